@@ -1,0 +1,85 @@
+# pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.
+.DEFAULT_GOAL := cpu
+.PHONY: cpu venv demo test asan bench clean help
+
+ifeq ($(origin CC),default)
+CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
+endif
+PYTHON ?= python3
+# a variant (see asan) has objects and a library of its own
+BUILD ?= build/c
+LIBRARY ?= pyops/libpyops.so
+EXTRA_CFLAGS ?=
+AVX512 ?= -mavx512f -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512
+
+CFLAGS := -std=gnu11 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math \
+          -Wall -Wextra -Wno-unknown-pragmas -Icsrc -MMD -MP $(EXTRA_CFLAGS)
+OBJ := $(patsubst csrc/%.c,$(BUILD)/%.o,$(wildcard csrc/*.c) $(wildcard csrc/kernels/*.c))
+
+# only these files know an instruction set; the rest is baseline, so that the library runs anywhere
+ifneq ($(filter x86_64 amd64 i386 i686,$(shell uname -m)),)
+$(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
+$(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
+endif
+
+cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so (a bare `make` does this)
+
+$(LIBRARY): $(OBJ)
+	$(CC) -shared -fopenmp $(EXTRA_CFLAGS) -o $@ $^ -lm
+
+pyops/pyops.h: csrc/pyops.h
+	cp $< $@
+
+$(BUILD)/%.o: csrc/%.c Makefile | $(BUILD)/compiler-works
+	@mkdir -p $(dir $@)
+	$(CC) $(CFLAGS) -c -o $@ $<
+
+# one line instead of a screen of errors
+$(BUILD)/compiler-works:
+	@mkdir -p $(BUILD)
+	@command -v $(firstword $(CC)) >/dev/null || \
+	    { echo "make: error: no C compiler '$(CC)': install gcc, or clang with libomp, or name one with make CC=..." >&2; exit 2; }
+	@echo 'int main(void) { return 0; }' | $(CC) -fopenmp -x c - -o $@ 2>/dev/null || \
+	    { echo "make: error: '$(CC)' cannot build an OpenMP program: install its OpenMP library (gcc: libgomp, clang: libomp)" >&2; exit 2; }
+
+venv: .venv/ready ## make .venv and install the package there, editable, with what tests need
+
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: error: $(PYTHON) is too old or missing: want Python 3.11 or later, name one with make PYTHON=..." >&2; exit 2; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
+	touch $@
+
+DEMO_EPOCHS ?= 10
+demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then translate ten unseen sentences
+	.venv/bin/python -m seq2seq.train -f embedded -e $(DEMO_EPOCHS) -c demo
+	.venv/bin/python -m seq2seq.translate -f embedded -c demo --test 10
+
+# The op table once for each instruction set, then everything.  The AVX-512 tiles are written in the compiler's vector
+# types, so a CPU without AVX-512 runs the very same code, compiled for AVX2 ("lowered").
+TABLE := tests/test_ops.py tests/test_kernels.py
+LOWERED := build/lowered/libpyops.so
+test: cpu .venv/ready ## run the tests
+	.venv/bin/python -m ruff check
+	$(MAKE) cpu BUILD=build/lowered LIBRARY=$(LOWERED) EXTRA_CFLAGS=-DPYOPS_LOWERED=1 AVX512='-mavx2 -mfma'
+	PYOPS_ISA=generic .venv/bin/python -m pytest -q -rs $(TABLE)
+	PYOPS_ISA=avx512 $(if $(shell grep -l avx512dq /proc/cpuinfo),,PYOPS_LIBRARY=$(LOWERED)) \
+	    .venv/bin/python -m pytest -q -rs $(TABLE)
+	.venv/bin/python -m pytest -q -rs tests
+
+asan: .venv/ready ## the op table under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
+	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
+	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
+	    .venv/bin/python -m pytest -q -p no:cacheprovider tests/test_ops.py tests/test_kernels.py -k 'not torch'
+
+bench: cpu .venv/ready ## a training step beside PyTorch's (needs torch: pip install torch)
+	.venv/bin/python -m bench.train seq2seq --vs torch
+
+clean: ## remove what was built
+	rm -rf build pyops/libpyops.so pyops/pyops.h *.egg-info
+
+help: ## print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+-include $(OBJ:.o=.d)

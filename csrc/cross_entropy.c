@@ -1,0 +1,57 @@
+/* cross_entropy.c - masked softmax cross entropy on logits that exist, and the counting of valid rows.
+ *
+ * Rows are independent; threads share them, and the losses of the rows are added in order.  The log-sum-exp of a row
+ * is saved, so backward needs one exponential an element and no second maximum.
+ */
+#include <math.h>
+#include "internal.h"
+
+pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C, int32_t ignore) {
+    int32_t n = 0;
+    for (int64_t r = 0; r < R; r++) {
+        if (labels[r] == ignore) continue;
+        PYOPS_REQUIRE(labels[r] >= 0 && labels[r] < C, "%s: labels[%lld]=%d, want 0 to %lld or %d (ignored)",
+                      who, LL(r), labels[r], LL(C - 1), ignore);
+        n++;
+    }
+    valid[0] = n;
+    return PYOPS_OK;
+}
+
+pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse, const float *x, const int32_t *labels,
+                                         int64_t R, int64_t C, int32_t ignore, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_forward: R=%lld C=%lld", LL(R), LL(C));
+    const pyops_status status = pyops_count_valid(valid, "cross_entropy_forward", labels, R, C, ignore);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C > 16384)
+    for (int64_t r = 0; r < R; r++) {
+        const float m = k->max(x + r*C, C);
+        lse[r] = m + logf(k->sum_exp(x + r*C, m, C));
+    }
+    double sum = 0.0;
+    for (int64_t r = 0; r < R; r++)
+        if (labels[r] != ignore) sum += lse[r] - x[r*C + labels[r]];
+    loss[0] = valid[0] ? (float)(sum / valid[0]) : 0.0f;
+    return PYOPS_OK;
+}
+
+pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
+                                          const float *lse, const int32_t *valid,
+                                          int64_t R, int64_t C, int32_t ignore, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_backward: R=%lld C=%lld", LL(R), LL(C));
+    const pyops_kernels *k = pyops_active();
+    const float scale = valid[0] ? dloss[0] / (float)valid[0] : 0.0f;
+    #pragma omp parallel for schedule(static) if (R * C > 16384)
+    for (int64_t r = 0; r < R; r++) {
+        if (labels[r] == ignore) {
+            k->fill(dx + r*C, C, 0.0f);
+            continue;
+        }
+        k->scaled_exp(dx + r*C, x + r*C, lse[r], scale, C);
+        dx[r*C + labels[r]] -= scale;
+    }
+    return PYOPS_OK;
+}

@@ -1,0 +1,40 @@
+/* embedding.c - rows of a table by number, and their gradient.
+ *
+ * Backward: a token that occurs twice adds twice.  Each thread owns the tokens of one residue class, so two threads
+ * never add to the same row, and a row is summed in the order of the positions whatever the number of threads.
+ */
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+static pyops_status check(const char *who, const int32_t *ids, int64_t R, int64_t V, int64_t E) {
+    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
+    for (int64_t r = 0; r < R; r++)
+        PYOPS_REQUIRE(ids[r] >= 0 && ids[r] < V, "%s: ids[%lld]=%d, want 0 to %lld", who, LL(r), ids[r], LL(V - 1));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids,
+                                     int64_t R, int64_t V, int64_t E, void *stream) {
+    (void)stream;
+    const pyops_status status = check("embedding_forward", ids, R, V, E);
+    if (status) return status;
+    #pragma omp parallel for schedule(static) if (R * E > 16384)
+    for (int64_t r = 0; r < R; r++) memcpy(y + r*E, weight + ids[r]*E, (size_t)E * sizeof *y);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_embedding_backward(float *dweight, const float *dy, const int32_t *ids,
+                                      int64_t R, int64_t V, int64_t E, void *stream) {
+    (void)stream;
+    const pyops_status status = check("embedding_backward", ids, R, V, E);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel if (R * E > 16384)
+    {
+        const int32_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        for (int64_t r = 0; r < R; r++)
+            if (ids[r] % threads == thread) k->add(dweight + ids[r]*E, dy + r*E, E);
+    }
+    return PYOPS_OK;
+}

@@ -1,0 +1,148 @@
+/* gemm.c - matrix products: packed, blocked for three levels of cache, threads share the result.
+ *
+ * The loops of BLIS (Van Zee and van de Geijn 2015, doi:10.1145/2764454) around the tile of kernels/gemm_body.inc:
+ * columns by NC, K by KC, rows by MC, then tiles.  Each thread owns a rectangle of c and packs what it needs for
+ * it, so threads never wait for each other; the rectangles are chosen so that little is packed twice.  Every
+ * element is summed in the same order whatever the rectangle: in blocks of KC, and in a block one by one.
+ */
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+/* Panels of `width` rows (of A; columns of B), each (kc, width), zeros beyond n.
+ * `step` is the stride from one row of A to the next, `along` the stride in the direction of K. */
+static void pack_panels(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc, int64_t width) {
+    for (int64_t i = 0; i < n; i += width, dst += kc * width) {
+        const int64_t w = pyops_min(width, n - i);
+        const float *src_i = src + i * step;
+        if (w < width) memset(dst, 0, (size_t)(kc * width) * sizeof *dst);
+        if (step == 1) {
+            for (int64_t k = 0; k < kc; k++)
+                for (int64_t j = 0; j < w; j++) dst[k*width + j] = src_i[k*along + j];
+        } else {
+            for (int64_t j = 0; j < w; j++)
+                for (int64_t k = 0; k < kc; k++) dst[k*width + j] = src_i[j*step + k*along];
+        }
+    }
+}
+
+/* c (mc,nc) (+)= packed a (mc,kc) x packed b (kc,nc): all tiles; edge tiles go through a buffer. */
+static void block(const pyops_kernels *k, float *c, int64_t ldc, const float *a, const float *b, const float *bias,
+                  int64_t mc, int64_t nc, int64_t kc, int add) {
+    const int64_t MR = k->MR, NR = k->NR;
+    float edge[16 * 32], edge_bias[32];
+    for (int64_t j = 0; j < nc; j += NR) {
+        const int64_t n = pyops_min(NR, nc - j);
+        const float *b_j = b + j * kc, *bias_j = bias ? bias + j : NULL;
+        if (bias && n < NR) {
+            for (int64_t l = 0; l < NR; l++) edge_bias[l] = l < n ? bias_j[l] : 0.0f;
+            bias_j = edge_bias;
+        }
+        for (int64_t i = 0; i < mc; i += MR) {
+            const int64_t m = pyops_min(MR, mc - i);
+            float *c_ij = c + i * ldc + j;
+            if (m == MR && n == NR) {
+                k->gemm(c_ij, a + i * kc, b_j, bias_j, kc, ldc, add);
+                continue;
+            }
+            k->gemm(edge, a + i * kc, b_j, bias_j, kc, NR, 0);
+            for (int64_t r = 0; r < m; r++)
+                for (int64_t s = 0; s < n; s++)
+                    c_ij[r*ldc + s] = add ? edge[r*NR + s] + c_ij[r*ldc + s] : edge[r*NR + s];
+        }
+    }
+}
+
+size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->KC * k->NC + k->MC * k->KC); }
+
+/* Without a sum (K = 0) there is only the bias. */
+static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int add) {
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t n = 0; n < N; n++)
+            c[m*ldc + n] = (bias ? bias[n] : 0.0f) + (add ? c[m*ldc + n] : 0.0f);
+}
+
+void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                   int64_t M, int64_t N, int64_t K, int add, float *scratch) {
+    float *packed_b = scratch, *packed_a = scratch + k->KC * k->NC;
+    if (!K) bias_only(c, ldc, bias, M, N, add);
+    for (int64_t jc = 0; jc < N; jc += k->NC)
+        for (int64_t pc = 0; pc < K; pc += k->KC) {
+            const int64_t nc = pyops_min(k->NC, N - jc), kc = pyops_min(k->KC, K - pc);
+            pack_panels(packed_b, b.p + pc*b.row + jc*b.col, b.col, b.row, nc, kc, k->NR);
+            for (int64_t ic = 0; ic < M; ic += k->MC) {
+                const int64_t mc = pyops_min(k->MC, M - ic);
+                pack_panels(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc, k->MR);
+                block(k, c + ic*ldc + jc, ldc, packed_a, packed_b, bias && !pc ? bias + jc : NULL, mc, nc, kc, add || pc);
+            }
+        }
+}
+
+void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to) {
+    const int64_t padded = pyops_round_up(N, k->NR);
+    for (int64_t pc = 0; pc < K; pc += k->KC) {
+        const int64_t kc = pyops_min(k->KC, K - pc);
+        pack_panels(packed + pc*padded + from*kc, b.p + pc*b.row + from*b.col, b.col, b.row, to - from, kc, k->NR);
+    }
+}
+
+void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
+                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int add,
+                          float *scratch) {
+    const int64_t padded = pyops_round_up(N, k->NR);
+    if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, add);
+    for (int64_t pc = 0; pc < K; pc += k->KC) {
+        const int64_t kc = pyops_min(k->KC, K - pc);
+        for (int64_t ic = 0; ic < M; ic += k->MC) {
+            const int64_t mc = pyops_min(k->MC, M - ic);
+            pack_panels(scratch, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc, k->MR);
+            block(k, c + ic*ldc + from, ldc, scratch, packed_b + pc*padded + from*kc,
+                  bias && !pc ? bias + from : NULL, mc, to - from, kc, add || pc);
+        }
+    }
+}
+
+/* Rows of the grid of threads: tm * tn threads pack A tn times and B tm times. */
+static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
+    int64_t best = 1;
+    for (int64_t tm = 2; tm <= threads; tm++)
+        if (threads % tm == 0 && (threads / tm) * M + tm * N < (threads / best) * M + best * N) best = tm;
+    return best;
+}
+
+pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                                    int64_t M, int64_t N, int64_t K, int add) {
+    const pyops_kernels *k = pyops_active();
+    /* below about 50 microseconds of work a second thread costs more than it brings */
+    const int64_t threads = M * N * K < 1000000 ? 1 : omp_get_max_threads();
+    const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
+    const int64_t rows = pyops_round_up((M + tm - 1) / tm, k->MR), columns = pyops_round_up((N + tn - 1) / tn, k->NR);
+    int failed = 0;
+    #pragma omp parallel for schedule(static) num_threads((int)threads)
+    for (int64_t t = 0; t < threads; t++) {
+        const int64_t i = t / tn * rows, j = t % tn * columns;
+        if (i >= M || j >= N) continue;
+        float *scratch = pyops_scratch(pyops_product_scratch(k));
+        if (!scratch) {
+            #pragma omp atomic write
+            failed = 1;
+            continue;
+        }
+        pyops_product(k, c + i*ldc + j, ldc, (pyops_view){a.p + i*a.row, a.row, a.col},
+                      (pyops_view){b.p + j*b.col, b.row, b.col}, bias ? bias + j : NULL,
+                      pyops_min(rows, M - i), pyops_min(columns, N - j), K, add, scratch);
+    }
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats a thread", pyops_product_scratch(k));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias,
+                        int64_t M, int64_t N, int64_t K, int64_t ldc,
+                        int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
+                        int32_t accumulate, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
+    PYOPS_REQUIRE(ldc >= N, "gemm: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
+    return pyops_product_threaded(c, ldc, (pyops_view){a, a_row, a_col}, (pyops_view){b, b_row, b_col}, bias,
+                                  M, N, K, accumulate != 0);
+}

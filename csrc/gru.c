@@ -1,0 +1,186 @@
+/* gru.c - a gated recurrent unit over a whole sequence.
+ *
+ * The input product of all steps is one product.  Then the rows of the batch are independent, so each thread takes
+ * its rows through all T steps and no thread waits for another; the recurrent weights are packed once for all steps.
+ * Backward walks the steps in reverse the same way and leaves the gate gradients of all steps in `work`, from which
+ * dx and the weight gradients come as one product each over all steps.
+ *
+ * w_hh is used in two parts, [r z] (2H,H) and n (H,H), because with the reset gate before the product they are
+ * multiplied with different things (h and r * h).
+ */
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+/* ---- work: where its parts begin, in floats ---- */
+typedef struct { int64_t rz, n, rows, dgates, total; } layout;
+
+static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
+    layout l = {0};
+    l.n = pyops_packed_b_size(k, H, 2 * H);             /* w_hh[r z]' packed (H,2H), then w_hh[n]' (H,H) */
+    l.rows = l.n + pyops_packed_b_size(k, H, H);        /* recurrent products of one step (B,3H) */
+    l.total = l.rows + B * 3 * H;
+    return l;
+}
+
+static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t H) {
+    layout l = {0};
+    l.n = pyops_packed_b_size(k, 2 * H, H);             /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
+    l.rows = l.n + pyops_packed_b_size(k, H, H);        /* dh of one step, drh, zeros: (B,H) each */
+    l.dgates = l.rows + 3 * B * H;                      /* (T,B,4H): dr dz dn before their activations, du */
+    l.total = l.dgates + T * B * 4 * H;
+    return l;
+}
+
+int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
+    (void)T, (void)I;
+    return forward_layout(pyops_active(), B, H).total;
+}
+
+int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
+    (void)I;
+    return backward_layout(pyops_active(), T, B, H).total;
+}
+
+static pyops_status check(const char *who, int64_t T, int64_t B, int64_t I, int64_t H) {
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 1 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *h0,
+                               const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
+                               float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    (void)stream;
+    pyops_status status = check("gru_forward", T, B, I, H);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const layout l = forward_layout(k, B, H);
+
+    /* a = x w_ih' + b_ih for all steps, into the first three quarters of gates */
+    status = pyops_product_threaded(gates, 4*H, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, T*B, 3*H, I, 0);
+    if (status) return status;
+
+    pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, 1, H}, H, 2*H, 0, 2*H);
+    pyops_pack_b(k, work + l.n, (pyops_view){w_hh + 2*H*H, 1, H}, H, H, 0, H);
+    int failed = 0;
+    #pragma omp parallel
+    {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;
+        float *scratch = pyops_scratch(pyops_product_scratch(k)), *product = work + l.rows + from * 3 * H;
+        if (!scratch) {
+            #pragma omp atomic write
+            failed = 1;
+        }
+        for (int64_t t = 0; t < T && scratch && rows; t++) {
+            float *h_t = h + (t*B + from) * H, *gates_t = gates + (t*B + from) * 4 * H;
+            const float *h_prev = t ? h_t - B*H : h0 ? h0 + from*H : NULL;
+            const int64_t K = h_prev ? H : 0;           /* nothing comes out of a product with zeros but the bias */
+            if (!h_prev) {
+                k->fill(h_t, rows * H, 0.0f);
+                h_prev = h_t;                           /* read before it is written, element by element */
+            }
+            pyops_product_packed(k, product, 3*H, (pyops_view){h_prev, H, 1}, work + l.rz, b_hh, rows, 2*H, K, 0, 2*H, 0, scratch);
+            if (reset_before) {
+                for (int64_t b = 0; b < rows; b++)
+                    k->gru_before_1(gates_t + b*4*H, product + b*3*H, h_prev + b*H, H);
+                pyops_product_packed(k, product + 2*H, 3*H, (pyops_view){gates_t + 3*H, 4*H, 1}, work + l.n, b_hh + 2*H,
+                                     rows, H, K, 0, H, 0, scratch);
+                for (int64_t b = 0; b < rows; b++)
+                    k->gru_before_2(h_t + b*H, gates_t + b*4*H, product + b*3*H, h_prev + b*H, H);
+            } else {
+                pyops_product_packed(k, product + 2*H, 3*H, (pyops_view){h_prev, H, 1}, work + l.n, b_hh + 2*H,
+                                     rows, H, K, 0, H, 0, scratch);
+                for (int64_t b = 0; b < rows; b++)
+                    k->gru_after(h_t + b*H, gates_t + b*4*H, product + b*3*H, h_prev + b*H, H);
+            }
+        }
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "gru_forward: no memory for packed tiles") : PYOPS_OK;
+}
+
+pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
+                                const float *dh, const float *dh_last,
+                                const float *x, const float *h0, const float *w_ih, const float *w_hh,
+                                const float *h, const float *gates, float *work,
+                                int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    (void)stream;
+    pyops_status status = check("gru_backward", T, B, I, H);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const layout l = backward_layout(k, T, B, H);
+    float *dgates = work + l.dgates;
+
+    /* pass 1: the gate gradients of all steps, last step first */
+    pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, H, 1}, 2*H, H, 0, H);
+    pyops_pack_b(k, work + l.n, (pyops_view){w_hh + 2*H*H, H, 1}, H, H, 0, H);
+    int failed = 0;
+    #pragma omp parallel
+    {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;
+        float *scratch = pyops_scratch(pyops_product_scratch(k));
+        float *carry = work + l.rows + from * H;        /* the gradient of h[t] */
+        float *drh = carry + B * H, *zeros = drh + B * H;
+        if (!scratch) {
+            #pragma omp atomic write
+            failed = 1;
+        }
+        if (dh_last && rows) memcpy(carry, dh_last + from*H, (size_t)(rows * H) * sizeof *carry);
+        else k->fill(carry, rows * H, 0.0f);
+        for (int64_t t = T - 1; t >= 0 && scratch && rows; t--) {
+            const float *gates_t = gates + (t*B + from) * 4 * H;
+            float *dgates_t = dgates + (t*B + from) * 4 * H;
+            const float *h_prev = t ? h + ((t - 1)*B + from) * H : h0 ? h0 + from*H : NULL;
+            const int carry_on = t || dh0;              /* does anyone want the gradient of h[t-1]? */
+            if (!h_prev) {
+                k->fill(zeros, rows * H, 0.0f);
+                h_prev = zeros;
+            }
+            if (dh) k->add(carry, dh + (t*B + from) * H, rows * H);
+            for (int64_t b = 0; b < rows; b++)
+                k->gru_back(dgates_t + b*4*H, carry + b*H, gates_t + b*4*H, h_prev + b*H, H);
+            if (reset_before) {
+                pyops_product_packed(k, drh, H, (pyops_view){dgates_t + 2*H, 4*H, 1}, work + l.n, NULL, rows, H, H, 0, H, 0, scratch);
+                for (int64_t b = 0; b < rows; b++)
+                    k->gru_back_reset_before(dgates_t + b*4*H, carry + b*H, drh + b*H, gates_t + b*4*H, h_prev + b*H, H);
+            } else {
+                for (int64_t b = 0; b < rows; b++)
+                    k->gru_back_reset_after(dgates_t + b*4*H, gates_t + b*4*H, H);
+                if (carry_on)
+                    pyops_product_packed(k, carry, H, (pyops_view){dgates_t + 3*H, 4*H, 1}, work + l.n, NULL, rows, H, H, 0, H, 1, scratch);
+            }
+            if (carry_on)
+                pyops_product_packed(k, carry, H, (pyops_view){dgates_t, 4*H, 1}, work + l.rz, NULL, rows, H, 2*H, 0, H, 1, scratch);
+        }
+        if (dh0 && rows) memcpy(dh0 + from*H, carry, (size_t)(rows * H) * sizeof *dh0);
+    }
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gru_backward: no memory for packed tiles");
+
+    /* pass 2: one product each over all steps.  For the n part of w_hh, gradient x input is
+     * du x h[t-1] with the reset gate after the product, dn x u with the reset gate before it. */
+    const pyops_view dgates_t = {dgates, 1, 4*H};       /* (3H,TB), transposed */
+    const float *d_n = dgates + (reset_before ? 2*H : 3*H);
+    if (dx)
+        status = pyops_product_threaded(dx, I, (pyops_view){dgates, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, T*B, I, 3*H, 0);
+    if (!status)
+        status = pyops_product_threaded(dw_ih, I, dgates_t, (pyops_view){x, I, 1}, NULL, 3*H, I, T*B, 1);
+    if (!status && h0)
+        status = pyops_product_threaded(dw_hh, H, dgates_t, (pyops_view){h0, H, 1}, NULL, 2*H, H, B, 1);
+    if (!status)
+        status = pyops_product_threaded(dw_hh, H, (pyops_view){dgates + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, 2*H, H, (T - 1)*B, 1);
+    if (reset_before) {
+        if (!status)
+            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){gates + 3*H, 4*H, 1}, NULL, H, H, T*B, 1);
+    } else {
+        if (!status && h0)
+            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){h0, H, 1}, NULL, H, H, B, 1);
+        if (!status)
+            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, H, H, (T - 1)*B, 1);
+    }
+    if (status) return status;
+    pyops_add_column_sums(db_ih, dgates, T*B, 3*H, 4*H);
+    pyops_add_column_sums(db_hh, dgates, T*B, 2*H, 4*H);
+    pyops_add_column_sums(db_hh + 2*H, d_n, T*B, H, 4*H);
+    return PYOPS_OK;
+}

@@ -1,0 +1,93 @@
+/* internal.h - what the files of the CPU library share: the kernel table, errors, scratch, packed products. */
+#ifndef PYOPS_INTERNAL_H
+#define PYOPS_INTERNAL_H
+#include <stddef.h>
+#include "pyops.h"
+
+/* ---- kernels: one table per instruction set ------------------------------------------
+ * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
+ * The list makes the fields of the table here and fills it in kernels/rows_body.inc.
+ */
+#define PYOPS_ROWS(ROW) \
+    ROW(void,   fill,         (float *y, int64_t n, float value)) \
+    ROW(void,   add,          (float *y, const float *x, int64_t n)) \
+    ROW(void,   axpy,         (float *y, const float *x, float alpha, int64_t n)) \
+    ROW(void,   scale,        (float *y, const float *x, float alpha, int64_t n)) \
+    ROW(double, sum_squares,  (const float *x, int64_t n)) \
+    ROW(float,  max,          (const float *x, int64_t n)) \
+    ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
+    ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
+    ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
+                               uint64_t key, uint32_t threshold, float scale)) \
+    ROW(void,   adam,         (float *param, float *m, float *v, const float *grad, int64_t n, float clip, \
+                               float beta1, float beta2, float step_size, float root_correction, float eps)) \
+    ROW(void,   gru_after,    (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \
+    ROW(void,   gru_before_1, (float *gates, const float *product, const float *h_prev, int64_t H)) \
+    ROW(void,   gru_before_2, (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \
+    ROW(void,   gru_back,     (float *dgates, float *dh, const float *gates, const float *h_prev, int64_t H)) \
+    ROW(void,   gru_back_reset_after,  (float *dgates, const float *gates, int64_t H)) \
+    ROW(void,   gru_back_reset_before, (float *dgates, float *dh, const float *drh, const float *gates, \
+                                        const float *h_prev, int64_t H))
+
+typedef struct {
+    const char *name;               /* "avx2" */
+    const char *tile;               /* "6x16" = MR x NR */
+    int64_t MR, NR, MC, KC, NC;     /* tile, and the blocks that stay in L2 (MC x KC) and L3 (KC x NC) */
+    /* c (MR,NR), rows ldc apart, (+)= sum_k a[k,:] b[k,:] (+ bias[:]), a packed (K,MR), b packed (K,NR) */
+    void (*gemm)(float *c, const float *a, const float *b, const float *bias, int64_t K, int64_t ldc, int add);
+#define ROW(result, name, arguments) result (*name) arguments;
+    PYOPS_ROWS(ROW)
+#undef ROW
+} pyops_kernels;
+
+#define KERNEL(isa, test) extern const pyops_kernels pyops_kernels_##isa;
+#include "kernels/kernels.inc"
+#undef KERNEL
+const pyops_kernels *pyops_active(void);
+
+/* ---- errors ------------------------------------------------------------------------------ */
+pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+#define PYOPS_REQUIRE(cond, ...) do { if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
+#define LL(x) ((long long)(x))      /* for %lld: int64_t is long on some systems, long long on others */
+
+/* ---- scratch: one buffer a thread, grown on demand, freed with the thread; NULL if there is no memory.
+ * A second call by the same thread hands out the same memory again. */
+float *pyops_scratch(size_t floats);
+
+/* ---- packed products, for kernels that use an operand several times ------------------------
+ * A packed A holds, for each block of KC columns, panels of MR rows; a packed B, for each block of KC rows,
+ * panels of NR columns; the last panel is padded with zeros.  Both are addressed with the helpers below.
+ */
+typedef struct { const float *p; int64_t row, col; } pyops_view;      /* strides in floats */
+
+static inline int64_t pyops_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+static inline int64_t pyops_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t pyops_max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Floats of a whole packed B (K,N), and packing of its columns [from, to), `from` a multiple of NR. */
+static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) {
+    return K * pyops_round_up(N, k->NR);
+}
+void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
+
+/* Floats that pyops_product_* need as scratch for one thread. */
+size_t pyops_product_scratch(const pyops_kernels *k);
+
+/* One thread: c (M,N) (+)= a (M,K) b (K,N) + bias. */
+void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                   int64_t M, int64_t N, int64_t K, int add, float *scratch);
+/* The same with a packed b: the columns [from, to) of c, `from` a multiple of NR. */
+void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
+                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int add,
+                          float *scratch);
+/* All threads: what pyops_gemm does after its checks. */
+pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                                    int64_t M, int64_t N, int64_t K, int add);
+
+/* y[c] += sum_r x[r*ldx + c], rows in order, threads share columns. */
+void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);
+
+/* ---- labels with masked rows, for both cross entropies --------------------------------------- */
+pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C,
+                               int32_t ignore);
+#endif

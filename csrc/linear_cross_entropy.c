@@ -1,0 +1,141 @@
+/* linear_cross_entropy.c - output layer, masked softmax cross entropy and their gradients in one pass.
+ *
+ * Only valid rows are gathered and computed.  A block of ROWS rows goes through four phases while its logits
+ * (ROWS x V) are in cache:
+ *   1  logits = x weight' + bias            threads share columns of the vocabulary
+ *   2  softmax, loss, gradient of logits    threads share rows
+ *   3  dx = dlogits weight                  threads share rows
+ *   4  dweight += dlogits' x, dbias         threads share rows of weight
+ * Three products instead of the four that a separate backward would need (it would form the logits again), and no
+ * (R,V) matrix.  weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows or
+ * of the vocabulary, never by threads.
+ */
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+/* Rows in a block: 128 x 13387 logits are 6.9 MB of L3, and weight and dweight are read once for 128 rows. */
+enum { ROWS = 128, COLUMNS = 512 };
+
+typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, total; } layout;
+
+static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t V, int gradients) {
+    const int64_t block = pyops_min(R, ROWS);
+    layout l = {0};
+    l.x = l.rows + pyops_round_up(R, 2);                /* numbers of the valid rows, int32 (R) */
+    l.losses = l.x + block * D;                         /* x: the rows of a block (ROWS,D) */
+    l.logits = l.losses + block;                        /* losses of its rows (ROWS) */
+    l.w_logits = l.logits + block * V;                  /* logits (ROWS,V) */
+    l.total = l.w_logits + pyops_packed_b_size(k, D, V);        /* weight' packed (D,V) */
+    if (!gradients) return l;
+    l.dx = l.total;                                     /* dx of a block (ROWS,D) */
+    l.x_packed = l.dx + block * D;                      /* x of a block packed (ROWS,D) */
+    l.w_dx = l.x_packed + pyops_packed_b_size(k, block, D);
+    l.total = l.w_dx + pyops_packed_b_size(k, V, D);    /* weight packed (V,D) */
+    return l;
+}
+
+int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
+    return make_layout(pyops_active(), R, D, V, gradients).total;
+}
+
+pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
+                                        const float *x, const float *weight, const float *bias, const int32_t *labels,
+                                        float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    const int gradients = dx != NULL;
+    PYOPS_REQUIRE(!dweight == !gradients && !dbias == !gradients,
+                  "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
+    const pyops_status status = pyops_count_valid(valid, "linear_cross_entropy", labels, R, V, ignore);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const layout l = make_layout(k, R, D, V, gradients);
+    const int64_t n_valid = valid[0];
+
+    int32_t *row = (int32_t *)(work + l.rows);
+    for (int64_t r = 0, n = 0; r < R; r++)
+        if (labels[r] != ignore) row[n++] = (int32_t)r;
+    if (gradients) {
+        pyops_fill(dx, R * D, 0.0f, stream);            /* masked rows */
+        if (!n_valid) {
+            pyops_fill(dweight, V * D, 0.0f, stream);
+            pyops_fill(dbias, V, 0.0f, stream);
+        }
+    }
+
+    const pyops_view weight_t = {weight, 1, D}, weight_n = {weight, D, 1};
+    float *const x_b = work + l.x, *const dx_b = work + l.dx, *const logits = work + l.logits, *const losses = work + l.losses;
+    const float scale = n_valid ? 1.0f / (float)n_valid : 0.0f;
+    double sum = 0.0;
+    int failed = 0;
+    #pragma omp parallel
+    {
+        float *scratch = pyops_scratch(pyops_product_scratch(k));
+        if (!scratch) {
+            #pragma omp atomic write
+            failed = 1;
+        }
+        #pragma omp for schedule(dynamic) nowait
+        for (int64_t v = 0; v < V; v += COLUMNS)
+            pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, pyops_min(v + COLUMNS, V));
+        if (gradients) {
+            #pragma omp for schedule(dynamic)
+            for (int64_t d = 0; d < D; d += k->NR)
+                pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
+        }
+        #pragma omp barrier                             /* everyone sees `failed` and the packed weights */
+        const int go_on = !failed;
+
+        for (int64_t r0 = 0; go_on && r0 < n_valid; r0 += ROWS) {
+            const int64_t rows = pyops_min(ROWS, n_valid - r0);
+            #pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++) memcpy(x_b + r*D, x + row[r0 + r]*D, (size_t)D * sizeof *x_b);
+
+            /* phase 1 */
+            #pragma omp for schedule(dynamic)
+            for (int64_t v = 0; v < V; v += COLUMNS)
+                pyops_product_packed(k, logits, V, (pyops_view){x_b, D, 1}, work + l.w_logits, bias, rows, V, D,
+                                     v, pyops_min(v + COLUMNS, V), 0, scratch);
+            /* phase 2 */
+            #pragma omp for schedule(dynamic, 8)
+            for (int64_t r = 0; r < rows; r++) {
+                float *z = logits + r*V;
+                const int32_t label = labels[row[r0 + r]];
+                const float m = k->max(z, V), lse = m + logf(k->sum_exp(z, m, V));
+                losses[r] = lse - z[label];
+                if (!gradients) continue;
+                k->scaled_exp(z, z, lse, scale, V);
+                z[label] -= scale;
+            }
+            #pragma omp single nowait
+            for (int64_t r = 0; r < rows; r++) sum += losses[r];
+            if (!gradients) {
+                #pragma omp barrier                     /* the next block overwrites x_b and losses */
+                continue;
+            }
+            /* phase 3 */
+            #pragma omp for schedule(static) nowait
+            for (int64_t d = 0; d < D; d += k->NR)
+                pyops_pack_b(k, work + l.x_packed, (pyops_view){x_b, D, 1}, rows, D, d, pyops_min(d + k->NR, D));
+            #pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r += 8 * k->MR) {
+                const int64_t n = pyops_min(8 * k->MR, rows - r);
+                pyops_product_packed(k, dx_b + r*D, D, (pyops_view){logits + r*V, V, 1}, work + l.w_dx, NULL, n, D, V, 0, D, 0, scratch);
+                for (int64_t i = r; i < r + n; i++) memcpy(dx + row[r0 + i]*D, dx_b + i*D, (size_t)D * sizeof *dx);
+            }
+            /* phase 4 */
+            #pragma omp for schedule(dynamic)
+            for (int64_t v = 0; v < V; v += k->MC) {
+                const int64_t n = pyops_min(k->MC, V - v);
+                pyops_product_packed(k, dweight + v*D, D, (pyops_view){logits + v, 1, V}, work + l.x_packed, NULL, n, D, rows, 0, D, r0 > 0, scratch);
+                if (!r0) k->fill(dbias + v, n, 0.0f);
+                for (int64_t r = 0; r < rows; r++) k->add(dbias + v, logits + r*V + v, n);
+            }
+        }
+    }
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "linear_cross_entropy: no memory for packed tiles");
+    loss[0] = n_valid ? (float)(sum / (double)n_valid) : 0.0f;
+    return PYOPS_OK;
+}

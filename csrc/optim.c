@@ -1,0 +1,66 @@
+/* optim.c - gradient norm, clipping and Adam over one flat buffer of all parameters.
+ *
+ * The norm is summed in double over 64 KiB chunks whose partial sums are added in order: float would lose the small
+ * gradients of ten million, and the order must not depend on the threads.  Adam clips on the fly, so that a clipped
+ * step reads every gradient once.
+ */
+#include <math.h>
+#include <string.h>
+#include "internal.h"
+
+enum { CHUNK = 16384 };
+
+int64_t pyops_grad_norm_work(int64_t n) { return 2 * ((n + CHUNK - 1) / CHUNK); }
+
+pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    const int64_t chunks = (n + CHUNK - 1) / CHUNK;
+    #pragma omp parallel for schedule(static) if (chunks > 1)
+    for (int64_t i = 0; i < chunks; i++) {
+        const double s = k->sum_squares(grad + i*CHUNK, pyops_min(CHUNK, n - i*CHUNK));
+        memcpy(work + 2*i, &s, sizeof s);           /* a double in the space of two floats */
+    }
+    double sum = 0.0;
+    for (int64_t i = 0; i < chunks; i++) {
+        double s;
+        memcpy(&s, work + 2*i, sizeof s);
+        sum += s;
+    }
+    norm[0] = (float)sqrt(sum);
+    return PYOPS_OK;
+}
+
+static float clip_factor(const float *norm, float max_norm) {
+    return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f;
+}
+
+pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "clip: n=%lld", LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "clip: max_norm=%g, want > 0", (double)max_norm);
+    const float factor = clip_factor(norm, max_norm);
+    return factor == 1.0f ? PYOPS_OK : pyops_scale(grad, grad, &factor, n, stream);
+}
+
+pyops_status pyops_adam(float *param, float *m, float *v,
+                        const float *grad, const float *norm, const int64_t *step, const float *lr,
+                        int64_t n, float max_norm, float beta1, float beta2, float eps, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
+    PYOPS_REQUIRE(step[0] >= 1, "adam: step=%lld, want at least 1", LL(step[0]));
+    PYOPS_REQUIRE(max_norm > 0.0f, "adam: max_norm=%g, want > 0", (double)max_norm);
+    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
+                  (double)beta1, (double)beta2);
+    const pyops_kernels *k = pyops_active();
+    const double t = (double)step[0];
+    const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
+    const float root_correction = (float)(1.0 / sqrt(1.0 - pow(beta2, t)));
+    const float clip = clip_factor(norm, max_norm);
+    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    for (int64_t i = 0; i < n; i += CHUNK)
+        k->adam(param + i, m + i, v + i, grad + i, pyops_min(CHUNK, n - i), clip, beta1, beta2,
+                step_size, root_correction, eps);
+    return PYOPS_OK;
+}

@@ -1,0 +1,181 @@
+/* pyops.h - the one ABI of pyops, implemented twice: csrc/ (CPU) and cuda/ (GPU).
+ *
+ * Rules, true for every function below
+ *   order     outputs, inputs, saved tensors, work, sizes, scalars, stream
+ *   pointers  contiguous float32 unless said otherwise, at any alignment; outputs may not alias inputs
+ *   shapes    row-major, written (T,B,H) with T slowest; time-major sequences, so that a step is contiguous
+ *   memory    the caller owns every buffer; `work` holds pyops_<function>_work(...) floats of no meaning
+ *             afterwards; the library keeps a few MiB a thread for packed tiles and nothing else
+ *   d<param>  accumulates (+=);  d<activation> overwrites (=);  said again where it matters
+ *   state     what changes from one training step to the next (step, learning rate, gradient norm) is read
+ *             from memory, never passed by value, so that a recorded call can be replayed
+ *   sums      in an order that does not depend on the number of threads: the same bits for 1, 2 or 8
+ *   stream    cudaStream_t on the GPU build, ignored on the CPU build
+ *   errors    status code; text in pyops_last_error() of the calling thread; never prints, exits or aborts
+ *
+ * This file is also read by the Python side, which takes prototypes and argument names from it: one function
+ * a declaration, no macros inside a declaration but PYOPS_API.
+ */
+#ifndef PYOPS_H
+#define PYOPS_H
+#include <stdint.h>
+
+#define PYOPS_ABI_VERSION 1
+#define PYOPS_API __attribute__((visibility("default")))
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+    PYOPS_OK = 0,
+    PYOPS_BAD_ARGUMENT = 1,
+    PYOPS_NO_MEMORY = 2,
+    PYOPS_DEVICE_ERROR = 3
+} pyops_status;
+
+PYOPS_API int32_t      pyops_abi_version(void);
+PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing failed yet */
+PYOPS_API const char  *pyops_isa(void);           /* the kernels that run: "generic", "avx2", "avx512" */
+PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
+PYOPS_API int32_t      pyops_threads(void);       /* threads a call may use */
+PYOPS_API pyops_status pyops_set_threads(int32_t threads);
+
+/* ---- matrix product ------------------------------------------------------------
+ * c[m,n] (+)= sum_k a[m,k] * b[k,n] + bias[n]
+ * c (M,N), rows ldc apart.  a (M,K) and b (K,N) have a stride for either axis, in floats, so that a transposed
+ * operand or a block of a larger matrix needs no copy.  bias (N) may be NULL.
+ * accumulate 0 overwrites c (which may hold NaN), 1 adds to it.  K = 0 gives the bias alone.
+ */
+PYOPS_API pyops_status pyops_gemm(
+    float *c, const float *a, const float *b, const float *bias,
+    int64_t M, int64_t N, int64_t K, int64_t ldc,
+    int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
+    int32_t accumulate, void *stream);
+
+/* ---- small ones ----------------------------------------------------------------
+ * fill         y[i] = value
+ * axpy         y[i] += alpha[0] * x[i]                       alpha in memory
+ * scale        y[i] = alpha[0] * x[i]                        alpha in memory
+ * column_sums  y[c] += sum_r x[r,c]                          x (R,C); adds: it forms bias gradients
+ * argmax       index[r] = the first c with the largest x[r,c]    x (R,C), index (R) int32, C >= 1; NaN is largest
+ * increment    counter[0] += 1                               int64
+ */
+PYOPS_API pyops_status pyops_fill(float *y, int64_t n, float value, void *stream);
+PYOPS_API pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream);
+PYOPS_API pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream);
+PYOPS_API pyops_status pyops_increment(int64_t *counter, void *stream);
+
+/* ---- concatenation with a context ------------------------------------------------
+ * y[t,b,:] = [x[t,b,:], context[b,:]]     the same context at every step
+ * y, dy (T,B,E+H)   x, dx (T,B,E)   context, dcontext (B,H)
+ * dcontext = sum_t dy[t,b,E:]
+ */
+PYOPS_API pyops_status pyops_concat_context_forward(
+    float *y, const float *x, const float *context,
+    int64_t T, int64_t B, int64_t E, int64_t H, void *stream);
+PYOPS_API pyops_status pyops_concat_context_backward(
+    float *dx, float *dcontext, const float *dy,
+    int64_t T, int64_t B, int64_t E, int64_t H, void *stream);
+
+/* ---- embedding -------------------------------------------------------------------
+ * y[r,:] = weight[ids[r],:]          dweight[ids[r],:] += dy[r,:]   in the order of r
+ * ids (R) int32 in [0,V)   weight, dweight (V,E)   y, dy (R,E)
+ */
+PYOPS_API pyops_status pyops_embedding_forward(
+    float *y, const float *weight, const int32_t *ids,
+    int64_t R, int64_t V, int64_t E, void *stream);
+PYOPS_API pyops_status pyops_embedding_backward(
+    float *dweight, const float *dy, const int32_t *ids,
+    int64_t R, int64_t V, int64_t E, void *stream);
+
+/* ---- dropout -----------------------------------------------------------------------
+ * y[i] = x[i] * keep[i] / (1 - p),   keep[i] = word (i mod 4) of Philox4x32-10(counter, key) >= p * 2^32
+ * counter = (i / 4, step[0]), 64 bits each; nothing is saved: backward is the same call on dy.
+ * step (1) int64.  0 <= p < 1.  y may be x.   Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+ */
+PYOPS_API pyops_status pyops_dropout(
+    float *y, const float *x, const int64_t *step,
+    int64_t n, float p, uint64_t key, void *stream);
+
+/* ---- gated recurrent unit over a whole sequence --------------------------------------
+ * For t = 0 .. T-1, with h[-1] = h0 (zeros where h0 is NULL) and gates stacked in the order r, z, n:
+ *   a = x[t] w_ih' + b_ih
+ *   r = sigmoid(a_r + h[t-1] w_hr' + b_hr)
+ *   z = sigmoid(a_z + h[t-1] w_hz' + b_hz)
+ *   n = tanh(a_n + r * u),  u = h[t-1] w_hn' + b_hn        reset_before 0: the reset gate after the product
+ *   n = tanh(a_n + u w_hn' + b_hn),  u = r * h[t-1]        reset_before 1: before it
+ *   h[t] = (1 - z) * n + z * h[t-1]
+ * x, dx (T,B,I)   h, dh (T,B,H)   h0, dh0, dh_last (B,H)   gates (T,B,4H) = r, z, n, u, saved for backward
+ * w_ih, dw_ih (3H,I)   w_hh, dw_hh (3H,H)   b_ih, b_hh, db_ih, db_hh (3H)
+ * dh is the gradient of every h[t], dh_last one more of h[T-1]; either may be NULL for zeros.
+ * dx and dh0 may be NULL where nobody wants them.
+ * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
+ */
+PYOPS_API pyops_status pyops_gru_forward(
+    float *h, float *gates,
+    const float *x, const float *h0,
+    const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
+    float *work,
+    int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
+PYOPS_API int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H);
+PYOPS_API pyops_status pyops_gru_backward(
+    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
+    const float *dh, const float *dh_last,
+    const float *x, const float *h0, const float *w_ih, const float *w_hh,
+    const float *h, const float *gates,
+    float *work,
+    int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
+PYOPS_API int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H);
+
+/* ---- masked softmax cross entropy ------------------------------------------------------
+ * lse[r] = log sum_c exp(x[r,c]);   loss[0] = mean over valid r of lse[r] - x[r,labels[r]]
+ * dx[r,c] = dloss[0] / valid[0] * (exp(x[r,c] - lse[r]) - [c = labels[r]]),  0 in masked rows
+ * A row is masked where labels[r] = ignore.  valid[0] counts the others; loss is 0 where there are none.
+ * x, dx (R,C)   labels (R) int32 in [0,C) or = ignore   lse (R)   loss, dloss (1)   valid (1) int32
+ */
+PYOPS_API pyops_status pyops_cross_entropy_forward(
+    float *loss, int32_t *valid, float *lse,
+    const float *x, const int32_t *labels,
+    int64_t R, int64_t C, int32_t ignore, void *stream);
+PYOPS_API pyops_status pyops_cross_entropy_backward(
+    float *dx, const float *dloss,
+    const float *x, const int32_t *labels, const float *lse, const int32_t *valid,
+    int64_t R, int64_t C, int32_t ignore, void *stream);
+
+/* ---- output layer and masked softmax cross entropy in one ---------------------------------
+ * logits = x weight' + bias, then the loss above; only valid rows are computed, in blocks of rows that stay in
+ * cache, and the logits are never all in memory.  The gradients of a loss whose own gradient is 1 are formed
+ * while a block is there:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V) OVERWRITTEN too,
+ * since they belong to this call; the backward pass scales and adds them (pyops_scale, pyops_axpy).
+ * dx, dweight, dbias NULL (all three): the loss alone, as in evaluation.
+ * x (R,D)   weight (V,D)   bias (V)   labels (R) int32 in [0,V) or = ignore   loss (1)   valid (1) int32
+ */
+PYOPS_API pyops_status pyops_linear_cross_entropy(
+    float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
+    const float *x, const float *weight, const float *bias, const int32_t *labels,
+    float *work,
+    int64_t R, int64_t D, int64_t V, int32_t ignore, void *stream);
+PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);
+
+/* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------
+ * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)
+ * clip       grad[i] *= min(1, max_norm / norm[0])
+ * adam       g = grad[i] * min(1, max_norm / norm[0])        (norm NULL: not clipped; grad itself stays)
+ *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
+ *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
+ * norm (1)   lr (1)   step (1) int64.   Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
+ */
+PYOPS_API pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_t n, void *stream);
+PYOPS_API int64_t pyops_grad_norm_work(int64_t n);
+PYOPS_API pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream);
+PYOPS_API pyops_status pyops_adam(
+    float *param, float *m, float *v,
+    const float *grad, const float *norm, const int64_t *step, const float *lr,
+    int64_t n, float max_norm, float beta1, float beta2, float eps, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

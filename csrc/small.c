@@ -1,0 +1,106 @@
+/* small.c - fill, axpy, scale, column sums, argmax, increment, concatenation with a context.
+ *
+ * All are bound by memory; threads share fixed chunks or columns, so a sum's order never depends on their number.
+ */
+#include <string.h>
+#include "internal.h"
+
+/* 64 KiB a chunk: worth a thread's while, small enough to share out evenly. */
+enum { CHUNK = 16384 };
+
+pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "fill: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    for (int64_t i = 0; i < n; i += CHUNK) k->fill(y + i, pyops_min(CHUNK, n - i), value);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "axpy: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    for (int64_t i = 0; i < n; i += CHUNK) k->axpy(y + i, x + i, alpha[0], pyops_min(CHUNK, n - i));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "scale: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    for (int64_t i = 0; i < n; i += CHUNK) k->scale(y + i, x + i, alpha[0], pyops_min(CHUNK, n - i));
+    return PYOPS_OK;
+}
+
+void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx) {
+    enum { COLUMNS = 256 };             /* the sums of a thread stay in L1 while the rows go by */
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C > CHUNK)
+    for (int64_t c = 0; c < C; c += COLUMNS) {
+        const int64_t n = pyops_min(COLUMNS, C - c);
+        float sums[COLUMNS] = {0};
+        for (int64_t r = 0; r < R; r++) k->add(sums, x + r*ldx + c, n);
+        k->add(y + c, sums, n);
+    }
+}
+
+pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld", LL(R), LL(C));
+    pyops_add_column_sums(y, x, R, C, C);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld", LL(R), LL(C));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C > CHUNK)
+    for (int64_t r = 0; r < R; r++) {
+        const float *x_r = x + r*C, m = k->max(x_r, C);
+        int64_t c = 0;
+        while (c < C - 1 && !(x_r[c] == m || x_r[c] != x_r[c])) c++;
+        index[r] = (int32_t)c;
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_increment(int64_t *counter, void *stream) {
+    (void)stream;
+    counter[0]++;
+    return PYOPS_OK;
+}
+
+pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
+                                          int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld",
+                  LL(T), LL(B), LL(E), LL(H));
+    #pragma omp parallel for schedule(static) if (T * B * (E + H) > CHUNK)
+    for (int64_t r = 0; r < T * B; r++) {
+        memcpy(y + r*(E + H), x + r*E, (size_t)E * sizeof *y);
+        memcpy(y + r*(E + H) + E, context + r % B * H, (size_t)H * sizeof *y);
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
+                                           int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld",
+                  LL(T), LL(B), LL(E), LL(H));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (T * B * (E + H) > CHUNK)
+    for (int64_t b = 0; b < B; b++) {
+        k->fill(dcontext + b*H, H, 0.0f);
+        for (int64_t t = 0; t < T; t++) {
+            const float *dy_tb = dy + (t*B + b) * (E + H);
+            memcpy(dx + (t*B + b) * E, dy_tb, (size_t)E * sizeof *dx);
+            k->add(dcontext + b*H, dy_tb + E, H);
+        }
+    }
+    return PYOPS_OK;
+}

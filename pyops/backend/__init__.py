@@ -1,0 +1,126 @@
+"""The floor under the ops: arrays come from `empty` and `zeros`, and every kernel is started by `launch`.
+
+Nothing else in the package calls the library, so this is the one place where a device is chosen.
+"""
+import contextlib
+import functools
+
+import numpy as np
+
+from pyops.backend import library
+
+_DTYPES = {'float': np.dtype(np.float32), 'int32_t': np.dtype(np.int32), 'int64_t': np.dtype(np.int64),
+           'uint64_t': np.dtype(np.uint64)}
+_ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
+
+
+_allocate = np.empty
+
+
+def empty(shape, dtype=np.float32):
+    """A C-contiguous array of any content."""
+    return _allocate(shape, dtype)
+
+
+@contextlib.contextmanager
+def allocator(allocate):
+    """Let `allocate(shape, dtype)` hand out the arrays of `empty` inside the block."""
+    global _allocate
+    before, _allocate = _allocate, allocate
+    try:
+        yield
+    finally:
+        _allocate = before
+
+
+def zeros(shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def check(name, array, shape, dtype=np.float32):
+    """Raise TypeError or ValueError, naming the argument, unless it is a C-contiguous array of that shape and dtype."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or not array.flags.c_contiguous:
+        got = f'{array.dtype}, strides {array.strides}' if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f'{name}: want a C-contiguous {np.dtype(dtype)} array, got {got}')
+    if array.shape != tuple(shape):
+        raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+
+
+def address(array):
+    """A raw pointer to the first element, for kernels that take strides; the caller keeps the array alive."""
+    ffi = library.cpu().ffi
+    return ffi.cast(_pointer_types()[array.dtype], array.ctypes.data)
+
+
+@functools.cache
+def _pointer_types():
+    return {dtype: f'{name} *' for name, dtype in _DTYPES.items()}
+
+
+def _pointer_converter(function, argument):
+    ffi, dtype = library.cpu().ffi, _DTYPES[argument.type]
+    kind, raw = f'{argument.type}[]', ffi.CData
+
+    def convert(array):
+        if array is None:
+            return ffi.NULL
+        if isinstance(array, raw):
+            return array
+        if array.dtype != dtype:
+            raise TypeError(f'{function}: {argument.name}: want {dtype}, got {array.dtype}')
+        return ffi.from_buffer(kind, array, require_writable=not argument.const)
+    return convert
+
+
+@functools.cache
+def _prepare(name):
+    """The C function and, for each argument but the stream, what turns a Python value into it (None: as it is)."""
+    _, lib, functions = library.cpu()
+    function = functions['pyops_' + name]
+    converters = [_pointer_converter(name, a) if a.pointer else None for a in function.arguments if a.name != 'stream']
+    return getattr(lib, 'pyops_' + name), converters
+
+
+def launch(name, *values):
+    """Run the kernel pyops_<name> of the header on arrays and numbers, in the header's order without the stream.
+
+    An array must be C-contiguous and of the declared dtype; None is NULL.  What the kernel refuses raises
+    ValueError with its text, exhausted memory MemoryError.
+    """
+    function, converters = _prepare(name)
+    if len(values) != len(converters):
+        raise TypeError(f'{name}: want {len(converters)} arguments, got {len(values)}')
+    ffi = library.cpu().ffi
+    # the converted values are kept in a list, since they keep the arrays alive during the call
+    converted = [value if convert is None else convert(value) for convert, value in zip(converters, values)]
+    status = function(*converted, ffi.NULL)
+    if status:
+        raise _ERRORS[status](ffi.string(library.cpu().lib.pyops_last_error()).decode())
+
+
+def work_size(name, *sizes):
+    """Floats of scratch that the kernel pyops_<name> wants for these sizes."""
+    return getattr(library.cpu().lib, f'pyops_{name}_work')(*sizes)
+
+
+def work(name, *sizes):
+    """The scratch array itself."""
+    return empty(work_size(name, *sizes))
+
+
+def isa():
+    """The instruction set whose kernels run: 'generic', 'avx2' or 'avx512'."""
+    ffi, lib, _ = library.cpu()
+    return ffi.string(lib.pyops_isa()).decode()
+
+
+def threads():
+    """How many threads a kernel may use."""
+    return library.cpu().lib.pyops_threads()
+
+
+def set_threads(n):
+    """Use n threads (1 to 1024) from now on; results do not depend on it."""
+    ffi, lib, _ = library.cpu()
+    if lib.pyops_set_threads(n):
+        raise ValueError(ffi.string(lib.pyops_last_error()).decode())

@@ -1,0 +1,80 @@
+"""Open the kernel library.  pyops.h is the only place where a prototype is written: cffi parses it for the CPU
+library, and names, types and constness of every argument come from the same text."""
+import functools
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from cffi import FFI
+
+from pyops.errors import UserError
+
+ABI_VERSION = 1
+PACKAGE = Path(__file__).resolve().parents[1]
+REMEDY = 'run `make` in the source tree, or `pip install .`'
+
+
+class Argument(NamedTuple):
+    name: str
+    type: str           # 'float', 'int32_t', 'int64_t', 'uint64_t', 'void': of the value, or of what is pointed to
+    pointer: bool
+    const: bool
+
+
+class Function(NamedTuple):
+    result: str         # 'pyops_status', 'int64_t', ...
+    arguments: tuple[Argument, ...]
+
+
+def declarations(header):
+    """The part of the header that cffi can read: no preprocessor lines, no linkage block, no visibility."""
+    text = re.sub(r'#ifdef __cplusplus.*?#endif', '', header, flags=re.S)
+    text = re.sub(r'^\s*#.*$', '', text, flags=re.M)
+    return text.replace('PYOPS_API ', '')
+
+
+def functions(header):
+    """name -> Function for every prototype of the header's text."""
+    text = re.sub(r'/\*.*?\*/', '', declarations(header), flags=re.S)
+    found = {}
+    for result, name, arguments in re.findall(r'([\w ]+?[\s*]+)(pyops_\w+)\(([^)]*)\);', text):
+        parsed = []
+        for argument in arguments.split(','):
+            match = re.fullmatch(r'\s*(const\s+)?(\w+)(\s*\*\s*|\s+)(\w+)\s*', argument)
+            if match:
+                const, type_, star, argument_name = match.groups()
+                parsed.append(Argument(argument_name, type_, '*' in star, bool(const)))
+            elif argument.strip() != 'void':
+                raise ValueError(f'pyops.h: cannot read the argument {argument.strip()!r} of {name}')
+        found[name] = Function(' '.join(result.split()), tuple(parsed))
+    return found
+
+
+class Library(NamedTuple):
+    ffi: FFI
+    lib: object
+    functions: dict[str, Function]
+
+
+@functools.cache
+def cpu():
+    """The CPU library; a UserError says what to do if it is not built, does not fit or cannot obey PYOPS_ISA."""
+    # PYOPS_LIBRARY: a library built another way, say with a sanitizer
+    header, path = PACKAGE / 'pyops.h', Path(os.environ.get('PYOPS_LIBRARY') or PACKAGE / 'libpyops.so')
+    if not path.exists() or not header.exists():
+        raise UserError(f'{path}: the kernel library is not built; {REMEDY}')
+    text = header.read_text()
+    ffi = FFI()
+    ffi.cdef(declarations(text))
+    try:
+        lib = ffi.dlopen(str(path))
+    except OSError as error:
+        raise UserError(f'{path}: cannot be loaded ({error}); {REMEDY}') from error
+    if lib.pyops_abi_version() != ABI_VERSION:
+        raise UserError(f'{path}: ABI version {lib.pyops_abi_version()}, this Python side wants {ABI_VERSION}; {REMEDY}')
+    runs, want = ffi.string(lib.pyops_isa()).decode(), os.environ.get('PYOPS_ISA')
+    if want and want != runs:
+        raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx512); '
+                        f'unset it to let the library choose')
+    return Library(ffi, lib, functions(text))

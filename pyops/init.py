@@ -1,0 +1,26 @@
+"""Initial values: each function returns init(generator, shape) -> float32 array, for pyops.params.Spec."""
+import numpy as np
+
+
+def zeros():
+    return lambda generator, shape: np.zeros(shape, np.float32)
+
+
+def uniform(low, high):
+    return lambda generator, shape: generator.uniform(low, high, shape).astype(np.float32)
+
+
+def xavier_normal(gain=1.0):
+    """sigma = gain * sqrt(2 / (fan_in + fan_out)) for a weight (fan_out, fan_in).  Glorot and Bengio 2010."""
+    def init(generator, shape):
+        fan_out, fan_in = shape
+        return (generator.standard_normal(shape) * gain * np.sqrt(2 / (fan_in + fan_out))).astype(np.float32)
+    return init
+
+
+def stacked(*inits):
+    """Blocks of equal height, one under another, each with its own init: the gates of a recurrent weight."""
+    def init(generator, shape):
+        block = (shape[0] // len(inits), *shape[1:])
+        return np.concatenate([one(generator, block) for one in inits])
+    return init

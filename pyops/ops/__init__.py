@@ -1,0 +1,14 @@
+"""Op classes: y, ctx = op.forward(x, ...);  dx = op.backward(dy, ctx).
+
+The ctx is returned, not kept on the op, so one op can run many times before its first backward.  Parameter
+gradients add into Parameter.grad; activation gradients are new arrays.  Sequences are time-major, (T, B, ...).
+"""
+from pyops.ops.cross_entropy import CrossEntropy
+from pyops.ops.dropout import Dropout
+from pyops.ops.embedding import Embedding
+from pyops.ops.gru import GRU
+from pyops.ops.join import ConcatContext
+from pyops.ops.linear import Linear
+from pyops.ops.linear_cross_entropy import LinearCrossEntropy
+
+__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy']

@@ -1,0 +1,42 @@
+"""CrossEntropy: masked softmax cross entropy on logits."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch
+
+
+class CrossEntropy:
+    """The mean negative log-likelihood of the labels, over rows that are not masked.
+
+    Shapes   x, dx (R, C);  labels (R,) int32 in [0, C) or = ignore;  loss, dloss (1,)
+    Forward  lse[r] = log sum_c exp(x[r, c]);  loss = mean over valid r of lse[r] - x[r, labels[r]];  0 if none is valid
+    Backward dx[r, c] = dloss / valid * (exp(x[r, c] - lse[r]) - [c = labels[r]]);  0 in masked rows
+    Saves    x, labels, lse (R,), valid (1,) int32: the number of valid rows
+    Errors   ValueError for a label outside the classes, with its position
+    Source   the derivative of log-sum-exp is the softmax
+    """
+
+    class Ctx(NamedTuple):
+        x: np.ndarray
+        labels: np.ndarray
+        lse: np.ndarray
+        valid: np.ndarray
+
+    def __init__(self, ignore=-1):
+        self.ignore = ignore
+
+    def forward(self, x, labels):
+        R, C = x.shape
+        check('x', x, (R, C))
+        check('labels', labels, (R,), np.int32)
+        loss, valid, lse = empty(1), empty(1, np.int32), empty(R)
+        launch('cross_entropy_forward', loss, valid, lse, x, labels, R, C, self.ignore)
+        return loss, self.Ctx(x, labels, lse, valid)
+
+    def backward(self, dloss, ctx):
+        R, C = ctx.x.shape
+        check('dloss', dloss, (1,))
+        dx = empty((R, C))
+        launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.lse, ctx.valid, R, C, self.ignore)
+        return dx

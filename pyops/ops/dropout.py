@@ -1,0 +1,38 @@
+"""Dropout: random zeros in training, from counters instead of a stored mask."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch
+
+
+class Dropout:
+    """Zero a share p of the elements and scale the rest by 1 / (1 - p).
+
+    Shapes   x, y, dy, dx (...);  step (1,) int64, in memory: each step has another mask
+    Forward  y[i] = x[i] * keep[i] / (1 - p),  keep from Philox4x32-10 at counter (i / 4, step) with this op's key
+    Backward dx[i] = dy[i] * keep[i] / (1 - p), with the same keep made again
+    Saves    nothing but the step, which must not change between forward and backward
+    Errors   ValueError unless 0 <= p < 1
+    Source   Srivastava et al. 2014, JMLR 15; Salmon et al. 2011, doi:10.1145/2063384.2063405
+    Notes    the same key, step and shape give the same mask on every device; key = pyops.params.key(seed, name)
+    """
+
+    class Ctx(NamedTuple):
+        step: np.ndarray
+
+    def __init__(self, p, key):
+        self.p, self.key = p, key
+
+    def forward(self, x, step):
+        return self._apply('x', x, step), self.Ctx(step)
+
+    def backward(self, dy, ctx):
+        return self._apply('dy', dy, ctx.step)
+
+    def _apply(self, name, x, step):
+        check(name, x, x.shape)
+        check('step', step, (1,), np.int64)
+        y = empty(x.shape)
+        launch('dropout', y, x, step, x.size, self.p, self.key)
+        return y

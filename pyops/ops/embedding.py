@@ -1,0 +1,36 @@
+"""Embedding: a row of a table for each token."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch
+
+
+class Embedding:
+    """Look up a row of the weight for each id.
+
+    Shapes   ids (...) int32 in [0, V);  y, dy (..., E);  weight (V, E)
+    Forward  y[r] = weight[ids[r]]
+    Backward dweight[ids[r]] += dy[r], in the order of r;  ids have no gradient: None
+    Saves    ids
+    Errors   ValueError for an id outside the table, with its position; TypeError for a wrong dtype or strides
+    Source   a product with a one-hot matrix whose zeros are not computed
+    """
+
+    class Ctx(NamedTuple):
+        ids: np.ndarray
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def forward(self, ids):
+        V, E = self.weight.value.shape
+        check('ids', ids, ids.shape, np.int32)
+        y = empty((*ids.shape, E))
+        launch('embedding_forward', y, self.weight.value, ids, ids.size, V, E)
+        return y, self.Ctx(ids)
+
+    def backward(self, dy, ctx):
+        V, E = self.weight.value.shape
+        check('dy', dy, (*ctx.ids.shape, E))
+        launch('embedding_backward', self.weight.grad, dy, ctx.ids, ctx.ids.size, V, E)

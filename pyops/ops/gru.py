@@ -1,0 +1,63 @@
+"""GRU: a gated recurrent unit over a whole sequence, as one op."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch, work
+
+
+class GRU:
+    """Run a gated recurrent unit over all T steps.
+
+    Shapes   x, dx (T, B, I);  h, dh (T, B, H);  h0, dh0, dh_last (B, H)
+             w_ih (3H, I), w_hh (3H, H), b_ih (3H,), b_hh (3H,): gates stacked in the order r, z, n
+    Forward  with h[-1] = h0, zeros where h0 is None, for t = 0 .. T-1:
+             r = sigmoid(x[t] w_ir' + b_ir + h[t-1] w_hr' + b_hr)
+             z = sigmoid(x[t] w_iz' + b_iz + h[t-1] w_hz' + b_hz)
+             n = tanh(x[t] w_in' + b_in + r * u),  u = h[t-1] w_hn' + b_hn       (reset_before False)
+             n = tanh(x[t] w_in' + b_in + u w_hn' + b_hn),  u = r * h[t-1]       (reset_before True)
+             h[t] = (1 - z) * n + z * h[t-1]
+    Backward for t = T-1 .. 0, with d the gradient of h[t] (dh[t], dh_last, and what h[t+1] passed back):
+             dn = d (1 - z)(1 - n^2);  dz = d (h[t-1] - n) z (1 - z)
+             reset_before False:  dr = dn u r (1 - r);  du = dn r;  dh[t-1] = d z + [dr dz du] w_hh
+             reset_before True:   e = dn w_hn;  dr = e h[t-1] r (1 - r);  dh[t-1] = d z + e r + [dr dz] w_h[rz]
+             then over all steps at once  dx = [dr dz dn] w_ih;  dw_ih += [dr dz dn]' x;  dw_hh likewise; biases: sums
+    Saves    x, h0, h, and gates (T, B, 4H) = r, z, n, u
+    Errors   TypeError and ValueError naming the argument
+    Source   Cho et al. 2014, arXiv:1406.1078 (reset before the product); cuDNN's and PyTorch's form resets after it
+    Notes    h[-1] of one GRU is the h0 of another: pass its gradient back as dh_last.  A gradient that is None is zero.
+    """
+
+    class Ctx(NamedTuple):
+        x: np.ndarray
+        h0: np.ndarray | None
+        h: np.ndarray
+        gates: np.ndarray
+
+    def __init__(self, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+        self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.reset_before = w_ih, w_hh, b_ih, b_hh, reset_before
+
+    def forward(self, x, h0=None):
+        I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
+        T, B, _ = x.shape
+        check('x', x, (T, B, I))
+        if h0 is not None:
+            check('h0', h0, (B, H))
+        h, gates = empty((T, B, H)), empty((T, B, 4 * H))
+        launch('gru_forward', h, gates, x, h0, self.w_ih.value, self.w_hh.value, self.b_ih.value, self.b_hh.value,
+               work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
+        return h, self.Ctx(x, h0, h, gates)
+
+    def backward(self, dh, ctx, dh_last=None):
+        """-> dx, dh0 (None where forward had no h0)."""
+        I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
+        T, B, _ = ctx.x.shape
+        if dh is not None:
+            check('dh', dh, (T, B, H))
+        if dh_last is not None:
+            check('dh_last', dh_last, (B, H))
+        dx, dh0 = empty((T, B, I)), None if ctx.h0 is None else empty((B, H))
+        launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad,
+               dh, dh_last, ctx.x, ctx.h0, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
+               work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)
+        return dx, dh0

@@ -1,0 +1,36 @@
+"""ConcatContext: the context of a sentence beside the input of every step of its decoder."""
+from typing import NamedTuple
+
+from pyops.backend import check, empty, launch
+
+
+class ConcatContext:
+    """Put the same context beside x at every step.
+
+    Shapes   x, dx (T, B, E);  context, dcontext (B, H);  y, dy (T, B, E + H)
+    Forward  y[t, b] = [x[t, b], context[b]]
+    Backward dx[t, b] = dy[t, b, :E];  dcontext[b] = sum_t dy[t, b, E:]
+    Saves    E and H
+    Errors   ValueError for shapes that do not fit, naming the argument
+    Source   Cho et al. 2014, arXiv:1406.1078, section 2.2
+    """
+
+    class Ctx(NamedTuple):
+        E: int
+        H: int
+
+    def forward(self, x, context):
+        T, B, E = x.shape
+        H = context.shape[-1]
+        check('x', x, (T, B, E))
+        check('context', context, (B, H))
+        y = empty((T, B, E + H))
+        launch('concat_context_forward', y, x, context, T, B, E, H)
+        return y, self.Ctx(E, H)
+
+    def backward(self, dy, ctx):
+        T, B, _ = dy.shape
+        check('dy', dy, (T, B, ctx.E + ctx.H))
+        dx, dcontext = empty((T, B, ctx.E)), empty((B, ctx.H))
+        launch('concat_context_backward', dx, dcontext, dy, T, B, ctx.E, ctx.H)
+        return dx, dcontext

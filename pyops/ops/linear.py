@@ -1,0 +1,41 @@
+"""Linear: the matrix product with a bias that most layers are made of."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch
+
+
+class Linear:
+    """Multiply each row with a weight matrix and add a bias.
+
+    Shapes   x, dx (R, I);  y, dy (R, O);  weight (O, I);  bias (O,) or None
+    Forward  y = x weight' + bias
+    Backward dx = dy weight;  dweight += dy' x;  dbias += sum_r dy[r]
+    Saves    x
+    Errors   TypeError for a wrong dtype or strides, ValueError for a wrong shape, each naming the argument
+    Source   the chain rule; docs/linear.md derives it
+    """
+
+    class Ctx(NamedTuple):
+        x: np.ndarray
+
+    def __init__(self, weight, bias=None):
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x):
+        O, I = self.weight.value.shape
+        check('x', x, (len(x), I))
+        y = empty((len(x), O))
+        launch('gemm', y, x, self.weight.value, self.bias and self.bias.value, len(x), O, I, O, I, 1, 1, I, 0)
+        return y, self.Ctx(x)
+
+    def backward(self, dy, ctx):
+        (O, I), R = self.weight.value.shape, len(ctx.x)
+        check('dy', dy, (R, O))
+        dx = empty((R, I))
+        launch('gemm', dx, dy, self.weight.value, None, R, I, O, I, O, 1, I, 1, 0)
+        launch('gemm', self.weight.grad, dy, ctx.x, None, O, I, R, I, 1, O, I, 1, 1)
+        if self.bias:
+            launch('column_sums', self.bias.grad, dy, R, O)
+        return dx

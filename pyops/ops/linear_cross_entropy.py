@@ -1,0 +1,58 @@
+"""LinearCrossEntropy: output layer and masked loss as one op, so that the logits never leave it."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch, work
+
+
+class LinearCrossEntropy:
+    """Multiply with the output weight, take the softmax cross entropy of the valid rows.
+
+    Shapes   x, dx (..., D);  labels (...) int32 in [0, V) or = ignore;  weight (V, D);  bias (V,);  loss, dloss (1,)
+    Forward  logits = x weight' + bias;  loss as in CrossEntropy
+    Backward dlogits = dloss / valid * (softmax(logits) - onehot(labels))
+             dx = dlogits weight;  dweight += dlogits' x;  dbias += sum_r dlogits[r]
+    Saves    dx, dweight and dbias for dloss = 1, formed in forward while a block of logits is in cache;
+             backward multiplies them with dloss and adds.  Nothing with gradients=False.
+    Errors   ValueError for a label outside the vocabulary, with its position
+    Source   the order of work of Liger-Kernel's fused linear cross entropy, arXiv:2410.10989, section 3.2
+    Notes    masked rows are not computed at all.  valid (1,) int32 in the ctx is the number of the others.
+    """
+
+    class Ctx(NamedTuple):
+        valid: np.ndarray
+        dx: np.ndarray | None
+        dweight: np.ndarray | None
+        dbias: np.ndarray | None
+
+    def __init__(self, weight, bias, ignore=-1):
+        self.weight, self.bias, self.ignore = weight, bias, ignore
+
+    def forward(self, x, labels, gradients=True):
+        V, D = self.weight.value.shape
+        check('x', x, (*labels.shape, D))
+        check('labels', labels, labels.shape, np.int32)
+        loss, valid, dx, dweight, dbias = empty(1), empty(1, np.int32), None, None, None
+        if gradients:
+            dx, dweight, dbias = empty(x.shape), empty((V, D)), empty(V)
+        launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, x, self.weight.value, self.bias.value, labels,
+               work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore)
+        return loss, self.Ctx(valid, dx, dweight, dbias)
+
+    def backward(self, dloss, ctx):
+        check('dloss', dloss, (1,))
+        dx = empty(ctx.dx.shape)
+        launch('scale', dx, ctx.dx, dloss, dx.size)
+        launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)
+        launch('axpy', self.bias.grad, ctx.dbias, dloss, ctx.dbias.size)
+        return dx
+
+    def predict(self, x):
+        """x (B, D) -> the index (B,) int32 of the largest logit."""
+        V, D = self.weight.value.shape
+        check('x', x, (len(x), D))
+        logits, index = empty((len(x), V)), empty(len(x), np.int32)
+        launch('gemm', logits, x, self.weight.value, self.bias.value, len(x), V, D, V, D, 1, 1, D, 0)
+        launch('argmax', index, logits, len(x), V)
+        return index

@@ -1,0 +1,29 @@
+"""Adam with clipping by the global norm, one call over all parameters (Kingma and Ba 2014, arXiv:1412.6980)."""
+import numpy as np
+
+from pyops import backend
+
+
+class Adam:
+    """Learning rate, step count and gradient norm lie in arrays of one element, where the kernels read them.
+
+    step() clips the gradient to `max_norm` on the fly, updates params.values, m and v, and leaves params.grads.
+    """
+
+    def __init__(self, params, lr, max_norm=1.0, beta1=0.9, beta2=0.999, eps=1e-8):
+        self.params, self.max_norm, self.beta1, self.beta2, self.eps = params, max_norm, beta1, beta2, eps
+        self.lr = np.array([lr], np.float32)
+        self.count = backend.zeros(1, np.int64)         # steps done
+        self.norm = backend.zeros(1)                    # of the last gradient, before clipping
+        self._work = backend.work('grad_norm', params.grads.size)
+
+    def step(self):
+        p, n = self.params, self.params.grads.size
+        backend.launch('grad_norm', self.norm, p.grads, self._work, n)
+        backend.launch('increment', self.count)
+        backend.launch('adam', p.values, p.m, p.v, p.grads, self.norm, self.count, self.lr,
+                       n, self.max_norm, self.beta1, self.beta2, self.eps)
+
+    def clipped(self):
+        """Whether the last step had to clip."""
+        return bool(self.norm[0] > self.max_norm)

@@ -1,0 +1,33 @@
+"""Shared by all tests: the tree on the path, and a clear answer where PYOPS_ISA asks for what this CPU lacks."""
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / 'tests'))
+
+# what /proc/cpuinfo calls the feature that each instruction set cannot do without
+FEATURE = {'generic': '', 'avx2': 'avx2', 'avx512': 'avx512dq'}
+
+
+def cpu_has(isa):
+    try:
+        flags = Path('/proc/cpuinfo').read_text()
+    except OSError:
+        return isa == 'generic'
+    return FEATURE[isa] in flags
+
+
+def pytest_collection_modifyitems(items):
+    isa = os.environ.get('PYOPS_ISA')
+    if isa in FEATURE and not cpu_has(isa) and not os.environ.get('PYOPS_LIBRARY'):
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=f'this CPU has no {isa}: run on one that has it'))
+
+
+@pytest.fixture(scope='session')
+def torch():
+    return pytest.importorskip('torch', reason="torch is not installed: pip install 'pyops[test]'")

@@ -1,0 +1,67 @@
+"""float64 references in numpy, written from the formulas and not from the kernels, and Philox as published."""
+import numpy as np
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def linear(x, weight, bias):
+    return x @ weight.T + bias
+
+
+def embedding(weight, ids):
+    return weight[ids]
+
+
+def concat_context(x, context):
+    return np.concatenate([x, np.broadcast_to(context, (len(x), *context.shape))], axis=-1)
+
+
+def cross_entropy(x, labels, ignore):
+    valid = labels != ignore
+    if not valid.any():
+        return np.zeros(1)
+    x, labels = x[valid], labels[valid]
+    top = x.max(-1, keepdims=True)
+    lse = np.log(np.exp(x - top).sum(-1)) + top[:, 0]
+    return np.array([(lse - x[np.arange(len(x)), labels]).mean()])
+
+
+def linear_cross_entropy(x, weight, bias, labels, ignore):
+    return cross_entropy(linear(x.reshape(labels.size, -1), weight, bias), labels.reshape(-1), ignore)
+
+
+def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before):
+    H = w_hh.shape[1]
+    h = np.zeros((x.shape[1], H)) if h0 is None else h0
+    out = []
+    for x_t in x:
+        a, p = x_t @ w_ih.T + b_ih, h @ w_hh.T + b_hh
+        r, z = sigmoid(a[:, :H] + p[:, :H]), sigmoid(a[:, H:2*H] + p[:, H:2*H])
+        p_n = (r * h) @ w_hh[2*H:].T + b_hh[2*H:] if reset_before else r * p[:, 2*H:]
+        n = np.tanh(a[:, 2*H:] + p_n)
+        h = (1 - z) * n + z * h
+        out.append(h)
+    return np.stack(out)
+
+
+def philox4x32(counter, key):
+    """counter (..., 4) uint32, key two words -> (..., 4) uint32.  Salmon et al. 2011, table 2 and section 3.3."""
+    c = [counter[..., i].astype(np.uint64) for i in range(4)]
+    k0, k1 = (np.uint64(k) for k in key)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        p0, p1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [(p1 >> np.uint64(32)) ^ c[1] ^ k0, p1 & low, (p0 >> np.uint64(32)) ^ c[3] ^ k1, p0 & low]
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack(c, -1).astype(np.uint32)
+
+
+def dropout_keep(n, p, step, key):
+    """The mask of pyops_dropout: (n,) bool."""
+    groups = np.arange((n + 3) // 4, dtype=np.uint64)
+    counter = np.stack([groups & np.uint64(0xFFFFFFFF), groups >> np.uint64(32),
+                        np.full_like(groups, step & 0xFFFFFFFF), np.full_like(groups, step >> 32)], -1)
+    words = philox4x32(counter.astype(np.uint32), (key & 0xFFFFFFFF, key >> 32))
+    return words.reshape(-1)[:n] >= np.uint32(int(float(np.float32(p)) * 2**32))

@@ -1,0 +1,349 @@
+"""Kernels below the ops: the matrix product with all its strides, the optimiser, the small ones, the library's manners.
+
+Runs once for each instruction set, as the op table does.
+"""
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import references as ref
+from conftest import ROOT, cpu_has
+
+from pyops import backend
+from pyops.backend import library
+from pyops.optim import Adam
+from pyops.params import Parameters, Spec
+
+TILE_M, TILE_N = map(int, library.cpu().ffi.string(library.cpu().lib.pyops_gemm_tile()).decode().split('x'))
+
+
+def rounding_bound(a, b, extra=0.0):
+    """What float32 may lose in a sum of K products: sqrt(K) roundings of the terms' size, with a margin of 4."""
+    k = a.shape[1]
+    return 4 * np.finfo(np.float32).eps * (np.sqrt(k + 1) * (np.abs(a) @ np.abs(b) / np.sqrt(max(k, 1))) + extra) + 1e-30
+
+
+# ---- matrix product ---------------------------------------------------------------------------------
+
+def gemm(c, a, b, bias=None, accumulate=0):
+    """c (+)= a b + bias on numpy arrays of any strides; c has contiguous rows."""
+    strides = [s // 4 for s in (*a.strides, *b.strides)]
+    backend.launch('gemm', backend.address(c), backend.address(a), backend.address(b), bias, *c.shape, a.shape[1],
+                   max(c.strides[0] // 4, c.shape[1]), *strides, accumulate)        # an empty array has strides of 0
+
+
+M_SIZES = (1, TILE_M - 1, TILE_M, TILE_M + 1, 2 * TILE_M, 151)
+N_SIZES = (1, TILE_N - 1, TILE_N, TILE_N + 1, 2 * TILE_N, 67)
+
+
+@pytest.mark.parametrize('M', M_SIZES)
+@pytest.mark.parametrize('N', N_SIZES)
+@pytest.mark.parametrize('K', (1, 7, 256, 300))
+def test_gemm_of_every_tile_edge(M, N, K):
+    rng = np.random.default_rng(M * 10007 + N * 101 + K)
+    a, b, bias = rng.standard_normal((M, K)), rng.standard_normal((K, N)), rng.standard_normal(N)
+    a, b, bias = (x.astype(np.float32) for x in (a, b, bias))
+    want = a.astype(np.float64) @ b
+    bound = rounding_bound(a.astype(np.float64), b, 4)
+    for accumulate in (0, 1):
+        for given in (None, bias):
+            c = np.full((M, N), 1.5 if accumulate else np.nan, np.float32)      # overwriting must not read c
+            gemm(c, a, b, given, accumulate)
+            err = np.abs(c - (want + (0 if given is None else bias) + 1.5 * accumulate))
+            assert (err <= bound).all(), (accumulate, given is not None)
+
+
+LAYOUTS = {
+    'rows': lambda x: x,
+    'transposed': lambda x: np.ascontiguousarray(x.T).T,
+    'block of a larger matrix': lambda x: np.pad(x, 3)[3:-3, 3:-3],
+    'every second column': lambda x: np.repeat(x, 2, 1)[:, ::2],
+    'rows backwards': lambda x: np.ascontiguousarray(x[::-1])[::-1],
+    'one row for all (stride 0)': None,
+}
+
+
+@pytest.mark.parametrize('layout_a', LAYOUTS)
+@pytest.mark.parametrize('layout_b', LAYOUTS)
+def test_gemm_takes_any_strides_without_a_copy(layout_a, layout_b):
+    rng = np.random.default_rng(1)
+    M, N, K = 2 * TILE_M + 1, TILE_N + 3, 41
+    arrays = []
+    for layout, shape in ((layout_a, (M, K)), (layout_b, (K, N))):
+        x = rng.standard_normal(shape).astype(np.float32)
+        arrays.append(LAYOUTS[layout](x) if LAYOUTS[layout] else np.broadcast_to(x[0], shape))
+    a, b = arrays
+    frame = np.full((M + 2, N + 5), -7.25, np.float32)
+    c = frame[1:-1, 2:-3]
+    gemm(c, a, b)
+    assert (np.abs(c - a.astype(np.float64) @ b) <= rounding_bound(a.astype(np.float64), b)).all()
+    frame[1:-1, 2:-3] = -7.25
+    assert (frame == -7.25).all(), 'wrote beyond its block'
+
+
+@pytest.mark.parametrize('M,N,K', [(0, 5, 3), (5, 0, 3), (4, 3, 0)])
+def test_gemm_of_empty_operands(M, N, K):
+    c, bias = np.full((M, N), 2.0, np.float32), np.arange(N, dtype=np.float32)
+    a, b = np.zeros((M, max(K, 1)), np.float32)[:, :K], np.zeros((max(K, 1), N), np.float32)[:K]
+    gemm(c, a, b, bias, accumulate=1)
+    assert (c == 2 + bias).all()
+    gemm(c, a, b)
+    assert (c == 0).all()
+
+
+@pytest.mark.parametrize('M,N,K', [(1152, 768, 256), (128, 3000, 256), (2500, 256, 300), (300, 256, 3000)])
+def test_large_gemm_against_a_product_with_a_vector(M, N, K):
+    """c t = a (b t) for a random t costs O(n^2) in float64, so the large shapes of the programs can be checked."""
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
+    t, c = rng.standard_normal(N), np.empty((M, N), np.float32)
+    gemm(c, a, b)
+    err = np.abs(c @ t - a.astype(np.float64) @ (b @ t)).max()
+    assert err <= 20 * np.finfo(np.float32).eps * np.sqrt(K * N)
+
+
+def test_gemm_of_integers_is_exact_and_independent_of_threads():
+    """Small integers leave no rounding, so every instruction set and device must give these very bits."""
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((201, 333), (333, 170)))
+    c = np.empty((201, 170), np.float32)
+    gemm(c, a, b)
+    assert (c == a.astype(np.float64) @ b).all()
+
+
+@pytest.mark.parametrize('M,N,K', [(1, 1000, 1100), (200, 190, 700), (1000, 33, 517)])
+def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K):
+    rng = np.random.default_rng(4)
+    a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
+    before, results = backend.threads(), []
+    try:
+        for threads in (1, 2, 3, 4, 7):
+            backend.set_threads(threads)
+            c = np.empty((M, N), np.float32)
+            gemm(c, a, b)
+            results.append(c)
+    finally:
+        backend.set_threads(before)
+    assert all((c == results[0]).all() for c in results)
+
+
+def test_gemm_passes_nan_and_infinity_on():
+    a, b = np.ones((9, 20), np.float32), np.ones((20, 33), np.float32)
+    a[4, 7], b[3, 30] = np.nan, np.inf
+    c = np.empty((9, 33), np.float32)
+    gemm(c, a, b)
+    assert np.isnan(c[4]).all() and np.isfinite(np.delete(c, 4, 0)[:, :30]).all() and np.isinf(np.delete(c, 4, 0)[:, 30]).all()
+
+
+def test_gemm_refuses_impossible_sizes():
+    one = np.zeros((1, 1), np.float32)
+    for sizes, text in (((-1, 1, 1, 1), 'M=-1'), ((1, 5, 1, 4), 'ldc=4, want at least N=5')):
+        with pytest.raises(ValueError, match=text):
+            backend.launch('gemm', one, one, one, None, *sizes, 1, 1, 1, 1, 0)
+
+
+# ---- small ones -------------------------------------------------------------------------------------
+
+SIZES = (0, 1, 15, 17, 16384, 40001)
+
+
+@pytest.mark.parametrize('n', SIZES)
+def test_fill_axpy_and_scale(n):
+    rng = np.random.default_rng(5)
+    x, y, alpha = rng.standard_normal(n).astype('f'), rng.standard_normal(n).astype('f'), np.array([-1.5], 'f')
+    before = y.copy()
+    backend.launch('axpy', y, x, alpha, n)
+    assert np.abs(y - (before - 1.5 * x)).max(initial=0) <= 1e-6
+    backend.launch('scale', y, x, alpha, n)
+    assert (y == -1.5 * x).all()
+    backend.launch('scale', y, y, alpha, n)
+    assert np.abs(y - 2.25 * x).max(initial=0) <= 1e-6
+    backend.launch('fill', y, n, 3.5)
+    assert (y == 3.5).all()
+
+
+@pytest.mark.parametrize('R,C', [(0, 3), (1, 1), (7, 255), (100, 257), (1152, 768)])
+def test_column_sums_add(R, C):
+    x = np.random.default_rng(6).standard_normal((R, C)).astype('f')
+    y = np.ones(C, 'f')
+    backend.launch('column_sums', y, x, R, C)
+    assert np.abs(y - (1 + x.astype('d').sum(0))).max() <= 1e-6 * (1 + np.abs(x).sum(0).max(initial=0))
+
+
+@pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (33, 1001)])
+def test_argmax_takes_the_first_of_equals_and_nan_as_largest(R, C):
+    x = np.random.default_rng(7).integers(0, 9, (R, C)).astype('f')         # many ties
+    x[R // 2, C // 2] = np.nan
+    index = np.empty(R, np.int32)
+    backend.launch('argmax', index, x, R, C)
+    assert (index == x.argmax(-1)).all()
+
+
+def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
+    """Seen through the kernels that use them: a GRU without recurrence, and cross entropy of two classes."""
+    x = np.concatenate([np.linspace(-30, 30, 4001), np.geomspace(1e-6, 1, 500), -np.geomspace(1e-6, 1, 500)]).astype('f')
+    n, eye = x.size, np.zeros((3, 1), 'f')
+    h, gates = np.empty((1, n, 1), 'f'), np.empty((1, n, 4), 'f')
+    w_ih, zero = np.ones((3, 1), 'f'), np.zeros(3, 'f')
+    backend.launch('gru_forward', h, gates, x, None, w_ih, eye, zero, zero,
+                   backend.work('gru_forward', 1, n, 1, 1), 1, n, 1, 1, 0)
+    exact = x.astype('d')
+    for got, want in ((gates[0, :, 0], ref.sigmoid(exact)), (gates[0, :, 2], np.tanh(exact))):
+        assert (np.abs(got - want) <= 4 * np.finfo('f').eps * np.abs(want)).all()
+    logits = np.stack([x, np.zeros_like(x)], 1)
+    dx, loss, valid, lse = np.empty_like(logits), np.empty(1, 'f'), np.empty(1, 'i'), np.empty(n, 'f')
+    labels = np.ones(n, np.int32)
+    backend.launch('cross_entropy_forward', loss, valid, lse, logits, labels, n, 2, -1)
+    assert np.abs(lse - np.logaddexp(0, exact)).max() <= 4 * np.finfo('f').eps * 30
+    backend.launch('cross_entropy_backward', dx, np.array([n], 'f'), logits, labels, lse, valid, n, 2, -1)
+    assert (np.abs(dx[:, 0] - ref.sigmoid(exact)) <= 1e-5 * ref.sigmoid(exact)).all()
+
+
+# ---- optimiser --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('n', (1, 17, 16384, 100_003))
+def test_grad_norm_and_clip(n):
+    grad = np.random.default_rng(8).standard_normal(n).astype('f') + np.float32(0.1)
+    norm, want = np.empty(1, 'f'), np.sqrt((grad.astype('d') ** 2).sum())
+    backend.launch('grad_norm', norm, grad, backend.work('grad_norm', n), n)
+    assert abs(norm[0] - want) <= 2 * np.finfo('f').eps * want              # summed in double
+    for limit in (0.5 * want, 2 * want):
+        clipped = grad.copy()
+        backend.launch('clip', clipped, norm, n, limit)
+        if limit > want:
+            assert (clipped == grad).all()
+        else:
+            assert np.abs(clipped - grad * (limit / want)).max() <= 1e-6 * np.abs(grad).max()
+
+
+def make_params(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {'a': (33, 7), 'b': (5,), 'c': (100, 300)}
+    return Parameters({name: Spec(shape, lambda generator, shape: rng.standard_normal(shape).astype('f'))
+                       for name, shape in shapes.items()}), shapes
+
+
+@pytest.mark.parametrize('scale', (1e-3, 1.0))      # norms on either side of the limit
+def test_adam_with_clipping_equals_torch(torch, scale):
+    params, shapes = make_params()
+    twins = {name: torch.tensor(params[name].value.astype('d'), requires_grad=True) for name in shapes}
+    ours, theirs = Adam(params, lr=0.01, max_norm=1.0), torch.optim.Adam(twins.values(), lr=0.01)
+    rng, clips = np.random.default_rng(9), 0
+    for _ in range(20):
+        for name, twin in twins.items():
+            grad = (scale * rng.standard_normal(shapes[name])).astype('f')
+            params[name].grad[...] = grad
+            twin.grad = torch.tensor(grad.astype('d'))
+        before = params.grads.copy()
+        ours.step()
+        assert (params.grads == before).all()
+        clips += ours.clipped()
+        torch.nn.utils.clip_grad_norm_(twins.values(), 1.0)
+        theirs.step()
+        for name, twin in twins.items():
+            assert np.abs(params[name].value - twin.detach().numpy()).max() <= 2e-5
+    assert clips == (20 if scale == 1.0 else 0) and ours.count[0] == 20
+
+
+def test_adam_refuses_a_step_before_the_first():
+    params, _ = make_params()
+    adam = Adam(params, lr=0.01)
+    adam.count[0] = -1
+    with pytest.raises(ValueError, match='adam: step=0, want at least 1'):
+        adam.step()
+
+
+def test_the_optimiser_gives_the_same_bits_for_any_number_of_threads():
+    before, results = backend.threads(), []
+    try:
+        for threads in (1, 2, 5):
+            backend.set_threads(threads)
+            params, _ = make_params()
+            adam = Adam(params, lr=0.01)
+            params.grads[...] = np.random.default_rng(10).standard_normal(params.grads.size)
+            adam.step()
+            results.append((params.values.copy(), adam.norm.copy()))
+    finally:
+        backend.set_threads(before)
+    assert all((v == results[0][0]).all() and n == results[0][1] for v, n in results)
+
+
+def test_initial_values_depend_on_seed_name_and_shape_alone():
+    def draw(names, seed):
+        return Parameters({name: Spec((4, 3), lambda g, shape: g.standard_normal(shape).astype('f')) for name in names}, seed)
+    one, other, seeded = draw('abc', 0), draw('cba', 0), draw('abc', 1)
+    for name in 'abc':
+        assert (one[name].value == other[name].value).all() and (one[name].value != seeded[name].value).any()
+    assert (one['a'].value != one['b'].value).any()
+
+
+# ---- the library's manners ----------------------------------------------------------------------------
+
+def test_the_requested_kernels_run():
+    """Otherwise one instruction set would be tested three times."""
+    want = os.environ.get('PYOPS_ISA')
+    if want:
+        assert backend.isa() == want
+    best = next(isa for isa in ('avx512', 'avx2', 'generic') if cpu_has(isa))
+    if not want and not os.environ.get('PYOPS_LIBRARY'):
+        assert backend.isa() == best
+    assert (TILE_M, TILE_N) == {'generic': (4, 8), 'avx2': (6, 16), 'avx512': (14, 32)}[backend.isa()]
+
+
+@pytest.mark.parametrize('isa', ['generic', 'avx2'])
+def test_PYOPS_ISA_forces_the_kernels_in_a_new_process(isa):
+    if not cpu_has(isa):
+        pytest.skip(f'this CPU has no {isa}: run on one that has it')
+    out = subprocess.run([sys.executable, '-c', 'from pyops import backend; print(backend.isa())'], cwd=ROOT, text=True,
+                         env=os.environ | {'PYOPS_ISA': isa}, capture_output=True)
+    assert out.stdout.split() == [isa], out.stderr
+
+
+@pytest.mark.skipif(bool(os.environ.get('ASAN_OPTIONS')), reason='the sanitizer exports symbols of its own: run without it')
+def test_only_the_abi_is_visible():
+    if not shutil.which('nm'):
+        pytest.skip('binutils are not installed: apt install binutils')
+    path = os.environ.get('PYOPS_LIBRARY') or ROOT / 'pyops' / 'libpyops.so'
+    out = subprocess.run(['nm', '-D', '--defined-only', path], text=True, capture_output=True, check=True).stdout
+    visible = {line.split()[-1] for line in out.splitlines()}
+    assert visible == set(library.cpu().functions)
+
+
+def test_every_prototype_is_read_as_cffi_reads_it():
+    ffi, lib, functions = library.cpu()
+    assert set(functions) == {name for name in dir(lib) if name.startswith('pyops_')
+                              and ffi.typeof(getattr(lib, name)).kind == 'function'}
+    for name, function in functions.items():
+        theirs = ffi.typeof(getattr(lib, name))
+        assert len(function.arguments) == len(theirs.args), name
+        for ours, arg in zip(function.arguments, theirs.args, strict=True):
+            assert arg.cname == (f'{ours.type} *' if ours.pointer else ours.type), f'{name}: {ours.name}'
+
+
+def test_loading_leaves_denormals_alone():
+    """A library linked with -ffast-math would turn them off for the whole process."""
+    backend.isa()
+    assert np.float32(1e-45) * np.float32(1) > 0
+
+
+def test_launch_refuses_wrong_types_and_counts():
+    x = np.zeros(4, np.float32)
+    with pytest.raises(TypeError, match='fill: y: want float32, got float64'):
+        backend.launch('fill', np.zeros(4), 4, 0.0)
+    with pytest.raises(TypeError, match='fill: want 3 arguments, got 2'):
+        backend.launch('fill', x, 4)
+    x.flags.writeable = False
+    with pytest.raises((BufferError, ValueError)):
+        backend.launch('fill', x, 4, 1.0)
+    assert (x == 0).all()
+
+
+def test_threads_are_checked():
+    before = backend.threads()
+    for bad in (0, -3, 5000):
+        with pytest.raises(ValueError, match=f'threads={bad}, want 1 to 1024'):
+            backend.set_threads(bad)
+    assert backend.threads() == before

@@ -1,0 +1,467 @@
+"""One table of ops; every property below is checked for every row at every size.
+
+A row says how to build the op, how to call it, and what it should compute: once in float64 numpy from the formula,
+once in PyTorch.  Adding an op is adding a row.  `make test` runs this file once for each instruction set.
+"""
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import references as ref
+
+from pyops import backend
+from pyops.ops import GRU, ConcatContext, CrossEntropy, Dropout, Embedding, Linear, LinearCrossEntropy
+from pyops.params import Parameter
+
+
+@dataclass
+class Built:
+    """An op ready to run: float inputs and parameters by name, and constants (ids, labels, step) that have no gradient."""
+    op: Any
+    inputs: dict
+    params: dict
+    constants: dict = field(default_factory=dict)
+
+
+def normal(rng, *shape, scale=1.0):
+    return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+def labels_with_masked_rows(rng, shape, classes, ignore):
+    labels = rng.integers(0, classes, shape).astype(np.int32)
+    labels[rng.random(shape) < 0.25] = ignore
+    return labels
+
+
+class LinearRow:
+    name = 'linear'
+    sizes = ((1, 1, 1), (3, 5, 7), (6, 16, 256), (7, 17, 257), (13, 32, 40), (64, 100, 96))      # R, O, I
+
+    def build(self, size, rng):
+        R, O, I = size
+        params = dict(weight=normal(rng, O, I), bias=normal(rng, O))
+        return Built(Linear, dict(x=normal(rng, R, I)), params)
+
+    def reference(self, x, weight, bias):
+        return ref.linear(x, weight, bias)
+
+    def torch(self, torch, x, weight, bias):
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+class EmbeddingRow:
+    name = 'embedding'
+    wrong_axis = {'ids': None}              # any shape will do
+    sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (9, 16, 7, 33), (9, 64, 50, 64))                         # T, B, V, E
+
+    def build(self, size, rng):
+        T, B, V, E = size
+        ids = rng.integers(0, V, (T, B)).astype(np.int32)
+        return Built(Embedding, {}, dict(weight=normal(rng, V, E)), dict(ids=ids))
+
+    def reference(self, weight, ids):
+        return ref.embedding(weight, ids)
+
+    def torch(self, torch, weight, ids):
+        return torch.nn.functional.embedding(ids.long(), weight)
+
+
+class DropoutRow:
+    name = 'dropout'
+    wrong_axis = {'x': None}
+    sizes = ((1, 0.2), (3, 0.5), (257, 0.2), (4097, 0.0), (9000, 0.9))                            # n, p
+
+    def build(self, size, rng):
+        n, p = size
+        return Built(lambda: Dropout(p, 0x0123456789ABCDEF), dict(x=normal(rng, n)), {}, dict(step=np.array([7 + (3 << 32)])))
+
+    def keep(self, op, n):
+        return ref.dropout_keep(n, op.p, 7 + (3 << 32), op.key) / (1 - op.p)
+
+    def reference(self, x, step, op):
+        return x * self.keep(op, x.size)
+
+    def torch(self, torch, x, step, op):
+        return x * torch.tensor(self.keep(op, x.numel()))
+
+
+class ConcatContextRow:
+    name = 'concat_context'
+    wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (9, 17, 33, 16), (9, 64, 32, 64))                        # T, B, E, H
+
+    def build(self, size, rng):
+        T, B, E, H = size
+        return Built(ConcatContext, dict(x=normal(rng, T, B, E), context=normal(rng, B, H)), {})
+
+    def reference(self, x, context):
+        return ref.concat_context(x, context)
+
+    def torch(self, torch, x, context):
+        return torch.cat([x, context.expand(len(x), -1, -1)], -1)
+
+
+class GRURow:
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
+
+    def __init__(self, reset_before, with_h0):
+        self.name = f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
+        self.reset_before, self.with_h0 = reset_before, with_h0
+
+    def build(self, size, rng):
+        T, B, I, H = size
+        scale = 1 / np.sqrt(H)
+        params = dict(w_ih=normal(rng, 3 * H, I, scale=scale), w_hh=normal(rng, 3 * H, H, scale=scale),
+                      b_ih=normal(rng, 3 * H), b_hh=normal(rng, 3 * H))
+        inputs = dict(x=normal(rng, T, B, I))
+        if self.with_h0:
+            inputs['h0'] = normal(rng, B, H)
+        return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params)
+
+    def gradients(self, result):
+        return result if self.with_h0 else result[:1]
+
+    def reference(self, x, w_ih, w_hh, b_ih, b_hh, h0=None):
+        return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, self.reset_before)
+
+    def torch(self, torch, x, w_ih, w_hh, b_ih, b_hh, h0=None):
+        H = w_hh.shape[1]
+        if not self.reset_before:
+            twin = torch.nn.GRU(x.shape[2], H, dtype=torch.float64)
+            names = dict(weight_ih_l0=w_ih, weight_hh_l0=w_hh, bias_ih_l0=b_ih, bias_hh_l0=b_hh)
+            return torch.func.functional_call(twin, names, (x, None if h0 is None else h0[None]))[0]
+        h, out = torch.zeros(x.shape[1], H, dtype=torch.float64) if h0 is None else h0, []
+        for x_t in x:
+            a = x_t @ w_ih.T + b_ih
+            r, z = torch.sigmoid(a[:, :2*H] + h @ w_hh[:2*H].T + b_hh[:2*H]).split(H, 1)
+            n = torch.tanh(a[:, 2*H:] + (r * h) @ w_hh[2*H:].T + b_hh[2*H:])
+            h = (1 - z) * n + z * h
+            out.append(h)
+        return torch.stack(out)
+
+
+class CrossEntropyRow:
+    name = 'cross_entropy'
+    wrong_axis = {'x': 0}
+    sizes = ((1, 2), (3, 5), (8, 17), (33, 100), (20, 1001))                                      # R, C
+
+    def build(self, size, rng):
+        R, C = size
+        labels = labels_with_masked_rows(rng, R, C, -1)
+        labels[0] = C - 1
+        return Built(CrossEntropy, dict(x=normal(rng, R, C, scale=3)), {}, dict(labels=labels))
+
+    def reference(self, x, labels):
+        return ref.cross_entropy(x, labels, -1)
+
+    def torch(self, torch, x, labels):
+        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1).reshape(1)
+
+
+class LinearCrossEntropyRow:
+    name = 'linear_cross_entropy'
+    sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
+
+    def build(self, size, rng):
+        T, B, D, V = size
+        labels = labels_with_masked_rows(rng, (T, B), V, 0)
+        labels[0, 0] = V - 1
+        params = dict(weight=normal(rng, V, D), bias=normal(rng, V))
+        return Built(lambda **p: LinearCrossEntropy(**p, ignore=0), dict(x=normal(rng, T, B, D)), params, dict(labels=labels))
+
+    def reference(self, x, weight, bias, labels):
+        return ref.linear_cross_entropy(x, weight, bias, labels, 0)
+
+    def torch(self, torch, x, weight, bias, labels):
+        logits = torch.nn.functional.linear(x, weight, bias).reshape(labels.numel(), -1)
+        return torch.nn.functional.cross_entropy(logits, labels.reshape(-1).long(), ignore_index=0).reshape(1)
+
+
+TABLE = [LinearRow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
+         *(GRURow(before, h0) for before in (False, True) for h0 in (True, False))]
+EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
+SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
+FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
+
+RTOL = 2e-5         # of float32 sums against float64, relative to the largest element
+
+
+def close(got, want, rtol=RTOL):
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all(), 'not finite'
+    err = np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) + 1e-3)
+    assert err <= rtol, f'error {err:.2e} > {rtol:.0e}'          # written so that NaN fails
+
+
+class Run:
+    """One forward and one backward of a row, with a random upstream gradient and parameter gradients that start as noise."""
+
+    def __init__(self, row, size, backward=True, built=None):
+        self.row, self.built = row, built or row.build(size, np.random.default_rng(0))
+        b, rng = self.built, np.random.default_rng(1)
+        self.noise = {name: normal(rng, *value.shape) for name, value in b.params.items()}
+        self.params = {name: Parameter(name, value, self.noise[name].copy()) for name, value in b.params.items()}
+        self.op = b.op(**self.params)
+        self.y, self.ctx = self.op.forward(*b.inputs.values(), *b.constants.values())
+        self.dy = normal(rng, *self.y.shape)
+        if backward:
+            self.grads = self.backward()
+
+    def backward(self):
+        """-> gradients of the inputs by name, then what was added to the gradients of the parameters."""
+        before = {name: p.grad.copy() for name, p in self.params.items()}
+        result = self.op.backward(self.dy, self.ctx)
+        result = result if isinstance(result, tuple) else (result,)
+        if hasattr(self.row, 'gradients'):
+            result = self.row.gradients(result)
+        grads = dict(zip(self.built.inputs, result))
+        return grads | {name: p.grad - before[name] for name, p in self.params.items()}
+
+    def variables(self):
+        """What has a gradient, in float64."""
+        return {name: a.astype(np.float64) for name, a in (self.built.inputs | self.built.params).items()}
+
+    def reference(self, variables):
+        extra = {'op': self.op} if self.row.name == 'dropout' else {}
+        return self.row.reference(**variables, **self.built.constants, **extra)
+
+
+@pytest.mark.parametrize('row,size', EACH)
+def test_forward_equals_the_formula_in_float64(row, size):
+    run = Run(row, size, backward=False)
+    close(run.y, run.reference(run.variables()))
+
+
+@pytest.mark.parametrize('row,size', SMALL)
+def test_backward_equals_central_differences(row, size, eps=1e-5):
+    """Differentiates the float64 reference, so eps can be small; the kernel only has to agree with it."""
+    run = Run(row, size)
+    variables = run.variables()
+    for name, value in variables.items():
+        numeric = np.empty_like(value)
+        for i in np.ndindex(*value.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = value.copy()
+                moved[i] += sign * eps
+                ends.append((run.reference(variables | {name: moved}) * run.dy).sum())
+            numeric[i] = (ends[0] - ends[1]) / (2 * eps)
+        if max(size) > 1:
+            assert np.abs(numeric).max() > 1e-3, f'{name}: the check is vacuous'
+        close(run.grads[name], numeric, 5e-5)
+
+
+@pytest.mark.parametrize('row,size', EACH)
+def test_forward_and_backward_equal_torch(row, size, torch):
+    run = Run(row, size)
+    leaves = {name: torch.tensor(a, requires_grad=True) for name, a in run.variables().items()}
+    constants = {name: torch.tensor(a) for name, a in run.built.constants.items()}
+    extra = {'op': run.op} if row.name == 'dropout' else {}
+    y = row.torch(torch, **leaves, **constants, **extra)
+    close(run.y, y.detach().numpy())
+    y.backward(torch.tensor(run.dy.astype(np.float64)))
+    for name, leaf in leaves.items():
+        close(run.grads[name], leaf.grad.numpy(), 5e-5)
+
+
+@pytest.mark.parametrize('row,size', EACH)
+def test_parameter_gradients_add_and_activation_gradients_overwrite(row, size):
+    run = Run(row, size)
+    again = run.backward()
+    for name, grad in run.grads.items():
+        if name in run.params:
+            close(again[name], grad, 1e-5)
+            close(run.params[name].grad, run.noise[name] + 2 * grad, 1e-5)
+        else:
+            assert (again[name] == grad).all()
+
+
+@pytest.mark.parametrize('row,size', EACH)
+def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=33):
+    """Every array an op asks for lies between guard zones, starts as NaN and at an odd float; inputs keep their bits."""
+    zones = []
+
+    def allocate(shape, dtype):
+        n = int(np.prod(shape))
+        zone = np.full(n + 2 * guard, -7.25 if dtype == np.float32 else -725, dtype)
+        zones.append((zone, n))
+        inside = zone[guard:guard + n]
+        inside[...] = np.nan if dtype == np.float32 else -9999
+        return inside.reshape(shape)
+
+    built = row.build(size, np.random.default_rng(0))
+    for group in (built.inputs, built.params, built.constants):
+        for name, array in group.items():
+            group[name] = allocate(array.shape, array.dtype)
+            group[name][...] = array
+    before = {name: a.copy() for name, a in (built.inputs | built.params | built.constants).items()}
+    plain = Run(row, size)
+    with backend.allocator(allocate):
+        run = Run(row, size, built=built)
+    assert len(zones) > len(before), 'the op asked for no array: the check is vacuous'
+    for zone, n in zones:
+        for side in (zone[:guard], zone[guard + n:]):
+            assert (side == (-7.25 if zone.dtype == np.float32 else -725)).all(), 'a guard zone was written'
+    for name, array in (built.inputs | built.params | built.constants).items():
+        assert (array == before[name]).all(), f'{name} was changed'
+    assert (run.y == plain.y).all()
+    for name, grad in run.grads.items():
+        assert np.isfinite(grad).all() and (grad == plain.grads[name]).all(), name
+
+
+@pytest.mark.parametrize('row,size', [pytest.param(row, row.sizes[-1], id=row.name) for row in TABLE])
+def test_same_bits_for_any_number_of_threads(row, size):
+    before = backend.threads()
+    try:
+        runs = []
+        for threads in (1, 2, 3, 8):
+            backend.set_threads(threads)
+            runs.append(Run(row, size))
+    finally:
+        backend.set_threads(before)
+    for run in runs[1:]:
+        assert (run.y == runs[0].y).all()
+        for name, grad in run.grads.items():
+            assert (grad == runs[0].grads[name]).all(), name
+
+
+@pytest.mark.parametrize('row,size', FIRST)
+def test_bad_arguments_are_refused_by_name(row, size):
+    built = row.build(size, np.random.default_rng(0))
+    op = built.op(**{name: Parameter(name, value, np.zeros_like(value)) for name, value in built.params.items()})
+    arguments = built.inputs | built.constants
+    for name, array in arguments.items():
+        def call(bad, name=name):
+            return op.forward(*(arguments | {name: bad}).values())
+        with pytest.raises(TypeError, match=name):
+            call(np.zeros(array.shape, np.float16))
+        if array.ndim > 1:
+            with pytest.raises(TypeError, match=name):
+                call(np.asfortranarray(np.repeat(array, 2, -1))[..., ::2])
+        axis = getattr(row, 'wrong_axis', {}).get(name, -1)
+        if axis is not None:
+            with pytest.raises(ValueError, match='want shape'):
+                call(np.concatenate([array, array], axis))
+    y, ctx = op.forward(*arguments.values())
+    with pytest.raises(TypeError, match='dy|dh|dloss'):
+        op.backward(np.zeros(y.shape, np.float64), ctx)
+    if row.name != 'dropout':
+        with pytest.raises(ValueError, match='dy|dh|dloss'):
+            op.backward(np.zeros((*y.shape[:-1], y.shape[-1] + 1), np.float32), ctx)
+
+
+# ---- what only some ops have ------------------------------------------------------------------
+
+def test_ids_outside_the_table_are_refused_with_their_position():
+    weight = Parameter('weight', np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32))
+    for bad in (-1, 4):
+        with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, want 0 to 3'):
+            Embedding(weight).forward(np.array([0, 3, bad], np.int32))
+
+
+@pytest.mark.parametrize('bad', [-2, 5])
+def test_labels_outside_the_classes_are_refused_with_their_position(bad):
+    labels = np.array([0, 4, bad], np.int32)
+    with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, want 0 to 4'):
+        CrossEntropy().forward(np.zeros((3, 5), np.float32), labels)
+    weight, bias = (Parameter('p', np.zeros(s, np.float32), np.zeros(s, np.float32)) for s in ((5, 2), 5))
+    with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, want 0 to 4'):
+        LinearCrossEntropy(weight, bias).forward(np.zeros((3, 2), np.float32), labels)
+
+
+@pytest.mark.parametrize('p', [-0.1, 1.0, float('nan')])
+def test_dropout_wants_a_share_below_one(p):
+    with pytest.raises(ValueError, match='dropout: p='):
+        Dropout(p, 1).forward(np.zeros(3, np.float32), np.zeros(1, np.int64))
+
+
+def test_dropout_changes_with_step_and_key_and_keeps_the_right_share():
+    x, n = np.ones(200_000, np.float32), 200_000
+    masks = [Dropout(0.2, key).forward(x, np.array([step]))[0] for key, step in ((1, 1), (1, 2), (2, 1), (1, 1))]
+    assert (masks[0] == masks[3]).all()
+    for other in masks[1:3]:
+        assert 0.6 < (masks[0] == other).mean() < 0.76             # independent: 0.8^2 + 0.2^2 = 0.68
+    for mask in masks:
+        assert abs((mask > 0).mean() - 0.8) <= 5 * np.sqrt(0.16 / n)
+        assert (mask[mask > 0] == np.float32(1) / (np.float32(1) - np.float32(0.2))).all()
+
+
+def test_philox_gives_the_published_numbers():
+    """The known answers of Random123's kat_vectors for philox4x32-10: they prove the reference, the table proves us."""
+    for counter, key, want in [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ]:
+        assert ref.philox4x32(np.array(counter, np.uint32), key).tolist() == want
+
+
+@pytest.mark.parametrize('op', ['cross_entropy', 'linear_cross_entropy'])
+def test_cross_entropy_of_extreme_rows(op):
+    """Logits whose exponentials overflow, all-equal rows, and batches without one valid row."""
+    x = np.array([[1000, 0, -1000], [88, 89, 90], [5, 5, 5]], np.float32)
+    labels = np.array([0, 2, 1], np.int32)
+    for now in (labels, np.full(3, -1, np.int32)):
+        if op == 'cross_entropy':
+            loss_op = CrossEntropy()
+            loss, ctx = loss_op.forward(x, now)
+        else:
+            weight, bias = (Parameter('p', v, np.zeros_like(v)) for v in (np.eye(3, dtype=np.float32), np.zeros(3, np.float32)))
+            loss_op = LinearCrossEntropy(weight, bias)
+            loss, ctx = loss_op.forward(x, now)
+        dx = loss_op.backward(np.ones(1, np.float32), ctx)
+        close(loss, ref.cross_entropy(x.astype(np.float64), now, -1))
+        assert np.isfinite(dx).all()
+        assert ctx.valid[0] == (now >= 0).sum()
+        if (now < 0).all():
+            assert loss[0] == 0 and (dx == 0).all()
+
+
+def test_a_nan_logit_is_seen_in_the_loss():
+    x = np.zeros((2, 40), np.float32)
+    x[1, 3] = np.nan
+    loss, _ = CrossEntropy().forward(x, np.zeros(2, np.int32))
+    assert np.isnan(loss[0])
+
+
+def test_evaluation_gives_the_loss_of_training_and_forms_no_gradients():
+    row, size = LinearCrossEntropyRow(), (3, 60, 40, 150)
+    run = Run(row, size)
+    loss, ctx = run.op.forward(*run.built.inputs.values(), *run.built.constants.values(), gradients=False)
+    assert loss[0] == run.y[0] and ctx.dx is None and ctx.dweight is None
+
+
+def test_masked_rows_do_not_influence_the_loss():
+    """The output layer computes valid rows only: NaN in a masked row is never touched."""
+    row, size = LinearCrossEntropyRow(), (3, 60, 40, 150)
+    run = Run(row, size)
+    x, labels = run.built.inputs['x'].copy(), run.built.constants['labels']
+    x[labels == 0] = np.nan
+    loss, ctx = run.op.forward(x, labels)
+    dx = run.op.backward(run.dy, ctx)
+    assert loss[0] == run.y[0] and (dx == run.grads['x']).all() and (dx[labels == 0] == 0).all()
+
+
+def test_predict_is_the_argmax_of_the_logits():
+    run = Run(LinearCrossEntropyRow(), (3, 60, 40, 150))
+    x = run.built.inputs['x'][0]
+    got = run.op.predict(x)
+    assert (got == ref.linear(x.astype(np.float64), *run.built.params.values()).argmax(-1)).all()
+
+
+@pytest.mark.parametrize('reset_before', [False, True])
+@pytest.mark.parametrize('which', ['dh', 'dh_last', 'both'])
+def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
+    """dh_last is one more gradient of h[T-1]; None is zeros."""
+    run = Run(GRURow(reset_before, True), (4, 13, 8, 33), backward=False)
+    dh, last = (run.dy, run.dy[0] * 3)
+    whole = np.zeros_like(dh) if which == 'dh_last' else dh.copy()
+    if which != 'dh':
+        whole[-1] += last
+    want = run.op.backward(whole, run.ctx)
+    got = run.op.backward(None if which == 'dh_last' else dh, run.ctx, None if which == 'dh' else last)
+    for a, b in zip(got, want):
+        close(a, b, 1e-6)
