@@ -1,0 +1,28 @@
+"""The order in which training sees its samples: a pure function of (n, seed, epoch), so that any point can be resumed.
+"""
+import numpy as np
+
+
+def epoch_order(n, seed, epoch):
+    """Return a permutation of 0..n-1, int64 (n,), that depends on nothing but the three arguments.
+
+    `seed` and `epoch` are counted from 0 and below 2**64; together they are the key of a Philox generator, so orders
+    of different seeds or epochs are independent.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(n)
+
+
+def batches(n, batch_size, seed, epoch, start=0):
+    """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller.
+
+    `start` is the count of samples that were seen already: what follows is what an uninterrupted epoch would have
+    yielded after them.  ValueError if it is outside 0..n or batch_size is not positive.
+    """
+    if batch_size < 1:
+        raise ValueError(f'batch_size: want 1 or more, got {batch_size}')
+    if not 0 <= start <= n:
+        raise ValueError(f'start: want 0 to {n}, got {start}')
+    order = epoch_order(n, seed, epoch)
+    for first in range(start, n, batch_size):
+        yield order[first:first + batch_size]

@@ -1,0 +1,18 @@
+"""From raw text to tokens: lower case, punctuation set apart, split on white space."""
+import re
+
+_UNSPACED_PUNCTUATION = re.compile('(?<! )(?=[,.!?])')
+
+
+def preprocess(text):
+    """Return `text` in lower case, no-break spaces made plain, and a space before each of , . ! ? that lacks one.
+
+    U+202F and U+00A0 (French sets them before ! and ?) become a space.  Every other character stays, line ends and
+    tabs too, so that a whole file can be preprocessed in one call.
+    """
+    return _UNSPACED_PUNCTUATION.sub(' ', text.replace('\u202f', ' ').replace('\xa0', ' ').lower())
+
+
+def tokenize(text):
+    """Return the tokens of one sentence: `preprocess`, then split on any white space."""
+    return preprocess(text).split()

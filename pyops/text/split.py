@@ -1,0 +1,47 @@
+"""Hold sentences out of training, by what they say and not by where they stand.
+
+Many English sentences come with several French ones.  A split by line would put some of these into training and
+others into the test, so whole groups with one source are held out, chosen by a hash of the source alone: the same
+sentence is held out of every corpus, in any order, on any machine.
+"""
+from hashlib import blake2b
+
+from pyops.errors import UserError
+from pyops.text.corpus import Corpus
+
+
+def hold_out(corpus, fraction):
+    """Return (train, validation, test): about half of `fraction` of the distinct sources each for the last two.
+
+    A larger fraction holds out all that a smaller one does.  A fraction of 0 leaves validation and test empty.
+    UserError if the fraction is outside [0, 0.5], or so small that a part which was asked for has no sentence.
+    """
+    if not 0 <= fraction <= 0.5:
+        raise UserError(f'--hold-out: want a fraction from 0 to 0.5, got {fraction}; 0.1 holds out a tenth')
+    place = {source: _place(source, fraction) for source in set(corpus.sources)}
+    parts = tuple(Corpus(corpus.name, [], []) for _ in range(3))
+    for source, target in zip(corpus.sources, corpus.targets, strict=True):
+        part = parts[place[source]]
+        part.sources.append(source)
+        part.targets.append(target)
+    if fraction and not all(map(len, parts)):
+        raise UserError(f'--hold-out: {fraction} of the {len(place)} distinct sources of {corpus.name} leaves '
+                        f'{len(parts[0])} pairs to train, {len(parts[1])} to validate, {len(parts[2])} to test; '
+                        'take a larger fraction or more pairs')
+    return parts
+
+
+def references(corpus):
+    """Return a dict from each distinct source to the list of its distinct targets, both in order of appearance."""
+    found = {}
+    for source, target in zip(corpus.sources, corpus.targets, strict=True):
+        found.setdefault(source, {})[target] = None         # a dict, as a set that keeps the order
+    return {source: list(targets) for source, targets in found.items()}
+
+
+def _place(source, fraction):
+    """Return 0 to train, 1 to validate, 2 to test: eight bytes of a hash say whether, one bit says which."""
+    digest = blake2b(source.encode(), digest_size=9).digest()
+    if int.from_bytes(digest[:8], 'big') >= fraction * 2 ** 64:
+        return 0
+    return 1 + (digest[8] & 1)

@@ -1,0 +1,105 @@
+"""What the translation programs share: which corpus, its pairs as arrays, batches, answering a line of text."""
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyops.data import locate
+from pyops.errors import UserError
+from pyops.text.corpus import Corpus, encode, shift_right
+from pyops.text.preprocess import tokenize
+from pyops.text.vocabulary import EOS, PAD, SPECIALS, Vocabulary
+
+TINY = 512              # pairs
+EMBEDDED = 'embedded'   # in place of a file's name
+
+
+def open_corpus(path=None, data_dir=None, tiny=False):
+    """The Corpus to work on and a line to print about it, or None: the file `path` ('embedded': the embedded corpus),
+    else the real corpus where it is found, else the embedded one.  tiny: its first 512 pairs."""
+    line, chosen = None, path or locate.find('fra-eng', data_dir) or EMBEDDED
+    if chosen == EMBEDDED:
+        if data_dir and not path:
+            raise UserError(f'--data-dir {data_dir}: holds no fra-eng; '
+                            f'get it with: python -m pyops.data get fra-eng --data-dir {data_dir}')
+        from pyops.text import embedded
+        corpus = embedded.corpus()
+        line = f'embedded corpus : {len(corpus)} pairs'
+        if not path:
+            line = f'no corpus found, using the {line}; get the real one with: python -m pyops.data get fra-eng'
+    else:
+        corpus = Corpus.load(chosen)
+    return (corpus.first(TINY) if tiny else corpus), line
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Encoded sentence pairs: source and labels, int32 (N, num_steps)."""
+    source: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def encode(cls, corpus, source_vocabulary, target_vocabulary, num_steps):
+        return cls(encode(corpus.sources, source_vocabulary, num_steps),
+                   encode(corpus.targets, target_vocabulary, num_steps))
+
+    def __len__(self):
+        return len(self.source)
+
+    def batch(self, indices):
+        """source, target, labels of these pairs, time-major (num_steps, B) int32; target is <bos> and the labels."""
+        source, labels = self.source[indices], self.labels[indices]
+        return tuple(np.ascontiguousarray(ids.T) for ids in (source, shift_right(labels), labels))
+
+    def digest(self):
+        """A hash of all ids: whether a resumed run sees the pairs that it began with."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(self.source)
+        digest.update(self.labels)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A model with `translate(source (T, B)) -> (T', B)` ids, its two vocabularies and the sentence length."""
+    model: object
+    source_vocabulary: Vocabulary
+    target_vocabulary: Vocabulary
+    num_steps: int
+
+    def sentences(self, sources, batch_size=128):
+        """Translate sentences as a Corpus keeps them; the result is such a list too, without <eos>."""
+        return [' '.join(word for word in words if word != SPECIALS[EOS]) for words in self._words(sources, batch_size)]
+
+    def _words(self, sources, batch_size):
+        for first in range(0, len(sources), batch_size):
+            source = encode(sources[first:first + batch_size], self.source_vocabulary, self.num_steps)
+            said = self.model.translate(np.ascontiguousarray(source.T))
+            for ids in said.T:
+                yield self.target_vocabulary.words(ids[ids != PAD])
+
+    def answer(self, line):
+        """The lines to print for a line of raw text: unknown words, the tokens that were read, the translation."""
+        tokens = [token for token in tokenize(line) if token != SPECIALS[EOS]]
+        if not tokens:
+            return
+        if unknown := self.source_vocabulary.unknown(tokens):
+            yield f'unknown words : {" ".join(dict.fromkeys(unknown))}'
+        if len(tokens) > self.num_steps - 1:
+            yield f'too long : only the first {self.num_steps - 1} of {len(tokens)} tokens are read'
+            tokens = tokens[:self.num_steps - 1]
+        yield ' '.join([*tokens, SPECIALS[EOS]])
+        (words,) = self._words([tokens], 1)
+        yield f'translate res : {" ".join(words)}'
+
+
+def check_vocabularies(path, state, vocabularies, pairs):
+    """UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
+    for which, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
+        kept = Vocabulary(state['vocabularies'][which])
+        if kept != vocabulary:
+            raise UserError(f'{path}: its {which} vocabulary has {len(kept)} words, that of the corpus {len(vocabulary)} '
+                            'other ones; give the corpus it was trained on with -f, or another folder with -c')
+    if state['pairs'] != pairs.digest():
+        raise UserError(f'{path}: was trained on other pairs (or another --hold-out) of the same vocabulary; '
+                        'give the corpus it was trained on with -f, or another folder with -c')

@@ -1,0 +1,74 @@
+"""Words and their numbers."""
+from collections import Counter
+from itertools import chain
+
+from pyops.errors import UserError
+
+PAD, EOS, UNK, BOS = range(4)
+SPECIALS = ('<pad>', '<eos>', '<unk>', '<bos>')
+
+
+def tokens_of(sentence):
+    """Return the list of tokens of a sentence, which is such a list or its tokens joined by spaces."""
+    return sentence.split() if isinstance(sentence, str) else sentence
+
+
+class Vocabulary:
+    """A list of distinct tokens; a token's id is its place in the list, and the first four are `SPECIALS`.
+
+    `tokens` is all that a checkpoint has to store: `Vocabulary(tokens)` restores the rest.
+    Text never becomes a control token: `<eos>` written in a sentence is an unknown word.
+    """
+
+    def __init__(self, tokens):
+        """Take the tokens in the order of their ids.  UserError if the specials do not lead or a token repeats."""
+        self.tokens = list(tokens)
+        count = len(SPECIALS)
+        if tuple(self.tokens[:count]) != SPECIALS:
+            got = ' '.join(map(str, self.tokens[:count])) or 'nothing'
+            raise UserError(f'vocabulary: want it to begin with {" ".join(SPECIALS)}, got {got}; '
+                            'build it from its corpus again')
+        if len(set(self.tokens)) != len(self.tokens):
+            token, times = Counter(self.tokens).most_common(1)[0]
+            raise UserError(f'vocabulary: want distinct tokens, got {token!r} {times} times; '
+                            'build it from its corpus again')
+        self._ids = {token: id for id, token in enumerate(self.tokens) if id >= count}
+
+    @classmethod
+    def build(cls, sentences, min_count=3):
+        """Return the vocabulary of the tokens that occur `min_count` times or more.
+
+        `sentences` is an iterable of sentences, each a list of tokens or its tokens joined by spaces.  The most
+        frequent token comes first; of two that are equally frequent, the one that was seen first.
+        """
+        counts = Counter(chain.from_iterable(map(tokens_of, sentences)))
+        for special in SPECIALS:
+            counts.pop(special, None)
+        return cls([*SPECIALS, *(token for token, count in counts.most_common() if count >= min_count)])
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __eq__(self, other):
+        return isinstance(other, Vocabulary) and self.tokens == other.tokens
+
+    __hash__ = None                                         # a mutable list inside
+
+    def __repr__(self):
+        return f'Vocabulary({len(self)} tokens)'
+
+    def ids(self, tokens):
+        """Return the ids of a list of tokens, `UNK` for what is not known."""
+        get = self._ids.get
+        return [get(token, UNK) for token in tokens]
+
+    def words(self, ids):
+        """Return the tokens of an iterable of ids, specials included.  IndexError for an id outside 0..len-1."""
+        ids = [int(id) for id in ids]
+        if ids and min(ids) < 0:                            # a list would count it from the end
+            raise IndexError(f'token id {min(ids)} is negative')
+        return [self.tokens[id] for id in ids]
+
+    def unknown(self, tokens):
+        """Return those of a list of tokens that the vocabulary does not hold, in their order."""
+        return [token for token in tokens if token not in self._ids]

@@ -1,0 +1,384 @@
+"""Finding, fetching and ordering data.  The downloads come from a server in this process."""
+import hashlib
+import http.server
+import io
+import subprocess
+import sys
+import threading
+import zipfile
+
+import numpy as np
+import pytest
+
+from pyops.data import fetch, locate
+from pyops.data.__main__ import main
+from pyops.data.batches import batches, epoch_order
+from pyops.errors import UserError
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_epoch_order_is_a_permutation_and_a_function_of_its_arguments():
+    order = epoch_order(1000, seed=7, epoch=3)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(1000))
+    assert (order == epoch_order(1000, 7, 3)).all()
+    for other in (epoch_order(1000, 7, 4), epoch_order(1000, 8, 3), epoch_order(1000, 3, 7), np.arange(1000)):
+        assert (order == other).mean() < 0.05
+
+
+def test_epoch_order_stays_the_same():
+    """A checkpoint stores seed, epoch and position, and relies on the order that they stand for."""
+    assert epoch_order(10, 0, 0).tolist() == [0, 7, 8, 6, 9, 5, 1, 3, 2, 4]
+
+
+def test_batches_cover_an_epoch():
+    got = list(batches(10, 4, seed=1, epoch=2))
+    assert [len(batch) for batch in got] == [4, 4, 2]
+    assert (np.concatenate(got) == epoch_order(10, 1, 2)).all()
+    assert list(batches(0, 4, 1, 2)) == []
+
+
+@pytest.mark.parametrize('start', [0, 4, 5, 9, 10])
+def test_batches_resume_anywhere(start):
+    order = epoch_order(10, 1, 2)
+    got = list(batches(10, 4, 1, 2, start))
+    assert np.concatenate([*got, np.empty(0, np.int64)]).tolist() == order[start:].tolist()
+    assert [len(batch) for batch in got[:-1]] == [4] * (len(got) - 1)
+
+
+def test_batches_reject_what_cannot_be():
+    with pytest.raises(ValueError, match='batch_size'):
+        list(batches(10, 0, 1, 2))
+    for start in (-1, 11):
+        with pytest.raises(ValueError, match='start'):
+            list(batches(10, 4, 1, 2, start))
+
+
+# ---- locate ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """An empty working directory, and no $PYOPS_DATA."""
+    monkeypatch.delenv('PYOPS_DATA', raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def put(path, content=b'x'):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_find_looks_in_the_flag_then_the_environment_then_here(nowhere, monkeypatch):
+    assert locate.find('fra-eng') is None
+    here = put(nowhere / 'data/fra.txt')
+    assert locate.find('fra-eng').resolve() == here
+    environment = put(nowhere / 'environment/fra-eng/fra.txt').parents[1]
+    monkeypatch.setenv('PYOPS_DATA', str(environment))
+    assert locate.find('fra-eng') == environment / 'fra-eng/fra.txt'
+    flag = put(nowhere / 'flag/fra-eng.zip')
+    assert locate.find('fra-eng', nowhere / 'flag') == flag
+    (nowhere / 'empty').mkdir()
+    assert locate.find('fra-eng', 'empty') == environment / 'fra-eng/fra.txt'
+
+
+def test_find_rejects_a_directory_and_a_name(nowhere):
+    with pytest.raises(UserError, match='--data-dir: .*none'):
+        locate.find('fra-eng', nowhere / 'none')
+    with pytest.raises(UserError, match='data set deu-eng: want one of fra-eng'):
+        locate.find('deu-eng')
+
+
+# ---- fetch -----------------------------------------------------------------------------------------------------------
+
+TEXT = ''.join(f'I have {n} keys.\tJ’ai {n} clés.\n' for n in range(3000)).encode()
+
+
+def packed(text, note='about', inner='fra-eng/fra.txt'):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('__MACOSX/fra-eng/fra.txt', 'shadow')
+        archive.writestr('_about.txt', note)
+        archive.writestr(inner, text)
+    return stream.getvalue()
+
+
+GOOD = packed(TEXT)
+BODIES = {
+    'wrong': packed(b'Other\tAutre\n'),
+    'page': b'<html>moved</html>',
+    'noinner': packed(TEXT, inner='deu.txt'),
+    'repacked': packed(TEXT, note='another note, so that every byte lies elsewhere'),
+}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """The first part of the path says how the server behaves."""
+
+    def do_GET(self):
+        manner = self.path.split('/')[1]
+        asked = self.headers.get('Range')
+        self.server.asked.append((manner, asked))
+        body = BODIES.get(manner, GOOD)
+        if manner == 'missing':
+            return self.send_error(404)
+        start = int(asked[len('bytes='):-1]) if asked and manner != 'norange' else 0
+        if start >= len(body):
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        if start:
+            first = start + 1 if manner == 'elsewhere' else start
+            self.send_header('Content-Range', f'bytes {first}-{len(body) - 1}/{len(body)}')
+        if manner != 'nolength':
+            self.send_header('Content-Length', str(len(body) - start))
+        self.end_headers()
+        self.wfile.write(body[start:start + 5000] if manner in ('cut', 'silent') else body[start:])
+        if manner == 'silent':
+            self.server.over.wait(60)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope='module')
+def running():
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    server.daemon_threads = True
+    server.over = threading.Event()
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.over.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def server(running, nowhere, monkeypatch):
+    """The server, and a data set whose mirrors `use` sets to these manners of it."""
+    running.asked.clear()
+    running.url = f'http://127.0.0.1:{running.server_port}'
+
+    def use(*manners):
+        file = fetch.File('fra-eng.zip', hashlib.sha256(TEXT).hexdigest(), len(TEXT),
+                          tuple(f'{running.url}/{manner}/fra-eng.zip' for manner in manners), 'fra.txt',
+                          ('fra-eng/fra.txt', 'fra.txt'))
+        monkeypatch.setitem(fetch.DATASETS, 'fra-eng', fetch.Dataset('fra-eng', 'pairs', 'CC BY 2.0', (file,)))
+
+    running.use = use
+    monkeypatch.setenv('no_proxy', '127.0.0.1')
+    return running
+
+
+def get(**more):
+    lines = []
+    return fetch.get('fra-eng', 'to', report=lines.append, **more), lines
+
+
+def assert_whole(paths, content=GOOD):
+    (path,) = paths
+    assert path.as_posix() == 'to/fra-eng.zip'
+    assert path.read_bytes() == content
+    assert [file.name for file in path.parent.iterdir()] == ['fra-eng.zip']
+
+
+@pytest.mark.parametrize('manner', ['good', 'nolength'])
+def test_a_whole_download(server, manner):
+    server.use(manner)
+    paths, lines = get()
+    assert_whole(paths)
+    assert lines == [f'to/fra-eng.zip: fetched from {server.url}/{manner}/fra-eng.zip, checksum right']
+    assert server.asked == [(manner, None)]
+
+
+def test_a_download_resumes_after_a_cut(server, nowhere):
+    server.use('cut')
+    with pytest.raises(UserError, match=f'cut off after 5000 of {len(GOOD)} bytes'):
+        get()
+    assert (nowhere / 'to/fra-eng.zip.part').read_bytes() == GOOD[:5000]
+    assert not (nowhere / 'to/fra-eng.zip').exists()
+    server.use('good')
+    assert_whole(get()[0])
+    assert server.asked == [('cut', None), ('good', 'bytes=5000-')]
+
+
+def test_the_next_mirror_resumes_what_one_cut(server):
+    server.use('cut', 'good')
+    assert_whole(get()[0])
+    assert server.asked == [('cut', None), ('good', 'bytes=5000-')]
+
+
+def test_a_server_without_ranges_sends_all_again(server, nowhere):
+    put(nowhere / 'to/fra-eng.zip.part', b'not even a zip')
+    server.use('norange')
+    assert_whole(get()[0])
+    assert server.asked == [('norange', 'bytes=14-')]
+
+
+def test_a_mirror_that_packs_otherwise_does_not_continue_another(server, nowhere):
+    """Its bytes after the cut do not fit; the download begins anew, at the same mirror."""
+    server.use('cut', 'repacked')
+    (path,), _ = get()
+    assert zipfile.ZipFile(path).read('fra-eng/fra.txt') == TEXT
+    assert path.read_bytes() != GOOD
+    assert server.asked == [('cut', None), ('repacked', 'bytes=5000-'), ('repacked', None)]
+
+
+def test_bytes_from_another_place_are_refused(server, nowhere):
+    put(nowhere / 'to/fra-eng.zip.part', GOOD[:5000])
+    server.use('elsewhere', 'good')
+    assert_whole(get()[0])
+    assert server.asked == [('elsewhere', 'bytes=5000-'), ('good', 'bytes=5000-')]
+
+
+def test_a_part_that_was_whole_already_is_taken(server, nowhere):
+    put(nowhere / 'to/fra-eng.zip.part', GOOD)
+    server.use('good')
+    assert_whole(get()[0])
+    assert server.asked == [('good', f'bytes={len(GOOD)}-')]
+
+
+def test_a_part_longer_than_the_file_is_dropped(server, nowhere):
+    put(nowhere / 'to/fra-eng.zip.part', bytes(len(GOOD) + 1))
+    server.use('good')
+    assert_whole(get()[0])
+    assert [asked for _, asked in server.asked] == [f'bytes={len(GOOD) + 1}-', None]
+
+
+@pytest.mark.parametrize('manner', ['wrong', 'page', 'noinner', 'missing'])
+def test_a_bad_mirror_leads_to_the_next(server, manner):
+    server.use(manner, 'good')
+    assert_whole(get()[0])
+    assert server.asked == [(manner, None), ('good', None)]
+
+
+def test_a_silent_mirror_is_left(server):
+    server.use('silent')
+    with pytest.raises(UserError, match='silent/fra-eng.zip: silent for 0.5 s'):
+        get(timeout=0.5)
+    server.use('good')
+    assert_whole(get()[0])
+    assert server.asked == [('silent', None), ('good', 'bytes=5000-')]
+
+
+def test_all_mirrors_dead(server, nowhere):
+    server.use('missing', 'wrong', 'noinner', 'page')
+    dead = 'http://127.0.0.1:1/fra-eng.zip'
+    with pytest.raises(UserError) as caught:
+        get(mirrors=[dead, 'nonsense'])
+    text = str(caught.value)
+    assert '\n' not in text
+    for words in (f'{dead}: ', 'refused', "nonsense: unknown url type: 'nonsense'", '/missing/fra-eng.zip: HTTP 404',
+                  '/wrong/fra-eng.zip: wrong checksum: SHA-256 of fra.txt (12 bytes)', 'the zip holds no fra.txt',
+                  '/page/fra-eng.zip: not a whole zip file', '--mirror URL'):
+        assert words in text
+    assert list((nowhere / 'to').iterdir()) == []
+
+
+def test_mirrors_that_are_given_come_first(server):
+    server.use('missing')
+    assert_whole(get(mirrors=[f'{server.url}/good/'])[0])          # a folder
+    assert server.asked == [('good', None)]
+
+
+def test_a_file_that_is_there_is_checked_and_kept(server, nowhere):
+    server.use('good')
+    for name, content in (('fra-eng.zip', GOOD), ('fra-eng/fra.txt', TEXT), ('fra.txt', TEXT)):
+        path = put(nowhere / 'to' / name, content)
+        paths, lines = get()
+        assert [found.resolve() for found in paths] == [path]
+        assert lines == [f'to/{name}: already there, checksum right']
+        path.unlink()
+    assert server.asked == []
+
+
+def test_a_file_that_is_there_but_spoiled_is_replaced(server, nowhere):
+    put(nowhere / 'to/fra-eng.zip', GOOD[:-100])
+    server.use('good')
+    paths, lines = get()
+    assert_whole(paths)
+    assert 'not a whole zip file' in lines[0]
+
+
+def test_a_spoiled_file_survives_when_nothing_better_comes(server, nowhere):
+    spoiled = put(nowhere / 'to/fra-eng.zip', GOOD[:-100])
+    server.use('missing')
+    with pytest.raises(UserError):
+        get()
+    assert spoiled.read_bytes() == GOOD[:-100]
+
+
+def test_a_directory_that_cannot_be_made(server, nowhere):
+    put(nowhere / 'to')
+    server.use('good')
+    with pytest.raises(UserError, match='cannot be written: .*--data-dir'):
+        get()
+
+
+def test_a_file_without_a_zip_around_it(server, nowhere, monkeypatch):
+    """Data sets of several files name each with its own checksum."""
+    digest = hashlib.sha256(GOOD).hexdigest()
+    urls = (f'{server.url}/wrong/x', f'{server.url}/good/x')
+    files = tuple(fetch.File(f'many/{name}.gz', digest, len(GOOD), urls) for name in 'ab')
+    monkeypatch.setitem(fetch.DATASETS, 'many', fetch.Dataset('many', 'two files', 'none', files))
+    paths = fetch.get('many', 'to', report=lambda line: None)
+    assert [path.as_posix() for path in paths] == ['to/many/a.gz', 'to/many/b.gz']
+    assert [path.read_bytes() for path in paths] == [GOOD, GOOD]
+
+
+# ---- python -m pyops.data --------------------------------------------------------------------------------------------
+
+def test_get_goes_to_the_environments_directory_or_here(server, nowhere, monkeypatch, capsys):
+    server.use('good')
+    main(['get', 'fra-eng'])
+    assert (nowhere / 'data/fra-eng.zip').read_bytes() == GOOD
+    monkeypatch.setenv('PYOPS_DATA', 'elsewhere')
+    main(['get', 'fra-eng'])
+    assert (nowhere / 'elsewhere/fra-eng.zip').read_bytes() == GOOD
+    assert 'checksum right' in capsys.readouterr().out
+
+
+def test_list_says_licence_and_place(nowhere, capsys):
+    main(['list'])
+    out = capsys.readouterr().out
+    assert 'fra-eng: 167,130 ' in out and 'CC BY 2.0' in out and 'not here: python -m pyops.data get fra-eng' in out
+    put(nowhere / 'data/fra.txt')
+    main(['list'])
+    assert 'found: data/fra.txt' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('arguments, words', [
+    (['get', 'deu-eng'], 'data set deu-eng: want one of fra-eng'),
+    (['list', '--data-dir', 'none'], '--data-dir: want a directory that exists, got none'),
+    (['get', 'fra-eng', '--mirror', 'nonsense'], 'nonsense: unknown url type'),
+])
+def test_bad_input_is_one_line_and_status_2(server, capsys, arguments, words):
+    server.use('missing')
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and error.startswith('pyops.data: error: ') and words in error
+
+
+def test_the_module_runs():
+    done = subprocess.run([sys.executable, '-m', 'pyops.data', 'list'], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('fra-eng: ')
+
+
+def test_the_table_agrees_with_where_programs_look():
+    assert set(fetch.DATASETS) == set(locate.CANDIDATES)
+    for name, dataset in fetch.DATASETS.items():
+        for file in dataset.files:
+            assert set(locate.CANDIDATES[name]) >= {file.path, *file.unpacked}
+            assert len(file.sha256) == 64 and file.urls
+
+
+def test_the_real_file_has_the_checksum_of_the_table():
+    path = locate.find('fra-eng')
+    if path is None:
+        pytest.skip('needs the fra-eng corpus: python -m pyops.data get fra-eng, or set PYOPS_DATA to its folder')
+    fetch.check(path, fetch.DATASETS['fra-eng'].files[0])

@@ -1,0 +1,307 @@
+"""Preprocessing, vocabularies, corpora, splits and scores, on small text and on the real corpus where it lies."""
+import builtins
+import os
+import zipfile
+
+import numpy as np
+import pytest
+
+from pyops.data import locate
+from pyops.errors import UserError
+from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, encode, preprocess, shift_right, tokenize
+from pyops.text.score import bleu, exact_match
+from pyops.text.split import hold_out, references
+
+# ---- preprocess ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('text, want', [
+    ('Go.', 'go .'),
+    ('Cours\u202f!', 'cours !'),
+    ('Ça\xa0va\xa0?', 'ça va ?'),
+    ('Well, yes...', 'well , yes . . .'),
+    ('No ! Not , so .', 'no ! not , so .'),
+    ("J'ai 3,5 €; c'est tout:", "j'ai 3 ,5 €; c'est tout:"),
+    ('A.\tB!\nC?', 'a .\tb !\nc ?'),
+])
+def test_preprocess(text, want):
+    assert preprocess(text) == want
+
+
+def test_tokenize_splits_on_any_white_space():
+    assert tokenize(' Hi,\tTom !\r\n\u2009Go.') == ['hi', ',', 'tom', '!', 'go', '.']
+    assert tokenize(' \n') == []
+
+
+# ---- Vocabulary ------------------------------------------------------------------------------------------------------
+
+def test_vocabulary_orders_by_count_then_by_first_appearance():
+    vocabulary = Vocabulary.build([['b', 'a', 'c'], ['c', 'a', 'b', 'c'], ['a', 'b', 'd', 'd']], min_count=3)
+    assert vocabulary.tokens == [*SPECIALS, 'b', 'a', 'c']
+    assert len(vocabulary) == 7
+    assert Vocabulary.build([['x', 'x', 'y']], min_count=2).tokens == [*SPECIALS, 'x']
+
+
+def test_vocabulary_takes_joined_sentences_too():
+    assert Vocabulary.build(['a b', 'b'], 1) == Vocabulary.build([['a', 'b'], ['b']], 1)
+
+
+def test_vocabulary_ids_words_and_unknown():
+    vocabulary = Vocabulary([*SPECIALS, 'go', '.'])
+    assert (PAD, EOS, UNK, BOS) == (0, 1, 2, 3)
+    assert vocabulary.ids(['go', 'home', '.']) == [4, UNK, 5]
+    assert vocabulary.words(np.array([BOS, 4, 5, EOS, PAD, UNK])) == ['<bos>', 'go', '.', '<eos>', '<pad>', '<unk>']
+    assert vocabulary.unknown(['go', 'home', 'now', '.']) == ['home', 'now']
+    with pytest.raises(IndexError):
+        vocabulary.words([6])
+    with pytest.raises(IndexError):
+        vocabulary.words([-1])
+
+
+def test_text_never_becomes_a_control_token():
+    vocabulary = Vocabulary.build([['<pad>', '<eos>', 'a']] * 3)
+    assert vocabulary.tokens == [*SPECIALS, 'a']
+    assert vocabulary.ids(['<eos>', '<pad>', 'a']) == [UNK, UNK, 4]
+    assert vocabulary.unknown(['<eos>']) == ['<eos>']
+
+
+def test_vocabulary_is_restored_from_its_tokens():
+    vocabulary = Vocabulary.build([['a', 'b', 'a']], 1)
+    assert Vocabulary(vocabulary.tokens) == vocabulary
+    assert vocabulary != Vocabulary([*SPECIALS, 'b', 'a'])
+    assert vocabulary != vocabulary.tokens
+
+
+@pytest.mark.parametrize('tokens, complaint', [
+    ([], 'got nothing'),
+    (['a', 'b'], 'got a b'),
+    (['<eos>', '<pad>', '<unk>', '<bos>', 'a'], 'want it to begin with <pad> <eos> <unk> <bos>'),
+    ([*SPECIALS, 'a', 'b', 'a'], "got 'a' 2 times"),
+])
+def test_vocabulary_rejects_other_lists(tokens, complaint):
+    with pytest.raises(UserError, match=complaint):
+        Vocabulary(tokens)
+
+
+# ---- Corpus ----------------------------------------------------------------------------------------------------------
+
+TEXT = 'Go.\tVa !\nGo.\tMarche.\r\n\nI try.\tJ’essaye\u202f!\tCC-BY 2.0\tmore\n'
+
+
+def write_zip(path, members):
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_corpus_loads_text(tmp_path):
+    path = tmp_path / 'pairs.txt'
+    path.write_bytes(TEXT.encode())
+    corpus = Corpus.load(path)
+    assert corpus.name == str(path)
+    assert len(corpus) == 3
+    assert corpus.sources == ['go .', 'go .', 'i try .']
+    assert corpus.targets == ['va !', 'marche .', 'j’essaye !']
+
+
+def test_corpus_loads_the_text_inside_a_zip(tmp_path):
+    path = write_zip(tmp_path / 'fra-eng.zip', {
+        'fra-eng/': '', 'fra-eng/_about.txt': 'about', '__MACOSX/fra-eng/._fra.txt': 'x', '__MACOSX/fra-eng/a.txt': 'x',
+        'fra-eng/fra.txt': TEXT})
+    assert Corpus.load(str(path)).targets == ['va !', 'marche .', 'j’essaye !']
+
+
+def test_corpus_passes_over_a_byte_order_mark_and_keeps_exotic_line_ends_inside_a_line(tmp_path):
+    path = tmp_path / 'pairs.txt'
+    path.write_bytes('\ufeffGo\u2028now.\tVa\x85vite.'.encode())
+    corpus = Corpus.load(path)
+    assert (corpus.sources, corpus.targets) == (['go now .'], ['va vite .'])
+
+
+def test_corpus_first():
+    corpus = Corpus('x', ['a', 'b', 'c'], ['A', 'B', 'C'])
+    assert corpus.first(2).targets == ['A', 'B']
+    assert len(corpus.first(9)) == 3
+    with pytest.raises(UserError, match='got 0'):
+        corpus.first(0)
+
+
+def test_corpus_wants_as_many_targets_as_sources():
+    with pytest.raises(ValueError, match='1 sources and 0 targets'):
+        Corpus('x', ['a'], [])
+
+
+@pytest.mark.parametrize('content, complaint', [
+    (b'', 'got an empty file'),
+    (b'\n \n', 'got an empty file'),
+    (b'Go.\tVa !\n\nGo on.\n', r'line 3: .*no tab'),
+    (b'Go.\tVa !\nGo.\t \n', r'line 2: .*an empty one'),
+    (b'\tVa !\n', r'line 1: .*an empty one'),
+    (b'Go.\tVa !\nNo.\t\xc7a non.\n', r'line 2: want UTF-8 text, got byte 0xc7 at offset 13'),
+])
+def test_corpus_names_what_is_wrong_in_a_text(tmp_path, content, complaint):
+    path = tmp_path / 'pairs.txt'
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=complaint) as caught:
+        Corpus.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_corpus_names_what_is_wrong_with_a_file(tmp_path):
+    with pytest.raises(UserError, match=r'nothing.txt: no such file'):
+        Corpus.load(tmp_path / 'nothing.txt')
+    with pytest.raises(UserError, match='no such file'):
+        Corpus.load(tmp_path / 'nothing.zip')
+    with pytest.raises(UserError, match='want a readable file'):
+        Corpus.load(tmp_path)
+    (tmp_path / 'broken.zip').write_bytes(b'PK\x03\x04 and so on')
+    with pytest.raises(UserError, match=r'broken.zip: want a zip file'):
+        Corpus.load(tmp_path / 'broken.zip')
+    with pytest.raises(UserError, match='want a zip that holds a .txt'):
+        Corpus.load(write_zip(tmp_path / 'other.zip', {'_about.txt': 'x', 'a.csv': 'x'}))
+    whole = write_zip(tmp_path / 'spoiled.zip', {'fra.txt': TEXT * 50}).read_bytes()
+    (tmp_path / 'spoiled.zip').write_bytes(whole[:60] + bytes(8) + whole[68:])
+    with pytest.raises(UserError, match=r'spoiled.zip: want a zip file'):
+        Corpus.load(tmp_path / 'spoiled.zip')
+
+
+# ---- encode ----------------------------------------------------------------------------------------------------------
+
+def test_encode_pads_and_cuts():
+    vocabulary = Vocabulary([*SPECIALS, 'a', 'b'])
+    got = encode(['a', 'a b', 'a b a', 'a b a b', 'a x b a b'], vocabulary, 4)
+    assert got.dtype == np.int32
+    assert got.tolist() == [[4, EOS, PAD, PAD], [4, 5, EOS, PAD], [4, 5, 4, EOS], [4, 5, 4, 5], [4, UNK, 5, 4]]
+    assert encode([['a', 'b']], vocabulary, 3).tolist() == [[4, 5, EOS]]
+    assert encode([], vocabulary, 3).shape == (0, 3)
+    with pytest.raises(UserError, match='num_steps'):
+        encode(['a'], vocabulary, 0)
+
+
+def test_shift_right():
+    targets = np.array([[4, 5, EOS, PAD], [4, 5, 4, 5]], np.int32)
+    shifted = shift_right(targets)
+    assert shifted.dtype == np.int32
+    assert shifted.tolist() == [[BOS, 4, 5, EOS], [BOS, 4, 5, 4]]
+    assert targets[0].tolist() == [4, 5, EOS, PAD]
+
+
+# ---- hold_out and references -----------------------------------------------------------------------------------------
+
+def numbered(count, references=2):
+    """A corpus of `count` sources with `references` targets each, those of one source far apart."""
+    return Corpus('numbers', [f'source {n}' for _ in range(references) for n in range(count)],
+                  [f'target {n} {k}' for k in range(references) for n in range(count)])
+
+
+def test_hold_out_separates_sources():
+    corpus = numbered(2000)
+    parts = hold_out(corpus, 0.2)
+    sources = [set(part.sources) for part in parts]
+    assert sum(map(len, sources)) == len(set.union(*sources)) == 2000
+    assert sorted(pair for part in parts for pair in zip(part.sources, part.targets, strict=True)) == sorted(
+        zip(corpus.sources, corpus.targets, strict=True))
+    for part, want in zip(parts, (1600, 200, 200), strict=True):
+        assert abs(len(set(part.sources)) - want) < 60      # 4 sigma of a fair draw
+        assert len(part) == 2 * len(set(part.sources))      # no reference is torn from its source
+
+
+def test_hold_out_depends_on_the_text_alone():
+    corpus = numbered(1000)
+    backwards = Corpus('other', corpus.sources[::-1], corpus.targets[::-1])
+    half = Corpus('half', corpus.sources[:500], corpus.targets[:500])
+    for part, mirrored, halved in zip(hold_out(corpus, 0.3), hold_out(backwards, 0.3), hold_out(half, 0.3),
+                                      strict=True):
+        assert set(part.sources) == set(mirrored.sources)
+        assert set(halved.sources) == set(part.sources) & set(half.sources)
+    assert set(hold_out(corpus, 0.1)[2].sources) < set(hold_out(corpus, 0.3)[2].sources)
+
+
+def test_hold_out_nothing():
+    train, validation, test = hold_out(numbered(3), 0)
+    assert (len(train), len(validation), len(test)) == (6, 0, 0)
+
+
+@pytest.mark.parametrize('fraction', [-0.1, 0.51, float('nan')])
+def test_hold_out_rejects_a_fraction(fraction):
+    with pytest.raises(UserError, match='--hold-out: want a fraction from 0 to 0.5'):
+        hold_out(numbered(10), fraction)
+
+
+def test_hold_out_rejects_a_part_without_sentences():
+    with pytest.raises(UserError, match='--hold-out: 0.001 of the 10 distinct sources'):
+        hold_out(numbered(10), 0.001)
+
+
+def test_references():
+    corpus = Corpus('x', ['a', 'b', 'a', 'a'], ['A2', 'B', 'A1', 'A2'])
+    assert references(corpus) == {'a': ['A2', 'A1'], 'b': ['B']}
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+def test_exact_match():
+    assert exact_match(['a b', 'c', 'd'], [['x', 'a b'], ['c d'], ['d']]) == pytest.approx(2 / 3)
+    with pytest.raises(UserError, match='no sentences to score'):
+        exact_match([], [])
+    with pytest.raises(ValueError, match='2 hypotheses and 1 lists'):
+        exact_match(['a', 'b'], [['a']])
+    with pytest.raises(ValueError, match='no reference'):
+        exact_match(['a'], [[]])
+
+
+def test_bleu():
+    pytest.importorskip('sacrebleu', reason="needs sacrebleu: pip install 'pyops[scores]'")
+    sentence, other = 'le chat noir dort ici .', 'je ne sais pas quoi faire'
+    assert bleu([sentence, other], [['non', sentence], [other]]) == pytest.approx(100)
+    assert bleu([sentence], [[other]]) < 1
+    # One token of six differs, the last: 5/6 of the tokens, 4/5 of the pairs, 3/4, 2/3 of the fours are right.
+    want = 100 * (5 / 6 * 4 / 5 * 3 / 4 * 2 / 3) ** 0.25
+    assert bleu(['le chat noir dort ici !'], [[sentence]]) == pytest.approx(want)
+
+
+def test_bleu_names_the_extra_that_is_missing(monkeypatch):
+    real = builtins.__import__
+
+    def without_sacrebleu(name, *arguments, **more):
+        if name == 'sacrebleu':
+            raise ImportError(name)
+        return real(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, '__import__', without_sacrebleu)
+    with pytest.raises(UserError, match=r"sacrebleu is not installed: pip install 'pyops\[scores\]'"):
+        bleu(['a'], [['a']])
+
+
+# ---- the real corpus -------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def real():
+    path = locate.find('fra-eng', os.environ.get('PYOPS_DATA'))
+    if path is None:
+        pytest.skip('needs the fra-eng corpus: python -m pyops.data get fra-eng, or set PYOPS_DATA to its folder')
+    return Corpus.load(path)
+
+
+def test_real_corpus_has_its_published_sizes(real):
+    source, target = real.vocabularies()
+    assert len(real) == 167_130
+    assert (len(source), len(target)) == (7939, 13_387)
+    valid = [(encode(sentences, vocabulary, 9) != PAD).mean() * 9
+             for sentences, vocabulary in ((real.sources, source), (real.targets, target))]
+    assert [round(float(mean), 2) for mean in valid] == [7.56, 7.66]
+    assert (real.sources[0], real.targets[0]) == ('go .', 'va !')
+
+
+def test_real_corpus_has_many_references_a_source(real):
+    # 116,830 distinct sentences as written; three pairs of them differ in capitals or spaces only.
+    found = references(real)
+    assert len(found) == 116_827
+    assert max(map(len, found.values())) == 32
+
+
+def test_real_corpus_splits_by_source(real):
+    parts = [set(part.sources) for part in hold_out(real, 0.1)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 116_827
+    assert [round(len(part) / 116_827, 2) for part in parts] == [0.9, 0.05, 0.05]
