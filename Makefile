@@ -24,8 +24,11 @@ endif
 
 cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so (a bare `make` does this)
 
+# OpenMP's threads outlive the last call: unloading the library would pull their code away under them
+NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
+
 $(LIBRARY): $(OBJ)
-	$(CC) -shared -fopenmp $(EXTRA_CFLAGS) -o $@ $^ -lm
+	$(CC) -shared -fopenmp $(EXTRA_CFLAGS) $(NODELETE) -o $@ $^ -lm
 
 pyops/pyops.h: csrc/pyops.h
 	cp $< $@
@@ -51,7 +54,7 @@ venv: .venv/ready ## make .venv and install the package there, editable, with wh
 	.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $@
 
-DEMO_EPOCHS ?= 10
+DEMO_EPOCHS ?= 6
 demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then translate ten unseen sentences
 	.venv/bin/python -m seq2seq.train -f embedded -e $(DEMO_EPOCHS) -c demo
 	.venv/bin/python -m seq2seq.translate -f embedded -c demo --test 10

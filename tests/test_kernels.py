@@ -347,3 +347,12 @@ def test_threads_are_checked():
         with pytest.raises(ValueError, match=f'threads={bad}, want 1 to 1024'):
             backend.set_threads(bad)
     assert backend.threads() == before
+
+
+def test_a_process_that_used_threads_ends_cleanly():
+    """OpenMP's workers may still spin when Python unloads its libraries: ours must stay."""
+    code = ('import numpy as np; from pyops import backend; backend.set_threads(2)\n'
+            'x = np.zeros(1 << 20, np.float32); backend.launch("fill", x, x.size, 1.0)')
+    spin = os.environ | {'OMP_WAIT_POLICY': 'active', 'GOMP_SPINCOUNT': 'infinite'}
+    for _ in range(3):
+        assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=spin).returncode == 0
