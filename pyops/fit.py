@@ -1,0 +1,118 @@
+"""The training loop that all programs share: epochs, progress, metrics, saving, leaving on a signal, going on later.
+
+A program brings `step(indices) -> (loss, weight, clipped)`: one training step on the samples of those numbers.
+"""
+import math
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from pyops import checkpoint
+from pyops.data.batches import batches
+from pyops.errors import UserError
+from pyops.training import Interrupt, Metrics, Progress
+
+
+@dataclass
+class Run:
+    """Where a training run stands; with the parameters and Adam's moments, all that a bit-exact continuation needs."""
+    seed: int                   # of initial values, dropout masks and the order of the data
+    batch_size: int
+    epoch: int = 0              # epochs done
+    position: int = 0           # samples done of the next one
+    loss_sum: float = 0.0       # of that epoch: losses times weights (valid tokens), weights, steps that clipped
+    weight_sum: float = 0.0
+    clips: int = 0
+    seconds: float = 0.0
+
+    asdict = asdict
+
+    @property
+    def loss(self):
+        """Mean loss of the running epoch so far, each step counted by its weight."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else math.nan
+
+    def end_epoch(self):
+        self.epoch += 1
+        self.position = self.clips = 0
+        self.loss_sum = self.weight_sum = self.seconds = 0.0
+
+
+def fit(run, samples, epochs, step, save, folder, save_every=10, validate=None, unit='pairs'):
+    """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
+
+    samples: how many an epoch has.  validate() -> dict of metrics, at the end of each epoch.  Returns whether all
+    epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
+    """
+    def save_and_tell():
+        print(f'checkpoint saved : {save()}', flush=True)
+
+    with Interrupt() as stop, Metrics(folder, run.epoch) as metrics:
+        while run.epoch < epochs:
+            with Progress(samples, unit, initial=run.position) as progress:
+                for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position):
+                    start = time.perf_counter()
+                    loss, weight, clipped = step(indices)
+                    if not math.isfinite(loss):
+                        raise UserError(f'the loss is {loss} at [{run.position}/{samples}] of epoch {run.epoch + 1}; '
+                                        f'lower the learning rate with -l and start again from a checkpoint with -c')
+                    run.position += len(indices)
+                    run.loss_sum += loss * weight
+                    run.weight_sum += weight
+                    run.clips += clipped
+                    run.seconds += time.perf_counter() - start
+                    progress.update(run.position, loss=run.loss)
+                    if stop:
+                        break
+            if run.position < samples:
+                save_and_tell()
+                return False
+            line = f'epoch {run.epoch + 1} loss : {run.loss:.5f} emit_clip : {run.clips}'
+            values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
+                          samples_per_second=samples / run.seconds)
+            if validate:
+                extra = validate()
+                values |= extra
+                line += ''.join(f' {name} : {value:.5f}' for name, value in extra.items())
+            run.end_epoch()
+            metrics.write(**values)
+            if stop or run.epoch == epochs or run.epoch % save_every == 0:
+                save_and_tell()
+            print(line, flush=True)
+            if stop:
+                return run.epoch == epochs
+    return True
+
+
+def tensors(params, optimizer):
+    """What a checkpoint keeps of parameters and Adam: name -> array."""
+    groups = dict(parameter=params.values, adam_m=params.m, adam_v=params.v)
+    kept = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
+    return kept | {'step': optimizer.count}
+
+
+def restore(params, optimizer, kept, path):
+    """Copy what `tensors` gave back into place; UserError names the first tensor that is missing or of another shape."""
+    places = tensors(params, optimizer)
+    for name, place in places.items():
+        if name not in kept or kept[name].shape != place.shape:
+            got = kept[name].shape if name in kept else 'none'
+            raise UserError(f'{path}: {name}: want shape {place.shape}, got {got}; '
+                            'give the sizes it was trained with, or another folder with -c')
+    if extra := sorted(set(kept) - set(places)):
+        raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
+    for name, place in places.items():
+        np.copyto(place, kept[name])
+
+
+def room(params):
+    """Bytes of a checkpoint, with a mebibyte for names and state."""
+    return 3 * params.values.nbytes + 2 ** 20
+
+
+def saver(folder, params, optimizer, run, state):
+    """A save() for `fit`: the next checkpoint of the run, in `folder`."""
+    def save():
+        return checkpoint.save_or_rescue(folder, run.epoch, tensors(params, optimizer), state | {'run': run.asdict()})
+    return save

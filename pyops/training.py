@@ -1,0 +1,251 @@
+"""What every training program shares: leaving on a signal, a log of metrics, a progress display, its flags.
+
+Nothing here knows a model.  The loop of a program looks like this:
+
+    with Interrupt() as stop, Metrics(folder, epochs_done) as metrics:
+        with Progress(len(pairs), unit='pairs') as progress:
+            for batch in ...:
+                loss = step(batch)
+                progress.update(done, loss=loss)
+                if stop:
+                    save and leave
+        metrics.write(epoch=epoch, loss=loss)
+"""
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+
+from pyops.errors import UserError
+
+
+class Interrupt:
+    """Context manager that turns the first SIGINT (Ctrl-C) or SIGTERM into a flag, read at the end of a step.
+
+    True once a signal came; `signal` is then the signal.Signals (None before).  A Ctrl-C after that raises
+    KeyboardInterrupt at once; a further SIGTERM changes nothing, for supervisors like to send two.  The handlers
+    of before come back at exit.  To be entered in the main thread, as Python wants of everything with signals.
+    """
+
+    def __init__(self):
+        self.signal = None
+
+    def __bool__(self):
+        return self.signal is not None
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)   # None: not set from Python
+
+    def _handle(self, number, _frame):
+        if self:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.signal = signal.Signals(number)
+        # os.write, because print may not be entered again from a handler that struck inside a print.
+        with contextlib.suppress(OSError):
+            below_the_bar = b'\n' if os.isatty(2) else b''
+            os.write(2, below_the_bar + b'finishing this step, then saving (Ctrl-C again leaves at once)\n')
+
+
+class Metrics:
+    """Appends one JSON object a line to `metrics.jsonl` in `folder`: numbers and strings by name.
+
+    The file tells one run's story.  Opened after `epoch` epochs were done (0: from scratch), it drops the lines whose
+    "epoch" is later than that: they will be trained, and written, again.  Lines count epochs done, so the first has
+    "epoch" 1.  A half line, left by a kill or a full disk, is dropped as well and never glued to the next.
+
+    UserError where the file cannot be opened.  A line that later cannot be written is only warned about, once: the
+    training is worth more than its log.
+    """
+
+    def __init__(self, folder, epoch=0):
+        self.path = os.path.join(folder, 'metrics.jsonl')
+        self._is_whole = True               # the file ends with a whole line
+        self._warned = False
+        try:
+            self._drop_after(epoch)
+            self._file = open(self.path, 'ab', buffering=0)
+        except OSError as error:
+            raise UserError(f'{self.path}: cannot write the metrics ({error.strerror}); '
+                            'want a file that can be written: move it away or name another folder') from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def write(self, **values):
+        """Append one line.  A value is a str, int, float, None or numpy scalar; JSON has no NaN: it becomes null."""
+        line = json.dumps({key: _plain(value) for key, value in values.items()}).encode() + b'\n'
+        if not self._is_whole:
+            line = b'\n' + line
+        try:
+            self._is_whole = self._file.write(line) == len(line)
+            problem = None if self._is_whole else 'disk full'
+        except OSError as error:
+            problem = error.strerror
+        if problem and not self._warned:
+            self._warned = True
+            print(f'warning: {self.path}: cannot write the metrics ({problem}); training goes on', file=sys.stderr)
+
+    def close(self):
+        self._file.close()
+
+    def _drop_after(self, epoch):
+        try:
+            with open(self.path, 'rb') as file:
+                before = file.read()
+        except FileNotFoundError:
+            return
+        kept = b''.join(line for line in before.splitlines(keepends=True) if _is_kept(line, epoch))
+        if kept != before:
+            temporary = f'{self.path}.{os.getpid()}.tmp'
+            try:
+                with open(temporary, 'wb') as file:
+                    file.write(kept)
+                os.replace(temporary, self.path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+
+
+def _is_kept(line, epoch):
+    """Whether a line of metrics.jsonl (bytes) is whole and tells of no epoch after `epoch`."""
+    try:
+        values = json.loads(line)
+        return line.endswith(b'\n') and values.get('epoch', 0) <= epoch
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
+def _plain(value):
+    value = value.item() if hasattr(value, 'item') else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress:
+    """How far an epoch is: on a terminal a bar with the rate, the time left and the running loss; redirected,
+    a plain line at each tenth of the epoch: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
+
+    total: how many `unit` an epoch has; initial: how many of them an earlier run did; label: what stands before.
+    """
+
+    def __init__(self, total, unit='pairs', initial=0, label=''):
+        self.total, self.unit, self.label = total, unit, label
+        self._start, self._initial = time.perf_counter(), initial
+        self._tenth = self._tenth_of(initial)
+        self._bar = None
+        if sys.stdout.isatty():
+            from tqdm import tqdm
+            has_width = os.get_terminal_size(sys.stdout.fileno()).columns > 0     # a bare pseudo-terminal says 0
+            self._bar = tqdm(total=total, initial=initial, unit=f' {unit}', desc=label, file=sys.stdout,
+                             leave=False, miniters=1, dynamic_ncols=has_width, ncols=None if has_width else 80,
+                             bar_format='{desc}[{n_fmt}/{total_fmt}] {percentage:3.0f}%|{bar}| '
+                                        '{rate_noinv_fmt}, {remaining} left{postfix}')
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def update(self, done, **values):
+        """`done` of the total are done (not: more); values, such as loss=1.5, are shown with five decimals."""
+        text = ' '.join(f'{key} : {value:.5f}' for key, value in values.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif self._tenth_of(done) > self._tenth:
+            self._tenth = self._tenth_of(done)
+            rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
+            minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
+            timing = f'({rate:.0f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
+            print(f'{self.label}[{done}/{self.total}]', *filter(None, [text]), timing, flush=True)
+
+    def print(self, line):
+        """Print another line, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def close(self):
+        """Take the bar away; what was printed stays."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _tenth_of(self, done):
+        return 10 * done // max(self.total, 1)
+
+
+# ---- flags ---------------------------------------------------------------------------------------------------------
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors are one line, `PROGRAM: error: -e/--epochs: want ..., got -1; see --help`, and status 2."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # So that `-l -1e-3` is a flag with a bad value and not two flags; argparse itself knows only -1 and -1.5.
+        self._negative_number_matcher = re.compile(r'-(\d|\.\d|inf|nan)')
+
+    def error(self, message):
+        message = ' '.join(message.removeprefix('argument ').split())
+        self.exit(2, f'{self.prog}: error: {message}; see --help\n')
+
+
+def positive_int(text):
+    """An argparse type: a whole number >= 1."""
+    return _int(text, 1)
+
+
+def non_negative_int(text):
+    """An argparse type: a whole number >= 0."""
+    return _int(text, 0)
+
+
+def positive_float(text):
+    """An argparse type: a finite number > 0."""
+    return _float(text, 'a number > 0', lambda value: 0 < value < math.inf)
+
+
+def non_negative_float(text):
+    """An argparse type: a finite number >= 0."""
+    return _float(text, 'a number >= 0', lambda value: 0 <= value < math.inf)
+
+
+def fraction(text):
+    """An argparse type: a number with 0 <= number < 1, as for a share held out or dropped."""
+    return _float(text, 'a number >= 0 and < 1', lambda value: 0 <= value < 1)
+
+
+def _int(text, least):
+    if re.fullmatch(r'[+-]?[0-9]{1,18}', text) and int(text) >= least:      # 18 digits: it fits C's int64_t
+        return int(text)
+    raise _unwanted(text, f'a whole number >= {least}')
+
+
+def _float(text, want, is_good):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_good(value):
+        raise _unwanted(text, want)
+    return value
+
+
+def _unwanted(text, want):
+    return argparse.ArgumentTypeError(f'want {want}, got ' + (text or "''"))

@@ -1,0 +1,150 @@
+"""A deep GRU encoder and decoder: forward is a list of calls, backward the same list reversed.
+
+Sequences are time-major: (T, B) token ids, (T, B, H) activations.  Every ctx is kept by the caller, not by an op.
+"""
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from pyops import backend, init
+from pyops.errors import UserError
+from pyops.ops import GRU, ConcatContext, Dropout, Embedding, LinearCrossEntropy
+from pyops.params import Parameters, Spec, key
+from pyops.text.vocabulary import BOS, EOS, PAD
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and settings of the model; all of it is kept in a checkpoint."""
+    source_size: int            # words of the source vocabulary
+    target_size: int            # words of the target vocabulary
+    embedding: int = 256
+    hidden: int = 256
+    layers: int = 2
+    dropout: float = 0.2
+    num_steps: int = 9          # tokens a sentence is cut or padded to
+    sigmoid_gain: float = 1.0   # of the Xavier initialisation, for weights that feed a sigmoid
+    tanh_gain: float = 4.0      # and for those that feed a tanh
+    reset_before: bool = False  # the reset gate before the recurrent product instead of after it
+
+    def __post_init__(self):
+        for name in ('source_size', 'target_size', 'embedding', 'hidden', 'layers', 'num_steps'):
+            if getattr(self, name) < 1:
+                raise UserError(f'{name}: want a whole number above 0, got {getattr(self, name)}')
+
+    asdict = asdict
+
+
+def gru_specs(prefix, inputs, config):
+    """The four parameters of one GRU layer, gates stacked in the order r, z, n."""
+    sigmoid, tanh = init.xavier_normal(config.sigmoid_gain), init.xavier_normal(config.tanh_gain)
+    weight, H = init.stacked(sigmoid, sigmoid, tanh), config.hidden
+    return {f'{prefix}.w_ih': Spec((3 * H, inputs), weight), f'{prefix}.w_hh': Spec((3 * H, H), weight),
+            f'{prefix}.b_ih': Spec((3 * H,), init.zeros()), f'{prefix}.b_hh': Spec((3 * H,), init.zeros())}
+
+
+def parameter_specs(config):
+    """name -> shape and initial value of everything that is learned."""
+    E, H = config.embedding, config.hidden
+    specs = {'encoder.embedding.weight': Spec((config.source_size, E), init.uniform(-0.1, 0.1))}
+    for layer in range(config.layers):
+        specs |= gru_specs(f'encoder.rnn.{layer}', H if layer else E, config)
+    specs |= {'decoder.embedding.weight': Spec((config.target_size, E), init.uniform(-0.1, 0.1))}
+    for layer in range(config.layers):
+        specs |= gru_specs(f'decoder.rnn.{layer}', H if layer else E + H, config)
+    return specs | {'output.weight': Spec((config.target_size, H), init.xavier_normal()),
+                    'output.bias': Spec((config.target_size,), init.zeros())}
+
+
+class DeepGRU:
+    """GRU layers one above another, with dropout between them."""
+
+    def __init__(self, params, prefix, config):
+        names = ('w_ih', 'w_hh', 'b_ih', 'b_hh')
+        self.layers = [GRU(*(params[f'{prefix}.rnn.{layer}.{name}'] for name in names), config.reset_before)
+                       for layer in range(config.layers)]
+        self.dropouts = [Dropout(config.dropout, key(params.seed, f'{prefix}.dropout.{layer}'))
+                         for layer in range(config.layers - 1)]
+
+    def forward(self, x, states=None, step=None):
+        """x (T, B, I), states: the first h (B, H) of each layer or None for zeros, step: None for no dropout
+        -> h of the top layer (T, B, H), the last h (B, H) of each layer, ctx."""
+        ctx, last = [], []
+        for i, layer in enumerate(self.layers):
+            dropped = None
+            if i and step is not None:
+                x, dropped = self.dropouts[i - 1].forward(x, step)
+            x, saved = layer.forward(x, states and states[i])
+            last.append(x[-1])
+            ctx.append((dropped, saved))
+        return x, last, ctx
+
+    def backward(self, dx, dlast, ctx):
+        """dx (T, B, H) or None, dlast: gradients (B, H) of the last h of each layer, or None
+        -> gradients of x and of each layer's first h (None where forward had none)."""
+        dstates = [None] * len(self.layers)
+        for i, layer in reversed(list(enumerate(self.layers))):
+            dropped, saved = ctx[i]
+            dx, dstates[i] = layer.backward(dx, saved, dlast and dlast[i])
+            if dropped:
+                dx = self.dropouts[i - 1].backward(dx, dropped)
+        return dx, dstates
+
+
+class Seq2Seq:
+    """Encoder, decoder and output layer over one set of parameters.
+
+    forward(source, target, labels, step) -> loss (1,), ctx;  backward(ctx) adds to params.grads.
+    source, target, labels (T, B) int32: labels are what to say, target the same shifted right behind <bos>.
+    """
+
+    def __init__(self, config, seed=0):
+        self.config = config
+        self.params = p = Parameters(parameter_specs(config), seed)
+        self.source_embedding = Embedding(p['encoder.embedding.weight'])
+        self.encoder = DeepGRU(p, 'encoder', config)
+        self.target_embedding = Embedding(p['decoder.embedding.weight'])
+        self.concat = ConcatContext()
+        self.decoder = DeepGRU(p, 'decoder', config)
+        self.output = LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD)
+        self.one = np.ones(1, np.float32)       # the gradient of the loss
+
+    def forward(self, source, target, labels, step=None, gradients=True):
+        """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""
+        s,       c1 = self.source_embedding.forward(source)                # (T, B, E)
+        _, last, c2 = self.encoder.forward(s, None, step)                  # (B, H) a layer
+        t,       c3 = self.target_embedding.forward(target)                # (T, B, E)
+        tc,      c4 = self.concat.forward(t, last[-1])                     # (T, B, E + H)
+        h, _,    c5 = self.decoder.forward(tc, last, step)                 # (T, B, H)
+        loss,    c6 = self.output.forward(h, labels, gradients)            # (1,)
+        return loss, (c1, c2, c3, c4, c5, c6)
+
+    def backward(self, ctx):
+        c1, c2, c3, c4, c5, c6 = ctx
+        dh           = self.output.backward(self.one, c6)
+        dtc, dlast   = self.decoder.backward(dh, None, c5)
+        dt, dcontext = self.concat.backward(dtc, c4)
+        self.target_embedding.backward(dt, c3)
+        backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)       # the context is the top layer's last h
+        ds, _        = self.encoder.backward(None, dlast, c2)
+        self.source_embedding.backward(ds, c1)
+
+    @staticmethod
+    def valid(ctx):
+        """How many labels of that forward pass were not padding."""
+        return int(ctx[-1].valid[0])
+
+    def translate(self, source):
+        """Greedy decoding: source (T, B) -> (num_steps, B) int32 token ids, <pad> after <eos>."""
+        s, _ = self.source_embedding.forward(source)
+        _, states, _ = self.encoder.forward(s)
+        context, word = states[-1], np.full(source.shape[1], BOS, np.int32)
+        done, said = np.zeros(word.shape, bool), []
+        while len(said) < self.config.num_steps and not done.all():
+            t, _ = self.target_embedding.forward(word[None])
+            tc, _ = self.concat.forward(t, context)
+            h, states, _ = self.decoder.forward(tc, states)
+            word = self.output.predict(h[0])
+            said.append(np.where(done, PAD, word).astype(np.int32))
+            done |= word == EOS
+        return np.stack(said)

@@ -1,0 +1,277 @@
+"""What the training programs share: leaving on a signal, metrics.jsonl, the progress display and the flags."""
+import errno
+import json
+import math
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+
+import numpy as np
+import pytest
+
+from pyops import training
+from pyops.errors import UserError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run_on_terminal(code, columns):
+    """Everything that a child prints to a terminal."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (25, columns))
+    with subprocess.Popen([sys.executable, '-c', code], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave):
+        os.close(slave)
+        text = b''
+        try:
+            while chunk := os.read(master, 4096):
+                text += chunk
+        except OSError:                                     # Linux says so where others say end of file
+            pass
+    os.close(master)
+    return text.decode()
+
+
+# ---- signals -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_sets_the_flag(number, capfd):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with training.Interrupt() as stop:
+        assert not stop and stop.signal is None
+        os.kill(os.getpid(), number)
+        assert stop and stop.signal is number
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert capfd.readouterr().err == 'finishing this step, then saving (Ctrl-C again leaves at once)\n'
+
+
+@pytest.mark.parametrize('first', [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_a_signal_leaves_at_once(first, capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), training.Interrupt() as stop:
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.signal is first and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_sigterm_changes_nothing(capfd):
+    with training.Interrupt() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
+    assert capfd.readouterr().err.count('\n') == 1
+
+
+INSIDE_A_PRINT = '''
+import io, os, signal, sys
+from pyops.training import Interrupt
+class Raw(io.FileIO):
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(data)
+stderr = io.TextIOWrapper(io.BufferedWriter(Raw(2, 'w', closefd=False)), line_buffering=True)
+sys.stderr = stderr
+with Interrupt() as stop:
+    print('x' * 10000, file=stderr, flush=True)
+    print(stop.signal.name)
+'''
+
+
+def test_interrupted_inside_a_print():
+    """A signal may strike while stderr's own buffer is held, where another print would raise RuntimeError."""
+    result = subprocess.run([sys.executable, '-c', INSIDE_A_PRINT], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == 'SIGTERM\n' and 'finishing this step' in result.stderr, result.stderr
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+def test_metrics_are_one_json_object_a_line(tmp_path):
+    with training.Metrics(tmp_path) as metrics:
+        metrics.write(epoch=1, loss=np.float32(0.5), clip=np.int64(3), note='é\n')
+        assert len(lines_of(tmp_path)) == 1                 # before it is closed
+        metrics.write(epoch=2, loss=math.nan, worst=np.float64(math.inf))
+    assert lines_of(tmp_path) == [{'epoch': 1, 'loss': 0.5, 'clip': 3, 'note': 'é\n'},
+                                  {'epoch': 2, 'loss': None, 'worst': None}]
+
+
+@pytest.mark.parametrize('epoch, left', [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 2, 3])])
+def test_metrics_after_a_resume(tmp_path, epoch, left):
+    with training.Metrics(tmp_path) as metrics:
+        for n in (1, 2, 3):
+            metrics.write(epoch=n)
+    with training.Metrics(tmp_path, epoch) as metrics:
+        assert [line['epoch'] for line in lines_of(tmp_path)] == left
+        metrics.write(epoch=epoch + 1)
+    assert [line['epoch'] for line in lines_of(tmp_path)] == [*left, epoch + 1]
+    assert os.listdir(tmp_path) == ['metrics.jsonl']
+
+
+@pytest.mark.parametrize('garbage', [b'{"epoch": 2, "lo', b'{"epoch": 2}', b'\xff\xfe\n', b'\0\0\0', b'[1]\n', b'\n',
+                                     b'{"epoch": "two"}\n'])
+def test_metrics_after_a_kill(tmp_path, garbage):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_bytes(b'{"epoch": 1}\n' + garbage)
+    with training.Metrics(tmp_path, 5) as metrics:
+        metrics.write(epoch=6)
+    assert path.read_bytes() == b'{"epoch": 1}\n{"epoch": 6}\n'
+
+
+class FullDisk:
+    """A raw file that takes a few bytes more and then none, until there is room again."""
+
+    def __init__(self, file):
+        self.file, self.room = file, 5
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        written = self.file.write(data[:self.room])
+        self.room -= written
+        return written
+
+    def close(self):
+        self.file.close()
+
+
+def test_metrics_on_a_full_disk_do_not_end_the_training(tmp_path, capsys):
+    with training.Metrics(tmp_path) as metrics:
+        metrics._file = disk = FullDisk(metrics._file)
+        metrics.write(epoch=1)                              # half of it
+        metrics.write(epoch=2)                              # nothing of it
+        disk.room = 1000
+        metrics.write(epoch=3)
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and str(tmp_path) in error and 'training goes on' in error
+    assert (tmp_path / 'metrics.jsonl').read_bytes() == b'{"epo\n{"epoch": 3}\n'
+    with training.Metrics(tmp_path, 3):
+        assert lines_of(tmp_path) == [{'epoch': 3}]
+
+
+def test_metrics_on_a_device_that_is_full(tmp_path, capsys):
+    if not os.path.exists('/dev/full'):
+        pytest.skip('no /dev/full here')
+    with training.Metrics(tmp_path) as metrics:
+        metrics._file.close()
+        metrics._file = open('/dev/full', 'wb', buffering=0)
+        metrics.write(epoch=1)
+    assert 'No space left' in capsys.readouterr().err
+
+
+def test_metrics_that_cannot_be_opened(tmp_path):
+    (tmp_path / 'file').write_bytes(b'')
+    for folder in (tmp_path / 'none', tmp_path / 'file'):
+        with pytest.raises(UserError, match='metrics.jsonl: cannot write the metrics'):
+            training.Metrics(folder)
+
+
+# ---- progress ------------------------------------------------------------------------------------------------------
+
+LINE = re.compile(r'(epoch 1 )?\[(\d+)/(\d+)\] (loss : \d+\.\d{5} )?\(\d+ (pairs|images)/s, \d\d+:\d\d left\)')
+
+
+def plain_lines(capsys, total, step, initial=0):
+    with training.Progress(total, initial=initial) as progress:
+        for done in range(initial + step, total + step, step):
+            progress.update(min(done, total), loss=0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(LINE.fullmatch(line) for line in lines)
+    return [int(LINE.fullmatch(line)[2]) for line in lines]
+
+
+def test_plain_lines_at_each_tenth(capsys):
+    assert plain_lines(capsys, 1000, 30) == [120, 210, 300, 420, 510, 600, 720, 810, 900, 1000]
+    assert plain_lines(capsys, 1000, 30, initial=850) == [910, 1000]
+    assert plain_lines(capsys, 3, 1) == [1, 2, 3]
+    assert plain_lines(capsys, 1, 1) == [1]
+    assert len(plain_lines(capsys, 167130, 128)) == 10
+
+
+def test_plain_line_as_it_is(capsys):
+    with training.Progress(50000, unit='images', label='epoch 1 ') as progress:
+        progress.update(25000)
+        progress.print('checkpoint saved')
+        progress.update(50000, loss=1.25)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith('epoch 1 [25000/50000] (') and LINE.fullmatch(first) and 'images/s' in first
+    assert second == 'checkpoint saved'
+    assert third.startswith('epoch 1 [50000/50000] loss : 1.25000 (') and third.endswith('00:00 left)')
+
+
+def test_nothing_to_do(capsys):
+    with training.Progress(0) as progress:
+        progress.print('done')
+    assert capsys.readouterr().out == 'done\n'
+
+
+@pytest.mark.parametrize('columns', [100, 0])
+def test_bar_on_a_terminal(columns):
+    text = run_on_terminal('import time\nfrom pyops.training import Progress\n'
+                           "with Progress(167130, unit='pairs') as progress:\n"
+                           '    for done in (10000, 30000, 50048):\n'
+                           '        progress.update(done, loss=1.5)\n        time.sleep(0.12)\n'
+                           "    progress.print('checkpoint saved')\n"
+                           'progress.close()\n'                     # twice does no harm
+                           "print('epoch 1')\n", columns)
+    assert '[50048/167130]' in text and 'pairs/s' in text and 'left' in text and 'loss : 1.50000' in text
+    shown = [line.rsplit('\r', 1)[-1] for line in text.replace('\r\n', '\n').split('\n')]
+    assert [line for line in shown if line.strip()] == ['checkpoint saved', 'epoch 1']      # the bar takes itself away
+
+
+# ---- flags ---------------------------------------------------------------------------------------------------------
+
+def parser():
+    parser = training.ArgumentParser(prog='python -m program')
+    parser.add_argument('-e', '--epochs', type=training.non_negative_int, default=50)
+    parser.add_argument('-b', '--batch-size', type=training.positive_int)
+    parser.add_argument('-l', '--lr', type=training.positive_float)
+    parser.add_argument('-d', '--dropout', type=training.fraction)
+    parser.add_argument('-g', '--gain', type=training.non_negative_float)
+    return parser
+
+
+@pytest.mark.parametrize('arguments, want', [
+    (['-e', '-1'], '-e/--epochs: want a whole number >= 0, got -1; see --help'),
+    (['-e-1'], '-e/--epochs: want a whole number >= 0, got -1; see --help'),
+    (['--epochs=-1'], '-e/--epochs: want a whole number >= 0, got -1; see --help'),
+    (['-e', '1.5'], '-e/--epochs: want a whole number >= 0, got 1.5; see --help'),
+    (['-e', 'ten'], '-e/--epochs: want a whole number >= 0, got ten; see --help'),
+    (['-e', ''], "-e/--epochs: want a whole number >= 0, got ''; see --help"),
+    (['-e', '1_0'], '-e/--epochs: want a whole number >= 0, got 1_0; see --help'),
+    (['-e', '9' * 19], f'-e/--epochs: want a whole number >= 0, got {"9" * 19}; see --help'),
+    (['-e'], '-e/--epochs: expected one argument; see --help'),
+    (['-b', '0'], '-b/--batch-size: want a whole number >= 1, got 0; see --help'),
+    (['-l', '0'], '-l/--lr: want a number > 0, got 0; see --help'),
+    (['-l', '-1e-3'], '-l/--lr: want a number > 0, got -1e-3; see --help'),
+    (['-l', '-inf'], '-l/--lr: want a number > 0, got -inf; see --help'),
+    (['-l', 'inf'], '-l/--lr: want a number > 0, got inf; see --help'),
+    (['-l', 'nan'], '-l/--lr: want a number > 0, got nan; see --help'),
+    (['-d', '1'], '-d/--dropout: want a number >= 0 and < 1, got 1; see --help'),
+    (['-d', '-.5'], '-d/--dropout: want a number >= 0 and < 1, got -.5; see --help'),
+    (['-g', '-0.1'], '-g/--gain: want a number >= 0, got -0.1; see --help'),
+    (['--unknown'], 'unrecognized arguments: --unknown; see --help'),
+    (['two\nlines'], 'unrecognized arguments: two lines; see --help')])
+def test_a_bad_flag_is_one_line(arguments, want, capsys):
+    with pytest.raises(SystemExit) as left:
+        parser().parse_args(arguments)
+    out, error = capsys.readouterr()
+    assert (left.value.code, out, error) == (2, '', f'python -m program: error: {want}\n')
+
+
+def test_good_flags():
+    flags = parser().parse_args(['-e', '0', '-b', '128', '-l', '5e-3', '--dropout=.2', '-g', '0'])
+    assert vars(flags) == {'epochs': 0, 'batch_size': 128, 'lr': 0.005, 'dropout': 0.2, 'gain': 0.0}
+    assert type(flags.epochs) is int and parser().parse_args([]).epochs == 50
+
+
+def test_start_up_imports_nothing_heavy():
+    code = ("import sys, pyops.training, pyops.checkpoint, pyops.text.repl\n"
+            "print([name for name in ('tqdm', 'safetensors', 'readline', 'torch') if name in sys.modules])")
+    result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == '[]\n', result.stderr
