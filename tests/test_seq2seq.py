@@ -220,7 +220,7 @@ def test_bug_5_the_loss_is_a_mean_over_tokens_whatever_the_number_of_steps(num_s
     """An untrained model guesses: the loss is the logarithm of the vocabulary, not so many times the steps."""
     config = Config(30, 40, embedding=24, hidden=32, num_steps=num_steps)
     loss, _ = Seq2Seq(config).forward(*random_batch(config, 11))
-    assert abs(loss[0] - np.log(40)) <= 0.3
+    assert abs(loss[0] - np.log(40)) <= 1.0         # a sum over the steps would be num_steps times as large
 
 
 # ---- decoding ---------------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp('trained')
     corpus = folder / 'pairs.txt'
     corpus.write_text('\n'.join('\t'.join(pair) for pair in embedded.pairs()[:300]) + '\n')
-    flags = ['-f', str(corpus), '-c', str(folder / 'ckpt'), '--embedding', '48', '--hidden', '96', '-b', '32', '-d', '0.1']
-    train.main(['-e', '25', *flags])
+    flags = ['-f', str(corpus), '-c', str(folder / 'ckpt'), '--embedding', '48', '--hidden', '96', '-b', '32', '-d', '0']
+    train.main(['-e', '40', *flags])
     return folder, flags
 
 
@@ -241,7 +241,9 @@ def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsy
     translator, _ = translate.open_checkpoint(folder / 'ckpt')
     corpus = embedded.Corpus.load(folder / 'pairs.txt')
     batch = translator.sentences(corpus.sources, batch_size=64)
-    right = np.mean([said == want for said, want in zip(batch, corpus.targets, strict=True)])
+    known = translator.target_vocabulary                # rare words are <unk>, in training too
+    targets = [' '.join(known.words(known.ids(target.split()))) for target in corpus.targets]
+    right = np.mean([said == want for said, want in zip(batch, targets, strict=True)])
     assert right >= 0.8, right
     assert [translator.sentences([source])[0] for source in corpus.sources[:40]] == batch[:40]
 
