@@ -113,8 +113,9 @@ def main(argv=None):
     print(f'{about}; {threads} threads, {backend.isa()}, {args.steps} steps in turn')
     print(f'{"":16} {"median":>9} {"p20":>9} {"p80":>9} {"pairs/s":>8} {"peak MiB":>9} {"to ours":>8}')
     for kind, f in figures.items():
-        print(f'{NAMES[kind]:16} {1e3 * f["median_s"]:6.1f} ms {1e3 * f["p20_s"]:6.1f} ms {1e3 * f["p80_s"]:6.1f} ms '
-              f'{args.batch_size / f["median_s"]:8.0f} {f["peak_mib"]:9.0f} {f["median_s"] / figures["ours"]["median_s"]:7.2f}x')
+        times = ''.join(f'{1e3 * f[name]:7.1f} ms' for name in ('median_s', 'p20_s', 'p80_s'))
+        ratio = f['median_s'] / figures['ours']['median_s']
+        print(f'{NAMES[kind]:16}{times} {args.batch_size / f["median_s"]:8.0f} {f["peak_mib"]:9.0f} {ratio:7.2f}x')
     print('loss at step    ' + ''.join(f'{k + 1:8d}' for k in range(0, len(losses['ours']), 10)))
     for kind in kinds:
         print(f'{NAMES[kind]:16}' + ''.join(f'{loss:8.4f}' for loss in losses[kind][::10]))

@@ -31,7 +31,8 @@ def parse(argv):
     p.add_argument('-c', '--checkpoint', metavar='PATH',
                    help='a checkpoint, or a folder: its newest one is resumed, new ones go there '
                         '(without it: from scratch, into ./checkpoints)')
-    p.add_argument('-f', '--corpus', metavar='FILE', help="sentence pairs, one a line, tab between; .txt or .zip; 'embedded': the embedded ones")
+    p.add_argument('-f', '--corpus', metavar='FILE',
+                   help="sentence pairs, one a line, tab between; .txt or .zip; 'embedded': the embedded ones")
     p.add_argument('--data-dir', metavar='DIR', help='where to look for fra-eng (default $PYOPS_DATA, then ./data)')
     p.add_argument('-b', '--batch-size', type=positive_int, metavar='N', help='pairs a step (default 128)')
     p.add_argument('-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam (default 0.005)')
@@ -68,7 +69,7 @@ def resolve(args, state, path):
 
 def main(argv=None):
     args = parse(argv)
-    from pyops import backend, checkpoint           # after parsing: --help needs no library
+    from pyops import backend, checkpoint  # after parsing: --help needs no library
     if args.threads:
         backend.set_threads(args.threads)
     print(f'OMP_THREADS: {backend.threads()}')

@@ -216,7 +216,7 @@ class Run:
         result = result if isinstance(result, tuple) else (result,)
         if hasattr(self.row, 'gradients'):
             result = self.row.gradients(result)
-        grads = dict(zip(self.built.inputs, result))
+        grads = dict(zip(self.built.inputs, result, strict=True))
         return grads | {name: p.grad - before[name] for name, p in self.params.items()}
 
     def variables(self):
@@ -463,5 +463,5 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
         whole[-1] += last
     want = run.op.backward(whole, run.ctx)
     got = run.op.backward(None if which == 'dh_last' else dh, run.ctx, None if which == 'dh' else last)
-    for a, b in zip(got, want):
+    for a, b in zip(got, want, strict=True):
         close(a, b, 1e-6)

@@ -92,7 +92,7 @@ def launch(name, *values):
         raise TypeError(f'{name}: want {len(converters)} arguments, got {len(values)}')
     ffi = library.cpu().ffi
     # the converted values are kept in a list, since they keep the arrays alive during the call
-    converted = [value if convert is None else convert(value) for convert, value in zip(converters, values)]
+    converted = [value if convert is None else convert(value) for convert, value in zip(converters, values, strict=True)]
     status = function(*converted, ffi.NULL)
     if status:
         raise _ERRORS[status](ffi.string(library.cpu().lib.pyops_last_error()).decode())
