@@ -119,9 +119,6 @@ class GRURow:
             inputs['h0'] = normal(rng, B, H)
         return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params)
 
-    def gradients(self, result):
-        return result if self.with_h0 else result[:1]
-
     def reference(self, x, w_ih, w_hh, b_ih, b_hh, h0=None):
         return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, self.reset_before)
 
@@ -214,9 +211,7 @@ class Run:
         before = {name: p.grad.copy() for name, p in self.params.items()}
         result = self.op.backward(self.dy, self.ctx)
         result = result if isinstance(result, tuple) else (result,)
-        if hasattr(self.row, 'gradients'):
-            result = self.row.gradients(result)
-        grads = dict(zip(self.built.inputs, result, strict=True))
+        grads = dict(zip(self.built.inputs, (dx for dx in result if dx is not None), strict=True))
         return grads | {name: p.grad - before[name] for name, p in self.params.items()}
 
     def variables(self):
