@@ -37,6 +37,11 @@ $(BUILD)/%.o: csrc/%.c Makefile | $(BUILD)/compiler-works
 	@mkdir -p $(dir $@)
 	$(CC) $(CFLAGS) -c -o $@ $<
 
+$(BUILD)/replay.o: CFLAGS += -I$(BUILD)
+$(BUILD)/replay.o: $(BUILD)/replay_calls.inc
+$(BUILD)/replay_calls.inc: csrc/replay.awk csrc/pyops.h | $(BUILD)/compiler-works
+	awk -f $^ > $@.new && mv $@.new $@
+
 # one line instead of a screen of errors
 $(BUILD)/compiler-works:
 	@mkdir -p $(BUILD)

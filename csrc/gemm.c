@@ -6,25 +6,7 @@
  * element is summed in the same order whatever the rectangle: in blocks of KC, and in a block one by one.
  */
 #include <omp.h>
-#include <string.h>
 #include "internal.h"
-
-/* Panels of `width` rows (of A; columns of B), each (kc, width), zeros beyond n.
- * `step` is the stride from one row of A to the next, `along` the stride in the direction of K. */
-static void pack_panels(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc, int64_t width) {
-    for (int64_t i = 0; i < n; i += width, dst += kc * width) {
-        const int64_t w = pyops_min(width, n - i);
-        const float *src_i = src + i * step;
-        if (w < width) memset(dst, 0, (size_t)(kc * width) * sizeof *dst);
-        if (step == 1) {
-            for (int64_t k = 0; k < kc; k++)
-                for (int64_t j = 0; j < w; j++) dst[k*width + j] = src_i[k*along + j];
-        } else {
-            for (int64_t j = 0; j < w; j++)
-                for (int64_t k = 0; k < kc; k++) dst[k*width + j] = src_i[j*step + k*along];
-        }
-    }
-}
 
 /* c (mc,nc) (+)= packed a (mc,kc) x packed b (kc,nc): all tiles; edge tiles go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, const float *a, const float *b, const float *bias,
@@ -69,10 +51,10 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
     for (int64_t jc = 0; jc < N; jc += k->NC)
         for (int64_t pc = 0; pc < K; pc += k->KC) {
             const int64_t nc = pyops_min(k->NC, N - jc), kc = pyops_min(k->KC, K - pc);
-            pack_panels(packed_b, b.p + pc*b.row + jc*b.col, b.col, b.row, nc, kc, k->NR);
+            k->pack_b(packed_b, b.p + pc*b.row + jc*b.col, b.col, b.row, nc, kc);
             for (int64_t ic = 0; ic < M; ic += k->MC) {
                 const int64_t mc = pyops_min(k->MC, M - ic);
-                pack_panels(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc, k->MR);
+                k->pack_a(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
                 block(k, c + ic*ldc + jc, ldc, packed_a, packed_b, bias && !pc ? bias + jc : NULL, mc, nc, kc, add || pc);
             }
         }
@@ -82,7 +64,7 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     const int64_t padded = pyops_round_up(N, k->NR);
     for (int64_t pc = 0; pc < K; pc += k->KC) {
         const int64_t kc = pyops_min(k->KC, K - pc);
-        pack_panels(packed + pc*padded + from*kc, b.p + pc*b.row + from*b.col, b.col, b.row, to - from, kc, k->NR);
+        k->pack_b(packed + pc*padded + from*kc, b.p + pc*b.row + from*b.col, b.col, b.row, to - from, kc);
     }
 }
 
@@ -95,7 +77,7 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
         const int64_t kc = pyops_min(k->KC, K - pc);
         for (int64_t ic = 0; ic < M; ic += k->MC) {
             const int64_t mc = pyops_min(k->MC, M - ic);
-            pack_panels(scratch, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc, k->MR);
+            k->pack_a(scratch, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
             block(k, c + ic*ldc + from, ldc, scratch, packed_b + pc*padded + from*kc,
                   bias && !pc ? bias + from : NULL, mc, to - from, kc, add || pc);
         }

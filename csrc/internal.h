@@ -13,6 +13,10 @@
     ROW(void,   add,          (float *y, const float *x, int64_t n)) \
     ROW(void,   axpy,         (float *y, const float *x, float alpha, int64_t n)) \
     ROW(void,   scale,        (float *y, const float *x, float alpha, int64_t n)) \
+    ROW(void,   relu,         (float *y, const float *x, int64_t n)) \
+    ROW(void,   relu_back,    (float *dx, const float *dy, const float *y, int64_t n)) \
+    ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
+    ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
     ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
@@ -35,6 +39,9 @@ typedef struct {
     int64_t MR, NR, MC, KC, NC;     /* tile, and the blocks that stay in L2 (MC x KC) and L3 (KC x NC) */
     /* c (MR,NR), rows ldc apart, (+)= sum_k a[k,:] b[k,:] (+ bias[:]), a packed (K,MR), b packed (K,NR) */
     void (*gemm)(float *c, const float *a, const float *b, const float *bias, int64_t K, int64_t ldc, int add);
+    /* n rows of A, or columns of B, `step` floats apart, (n,kc) along K with stride `along`, into panels */
+    void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
+    void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
 #define ROW(result, name, arguments) result (*name) arguments;
     PYOPS_ROWS(ROW)
 #undef ROW

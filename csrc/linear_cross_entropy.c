@@ -15,8 +15,12 @@
 #include <string.h>
 #include "internal.h"
 
-/* Rows in a block: 128 x 13387 logits are 6.9 MB of L3, and weight and dweight are read once for 128 rows. */
-enum { ROWS = 128, COLUMNS = 512 };
+/* Rows in a block: 192 x 13387 logits are 10 MB of L3, and weight and dweight are read once for 192 rows. */
+enum { ROWS = 192 };
+
+/* The logits of a block lie in chunks of COLUMNS words, (ROWS, COLUMNS) each, rows LD apart: a row of all V words would
+ * put every row on a page of its own, and a stride of 2 KiB would put all of them into the same sets of a cache. */
+enum { COLUMNS = 512, LD = COLUMNS + 16 };
 
 typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, total; } layout;
 
@@ -26,7 +30,7 @@ static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t 
     l.x = l.rows + pyops_round_up(R, 2);                /* numbers of the valid rows, int32 (R) */
     l.losses = l.x + block * D;                         /* x: the rows of a block (ROWS,D) */
     l.logits = l.losses + block;                        /* losses of its rows (ROWS) */
-    l.w_logits = l.logits + block * V;                  /* logits (ROWS,V) */
+    l.w_logits = l.logits + (V + COLUMNS - 1) / COLUMNS * block * LD;   /* chunks of logits (ROWS,COLUMNS) */
     l.total = l.w_logits + pyops_packed_b_size(k, D, V);        /* weight' packed (D,V) */
     if (!gradients) return l;
     l.dx = l.total;                                     /* dx of a block (ROWS,D) */
@@ -35,6 +39,10 @@ static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t 
     l.total = l.w_dx + pyops_packed_b_size(k, V, D);    /* weight packed (V,D) */
     return l;
 }
+
+/* The chunk of logits with column v, in a block of `block` rows; COLUMNS is a multiple of KC, so a chunk of weight is a
+ * whole number of packed blocks too. */
+static float *chunk(float *logits, int64_t block, int64_t v) { return logits + v / COLUMNS * block * LD; }
 
 int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
     return make_layout(pyops_active(), R, D, V, gradients).total;
@@ -52,7 +60,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const layout l = make_layout(k, R, D, V, gradients);
-    const int64_t n_valid = valid[0];
+    const int64_t n_valid = valid[0], block = pyops_min(R, ROWS);
 
     int32_t *row = (int32_t *)(work + l.rows);
     for (int64_t r = 0, n = 0; r < R; r++)
@@ -89,25 +97,35 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
         const int go_on = !failed;
 
         for (int64_t r0 = 0; go_on && r0 < n_valid; r0 += ROWS) {
-            const int64_t rows = pyops_min(ROWS, n_valid - r0);
+            const int64_t rows = pyops_min(ROWS, n_valid - r0), threads = omp_get_num_threads();
+            const int64_t share = pyops_round_up((rows + threads - 1) / threads, k->MR);
             #pragma omp for schedule(static)
             for (int64_t r = 0; r < rows; r++) memcpy(x_b + r*D, x + row[r0 + r]*D, (size_t)D * sizeof *x_b);
 
             /* phase 1 */
             #pragma omp for schedule(dynamic)
             for (int64_t v = 0; v < V; v += COLUMNS)
-                pyops_product_packed(k, logits, V, (pyops_view){x_b, D, 1}, work + l.w_logits, bias, rows, V, D,
-                                     v, pyops_min(v + COLUMNS, V), 0, scratch);
+                pyops_product_packed(k, chunk(logits, block, v) - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias,
+                                     rows, V, D, v, pyops_min(v + COLUMNS, V), 0, scratch);
             /* phase 2 */
             #pragma omp for schedule(dynamic, 8)
             for (int64_t r = 0; r < rows; r++) {
-                float *z = logits + r*V;
                 const int32_t label = labels[row[r0 + r]];
-                const float m = k->max(z, V), lse = m + logf(k->sum_exp(z, m, V));
-                losses[r] = lse - z[label];
+                float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS, max = -INFINITY, sum_exp = 0.0f;
+                for (int64_t v = 0; v < V; v += COLUMNS) {
+                    const float m = k->max(chunk(logits, block, v) + r*LD, pyops_min(COLUMNS, V - v));
+                    if (!(m <= max)) max = m;           /* NaN too */
+                }
+                for (int64_t v = 0; v < V; v += COLUMNS)
+                    sum_exp += k->sum_exp(chunk(logits, block, v) + r*LD, max, pyops_min(COLUMNS, V - v));
+                const float lse = max + logf(sum_exp);
+                losses[r] = lse - *z_label;
                 if (!gradients) continue;
-                k->scaled_exp(z, z, lse, scale, V);
-                z[label] -= scale;
+                for (int64_t v = 0; v < V; v += COLUMNS) {
+                    float *z = chunk(logits, block, v) + r*LD;
+                    k->scaled_exp(z, z, lse, scale, pyops_min(COLUMNS, V - v));
+                }
+                *z_label -= scale;
             }
             #pragma omp single nowait
             for (int64_t r = 0; r < rows; r++) sum += losses[r];
@@ -120,18 +138,23 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t d = 0; d < D; d += k->NR)
                 pyops_pack_b(k, work + l.x_packed, (pyops_view){x_b, D, 1}, rows, D, d, pyops_min(d + k->NR, D));
             #pragma omp for schedule(static)
-            for (int64_t r = 0; r < rows; r += 8 * k->MR) {
-                const int64_t n = pyops_min(8 * k->MR, rows - r);
-                pyops_product_packed(k, dx_b + r*D, D, (pyops_view){logits + r*V, V, 1}, work + l.w_dx, NULL, n, D, V, 0, D, 0, scratch);
+            for (int64_t r = 0; r < rows; r += share) {
+                const int64_t n = pyops_min(share, rows - r);
+                for (int64_t v = 0; v < V; v += COLUMNS)
+                    pyops_product_packed(k, dx_b + r*D, D, (pyops_view){chunk(logits, block, v) + r*LD, LD, 1},
+                                         work + l.w_dx + v * pyops_round_up(D, k->NR), NULL,
+                                         n, D, pyops_min(COLUMNS, V - v), 0, D, v > 0, scratch);
                 for (int64_t i = r; i < r + n; i++) memcpy(dx + row[r0 + i]*D, dx_b + i*D, (size_t)D * sizeof *dx);
             }
             /* phase 4 */
             #pragma omp for schedule(dynamic)
-            for (int64_t v = 0; v < V; v += k->MC) {
-                const int64_t n = pyops_min(k->MC, V - v);
-                pyops_product_packed(k, dweight + v*D, D, (pyops_view){logits + v, 1, V}, work + l.x_packed, NULL, n, D, rows, 0, D, r0 > 0, scratch);
+            for (int64_t v = 0; v < V; v += COLUMNS) {
+                const int64_t n = pyops_min(COLUMNS, V - v);
+                const float *dz = chunk(logits, block, v);
+                pyops_product_packed(k, dweight + v*D, D, (pyops_view){dz, 1, LD}, work + l.x_packed, NULL,
+                                     n, D, rows, 0, D, r0 > 0, scratch);
                 if (!r0) k->fill(dbias + v, n, 0.0f);
-                for (int64_t r = 0; r < rows; r++) k->add(dbias + v, logits + r*V + v, n);
+                for (int64_t r = 0; r < rows; r++) k->add(dbias + v, dz + r*LD, n);
             }
         }
     }

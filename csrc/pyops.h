@@ -40,6 +40,23 @@ PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: 
 PYOPS_API int32_t      pyops_threads(void);       /* threads a call may use */
 PYOPS_API pyops_status pyops_set_threads(int32_t threads);
 
+/* ---- replay: a recorded list of calls, run without returning to the caller between them ----------
+ * Every function below that ends in `stream` is a kernel and has a number.  An action is such a number and the place
+ * of its arguments, in the order of the prototype and without the stream, in `values`.
+ * pyops_replay runs actions [from, to).  at[0] is the action under way, which is the one that failed if one does.
+ * seconds (n), NULL or one place for each action: wall time of the call.
+ */
+typedef union { void *pointer; int64_t integer; float real; } pyops_value;
+typedef struct { int64_t kernel, first_value; } pyops_action;
+
+PYOPS_API int64_t      pyops_kernel_number(const char *name);      /* of "pyops_gemm"; -1 if there is no such kernel */
+PYOPS_API pyops_status pyops_replay(
+    const pyops_action *actions, const pyops_value *values, double *seconds, int64_t *at,
+    int64_t from, int64_t to, void *stream);
+/* n rounds of independent fused multiply-adds in registers, on every thread: the machine's peak.
+ * flops[0] is how many floating point operations that were. */
+PYOPS_API pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream);
+
 /* ---- matrix product ------------------------------------------------------------
  * c[m,n] (+)= sum_k a[m,k] * b[k,n] + bias[n]
  * c (M,N), rows ldc apart.  a (M,K) and b (K,N) have a stride for either axis, in floats, so that a transposed
@@ -59,6 +76,8 @@ PYOPS_API pyops_status pyops_gemm(
  * column_sums  y[c] += sum_r x[r,c]                          x (R,C); adds: it forms bias gradients
  * argmax       index[r] = the first c with the largest x[r,c]    x (R,C), index (R) int32, C >= 1; NaN is largest
  * increment    counter[0] += 1                               int64
+ * relu         y[i] = max(x[i], 0), NaN stays NaN;           backward dx[i] = dy[i] where y[i] > 0, else 0
+ * y may be x, and dx may be dy, in scale and relu.
  */
 PYOPS_API pyops_status pyops_fill(float *y, int64_t n, float value, void *stream);
 PYOPS_API pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream);
@@ -66,6 +85,21 @@ PYOPS_API pyops_status pyops_scale(float *y, const float *x, const float *alpha,
 PYOPS_API pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream);
 PYOPS_API pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream);
 PYOPS_API pyops_status pyops_increment(int64_t *counter, void *stream);
+PYOPS_API pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream);
+
+/* ---- batches: rows of a data set that stays where it is -------------------------------------------
+ * gather_pixels     y[b,:] = scale * table[rows[b],:]                  table (N,C) uint8, y (B,C)
+ * gather_sequences  ids[t,b] = table[rows[b],t]                        table (N,T) int32, ids (T,B) int32
+ *                   with first >= 0, shifted by one step behind it:  ids[0,b] = first, ids[t,b] = table[rows[b],t-1]
+ * rows (B) int64 in [0,N)
+ */
+PYOPS_API pyops_status pyops_gather_pixels(
+    float *y, const uint8_t *table, const int64_t *rows,
+    int64_t N, int64_t B, int64_t C, float scale, void *stream);
+PYOPS_API pyops_status pyops_gather_sequences(
+    int32_t *ids, const int32_t *table, const int64_t *rows,
+    int64_t N, int64_t B, int64_t T, int32_t first, void *stream);
 
 /* ---- concatenation with a context ------------------------------------------------
  * y[t,b,:] = [x[t,b,:], context[b,:]]     the same context at every step

@@ -1,4 +1,4 @@
-/* small.c - fill, axpy, scale, column sums, argmax, increment, concatenation with a context.
+/* small.c - fill, axpy, scale, column sums, argmax, increment, relu, concatenation with a context.
  *
  * All are bound by memory; threads share fixed chunks or columns, so a sum's order never depends on their number.
  */
@@ -71,6 +71,24 @@ pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, 
 pyops_status pyops_increment(int64_t *counter, void *stream) {
     (void)stream;
     counter[0]++;
+    return PYOPS_OK;
+}
+
+pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    for (int64_t i = 0; i < n; i += CHUNK) k->relu(y + i, x + i, pyops_min(CHUNK, n - i));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    for (int64_t i = 0; i < n; i += CHUNK) k->relu_back(dx + i, dy + i, y + i, pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
 

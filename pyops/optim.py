@@ -24,6 +24,10 @@ class Adam:
         backend.launch('adam', p.values, p.m, p.v, p.grads, self.norm, self.count, self.lr,
                        n, self.max_norm, self.beta1, self.beta2, self.eps)
 
+    def arrays(self):
+        """What it keeps from step to step, by name, for a plan."""
+        return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work)
+
     def clipped(self):
         """Whether the last step had to clip."""
         return bool(self.norm[0] > self.max_norm)

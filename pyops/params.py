@@ -18,6 +18,11 @@ class Parameter(NamedTuple):
     value: np.ndarray
     grad: np.ndarray        # backward passes add to it
 
+    @property
+    def owner(self):
+        """What it belongs to: 'encoder.rnn.0' of 'encoder.rnn.0.w_ih'; its own name where there is no dot."""
+        return self.name.rpartition('.')[0] or self.name
+
 
 class Spec(NamedTuple):
     """What a parameter is before it has memory: its shape, and init(generator, shape) -> float32 array."""
@@ -46,6 +51,7 @@ class Parameters:
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
         for name, spec in specs.items():
             self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
+        self._inits = {name: spec.init for name, spec in specs.items()}
 
     def view(self, flat, name):
         """The part of a flat buffer that belongs to `name`, in its shape."""
@@ -64,6 +70,10 @@ class Parameters:
     def count(self):
         """How many numbers there are to learn."""
         return sum(int(np.prod(shape)) for _, shape in self._places.values())
+
+    def initial(self, name):
+        """What the first values of a parameter are, in words."""
+        return getattr(self._inits[name], '__doc__', None) or 'given values'
 
     def zero_grads(self):
         backend.launch('fill', self.grads, self.grads.size, 0.0)

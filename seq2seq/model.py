@@ -63,7 +63,7 @@ class DeepGRU:
         names = ('w_ih', 'w_hh', 'b_ih', 'b_hh')
         self.layers = [GRU(*(params[f'{prefix}.rnn.{layer}.{name}'] for name in names), config.reset_before)
                        for layer in range(config.layers)]
-        self.dropouts = [Dropout(config.dropout, key(params.seed, f'{prefix}.dropout.{layer}'))
+        self.dropouts = [Dropout(config.dropout, key(params.seed, f'{prefix}.dropout.{layer}'), f'{prefix}.dropout.{layer}')
                          for layer in range(config.layers - 1)]
 
     def forward(self, x, states=None, step=None):
@@ -81,10 +81,10 @@ class DeepGRU:
 
     def backward(self, dx, dlast, ctx):
         """dx (T, B, H) or None, dlast: gradients (B, H) of the last h of each layer, or None
-        -> gradients of x and of each layer's first h (None where forward had none)."""
+        -> gradients of x and of each layer's first h (None where forward had none).  Uses ctx up."""
         dstates = [None] * len(self.layers)
         for i, layer in reversed(list(enumerate(self.layers))):
-            dropped, saved = ctx[i]
+            dropped, saved = ctx.pop()
             dx, dstates[i] = layer.backward(dx, saved, dlast and dlast[i])
             if dropped:
                 dx = self.dropouts[i - 1].backward(dx, dropped)
@@ -117,22 +117,22 @@ class Seq2Seq:
         tc,      c4 = self.concat.forward(t, last[-1])                     # (T, B, E + H)
         h, _,    c5 = self.decoder.forward(tc, last, step)                 # (T, B, H)
         loss,    c6 = self.output.forward(h, labels, gradients)            # (1,)
-        return loss, (c1, c2, c3, c4, c5, c6)
+        return loss, [c1, c2, c3, c4, c5, c6]
 
     def backward(self, ctx):
-        c1, c2, c3, c4, c5, c6 = ctx
-        dh           = self.output.backward(self.one, c6)
-        dtc, dlast   = self.decoder.backward(dh, None, c5)
-        dt, dcontext = self.concat.backward(dtc, c4)
-        self.target_embedding.backward(dt, c3)
+        """Adds to params.grads and uses ctx up, so that what a layer saved can go as soon as it has served."""
+        dh           = self.output.backward(self.one, ctx.pop())
+        dtc, dlast   = self.decoder.backward(dh, None, ctx.pop())
+        dt, dcontext = self.concat.backward(dtc, ctx.pop())
+        self.target_embedding.backward(dt, ctx.pop())
         backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)       # the context is the top layer's last h
-        ds, _        = self.encoder.backward(None, dlast, c2)
-        self.source_embedding.backward(ds, c1)
+        ds, _        = self.encoder.backward(None, dlast, ctx.pop())
+        self.source_embedding.backward(ds, ctx.pop())
 
     @staticmethod
     def valid(ctx):
-        """How many labels of that forward pass were not padding."""
-        return int(ctx[-1].valid[0])
+        """How many labels of that forward pass were not padding, (1,) int32; to be asked for before backward."""
+        return ctx[-1].valid
 
     def translate(self, source):
         """Greedy decoding: source (T, B) -> (num_steps, B) int32 token ids, <pad> after <eos>."""

@@ -10,6 +10,7 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.training import (
     ArgumentParser,
     fraction,
+    int_up_to,
     non_negative_int,
     positive_float,
     positive_int,
@@ -17,7 +18,7 @@ from pyops.training import (
 
 PROGRAM = 'seq2seq.train'
 # What a flag means that was not given; a resumed run takes the checkpoint's values first.
-DEFAULTS = dict(batch_size=128, lr=0.005, dropout=0.2, seed=0, hold_out=None,
+DEFAULTS = dict(batch_size=128, lr=0.005, dropout=0.2, seed=0, hold_out=None, tiny=0,
                 embedding=256, hidden=256, layers=2, num_steps=9, reset_before=False)
 SIZES = ('embedding', 'hidden', 'layers', 'num_steps', 'reset_before')
 EMBEDDED_HOLD_OUT = 0.1
@@ -37,17 +38,19 @@ def parse(argv):
     p.add_argument('-b', '--batch-size', type=positive_int, metavar='N', help='pairs a step (default 128)')
     p.add_argument('-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam (default 0.005)')
     p.add_argument('-d', '--dropout', type=fraction, metavar='P', help='between layers (default 0.2)')
-    p.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1, default=0,
+    p.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
                    help='1: only the first 512 pairs, for a trial')
     p.add_argument('--hold-out', type=fraction, metavar='F',
                    help='share of the sentences kept out for validation and test (default 0; embedded corpus 0.1)')
     p.add_argument('--seed', type=non_negative_int, metavar='N', help='of weights, dropout and data order (default 0)')
-    p.add_argument('--threads', type=positive_int, metavar='N', help='results do not depend on it (default: all cores)')
+    p.add_argument('--threads', type=int_up_to(1024), metavar='N',
+                   help='results do not depend on it (default: all cores)')
     p.add_argument('--save-every', type=positive_int, default=10, metavar='N', help='epochs between checkpoints (default 10)')
-    p.add_argument('--embedding', type=positive_int, metavar='N', help='size of a word (default 256)')
-    p.add_argument('--hidden', type=positive_int, metavar='N', help='size of a state (default 256)')
-    p.add_argument('--layers', type=positive_int, metavar='N', help='GRU layers, each side (default 2)')
-    p.add_argument('--num-steps', type=positive_int, metavar='N', help='tokens a sentence is cut or padded to (default 9)')
+    p.add_argument('--embedding', type=int_up_to(65536), metavar='N', help='size of a word (default 256)')
+    p.add_argument('--hidden', type=int_up_to(65536), metavar='N', help='size of a state (default 256)')
+    p.add_argument('--layers', type=int_up_to(64), metavar='N', help='GRU layers, each side (default 2)')
+    p.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
+                   help='tokens a sentence is cut or padded to (default 9)')
     p.add_argument('--reset-before', action='store_true', default=None,
                    help="the GRU's reset gate before the recurrent product, as first published")
     return p.parse_args(argv)
@@ -60,7 +63,7 @@ def resolve(args, state, path):
     for name, default in DEFAULTS.items():
         given = getattr(args, name)
         settings[name] = kept.get(name, default) if given is None else given
-        if name in (*SIZES, 'seed') and name in kept and settings[name] != kept[name]:
+        if name in (*SIZES, 'seed', 'tiny') and name in kept and settings[name] != kept[name]:
             flag = '--' + name.replace('_', '-')
             raise UserError(f'{flag} {settings[name]}: {path} was trained with {kept[name]}; '
                             f'leave {flag} out, or give another folder with -c')
@@ -77,8 +80,7 @@ def main(argv=None):
     if args.epochs == 0:
         from seq2seq.translate import serve
         return serve(args.checkpoint)
-    train(args, checkpoint.find(args.checkpoint or './checkpoints') if args.checkpoint else
-          checkpoint.fresh('./checkpoints'))
+    train(args, checkpoint.fresh('./checkpoints') if args.checkpoint is None else checkpoint.find(args.checkpoint))
 
 
 def train(args, found):
@@ -86,7 +88,7 @@ def train(args, found):
     from pyops.optim import Adam
     from pyops.text.split import hold_out
     from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
-    from seq2seq.model import Config, Seq2Seq
+    from seq2seq.model import Config, Seq2Seq, parameter_specs
 
     for warning in found.warnings:
         print(warning, file=sys.stderr)
@@ -94,10 +96,10 @@ def train(args, found):
     if state and state.get('program') != 'seq2seq':
         raise UserError(f'{found.path}: a checkpoint of {state.get("program")}, not of seq2seq; give another with -c')
     settings = resolve(args, state, found.path)
-    print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {args.tiny}')
+    print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}')
 
     # data
-    corpus, line = open_corpus(args.corpus, args.data_dir, args.tiny)
+    corpus, line = open_corpus(args.corpus, args.data_dir, settings['tiny'])
     if line:
         print(line)
     if settings['hold_out'] is None:
@@ -110,6 +112,7 @@ def train(args, found):
 
     # model
     config = Config(*map(len, vocabularies), dropout=settings['dropout'], **{name: settings[name] for name in SIZES})
+    fit.needs_memory(parameter_specs(config))
     model = Seq2Seq(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], MAX_NORM)
     run = fit.Run(settings['seed'], settings['batch_size'])
@@ -132,9 +135,10 @@ def train(args, found):
     def step(indices):
         model.params.zero_grads()
         loss, ctx = model.forward(*pairs.batch(indices), step=optimizer.count)
+        valid = model.valid(ctx)
         model.backward(ctx)
         optimizer.step()
-        return float(loss[0]), model.valid(ctx), optimizer.clipped()
+        return float(loss[0]), int(valid[0]), optimizer.clipped()
 
     def validate():
         return {'validation': evaluate(model, held_out, run.batch_size)} if len(held_out) else {}
@@ -154,8 +158,9 @@ def evaluate(model, pairs, batch_size):
     for first in range(0, len(pairs), batch_size):
         indices = np.arange(first, min(first + batch_size, len(pairs)))
         loss, ctx = model.forward(*pairs.batch(indices), gradients=False)
-        loss_sum += float(loss[0]) * model.valid(ctx)
-        tokens += model.valid(ctx)
+        valid = int(model.valid(ctx)[0])
+        loss_sum += float(loss[0]) * valid
+        tokens += valid
     return loss_sum / tokens
 
 

@@ -356,3 +356,33 @@ def test_a_process_that_used_threads_ends_cleanly():
     spin = os.environ | {'OMP_WAIT_POLICY': 'active', 'GOMP_SPINCOUNT': 'infinite'}
     for _ in range(3):
         assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=spin).returncode == 0
+
+
+# ---- batches ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('B,C', [(0, 5), (1, 1), (7, 33), (100, 784)])
+def test_gather_pixels(B, C):
+    rng = np.random.default_rng(11)
+    table, rows = rng.integers(0, 256, (20, C)).astype(np.uint8), rng.integers(0, 20, B)
+    y = np.empty((B, C), 'f')
+    backend.launch('gather_pixels', y, table, rows, 20, B, C, 1 / 255)
+    assert np.abs(y - table[rows] / 255).max(initial=0) <= 1e-7
+
+
+@pytest.mark.parametrize('B,T', [(0, 5), (1, 1), (7, 9)])
+def test_gather_sequences_time_major_and_shifted(B, T):
+    rng = np.random.default_rng(12)
+    table, rows = rng.integers(4, 99, (20, T)).astype(np.int32), rng.integers(0, 20, B)
+    ids = np.empty((T, B), np.int32)
+    backend.launch('gather_sequences', ids, table, rows, 20, B, T, -1)
+    assert (ids == table[rows].T).all()
+    backend.launch('gather_sequences', ids, table, rows, 20, B, T, 3)
+    assert (ids[0] == 3).all() and (ids[1:] == table[rows].T[:-1]).all()
+
+
+@pytest.mark.parametrize('kernel,dtype', [('gather_pixels', np.uint8), ('gather_sequences', np.int32)])
+@pytest.mark.parametrize('bad', [-1, 20])
+def test_rows_outside_the_data_are_refused(kernel, dtype, bad):
+    out = np.empty((1, 2), np.float32 if kernel == 'gather_pixels' else np.int32)
+    with pytest.raises(ValueError, match=rf'{kernel}: rows\[1\]={bad}, want 0 to 19'):
+        backend.launch(kernel, out, np.zeros((20, 1), dtype), np.array([0, bad]), 20, 2, 1, 1)

@@ -1,6 +1,7 @@
 """The floor under the ops: arrays come from `empty` and `zeros`, and every kernel is started by `launch`.
 
-Nothing else in the package calls the library, so this is the one place where a device is chosen.
+Nothing else in the package calls the library, so this is the one place where a device is chosen, and where a plan
+(pyops/plan.py) listens to what a step does.
 """
 import contextlib
 import functools
@@ -9,28 +10,35 @@ import numpy as np
 
 from pyops.backend import library
 
-_DTYPES = {'float': np.dtype(np.float32), 'int32_t': np.dtype(np.int32), 'int64_t': np.dtype(np.int64),
-           'uint64_t': np.dtype(np.uint64)}
+_DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32), 'int64_t': np.dtype(np.int64),
+           'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8)}
 _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
-_allocate = np.empty
+def _plain_empty(shape, dtype, name):
+    return np.empty(shape, dtype)
 
 
-def empty(shape, dtype=np.float32):
-    """A C-contiguous array of any content."""
-    return _allocate(shape, dtype)
+_allocate = _plain_empty
+_listen = None              # called with (name, values) after each launch, while a plan records
+
+
+def empty(shape, dtype=np.float32, name='tensor'):
+    """A C-contiguous array of any content.  A plan calls it by `name`, after the op that asks for it."""
+    return _allocate(shape, dtype, name)
 
 
 @contextlib.contextmanager
-def allocator(allocate):
-    """Let `allocate(shape, dtype)` hand out the arrays of `empty` inside the block."""
-    global _allocate
-    before, _allocate = _allocate, allocate
+def hooks(allocate=None, listen=None):
+    """Inside the block allocate(shape, dtype, name) hands out the arrays of `empty`, and listen(name, values) hears of
+    every launch that went well.  None leaves either as it is."""
+    global _allocate, _listen
+    before = _allocate, _listen
+    _allocate, _listen = allocate or _allocate, listen or _listen
     try:
         yield
     finally:
-        _allocate = before
+        _allocate, _listen = before
 
 
 def zeros(shape, dtype=np.float32):
@@ -93,9 +101,16 @@ def launch(name, *values):
     ffi = library.cpu().ffi
     # the converted values are kept in a list, since they keep the arrays alive during the call
     converted = [value if convert is None else convert(value) for convert, value in zip(converters, values, strict=True)]
-    status = function(*converted, ffi.NULL)
+    check_status(function(*converted, ffi.NULL))
+    if _listen is not None:
+        _listen(name, values)
+
+
+def check_status(status):
+    """Turn the status of a C call into an exception with the library's text."""
     if status:
-        raise _ERRORS[status](ffi.string(library.cpu().lib.pyops_last_error()).decode())
+        ffi, lib, _ = library.cpu()
+        raise _ERRORS[status](ffi.string(lib.pyops_last_error()).decode())
 
 
 def work_size(name, *sizes):
@@ -105,7 +120,7 @@ def work_size(name, *sizes):
 
 def work(name, *sizes):
     """The scratch array itself."""
-    return empty(work_size(name, *sizes))
+    return empty(work_size(name, *sizes), name='work')
 
 
 def isa():
@@ -121,6 +136,4 @@ def threads():
 
 def set_threads(n):
     """Use n threads (1 to 1024) from now on; results do not depend on it."""
-    ffi, lib, _ = library.cpu()
-    if lib.pyops_set_threads(n):
-        raise ValueError(ffi.string(lib.pyops_last_error()).decode())
+    check_status(library.cpu().lib.pyops_set_threads(n))

@@ -10,5 +10,6 @@ from pyops.ops.gru import GRU
 from pyops.ops.join import ConcatContext
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
+from pyops.ops.relu import ReLU
 
-__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy']
+__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy', 'ReLU']

@@ -23,20 +23,21 @@ class CrossEntropy:
         lse: np.ndarray
         valid: np.ndarray
 
-    def __init__(self, ignore=-1):
-        self.ignore = ignore
+    def __init__(self, ignore=-1, name='cross_entropy'):
+        self.ignore, self.name = ignore, name
 
     def forward(self, x, labels):
         R, C = x.shape
         check('x', x, (R, C))
         check('labels', labels, (R,), np.int32)
-        loss, valid, lse = empty(1), empty(1, np.int32), empty(R)
+        loss = empty(1, name=f'{self.name}.loss')
+        valid, lse = empty(1, np.int32, f'{self.name}.valid'), empty(R, name=f'{self.name}.lse')
         launch('cross_entropy_forward', loss, valid, lse, x, labels, R, C, self.ignore)
         return loss, self.Ctx(x, labels, lse, valid)
 
     def backward(self, dloss, ctx):
         R, C = ctx.x.shape
         check('dloss', dloss, (1,))
-        dx = empty((R, C))
+        dx = empty((R, C), name=f'{self.name}.dx')
         launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.lse, ctx.valid, R, C, self.ignore)
         return dx

@@ -21,18 +21,18 @@ class Dropout:
     class Ctx(NamedTuple):
         step: np.ndarray
 
-    def __init__(self, p, key):
-        self.p, self.key = p, key
+    def __init__(self, p, key, name='dropout'):
+        self.p, self.key, self.name = p, key, name
 
     def forward(self, x, step):
-        return self._apply('x', x, step), self.Ctx(step)
+        return self._apply('x', x, step, 'y'), self.Ctx(step)
 
     def backward(self, dy, ctx):
-        return self._apply('dy', dy, ctx.step)
+        return self._apply('dy', dy, ctx.step, 'dx')
 
-    def _apply(self, name, x, step):
-        check(name, x, x.shape)
+    def _apply(self, argument, x, step, result):
+        check(argument, x, x.shape)
         check('step', step, (1,), np.int64)
-        y = empty(x.shape)
+        y = empty(x.shape, name=f'{self.name}.{result}')
         launch('dropout', y, x, step, x.size, self.p, self.key)
         return y

@@ -20,13 +20,13 @@ class Embedding:
     class Ctx(NamedTuple):
         ids: np.ndarray
 
-    def __init__(self, weight):
-        self.weight = weight
+    def __init__(self, weight, name=None):
+        self.weight, self.name = weight, name or weight.owner
 
     def forward(self, ids):
         V, E = self.weight.value.shape
         check('ids', ids, ids.shape, np.int32)
-        y = empty((*ids.shape, E))
+        y = empty((*ids.shape, E), name=f'{self.name}.y')
         launch('embedding_forward', y, self.weight.value, ids, ids.size, V, E)
         return y, self.Ctx(ids)
 

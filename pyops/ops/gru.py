@@ -34,8 +34,9 @@ class GRU:
         h: np.ndarray
         gates: np.ndarray
 
-    def __init__(self, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+    def __init__(self, w_ih, w_hh, b_ih, b_hh, reset_before=False, name=None):
         self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.reset_before = w_ih, w_hh, b_ih, b_hh, reset_before
+        self.name = name or w_ih.owner
 
     def forward(self, x, h0=None):
         I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
@@ -43,7 +44,7 @@ class GRU:
         check('x', x, (T, B, I))
         if h0 is not None:
             check('h0', h0, (B, H))
-        h, gates = empty((T, B, H)), empty((T, B, 4 * H))
+        h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         launch('gru_forward', h, gates, x, h0, self.w_ih.value, self.w_hh.value, self.b_ih.value, self.b_hh.value,
                work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
         return h, self.Ctx(x, h0, h, gates)
@@ -56,7 +57,8 @@ class GRU:
             check('dh', dh, (T, B, H))
         if dh_last is not None:
             check('dh_last', dh_last, (B, H))
-        dx, dh0 = empty((T, B, I)), None if ctx.h0 is None else empty((B, H))
+        dx = empty((T, B, I), name=f'{self.name}.dx')
+        dh0 = None if ctx.h0 is None else empty((B, H), name=f'{self.name}.dh0')
         launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad,
                dh, dh_last, ctx.x, ctx.h0, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)

@@ -19,18 +19,21 @@ class ConcatContext:
         E: int
         H: int
 
+    def __init__(self, name='concat_context'):
+        self.name = name
+
     def forward(self, x, context):
         T, B, E = x.shape
         H = context.shape[-1]
         check('x', x, (T, B, E))
         check('context', context, (B, H))
-        y = empty((T, B, E + H))
+        y = empty((T, B, E + H), name=f'{self.name}.y')
         launch('concat_context_forward', y, x, context, T, B, E, H)
         return y, self.Ctx(E, H)
 
     def backward(self, dy, ctx):
         T, B, _ = dy.shape
         check('dy', dy, (T, B, ctx.E + ctx.H))
-        dx, dcontext = empty((T, B, ctx.E)), empty((B, ctx.H))
+        dx, dcontext = empty((T, B, ctx.E), name=f'{self.name}.dx'), empty((B, ctx.H), name=f'{self.name}.dcontext')
         launch('concat_context_backward', dx, dcontext, dy, T, B, ctx.E, ctx.H)
         return dx, dcontext

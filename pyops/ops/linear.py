@@ -20,21 +20,24 @@ class Linear:
     class Ctx(NamedTuple):
         x: np.ndarray
 
-    def __init__(self, weight, bias=None):
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight, bias=None, name=None):
+        self.weight, self.bias, self.name = weight, bias, name or weight.owner
 
     def forward(self, x):
         O, I = self.weight.value.shape
         check('x', x, (len(x), I))
-        y = empty((len(x), O))
+        y = empty((len(x), O), name=f'{self.name}.y')
         launch('gemm', y, x, self.weight.value, self.bias and self.bias.value, len(x), O, I, O, I, 1, 1, I, 0)
         return y, self.Ctx(x)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy, ctx, want_dx=True):
+        """-> dx, or None where nobody wants it: the first layer's input has no gradient."""
         (O, I), R = self.weight.value.shape, len(ctx.x)
         check('dy', dy, (R, O))
-        dx = empty((R, I))
-        launch('gemm', dx, dy, self.weight.value, None, R, I, O, I, O, 1, I, 1, 0)
+        dx = None
+        if want_dx:
+            dx = empty((R, I), name=f'{self.name}.dx')
+            launch('gemm', dx, dy, self.weight.value, None, R, I, O, I, O, 1, I, 1, 0)
         launch('gemm', self.weight.grad, dy, ctx.x, None, O, I, R, I, 1, O, I, 1, 1)
         if self.bias:
             launch('column_sums', self.bias.grad, dy, R, O)

@@ -26,23 +26,25 @@ class LinearCrossEntropy:
         dweight: np.ndarray | None
         dbias: np.ndarray | None
 
-    def __init__(self, weight, bias, ignore=-1):
-        self.weight, self.bias, self.ignore = weight, bias, ignore
+    def __init__(self, weight, bias, ignore=-1, name=None):
+        self.weight, self.bias, self.ignore, self.name = weight, bias, ignore, name or weight.owner
 
     def forward(self, x, labels, gradients=True):
         V, D = self.weight.value.shape
         check('x', x, (*labels.shape, D))
         check('labels', labels, labels.shape, np.int32)
-        loss, valid, dx, dweight, dbias = empty(1), empty(1, np.int32), None, None, None
+        loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
+        dx = dweight = dbias = None
         if gradients:
-            dx, dweight, dbias = empty(x.shape), empty((V, D)), empty(V)
+            dx, dweight = empty(x.shape, name=f'{self.name}.dx1'), empty((V, D), name=f'{self.name}.dweight1')
+            dbias = empty(V, name=f'{self.name}.dbias1')
         launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, x, self.weight.value, self.bias.value, labels,
                work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore)
         return loss, self.Ctx(valid, dx, dweight, dbias)
 
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
-        dx = empty(ctx.dx.shape)
+        dx = empty(ctx.dx.shape, name=f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
         launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)
         launch('axpy', self.bias.grad, ctx.dbias, dloss, ctx.dbias.size)
@@ -52,7 +54,8 @@ class LinearCrossEntropy:
         """x (B, D) -> the index (B,) int32 of the largest logit."""
         V, D = self.weight.value.shape
         check('x', x, (len(x), D))
-        logits, index = empty((len(x), V)), empty(len(x), np.int32)
+        logits = empty((len(x), V), name=f'{self.name}.logits')
+        index = empty(len(x), np.int32, f'{self.name}.index')
         launch('gemm', logits, x, self.weight.value, self.bias.value, len(x), V, D, V, D, 1, 1, D, 0)
         launch('argmax', index, logits, len(x), V)
         return index

@@ -1,0 +1,33 @@
+/* gather.c - a batch from a data set that stays where it is: pixels to floats, token ids to time-major steps. */
+#include "internal.h"
+
+static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t C) {
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld, B=%lld, sizes of a row %lld", who, LL(N), LL(B), LL(C));
+    for (int64_t b = 0; b < B; b++)
+        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *rows,
+                                 int64_t N, int64_t B, int64_t C, float scale, void *stream) {
+    (void)stream;
+    const pyops_status status = check("gather_pixels", rows, N, B, C);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (B * C > 131072)
+    for (int64_t b = 0; b < B; b++) k->from_bytes(y + b*C, table + rows[b]*C, scale, C);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const int64_t *rows,
+                                    int64_t N, int64_t B, int64_t T, int32_t first, void *stream) {
+    (void)stream;
+    const pyops_status status = check("gather_sequences", rows, N, B, T);
+    if (status) return status;
+    const int64_t shift = first >= 0;
+    for (int64_t b = 0; b < B; b++) {
+        if (shift && T) ids[b] = first;
+        for (int64_t t = shift; t < T; t++) ids[t*B + b] = table[rows[b]*T + t - shift];
+    }
+    return PYOPS_OK;
+}

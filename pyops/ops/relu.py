@@ -1,0 +1,36 @@
+"""ReLU: the rectifier between two linear layers."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch
+
+
+class ReLU:
+    """Let what is positive through.
+
+    Shapes   x, y, dy, dx (...)
+    Forward  y[i] = max(x[i], 0); NaN stays NaN
+    Backward dx[i] = dy[i] where y[i] > 0, else 0
+    Saves    y, which the next layer keeps anyway
+    Errors   TypeError and ValueError naming the argument
+    Source   Nair and Hinton 2010; at 0, where there is no derivative, 0 is taken
+    """
+
+    class Ctx(NamedTuple):
+        y: np.ndarray
+
+    def __init__(self, name='relu'):
+        self.name = name
+
+    def forward(self, x):
+        check('x', x, x.shape)
+        y = empty(x.shape, name=f'{self.name}.y')
+        launch('relu_forward', y, x, x.size)
+        return y, self.Ctx(y)
+
+    def backward(self, dy, ctx):
+        check('dy', dy, ctx.y.shape)
+        dx = empty(dy.shape, name=f'{self.name}.dx')
+        launch('relu_backward', dx, dy, ctx.y, dy.size)
+        return dx

@@ -1,0 +1,386 @@
+"""The plan of a training step: every kernel launch as an action that can be read, replayed, timed and drawn.
+
+    with Plan(model.params, batch=batch, lr=optimizer.lr) as plan:      # run once by hand-written code, and recorded
+        loss, ctx = model.forward(...)
+        plan.boundary()
+        model.backward(ctx)
+        optimizer.step()
+    plan.run()                                                          # again, without the Python of the ops
+
+What a kernel gets by value (sizes, the share of dropout) is fixed when it is recorded.  Whatever changes from step to
+step (the batch, the learning rate, the step count, the gradient norm) is an array, which replayed kernels read anew:
+there is no way to record its value.
+
+Arrays that ops ask for while the plan records lie in blocks of the plan.  When the last reference to an array goes,
+its block is handed out again, so the plan's memory is what a step needs at its widest point.
+"""
+import contextlib
+import json
+import math
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops import backend
+from pyops.backend import library
+
+ALIGN = 64          # bytes
+
+
+class Tensor(NamedTuple):
+    """An array that actions name.  base: the Tensor it is a view of, or None."""
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str           # 'parameter', 'gradient', 'moment', 'input' (given by name), 'intermediate', 'scratch'
+    base: 'Tensor | None' = None
+
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self):
+        kind = {'float32': '', 'int32': 'INT32', 'int64': 'INT64', 'uint8': 'UINT8'}[self.dtype.name]
+        return f'Tensor{f"({kind})" if kind else ""}({self.name}){_shape(self.shape)}'
+
+
+def _shape(shape):
+    return f'({", ".join(map(str, shape))})'
+
+
+class Action(NamedTuple):
+    """One launch: kernel pyops_<kernel> with values as the header orders them, and the Tensors of those that are arrays."""
+    kernel: str
+    values: tuple
+    tensors: dict[str, Tensor]      # by the header's name of the argument
+    once: bool = False              # done when it was recorded, and not again
+
+    @property
+    def scalars(self):
+        """The arguments that are numbers, by name."""
+        arguments = library.cpu().functions['pyops_' + self.kernel].arguments
+        return {a.name: v for a, v in zip(arguments, self.values, strict=False) if not a.pointer}
+
+    def split(self):
+        """-> inputs, outputs, scratch: dicts of Tensors by argument name."""
+        arguments = {a.name: a for a in library.cpu().functions['pyops_' + self.kernel].arguments}
+        inputs = {name: t for name, t in self.tensors.items() if arguments[name].const}
+        outputs = {name: t for name, t in self.tensors.items() if not arguments[name].const and name != 'work'}
+        return inputs, outputs, {name: t for name, t in self.tensors.items() if name == 'work'}
+
+    def __str__(self):
+        inputs, outputs, _ = self.split()
+        sides = [', '.join(f'{name} {tensor}' for name, tensor in side.items()) for side in (inputs, outputs)]
+        sizes = ' '.join(f'{name}={value:g}' if isinstance(value, float) else f'{name}={int(value)}'
+                         for name, value in self.scalars.items())
+        title = ''.join(word.capitalize() for word in self.kernel.split('_'))
+        return f'{"[once]" if self.once else ""}{title}Action: {sides[0]}{" " if sides[0] else ""}-> {sides[1]}  [{sizes}]'
+
+
+class Memory(NamedTuple):
+    """Bytes.  peak is all of a step: parameters, gradients, moments, named inputs and the plan's own blocks."""
+    parameters: int
+    gradients: int
+    moments: int
+    inputs: int
+    intermediates: int      # blocks of the plan
+    saved_by_reuse: int     # what more they would be if every array had a block of its own
+    peak: int
+
+    def __str__(self):
+        return '\n'.join(f'{name.replace("_", " "):15} {value:>14,} bytes' for name, value in self._asdict().items())
+
+
+class _Lease:
+    """The base of an array handed out by a plan: when the last view of the array is gone, so is this."""
+
+    def __init__(self, memory, shape, dtype):
+        self.memory = memory
+        self.__array_interface__ = {'version': 3, 'data': (memory.ctypes.data, False), 'shape': tuple(shape),
+                                    'typestr': np.dtype(dtype).str}
+
+
+class Plan:
+    """Records what is launched inside its `with` block and replays it.
+
+    params: the pyops.params.Parameters of the step, for names and the account of memory.
+    inputs: other arrays that live longer than a step, by the names they shall have.
+    """
+
+    def __init__(self, params=None, **inputs):
+        self.actions = []
+        self.params, self.inputs = params, inputs
+        self.initial = []                       # lines about what was done once before
+        self._boundary = None                   # how many actions are forward
+        self._once = False
+        self._named = {}                        # address -> Tensor, of arrays that outlive the step
+        self._regions = []                      # (start, end, Tensor) of the same
+        self._blocks, self._free = [], []       # all memory of the plan; the part that no array holds
+        self._live = {}                         # address -> Tensor of arrays handed out
+        self._asked = 0                         # bytes handed out, reuse or not
+        self._closed = False
+        self._know(params, inputs)
+
+    def _know(self, params, inputs):
+        if params is not None:
+            for flat, suffix, kind in ((params.values, '', 'parameter'), (params.grads, '_grad', 'gradient'),
+                                       (params.m, '_adam_m', 'moment'), (params.v, '_adam_v', 'moment')):
+                whole = Tensor({'': 'parameters'}.get(suffix, 'all' + suffix), flat.shape, flat.dtype, kind)
+                self._regions.append((flat.ctypes.data, flat.ctypes.data + flat.nbytes, whole))
+                for name in params:
+                    part = params.view(flat, name)
+                    self._named[part.ctypes.data, part.shape] = Tensor(name + suffix, part.shape, part.dtype, kind)
+            self.initial = [f'[once]InitAction: {self._named[params[name].value.ctypes.data, params[name].value.shape]} '
+                            f'= {params.initial(name)}' for name in params]
+        for name, array in inputs.items():
+            start = array.ctypes.data
+            self._regions.append((start, start + array.nbytes, Tensor(name, array.shape, array.dtype, 'input')))
+
+    # ---- recording ---------------------------------------------------------------------------------
+
+    def __enter__(self):
+        if self.actions:
+            raise RuntimeError('a plan records once; make another one')
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(backend.hooks(self._allocate, self._record))
+        return self
+
+    def __exit__(self, *error):
+        self._stack.close()
+        if error[0] is None:
+            self._compile()
+
+    def boundary(self):
+        """Say that the forward pass ends here."""
+        self._boundary = len(self.actions)
+
+    @contextlib.contextmanager
+    def once(self):
+        """What is launched inside is done now and left out when the plan runs again."""
+        self._once = True
+        try:
+            yield
+        finally:
+            self._once = False
+
+    def _allocate(self, shape, dtype, name):
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
+        nbytes = -(-max(math.prod(shape) * np.dtype(dtype).itemsize, 1) // ALIGN) * ALIGN
+        self._asked += nbytes
+        # the smallest free block that fits, unless most of it would lie idle
+        fits = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
+        if fits:
+            block = min(fits, key=lambda b: b.nbytes)
+            self._free = [b for b in self._free if b is not block]
+        else:
+            raw = np.empty(nbytes + ALIGN, np.uint8)
+            start = -raw.ctypes.data % ALIGN
+            block = raw[start:start + nbytes]
+            self._blocks.append(block)
+        lease = _Lease(block, shape, dtype)
+        kind = 'scratch' if name == 'work' else 'gradient' if name.rpartition('.')[2].startswith('d') else 'intermediate'
+        self._live[block.ctypes.data] = Tensor(name, shape, np.dtype(dtype), kind)
+        if not self._once:                      # what is computed once must outlive the step
+            weakref.finalize(lease, self._give_back, block)
+        return np.asarray(lease)
+
+    def _give_back(self, block):
+        self._live.pop(block.ctypes.data, None)
+        self._free.append(block)
+
+    def _record(self, kernel, values):
+        arguments = library.cpu().functions['pyops_' + kernel].arguments
+        tensors = {a.name: self._tensor(v, f'{kernel}.{a.name}') for a, v in zip(arguments, values, strict=False)
+                   if a.pointer and v is not None}
+        self.actions.append(Action(kernel, tuple(self._keep(v) for v in values), tensors, self._once))
+
+    def _keep(self, value):
+        """An action keeps arrays that are not the plan's alive; it must not do that with the plan's, or no block would
+        ever be free again."""
+        if not isinstance(value, np.ndarray):
+            return value
+        block = self._block_of(value)
+        return value if block is None else _Place(block, value.ctypes.data)
+
+    def _block_of(self, array):
+        start = array.ctypes.data
+        for block in self._blocks:
+            if block.ctypes.data <= start < block.ctypes.data + block.nbytes:
+                return block
+        return None
+
+    def _tensor(self, array, fallback):
+        start, shape = array.ctypes.data, array.shape
+        if (start, shape) in self._named:
+            return self._named[start, shape]
+        base = None
+        block = self._block_of(array)
+        if block is not None:
+            base = self._live[block.ctypes.data]
+        else:
+            base = next((tensor for low, high, tensor in self._regions if low <= start < high), None)
+        if base is None:
+            return Tensor(fallback, shape, array.dtype, 'input')
+        if base.shape == shape:
+            return base
+        return Tensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    def _compile(self):
+        """Lay the calls out as pyops_replay wants them."""
+        ffi, lib, functions = library.cpu()
+        todo = [action for action in self.actions if not action.once]
+        self._replayed = todo
+        self._values = ffi.new('pyops_value[]', max(sum(len(a.values) for a in todo), 1))
+        self._list = ffi.new('pyops_action[]', max(len(todo), 1))
+        self._seconds, self._at = ffi.new('double[]', max(len(todo), 1)), ffi.new('int64_t *')
+        place = 0
+        for i, action in enumerate(todo):
+            self._list[i].kernel = lib.pyops_kernel_number(f'pyops_{action.kernel}'.encode())
+            self._list[i].first_value = place
+            for argument, value in zip(functions[f'pyops_{action.kernel}'].arguments, action.values, strict=False):
+                if argument.pointer:
+                    self._values[place].pointer = ffi.cast('void *', _address(value))
+                elif argument.type == 'float':
+                    self._values[place].real = value
+                else:                               # two's complement: a uint64_t may look negative
+                    self._values[place].integer = (int(value) + 2**63) % 2**64 - 2**63
+                place += 1
+        self._replay = lib.pyops_replay
+
+    def run(self, seconds=None, first=0, last=None):
+        """Do the step again.  ValueError names the action that a kernel refused; RuntimeError after close()."""
+        if self._closed:
+            raise RuntimeError('this plan was closed and its memory given back; record another one')
+        last = len(self._replayed) if last is None else last
+        ffi = library.cpu().ffi
+        if status := self._replay(self._list, self._values, seconds or ffi.NULL, self._at, first, last, ffi.NULL):
+            try:
+                backend.check_status(status)
+            except Exception as error:
+                error.args = (f'action {self._at[0]}, {self._replayed[self._at[0]].kernel}: {error}',)
+                raise
+
+    def feed(self, **arrays):
+        """Copy arrays into the inputs of those names.  ValueError for another shape, which needs a plan of its own."""
+        for name, array in arrays.items():
+            place = self.inputs[name]
+            if np.shape(array) != place.shape:
+                raise ValueError(f'{name}: this plan was recorded with shape {place.shape}, got {np.shape(array)}; '
+                                 'record another plan for that shape')
+            place[...] = array
+
+    def check(self):
+        """Run action by action; FloatingPointError names the first whose result is not finite."""
+        for i, action in enumerate(self._replayed):
+            self.run(first=i, last=i + 1)
+            for argument, tensor in action.split()[1].items():
+                if tensor.dtype == np.float32 and not np.isfinite(_argument(action, argument)).all():
+                    raise FloatingPointError(f'action {i}, {action}: {argument} is not finite')
+
+    def close(self):
+        """Give the memory back; the plan cannot run any more."""
+        self._closed = True
+        self.actions, self._blocks, self._free = [], [], []
+        self._values = self._list = None
+
+    # ---- what it can tell ----------------------------------------------------------------------------
+
+    def tensors(self):
+        """All Tensors of the actions, in the order of their first use; gradients and views among them."""
+        seen = {}
+        for action in self.actions:
+            for tensor in action.tensors.values():
+                for one in (tensor.base, tensor):
+                    if one is not None:
+                        seen.setdefault((one.name, one.shape), one)
+        return list(seen.values())
+
+    def __str__(self):
+        tensors = self.tensors()
+        is_gradient = [t.kind == 'gradient' for t in tensors]
+        groups = {
+            'Tensors': [t for t, g in zip(tensors, is_gradient, strict=True) if not g and t.base is None],
+            'Tensor Views': [t for t in tensors if t.base is not None],
+            'Grad Tensors': [t for t, g in zip(tensors, is_gradient, strict=True) if g and t.base is None],
+        }
+        lines = []
+        for title, members in groups.items():
+            lines += [f'{title}:', *(f'\t{tensor}' + (f' of {tensor.base}' if tensor.base else '') for tensor in members)]
+        lines += ['Actions:', *self.initial]
+        for i, action in enumerate(self.actions):
+            if i == self._boundary:
+                lines.append('============= BoundaryAction: boundary action =============')
+            lines.append(str(action))
+        return '\n'.join(lines)
+
+    def memory(self):
+        """-> Memory: what the step needs."""
+        kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input')}
+        for start, end, tensor in self._regions:
+            kinds[tensor.kind] += end - start
+        blocks = sum(block.nbytes for block in self._blocks)
+        return Memory(kinds['parameter'], kinds['gradient'], kinds['moment'], kinds['input'], blocks,
+                      self._asked - blocks, sum(kinds.values()) + blocks)
+
+    def profile(self, runs=20):
+        """Run the plan `runs` times and measure every action -> pyops.profile.Profile."""
+        from pyops.profile import Profile
+        ffi = library.cpu().ffi
+        self.run()                                  # warm
+        times = []
+        for _ in range(runs):
+            self.run(seconds=self._seconds)
+            times.append(np.frombuffer(ffi.buffer(self._seconds), np.float64)[:len(self._replayed)].copy())
+        return Profile(self._replayed, np.array(times), _argument)
+
+    def dot(self, path):
+        """Write the plan as a Graphviz graph: actions are boxes, tensors ellipses, the boundary a dashed line of boxes."""
+        from pyops.errors import UserError
+        lines = ['digraph plan {', '  rankdir=TB; node [fontname="Helvetica", fontsize=10];']
+        tensors = {(t.name, t.shape): f't{i}' for i, t in enumerate(self.tensors())}
+        colours = dict(parameter='#cfe2ff', gradient='#ffd9cc', moment='#e8e8e8', input='#d9f2d9', scratch='#ffffff',
+                       intermediate='#fff6cc')
+        for (name, shape), node in tensors.items():
+            kind = next(t.kind for t in self.tensors() if (t.name, t.shape) == (name, shape))
+            lines.append(f'  {node} [label={json.dumps(f"{name}{chr(10)}{_shape(shape)}")}, shape=ellipse, style=filled, '
+                         f'fillcolor="{colours[kind]}"];')
+        for i, action in enumerate(self.actions):
+            after = self._boundary is not None and i >= self._boundary
+            lines.append(f'  a{i} [label={json.dumps(action.kernel)}, shape=box, style="filled{",rounded" if after else ""}", '
+                         f'fillcolor="{"#f4f4f4" if after else "#ffffff"}"];')
+            inputs, outputs, _ = action.split()
+            lines += [f'  {tensors[t.name, t.shape]} -> a{i};' for t in inputs.values()]
+            lines += [f'  a{i} -> {tensors[t.name, t.shape]};' for t in outputs.values()]
+        try:
+            with open(path, 'w') as file:
+                file.write('\n'.join([*lines, '}', '']))
+        except OSError as error:
+            raise UserError(f'{path}: cannot write the graph ({error.strerror}); name another file with --dot') from error
+
+
+class _Place(NamedTuple):
+    """Where an array of the plan lay: its block, which it keeps, and its address."""
+    block: np.ndarray
+    address: int
+
+
+def _address(value):
+    if value is None:
+        return 0
+    if isinstance(value, _Place):
+        return value.address
+    return value.ctypes.data if isinstance(value, np.ndarray) else int(library.cpu().ffi.cast('intptr_t', value))
+
+
+def _argument(action, name):
+    """The array that an action's argument stands for, None where it is NULL."""
+    names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
+    value = action.values[names.index(name)]
+    if not isinstance(value, _Place):
+        return value
+    tensor = action.tensors[name]
+    offset = value.address - value.block.ctypes.data
+    return value.block[offset:offset + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)

@@ -1,0 +1,109 @@
+"""What a plan's actions cost: time, operations, bytes, and how near that is to what the machine can do."""
+import functools
+import json
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops import backend
+from pyops.errors import UserError
+
+# kernel -> operations of its matrix products (two for a multiply-add), from the header's sizes s and a look into the
+# arrays of the arguments; kernels that are not here are bound by memory
+FLOPS = {
+    'gemm': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
+    'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
+    'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
+    'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],
+}
+# kernel -> bytes that cross memory, where that is not every operand once
+BYTES = {
+    'embedding_forward': lambda s: 2 * s['R'] * s['E'] * 4 + s['R'] * 4,
+    'embedding_backward': lambda s: 3 * s['R'] * s['E'] * 4 + s['R'] * 4,
+    'gather_pixels': lambda s: s['B'] * s['C'] * 5 + s['B'] * 8,
+    'gather_sequences': lambda s: s['B'] * s['T'] * 8 + s['B'] * 8,
+}
+
+
+class Machine(NamedTuple):
+    flops: float            # per second, all threads, fused multiply-adds in registers
+    bandwidth: float        # bytes per second, all threads, reading one large array and writing another
+
+
+@functools.cache
+def machine():
+    """Measure the machine: the best of several short runs (0.2 s in all)."""
+    flops, rounds = np.empty(1, np.float64), 200_000
+
+    def best(run, times):
+        seconds = []
+        for _ in range(times):
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    fma = best(lambda: backend.launch('fma_loop', flops, rounds), 20)
+    x, y, one = np.ones(2**24, np.float32), np.ones(2**24, np.float32), np.ones(1, np.float32)
+    copy = best(lambda: backend.launch('scale', y, x, one, x.size), 5)
+    return Machine(flops[0] / fma, 2 * x.nbytes / copy)
+
+
+class Row(NamedTuple):
+    name: str
+    calls: int              # of this action in the measured runs
+    seconds: float          # median of a call
+    share: float            # of the step
+    flops: float            # per second, 0 where the kernel has no products
+    bandwidth: float        # bytes per second
+    of_peak: float          # of the machine's operations for products, else of its bandwidth
+
+
+class Profile:
+    """actions, and their wall times (runs, actions) in seconds."""
+
+    def __init__(self, actions, times, array):
+        self.actions, self.times = actions, times
+        self._array = array         # (action, argument) -> its array
+
+    def rows(self):
+        """One Row an action, in their order."""
+        best, medians, rows = machine(), np.median(self.times, 0), []
+        for action, seconds in zip(self.actions, medians, strict=True):
+            sizes = action.scalars
+            flops = FLOPS.get(action.kernel, lambda s, array: 0)(sizes, lambda name, a=action: self._array(a, name)) / seconds
+            bytes_ = BYTES[action.kernel](sizes) if action.kernel in BYTES else self._operand_bytes(action)
+            output = next(iter(action.split()[1].values()))
+            rows.append(Row(f'{action.kernel} -> {output.name}', len(self.times), seconds, seconds / medians.sum(),
+                            flops, bytes_ / seconds, flops / best.flops if flops else bytes_ / seconds / best.bandwidth))
+        return rows
+
+    @staticmethod
+    def _operand_bytes(action):
+        return sum(tensor.nbytes for name, tensor in action.tensors.items() if name != 'work')
+
+    def __str__(self):
+        best, rows = machine(), self.rows()
+        lines = [f'{"action":52} {"calls":>5} {"time":>10} {"share":>6} {"GFLOP/s":>8} {"GB/s":>7} {"of peak":>8}']
+        for row in rows:
+            flops = f'{row.flops / 1e9:8.1f}' if row.flops else ' ' * 8
+            lines.append(f'{row.name[:52]:52} {row.calls:5d} {1e6 * row.seconds:7.1f} us {row.share:6.1%} {flops} '
+                         f'{row.bandwidth / 1e9:7.1f} {row.of_peak:8.1%}')
+        total = sum(row.seconds for row in rows)
+        lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; this machine: {best.flops / 1e9:.1f} GFLOP/s, '
+                     f'{best.bandwidth / 1e9:.1f} GB/s on {backend.threads()} threads')
+        return '\n'.join(lines)
+
+    def trace(self, path):
+        """Write the last measured run as Chrome trace JSON (chrome://tracing, Perfetto)."""
+        events, now = [], 0.0
+        for action, seconds in zip(self.actions, self.times[-1], strict=True):
+            events.append(dict(name=action.kernel, ph='X', ts=1e6 * now, dur=1e6 * seconds, pid=0, tid=0,
+                               args={name: str(tensor) for name, tensor in action.tensors.items()}))
+            now += seconds
+        try:
+            with open(path, 'w') as file:
+                json.dump({'traceEvents': events, 'displayTimeUnit': 'ms'}, file)
+        except OSError as error:
+            raise UserError(f'{path}: cannot write the profile ({error.strerror}); name another file with --profile') from error

@@ -1,0 +1,338 @@
+"""The plan: what it records, that replay is the same step, what it tells, how it refuses."""
+import gc
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from pyops import backend
+from pyops.backend import library
+from pyops.ops import CrossEntropy, Linear, ReLU
+from pyops.optim import Adam
+from pyops.params import Parameters, Spec
+from pyops.plan import Plan
+from pyops.profile import BYTES, FLOPS, machine
+from seq2seq.model import Config, Seq2Seq
+
+
+def normal(generator, shape):
+    return generator.standard_normal(shape).astype('f')
+
+
+class Tiny:
+    """Two linear layers and a loss: small enough to know every tensor of its plan."""
+
+    def __init__(self, B=6, I=5, H=4, C=3, seed=0):
+        self.params = Parameters({'w1': Spec((H, I), normal), 'bias1': Spec((H,), normal),
+                                  'w2': Spec((C, H), normal), 'bias2': Spec((C,), normal)}, seed)
+        self.adam = Adam(self.params, lr=0.01)
+        p = self.params
+        self.first, self.second = Linear(p['w1'], p['bias1'], 'layer1'), Linear(p['w2'], p['bias2'], 'layer2')
+        self.relu, self.loss = ReLU('relu'), CrossEntropy(name='loss')
+        self.one = np.ones(1, 'f')
+        rng = np.random.default_rng(seed)
+        self.x, self.labels = rng.standard_normal((B, I)).astype('f'), rng.integers(0, C, B).astype('i')
+
+    def step(self, boundary=lambda: None):
+        self.params.zero_grads()
+        a, c1 = self.first.forward(self.x)
+        r, c2 = self.relu.forward(a)
+        y, c3 = self.second.forward(r)
+        loss, c4 = self.loss.forward(y, self.labels)
+        boundary()
+        dy = self.loss.backward(self.one, c4)
+        dr = self.second.backward(dy, c3)
+        da = self.relu.backward(dr, c2)
+        self.first.backward(da, c1, want_dx=False)
+        self.adam.step()
+        return loss
+
+    def record(self):
+        plan = Plan(self.params, x=self.x, labels=self.labels, one=self.one, **self.adam.arrays())
+        with plan:
+            loss = self.step(plan.boundary)
+        return plan, loss
+
+
+def test_replay_equals_eager_execution_bit_for_bit():
+    planned, eager, rng = Tiny(), Tiny(), np.random.default_rng(1)
+    plan, loss = planned.record()
+    assert loss[0] == eager.step()[0]
+    for step in range(100):
+        x, labels = rng.standard_normal(eager.x.shape).astype('f'), rng.integers(0, 3, eager.labels.size).astype('i')
+        eager.x[...], eager.labels[...] = x, labels
+        plan.feed(x=x, labels=labels)
+        if step == 50:                          # what changes between steps lies in memory
+            eager.adam.lr[0] = planned.adam.lr[0] = 0.001
+        plan.run()
+        assert loss[0] == eager.step()[0]
+        assert (planned.params.values == eager.params.values).all()
+    assert (planned.params.m == eager.params.m).all() and planned.adam.count[0] == eager.adam.count[0] == 101
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.3])
+def test_replay_of_seq2seq_equals_eager_execution_bit_for_bit(dropout):
+    config = Config(40, 50, embedding=16, hidden=24, num_steps=5, dropout=dropout)
+    models = [Seq2Seq(config, seed=2) for _ in range(2)]
+    adams, rng = [Adam(m.params, 0.005) for m in models], np.random.default_rng(3)
+    inputs = {name: np.ones((5, 9), np.int32) for name in ('source', 'target', 'labels')}
+
+    def step(model, adam, source, target, labels, boundary=lambda: None):
+        model.params.zero_grads()
+        loss, ctx = model.forward(source, target, labels, adam.count)
+        boundary()
+        model.backward(ctx)
+        adam.step()
+        return loss
+
+    plan = Plan(models[0].params, **inputs, **adams[0].arrays())
+    with plan:
+        loss = step(models[0], adams[0], **inputs, boundary=plan.boundary)
+    step(models[1], adams[1], **inputs)
+    for _ in range(100):
+        batch = {name: rng.integers(0, 40, (5, 9)).astype(np.int32) for name in inputs}
+        plan.feed(**batch)
+        plan.run()
+        assert loss[0] == step(models[1], adams[1], **batch)[0]
+    assert (models[0].params.values == models[1].params.values).all()
+
+
+def test_the_printed_plan_names_every_tensor_with_its_shape():
+    plan, _ = Tiny().record()
+    lines = str(plan).splitlines()
+    want = {'x': '(6, 5)', 'w1': '(4, 5)', 'bias1': '(4)', 'layer1.y': '(6, 4)', 'relu.y': '(6, 4)', 'w2': '(3, 4)',
+            'bias2': '(3)', 'layer2.y': '(6, 3)', 'loss.loss': '(1)', 'loss.lse': '(6)', 'loss.dx': '(6, 3)',
+            'layer2.dx': '(6, 4)', 'relu.dx': '(6, 4)', 'w1_grad': '(4, 5)', 'bias1_grad': '(4)', 'w2_grad': '(3, 4)',
+            'bias2_grad': '(3)', 'norm': '(1)', 'lr': '(1)', 'one': '(1)'}
+    found = {t.name: str(t)[len(f'Tensor({t.name})'):] for t in plan.tensors() if t.dtype == np.float32}
+    for name, shape in want.items():
+        assert found[name] == shape, name
+    assert set(found) - set(want) <= {'all_grad', 'parameters', 'all_adam_m', 'all_adam_v', 'norm_work'}
+    assert '\tTensor(INT32)(labels)(6)' in lines
+    for title in ('Tensors:', 'Tensor Views:', 'Grad Tensors:', 'Actions:'):
+        assert title in lines
+    gradients = lines[lines.index('Grad Tensors:') + 1:lines.index('Actions:')]
+    assert '\tTensor(w1_grad)(4, 5)' in gradients and '\tTensor(relu.dx)(6, 4)' in gradients
+    assert not any('Tensor(relu.y)' in line for line in gradients)
+    boundary = next(i for i, line in enumerate(lines) if 'BoundaryAction' in line)
+    kernels = [line.split('Action:')[0] for line in lines]
+    assert kernels[boundary - 1] == 'CrossEntropyForward' and kernels[boundary + 1] == 'CrossEntropyBackward'
+    assert [k for k in kernels if k.startswith('[once]')] == ['[once]Init'] * 4
+    gemm = next(line for line in lines if line.startswith('GemmAction'))
+    assert gemm == ('GemmAction: a Tensor(x)(6, 5), b Tensor(w1)(4, 5), bias Tensor(bias1)(4) -> c Tensor(layer1.y)(6, 4)'
+                    '  [M=6 N=4 K=5 ldc=4 a_row=5 a_col=1 b_row=1 b_col=5 accumulate=0]')
+
+
+def test_a_view_is_named_after_its_tensor():
+    x = np.arange(12, dtype='f').reshape(3, 4)
+    with Plan(x=x) as plan:
+        y = backend.empty((3, 4), name='op.y')
+        backend.launch('scale', y, x, np.ones(1, 'f'), 12)
+        backend.launch('fill', y[1], 4, 0.0)
+    assert '\tTensor(op.y_view)(4) of Tensor(op.y)(3, 4)' in str(plan).splitlines()
+
+
+def test_actions_marked_once_run_once():
+    count, table = np.zeros(1, np.int64), np.zeros(4, 'f')
+    with Plan(count=count) as plan:
+        with plan.once():
+            backend.launch('fill', table, 4, 2.0)
+            kept = backend.empty(4, name='kept')
+            backend.launch('fill', kept, 4, 3.0)
+            address = kept.ctypes.data
+            del kept
+        later = backend.empty(4, name='later')
+        backend.launch('increment', count)
+    assert later.ctypes.data != address, 'what was computed once was given away'
+    table[...] = 0
+    plan.run()
+    plan.run()
+    assert count[0] == 3 and (table == 0).all()
+    assert str(plan).count('[once]FillAction') == 2
+
+
+def test_memory_of_dead_arrays_is_handed_out_again():
+    with Plan() as plan:
+        first = backend.empty((100, 100), name='a')
+        address = first.ctypes.data
+        view = first[3:]
+        del first
+        second = backend.empty((100, 100), name='b')
+        assert second.ctypes.data != address            # a view still holds the first
+        del view
+        third = backend.empty((90, 100), name='c')
+        assert third.ctypes.data == address
+        small = backend.empty(10, name='d')             # a block much too large is not taken
+    memory = plan.memory()
+    assert memory.intermediates == 2 * 40000 // 64 * 64 + 64 and memory.saved_by_reuse == 36032
+    del second, third, small
+
+
+def test_memory_adds_up():
+    tiny = Tiny(B=50, I=300, H=200, C=10)
+    plan, _ = tiny.record()
+    memory = plan.memory()
+    nbytes = tiny.params.values.nbytes
+    assert memory[:3] == (nbytes, nbytes, 2 * nbytes)
+    assert memory.peak == sum(memory[:5])
+    arrays = [(50, 200), (50, 200), (50, 10), (50, 10), (50, 200), (50, 200)]       # y, relu, y, dx, dx, dx
+    assert memory.intermediates + memory.saved_by_reuse >= 4 * sum(a * b for a, b in arrays)
+    assert memory.saved_by_reuse == 0 or memory.intermediates < 4 * sum(a * b for a, b in arrays) + 4096
+
+
+PEAK = '''
+import gc, resource, sys
+import numpy as np
+from pyops import backend
+from pyops.optim import Adam
+from pyops.plan import Plan
+from seq2seq.model import Config, Seq2Seq
+
+def resident():
+    return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('VmRSS'))
+
+backend.launch('gemm', *np.zeros((3, 300, 300), 'f'), None, 300, 300, 300, 300, 300, 1, 300, 1, 0)      # packing buffers
+before = resident()
+model = Seq2Seq(Config(3000, 5000, embedding=256, hidden=256))
+adam = Adam(model.params, 0.005)
+source, target, labels = (np.ones((9, 128), np.int32) for _ in range(3))
+with Plan(model.params, source=source, target=target, labels=labels, **adam.arrays()) as plan:
+    model.params.zero_grads()
+    loss, ctx = model.forward(source, target, labels, adam.count)
+    model.backward(ctx)
+    adam.step()
+for _ in range(3):
+    plan.run()
+gc.collect()
+print(plan.memory().peak, resident() - before)
+'''
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc: run on Linux')
+def test_peak_memory_is_what_the_operating_system_sees():
+    out = subprocess.run([sys.executable, '-c', PEAK], cwd=ROOT, text=True, capture_output=True)
+    assert out.returncode == 0, out.stderr
+    plan, system = map(int, out.stdout.split())
+    assert abs(plan - system) <= 0.1 * system, (plan, system)
+
+
+def test_a_batch_of_another_shape_is_refused():
+    plan, _ = Tiny().record()
+    with pytest.raises(ValueError, match=r'x: this plan was recorded with shape \(6, 5\), got \(7, 5\); record another'):
+        plan.feed(x=np.zeros((7, 5), 'f'))
+
+
+def test_a_plan_keeps_what_it_needs_alive_and_says_when_it_was_closed():
+    tiny = Tiny()
+    other = Tiny()
+    plan, loss = tiny.record()
+    other.step()
+    del tiny
+    gc.collect()
+    junk = [np.full(50, np.nan, 'f') for _ in range(1000)]
+    plan.run()
+    assert loss[0] == other.step()[0]
+    plan.close()
+    with pytest.raises(RuntimeError, match='closed'):
+        plan.run()
+    assert len(junk) == 1000
+
+
+def test_a_refused_action_is_named():
+    table, rows, y = np.zeros((4, 3), np.uint8), np.array([0, 3]), np.empty((2, 3), 'f')
+    with Plan(rows=rows) as plan:
+        backend.launch('fill', y, 6, 0.0)
+        backend.launch('gather_pixels', y, table, rows, 4, 2, 3, 1.0)
+    rows[1] = 4
+    with pytest.raises(ValueError, match=r'action 1, gather_pixels: gather_pixels: rows\[1\]=4, want 0 to 3'):
+        plan.run()
+    rows[1] = 2
+    plan.run()
+
+
+def test_check_names_the_action_that_made_nan():
+    tiny = Tiny()
+    plan, _ = tiny.record()
+    plan.check()
+    tiny.params['w2'].value[0, 0] = np.nan
+    with pytest.raises(FloatingPointError, match=r'GemmAction: .*Tensor\(layer2.y\)\(6, 3\).* c is not finite'):
+        plan.check()
+
+
+def test_a_plan_records_once_and_a_failed_recording_leaves_no_hook():
+    plan = Plan()
+    with pytest.raises(ZeroDivisionError), plan:
+        backend.launch('fill', np.zeros(3, 'f'), 3, 1.0)
+        raise ZeroDivisionError
+    assert len(plan.actions) == 1
+    backend.launch('fill', np.zeros(3, 'f'), 3, 1.0)
+    assert len(plan.actions) == 1
+    with pytest.raises(RuntimeError, match='records once'), plan:
+        pass
+
+
+def test_large_keys_pass_through_replay():
+    """A uint64 beyond 2^63 by value."""
+    x, step, key = np.ones(100, 'f'), np.array([3]), 2**63 + 12345
+    with Plan(x=x, step=step) as plan:
+        y = backend.empty(100, name='y')
+        backend.launch('dropout', y, x, step, 100, 0.5, key)
+    before = y.copy()
+    y[...] = 0
+    plan.run()
+    assert (y == before).all() and (y != 0).any()
+
+
+# ---- profile, trace, graph --------------------------------------------------------------------------
+
+def test_profile_measures_every_action():
+    tiny = Tiny(B=64, I=300, H=200)
+    plan, _ = tiny.record()
+    profile = plan.profile(runs=3)
+    rows = profile.rows()
+    assert len(rows) == len(plan.actions) and abs(sum(row.share for row in rows) - 1) <= 1e-9
+    gemm = next(row for row in rows if row.name == 'gemm -> layer1.y')
+    assert gemm.calls == 3 and gemm.flops == pytest.approx(2 * 64 * 300 * 200 / gemm.seconds)
+    assert gemm.bandwidth == pytest.approx(4 * (64 * 300 + 300 * 200 + 200 + 64 * 200) / gemm.seconds)
+    assert gemm.of_peak == pytest.approx(gemm.flops / machine().flops)
+    text = str(profile)
+    assert text.splitlines()[0].split() == ['action', 'calls', 'time', 'share', 'GFLOP/s', 'GB/s', 'of', 'peak']
+    assert 'gemm -> layer1.y' in text and 'this machine: ' in text
+
+
+def test_costs_are_of_kernels_that_exist():
+    names = {name.removeprefix('pyops_') for name in library.cpu().functions}
+    assert set(FLOPS) <= names and set(BYTES) <= names
+    assert machine().flops > 1e8 and machine().bandwidth > 1e8
+
+
+def test_the_trace_is_what_chrome_reads(tmp_path):
+    plan, _ = Tiny().record()
+    plan.profile(runs=2).trace(tmp_path / 'trace.json')
+    events = json.loads((tmp_path / 'trace.json').read_text())['traceEvents']
+    assert [e['name'] for e in events] == [a.kernel for a in plan.actions]
+    for before, after in zip(events, events[1:], strict=False):
+        assert before['ph'] == 'X' and after['ts'] >= before['ts'] + before['dur'] - 1e-6
+
+
+def test_the_graph_is_what_graphviz_reads(tmp_path):
+    plan, _ = Tiny().record()
+    plan.dot(tmp_path / 'plan.dot')
+    text = (tmp_path / 'plan.dot').read_text()
+    assert text.count('shape=box') == len(plan.actions) and 'layer1.y' in text
+    if not shutil.which('dot'):
+        pytest.skip('Graphviz is not installed: apt install graphviz')
+    subprocess.run(['dot', '-Tsvg', tmp_path / 'plan.dot', '-o', tmp_path / 'plan.svg'], check=True)
+    assert '<svg' in (tmp_path / 'plan.svg').read_text()
+
+
+def test_kernel_numbers_are_those_of_the_header():
+    ffi, lib, functions = library.cpu()
+    kernels = [name for name, f in functions.items() if f.arguments and f.arguments[-1].name == 'stream']
+    numbers = [lib.pyops_kernel_number(name.encode()) for name in kernels if name != 'pyops_replay']
+    assert numbers == list(range(len(kernels) - 1))
+    assert lib.pyops_kernel_number(b'pyops_nonsense') == -1
