@@ -14,6 +14,8 @@ AVX512 ?= -mavx512f -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512
 
 CFLAGS := -std=gnu11 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math \
           -Wall -Wextra -Wno-unknown-pragmas -Icsrc -MMD -MP $(EXTRA_CFLAGS)
+# proves once that this compiler works
+PROBE := $(BUILD)/compiler-works-$(notdir $(firstword $(CC)))
 OBJ := $(patsubst csrc/%.c,$(BUILD)/%.o,$(wildcard csrc/*.c) $(wildcard csrc/kernels/*.c))
 
 # only these files know an instruction set; the rest is baseline, so that the library runs anywhere
@@ -33,17 +35,17 @@ $(LIBRARY): $(OBJ)
 pyops/pyops.h: csrc/pyops.h
 	cp $< $@
 
-$(BUILD)/%.o: csrc/%.c Makefile | $(BUILD)/compiler-works
+$(BUILD)/%.o: csrc/%.c Makefile | $(PROBE)
 	@mkdir -p $(dir $@)
 	$(CC) $(CFLAGS) -c -o $@ $<
 
 $(BUILD)/replay.o: CFLAGS += -I$(BUILD)
 $(BUILD)/replay.o: $(BUILD)/replay_calls.inc
-$(BUILD)/replay_calls.inc: csrc/replay.awk csrc/pyops.h | $(BUILD)/compiler-works
+$(BUILD)/replay_calls.inc: csrc/replay.awk csrc/pyops.h | $(PROBE)
 	awk -f $^ > $@.new && mv $@.new $@
 
 # one line instead of a screen of errors
-$(BUILD)/compiler-works:
+$(PROBE):
 	@mkdir -p $(BUILD)
 	@command -v $(firstword $(CC)) >/dev/null || \
 	    { echo "make: error: no C compiler '$(CC)': install gcc, or clang with libomp, or name one with make CC=..." >&2; exit 2; }

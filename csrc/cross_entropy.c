@@ -25,7 +25,7 @@ pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse
     const pyops_status status = pyops_count_valid(valid, "cross_entropy_forward", labels, R, C, ignore);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (R * C > 16384)
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t r = 0; r < R; r++) {
         const float m = k->max(x + r*C, C);
         lse[r] = m + logf(k->sum_exp(x + r*C, m, C));
@@ -44,7 +44,7 @@ pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const f
     PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_backward: R=%lld C=%lld", LL(R), LL(C));
     const pyops_kernels *k = pyops_active();
     const float scale = valid[0] ? dloss[0] / (float)valid[0] : 0.0f;
-    #pragma omp parallel for schedule(static) if (R * C > 16384)
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t r = 0; r < R; r++) {
         if (labels[r] == ignore) {
             k->fill(dx + r*C, C, 0.0f);

@@ -12,7 +12,7 @@ pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_
     enum { CHUNK = 4096 };              /* a multiple of the four words of a counter */
     const pyops_kernels *k = pyops_active();
     const uint32_t threshold = (uint32_t)((double)p * 4294967296.0);
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_EXPS)
     for (int64_t i = 0; i < n; i += CHUNK)
         k->dropout(y + i, x + i, i / 4, pyops_min(CHUNK, n - i), (uint64_t)step[0], key, threshold, 1.0f / (1.0f - p));
     return PYOPS_OK;

@@ -19,7 +19,7 @@ pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_
     (void)stream;
     const pyops_status status = check("embedding_forward", ids, R, V, E);
     if (status) return status;
-    #pragma omp parallel for schedule(static) if (R * E > 16384)
+    #pragma omp parallel for schedule(static) if (R * E > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) memcpy(y + r*E, weight + ids[r]*E, (size_t)E * sizeof *y);
     return PYOPS_OK;
 }
@@ -30,7 +30,7 @@ pyops_status pyops_embedding_backward(float *dweight, const float *dy, const int
     const pyops_status status = check("embedding_backward", ids, R, V, E);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel if (R * E > 16384)
+    #pragma omp parallel if (R * E > PYOPS_SHARE_FLOATS)
     {
         const int32_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         for (int64_t r = 0; r < R; r++)

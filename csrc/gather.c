@@ -14,7 +14,7 @@ pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *
     const pyops_status status = check("gather_pixels", rows, N, B, C);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (B * C > 131072)
+    #pragma omp parallel for schedule(static) if (B * C > PYOPS_SHARE_FLOATS)
     for (int64_t b = 0; b < B; b++) k->from_bytes(y + b*C, table + rows[b]*C, scale, C);
     return PYOPS_OK;
 }

@@ -95,8 +95,7 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                                     int64_t M, int64_t N, int64_t K, int add) {
     const pyops_kernels *k = pyops_active();
-    /* below about 50 microseconds of work a second thread costs more than it brings */
-    const int64_t threads = M * N * K < 1000000 ? 1 : omp_get_max_threads();
+    const int64_t threads = M * N * K > PYOPS_SHARE_FMAS ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
     const int64_t rows = pyops_round_up((M + tm - 1) / tm, k->MR), columns = pyops_round_up((N + tn - 1) / tn, k->NR);
     int failed = 0;

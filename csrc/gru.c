@@ -63,7 +63,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, 1, H}, H, 2*H, 0, 2*H);
     pyops_pack_b(k, work + l.n, (pyops_view){w_hh + 2*H*H, 1, H}, H, H, 0, H);
     int failed = 0;
-    #pragma omp parallel
+    #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;
@@ -115,7 +115,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, H, 1}, 2*H, H, 0, H);
     pyops_pack_b(k, work + l.n, (pyops_view){w_hh + 2*H*H, H, 1}, H, H, 0, H);
     int failed = 0;
-    #pragma omp parallel
+    #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;

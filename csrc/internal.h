@@ -16,6 +16,8 @@
     ROW(void,   relu,         (float *y, const float *x, int64_t n)) \
     ROW(void,   relu_back,    (float *dx, const float *dy, const float *y, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
+    ROW(void,   pixels_times, (float *y, const uint8_t *x, const float *w, int64_t I, int64_t O, float scale)) \
+    ROW(void,   pixels_outer, (float *dw, const uint8_t *x, const float *dy, int64_t from, int64_t to, int64_t O, float scale)) \
     ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
@@ -57,9 +59,19 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((
 #define PYOPS_REQUIRE(cond, ...) do { if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
 #define LL(x) ((long long)(x))      /* for %lld: int64_t is long on some systems, long long on others */
 
+/* ---- when work is shared ----------------------------------------------------------------------
+ * A parallel region costs a few microseconds on a quiet machine, and on a busy one the time until the scheduler lets
+ * every thread run, so a second thread must save tens of microseconds.  These are about 25 of them on one core:
+ * floats that are moved, floats with an exponential or a root each, and multiply-adds.
+ */
+enum { PYOPS_SHARE_FLOATS = 65536, PYOPS_SHARE_EXPS = 16384, PYOPS_SHARE_FMAS = 2000000 };
+
 /* ---- scratch: one buffer a thread, grown on demand, freed with the thread; NULL if there is no memory.
  * A second call by the same thread hands out the same memory again. */
 float *pyops_scratch(size_t floats);
+
+/* Outputs of a linear layer on pixels come in blocks of this many, padded with zeros. */
+enum { PYOPS_PIXEL_BLOCK = 32 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------
  * A packed A holds, for each block of KC columns, panels of MR rows; a packed B, for each block of KC rows,

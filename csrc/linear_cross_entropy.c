@@ -78,7 +78,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     const float scale = n_valid ? 1.0f / (float)n_valid : 0.0f;
     double sum = 0.0;
     int failed = 0;
-    #pragma omp parallel
+    #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)
     {
         float *scratch = pyops_scratch(pyops_product_scratch(k));
         if (!scratch) {

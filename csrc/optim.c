@@ -8,7 +8,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { CHUNK = 16384 };
+enum { CHUNK = 16384, ADAM_CHUNK = 4096 };        /* Adam has a root and a division an element: smaller shares */
 
 int64_t pyops_grad_norm_work(int64_t n) { return 2 * ((n + CHUNK - 1) / CHUNK); }
 
@@ -17,7 +17,7 @@ pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_
     PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
-    #pragma omp parallel for schedule(static) if (chunks > 1)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < chunks; i++) {
         const double s = k->sum_squares(grad + i*CHUNK, pyops_min(CHUNK, n - i*CHUNK));
         memcpy(work + 2*i, &s, sizeof s);           /* a double in the space of two floats */
@@ -58,9 +58,9 @@ pyops_status pyops_adam(float *param, float *m, float *v,
     const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
     const float root_correction = (float)(1.0 / sqrt(1.0 - pow(beta2, t)));
     const float clip = clip_factor(norm, max_norm);
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
-    for (int64_t i = 0; i < n; i += CHUNK)
-        k->adam(param + i, m + i, v + i, grad + i, pyops_min(CHUNK, n - i), clip, beta1, beta2,
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += ADAM_CHUNK)
+        k->adam(param + i, m + i, v + i, grad + i, pyops_min(ADAM_CHUNK, n - i), clip, beta1, beta2,
                 step_size, root_correction, eps);
     return PYOPS_OK;
 }

@@ -101,6 +101,23 @@ PYOPS_API pyops_status pyops_gather_sequences(
     int32_t *ids, const int32_t *table, const int64_t *rows,
     int64_t N, int64_t B, int64_t T, int32_t first, void *stream);
 
+/* ---- linear layer on pixels ------------------------------------------------------------------------
+ * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the pixels that are not 0
+ * dweight[i,:] += sum_b scale * table[rows[b],i] * dy[b,:];   dbias += sum_b dy[b,:]
+ * Batch, conversion to float and product in one; pixels have no gradient.
+ * table (N,I) uint8   rows (B) int64 in [0,N)   weight, dweight (I,O)   bias, dbias (O)   y, dy (B,O)
+ */
+PYOPS_API pyops_status pyops_pixel_linear_forward(
+    float *y, const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
+    float *work,
+    int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream);
+PYOPS_API pyops_status pyops_pixel_linear_backward(
+    float *dweight, float *dbias, const float *dy, const uint8_t *table, const int64_t *rows,
+    float *work,
+    int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream);
+PYOPS_API int64_t pyops_pixel_linear_forward_work(int64_t B, int64_t I, int64_t O);
+PYOPS_API int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O);
+
 /* ---- concatenation with a context ------------------------------------------------
  * y[t,b,:] = [x[t,b,:], context[b,:]]     the same context at every step
  * y, dy (T,B,E+H)   x, dx (T,B,E)   context, dcontext (B,H)

@@ -12,7 +12,7 @@ pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "fill: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->fill(y + i, pyops_min(CHUNK, n - i), value);
     return PYOPS_OK;
 }
@@ -21,7 +21,7 @@ pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n,
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "axpy: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->axpy(y + i, x + i, alpha[0], pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
@@ -30,7 +30,7 @@ pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "scale: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->scale(y + i, x + i, alpha[0], pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
@@ -38,7 +38,7 @@ pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx) {
     enum { COLUMNS = 256 };             /* the sums of a thread stay in L1 while the rows go by */
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (R * C > CHUNK)
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t c = 0; c < C; c += COLUMNS) {
         const int64_t n = pyops_min(COLUMNS, C - c);
         float sums[COLUMNS] = {0};
@@ -58,7 +58,7 @@ pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, 
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld", LL(R), LL(C));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (R * C > CHUNK)
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) {
         const float *x_r = x + r*C, m = k->max(x_r, C);
         int64_t c = 0;
@@ -78,7 +78,7 @@ pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *strea
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->relu(y + i, x + i, pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
@@ -87,7 +87,7 @@ pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > CHUNK)
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->relu_back(dx + i, dy + i, y + i, pyops_min(CHUNK, n - i));
     return PYOPS_OK;
 }
@@ -97,7 +97,7 @@ pyops_status pyops_concat_context_forward(float *y, const float *x, const float 
     (void)stream;
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld",
                   LL(T), LL(B), LL(E), LL(H));
-    #pragma omp parallel for schedule(static) if (T * B * (E + H) > CHUNK)
+    #pragma omp parallel for schedule(static) if (T * B * (E + H) > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < T * B; r++) {
         memcpy(y + r*(E + H), x + r*E, (size_t)E * sizeof *y);
         memcpy(y + r*(E + H) + E, context + r % B * H, (size_t)H * sizeof *y);
@@ -111,7 +111,7 @@ pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const flo
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld",
                   LL(T), LL(B), LL(E), LL(H));
     const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (T * B * (E + H) > CHUNK)
+    #pragma omp parallel for schedule(static) if (T * B * (E + H) > PYOPS_SHARE_FLOATS)
     for (int64_t b = 0; b < B; b++) {
         k->fill(dcontext + b*H, H, 0.0f);
         for (int64_t t = 0; t < T; t++) {

@@ -1,7 +1,7 @@
 """One table of ops; every property below is checked for every row at every size.
 
 A row says how to build the op, how to call it, and what it should compute: once in float64 numpy from the formula,
-once in PyTorch.  Adding an op is adding a row.  `make test` runs this file once for each instruction set.
+once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.  `make test` runs this file once for each instruction set.
 """
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,17 @@ import pytest
 import references as ref
 
 from pyops import backend
-from pyops.ops import GRU, ConcatContext, CrossEntropy, Dropout, Embedding, Linear, LinearCrossEntropy, ReLU
+from pyops.ops import (
+    GRU,
+    ConcatContext,
+    CrossEntropy,
+    Dropout,
+    Embedding,
+    Linear,
+    LinearCrossEntropy,
+    PixelLinear,
+    ReLU,
+)
 from pyops.params import Parameter
 
 
@@ -37,6 +47,7 @@ def labels_with_masked_rows(rng, shape, classes, ignore):
 class LinearRow:
     name = 'linear'
     sizes = ((1, 1, 1), (3, 5, 7), (6, 16, 256), (7, 17, 257), (13, 32, 40), (64, 100, 96))      # R, O, I
+    large = (601, 100, 96)
 
     def build(self, size, rng):
         R, O, I = size
@@ -50,10 +61,33 @@ class LinearRow:
         return torch.nn.functional.linear(x, weight, bias)
 
 
+class PixelLinearRow:
+    name = 'pixel_linear'
+    wrong_axis = {'rows': None}             # any length will do
+    sizes = ((1, 1, 1, 1), (5, 3, 9, 4), (9, 7, 17, 33), (6, 40, 784, 30), (3, 2, 2100, 40))      # N, B, I, O
+    large = (300, 401, 784, 30)
+
+    def build(self, size, rng):
+        N, B, I, O = size
+        table = (rng.integers(0, 256, (N, I)) * (rng.random((N, I)) < 0.3)).astype(np.uint8)
+        table[0, 0] = 255
+        rows = rng.integers(0, N, B)
+        rows[0] = 0
+        params = dict(weight=normal(rng, I, O), bias=normal(rng, O))
+        return Built(PixelLinear, {}, params, dict(table=table, rows=rows))
+
+    def reference(self, weight, bias, table, rows):
+        return table[rows] / 255 @ weight + bias
+
+    def torch(self, torch, weight, bias, table, rows):
+        return table[rows].double() / 255 @ weight + bias
+
+
 class ReLURow:
     name = 'relu'
     wrong_axis = {'x': None}                # any shape will do
     sizes = ((1,), (2, 3), (5, 17), (40, 1001))
+    large = (70, 1001)
 
     def build(self, size, rng):
         x = normal(rng, *size)
@@ -70,6 +104,7 @@ class EmbeddingRow:
     name = 'embedding'
     wrong_axis = {'ids': None}              # any shape will do
     sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (9, 16, 7, 33), (9, 64, 50, 64))                         # T, B, V, E
+    large = (9, 128, 50, 64)
 
     def build(self, size, rng):
         T, B, V, E = size
@@ -87,6 +122,7 @@ class DropoutRow:
     name = 'dropout'
     wrong_axis = {'x': None}
     sizes = ((1, 0.2), (3, 0.5), (257, 0.2), (4097, 0.0), (9000, 0.9))                            # n, p
+    large = (20_001, 0.3)
 
     def build(self, size, rng):
         n, p = size
@@ -106,6 +142,7 @@ class ConcatContextRow:
     name = 'concat_context'
     wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
     sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (9, 17, 33, 16), (9, 64, 32, 64))                        # T, B, E, H
+    large = (9, 67, 65, 64)
 
     def build(self, size, rng):
         T, B, E, H = size
@@ -120,6 +157,7 @@ class ConcatContextRow:
 
 class GRURow:
     sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
+    large = (9, 61, 40, 64)
 
     def __init__(self, reset_before, with_h0):
         self.name = f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
@@ -158,6 +196,7 @@ class CrossEntropyRow:
     name = 'cross_entropy'
     wrong_axis = {'x': 0}
     sizes = ((1, 2), (3, 5), (8, 17), (33, 100), (20, 1001))                                      # R, C
+    large = (37, 1001)
 
     def build(self, size, rng):
         R, C = size
@@ -175,6 +214,7 @@ class CrossEntropyRow:
 class LinearCrossEntropyRow:
     name = 'linear_cross_entropy'
     sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
+    large = (5, 70, 17, 1100)
 
     def build(self, size, rng):
         T, B, D, V = size
@@ -191,7 +231,8 @@ class LinearCrossEntropyRow:
         return torch.nn.functional.cross_entropy(logits, labels.reshape(-1).long(), ignore_index=0).reshape(1)
 
 
-TABLE = [LinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
+TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(),
+         LinearCrossEntropyRow(),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False))]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
@@ -289,6 +330,9 @@ def test_parameter_gradients_add_and_activation_gradients_overwrite(row, size):
             assert (again[name] == grad).all()
 
 
+GUARD = {np.dtype(t): value for t, value in ((np.float32, -7.25), (np.int32, -725), (np.int64, -725), (np.uint8, 201))}
+
+
 @pytest.mark.parametrize('row,size', EACH)
 def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=33):
     """Every array an op asks for lies between guard zones, starts as NaN and at an odd float; inputs keep their bits."""
@@ -296,10 +340,10 @@ def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=3
 
     def allocate(shape, dtype, name=''):
         n = int(np.prod(shape))
-        zone = np.full(n + 2 * guard, -7.25 if dtype == np.float32 else -725, dtype)
+        zone = np.full(n + 2 * guard, GUARD[np.dtype(dtype)], dtype)
         zones.append((zone, n))
         inside = zone[guard:guard + n]
-        inside[...] = np.nan if dtype == np.float32 else -9999
+        inside[...] = np.nan if dtype == np.float32 else 99
         return inside.reshape(shape)
 
     built = row.build(size, np.random.default_rng(0))
@@ -314,7 +358,7 @@ def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=3
     assert len(zones) > len(before), 'the op asked for no array: the check is vacuous'
     for zone, n in zones:
         for side in (zone[:guard], zone[guard + n:]):
-            assert (side == (-7.25 if zone.dtype == np.float32 else -725)).all(), 'a guard zone was written'
+            assert (side == GUARD[zone.dtype]).all(), 'a guard zone was written'
     for name, array in (built.inputs | built.params | built.constants).items():
         assert (array == before[name]).all(), f'{name} was changed'
     assert (run.y == plain.y).all()
@@ -322,7 +366,7 @@ def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=3
         assert np.isfinite(grad).all() and (grad == plain.grads[name]).all(), name
 
 
-@pytest.mark.parametrize('row,size', [pytest.param(row, row.sizes[-1], id=row.name) for row in TABLE])
+@pytest.mark.parametrize('row,size', [pytest.param(row, row.large, id=row.name) for row in TABLE])
 def test_same_bits_for_any_number_of_threads(row, size):
     before = backend.threads()
     try:

@@ -57,6 +57,12 @@ class Library(NamedTuple):
     functions: dict[str, Function]
 
 
+def _let_idle_threads_sleep():
+    """Bound how long a thread of OpenMP spins for more work (tens of microseconds, GNU's default is milliseconds): a
+    spinning thread keeps a busy machine from running the one that it waits for."""
+    os.environ.setdefault('GOMP_SPINCOUNT', '20000')
+
+
 @functools.cache
 def cpu():
     """The CPU library; a UserError says what to do if it is not built, does not fit or cannot obey PYOPS_ISA."""
@@ -65,14 +71,16 @@ def cpu():
     if not path.exists() or not header.exists():
         raise UserError(f'{path}: the kernel library is not built; {REMEDY}')
     text = header.read_text()
+    _let_idle_threads_sleep()
     ffi = FFI()
     ffi.cdef(declarations(text))
     try:
         lib = ffi.dlopen(str(path))
-    except OSError as error:
+        version = lib.pyops_abi_version()
+    except (OSError, AttributeError) as error:          # no library, or another one
         raise UserError(f'{path}: cannot be loaded ({error}); {REMEDY}') from error
-    if lib.pyops_abi_version() != ABI_VERSION:
-        raise UserError(f'{path}: ABI version {lib.pyops_abi_version()}, this Python side wants {ABI_VERSION}; {REMEDY}')
+    if version != ABI_VERSION:
+        raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {REMEDY}')
     runs, want = ffi.string(lib.pyops_isa()).decode(), os.environ.get('PYOPS_ISA')
     if want and want != runs:
         raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx512); '

@@ -1,9 +1,10 @@
 """Download data sets: try mirrors in turn, resume what was cut off, believe nothing but the checksum.
 
 A data set is one file or several.  A file that mirrors pack differently (fra-eng comes in zips of several makes) is
-checked by what is inside.  Nothing gets its final name before it is checked.
+checked by what is inside, and so is one that is gzipped.  Nothing gets its final name before it is checked.
 """
 import contextlib
+import gzip
 import hashlib
 import http.client
 import os
@@ -28,11 +29,11 @@ _CHUNK = 1 << 18
 class File(NamedTuple):
     """One file of a data set, as it lies in a data directory after the download."""
     path: str                       # below the data directory
-    sha256: str                     # of the file, or of the file inside the zip
+    sha256: str                     # of the file, or of the file inside the zip or gzip
     size: int                       # bytes of the same
     urls: tuple
     inner: str = ''                 # base name of the file inside, if `path` is a zip
-    unpacked: tuple = ()            # where that file may lie outside the zip; it is kept if it does
+    unpacked: tuple = ()            # where else it may lie, packed or not; it is kept if it does
 
 
 class Dataset(NamedTuple):
@@ -43,6 +44,19 @@ class Dataset(NamedTuple):
     files: tuple
 
 
+_MNIST_MIRRORS = (
+    'https://ossci-datasets.s3.amazonaws.com/mnist/',
+    'https://storage.googleapis.com/cvdf-datasets/mnist/',
+    'http://yann.lecun.com/exdb/mnist/',
+)
+# SHA-256 and bytes of the idx files themselves, in the order of locate.FILES
+_MNIST_CONTENTS = (
+    ('ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db', 47_040_016),
+    ('65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5', 60_008),
+    ('0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7', 7_840_016),
+    ('ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2', 10_008),
+)
+
 DATASETS = {dataset.name: dataset for dataset in (
     Dataset('fra-eng', '167,130 English-French sentence pairs of Tatoeba, file of 2019-04-07',
             'CC BY 2.0, Tatoeba (https://tatoeba.org) through https://www.manythings.org/anki/',
@@ -50,6 +64,11 @@ DATASETS = {dataset.name: dataset for dataset in (
                   ('http://d2l-data.s3-accelerate.amazonaws.com/fra-eng.zip',
                    'https://www.manythings.org/anki/fra-eng.zip'), inner='fra.txt',
                   unpacked=locate.CANDIDATES['fra-eng'][1:]),)),
+    Dataset('mnist', '60,000 + 10,000 handwritten digits of 28 x 28 pixels in four idx files',
+            'CC BY-SA 3.0, Y. LeCun, C. Cortes, C. J. C. Burges (http://yann.lecun.com/exdb/mnist/)',
+            tuple(File(places[0], sha256, size, tuple(mirror + places[0].rpartition('/')[2] for mirror in _MNIST_MIRRORS),
+                       unpacked=places[1:])
+                  for places, (sha256, size) in zip(locate.FILES['mnist'], _MNIST_CONTENTS, strict=True))),
 )}
 
 
@@ -90,8 +109,8 @@ def check(path, file):
         for chunk in _chunks(path, inner):
             digest.update(chunk)
             size += len(chunk)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise Rejected(f'not a whole zip file ({error})') from error
+    except (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise Rejected(f'not a whole {"zip" if inner else "gzip"} file ({error})') from error
     if digest.hexdigest() != file.sha256:
         raise Rejected(f'wrong checksum: SHA-256 of {file.inner or file.path} ({size} bytes) is '
                        f'{digest.hexdigest()[:12]}..., want {file.sha256[:12]}... ({file.size} bytes)')
@@ -99,9 +118,12 @@ def check(path, file):
 
 def _chunks(path, inner):
     if not inner:
-        with open(path, 'rb') as stream:
-            while chunk := stream.read(_CHUNK):
-                yield chunk
+        with open(path, 'rb') as file:
+            gzipped = file.read(2) == b'\x1f\x8b'
+            file.seek(0)
+            with gzip.open(file) if gzipped else contextlib.nullcontext(file) as stream:
+                while chunk := stream.read(_CHUNK):
+                    yield chunk
         return
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist()

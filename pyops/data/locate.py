@@ -1,13 +1,18 @@
 """Find a data set that is already on this machine."""
 import os
+from itertools import chain
 from pathlib import Path
 
 from pyops.errors import UserError
 
-# Name of a data set -> the paths, below a data directory, that any one of serves.
-CANDIDATES = {
-    'fra-eng': ('fra-eng.zip', 'fra-eng/fra.txt', 'fra.txt'),
+# Name of a data set -> for each of its files the paths, below a data directory, that any one of serves.
+FILES = {
+    'fra-eng': (('fra-eng.zip', 'fra-eng/fra.txt', 'fra.txt'),),
+    'mnist': tuple((f'mnist/{name}.gz', f'mnist/{name}', f'{name}.gz', name) for name in (
+        'train-images-idx3-ubyte', 'train-labels-idx1-ubyte', 't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')),
 }
+# The same, those of all its files together.
+CANDIDATES = {name: tuple(chain.from_iterable(files)) for name, files in FILES.items()}
 
 
 def directories(data_dir=None):
@@ -21,15 +26,44 @@ def directories(data_dir=None):
 
 
 def find(name, data_dir=None):
-    """Return the path of data set `name`, None if it is in none of `directories(data_dir)`.
+    """Return the path of data set `name`: of its file, or of the folder that holds its files.
 
+    None if it is in none of `directories(data_dir)`.
     UserError if there is no data set of this name, or `data_dir` is given and is no directory.
     """
-    if name not in CANDIDATES:
-        raise UserError(f'data set {name}: want one of {", ".join(CANDIDATES)}; '
+    paths = find_files(name, data_dir)
+    if paths is None:
+        return None
+    return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.parent for path in paths]))
+
+
+def find_files(name, data_dir=None):
+    """Return the paths of all files of data set `name` in the order of FILES, None if no directory holds them all.
+
+    All lie in the same one of `directories(data_dir)`: parts of two copies are not mixed.  Errors as of `find`.
+    """
+    for _, paths in _places(name, data_dir):
+        if None not in paths:
+            return paths
+    return None
+
+
+def find_incomplete(name, data_dir=None):
+    """Return the first of `directories(data_dir)` that holds some files of data set `name` but not all, and the names
+    of those that it lacks; None if there is no such directory.  Errors as of `find`.
+    """
+    for directory, paths in _places(name, data_dir):
+        lacking = [Path(candidates[0]).name for candidates, path in zip(FILES[name], paths, strict=True) if path is None]
+        if 0 < len(lacking) < len(paths):
+            return directory, lacking
+    return None
+
+
+def _places(name, data_dir):
+    """For each directory: itself, and for each file of the data set its path there or None."""
+    if name not in FILES:
+        raise UserError(f'data set {name}: want one of {", ".join(FILES)}; '
                         "'python -m pyops.data list' describes them")
     for directory in directories(data_dir):
-        for candidate in CANDIDATES[name]:
-            if (directory / candidate).is_file():
-                return directory / candidate
-    return None
+        yield directory, [next((directory / candidate for candidate in candidates if (directory / candidate).is_file()),
+                               None) for candidates in FILES[name]]

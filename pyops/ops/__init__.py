@@ -10,6 +10,8 @@ from pyops.ops.gru import GRU
 from pyops.ops.join import ConcatContext
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
+from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.relu import ReLU
 
-__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy', 'ReLU']
+__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy', 'PixelLinear',
+           'ReLU']

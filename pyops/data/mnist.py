@@ -1,0 +1,66 @@
+"""MNIST: 60,000 + 10,000 handwritten digits, from four idx files; where there are none, the digits drawn here."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.data import idx, locate
+from pyops.errors import UserError
+
+SIDE = 28               # pixels
+CLASSES = 10
+EMBEDDED = 'embedded'
+
+
+class Digits(NamedTuple):
+    """Images of digits, 0 (paper) to 255 (ink), row by row, and which digits they show, 0 to 9."""
+    name: str                           # the folder that they came from, or 'embedded'
+    train_images: np.ndarray            # uint8 (N, 784)
+    train_labels: np.ndarray            # uint8 (N,)
+    test_images: np.ndarray             # uint8 (M, 784)
+    test_labels: np.ndarray             # uint8 (M,)
+    line: str | None = None             # what to print about where they come from, if anything
+    images_magic: int = idx.IMAGES_MAGIC
+    labels_magic: int = idx.LABELS_MAGIC
+
+
+def load(data_dir=None, embedded=False):
+    """Return the Digits of MNIST where `locate` finds it, else, or if `embedded`, those of `pyops.data.digits`.
+
+    UserError if `data_dir` is given and nothing is found, if one of the four files is missing or broken, images and
+    labels differ in number, there are none, images are not 28 x 28, or a label is no digit.
+    """
+    paths = None if embedded else locate.find_files('mnist', data_dir)
+    if paths is not None:
+        arrays = [idx.read(path, magic) for path, magic in
+                  zip(paths, (idx.IMAGES_MAGIC, idx.LABELS_MAGIC) * 2, strict=True)]
+        _check(paths, arrays)
+        arrays[::2] = [images.reshape(len(images), -1) for images in arrays[::2]]
+        return Digits(str(locate.find('mnist', data_dir)), *arrays)
+    if not embedded:
+        if incomplete := locate.find_incomplete('mnist', data_dir):
+            directory, lacking = incomplete
+            raise UserError(f'{directory}: holds mnist without {", ".join(lacking)}: want all four files; '
+                            f'get them with: python -m pyops.data get mnist --data-dir {directory}')
+        if data_dir:
+            raise UserError(f'--data-dir {data_dir}: holds no mnist; '
+                            f'get it with: python -m pyops.data get mnist --data-dir {data_dir}')
+    from pyops.data import digits
+    arrays = digits.digits()
+    line = f'embedded digits : {len(arrays[0])} train, {len(arrays[2])} test'
+    if not embedded:
+        line = f'no MNIST found, using the {line}; get the real one with: python -m pyops.data get mnist'
+    return Digits(EMBEDDED, *arrays, line)
+
+
+def _check(paths, arrays):
+    """UserError unless the arrays that these files hold go together."""
+    for first in (0, 2):
+        (images_path, labels_path), (images, labels) = paths[first:first + 2], arrays[first:first + 2]
+        if len(images) != len(labels):
+            raise UserError(f'{images_path}: has {len(images)} images, but {labels_path} {len(labels)} labels: '
+                            'want as many; get the files again')
+        if images.shape[1:] != (SIDE, SIDE) or not len(images):
+            raise UserError(f'{images_path}: has {" x ".join(map(str, images.shape))} pixels, '
+                            f'want images of {SIDE} x {SIDE} and at least one; get the file again')
+        if labels.max() >= CLASSES:
+            raise UserError(f'{labels_path}: has a label {labels.max()}, want 0 to {CLASSES - 1}; get the file again')

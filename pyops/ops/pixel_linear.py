@@ -1,0 +1,40 @@
+"""PixelLinear: the first layer of a network on images of bytes, most of which are paper."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch, work
+
+
+class PixelLinear:
+    """Take rows of a table of pixels and multiply them with a weight matrix.
+
+    Shapes   table (N, I) uint8;  rows (B,) int64;  y, dy (B, O);  weight (I, O);  bias (O,)
+    Forward  x = scale table[rows];  y = x weight + bias
+    Backward dweight += x' dy;  dbias += sum_b dy[b];  pixels have no gradient: None
+    Saves    table and rows; x is never in memory
+    Errors   ValueError for a row outside the table, with its position; TypeError and ValueError naming the argument
+    Source   Linear with the batch's gathering fused in; pixels that are 0 are not computed
+    """
+
+    class Ctx(NamedTuple):
+        table: np.ndarray
+        rows: np.ndarray
+
+    def __init__(self, weight, bias, scale=1 / 255, name=None):
+        self.weight, self.bias, self.scale, self.name = weight, bias, scale, name or weight.owner
+
+    def forward(self, table, rows):
+        (I, O), N, B = self.weight.value.shape, len(table), len(rows)
+        check('table', table, (N, I), np.uint8)
+        check('rows', rows, (B,), np.int64)
+        y = empty((B, O), name=f'{self.name}.y')
+        launch('pixel_linear_forward', y, table, rows, self.weight.value, self.bias.value,
+               work('pixel_linear_forward', B, I, O), N, B, I, O, self.scale)
+        return y, self.Ctx(table, rows)
+
+    def backward(self, dy, ctx):
+        (I, O), N, B = self.weight.value.shape, len(ctx.table), len(ctx.rows)
+        check('dy', dy, (B, O))
+        launch('pixel_linear_backward', self.weight.grad, self.bias.grad, dy, ctx.table, ctx.rows,
+               work('pixel_linear_backward', B, I, O), N, B, I, O, self.scale)
