@@ -3,7 +3,7 @@ import shutil
 import subprocess
 import sys
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -17,15 +17,18 @@ class BuildWithLibrary(build_py):
         super().run()
 
 
+class WithLibrary(Distribution):
+    """One with code for a machine, so that its files lie at the root of a wheel that is not pure."""
+
+    def has_ext_modules(self):
+        return True
+
+
 class PlatformWheel(bdist_wheel):
     """The library is no Python extension: any Python 3, one platform."""
-
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self):
         return 'py3', 'none', super().get_tag()[2]
 
 
-setup(cmdclass={'build_py': BuildWithLibrary, 'bdist_wheel': PlatformWheel})
+setup(distclass=WithLibrary, cmdclass={'build_py': BuildWithLibrary, 'bdist_wheel': PlatformWheel})

@@ -10,6 +10,7 @@ the process, a file under a checkpoint's name is complete.
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import hashlib
 import json
 import os
@@ -217,6 +218,34 @@ def fresh(folder):
     return Found(None, folder, 'starting from scratch')
 
 
+def last(folder):
+    """Words for an error: which checkpoint of `folder` a run can go on from."""
+    newest, _ = _newest(folder)
+    return f'the last complete checkpoint is {newest}' if newest else 'there is no earlier checkpoint'
+
+
+@contextlib.contextmanager
+def claim(folder):
+    """Hold `folder` for one training run; UserError while another one, of this or another process, holds it.
+
+    Two runs in one folder would drop each other's metrics, and a resume would take whichever saved last.  The kernel
+    lets go of the lock however a process ends.  Where a file system offers no locks there is no guard.
+    """
+    descriptor = os.open(folder or '.', os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(f'{folder}: another run is training into this folder; wait until it is done, '
+                        'or name another folder with -c') from error
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def needs_room(folder, nbytes):
     """UserError where the disk that holds `folder` has fewer than `nbytes` bytes free."""
     try:
@@ -259,9 +288,7 @@ def save_or_rescue(folder, epoch, tensors, state, now=None):
         path = free_path(rescue, epoch, now)
         save(path, tensors, state)
     except UserError as error:
-        newest, _ = _newest(folder)
-        last = f'the last complete checkpoint is {newest}' if newest else 'there is no earlier checkpoint'
-        raise UserError(f'{first}; {rescue} did not take it either; {last}') from error
+        raise UserError(f'{first}; {rescue} did not take it either; {last(folder)}') from error
     raise UserError(f'{first}; this one was saved as {path}: go on from it with -c {path}')
 
 
@@ -301,6 +328,7 @@ def _newest(folder):
 
 def _prepare(folder):
     """Make `folder` where it is missing, prove that it takes a file, and clear it of what dead processes left."""
+    import safetensors  # noqa: F401    if it is missing, that shows here and not at the first save
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,7 +1,14 @@
 """Errors that a user can mend: one line that names the thing and the remedy, then exit status 2."""
 import contextlib
+import errno
+import io
 import os
 import sys
+
+# What pyproject.toml asks for, by the name of the module that is imported -> the name to install.
+_DEPENDENCIES = {'numpy': 'numpy', 'cffi': 'cffi', '_cffi_backend': 'cffi', 'pycparser': 'pycparser',
+                 'safetensors': 'safetensors', 'tqdm': 'tqdm'}
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UserError(Exception):
@@ -12,15 +19,62 @@ class UserError(Exception):
 def exits_cleanly(program):
     """Wrap a program's main: a UserError becomes `program: error: ...` on stderr and exit status 2.
 
-    A reader that closes our output (`| head`) ends the program quietly, as it ends any other Unix filter.
+    So do exhausted memory, an output that cannot be written, and a package of ours that is not installed; any other
+    exception is a bug and keeps its traceback.  A reader that closes our output (`| head`) ends the program quietly,
+    as it ends any other Unix filter, and so does Ctrl-C where nothing is left to be saved.
     """
+    _mend_streams()
+    status, line, failure = 0, '', None
     try:
         yield
-        sys.stdout.flush()
     except UserError as error:
-        sys.stdout.flush()
-        print(f'{program}: error: {" ".join(str(error).split())}', file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:
+        status, line = 2, str(error)
+    except ModuleNotFoundError as error:
+        package = _DEPENDENCIES.get((error.name or '').partition('.')[0])
+        if package is None:
+            raise
+        status, line = 2, (f'the Python package {package} is not installed: want all that pyops builds on; '
+                           f'install it with: {sys.executable} -m pip install {package}')
+    except MemoryError as error:
+        status, line = 2, (f'not enough memory ({error or "no size known"}); '
+                           'give smaller sizes or a smaller batch, or end other programs')
+    except KeyboardInterrupt:
+        status = 130                                        # 128 + SIGINT
+    except OSError as error:
+        # Without a file's name it comes from a stream that was open already: an output that takes no more.
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        failure = error
+    failure = _flush() or failure
+    if failure is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)        # so that the flush at exit has somewhere to go
-        sys.exit(141)                                       # 128 + SIGPIPE
+        if isinstance(failure, BrokenPipeError):
+            status = status or 141                          # 128 + SIGPIPE
+        elif not status:
+            status, line = 2, (f'standard output: cannot be written ({failure.strerror}); make room or send it '
+                               'elsewhere, then start again: a checkpoint that was saved is whole')
+    with contextlib.suppress(OSError):                      # of a stderr that cannot be written either
+        if line:
+            print(f'{program}: error: {" ".join(line.split())}', file=sys.stderr)
+        elif status == 130 and sys.stderr.isatty():
+            print(file=sys.stderr)                          # the shell's prompt begins a line of its own, below the ^C
+    if status:
+        sys.exit(status)
+
+
+def _mend_streams():
+    """Let every print go through: into nothing where a stream was closed by whoever started us (`>&-`), with the
+    bytes of a file's name that is not UTF-8, and with a question mark for a letter that another encoding lacks."""
+    for name in ('stdout', 'stderr'):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, 'w'))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors='surrogateescape' if sys.stdout.encoding.lower() == 'utf-8' else 'replace')
+
+
+def _flush():
+    """What keeps standard output from being written, or None."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return error

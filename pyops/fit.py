@@ -3,6 +3,7 @@
 A program brings `step(indices) -> (loss, weight, clipped)`: one training step on the samples of those numbers.
 """
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
 
@@ -48,7 +49,7 @@ def fit(run, samples, epochs, step, save, folder, save_every=10, validate=None, 
     def save_and_tell():
         print(f'checkpoint saved : {save()}', flush=True)
 
-    with Interrupt() as stop, Metrics(folder, run.epoch) as metrics:
+    with checkpoint.claim(folder), Interrupt() as stop, Metrics(folder, run.epoch) as metrics:
         while run.epoch < epochs:
             with Progress(samples, unit, initial=run.position) as progress:
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position):
@@ -56,7 +57,7 @@ def fit(run, samples, epochs, step, save, folder, save_every=10, validate=None, 
                     loss, weight, clipped = step(indices)
                     if not math.isfinite(loss):
                         raise UserError(f'the loss is {loss} at [{run.position}/{samples}] of epoch {run.epoch + 1}; '
-                                        f'lower the learning rate with -l and start again from a checkpoint with -c')
+                                        f'lower the learning rate with -l; {checkpoint.last(folder)}')
                     run.position += len(indices)
                     run.loss_sum += loss * weight
                     run.weight_sum += weight
@@ -106,13 +107,29 @@ def restore(params, optimizer, kept, path):
         np.copyto(place, kept[name])
 
 
+def needs_memory(specs):
+    """UserError where a model of these parameter specs cannot fit: values, gradients and Adam's moments, float32."""
+    want = 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values())
+    have = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    if want > have:
+        raise UserError(f'the model needs {want / 2 ** 30:.1f} GiB of memory and this machine has {have / 2 ** 30:.1f}; '
+                        'give a smaller --embedding, --hidden or --layers')
+
+
 def room(params):
     """Bytes of a checkpoint, with a mebibyte for names and state."""
     return 3 * params.values.nbytes + 2 ** 20
 
 
 def saver(folder, params, optimizer, run, state):
-    """A save() for `fit`: the next checkpoint of the run, in `folder`."""
+    """A save() for `fit`: the next checkpoint of the run, in `folder`.
+
+    UserError in place of a checkpoint of parameters that are not finite: a step can spoil them after its loss was
+    taken, and nobody wants to resume, or serve, from there.
+    """
     def save():
+        if not np.isfinite(params.values).all():
+            raise UserError(f'after {run.epoch} epochs parameters are no longer finite, and they are not saved; '
+                            f'lower the learning rate with -l; {checkpoint.last(folder)}')
         return checkpoint.save_or_rescue(folder, run.epoch, tensors(params, optimizer), state | {'run': run.asdict()})
     return save

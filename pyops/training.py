@@ -127,7 +127,7 @@ def _is_kept(line, epoch):
     try:
         values = json.loads(line)
         return line.endswith(b'\n') and values.get('epoch', 0) <= epoch
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):     # whatever lies there, it ends no training
         return False
 
 
@@ -216,9 +216,23 @@ def non_negative_int(text):
     return _int(text, 0)
 
 
+def int_up_to(most):
+    """-> an argparse type: a whole number from 1 to `most`, for sizes that a slip of the keyboard makes absurd."""
+    def convert(text):
+        try:
+            value = _int(text, 1)
+        except argparse.ArgumentTypeError:
+            value = math.inf
+        if value > most:
+            raise _unwanted(text, f'a whole number from 1 to {most}')
+        return value
+    return convert
+
+
 def positive_float(text):
-    """An argparse type: a finite number > 0."""
-    return _float(text, 'a number > 0', lambda value: 0 < value < math.inf)
+    """An argparse type: a number > 0 that is neither zero nor infinite as float32, which kernels calculate in."""
+    _float(text, 'a number > 0', lambda value: 0 < value < math.inf)
+    return _float(text, 'a number from 1e-37 to 1e38', lambda value: 1e-37 <= value <= 1e38)
 
 
 def non_negative_float(text):

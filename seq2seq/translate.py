@@ -7,7 +7,7 @@
 import sys
 
 from pyops.errors import UserError, exits_cleanly
-from pyops.training import ArgumentParser, positive_int
+from pyops.training import ArgumentParser, int_up_to, positive_int
 
 PROGRAM = 'seq2seq.translate'
 
@@ -19,7 +19,7 @@ def parse(argv):
     p.add_argument('--test', type=positive_int, metavar='N', help='translate N held-out sentences and score all of them')
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
     p.add_argument('--data-dir', metavar='DIR', help='with --test: where to look for fra-eng')
-    p.add_argument('--threads', type=positive_int, metavar='N', help='threads to use (default: all cores)')
+    p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
     return p.parse_args(argv)
 
 
@@ -31,7 +31,7 @@ def open_checkpoint(path):
     from pyops.text.vocabulary import Vocabulary
     from seq2seq.model import Config, Seq2Seq
 
-    if not path:
+    if path is None:
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
     found = checkpoint.find(path, serving=True)
     for warning in found.warnings:
@@ -95,7 +95,7 @@ def test(args):
     fraction = state['settings']['hold_out']
     if not fraction:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
-    corpus, _ = open_corpus(args.corpus, args.data_dir)
+    corpus, _ = open_corpus(args.corpus, args.data_dir, state['settings'].get('tiny'))
     training, _, held_out = hold_out(corpus, fraction)
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
     check_vocabularies(args.checkpoint, state, corpus.vocabularies(),

@@ -1,17 +1,22 @@
 """Fetch data sets.
 
 python -m pyops.data list
-python -m pyops.data get fra-eng [--data-dir DIR] [--mirror URL]...
+python -m pyops.data get fra-eng|mnist [--data-dir DIR] [--mirror URL]...
 """
-import argparse
-
-from pyops.data import fetch
 from pyops.errors import exits_cleanly
 
 
 def main(arguments=None):
     """Run the command line; bad input ends with one line on stderr and exit status 2."""
-    parser = argparse.ArgumentParser(prog='python -m pyops.data', description='Fetch data sets.')
+    with exits_cleanly('pyops.data'):
+        run(arguments)
+
+
+def run(arguments):
+    # not above: a package that is missing is to be named in one line
+    from pyops.data import fetch
+    from pyops.training import ArgumentParser
+    parser = ArgumentParser(prog='python -m pyops.data', description='Fetch data sets.')
     commands = parser.add_subparsers(dest='command', required=True)
     show = commands.add_parser('list', help='say what there is, under which licence, and what is here already')
     load = commands.add_parser('get', help='download a data set, or check the one that is here')
@@ -21,11 +26,10 @@ def main(arguments=None):
     for command in (show, load):
         command.add_argument('--data-dir', metavar='DIR', help='default: $PYOPS_DATA, or else ./data')
     options = parser.parse_args(arguments)
-    with exits_cleanly('pyops.data'):
-        if options.command == 'list':
-            print('\n'.join(fetch.describe(options.data_dir)))
-        else:
-            fetch.get(options.name, options.data_dir, options.mirror)
+    if options.command == 'list':
+        print('\n'.join(fetch.describe(options.data_dir)))
+    else:
+        fetch.get(options.name, options.data_dir, options.mirror)
 
 
 if __name__ == '__main__':

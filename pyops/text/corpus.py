@@ -13,6 +13,11 @@ from pyops.errors import UserError
 from pyops.text.preprocess import preprocess
 from pyops.text.vocabulary import BOS, EOS, PAD, Vocabulary, tokens_of
 
+try:
+    from lzma import LZMAError
+except ImportError:             # not every Python is built with that way of packing
+    LZMAError = zlib.error
+
 
 class Corpus:
     """Sentence pairs: `sources[i]` translates to `targets[i]`; each is the sentence's tokens joined by spaces.
@@ -99,7 +104,7 @@ def _read(path):
                 raise UserError(f'{path}: want a zip that holds a .txt file of sentence pairs, '
                                 f'got {len(archive.namelist())} other files; give the corpus itself')
             return archive.read(inner), f'{path}:{inner}'
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
         raise UserError(f'{path}: want a zip file, but it cannot be read ({error}); fetch it again') from error
     except FileNotFoundError as error:
         raise UserError(f'{path}: no such file; give a .txt or .zip of sentence pairs, '

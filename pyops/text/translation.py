@@ -17,6 +17,8 @@ EMBEDDED = 'embedded'   # in place of a file's name
 def open_corpus(path=None, data_dir=None, tiny=False):
     """The Corpus to work on and a line to print about it, or None: the file `path` ('embedded': the embedded corpus),
     else the real corpus where it is found, else the embedded one.  tiny: its first 512 pairs."""
+    if path == '':
+        raise UserError("-f/--corpus: want a file or 'embedded', got ''")
     line, chosen = None, path or locate.find('fra-eng', data_dir) or EMBEDDED
     if chosen == EMBEDDED:
         if data_dir and not path:
@@ -99,7 +101,8 @@ def check_vocabularies(path, state, vocabularies, pairs):
         kept = Vocabulary(state['vocabularies'][which])
         if kept != vocabulary:
             raise UserError(f'{path}: its {which} vocabulary has {len(kept)} words, that of the corpus {len(vocabulary)} '
-                            'other ones; give the corpus it was trained on with -f, or another folder with -c')
+                            f'other ones; give the corpus it was trained on, {state["corpus"]}, with -f, '
+                            'or another folder with -c')
     if state['pairs'] != pairs.digest():
         raise UserError(f'{path}: was trained on other pairs (or another --hold-out) of the same vocabulary; '
-                        'give the corpus it was trained on with -f, or another folder with -c')
+                        f'give the corpus it was trained on, {state["corpus"]}, with -f, or another folder with -c')
