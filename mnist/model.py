@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyops import init
+from pyops.backend import launch
 from pyops.ops import CrossEntropy, Linear, PixelLinear, ReLU
 from pyops.params import Parameters, Spec
 
@@ -47,6 +48,12 @@ class MLP:
         y,    c3 = self.linear2.forward(r)                      # (B, 10)
         loss, c4 = self.loss.forward(y, labels)                 # (1,)
         return loss, y, [c1, c2, c3, c4]
+
+    def predict(self, images, classes):
+        """Write the class of each image, (N,) int32, into `classes`."""
+        a, _ = self.linear1.forward(images, np.arange(len(images)))
+        y, _ = self.linear2.forward(self.relu.forward(a)[0])
+        launch('argmax', classes, y, len(y), self.config.classes)
 
     def backward(self, ctx):
         dy = self.loss.backward(self.one, ctx.pop())

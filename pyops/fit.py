@@ -2,6 +2,7 @@
 
 A program brings `step(indices) -> (loss, weight, clipped)`: one training step on the samples of those numbers.
 """
+import contextlib
 import math
 import os
 import time
@@ -40,24 +41,38 @@ class Run:
         self.loss_sum = self.weight_sum = self.seconds = 0.0
 
 
-def fit(run, samples, epochs, step, save, folder, save_every=10, validate=None, unit='pairs'):
+def epoch_line(values):
+    """What a translation program prints at the end of an epoch."""
+    extra = ''.join(f' {name} : {values[name]:.5f}' for name in ('validation',) if name in values)
+    return f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}{extra}'
+
+
+def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, unit='pairs', line=epoch_line,
+        lines_an_epoch=10):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
-    samples: how many an epoch has.  validate() -> dict of metrics, at the end of each epoch.  Returns whether all
+    samples: how many an epoch has.  folder: where metrics.jsonl and checkpoints go; None: neither is written.
+    validate() -> dict of metrics, at the end of each epoch; line(metrics) -> what to print then.  Returns whether all
     epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
     """
     def save_and_tell():
-        print(f'checkpoint saved : {save()}', flush=True)
+        if save:
+            print(f'checkpoint saved : {save()}', flush=True)
 
-    with checkpoint.claim(folder), Interrupt() as stop, Metrics(folder, run.epoch) as metrics:
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(checkpoint.claim(folder))
+        stop = stack.enter_context(Interrupt())
+        metrics = stack.enter_context(Metrics(folder, run.epoch)) if folder is not None else None
         while run.epoch < epochs:
-            with Progress(samples, unit, initial=run.position) as progress:
+            with Progress(samples, unit, initial=run.position, lines=lines_an_epoch) as progress:
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position):
                     start = time.perf_counter()
                     loss, weight, clipped = step(indices)
                     if not math.isfinite(loss):
                         raise UserError(f'the loss is {loss} at [{run.position}/{samples}] of epoch {run.epoch + 1}; '
-                                        f'lower the learning rate with -l; {checkpoint.last(folder)}')
+                                        'lower the learning rate with -l'
+                                        + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
                     run.position += len(indices)
                     run.loss_sum += loss * weight
                     run.weight_sum += weight
@@ -69,18 +84,16 @@ def fit(run, samples, epochs, step, save, folder, save_every=10, validate=None, 
             if run.position < samples:
                 save_and_tell()
                 return False
-            line = f'epoch {run.epoch + 1} loss : {run.loss:.5f} emit_clip : {run.clips}'
             values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
                           samples_per_second=samples / run.seconds)
             if validate:
-                extra = validate()
-                values |= extra
-                line += ''.join(f' {name} : {value:.5f}' for name, value in extra.items())
+                values |= validate()
             run.end_epoch()
-            metrics.write(**values)
+            if metrics:
+                metrics.write(**values)
             if stop or run.epoch == epochs or run.epoch % save_every == 0:
                 save_and_tell()
-            print(line, flush=True)
+            print(line(values), flush=True)
             if stop:
                 return run.epoch == epochs
     return True

@@ -28,6 +28,15 @@ from pyops.backend import library
 ALIGN = 64          # bytes
 
 
+_recording = []     # the plan that records now, if any
+
+
+def boundary():
+    """Say, in a step that may be recorded, that its forward pass ends here."""
+    if _recording:
+        _recording[-1].boundary()
+
+
 class Tensor(NamedTuple):
     """An array that actions name.  base: the Tensor it is a view of, or None."""
     name: str
@@ -105,10 +114,12 @@ class Plan:
     """Records what is launched inside its `with` block and replays it.
 
     params: the pyops.params.Parameters of the step, for names and the account of memory.
+    run: whether kernels run while they are recorded, or from the first run() on.
     inputs: other arrays that live longer than a step, by the names they shall have.
     """
 
-    def __init__(self, params=None, **inputs):
+    def __init__(self, params=None, /, *, run=True, **inputs):
+        self._runs_while_recorded = run
         self.actions = []
         self.params, self.inputs = params, inputs
         self.initial = []                       # lines about what was done once before
@@ -144,9 +155,11 @@ class Plan:
             raise RuntimeError('a plan records once; make another one')
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(backend.hooks(self._allocate, self._record))
+        _recording.append(self)
         return self
 
     def __exit__(self, *error):
+        _recording.remove(self)
         self._stack.close()
         if error[0] is None:
             self._compile()
@@ -194,6 +207,7 @@ class Plan:
         tensors = {a.name: self._tensor(v, f'{kernel}.{a.name}') for a, v in zip(arguments, values, strict=False)
                    if a.pointer and v is not None}
         self.actions.append(Action(kernel, tuple(self._keep(v) for v in values), tensors, self._once))
+        return self._runs_while_recorded or self._once
 
     def _keep(self, value):
         """An action keeps arrays that are not the plan's alive; it must not do that with the plan's, or no block would
@@ -309,7 +323,11 @@ class Plan:
         lines = []
         for title, members in groups.items():
             lines += [f'{title}:', *(f'\t{tensor}' + (f' of {tensor.base}' if tensor.base else '') for tensor in members)]
-        lines += ['Actions:', *self.initial]
+        return '\n'.join([*lines, self.listing()])
+
+    def listing(self):
+        """The actions alone."""
+        lines = ['Actions:', *self.initial]
         for i, action in enumerate(self.actions):
             if i == self._boundary:
                 lines.append('============= BoundaryAction: boundary action =============')
@@ -359,6 +377,50 @@ class Plan:
                 file.write('\n'.join([*lines, '}', '']))
         except OSError as error:
             raise UserError(f'{path}: cannot write the graph ({error.strerror}); name another file with --dot') from error
+
+
+class Steps:
+    """Calls step(rows) -> arrays by a plan for each number of rows, recorded when the first such batch comes.
+
+    rows (B,) int64 says which samples are the batch; params and inputs as for Plan.  The arrays that a step returns are
+    the same objects at every replay, with new content.
+    """
+
+    def __init__(self, step, params, /, **inputs):
+        self._step, self._params, self._inputs, self.plans = step, params, inputs, {}
+
+    def __call__(self, rows):
+        plan, results = self.plans.get(len(rows)) or self._record(len(rows))
+        plan.inputs['rows'][...] = rows
+        plan.run()
+        return results
+
+    def plan(self, size):
+        """The plan of a step of that many rows; nothing is run."""
+        return (self.plans.get(size) or self._record(size))[0]
+
+    def _record(self, size):
+        rows = np.zeros(size, np.int64)
+        with Plan(self._params, run=False, rows=rows, **self._inputs) as plan:
+            results = self._step(rows)
+        self.plans[size] = plan, results
+        return plan, results
+
+
+def tell(args, plan):
+    """Answer what the flags of pyops.training.add_plan_flags ask."""
+    if args.plan:
+        print(plan)
+        print(plan.memory())
+    if args.profile is not None:
+        profile = plan.profile()
+        print(profile)
+        if args.profile:
+            profile.trace(args.profile)
+            print(f'trace written : {args.profile}')
+    if args.dot is not None:
+        plan.dot(args.dot)
+        print(f'graph written : {args.dot} (draw it: dot -Tsvg {args.dot} -o plan.svg)')
 
 
 class _Place(NamedTuple):

@@ -138,15 +138,16 @@ def _plain(value):
 
 class Progress:
     """How far an epoch is: on a terminal a bar with the rate, the time left and the running loss; redirected,
-    a plain line at each tenth of the epoch: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
+    plain lines at even distances: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
 
-    total: how many `unit` an epoch has; initial: how many of them an earlier run did; label: what stands before.
+    total: how many `unit` an epoch has; initial: how many of them an earlier run did; label: what stands before;
+    lines: how many plain lines, 0 for none.
     """
 
-    def __init__(self, total, unit='pairs', initial=0, label=''):
-        self.total, self.unit, self.label = total, unit, label
+    def __init__(self, total, unit='pairs', initial=0, label='', lines=10):
+        self.total, self.unit, self.label, self.lines = total, unit, label, lines
         self._start, self._initial = time.perf_counter(), initial
-        self._tenth = self._tenth_of(initial)
+        self._printed = self._lines_by(initial)
         self._bar = None
         if sys.stdout.isatty():
             from tqdm import tqdm
@@ -168,8 +169,8 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(done - self._bar.n)
-        elif self._tenth_of(done) > self._tenth:
-            self._tenth = self._tenth_of(done)
+        elif self._lines_by(done) > self._printed:
+            self._printed = self._lines_by(done)
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
             minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
             timing = f'({rate:.0f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
@@ -187,8 +188,8 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _tenth_of(self, done):
-        return 10 * done // max(self.total, 1)
+    def _lines_by(self, done):
+        return self.lines * done // max(self.total, 1)
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------
@@ -204,6 +205,21 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         message = ' '.join(message.removeprefix('argument ').split())
         self.exit(2, f'{self.prog}: error: {message}; see --help\n')
+
+
+def add_plan_flags(parser):
+    """--plan, --profile [FILE], --dot FILE: what a program can tell about its training step instead of training;
+    --no-plan: train without one."""
+    parser.add_argument('--no-plan', action='store_true', help='run every step from Python: slower, the same numbers')
+    parser.add_argument('--plan', action='store_true', help='print every kernel of a training step and what memory it needs')
+    parser.add_argument('--profile', nargs='?', const='', metavar='FILE',
+                        help='time every kernel of a training step; FILE: also as Chrome trace JSON')
+    parser.add_argument('--dot', metavar='FILE', help='draw the training step as a Graphviz file')
+
+
+def asks_for_plan(args):
+    """Whether the flags of `add_plan_flags` ask about the step."""
+    return bool(args.plan or args.profile is not None or args.dot is not None)
 
 
 def positive_int(text):

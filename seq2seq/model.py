@@ -134,6 +134,10 @@ class Seq2Seq:
         """How many labels of that forward pass were not padding, (1,) int32; to be asked for before backward."""
         return ctx[-1].valid
 
+    def arrays(self):
+        """What it reads beside its parameters, by name, for a plan."""
+        return dict(one=self.one)
+
     def translate(self, source):
         """Greedy decoding: source (T, B) -> (num_steps, B) int32 token ids, <pad> after <eos>."""
         s, _ = self.source_embedding.forward(source)

@@ -9,6 +9,8 @@ import sys
 from pyops.errors import UserError, exits_cleanly
 from pyops.training import (
     ArgumentParser,
+    add_plan_flags,
+    asks_for_plan,
     fraction,
     int_up_to,
     non_negative_int,
@@ -53,6 +55,7 @@ def parse(argv):
                    help='tokens a sentence is cut or padded to (default 9)')
     p.add_argument('--reset-before', action='store_true', default=None,
                    help="the GRU's reset gate before the recurrent product, as first published")
+    add_plan_flags(p)
     return p.parse_args(argv)
 
 
@@ -80,11 +83,15 @@ def main(argv=None):
     if args.epochs == 0:
         from seq2seq.translate import serve
         return serve(args.checkpoint)
-    train(args, checkpoint.fresh('./checkpoints') if args.checkpoint is None else checkpoint.find(args.checkpoint))
+    if args.checkpoint is not None:
+        found = checkpoint.find(args.checkpoint)
+    else:
+        found = checkpoint.fresh('.' if asks_for_plan(args) else './checkpoints')
+    train(args, found)
 
 
 def train(args, found):
-    from pyops import checkpoint, fit
+    from pyops import checkpoint, fit, plan
     from pyops.optim import Adam
     from pyops.text.split import hold_out
     from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
@@ -126,26 +133,34 @@ def train(args, found):
             print(f'all {args.epochs} epochs are done ({run.epoch} in {found.path}); '
                   f'-e {run.epoch + 10} trains on, -e 0 serves')
             return
-    checkpoint.needs_room(found.folder, fit.room(model.params))
 
     # training
     state = dict(program='seq2seq', settings=settings, pairs=pairs.digest(), corpus=corpus.name,
                  vocabularies=dict(zip(('source', 'target'), (v.tokens for v in vocabularies), strict=True)))
 
-    def step(indices):
+    def step(rows):
         model.params.zero_grads()
-        loss, ctx = model.forward(*pairs.batch(indices), step=optimizer.count)
+        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
         valid = model.valid(ctx)
+        plan.boundary()
         model.backward(ctx)
         optimizer.step()
+        return loss, valid
+
+    planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    if asks_for_plan(args):
+        return plan.tell(args, planned.plan(min(run.batch_size, len(pairs))))
+    run_step = step if args.no_plan else planned
+    checkpoint.needs_room(found.folder, fit.room(model.params))
+    def train_step(rows):
+        loss, valid = run_step(rows)
         return float(loss[0]), int(valid[0]), optimizer.clipped()
 
     def validate():
         return {'validation': evaluate(model, held_out, run.batch_size)} if len(held_out) else {}
 
-    done = fit.fit(run, len(pairs), args.epochs, step,
-                   fit.saver(found.folder, model.params, optimizer, run, state),
-                   found.folder, args.save_every, validate)
+    done = fit.fit(run, len(pairs), args.epochs, train_step, found.folder,
+                   fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate)
     if done and len(test):
         from seq2seq.translate import score
         score(Translator(model, *vocabularies, settings['num_steps']), test)

@@ -1,7 +1,8 @@
 """One table of ops; every property below is checked for every row at every size.
 
 A row says how to build the op, how to call it, and what it should compute: once in float64 numpy from the formula,
-once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.  `make test` runs this file once for each instruction set.
+once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
+`make test` runs this file once for each instruction set.
 """
 from dataclasses import dataclass, field
 from typing import Any

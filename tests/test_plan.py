@@ -336,3 +336,16 @@ def test_kernel_numbers_are_those_of_the_header():
     numbers = [lib.pyops_kernel_number(name.encode()) for name in kernels if name != 'pyops_replay']
     assert numbers == list(range(len(kernels) - 1))
     assert lib.pyops_kernel_number(b'pyops_nonsense') == -1
+
+
+def test_a_plan_can_be_recorded_without_running():
+    """Then it knows tensors and memory before the first step, and its first run is the first step."""
+    planned, eager = Tiny(), Tiny()
+    before = planned.params.values.copy()
+    plan = Plan(planned.params, run=False, x=planned.x, labels=planned.labels, one=planned.one, **planned.adam.arrays())
+    with plan:
+        loss = planned.step(plan.boundary)
+    assert (planned.params.values == before).all() and planned.adam.count[0] == 0
+    assert plan.memory() == Tiny().record()[0].memory()
+    plan.run()
+    assert loss[0] == eager.step()[0] and (planned.params.values == eager.params.values).all()

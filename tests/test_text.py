@@ -8,7 +8,7 @@ import pytest
 
 from pyops.data import locate
 from pyops.errors import UserError
-from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, encode, preprocess, shift_right, tokenize
+from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, encode, preprocess, tokenize
 from pyops.text.score import bleu, exact_match
 from pyops.text.split import hold_out, references
 
@@ -177,14 +177,6 @@ def test_encode_pads_and_cuts():
     assert encode([], vocabulary, 3).shape == (0, 3)
     with pytest.raises(UserError, match='num_steps'):
         encode(['a'], vocabulary, 0)
-
-
-def test_shift_right():
-    targets = np.array([[4, 5, EOS, PAD], [4, 5, 4, 5]], np.int32)
-    shifted = shift_right(targets)
-    assert shifted.dtype == np.int32
-    assert shifted.tolist() == [[BOS, 4, 5, EOS], [BOS, 4, 5, 4]]
-    assert targets[0].tolist() == [4, 5, EOS, PAD]
 
 
 # ---- hold_out and references -----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def _plain_empty(shape, dtype, name):
 
 
 _allocate = _plain_empty
-_listen = None              # called with (name, values) after each launch, while a plan records
+_listen = None              # asked with (name, values) before each launch, while a plan records
 
 
 def empty(shape, dtype=np.float32, name='tensor'):
@@ -31,8 +31,8 @@ def empty(shape, dtype=np.float32, name='tensor'):
 
 @contextlib.contextmanager
 def hooks(allocate=None, listen=None):
-    """Inside the block allocate(shape, dtype, name) hands out the arrays of `empty`, and listen(name, values) hears of
-    every launch that went well.  None leaves either as it is."""
+    """Inside the block allocate(shape, dtype, name) hands out the arrays of `empty`, and listen(name, values) says of
+    every launch whether it shall run.  None leaves either as it is."""
     global _allocate, _listen
     before = _allocate, _listen
     _allocate, _listen = allocate or _allocate, listen or _listen
@@ -102,9 +102,8 @@ def launch(name, *values):
     ffi = library.cpu().ffi
     # the converted values are kept in a list, since they keep the arrays alive during the call
     converted = [value if convert is None else convert(value) for convert, value in zip(converters, values, strict=True)]
-    check_status(function(*converted, ffi.NULL))
-    if _listen is not None:
-        _listen(name, values)
+    if _listen is None or _listen(name, values):
+        check_status(function(*converted, ffi.NULL))
 
 
 def check_status(status):

@@ -2,6 +2,8 @@
 """
 import numpy as np
 
+from pyops import backend
+
 
 def epoch_order(n, seed, epoch):
     """Return a permutation of 0..n-1, int64 (n,), that depends on nothing but the three arguments.
@@ -11,6 +13,17 @@ def epoch_order(n, seed, epoch):
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(n)
+
+
+def gather(table, rows, first=-1, name='ids'):
+    """Rows of a table (N, T) int32 as steps, (T, B) int32; with first >= 0 shifted by one step behind that id.
+
+    rows is (B,) int64.  ValueError for a row outside the table.
+    """
+    (N, T), B = table.shape, len(rows)
+    ids = backend.empty((T, B), np.int32, name)
+    backend.launch('gather_sequences', ids, table, rows, N, B, T, first)
+    return ids
 
 
 def batches(n, batch_size, seed, epoch, start=0):

@@ -11,7 +11,7 @@ import numpy as np
 
 from pyops.errors import UserError
 from pyops.text.preprocess import preprocess
-from pyops.text.vocabulary import BOS, EOS, PAD, Vocabulary, tokens_of
+from pyops.text.vocabulary import EOS, PAD, Vocabulary, tokens_of
 
 try:
     from lzma import LZMAError
@@ -83,14 +83,6 @@ def encode(sentences, vocabulary, num_steps):
         flat += ids
         flat += tails[len(ids)]
     return np.array(flat, dtype=np.int32).reshape(-1, num_steps)
-
-
-def shift_right(targets):
-    """Return the decoder's input, int32 (N, T), for encoded targets (N, T): <bos>, then the target less its last."""
-    shifted = np.empty_like(targets)
-    shifted[:, 0] = BOS
-    shifted[:, 1:] = targets[:, :-1]
-    return shifted
 
 
 def _read(path):

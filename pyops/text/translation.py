@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyops.data import locate
+from pyops.data.batches import gather
 from pyops.errors import UserError
-from pyops.text.corpus import Corpus, encode, shift_right
+from pyops.text.corpus import Corpus, encode
 from pyops.text.preprocess import tokenize
-from pyops.text.vocabulary import EOS, PAD, SPECIALS, Vocabulary
+from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
 
 TINY = 512              # pairs
 EMBEDDED = 'embedded'   # in place of a file's name
@@ -48,10 +49,14 @@ class Pairs:
     def __len__(self):
         return len(self.source)
 
+    def arrays(self):
+        """The tables, by name, for a plan."""
+        return dict(source_table=self.source, label_table=self.labels)
+
     def batch(self, indices):
         """source, target, labels of these pairs, time-major (num_steps, B) int32; target is <bos> and the labels."""
-        source, labels = self.source[indices], self.labels[indices]
-        return tuple(np.ascontiguousarray(ids.T) for ids in (source, shift_right(labels), labels))
+        return (gather(self.source, indices, name='source'), gather(self.labels, indices, BOS, name='target'),
+                gather(self.labels, indices, name='labels'))
 
     def digest(self):
         """A hash of all ids: whether a resumed run sees the pairs that it began with."""

@@ -1,0 +1,114 @@
+"""Train the MLP on handwritten digits; gradients by hand, every step replayed from its plan.
+
+    python -m mnist.train                           10 epochs; MNIST where it is found, else the embedded digits
+    python -m mnist.train --plan                    every kernel of a training step
+    python -m mnist.train --report out.png          and draw what it got wrong
+"""
+from pyops.errors import UserError, exits_cleanly
+from pyops.training import (
+    ArgumentParser,
+    add_plan_flags,
+    asks_for_plan,
+    int_up_to,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
+
+PROGRAM = 'mnist.train'
+MAX_NORM = 1.0          # gradients longer than this are clipped
+TRAINED = 50_000        # of MNIST's training images; the rest evaluate
+
+
+def parse(argv):
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Train a 784-30-10 MLP on handwritten digits.')
+    p.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N', help='epochs (default 10)')
+    p.add_argument('-l', '--lr', type=positive_float, default=0.001, metavar='X', help='learning rate of Adam (default 0.001)')
+    p.add_argument('-b', '--batch-size', type=positive_int, default=100, metavar='N', help='images a step (default 100)')
+    p.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1, default=0, help='1: on a GPU (not there yet)')
+    p.add_argument('--hidden', type=int_up_to(65536), default=30, metavar='N', help='units of the hidden layer (default 30)')
+    p.add_argument('--seed', type=non_negative_int, default=0, metavar='N', help='of weights and data order (default 0)')
+    p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='results do not depend on it (default: all cores)')
+    p.add_argument('--data-dir', metavar='DIR', help='where to look for MNIST (default $PYOPS_DATA, then ./data)')
+    p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
+    p.add_argument('--report', metavar='FILE', help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
+    p.add_argument('--quiet', action='store_true', help='do not list the actions')
+    add_plan_flags(p)
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    import numpy as np
+
+    from mnist.model import MLP, Config
+    from pyops import backend, fit, plan
+    from pyops.data import mnist
+    from pyops.data.batches import gather
+    from pyops.optim import Adam
+
+    if args.gpu:
+        raise UserError('-g 1: this build has no GPU library; train on the CPU with -g 0')
+    if args.threads:
+        backend.set_threads(args.threads)
+
+    # data
+    digits = mnist.load(args.data_dir, args.embedded)
+    if digits.line:
+        print(digits.line)
+    print(f'images magic : {digits.images_magic}\nlabel magic : {digits.labels_magic}\n'
+          f'lables_num : {len(digits.train_labels)}\ndata loaded.', flush=True)
+    images, labels = digits.train_images, digits.train_labels.astype(np.int32)
+    if len(images) > TRAINED:
+        evaluated = images[TRAINED:], labels[TRAINED:]
+        images, labels = images[:TRAINED], labels[:TRAINED]
+    else:
+        evaluated = digits.test_images, digits.test_labels.astype(np.int32)
+    label_table = labels.reshape(-1, 1)
+
+    # model
+    model = MLP(Config(hidden=args.hidden), args.seed)
+    optimizer = Adam(model.params, args.lr, MAX_NORM)
+    run = fit.Run(args.seed, args.batch_size)
+    losses, predictions = [], np.zeros(len(evaluated[0]), np.int32)
+
+    # training
+    def step(rows):
+        model.params.zero_grads()
+        loss, _, ctx = model.forward(images, rows, gather(label_table, rows, name='labels').reshape(-1))
+        plan.boundary()
+        model.backward(ctx)
+        optimizer.step()
+        return loss
+
+    planned = plan.Steps(step, model.params, images=images, label_table=label_table, one=model.one, **optimizer.arrays())
+    if asks_for_plan(args):
+        return plan.tell(args, planned.plan(min(args.batch_size, len(images))))
+    run_step = step if args.no_plan else planned
+
+    def train_step(rows):
+        return float(run_step(rows)[0]), len(rows), optimizer.clipped()
+
+    def validate():
+        model.predict(evaluated[0], predictions)
+        return {'correct': int((predictions == evaluated[1]).sum())}
+
+    def epoch_line(values):
+        losses.append(values['loss'])
+        return (f'epoch : {values["epoch"] - 1} [{len(images)}/{len(images)}] loss : {values["loss"]:.6f}\n'
+                f'evaluating :  [{len(predictions)}/{len(predictions)}] correct : {values["correct"]}')
+
+    if not (args.quiet or args.no_plan):
+        print(planned.plan(min(args.batch_size, len(images))).listing())
+    fit.fit(run, len(images), args.epochs, train_step, validate=validate, unit='images', line=epoch_line, lines_an_epoch=0)
+    if args.report:
+        from mnist.report import draw
+        if not losses:
+            validate()
+        draw(args.report, losses, evaluated[0], evaluated[1], predictions)
+        print(f'report drawn : {args.report}')
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        main()
