@@ -70,6 +70,9 @@ enum { PYOPS_SHARE_FLOATS = 65536, PYOPS_SHARE_EXPS = 16384, PYOPS_SHARE_FMAS = 
  * A second call by the same thread hands out the same memory again. */
 float *pyops_scratch(size_t floats);
 
+/* A sum over K is done in blocks of this many, in every table: so it has the same order on every instruction set. */
+enum { PYOPS_KC = 256 };
+
 /* Outputs of a linear layer on pixels come in blocks of this many, padded with zeros. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
 

@@ -21,13 +21,14 @@ enum { ROWS = 192 };
 /* The logits of a block lie in chunks of COLUMNS words, (ROWS, COLUMNS) each, rows LD apart: a row of all V words would
  * put every row on a page of its own, and a stride of 2 KiB would put all of them into the same sets of a cache. */
 enum { COLUMNS = 512, LD = COLUMNS + 16 };
+_Static_assert(COLUMNS % PYOPS_KC == 0, "a chunk of weight must be whole packed blocks");
 
 typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, total; } layout;
 
 static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t V, int gradients) {
     const int64_t block = pyops_min(R, ROWS);
     layout l = {0};
-    l.x = l.rows + pyops_round_up(R, 2);                /* numbers of the valid rows, int32 (R) */
+    l.x = l.rows + R;                                   /* numbers of the valid rows, int32 (R) */
     l.losses = l.x + block * D;                         /* x: the rows of a block (ROWS,D) */
     l.logits = l.losses + block;                        /* losses of its rows (ROWS) */
     l.w_logits = l.logits + (V + COLUMNS - 1) / COLUMNS * block * LD;   /* chunks of logits (ROWS,COLUMNS) */
@@ -114,7 +115,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS, max = -INFINITY, sum_exp = 0.0f;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const float m = k->max(chunk(logits, block, v) + r*LD, pyops_min(COLUMNS, V - v));
-                    if (!(m <= max)) max = m;           /* NaN too */
+                    if (max == max && !(m <= max)) max = m;     /* a NaN stays */
                 }
                 for (int64_t v = 0; v < V; v += COLUMNS)
                     sum_exp += k->sum_exp(chunk(logits, block, v) + r*LD, max, pyops_min(COLUMNS, V - v));

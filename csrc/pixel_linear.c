@@ -9,6 +9,8 @@
 #include <string.h>
 #include "internal.h"
 
+enum { AHEAD = 6 };     /* images */
+
 static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
 
 /* work: weight or dweight (I,O padded), then y or dy (B,O padded) */
@@ -21,6 +23,12 @@ static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64
     for (int64_t b = 0; b < B; b++)
         PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
     return PYOPS_OK;
+}
+
+/* The rows of a shuffled batch lie anywhere: fetch one while others are computed.  Out of the cache, an image costs as
+ * much to wait for as to multiply. */
+static void prefetch_row(const uint8_t *row, int64_t I) {
+    for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i);
 }
 
 static void copy_row(float *to, const float *from, int64_t O) {
@@ -37,12 +45,14 @@ pyops_status pyops_pixel_linear_forward(float *y, const uint8_t *table, const in
     const pyops_kernels *k = pyops_active();
     const int64_t P = padded(O);
     float *const w = work, *const sums = work + I * P;
-    #pragma omp parallel if (B * I > 4 * PYOPS_SHARE_FLOATS)
+    #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
     {
+        for (int64_t b = 0; b < pyops_min(AHEAD, B); b++) prefetch_row(table + rows[b]*I, I);
         #pragma omp for schedule(static)
         for (int64_t i = 0; i < I; i++) copy_row(w + i*P, weight + i*O, O);
         #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; b++) {
+            if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
             copy_row(sums + b*P, bias, O);
             k->pixels_times(sums + b*P, table + rows[b]*I, w, I, P, scale);
             memcpy(y + b*O, sums + b*P, (size_t)O * sizeof *y);
@@ -60,7 +70,7 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
     const pyops_kernels *k = pyops_active();
     const int64_t P = padded(O);
     float *const dw = work, *const d = work + I * P;
-    #pragma omp parallel if (B * I > 4 * PYOPS_SHARE_FLOATS)
+    #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = I * thread / threads, to = I * (thread + 1) / threads;

@@ -1,8 +1,8 @@
-/* pyops.h - the one ABI of pyops, implemented twice: csrc/ (CPU) and cuda/ (GPU).
+/* pyops.h - the one ABI of pyops.  csrc/ implements it for the CPU; a library for GPUs is to implement it too.
  *
  * Rules, true for every function below
  *   order     outputs, inputs, saved tensors, work, sizes, scalars, stream
- *   pointers  contiguous float32 unless said otherwise, at any alignment; outputs may not alias inputs
+ *   pointers  contiguous float32 unless said otherwise, at any alignment; outputs may not alias inputs unless it is said
  *   shapes    row-major, written (T,B,H) with T slowest; time-major sequences, so that a step is contiguous
  *   memory    the caller owns every buffer; `work` holds pyops_<function>_work(...) floats of no meaning
  *             afterwards; the library keeps a few MiB a thread for packed tiles and nothing else
@@ -37,8 +37,8 @@ PYOPS_API int32_t      pyops_abi_version(void);
 PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing failed yet */
 PYOPS_API const char  *pyops_isa(void);           /* the kernels that run: "generic", "avx2", "avx512" */
 PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
-PYOPS_API int32_t      pyops_threads(void);       /* threads a call may use */
-PYOPS_API pyops_status pyops_set_threads(int32_t threads);
+PYOPS_API int32_t      pyops_threads(void);       /* threads a call from this thread may use */
+PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* of calls from this thread, as OpenMP has it */
 
 /* ---- replay: a recorded list of calls, run without returning to the caller between them ----------
  * Every function below that ends in `stream` is a kernel and has a number.  An action is such a number and the place

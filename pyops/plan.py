@@ -17,6 +17,7 @@ its block is handed out again, so the plan's memory is what a step needs at its 
 import contextlib
 import json
 import math
+import re
 import weakref
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ import numpy as np
 from pyops import backend
 from pyops.backend import library
 
-ALIGN = 64          # bytes
+_GRADIENT = re.compile(r'\.d(x|h0|context|weight|bias)1?$')     # what ops call the gradients they make
 
 
 _recording = []     # the plan that records now, if any
@@ -126,7 +127,8 @@ class Plan:
         self._boundary = None                   # how many actions are forward
         self._once = False
         self._named = {}                        # address -> Tensor, of arrays that outlive the step
-        self._regions = []                      # (start, end, Tensor) of the same
+        self._regions = []                      # (start, end, Tensor) of the same, and of the parts that have names
+        self._parts = []
         self._blocks, self._free = [], []       # all memory of the plan; the part that no array holds
         self._live = {}                         # address -> Tensor of arrays handed out
         self._asked = 0                         # bytes handed out, reuse or not
@@ -141,7 +143,9 @@ class Plan:
                 self._regions.append((flat.ctypes.data, flat.ctypes.data + flat.nbytes, whole))
                 for name in params:
                     part = params.view(flat, name)
-                    self._named[part.ctypes.data, part.shape] = Tensor(name + suffix, part.shape, part.dtype, kind)
+                    tensor = Tensor(name + suffix, part.shape, part.dtype, kind)
+                    self._named[part.ctypes.data, part.shape] = tensor
+                    self._parts.append((part.ctypes.data, part.ctypes.data + part.nbytes, tensor))
             self.initial = [f'[once]InitAction: {self._named[params[name].value.ctypes.data, params[name].value.shape]} '
                             f'= {params.initial(name)}' for name in params]
         for name, array in inputs.items():
@@ -179,7 +183,7 @@ class Plan:
 
     def _allocate(self, shape, dtype, name):
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
-        nbytes = -(-max(math.prod(shape) * np.dtype(dtype).itemsize, 1) // ALIGN) * ALIGN
+        nbytes = -(-max(math.prod(shape) * np.dtype(dtype).itemsize, 1) // backend.ALIGN) * backend.ALIGN
         self._asked += nbytes
         # the smallest free block that fits, unless most of it would lie idle
         fits = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
@@ -187,12 +191,10 @@ class Plan:
             block = min(fits, key=lambda b: b.nbytes)
             self._free = [b for b in self._free if b is not block]
         else:
-            raw = np.empty(nbytes + ALIGN, np.uint8)
-            start = -raw.ctypes.data % ALIGN
-            block = raw[start:start + nbytes]
+            block = backend.zeros(nbytes, np.uint8)
             self._blocks.append(block)
         lease = _Lease(block, shape, dtype)
-        kind = 'scratch' if name == 'work' else 'gradient' if name.rpartition('.')[2].startswith('d') else 'intermediate'
+        kind = 'scratch' if name == 'work' else 'gradient' if _GRADIENT.search(name) else 'intermediate'
         self._live[block.ctypes.data] = Tensor(name, shape, np.dtype(dtype), kind)
         if not self._once:                      # what is computed once must outlive the step
             weakref.finalize(lease, self._give_back, block)
@@ -233,7 +235,9 @@ class Plan:
         if block is not None:
             base = self._live[block.ctypes.data]
         else:
-            base = next((tensor for low, high, tensor in self._regions if low <= start < high), None)
+            inside = [tensor for low, high, tensor in self._regions if low <= start < high and tensor.shape == shape]
+            inside += [tensor for low, high, tensor in self._parts + self._regions if low <= start < high]
+            base = inside[0] if inside else None
         if base is None:
             return Tensor(fallback, shape, array.dtype, 'input')
         if base.shape == shape:
@@ -359,12 +363,12 @@ class Plan:
         from pyops.errors import UserError
         lines = ['digraph plan {', '  rankdir=TB; node [fontname="Helvetica", fontsize=10];']
         tensors = {(t.name, t.shape): f't{i}' for i, t in enumerate(self.tensors())}
+        kinds = {(t.name, t.shape): t.kind for t in self.tensors()}
         colours = dict(parameter='#cfe2ff', gradient='#ffd9cc', moment='#e8e8e8', input='#d9f2d9', scratch='#ffffff',
                        intermediate='#fff6cc')
         for (name, shape), node in tensors.items():
-            kind = next(t.kind for t in self.tensors() if (t.name, t.shape) == (name, shape))
             lines.append(f'  {node} [label={json.dumps(f"{name}{chr(10)}{_shape(shape)}")}, shape=ellipse, style=filled, '
-                         f'fillcolor="{colours[kind]}"];')
+                         f'fillcolor="{colours[kinds[name, shape]]}"];')
         for i, action in enumerate(self.actions):
             after = self._boundary is not None and i >= self._boundary
             lines.append(f'  a{i} [label={json.dumps(action.kernel)}, shape=box, style="filled{",rounded" if after else ""}", '

@@ -30,4 +30,4 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope='session')
 def torch():
-    return pytest.importorskip('torch', reason="torch is not installed: pip install 'pyops[test]'")
+    return pytest.importorskip('torch', reason='torch is not installed: pip install torch')

@@ -37,10 +37,15 @@ def test_the_digits_stay_the_same(drawn):
     train, train_labels, test, test_labels = drawn
     assert hashlib.sha256(train_labels.tobytes() + test_labels.tobytes()).hexdigest()[:16] == 'a2ade1bd1c8e4c5f'
     assert train_labels[:10].tolist() == [7, 3, 8, 8, 5, 7, 2, 1, 2, 6]
-    assert abs(train.mean() - 30.251) < 0.01 and abs(test.mean() - 30.086) < 0.01
-    assert abs(train[0].mean() - 28.11) < 0.1
+    assert abs(train.mean() - 26.518) < 0.01 and abs(test.mean() - 26.787) < 0.01
+    assert abs(train[0].mean() - 25.42) < 0.1
     means = [train[train_labels == digit].mean() for digit in range(10)]
-    assert np.allclose(means, [34.92, 19.74, 32.55, 31.06, 30.41, 30.57, 31.56, 25.71, 36.05, 29.93], rtol=0, atol=0.05)
+    assert np.allclose(means, [30.9, 17.06, 28.03, 27.44, 25.91, 27.43, 27.66, 23.1, 31.43, 26.21], rtol=0, atol=0.05)
+    # the centres of mass of some of them, x and y: whatever moves a stroke moves these
+    images = train[:6].reshape(-1, 28, 28).astype(np.float64)
+    centres = np.stack([images.sum(axis=1) @ np.arange(28), images.sum(axis=2) @ np.arange(28)])
+    want = [[13.296, 14.46], [13.104, 14.412], [13.368, 13.953], [13.161, 14.806], [12.727, 12.919], [14.165, 14.888]]
+    assert np.allclose((centres / images.sum(axis=(1, 2))).T, want, rtol=0, atol=0.004)
 
 
 def test_another_process_draws_the_same(drawn):
@@ -92,8 +97,18 @@ def test_they_are_neither_trivial_nor_impossible(drawn):
     assert 0.55 < nearest_mean(*drawn) < 0.90
 
 
+@pytest.fixture
+def one_thread(torch):
+    """So small a network is slowed down by more, and by far where other programs run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures('one_thread')
 def test_a_small_network_learns_them(drawn, torch):
-    """784-30-10 in 10 epochs, as the mnist program has it: about 94 %."""
+    """784-30-10 in 10 epochs, as the mnist program has it: about 95 %."""
     train, train_labels, test, test_labels = (torch.from_numpy(array.astype(np.int64)) for array in drawn)
     train, test = train.float() / 255, test.float() / 255
     torch.manual_seed(0)

@@ -77,17 +77,21 @@ def test_a_gzip_header_with_a_name(tmp_path):
     (b'', 'magic number missing'),
     (CONTENT[:3], 'magic number missing'),
     (CONTENT[:15], 'its header has 15 bytes, want 16'),
-    (CONTENT[:16], '5 x 4 x 3 images are 60 bytes after the header, but it is cut short after 0'),
-    (CONTENT[:-1], '60 bytes after the header, but it is cut short after 59'),
+    (CONTENT[:16], '5 x 4 x 3 images are 60 bytes after the header, but it is cut short'),
+    (CONTENT[:-1], '60 bytes after the header, but it is cut short'),
     (CONTENT + b'\0', '60 bytes after the header, but trailing bytes follow'),
     (struct.pack('>4I', 2051, 4, 4, 3) + IMAGES.tobytes(), 'trailing bytes'),
-    (struct.pack('>4I', 2051, *[2**32 - 1] * 3) + IMAGES.tobytes(), 'more than the file can hold'),
-    (struct.pack('>4I', 2051, 10**9, 28, 28) + IMAGES.tobytes(), 'more than the file can hold'),
+    (struct.pack('>4I', 2051, *[2**32 - 1] * 3) + IMAGES.tobytes(), 'but it is cut short: it holds'),
+    (struct.pack('>4I', 2051, 10**9, 28, 28) + IMAGES.tobytes(), 'but it is cut short: it holds'),
     (struct.pack('>2I', 2049, 6) + LABELS.tobytes(), '6 labels are 6 bytes after the header'),
     (struct.pack('>2I', 2049, 0) + LABELS.tobytes(), 'trailing bytes'),
 ])
 def test_content_that_is_not_whole(tmp_path, pack, content, words):
     assert words in error_of(put(tmp_path, pack(content)))
+
+
+def test_how_much_came_before_the_cut(tmp_path):
+    assert 'cut short after 59;' in error_of(put(tmp_path, CONTENT[:-1]))
 
 
 def test_a_file_of_the_other_kind(tmp_path):
@@ -122,7 +126,7 @@ def test_bytes_behind_the_gzip_stream(tmp_path):
 def test_a_header_that_promises_much_is_refused_before_memory_is_asked_for(tmp_path, monkeypatch):
     path = put(tmp_path, gzip.compress(struct.pack('>4I', 2051, 10**6, 28, 28)))
     monkeypatch.setattr(np, 'empty', lambda *_: pytest.fail('memory was asked for'))
-    assert 'more than the file can hold' in error_of(path)
+    assert 'but it is cut short: it holds' in error_of(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

@@ -165,8 +165,9 @@ def mirror(nowhere, monkeypatch):
     server.asked = []
     server.url = f'http://127.0.0.1:{server.server_port}/mnist/'
     row = fetch.DATASETS['mnist']
-    files = tuple(file._replace(sha256=hashlib.sha256(gzip.decompress(server.bodies[f'/{file.path}'])).hexdigest(), urls=())
-                  for file in row.files)
+    contents = (gzip.decompress(server.bodies[f'/{file.path}']) for file in row.files)
+    files = tuple(file._replace(sha256=hashlib.sha256(content).hexdigest(), urls=())
+                  for file, content in zip(row.files, contents, strict=True))
     monkeypatch.setitem(fetch.DATASETS, 'mnist', row._replace(files=files))
     monkeypatch.setenv('no_proxy', '127.0.0.1')
     thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)

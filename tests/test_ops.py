@@ -521,3 +521,22 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
     got = run.op.backward(None if which == 'dh_last' else dh, run.ctx, None if which == 'dh' else last)
     for a, b in zip(got, want, strict=True):
         close(a, b, 1e-6)
+
+
+def test_parameters_of_the_wrong_shape_are_refused_by_name():
+    def parameter(name, *shape):
+        return Parameter(name, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    w, b = parameter('w', 4, 3), parameter('b', 5)
+    for make in (lambda: Linear(w, b), lambda: PixelLinear(w, b), lambda: LinearCrossEntropy(w, b),
+                 lambda: GRU(parameter('x', 6, 3), parameter('y', 6, 2), b, parameter('z', 6))):
+        with pytest.raises(ValueError, match=r'b: want shape \(.\,\), got \(5,\)'):
+            make()
+    with pytest.raises(ValueError, match=r'gradient of w: want shape \(4, 3\), got \(3, 4\)'):
+        Embedding(Parameter('w', np.zeros((4, 3), np.float32), np.zeros((3, 4), np.float32)))
+
+
+def test_backward_without_gradients_says_why():
+    run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
+    _, ctx = run.op.forward(*run.built.inputs.values(), *run.built.constants.values(), gradients=False)
+    with pytest.raises(ValueError, match='gradients=False'):
+        run.op.backward(np.ones(1, np.float32), ctx)

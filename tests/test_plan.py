@@ -107,7 +107,8 @@ def test_the_printed_plan_names_every_tensor_with_its_shape():
     want = {'x': '(6, 5)', 'w1': '(4, 5)', 'bias1': '(4)', 'layer1.y': '(6, 4)', 'relu.y': '(6, 4)', 'w2': '(3, 4)',
             'bias2': '(3)', 'layer2.y': '(6, 3)', 'loss.loss': '(1)', 'loss.lse': '(6)', 'loss.dx': '(6, 3)',
             'layer2.dx': '(6, 4)', 'relu.dx': '(6, 4)', 'w1_grad': '(4, 5)', 'bias1_grad': '(4)', 'w2_grad': '(3, 4)',
-            'bias2_grad': '(3)', 'norm': '(1)', 'lr': '(1)', 'one': '(1)'}
+            'bias2_grad': '(3)', 'norm': '(1)', 'lr': '(1)', 'one': '(1)',
+            'w1_view': '(5, 4)', 'w2_view': '(4, 3)', 'loss.dx_view': '(3, 6)', 'relu.dx_view': '(4, 6)'}     # transposed
     found = {t.name: str(t)[len(f'Tensor({t.name})'):] for t in plan.tensors() if t.dtype == np.float32}
     for name, shape in want.items():
         assert found[name] == shape, name
@@ -115,6 +116,7 @@ def test_the_printed_plan_names_every_tensor_with_its_shape():
     assert '\tTensor(INT32)(labels)(6)' in lines
     for title in ('Tensors:', 'Tensor Views:', 'Grad Tensors:', 'Actions:'):
         assert title in lines
+    assert '\tTensor(w1_view)(5, 4) of Tensor(w1)(4, 5)' in lines
     gradients = lines[lines.index('Grad Tensors:') + 1:lines.index('Actions:')]
     assert '\tTensor(w1_grad)(4, 5)' in gradients and '\tTensor(relu.dx)(6, 4)' in gradients
     assert not any('Tensor(relu.y)' in line for line in gradients)
@@ -123,7 +125,7 @@ def test_the_printed_plan_names_every_tensor_with_its_shape():
     assert kernels[boundary - 1] == 'CrossEntropyForward' and kernels[boundary + 1] == 'CrossEntropyBackward'
     assert [k for k in kernels if k.startswith('[once]')] == ['[once]Init'] * 4
     gemm = next(line for line in lines if line.startswith('GemmAction'))
-    assert gemm == ('GemmAction: a Tensor(x)(6, 5), b Tensor(w1)(4, 5), bias Tensor(bias1)(4) -> c Tensor(layer1.y)(6, 4)'
+    assert gemm == ('GemmAction: a Tensor(x)(6, 5), b Tensor(w1_view)(5, 4), bias Tensor(bias1)(4) -> c Tensor(layer1.y)(6, 4)'
                     '  [M=6 N=4 K=5 ldc=4 a_row=5 a_col=1 b_row=1 b_col=5 accumulate=0]')
 
 

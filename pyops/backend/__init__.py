@@ -16,8 +16,20 @@ _DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64),
 _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
+ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
+
+
+def _aligned(make, shape, dtype):
+    """An array whose memory, from make(bytes, uint8), begins on a cache line."""
+    dtype = np.dtype(dtype)
+    n = int(np.prod(shape)) * dtype.itemsize
+    raw = make(n + ALIGN, np.uint8)
+    start = -raw.ctypes.data % ALIGN
+    return raw[start:start + n].view(dtype).reshape(shape)
+
+
 def _plain_empty(shape, dtype, name):
-    return np.empty(shape, dtype)
+    return _aligned(np.empty, shape, dtype)
 
 
 _allocate = _plain_empty
@@ -43,7 +55,22 @@ def hooks(allocate=None, listen=None):
 
 
 def zeros(shape, dtype=np.float32):
-    return np.zeros(shape, dtype)
+    return _aligned(np.zeros, shape, dtype)
+
+
+def axes(name, array, names):
+    """The sizes of an array's axes, 'T B I' for three; TypeError or ValueError, naming the argument, for another number."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f'{name}: want an array, got {type(array).__name__}')
+    if array.ndim != len(names.split()):
+        raise ValueError(f'{name}: want shape ({", ".join(names.split())}), got {array.shape}')
+    return array.shape
+
+
+def check_parameter(parameter, shape):
+    """`check` for the value and the gradient of a Parameter."""
+    check(parameter.name, parameter.value, shape)
+    check(f'gradient of {parameter.name}', parameter.grad, shape)
 
 
 def check(name, array, shape, dtype=np.float32):
@@ -69,6 +96,7 @@ def _pointer_types():
 def _pointer_converter(function, argument):
     ffi, dtype = library.cpu().ffi, _DTYPES[argument.type]
     kind, raw = f'{argument.type}[]', ffi.CData
+    strided = function == 'gemm' and argument.name in 'abc'     # whose strides are arguments too
 
     def convert(array):
         if array is None:
@@ -77,6 +105,8 @@ def _pointer_converter(function, argument):
             return array
         if array.dtype != dtype:
             raise TypeError(f'{function}: {argument.name}: want {dtype}, got {array.dtype}')
+        if strided and not array.flags.c_contiguous:
+            return address(array)
         return ffi.from_buffer(kind, array, require_writable=not argument.const)
     return convert
 
@@ -104,6 +134,21 @@ def launch(name, *values):
     converted = [value if convert is None else convert(value) for convert, value in zip(converters, values, strict=True)]
     if _listen is None or _listen(name, values):
         check_status(function(*converted, ffi.NULL))
+
+
+def gemm(c, a, b, bias=None, accumulate=False):
+    """c (+)= a b + bias.  c (M, N) with contiguous rows, a (M, K), b (K, N) of any strides, bias (N,) or None.
+
+    A transposed operand is a view: gemm(dweight, dy.T, x, accumulate=True).
+    """
+    (M, N), K, item = c.shape, a.shape[1], 4
+    if a.shape[0] != M or b.shape != (K, N):
+        raise ValueError(f'gemm: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
+    if M and N > 1 and c.strides[1] != item:
+        raise ValueError(f'gemm: c: want contiguous rows, got strides {c.strides}')
+    # an empty array has strides of 0
+    launch('gemm', c, a, b, bias, M, N, K, max(c.strides[0] // item, N), *(s // item for s in (*a.strides, *b.strides)),
+           accumulate)
 
 
 def check_status(status):

@@ -60,7 +60,8 @@ class Library(NamedTuple):
 def _let_idle_threads_sleep():
     """Bound how long a thread of OpenMP spins for more work (tens of microseconds, GNU's default is milliseconds): a
     spinning thread keeps a busy machine from running the one that it waits for."""
-    os.environ.setdefault('GOMP_SPINCOUNT', '20000')
+    if 'OMP_WAIT_POLICY' not in os.environ:
+        os.environ.setdefault('GOMP_SPINCOUNT', '20000')
 
 
 @functools.cache

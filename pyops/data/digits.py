@@ -46,7 +46,8 @@ _HANDS = {
         '.12 .06  .48 .04  .86 .04  .86 .04  .62 .46  .44 1.0 / .32 .50  .54 .49  .78 .47',
         '.10 .22  .12 .06  .12 .06  .48 .10  .86 .03  .86 .03  .66 .42  .56 1.0'),
     8: ('.74 .12  .46 .00  .22 .16  .34 .38  .62 .54  .80 .78  .54 1.0  .24 .86  .32 .60  .62 .42  .78 .20  .70 .08',
-        '.50 .48  .26 .32  .30 .08  .52 .00  .74 .10  .72 .34  .50 .48  .24 .66  .26 .92  .52 1.0  .78 .90  .76 .64  .50 .48',
+        '.50 .48  .26 .32  .30 .08  .52 .00  .74 .10  .72 .34  .50 .48  .24 .66  .26 .92  .52 1.0  .78 .90  .76 .64  '
+        '.50 .48',
         '.80 .06  .42 .02  .28 .22  .50 .44  .74 .68  .62 .96  .34 .94  .32 .70  .58 .46  .84 .10'),
     9: ('.80 .20  .52 .00  .24 .14  .22 .40  .50 .50  .78 .34  .80 .14  .80 .14  .76 .56  .68 1.0',
         '.78 .14  .46 .02  .20 .24  .36 .48  .66 .40  .78 .14  .80 .50  .68 .86  .30 .98',
@@ -94,7 +95,7 @@ def _catmull_rom(n, samples):
 
 
 def _hand(text):
-    """Control points (C, 2), the matrix (POINTS, C) that makes the curve of them, and how far a point may jitter (C,)."""
+    """Control points (C, 2) of a hand and the matrix (POINTS, C) that makes its curve of them."""
     strokes = [np.array(stroke.split(), float).reshape(-1, 2) for stroke in text.split('/')]
     fine = [_catmull_rom(len(stroke), 512) for stroke in strokes]
     along = [np.concatenate([[0], np.hypot(*np.diff(matrix @ stroke, axis=0).T).cumsum()])
@@ -112,8 +113,9 @@ def _hand(text):
     return control, matrix
 
 
-def _curves(labels, rng):
-    """A curve for each label: x and y, (2, N, POINTS) in pixels from the middle of its points."""
+def _curves(labels, extent, rng):
+    """A curve for each label: x and y, (2, N, POINTS) in pixels from the mean of its points; the longer side of its box
+    is `extent` (N, 1) pixels."""
     n = len(labels)
     points = np.empty((2, n, POINTS))
     pick = rng.random(n)
@@ -133,14 +135,14 @@ def _curves(labels, rng):
     for _ in range(3):
         wave_x, wave_y = rng.normal(0, 3.2, (2, n, 1))      # radians for each side of the square
         shift = np.sin(x * wave_x + y * wave_y + rng.uniform(0, 2 * np.pi, (n, 1)))
-        for coordinate, amplitude in zip((x, y), rng.normal(0, 0.05, (2, n, 1)), strict=True):
+        for coordinate, amplitude in zip((x, y), rng.normal(0, 0.042, (2, n, 1)), strict=True):
             coordinate += amplitude * shift
 
     # affine: stretch, slant, turn; then the size of the box
-    turn, slant = rng.normal(0, 0.13, (n, 1)), rng.normal(0.14, 0.22, (n, 1))
+    turn, slant = rng.normal(0, 0.12, (n, 1)), rng.normal(0.14, 0.19, (n, 1))
     x = x * np.exp(rng.normal(-0.24, 0.16, (n, 1))) - y * slant
     points = np.stack([x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)])
-    points *= BOX * rng.uniform(0.82, 1.0, (n, 1)) / np.ptp(points, axis=2).max(axis=0)[:, None]
+    points *= extent / np.ptp(points, axis=2).max(axis=0)[:, None]
     return points - points.mean(axis=2, keepdims=True)
 
 
@@ -149,10 +151,12 @@ def _curves(labels, rng):
 def _draw(labels):
     rng = _rng(1)
     n = len(labels)
-    points = _curves(labels, rng) + (SIDE - 1) / 2 + rng.normal(0, 0.35, (2, n, 1))
-    # pressure: the pen's radius changes along the stroke, as a slow wave
-    pressure = 1 + 0.16 * np.sin(rng.uniform(2, 9, (n, 1)) * np.linspace(0, 1, POINTS) + rng.uniform(0, 2 * np.pi, (n, 1)))
-    radius = np.clip(np.exp(rng.normal(0.22, 0.26, (n, 1))), 0.75, 2.1) * pressure         # pixels
+    pen = np.clip(np.exp(rng.normal(0.22, 0.26, (n, 1))), 0.75, 2.1)         # its radius in pixels
+    points = _curves(labels, BOX * rng.uniform(0.85, 1.02, (n, 1)) - 2 * pen, rng)
+    points += (SIDE - 1) / 2 + rng.normal(0, 0.35, (2, n, 1))
+    # pressure: the radius changes along the stroke, as a slow wave
+    phase = rng.uniform(2, 9, (n, 1)) * np.linspace(0, 1, POINTS) + rng.uniform(0, 2 * np.pi, (n, 1))
+    radius = pen * (1 + 0.16 * np.sin(phase))
     softness = rng.uniform(0.9, 1.7, n)                     # pixels from full ink to none
     darkness = rng.uniform(219, 270, n).astype(np.float32)  # beyond 255: ink that saturates
     images = np.empty((n, SIDE, SIDE), np.uint8)
@@ -172,7 +176,7 @@ def _ink(points, radius, softness):
     fixed point, which halves the time and keeps 1/24 of a square pixel.
     """
     scale, largest = 24, 2**15 - 1                          # two of `largest` still fit
-    x, y, radius = (np.ascontiguousarray(array.T) for array in (*points, radius))         # images last: long inner loops
+    x, y, radius = (np.ascontiguousarray(array.T) for array in (*points, radius))     # images last: long inner loops
     mean, most = radius.mean(axis=0), radius.max(axis=0)
     grid = np.arange(SIDE)[:, None]
     nearest = np.full((SIDE, SIDE, len(mean)), 2 * largest, np.uint16)

@@ -66,8 +66,8 @@ DATASETS = {dataset.name: dataset for dataset in (
                   unpacked=locate.CANDIDATES['fra-eng'][1:]),)),
     Dataset('mnist', '60,000 + 10,000 handwritten digits of 28 x 28 pixels in four idx files',
             'CC BY-SA 3.0, Y. LeCun, C. Cortes, C. J. C. Burges (http://yann.lecun.com/exdb/mnist/)',
-            tuple(File(places[0], sha256, size, tuple(mirror + places[0].rpartition('/')[2] for mirror in _MNIST_MIRRORS),
-                       unpacked=places[1:])
+            tuple(File(places[0], sha256, size,
+                       tuple(mirror + places[0].rpartition('/')[2] for mirror in _MNIST_MIRRORS), unpacked=places[1:])
                   for places, (sha256, size) in zip(locate.FILES['mnist'], _MNIST_CONTENTS, strict=True))),
 )}
 

@@ -90,7 +90,7 @@ def _parse(chunks, limit, path, magic):
     size = prod(shape)
     counted = f'{" x ".join(map(str, shape))} {_KINDS[found]} are {size} bytes after the header'
     if size > limit:                                        # before memory is asked for
-        raise _wrong_size(path, f'{counted}, more than the file can hold')
+        raise _wrong_size(path, f'{counted}, but it is cut short: it holds {limit} at most')
     array = np.empty(size, np.uint8)
     have, chunk = 0, head[start:]
     while True:

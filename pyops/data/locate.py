@@ -53,7 +53,8 @@ def find_incomplete(name, data_dir=None):
     of those that it lacks; None if there is no such directory.  Errors as of `find`.
     """
     for directory, paths in _places(name, data_dir):
-        lacking = [Path(candidates[0]).name for candidates, path in zip(FILES[name], paths, strict=True) if path is None]
+        lacking = [Path(candidates[0]).name
+                   for candidates, path in zip(FILES[name], paths, strict=True) if path is None]
         if 0 < len(lacking) < len(paths):
             return directory, lacking
     return None

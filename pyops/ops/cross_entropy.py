@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch
+from pyops.backend import axes, check, empty, launch
 
 
 class CrossEntropy:
@@ -27,7 +27,7 @@ class CrossEntropy:
         self.ignore, self.name = ignore, name
 
     def forward(self, x, labels):
-        R, C = x.shape
+        R, C = axes('x', x, 'R C')
         check('x', x, (R, C))
         check('labels', labels, (R,), np.int32)
         loss = empty(1, name=f'{self.name}.loss')

@@ -31,7 +31,7 @@ class Dropout:
         return self._apply('dy', dy, ctx.step, 'dx')
 
     def _apply(self, argument, x, step, result):
-        check(argument, x, x.shape)
+        check(argument, x, np.shape(x))
         check('step', step, (1,), np.int64)
         y = empty(x.shape, name=f'{self.name}.{result}')
         launch('dropout', y, x, step, x.size, self.p, self.key)

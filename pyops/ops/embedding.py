@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch
+from pyops.backend import axes, check, check_parameter, empty, launch
 
 
 class Embedding:
@@ -22,10 +22,12 @@ class Embedding:
 
     def __init__(self, weight, name=None):
         self.weight, self.name = weight, name or weight.owner
+        axes(weight.name, weight.value, 'V E')
+        check_parameter(weight, weight.value.shape)
 
     def forward(self, ids):
         V, E = self.weight.value.shape
-        check('ids', ids, ids.shape, np.int32)
+        check('ids', ids, np.shape(ids), np.int32)
         y = empty((*ids.shape, E), name=f'{self.name}.y')
         launch('embedding_forward', y, self.weight.value, ids, ids.size, V, E)
         return y, self.Ctx(ids)

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch, work
+from pyops.backend import axes, check, check_parameter, empty, launch, work
 
 
 class GRU:
@@ -37,10 +37,13 @@ class GRU:
     def __init__(self, w_ih, w_hh, b_ih, b_hh, reset_before=False, name=None):
         self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.reset_before = w_ih, w_hh, b_ih, b_hh, reset_before
         self.name = name or w_ih.owner
+        (_, I), (_, H) = axes(w_ih.name, w_ih.value, '3H I'), axes(w_hh.name, w_hh.value, '3H H')
+        for parameter, shape in ((w_ih, (3 * H, I)), (w_hh, (3 * H, H)), (b_ih, (3 * H,)), (b_hh, (3 * H,))):
+            check_parameter(parameter, shape)
 
     def forward(self, x, h0=None):
         I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
-        T, B, _ = x.shape
+        T, B, _ = axes('x', x, 'T B I')
         check('x', x, (T, B, I))
         if h0 is not None:
             check('h0', h0, (B, H))

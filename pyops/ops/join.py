@@ -1,7 +1,7 @@
 """ConcatContext: the context of a sentence beside the input of every step of its decoder."""
 from typing import NamedTuple
 
-from pyops.backend import check, empty, launch
+from pyops.backend import axes, check, empty, launch
 
 
 class ConcatContext:
@@ -23,8 +23,7 @@ class ConcatContext:
         self.name = name
 
     def forward(self, x, context):
-        T, B, E = x.shape
-        H = context.shape[-1]
+        (T, B, E), (_, H) = axes('x', x, 'T B E'), axes('context', context, 'B H')
         check('x', x, (T, B, E))
         check('context', context, (B, H))
         y = empty((T, B, E + H), name=f'{self.name}.y')

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch
+from pyops.backend import axes, check, check_parameter, empty, gemm, launch
 
 
 class Linear:
@@ -22,12 +22,17 @@ class Linear:
 
     def __init__(self, weight, bias=None, name=None):
         self.weight, self.bias, self.name = weight, bias, name or weight.owner
+        O, _ = axes(weight.name, weight.value, 'O I')
+        check_parameter(weight, weight.value.shape)
+        if bias:
+            check_parameter(bias, (O,))
 
     def forward(self, x):
         O, I = self.weight.value.shape
-        check('x', x, (len(x), I))
-        y = empty((len(x), O), name=f'{self.name}.y')
-        launch('gemm', y, x, self.weight.value, self.bias and self.bias.value, len(x), O, I, O, I, 1, 1, I, 0)
+        R, _ = axes('x', x, 'R I')
+        check('x', x, (R, I))
+        y = empty((R, O), name=f'{self.name}.y')
+        gemm(y, x, self.weight.value.T, self.bias and self.bias.value)
         return y, self.Ctx(x)
 
     def backward(self, dy, ctx, want_dx=True):
@@ -37,8 +42,8 @@ class Linear:
         dx = None
         if want_dx:
             dx = empty((R, I), name=f'{self.name}.dx')
-            launch('gemm', dx, dy, self.weight.value, None, R, I, O, I, O, 1, I, 1, 0)
-        launch('gemm', self.weight.grad, dy, ctx.x, None, O, I, R, I, 1, O, I, 1, 1)
+            gemm(dx, dy, self.weight.value)
+        gemm(self.weight.grad, dy.T, ctx.x, accumulate=True)
         if self.bias:
             launch('column_sums', self.bias.grad, dy, R, O)
         return dx

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch, work
+from pyops.backend import axes, check, check_parameter, empty, gemm, launch, work
 
 
 class LinearCrossEntropy:
@@ -28,11 +28,14 @@ class LinearCrossEntropy:
 
     def __init__(self, weight, bias, ignore=-1, name=None):
         self.weight, self.bias, self.ignore, self.name = weight, bias, ignore, name or weight.owner
+        V, _ = axes(weight.name, weight.value, 'V D')
+        check_parameter(weight, weight.value.shape)
+        check_parameter(bias, (V,))
 
     def forward(self, x, labels, gradients=True):
         V, D = self.weight.value.shape
+        check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, D))
-        check('labels', labels, labels.shape, np.int32)
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
         dx = dweight = dbias = None
         if gradients:
@@ -44,6 +47,8 @@ class LinearCrossEntropy:
 
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
+        if ctx.dx is None:
+            raise ValueError('ctx: it comes from forward(..., gradients=False), which keeps nothing for backward')
         dx = empty(ctx.dx.shape, name=f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
         launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)
@@ -56,6 +61,6 @@ class LinearCrossEntropy:
         check('x', x, (len(x), D))
         logits = empty((len(x), V), name=f'{self.name}.logits')
         index = empty(len(x), np.int32, f'{self.name}.index')
-        launch('gemm', logits, x, self.weight.value, self.bias.value, len(x), V, D, V, D, 1, 1, D, 0)
+        gemm(logits, x, self.weight.value.T, self.bias.value)
         launch('argmax', index, logits, len(x), V)
         return index

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch, work
+from pyops.backend import axes, check, check_parameter, empty, launch, work
 
 
 class PixelLinear:
@@ -23,9 +23,12 @@ class PixelLinear:
 
     def __init__(self, weight, bias, scale=1 / 255, name=None):
         self.weight, self.bias, self.scale, self.name = weight, bias, scale, name or weight.owner
+        _, O = axes(weight.name, weight.value, 'I O')
+        check_parameter(weight, weight.value.shape)
+        check_parameter(bias, (O,))
 
     def forward(self, table, rows):
-        (I, O), N, B = self.weight.value.shape, len(table), len(rows)
+        (I, O), (N, _), (B,) = self.weight.value.shape, axes('table', table, 'N I'), axes('rows', rows, 'B')
         check('table', table, (N, I), np.uint8)
         check('rows', rows, (B,), np.int64)
         y = empty((B, O), name=f'{self.name}.y')

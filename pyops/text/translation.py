@@ -20,7 +20,7 @@ def open_corpus(path=None, data_dir=None, tiny=False):
     else the real corpus where it is found, else the embedded one.  tiny: its first 512 pairs."""
     if path == '':
         raise UserError("-f/--corpus: want a file or 'embedded', got ''")
-    line, chosen = None, path or locate.find('fra-eng', data_dir) or EMBEDDED
+    chosen = path or locate.find('fra-eng', data_dir) or EMBEDDED
     if chosen == EMBEDDED:
         if data_dir and not path:
             raise UserError(f'--data-dir {data_dir}: holds no fra-eng; '
@@ -31,7 +31,7 @@ def open_corpus(path=None, data_dir=None, tiny=False):
         if not path:
             line = f'no corpus found, using the {line}; get the real one with: python -m pyops.data get fra-eng'
     else:
-        corpus = Corpus.load(chosen)
+        line, corpus = f'corpus : {chosen}', Corpus.load(chosen)
     return (corpus.first(TINY) if tiny else corpus), line
 
 

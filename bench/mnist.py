@@ -1,0 +1,59 @@
+"""The contest of mnist training steps: what all contestants share, our step, PyTorch's step."""
+import numpy as np
+
+UNIT = 'images'
+BATCH_SIZE = 100
+
+
+def prepare(args, folder):
+    """Write images, labels, batches and initial weights.  -> a line about the data."""
+    from mnist.model import MLP
+    from pyops.data import mnist
+    from pyops.data.batches import epoch_order
+    digits = mnist.load(args.data_dir)
+    n = min(len(digits.train_images), 50_000)
+    steps = args.warmup + args.steps
+    order = np.concatenate([epoch_order(n, 0, epoch) for epoch in range(-(-steps * args.batch_size // n))])
+    model = MLP()
+    np.savez(folder / 'data.npz', rows=order[:steps * args.batch_size].reshape(steps, -1),
+             images=digits.train_images[:n], labels=digits.train_labels[:n].astype(np.int32))
+    np.savez(folder / 'weights.npz', **{name: model.params[name].value for name in model.params})
+    return f'784-30-10, {n} images'
+
+
+def make_ours(folder):
+    """-> step(k): our training step on batch k, replayed from a plan as in mnist.train; returns its loss."""
+    from mnist.model import MLP
+    from pyops import plan
+    from pyops.data.batches import gather
+    from pyops.optim import Adam
+    with np.load(folder / 'data.npz') as file:
+        data = {name: file[name] for name in file.files}
+    model, labels = MLP(), data['labels'].reshape(-1, 1)
+    optimizer = Adam(model.params, lr=0.001)
+
+    def step(rows):
+        model.params.zero_grads()
+        loss, _, ctx = model.forward(data['images'], rows, gather(labels, rows).reshape(-1))
+        model.backward(ctx)
+        optimizer.step()
+        return loss
+
+    steps = plan.Steps(step, model.params, images=data['images'], label_table=labels, **optimizer.arrays())
+    return lambda k: float(steps(data['rows'][k])[0])
+
+
+def make_torch(folder, compiled):
+    """-> step(k): PyTorch's, on the same batch from the same weights; all images are floats beforehand."""
+    import torch
+
+    from bench.torch_mnist import TorchMLP, make_step
+    model = TorchMLP()
+    with np.load(folder / 'weights.npz') as weights, torch.no_grad():
+        for name, place in model.named().items():
+            place.copy_(torch.from_numpy(weights[name]))
+    with np.load(folder / 'data.npz') as file:
+        images, labels = torch.from_numpy(file['images']).float() / 255, torch.from_numpy(file['labels']).long()
+        rows = torch.from_numpy(file['rows'])
+    run = make_step(torch.compile(model) if compiled else model, lr=0.001)
+    return lambda k: run(images[rows[k]], labels[rows[k]]).item()

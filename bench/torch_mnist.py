@@ -1,0 +1,61 @@
+"""The mnist program in PyTorch, as its users would write it: opponent of the benchmark, oracle of the tests.
+
+    python -m bench.torch_mnist [--compile]         10 epochs, the lines of mnist.train
+"""
+import sys
+
+import torch
+from torch import nn
+
+
+class TorchMLP(nn.Module):
+    def __init__(self, hidden=30):
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(784, hidden), nn.Linear(hidden, 10)
+
+    def forward(self, x, labels):
+        """x (B, 784) float, labels (B,) int64 -> mean loss."""
+        return nn.functional.cross_entropy(self.logits(x), labels)
+
+    def logits(self, x):
+        return self.linear2(torch.relu(self.linear1(x)))
+
+    def named(self):
+        """Our parameter name -> this module's parameter, in our layout."""
+        return {'w1': self.linear1.weight.T, 'bias1': self.linear1.bias, 'w2': self.linear2.weight, 'bias2': self.linear2.bias}
+
+
+def make_step(model, lr, max_norm=1.0):
+    """step(x, labels) -> loss tensor: one training step, clipped Adam as in mnist.train."""
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+
+    def step(x, labels):
+        optimizer.zero_grad()
+        loss = model(x, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        return loss.detach()
+    return step
+
+
+def main(epochs=10, batch_size=100, trained=50_000):
+    from pyops.data import mnist
+    torch.manual_seed(0)
+    digits = mnist.load()
+    x, labels = torch.tensor(digits.train_images).float() / 255, torch.tensor(digits.train_labels).long()
+    trained = min(trained, len(x) * 5 // 6)         # of the embedded digits too a sixth evaluates
+    model = TorchMLP()
+    step = make_step(torch.compile(model) if '--compile' in sys.argv else model, lr=0.001)
+    for epoch in range(epochs):
+        loss_sum, order = 0.0, torch.randperm(trained)
+        for rows in order.split(batch_size):
+            loss_sum += step(x[rows], labels[rows]).item() * len(rows)
+        with torch.no_grad():
+            correct = (model.logits(x[trained:]).argmax(1) == labels[trained:]).sum().item()
+        print(f'epoch : {epoch} [{trained}/{trained}] loss : {loss_sum / trained:.6f}\n'
+              f'evaluating :  [{len(x) - trained}/{len(x) - trained}] correct : {correct}', flush=True)
+
+
+if __name__ == '__main__':
+    main()
