@@ -44,7 +44,7 @@ def main(argv=None):
     from mnist.model import MLP, Config
     from pyops import backend, fit, plan
     from pyops.data import mnist
-    from pyops.data.batches import gather
+    from pyops.data.batches import epoch_order, gather
     from pyops.optim import Adam
 
     if args.gpu:
@@ -81,9 +81,10 @@ def main(argv=None):
         optimizer.step()
         return loss
 
+    first_batch = epoch_order(len(images), args.seed, 0)[:args.batch_size]
     planned = plan.Steps(step, model.params, images=images, label_table=label_table, one=model.one, **optimizer.arrays())
     if asks_for_plan(args):
-        return plan.tell(args, planned.plan(min(args.batch_size, len(images))))
+        return plan.tell(args, planned.plan(first_batch))
     run_step = step if args.no_plan else planned
 
     def train_step(rows):
@@ -99,7 +100,7 @@ def main(argv=None):
                 f'evaluating :  [{len(predictions)}/{len(predictions)}] correct : {values["correct"]}')
 
     if not (args.quiet or args.no_plan):
-        print(planned.plan(min(args.batch_size, len(images))).listing())
+        print(planned.plan(first_batch).listing())
     fit.fit(run, len(images), args.epochs, train_step, validate=validate, unit='images', line=epoch_line, lines_an_epoch=0)
     if args.report:
         from mnist.report import draw

@@ -18,6 +18,7 @@ import contextlib
 import json
 import math
 import re
+import time
 import weakref
 from typing import NamedTuple
 
@@ -352,11 +353,14 @@ class Plan:
         from pyops.profile import Profile
         ffi = library.cpu().ffi
         self.run()                                  # warm
-        times = []
+        times, whole = [], []
         for _ in range(runs):
             self.run(seconds=self._seconds)
             times.append(np.frombuffer(ffi.buffer(self._seconds), np.float64)[:len(self._replayed)].copy())
-        return Profile(self._replayed, np.array(times), _argument)
+            start = time.perf_counter()
+            self.run()
+            whole.append(time.perf_counter() - start)
+        return Profile(self._replayed, np.array(times), np.array(whole), _argument)
 
     def dot(self, path):
         """Write the plan as a Graphviz graph: actions are boxes, tensors ellipses, the boundary a dashed line of boxes."""
@@ -399,9 +403,11 @@ class Steps:
         plan.run()
         return results
 
-    def plan(self, size):
-        """The plan of a step of that many rows; nothing is run."""
-        return (self.plans.get(size) or self._record(size))[0]
+    def plan(self, rows):
+        """The plan of a step on these rows, ready to run; nothing is run."""
+        plan, _ = self.plans.get(len(rows)) or self._record(len(rows))
+        plan.inputs['rows'][...] = rows
+        return plan
 
     def _record(self, size):
         rows = np.zeros(size, np.int64)

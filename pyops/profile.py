@@ -61,10 +61,10 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """actions, and their wall times (runs, actions) in seconds."""
+    """actions, their wall times (runs, actions) and those of whole replays (runs,) in seconds."""
 
-    def __init__(self, actions, times, array):
-        self.actions, self.times = actions, times
+    def __init__(self, actions, times, whole, array):
+        self.actions, self.times, self.whole = actions, times, whole
         self._array = array         # (action, argument) -> its array
 
     def rows(self):
@@ -91,8 +91,9 @@ class Profile:
             lines.append(f'{row.name[:52]:52} {row.calls:5d} {1e6 * row.seconds:7.1f} us {row.share:6.1%} {flops} '
                          f'{row.bandwidth / 1e9:7.1f} {row.of_peak:8.1%}')
         total = sum(row.seconds for row in rows)
-        lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; this machine: {best.flops / 1e9:.1f} GFLOP/s, '
-                     f'{best.bandwidth / 1e9:.1f} GB/s on {backend.threads()} threads')
+        lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; a replay of all: {1e3 * np.median(self.whole):.3f} ms')
+        lines.append(f'this machine: {best.flops / 1e9:.1f} GFLOP/s, {best.bandwidth / 1e9:.1f} GB/s '
+                     f'on {backend.threads()} threads')
         return '\n'.join(lines)
 
     def trace(self, path):

@@ -92,6 +92,7 @@ def main(argv=None):
 
 def train(args, found):
     from pyops import checkpoint, fit, plan
+    from pyops.data.batches import epoch_order
     from pyops.optim import Adam
     from pyops.text.split import hold_out
     from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
@@ -149,7 +150,7 @@ def train(args, found):
 
     planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
     if asks_for_plan(args):
-        return plan.tell(args, planned.plan(min(run.batch_size, len(pairs))))
+        return plan.tell(args, planned.plan(epoch_order(len(pairs), run.seed, run.epoch)[:run.batch_size]))
     run_step = step if args.no_plan else planned
     checkpoint.needs_room(found.folder, fit.room(model.params))
     def train_step(rows):

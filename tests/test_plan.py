@@ -303,7 +303,7 @@ def test_profile_measures_every_action():
     assert gemm.of_peak == pytest.approx(gemm.flops / machine().flops)
     text = str(profile)
     assert text.splitlines()[0].split() == ['action', 'calls', 'time', 'share', 'GFLOP/s', 'GB/s', 'of', 'peak']
-    assert 'gemm -> layer1.y' in text and 'this machine: ' in text
+    assert 'gemm -> layer1.y' in text and 'this machine: ' in text and 'a replay of all: ' in text
 
 
 def test_costs_are_of_kernels_that_exist():

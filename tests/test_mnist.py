@@ -1,0 +1,185 @@
+"""The MLP and its program: against PyTorch, by plan and by hand, what it prints, how it refuses."""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from mnist import train
+from mnist.model import MLP, Config
+from pyops.data import mnist
+from pyops.errors import UserError
+from pyops.optim import Adam
+from pyops.plan import Steps
+from pyops.text import embedded as embedded_text
+from seq2seq import train as seq2seq_train
+
+has_mnist = pytest.mark.skipif(not os.path.isdir(os.path.join(os.environ.get('PYOPS_DATA', ''), 'mnist')),
+                               reason='needs MNIST: set PYOPS_DATA to a folder with mnist/')
+
+
+def small_data(n=60, seed=0):
+    rng = np.random.default_rng(seed)
+    images = (rng.integers(0, 256, (n, 784)) * (rng.random((n, 784)) < 0.2)).astype(np.uint8)
+    return images, rng.integers(0, 10, n).astype(np.int32)
+
+
+def test_loss_and_every_gradient_equal_torch(torch):
+    from bench.torch_mnist import TorchMLP
+    images, labels = small_data()
+    rows = np.random.default_rng(1).integers(0, 60, 33)
+    model, twin = MLP(seed=4), TorchMLP().double()
+    with torch.no_grad():
+        for name, place in twin.named().items():
+            place.copy_(torch.from_numpy(model.params[name].value))
+    loss, _, ctx = model.forward(images, rows, labels[rows])
+    model.backward(ctx)
+    want = twin(torch.from_numpy(images[rows]).double() / 255, torch.from_numpy(labels[rows]).long())
+    want.backward()
+    assert abs(loss[0] - want.item()) <= 1e-6 * want.item()
+    grads = {'w1': twin.linear1.weight.grad.T, 'bias1': twin.linear1.bias.grad,
+             'w2': twin.linear2.weight.grad, 'bias2': twin.linear2.bias.grad}
+    for name, grad in grads.items():
+        scale = grad.abs().max().item()
+        assert scale > 1e-4 and np.abs(model.params[name].grad - grad.numpy()).max() <= 1e-5 * scale, name
+
+
+def make_step(model, adam, images, labels):
+    def step(rows):
+        model.params.zero_grads()
+        loss, _, ctx = model.forward(images, rows, labels)
+        model.backward(ctx)
+        adam.step()
+        return loss
+    return step
+
+
+def test_a_hundred_replayed_steps_equal_eager_ones_bit_for_bit():
+    images, labels = small_data(400)
+    models = [MLP(seed=5) for _ in range(2)]
+    adams, fixed, rng = [Adam(m.params, 0.001) for m in models], labels[:50].copy(), np.random.default_rng(2)
+    eager = make_step(models[0], adams[0], images, fixed)
+    planned = Steps(make_step(models[1], adams[1], images, fixed), models[1].params, images=images, labels=fixed)
+    for _ in range(100):
+        rows = rng.integers(0, 400, 50)
+        fixed[...] = labels[rows]
+        assert eager(rows)[0] == planned(rows)[0]
+    assert (models[0].params.values == models[1].params.values).all() and len(planned.plans) == 1
+
+
+def test_steps_record_a_plan_for_each_size_of_batch():
+    images, labels = small_data()
+    model = MLP()
+    adam = Adam(model.params, 0.001)
+    planned = Steps(lambda rows: make_step(model, adam, images, labels[:len(rows)].copy())(rows), model.params, images=images)
+    for n in (7, 5, 7, 5, 1):
+        assert np.isfinite(planned(np.arange(n))[0])
+    assert sorted(planned.plans) == [1, 5, 7] and adam.count[0] == 5
+
+
+def test_predict_is_the_argmax_of_the_logits():
+    images, labels = small_data()
+    model, classes = MLP(Config(hidden=11), seed=3), np.empty(60, np.int32)
+    model.predict(images, classes)
+    _, logits, _ = model.forward(images, np.arange(60), labels)
+    assert (classes == logits.argmax(1)).all()
+
+
+@has_mnist
+def test_ten_epochs_of_mnist_reach_9570_of_10000(capsys):
+    """The median of five seeds."""
+    correct = []
+    for seed in range(5):
+        train.main(['--quiet', '--seed', str(seed)])
+        correct.append(int(capsys.readouterr().out.split()[-1]))
+    assert np.median(correct) >= 9570, correct
+
+
+def test_the_lines_of_a_run_and_its_report(tmp_path, capsys):
+    train.main(['-e', '2', '--embedded', '--report', str(tmp_path / 'out.png')])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith('embedded digits : ')
+    assert lines[1:5] == ['images magic : 2051', 'label magic : 2049', 'lables_num : 10000', 'data loaded.']
+    assert lines[5] == 'Actions:' and lines[6] == '[once]InitAction: Tensor(w1)(784, 30) = normal(0, 0.0357143)'
+    assert lines[-5].startswith('epoch : 0 [10000/10000] loss : ')
+    assert lines[-4].startswith('evaluating :  [2000/2000] correct : ')
+    assert int(lines[-2].split()[-1]) >= 1500 and float(lines[-3].split()[-1]) < float(lines[-5].split()[-1])
+    assert lines[-1] == f'report drawn : {tmp_path / "out.png"}'
+    assert (tmp_path / 'out.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+def test_plan_or_not_and_threads_change_no_digit(capsys):
+    outputs = []
+    for flags in ([], ['--no-plan'], ['--threads', '1']):
+        train.main(['-e', '1', '--embedded', '-b', '300', *flags])          # 33 batches of 300 and one of 100
+        outputs.append(capsys.readouterr().out.splitlines()[-2:])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_the_printed_plan_has_every_tensor_with_its_shape(capsys):
+    train.main(['--embedded', '--plan', '-b', '64', '--hidden', '20'])
+    out = capsys.readouterr().out
+    for tensor in ('Tensor(UINT8)(images)(10000, 784)', 'Tensor(INT64)(rows)(64)', 'Tensor(w1)(784, 20)', 'Tensor(bias1)(20)',
+                   'Tensor(linear1.y)(64, 20)', 'Tensor(relu.y)(64, 20)', 'Tensor(w2)(10, 20)', 'Tensor(linear2.y)(64, 10)',
+                   'Tensor(loss.loss)(1)', 'Tensor(loss.dx)(64, 10)', 'Tensor(linear2.dx)(64, 20)', 'Tensor(relu.dx)(64, 20)',
+                   'Tensor(w1_grad)(784, 20)', 'Tensor(w2_grad)(10, 20)', 'Tensor(bias2_grad)(10)', 'Tensor(norm)(1)'):
+        assert f'\t{tensor}' in out, tensor
+    before, after = out[out.index('Actions:'):].split('BoundaryAction')
+    assert 'CrossEntropyForwardAction' in before and 'CrossEntropyBackwardAction' in after
+    assert 'PixelLinearBackwardAction' in after and 'AdamAction' in after and 'peak' in out
+    assert 'epoch' not in out                           # it tells and does not train
+
+
+def test_what_both_programs_can_tell(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ['--embedding', '16', '--hidden', '16', '-b', '8', '-t', '1', '-f', 'embedded']
+    for main, flags in ((train.main, ['--embedded']), (seq2seq_train.main, small)):
+        main([*flags, '--plan', '--profile', 'trace.json', '--dot', 'plan.dot'])
+        out = capsys.readouterr().out
+        assert 'Grad Tensors:' in out and 'BoundaryAction' in out and 'of peak' in out
+        assert (tmp_path / 'trace.json').stat().st_size > 1000 and 'digraph' in (tmp_path / 'plan.dot').read_text()
+        with pytest.raises(UserError, match=r"no/folder/x.dot: cannot write the graph .*--dot"):
+            main([*flags, '--dot', 'no/folder/x.dot'])
+        capsys.readouterr()
+    assert not (tmp_path / 'checkpoints').exists()
+
+
+def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
+    from test_seq2seq import TINY, assert_same_training, newest
+    assert len(embedded_text.pairs()) > 512
+    for folder, flags in (('with', []), ('without', ['--no-plan'])):
+        seq2seq_train.main(['-e', '2', '-c', str(tmp_path / folder), *TINY, *flags])
+    assert_same_training(newest(tmp_path / 'with'), newest(tmp_path / 'without'))
+
+
+@pytest.mark.parametrize('flags,text', [
+    (['-g', '1'], '-g 1: this build has no GPU library; train on the CPU with -g 0'),
+    (['-b', '0'], '-b/--batch-size: want a whole number >= 1, got 0'),
+    (['-e', '-1'], '-e/--epochs: want a whole number >= 0, got -1'),
+    (['-l', 'nan'], '-l/--lr: want a number'),
+    (['--data-dir', 'nowhere'], '--data-dir: want a directory that exists, got nowhere'),
+    (['--embedded', '-e', '0', '--quiet', '--report', 'no/such/out.png'], 'no/such/out.png'),
+    (['--embedded', '-e', '3', '-l', '1e38'], 'the loss is'),
+])
+def test_bad_input_ends_with_one_line(flags, text, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != 'PYOPS_DATA'}
+    out = subprocess.run([sys.executable, '-m', 'mnist.train', *flags], cwd=tmp_path, text=True, capture_output=True,
+                         env=environment | {'PYTHONPATH': str(ROOT)})
+    assert out.returncode == 2 and len(out.stderr.splitlines()) == 1 and text in out.stderr, out.stderr
+
+
+def test_broken_files_end_with_one_line(tmp_path):
+    from pyops.data import idx
+    digits = mnist.load(embedded=True)
+    names = ('train-images-idx3-ubyte', 'train-labels-idx1-ubyte', 't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')
+    for name, array in zip(names, digits[1:5], strict=True):
+        idx.write(tmp_path / name, array[:50].reshape(-1, 28, 28) if array.ndim == 2 else array[:50])
+    train.main(['--data-dir', str(tmp_path), '-e', '1', '-b', '10', '--quiet'])
+    whole = (tmp_path / names[0]).read_bytes()
+    for broken, text in ((b'\0\0\7\7' + whole[4:], 'magic'), (whole[:-100], 'cut short|want|bytes')):
+        (tmp_path / names[0]).write_bytes(broken)
+        with pytest.raises(UserError, match=names[0]) as error:
+            train.main(['--data-dir', str(tmp_path), '-e', '1'])
+        assert error.match(text)
