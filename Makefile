@@ -84,8 +84,9 @@ asan: .venv/ready ## the op table under AddressSanitizer and UndefinedBehaviorSa
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    .venv/bin/python -m pytest -q -p no:cacheprovider tests/test_ops.py tests/test_kernels.py -k 'not torch'
 
-bench: cpu .venv/ready ## a training step beside PyTorch's (needs torch: pip install torch)
+bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
 	.venv/bin/python -m bench.train seq2seq --vs torch
+	.venv/bin/python -m bench.train mnist --vs torch
 
 clean: ## remove what was built
 	rm -rf build pyops/libpyops.so pyops/pyops.h *.egg-info

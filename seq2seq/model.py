@@ -12,10 +12,13 @@ from pyops.ops import GRU, ConcatContext, Dropout, Embedding, LinearCrossEntropy
 from pyops.params import Parameters, Spec, key
 from pyops.text.vocabulary import BOS, EOS, PAD
 
+# what a checkpoint must have in common with the model that it is loaded into
+SIZES = ('embedding', 'hidden', 'layers', 'num_steps', 'reset_before')
+
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and settings of the model; all of it is kept in a checkpoint."""
+    """Sizes and settings of the model."""
     source_size: int            # words of the source vocabulary
     target_size: int            # words of the target vocabulary
     embedding: int = 256
@@ -139,7 +142,7 @@ class Seq2Seq:
         return dict(one=self.one)
 
     def translate(self, source):
-        """Greedy decoding: source (T, B) -> (num_steps, B) int32 token ids, <pad> after <eos>."""
+        """Greedy decoding: source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
         s, _ = self.source_embedding.forward(source)
         _, states, _ = self.encoder.forward(s)
         context, word = states[-1], np.full(source.shape[1], BOS, np.int32)

@@ -22,7 +22,6 @@ PROGRAM = 'seq2seq.train'
 # What a flag means that was not given; a resumed run takes the checkpoint's values first.
 DEFAULTS = dict(batch_size=128, lr=0.005, dropout=0.2, seed=0, hold_out=None, tiny=0,
                 embedding=256, hidden=256, layers=2, num_steps=9, reset_before=False)
-SIZES = ('embedding', 'hidden', 'layers', 'num_steps', 'reset_before')
 EMBEDDED_HOLD_OUT = 0.1
 MAX_NORM = 1.0          # gradients longer than this are clipped
 
@@ -61,6 +60,7 @@ def parse(argv):
 
 def resolve(args, state, path):
     """Flags that were given, then what the checkpoint says, then defaults -> dict.  Sizes and seed must agree."""
+    from seq2seq.model import SIZES
     kept = state['settings'] if state else {}
     settings = {}
     for name, default in DEFAULTS.items():
@@ -96,7 +96,7 @@ def train(args, found):
     from pyops.optim import Adam
     from pyops.text.split import hold_out
     from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
-    from seq2seq.model import Config, Seq2Seq, parameter_specs
+    from seq2seq.model import SIZES, Config, Seq2Seq, parameter_specs
 
     for warning in found.warnings:
         print(warning, file=sys.stderr)

@@ -29,7 +29,7 @@ def open_checkpoint(path):
     from pyops.optim import Adam
     from pyops.text.translation import Translator
     from pyops.text.vocabulary import Vocabulary
-    from seq2seq.model import Config, Seq2Seq
+    from seq2seq.model import SIZES, Config, Seq2Seq
 
     if path is None:
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
@@ -41,7 +41,7 @@ def open_checkpoint(path):
     if state.get('program') != 'seq2seq':
         raise UserError(f'{found.path}: a checkpoint of {state.get("program")}, not of seq2seq; give another with -c')
     vocabularies = [Vocabulary(state['vocabularies'][which]) for which in ('source', 'target')]
-    sizes = {name: state['settings'][name] for name in ('embedding', 'hidden', 'layers', 'num_steps', 'reset_before')}
+    sizes = {name: state['settings'][name] for name in SIZES}
     model = Seq2Seq(Config(*map(len, vocabularies), **sizes))
     fit.restore(model.params, Adam(model.params, 1.0), kept, found.path)
     print('loaded from checkpoint')

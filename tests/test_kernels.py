@@ -107,7 +107,7 @@ def test_gemm_of_integers_is_exact_and_independent_of_threads():
     assert (c == a.astype(np.float64) @ b).all()
 
 
-@pytest.mark.parametrize('M,N,K', [(1, 3000, 1100), (200, 190, 700), (1000, 33, 517)])
+@pytest.mark.parametrize('M,N,K', [(1, 9000, 1100), (200, 190, 700), (1000, 33, 517)])
 def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K):
     rng = np.random.default_rng(4)
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
@@ -214,7 +214,7 @@ def test_grad_norm_and_clip(n):
 
 def make_params(seed=0):
     rng = np.random.default_rng(seed)
-    shapes = {'a': (33, 7), 'b': (5,), 'c': (230, 300)}       # enough for several threads
+    shapes = {'a': (33, 7), 'b': (5,), 'c': (1000, 300)}       # enough for several threads
     return Parameters({name: Spec(shape, lambda generator, shape: rng.standard_normal(shape).astype('f'))
                        for name, shape in shapes.items()}), shapes
 

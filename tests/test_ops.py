@@ -48,7 +48,7 @@ def labels_with_masked_rows(rng, shape, classes, ignore):
 class LinearRow:
     name = 'linear'
     sizes = ((1, 1, 1), (3, 5, 7), (6, 16, 256), (7, 17, 257), (13, 32, 40), (64, 100, 96))      # R, O, I
-    large = (601, 100, 96)
+    large = (901, 100, 96)
 
     def build(self, size, rng):
         R, O, I = size
@@ -88,7 +88,7 @@ class ReLURow:
     name = 'relu'
     wrong_axis = {'x': None}                # any shape will do
     sizes = ((1,), (2, 3), (5, 17), (40, 1001))
-    large = (70, 1001)
+    large = (300, 1001)
 
     def build(self, size, rng):
         x = normal(rng, *size)
@@ -105,7 +105,7 @@ class EmbeddingRow:
     name = 'embedding'
     wrong_axis = {'ids': None}              # any shape will do
     sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (9, 16, 7, 33), (9, 64, 50, 64))                         # T, B, V, E
-    large = (9, 128, 50, 64)
+    large = (9, 461, 50, 64)
 
     def build(self, size, rng):
         T, B, V, E = size
@@ -123,7 +123,7 @@ class DropoutRow:
     name = 'dropout'
     wrong_axis = {'x': None}
     sizes = ((1, 0.2), (3, 0.5), (257, 0.2), (4097, 0.0), (9000, 0.9))                            # n, p
-    large = (20_001, 0.3)
+    large = (70_001, 0.3)
 
     def build(self, size, rng):
         n, p = size
@@ -143,7 +143,7 @@ class ConcatContextRow:
     name = 'concat_context'
     wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
     sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (9, 17, 33, 16), (9, 64, 32, 64))                        # T, B, E, H
-    large = (9, 67, 65, 64)
+    large = (9, 257, 65, 64)
 
     def build(self, size, rng):
         T, B, E, H = size
@@ -158,7 +158,7 @@ class ConcatContextRow:
 
 class GRURow:
     sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
-    large = (9, 61, 40, 64)
+    large = (9, 251, 40, 64)
 
     def __init__(self, reset_before, with_h0):
         self.name = f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
@@ -197,7 +197,7 @@ class CrossEntropyRow:
     name = 'cross_entropy'
     wrong_axis = {'x': 0}
     sizes = ((1, 2), (3, 5), (8, 17), (33, 100), (20, 1001))                                      # R, C
-    large = (37, 1001)
+    large = (81, 1001)
 
     def build(self, size, rng):
         R, C = size
@@ -215,7 +215,7 @@ class CrossEntropyRow:
 class LinearCrossEntropyRow:
     name = 'linear_cross_entropy'
     sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
-    large = (5, 70, 17, 1100)
+    large = (7, 75, 17, 1100)
 
     def build(self, size, rng):
         T, B, D, V = size
