@@ -16,8 +16,10 @@
     ROW(void,   relu,         (float *y, const float *x, int64_t n)) \
     ROW(void,   relu_back,    (float *dx, const float *dy, const float *y, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
-    ROW(void,   pixels_times, (float *y, const uint8_t *x, const float *w, int64_t I, int64_t O, float scale)) \
-    ROW(void,   pixels_outer, (float *dw, const uint8_t *x, const float *dy, int64_t from, int64_t to, int64_t O, float scale)) \
+    ROW(void,   pixels_times, (float *y, const uint8_t *x, const float *w, const float *bias, int64_t I, int64_t O, \
+                               float scale)) \
+    ROW(void,   pixels_outer, (float *dw, const uint8_t *x, const float *dy, int64_t from, int64_t to, int64_t O, \
+                               float scale)) \
     ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
@@ -73,7 +75,7 @@ float *pyops_scratch(size_t floats);
 /* A sum over K is done in blocks of this many, in every table: so it has the same order on every instruction set. */
 enum { PYOPS_KC = 256 };
 
-/* Outputs of a linear layer on pixels come in blocks of this many, padded with zeros. */
+/* Outputs of a linear layer on pixels come in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------

@@ -1,21 +1,14 @@
 /* pixel_linear.c - a linear layer whose input is rows of a table of bytes, most of which are 0 (in MNIST four of five).
  *
  * Gathering, conversion and product are one: for each pixel that is not 0 a row of weight is added up, so the work is
- * that of the ink.  Weight and its gradient are copied to rows of a multiple of 32 floats, so that a row is whole
- * registers.  Forward shares images among the threads, backward ranges of pixels, so that every sum runs in the order of
- * the pixels or of the images whatever the number of threads.
+ * that of the ink.  Forward shares images among the threads, backward ranges of pixels, so that every sum runs in the
+ * order of the pixels or of the images whatever the number of threads.
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
 enum { AHEAD = 6 };     /* images */
-
-static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
-
-/* work: weight or dweight (I,O padded), then y or dy (B,O padded) */
-int64_t pyops_pixel_linear_forward_work(int64_t B, int64_t I, int64_t O) { return (I + B) * padded(O); }
-int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O) { return (I + B) * padded(O); }
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
@@ -31,35 +24,26 @@ static void prefetch_row(const uint8_t *row, int64_t I) {
     for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i);
 }
 
-static void copy_row(float *to, const float *from, int64_t O) {
-    memcpy(to, from, (size_t)O * sizeof *to);
-    memset(to + O, 0, (size_t)(padded(O) - O) * sizeof *to);
-}
-
 pyops_status pyops_pixel_linear_forward(float *y, const uint8_t *table, const int64_t *rows, const float *weight,
-                                        const float *bias, float *work,
+                                        const float *bias,
                                         int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
     (void)stream;
     const pyops_status status = check("pixel_linear_forward", rows, N, B, I, O, scale);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const int64_t P = padded(O);
-    float *const w = work, *const sums = work + I * P;
-    #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
-    {
-        for (int64_t b = 0; b < pyops_min(AHEAD, B); b++) prefetch_row(table + rows[b]*I, I);
-        #pragma omp for schedule(static)
-        for (int64_t i = 0; i < I; i++) copy_row(w + i*P, weight + i*O, O);
-        #pragma omp for schedule(static)
-        for (int64_t b = 0; b < B; b++) {
-            if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
-            copy_row(sums + b*P, bias, O);
-            k->pixels_times(sums + b*P, table + rows[b]*I, w, I, P, scale);
-            memcpy(y + b*O, sums + b*P, (size_t)O * sizeof *y);
-        }
+    for (int64_t b = 0; b < pyops_min(AHEAD, B); b++) prefetch_row(table + rows[b]*I, I);
+    #pragma omp parallel for schedule(static) if (B * I > PYOPS_SHARE_FLOATS)
+    for (int64_t b = 0; b < B; b++) {
+        if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
+        k->pixels_times(y + b*O, table + rows[b]*I, weight, bias, I, O, scale);
     }
     return PYOPS_OK;
 }
+
+static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
+
+/* the sums of dweight (I,O padded), then dy (B,O padded): rows of whole blocks */
+int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O) { return (I + B) * padded(O); }
 
 pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const float *dy, const uint8_t *table,
                                          const int64_t *rows, float *work,
@@ -70,12 +54,14 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
     const pyops_kernels *k = pyops_active();
     const int64_t P = padded(O);
     float *const dw = work, *const d = work + I * P;
+    for (int64_t b = 0; b < B; b++) {
+        memcpy(d + b*P, dy + b*O, (size_t)O * sizeof *d);
+        memset(d + b*P + O, 0, (size_t)(P - O) * sizeof *d);
+    }
     #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = I * thread / threads, to = I * (thread + 1) / threads;
-        #pragma omp for schedule(static)
-        for (int64_t b = 0; b < B; b++) copy_row(d + b*P, dy + b*O, O);
         k->fill(dw + from*P, (to - from) * P, 0.0f);
         for (int64_t b = 0; b < B; b++) k->pixels_outer(dw, table + rows[b]*I, d + b*P, from, to, P, scale);
         for (int64_t i = from; i < to; i++) k->add(dweight + i*O, dw + i*P, O);

@@ -109,13 +109,11 @@ PYOPS_API pyops_status pyops_gather_sequences(
  */
 PYOPS_API pyops_status pyops_pixel_linear_forward(
     float *y, const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
-    float *work,
     int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream);
 PYOPS_API pyops_status pyops_pixel_linear_backward(
     float *dweight, float *dbias, const float *dy, const uint8_t *table, const int64_t *rows,
     float *work,
     int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream);
-PYOPS_API int64_t pyops_pixel_linear_forward_work(int64_t B, int64_t I, int64_t O);
 PYOPS_API int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O);
 
 /* ---- concatenation with a context ------------------------------------------------

@@ -16,7 +16,7 @@ from pyops.plan import Steps
 from pyops.text import embedded as embedded_text
 from seq2seq import train as seq2seq_train
 
-has_mnist = pytest.mark.skipif(not os.path.isdir(os.path.join(os.environ.get('PYOPS_DATA', ''), 'mnist')),
+has_mnist = pytest.mark.skipif(not os.path.isdir(os.path.join(os.environ.get('PYOPS_DATA', '/nowhere'), 'mnist')),
                                reason='needs MNIST: set PYOPS_DATA to a folder with mnist/')
 
 

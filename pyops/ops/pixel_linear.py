@@ -32,8 +32,7 @@ class PixelLinear:
         check('table', table, (N, I), np.uint8)
         check('rows', rows, (B,), np.int64)
         y = empty((B, O), name=f'{self.name}.y')
-        launch('pixel_linear_forward', y, table, rows, self.weight.value, self.bias.value,
-               work('pixel_linear_forward', B, I, O), N, B, I, O, self.scale)
+        launch('pixel_linear_forward', y, table, rows, self.weight.value, self.bias.value, N, B, I, O, self.scale)
         return y, self.Ctx(table, rows)
 
     def backward(self, dy, ctx):
