@@ -73,7 +73,7 @@ TABLE := tests/test_ops.py tests/test_kernels.py
 LOWERED := build/lowered/libpyops.so
 test: cpu .venv/ready ## run the tests
 	.venv/bin/python -m ruff check
-	$(if $(X86),$(MAKE) cpu BUILD=build/lowered LIBRARY=$(LOWERED) EXTRA_CFLAGS=-DPYOPS_LOWERED=1 AVX512='-mavx2 -mfma')
+	$(if $(X86),$(MAKE) cpu BUILD=build/lowered LIBRARY=$(LOWERED) EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma')
 	PYOPS_ISA=generic .venv/bin/python -m pytest -q -rs $(TABLE)
 	$(if $(X86),PYOPS_ISA=avx512 $(if $(shell grep -ls avx512dq /proc/cpuinfo),,PYOPS_LIBRARY=$(LOWERED)) \
 	    .venv/bin/python -m pytest -q -rs $(TABLE))
