@@ -63,8 +63,8 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((
 
 /* ---- when work is shared ----------------------------------------------------------------------
  * A parallel region costs a few microseconds on a quiet machine, and on a busy one the time until the scheduler lets
- * every thread run, so a second thread must save about a hundred of them.  What that is on one core: floats that are moved, floats with an
- * exponential or a root each, and multiply-adds.
+ * every thread run, so a second thread must save about a hundred of them.  What that is on one core: floats that are
+ * moved, floats with an exponential or a root each, and multiply-adds.
  */
 enum { PYOPS_SHARE_FLOATS = 262144, PYOPS_SHARE_EXPS = 65536, PYOPS_SHARE_FMAS = 8000000 };
 

@@ -1,5 +1,6 @@
 """A picture of a training run: the loss, which digits are taken for which, and those that were misread."""
 import math
+import os
 
 import numpy as np
 
@@ -9,6 +10,24 @@ SHEET = 40              # misread digits that are shown at most
 _COLUMNS = 10
 _ARROW = '\N{RIGHTWARDS ARROW}'
 _BLUE, _RED, _GREY = '#2a6fbb', '#c0392b', '#777777'
+
+
+def check(path):
+    """UserError, before hours of training, where `draw` could not do its work: no matplotlib, or no such folder."""
+    _matplotlib()
+    folder = os.path.dirname(path) or '.'
+    if not os.path.isdir(folder) or os.path.isdir(path):
+        raise UserError(f'{path}: cannot draw the report there; name a file in a folder that exists with --report')
+
+
+def _matplotlib():
+    """-> FigureCanvasAgg, Figure; without pyplot, which would choose a window system and keep every figure."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError('matplotlib is not installed: install it with: pip install matplotlib') from error
+    return FigureCanvasAgg, Figure
 
 
 def draw(path, losses, images, labels, predictions, class_names='0123456789'):
@@ -21,12 +40,7 @@ def draw(path, losses, images, labels, predictions, class_names='0123456789'):
     labels, predictions = np.asarray(labels, np.int64), np.asarray(predictions, np.int64)
     if not len(images) == len(labels) == len(predictions):
         raise ValueError(f'{len(images)} images, {len(labels)} labels and {len(predictions)} predictions')
-    try:
-        # without pyplot: it would choose a window system, and keep every figure
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("matplotlib is not installed: pip install 'pyops[pictures]'") from error
+    FigureCanvasAgg, Figure = _matplotlib()
     misread = np.flatnonzero(labels != predictions)
     rows = math.ceil(min(len(misread), SHEET) / _COLUMNS)
     heights = 5, 0.3 + 1.2 * rows                           # inches

@@ -47,6 +47,9 @@ def main(argv=None):
     from pyops.data.batches import epoch_order, gather
     from pyops.optim import Adam
 
+    if args.report:
+        from mnist import report
+        report.check(args.report)
     if args.gpu:
         raise UserError('-g 1: this build has no GPU library; train on the CPU with -g 0')
     if args.threads:
@@ -103,10 +106,9 @@ def main(argv=None):
         print(planned.plan(first_batch).listing())
     fit.fit(run, len(images), args.epochs, train_step, validate=validate, unit='images', line=epoch_line, lines_an_epoch=0)
     if args.report:
-        from mnist.report import draw
         if not losses:
             validate()
-        draw(args.report, losses, evaluated[0], evaluated[1], predictions)
+        report.draw(args.report, losses, evaluated[0], evaluated[1], predictions)
         print(f'report drawn : {args.report}')
 
 

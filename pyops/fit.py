@@ -62,7 +62,7 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(checkpoint.claim(folder))
-        stop = stack.enter_context(Interrupt())
+        stop = stack.enter_context(Interrupt(saves=save is not None))
         metrics = stack.enter_context(Metrics(folder, run.epoch)) if folder is not None else None
         while run.epoch < epochs:
             with Progress(samples, unit, initial=run.position, lines=lines_an_epoch) as progress:

@@ -283,11 +283,15 @@ class Plan:
                 raise
 
     def feed(self, **arrays):
-        """Copy arrays into the inputs of those names.  ValueError for another shape, which needs a plan of its own."""
+        """Copy arrays into the inputs of those names.  TypeError for another kind of numbers, ValueError for another shape,
+        which needs a plan of its own."""
         for name, array in arrays.items():
             place = self.inputs[name]
-            if np.shape(array) != place.shape:
-                raise ValueError(f'{name}: this plan was recorded with shape {place.shape}, got {np.shape(array)}; '
+            array = np.asarray(array)
+            if not np.can_cast(array.dtype, place.dtype, 'same_kind'):
+                raise TypeError(f'{name}: want {place.dtype}, got {array.dtype}')
+            if array.shape != place.shape:
+                raise ValueError(f'{name}: this plan was recorded with shape {place.shape}, got {array.shape}; '
                                  'record another plan for that shape')
             place[...] = array
 
@@ -302,7 +306,7 @@ class Plan:
     def close(self):
         """Give the memory back; the plan cannot run any more."""
         self._closed = True
-        self.actions, self._blocks, self._free = [], [], []
+        self.actions, self._replayed, self._blocks, self._free = [], [], [], []
         self._values = self._list = None
 
     # ---- what it can tell ----------------------------------------------------------------------------

@@ -22,6 +22,8 @@ BYTES = {
     'embedding_forward': lambda s: 2 * s['R'] * s['E'] * 4 + s['R'] * 4,
     'embedding_backward': lambda s: 3 * s['R'] * s['E'] * 4 + s['R'] * 4,
     'gather_pixels': lambda s: s['B'] * s['C'] * 5 + s['B'] * 8,
+    'pixel_linear_forward': lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O']),
+    'pixel_linear_backward': lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O']),
     'gather_sequences': lambda s: s['B'] * s['T'] * 8 + s['B'] * 8,
 }
 
@@ -34,7 +36,7 @@ class Machine(NamedTuple):
 @functools.cache
 def machine():
     """Measure the machine: the best of several short runs (0.2 s in all)."""
-    flops, rounds = np.empty(1, np.float64), 200_000
+    flops, rounds = np.empty(1, np.float64), 2_000_000      # milliseconds, against which waking a thread is little
 
     def best(run, times):
         seconds = []
@@ -44,7 +46,7 @@ def machine():
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    fma = best(lambda: backend.launch('fma_loop', flops, rounds), 20)
+    fma = best(lambda: backend.launch('fma_loop', flops, rounds), 15)
     x, y, one = np.ones(2**24, np.float32), np.ones(2**24, np.float32), np.ones(1, np.float32)
     copy = best(lambda: backend.launch('scale', y, x, one, x.size), 5)
     return Machine(flops[0] / fma, 2 * x.nbytes / copy)

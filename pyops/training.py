@@ -30,10 +30,11 @@ class Interrupt:
     True once a signal came; `signal` is then the signal.Signals (None before).  A Ctrl-C after that raises
     KeyboardInterrupt at once; a further SIGTERM changes nothing, for supervisors like to send two.  The handlers
     of before come back at exit.  To be entered in the main thread, as Python wants of everything with signals.
+    saves: whether the program saves before it leaves, for the line that is printed.
     """
 
-    def __init__(self):
-        self.signal = None
+    def __init__(self, saves=True):
+        self.signal, self._promise = None, b', then saving' if saves else b''
 
     def __bool__(self):
         return self.signal is not None
@@ -55,7 +56,7 @@ class Interrupt:
         # os.write, because print may not be entered again from a handler that struck inside a print.
         with contextlib.suppress(OSError):
             below_the_bar = b'\n' if os.isatty(2) else b''
-            os.write(2, below_the_bar + b'finishing this step, then saving (Ctrl-C again leaves at once)\n')
+            os.write(2, below_the_bar + b'finishing this step' + self._promise + b' (Ctrl-C again leaves at once)\n')
 
 
 class Metrics:

@@ -130,7 +130,7 @@ def train(args, found):
         fit.restore(model.params, optimizer, kept, found.path)
         run = fit.Run(**(state['run'] | {'batch_size': settings['batch_size']}))
         print('loaded from checkpoint')
-        if run.epoch >= args.epochs:
+        if run.epoch >= args.epochs and not asks_for_plan(args):
             print(f'all {args.epochs} epochs are done ({run.epoch} in {found.path}); '
                   f'-e {run.epoch + 10} trains on, -e 0 serves')
             return

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -224,6 +225,8 @@ def test_peak_memory_is_what_the_operating_system_sees():
 
 def test_a_batch_of_another_shape_is_refused():
     plan, _ = Tiny().record()
+    with pytest.raises(TypeError, match='labels: want int32, got float64'):
+        plan.feed(labels=np.zeros(6))
     with pytest.raises(ValueError, match=r'x: this plan was recorded with shape \(6, 5\), got \(7, 5\); record another'):
         plan.feed(x=np.zeros((7, 5), 'f'))
 
@@ -238,7 +241,10 @@ def test_a_plan_keeps_what_it_needs_alive_and_says_when_it_was_closed():
     junk = [np.full(50, np.nan, 'f') for _ in range(1000)]
     plan.run()
     assert loss[0] == other.step()[0]
+    blocks = [weakref.ref(block) for block in plan._blocks]
     plan.close()
+    gc.collect()
+    assert len(blocks) > 3 and [block() is None for block in blocks].count(False) == 1      # that of the loss, held here
     with pytest.raises(RuntimeError, match='closed'):
         plan.run()
     assert len(junk) == 1000

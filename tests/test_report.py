@@ -16,7 +16,7 @@ IMAGES = RNG.integers(0, 256, (200, 784), np.uint8)
 
 @pytest.fixture(scope='module', autouse=True)
 def matplotlib():
-    return pytest.importorskip('matplotlib', reason="matplotlib is not installed: pip install 'pyops[pictures]'")
+    return pytest.importorskip('matplotlib', reason='matplotlib is not installed: pip install matplotlib')
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, '__import__', without)
     with pytest.raises(UserError) as caught:
         report.draw(tmp_path / 'out.png', [0.1], IMAGES, LABELS, LABELS)
-    assert str(caught.value) == "matplotlib is not installed: pip install 'pyops[pictures]'"
+    assert str(caught.value) == 'matplotlib is not installed: install it with: pip install matplotlib'
 
 
 def test_importing_the_module_loads_no_matplotlib():

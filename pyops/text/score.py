@@ -25,7 +25,7 @@ def bleu(hypotheses, references_list):
     try:
         import sacrebleu
     except ImportError as error:
-        raise UserError("sacrebleu is not installed: pip install 'pyops[scores]'") from error
+        raise UserError("sacrebleu is not installed: install it with: pip install sacrebleu") from error
     most = max(map(len, references_list))
     columns = [[references[k] if k < len(references) else None for references in references_list]
                for k in range(most)]

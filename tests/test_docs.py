@@ -1,0 +1,118 @@
+"""README.md and docs/: links lead somewhere, examples print what stands below them, flags are those of the programs."""
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from pyops import training
+
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
+NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
+EVERY_PROGRAM = 'look-into-a-step'          # the section of README.md with the flags that all programs share
+
+each_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+def anchors(page):
+    """What `#...` may name in a page: its headings in lower case, hyphens for spaces, without punctuation."""
+    titles = re.findall(r'^#+ +(.+)$', FENCE.sub('', page.read_text()), re.M)
+    return [re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles]
+
+
+@each_page
+def test_links_and_anchors_lead_somewhere(page):
+    text = re.sub(r'`[^`\n]*`', '', FENCE.sub('', page.read_text()))
+    links = [link for link in re.findall(r'\]\(([^)\s]+)\)', text) if not re.match(r'https?://', link)]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition('#')
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() and target.is_relative_to(ROOT), f'{page.name}: {link}: there is no such file'
+        if anchor:
+            assert anchor in anchors(target), f'{page.name}: {link}: {target.name} has no such heading'
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert all(f'(docs/{page.name})' in PAGES[0].read_text() for page in PAGES[1:])
+
+
+# ---- examples --------------------------------------------------------------------------------------------------------
+
+RUN = '''
+import contextlib, io, json, sys
+namespace, outputs = {'__name__': 'page'}, []
+for block in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(block, namespace)
+    outputs.append(output.getvalue())
+json.dump(outputs, sys.stdout)
+'''
+
+
+def examples(page):
+    """-> blocks of Python, and for each the text that it shall print: that of the ```text block right below, or ''."""
+    text, blocks, wanted = page.read_text(), [], []
+    for match in FENCE.finditer(text):
+        if match[1] == 'python':
+            blocks.append(match[2])
+            below = re.compile(r'\n\n```text\n(.*?)^```$', re.M | re.S).match(text, match.end())
+            wanted.append(below[1] if below else '')
+    return blocks, wanted
+
+
+def assert_same_output(got, want):
+    """Words exactly, but for the space between them; numbers to 1e-3, or both as small as a rounding error."""
+    assert NUMBER.sub('#', ' '.join(got.split())) == NUMBER.sub('#', ' '.join(want.split()))
+    for g, w in zip(NUMBER.findall(got), NUMBER.findall(want), strict=True):
+        assert abs(float(g) - float(w)) <= 1e-3 * float(w) or max(float(g), float(w)) < 1e-5, f'{g}, want {w}, in:\n{got}'
+
+
+@pytest.mark.parametrize('page', [page for page in PAGES if examples(page)[0]], ids=lambda page: page.name)
+def test_examples_print_what_stands_below_them(page):
+    blocks, wanted = examples(page)
+    assert any(wanted)
+    out = subprocess.run([sys.executable, '-c', RUN], input=json.dumps(blocks), cwd=ROOT, text=True, capture_output=True)
+    assert out.returncode == 0, out.stderr
+    for got, want in zip(json.loads(out.stdout), wanted, strict=True):
+        assert_same_output(got, want)
+
+
+def test_outputs_are_compared_by_words_and_numbers():
+    assert_same_output('dx 1e-10  largest 1.5501', 'dx  9e-11 largest 1.55\n')
+    for got in ('dx 1e-10 largest 1.56', 'dy 1e-10 largest 1.55', 'dx 1e-3 largest 1.55', 'dx 1e-10 largest -1.55', 'dx 1e-10'):
+        with pytest.raises(AssertionError):
+            assert_same_output(got, 'dx 9e-11 largest 1.55')
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+def flag_rows(text):
+    """{flag: last cell of its row} of the first table of flags in the text; a row may name several."""
+    table = re.search(r'^\| flag .*\n\|[-|]+\n((?:\|.*\n)+)', text, re.M)
+    rows = [row.split('|')[1:-1] for row in table[1].splitlines()]
+    return {flag: last for first, *_, last in rows for flag in re.findall(r'(?<![\w-])--?[a-z][a-z-]*', first)}
+
+
+@pytest.mark.parametrize('program', ['mnist.train', 'seq2seq.train', 'seq2seq.translate'])
+def test_flag_tables_are_those_of_the_programs(program, monkeypatch):
+    monkeypatch.setattr(training.ArgumentParser, 'parse_args', lambda self, argv: self)
+    parser = importlib.import_module(program).parse([])
+    readme = PAGES[0].read_text()
+    heading, own = re.search(rf'^Flags of `python -m {re.escape(program)}`(.*?):\n\n(.*)', readme, re.M | re.S).groups()
+    rows = flag_rows(own)
+    if EVERY_PROGRAM in heading:
+        shared = flag_rows(readme[readme.index('\n## Look into a step\n'):])
+        assert set(shared) == {'--plan', '--no-plan', '--profile', '--dot'} and not set(shared) & set(rows)
+        rows |= dict.fromkeys(shared, '')
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    assert set(rows) == set(actions) - {'-h', '--help'}
+    for flag, cell in rows.items():             # a default that is a number
+        default = re.search(r'\(default ([\d.]+)\b', actions[flag].help or '')
+        assert not default or default[1] in re.findall(r'[\d.]+', cell), f'{flag}: {cell}, want {default[1]}'
