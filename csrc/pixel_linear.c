@@ -11,7 +11,7 @@
 enum { AHEAD = 6 };     /* images */
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
     PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
     for (int64_t b = 0; b < B; b++)
         PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
@@ -24,8 +24,8 @@ static void prefetch_row(const uint8_t *row, int64_t I) {
     for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i);
 }
 
-pyops_status pyops_pixel_linear_forward(float *y, const uint8_t *table, const int64_t *rows, const float *weight,
-                                        const float *bias,
+pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places,
+                                        const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
                                         int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
     (void)stream;
     const pyops_status status = check("pixel_linear_forward", rows, N, B, I, O, scale);
@@ -35,7 +35,7 @@ pyops_status pyops_pixel_linear_forward(float *y, const uint8_t *table, const in
     #pragma omp parallel for schedule(static) if (B * I > PYOPS_SHARE_FLOATS)
     for (int64_t b = 0; b < B; b++) {
         if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
-        k->pixels_times(y + b*O, table + rows[b]*I, weight, bias, I, O, scale);
+        ink[b] = k->pixels_times(y + b*O, places + b*(I + 8), table + rows[b]*I, weight, bias, I, O, scale);
     }
     return PYOPS_OK;
 }
@@ -45,8 +45,19 @@ static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); 
 /* the sums of dweight (I,O padded), then dy (B,O padded): rows of whole blocks */
 int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O) { return (I + B) * padded(O); }
 
+/* How many of the n places, which ascend, lie before `limit`. */
+static int64_t before(const uint16_t *places, int64_t n, int64_t limit) {
+    int64_t low = 0;
+    while (low < n) {
+        const int64_t middle = (low + n) / 2;
+        if (places[middle] < limit) low = middle + 1;
+        else n = middle;
+    }
+    return low;
+}
+
 pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const float *dy, const uint8_t *table,
-                                         const int64_t *rows, float *work,
+                                         const int64_t *rows, const int32_t *ink, const uint16_t *places, float *work,
                                          int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
     (void)stream;
     const pyops_status status = check("pixel_linear_backward", rows, N, B, I, O, scale);
@@ -63,8 +74,12 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = I * thread / threads, to = I * (thread + 1) / threads;
         k->fill(dw + from*P, (to - from) * P, 0.0f);
-        for (int64_t b = 0; b < B; b++) k->pixels_outer(dw, table + rows[b]*I, d + b*P, from, to, P, scale);
-        for (int64_t i = from; i < to; i++) k->add(dweight + i*O, dw + i*P, O);
+        for (int64_t b = 0; b < B; b++) {
+            const uint16_t *places_b = places + b*(I + 8);
+            const int64_t first = before(places_b, ink[b], from), last = before(places_b, ink[b], to);
+            k->pixels_outer(dw, table + rows[b]*I, places_b + first, last - first, d + b*P, P, scale);
+        }
+        k->add_rows(dweight + from*O, dw + from*P, to - from, O, P);
     }
     pyops_add_column_sums(dbias, dy, B, O, O);
     return PYOPS_OK;

@@ -105,14 +105,16 @@ PYOPS_API pyops_status pyops_gather_sequences(
  * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the pixels that are not 0
  * dweight[i,:] += sum_b scale * table[rows[b],i] * dy[b,:];   dbias += sum_b dy[b,:]
  * Batch, conversion to float and product in one; pixels have no gradient.
- * table (N,I) uint8   rows (B) int64 in [0,N)   weight, dweight (I,O)   bias, dbias (O)   y, dy (B,O)
+ * table (N,I) uint8   rows (B) int64 in [0,N)   weight, dweight (I,O)   bias, dbias (O)   y, dy (B,O)   I < 65536
+ * ink (B) int32, saved: how many pixels of an image are not 0;  places (B,I+8) uint16, saved: which, in their order
  */
 PYOPS_API pyops_status pyops_pixel_linear_forward(
-    float *y, const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
+    float *y, int32_t *ink, uint16_t *places,
+    const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
     int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream);
 PYOPS_API pyops_status pyops_pixel_linear_backward(
     float *dweight, float *dbias, const float *dy, const uint8_t *table, const int64_t *rows,
-    float *work,
+    const int32_t *ink, const uint16_t *places, float *work,
     int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream);
 PYOPS_API int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O);
 

@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self):
-        kind = {'float32': '', 'int32': 'INT32', 'int64': 'INT64', 'uint8': 'UINT8'}[self.dtype.name]
+        kind = '' if self.dtype == np.float32 else self.dtype.name.upper()
         return f'Tensor{f"({kind})" if kind else ""}({self.name}){_shape(self.shape)}'
 
 

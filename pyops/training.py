@@ -166,16 +166,15 @@ class Progress:
 
     def update(self, done, **values):
         """`done` of the total are done (not: more); values, such as loss=1.5, are shown with five decimals."""
-        text = ' '.join(f'{key} : {value:.5f}' for key, value in values.items())
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
         elif self._lines_by(done) > self._printed:
             self._printed = self._lines_by(done)
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
             minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
             timing = f'({rate:.0f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
-            print(f'{self.label}[{done}/{self.total}]', *filter(None, [text]), timing, flush=True)
+            print(f'{self.label}[{done}/{self.total}]', *filter(None, [_shown(values)]), timing, flush=True)
 
     def print(self, line):
         """Print another line, above the bar where there is one."""
@@ -191,6 +190,10 @@ class Progress:
 
     def _lines_by(self, done):
         return self.lines * done // max(self.total, 1)
+
+
+def _shown(values):
+    return ' '.join(f'{key} : {value:.5f}' for key, value in values.items())
 
 
 # ---- flags ---------------------------------------------------------------------------------------------------------

@@ -333,7 +333,8 @@ def test_parameter_gradients_add_and_activation_gradients_overwrite(row, size):
             assert (again[name] == grad).all()
 
 
-GUARD = {np.dtype(t): value for t, value in ((np.float32, -7.25), (np.int32, -725), (np.int64, -725), (np.uint8, 201))}
+GUARD = {np.dtype(t): value for t, value in (
+    (np.float32, -7.25), (np.int32, -725), (np.int64, -725), (np.uint8, 201), (np.uint16, 7777))}
 
 
 @pytest.mark.parametrize('row,size', EACH)

@@ -12,7 +12,7 @@ from pyops.backend import library
 
 _DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64),
            'int32_t': np.dtype(np.int32), 'int64_t': np.dtype(np.int64),
-           'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8)}
+           'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8), 'uint16_t': np.dtype(np.uint16)}
 _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 

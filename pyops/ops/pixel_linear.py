@@ -12,7 +12,8 @@ class PixelLinear:
     Shapes   table (N, I) uint8;  rows (B,) int64;  y, dy (B, O);  weight (I, O);  bias (O,)
     Forward  x = scale table[rows];  y = x weight + bias
     Backward dweight += x' dy;  dbias += sum_b dy[b];  pixels have no gradient: None
-    Saves    table and rows; x is never in memory
+    Saves    table and rows; ink (B,) int32 and places (B, I + 8) uint16: how many pixels are not 0, and which;
+             x is never in memory
     Errors   ValueError for a row outside the table, with its position; TypeError and ValueError naming the argument
     Source   Linear with the batch's gathering fused in; pixels that are 0 are not computed
     """
@@ -20,6 +21,8 @@ class PixelLinear:
     class Ctx(NamedTuple):
         table: np.ndarray
         rows: np.ndarray
+        ink: np.ndarray
+        places: np.ndarray
 
     def __init__(self, weight, bias, scale=1 / 255, name=None):
         self.weight, self.bias, self.scale, self.name = weight, bias, scale, name or weight.owner
@@ -32,11 +35,13 @@ class PixelLinear:
         check('table', table, (N, I), np.uint8)
         check('rows', rows, (B,), np.int64)
         y = empty((B, O), name=f'{self.name}.y')
-        launch('pixel_linear_forward', y, table, rows, self.weight.value, self.bias.value, N, B, I, O, self.scale)
-        return y, self.Ctx(table, rows)
+        ink, places = empty(B, np.int32, f'{self.name}.ink'), empty((B, I + 8), np.uint16, f'{self.name}.places')
+        launch('pixel_linear_forward', y, ink, places, table, rows, self.weight.value, self.bias.value, N, B, I, O, self.scale)
+        return y, self.Ctx(table, rows, ink, places)
 
     def backward(self, dy, ctx):
         (I, O), N, B = self.weight.value.shape, len(ctx.table), len(ctx.rows)
         check('dy', dy, (B, O))
         launch('pixel_linear_backward', self.weight.grad, self.bias.grad, dy, ctx.table, ctx.rows,
+               ctx.ink, ctx.places,
                work('pixel_linear_backward', B, I, O), N, B, I, O, self.scale)
