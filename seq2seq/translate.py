@@ -57,8 +57,11 @@ def serve(path):
 
 
 def score(translator, test, show=0):
-    """Translate all test sentences, print the first distinct `show` with their references, and how many are right."""
-    from pyops.text.score import exact_match
+    """Translate all test sentences; print `show` of them with their references, how many are right, and BLEU where
+    sacrebleu is installed."""
+    from importlib.util import find_spec
+
+    from pyops.text.score import bleu, exact_match
     from pyops.text.split import references
     known = references(test)
     said = dict(zip(known, translator.sentences(list(known)), strict=True))
@@ -71,6 +74,8 @@ def score(translator, test, show=0):
         print(f'{sum(said[source] in known[source] for source in shown)} of {len(shown)} unseen sentences are right')
     share = exact_match(list(said.values()), list(known.values()))
     print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly', flush=True)
+    if find_spec('sacrebleu'):
+        print(f'BLEU : {bleu(list(said.values()), list(known.values())):.2f}', flush=True)
 
 
 def main(argv=None):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -382,6 +383,7 @@ def test_held_out_sentences_are_not_trained_on_and_are_scored(tmp_path, capsys):
     translate.main(['-c', str(tmp_path / 'ckpt'), '-f', 'embedded', '--test', '3'])
     out = capsys.readouterr().out
     assert 'of 3 unseen sentences are right' in out and out.count('->') == 3
+    assert ('BLEU : ' in out) == bool(find_spec('sacrebleu'))
 
 
 def test_the_lines_of_a_run(tmp_path, capsys):
