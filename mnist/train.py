@@ -39,13 +39,20 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
+    from concurrent.futures import ThreadPoolExecutor
+
     import numpy as np
 
-    from mnist.model import MLP, Config
-    from pyops import backend, fit, plan
     from pyops.data import mnist
-    from pyops.data.batches import epoch_order, gather
-    from pyops.optim import Adam
+
+    # zlib lets other threads run: the images are inflated while modules and the library are loaded
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(mnist.load, args.data_dir, args.embedded)
+        from mnist.model import MLP, Config
+        from pyops import backend, fit, plan
+        from pyops.data.batches import epoch_order, gather
+        from pyops.optim import Adam
+        backend.isa()
 
     if args.report:
         from mnist import report
@@ -56,7 +63,7 @@ def main(argv=None):
         backend.set_threads(args.threads)
 
     # data
-    digits = mnist.load(args.data_dir, args.embedded)
+    digits = loading.result()
     if digits.line:
         print(digits.line)
     print(f'images magic : {digits.images_magic}\nlabel magic : {digits.labels_magic}\n'
