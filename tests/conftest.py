@@ -1,11 +1,14 @@
 """Shared by all tests: the tree on the path, and a clear answer where PYOPS_ISA asks for what this CPU lacks."""
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# A shell that starts us in the background has Ctrl-C ignored, and children inherit that; a handler they do not inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / 'tests'))
 
