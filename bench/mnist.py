@@ -17,7 +17,7 @@ def prepare(args, folder):
     model = MLP()
     np.savez(folder / 'data.npz', rows=order[:steps * args.batch_size].reshape(steps, -1),
              images=digits.train_images[:n], labels=digits.train_labels[:n].astype(np.int32))
-    np.savez(folder / 'weights.npz', **{name: model.params[name].value for name in model.params})
+    np.savez(folder / 'weights.npz', **model.params.arrays())
     return f'784-30-10, {n} images'
 
 
@@ -47,11 +47,10 @@ def make_torch(folder, compiled):
     """-> step(k): PyTorch's, on the same batch from the same weights; all images are floats beforehand."""
     import torch
 
-    from bench.torch_mnist import TorchMLP, make_step
-    model = TorchMLP()
-    with np.load(folder / 'weights.npz') as weights, torch.no_grad():
-        for name, place in model.named().items():
-            place.copy_(torch.from_numpy(weights[name]))
+    from bench.torch_mnist import TorchMLP
+    from bench.torch_step import copy_weights, make_step
+    with np.load(folder / 'weights.npz') as weights:
+        model = copy_weights(TorchMLP(), weights)
     with np.load(folder / 'data.npz') as file:
         images, labels = torch.from_numpy(file['images']).float() / 255, torch.from_numpy(file['labels']).long()
         rows = torch.from_numpy(file['rows'])

@@ -7,6 +7,8 @@ import sys
 import torch
 from torch import nn
 
+from bench.torch_step import make_step
+
 
 class TorchMLP(nn.Module):
     def __init__(self, hidden=30):
@@ -23,20 +25,6 @@ class TorchMLP(nn.Module):
     def named(self):
         """Our parameter name -> this module's parameter, in our layout."""
         return {'w1': self.linear1.weight.T, 'bias1': self.linear1.bias, 'w2': self.linear2.weight, 'bias2': self.linear2.bias}
-
-
-def make_step(model, lr, max_norm=1.0):
-    """step(x, labels) -> loss tensor: one training step, clipped Adam as in mnist.train."""
-    optimizer = torch.optim.Adam(model.parameters(), lr)
-
-    def step(x, labels):
-        optimizer.zero_grad()
-        loss = model(x, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        return loss.detach()
-    return step
 
 
 def main(epochs=10, batch_size=100, trained=50_000):

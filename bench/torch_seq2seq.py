@@ -37,24 +37,3 @@ class TorchSeq2Seq(nn.Module):
                 for ours, theirs in (('w_ih', 'weight_ih'), ('w_hh', 'weight_hh'), ('b_ih', 'bias_ih'), ('b_hh', 'bias_hh')):
                     places[f'{side}.rnn.{layer}.{ours}'] = getattr(rnn, f'{theirs}_l{layer}')
         return places
-
-    @torch.no_grad()
-    def load(self, params):
-        """Take the values of a pyops.params.Parameters."""
-        for name, place in self.named().items():
-            place.copy_(torch.from_numpy(params[name].value))
-        return self
-
-
-def make_step(model, lr, max_norm=1.0):
-    """step(source, target, labels) -> loss tensor: one training step, clipped Adam as in seq2seq.train."""
-    optimizer = torch.optim.Adam(model.parameters(), lr)
-
-    def step(source, target, labels):
-        optimizer.zero_grad()
-        loss = model(source, target, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        return loss.detach()
-    return step

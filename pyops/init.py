@@ -14,6 +14,10 @@ def zeros():
     return _described('zeros', lambda generator, shape: np.zeros(shape, np.float32))
 
 
+def ones():
+    return _described('ones', lambda generator, shape: np.ones(shape, np.float32))
+
+
 def uniform(low, high):
     return _described(f'uniform({low:g}, {high:g})',
                       lambda generator, shape: generator.uniform(low, high, shape).astype(np.float32))

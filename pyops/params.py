@@ -67,6 +67,10 @@ class Parameters:
     def __len__(self):
         return len(self._places)
 
+    def arrays(self):
+        """The values by name: views."""
+        return {name: self.view(self.values, name) for name in self}
+
     def count(self):
         """How many numbers there are to learn."""
         return sum(int(np.prod(shape)) for _, shape in self._places.values())

@@ -81,9 +81,10 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, dropout):
 
 def test_the_benchmarks_twin_is_the_same_model(torch):
     from bench.torch_seq2seq import TorchSeq2Seq
+    from bench.torch_step import copy_weights
     config = Config(50, 61, dropout=0.0, **SMALL)
     model, batch = Seq2Seq(config, seed=3), random_batch(config, 13)
-    twin = TorchSeq2Seq(config, torch.float64).load(model.params)
+    twin = copy_weights(TorchSeq2Seq(config, torch.float64), model.params.arrays())
     assert set(twin.named()) == set(model.params)
     loss, _ = model.forward(*batch)
     theirs = twin(*(torch.tensor(a).long() for a in batch))
@@ -129,7 +130,8 @@ def test_one_batch_is_learned_to_nearly_nothing():
 
 @pytest.mark.skipif(not os.environ.get('PYOPS_DATA'), reason='needs the real corpus: set PYOPS_DATA to a folder with fra-eng')
 def test_sixty_steps_on_the_real_corpus_fall_as_torchs(torch):
-    from bench.torch_seq2seq import TorchSeq2Seq, make_step
+    from bench.torch_seq2seq import TorchSeq2Seq
+    from bench.torch_step import copy_weights, make_step
     from pyops.data import locate
     from pyops.text.corpus import Corpus
     corpus = Corpus.load(locate.find('fra-eng'))
@@ -138,7 +140,7 @@ def test_sixty_steps_on_the_real_corpus_fall_as_torchs(torch):
     assert tuple(map(len, vocabularies)) == (7939, 13387) and len(pairs) == 167130
     config = Config(*map(len, vocabularies), embedding=64, hidden=64, dropout=0.0)
     model = Seq2Seq(config)
-    step = make_step(TorchSeq2Seq(config).load(model.params), lr=0.005)
+    step = make_step(copy_weights(TorchSeq2Seq(config), model.params.arrays()), lr=0.005)
     ours = train_steps(model, pairs, 60, batch_size=128)
     rng, theirs = np.random.default_rng(0), []
     for _ in range(60):
