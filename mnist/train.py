@@ -7,6 +7,7 @@
 from pyops.errors import UserError, exits_cleanly
 from pyops.training import (
     ArgumentParser,
+    Progress,
     add_plan_flags,
     asks_for_plan,
     int_up_to,
@@ -104,6 +105,9 @@ def main(argv=None):
         model.predict(evaluated[0], predictions)
         return {'correct': int((predictions == evaluated[1]).sum())}
 
+    def progress(epoch, total, initial):
+        return Progress(total, 'images', initial, lines=0)
+
     def epoch_line(values):
         losses.append(values['loss'])
         return (f'epoch : {values["epoch"] - 1} [{len(images)}/{len(images)}] loss : {values["loss"]:.6f}\n'
@@ -111,7 +115,7 @@ def main(argv=None):
 
     if not (args.quiet or args.no_plan):
         print(planned.plan(first_batch).listing())
-    fit.fit(run, len(images), args.epochs, train_step, validate=validate, unit='images', line=epoch_line, lines_an_epoch=0)
+    fit.fit(run, len(images), args.epochs, train_step, validate=validate, line=epoch_line, progress=progress)
     if args.report:
         if not losses:
             validate()

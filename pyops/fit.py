@@ -13,7 +13,7 @@ import numpy as np
 from pyops import checkpoint
 from pyops.data.batches import batches
 from pyops.errors import UserError
-from pyops.training import Interrupt, Metrics, Progress
+from pyops.training import Interrupt, Metrics
 
 
 @dataclass
@@ -41,19 +41,13 @@ class Run:
         self.loss_sum = self.weight_sum = self.seconds = 0.0
 
 
-def epoch_line(values):
-    """What a translation program prints at the end of an epoch."""
-    extra = ''.join(f' {name} : {values[name]:.5f}' for name in ('validation',) if name in values)
-    return f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}{extra}'
-
-
-def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, unit='pairs', line=epoch_line,
-        lines_an_epoch=10):
+def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, *, line, progress):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
     samples: how many an epoch has.  folder: where metrics.jsonl and checkpoints go; None: neither is written.
-    validate() -> dict of metrics, at the end of each epoch; line(metrics) -> what to print then.  Returns whether all
-    epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
+    validate() -> dict of metrics, at the end of each epoch; line(metrics) -> what to print then.
+    progress(epochs done, samples, samples done of the next) -> the Progress that shows an epoch.
+    Returns whether all epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
     """
     def save_and_tell():
         if save:
@@ -65,7 +59,7 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
         stop = stack.enter_context(Interrupt(saves=save is not None))
         metrics = stack.enter_context(Metrics(folder, run.epoch)) if folder is not None else None
         while run.epoch < epochs:
-            with Progress(samples, unit, initial=run.position, lines=lines_an_epoch) as progress:
+            with progress(run.epoch, samples, run.position) as display:
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position):
                     start = time.perf_counter()
                     loss, weight, clipped = step(indices)
@@ -78,7 +72,7 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
                     run.weight_sum += weight
                     run.clips += clipped
                     run.seconds += time.perf_counter() - start
-                    progress.update(run.position, loss=run.loss)
+                    display.update(run.position, loss=run.loss)
                     if stop:
                         break
             if run.position < samples:
@@ -120,13 +114,17 @@ def restore(params, optimizer, kept, path):
         np.copyto(place, kept[name])
 
 
-def needs_memory(specs):
-    """UserError where a model of these parameter specs cannot fit: values, gradients and Adam's moments, float32."""
+def needs_memory(specs, growing):
+    """UserError where a model of these parameter specs cannot fit: values, gradients and Adam's moments, float32.
+
+    growing: the settings that its memory grows with, two or more.
+    """
     want = 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values())
     have = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if want > have:
+        flags = ['--' + name.replace('_', '-') for name in growing]
         raise UserError(f'the model needs {want / 2 ** 30:.1f} GiB of memory and this machine has {have / 2 ** 30:.1f}; '
-                        'give a smaller --embedding, --hidden or --layers')
+                        f'give a smaller {", ".join(flags[:-1])} or {flags[-1]}')
 
 
 def room(params):

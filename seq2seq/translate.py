@@ -4,110 +4,14 @@
     python -m seq2seq.translate -c ckpt                     what is typed or piped in, line by line
     python -m seq2seq.translate -c ckpt --test 10           held-out sentences, and how many are right
 """
-import sys
+from functools import partial
 
-from pyops.errors import UserError, exits_cleanly
-from pyops.training import ArgumentParser, int_up_to, positive_int
+from pyops.errors import exits_cleanly
+from pyops.translator import serving
+from seq2seq.train import PROGRAM
 
-PROGRAM = 'seq2seq.translate'
-
-
-def parse(argv):
-    p = ArgumentParser(prog=f'python -m {PROGRAM}', description='Translate English to French with a checkpoint.')
-    p.add_argument('sentence', nargs='*', help='what to translate (default: what is typed)')
-    p.add_argument('-c', '--checkpoint', required=True, metavar='PATH', help='a checkpoint, or a folder: its newest one')
-    p.add_argument('--test', type=positive_int, metavar='N', help='translate N held-out sentences and score all of them')
-    p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
-    p.add_argument('--data-dir', metavar='DIR', help='with --test: where to look for fra-eng')
-    p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
-    return p.parse_args(argv)
-
-
-def open_checkpoint(path):
-    """-> Translator, state of the checkpoint that -c names, with the lines that tell which one it is."""
-    from pyops import checkpoint, fit
-    from pyops.optim import Adam
-    from pyops.text.translation import Translator
-    from pyops.text.vocabulary import Vocabulary
-    from seq2seq.model import SIZES, Config, Seq2Seq
-
-    if path is None:
-        raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
-    found = checkpoint.find(path, serving=True)
-    for warning in found.warnings:
-        print(warning, file=sys.stderr)
-    print(found.line)
-    kept, state = checkpoint.load(found.path)
-    if state.get('program') != 'seq2seq':
-        raise UserError(f'{found.path}: a checkpoint of {state.get("program")}, not of seq2seq; give another with -c')
-    vocabularies = [Vocabulary(state['vocabularies'][which]) for which in ('source', 'target')]
-    sizes = {name: state['settings'][name] for name in SIZES}
-    model = Seq2Seq(Config(*map(len, vocabularies), **sizes))
-    fit.restore(model.params, Adam(model.params, 1.0), kept, found.path)
-    print('loaded from checkpoint')
-    return Translator(model, *vocabularies, sizes['num_steps']), state
-
-
-def serve(path):
-    """Answer what is typed until the input ends."""
-    from pyops.text.repl import serve as serve_lines
-    translator, _ = open_checkpoint(path)
-    print('serving mode', flush=True)
-    serve_lines(translator.answer)
-
-
-def score(translator, test, show=0):
-    """Translate all test sentences; print `show` of them with their references, how many are right, and BLEU where
-    sacrebleu is installed."""
-    from importlib.util import find_spec
-
-    from pyops.text.score import bleu, exact_match
-    from pyops.text.split import references
-    known = references(test)
-    said = dict(zip(known, translator.sentences(list(known)), strict=True))
-    # every k-th, so that short and long ones are among them
-    shown = list(known)[::max(1, len(known) // show)][:show] if show else []
-    for source in shown:
-        right = said[source] in known[source]
-        print(f'{source}\n  -> {said[source]}' + ('' if right else f'\n  wrong, want: {" | ".join(known[source])}'))
-    if shown:
-        print(f'{sum(said[source] in known[source] for source in shown)} of {len(shown)} unseen sentences are right')
-    share = exact_match(list(said.values()), list(known.values()))
-    print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly', flush=True)
-    if find_spec('sacrebleu'):
-        print(f'BLEU : {bleu(list(said.values()), list(known.values())):.2f}', flush=True)
-
-
-def main(argv=None):
-    args = parse(argv)
-    if args.threads:
-        from pyops import backend
-        backend.set_threads(args.threads)
-    if args.test:
-        return test(args)
-    if not args.sentence:
-        return serve(args.checkpoint)
-    translator, _ = open_checkpoint(args.checkpoint)
-    for sentence in args.sentence:
-        for line in translator.answer(sentence):
-            print(line)
-
-
-def test(args):
-    from pyops.text.split import hold_out
-    from pyops.text.translation import Pairs, check_vocabularies, open_corpus
-    translator, state = open_checkpoint(args.checkpoint)
-    fraction = state['settings']['hold_out']
-    if not fraction:
-        raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
-    corpus, _ = open_corpus(args.corpus, args.data_dir, state['settings'].get('tiny'))
-    training, _, held_out = hold_out(corpus, fraction)
-    vocabularies = translator.source_vocabulary, translator.target_vocabulary
-    check_vocabularies(args.checkpoint, state, corpus.vocabularies(),
-                       Pairs.encode(training, *vocabularies, translator.num_steps))
-    score(translator, held_out, args.test)
-
+parse, main = partial(serving.parse, PROGRAM), partial(serving.main, PROGRAM)
 
 if __name__ == '__main__':
-    with exits_cleanly(PROGRAM):
+    with exits_cleanly('seq2seq.translate'):
         main()

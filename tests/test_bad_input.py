@@ -374,6 +374,15 @@ def test_another_batch_size_in_the_middle_of_an_epoch(place, capsys):
     assert newest['step'][0] - kept['step'][0] == 4         # 24 pairs are left: 7 + 7 + 7 + 3
 
 
+def test_a_folder_of_damaged_checkpoints_is_told_of_and_trained_into(place, capsys):
+    Path(SAVED).write_bytes(Path(SAVED).read_bytes()[:-1])
+    capsys.readouterr()
+    train.main(['-e', '1', '-c', 'ckpt', '-f', 'pairs.txt', *SIZES])
+    out, error = capsys.readouterr()
+    assert 'ckpt : no checkpoint, starting from scratch' in out
+    assert error.startswith(f'warning: passed over {SAVED}: truncated checkpoint') and error.count('\n') == 1
+
+
 def test_a_trial_is_resumed_and_tested_as_a_trial(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train.main(['-e', '1', '-f', 'embedded', '-t', '1', '-c', 'ckpt', *SIZES])

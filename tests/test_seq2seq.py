@@ -17,6 +17,7 @@ from pyops.optim import Adam
 from pyops.text import embedded
 from pyops.text.translation import Pairs, Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
+from pyops.translator.serving import open_checkpoint
 from seq2seq import train, translate
 from seq2seq.model import Config, Seq2Seq
 
@@ -241,7 +242,7 @@ def trained(tmp_path_factory):
 
 def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsys):
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
+    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
     corpus = embedded.Corpus.load(folder / 'pairs.txt')
     batch = translator.sentences(corpus.sources, batch_size=64)
     known = translator.target_vocabulary                # rare words are <unk>, in training too
@@ -254,7 +255,7 @@ def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsy
 def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
     """The state carried from word to word equals a forward pass over all words so far."""
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
+    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
     model, vocabulary = translator.model, translator.source_vocabulary
     corpus = embedded.Corpus.load(folder / 'pairs.txt').first(20)
     source = np.ascontiguousarray(Pairs.encode(corpus, vocabulary, translator.target_vocabulary, 9).source.T)
@@ -271,7 +272,7 @@ def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
 
 def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
+    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
     plain = list(translator.answer('I sleep.'))
     assert plain[0] == 'i sleep . <eos>' and plain[1].startswith('translate res : ') and plain[1].endswith('<eos>')
     assert list(translator.answer('  i   SLEEP . <eos>')) == plain
@@ -290,7 +291,7 @@ def test_a_model_without_a_word_to_say_stops_after_num_steps():
     said = model.translate(np.full((7, 3), 4, np.int32))
     assert said.shape == (7, 3) and (said == 7).all()
     vocabulary = Vocabulary([*SPECIALS, *'abcde'])
-    assert Translator(model, vocabulary, vocabulary, 7).sentences(['a b']) == ['d d d d d d d']
+    assert Translator(model, vocabulary, vocabulary, 7, train.PROGRAM.answer).sentences(['a b']) == ['d d d d d d d']
 
 
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------

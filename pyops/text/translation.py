@@ -1,5 +1,6 @@
 """What the translation programs share: which corpus, its pairs as arrays, batches, answering a line of text."""
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +69,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Translator:
-    """A model with `translate(source (T, B)) -> (T', B)` ids, its two vocabularies and the sentence length."""
+    """A model with `translate(source (T, B)) -> (T', B)` ids, its two vocabularies, the sentence length, and how an
+    answer is put: lines(tokens that were read, words of the translation with <eos>)."""
     model: object
     source_vocabulary: Vocabulary
     target_vocabulary: Vocabulary
     num_steps: int
+    lines: Callable
 
     def sentences(self, sources, batch_size=128):
         """Translate sentences as a Corpus keeps them; the result is such a list too, without <eos>."""
@@ -86,7 +89,7 @@ class Translator:
                 yield self.target_vocabulary.words(ids[ids != PAD])
 
     def answer(self, line):
-        """The lines to print for a line of raw text: unknown words, the tokens that were read, the translation."""
+        """The lines to print for a line of raw text: unknown words, what is not read, the translation."""
         tokens = [token for token in tokenize(line) if token != SPECIALS[EOS]]
         if not tokens:
             return
@@ -95,9 +98,8 @@ class Translator:
         if len(tokens) > self.num_steps - 1:
             yield f'too long : only the first {self.num_steps - 1} of {len(tokens)} tokens are read'
             tokens = tokens[:self.num_steps - 1]
-        yield ' '.join([*tokens, SPECIALS[EOS]])
         (words,) = self._words([tokens], 1)
-        yield f'translate res : {" ".join(words)}'
+        yield from self.lines(tokens, words)
 
 
 def check_vocabularies(path, state, vocabularies, pairs):

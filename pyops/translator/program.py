@@ -1,0 +1,252 @@
+"""What a translation program is made of: flags, settings, a training run.  Only its model and its words are its own.
+
+    class Mine(Program): ...            name, DEFAULTS, its own flags, its model, the lines it prints
+    PROGRAM = Mine()
+    PROGRAM.main()                      what `python -m mine.train` does
+
+numpy, the library and the model are imported when they are needed, so that --help is quick and needs none of them.
+"""
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pyops.errors import UserError
+from pyops.training import (
+    ArgumentParser,
+    Progress,
+    add_plan_flags,
+    asks_for_plan,
+    fraction,
+    int_up_to,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
+
+EMBEDDED_HOLD_OUT = 0.1
+MAX_NORM = 1.0          # gradients longer than this are clipped
+
+
+class Architecture(NamedTuple):
+    """What the model.py of a program offers."""
+    sizes: tuple[str, ...]      # settings that a checkpoint must have in common with the model it is loaded into
+    config: type                # a dataclass: config(source_size, target_size, num_steps=..., ...)
+    model: type                 # model(config, seed): forward, backward, valid, arrays, translate, params
+    parameter_specs: Callable   # parameter_specs(config) -> name: Spec
+
+    def configure(self, settings, source_size=1, target_size=1):
+        """The config of a model with these settings and sizes of vocabularies; UserError where they do not go together."""
+        fields = [field.name for field in dataclasses.fields(self.config)]
+        return self.config(source_size, target_size, **{name: settings[name] for name in fields if name in settings})
+
+
+class Program:
+    """A translation program; a subclass says what is its own.  What it says to the user returns text, or None."""
+    name = ''                   # its package, which is also what its checkpoints say
+    description = ''
+    epochs = 10                 # what -e means where it is not given
+    dropped = ''                # what -d drops, for --help
+    # What a flag means that was not given; a resumed run takes the checkpoint's values first.
+    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, num_steps=9)
+    GROWING = ()                # the settings that a model's memory grows with
+
+    def add_flags(self, parser):
+        """Declare the flags of its own."""
+
+    def architecture(self):
+        """-> Architecture; imports the model."""
+        raise NotImplementedError
+
+    # ---- what it says ------------------------------------------------------------------------------
+
+    def at_start(self, args):
+        """What it prints first of all."""
+
+    def before_data(self, args, settings):
+        """What it prints before the corpus is opened."""
+
+    def after_data(self, args, settings, found, vocabularies):
+        """What it prints when the corpus is there; found: the checkpoint.Found of this run."""
+
+    def progress(self, epoch, total, initial):
+        """The display of an epoch, counted from 0, of `total` pairs of which an earlier run did `initial`."""
+        return Progress(total, 'pairs', initial)
+
+    def epoch_line(self, values):
+        """What it prints at the end of an epoch; values: see pyops.fit."""
+        raise NotImplementedError
+
+    def answer(self, read, said):
+        """The lines of a translation; read: the tokens of the sentence, said: the model's words with <eos>."""
+        raise NotImplementedError
+
+    # ---- what all share ----------------------------------------------------------------------------
+
+    def parse(self, argv=None):
+        p, default = ArgumentParser(prog=f'python -m {self.name}.train', description=self.description), self.DEFAULTS
+        p.add_argument('-e', '--epochs', type=non_negative_int, default=self.epochs, metavar='N',
+                       help=f'train until N epochs are done; 0 serves a checkpoint (default {self.epochs})')
+        p.add_argument('-c', '--checkpoint', metavar='PATH',
+                       help='a checkpoint, or a folder: its newest one is resumed, new ones go there '
+                            '(without it: from scratch, into ./checkpoints)')
+        p.add_argument('-f', '--corpus', metavar='FILE',
+                       help="sentence pairs, one a line, tab between; .txt or .zip; 'embedded': the embedded ones")
+        p.add_argument('--data-dir', metavar='DIR', help='where to look for fra-eng (default $PYOPS_DATA, then ./data)')
+        p.add_argument('-b', '--batch-size', type=positive_int, metavar='N',
+                       help=f'pairs a step (default {default["batch_size"]})')
+        p.add_argument('-l', '--lr', type=positive_float, metavar='X',
+                       help=f'learning rate of Adam (default {default["lr"]})')
+        p.add_argument('-d', '--dropout', type=fraction, metavar='P',
+                       help=f'{self.dropped} (default {default["dropout"]})')
+        p.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
+                       help='1: only the first 512 pairs, for a trial')
+        p.add_argument('--hold-out', type=fraction, metavar='F',
+                       help='share of the sentences kept out for validation and test '
+                            f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
+        p.add_argument('--seed', type=non_negative_int, metavar='N',
+                       help=f'of weights, dropout and data order (default {default["seed"]})')
+        p.add_argument('--threads', type=int_up_to(1024), metavar='N',
+                       help='results do not depend on it (default: all cores)')
+        p.add_argument('--save-every', type=positive_int, default=10, metavar='N',
+                       help='epochs between checkpoints (default 10)')
+        p.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
+                       help=f'tokens a sentence is cut or padded to (default {default["num_steps"]})')
+        self.add_flags(p)
+        add_plan_flags(p)
+        return p.parse_args(argv)
+
+    def resolve(self, args, state, path):
+        """Flags that were given, then what the checkpoint says, then defaults -> dict.  Sizes and seed must agree."""
+        kept, firm = state['settings'] if state else {}, (*self.architecture().sizes, 'seed', 'tiny')
+        settings = {}
+        for name, default in self.DEFAULTS.items():
+            given = getattr(args, name)
+            settings[name] = kept.get(name, default) if given is None else given
+            if name in firm and name in kept and settings[name] != kept[name]:
+                flag = '--' + name.replace('_', '-')
+                raise UserError(f'{flag} {settings[name]}: {path} was trained with {kept[name]}; '
+                                f'leave {flag} out, or give another folder with -c')
+        return settings
+
+    def load(self, found):
+        """-> tensors, state of the checkpoint that was found, which must be of this program; None, None if none was."""
+        from pyops import checkpoint
+        for warning in found.warnings:
+            print(warning, file=sys.stderr)
+        if found.path is None:
+            return None, None
+        kept, state = checkpoint.load(found.path)
+        if state.get('program') != self.name:
+            raise UserError(f'{found.path}: a checkpoint of {state.get("program")}, not of {self.name}; '
+                            'give another with -c')
+        return kept, state
+
+    def main(self, argv=None):
+        args = self.parse(argv)
+        from pyops import backend, checkpoint  # after parsing: --help needs no library
+        if args.threads:
+            backend.set_threads(args.threads)
+        say(self.at_start(args))
+        if args.epochs == 0:
+            from pyops.translator.serving import serve
+            return serve(self, args.checkpoint)
+        if args.checkpoint is not None:
+            found = checkpoint.find(args.checkpoint)
+        else:
+            found = checkpoint.fresh('.' if asks_for_plan(args) else './checkpoints')
+        train(self, args, found)
+
+
+def say(text):
+    """Print what a program says, if it says anything."""
+    if text:
+        print(text, flush=True)
+
+
+def train(program, args, found):
+    """Train from scratch or from the checkpoint that was found, and score what was held out."""
+    from pyops import checkpoint, fit, plan
+    from pyops.data.batches import epoch_order
+    from pyops.optim import Adam
+    from pyops.text.split import hold_out
+    from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
+    from pyops.translator.serving import score
+
+    # settings
+    kept, state = program.load(found)
+    settings, architecture = program.resolve(args, state, found.path), program.architecture()
+    architecture.configure(settings)                    # what does not go together shows before minutes of loading
+    say(program.before_data(args, settings))
+
+    # data
+    corpus, line = open_corpus(args.corpus, args.data_dir, settings['tiny'])
+    say(line)
+    if settings['hold_out'] is None:
+        settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
+    vocabularies = corpus.vocabularies()
+    training, validation, test = hold_out(corpus, settings['hold_out'])
+    pairs = Pairs.encode(training, *vocabularies, settings['num_steps'])
+    held_out = Pairs.encode(validation, *vocabularies, settings['num_steps'])
+    say(program.after_data(args, settings, found, vocabularies))
+
+    # model
+    config = architecture.configure(settings, *map(len, vocabularies))
+    fit.needs_memory(architecture.parameter_specs(config), program.GROWING)
+    model = architecture.model(config, settings['seed'])
+    optimizer = Adam(model.params, settings['lr'], MAX_NORM)
+    run = fit.Run(settings['seed'], settings['batch_size'])
+    if state:
+        check_vocabularies(found.path, state, vocabularies, pairs)
+        fit.restore(model.params, optimizer, kept, found.path)
+        run = fit.Run(**(state['run'] | {'batch_size': settings['batch_size']}))
+        print('loaded from checkpoint')
+        if run.epoch >= args.epochs and not asks_for_plan(args):
+            print(f'all {args.epochs} epochs are done ({run.epoch} in {found.path}); '
+                  f'-e {run.epoch + 10} trains on, -e 0 serves')
+            return
+
+    # training
+    state = dict(program=program.name, settings=settings, pairs=pairs.digest(), corpus=corpus.name,
+                 vocabularies=dict(zip(('source', 'target'), (v.tokens for v in vocabularies), strict=True)))
+
+    def step(rows):
+        model.params.zero_grads()
+        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+        valid = model.valid(ctx)
+        plan.boundary()
+        model.backward(ctx)
+        optimizer.step()
+        return loss, valid
+
+    planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    if asks_for_plan(args):
+        return plan.tell(args, planned.plan(epoch_order(len(pairs), run.seed, run.epoch)[:run.batch_size]))
+    run_step = step if args.no_plan else planned
+    checkpoint.needs_room(found.folder, fit.room(model.params))
+
+    def train_step(rows):
+        loss, valid = run_step(rows)
+        return float(loss[0]), int(valid[0]), optimizer.clipped()
+
+    def validate():
+        return {'validation': evaluate(model, held_out, run.batch_size)} if len(held_out) else {}
+
+    done = fit.fit(run, len(pairs), args.epochs, train_step, found.folder,
+                   fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
+                   line=program.epoch_line, progress=program.progress)
+    if done and len(test):
+        score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
+
+
+def evaluate(model, pairs, batch_size):
+    """Mean loss over the valid tokens of all pairs, without dropout."""
+    import numpy as np
+    loss_sum = tokens = 0
+    for first in range(0, len(pairs), batch_size):
+        indices = np.arange(first, min(first + batch_size, len(pairs)))
+        loss, ctx = model.forward(*pairs.batch(indices), gradients=False)
+        valid = int(model.valid(ctx)[0])
+        loss_sum += float(loss[0]) * valid
+        tokens += valid
+    return loss_sum / tokens
