@@ -1,19 +1,47 @@
-/* dropout.c - zero a share p of the elements and scale the rest, from counters instead of a stored mask.
+/* dropout.c - zero a share p of the elements and scale the rest, from counters instead of a stored mask; and the residual
+ * connection, which does so to the branch that it adds.
  *
  * Philox turns (index, step, key) into random words, so any thread can start anywhere, the backward pass makes the
  * same mask again, and a resumed run goes on with the masks it would have had.
  */
 #include "internal.h"
 
+enum { CHUNK = 4096 };                  /* a multiple of the four words of a counter */
+
+static pyops_status check(const char *who, int64_t n, float p) {
+    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
+    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)p);
+    return PYOPS_OK;
+}
+
+/* Words below it are zeros. */
+static uint32_t threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
+
 pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "dropout: n=%lld", LL(n));
-    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "dropout: p=%g, want 0 <= p < 1", (double)p);
-    enum { CHUNK = 4096 };              /* a multiple of the four words of a counter */
+    const pyops_status status = check("dropout", n, p);
+    if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const uint32_t threshold = (uint32_t)((double)p * 4294967296.0);
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_EXPS)
     for (int64_t i = 0; i < n; i += CHUNK)
-        k->dropout(y + i, x + i, i / 4, pyops_min(CHUNK, n - i), (uint64_t)step[0], key, threshold, 1.0f / (1.0f - p));
+        k->dropout(y + i, x + i, i / 4, pyops_min(CHUNK, n - i), (uint64_t)step[0], key, threshold(p), 1.0f / (1.0f - p));
+    return PYOPS_OK;
+}
+
+pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step,
+                            int64_t n, float p, uint64_t key, void *stream) {
+    (void)stream;
+    const pyops_status status = check("residual", n, p);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const int drops = step && p > 0.0f;
+    #pragma omp parallel for schedule(static) if (n > (drops ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS))
+    for (int64_t i = 0; i < n; i += CHUNK) {
+        const int64_t m = pyops_min(CHUNK, n - i);
+        if (drops)
+            k->residual_dropout(y + i, x + i, branch + i, i / 4, m, (uint64_t)step[0], key, threshold(p), 1.0f / (1.0f - p));
+        else
+            k->residual(y + i, x + i, branch + i, m);
+    }
     return PYOPS_OK;
 }

@@ -28,6 +28,9 @@
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
     ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
                                uint64_t key, uint32_t threshold, float scale)) \
+    ROW(void,   residual,     (float *y, const float *x, const float *branch, int64_t n)) \
+    ROW(void,   residual_dropout, (float *y, const float *x, const float *branch, int64_t first_group, int64_t n, \
+                                   uint64_t step, uint64_t key, uint32_t threshold, float scale)) \
     ROW(void,   adam,         (float *param, float *m, float *v, const float *grad, int64_t n, float clip, \
                                float beta1, float beta2, float step_size, float root_correction, float eps)) \
     ROW(void,   gru_after,    (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \

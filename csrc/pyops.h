@@ -150,6 +150,14 @@ PYOPS_API pyops_status pyops_dropout(
     float *y, const float *x, const int64_t *step,
     int64_t n, float p, uint64_t key, void *stream);
 
+/* ---- residual connection, with dropout of the branch ------------------------------------
+ * y[i] = x[i] + branch[i] * keep[i] / (1 - p),   keep as in pyops_dropout;   step NULL or p = 0: y = x + branch
+ * Its backward needs no function: dx is dy itself, and dbranch is pyops_dropout of dy.   y may be x or branch.
+ */
+PYOPS_API pyops_status pyops_residual(
+    float *y, const float *x, const float *branch, const int64_t *step,
+    int64_t n, float p, uint64_t key, void *stream);
+
 /* ---- gated recurrent unit over a whole sequence --------------------------------------
  * For t = 0 .. T-1, with h[-1] = h0 (zeros where h0 is NULL) and gates stacked in the order r, z, n:
  *   a = x[t] w_ih' + b_ih

@@ -22,6 +22,7 @@ from pyops.ops import (
     LinearCrossEntropy,
     PixelLinear,
     ReLU,
+    Residual,
 )
 from pyops.params import Parameter
 
@@ -139,6 +140,30 @@ class DropoutRow:
         return x * torch.tensor(self.keep(op, x.numel()))
 
 
+class ResidualRow:
+    sizes = ((1,), (2, 3), (3, 5, 17), (9, 1001))
+    large = (70, 4001)
+    STEP, P, KEY = 7 + (3 << 32), 0.3, 0x0123456789ABCDEF
+
+    def __init__(self, with_dropout):
+        self.name, self.with_dropout = f'residual{"-dropout" if with_dropout else ""}', with_dropout
+
+    def build(self, size, rng):
+        return Built(lambda: Residual(self.P, self.KEY), dict(x=normal(rng, *size), branch=normal(rng, *size)), {},
+                     dict(step=np.array([self.STEP])) if self.with_dropout else {})
+
+    def kept(self, shape):
+        if not self.with_dropout:
+            return np.ones(shape)
+        return ref.dropout_keep(int(np.prod(shape)), self.P, self.STEP, self.KEY).reshape(shape) / (1 - self.P)
+
+    def reference(self, x, branch, step=None):
+        return x + branch * self.kept(x.shape)
+
+    def torch(self, torch, x, branch, step=None):
+        return x + branch * torch.tensor(self.kept(x.shape))
+
+
 class ConcatContextRow:
     name = 'concat_context'
     wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
@@ -234,7 +259,8 @@ class LinearCrossEntropyRow:
 
 TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(),
          LinearCrossEntropyRow(),
-         *(GRURow(before, h0) for before in (False, True) for h0 in (True, False))]
+         *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
+         *(ResidualRow(with_dropout) for with_dropout in (False, True))]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -432,8 +458,11 @@ def test_labels_outside_the_classes_are_refused_with_their_position(bad):
 
 @pytest.mark.parametrize('p', [-0.1, 1.0, float('nan')])
 def test_dropout_wants_a_share_below_one(p):
+    x, step = np.zeros(3, np.float32), np.zeros(1, np.int64)
     with pytest.raises(ValueError, match='dropout: p='):
-        Dropout(p, 1).forward(np.zeros(3, np.float32), np.zeros(1, np.int64))
+        Dropout(p, 1).forward(x, step)
+    with pytest.raises(ValueError, match='residual: p='):
+        Residual(p, 1).forward(x, x, step)
 
 
 def test_dropout_changes_with_step_and_key_and_keeps_the_right_share():
@@ -445,6 +474,30 @@ def test_dropout_changes_with_step_and_key_and_keeps_the_right_share():
     for mask in masks:
         assert abs((mask > 0).mean() - 0.8) <= 5 * np.sqrt(0.16 / n)
         assert (mask[mask > 0] == np.float32(1) / (np.float32(1) - np.float32(0.2))).all()
+
+
+@pytest.mark.parametrize('n', (1, 4099, 70_001))
+def test_residual_drops_what_dropout_drops_and_may_overwrite_what_it_adds(n):
+    rng, step = np.random.default_rng(2), np.array([5])
+    x, branch = normal(rng, n), normal(rng, n)
+    want = x + Dropout(0.4, 3).forward(branch, step)[0]
+    close(Residual(0.4, 3).forward(x, branch, step)[0], want, 1e-6)
+    for place in (0, 1):
+        operands = [x.copy(), branch.copy()]
+        backend.launch('residual', operands[place], *operands, step, n, 0.4, 3)
+        close(operands[place], want, 1e-6)
+        assert (operands[1 - place] == (x, branch)[1 - place]).all()
+
+
+def test_residual_without_dropout_passes_its_gradient_on_without_a_copy():
+    x, step = np.ones((2, 3), np.float32), np.zeros(1, np.int64)
+    for op, given in ((Residual(0.5, 1), None), (Residual(0.0, 1), step)):
+        y, ctx = op.forward(x, 2 * x, given)
+        dx, dbranch = op.backward(x, ctx)
+        assert (y == 3).all() and dx is x and dbranch is x
+    y, ctx = Residual(0.5, 1).forward(x, 2 * x, step)
+    dx, dbranch = Residual(0.5, 1).backward(x, ctx)
+    assert dx is x and dbranch is not x and (dbranch == (y - x) / 2).all()
 
 
 def test_philox_gives_the_published_numbers():

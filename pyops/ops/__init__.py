@@ -12,6 +12,7 @@ from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.relu import ReLU
+from pyops.ops.residual import Residual
 
 __all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy', 'PixelLinear',
-           'ReLU']
+           'ReLU', 'Residual']

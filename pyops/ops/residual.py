@@ -1,0 +1,44 @@
+"""Residual: a branch is added to what it started from."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, launch
+
+
+class Residual:
+    """Add a branch to its own input, after dropout of the branch.
+
+    Shapes   x, branch, y, dy, dx, dbranch (...), all the same;  step (1,) int64, in memory: each step has another mask
+    Forward  y[i] = x[i] + branch[i] * keep[i] / (1 - p), keep as in Dropout;  y = x + branch where step is None or p is 0
+    Backward dx = dy, the very array;  dbranch[i] = dy[i] * keep[i] / (1 - p), or dy itself where nothing was dropped
+    Saves    nothing but the step, which must not change between forward and backward
+    Errors   ValueError unless 0 <= p < 1; TypeError and ValueError naming the argument
+    Source   He et al. 2015, arXiv:1512.03385; dropout where Vaswani et al. 2017, arXiv:1706.03762, section 5.4, has it
+    Notes    dx is a place to add the branch's own gradient to: op.backward(dbranch, ctx, into=dx)
+    """
+
+    class Ctx(NamedTuple):
+        shape: tuple[int, ...]
+        step: np.ndarray | None         # None: nothing was dropped
+
+    def __init__(self, p=0.0, key=0, name='residual'):
+        self.p, self.key, self.name = p, key, name
+
+    def forward(self, x, branch, step=None):
+        check('x', x, np.shape(x))
+        check('branch', branch, x.shape)
+        if step is not None:
+            check('step', step, (1,), np.int64)
+        y = empty(x.shape, name=f'{self.name}.y')
+        launch('residual', y, x, branch, step, x.size, self.p, self.key)
+        return y, self.Ctx(x.shape, step if self.p else None)
+
+    def backward(self, dy, ctx):
+        """-> dx, dbranch."""
+        check('dy', dy, ctx.shape)
+        if ctx.step is None:
+            return dy, dy
+        dbranch = empty(ctx.shape, name=f'{self.name}.dbranch')
+        launch('dropout', dbranch, dy, ctx.step, dy.size, self.p, self.key)
+        return dy, dbranch
