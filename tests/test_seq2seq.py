@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import references as ref
 from conftest import ROOT
+from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
-from pyops import backend, checkpoint
-from pyops.optim import Adam
+from pyops import backend
 from pyops.text import embedded
 from pyops.text.translation import Pairs, Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
@@ -22,16 +22,6 @@ from seq2seq import train, translate
 from seq2seq.model import Config, Seq2Seq
 
 SMALL = dict(embedding=24, hidden=32, num_steps=7)
-
-
-def random_batch(config, B, seed=0):
-    """source, target, labels (T, B) with padding of several lengths."""
-    rng = np.random.default_rng(seed)
-    source = rng.integers(1, config.source_size, (config.num_steps, B)).astype(np.int32)
-    labels = rng.integers(1, config.target_size, (config.num_steps, B)).astype(np.int32)
-    labels[np.arange(config.num_steps)[:, None] >= rng.integers(2, config.num_steps + 1, B)] = PAD
-    target = np.concatenate([np.full((1, B), BOS, np.int32), labels[:-1]])
-    return source, target, labels
 
 
 def torch_loss(torch, model, source, target, labels, step):
@@ -73,11 +63,7 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, dropout):
     loss, ctx = model.forward(*batch, step=step)
     model.backward(ctx)
     assert abs(loss[0] - want.item()) <= 1e-6 * want.item()
-    for name, leaf in leaves.items():
-        scale = leaf.grad.abs().max().item()
-        assert scale > 1e-6, f'{name}: no gradient, the check is vacuous'
-        err = np.abs(model.params[name].grad - leaf.grad.numpy()).max()
-        assert err <= 2e-5 * scale, f'{name}: {err / scale:.1e}'
+    assert_same_gradients(model.params, leaves)
 
 
 def test_the_benchmarks_twin_is_the_same_model(torch):
@@ -90,25 +76,6 @@ def test_the_benchmarks_twin_is_the_same_model(torch):
     loss, _ = model.forward(*batch)
     theirs = twin(*(torch.tensor(a).long() for a in batch))
     assert abs(loss[0] - theirs.item()) <= 1e-6 * loss[0]
-
-
-def small_corpus(n=512, num_steps=9):
-    corpus = embedded.corpus().first(n)
-    vocabularies = corpus.vocabularies(1)
-    return corpus, vocabularies, Pairs.encode(corpus, *vocabularies, num_steps)
-
-
-def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
-    """-> losses of that many steps on the pairs, in an order that depends on the seed alone."""
-    optimizer, losses = Adam(model.params, lr), []
-    rng = np.random.default_rng(seed)
-    for _ in range(steps):
-        model.params.zero_grads()
-        loss, ctx = model.forward(*pairs.batch(rng.integers(0, len(pairs), batch_size)), step=optimizer.count)
-        model.backward(ctx)
-        optimizer.step()
-        losses.append(float(loss[0]))
-    return losses
 
 
 # Noted when every gradient agreed with PyTorch's (above); any change of arithmetic beyond rounding moves them.
@@ -297,20 +264,6 @@ def test_a_model_without_a_word_to_say_stops_after_num_steps():
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------
 
 TINY = ['-f', 'embedded', '-t', '1', '--embedding', '16', '--hidden', '24', '-b', '100']
-
-
-def newest(folder):
-    return checkpoint.load(checkpoint.find(folder, serving=True).path)
-
-
-def assert_same_training(one, other):
-    (tensors, state), (other_tensors, other_state) = one, other
-    assert set(tensors) == set(other_tensors) and len(tensors) > 3 * 10
-    for name, tensor in tensors.items():
-        assert tensor.tobytes() == other_tensors[name].tobytes(), name
-    for state_ in (state, other_state):
-        assert state_['run'].pop('seconds') >= 0
-    assert state == other_state
 
 
 def test_two_epochs_resumed_for_two_more_equal_four(tmp_path, capsys):

@@ -1,0 +1,70 @@
+"""What the tests of the translation models share: batches, a small corpus, training steps, comparisons."""
+import numpy as np
+
+from pyops import checkpoint
+from pyops.optim import Adam
+from pyops.text import embedded
+from pyops.text.translation import Pairs
+from pyops.text.vocabulary import BOS, PAD
+
+
+def padded(rng, words, T, B):
+    """(T, B) int32 ids without <pad> but at the end of sentences, which have all lengths from 2 to T."""
+    ids = rng.integers(1, words, (T, B)).astype(np.int32)
+    ids[np.arange(T)[:, None] >= rng.integers(2, T + 1, B)] = PAD
+    return ids
+
+
+def random_batch(config, B, seed=0):
+    """source, target, labels (T, B) with padding of several lengths."""
+    rng = np.random.default_rng(seed)
+    source, labels = (padded(rng, words, config.num_steps, B) for words in (config.source_size, config.target_size))
+    return source, np.concatenate([np.full((1, B), BOS, np.int32), labels[:-1]]), labels
+
+
+def small_corpus(n=512, num_steps=9):
+    corpus = embedded.corpus().first(n)
+    vocabularies = corpus.vocabularies(1)
+    return corpus, vocabularies, Pairs.encode(corpus, *vocabularies, num_steps)
+
+
+def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
+    """-> losses of that many steps on the pairs, in an order that depends on the seed alone."""
+    optimizer, losses = Adam(model.params, lr), []
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        model.params.zero_grads()
+        loss, ctx = model.forward(*pairs.batch(rng.integers(0, len(pairs), batch_size)), step=optimizer.count)
+        model.backward(ctx)
+        optimizer.step()
+        losses.append(float(loss[0]))
+    return losses
+
+
+def assert_same_gradients(params, leaves, rtol=1e-4):
+    """The gradient of every parameter is that of the leaf of its name, a float64 torch tensor, and is not zero.  The
+    tolerance, relative to the largest element, is twice that of a gradient in the table of ops: a model is several deep."""
+    assert set(leaves) == set(params)
+    for name, leaf in leaves.items():
+        scale = leaf.grad.abs().max().item()
+        assert scale > 1e-6, f'{name}: no gradient, the check is vacuous'
+        err = np.abs(params[name].grad - leaf.grad.numpy()).max()
+        assert err <= rtol * scale, f'{name}: {err / scale:.1e}'
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------
+
+def newest(folder):
+    """tensors, state of the newest checkpoint of a folder"""
+    return checkpoint.load(checkpoint.find(folder, serving=True).path)
+
+
+def assert_same_training(one, other):
+    """Two checkpoints are equal bit for bit but for the time they took."""
+    (tensors, state), (other_tensors, other_state) = one, other
+    assert set(tensors) == set(other_tensors) and len(tensors) > 3 * 10
+    for name, tensor in tensors.items():
+        assert tensor.tobytes() == other_tensors[name].tobytes(), name
+    for state_ in (state, other_state):
+        assert state_['run'].pop('seconds') >= 0
+    assert state == other_state
