@@ -8,9 +8,11 @@
 #include <omp.h>
 #include "internal.h"
 
-/* c (mc,nc) (+)= packed a (mc,kc) x packed b (kc,nc): all tiles; edge tiles go through a buffer. */
+static float rectified(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
+
+/* c (mc,nc) = packed a (mc,kc) x packed b (kc,nc): all tiles; edge tiles go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, const float *a, const float *b, const float *bias,
-                  int64_t mc, int64_t nc, int64_t kc, int add) {
+                  int64_t mc, int64_t nc, int64_t kc, int flags) {
     const int64_t MR = k->MR, NR = k->NR;
     float edge[16 * 32], edge_bias[32];
     for (int64_t j = 0; j < nc; j += NR) {
@@ -24,13 +26,15 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, const float *a,
             const int64_t m = pyops_min(MR, mc - i);
             float *c_ij = c + i * ldc + j;
             if (m == MR && n == NR) {
-                k->gemm(c_ij, a + i * kc, b_j, bias_j, kc, ldc, add);
+                k->gemm(c_ij, a + i * kc, b_j, bias_j, kc, ldc, flags);
                 continue;
             }
             k->gemm(edge, a + i * kc, b_j, bias_j, kc, NR, 0);
             for (int64_t r = 0; r < m; r++)
-                for (int64_t s = 0; s < n; s++)
-                    c_ij[r*ldc + s] = add ? edge[r*NR + s] + c_ij[r*ldc + s] : edge[r*NR + s];
+                for (int64_t s = 0; s < n; s++) {
+                    const float sum = flags & PYOPS_ADD ? edge[r*NR + s] + c_ij[r*ldc + s] : edge[r*NR + s];
+                    c_ij[r*ldc + s] = flags & PYOPS_RELU ? rectified(sum) : sum;
+                }
         }
     }
 }
@@ -38,16 +42,24 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, const float *a,
 size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->KC * k->NC + k->MC * k->KC); }
 
 /* Without a sum (K = 0) there is only the bias. */
-static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int add) {
+static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int flags) {
     for (int64_t m = 0; m < M; m++)
-        for (int64_t n = 0; n < N; n++)
-            c[m*ldc + n] = (bias ? bias[n] : 0.0f) + (add ? c[m*ldc + n] : 0.0f);
+        for (int64_t n = 0; n < N; n++) {
+            const float sum = (bias ? bias[n] : 0.0f) + (flags & PYOPS_ADD ? c[m*ldc + n] : 0.0f);
+            c[m*ldc + n] = flags & PYOPS_RELU ? rectified(sum) : sum;
+        }
+}
+
+/* What is left to the block of K that begins at pc: all but the first add to c, and the last rectifies it. */
+static int block_flags(int flags, int64_t pc, int64_t kc, int64_t K) {
+    if (pc) flags |= PYOPS_ADD;
+    return pc + kc < K ? flags & ~PYOPS_RELU : flags;
 }
 
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                   int64_t M, int64_t N, int64_t K, int add, float *scratch) {
+                   int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->KC * k->NC;
-    if (!K) bias_only(c, ldc, bias, M, N, add);
+    if (!K) bias_only(c, ldc, bias, M, N, flags);
     for (int64_t jc = 0; jc < N; jc += k->NC)
         for (int64_t pc = 0; pc < K; pc += k->KC) {
             const int64_t nc = pyops_min(k->NC, N - jc), kc = pyops_min(k->KC, K - pc);
@@ -55,7 +67,8 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
             for (int64_t ic = 0; ic < M; ic += k->MC) {
                 const int64_t mc = pyops_min(k->MC, M - ic);
                 k->pack_a(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
-                block(k, c + ic*ldc + jc, ldc, packed_a, packed_b, bias && !pc ? bias + jc : NULL, mc, nc, kc, add || pc);
+                block(k, c + ic*ldc + jc, ldc, packed_a, packed_b, bias && !pc ? bias + jc : NULL, mc, nc, kc,
+                      block_flags(flags, pc, kc, K));
             }
         }
 }
@@ -69,17 +82,17 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
 }
 
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
-                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int add,
+                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
                           float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR);
-    if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, add);
+    if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
     for (int64_t pc = 0; pc < K; pc += k->KC) {
         const int64_t kc = pyops_min(k->KC, K - pc);
         for (int64_t ic = 0; ic < M; ic += k->MC) {
             const int64_t mc = pyops_min(k->MC, M - ic);
             k->pack_a(scratch, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
             block(k, c + ic*ldc + from, ldc, scratch, packed_b + pc*padded + from*kc,
-                  bias && !pc ? bias + from : NULL, mc, to - from, kc, add || pc);
+                  bias && !pc ? bias + from : NULL, mc, to - from, kc, block_flags(flags, pc, kc, K));
         }
     }
 }
@@ -93,7 +106,7 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 }
 
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                                    int64_t M, int64_t N, int64_t K, int add) {
+                                    int64_t M, int64_t N, int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
     const int64_t threads = M * N * K > PYOPS_SHARE_FMAS ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
@@ -111,7 +124,7 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
         }
         pyops_product(k, c + i*ldc + j, ldc, (pyops_view){a.p + i*a.row, a.row, a.col},
                       (pyops_view){b.p + j*b.col, b.row, b.col}, bias ? bias + j : NULL,
-                      pyops_min(rows, M - i), pyops_min(columns, N - j), K, add, scratch);
+                      pyops_min(rows, M - i), pyops_min(columns, N - j), K, flags, scratch);
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats a thread", pyops_product_scratch(k));
     return PYOPS_OK;
@@ -120,10 +133,10 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
 pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias,
                         int64_t M, int64_t N, int64_t K, int64_t ldc,
                         int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
-                        int32_t accumulate, void *stream) {
+                        int32_t accumulate, int32_t relu, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
     PYOPS_REQUIRE(ldc >= N, "gemm: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
     return pyops_product_threaded(c, ldc, (pyops_view){a, a_row, a_col}, (pyops_view){b, b_row, b_col}, bias,
-                                  M, N, K, accumulate != 0);
+                                  M, N, K, (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0));
 }

@@ -148,10 +148,10 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
                 for (int64_t b = 0; b < rows; b++)
                     k->gru_back_reset_after(dgates_t + b*4*H, gates_t + b*4*H, H);
                 if (carry_on)
-                    pyops_product_packed(k, carry, H, (pyops_view){dgates_t + 3*H, 4*H, 1}, work + l.n, NULL, rows, H, H, 0, H, 1, scratch);
+                    pyops_product_packed(k, carry, H, (pyops_view){dgates_t + 3*H, 4*H, 1}, work + l.n, NULL, rows, H, H, 0, H, PYOPS_ADD, scratch);
             }
             if (carry_on)
-                pyops_product_packed(k, carry, H, (pyops_view){dgates_t, 4*H, 1}, work + l.rz, NULL, rows, H, 2*H, 0, H, 1, scratch);
+                pyops_product_packed(k, carry, H, (pyops_view){dgates_t, 4*H, 1}, work + l.rz, NULL, rows, H, 2*H, 0, H, PYOPS_ADD, scratch);
         }
         if (dh0 && rows) memcpy(dh0 + from*H, carry, (size_t)(rows * H) * sizeof *dh0);
     }
@@ -164,19 +164,19 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     if (dx)
         status = pyops_product_threaded(dx, I, (pyops_view){dgates, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, T*B, I, 3*H, 0);
     if (!status)
-        status = pyops_product_threaded(dw_ih, I, dgates_t, (pyops_view){x, I, 1}, NULL, 3*H, I, T*B, 1);
+        status = pyops_product_threaded(dw_ih, I, dgates_t, (pyops_view){x, I, 1}, NULL, 3*H, I, T*B, PYOPS_ADD);
     if (!status && h0)
-        status = pyops_product_threaded(dw_hh, H, dgates_t, (pyops_view){h0, H, 1}, NULL, 2*H, H, B, 1);
+        status = pyops_product_threaded(dw_hh, H, dgates_t, (pyops_view){h0, H, 1}, NULL, 2*H, H, B, PYOPS_ADD);
     if (!status)
-        status = pyops_product_threaded(dw_hh, H, (pyops_view){dgates + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, 2*H, H, (T - 1)*B, 1);
+        status = pyops_product_threaded(dw_hh, H, (pyops_view){dgates + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, 2*H, H, (T - 1)*B, PYOPS_ADD);
     if (reset_before) {
         if (!status)
-            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){gates + 3*H, 4*H, 1}, NULL, H, H, T*B, 1);
+            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){gates + 3*H, 4*H, 1}, NULL, H, H, T*B, PYOPS_ADD);
     } else {
         if (!status && h0)
-            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){h0, H, 1}, NULL, H, H, B, 1);
+            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){h0, H, 1}, NULL, H, H, B, PYOPS_ADD);
         if (!status)
-            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, H, H, (T - 1)*B, 1);
+            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, H, H, (T - 1)*B, PYOPS_ADD);
     }
     if (status) return status;
     pyops_add_column_sums(db_ih, dgates, T*B, 3*H, 4*H);

@@ -41,12 +41,18 @@
     ROW(void,   gru_back_reset_before, (float *dgates, float *dh, const float *drh, const float *gates, \
                                         const float *h_prev, int64_t H))
 
+/* What a product does with c beside overwriting it. */
+enum {
+    PYOPS_ADD = 1,                  /* c += a b */
+    PYOPS_RELU = 2                  /* c = max(c, 0) at the very end */
+};
+
 typedef struct {
     const char *name;               /* "avx2" */
     const char *tile;               /* "6x16" = MR x NR */
     int64_t MR, NR, MC, KC, NC;     /* tile, and the blocks that stay in L2 (MC x KC) and L3 (KC x NC) */
     /* c (MR,NR), rows ldc apart, (+)= sum_k a[k,:] b[k,:] (+ bias[:]), a packed (K,MR), b packed (K,NR) */
-    void (*gemm)(float *c, const float *a, const float *b, const float *bias, int64_t K, int64_t ldc, int add);
+    void (*gemm)(float *c, const float *a, const float *b, const float *bias, int64_t K, int64_t ldc, int flags);
     /* n rows of A, or columns of B, `step` floats apart, (n,kc) along K with stride `along`, into panels */
     void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
     void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
@@ -101,16 +107,16 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
 /* Floats that pyops_product_* need as scratch for one thread. */
 size_t pyops_product_scratch(const pyops_kernels *k);
 
-/* One thread: c (M,N) (+)= a (M,K) b (K,N) + bias. */
+/* One thread: c (M,N) = a (M,K) b (K,N) + bias; flags: PYOPS_ADD, PYOPS_RELU. */
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                   int64_t M, int64_t N, int64_t K, int add, float *scratch);
+                   int64_t M, int64_t N, int64_t K, int flags, float *scratch);
 /* The same with a packed b: the columns [from, to) of c, `from` a multiple of NR. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
-                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int add,
+                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
                           float *scratch);
 /* All threads: what pyops_gemm does after its checks. */
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                                    int64_t M, int64_t N, int64_t K, int add);
+                                    int64_t M, int64_t N, int64_t K, int flags);
 
 /* y[c] += sum_r x[r*ldx + c], rows in order, threads share columns. */
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);

@@ -144,7 +144,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 for (int64_t v = 0; v < V; v += COLUMNS)
                     pyops_product_packed(k, dx_b + r*D, D, (pyops_view){chunk(logits, block, v) + r*LD, LD, 1},
                                          work + l.w_dx + v * pyops_round_up(D, k->NR), NULL,
-                                         n, D, pyops_min(COLUMNS, V - v), 0, D, v > 0, scratch);
+                                         n, D, pyops_min(COLUMNS, V - v), 0, D, v ? PYOPS_ADD : 0, scratch);
                 for (int64_t i = r; i < r + n; i++) memcpy(dx + row[r0 + i]*D, dx_b + i*D, (size_t)D * sizeof *dx);
             }
             /* phase 4 */
@@ -153,7 +153,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 const float *dz = chunk(logits, block, v);
                 pyops_product_packed(k, dweight + v*D, D, (pyops_view){dz, 1, LD}, work + l.x_packed, NULL,
-                                     n, D, rows, 0, D, r0 > 0, scratch);
+                                     n, D, rows, 0, D, r0 ? PYOPS_ADD : 0, scratch);
                 if (!r0) k->fill(dbias + v, n, 0.0f);
                 for (int64_t r = 0; r < rows; r++) k->add(dbias + v, dz + r*LD, n);
             }

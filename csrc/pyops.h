@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 1
+#define PYOPS_ABI_VERSION 2
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -62,12 +62,13 @@ PYOPS_API pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream);
  * c (M,N), rows ldc apart.  a (M,K) and b (K,N) have a stride for either axis, in floats, so that a transposed
  * operand or a block of a larger matrix needs no copy.  bias (N) may be NULL.
  * accumulate 0 overwrites c (which may hold NaN), 1 adds to it.  K = 0 gives the bias alone.
+ * relu 1: c = max(c, 0) at the very end, NaN stays NaN.
  */
 PYOPS_API pyops_status pyops_gemm(
     float *c, const float *a, const float *b, const float *bias,
     int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
-    int32_t accumulate, void *stream);
+    int32_t accumulate, int32_t relu, void *stream);
 
 /* ---- small ones ----------------------------------------------------------------
  * fill         y[i] = value

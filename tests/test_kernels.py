@@ -2,6 +2,7 @@
 
 Runs once for each instruction set, as the op table does.
 """
+import itertools
 import os
 import shutil
 import subprocess
@@ -41,12 +42,12 @@ def test_gemm_of_every_tile_edge(M, N, K):
     a, b, bias = (x.astype(np.float32) for x in (a, b, bias))
     want = a.astype(np.float64) @ b
     bound = rounding_bound(a.astype(np.float64), b, 4)
-    for accumulate in (0, 1):
-        for given in (None, bias):
-            c = np.full((M, N), 1.5 if accumulate else np.nan, np.float32)      # overwriting must not read c
-            backend.gemm(c, a, b, given, accumulate)
-            err = np.abs(c - (want + (0 if given is None else bias) + 1.5 * accumulate))
-            assert (err <= bound).all(), (accumulate, given is not None)
+    for accumulate, given, relu in itertools.product((0, 1), (None, bias), (0, 1)):
+        c = np.full((M, N), 1.5 if accumulate else np.nan, np.float32)          # overwriting must not read c
+        backend.gemm(c, a, b, given, accumulate, relu)
+        sums = want + (0 if given is None else bias) + 1.5 * accumulate
+        err = np.abs(c - (np.maximum(sums, 0) if relu else sums))
+        assert (err <= bound).all(), (accumulate, given is not None, relu)
 
 
 LAYOUTS = {
@@ -85,6 +86,9 @@ def test_gemm_of_empty_operands(M, N, K):
     assert (c == 2 + bias).all()
     backend.gemm(c, a, b)
     assert (c == 0).all()
+    backend.gemm(c, a, b, bias - 1)
+    backend.gemm(c, a, b, bias - 1, accumulate=1, relu=1)
+    assert (c == np.maximum(2 * bias - 2, 0)).all()
 
 
 @pytest.mark.parametrize('M,N,K', [(1152, 768, 256), (128, 3000, 256), (2500, 256, 300), (300, 256, 3000)])
@@ -131,11 +135,35 @@ def test_gemm_passes_nan_and_infinity_on():
     assert np.isnan(c[4]).all() and np.isfinite(np.delete(c, 4, 0)[:, :30]).all() and np.isinf(np.delete(c, 4, 0)[:, 30]).all()
 
 
+@pytest.mark.parametrize('K', (256, 257, 511, 512, 513, 769))
+def test_gemm_rectifies_the_whole_sum_and_no_part_of_it(K):
+    """A sum is done in blocks of 256: here the terms of the next block have the other sign and are twice as large."""
+    a, b = np.ones((TILE_M + 1, K), np.float32), np.ones((K, TILE_N + 1), np.float32)
+    for first in (1, -1):
+        signs = np.array([first * (-2) ** (k // 256) for k in range(K)], np.float32)
+        c = np.full((TILE_M + 1, TILE_N + 1), np.nan, np.float32)
+        backend.gemm(c, a * signs, b, relu=1)
+        assert (c == max(signs.sum(), 0)).all()
+        backend.gemm(c, a * signs, b)
+        backend.gemm(c, -a * signs, b, np.full(TILE_N + 1, 0.5, np.float32), accumulate=1, relu=1)
+        assert (c == 0.5).all()
+
+
+def test_gemm_rectifies_without_hiding_nan():
+    a, b = np.ones((TILE_M + 1, 2), np.float32), -np.ones((2, TILE_N + 1), np.float32)
+    a[0, 0], a[-1, 1] = np.nan, np.inf
+    c = np.empty((TILE_M + 1, TILE_N + 1), np.float32)
+    backend.gemm(c, a, b, relu=1)
+    assert np.isnan(c[0]).all() and (c[1:] == 0).all()
+    backend.gemm(c, -a, b, relu=1)
+    assert np.isnan(c[0]).all() and (c[1:-1] == 2).all() and np.isinf(c[-1]).all()
+
+
 def test_gemm_refuses_impossible_sizes():
     one = np.zeros((1, 1), np.float32)
     for sizes, text in (((-1, 1, 1, 1), 'M=-1'), ((1, 5, 1, 4), 'ldc=4, want at least N=5')):
         with pytest.raises(ValueError, match=text):
-            backend.launch('gemm', one, one, one, None, *sizes, 1, 1, 1, 1, 0)
+            backend.launch('gemm', one, one, one, None, *sizes, 1, 1, 1, 1, 0, 0)
 
 
 # ---- small ones -------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_the_printed_plan_names_every_tensor_with_its_shape():
     assert [k for k in kernels if k.startswith('[once]')] == ['[once]Init'] * 4
     gemm = next(line for line in lines if line.startswith('GemmAction'))
     assert gemm == ('GemmAction: a Tensor(x)(6, 5), b Tensor(w1_view)(5, 4), bias Tensor(bias1)(4) -> c Tensor(layer1.y)(6, 4)'
-                    '  [M=6 N=4 K=5 ldc=4 a_row=5 a_col=1 b_row=1 b_col=5 accumulate=0]')
+                    '  [M=6 N=4 K=5 ldc=4 a_row=5 a_col=1 b_row=1 b_col=5 accumulate=0 relu=0]')
 
 
 def test_a_view_is_named_after_its_tensor():
@@ -198,7 +198,7 @@ from seq2seq.model import Config, Seq2Seq
 def resident():
     return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('VmRSS'))
 
-backend.launch('gemm', *np.zeros((3, 300, 300), 'f'), None, 300, 300, 300, 300, 300, 1, 300, 1, 0)      # packing buffers
+backend.launch('gemm', *np.zeros((3, 300, 300), 'f'), None, 300, 300, 300, 300, 300, 1, 300, 1, 0, 0)      # packing buffers
 before = resident()
 model = Seq2Seq(Config(3000, 5000, embedding=256, hidden=256))
 adam = Adam(model.params, 0.005)

@@ -136,10 +136,10 @@ def launch(name, *values):
         check_status(function(*converted, ffi.NULL))
 
 
-def gemm(c, a, b, bias=None, accumulate=False):
+def gemm(c, a, b, bias=None, accumulate=False, relu=False):
     """c (+)= a b + bias.  c (M, N) with contiguous rows, a (M, K), b (K, N) of any strides, bias (N,) or None.
 
-    A transposed operand is a view: gemm(dweight, dy.T, x, accumulate=True).
+    relu: c = max(c, 0) at the very end.  A transposed operand is a view: gemm(dweight, dy.T, x, accumulate=True).
     """
     (M, N), K, item = c.shape, a.shape[1], 4
     if a.shape[0] != M or b.shape != (K, N):
@@ -148,7 +148,7 @@ def gemm(c, a, b, bias=None, accumulate=False):
         raise ValueError(f'gemm: c: want contiguous rows, got strides {c.strides}')
     # an empty array has strides of 0
     launch('gemm', c, a, b, bias, M, N, K, max(c.strides[0] // item, N), *(s // item for s in (*a.strides, *b.strides)),
-           accumulate)
+           accumulate, relu)
 
 
 def check_status(status):
