@@ -10,6 +10,10 @@ def linear(x, weight, bias):
     return x @ weight.T + bias
 
 
+def feed_forward(x, w1, b1, w2, b2):
+    return linear(np.maximum(linear(x, w1, b1), 0), w2, b2)
+
+
 def embedding(weight, ids):
     return weight[ids]
 

@@ -18,6 +18,7 @@ from pyops.ops import (
     CrossEntropy,
     Dropout,
     Embedding,
+    FeedForward,
     Linear,
     LinearCrossEntropy,
     PixelLinear,
@@ -52,15 +53,53 @@ class LinearRow:
     large = (901, 100, 96)
 
     def build(self, size, rng):
-        R, O, I = size
+        *shape, O, I = size
         params = dict(weight=normal(rng, O, I), bias=normal(rng, O))
-        return Built(Linear, dict(x=normal(rng, R, I)), params)
+        return Built(Linear, dict(x=normal(rng, *shape, I)), params)
 
-    def reference(self, x, weight, bias):
+    def reference(self, x, weight, bias=0):
         return ref.linear(x, weight, bias)
 
-    def torch(self, torch, x, weight, bias):
+    def torch(self, torch, x, weight, bias=None):
         return torch.nn.functional.linear(x, weight, bias)
+
+
+class LinearOfSequencesRow(LinearRow):
+    name = 'linear-of-sequences'
+    sizes = ((1, 1, 1, 1), (2, 3, 5, 7), (3, 5, 17, 33), (4, 16, 40, 257))                        # T, B, O, I
+    large = (9, 101, 100, 96)
+
+
+class LinearWithoutBiasRow(LinearRow):
+    name = 'linear-without-bias'
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        del built.params['bias']
+        return built
+
+
+class FeedForwardRow:
+    name = 'feed_forward'
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 7), (1, 5, 17, 16), (4, 7, 33, 257), (3, 16, 64, 100))       # T, B, D, F
+    large = (9, 101, 100, 96)
+
+    def build(self, size, rng):
+        T, B, D, F = size
+        params = dict(w1=normal(rng, F, D), b1=normal(rng, F), w2=normal(rng, D, F), b2=normal(rng, D))
+        x = normal(rng, T, B, D)
+        for _ in range(100):                    # away from the kink
+            near = np.abs(ref.linear(x.astype(np.float64), params['w1'], params['b1'])).min(-1) < 1e-3
+            x[near] = normal(rng, near.sum(), D)
+        assert not near.any()
+        return Built(FeedForward, dict(x=x), params)
+
+    def reference(self, x, w1, b1, w2, b2):
+        return ref.feed_forward(x, w1, b1, w2, b2)
+
+    def torch(self, torch, x, w1, b1, w2, b2):
+        linear = torch.nn.functional.linear
+        return linear(torch.relu(linear(x, w1, b1)), w2, b2)
 
 
 class PixelLinearRow:
@@ -260,7 +299,8 @@ class LinearCrossEntropyRow:
 TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(),
          LinearCrossEntropyRow(),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
-         *(ResidualRow(with_dropout) for with_dropout in (False, True))]
+         *(ResidualRow(with_dropout) for with_dropout in (False, True)),
+         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow()]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -562,6 +602,45 @@ def test_predict_is_the_argmax_of_the_logits():
     x = run.built.inputs['x'][0]
     got = run.op.predict(x)
     assert (got == ref.linear(x.astype(np.float64), *run.built.params.values()).argmax(-1)).all()
+
+
+@pytest.mark.parametrize('row,size', [(LinearOfSequencesRow(), (5, 60, 300, 300)), (LinearOfSequencesRow(), (2, 3, 7, 7)),
+                                      (FeedForwardRow(), (5, 60, 300, 70)), (FeedForwardRow(), (2, 3, 4, 5))],
+                         ids=lambda value: getattr(value, 'name', None))
+@pytest.mark.parametrize('where', ['elsewhere', 'dy'])
+def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
+    """Where gradients meet, as behind a residual connection, whose dx and dbranch may be the same array."""
+    run = Run(row, size)
+    into = run.dy.copy() if where == 'dy' else normal(np.random.default_rng(2), *run.grads['x'].shape)
+    want = into.astype(np.float64) + run.grads['x']
+    for p in run.params.values():
+        p.grad[...] = 0
+    got = run.op.backward(into if where == 'dy' else run.dy, run.ctx, into=into)
+    assert got is into
+    close(got, want, 1e-6)
+    for name, p in run.params.items():
+        close(p.grad, run.grads[name], 1e-5)
+
+
+def test_backward_refuses_an_array_of_another_shape_to_add_to():
+    for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (2, 3, 4, 7))):
+        run = Run(row, size)
+        with pytest.raises(ValueError, match='into: want shape'):
+            run.op.backward(run.dy, run.ctx, into=np.zeros(5, np.float32))
+
+
+def test_linear_and_feed_forward_take_one_row_and_none():
+    for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (1, 3, 4, 7))):
+        run = Run(row, size)
+        x = run.built.inputs['x'].reshape(3, -1)
+        y, ctx = run.op.forward(x[1])
+        assert y.shape == run.y.shape[-1:]
+        close(y, run.y.reshape(3, -1)[1], 1e-6)
+        close(run.op.backward(run.dy.reshape(3, -1)[1], ctx), run.grads['x'].reshape(3, -1)[1], 1e-6)
+        before = [p.grad.copy() for p in run.params.values()]
+        y, ctx = run.op.forward(x[:0])
+        assert run.op.backward(y, ctx).shape == x[:0].shape
+        assert all((p.grad == kept).all() for p, kept in zip(run.params.values(), before, strict=True))
 
 
 @pytest.mark.parametrize('reset_before', [False, True])

@@ -5,6 +5,7 @@ Nothing else in the package calls the library, so this is the one place where a 
 """
 import contextlib
 import functools
+import math
 
 import numpy as np
 
@@ -80,6 +81,11 @@ def check(name, array, shape, dtype=np.float32):
         raise TypeError(f'{name}: want a C-contiguous {np.dtype(dtype)} array, got {got}')
     if array.shape != tuple(shape):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+
+
+def as_rows(array):
+    """A C-contiguous array (..., C) as the matrix (R, C) of its rows: a view."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def address(array):

@@ -6,6 +6,7 @@ gradients add into Parameter.grad; activation gradients are new arrays.  Sequenc
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.dropout import Dropout
 from pyops.ops.embedding import Embedding
+from pyops.ops.feed_forward import FeedForward
 from pyops.ops.gru import GRU
 from pyops.ops.join import ConcatContext
 from pyops.ops.linear import Linear
@@ -14,5 +15,5 @@ from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
-__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'Linear', 'LinearCrossEntropy', 'PixelLinear',
-           'ReLU', 'Residual']
+__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'Linear', 'LinearCrossEntropy',
+           'PixelLinear', 'ReLU', 'Residual']

@@ -3,13 +3,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, gemm, launch
+from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch
 
 
 class Linear:
     """Multiply each row with a weight matrix and add a bias.
 
-    Shapes   x, dx (R, I);  y, dy (R, O);  weight (O, I);  bias (O,) or None
+    Shapes   x, dx (..., I);  y, dy (..., O);  weight (O, I);  bias (O,) or None
     Forward  y = x weight' + bias
     Backward dx = dy weight;  dweight += dy' x;  dbias += sum_r dy[r]
     Saves    x
@@ -29,21 +29,29 @@ class Linear:
 
     def forward(self, x):
         O, I = self.weight.value.shape
-        R, _ = axes('x', x, 'R I')
-        check('x', x, (R, I))
-        y = empty((R, O), name=f'{self.name}.y')
-        gemm(y, x, self.weight.value.T, self.bias and self.bias.value)
+        check('x', x, (*np.shape(x)[:-1], I))
+        y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
+        gemm(as_rows(y), as_rows(x), self.weight.value.T, self.bias and self.bias.value)
         return y, self.Ctx(x)
 
-    def backward(self, dy, ctx, want_dx=True):
-        """-> dx, or None where nobody wants it: the first layer's input has no gradient."""
-        (O, I), R = self.weight.value.shape, len(ctx.x)
-        check('dy', dy, (R, O))
-        dx = None
-        if want_dx:
-            dx = empty((R, I), name=f'{self.name}.dx')
-            gemm(dx, dy, self.weight.value)
-        gemm(self.weight.grad, dy.T, ctx.x, accumulate=True)
+    def backward(self, dy, ctx, want_dx=True, into=None):
+        """-> dx, or None where nobody wants it: the first layer's input has no gradient.
+
+        into: an array to add dx to, which is then what is returned; it may be dy.
+        """
+        O = len(self.weight.value)
+        check('dy', dy, (*ctx.x.shape[:-1], O))
+        if into is not None:
+            check('into', into, ctx.x.shape)
+        rows = as_rows(dy)
+        gemm(self.weight.grad, rows.T, as_rows(ctx.x), accumulate=True)
         if self.bias:
-            launch('column_sums', self.bias.grad, dy, R, O)
-        return dx
+            launch('column_sums', self.bias.grad, dy, *rows.shape)
+        if not want_dx:
+            return None
+        separate = into is None or np.may_share_memory(into, dy)        # a product cannot lie where its operand does
+        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if separate else into
+        gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
+        if separate and into is not None:
+            launch('residual', into, into, dx, None, dx.size, 0.0, 0)
+        return dx if into is None else into

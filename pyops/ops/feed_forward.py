@@ -1,0 +1,56 @@
+"""FeedForward: two linear layers with a rectifier between them."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch
+
+
+class FeedForward:
+    """Take each row through a wider layer, the rectifier, and back to its own width.
+
+    Shapes   x, dx, y, dy (..., D);  w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)
+    Forward  h = max(x w1' + b1, 0);  y = h w2' + b2
+    Backward dh = dy w2 where h > 0, else 0;  dw2 += dy' h;  db2 += sum_r dy[r]
+             dx = dh w1;  dw1 += dh' x;  db1 += sum_r dh[r]
+    Saves    x and h (..., F)
+    Errors   TypeError and ValueError naming the argument or the parameter
+    Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.3
+    Notes    the rectifier is done inside the product, where its sums still are in registers
+    """
+
+    class Ctx(NamedTuple):
+        x: np.ndarray
+        h: np.ndarray
+
+    def __init__(self, w1, b1, w2, b2, name=None):
+        self.w1, self.b1, self.w2, self.b2, self.name = w1, b1, w2, b2, name or w1.owner
+        F, D = axes(w1.name, w1.value, 'F D')
+        for parameter, shape in ((w1, (F, D)), (b1, (F,)), (w2, (D, F)), (b2, (D,))):
+            check_parameter(parameter, shape)
+
+    def forward(self, x):
+        F, D = self.w1.value.shape
+        check('x', x, (*np.shape(x)[:-1], D))
+        h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
+        gemm(as_rows(h), as_rows(x), self.w1.value.T, self.b1.value, relu=True)
+        gemm(as_rows(y), as_rows(h), self.w2.value.T, self.b2.value)
+        return y, self.Ctx(x, h)
+
+    def backward(self, dy, ctx, into=None):
+        """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        check('dy', dy, ctx.x.shape)
+        if into is not None:
+            check('into', into, ctx.x.shape)
+        x, h, dy = as_rows(ctx.x), as_rows(ctx.h), as_rows(dy)
+        (R, F), D = h.shape, x.shape[1]
+        dh = empty((R, F), name=f'{self.name}.dh')
+        gemm(dh, dy, self.w2.value)
+        launch('relu_backward', dh, dh, h, R * F)
+        gemm(self.w2.grad, dy.T, h, accumulate=True)
+        launch('column_sums', self.b2.grad, dy, R, D)
+        gemm(self.w1.grad, dh.T, x, accumulate=True)
+        launch('column_sums', self.b1.grad, dh, R, F)
+        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into       # dy has been read
+        gemm(as_rows(dx), dh, self.w1.value, accumulate=into is not None)
+        return dx
