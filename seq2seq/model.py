@@ -10,7 +10,8 @@ from pyops import backend, init
 from pyops.errors import UserError
 from pyops.ops import GRU, ConcatContext, Dropout, Embedding, LinearCrossEntropy
 from pyops.params import Parameters, Spec, key
-from pyops.text.vocabulary import BOS, EOS, PAD
+from pyops.text.decoding import greedy
+from pyops.text.vocabulary import PAD
 
 # what a checkpoint must have in common with the model that it is loaded into
 SIZES = ('embedding', 'hidden', 'layers', 'num_steps', 'reset_before')
@@ -141,17 +142,20 @@ class Seq2Seq:
         """What it reads beside its parameters, by name, for a plan."""
         return dict(one=self.one)
 
-    def translate(self, source):
-        """Greedy decoding: source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
+    def start(self, source):
+        """source (T, B) -> what decoding begins with: the context (B, H) and the decoder's first states."""
         s, _ = self.source_embedding.forward(source)
-        _, states, _ = self.encoder.forward(s)
-        context, word = states[-1], np.full(source.shape[1], BOS, np.int32)
-        done, said = np.zeros(word.shape, bool), []
-        while len(said) < self.config.num_steps and not done.all():
-            t, _ = self.target_embedding.forward(word[None])
-            tc, _ = self.concat.forward(t, context)
-            h, states, _ = self.decoder.forward(tc, states)
-            word = self.output.predict(h[0])
-            said.append(np.where(done, PAD, word).astype(np.int32))
-            done |= word == EOS
-        return np.stack(said)
+        _, last, _ = self.encoder.forward(s)
+        return last[-1], last
+
+    def next(self, word, state):
+        """word (B,) int32 -> h (B, H), from which the output layer tells the word after it, and the next state."""
+        context, states = state
+        t, _ = self.target_embedding.forward(word[None])
+        tc, _ = self.concat.forward(t, context)
+        h, states, _ = self.decoder.forward(tc, states)
+        return h[0], (context, states)
+
+    def translate(self, source):
+        """source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
+        return greedy(self, source, self.config.num_steps)

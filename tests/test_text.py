@@ -9,6 +9,7 @@ import pytest
 from pyops.data import locate
 from pyops.errors import UserError
 from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, encode, preprocess, tokenize
+from pyops.text.decoding import greedy
 from pyops.text.score import bleu, exact_match
 from pyops.text.split import hold_out, references
 
@@ -297,3 +298,35 @@ def test_real_corpus_splits_by_source(real):
     parts = [set(part.sources) for part in hold_out(real, 0.1)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 116_827
     assert [round(len(part) / 116_827, 2) for part in parts] == [0.9, 0.05, 0.05]
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+class Scripted:
+    """A model that says the columns of `script`, (T, B), whatever the source; its state is how many it has said."""
+
+    def __init__(self, script):
+        self.script, self.heard, self.output = np.array(script), [], self
+
+    def start(self, source):
+        self.source = source
+        return 0
+
+    def next(self, word, state):
+        assert word.dtype == np.int32
+        self.heard.append(word.tolist())
+        return self.script[state].astype(np.float32)[:, None], state + 1
+
+    def predict(self, h):
+        return h[:, 0].astype(np.int32)
+
+
+def test_greedy_decoding_hears_its_own_words_and_pads_what_follows_the_end():
+    model, source = Scripted([[7, 5, EOS], [6, EOS, 9], [EOS, 8, 9], [4, 4, 4]]), np.zeros((5, 3), np.int32)
+    said = greedy(model, source, 9)
+    assert said.dtype == np.int32 and said.tolist() == [[7, 5, EOS], [6, EOS, PAD], [EOS, PAD, PAD]]
+    assert model.source is source and model.heard == [[BOS] * 3, [7, 5, EOS], [6, EOS, 9]]      # and then it stops
+
+
+def test_greedy_decoding_stops_after_num_steps():
+    assert greedy(Scripted([[7, EOS], [6, 6], [5, 5]]), np.zeros((2, 2), np.int32), 2).tolist() == [[7, EOS], [6, PAD]]
