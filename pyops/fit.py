@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from pyops import checkpoint
-from pyops.data.batches import batches
+from pyops.data.batches import batches, epoch_end
 from pyops.errors import UserError
 from pyops.training import Interrupt, Metrics
 
@@ -41,12 +41,14 @@ class Run:
         self.loss_sum = self.weight_sum = self.seconds = 0.0
 
 
-def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, *, line, progress):
+def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, *, line, progress,
+        drop_last=False):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
-    samples: how many an epoch has.  folder: where metrics.jsonl and checkpoints go; None: neither is written.
-    validate() -> dict of metrics, at the end of each epoch; line(metrics) -> what to print then.
-    progress(epochs done, samples, samples done of the next) -> the Progress that shows an epoch.
+    samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
+    folder: where metrics.jsonl and checkpoints go; None: neither is written.
+    validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then.
+    progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
     Returns whether all epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
     """
     def save_and_tell():
@@ -59,12 +61,13 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
         stop = stack.enter_context(Interrupt(saves=save is not None))
         metrics = stack.enter_context(Metrics(folder, run.epoch)) if folder is not None else None
         while run.epoch < epochs:
-            with progress(run.epoch, samples, run.position) as display:
-                for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position):
+            end = epoch_end(samples, run.batch_size, run.position, drop_last)
+            with progress(run.epoch, end, run.position) as display:
+                for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last):
                     start = time.perf_counter()
                     loss, weight, clipped = step(indices)
                     if not math.isfinite(loss):
-                        raise UserError(f'the loss is {loss} at [{run.position}/{samples}] of epoch {run.epoch + 1}; '
+                        raise UserError(f'the loss is {loss} at [{run.position}/{end}] of epoch {run.epoch + 1}; '
                                         'lower the learning rate with -l'
                                         + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
                     run.position += len(indices)
@@ -75,11 +78,11 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
                     display.update(run.position, loss=run.loss)
                     if stop:
                         break
-            if run.position < samples:
+            if run.position < end:
                 save_and_tell()
                 return False
             values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
-                          samples_per_second=samples / run.seconds)
+                          samples_per_second=end / run.seconds)
             if validate:
                 values |= validate()
             run.end_epoch()
@@ -87,7 +90,7 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
                 metrics.write(**values)
             if stop or run.epoch == epochs or run.epoch % save_every == 0:
                 save_and_tell()
-            print(line(values), flush=True)
+            print(line(values | {'samples': end}), flush=True)
             if stop:
                 return run.epoch == epochs
     return True

@@ -12,7 +12,7 @@ import pytest
 
 from pyops.data import fetch, locate
 from pyops.data.__main__ import main
-from pyops.data.batches import batches, epoch_order
+from pyops.data.batches import batches, epoch_end, epoch_order
 from pyops.errors import UserError
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -45,6 +45,20 @@ def test_batches_resume_anywhere(start):
     got = list(batches(10, 4, 1, 2, start))
     assert np.concatenate([*got, np.empty(0, np.int64)]).tolist() == order[start:].tolist()
     assert [len(batch) for batch in got[:-1]] == [4] * (len(got) - 1)
+
+
+@pytest.mark.parametrize('start, sizes', [(0, [4, 4]), (4, [4]), (3, [4]), (2, [4, 4]), (7, []), (8, []), (10, [])])
+def test_batches_without_the_incomplete_one(start, sizes):
+    got = list(batches(10, 4, 1, 2, start, drop_last=True))
+    assert [len(batch) for batch in got] == sizes
+    end = epoch_end(10, 4, start, drop_last=True)
+    assert end == start + sum(sizes)
+    assert np.concatenate([*got, np.empty(0, np.int64)]).tolist() == epoch_order(10, 1, 2)[start:end].tolist()
+
+
+def test_the_end_of_an_epoch():
+    assert epoch_end(167130, 128) == 167130 and epoch_end(167130, 128, drop_last=True) == 167040
+    assert epoch_end(384, 128, drop_last=True) == 384 and epoch_end(100, 128, drop_last=True) == 0
 
 
 def test_batches_reject_what_cannot_be():

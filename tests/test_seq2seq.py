@@ -289,7 +289,7 @@ def test_the_number_of_threads_changes_no_bit(tmp_path):
     one = newest(tmp_path / '1')
     for threads in ('2', '3'):
         assert_same_training(newest(tmp_path / '1'), newest(tmp_path / threads))
-    assert one[0]['step'][0] == 2 * 5               # 461 pairs are left to train, five batches an epoch
+    assert one[0]['step'][0] == 2 * 5               # 451 pairs are left to train, five batches an epoch
 
 
 def start(*arguments):

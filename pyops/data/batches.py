@@ -26,8 +26,13 @@ def gather(table, rows, first=-1, name='ids'):
     return ids
 
 
-def batches(n, batch_size, seed, epoch, start=0):
-    """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller.
+def epoch_end(n, batch_size, start=0, drop_last=False):
+    """How many of n samples have been seen when an epoch ends that goes on after `start` of them."""
+    return n - (n - start) % batch_size if drop_last else n
+
+
+def batches(n, batch_size, seed, epoch, start=0, drop_last=False):
+    """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped then.
 
     `start` is the count of samples that were seen already: what follows is what an uninterrupted epoch would have
     yielded after them.  ValueError if it is outside 0..n or batch_size is not positive.
@@ -37,5 +42,5 @@ def batches(n, batch_size, seed, epoch, start=0):
     if not 0 <= start <= n:
         raise ValueError(f'start: want 0 to {n}, got {start}')
     order = epoch_order(n, seed, epoch)
-    for first in range(start, n, batch_size):
+    for first in range(start, epoch_end(n, batch_size, start, drop_last), batch_size):
         yield order[first:first + batch_size]

@@ -50,6 +50,7 @@ class Program:
     # What a flag means that was not given; a resumed run takes the checkpoint's values first.
     DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, num_steps=9)
     GROWING = ()                # the settings that a model's memory grows with
+    drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
 
     def add_flags(self, parser):
         """Declare the flags of its own."""
@@ -74,7 +75,7 @@ class Program:
         return Progress(total, 'pairs', initial)
 
     def epoch_line(self, values):
-        """What it prints at the end of an epoch; values: see pyops.fit."""
+        """What it prints at the end of an epoch; values: loss, samples, validation, ..., see pyops.fit."""
         raise NotImplementedError
 
     def answer(self, read, said):
@@ -188,6 +189,9 @@ def train(program, args, found):
     training, validation, test = hold_out(corpus, settings['hold_out'])
     pairs = Pairs.encode(training, *vocabularies, settings['num_steps'])
     held_out = Pairs.encode(validation, *vocabularies, settings['num_steps'])
+    if program.drop_last and len(pairs) < settings['batch_size']:
+        raise UserError(f'{corpus.name}: has {len(pairs)} pairs to train on, and a batch is {settings["batch_size"]}; '
+                        'give a smaller -b')
     say(program.after_data(args, settings, found, vocabularies))
 
     # model
@@ -234,7 +238,7 @@ def train(program, args, found):
 
     done = fit.fit(run, len(pairs), args.epochs, train_step, found.folder,
                    fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
-                   line=program.epoch_line, progress=program.progress)
+                   line=program.epoch_line, progress=program.progress, drop_last=program.drop_last)
     if done and len(test):
         score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
 

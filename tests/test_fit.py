@@ -1,0 +1,65 @@
+"""The training loop, with a step that only notes what it is shown."""
+import json
+import os
+import signal
+
+import pytest
+
+from pyops import fit
+from pyops.data.batches import epoch_order
+from pyops.training import Progress
+
+
+def run_epochs(run, samples, epochs, stop_after=None, **options):
+    """-> rows of each step, lines of the epochs, whether all were done; a signal comes with step `stop_after`."""
+    shown, lines = [], []
+
+    def step(rows):
+        shown.append(rows.tolist())
+        if len(shown) == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 2.0, len(rows), False
+
+    def line(values):
+        lines.append(values)
+        return f'epoch {values["epoch"]}'
+    done = fit.fit(run, samples, epochs, step, line=line,
+                   progress=lambda epoch, total, initial: Progress(total, 'pairs', initial), **options)
+    return shown, lines, done
+
+
+@pytest.mark.parametrize('drop_last, sizes, samples', [(False, [4, 4, 2], 10), (True, [4, 4], 8)])
+def test_an_epoch_with_and_without_its_incomplete_batch(drop_last, sizes, samples, tmp_path, capsys):
+    shown, lines, done = run_epochs(fit.Run(1, 4), 10, 2, folder=str(tmp_path), drop_last=drop_last)
+    assert done and [len(rows) for rows in shown] == sizes * 2
+    assert sum(shown[:len(sizes)], []) == epoch_order(10, 1, 0)[:samples].tolist()
+    assert [values['samples'] for values in lines] == [samples, samples]
+    assert f'[{samples}/{samples}]' in capsys.readouterr().out
+    story = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert [values['epoch'] for values in story] == [1, 2] and 'samples' not in story[0]
+    assert story[0]['samples_per_second'] == pytest.approx(samples / story[0]['seconds'])
+
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('stop_after', [1, 2, 3, 4])
+def test_a_stopped_run_goes_on_with_what_it_has_not_seen(drop_last, stop_after, capfd):
+    whole, _, _ = run_epochs(fit.Run(1, 3), 11, 2, drop_last=drop_last)
+    run = fit.Run(1, 3)
+    first, _, done = run_epochs(run, 11, 2, stop_after, drop_last=drop_last)
+    assert not done and len(first) == stop_after
+    rest, _, done = run_epochs(fit.Run(**run.asdict()), 11, 2, drop_last=drop_last)
+    assert done and first + rest == whole
+
+
+@pytest.mark.parametrize('batch_size, rest', [(5, [5]), (8, [8]), (9, []), (1, [1] * 8)])
+def test_another_batch_size_in_the_middle_of_an_epoch_that_drops_its_last_batch(batch_size, rest, capfd):
+    """Only what is left over behind the samples seen is dropped; where no batch is left, the epoch is done."""
+    run = fit.Run(1, 3)
+    (seen,), _, _ = run_epochs(run, 11, 1, stop_after=1, drop_last=True)
+    run.batch_size = batch_size
+    shown, lines, done = run_epochs(run, 11, 1, drop_last=True)
+    assert done and [len(rows) for rows in shown] == rest
+    samples = 3 + sum(rest)
+    assert sum([seen, *shown], []) == epoch_order(11, 1, 0)[:samples].tolist()
+    assert lines[0]['samples'] == samples and lines[0]['loss'] == 2.0
+    assert run == fit.Run(1, batch_size, epoch=1)
