@@ -1,4 +1,7 @@
-"""Adam with clipping by the global norm, one call over all parameters (Kingma and Ba 2014, arXiv:1412.6980)."""
+"""Adam with clipping by the global norm, one call over all parameters (Kingma and Ba 2014, arXiv:1412.6980), and a
+schedule of its learning rate."""
+import math
+
 import numpy as np
 
 from pyops import backend
@@ -31,3 +34,12 @@ class Adam:
     def clipped(self):
         """Whether the last step had to clip."""
         return bool(self.norm[0] > self.max_norm)
+
+
+def inverse_square_root(lr, warmup, step):
+    """The learning rate of step 1, 2, ...: it rises evenly to `lr` at step `warmup` and falls with the root of the step
+    from there (Vaswani et al. 2017, arXiv:1706.03762, section 5.3, whose lr is (d_model * warmup) ** -0.5).
+
+    warmup 0: `lr` at every step.
+    """
+    return lr * min(step / warmup, math.sqrt(warmup / step)) if warmup else lr

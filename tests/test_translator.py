@@ -1,9 +1,11 @@
 """What translation programs share, tried on programs that are seq2seq but for one thing."""
+import numpy as np
 import pytest
-from test_seq2seq import TINY, newest
+from test_seq2seq import TINY, assert_same_training, newest
 
 from pyops import checkpoint
 from pyops.errors import UserError
+from pyops.optim import Adam, inverse_square_root
 from seq2seq.train import DeepGRU
 
 # ---- batches that are dropped ---------------------------------------------------------------------------------------
@@ -41,3 +43,38 @@ def test_another_batch_size_in_the_middle_of_such_an_epoch(tmp_path, capsys):
     tensors, state = newest(tmp_path)
     assert tensors['step'][0] - kept['step'][0] == 2
     assert (state['run']['epoch'], state['run']['position'], state['run']['batch_size']) == (1, 0, 70)
+
+
+# ---- a schedule of the learning rate --------------------------------------------------------------------------------
+
+def test_the_rate_rises_to_its_peak_and_falls_with_the_root_of_the_step():
+    rates = [inverse_square_root(0.5, 4, step) for step in (1, 2, 4, 16, 64, 400)]
+    assert rates == [0.125, 0.25, 0.5, 0.25, 0.125, 0.05]
+    d_model, warmup = 512, 4000
+    for step in (1, 17, 3999, 4000, 4001, 100_000):         # equation 3 of the paper
+        want = d_model ** -0.5 * min(step ** -0.5, step * warmup ** -1.5)
+        assert inverse_square_root((d_model * warmup) ** -0.5, warmup, step) == pytest.approx(want, rel=1e-12)
+    assert [inverse_square_root(0.5, 0, step) for step in (1, 1000)] == [0.5, 0.5]
+
+
+class WarmingUp(DeepGRU):
+    DEFAULTS = DeepGRU.DEFAULTS | {'warmup': 7}
+
+
+def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch):
+    """Five steps an epoch: the peak is in the second."""
+    program, rates, step = WarmingUp(), {}, Adam.step
+
+    def noting_step(self):
+        rates[int(self.count[0]) + 1] = self.lr[0]
+        step(self)
+    monkeypatch.setattr(Adam, 'step', noting_step)
+    program.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *TINY])
+    assert rates == {n: np.float32(inverse_square_root(0.005, 7, n)) for n in range(1, 16)}
+    monkeypatch.undo()
+    program.main(['-e', '3', '-c', str(tmp_path / 'whole'), *TINY])
+    program.main(['-e', '1', '-c', str(tmp_path / 'parts'), *TINY])
+    program.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY])
+    assert newest(tmp_path / 'parts')[1]['settings']['warmup'] == 7
+    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
+    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'eager'))        # replayed steps read the rate

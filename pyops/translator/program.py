@@ -47,8 +47,9 @@ class Program:
     description = ''
     epochs = 10                 # what -e means where it is not given
     dropped = ''                # what -d drops, for --help
-    # What a flag means that was not given; a resumed run takes the checkpoint's values first.
-    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, num_steps=9)
+    # What a flag means that was not given, or that the program does not have; a resumed run takes the checkpoint's
+    # values first.
+    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, num_steps=9, warmup=0)
     GROWING = ()                # the settings that a model's memory grows with
     drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
 
@@ -122,7 +123,7 @@ class Program:
         kept, firm = state['settings'] if state else {}, (*self.architecture().sizes, 'seed', 'tiny')
         settings = {}
         for name, default in self.DEFAULTS.items():
-            given = getattr(args, name)
+            given = getattr(args, name, None)
             settings[name] = kept.get(name, default) if given is None else given
             if name in firm and name in kept and settings[name] != kept[name]:
                 flag = '--' + name.replace('_', '-')
@@ -169,7 +170,7 @@ def train(program, args, found):
     """Train from scratch or from the checkpoint that was found, and score what was held out."""
     from pyops import checkpoint, fit, plan
     from pyops.data.batches import epoch_order
-    from pyops.optim import Adam
+    from pyops.optim import Adam, inverse_square_root
     from pyops.text.split import hold_out
     from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
     from pyops.translator.serving import score
@@ -230,6 +231,8 @@ def train(program, args, found):
     checkpoint.needs_room(found.folder, fit.room(model.params))
 
     def train_step(rows):
+        # a function of the step alone, so that a resumed run goes on with the rates it would have had
+        optimizer.lr[0] = inverse_square_root(settings['lr'], settings['warmup'], int(optimizer.count[0]) + 1)
         loss, valid = run_step(rows)
         return float(loss[0]), int(valid[0]), optimizer.clipped()
 
