@@ -1,4 +1,6 @@
 """What translation programs share, tried on programs that are seq2seq but for one thing."""
+import re
+
 import numpy as np
 import pytest
 from test_seq2seq import TINY, assert_same_training, newest
@@ -78,3 +80,61 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
     assert newest(tmp_path / 'parts')[1]['settings']['warmup'] == 7
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'eager'))        # replayed steps read the rate
+
+
+# ---- settings: flag, checkpoint, preset, default ---------------------------------------------------------------------
+
+class TwoSizes(DeepGRU):
+    PRESETS = {'small': {}, 'large': dict(hidden=512, lr=0.001, dropout=0.5), 'gentle': dict(lr=0.002)}
+
+
+def resolved(flags='', kept=None):
+    program = TwoSizes()
+    state = {'settings': kept} if kept is not None else None
+    return program.resolve(program.parse(flags.split()), state, 'old.safetensors')
+
+
+def test_a_flag_goes_before_the_checkpoint_before_the_preset_before_the_default():
+    fresh = resolved()
+    assert fresh == TwoSizes.DEFAULTS | {'preset': 'small'} and fresh['hidden'] == 256 and fresh['lr'] == 0.005
+    large = resolved('--preset large -d 0.3')
+    assert large == TwoSizes.DEFAULTS | {'preset': 'large', 'hidden': 512, 'lr': 0.001, 'dropout': 0.3}
+    assert resolved('', large) == large and resolved('--preset large', large) == large
+    assert resolved('-l 0.1', large) == large | {'lr': 0.1}
+    assert resolved('--preset large --hidden 16') == TwoSizes.DEFAULTS | TwoSizes.PRESETS['large'] | {
+        'preset': 'large', 'hidden': 16}
+    del large['layers']                                     # a setting that an older program did not have
+    assert resolved('--layers 3', large)['layers'] == 3 and resolved('', large)['layers'] == 2
+
+
+def test_another_preset_than_the_checkpoints_is_refused_where_a_size_differs():
+    small, large = resolved(), resolved('--preset large')
+    for flags, kept, named in (('--preset large', small, 'small'), ('--preset small', large, 'large'),
+                               ('--preset gentle -l 1', large, 'large')):
+        name = flags.split()[1]
+        with pytest.raises(UserError, match=f'^--preset {name}: old.safetensors was trained with {named}; '
+                                            'leave --preset out, or give another folder with -c$'):
+            resolved(flags, kept)
+    assert resolved('--preset gentle', small) == small | {'preset': 'gentle'}       # the checkpoint's rate goes before it
+    assert resolved('--preset large --hidden 256', small) == small | {'preset': 'large'}
+    odd = resolved('--hidden 16')
+    assert resolved('--preset small', odd) == odd           # the checkpoint's own preset
+    with pytest.raises(UserError, match='^--hidden 512: old.safetensors was trained with 256; '):
+        resolved('--preset large --hidden 512', small)
+
+
+def test_a_preset_is_kept_in_the_checkpoint(tmp_path, capsys):
+    program = TwoSizes()
+    program.main(['-e', '1', '-c', str(tmp_path), '--preset', 'gentle', *TINY])
+    assert newest(tmp_path)[1]['settings']['preset'] == 'gentle' and 'lr : 0.002' in capsys.readouterr().out
+    program.main(['-e', '2', '-c', str(tmp_path), *TINY])
+    assert newest(tmp_path)[1]['settings']['preset'] == 'gentle' and 'lr : 0.002' in capsys.readouterr().out
+
+
+def test_presets_have_a_flag_where_there_are_any(capsys):
+    for program, arguments, want in ((TwoSizes(), ['--preset', 'huge'], '--preset: invalid choice: .*small.*large.*gentle'),
+                                     (DeepGRU(), ['--preset', 'small'], 'unrecognized arguments: --preset small')):
+        with pytest.raises(SystemExit):
+            program.parse(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(f'error: {want}.*; see --help$', line)

@@ -50,6 +50,7 @@ class Program:
     # What a flag means that was not given, or that the program does not have; a resumed run takes the checkpoint's
     # values first.
     DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, num_steps=9, warmup=0)
+    PRESETS = {}                # --preset NAME: values in place of those in DEFAULTS; the first where it is not given
     GROWING = ()                # the settings that a model's memory grows with
     drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
 
@@ -114,21 +115,36 @@ class Program:
                        help='epochs between checkpoints (default 10)')
         p.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
                        help=f'tokens a sentence is cut or padded to (default {default["num_steps"]})')
+        if self.PRESETS:
+            first, *others = self.PRESETS
+            told = [f'{name}: ' + ', '.join(f'{n} {v}' for n, v in self.PRESETS[name].items()) for name in others]
+            p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
         self.add_flags(p)
         add_plan_flags(p)
         return p.parse_args(argv)
 
     def resolve(self, args, state, path):
-        """Flags that were given, then what the checkpoint says, then defaults -> dict.  Sizes and seed must agree."""
-        kept, firm = state['settings'] if state else {}, (*self.architecture().sizes, 'seed', 'tiny')
-        settings = {}
-        for name, default in self.DEFAULTS.items():
+        """Flags that were given, then what the checkpoint says, then the preset, then DEFAULTS -> dict.
+
+        UserError where a size, the seed or the trial is not the checkpoint's, or the preset that was given has another size.
+        """
+        kept, sizes = state['settings'] if state else {}, self.architecture().sizes
+
+        def refuse(name, value):
+            flag = '--' + name.replace('_', '-')
+            raise UserError(f'{flag} {value}: {path} was trained with {kept[name]}; '
+                            f'leave {flag} out, or give another folder with -c')
+        settings, defaults, is_another = {}, self.DEFAULTS, False
+        if self.PRESETS:
+            preset = settings['preset'] = args.preset or kept.get('preset') or next(iter(self.PRESETS))
+            defaults, is_another = defaults | self.PRESETS.get(preset, {}), kept.get('preset', preset) != preset
+        for name, default in defaults.items():
             given = getattr(args, name, None)
             settings[name] = kept.get(name, default) if given is None else given
-            if name in firm and name in kept and settings[name] != kept[name]:
-                flag = '--' + name.replace('_', '-')
-                raise UserError(f'{flag} {settings[name]}: {path} was trained with {kept[name]}; '
-                                f'leave {flag} out, or give another folder with -c')
+            if name in (*sizes, 'seed', 'tiny') and name in kept and settings[name] != kept[name]:
+                refuse(name, settings[name])
+            if name in sizes and is_another and given is None and settings[name] != default:
+                refuse('preset', preset)
         return settings
 
     def load(self, found):
