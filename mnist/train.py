@@ -4,12 +4,14 @@
     python -m mnist.train --plan                    every kernel of a training step
     python -m mnist.train --report out.png          and draw what it got wrong
 """
-from pyops.errors import UserError, exits_cleanly
+from pyops.errors import exits_cleanly
 from pyops.training import (
     ArgumentParser,
     Progress,
+    add_gpu_flag,
     add_plan_flags,
     asks_for_plan,
+    check_gpu,
     int_up_to,
     non_negative_int,
     positive_float,
@@ -26,7 +28,7 @@ def parse(argv):
     p.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N', help='epochs (default 10)')
     p.add_argument('-l', '--lr', type=positive_float, default=0.001, metavar='X', help='learning rate of Adam (default 0.001)')
     p.add_argument('-b', '--batch-size', type=positive_int, default=100, metavar='N', help='images a step (default 100)')
-    p.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1, default=0, help='1: on a GPU (not there yet)')
+    add_gpu_flag(p)
     p.add_argument('--hidden', type=int_up_to(65536), default=30, metavar='N', help='units of the hidden layer (default 30)')
     p.add_argument('--seed', type=non_negative_int, default=0, metavar='N', help='of weights and data order (default 0)')
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='results do not depend on it (default: all cores)')
@@ -40,6 +42,11 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
+    check_gpu(args)
+    if args.report:
+        from mnist import report
+        report.check(args.report)
+
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
@@ -55,11 +62,6 @@ def main(argv=None):
         from pyops.optim import Adam
         backend.isa()
 
-    if args.report:
-        from mnist import report
-        report.check(args.report)
-    if args.gpu:
-        raise UserError('-g 1: this build has no GPU library; train on the CPU with -g 0')
     if args.threads:
         backend.set_threads(args.threads)
 

@@ -211,6 +211,18 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f'{self.prog}: error: {message}; see --help\n')
 
 
+def add_gpu_flag(parser):
+    """-g, --gpu 1 or 0."""
+    parser.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1, default=0,
+                        help='1: on a GPU (not there yet)')
+
+
+def check_gpu(args):
+    """UserError where the flag of `add_gpu_flag` asks for what this build does not have."""
+    if args.gpu:
+        raise UserError('-g 1: this build has no GPU library; train on the CPU with -g 0')
+
+
 def add_plan_flags(parser):
     """--plan, --profile [FILE], --dot FILE: what a program can tell about its training step instead of training;
     --no-plan: train without one."""

@@ -170,6 +170,16 @@ def test_bad_input_ends_with_one_line(flags, text, tmp_path):
     assert out.returncode == 2 and len(out.stderr.splitlines()) == 1 and text in out.stderr, out.stderr
 
 
+@pytest.mark.parametrize('flags, text', [(['-g', '1'], '-g 1: this build has no GPU library'),
+                                         (['--report', 'no/such/out.png'], 'no/such/out.png: cannot draw|matplotlib is not')])
+def test_what_can_be_refused_at_once_is_refused_before_images_are_loaded(flags, text, monkeypatch):
+    loads = []
+    monkeypatch.setattr(mnist, 'load', lambda *arguments: loads.append(arguments))
+    with pytest.raises(UserError, match=text):
+        train.main(['--embedded', *flags])
+    assert loads == []
+
+
 def test_broken_files_end_with_one_line(tmp_path):
     from pyops.data import idx
     digits = mnist.load(embedded=True)
