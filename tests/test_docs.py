@@ -11,11 +11,17 @@ from conftest import ROOT
 from pyops import training
 
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
 EVERY_PROGRAM = 'look-into-a-step'          # the section of README.md with the flags that all programs share
 
-each_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize('page', PAGES, ids=name_of)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -34,13 +40,14 @@ def test_links_and_anchors_lead_somewhere(page):
     for link in links:
         path, _, anchor = link.partition('#')
         target = (page.parent / path).resolve() if path else page
-        assert target.exists() and target.is_relative_to(ROOT), f'{page.name}: {link}: there is no such file'
+        assert target.exists() and target.is_relative_to(ROOT), f'{name_of(page)}: {link}: there is no such file'
         if anchor:
-            assert anchor in anchors(target), f'{page.name}: {link}: {target.name} has no such heading'
+            assert anchor in anchors(target), f'{name_of(page)}: {link}: {target.name} has no such heading'
 
 
-def test_every_page_is_linked_from_the_readme():
-    assert all(f'(docs/{page.name})' in PAGES[0].read_text() for page in PAGES[1:])
+def test_the_readme_links_to_the_folder_and_its_index_to_every_page():
+    assert '(docs)' in PAGES[0].read_text()
+    assert [page.name for page in PAGES[1:] if page != INDEX and f'({page.name})' not in INDEX.read_text()] == []
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------
@@ -74,7 +81,7 @@ def assert_same_output(got, want):
         assert abs(float(g) - float(w)) <= 1e-3 * float(w) or max(float(g), float(w)) < 1e-5, f'{g}, want {w}, in:\n{got}'
 
 
-@pytest.mark.parametrize('page', [page for page in PAGES if examples(page)[0]], ids=lambda page: page.name)
+@pytest.mark.parametrize('page', [page for page in PAGES if examples(page)[0]], ids=name_of)
 def test_examples_print_what_stands_below_them(page):
     blocks, wanted = examples(page)
     assert any(wanted)
