@@ -9,7 +9,7 @@ from pyops.training import int_up_to
 from pyops.translator.program import Architecture, Program
 
 
-class DeepGRU(Program):
+class Seq2SeqProgram(Program):
     name = 'seq2seq'
     description = 'Train a deep GRU that translates English to French.'
     epochs = 50
@@ -50,7 +50,7 @@ class DeepGRU(Program):
         return ' '.join([*read, '<eos>']), f'translate res : {" ".join(said)}'
 
 
-PROGRAM = DeepGRU()
+PROGRAM = Seq2SeqProgram()
 parse, main = PROGRAM.parse, PROGRAM.main
 
 if __name__ == '__main__':

@@ -8,12 +8,12 @@ from test_seq2seq import TINY, assert_same_training, newest
 from pyops import checkpoint
 from pyops.errors import UserError
 from pyops.optim import Adam, inverse_square_root
-from seq2seq.train import DeepGRU
+from seq2seq.train import Seq2SeqProgram
 
 # ---- batches that are dropped ---------------------------------------------------------------------------------------
 
 
-class WholeBatches(DeepGRU):
+class WholeBatches(Seq2SeqProgram):
     """451 pairs are left to train of TINY, batches are of 100."""
     drop_last = True
 
@@ -30,11 +30,11 @@ def test_a_corpus_smaller_than_a_batch_that_would_be_dropped(tmp_path, capsys):
     want = 'embedded: has 451 pairs to train on, and a batch is 452; give a smaller -b'
     with pytest.raises(UserError, match=f'^{want}$'):
         WholeBatches().main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '452'])
-    DeepGRU().main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '452'])        # seq2seq takes what there is
+    Seq2SeqProgram().main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '452'])        # seq2seq takes what there is
 
 
 def test_another_batch_size_in_the_middle_of_such_an_epoch(tmp_path, capsys):
-    DeepGRU().main(['-e', '1', '-c', str(tmp_path), *TINY])
+    Seq2SeqProgram().main(['-e', '1', '-c', str(tmp_path), *TINY])
     path = checkpoint.find(tmp_path, serving=True).path
     kept, state = checkpoint.load(path)
     state['run'] |= {'epoch': 0, 'position': 300, 'loss_sum': 50.0, 'weight_sum': 10.0, 'seconds': 1.0}
@@ -59,8 +59,8 @@ def test_the_rate_rises_to_its_peak_and_falls_with_the_root_of_the_step():
     assert [inverse_square_root(0.5, 0, step) for step in (1, 1000)] == [0.5, 0.5]
 
 
-class WarmingUp(DeepGRU):
-    DEFAULTS = DeepGRU.DEFAULTS | {'warmup': 7}
+class WarmingUp(Seq2SeqProgram):
+    DEFAULTS = Seq2SeqProgram.DEFAULTS | {'warmup': 7}
 
 
 def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
 
 # ---- settings: flag, checkpoint, preset, default ---------------------------------------------------------------------
 
-class TwoSizes(DeepGRU):
+class TwoSizes(Seq2SeqProgram):
     PRESETS = {'small': {}, 'large': dict(hidden=512, lr=0.001, dropout=0.5), 'gentle': dict(lr=0.002)}
 
 
@@ -133,7 +133,7 @@ def test_a_preset_is_kept_in_the_checkpoint(tmp_path, capsys):
 
 def test_presets_have_a_flag_where_there_are_any(capsys):
     for program, arguments, want in ((TwoSizes(), ['--preset', 'huge'], '--preset: invalid choice: .*small.*large.*gentle'),
-                                     (DeepGRU(), ['--preset', 'small'], 'unrecognized arguments: --preset small')):
+                                     (Seq2SeqProgram(), ['--preset', 'small'], 'unrecognized arguments: --preset small')):
         with pytest.raises(SystemExit):
             program.parse(arguments)
         (line,) = capsys.readouterr().err.splitlines()
