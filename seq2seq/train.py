@@ -18,13 +18,9 @@ class Seq2SeqProgram(Program):
     GROWING = 'embedding', 'hidden', 'layers'
 
     def add_flags(self, parser):
-        default = self.DEFAULTS
-        parser.add_argument('--embedding', type=int_up_to(65536), metavar='N',
-                            help=f'size of a word (default {default["embedding"]})')
-        parser.add_argument('--hidden', type=int_up_to(65536), metavar='N',
-                            help=f'size of a state (default {default["hidden"]})')
-        parser.add_argument('--layers', type=int_up_to(64), metavar='N',
-                            help=f'GRU layers, each side (default {default["layers"]})')
+        self.add_setting(parser, '--embedding', type=int_up_to(65536), help='size of a word')
+        self.add_setting(parser, '--hidden', type=int_up_to(65536), help='size of a state')
+        self.add_setting(parser, '--layers', type=int_up_to(64), help='GRU layers, each side')
         parser.add_argument('--reset-before', action='store_true', default=None,
                             help="the GRU's reset gate before the recurrent product, as first published")
 

@@ -87,7 +87,7 @@ class Program:
     # ---- what all share ----------------------------------------------------------------------------
 
     def parse(self, argv=None):
-        p, default = ArgumentParser(prog=f'python -m {self.name}.train', description=self.description), self.DEFAULTS
+        p = ArgumentParser(prog=f'python -m {self.name}.train', description=self.description)
         p.add_argument('-e', '--epochs', type=non_negative_int, default=self.epochs, metavar='N',
                        help=f'train until N epochs are done; 0 serves a checkpoint (default {self.epochs})')
         p.add_argument('-c', '--checkpoint', metavar='PATH',
@@ -96,32 +96,33 @@ class Program:
         p.add_argument('-f', '--corpus', metavar='FILE',
                        help="sentence pairs, one a line, tab between; .txt or .zip; 'embedded': the embedded ones")
         p.add_argument('--data-dir', metavar='DIR', help='where to look for fra-eng (default $PYOPS_DATA, then ./data)')
-        p.add_argument('-b', '--batch-size', type=positive_int, metavar='N',
-                       help=f'pairs a step (default {default["batch_size"]})')
-        p.add_argument('-l', '--lr', type=positive_float, metavar='X',
-                       help=f'learning rate of Adam (default {default["lr"]})')
-        p.add_argument('-d', '--dropout', type=fraction, metavar='P',
-                       help=f'{self.dropped} (default {default["dropout"]})')
+        self.add_setting(p, '-b', '--batch-size', type=positive_int, help='pairs a step')
+        self.add_setting(p, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
+        self.add_setting(p, '-d', '--dropout', type=fraction, metavar='P', help=self.dropped)
         p.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
                        help='1: only the first 512 pairs, for a trial')
         p.add_argument('--hold-out', type=fraction, metavar='F',
                        help='share of the sentences kept out for validation and test '
                             f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
-        p.add_argument('--seed', type=non_negative_int, metavar='N',
-                       help=f'of weights, dropout and data order (default {default["seed"]})')
+        self.add_setting(p, '--seed', type=non_negative_int, help='of weights, dropout and data order')
         p.add_argument('--threads', type=int_up_to(1024), metavar='N',
                        help='results do not depend on it (default: all cores)')
         p.add_argument('--save-every', type=positive_int, default=10, metavar='N',
                        help='epochs between checkpoints (default 10)')
-        p.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
-                       help=f'tokens a sentence is cut or padded to (default {default["num_steps"]})')
+        self.add_setting(p, '--num-steps', type=int_up_to(1000), help='tokens a sentence is cut or padded to')
         if self.PRESETS:
             first, *others = self.PRESETS
-            told = [f'{name}: ' + ', '.join(f'{n} {v}' for n, v in self.PRESETS[name].items()) for name in others]
+            told = [f'{name}: ' + ', '.join(f'{setting.replace("_", "-")} {value}' for setting, value
+                                            in self.PRESETS[name].items()) for name in others]
             p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
         self.add_flags(p)
         add_plan_flags(p)
         return p.parse_args(argv)
+
+    def add_setting(self, parser, *flags, type, help, metavar='N'):
+        """Declare the flag of a setting that is in DEFAULTS."""
+        name = flags[-1].removeprefix('--').replace('-', '_')
+        parser.add_argument(*flags, type=type, metavar=metavar, help=f'{help} (default {self.DEFAULTS[name]})')
 
     def resolve(self, args, state, path):
         """Flags that were given, then what the checkpoint says, then the preset, then DEFAULTS -> dict.
