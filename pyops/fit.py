@@ -42,12 +42,13 @@ class Run:
 
 
 def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, *, line, progress,
-        drop_last=False):
+        drop_last=False, line_first=False):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
     samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
     folder: where metrics.jsonl and checkpoints go; None: neither is written.
-    validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then.
+    validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
+    before or after the name of a checkpoint.
     progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
     Returns whether all epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
     """
@@ -88,9 +89,13 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
             run.end_epoch()
             if metrics:
                 metrics.write(**values)
+            said = line(values | {'samples': end})
+            if line_first:
+                print(said, flush=True)
             if stop or run.epoch == epochs or run.epoch % save_every == 0:
                 save_and_tell()
-            print(line(values | {'samples': end}), flush=True)
+            if not line_first:
+                print(said, flush=True)
             if stop:
                 return run.epoch == epochs
     return True

@@ -142,11 +142,11 @@ class Progress:
     plain lines at even distances: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
 
     total: how many `unit` an epoch has; initial: how many of them an earlier run did; label: what stands before;
-    lines: how many plain lines, 0 for none.
+    lines: how many plain lines, 0 for none; at_end: whether the last of them, for all that there is, is printed too.
     """
 
-    def __init__(self, total, unit='pairs', initial=0, label='', lines=10):
-        self.total, self.unit, self.label, self.lines = total, unit, label, lines
+    def __init__(self, total, unit='pairs', initial=0, label='', lines=10, at_end=True):
+        self.total, self.unit, self.label, self.lines, self.at_end = total, unit, label, lines, at_end
         self._start, self._initial = time.perf_counter(), initial
         self._printed = self._lines_by(initial)
         self._bar = None
@@ -169,7 +169,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
-        elif self._lines_by(done) > self._printed:
+        elif self._lines_by(done) > self._printed and (done < self.total or self.at_end):
             self._printed = self._lines_by(done)
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
             minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
@@ -218,8 +218,8 @@ def add_gpu_flag(parser):
 
 
 def check_gpu(args):
-    """UserError where the flag of `add_gpu_flag` asks for what this build does not have."""
-    if args.gpu:
+    """UserError where the flag of `add_gpu_flag` asks for what this build does not have; not every program has it."""
+    if getattr(args, 'gpu', 0):
         raise UserError('-g 1: this build has no GPU library; train on the CPU with -g 0')
 
 

@@ -39,11 +39,10 @@ class Seq2SeqProgram(Program):
         return f'data loaded\n{found.line}'
 
     def epoch_line(self, values):
-        validation = f' validation : {values["validation"]:.5f}' if 'validation' in values else ''
-        return f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}{validation}'
+        return f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
 
     def answer(self, read, said):
-        return ' '.join([*read, '<eos>']), f'translate res : {" ".join(said)}'
+        return ' '.join(read), f'translate res : {" ".join(said)}'
 
 
 PROGRAM = Seq2SeqProgram()

@@ -40,6 +40,17 @@ def test_an_epoch_with_and_without_its_incomplete_batch(drop_last, sizes, sample
     assert story[0]['samples_per_second'] == pytest.approx(samples / story[0]['seconds'])
 
 
+@pytest.mark.parametrize('line_first', [False, True])
+def test_the_line_of_an_epoch_stands_before_or_after_its_checkpoint(line_first, capsys):
+    run_epochs(fit.Run(1, 4), 10, 3, save=lambda: 'PATH', save_every=2, line_first=line_first)
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith('[')]
+    saved = 'checkpoint saved : PATH'
+    if line_first:
+        assert lines == ['epoch 1', 'epoch 2', saved, 'epoch 3', saved]
+    else:
+        assert lines == ['epoch 1', saved, 'epoch 2', saved, 'epoch 3']
+
+
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('stop_after', [1, 2, 3, 4])
 def test_a_stopped_run_goes_on_with_what_it_has_not_seen(drop_last, stop_after, capfd):

@@ -193,6 +193,15 @@ def test_plain_lines_at_each_tenth(capsys):
     assert len(plain_lines(capsys, 167130, 128)) == 10
 
 
+def test_plain_lines_without_the_last(capsys):
+    """For a program whose own line follows at once."""
+    with training.Progress(1000, initial=500, label='epoch 1 ', at_end=False) as progress:
+        for done in range(550, 1001, 50):
+            progress.update(done)
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(LINE.fullmatch(line)[2]) for line in lines] == [600, 700, 800, 900]
+
+
 def test_plain_line_as_it_is(capsys):
     with training.Progress(50000, unit='images', label='epoch 1 ') as progress:
         progress.update(25000)

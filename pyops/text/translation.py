@@ -67,10 +67,15 @@ class Pairs:
         return digest.hexdigest()
 
 
+def sentence(words):
+    """Words as a Corpus keeps them: joined by spaces, without <eos>."""
+    return ' '.join(word for word in words if word != SPECIALS[EOS])
+
+
 @dataclass(frozen=True)
 class Translator:
     """A model with `translate(source (T, B)) -> (T', B)` ids, its two vocabularies, the sentence length, and how an
-    answer is put: lines(tokens that were read, words of the translation with <eos>)."""
+    answer is put: lines(words that were read, words of the translation), <eos> among them."""
     model: object
     source_vocabulary: Vocabulary
     target_vocabulary: Vocabulary
@@ -79,7 +84,7 @@ class Translator:
 
     def sentences(self, sources, batch_size=128):
         """Translate sentences as a Corpus keeps them; the result is such a list too, without <eos>."""
-        return [' '.join(word for word in words if word != SPECIALS[EOS]) for words in self._words(sources, batch_size)]
+        return [sentence(words) for words in self._words(sources, batch_size)]
 
     def _words(self, sources, batch_size):
         for first in range(0, len(sources), batch_size):
@@ -99,7 +104,7 @@ class Translator:
             yield f'too long : only the first {self.num_steps - 1} of {len(tokens)} tokens are read'
             tokens = tokens[:self.num_steps - 1]
         (words,) = self._words([tokens], 1)
-        yield from self.lines(tokens, words)
+        yield from self.lines([*tokens, SPECIALS[EOS]], words)
 
 
 def check_vocabularies(path, state, vocabularies, pairs):

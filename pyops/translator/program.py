@@ -17,6 +17,7 @@ from pyops.training import (
     Progress,
     add_plan_flags,
     asks_for_plan,
+    check_gpu,
     fraction,
     int_up_to,
     non_negative_int,
@@ -63,6 +64,8 @@ class Program:
 
     # ---- what it says ------------------------------------------------------------------------------
 
+    line_first = False          # whether the line of an epoch stands before that of its checkpoint
+
     def at_start(self, args):
         """What it prints first of all."""
 
@@ -72,16 +75,19 @@ class Program:
     def after_data(self, args, settings, found, vocabularies):
         """What it prints when the corpus is there; found: the checkpoint.Found of this run."""
 
+    def before_epochs(self, plan):
+        """What it prints before it trains by plans; plan() -> the Plan of a step."""
+
     def progress(self, epoch, total, initial):
         """The display of an epoch, counted from 0, of `total` pairs of which an earlier run did `initial`."""
         return Progress(total, 'pairs', initial)
 
     def epoch_line(self, values):
-        """What it prints at the end of an epoch; values: loss, samples, validation, ..., see pyops.fit."""
+        """What it prints at the end of an epoch, where the loss of what was held out follows; values: see pyops.fit."""
         raise NotImplementedError
 
     def answer(self, read, said):
-        """The lines of a translation; read: the tokens of the sentence, said: the model's words with <eos>."""
+        """The lines of a translation; read, said: the words of the sentence and the model's, <eos> among them."""
         raise NotImplementedError
 
     # ---- what all share ----------------------------------------------------------------------------
@@ -163,6 +169,7 @@ class Program:
 
     def main(self, argv=None):
         args = self.parse(argv)
+        check_gpu(args)
         from pyops import backend, checkpoint  # after parsing: --help needs no library
         if args.threads:
             backend.set_threads(args.threads)
@@ -242,10 +249,13 @@ def train(program, args, found):
         return loss, valid
 
     planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    first_batch = epoch_order(len(pairs), run.seed, run.epoch)[:run.batch_size]
     if asks_for_plan(args):
-        return plan.tell(args, planned.plan(epoch_order(len(pairs), run.seed, run.epoch)[:run.batch_size]))
+        return plan.tell(args, planned.plan(first_batch))
     run_step = step if args.no_plan else planned
     checkpoint.needs_room(found.folder, fit.room(model.params))
+    if not args.no_plan:
+        say(program.before_epochs(lambda: planned.plan(first_batch)))
 
     def train_step(rows):
         # a function of the step alone, so that a resumed run goes on with the rates it would have had
@@ -256,9 +266,14 @@ def train(program, args, found):
     def validate():
         return {'validation': evaluate(model, held_out, run.batch_size)} if len(held_out) else {}
 
+    def line(values):
+        validation = f' validation : {values["validation"]:.5f}' if 'validation' in values else ''
+        return program.epoch_line(values) + validation
+
     done = fit.fit(run, len(pairs), args.epochs, train_step, found.folder,
                    fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
-                   line=program.epoch_line, progress=program.progress, drop_last=program.drop_last)
+                   line=line, progress=program.progress, drop_last=program.drop_last,
+                   line_first=program.line_first)
     if done and len(test):
         score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
 
