@@ -1,14 +1,25 @@
 """What translation programs share, tried on programs that are seq2seq but for one thing."""
+import io
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from test_seq2seq import TINY, assert_same_training, newest
 
-from pyops import checkpoint
+from pyops import checkpoint, fit
 from pyops.errors import UserError
+from pyops.init import zeros
 from pyops.optim import Adam, inverse_square_root
+from pyops.params import Spec
+from pyops.text.vocabulary import EOS, PAD
+from pyops.translator import serving
+from seq2seq.model import Config as ModelConfig
+from seq2seq.model import Seq2Seq
 from seq2seq.train import Seq2SeqProgram
+from transformer.train import TransformerProgram
 
 # ---- batches that are dropped ---------------------------------------------------------------------------------------
 
@@ -138,3 +149,124 @@ def test_presets_have_a_flag_where_there_are_any(capsys):
             program.parse(arguments)
         (line,) = capsys.readouterr().err.splitlines()
         assert re.search(f'error: {want}.*; see --help$', line)
+
+
+# ---- the transformer's words -----------------------------------------------------------------------------------------
+
+class TransformerOfGRUs(TransformerProgram):
+    """The flags and lines of transformer.train around the model of seq2seq."""
+    DEFAULTS = TransformerProgram.DEFAULTS | dict(embedding=16, hidden=24)
+    PRESETS = {}
+    architecture = Seq2SeqProgram.architecture
+
+
+SMALL = ['-f', 'embedded', '-t', '1', '-b', '100', '--hold-out', '0']
+
+
+def test_the_lines_of_a_transformer_run(tmp_path, capsys):
+    program, ckpt = TransformerOfGRUs(), ['-c', str(tmp_path)]
+    program.main(['-e', '2', *ckpt, *SMALL])
+    lines = capsys.readouterr().out.splitlines()
+    sizes = [len(newest(tmp_path)[1]['vocabularies'][which]) for which in ('source', 'target')]
+    assert lines[:12] == ['embedded corpus : 12516 pairs', 'epochs : 2', 'batch_size : 100', 'gpu : 0', 'learning rate : 0.001',
+                          'checkpoint : none', f'enc_vocab_size : {sizes[0]}', f'dec_vocab_size : {sizes[1]}',
+                          'bos_id : 3', 'eos_id : 1', 'src_pad_id : 0', 'tgt_pad_id : 0']
+    assert re.fullmatch(r'allocated : [1-9]\d+ bytes for tensors, [1-9]\d+ for intermediate and [1-9]\d+ for gradient tensors',
+                        lines[12])
+    pairs = r'\d+ pairs/s, \d\d:\d\d left'
+    for epoch in (0, 1):
+        *progress, last = [line for line in lines if line.startswith(f'epoch {epoch} :  ')]
+        assert re.fullmatch(rf'epoch {epoch} :  \[500/500\]loss : \d\.\d{{5}}', last)
+        assert [re.fullmatch(rf'epoch {epoch} :  \[(\d+)/500\] loss : \d\.\d{{5}} \({pairs}\)', line)[1]
+                for line in progress] == ['100', '200', '300', '400']
+    path = checkpoint.find(tmp_path, serving=True).path
+    assert lines[-2].startswith('epoch 1 :  [500/500]') and lines[-1] == f'checkpoint saved : {path}'
+    assert len(lines) == 13 + 2 * 5 + 1
+    program.main(['-e', '3', *ckpt, '--no-plan', *SMALL])
+    out = capsys.readouterr().out
+    assert f'checkpoint : {path}\n' in out and 'loaded from checkpoint\nepoch 2 :  [100/500] ' in out
+    assert newest(tmp_path)[0]['step'][0] == 3 * 5
+
+
+def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
+    program = TransformerOfGRUs()
+    program.main(['-e', '1', '-c', str(tmp_path), *SMALL])
+    translator, _ = serving.open_checkpoint(program, tmp_path)
+    vocabulary = translator.target_vocabulary
+    monkeypatch.setattr(Seq2Seq, 'translate', lambda self, source: np.array([[4], [5], [EOS], [PAD]]))
+    said = ' '.join(vocabulary.words([4, 5]))
+    assert list(translator.answer('I sleep.')) == [f'i sleep . -> {said}']
+    notes = list(translator.answer('Zzz i sleep here now with my brother and his father.'))
+    assert [note.partition(' : ')[0] for note in notes[:-1]] == ['unknown words', 'too long']
+    assert notes[-1] == f'zzz i sleep here now with my brother -> {said}'
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'I sleep.\n')))
+    capsys.readouterr()
+    program.main(['-e', '0', '-c', str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[-2:] == ['serving mode', f'i sleep . -> {said}']
+
+
+def test_every_setting_of_the_transformer_has_a_flag_and_a_preset_can_be_undone():
+    program = TransformerProgram()
+    args = program.parse(['--preset', 'base', '--no-pre-norm'])
+    assert vars(args).keys() >= program.DEFAULTS.keys() and args.pre_norm is False and args.gpu == 0
+    assert program.parse(['--pre-norm']).pre_norm is True and program.parse([]).pre_norm is None
+    assert program.DEFAULTS.keys() >= program.PRESETS['base'].keys() | set(program.GROWING)
+
+
+@pytest.mark.parametrize('arguments, want', [
+    ('-g 1', '-g 1: this build has no GPU library; train on the CPU with -g 0'),
+    ('-g 1 -e 0 -c nowhere', '-g 1: this build has no GPU library; train on the CPU with -g 0'),
+    ('-e 0', '-e 0 serves a checkpoint: name it, or its folder, with -c'),
+    ('-c x.safetensors', 'x.safetensors: a checkpoint of seq2seq, not of transformer; give another with -c'),
+    ('-e 0 -c x.safetensors', 'x.safetensors: a checkpoint of seq2seq, not of transformer; give another with -c')])
+def test_what_the_transformer_refuses(arguments, want, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save('x.safetensors', {'w': np.zeros(3, np.float32)}, {'program': 'seq2seq'})
+    with pytest.raises(UserError) as error:
+        TransformerProgram().main(arguments.split())
+    assert str(error.value) == want
+
+
+@pytest.mark.parametrize('arguments, want', [
+    ('--num-steps 0', '--num-steps: want a whole number from 1 to 1000, got 0'),
+    ('--heads 0', '--heads: want a whole number from 1 to 1024, got 0'),
+    ('--smoothing 1', '--smoothing: want a number >= 0 and < 1, got 1'),
+    ('--warmup -1', '--warmup: want a whole number >= 0, got -1'),
+    ('-g 2', '-g/--gpu: invalid choice: 2 .*'),
+    ('--preset large', "--preset: invalid choice: 'large' .*")])
+def test_flags_that_the_transformer_refuses(arguments, want, capsys):
+    with pytest.raises(SystemExit) as left:
+        TransformerProgram().parse(arguments.split())
+    assert left.value.code == 2
+    assert re.fullmatch(f'python -m transformer.train: error: {want}; see --help\n', capsys.readouterr().err)
+
+
+# ---- what is refused early -------------------------------------------------------------------------------------------
+
+def test_settings_that_do_not_go_together_are_refused_before_the_corpus_is_read(tmp_path, capsys):
+    class Refusing(Seq2SeqProgram):
+        def architecture(self):
+            class Config(ModelConfig):
+                def __post_init__(self):
+                    if self.hidden % 7:
+                        raise UserError(f'--hidden {self.hidden}: want a multiple of 7')
+            return super().architecture()._replace(config=Config)
+    for hidden, want in (('15', '--hidden 15: want a multiple of 7'), ('14', 'none.txt: no such file')):
+        with pytest.raises(UserError, match=want):
+            Refusing().main(['-e', '1', '-c', str(tmp_path), '-f', 'none.txt', '--hidden', hidden])
+
+
+def test_a_model_that_memory_cannot_hold_names_the_programs_own_flags():
+    specs = {'weight': Spec((2 ** 30, 2 ** 30), zeros())}
+    with pytest.raises(UserError, match='; give a smaller --d-model, --d-ff or --layers$'):
+        fit.needs_memory(specs, TransformerProgram.GROWING)
+
+
+@pytest.mark.parametrize('program', ['seq2seq.train', 'seq2seq.translate', 'transformer.train', 'transformer.translate'])
+def test_help_is_quick(program):
+    """It needs neither numpy nor the library nor the model."""
+    code = (f"import sys, runpy\nsys.argv = ['x', '--help']\n"
+            f"try:\n    runpy.run_module('{program}', run_name='__main__')\n"
+            "finally:\n    print([name for name in ('numpy', 'cffi', 'tqdm', 'pyops.backend') if name in sys.modules])")
+    out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout.startswith('usage: ') and out.stdout.endswith('\n[]\n'), out.stderr
