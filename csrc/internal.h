@@ -31,6 +31,10 @@
     ROW(void,   residual,     (float *y, const float *x, const float *branch, int64_t n)) \
     ROW(void,   residual_dropout, (float *y, const float *x, const float *branch, int64_t first_group, int64_t n, \
                                    uint64_t step, uint64_t key, uint32_t threshold, float scale)) \
+    ROW(void,   layer_norm,   (float *y, float *mean, float *rstd, const float *x, const float *weight, \
+                               const float *bias, int64_t C, float eps)) \
+    ROW(void,   layer_norm_back, (float *dx, float *dweight, float *dbias, const float *dy, const float *x, \
+                                  const float *weight, float mean, float rstd, int64_t C, int add)) \
     ROW(void,   adam,         (float *param, float *m, float *v, const float *grad, int64_t n, float clip, \
                                float beta1, float beta2, float step_size, float root_correction, float eps)) \
     ROW(void,   gru_after,    (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \

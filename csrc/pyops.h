@@ -159,6 +159,26 @@ PYOPS_API pyops_status pyops_residual(
     float *y, const float *x, const float *branch, const int64_t *step,
     int64_t n, float p, uint64_t key, void *stream);
 
+/* ---- layer norm over the last axis ---------------------------------------------------------
+ * mean[r] = mean of x[r,:];  rstd[r] = 1 / sqrt(mean of (x[r,:] - mean[r])^2 + eps);  xhat = (x - mean) * rstd
+ * y = xhat * weight + bias
+ * backward:  g = dy * weight;   dx[r,:] (+)= rstd[r] * (g - mean of g[r,:] - xhat * mean of (g * xhat)[r,:])
+ *            dweight += sum_r dy * xhat;   dbias += sum_r dy
+ * x, y, dx, dy (R,C)   weight, bias, dweight, dbias (C)   mean, rstd (R), saved for backward   C >= 1, eps >= 0
+ * accumulate 1: dx adds to what is there, the rest of the gradient of an x that went two ways.  dx may be dy.
+ * Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+ */
+PYOPS_API pyops_status pyops_layer_norm_forward(
+    float *y, float *mean, float *rstd,
+    const float *x, const float *weight, const float *bias,
+    int64_t R, int64_t C, float eps, void *stream);
+PYOPS_API pyops_status pyops_layer_norm_backward(
+    float *dx, float *dweight, float *dbias,
+    const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
+    float *work,
+    int64_t R, int64_t C, int32_t accumulate, void *stream);
+PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
+
 /* ---- gated recurrent unit over a whole sequence --------------------------------------
  * For t = 0 .. T-1, with h[-1] = h0 (zeros where h0 is NULL) and gates stacked in the order r, z, n:
  *   a = x[t] w_ih' + b_ih

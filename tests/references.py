@@ -14,6 +14,11 @@ def feed_forward(x, w1, b1, w2, b2):
     return linear(np.maximum(linear(x, w1, b1), 0), w2, b2)
 
 
+def layer_norm(x, weight, bias, eps=1e-5):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+
+
 def embedding(weight, ids):
     return weight[ids]
 

@@ -19,6 +19,7 @@ from pyops.ops import (
     Dropout,
     Embedding,
     FeedForward,
+    LayerNorm,
     Linear,
     LinearCrossEntropy,
     PixelLinear,
@@ -100,6 +101,22 @@ class FeedForwardRow:
     def torch(self, torch, x, w1, b1, w2, b2):
         linear = torch.nn.functional.linear
         return linear(torch.relu(linear(x, w1, b1)), w2, b2)
+
+
+class LayerNormRow:
+    name = 'layer_norm'
+    sizes = ((1, 1, 3), (2, 3, 5), (3, 5, 33), (2, 70, 8), (4, 40, 257))                          # T, B, C
+    large = (9, 101, 300)
+
+    def build(self, size, rng):
+        C = size[-1]
+        return Built(LayerNorm, dict(x=normal(rng, *size) + np.float32(0.5)), dict(weight=normal(rng, C), bias=normal(rng, C)))
+
+    def reference(self, x, weight, bias):
+        return ref.layer_norm(x, weight, bias)
+
+    def torch(self, torch, x, weight, bias):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
 
 
 class PixelLinearRow:
@@ -300,7 +317,7 @@ TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(),
          LinearCrossEntropyRow(),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
-         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow()]
+         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow()]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -605,7 +622,8 @@ def test_predict_is_the_argmax_of_the_logits():
 
 
 @pytest.mark.parametrize('row,size', [(LinearOfSequencesRow(), (5, 60, 300, 300)), (LinearOfSequencesRow(), (2, 3, 7, 7)),
-                                      (FeedForwardRow(), (5, 60, 300, 70)), (FeedForwardRow(), (2, 3, 4, 5))],
+                                      (FeedForwardRow(), (5, 60, 300, 70)), (FeedForwardRow(), (2, 3, 4, 5)),
+                                      (LayerNormRow(), (5, 60, 300)), (LayerNormRow(), (2, 3, 5))],
                          ids=lambda value: getattr(value, 'name', None))
 @pytest.mark.parametrize('where', ['elsewhere', 'dy'])
 def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
@@ -623,14 +641,14 @@ def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
 
 
 def test_backward_refuses_an_array_of_another_shape_to_add_to():
-    for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (2, 3, 4, 7))):
+    for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (2, 3, 4, 7)), (LayerNormRow(), (2, 3, 5))):
         run = Run(row, size)
         with pytest.raises(ValueError, match='into: want shape'):
             run.op.backward(run.dy, run.ctx, into=np.zeros(5, np.float32))
 
 
-def test_linear_and_feed_forward_take_one_row_and_none():
-    for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (1, 3, 4, 7))):
+def test_what_works_on_rows_takes_one_row_and_none():
+    for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (1, 3, 4, 7)), (LayerNormRow(), (1, 3, 5))):
         run = Run(row, size)
         x = run.built.inputs['x'].reshape(3, -1)
         y, ctx = run.op.forward(x[1])
@@ -641,6 +659,51 @@ def test_linear_and_feed_forward_take_one_row_and_none():
         y, ctx = run.op.forward(x[:0])
         assert run.op.backward(y, ctx).shape == x[:0].shape
         assert all((p.grad == kept).all() for p, kept in zip(run.params.values(), before, strict=True))
+
+
+def layer_norm(C, weight=1.0, bias=0.0, **settings):
+    return LayerNorm(*(Parameter(name, np.full(C, value, np.float32), np.zeros(C, np.float32))
+                       for name, value in (('weight', weight), ('bias', bias))), **settings)
+
+
+@pytest.mark.parametrize('C', (1, 3, 64, 333))
+def test_layer_norm_of_a_constant_row_is_the_bias(C):
+    """However large the constant is: a mean that is off by one rounding would show as 0.3, since rstd is 316."""
+    op = layer_norm(C, 2.0, 0.7)
+    x = np.repeat(np.array([[0], [-3.3], [10000.3], [1e6 / 3]], np.float32), C, 1)
+    y, ctx = op.forward(x)
+    assert (y == np.float32(0.7)).all() and (ctx.mean == x[:, 0]).all()
+    close(ctx.rstd, np.full(4, 1 / np.sqrt(1e-5)), 1e-5)
+    assert np.isfinite(op.backward(normal(np.random.default_rng(2), 4, C), ctx)).all()
+
+
+@pytest.mark.parametrize('C', (5, 256, 1001))
+def test_layer_norm_far_from_zero_loses_no_more_than_the_rounding_of_the_mean(C):
+    """At 1e4 a float32 has a distance of 2^-10 from the next; E[x^2] - E[x]^2 would leave no digit of the variance."""
+    x = normal(np.random.default_rng(2), 20, C) + np.float32(1e4)
+    y, ctx = layer_norm(C).forward(x)
+    exact = x.astype(np.float64)
+    assert np.abs(ctx.mean - exact.mean(-1)).max() <= 1.01 * 2**-11
+    close(ctx.rstd, 1 / np.sqrt(exact.var(-1) + 1e-5), 1e-6)
+    assert (np.abs(y - ref.layer_norm(exact, 1, 0)) <= 1.01 * 2**-11 * ctx.rstd[:, None] + 1e-5).all()
+
+
+def test_layer_norm_does_not_see_a_gradient_that_is_the_same_everywhere():
+    """Which is why the checks above need a random dy: with this one any dx near 0 would pass."""
+    op = layer_norm(256)
+    _, ctx = op.forward(normal(np.random.default_rng(2), 7, 256))
+    assert np.abs(op.backward(np.ones((7, 256), np.float32), ctx)).max() <= 1e-5
+
+
+@pytest.mark.parametrize('eps', (-1e-5, float('nan')))
+def test_layer_norm_refuses_a_negative_eps(eps):
+    with pytest.raises(ValueError, match='layer_norm_forward: eps=.*, want at least 0'):
+        layer_norm(3, eps=eps).forward(np.zeros((2, 3), np.float32))
+
+
+def test_layer_norm_wants_a_column():
+    with pytest.raises(ValueError, match='layer_norm_forward: R=2 C=0'):
+        layer_norm(0).forward(np.zeros((2, 0), np.float32))
 
 
 @pytest.mark.parametrize('reset_before', [False, True])

@@ -9,11 +9,12 @@ from pyops.ops.embedding import Embedding
 from pyops.ops.feed_forward import FeedForward
 from pyops.ops.gru import GRU
 from pyops.ops.join import ConcatContext
+from pyops.ops.layer_norm import LayerNorm
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
-__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'Linear', 'LinearCrossEntropy',
-           'PixelLinear', 'ReLU', 'Residual']
+__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm', 'Linear',
+           'LinearCrossEntropy', 'PixelLinear', 'ReLU', 'Residual']

@@ -1,0 +1,53 @@
+"""LayerNorm: every row is brought to mean 0 and variance 1, then scaled and shifted by column."""
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, check_parameter, empty, launch, work
+
+
+class LayerNorm:
+    """Normalise over the last axis.
+
+    Shapes   x, dx, y, dy (..., C);  weight (C,), bias (C,)
+    Forward  mean = mean_c x;  rstd = 1 / sqrt(mean_c (x - mean)^2 + eps);  xhat = (x - mean) rstd
+             y = xhat weight + bias
+    Backward g = dy weight;  dx = rstd (g - mean_c g - xhat mean_c (g xhat))
+             dweight += sum_r dy xhat;  dbias += sum_r dy
+    Saves    x, and mean and rstd of each row
+    Errors   ValueError for a negative eps; TypeError and ValueError naming the argument or the parameter
+    Source   Ba, Kiros and Hinton 2016, arXiv:1607.06450; docs/layer_norm.md derives the gradient
+    Notes    eps keeps a constant row, whose variance is 0, from a division by 0: there y = bias
+    """
+
+    class Ctx(NamedTuple):
+        x: np.ndarray
+        mean: np.ndarray
+        rstd: np.ndarray
+
+    def __init__(self, weight, bias, eps=1e-5, name=None):
+        self.weight, self.bias, self.eps, self.name = weight, bias, eps, name or weight.owner
+        C, = axes(weight.name, weight.value, 'C')
+        check_parameter(weight, (C,))
+        check_parameter(bias, (C,))
+
+    def forward(self, x):
+        C = len(self.weight.value)
+        check('x', x, (*np.shape(x)[:-1], C))
+        rows = x.shape[:-1]
+        y = empty(x.shape, name=f'{self.name}.y')
+        mean, rstd = empty(rows, name=f'{self.name}.mean'), empty(rows, name=f'{self.name}.rstd')
+        launch('layer_norm_forward', y, mean, rstd, x, self.weight.value, self.bias.value, math.prod(rows), C, self.eps)
+        return y, self.Ctx(x, mean, rstd)
+
+    def backward(self, dy, ctx, into=None):
+        """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        C, R = len(self.weight.value), ctx.mean.size
+        check('dy', dy, ctx.x.shape)
+        if into is not None:
+            check('into', into, ctx.x.shape)
+        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into
+        launch('layer_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
+               work('layer_norm_backward', R, C), R, C, into is not None)
+        return dx
