@@ -13,6 +13,7 @@
     ROW(void,   add,          (float *y, const float *x, int64_t n)) \
     ROW(void,   axpy,         (float *y, const float *x, float alpha, int64_t n)) \
     ROW(void,   scale,        (float *y, const float *x, float alpha, int64_t n)) \
+    ROW(void,   scale_add,    (float *y, const float *x, const float *other, float alpha, int64_t n)) \
     ROW(void,   relu,         (float *y, const float *x, int64_t n)) \
     ROW(void,   relu_back,    (float *dx, const float *dy, const float *y, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \

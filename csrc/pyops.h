@@ -159,6 +159,17 @@ PYOPS_API pyops_status pyops_residual(
     float *y, const float *x, const float *branch, const int64_t *step,
     int64_t n, float p, uint64_t key, void *stream);
 
+/* ---- positions ------------------------------------------------------------------------------
+ * y[t,b,:] = scale * x[t,b,:] + table[t,:];   backward dx = scale * dy, over n = T * B * D floats
+ * x, y, dx, dy (T,B,D)   table (T,D): the first step's row first, the caller says which that is
+ */
+PYOPS_API pyops_status pyops_add_positions_forward(
+    float *y, const float *x, const float *table,
+    int64_t T, int64_t B, int64_t D, float scale, void *stream);
+PYOPS_API pyops_status pyops_add_positions_backward(
+    float *dx, const float *dy,
+    int64_t n, float scale, void *stream);
+
 /* ---- layer norm over the last axis ---------------------------------------------------------
  * mean[r] = mean of x[r,:];  rstd[r] = 1 / sqrt(mean of (x[r,:] - mean[r])^2 + eps);  xhat = (x - mean) * rstd
  * y = xhat * weight + bias

@@ -1,4 +1,4 @@
-/* small.c - fill, axpy, scale, column sums, argmax, increment, relu, concatenation with a context.
+/* small.c - fill, axpy, scale, column sums, argmax, increment, relu, concatenation with a context, positions.
  *
  * All are bound by memory; threads share fixed chunks or columns, so a sum's order never depends on their number.
  */
@@ -121,4 +121,20 @@ pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const flo
         }
     }
     return PYOPS_OK;
+}
+
+pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
+                                         int64_t T, int64_t B, int64_t D, float scale, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld", LL(T), LL(B), LL(D));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (T * B * D > PYOPS_SHARE_FLOATS)
+    for (int64_t r = 0; r < T * B; r++) k->scale_add(y + r*D, x + r*D, table + r / B * D, scale, D);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n, float scale, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld", LL(n));
+    return pyops_scale(dx, dy, &scale, n, stream);
 }

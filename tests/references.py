@@ -14,6 +14,14 @@ def feed_forward(x, w1, b1, w2, b2):
     return linear(np.maximum(linear(x, w1, b1), 0), w2, b2)
 
 
+def positions(T, size):
+    table = np.empty((T, size))
+    for column in range(size):
+        angle = np.arange(T) / 10000 ** (column // 2 * 2 / size)
+        table[:, column] = np.cos(angle) if column % 2 else np.sin(angle)
+    return table
+
+
 def layer_norm(x, weight, bias, eps=1e-5):
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias

@@ -23,6 +23,7 @@ from pyops.ops import (
     Linear,
     LinearCrossEntropy,
     PixelLinear,
+    Positions,
     ReLU,
     Residual,
 )
@@ -117,6 +118,24 @@ class LayerNormRow:
 
     def torch(self, torch, x, weight, bias):
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+class PositionsRow:
+    name = 'positions'
+    sizes = ((1, 1, 1), (2, 3, 5), (4, 7, 16), (3, 1, 33), (20, 7, 64))                           # T, B, D
+    large = (9, 101, 300)
+    SCALE = 1.75
+
+    def build(self, size, rng):
+        return Built(lambda: Positions(size[-1], scale=self.SCALE), dict(x=normal(rng, *size)), {})
+
+    def reference(self, x):
+        return self.SCALE * x + ref.positions(len(x), x.shape[-1])[:, None]
+
+    def torch(self, torch, x):
+        T, _, D = x.shape
+        angles = torch.arange(T, dtype=torch.float64).outer(10000 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+        return self.SCALE * x + torch.stack([angles.sin(), angles.cos()], -1).reshape(T, 1, -1)[..., :D]
 
 
 class PixelLinearRow:
@@ -317,7 +336,8 @@ TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(),
          LinearCrossEntropyRow(),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
-         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow()]
+         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
+         PositionsRow()]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -659,6 +679,27 @@ def test_what_works_on_rows_takes_one_row_and_none():
         y, ctx = run.op.forward(x[:0])
         assert run.op.backward(y, ctx).shape == x[:0].shape
         assert all((p.grad == kept).all() for p, kept in zip(run.params.values(), before, strict=True))
+
+
+def test_positions_begin_where_they_are_told_to():
+    op, x = Positions(5, longest=12, scale=2.0), normal(np.random.default_rng(2), 12, 3, 5)
+    whole, _ = op.forward(x)
+    for first in (0, 1, 9, 11):
+        y, ctx = op.forward(x[first:], first)
+        assert (y == whole[first:]).all() and (op.backward(y, ctx) == 2 * y).all()
+
+
+@pytest.mark.parametrize('T,first', [(13, 0), (1, 12), (5, 8), (1, -1)])
+def test_positions_beyond_the_table_are_refused(T, first):
+    op = Positions(5, longest=12, name='places')
+    with pytest.raises(ValueError, match=f'places: T={T} steps from first={first} on do not lie in a table of longest=12'):
+        op.forward(np.zeros((T, 3, 5), np.float32), first)
+
+
+def test_the_table_of_positions_is_that_of_the_formula():
+    table = Positions(7, longest=900).table
+    assert table.shape == (900, 7) and table.dtype == np.float32
+    assert np.abs(table - ref.positions(900, 7)).max() <= 2**-25        # half the distance of two floats below 1
 
 
 def layer_norm(C, weight=1.0, bias=0.0, **settings):

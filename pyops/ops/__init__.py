@@ -13,8 +13,9 @@ from pyops.ops.layer_norm import LayerNorm
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.pixel_linear import PixelLinear
+from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
 __all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm', 'Linear',
-           'LinearCrossEntropy', 'PixelLinear', 'ReLU', 'Residual']
+           'LinearCrossEntropy', 'PixelLinear', 'Positions', 'ReLU', 'Residual']

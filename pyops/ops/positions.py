@@ -1,0 +1,46 @@
+"""Positions: where in its sequence a token stands, added to what it is."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, empty, launch, zeros
+
+
+class Positions:
+    """Add a vector of sines and cosines that is different at every step.
+
+    Shapes   x, dx, y, dy (T, B, size);  table (longest, size)
+    Forward  y[t, b] = scale x[t, b] + table[first + t]
+             table[t, 2i] = sin(t / 10000^(2i / size));  table[t, 2i + 1] = cos(t / 10000^(2i / size))
+    Backward dx = scale dy
+    Saves    nothing
+    Errors   ValueError where first + T is beyond the table; TypeError and ValueError naming the argument
+    Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.5; scale is the root of size there, section 3.4
+    Notes    the table is not learned.  first: the number of steps that came before, when a sequence is decoded step by step
+    """
+
+    class Ctx(NamedTuple):
+        shape: tuple[int, ...]
+
+    def __init__(self, size, longest=1000, scale=1.0, name='positions'):
+        self.scale, self.name = scale, name
+        self.table = zeros((longest, size))
+        angles = np.arange(longest)[:, None] / 10000.0 ** (np.arange(0, size, 2) / size)
+        self.table[:, 0::2] = np.sin(angles)
+        self.table[:, 1::2] = np.cos(angles[:, :size // 2])
+
+    def forward(self, x, first=0):
+        (longest, D), (T, B, _) = self.table.shape, axes('x', x, 'T B D')
+        check('x', x, (T, B, D))
+        if not 0 <= first <= longest - T:
+            raise ValueError(f'{self.name}: T={T} steps from first={first} on do not lie in a table of longest={longest}; '
+                             'shorten the sequence or make the op with a larger `longest`')
+        y = empty((T, B, D), name=f'{self.name}.y')
+        launch('add_positions_forward', y, x, self.table[first:first + T], T, B, D, self.scale)
+        return y, self.Ctx((T, B, D))
+
+    def backward(self, dy, ctx):
+        check('dy', dy, ctx.shape)
+        dx = empty(ctx.shape, name=f'{self.name}.dx')
+        launch('add_positions_backward', dx, dy, dx.size, self.scale)
+        return dx
