@@ -11,6 +11,7 @@
 #define PYOPS_ROWS(ROW) \
     ROW(void,   fill,         (float *y, int64_t n, float value)) \
     ROW(void,   add,          (float *y, const float *x, int64_t n)) \
+    ROW(void,   add_constant, (float *y, float value, int64_t n)) \
     ROW(void,   axpy,         (float *y, const float *x, float alpha, int64_t n)) \
     ROW(void,   scale,        (float *y, const float *x, float alpha, int64_t n)) \
     ROW(void,   scale_add,    (float *y, const float *x, const float *other, float alpha, int64_t n)) \
@@ -24,6 +25,7 @@
     ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldx)) \
     ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
+    ROW(float,  sum,          (const float *x, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
     ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \

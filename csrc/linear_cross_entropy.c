@@ -51,9 +51,12 @@ int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t
 
 pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
                                         const float *x, const float *weight, const float *bias, const int32_t *labels,
-                                        float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, void *stream) {
+                                        float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing,
+                                        void *stream) {
     (void)stream;
     PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "linear_cross_entropy: smoothing=%g, want 0 <= smoothing < 1",
+                  (double)smoothing);
     const int gradients = dx != NULL;
     PYOPS_REQUIRE(!dweight == !gradients && !dbias == !gradients,
                   "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
@@ -112,21 +115,25 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             #pragma omp for schedule(dynamic, 8)
             for (int64_t r = 0; r < rows; r++) {
                 const int32_t label = labels[row[r0 + r]];
-                float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS, max = -INFINITY, sum_exp = 0.0f;
+                float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS;
+                float max = -INFINITY, sum_exp = 0.0f, sum_z = 0.0f;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
-                    const float m = k->max(chunk(logits, block, v) + r*LD, pyops_min(COLUMNS, V - v));
+                    const float *z = chunk(logits, block, v) + r*LD, m = k->max(z, pyops_min(COLUMNS, V - v));
                     if (max == max && !(m <= max)) max = m;     /* a NaN stays */
+                    if (smoothing > 0.0f) sum_z += k->sum(z, pyops_min(COLUMNS, V - v));
                 }
                 for (int64_t v = 0; v < V; v += COLUMNS)
                     sum_exp += k->sum_exp(chunk(logits, block, v) + r*LD, max, pyops_min(COLUMNS, V - v));
                 const float lse = max + logf(sum_exp);
                 losses[r] = lse - *z_label;
+                if (smoothing > 0.0f) losses[r] += smoothing * (*z_label - sum_z / (float)V);
                 if (!gradients) continue;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     float *z = chunk(logits, block, v) + r*LD;
                     k->scaled_exp(z, z, lse, scale, pyops_min(COLUMNS, V - v));
+                    if (smoothing > 0.0f) k->add_constant(z, -scale * smoothing / (float)V, pyops_min(COLUMNS, V - v));
                 }
-                *z_label -= scale;
+                *z_label -= scale * (1.0f - smoothing);
             }
             #pragma omp single nowait
             for (int64_t r = 0; r < rows; r++) sum += losses[r];

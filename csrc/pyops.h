@@ -241,13 +241,16 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
  * while a block is there:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V) OVERWRITTEN too,
  * since they belong to this call; the backward pass scales and adds them (pyops_scale, pyops_axpy).
  * dx, dweight, dbias NULL (all three): the loss alone, as in evaluation.
+ * smoothing s, 0 <= s < 1: the target of a valid row is (1 - s) onehot(label) + s / V in place of onehot(label), so
+ *   loss = mean over valid r of lse - (1 - s) logits[r,label] - s * mean of logits[r,:]
+ *   gradient of logits[r,v] = 1 / valid * (exp(logits[r,v] - lse) - (1 - s) [v = label] - s / V)
  * x (R,D)   weight (V,D)   bias (V)   labels (R) int32 in [0,V) or = ignore   loss (1)   valid (1) int32
  */
 PYOPS_API pyops_status pyops_linear_cross_entropy(
     float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
     const float *x, const float *weight, const float *bias, const int32_t *labels,
     float *work,
-    int64_t R, int64_t D, int64_t V, int32_t ignore, void *stream);
+    int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);
 
 /* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------

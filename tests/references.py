@@ -35,18 +35,19 @@ def concat_context(x, context):
     return np.concatenate([x, np.broadcast_to(context, (len(x), *context.shape))], axis=-1)
 
 
-def cross_entropy(x, labels, ignore):
+def cross_entropy(x, labels, ignore, smoothing=0.0):
     valid = labels != ignore
     if not valid.any():
         return np.zeros(1)
     x, labels = x[valid], labels[valid]
     top = x.max(-1, keepdims=True)
     lse = np.log(np.exp(x - top).sum(-1)) + top[:, 0]
-    return np.array([(lse - x[np.arange(len(x)), labels]).mean()])
+    target = (1 - smoothing) * np.eye(x.shape[1])[labels] + smoothing / x.shape[1]
+    return np.array([(target * (lse[:, None] - x)).sum(-1).mean()])
 
 
-def linear_cross_entropy(x, weight, bias, labels, ignore):
-    return cross_entropy(linear(x.reshape(labels.size, -1), weight, bias), labels.reshape(-1), ignore)
+def linear_cross_entropy(x, weight, bias, labels, ignore, smoothing=0.0):
+    return cross_entropy(linear(x.reshape(labels.size, -1), weight, bias), labels.reshape(-1), ignore, smoothing)
 
 
 def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before):

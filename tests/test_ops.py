@@ -313,7 +313,7 @@ class CrossEntropyRow:
 
 
 class LinearCrossEntropyRow:
-    name = 'linear_cross_entropy'
+    name, smoothing = 'linear_cross_entropy', 0.0
     sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
     large = (7, 75, 17, 1100)
 
@@ -322,14 +322,20 @@ class LinearCrossEntropyRow:
         labels = labels_with_masked_rows(rng, (T, B), V, 0)
         labels[0, 0] = V - 1
         params = dict(weight=normal(rng, V, D), bias=normal(rng, V))
-        return Built(lambda **p: LinearCrossEntropy(**p, ignore=0), dict(x=normal(rng, T, B, D)), params, dict(labels=labels))
+        return Built(lambda **p: LinearCrossEntropy(**p, ignore=0, smoothing=self.smoothing), dict(x=normal(rng, T, B, D)),
+                     params, dict(labels=labels))
 
     def reference(self, x, weight, bias, labels):
-        return ref.linear_cross_entropy(x, weight, bias, labels, 0)
+        return ref.linear_cross_entropy(x, weight, bias, labels, 0, self.smoothing)
 
     def torch(self, torch, x, weight, bias, labels):
         logits = torch.nn.functional.linear(x, weight, bias).reshape(labels.numel(), -1)
-        return torch.nn.functional.cross_entropy(logits, labels.reshape(-1).long(), ignore_index=0).reshape(1)
+        return torch.nn.functional.cross_entropy(logits, labels.reshape(-1).long(), ignore_index=0,
+                                                 label_smoothing=self.smoothing).reshape(1)
+
+
+class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
+    name, smoothing = 'linear_cross_entropy-smoothed', 0.1
 
 
 TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(),
@@ -337,7 +343,7 @@ TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
-         PositionsRow()]
+         PositionsRow(), SmoothedLinearCrossEntropyRow()]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -616,11 +622,32 @@ def test_a_nan_logit_is_seen_in_the_loss():
     assert np.isnan(loss[0])
 
 
-def test_evaluation_gives_the_loss_of_training_and_forms_no_gradients():
-    row, size = LinearCrossEntropyRow(), (3, 60, 40, 150)
-    run = Run(row, size)
+@pytest.mark.parametrize('row', [LinearCrossEntropyRow(), SmoothedLinearCrossEntropyRow()], ids=lambda row: row.name)
+def test_evaluation_gives_the_loss_without_smoothing_and_forms_no_gradients(row):
+    size = (3, 60, 40, 150)
+    run, plain = Run(row, size), Run(LinearCrossEntropyRow(), size)
     loss, ctx = run.op.forward(*run.built.inputs.values(), *run.built.constants.values(), gradients=False)
-    assert loss[0] == run.y[0] and ctx.dx is None and ctx.dweight is None
+    assert loss[0] == plain.y[0] and ctx.dx is None and ctx.dweight is None
+    assert (run.y[0] == plain.y[0]) == (row.smoothing == 0)
+
+
+@pytest.mark.parametrize('bad', [-0.1, 1.0, float('nan')])
+def test_smoothing_is_a_share_below_one(bad):
+    run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
+    op = LinearCrossEntropy(*run.params.values(), smoothing=bad)
+    with pytest.raises(ValueError, match='linear_cross_entropy: smoothing=.*, want 0 <= smoothing < 1'):
+        op.forward(*run.built.inputs.values(), *run.built.constants.values())
+
+
+def test_a_smoothed_loss_is_least_at_its_target():
+    """At logits that are the logarithm of the target the loss is the target's entropy, and its gradient is 0."""
+    V, s = 37, 0.2
+    target = (1 - s) * np.eye(V) + s / V
+    weight, bias = (Parameter('p', v.astype('f'), np.zeros(v.shape, 'f')) for v in (np.log(target).T.copy(), np.zeros(V)))
+    op = LinearCrossEntropy(weight, bias, smoothing=s)
+    loss, ctx = op.forward(np.eye(V, dtype=np.float32), np.arange(V, dtype=np.int32))
+    close(loss, [-(target[0] * np.log(target[0])).sum()], 1e-6)
+    assert np.abs(ctx.dx).max() <= 1e-6 and np.abs(ctx.dweight).max() <= 1e-6
 
 
 def test_masked_rows_do_not_influence_the_loss():

@@ -10,14 +10,16 @@ class LinearCrossEntropy:
     """Multiply with the output weight, take the softmax cross entropy of the valid rows.
 
     Shapes   x, dx (..., D);  labels (...) int32 in [0, V) or = ignore;  weight (V, D);  bias (V,);  loss, dloss (1,)
-    Forward  logits = x weight' + bias;  loss as in CrossEntropy
-    Backward dlogits = dloss / valid * (softmax(logits) - onehot(labels))
+    Forward  logits = x weight' + bias;  loss as in CrossEntropy, of the target (1 - smoothing) onehot(labels) + smoothing / V
+    Backward dlogits = dloss / valid * (softmax(logits) - target)
              dx = dlogits weight;  dweight += dlogits' x;  dbias += sum_r dlogits[r]
     Saves    dx, dweight and dbias for dloss = 1, formed in forward while a block of logits is in cache;
              backward multiplies them with dloss and adds.  Nothing with gradients=False.
-    Errors   ValueError for a label outside the vocabulary, with its position
-    Source   the order of work of Liger-Kernel's fused linear cross entropy, arXiv:2410.10989, section 3.2
+    Errors   ValueError for a label outside the vocabulary, with its position, and unless 0 <= smoothing < 1
+    Source   the order of work of Liger-Kernel's fused linear cross entropy, arXiv:2410.10989, section 3.2;
+             label smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7
     Notes    masked rows are not computed at all.  valid (1,) int32 in the ctx is the number of the others.
+             gradients=False is for evaluation: it gives the loss of the labels themselves, without smoothing.
     """
 
     class Ctx(NamedTuple):
@@ -26,8 +28,8 @@ class LinearCrossEntropy:
         dweight: np.ndarray | None
         dbias: np.ndarray | None
 
-    def __init__(self, weight, bias, ignore=-1, name=None):
-        self.weight, self.bias, self.ignore, self.name = weight, bias, ignore, name or weight.owner
+    def __init__(self, weight, bias, ignore=-1, smoothing=0.0, name=None):
+        self.weight, self.bias, self.ignore, self.smoothing, self.name = weight, bias, ignore, smoothing, name or weight.owner
         V, _ = axes(weight.name, weight.value, 'V D')
         check_parameter(weight, weight.value.shape)
         check_parameter(bias, (V,))
@@ -42,7 +44,8 @@ class LinearCrossEntropy:
             dx, dweight = empty(x.shape, name=f'{self.name}.dx1'), empty((V, D), name=f'{self.name}.dweight1')
             dbias = empty(V, name=f'{self.name}.dbias1')
         launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, x, self.weight.value, self.bias.value, labels,
-               work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore)
+               work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore,
+               self.smoothing if gradients else 0.0)
         return loss, self.Ctx(valid, dx, dweight, dbias)
 
     def backward(self, dloss, ctx):
