@@ -14,9 +14,6 @@ static pyops_status check(const char *who, int64_t n, float p) {
     return PYOPS_OK;
 }
 
-/* Words below it are zeros. */
-static uint32_t threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
-
 pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
     (void)stream;
     const pyops_status status = check("dropout", n, p);
@@ -24,7 +21,7 @@ pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_EXPS)
     for (int64_t i = 0; i < n; i += CHUNK)
-        k->dropout(y + i, x + i, i / 4, pyops_min(CHUNK, n - i), (uint64_t)step[0], key, threshold(p), 1.0f / (1.0f - p));
+        k->dropout(y + i, x + i, i / 4, pyops_min(CHUNK, n - i), (uint64_t)step[0], key, pyops_dropout_threshold(p), 1.0f / (1.0f - p));
     return PYOPS_OK;
 }
 
@@ -39,7 +36,7 @@ pyops_status pyops_residual(float *y, const float *x, const float *branch, const
     for (int64_t i = 0; i < n; i += CHUNK) {
         const int64_t m = pyops_min(CHUNK, n - i);
         if (drops)
-            k->residual_dropout(y + i, x + i, branch + i, i / 4, m, (uint64_t)step[0], key, threshold(p), 1.0f / (1.0f - p));
+            k->residual_dropout(y + i, x + i, branch + i, i / 4, m, (uint64_t)step[0], key, pyops_dropout_threshold(p), 1.0f / (1.0f - p));
         else
             k->residual(y + i, x + i, branch + i, m);
     }

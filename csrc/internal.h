@@ -12,6 +12,7 @@
     ROW(void,   fill,         (float *y, int64_t n, float value)) \
     ROW(void,   add,          (float *y, const float *x, int64_t n)) \
     ROW(void,   add_constant, (float *y, float value, int64_t n)) \
+    ROW(void,   mul,          (float *y, const float *x, int64_t n)) \
     ROW(void,   axpy,         (float *y, const float *x, float alpha, int64_t n)) \
     ROW(void,   scale,        (float *y, const float *x, float alpha, int64_t n)) \
     ROW(void,   scale_add,    (float *y, const float *x, const float *other, float alpha, int64_t n)) \
@@ -46,7 +47,19 @@
     ROW(void,   gru_back,     (float *dgates, float *dh, const float *gates, const float *h_prev, int64_t H)) \
     ROW(void,   gru_back_reset_after,  (float *dgates, const float *gates, int64_t H)) \
     ROW(void,   gru_back_reset_before, (float *dgates, float *dh, const float *drh, const float *gates, \
-                                        const float *h_prev, int64_t H))
+                                        const float *h_prev, int64_t H)) \
+    /* c (M,N), rows ldc apart, (+)= sum_k a[m,k] b[k,n]: a with any strides, b with rows ldb apart, nothing packed */ \
+    ROW(void,   direct,       (float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc, \
+                               int64_t a_row, int64_t a_col, int64_t ldb, int add)) \
+    ROW(void,   dots,         (float *y, const float *a, const float *b, float scale, int64_t R, int64_t C, \
+                               int64_t lda, int64_t ldb)) \
+    ROW(void,   scale_rows,   (float *y, const float *x, float scale, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
+    ROW(void,   fill_rows,    (float *y, int64_t R, int64_t C, int64_t ldy, float value)) \
+    ROW(void,   transpose,    (float *y, const float *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
+    ROW(void,   softmax_online, (float *x, float *lse, float *before, const float *keep, const int32_t *n, \
+                                 int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep, int add)) \
+    ROW(void,   softmax_back, (float *x, float *dx, const float *lse, const float *dsum, const float *keep, \
+                               const int32_t *n, int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep))
 
 /* What a product does with c beside overwriting it. */
 enum {
@@ -92,6 +105,9 @@ float *pyops_scratch(size_t floats);
 /* A sum over K is done in blocks of this many, in every table: so it has the same order on every instruction set. */
 enum { PYOPS_KC = 256 };
 
+/* Rows that a kernel pads, in scratch, are padded to a multiple of this: the longest vector of any table. */
+enum { PYOPS_LANES = 16 };
+
 /* Outputs of a linear layer on pixels come in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
 
@@ -127,6 +143,9 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
 
 /* y[c] += sum_r x[r*ldx + c], rows in order, threads share columns. */
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);
+
+/* ---- dropout: an element is kept where its random word is not below this ------------------- */
+static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
 /* ---- labels with masked rows, for both cross entropies --------------------------------------- */
 pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C,
