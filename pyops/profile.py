@@ -9,10 +9,21 @@ import numpy as np
 from pyops import backend
 from pyops.errors import UserError
 
+
+def _scores(s, array):
+    """How many pairs of a query and a key attention looks at."""
+    keys = s['Tk'] if array('lengths') is None else array('lengths')[:, None]
+    if s['causal']:
+        keys = np.minimum(keys, np.maximum(np.arange(s['Tq']) + 1 + s['Tk'] - s['Tq'], 0))
+    return int(np.broadcast_to(keys, (s['B'], s['Tq'])).sum()) * s['heads']
+
+
 # kernel -> operations of its matrix products (two for a multiply-add), from the header's sizes s and a look into the
 # arrays of the arguments; kernels that are not here are bound by memory
 FLOPS = {
     'gemm': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
+    'attention_forward': lambda s, array: 4 * _scores(s, array) * s['C'],
+    'attention_backward': lambda s, array: 10 * _scores(s, array) * s['C'],
     'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],

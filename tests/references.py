@@ -50,6 +50,32 @@ def linear_cross_entropy(x, weight, bias, labels, ignore, smoothing=0.0):
     return cross_entropy(linear(x.reshape(labels.size, -1), weight, bias), labels.reshape(-1), ignore, smoothing)
 
 
+def attention_seen(Tq, Tk, lengths, causal):
+    """(B, 1, Tq, Tk) bool: which key may each query see?"""
+    query, key = np.arange(Tq)[:, None], np.arange(Tk)
+    seen = key < lengths[:, None, None, None]
+    return np.broadcast_to(seen & (key <= query + Tk - Tq) if causal else seen, (len(lengths), 1, Tq, Tk))
+
+
+def attention(q, k, v, heads, lengths, causal, keep=1.0):
+    """keep (B, heads, Tq, Tk) or 1: what the weights are multiplied with."""
+    (Tq, B, D), Tk = q.shape, len(k)
+    q, k, v = (x.reshape(len(x), B, heads, D // heads).transpose(1, 2, 0, 3) for x in (q, k, v))
+    seen = attention_seen(Tq, Tk, lengths, causal)
+    scores = np.where(seen, q @ k.swapaxes(2, 3) / np.sqrt(D // heads), -np.inf)
+    top = scores.max(-1, keepdims=True, initial=-1e300)
+    weights = np.exp(scores - top)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)          # a row that sees nothing: 0
+    return (weights * keep @ v).transpose(2, 0, 1, 3).reshape(Tq, B, D)
+
+
+def attention_keep(B, heads, Tq, Tk, p, step, key):
+    """What dropout multiplies the weights with: the elements of (B, heads, Tq, Tk rounded up to a multiple of 4)."""
+    Tk4 = -(-Tk // 4) * 4
+    kept = dropout_keep(B * heads * Tq * Tk4, p, step, key).reshape(B, heads, Tq, Tk4)[..., :Tk]
+    return kept / (1 - np.float64(np.float32(p)))
+
+
 def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before):
     H = w_hh.shape[1]
     h = np.zeros((x.shape[1], H)) if h0 is None else h0

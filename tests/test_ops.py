@@ -14,6 +14,7 @@ import references as ref
 from pyops import backend
 from pyops.ops import (
     GRU,
+    Attention,
     ConcatContext,
     CrossEntropy,
     Dropout,
@@ -26,6 +27,7 @@ from pyops.ops import (
     Positions,
     ReLU,
     Residual,
+    sequence_lengths,
 )
 from pyops.params import Parameter
 
@@ -197,6 +199,7 @@ class EmbeddingRow:
 
 class DropoutRow:
     name = 'dropout'
+    wants_op = True
     wrong_axis = {'x': None}
     sizes = ((1, 0.2), (3, 0.5), (257, 0.2), (4097, 0.0), (9000, 0.9))                            # n, p
     large = (70_001, 0.3)
@@ -293,6 +296,52 @@ class GRURow:
         return torch.stack(out)
 
 
+class AttentionRow:
+    """lengths None leaves them out, with step; 'full' masks nothing; 'any' has sentences of 0 and of all words."""
+    sizes = ((1, 1, 1, 1, 1), (3, 5, 2, 2, 4), (5, 3, 2, 1, 7), (6, 6, 1, 2, 4), (4, 9, 3, 2, 16), (9, 9, 3, 4, 64),
+             (2, 130, 2, 2, 33), (64, 64, 2, 1, 20), (70, 130, 2, 2, 5), (130, 70, 2, 1, 17),
+             (5, 6, 1, 1, 300))                                                                  # Tq, Tk, B, heads, C
+    large = (33, 65, 23, 3, 31)
+    wants_op = True
+    wrong_axis = {'k': 1, 'v': 0}           # of q the last axis, of k any number of rows would do
+
+    def __init__(self, causal=False, p=0.0, lengths=None):
+        self.name = 'attention' + '-causal' * causal + '-dropout' * (p > 0) + f'-lengths-{lengths}' * bool(lengths)
+        self.causal, self.p, self.lengths = causal, p, lengths
+
+    def build(self, size, rng):
+        Tq, Tk, B, heads, C = size
+        q, k, v = (normal(rng, T, B, heads * C) for T in (Tq, Tk, Tk))
+        constants = {}
+        if self.lengths:
+            lengths = np.full(B, Tk, np.int32)
+            if self.lengths == 'any' and B > 1:
+                lengths[:-1] = rng.integers(0, Tk + 1, B - 1)
+                lengths[0] = 0
+            constants = dict(lengths=lengths, step=np.array([7 + (3 << 32)]))
+        return Built(lambda: Attention(heads, self.causal, self.p, 0x0123456789ABCDEF), dict(q=q, k=k, v=v), {}, constants)
+
+    def keep(self, Tq, Tk, B, heads):
+        return ref.attention_keep(B, heads, Tq, Tk, self.p, 7 + (3 << 32), 0x0123456789ABCDEF) if self.p else 1.0
+
+    def reference(self, q, k, v, op, lengths=None, step=None):
+        lengths = np.full(q.shape[1], len(k)) if lengths is None else lengths
+        return ref.attention(q, k, v, op.heads, lengths, self.causal, self.keep(len(q), len(k), q.shape[1], op.heads))
+
+    def torch(self, torch, q, k, v, op, lengths=None, step=None):
+        (Tq, B, D), Tk = q.shape, len(k)
+        lengths = np.full(B, Tk) if lengths is None else lengths.numpy()
+        q, k, v = (x.reshape(len(x), B, op.heads, D // op.heads).permute(1, 2, 0, 3) for x in (q, k, v))
+        seen = torch.tensor(ref.attention_seen(Tq, Tk, lengths, self.causal).copy())
+        some = seen.any(-1, keepdim=True)           # a query that sees nothing would be NaN: let it see all, and take it out
+        if self.p:
+            scores = (q @ k.transpose(2, 3) / (D // op.heads)**0.5).masked_fill(~(seen | ~some), -torch.inf)
+            y = scores.softmax(-1) * torch.tensor(self.keep(Tq, Tk, B, op.heads)) @ v
+        else:
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen | ~some)
+        return (y * some).permute(2, 0, 1, 3).reshape(Tq, B, D)
+
+
 class CrossEntropyRow:
     name = 'cross_entropy'
     wrong_axis = {'x': 0}
@@ -340,6 +389,8 @@ class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
 
 TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(),
          LinearCrossEntropyRow(),
+         AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
+         AttentionRow(True, 0.3, 'any'),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
@@ -386,8 +437,11 @@ class Run:
         return {name: a.astype(np.float64) for name, a in (self.built.inputs | self.built.params).items()}
 
     def reference(self, variables):
-        extra = {'op': self.op} if self.row.name == 'dropout' else {}
-        return self.row.reference(**variables, **self.built.constants, **extra)
+        return self.row.reference(**variables, **self.built.constants, **self.extra())
+
+    def extra(self):
+        """The op itself, for formulas that need more of it than its parameters."""
+        return {'op': self.op} if getattr(self.row, 'wants_op', False) else {}
 
 
 @pytest.mark.parametrize('row,size', EACH)
@@ -420,8 +474,7 @@ def test_forward_and_backward_equal_torch(row, size, torch):
     run = Run(row, size)
     leaves = {name: torch.tensor(a, requires_grad=True) for name, a in run.variables().items()}
     constants = {name: torch.tensor(a) for name, a in run.built.constants.items()}
-    extra = {'op': run.op} if row.name == 'dropout' else {}
-    y = row.torch(torch, **leaves, **constants, **extra)
+    y = row.torch(torch, **leaves, **constants, **run.extra())
     close(run.y, y.detach().numpy())
     y.backward(torch.tensor(run.dy.astype(np.float64)))
     for name, leaf in leaves.items():
@@ -787,6 +840,146 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
     got = run.op.backward(None if which == 'dh_last' else dh, run.ctx, None if which == 'dh' else last)
     for a, b in zip(got, want, strict=True):
         close(a, b, 1e-6)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+def attention_run(op, size, lengths=None, step=None, seed=0):
+    """-> inputs (q, k, v), dy, y, gradients."""
+    (Tq, Tk, B, D), rng = size, np.random.default_rng(seed)
+    inputs, dy = [normal(rng, T, B, D) for T in (Tq, Tk, Tk)], normal(rng, Tq, B, D)
+    y, ctx = op.forward(*inputs, lengths, step)
+    return inputs, dy, y, op.backward(dy, ctx)
+
+
+@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.parametrize('Tq,Tk', [(1, 4), (5, 5), (9, 7), (40, 70)])
+def test_a_sentence_of_padding_alone_gives_zeros_and_disturbs_no_other(Tq, Tk, causal):
+    op, lengths = Attention(2, causal), np.array([Tk, 0, 3], np.int32)
+    (q, k, v), dy, y, grads = attention_run(op, (Tq, Tk, 3, 6), lengths)
+    for result in (y, *grads):
+        assert np.isfinite(result).all() and (result[:, 1] == 0).all()
+    others = [np.ascontiguousarray(x[:, [0, 2]]) for x in (q, k, v, dy)]
+    y2, ctx = op.forward(*others[:3], lengths[[0, 2]])
+    for got, want in zip((y, *grads), (y2, *op.backward(others[3], ctx)), strict=True):
+        assert (got[:, [0, 2]] == want).all() and np.abs(want).max() > 1e-3
+
+
+def test_keys_beyond_a_length_are_not_even_read():
+    lengths, op = np.array([7, 70], np.int32), Attention(2)
+    (q, k, v), dy, y, grads = attention_run(op, (40, 90, 2, 10), lengths)
+    for x in (k, v):
+        x[7:, 0] = x[70:, 1] = np.nan
+    y2, ctx = op.forward(q, k, v, lengths)
+    assert (y2 == y).all()
+    for got, want in zip(op.backward(dy, ctx), grads, strict=True):
+        assert (got == want).all()
+    assert all((grad[7:, 0] == 0).all() and (grad[70:, 1] == 0).all() for grad in grads[1:])
+
+
+def test_gradients_pass_through_masks(torch):
+    """Through the values, and through the softmax to queries and keys: every row that takes part has one, PyTorch's."""
+    lengths, op = np.array([9, 4, 6], np.int32), Attention(4, causal=True)
+    inputs, dy, _, grads = attention_run(op, (9, 9, 3, 32), lengths)
+    leaves = [torch.tensor(x.astype(np.float64), requires_grad=True) for x in inputs]
+    AttentionRow(causal=True).torch(torch, *leaves, op, torch.tensor(lengths)).backward(torch.tensor(dy.astype(np.float64)))
+    for name, got, leaf in zip('qkv', grads, leaves, strict=True):
+        close(got, leaf.grad.numpy(), 5e-5)
+        for b, length in enumerate(lengths):
+            # the first query sees one key only, whose weight is 1 whatever the query is
+            taking_part = got[1:, b] if name == 'q' else got[:length, b]
+            assert (np.abs(taking_part).max(-1) > 1e-3).all(), f'd{name} of sentence {b}'
+
+
+@pytest.mark.parametrize('Tq,Tk', [(2, 6), (9, 9), (5, 130)])
+def test_dropout_of_the_weights_is_the_counter_s(Tq, Tk):
+    """With equal scores and values 1, 2, 4, ... in columns of their own, y shows every element of the mask."""
+    B, heads, p, step, key = 2, 3, 0.4, 5 + (9 << 32), 0xFEDCBA9876543210
+    q, k = np.zeros((Tq, B, heads * Tk), 'f'), np.zeros((Tk, B, heads * Tk), 'f')
+    v = np.broadcast_to(np.tile(np.eye(Tk, dtype='f')[:, None], heads), k.shape).copy()
+    y, _ = Attention(heads, p=p, key=key).forward(q, k, v, None, np.array([step]))
+    got = y.reshape(Tq, B, heads, Tk).transpose(1, 2, 0, 3) * Tk
+    assert np.abs(got - ref.attention_keep(B, heads, Tq, Tk, p, step, key)).max() < 1e-5
+    plain, _ = Attention(heads, p=p, key=key).forward(q, k, v)
+    assert np.abs(plain * Tk - 1).max() < 1e-5, 'without a step there is no dropout'
+
+
+@pytest.mark.parametrize('T', [9, 70])
+def test_decoding_word_by_word_equals_one_causal_call(T):
+    B, D, op = 3, 24, Attention(3, causal=True)
+    (q, k, v), _, y, _ = attention_run(op, (T, T, B, D))
+    for t in range(T):
+        step, _ = op.forward(q[t:t + 1], k[:t + 1], v[:t + 1])
+        assert np.abs(step[0] - y[t]).max() <= 1e-6
+
+
+@pytest.mark.parametrize('Tq,Tk', [(2, 9), (9, 9), (40, 150)])
+def test_attention_to_extreme_scores(Tq, Tk):
+    """Scores in the hundreds, where float32 itself leaves the weights an error of 1e-4."""
+    rng = np.random.default_rng(3)
+    q, k, v, dy = (normal(rng, T, 2, 16, scale=8) for T in (Tq, Tk, Tk, Tq))
+    k[Tk // 2] = k[Tk - 1] = 2 * q[0]
+    op = Attention(1)
+    y, ctx = op.forward(q, k, v)
+    close(y, ref.attention(*(x.astype(np.float64) for x in (q, k, v)), 1, np.full(2, Tk), False), 1e-3)
+    assert np.abs(y[0] - (v[Tk // 2] + v[Tk - 1]) / 2).max() < 1e-3
+    assert np.abs(ctx.lse).max() > 400 and all(np.isfinite(grad).all() for grad in op.backward(dy, ctx))
+
+
+@pytest.mark.parametrize('Tq,Tk', [(1, 5), (6, 20), (40, 150)])
+@pytest.mark.parametrize('which', 'qkv')
+def test_attention_passes_nan_on(Tq, Tk, which):
+    op, arrays = Attention(2), dict(zip('qkv', attention_run(Attention(2), (Tq, Tk, 2, 8))[0], strict=True))
+    arrays[which][-1, 1, 5] = np.nan            # of the second sentence, its last row, in its second head
+    y, ctx = op.forward(*arrays.values())
+    bad = np.zeros(y.shape, bool)
+    bad[-1 if which == 'q' else slice(None), 1, 5 if which == 'v' else slice(4, 8)] = True
+    assert (np.isnan(y) == bad).all() and np.isnan(ctx.lse).any() == (which != 'v')
+
+
+@pytest.mark.parametrize('Tk', [1, 9, 64, 65, 300])
+@pytest.mark.parametrize('Tq', [1, 4, 33])
+def test_log_sum_exp_of_attention_is_exact(Tq, Tk):
+    rng = np.random.default_rng(4)
+    q, k = normal(rng, Tq, 1, 8, scale=2), normal(rng, Tk, 1, 8, scale=2)
+    _, ctx = Attention(1).forward(q, k, k)
+    scores = q[:, 0].astype('d') @ k[:, 0].T.astype('d') / np.sqrt(8)
+    assert np.abs(ctx.lse[0, 0] - np.logaddexp.reduce(scores, -1)).max() <= 1e-6 * np.abs(scores).max()
+
+
+@pytest.mark.parametrize('bad', [-1, 6])
+def test_lengths_outside_the_keys_are_refused_with_their_position(bad):
+    q, k = np.zeros((2, 3, 4), 'f'), np.zeros((5, 3, 4), 'f')
+    with pytest.raises(ValueError, match=rf'attention_forward: lengths\[2\]={bad}, want 0 to 5'):
+        Attention(2).forward(q, k, k, np.array([0, 5, bad], np.int32))
+
+
+def test_attention_refuses_heads_and_shares_that_cannot_be():
+    q = np.zeros((2, 3, 4), 'f')
+    with pytest.raises(ValueError, match='q: want shape .* D a multiple of 3 heads'):
+        Attention(3).forward(q, q, q)
+    for p in (-0.1, 1.0, float('nan')):
+        with pytest.raises(ValueError, match='attention_forward: p='):
+            Attention(2, p=p).forward(q, q, q)
+
+
+def test_attention_of_nothing():
+    def sizes(Tq, Tk, B):
+        return attention_run(Attention(2), (Tq, Tk, B, 4))
+    _, _, y, grads = sizes(3, 0, 2)
+    assert (y == 0).all() and (grads[0] == 0).all()
+    assert (sizes(0, 3, 2)[3][1] == 0).all() and sizes(3, 3, 0)[2].size == 0
+
+
+@pytest.mark.parametrize('T,B', [(0, 2), (1, 1), (9, 7), (40, 33)])
+def test_sequence_lengths(T, B):
+    ids = np.random.default_rng(5).integers(0, 3, (T, B)).astype(np.int32)          # padding inside a sentence does not end it
+    if T > 1:
+        ids[:, 0], ids[T // 2:, 1] = 0, 0
+    want = [max((t + 1 for t in range(T) if ids[t, b] != 0), default=0) for b in range(B)]
+    assert sequence_lengths(ids, 0).tolist() == want
+    with pytest.raises(TypeError, match='ids'):
+        sequence_lengths(ids.astype(np.int64), 0)
 
 
 def test_parameters_of_the_wrong_shape_are_refused_by_name():

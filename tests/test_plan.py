@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from pyops import backend
 from pyops.backend import library
-from pyops.ops import CrossEntropy, Linear, ReLU
+from pyops.ops import Attention, CrossEntropy, Linear, ReLU
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
@@ -100,6 +100,32 @@ def test_replay_of_seq2seq_equals_eager_execution_bit_for_bit(dropout):
         plan.run()
         assert loss[0] == step(models[1], adams[1], **batch)[0]
     assert (models[0].params.values == models[1].params.values).all()
+
+
+@pytest.mark.parametrize('masked', [True, False])
+def test_replay_of_attention_equals_eager_execution_bit_for_bit(masked):
+    """lengths and step are read anew; where they are None they stay out of the plan."""
+    rng, op = np.random.default_rng(2), Attention(2, causal=True, p=0.3, key=7)
+    arrays = {name: rng.standard_normal((9, 3, 8)).astype('f') for name in ('q', 'k', 'v', 'dy')}
+    if masked:
+        arrays |= dict(lengths=np.array([9, 0, 5], 'i'), step=np.array([1]))
+
+    def run(q, k, v, dy, lengths=None, step=None):
+        y, ctx = op.forward(q, k, v, lengths, step)
+        return y, *op.backward(dy, ctx)
+
+    with Plan(**arrays) as plan:
+        planned = run(**arrays)
+    for _ in range(3):
+        for name in ('q', 'dy'):
+            arrays[name][...] = rng.standard_normal((9, 3, 8))
+        if masked:
+            arrays['lengths'][...], arrays['step'][0] = rng.integers(0, 10, 3), arrays['step'][0] + 1
+        plan.run()
+        eager = run(**arrays)
+        assert all((a == b).all() for a, b in zip(planned, eager, strict=True)) and (eager[1] != 0).any()
+    assert {'attention.dq', 'attention.dk', 'attention.dv'} <= {t.name for a in plan.actions for t in a.tensors.values()
+                                                               if t.kind == 'gradient'}
 
 
 def test_the_printed_plan_names_every_tensor_with_its_shape():
@@ -310,6 +336,17 @@ def test_profile_measures_every_action():
     text = str(profile)
     assert text.splitlines()[0].split() == ['action', 'calls', 'time', 'share', 'GFLOP/s', 'GB/s', 'of', 'peak']
     assert 'gemm -> layer1.y' in text and 'this machine: ' in text and 'a replay of all: ' in text
+
+
+@pytest.mark.parametrize('Tq,Tk,causal', [(4, 6, False), (4, 6, True), (6, 4, True)])
+def test_the_cost_of_attention_is_that_of_the_scores_it_needs(Tq, Tk, causal):
+    lengths = np.array([0, 3, Tk], 'i')
+    sizes = dict(Tq=Tq, Tk=Tk, B=3, heads=2, C=5, causal=causal)
+    for given in (None, lengths):
+        scores = sum(j < (Tk if given is None else given[b]) and (not causal or j <= i + Tk - Tq)
+                     for b in range(3) for i in range(Tq) for j in range(Tk))
+        for kernel, products in (('attention_forward', 2), ('attention_backward', 5)):
+            assert FLOPS[kernel](sizes, dict(lengths=given).get) == products * 2 * scores * 2 * 5
 
 
 def test_costs_are_of_kernels_that_exist():

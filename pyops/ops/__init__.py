@@ -3,6 +3,7 @@
 The ctx is returned, not kept on the op, so one op can run many times before its first backward.  Parameter
 gradients add into Parameter.grad; activation gradients are new arrays.  Sequences are time-major, (T, B, ...).
 """
+from pyops.ops.attention import Attention, sequence_lengths
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.dropout import Dropout
 from pyops.ops.embedding import Embedding
@@ -17,5 +18,5 @@ from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
-__all__ = ['GRU', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm', 'Linear',
-           'LinearCrossEntropy', 'PixelLinear', 'Positions', 'ReLU', 'Residual']
+__all__ = ['GRU', 'Attention', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm', 'Linear',
+           'LinearCrossEntropy', 'PixelLinear', 'Positions', 'ReLU', 'Residual', 'sequence_lengths']

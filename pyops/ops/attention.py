@@ -1,0 +1,72 @@
+"""Attention: scaled dot-product attention of several heads, and the lengths of padded sequences that it wants."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, empty, launch
+
+
+class Attention:
+    """For each query, a mean of the values, weighted by how well the query fits their keys.
+
+    Shapes   q, dq, y, dy (Tq, B, D);  k, v, dk, dv (Tk, B, D);  D = heads * C, head h of a row is its columns [h*C, h*C + C)
+             lengths (B,) int32 in [0, Tk], or None: all keys of a sentence;  step (1,) int64, in memory, or None: no dropout
+    Forward  for each sentence b and head h, with q, k, v (T, C) its parts:
+             s[i, j] = q[i] . k[j] / sqrt(C)   where query i may see key j: j < lengths[b], and if causal j <= i + Tk - Tq
+             P[i] = softmax(s[i]) over these j;  y[i] = sum_j keep[i, j] / (1 - p) P[i, j] v[j]
+    Backward with D = keep / (1 - p):  dsum[i] = dy[i] . y[i];  dS[i, j] = P[i, j] (D[i, j] dy[i] . v[j] - dsum[i])
+             dq = dS k / sqrt(C);  dk = dS' q / sqrt(C);  dv = (D P)' dy
+    Saves    q, k, v, lengths, step, y, and lse (B, heads, Tq) = log sum_j exp(s[i, j]); backward makes P again
+    Errors   ValueError where D is no multiple of heads, unless 0 <= p < 1, and for a length outside [0, Tk], with its position
+    Source   Vaswani et al. 2017, arXiv:1706.03762; in tiles, Dao et al. 2022, arXiv:2205.14135; docs/attention.md derives it
+    Notes    a query that may see no key has y = 0, and no gradient flows through it.  causal with Tq < Tk: the queries are
+             the last ones, as in incremental decoding.  keep is Dropout's, another for each step; see pyops.h.
+    """
+
+    class Ctx(NamedTuple):
+        q: np.ndarray
+        k: np.ndarray
+        v: np.ndarray
+        lengths: np.ndarray | None
+        step: np.ndarray | None
+        y: np.ndarray
+        lse: np.ndarray
+
+    def __init__(self, heads, causal=False, p=0.0, key=0, name='attention'):
+        self.heads, self.causal, self.p, self.key, self.name = heads, causal, p, key, name
+
+    def forward(self, q, k, v, lengths=None, step=None):
+        (Tq, B, D), (Tk, _, _) = axes('q', q, 'Tq B D'), axes('k', k, 'Tk B D')
+        if D == 0 or D % self.heads:
+            raise ValueError(f'q: want shape (Tq, B, D) with D a multiple of {self.heads} heads, got {q.shape}')
+        check('q', q, (Tq, B, D))
+        check('k', k, (Tk, B, D))
+        check('v', v, (Tk, B, D))
+        if lengths is not None:
+            check('lengths', lengths, (B,), np.int32)
+        if step is not None:
+            check('step', step, (1,), np.int64)
+        y, lse = empty((Tq, B, D), name=f'{self.name}.y'), empty((B, self.heads, Tq), name=f'{self.name}.lse')
+        launch('attention_forward', y, lse, q, k, v, lengths, step, *self._scalars(q, k))
+        return y, self.Ctx(q, k, v, lengths, step, y, lse)
+
+    def backward(self, dy, ctx):
+        """-> dq, dk, dv."""
+        check('dy', dy, ctx.y.shape)
+        dq, dk, dv = (empty(x.shape, name=f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
+        launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
+        return dq, dk, dv
+
+    def _scalars(self, q, k):
+        """Sizes and scalars, in the header's order."""
+        Tq, B, D = q.shape
+        return Tq, len(k), B, self.heads, D // self.heads, self.causal, self.p, self.key
+
+
+def sequence_lengths(ids, pad, name='lengths'):
+    """-> (B,) int32: how long each sequence of ids (T, B) int32 is without the padding behind it; 0 if it is only that."""
+    T, B = axes('ids', ids, 'T B')
+    check('ids', ids, (T, B), np.int32)
+    lengths = empty(B, np.int32, name)
+    launch('sequence_lengths', lengths, ids, T, B, pad)
+    return lengths
