@@ -165,7 +165,7 @@ pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const
     call c;
     const pyops_status status = make_call(&c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status) return status;
-    const int64_t floats = Tq <= FEW ? 2 * pyops_round_up(Tk, 4) : lay_out_forward(&c).total;
+    const int64_t floats = Tq <= FEW ? 2 * pyops_round_up(Tk + 1, 4) : lay_out_forward(&c).total;      /* never 0 */
     int failed = 0;
     #pragma omp parallel if (shared(&c, 2))
     {

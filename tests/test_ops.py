@@ -4,12 +4,15 @@ A row says how to build the op, how to call it, and what it should compute: once
 once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
 `make test` runs this file once for each instruction set.
 """
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import references as ref
+from conftest import ROOT
 
 from pyops import backend
 from pyops.ops import (
@@ -859,6 +862,7 @@ def test_a_sentence_of_padding_alone_gives_zeros_and_disturbs_no_other(Tq, Tk, c
     (q, k, v), dy, y, grads = attention_run(op, (Tq, Tk, 3, 6), lengths)
     for result in (y, *grads):
         assert np.isfinite(result).all() and (result[:, 1] == 0).all()
+    assert (op.forward(q, k, v, lengths)[1].lse[1] == -np.inf).all()
     others = [np.ascontiguousarray(x[:, [0, 2]]) for x in (q, k, v, dy)]
     y2, ctx = op.forward(*others[:3], lengths[[0, 2]])
     for got, want in zip((y, *grads), (y2, *op.backward(others[3], ctx)), strict=True):
@@ -964,6 +968,11 @@ def test_attention_refuses_heads_and_shares_that_cannot_be():
 
 
 def test_attention_of_nothing():
+    code = ('import numpy as np; from pyops.ops import Attention; q, k = np.zeros((1, 2, 4), "f"), np.zeros((0, 2, 4), "f")\n'
+            'print(Attention(2).forward(q, k, k)[0].any())')
+    fresh = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)      # no scratch yet
+    assert fresh.stdout == 'False\n', fresh.stderr
+
     def sizes(Tq, Tk, B):
         return attention_run(Attention(2), (Tq, Tk, B, 4))
     _, _, y, grads = sizes(3, 0, 2)
