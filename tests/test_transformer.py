@@ -1,0 +1,211 @@
+"""The whole model: against PyTorch with the same weights and masks, its masks, its decoding, on stored losses, resumed."""
+import math
+
+import numpy as np
+import pytest
+import references as ref
+from translation import assert_same_gradients, random_batch, small_corpus, train_steps
+
+from pyops.text.vocabulary import BOS, EOS, PAD
+from transformer.model import Config, Transformer, parameter_specs
+
+SMALL = dict(d_model=24, d_ff=20, heads=3, num_steps=7)
+
+
+def torch_loss(torch, model, source, target, labels, step):
+    """The model in float64, from its formulas, so that our dropout masks can be fed in.  -> loss, leaves by name."""
+    config, p = model.config, model.params
+    leaves = {name: torch.tensor(p[name].value.astype(np.float64), requires_grad=True) for name in p}
+    F = torch.nn.functional
+
+    def keep(op, n):
+        if step is None:
+            return torch.ones(n, dtype=torch.float64)
+        return torch.tensor(ref.dropout_keep(n, op.p, int(step[0]), op.key) / (1 - op.p))
+
+    def norm(x, prefix):
+        return F.layer_norm(x, x.shape[-1:], leaves[f'{prefix}.weight'], leaves[f'{prefix}.bias'], 1e-5)
+
+    def attend(x, prefix, module, lengths, memory=None):
+        memory = x if memory is None else memory
+        (Tq, B, D), Tk, H = x.shape, len(memory), config.heads
+        q, k, v = ((rows @ leaves[f'{prefix}.{name}.weight'].T).reshape(-1, B, H, D // H).permute(1, 2, 0, 3)
+                   for name, rows in (('q', x), ('k', memory), ('v', memory)))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(D // H)
+        if lengths is None:
+            seen = torch.ones(Tq, Tk, dtype=bool).tril().expand(B, H, Tq, Tk)
+        else:
+            seen = (torch.arange(Tk) < lengths[:, None])[:, None, None].expand(B, H, Tq, Tk)
+        weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+        Tk4 = -(-Tk // 4) * 4
+        weights = weights * keep(module.attention, B * H * Tq * Tk4).reshape(B, H, Tq, Tk4)[..., :Tk]
+        return (weights @ v).permute(2, 0, 1, 3).reshape(Tq, B, D) @ leaves[f'{prefix}.out.weight'].T
+
+    def sublayer(layer, x, prefix, f, *args):
+        branch = f(norm(x, f'{prefix}.norm') if config.pre_norm else x, prefix, *args)
+        r = x + branch * keep(layer.residual, x.numel()).reshape(x.shape)
+        return r if config.pre_norm else norm(r, f'{prefix}.norm')
+
+    def feed_forward(x, prefix):
+        w1, b1, w2, b2 = (leaves[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2'))
+        return F.linear(torch.relu(F.linear(x, w1, b1)), w2, b2)
+
+    def embed(ids, stack, side):
+        x = leaves[f'{side}.embedding.weight'][ids] * math.sqrt(config.d_model)
+        t, i = np.arange(len(ids))[:, None], np.arange(config.d_model)
+        angle = t / 10000 ** (i // 2 * 2 / config.d_model)
+        x = x + torch.tensor(np.where(i % 2, np.cos(angle), np.sin(angle)))[:, None]
+        return x * keep(stack.dropout, x.numel()).reshape(x.shape)
+
+    source, target, labels = (torch.tensor(a).long() for a in (source, target, labels))
+    lengths = (source != PAD).sum(0)
+    x = embed(source, model.encoder, 'encoder')
+    for i, block in enumerate(model.encoder.blocks):
+        x = sublayer(block.first, x, f'encoder.{i}.self_attention', attend, block.attention, lengths)
+        x = sublayer(block.second, x, f'encoder.{i}.feed_forward', feed_forward)
+    memory = norm(x, 'encoder.norm') if config.pre_norm else x
+    x = embed(target, model.decoder, 'decoder')
+    for i, block in enumerate(model.decoder.blocks):
+        x = sublayer(block.first, x, f'decoder.{i}.self_attention', attend, block.self_attention, None)
+        x = sublayer(block.second, x, f'decoder.{i}.cross_attention', attend, block.cross_attention, lengths, memory)
+        x = sublayer(block.third, x, f'decoder.{i}.feed_forward', feed_forward)
+    h = norm(x, 'decoder.norm') if config.pre_norm else x
+    logits = F.linear(h, leaves['output.weight'], leaves['output.bias'])
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=config.smoothing)
+    return loss, leaves
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.3])
+@pytest.mark.parametrize('pre_norm', [False, True])
+@pytest.mark.parametrize('layers,smoothing', [(1, 0.0), (2, 0.1), (3, 0.0)])
+def test_loss_and_every_gradient_equal_torch(torch, layers, smoothing, pre_norm, dropout):
+    config = Config(50, 61, layers=layers, dropout=dropout, pre_norm=pre_norm, smoothing=smoothing, **SMALL)
+    model, step = Transformer(config, seed=3), np.array([5]) if dropout else None
+    batch = random_batch(config, 13)
+    want, leaves = torch_loss(torch, model, *batch, step)
+    want.backward()
+    loss, ctx = model.forward(*batch, step=step)
+    model.backward(ctx)
+    assert abs(loss[0] - want.item()) <= 1e-6 * want.item()
+    assert_same_gradients(model.params, leaves)
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_the_benchmarks_twin_is_the_same_model(torch, pre_norm):
+    from bench.torch_step import copy_weights
+    from bench.torch_transformer import TorchTransformer
+    config = Config(50, 61, dropout=0.0, pre_norm=pre_norm, smoothing=0.1, **SMALL)
+    model, batch = Transformer(config, seed=3), random_batch(config, 13)
+    twin = copy_weights(TorchTransformer(config, torch.float64), model.params.arrays())
+    assert set(twin.named()) == set(model.params)
+    assert len({id(p) for p in twin.named().values()}) == len(list(twin.parameters()))
+    loss, ctx = model.forward(*batch)
+    theirs = twin(*(torch.tensor(a).long() for a in batch))
+    assert abs(loss[0] - theirs.item()) <= 1e-6 * loss[0]
+    model.backward(ctx)
+    theirs.backward()
+    assert_same_gradients(model.params, twin.named())
+
+
+def test_the_default_size_has_64_parameter_tensors():
+    specs = parameter_specs(Config(7939, 13387))
+    assert len(specs) == 64
+    assert len(parameter_specs(Config(7939, 13387, pre_norm=True))) == 68       # a norm at the top of either side
+    biases = [name for name in specs if name.endswith(('bias', 'b1', 'b2'))]
+    assert not any('attention.' in name and '.norm.' not in name for name in biases), 'projections have no bias'
+
+
+# ---- masks ---------------------------------------------------------------------------------------------
+
+def gradients(model, batch):
+    model.params.zero_grads()
+    loss, ctx = model.forward(*batch)
+    model.backward(ctx)
+    return float(loss[0]), {name: model.params[name].grad.copy() for name in model.params}
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_bug_masked_softmax_passes_gradient_to_the_value_projection_and_below(pre_norm):
+    """A masked softmax once left every gradient from the value projection backwards at zero, and the loss still fell."""
+    config = Config(20, 21, pre_norm=pre_norm, dropout=0.0, **SMALL)
+    _, grads = gradients(Transformer(config), random_batch(config, 6))
+    for name, grad in grads.items():
+        if any(part in name for part in ('attention.q', 'attention.k', 'attention.v')):
+            assert (np.abs(grad).max(1) > 1e-8).all(), f'{name}: a row without gradient'
+        assert np.abs(grad).max() > 1e-6, name
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_a_source_of_nothing_but_padding_gives_no_nan_and_stops_no_gradient(pre_norm):
+    config = Config(20, 21, pre_norm=pre_norm, dropout=0.0, **SMALL)
+    model, (source, target, labels) = Transformer(config), random_batch(config, 6)
+    source[:, 2] = PAD
+    loss, grads = gradients(model, (source, target, labels))
+    assert math.isfinite(loss)
+    for name, grad in grads.items():
+        assert np.isfinite(grad).all() and np.abs(grad).max() > 1e-6, name
+    # with nothing to say either, that sentence might as well not be there
+    target[1:, 2] = labels[:, 2] = PAD
+    with_it, without = gradients(model, (source, target, labels)), gradients(
+        model, tuple(np.ascontiguousarray(np.delete(ids, 2, 1)) for ids in (source, target, labels)))
+    assert abs(with_it[0] - without[0]) <= 1e-6
+    for name, grad in without[1].items():
+        assert np.abs(with_it[1][name] - grad).max() <= 1e-5 * np.abs(grad).max(), name
+
+
+def test_padding_changes_nothing():
+    """The same sentences cut at 7 and at 12 steps: only padding is added."""
+    config = Config(20, 21, dropout=0.0, **SMALL)
+    short, batch = Transformer(config), random_batch(config, 9)
+    long = Transformer(Config(**config.asdict() | {'num_steps': 12}))
+    loss, grads = gradients(short, batch)
+    longer, its_grads = gradients(long, tuple(np.concatenate([ids, np.zeros((5, 9), np.int32)]) for ids in batch))
+    assert abs(loss - longer) <= 1e-6
+    for name, grad in grads.items():
+        assert np.abs(its_grads[name] - grad).max() <= 1e-5 * np.abs(grad).max(), name
+
+
+def test_no_word_sees_a_later_one():
+    config = Config(20, 21, dropout=0.0, **SMALL)
+    model, (source, target, _) = Transformer(config), random_batch(config, 5)
+    memory = model.encoder.forward(source, None)[0]
+    h = model.decoder.forward(target, memory, None)[0]
+    for t in range(1, config.num_steps):
+        other = target.copy()
+        other[t:] = (other[t:] + 1) % 21
+        moved = model.decoder.forward(other, memory, None)[0]
+        assert (moved[:t] == h[:t]).all() and (np.abs(moved[t] - h[t]).max(-1) > 1e-4).all()
+
+
+# ---- decoding ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_decoding_with_cached_keys_and_values_equals_a_full_forward_pass_at_each_step(pre_norm):
+    _, vocabularies, pairs = small_corpus(200)
+    model, B = Transformer(Config(*map(len, vocabularies), d_model=32, layers=3, pre_norm=pre_norm), seed=1), 40
+    train_steps(model, pairs, 60, lr=0.003)             # untrained, it would say one word all the time
+    source, _, _ = pairs.batch(np.arange(0, 200, 5))
+    lengths = (source != PAD).sum(0).astype(np.int32)
+    memory = model.encoder.forward(source, lengths)[0]
+    said, done = np.full((1, B), BOS, np.int32), np.zeros(B, bool)
+    state = model.start(source)
+    while len(said) <= 9 and not done.all():
+        h = model.decoder.forward(said, memory, lengths)[0][-1].copy()          # all words anew
+        cached, state = model.next(said[-1], state)                             # the last one only
+        assert np.abs(cached - h).max() <= 2e-5 * np.abs(h).max()
+        word = model.output.predict(h)
+        assert (model.output.predict(cached) == word).all()
+        said = np.concatenate([said, np.where(done, PAD, word)[None].astype(np.int32)])
+        done |= word == EOS
+    assert len(said) > 5 and len(np.unique(said)) > 5 and done.any(), 'too little was said: the check is vacuous'
+    assert (model.translate(source) == said[1:]).all()
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+def test_one_batch_is_learned_to_nearly_nothing():
+    _, vocabularies, pairs = small_corpus(32)
+    for pre_norm in (False, True):
+        model = Transformer(Config(*map(len, vocabularies), d_model=64, pre_norm=pre_norm, dropout=0.0))
+        losses = train_steps(model, pairs, 150, batch_size=32, lr=0.003)
+        assert losses[0] >= 3 and losses[-1] <= 0.05, losses[::10]
