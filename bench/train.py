@@ -25,7 +25,7 @@ PROGRAM = 'bench.train'
 NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
 ROOT = Path(__file__).resolve().parents[1]
 # program -> turns of a contest, training steps in a turn: a turn must be long against waking a process
-TURNS = {'seq2seq': (60, 1), 'mnist': (60, 50)}
+TURNS = {'seq2seq': (60, 1), 'transformer': (60, 1), 'mnist': (60, 50)}
 # program -> whole runs to time, by contestant
 RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mnist'],
                   'torch-compile': ['bench.torch_mnist', '--compile']}}

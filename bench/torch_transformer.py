@@ -1,0 +1,103 @@
+"""The same transformer in PyTorch, as its users would write it: the oracle of the tests and the opponent of the benchmark.
+
+Attention is scaled_dot_product_attention; sentences are (B, T), batch first, as PyTorch likes them.
+"""
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pyops.text.vocabulary import PAD
+
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, config, dtype):
+        super().__init__()
+        D = config.d_model
+        self.heads, self.dropout = config.heads, config.dropout
+        self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False, dtype=dtype) for _ in range(4))
+
+    def forward(self, x, memory, mask=None, causal=False):
+        """mask: True where a key may be seen."""
+        q, k, v = (projection(rows).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                   for projection, rows in ((self.q, x), (self.k, memory), (self.v, memory)))
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config, is_decoder, dtype):
+        super().__init__()
+        D = config.d_model
+        self.pre_norm = config.pre_norm
+        self.self_attention = MultiHeadAttention(config, dtype)
+        self.cross_attention = MultiHeadAttention(config, dtype) if is_decoder else None
+        self.w1, self.w2 = nn.Linear(D, config.d_ff, dtype=dtype), nn.Linear(config.d_ff, D, dtype=dtype)
+        self.norms = nn.ModuleList(nn.LayerNorm(D, dtype=dtype) for _ in range(3 if is_decoder else 2))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def sublayer(self, x, norm, f):
+        return x + self.dropout(f(norm(x))) if self.pre_norm else norm(x + self.dropout(f(x)))
+
+    def forward(self, x, source_mask, memory=None):
+        if self.cross_attention is None:
+            x = self.sublayer(x, self.norms[0], lambda n: self.self_attention(n, n, source_mask))
+        else:
+            x = self.sublayer(x, self.norms[0], lambda n: self.self_attention(n, n, causal=True))
+            x = self.sublayer(x, self.norms[1], lambda n: self.cross_attention(n, memory, source_mask))
+        return self.sublayer(x, self.norms[-1], lambda n: self.w2(F.relu(self.w1(n))))
+
+
+class TorchTransformer(nn.Module):
+    def __init__(self, config, dtype=torch.float32):
+        super().__init__()
+        self.config, D = config, config.d_model
+        self.source_embedding = nn.Embedding(config.source_size, D, dtype=dtype)
+        self.target_embedding = nn.Embedding(config.target_size, D, dtype=dtype)
+        self.encoder = nn.ModuleList(Block(config, False, dtype) for _ in range(config.layers))
+        self.decoder = nn.ModuleList(Block(config, True, dtype) for _ in range(config.layers))
+        self.encoder_norm = nn.LayerNorm(D, dtype=dtype) if config.pre_norm else nn.Identity()
+        self.decoder_norm = nn.LayerNorm(D, dtype=dtype) if config.pre_norm else nn.Identity()
+        self.output = nn.Linear(D, config.target_size, dtype=dtype)
+        self.dropout = nn.Dropout(config.dropout)
+        angles = torch.arange(config.num_steps)[:, None] / 10000 ** (torch.arange(0, D, 2, dtype=torch.float64) / D)
+        self.register_buffer('positions', torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :D].to(dtype))
+
+    def embed(self, embedding, ids):
+        return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[:ids.shape[1]])
+
+    def forward(self, source, target, labels):
+        """source, target, labels (T, B) int64 -> mean loss over the labels that are not padding."""
+        source, target, labels = source.T, target.T, labels.T
+        source_mask = (source != PAD)[:, None, None, :]
+        memory = self.embed(self.source_embedding, source)
+        for block in self.encoder:
+            memory = block(memory, source_mask)
+        memory = self.encoder_norm(memory)
+        x = self.embed(self.target_embedding, target)
+        for block in self.decoder:
+            x = block(x, source_mask, memory)
+        logits = self.output(self.decoder_norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.config.smoothing)
+
+    def named(self):
+        """Our parameter name -> this module's parameter."""
+        places = {'encoder.embedding.weight': self.source_embedding.weight,
+                  'decoder.embedding.weight': self.target_embedding.weight,
+                  'output.weight': self.output.weight, 'output.bias': self.output.bias}
+        for side, blocks in (('encoder', self.encoder), ('decoder', self.decoder)):
+            for layer, block in enumerate(blocks):
+                names = ['self_attention'] + ['cross_attention'] * (side == 'decoder')
+                for name in names:
+                    for projection in ('q', 'k', 'v', 'out'):
+                        places[f'{side}.{layer}.{name}.{projection}.weight'] = getattr(getattr(block, name), projection).weight
+                for name, linear in (('1', block.w1), ('2', block.w2)):
+                    places[f'{side}.{layer}.feed_forward.w{name}'] = linear.weight
+                    places[f'{side}.{layer}.feed_forward.b{name}'] = linear.bias
+                for name, norm in zip([*names, 'feed_forward'], block.norms, strict=True):
+                    places |= {f'{side}.{layer}.{name}.norm.{part}': getattr(norm, part) for part in ('weight', 'bias')}
+            if self.config.pre_norm:
+                norm = getattr(self, f'{side}_norm')
+                places |= {f'{side}.norm.{part}': getattr(norm, part) for part in ('weight', 'bias')}
+        return places
