@@ -27,7 +27,7 @@ import numpy as np
 from pyops import backend
 from pyops.backend import library
 
-_GRADIENT = re.compile(r'\.d(x|h0|context|weight|bias|q|k|v)1?$')     # what ops call the gradients they make
+_GRADIENT = re.compile(r'\.d[a-z]+[01]?$')     # what ops call the gradients they make
 
 
 _recording = []     # the plan that records now, if any

@@ -1,12 +1,18 @@
 """The whole model: against PyTorch with the same weights and masks, its masks, its decoding, on stored losses, resumed."""
+import json
 import math
 
 import numpy as np
 import pytest
 import references as ref
-from translation import assert_same_gradients, random_batch, small_corpus, train_steps
+from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
+from pyops import backend, plan
+from pyops.errors import UserError
+from pyops.optim import Adam
+from pyops.text import embedded
 from pyops.text.vocabulary import BOS, EOS, PAD
+from transformer import train, translate
 from transformer.model import Config, Transformer, parameter_specs
 
 SMALL = dict(d_model=24, d_ff=20, heads=3, num_steps=7)
@@ -209,3 +215,113 @@ def test_one_batch_is_learned_to_nearly_nothing():
         model = Transformer(Config(*map(len, vocabularies), d_model=64, pre_norm=pre_norm, dropout=0.0))
         losses = train_steps(model, pairs, 150, batch_size=32, lr=0.003)
         assert losses[0] >= 3 and losses[-1] <= 0.05, losses[::10]
+
+
+# Noted when every gradient agreed with PyTorch's (above); any change of arithmetic beyond rounding moves them.
+STORED_LOSSES = [5.50277, 5.25942, 5.06186, 4.89867, 4.76873, 4.60829, 4.43795, 4.33740, 4.20664, 4.07026]
+
+
+def test_ten_training_losses_are_the_stored_ones():
+    _, vocabularies, pairs = small_corpus()
+    model = Transformer(Config(*map(len, vocabularies), d_model=48), seed=1)
+    losses = train_steps(model, pairs, 10)
+    assert np.abs(np.array(losses) - STORED_LOSSES).max() <= 1e-3, losses
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_a_replayed_step_equals_an_eager_one_bit_for_bit(pre_norm):
+    _, vocabularies, pairs = small_corpus(100)
+    config = Config(*map(len, vocabularies), d_model=32, pre_norm=pre_norm, smoothing=0.1)
+    models = [Transformer(config), Transformer(config)]
+    optimizers = [Adam(model.params, 0.003) for model in models]
+
+    def make_step(model, optimizer):
+        def step(rows):
+            model.params.zero_grads()
+            loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+            plan.boundary()
+            model.backward(ctx)
+            optimizer.step()
+            return loss
+        return step
+    eager, recorded = (make_step(*pair) for pair in zip(models, optimizers, strict=True))
+    planned = plan.Steps(recorded, models[1].params, **pairs.arrays(), **models[1].arrays(), **optimizers[1].arrays())
+    rng = np.random.default_rng(0)
+    for size in (32, 17, 32, 17, 32):
+        rows = rng.integers(0, 100, size)
+        assert eager(rows)[0] == planned(rows)[0]
+    assert models[0].params.values.tobytes() == models[1].params.values.tobytes()
+
+
+# ---- the program: resumed runs, threads, what it refuses --------------------------------------------------
+
+TINY = ['-f', 'embedded', '-t', '1', '--d-model', '16', '--d-ff', '8', '-b', '100']
+
+
+@pytest.mark.parametrize('more', [[], ['--preset', 'base', '--layers', '1', '--num-steps', '12', '--warmup', '7']])
+def test_two_epochs_resumed_for_two_more_equal_four(tmp_path, capsys, more):
+    train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *TINY, *more])
+    train.main(['-e', '2', '-c', str(tmp_path / 'parts'), *TINY, *more])
+    train.main(['-e', '4', '-c', str(tmp_path / 'parts'), '-f', 'embedded'])            # the rest the checkpoint knows
+    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
+    story = [json.loads(line) for line in (tmp_path / 'parts' / 'metrics.jsonl').read_text().splitlines()]
+    assert [line['epoch'] for line in story] == [1, 2, 3, 4] and story[-1]['loss'] < story[0]['loss']
+
+
+def test_the_number_of_threads_and_the_plan_change_no_bit(tmp_path):
+    before = backend.threads()
+    try:
+        for threads in ('1', '3'):
+            train.main(['-e', '2', '-c', str(tmp_path / threads), '--threads', threads, *TINY])
+        train.main(['-e', '2', '-c', str(tmp_path / 'eager'), '--no-plan', *TINY])
+    finally:
+        backend.set_threads(before)
+    for other in ('3', 'eager'):
+        assert_same_training(newest(tmp_path / '1'), newest(tmp_path / other))
+
+
+def test_what_was_learned_is_translated(tmp_path, capsys):
+    corpus = tmp_path / 'pairs.txt'
+    corpus.write_text(''.join('\t'.join(pair) + '\n' for pair in embedded.pairs()[:128]))
+    flags = ['-f', str(corpus), '-c', str(tmp_path / 'ckpt'), '--min-count', '1']
+    train.main(['-e', '60', '-b', '32', '-d', '0', '--d-model', '64', '-l', '0.003', *flags])
+    lines = corpus.read_text().splitlines()
+    translate.main(['-c', str(tmp_path / 'ckpt'), *(line.split('\t')[0] for line in lines)])
+    answers = [line for line in capsys.readouterr().out.splitlines() if ' -> ' in line]
+    known = embedded.Corpus.load(corpus)
+    right = np.mean([f'{source} -> {target}' == answer
+                     for source, target, answer in zip(known.sources, known.targets, answers, strict=True)])
+    assert right >= 0.9, right
+
+
+@pytest.mark.parametrize('arguments,want', [
+    ('--heads 3', '--heads 3: want a divisor of --d-model 256, since heads share it evenly'),
+    ('--num-steps 11 --positions 10', '--num-steps 11: want at most --positions 10; give shorter sentences or more positions'),
+    ('--pairs 50', 'embedded: has 45 pairs to train on, and a batch is 128; give a smaller -b')])
+def test_sizes_that_do_not_go_together_are_refused(tmp_path, monkeypatch, arguments, want):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        train.main(['-f', 'embedded', *arguments.split()])
+    assert str(error.value) == want
+
+
+def test_a_checkpoint_of_another_corpus_is_refused(tmp_path):
+    for name, pairs in (('one', embedded.pairs()[:150]), ('other', embedded.pairs()[5000:5150])):
+        (tmp_path / f'{name}.txt').write_text(''.join('\t'.join(pair) + '\n' for pair in pairs))
+    flags = ['-c', str(tmp_path / 'ckpt'), '--d-model', '16', '-b', '50']
+    train.main(['-e', '1', '-f', str(tmp_path / 'one.txt'), *flags])
+    with pytest.raises(UserError, match=r'its source vocabulary has \d+ words, that of the corpus \d+ other ones; give the '
+                                        r'corpus it was trained on, .*one\.txt, with -f, or another folder with -c'):
+        train.main(['-e', '2', '-f', str(tmp_path / 'other.txt'), *flags])
+
+
+def test_pairs_and_vocabularies_can_be_chosen_apart(tmp_path):
+    """--pairs cuts the corpus after its words were counted, --tiny before; --min-count says how often a word must occur."""
+    sizes, tiny = {}, ['-t', '1']
+    for name, flags in dict(all=[], pairs=['--pairs', '512'], tiny=tiny, rare=[*tiny, '--min-count', '1']).items():
+        train.main(['-e', '1', '-f', 'embedded', '-c', str(tmp_path / name), '--d-model', '8', '--heads', '1', '--layers', '1',
+                    '-b', '256', *flags])
+        state = newest(tmp_path / name)[1]
+        sizes[name] = len(state['vocabularies']['source']), state['settings']['pairs'], state['settings']['min_count']
+    assert sizes['all'][0] == sizes['pairs'][0] > sizes['rare'][0] > sizes['tiny'][0]
+    assert [size[1:] for size in sizes.values()] == [(0, 3), (512, 3), (0, 3), (0, 1)]

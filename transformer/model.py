@@ -51,11 +51,10 @@ class Config:
             if getattr(self, name) < 1:
                 raise UserError(f'{name}: want a whole number above 0, got {getattr(self, name)}')
         if self.d_model % self.heads:
-            raise UserError(f'heads: want a divisor of d_model {self.d_model}, got {self.heads}; '
-                            'each head takes an equal share of its columns')
+            raise UserError(f'--heads {self.heads}: want a divisor of --d-model {self.d_model}, since heads share it evenly')
         if self.num_steps > self.positions:
-            raise UserError(f'num_steps: want at most the {self.positions} positions, got {self.num_steps}; '
-                            'give fewer --num-steps, or more --positions')
+            raise UserError(f'--num-steps {self.num_steps}: want at most --positions {self.positions}; '
+                            'give shorter sentences or more positions')
 
     asdict = asdict
 

@@ -58,8 +58,8 @@ class Corpus:
         return f'Corpus({self.name!r}, {len(self)} pairs)'
 
     def first(self, n):
-        """Return the corpus of the first `n` pairs, or of all if there are fewer.  UserError if n < 1."""
-        if n < 1:
+        """Return the corpus of the first `n` pairs, or of all if there are fewer or n is None.  UserError if n < 1."""
+        if n is not None and n < 1:
             raise UserError(f'{self.name}: want the first 1 pair or more, got {n}; give a larger number')
         return Corpus(self.name, self.sources[:n], self.targets[:n])
 

@@ -50,7 +50,7 @@ class Program:
     dropped = ''                # what -d drops, for --help
     # What a flag means that was not given, or that the program does not have; a resumed run takes the checkpoint's
     # values first.
-    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, num_steps=9, warmup=0)
+    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, warmup=0)
     PRESETS = {}                # --preset NAME: values in place of those in DEFAULTS; the first where it is not given
     GROWING = ()                # the settings that a model's memory grows with
     drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
@@ -107,6 +107,9 @@ class Program:
         self.add_setting(p, '-d', '--dropout', type=fraction, metavar='P', help=self.dropped)
         p.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
                        help='1: only the first 512 pairs, for a trial')
+        p.add_argument('--pairs', type=positive_int, metavar='N',
+                       help='train on the first N pairs only, with the vocabularies of all (default all)')
+        self.add_setting(p, '--min-count', type=positive_int, help='words that occur less often are unknown')
         p.add_argument('--hold-out', type=fraction, metavar='F',
                        help='share of the sentences kept out for validation and test '
                             f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
@@ -148,7 +151,7 @@ class Program:
         for name, default in defaults.items():
             given = getattr(args, name, None)
             settings[name] = kept.get(name, default) if given is None else given
-            if name in (*sizes, 'seed', 'tiny') and name in kept and settings[name] != kept[name]:
+            if name in (*sizes, 'seed', 'tiny', 'pairs', 'min_count') and name in kept and settings[name] != kept[name]:
                 refuse(name, settings[name])
             if name in sizes and is_another and given is None and settings[name] != default:
                 refuse('preset', preset)
@@ -210,8 +213,8 @@ def train(program, args, found):
     say(line)
     if settings['hold_out'] is None:
         settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
-    vocabularies = corpus.vocabularies()
-    training, validation, test = hold_out(corpus, settings['hold_out'])
+    vocabularies = corpus.vocabularies(settings['min_count'])
+    training, validation, test = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
     pairs = Pairs.encode(training, *vocabularies, settings['num_steps'])
     held_out = Pairs.encode(validation, *vocabularies, settings['num_steps'])
     if program.drop_last and len(pairs) < settings['batch_size']:

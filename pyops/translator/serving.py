@@ -71,9 +71,9 @@ def test(program, args):
     if not fraction:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
     corpus, _ = open_corpus(args.corpus, args.data_dir, state['settings'].get('tiny'))
-    training, _, held_out = hold_out(corpus, fraction)
+    training, _, held_out = hold_out(corpus.first(state['settings'].get('pairs') or None), fraction)
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
-    check_vocabularies(args.checkpoint, state, corpus.vocabularies(),
+    check_vocabularies(args.checkpoint, state, corpus.vocabularies(state['settings'].get('min_count', 3)),
                        Pairs.encode(training, *vocabularies, translator.num_steps))
     score(translator, held_out, args.test)
 
