@@ -14,7 +14,8 @@ PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
-EVERY_PROGRAM = 'look-into-a-step'          # the section of README.md with the flags that all programs share
+# sections of README.md with the flags that several programs share
+SHARED_FLAGS = 'Look into a step', 'Flags of both translators'
 
 
 def name_of(page):
@@ -107,17 +108,17 @@ def flag_rows(text):
     return {flag: last for first, *_, last in rows for flag in re.findall(r'(?<![\w-])--?[a-z][a-z-]*', first)}
 
 
-@pytest.mark.parametrize('program', ['mnist.train', 'seq2seq.train', 'seq2seq.translate'])
+@pytest.mark.parametrize('program', ['mnist.train', 'seq2seq.train', 'transformer.train', 'seq2seq.translate'])
 def test_flag_tables_are_those_of_the_programs(program, monkeypatch):
     monkeypatch.setattr(training.ArgumentParser, 'parse_args', lambda self, argv: self)
     parser = importlib.import_module(program).parse([])
     readme = PAGES[0].read_text()
     heading, own = re.search(rf'^Flags of `python -m {re.escape(program)}`(.*?):\n\n(.*)', readme, re.M | re.S).groups()
     rows = flag_rows(own)
-    if EVERY_PROGRAM in heading:
-        shared = flag_rows(readme[readme.index('\n## Look into a step\n'):])
-        assert set(shared) == {'--plan', '--no-plan', '--profile', '--dot'} and not set(shared) & set(rows)
-        rows |= dict.fromkeys(shared, '')
+    for title in (title for title in SHARED_FLAGS if f'(#{title.lower().replace(" ", "-")})' in heading):
+        shared = flag_rows(readme[readme.index(f'# {title}\n'):])
+        assert len(shared) >= 4 and not set(shared) & set(rows)
+        rows |= shared
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     assert set(rows) == set(actions) - {'-h', '--help'}
     for flag, cell in rows.items():             # a default that is a number
