@@ -69,7 +69,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 
 # The op table once for each instruction set, then everything.  The AVX-512 tiles are written in the compiler's vector
 # types, so a CPU without AVX-512 runs the very same code, compiled for AVX2 ("lowered").
-TABLE := tests/test_ops.py tests/test_kernels.py
+TABLE := tests/test_ops.py tests/test_kernels.py tests/test_strided.py
 LOWERED := build/lowered/libpyops.so
 test: cpu .venv/ready ## run the tests
 	.venv/bin/python -m ruff check
@@ -82,7 +82,7 @@ test: cpu .venv/ready ## run the tests
 asan: .venv/ready ## the op table under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
-	    .venv/bin/python -m pytest -q -p no:cacheprovider tests/test_ops.py tests/test_kernels.py -k 'not torch'
+	    .venv/bin/python -m pytest -q -p no:cacheprovider $(TABLE) -k 'not torch'
 
 bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
 	.venv/bin/python -m bench.train seq2seq --vs torch

@@ -140,3 +140,51 @@ pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *b
     return pyops_product_threaded(c, ldc, (pyops_view){a, a_row, a_col}, (pyops_view){b, b_row, b_col}, bias,
                                   M, N, K, (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0));
 }
+
+pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
+                                int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                                int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
+                                int32_t accumulate, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(ndim >= 0 && ndim <= 8, "gemm_batched: ndim=%lld, want 0 to 8", LL(ndim));
+    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm_batched: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
+    PYOPS_REQUIRE(ldc >= N, "gemm_batched: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
+    int64_t products = 1, n = ndim;
+    for (int64_t d = 0; d < ndim; d++) {
+        PYOPS_REQUIRE(shape[d] >= 0, "gemm_batched: shape[%lld]=%lld", LL(d), LL(shape[d]));
+        products *= shape[d];
+    }
+    if (!products) return PYOPS_OK;
+    const int64_t *c_step = strides, *a_step = strides + ndim, *b_step = strides + 2 * ndim;
+    /* matrices that lie end to end and meet the same b are one taller matrix */
+    for (; n > 0; n--) {
+        const int64_t d = n - 1;
+        if (shape[d] == 1) continue;
+        if (b_step[d] || a_step[d] != M * a_row || c_step[d] != M * ldc) break;
+        M *= shape[d], products /= shape[d];
+    }
+    const int flags = accumulate ? PYOPS_ADD : 0;
+    const pyops_kernels *k = pyops_active();
+    const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;      /* threads share each product, or the batch */
+    const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : omp_get_max_threads();
+    pyops_status status = PYOPS_OK;
+    #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
+    for (int64_t i = 0; i < products; i++) {
+        float *c_i = c, *scratch;
+        pyops_view a_i = {a, a_row, a_col}, b_i = {b, b_row, b_col};
+        for (int64_t d = n - 1, rest = i; d >= 0; rest /= shape[d--]) {
+            const int64_t at = rest % shape[d];
+            c_i += at * c_step[d], a_i.p += at * a_step[d], b_i.p += at * b_step[d];
+        }
+        if (whole) {
+            if (!status) status = pyops_product_threaded(c_i, ldc, a_i, b_i, NULL, M, N, K, flags);
+        } else if ((scratch = pyops_scratch(pyops_product_scratch(k)))) {
+            pyops_product(k, c_i, ldc, a_i, b_i, NULL, M, N, K, flags, scratch);
+        } else {
+            #pragma omp atomic write
+            status = PYOPS_NO_MEMORY;
+        }
+    }
+    if (status) return pyops_fail(status, "gemm_batched: no memory for %zu packed floats a thread", pyops_product_scratch(k));
+    return PYOPS_OK;
+}

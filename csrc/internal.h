@@ -59,7 +59,17 @@
     ROW(void,   softmax_online, (float *x, float *lse, float *before, const float *keep, const int32_t *n, \
                                  int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep, int add)) \
     ROW(void,   softmax_back, (float *x, float *dx, const float *lse, const float *dsum, const float *keep, \
-                               const int32_t *n, int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep))
+                               const int32_t *n, int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep)) \
+    ROW(void,   strided_unary,        (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_binary,       (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_binary_int32, (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_from_int32,   (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_to_int32,     (void *const *p, const int64_t *step, int64_t n, int op)) \
+    ROW(void,   strided_reduce,       (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
+                                       int op)) \
+    ROW(void,   strided_reduce_int32, (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
+                                       int op))
 
 /* What a product does with c beside overwriting it. */
 enum {
@@ -110,6 +120,17 @@ enum { PYOPS_LANES = 16 };
 
 /* Outputs of a linear layer on pixels come in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
+
+/* The operations on strided arrays that get vectorised loops of their own: all but the power. */
+#define PYOPS_UNARY_OPS(OP) OP(PYOPS_OP_COPY) OP(PYOPS_OP_NEGATE) OP(PYOPS_OP_ABS) OP(PYOPS_OP_SQRT) OP(PYOPS_OP_EXP) \
+    OP(PYOPS_OP_LOG) OP(PYOPS_OP_TANH) OP(PYOPS_OP_SIGMOID)
+#define PYOPS_BINARY_OPS(OP) OP(PYOPS_OP_ADD) OP(PYOPS_OP_SUBTRACT) OP(PYOPS_OP_MULTIPLY) OP(PYOPS_OP_DIVIDE) \
+    OP(PYOPS_OP_MAXIMUM) OP(PYOPS_OP_MINIMUM) OP(PYOPS_OP_EQUAL) OP(PYOPS_OP_NOT_EQUAL) \
+    OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL)
+#define PYOPS_REDUCE_OPS(OP) OP(PYOPS_OP_SUM) OP(PYOPS_OP_MAX) OP(PYOPS_OP_MIN)
+
+/* A reduction takes at most this many columns at a time. */
+enum { PYOPS_REDUCE_COLUMNS = 1024 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------
  * A packed A holds, for each block of KC columns, panels of MR rows; a packed B, for each block of KC rows,

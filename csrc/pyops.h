@@ -69,6 +69,13 @@ PYOPS_API pyops_status pyops_gemm(
     int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, int32_t relu, void *stream);
+/* A product for each place in a batch, whose axes are as in the strided arrays below: shape (ndim), strides (3,ndim) in
+ * floats, of c, a and b; a stride of 0 takes one matrix for all.  Every product has the bits of pyops_gemm's. */
+PYOPS_API pyops_status pyops_gemm_batched(
+    float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
+    int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
+    int32_t accumulate, void *stream);
 
 /* ---- small ones ----------------------------------------------------------------
  * fill         y[i] = value
@@ -88,6 +95,62 @@ PYOPS_API pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, i
 PYOPS_API pyops_status pyops_increment(int64_t *counter, void *stream);
 PYOPS_API pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream);
+
+/* ---- strided arrays: element by element, copies, reductions -----------------------------------------
+ * A view of memory is a pointer to its first element, a shape and a stride for each axis, in elements.
+ * shape (ndim) and strides (operands, ndim) int64 lie in host memory: one shape for all operands, then the strides of y,
+ * those of the first input, and so on.  A stride may be negative, and 0 where an operand is broadcast.  0 <= ndim <= 8.
+ * Axes are joined and reordered inside; only the memory of the elements is touched.
+ * y may be an input of the same strides, and overlaps nothing else.
+ *
+ * unary        y[i] = op(x[i]);   the copy is one of them.   int32: copy, negate, abs
+ * binary       y[i] = op(a[i], b[i]);   comparisons give 1 or 0.   int32: all but divide; modulo 2^32
+ * scalar       y[i] = op(x[i], value), or op(value, x[i]) where reflected is 1
+ * fill         y[i] = value
+ * from_int32   y[i] = (float)x[i];    to_int32: towards 0, INT32_MIN where there is no such int32
+ * reduce       y[i] = op over all x[i,j]:  j are the axes along which y has stride 0 (and more than one element)
+ *              sum in float lanes of few terms, these in double;  int32: modulo 2^32.   max, min: NaN where there is one
+ * IEEE 754 throughout: infinities, NaN, signed zeros and denormal numbers come out as in C.
+ */
+typedef enum {
+    PYOPS_OP_COPY = 0, PYOPS_OP_NEGATE, PYOPS_OP_ABS, PYOPS_OP_SQRT, PYOPS_OP_EXP, PYOPS_OP_LOG, PYOPS_OP_TANH,
+    PYOPS_OP_SIGMOID
+} pyops_unary_op;
+typedef enum {
+    PYOPS_OP_ADD = 0, PYOPS_OP_SUBTRACT, PYOPS_OP_MULTIPLY, PYOPS_OP_DIVIDE, PYOPS_OP_POWER, PYOPS_OP_MAXIMUM,
+    PYOPS_OP_MINIMUM, PYOPS_OP_EQUAL, PYOPS_OP_NOT_EQUAL, PYOPS_OP_LESS, PYOPS_OP_LESS_EQUAL, PYOPS_OP_GREATER,
+    PYOPS_OP_GREATER_EQUAL
+} pyops_binary_op;
+typedef enum { PYOPS_OP_SUM = 0, PYOPS_OP_MAX, PYOPS_OP_MIN } pyops_reduce_op;
+
+PYOPS_API pyops_status pyops_strided_unary(
+    float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_unary_int32(
+    int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_binary(
+    float *y, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_binary_int32(
+    int32_t *y, const int32_t *a, const int32_t *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_scalar(
+    float *y, const float *x, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int32_t op, int32_t reflected, float value, void *stream);
+PYOPS_API pyops_status pyops_strided_scalar_int32(
+    int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int32_t op, int32_t reflected, int32_t value, void *stream);
+PYOPS_API pyops_status pyops_strided_fill(
+    float *y, const int64_t *shape, const int64_t *strides, int64_t ndim, float value, void *stream);
+PYOPS_API pyops_status pyops_strided_fill_int32(
+    int32_t *y, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t value, void *stream);
+PYOPS_API pyops_status pyops_strided_from_int32(
+    float *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_to_int32(
+    int32_t *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_reduce(
+    float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_reduce_int32(
+    int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
 
 /* ---- batches: rows of a data set that stays where it is -------------------------------------------
  * gather_pixels     y[b,:] = scale * table[rows[b],:]                  table (N,C) uint8, y (B,C)

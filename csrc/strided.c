@@ -1,0 +1,445 @@
+/* strided.c - element-wise operations, copies and reductions on arrays with any strides.
+ *
+ * A call's axes are first put into a plain form: axes of size 1 go, the others are ordered by stride, and those that
+ * memory does not tell apart become one.  A contiguous array of any shape ends as a single axis.  What is left is cut
+ * into units, which threads share; a unit is one row for the loops in kernels/strided_rows.inc, or a tile where an
+ * operand lies across the result.  Elements and int32 are of the same size, so all but these loops knows no type.
+ */
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+enum { AXES = 8, OPERANDS = 3, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
+typedef char element[4];                /* float or int32: only rows look inside */
+_Static_assert(sizeof(float) == sizeof(element) && sizeof(int32_t) == sizeof(element), "elements of one size");
+
+typedef struct {
+    int n;                              /* axes, the last one innermost; at least one */
+    int64_t size[AXES], stride[OPERANDS][AXES];
+} space;
+
+static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
+
+/* Whether axis a belongs outside axis b, by the strides of operand `by`; what is broadcast goes outermost. */
+static int outside(const space *s, int by, int a, int b) {
+    const int64_t at_a = distance(s->stride[by][a]), at_b = distance(s->stride[by][b]);
+    return !at_a ? at_b != 0 : at_b && at_a > at_b;
+}
+
+static void swap_axes(space *s, int operands, int a, int b) {
+    const int64_t size = s->size[a];
+    s->size[a] = s->size[b], s->size[b] = size;
+    for (int o = 0; o < operands; o++) {
+        const int64_t stride = s->stride[o][a];
+        s->stride[o][a] = s->stride[o][b], s->stride[o][b] = stride;
+    }
+}
+
+/* The plain form of the axes, ordered by the strides of operand `by`. */
+static space simplify(const int64_t *shape, const int64_t *strides, int64_t ndim, int operands, int by) {
+    space s = {0};
+    for (int64_t d = 0; d < ndim; d++) {
+        if (shape[d] == 1) continue;
+        s.size[s.n] = shape[d];
+        for (int o = 0; o < operands; o++) s.stride[o][s.n] = strides[o * ndim + d];
+        for (int a = s.n++; a > 0 && outside(&s, by, a, a - 1); a--) swap_axes(&s, operands, a, a - 1);
+    }
+    int last = 0;                       /* join axis d to the last one that stays where one step of that is a walk over d */
+    for (int d = 1; d < s.n; d++) {
+        int joins = 1;
+        for (int o = 0; o < operands; o++) joins &= s.stride[o][last] == s.stride[o][d] * s.size[d];
+        s.size[joins ? last : last + 1] = joins ? s.size[last] * s.size[d] : s.size[d];
+        last += !joins;
+        for (int o = 0; o < operands; o++) s.stride[o][last] = s.stride[o][d];
+    }
+    if (!s.n) {                         /* one element */
+        s.size[0] = 1;
+        for (int o = 0; o < operands; o++) s.stride[o][0] = 1;
+    }
+    s.n = last + 1;
+    return s;
+}
+
+static int64_t elements(const space *s) {
+    int64_t product = 1;
+    for (int d = 0; d < s->n; d++) product *= s->size[d];
+    return product;
+}
+
+static pyops_status check(const char *who, const int64_t *shape, int64_t ndim) {
+    PYOPS_REQUIRE(ndim >= 0 && ndim <= AXES, "%s: ndim=%lld, want 0 to %d", who, LL(ndim), AXES);
+    for (int64_t d = 0; d < ndim; d++)
+        PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld", who, LL(d), LL(shape[d]));
+    return PYOPS_OK;
+}
+
+/* ---- element by element ---- */
+typedef void row_function(void *const *p, const int64_t *step, int64_t n, int op);
+
+/* The axis along which an input lies while y lies along the last one: -1 where no input is transposed. */
+static int transposed_axis(const space *s, int operands) {
+    int best = -1;
+    int64_t nearest = INT64_MAX;
+    for (int o = 1; o < operands; o++)
+        for (int d = 0; d < s->n - 1; d++) {
+            const int64_t along = distance(s->stride[o][d]);
+            if (along && along < distance(s->stride[o][s->n - 1]) && along < nearest) best = d, nearest = along;
+        }
+    return best;
+}
+
+/* Elements y[r,c] of a tile.  An input that lies along r is read in that order, into a buffer in the order of y: a whole
+ * line of cache is used while it is there. */
+static void tile(row_function *row, int op, int operands, void *const *base, const int64_t *row_step, const int64_t *step,
+                 int64_t rows, int64_t columns) {
+    uint32_t buffer[OPERANDS - 1][TILE_ROWS * TILE_COLUMNS];
+    element *p[OPERANDS];
+    int64_t down[OPERANDS], along[OPERANDS];
+    for (int o = 0; o < operands; o++) {
+        p[o] = base[o], down[o] = row_step[o], along[o] = step[o];
+        if (!o || !row_step[o] || distance(row_step[o]) >= distance(step[o])) continue;
+        element *to = (element *)buffer[o - 1];
+        for (int64_t c = 0; c < columns; c++)
+            for (int64_t r = 0; r < rows; r++)
+                memcpy(to + r * TILE_COLUMNS + c, p[o] + r * row_step[o] + c * step[o], sizeof(element));
+        p[o] = to, down[o] = TILE_COLUMNS, along[o] = 1;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        void *at[OPERANDS];
+        for (int o = 0; o < operands; o++) at[o] = p[o] + r * down[o];
+        row(at, along, columns, op);
+    }
+}
+
+/* base: y and the inputs.  Shared among threads where there are more than `share` elements. */
+static void elementwise(row_function *row, int op, int operands, void *const *base, const int64_t *shape,
+                        const int64_t *strides, int64_t ndim, int64_t share) {
+    const space s = simplify(shape, strides, ndim, operands, 0);
+    const int64_t n = elements(&s);
+    if (!n) return;
+    const int inner = s.n - 1, across = transposed_axis(&s, operands);
+    int64_t part[AXES], parts[AXES], units = 1;         /* elements of an axis in a unit, and units along the axis */
+    for (int d = 0; d < s.n; d++) {
+        part[d] = d == across ? TILE_ROWS : d < inner ? 1 : across < 0 ? CHUNK : TILE_COLUMNS;
+        parts[d] = (s.size[d] + part[d] - 1) / part[d];
+        units *= parts[d];
+    }
+    const int64_t threads = n > share ? pyops_min(omp_get_max_threads(), units) : 1;
+    #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
+    for (int64_t t = 0; t < threads; t++) {
+        int64_t at[AXES], step[OPERANDS], down[OPERANDS] = {0}, rest = units * t / threads;
+        const int64_t count = units * (t + 1) / threads - rest;
+        element *p[OPERANDS];
+        for (int o = 0; o < operands; o++) {
+            p[o] = base[o], step[o] = s.stride[o][inner];
+            if (across >= 0) down[o] = s.stride[o][across];
+        }
+        for (int d = inner; d >= 0; d--) {
+            at[d] = rest % parts[d], rest /= parts[d];
+            for (int o = 0; o < operands; o++) p[o] += at[d] * part[d] * s.stride[o][d];
+        }
+        for (int64_t u = 0; u < count; u++) {
+            const int64_t columns = pyops_min(part[inner], s.size[inner] - at[inner] * part[inner]);
+            void *q[OPERANDS];
+            for (int o = 0; o < operands; o++) q[o] = p[o];
+            if (across < 0) row(q, step, columns, op);
+            else tile(row, op, operands, q, down, step,
+                      pyops_min(TILE_ROWS, s.size[across] - at[across] * TILE_ROWS), columns);
+            for (int d = inner; d >= 0; d--) {          /* on to the next unit */
+                for (int o = 0; o < operands; o++) p[o] += part[d] * s.stride[o][d];
+                if (++at[d] < parts[d]) break;
+                for (int o = 0; o < operands; o++) p[o] -= parts[d] * part[d] * s.stride[o][d];
+                at[d] = 0;
+            }
+        }
+    }
+}
+
+static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS; }
+
+static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x,
+                          const int64_t *shape, const int64_t *strides, int64_t ndim) {
+    PYOPS_REQUIRE(op >= PYOPS_OP_COPY && op <= PYOPS_OP_SIGMOID, "%s: op=%d, no such operation", who, op);
+    const pyops_status status = check(who, shape, ndim);
+    if (!status) elementwise(row, op, 2, (void *[]){y, (void *)x}, shape, strides, ndim, share(op));
+    return status;
+}
+
+static pyops_status binary(const char *who, row_function *row, int op, void *y, const void *a, const void *b,
+                           const int64_t *shape, const int64_t *strides, int64_t ndim) {
+    PYOPS_REQUIRE(op >= PYOPS_OP_ADD && op <= PYOPS_OP_GREATER_EQUAL, "%s: op=%d, no such operation", who, op);
+    const pyops_status status = check(who, shape, ndim);
+    if (!status) elementwise(row, op, 3, (void *[]){y, (void *)a, (void *)b}, shape, strides, ndim,
+                             op == PYOPS_OP_POWER ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS);
+    return status;
+}
+
+/* The value in the place of an input: one element, stride 0. */
+static pyops_status scalar(const char *who, row_function *row, int op, void *y, const void *x, const void *value,
+                           const int64_t *shape, const int64_t *strides, int64_t ndim, int reflected) {
+    int64_t three[OPERANDS * AXES] = {0};
+    const pyops_status status = check(who, shape, ndim);
+    if (status) return status;
+    memcpy(three, strides, (size_t)ndim * sizeof *three);
+    memcpy(three + (reflected ? 2 : 1) * ndim, strides + ndim, (size_t)ndim * sizeof *three);
+    return binary(who, row, op, y, reflected ? value : x, reflected ? x : value, shape, three, ndim);
+}
+
+pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                 int32_t op, void *stream) {
+    (void)stream;
+    return unary("strided_unary", pyops_active()->strided_unary, op, y, x, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                       int64_t ndim, int32_t op, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(op <= PYOPS_OP_ABS, "strided_unary_int32: op=%d, want copy, negate or abs", op);
+    return unary("strided_unary_int32", pyops_active()->strided_unary_int32, op, y, x, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_binary(float *y, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
+                                  int64_t ndim, int32_t op, void *stream) {
+    (void)stream;
+    return binary("strided_binary", pyops_active()->strided_binary, op, y, a, b, shape, strides, ndim);
+}
+
+static const char no_division[] = "%s: int32 has no division: want floats";
+
+pyops_status pyops_strided_binary_int32(int32_t *y, const int32_t *a, const int32_t *b, const int64_t *shape,
+                                        const int64_t *strides, int64_t ndim, int32_t op, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_binary_int32");
+    pyops_status status = check("strided_binary_int32", shape, ndim);
+    if (op == PYOPS_OP_POWER && !status) {
+        int64_t two[2 * AXES] = {0};
+        int32_t least = 0;
+        memcpy(two + ndim, strides + 2 * ndim, (size_t)ndim * sizeof *two);
+        int64_t n = 1;
+        for (int64_t d = 0; d < ndim; d++) n *= shape[d];
+        if (n) status = pyops_strided_reduce_int32(&least, b, shape, two, ndim, PYOPS_OP_MIN, stream);
+        PYOPS_REQUIRE(status || least >= 0, "strided_binary_int32: int32 to a negative power: want floats");
+    }
+    if (status) return status;
+    return binary("strided_binary_int32", pyops_active()->strided_binary_int32, op, y, a, b, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                  int32_t op, int32_t reflected, float value, void *stream) {
+    (void)stream;
+    const pyops_kernels *k = pyops_active();
+    if (op == PYOPS_OP_POWER && !reflected) {           /* the powers that need no logarithm */
+        if (value == 1.0f) return pyops_strided_unary(y, x, shape, strides, ndim, PYOPS_OP_COPY, stream);
+        if (value == 0.5f) return pyops_strided_unary(y, x, shape, strides, ndim, PYOPS_OP_SQRT, stream);
+        if (value == -1.0f) return pyops_strided_scalar(y, x, shape, strides, ndim, PYOPS_OP_DIVIDE, 1, 1.0f, stream);
+        if (value == 2.0f) {
+            int64_t three[OPERANDS * AXES];
+            const pyops_status status = check("strided_scalar", shape, ndim);
+            if (status) return status;
+            memcpy(three, strides, (size_t)(2 * ndim) * sizeof *three);
+            memcpy(three + 2 * ndim, strides + ndim, (size_t)ndim * sizeof *three);
+            return pyops_strided_binary(y, x, x, shape, three, ndim, PYOPS_OP_MULTIPLY, stream);
+        }
+    }
+    return scalar("strided_scalar", k->strided_binary, op, y, x, &value, shape, strides, ndim, reflected);
+}
+
+pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                        int64_t ndim, int32_t op, int32_t reflected, int32_t value, void *stream) {
+    PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_scalar_int32");
+    if (op == PYOPS_OP_POWER) {                         /* the exponents are looked at there */
+        int64_t three[OPERANDS * AXES] = {0};
+        const pyops_status status = check("strided_scalar_int32", shape, ndim);
+        if (status) return status;
+        memcpy(three, strides, (size_t)ndim * sizeof *three);
+        memcpy(three + (reflected ? 2 : 1) * ndim, strides + ndim, (size_t)ndim * sizeof *three);
+        return pyops_strided_binary_int32(y, reflected ? &value : x, reflected ? x : &value, shape, three, ndim, op, stream);
+    }
+    return scalar("strided_scalar_int32", pyops_active()->strided_binary_int32, op, y, x, &value, shape, strides, ndim,
+                  reflected);
+}
+
+static pyops_status fill(const char *who, row_function *row, void *y, const void *value, const int64_t *shape,
+                         const int64_t *strides, int64_t ndim) {
+    int64_t two[2 * AXES] = {0};
+    const pyops_status status = check(who, shape, ndim);
+    if (status) return status;
+    memcpy(two, strides, (size_t)ndim * sizeof *two);
+    return unary(who, row, PYOPS_OP_COPY, y, value, shape, two, ndim);
+}
+
+pyops_status pyops_strided_fill(float *y, const int64_t *shape, const int64_t *strides, int64_t ndim, float value,
+                                void *stream) {
+    (void)stream;
+    return fill("strided_fill", pyops_active()->strided_unary, y, &value, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_fill_int32(int32_t *y, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t value,
+                                      void *stream) {
+    (void)stream;
+    return fill("strided_fill_int32", pyops_active()->strided_unary_int32, y, &value, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_from_int32(float *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                      void *stream) {
+    (void)stream;
+    return unary("strided_from_int32", pyops_active()->strided_from_int32, PYOPS_OP_COPY, y, x, shape, strides, ndim);
+}
+
+pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                    void *stream) {
+    (void)stream;
+    return unary("strided_to_int32", pyops_active()->strided_to_int32, PYOPS_OP_COPY, y, x, shape, strides, ndim);
+}
+
+/* ---- reductions ----
+ * The axes of x, by its strides, are of two kinds: kept, and reduced, where y has stride 0.  Outputs are formed in blocks
+ * of columns along one kept axis; the reduced axes are the rows of a block.  Threads share the blocks.  Where they are
+ * few and their terms many, the outermost reduced axis is cut into pieces, whose sums are then added in their order: cut
+ * by the shape alone, so that the order of a sum never depends on the number of threads.
+ */
+typedef void reduce_function(void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, int op);
+typedef union { double real; int64_t integer; } wide;           /* as the rows have it: double for float, int64 for int32 */
+enum { Y, X };                                                  /* the operands */
+
+static void start(wide *sums, int64_t n, int op, int is_int) {
+    const wide first = is_int ? (wide){.integer = op == PYOPS_OP_SUM ? 0 : op == PYOPS_OP_MAX ? INT32_MIN : INT32_MAX}
+                              : (wide){.real = op == PYOPS_OP_SUM ? 0.0 : op == PYOPS_OP_MAX ? -INFINITY : INFINITY};
+    for (int64_t i = 0; i < n; i++) sums[i] = first;
+}
+
+static void merge(wide *sums, const wide *more, int64_t n, int op, int is_int) {
+    for (int64_t i = 0; i < n; i++) {
+        if (is_int) {
+            const int64_t a = sums[i].integer, b = more[i].integer;
+            sums[i].integer = op == PYOPS_OP_SUM ? a + b : (op == PYOPS_OP_MAX ? a >= b : a <= b) ? a : b;
+        } else {
+            const double a = sums[i].real, b = more[i].real;
+            sums[i].real = op == PYOPS_OP_SUM ? a + b : (op == PYOPS_OP_MAX ? a >= b : a <= b) || a != a ? a : b;
+        }
+    }
+}
+
+static void finish(element *y, int64_t step, const wide *sums, int64_t n, int is_int) {
+    for (int64_t i = 0; i < n; i++, y += step) {
+        if (is_int) memcpy(y, &(int32_t){(int32_t)(uint32_t)sums[i].integer}, sizeof *y);
+        else memcpy(y, &(float){(float)sums[i].real}, sizeof *y);
+    }
+}
+
+typedef struct {
+    reduce_function *block;
+    int op, is_int;
+    space s;
+    int column, row, piece;             /* axes: kept, or -1; the innermost reduced one; the outermost one, which is cut */
+    int64_t columns;                    /* of a block */
+    int64_t parts[AXES], blocks;        /* blocks along each kept axis (1 along the others), and in all */
+    int64_t pieces, piece_size;
+} reduction;
+
+/* The block number u: where it begins in x and in y, and how many columns it has. */
+static int64_t locate(const reduction *r, int64_t u, int64_t *x, int64_t *y) {
+    int64_t columns = 1;
+    *x = *y = 0;
+    for (int d = r->s.n - 1; d >= 0; d--) {
+        const int64_t at = u % r->parts[d] * (d == r->column ? r->columns : 1);
+        u /= r->parts[d];
+        *x += at * r->s.stride[X][d];
+        *y += at * r->s.stride[Y][d];
+        if (d == r->column) columns = pyops_min(r->columns, r->s.size[d] - at);
+    }
+    return columns;
+}
+
+/* sums (op)= all terms of a block that fall into one piece */
+static void gather_terms(const reduction *r, wide *sums, const element *x, int64_t columns, int64_t piece) {
+    const space *s = &r->s;
+    int64_t from[AXES], size[AXES], at[AXES] = {0}, step = r->column < 0 ? 1 : s->stride[X][r->column];
+    for (int d = 0; d < s->n; d++) {
+        from[d] = d == r->piece ? piece * r->piece_size : 0;
+        size[d] = s->stride[Y][d] ? 1 : d == r->piece ? pyops_min(r->piece_size, s->size[d] - from[d]) : s->size[d];
+        if (size[d] <= 0) return;
+        x += from[d] * s->stride[X][d];
+    }
+    for (int d; ; ) {
+        r->block(sums, x, size[r->row], columns, s->stride[X][r->row], step, r->op);
+        for (d = s->n - 1; d >= 0; d--) {               /* on to the next rows */
+            if (d == r->row || s->stride[Y][d]) continue;
+            x += s->stride[X][d];
+            if (++at[d] < size[d]) break;
+            x -= size[d] * s->stride[X][d];
+            at[d] = 0;
+        }
+        if (d < 0) return;
+    }
+}
+
+static pyops_status reduce(const char *who, reduce_function *block, int is_int, void *y, const void *x, const int64_t *shape,
+                           const int64_t *strides, int64_t ndim, int op) {
+    enum { FEW = 16, PIECES = 32, PIECE = 65536, NARROW = 32 };
+    PYOPS_REQUIRE(op >= PYOPS_OP_SUM && op <= PYOPS_OP_MIN, "%s: op=%d, no such operation", who, op);
+    const pyops_status status = check(who, shape, ndim);
+    if (status) return status;
+    reduction r = {.block = block, .op = op, .is_int = is_int, .s = simplify(shape, strides, ndim, 2, X),
+                   .column = -1, .row = -1, .piece = -1, .columns = 1, .blocks = 1, .pieces = 1, .piece_size = INT64_MAX};
+    const space *s = &r.s;
+    const int64_t n = elements(s), inner = s->n - 1;
+    int64_t outputs = 1;
+    int kept = -1;
+    for (int d = 0; d < s->n; d++) {
+        if (s->stride[Y][d]) kept = d, outputs *= s->size[d];
+        else r.row = d, r.piece = r.piece < 0 ? d : r.piece;
+    }
+    if (!outputs) return PYOPS_OK;
+    if (r.row < 0) {                    /* nothing to reduce */
+        row_function *copy = is_int ? pyops_active()->strided_unary_int32 : pyops_active()->strided_unary;
+        return unary(who, copy, PYOPS_OP_COPY, y, x, shape, strides, ndim);
+    }
+    PYOPS_REQUIRE(n || op == PYOPS_OP_SUM, "%s: no elements have a maximum or minimum", who);
+    /* rows along memory, unless they are so short that the columns beside them give longer loops */
+    if (s->stride[Y][inner] || s->size[inner] < NARROW) r.column = kept;
+    if (r.column >= 0) r.columns = pyops_min(PYOPS_REDUCE_COLUMNS, s->size[r.column]);
+    for (int d = 0; d < s->n; d++) {
+        r.parts[d] = !s->stride[Y][d] ? 1 : d == r.column ? (s->size[d] + r.columns - 1) / r.columns : s->size[d];
+        r.blocks *= r.parts[d];
+    }
+    if (r.blocks < FEW && n >= 2 * PIECE) {
+        r.pieces = pyops_max(1, pyops_min(pyops_min(PIECES, n / PIECE), s->size[r.piece]));
+        r.piece_size = (s->size[r.piece] + r.pieces - 1) / r.pieces;
+    }
+    const int64_t places = r.blocks * r.columns;        /* sums of a piece */
+    wide *sums = NULL;
+    if (r.pieces > 1 && !(sums = (wide *)pyops_scratch((size_t)(r.pieces * places) * sizeof *sums / sizeof(float))))
+        return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld sums", who, LL(r.pieces * places));
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t u = 0; u < r.blocks * r.pieces; u++) {
+        int64_t x_at, y_at;
+        wide own[PYOPS_REDUCE_COLUMNS];
+        const int64_t columns = locate(&r, u % r.blocks, &x_at, &y_at);
+        wide *to = sums ? sums + u / r.blocks * places + u % r.blocks * r.columns : own;
+        start(to, columns, op, is_int);
+        gather_terms(&r, to, (const element *)x + x_at, columns, u / r.blocks);
+        if (!sums) finish((element *)y + y_at, r.column < 0 ? 1 : s->stride[Y][r.column], own, columns, is_int);
+    }
+    for (int64_t u = 0; sums && u < r.blocks; u++) {
+        int64_t x_at, y_at;
+        const int64_t columns = locate(&r, u, &x_at, &y_at);
+        wide *first = sums + u * r.columns;
+        for (int64_t piece = 1; piece < r.pieces; piece++) merge(first, first + piece * places, columns, op, is_int);
+        finish((element *)y + y_at, r.column < 0 ? 1 : s->stride[Y][r.column], first, columns, is_int);
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_strided_reduce(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                  int32_t op, void *stream) {
+    (void)stream;
+    return reduce("strided_reduce", pyops_active()->strided_reduce, 0, y, x, shape, strides, ndim, op);
+}
+
+pyops_status pyops_strided_reduce_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                        int64_t ndim, int32_t op, void *stream) {
+    (void)stream;
+    return reduce("strided_reduce_int32", pyops_active()->strided_reduce_int32, 1, y, x, shape, strides, ndim, op);
+}

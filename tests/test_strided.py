@@ -1,0 +1,402 @@
+"""Kernels on strided arrays: every operation over every layout beside numpy, reductions, products of batches.
+
+Runs once for each instruction set, as the op table does.
+"""
+import itertools
+
+import numpy as np
+import pytest
+
+from pyops import backend
+from pyops.backend import library
+
+LIB, FFI = library.cpu().lib, library.cpu().ffi
+
+
+def number(name):
+    return getattr(LIB, f'PYOPS_OP_{name.upper()}')
+
+
+def geometry(*arrays):
+    """shape and strides of arrays of one shape as the kernels want them, and how many axes."""
+    shape = arrays[0].shape
+    assert all(a.shape == shape for a in arrays)
+    strides = [stride // 4 for a in arrays for stride in a.strides]
+    return np.array([*shape, 0], np.int64), np.array([*strides, 0], np.int64), len(shape)
+
+
+def launch(name, *values, arrays):
+    """The kernel on views: pointers to their first elements; `values` follow ndim."""
+    suffix = '_int32' if arrays[0].dtype == np.int32 and name not in ('strided_to_int32',) else ''
+    backend.launch(name + suffix, *map(backend.address, arrays), *geometry(*arrays), *values)
+
+
+def same(got, want):
+    """Equal bits, but for NaN, whose bits mean nothing."""
+    want = np.asarray(want, got.dtype)
+    assert got.shape == want.shape
+    assert ((got.view(np.int32) == want.view(np.int32)) | (np.isnan(got) & np.isnan(want) if got.dtype == 'f' else False)).all()
+
+
+def values(rng, shape, dtype):
+    if dtype == np.int32:
+        return rng.integers(-2**31, 2**31, shape, endpoint=False).astype(dtype)
+    x = rng.standard_normal(shape).astype(dtype)
+    flat = x.reshape(-1)
+    for special in (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-42, 3e38):
+        if flat.size > 3:
+            flat[rng.integers(flat.size)] = special
+    return x
+
+
+def across(x):
+    """The same values in memory whose fastest axis is the first."""
+    return np.asfortranarray(x)
+
+
+LAYOUTS = {
+    'contiguous': lambda x: x.copy(),
+    'transposed': across,
+    'every second column': lambda x: np.repeat(x, 2, -1)[..., ::2],
+    'backwards': lambda x: x[..., ::-1].copy()[..., ::-1],
+    'all axes backwards': lambda x: np.flip(np.flip(x).copy()),
+    'inside a larger array': lambda x: np.pad(x, 2)[(slice(2, -2),) * x.ndim],
+    'one row for all': lambda x: np.broadcast_to(x[:1], x.shape),
+    'one column for all': lambda x: np.broadcast_to(x[..., :1], x.shape),
+    'one value for all': lambda x: np.broadcast_to(x.reshape(-1)[:1].reshape((1,) * x.ndim), x.shape),
+}
+SHAPES = ((7,), (1, 1), (33, 130), (5, 1, 19), (4, 3, 5, 6))
+DTYPES = (np.float32, np.int32)
+UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt}
+BINARY = {'add': np.add, 'subtract': np.subtract, 'multiply': np.multiply, 'divide': np.divide, 'maximum': np.maximum,
+          'minimum': np.minimum, 'equal': np.equal, 'not_equal': np.not_equal, 'less': np.less,
+          'less_equal': np.less_equal, 'greater': np.greater, 'greater_equal': np.greater_equal}
+ids = {'ids': lambda v: getattr(v, '__name__', None) or (str(v) if isinstance(v, tuple) else None)}
+quiet = pytest.mark.filterwarnings('ignore::RuntimeWarning')
+
+
+def result(shape, dtype, layout='contiguous'):
+    """An array to write into, inside a frame that must stay as it is: -> view, check()."""
+    frame = np.full([n + 4 for n in shape], -77, dtype)
+    inside = (slice(2, -2),) * len(shape)
+    y = frame[inside]
+    if layout == 'transposed':
+        frame = np.asfortranarray(frame)
+        y = frame[inside]
+
+    def check():
+        outside = np.ones(frame.shape, bool)
+        outside[inside] = False
+        assert (frame[outside] == -77).all(), 'wrote beyond its view'
+    return y, check
+
+
+@quiet
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('shape', SHAPES, **ids)
+@pytest.mark.parametrize('dtype', DTYPES, **ids)
+def test_unary_on_every_layout(layout, shape, dtype):
+    rng = np.random.default_rng(0)
+    x = LAYOUTS[layout](values(rng, shape, dtype))
+    for name, want in UNARY.items():
+        if dtype == np.int32 and name == 'sqrt':
+            continue
+        for to in ('contiguous', 'transposed'):
+            y, check = result(shape, dtype, to)
+            launch('strided_unary', number(name), arrays=(y, x))
+            same(y, want(x))
+            check()
+
+
+@quiet
+@pytest.mark.parametrize('layout_a', LAYOUTS)
+@pytest.mark.parametrize('layout_b', LAYOUTS)
+@pytest.mark.parametrize('dtype', DTYPES, **ids)
+def test_binary_on_every_layout(layout_a, layout_b, dtype):
+    rng = np.random.default_rng(1)
+    for shape in SHAPES:
+        a, b = (LAYOUTS[layout](values(rng, shape, dtype)) for layout in (layout_a, layout_b))
+        for name, want in BINARY.items():
+            if dtype == np.int32 and name == 'divide':
+                continue
+            y, check = result(shape, dtype)
+            launch('strided_binary', number(name), arrays=(y, a, b))
+            if name in ('maximum', 'minimum'):          # which zero is larger is nobody's business
+                y, a, b = y + dtype(0), a + dtype(0), b + dtype(0)
+            same(y, want(a, b))
+            check()
+
+
+@quiet
+@pytest.mark.parametrize('dtype', DTYPES, **ids)
+@pytest.mark.parametrize('reflected', (0, 1))
+def test_scalar_on_either_side(dtype, reflected):
+    rng = np.random.default_rng(2)
+    x, value = across(values(rng, (37, 50), dtype)), dtype(3)
+    for name, want in BINARY.items():
+        if dtype == np.int32 and name == 'divide':
+            continue
+        y, check = result(x.shape, dtype)
+        launch('strided_scalar', number(name), reflected, value, arrays=(y, x))
+        same(y, want(value, x) if reflected else want(x, value))
+        check()
+
+
+def ulps(got, exact):
+    """Error in units of the last place of the exact result."""
+    with np.errstate(invalid='ignore', over='ignore'):
+        return np.abs(got.astype('d') - exact) / np.spacing(np.abs(exact.astype('f')))
+
+
+@quiet
+def test_exp_log_tanh_sigmoid_over_all_of_float():
+    rng = np.random.default_rng(3)
+    x = np.concatenate([np.linspace(-110, 95, 20001), rng.integers(0, 2**32, 200_000, dtype=np.uint32).view('f'),
+                        [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 88.72, 88.73, 1.0]]).astype('f')
+    exact = x.astype('d')
+    with np.errstate(all='ignore'):
+        wants = {'exp': np.exp(exact), 'log': np.log(exact), 'tanh': np.tanh(exact), 'sigmoid': 1 / (1 + np.exp(-exact))}
+    for name, want in wants.items():
+        y = np.empty_like(x)
+        launch('strided_unary', number(name), arrays=(y, x))
+        with np.errstate(over='ignore'):
+            rounded = want.astype('f')
+        special = ~np.isfinite(rounded) | (rounded == 0)
+        same(y[special], rounded[special])              # NaN, infinities, and zeros with their signs
+        assert ulps(y[~special], want[~special]).max() <= 4, name
+
+
+@quiet
+def test_power():
+    rng = np.random.default_rng(4)
+    a, b = (np.abs(rng.standard_normal((40, 9))).astype('f') + np.float32(0.1), rng.standard_normal((40, 9)).astype('f') * 9)
+    y = np.empty_like(a)
+    launch('strided_binary', number('power'), arrays=(y, a, across(b)))
+    assert ulps(y, a.astype('d') ** b).max() <= 2
+    x = values(rng, (40, 9), np.float32)
+    for exponent in (2, 1, 0.5, -1, 3, 0, -2):
+        launch('strided_scalar', number('power'), 0, exponent, arrays=(y, x))
+        want = x ** np.float32(exponent)
+        assert ((np.isnan(y) & np.isnan(want)) | (y == want) | (ulps(y, want.astype('d')) <= 2)).all(), exponent
+    x, y = values(rng, (40, 9), np.int32), np.empty((40, 9), 'i')
+    e = rng.integers(0, 70, (40, 9)).astype('i')
+    launch('strided_binary', number('power'), arrays=(y, x, e))
+    same(y, x ** e)
+    with pytest.raises(ValueError, match='int32 to a negative power'):
+        launch('strided_binary', number('power'), arrays=(y, x, e - 1))
+    with pytest.raises(ValueError, match='int32 to a negative power'):
+        launch('strided_scalar', number('power'), 0, -1, arrays=(y, x))
+
+
+@quiet
+def test_conversions_go_towards_zero():
+    x = np.array([0.0, -0.0, 1.9, -1.9, 2.0**31, -2.0**31, 1e20, np.inf, -np.inf, np.nan, 16777217], 'f')
+    y, back = np.empty(x.size, 'i'), np.empty(x.size, 'f')
+    backend.launch('strided_to_int32', backend.address(y), backend.address(x), *geometry(y, x))
+    assert y.tolist() == [0, 0, 1, -1] + [-2**31] * 6 + [16777216]
+    y[0] = 2**31 - 1
+    backend.launch('strided_from_int32', backend.address(back), backend.address(y), *geometry(back, y))
+    same(back, y.astype('f'))
+    wide, tall = np.arange(35 * 200, dtype='i').reshape(35, 200), np.empty((200, 35), 'f')
+    backend.launch('strided_from_int32', backend.address(tall), backend.address(wide), *geometry(tall, wide.T))
+    same(tall, wide.T)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, **ids)
+@pytest.mark.parametrize('layout', ('contiguous', 'transposed'))
+def test_fill(dtype, layout):
+    for shape in SHAPES:
+        y, check = result(shape, dtype, layout)
+        backend.launch('strided_fill' + ('_int32' if dtype == np.int32 else ''), backend.address(y), *geometry(y), 9)
+        assert (y == 9).all()
+        check()
+
+
+def test_in_place_over_the_input_itself():
+    rng = np.random.default_rng(5)
+    a, b = rng.standard_normal((2, 70, 150)).astype('f')
+    for view in (a, a.T, a[::-1, ::2]):
+        other = b.T[:view.shape[0], :view.shape[1]] if view.shape == b.T.shape else b[:view.shape[0], :view.shape[1]]
+        want = view + other
+        launch('strided_binary', number('add'), arrays=(view, view, other))
+        same(view, want)
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+
+REDUCE_SHAPES = ((1,), (64,), (1000,), (5, 7), (3, 260), (260, 3), (300, 1500), (4, 5, 6, 7), (2, 1, 9, 1, 40))
+REDUCTIONS = {'sum': np.add, 'max': np.maximum, 'min': np.minimum}
+
+
+def reduce(name, x, axes, dtype):
+    kept = [1 if d in axes else n for d, n in enumerate(x.shape)]
+    y = np.full(kept, -77, dtype)
+    launch('strided_reduce', number(name), arrays=(np.broadcast_to(y, x.shape), x))
+    return y
+
+
+def all_axes(ndim):
+    return [axes for n in range(ndim + 1) for axes in itertools.combinations(range(ndim), n)]
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('shape', REDUCE_SHAPES, **ids)
+def test_reductions_of_every_layout_over_every_set_of_axes(layout, shape):
+    rng = np.random.default_rng(6)
+    for dtype in DTYPES:
+        # whole numbers, of which float32 can hold every sum
+        x = LAYOUTS[layout](rng.integers(-20, 21, shape).astype(dtype))
+        for axes in all_axes(len(shape)):
+            for name, want in REDUCTIONS.items():
+                same(reduce(name, x, axes, dtype), want.reduce(x, axes, keepdims=True))
+
+
+def test_sums_are_as_good_as_pairwise_ones():
+    rng = np.random.default_rng(7)
+    for shape, axes in (((3_000_000,), (0,)), ((100_003, 11), (0,)), ((11, 100_003), (1,)), ((3000, 400), (0,)),
+                        ((200_000, 2), (0, 1)), ((64, 65536), (0,))):
+        x = rng.random(shape, 'f') + np.float32(1)                      # all of one sign: where a naive sum is worst
+        want = x.sum(axes, 'd', keepdims=True)
+        ours, theirs = (np.abs(y / want - 1).max() for y in (reduce('sum', x, axes, np.float32), x.sum(axes, keepdims=True)))
+        assert ours <= max(theirs, 1.2e-7), (shape, axes, ours, theirs)
+
+
+def test_int32_sums_wrap_around():
+    x = np.random.default_rng(8).integers(-2**31, 2**31, (700, 900)).astype('i')
+    for axes in all_axes(2):
+        same(reduce('sum', x, axes, np.int32), x.sum(axes, np.int32, keepdims=True))
+
+
+@pytest.mark.parametrize('shape', [(5,), (300,), (70_000, 3), (3, 70_000), (40, 2000), (400_000,)], **ids)
+def test_max_and_min_pass_nan_and_infinity_on(shape):
+    rng = np.random.default_rng(9)
+    for special in (np.nan, np.inf, -np.inf):
+        for _ in range(5):
+            x = rng.standard_normal(shape).astype('f')
+            x[tuple(rng.integers(n) for n in shape)] = special
+            for axes in all_axes(len(shape)):
+                for name, want in REDUCTIONS.items():
+                    if name != 'sum' or len(axes) == 0:
+                        same(reduce(name, x, axes, np.float32), want.reduce(x, axes, keepdims=True))
+    x = np.full(shape, -np.inf, 'f')
+    same(reduce('max', x, tuple(range(len(shape))), np.float32), np.full((1,) * len(shape), -np.inf))
+
+
+def test_nothing_to_reduce_and_nothing_at_all():
+    x = np.empty((0, 3), 'f')
+    assert (reduce('sum', x, (0,), np.float32) == 0).all()
+    assert reduce('sum', x, (1,), np.float32).shape == (0, 1)
+    with pytest.raises(ValueError, match='no elements'):
+        reduce('max', x, (0,), np.float32)
+    y = np.empty((0, 3), 'f')
+    launch('strided_binary', number('add'), arrays=(y, x, x))
+    y, x = np.full((), 5, 'f'), np.full((), 2, 'f')
+    launch('strided_binary', number('add'), arrays=(y, x, x))
+    assert y == 4
+    launch('strided_reduce', number('sum'), arrays=(y, x))
+    assert y == 2
+
+
+# ---- threads, sizes, refusals -------------------------------------------------------------------------------------------
+
+def test_the_same_bits_for_any_number_of_threads():
+    rng = np.random.default_rng(10)
+    x, column = rng.standard_normal((1300, 700)).astype('f'), rng.standard_normal((1300, 1)).astype('f')
+    before, results = backend.threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            backend.set_threads(threads)
+            got = []
+            everywhere = np.broadcast_to(column, x.shape)
+            for a, b in ((x, x), (x.T, x.T), (x, everywhere), (x[::-1, ::-1], x), (x[:, ::3], x[:, 1::3])):
+                n = min(a.shape[1], b.shape[1])
+                y = np.empty((a.shape[0], n), 'f')
+                launch('strided_binary', number('multiply'), arrays=(y, a[:, :n], b[:, :n]))
+                launch('strided_unary', number('exp'), arrays=(y, y))
+                got.append(y)
+            y = np.empty_like(x)
+            launch('strided_binary', number('add'), arrays=(y, x, across(x)))
+            got.append(y)
+            for view in (x, x.T, x.reshape(-1), x.reshape(-1, 7), x.reshape(10, 130, 700), x[:, ::2]):
+                for axes in all_axes(view.ndim):
+                    got += [reduce(name, view, axes, np.float32) for name in REDUCTIONS]
+            results.append(got)
+    finally:
+        backend.set_threads(before)
+    for got in results[1:]:
+        for a, b in zip(got, results[0], strict=True):
+            same(a, b)
+
+
+def test_eight_axes_and_no_more():
+    x = np.arange(2**8, dtype='f').reshape((2,) * 8)
+    y = np.empty((2,) * 8, 'f')
+    launch('strided_binary', number('add'), arrays=(y, x, x.T))
+    same(y, x + x.T)
+    with pytest.raises(ValueError, match='ndim=9, want 0 to 8'):
+        launch('strided_unary', number('copy'), arrays=(y[None], x[None]))
+
+
+def test_impossible_calls_are_refused():
+    x = np.zeros(3, 'f')
+    with pytest.raises(ValueError, match=r'strided_fill: shape\[0\]=-1'):
+        backend.launch('strided_fill', x, np.array([-1]), np.array([1]), 1, 0.0)
+    for kernel, count, op in (('unary', 2, 8), ('binary', 3, 13), ('reduce', 2, 3), ('unary', 2, -1)):
+        with pytest.raises(ValueError, match=f'strided_{kernel}: op={op}, no such operation'):
+            launch(f'strided_{kernel}', op, arrays=(x,) * count)
+    whole = np.zeros(3, 'i')
+    with pytest.raises(ValueError, match='int32 has no division'):
+        launch('strided_binary', number('divide'), arrays=(whole,) * 3)
+    with pytest.raises(ValueError, match='want copy, negate or abs'):
+        launch('strided_unary', number('exp'), arrays=(whole,) * 2)
+
+
+# ---- products of batches -------------------------------------------------------------------------------------------------
+
+def batched(c, a, b, accumulate=0):
+    """c (+)= a @ b, whose leading axes are one batch, strides of 0 included."""
+    batch = c.shape[:-2]
+    a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
+    strides = [stride // 4 for x in (c, a, b) for stride in x.strides[:-2]]
+    backend.launch('gemm_batched', *map(backend.address, (c, a, b)), np.array([*batch, 0]), np.array([*strides, 0]), len(batch),
+                   *c.shape[-2:], a.shape[-1], max(c.strides[-2] // 4, c.shape[-1]),
+                   *(stride // 4 for x in (a, b) for stride in x.strides[-2:]), accumulate)
+
+
+@pytest.mark.parametrize('batch_a,batch_b', [((), ()), ((3,), (3,)), ((3,), ()), ((), (3,)), ((4, 1), (1, 5)), ((2, 3), (2, 3)),
+                                             ((2, 3), (3,)), ((40,), (40,)), ((40, 3), ()), ((0,), ())], **ids)
+@pytest.mark.parametrize('M,K,N', [(1, 1, 1), (5, 7, 3), (1, 40, 9), (17, 33, 20), (40, 70, 50), (4, 0, 3), (0, 3, 4)])
+def test_batched_products_equal_single_ones_bit_for_bit(batch_a, batch_b, M, K, N):
+    rng = np.random.default_rng(11)
+    for across_a, across_b in itertools.product((False, True), repeat=2):
+        a, b = rng.standard_normal((*batch_a, M, K)).astype('f'), rng.standard_normal((*batch_b, K, N)).astype('f')
+        a = np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2) if across_a else a
+        b = np.ascontiguousarray(b.swapaxes(-1, -2)).swapaxes(-1, -2) if across_b else b
+        batch = np.broadcast_shapes(batch_a, batch_b)
+        c = rng.standard_normal((*batch, M, N)).astype('f')
+        want = c.copy()
+        every_a, every_b = np.broadcast_to(a, (*batch, M, K)), np.broadcast_to(b, (*batch, K, N))
+        for accumulate in (1, 0):
+            batched(c, a, b, accumulate)
+            for i in np.ndindex(batch):
+                backend.gemm(want[i], every_a[i], every_b[i], accumulate=bool(accumulate))
+            same(c, want)
+
+
+def test_batched_products_give_the_same_bits_for_any_number_of_threads():
+    rng = np.random.default_rng(12)
+    before = backend.threads()
+    for shape_a, shape_b in (((300, 40, 50), (300, 50, 30)), ((2, 300, 200), (2, 200, 300)), ((60, 100, 64), (64, 70))):
+        a, b = rng.standard_normal(shape_a).astype('f'), rng.standard_normal(shape_b).astype('f')
+        results = []
+        try:
+            for threads in (1, 2, 5):
+                backend.set_threads(threads)
+                c = np.empty((*shape_a[:-1], shape_b[-1]), 'f')
+                batched(c, a, b)
+                results.append(c)
+        finally:
+            backend.set_threads(before)
+        assert np.abs(results[0] - a @ b).max() < 1e-3
+        for c in results[1:]:
+            same(c, results[0])
