@@ -30,6 +30,9 @@ from pyops.backend import library
 _GRADIENT = re.compile(r'\.d[a-z]+[01]?$')     # what ops call the gradients they make
 
 
+_LAYOUT = ('shape', 'strides')      # what kernels on strided arrays call their arrays of sizes, which are in host memory
+
+
 _recording = []     # the plan that records now, if any
 
 
@@ -69,9 +72,10 @@ class Action(NamedTuple):
 
     @property
     def scalars(self):
-        """The arguments that are numbers, by name."""
+        """The arguments that are numbers, by name, and those that say how arrays lie: tuples of numbers."""
         arguments = library.cpu().functions['pyops_' + self.kernel].arguments
-        return {a.name: v for a, v in zip(arguments, self.values, strict=False) if not a.pointer}
+        return {a.name: tuple(v.tolist()) if a.name in _LAYOUT else v for a, v in zip(arguments, self.values, strict=False)
+                if not a.pointer or a.name in _LAYOUT}
 
     def split(self):
         """-> inputs, outputs, scratch: dicts of Tensors by argument name."""
@@ -83,7 +87,8 @@ class Action(NamedTuple):
     def __str__(self):
         inputs, outputs, _ = self.split()
         sides = [', '.join(f'{name} {tensor}' for name, tensor in side.items()) for side in (inputs, outputs)]
-        sizes = ' '.join(f'{name}={value:g}' if isinstance(value, float) else f'{name}={int(value)}'
+        sizes = ' '.join(f'{name}={value:g}' if isinstance(value, float) else
+                         f'{name}={_shape(value)}' if isinstance(value, tuple) else f'{name}={int(value)}'
                          for name, value in self.scalars.items())
         title = ''.join(word.capitalize() for word in self.kernel.split('_'))
         return f'{"[once]" if self.once else ""}{title}Action: {sides[0]}{" " if sides[0] else ""}-> {sides[1]}  [{sizes}]'
@@ -208,7 +213,7 @@ class Plan:
     def _record(self, kernel, values):
         arguments = library.cpu().functions['pyops_' + kernel].arguments
         tensors = {a.name: self._tensor(v, f'{kernel}.{a.name}') for a, v in zip(arguments, values, strict=False)
-                   if a.pointer and v is not None}
+                   if a.pointer and v is not None and a.name not in _LAYOUT}
         self.actions.append(Action(kernel, tuple(self._keep(v) for v in values), tensors, self._once))
         return self._runs_while_recorded or self._once
 
@@ -218,7 +223,7 @@ class Plan:
         if not isinstance(value, np.ndarray):
             return value
         block = self._block_of(value)
-        return value if block is None else _Place(block, value.ctypes.data)
+        return value if block is None else _Place(block, value.ctypes.data, value.strides)
 
     def _block_of(self, array):
         start = array.ctypes.data
@@ -438,9 +443,10 @@ def tell(args, plan):
 
 
 class _Place(NamedTuple):
-    """Where an array of the plan lay: its block, which it keeps, and its address."""
+    """Where an array of the plan lay: its block, which it keeps, its address, and its strides in bytes."""
     block: np.ndarray
     address: int
+    strides: tuple[int, ...]
 
 
 def _address(value):
@@ -458,5 +464,4 @@ def _argument(action, name):
     if not isinstance(value, _Place):
         return value
     tensor = action.tensors[name]
-    offset = value.address - value.block.ctypes.data
-    return value.block[offset:offset + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+    return np.ndarray(tensor.shape, tensor.dtype, value.block, value.address - value.block.ctypes.data, value.strides)

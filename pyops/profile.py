@@ -25,7 +25,7 @@ FLOPS = {
     'gemm': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
     'attention_forward': lambda s, array: 4 * _scores(s, array) * s['C'],
     'attention_backward': lambda s, array: 10 * _scores(s, array) * s['C'],
-    'gemm_batched': lambda s, array: 2 * s['M'] * s['N'] * s['K'] * math.prod(array('shape')[:s['ndim']].tolist()),
+    'gemm_batched': lambda s, array: 2 * s['M'] * s['N'] * s['K'] * math.prod(s['shape']),
     'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],

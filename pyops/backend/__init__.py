@@ -8,6 +8,7 @@ import functools
 import math
 
 import numpy as np
+from cffi import FFI
 
 from pyops.backend import library
 
@@ -18,15 +19,15 @@ _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
 ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
+_ffi = FFI()
 
 
 def _aligned(make, shape, dtype):
     """An array whose memory, from make(bytes, uint8), begins on a cache line."""
     dtype = np.dtype(dtype)
-    n = int(np.prod(shape)) * dtype.itemsize
-    raw = make(n + ALIGN, np.uint8)
-    start = -raw.ctypes.data % ALIGN
-    return raw[start:start + n].view(dtype).reshape(shape)
+    shape = shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
+    raw = make(math.prod(shape) * dtype.itemsize + ALIGN, np.uint8)
+    return np.ndarray(shape, dtype, raw, -int(_ffi.cast('intptr_t', _ffi.from_buffer(raw))) % ALIGN)
 
 
 def _plain_empty(shape, dtype, name):
@@ -99,47 +100,62 @@ def _pointer_types():
     return {dtype: f'{name} *' for name, dtype in _DTYPES.items()}
 
 
-def _pointer_converter(function, argument):
+def _pointer_converter(function, argument, takes_strides):
     ffi, dtype = library.cpu().ffi, _DTYPES[argument.type]
     kind, raw = f'{argument.type}[]', ffi.CData
     strided = function == 'gemm' and argument.name in 'abc'     # whose strides are arguments too
 
     def convert(array):
-        if array is None:
-            return ffi.NULL
         if isinstance(array, raw):
             return array
+        if array is None:
+            return ffi.NULL
         if array.dtype != dtype:
             raise TypeError(f'{function}: {argument.name}: want {dtype}, got {array.dtype}')
+        if not isinstance(array, np.ndarray):       # an NDArray
+            if takes_strides or array.is_compact():
+                return array.pointer()
+            raise TypeError(f'{function}: {argument.name}: want a compact array, got shape {array.shape}, '
+                            f'strides {array.strides}')
         if strided and not array.flags.c_contiguous:
             return address(array)
         return ffi.from_buffer(kind, array, require_writable=not argument.const)
     return convert
 
 
+def _as_numpy(value):
+    """A value of a launch as a plan wants it: arrays of any kind as numpy's, over the same memory."""
+    if isinstance(value, library.cpu().ffi.CData):
+        return np.array(list(value), np.int64)      # shape or strides
+    return value.numpy() if hasattr(value, 'numpy') else value
+
+
 @functools.cache
 def _prepare(name):
     """The C function and, for each argument but the stream, what turns a Python value into it (None: as it is)."""
-    _, lib, functions = library.cpu()
+    ffi, lib, functions = library.cpu()
     function = functions['pyops_' + name]
-    converters = [_pointer_converter(name, a) if a.pointer else None for a in function.arguments if a.name != 'stream']
-    return getattr(lib, 'pyops_' + name), converters
+    takes_strides = name == 'gemm' or any(a.name == 'strides' for a in function.arguments)
+    converters = [_pointer_converter(name, a, takes_strides) if a.pointer else None
+                  for a in function.arguments if a.name != 'stream']
+    return getattr(lib, 'pyops_' + name), converters, ffi.NULL
 
 
 def launch(name, *values):
     """Run the kernel pyops_<name> of the header on arrays and numbers, in the header's order without the stream.
 
-    An array must be C-contiguous and of the declared dtype; None is NULL.  What the kernel refuses raises
-    ValueError with its text, exhausted memory MemoryError.
+    A numpy array must be C-contiguous and of the declared dtype; an NDArray only of that dtype, for kernels that take
+    its strides; None is NULL.  What the kernel refuses raises ValueError with its text, exhausted memory MemoryError.
     """
-    function, converters = _prepare(name)
+    function, converters, null = _prepare(name)
     if len(values) != len(converters):
         raise TypeError(f'{name}: want {len(converters)} arguments, got {len(values)}')
-    ffi = library.cpu().ffi
     # the converted values are kept in a list, since they keep the arrays alive during the call
     converted = [value if convert is None else convert(value) for convert, value in zip(converters, values, strict=True)]
-    if _listen is None or _listen(name, values):
-        check_status(function(*converted, ffi.NULL))
+    if _listen is None or _listen(name, [_as_numpy(value) for value in values]):
+        status = function(*converted, null)
+        if status:
+            check_status(status)
 
 
 def gemm(c, a, b, bias=None, accumulate=False, relu=False):

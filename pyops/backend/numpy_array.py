@@ -1,0 +1,73 @@
+"""numpy as a device of arrays: an oracle for the CPU's kernels, and for what is written on arrays."""
+import numpy as np
+
+from pyops import backend
+from pyops.backend.device import Buffer, Device
+
+
+def _sigmoid(x, out):
+    np.negative(np.abs(x), out=out)
+    e = np.exp(out)
+    np.divide(np.where(x < 0, e, np.float32(1)), 1 + e, out=out)
+
+
+_UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt, 'exp': np.exp, 'log': np.log,
+          'tanh': np.tanh, 'sigmoid': _sigmoid}
+_BINARY = {name: getattr(np, name) for name in ('add', 'subtract', 'multiply', 'divide', 'power', 'maximum', 'minimum', 'equal',
+                                                'not_equal', 'less', 'less_equal', 'greater', 'greater_equal')}
+_REDUCE = {'sum': np.add, 'max': np.maximum, 'min': np.minimum}
+
+
+def _quiet():
+    return np.errstate(all='ignore')            # infinities and NaN are results like others
+
+
+class Numpy(Device):
+    name = 'numpy_device'
+
+    def allocate(self, shape, dtype, name):
+        return self.wrap(backend.empty(shape, dtype, name))
+
+    def wrap(self, owner, foreign=False):
+        return Buffer(self, owner, None, foreign)
+
+    def unary(self, op, y, x):
+        with _quiet():
+            _UNARY[op](np.broadcast_to(x.numpy(), y.shape), out=y.numpy())
+
+    def binary(self, op, y, a, b):
+        with _quiet():
+            _BINARY[op](a.numpy(), b.numpy(), out=y.numpy())
+
+    def scalar(self, op, y, x, value, reflected):
+        x, value = x.numpy(), y.dtype.type(value)
+        with _quiet():
+            _BINARY[op](*((value, x) if reflected else (x, value)), out=y.numpy())
+
+    def fill(self, y, value):
+        y.numpy()[...] = value
+
+    def convert(self, y, x):
+        with _quiet():
+            y.numpy()[...] = x.numpy()
+
+    def reduce(self, op, y, x):
+        axes = tuple(d for d, (kept, n) in enumerate(zip(y.shape, x.shape, strict=True)) if kept != n)
+        with _quiet():
+            _REDUCE[op].reduce(x.numpy(), axes, dtype=y.dtype, out=y.numpy(), keepdims=True)
+
+    def argmax(self, y, x):
+        y.numpy()[...] = x.numpy().argmax(-1)
+
+    def matmul(self, y, a, b):
+        with _quiet():
+            np.matmul(a.numpy(), b.numpy(), out=y.numpy())
+
+    def take(self, y, x, ids):
+        rows = ids.numpy()
+        if rows.size and not (0 <= rows.min() and rows.max() < len(x)):
+            raise IndexError(f'take: ids from {rows.min()} to {rows.max()}, want 0 to {len(x) - 1}')
+        y.numpy()[...] = x.numpy()[rows]
+
+    def add_at(self, y, ids, rows):
+        np.add.at(y.numpy(), ids.numpy(), rows.numpy())

@@ -1,0 +1,935 @@
+"""NDArray: shape, strides and an offset over a buffer of a device.
+
+    a = ndarray.array([[1, 2, 3], [4, 5, 6]], dtype='float32')
+    a.T, a[::-1, 1:], a.broadcast_to((4, 2, 3))         views: the same memory
+    (a + a[0]).sum(axis=1), a @ a.T                     new arrays
+
+It behaves as numpy's array does, with float32 and int32 and at most 8 axes.  Where it does not, docs/ndarray.md says so.
+A view is a few numbers and no memory; operations take operands with any strides as they are.
+"""
+import functools
+import gc
+import math
+import operator
+import os
+
+import numpy as np
+
+from pyops import backend
+from pyops.backend.cpu_array import CPU
+from pyops.backend.device import Buffer
+from pyops.backend.numpy_array import Numpy
+from pyops.errors import UserError
+
+FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
+MAX_AXES = 8
+_INT_RANGE = range(-2**31, 2**31)
+_NUMBERS, _FLOATS = (int, float, np.number, np.bool_), (float, np.floating)
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def cpu():
+    """The CPU, by the kernels of the library."""
+    return CPU()
+
+
+@functools.cache
+def numpy_device():
+    """The CPU, by numpy: an oracle for the kernels."""
+    return Numpy()
+
+
+@functools.cache
+def default_device():
+    """The device of arrays that are made without naming one: that of $PYOPS_BACKEND, cpu or numpy."""
+    name = os.environ.get('PYOPS_BACKEND') or 'cpu'
+    devices = {'cpu': cpu, 'numpy': numpy_device}
+    if name not in devices:
+        raise UserError(f'PYOPS_BACKEND={name}: there is no such device; want cpu or numpy, or unset it')
+    return devices[name]()
+
+
+def live_buffers():
+    """All Buffers that something still refers to; for tests of memory."""
+    return [found for found in gc.get_objects() if type(found) is Buffer and found.owner is not None]
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+@functools.lru_cache(8192)
+def row_major(shape):
+    """The strides of a compact array, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+@functools.lru_cache(8192)
+def broadcast_shape(*shapes):
+    """The shape that all of them broadcast to; ValueError naming them."""
+    try:
+        shape = np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise ValueError(f'operands could not be broadcast together with shapes {" ".join(map(str, shapes))}') from None
+    return _checked(shape)
+
+
+@functools.lru_cache(8192)
+def _fits(shape, to):
+    """Whether an array of the first shape can be broadcast to the second."""
+    missing = len(to) - len(shape)
+    return missing >= 0 and all(n in (1, want) for n, want in zip(shape, to[missing:], strict=True))
+
+
+def _checked(shape):
+    if len(shape) > MAX_AXES:
+        raise ValueError(f'shape {shape}: {len(shape)} axes, want at most {MAX_AXES}')
+    return shape
+
+
+def _shape_of(shape):
+    """A shape from what a caller may give: a number or several."""
+    try:
+        shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
+    except TypeError:
+        raise TypeError(f'shape: want integers, got {shape!r}') from None
+    if any(n < 0 for n in shape):
+        raise ValueError(f'shape {shape}: negative sizes are not allowed')
+    return _checked(shape)
+
+
+@functools.lru_cache(8192)
+def _axes(axis, ndim):
+    """Axes counted from the front: of None, a number or several; np.exceptions.AxisError beyond ndim."""
+    if axis is None:
+        return tuple(range(ndim))
+    found = []
+    for one in axis if isinstance(axis, tuple) else (axis,):
+        one = operator.index(one)
+        if not -ndim <= one < ndim:
+            raise np.exceptions.AxisError(one, ndim)
+        found.append(one % ndim)
+    if len(set(found)) < len(found):
+        raise ValueError(f"duplicate value in 'axis': {axis}")
+    return tuple(found)
+
+
+@functools.lru_cache(8192)
+def _view_strides(shape, strides, to):
+    """Strides of a view of shape `to` over the elements of a view, in order; None where there are none."""
+    if 0 in shape or row_major(shape) == strides:
+        return row_major(to)
+    old = [(n, step) for n, step in zip(shape, strides, strict=True) if n != 1]
+    new = [n for n in to if n != 1]
+    found, i, j = [], 0, 0
+    while i < len(old):                         # the fewest axes on both sides that hold the same number of elements
+        (have, _), want, first = old[i], new[j], j
+        i, j = i + 1, j + 1
+        while have != want:
+            if want < have:
+                want, j = want * new[j], j + 1
+            elif old[i - 1][1] == old[i][0] * old[i][1]:
+                have, i = have * old[i][0], i + 1
+            else:
+                return None                     # two old axes in one that do not lie end to end
+        step = old[i - 1][1]
+        found += [step * inner for inner in row_major(tuple(new[first:j]))]
+    steps = iter(found)
+    return tuple([0 if n == 1 else next(steps) for n in to])
+
+
+# ---- the array -------------------------------------------------------------------------------------------------------
+
+class NDArray:
+    """shape, strides and offset, both in elements, over a Buffer.  Make one with array, empty, zeros, from_numpy, ..."""
+
+    __slots__ = ('buffer', 'offset', 'shape', 'strides', 'dtype', '__weakref__')
+    __array_ufunc__ = None                      # numpy's operators leave it to ours
+
+    def __init__(self, buffer, offset, shape, strides, dtype):
+        self.buffer, self.offset, self.shape, self.strides, self.dtype = buffer, offset, shape, strides, dtype
+
+    @property
+    def device(self):
+        return self.buffer.device
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.size * 4
+
+    @property
+    def T(self):
+        return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
+
+    def pointer(self):
+        """To the first element, for kernels; ValueError where the memory was freed."""
+        try:
+            return self.buffer.pointer + self.offset
+        except TypeError:
+            raise self._freed() from None
+
+    def _freed(self):
+        return ValueError(f'array of shape {self.shape}: its memory was freed')
+
+    # ---- to Python and numpy -----------------------------------------------------------------------
+
+    def numpy(self):
+        """A numpy array over the same memory."""
+        if self.buffer.owner is None:
+            raise self._freed()
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        return np.ndarray(self.shape, self.dtype, self.buffer.owner, 4 * self.offset, tuple([4 * n for n in self.strides]))
+
+    def __array__(self, dtype=None, copy=None):
+        array = self.numpy()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError(f'{array.dtype} to {np.dtype(dtype)}: that needs a copy')
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    def __dlpack__(self, **how):
+        return self.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
+
+    def __dlpack_device__(self):
+        return self.numpy().__dlpack_device__()
+
+    def item(self):
+        """The only element, as a number of Python."""
+        if self.size != 1:
+            raise ValueError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
+        return self.numpy().item()
+
+    def tolist(self):
+        return self.numpy().tolist()
+
+    def __float__(self):
+        return float(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __index__(self):
+        if self.dtype is not INT or self.ndim:
+            raise TypeError(f'only an int32 array of shape () is an index, got {self.dtype} {self.shape}')
+        return self.item()
+
+    def __bool__(self):
+        if self.size != 1:
+            raise ValueError(f'the truth value of an array of shape {self.shape} is ambiguous')
+        return bool(self.item())
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError('len() of an array of shape ()')
+        return self.shape[0]
+
+    def __iter__(self):
+        if not self.shape:
+            raise TypeError('iteration over an array of shape ()')
+        return (self[i] for i in range(self.shape[0]))
+
+    def __repr__(self):
+        if self.buffer.owner is None:
+            return f'NDArray(shape={self.shape}, dtype={self.dtype}, freed)'
+        text = np.array2string(self.numpy(), separator=', ', prefix='NDArray(')
+        shape = '' if self.size else f'shape={self.shape}, '
+        device = '' if isinstance(self.device, CPU) else f', device={self.device}'
+        return f'NDArray({text}, {shape}dtype={self.dtype}{device})'
+
+    def __str__(self):
+        return str(self.numpy())
+
+    # ---- views -------------------------------------------------------------------------------------
+
+    def is_compact(self):
+        """Whether the elements lie end to end, the last axis fastest."""
+        compact = row_major(self.shape)
+        return self.strides == compact or 0 in self.shape or all(
+            n == 1 or have == want for n, have, want in zip(self.shape, self.strides, compact, strict=True))
+
+    def as_strided(self, shape, strides, offset=None):
+        """A view with these strides, in elements, that begins `offset` elements behind the start of the buffer (default:
+        where this array begins).  ValueError where it would leave the buffer."""
+        shape, strides = _shape_of(shape), tuple(operator.index(step) for step in strides)
+        offset = self.offset if offset is None else operator.index(offset)
+        if len(strides) != len(shape):
+            raise ValueError(f'as_strided: shape {shape} and strides {strides}: want as many of each')
+        ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+        low, high = offset + sum(min(end, 0) for end in ends), offset + sum(max(end, 0) for end in ends)
+        if 0 not in shape and not 0 <= low <= high < self.buffer.nbytes // 4:
+            raise ValueError(f'as_strided: shape {shape}, strides {strides} and offset {offset} lead to elements {low} to '
+                             f'{high}, the buffer has {self.buffer.nbytes // 4}')
+        return NDArray(self.buffer, offset, shape, strides, self.dtype)
+
+    def reshape(self, *shape):
+        """The same elements in order: a view wherever strides can say it, else a compact copy."""
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        shape = tuple(operator.index(n) for n in (shape if isinstance(shape, tuple | list) else (shape,)))
+        size = self.size
+        if -1 in shape:
+            rest = -math.prod(shape)
+            known = rest > 0 and shape.count(-1) == 1 and size % rest == 0
+            to = tuple(size // rest if n == -1 else n for n in shape) if known else None
+        else:
+            to = shape if min(shape, default=0) >= 0 and math.prod(shape) == size else None
+        if to is None:
+            raise ValueError(f'cannot reshape array of shape {self.shape} into shape {shape}')
+        strides = _view_strides(self.shape, self.strides, _checked(to))
+        if strides is None:
+            return self.copy().reshape(to)
+        return NDArray(self.buffer, self.offset, to, strides, self.dtype)
+
+    def permute(self, axes):
+        """A view whose axis d is axis axes[d] of this one."""
+        order = _axes(tuple(axes), len(self.shape))
+        if len(order) != len(self.shape):
+            raise ValueError(f"permute: axes {tuple(axes)} don't match shape {self.shape}")
+        return NDArray(self.buffer, self.offset, tuple([self.shape[d] for d in order]),
+                       tuple([self.strides[d] for d in order]), self.dtype)
+
+    def transpose(self, *axes):
+        """permute; without axes, their order is reversed."""
+        axes = axes[0] if len(axes) == 1 and (axes[0] is None or not isinstance(axes[0], int)) else axes
+        return self.permute(axes) if axes else self.T
+
+    def swapaxes(self, a, b):
+        a, b = _axes((a,), self.ndim)[0], _axes((b,), self.ndim)[0]
+        order = list(range(self.ndim))
+        order[a], order[b] = b, a
+        return self.permute(order)
+
+    def broadcast_to(self, shape):
+        """A view with stride 0 along the axes that are repeated; it cannot be written to."""
+        shape = _shape_of(shape)
+        if not _fits(self.shape, shape):
+            raise ValueError(f'could not broadcast array from shape {self.shape} into shape {shape}')
+        steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
+        return NDArray(self.buffer, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps), self.dtype)
+
+    def flip(self, axes=None):
+        """A view that runs backwards along these axes (default: all)."""
+        offset, strides = self.offset, list(self.strides)
+        for d in _axes(tuple(axes) if isinstance(axes, list) else axes, self.ndim):
+            offset += max(self.shape[d] - 1, 0) * strides[d]
+            strides[d] = -strides[d]
+        return NDArray(self.buffer, offset, self.shape, tuple(strides), self.dtype)
+
+    def __getitem__(self, index):
+        """A view, for integers, slices, Ellipsis and None; for an array or list of integers, `take` of the first axis."""
+        if isinstance(index, list | np.ndarray) or isinstance(index, NDArray) and index.shape:
+            return self.take(index)
+        offset, shape, strides = self._select(index)
+        return NDArray(self.buffer, offset, shape, strides, self.dtype)
+
+    def _select(self, index):
+        items = index if type(index) is tuple else (index,)
+        offset, shape, strides, axis = self.offset, [], [], 0
+        wanted = sum([item is not None and item is not Ellipsis for item in items])
+        if wanted > len(self.shape):
+            raise IndexError(f'too many indices for array of shape {self.shape}: {wanted}')
+        seen = False
+        for item in items:
+            if item is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            if item is Ellipsis:
+                if seen:
+                    raise IndexError("an index can only have a single ellipsis ('...')")
+                seen, skipped = True, len(self.shape) - wanted
+                shape += self.shape[axis:axis + skipped]
+                strides += self.strides[axis:axis + skipped]
+                axis += skipped
+                continue
+            n, step = self.shape[axis], self.strides[axis]
+            if type(item) is slice:
+                start, stop, by = item.indices(n)
+                count = len(range(start, stop, by))
+                if count:
+                    offset += start * step
+                shape.append(count)
+                strides.append(step * by)
+            else:
+                offset += self._position(item, axis) * step
+            axis += 1
+        shape += self.shape[axis:]
+        strides += self.strides[axis:]
+        if len(shape) > MAX_AXES:
+            _checked(tuple(shape))
+        return offset, tuple(shape), tuple(strides)
+
+    def _position(self, item, axis):
+        n = self.shape[axis]
+        try:
+            if isinstance(item, bool | np.bool_):
+                raise TypeError
+            i = operator.index(item)
+        except TypeError:
+            raise IndexError('only integers, slices (`:`), ellipsis (`...`), None, and, alone, arrays of integers are valid '
+                             f'indices, got {type(item).__name__}') from None
+        if not -n <= i < n:
+            raise IndexError(f'index {i} is out of bounds for axis {axis} with size {n}')
+        return i + n if i < 0 else i
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    def copy(self):
+        """The same elements in a compact array of its own."""
+        y = _new(self.shape, self.dtype, self.buffer.device, 'copy')
+        self.buffer.device.unary('copy', y, self)
+        return y
+
+    def compact(self):
+        """This array if it is compact, else a copy that is."""
+        return self if self.is_compact() else self.copy()
+
+    def astype(self, dtype):
+        """The same numbers as float32 or int32 (towards 0); this very array if it has that dtype."""
+        dtype = _dtype(dtype)
+        if dtype is self.dtype:
+            return self
+        y = _new(self.shape, dtype, self.device, 'astype')
+        self.device.convert(y, self)
+        return y
+
+    def to(self, device):
+        """This array if it lies on that device, else a copy there."""
+        return self if device is self.device else array(self.numpy(), device=device)
+
+    def take(self, ids):
+        """The elements of axis 0 with these numbers (from the end where they are negative): a copy."""
+        ids = _ids(ids, self.device)
+        if not self.shape:
+            raise IndexError('too many indices for array of shape (): 1')
+        ids = (ids + (ids < 0) * self.shape[0]).compact()
+        y = _new(_checked(ids.shape + self.shape[1:]), self.dtype, self.device, 'take')
+        width = math.prod(self.shape[1:])
+        self.device.take(y.reshape(ids.size, width), self.compact().reshape(self.shape[0], width), ids.reshape(ids.size))
+        return y
+
+    def add_at(self, ids, rows):
+        """self[ids[r]] += rows[r] in the order of r, where numbers may repeat: in place, float32, compact."""
+        ids = _ids(ids, self.device).compact()
+        if self.dtype is not FLOAT or not self.is_compact() or not self.shape:
+            raise TypeError(f'add_at: want a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
+                            f'strides {self.strides}')
+        rows = _operand(rows, self).astype(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
+        width = math.prod(self.shape[1:])
+        self.device.add_at(self.reshape(self.shape[0], width), ids.reshape(ids.size), rows.reshape(ids.size, width))
+        self.buffer.version += 1
+
+    # ---- assignment --------------------------------------------------------------------------------
+
+    def __setitem__(self, index, value):
+        offset, shape, strides = self._select(index)
+        NDArray(self.buffer, offset, shape, strides, self.dtype)._assign(value)
+
+    def fill(self, value):
+        """Every element = value."""
+        self._assign(value)
+
+    def _assign(self, value):
+        self._check_writable()
+        if not isinstance(value, NDArray):
+            if isinstance(value, _NUMBERS):
+                value = float(value) if self.dtype is FLOAT else _int32(int(value))
+                if self.size:
+                    self.device.fill(self, value)
+                self.buffer.version += 1
+                return
+            value = array(value, self.dtype, self.device)
+        if _identical(self, value):
+            return
+        _same_device(self, value)
+        while len(value.shape) > len(self.shape) and value.shape[0] == 1:
+            value = value[0]
+        if value.shape != self.shape and not _fits(value.shape, self.shape):
+            raise ValueError(f'could not broadcast input array from shape {value.shape} into shape {self.shape}')
+        if _overlap(self, value):
+            value = value.copy()
+        if not self.size:
+            pass
+        elif value.dtype is self.dtype:
+            self.device.unary('copy', self, value)
+        else:
+            self.device.convert(self, value)
+        self.buffer.version += 1
+
+    def _check_writable(self):
+        if 0 in self.strides and 0 not in self.shape and any(
+                n > 1 and step == 0 for n, step in zip(self.shape, self.strides, strict=True)):
+            raise ValueError(f'array of shape {self.shape}: a broadcast view cannot be written to; copy() it first')
+
+    # ---- element by element ------------------------------------------------------------------------
+
+    def _unary(self, op):
+        x = self.astype(FLOAT) if self.dtype is INT and op not in ('negate', 'abs') else self
+        device = x.buffer.device
+        y = _new(x.shape, x.dtype, device, op)
+        device.unary(op, y, x)
+        return y
+
+    def _binary(self, op, other, reflected=False):
+        if type(other) is not NDArray:
+            if isinstance(other, _NUMBERS):
+                return self._scalar(op, other, reflected)
+            other = _operand(other, self)
+            if other is NotImplemented:
+                return NotImplemented
+        a, b = (other, self) if reflected else (self, other)
+        device = a.buffer.device
+        if device is not b.buffer.device:
+            _same_device(a, b)
+        if a.dtype is not b.dtype or op == 'divide':
+            a, b = a.astype(FLOAT), b.astype(FLOAT)
+        y = _new(a.shape if a.shape == b.shape else broadcast_shape(a.shape, b.shape), a.dtype, device, op)
+        device.binary(op, y, a, b)
+        return y
+
+    def _scalar(self, op, value, reflected, y=None):
+        x = self
+        if x.dtype is INT:
+            if op == 'divide' or isinstance(value, _FLOATS):
+                x = x.astype(FLOAT)
+            else:
+                value = _int32(int(value))
+        if x.dtype is FLOAT:
+            value = float(value)
+        device = x.buffer.device
+        if y is None:
+            y = _new(x.shape, x.dtype, device, op)
+        device.scalar(op, y, x, value, reflected)
+        return y
+
+    def _in_place(self, op, other):
+        self._check_writable()
+        if type(other) is not NDArray:
+            if isinstance(other, _NUMBERS):
+                if self.dtype is INT and (op == 'divide' or isinstance(other, _FLOATS)):
+                    raise TypeError(f'{op}: an int32 array cannot hold the float32 result; use astype first')
+                self._scalar(op, other, False, self)
+                self.buffer.version += 1
+                return self
+            other = _operand(other, self)
+            if other is NotImplemented:
+                return NotImplemented
+        _same_device(self, other)
+        if self.dtype is INT and (other.dtype is FLOAT or op == 'divide'):
+            raise TypeError(f'{op}: an int32 array cannot hold the float32 result; use astype first')
+        if other.shape != self.shape and broadcast_shape(self.shape, other.shape) != self.shape:
+            raise ValueError(f'non-broadcastable output operand with shape {self.shape}: the result with an operand of shape '
+                             f'{other.shape} has shape {broadcast_shape(self.shape, other.shape)}')
+        other = other.astype(self.dtype)
+        if _overlap(self, other) and not _identical(self, other):
+            other = other.copy()
+        self.device.binary(op, self, self, other)
+        self.buffer.version += 1
+        return self
+
+    def __add__(self, other):
+        return self._binary('add', other)
+
+    def __radd__(self, other):
+        return self._binary('add', other, True)
+
+    def __iadd__(self, other):
+        return self._in_place('add', other)
+
+    def __sub__(self, other):
+        return self._binary('subtract', other)
+
+    def __rsub__(self, other):
+        return self._binary('subtract', other, True)
+
+    def __isub__(self, other):
+        return self._in_place('subtract', other)
+
+    def __mul__(self, other):
+        return self._binary('multiply', other)
+
+    def __rmul__(self, other):
+        return self._binary('multiply', other, True)
+
+    def __imul__(self, other):
+        return self._in_place('multiply', other)
+
+    def __truediv__(self, other):
+        return self._binary('divide', other)
+
+    def __rtruediv__(self, other):
+        return self._binary('divide', other, True)
+
+    def __itruediv__(self, other):
+        return self._in_place('divide', other)
+
+    def __pow__(self, other):
+        return self._binary('power', other)
+
+    def __rpow__(self, other):
+        return self._binary('power', other, True)
+
+    def __ipow__(self, other):
+        return self._in_place('power', other)
+
+    def __eq__(self, other):
+        return self._binary('equal', other)
+
+    def __ne__(self, other):
+        return self._binary('not_equal', other)
+
+    def __lt__(self, other):
+        return self._binary('less', other)
+
+    def __le__(self, other):
+        return self._binary('less_equal', other)
+
+    def __gt__(self, other):
+        return self._binary('greater', other)
+
+    def __ge__(self, other):
+        return self._binary('greater_equal', other)
+
+    __hash__ = None                             # equality is an array
+
+    def __neg__(self):
+        return self._unary('negate')
+
+    def __pos__(self):
+        return self.copy()
+
+    def __abs__(self):
+        return self._unary('abs')
+
+    def maximum(self, other):
+        """The larger of two elements; NaN where either is."""
+        return self._named('maximum', other)
+
+    def minimum(self, other):
+        """The smaller of two elements; NaN where either is."""
+        return self._named('minimum', other)
+
+    def _named(self, op, other):
+        y = self._binary(op, other)
+        if y is NotImplemented:
+            raise TypeError(f'{op}: want an array or a number, got {type(other).__name__}')
+        return y
+
+    def exp(self):
+        return self._unary('exp')
+
+    def log(self):
+        return self._unary('log')
+
+    def sqrt(self):
+        return self._unary('sqrt')
+
+    def tanh(self):
+        return self._unary('tanh')
+
+    def sigmoid(self):
+        return self._unary('sigmoid')
+
+    def abs(self):
+        return self._unary('abs')
+
+    # ---- products ----------------------------------------------------------------------------------
+
+    def __matmul__(self, other):
+        other = _operand(other, self)
+        return other if other is NotImplemented else _matmul(self, other)
+
+    def __rmatmul__(self, other):
+        other = _operand(other, self)
+        return other if other is NotImplemented else _matmul(other, self)
+
+    # ---- reductions --------------------------------------------------------------------------------
+
+    def _reduce(self, op, axis, keepdims):
+        axes = _axes(tuple(axis) if isinstance(axis, list) else axis, len(self.shape))
+        kept = tuple([1 if d in axes else n for d, n in enumerate(self.shape)])
+        y = _new(kept, self.dtype, self.buffer.device, op)
+        if op != 'sum' and 0 in self.shape and 0 not in kept:
+            raise ValueError(f'{op} of an array of shape {self.shape} over axes {axes}: no elements have none')
+        if 0 not in kept:
+            self.buffer.device.reduce(op, y, self)
+        if keepdims:
+            return y
+        shape = tuple([n for d, n in enumerate(kept) if d not in axes])
+        return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
+
+    def sum(self, axis=None, keepdims=False):
+        """The sum over one axis, several or all, in an order that does not depend on threads; int32 stays int32 and wraps."""
+        return self._reduce('sum', axis, keepdims)
+
+    def max(self, axis=None, keepdims=False):
+        """The largest over one axis, several or all; NaN where there is one."""
+        return self._reduce('max', axis, keepdims)
+
+    def min(self, axis=None, keepdims=False):
+        """The smallest over one axis, several or all; NaN where there is one."""
+        return self._reduce('min', axis, keepdims)
+
+    def mean(self, axis=None, keepdims=False):
+        """The mean over one axis, several or all, as float32; NaN of no elements."""
+        y = self.astype(FLOAT).sum(axis, keepdims)
+        return y / (self.size / y.size if y.size else 1)
+
+    def argmax(self, axis=None, keepdims=False):
+        """Where the largest is, the first of equals; NaN is largest.  Over all elements in order where axis is None."""
+        if axis is None:
+            x, kept = self.reshape(1, self.size), (1,) * self.ndim
+        else:
+            d, = _axes((axis,), self.ndim)
+            x = self.permute([*range(d), *range(d + 1, self.ndim), d])
+            kept = self.shape[:d] + (1,) + self.shape[d + 1:]
+            x = x.reshape(math.prod(x.shape[:-1]), self.shape[d])
+        rows, n = x.shape
+        if not n and rows:
+            raise ValueError(f'argmax of an array of shape {self.shape} over axis {axis}: no elements have none')
+        if self.dtype is INT:                   # the place of a largest one, counted from the end: the first counts most
+            y = n - ((x == x.max(1, True)) * array(np.arange(n, 0, -1, dtype=INT), device=self.device)).max(1)
+        else:
+            y = _new((rows,), INT, self.device, 'argmax')
+            if rows:
+                self.device.argmax(y, x.compact())
+        return y.reshape(kept if keepdims else kept[:0] if axis is None else kept[:d] + kept[d + 1:])
+
+
+# ---- operands --------------------------------------------------------------------------------------------------------
+
+def _new(shape, dtype, device, name):
+    return NDArray(device.allocate(shape, dtype, name), 0, shape, row_major(shape), dtype)
+
+
+def _dtype(dtype):
+    """FLOAT or INT itself, so that they can be compared by identity."""
+    found = np.dtype(dtype)
+    if found == FLOAT:
+        return FLOAT
+    if found == INT:
+        return INT
+    raise TypeError(f'{found}: want float32 or int32')
+
+
+def _int32(value):
+    if value not in _INT_RANGE:
+        raise OverflowError(f'Python integer {value} out of bounds for int32')
+    return value
+
+
+def _operand(other, like):
+    """`other` as an NDArray on the device of `like`; NotImplemented for what is no array."""
+    if isinstance(other, NDArray):
+        return other
+    if isinstance(other, np.ndarray | np.number):
+        return array(other, device=like.device)
+    if isinstance(other, int | float):
+        return array(other, dtype=like.dtype if isinstance(other, int) else FLOAT, device=like.device)
+    if isinstance(other, list | tuple):
+        return array(other, device=like.device)
+    return NotImplemented
+
+
+def _ids(ids, device):
+    ids = ids if isinstance(ids, NDArray) else np.asarray(ids)
+    if ids.dtype != INT and not (isinstance(ids, np.ndarray) and (ids.dtype.kind in 'iu' or not ids.size)):
+        raise IndexError(f'arrays used as indices must be of integers, got {ids.dtype}')
+    return array(ids, dtype=INT, device=device) if isinstance(ids, np.ndarray) else ids
+
+
+def _same_device(a, b):
+    if a.device is not b.device:
+        raise TypeError(f'arrays on two devices, {a.device} and {b.device}; move one with .to(device)')
+
+
+def _identical(a, b):
+    """Whether two arrays are views of the same elements in the same order."""
+    return a.buffer is b.buffer and a.offset == b.offset and a.shape == b.shape and a.strides == b.strides
+
+
+def _overlap(a, b):
+    """Whether two arrays may have an element of memory in common: by the first and last byte of each."""
+    if a.buffer is not b.buffer and not (a.buffer.foreign or b.buffer.foreign):
+        return False
+    (low_a, high_a), (low_b, high_b) = (_bounds(x) for x in (a, b))
+    return low_a < high_b and low_b < high_a
+
+
+def _bounds(a):
+    if a.buffer.owner is None:
+        raise a._freed()
+    if 0 in a.shape:
+        return 0, 0
+    start = a.buffer.address + 4 * a.offset
+    ends = [4 * (n - 1) * step for n, step in zip(a.shape, a.strides, strict=True)]
+    return start + sum([min(end, 0) for end in ends]), start + sum([max(end, 0) for end in ends]) + 4
+
+
+def _matmul(a, b):
+    _same_device(a, b)
+    if not a.shape or not b.shape:
+        raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: want at least one axis each')
+    if a.dtype is not b.dtype:
+        a, b = a.astype(FLOAT), b.astype(FLOAT)
+    left, right = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
+    if left.shape[-1] != right.shape[-2]:
+        raise ValueError(f'matmul: shapes {a.shape} and {b.shape} do not fit: {left.shape[-1]} and {right.shape[-2]}')
+    batch = broadcast_shape(left.shape[:-2], right.shape[:-2])
+    y = _new(_checked((*batch, left.shape[-2], right.shape[-1])), a.dtype, a.device, 'matmul')
+    if 0 not in y.shape:
+        a.device.matmul(y, left, right)
+    if a.ndim == 1 or b.ndim == 1:
+        shape = batch + y.shape[-2:-1] * (a.ndim > 1) + y.shape[-1:] * (b.ndim > 1)
+        return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
+    return y
+
+
+# ---- making arrays ---------------------------------------------------------------------------------------------------
+
+def array(obj, dtype=None, device=None):
+    """A compact array of its own with the numbers of obj: an NDArray, a numpy array, a list, a number.
+
+    dtype float32 or int32; without one, that of an array, and of Python's numbers float32 where one is a float, else int32.
+    """
+    if isinstance(obj, NDArray):
+        device = device or obj.device
+        obj = obj.numpy()
+    if isinstance(obj, np.ndarray | np.floating):
+        found = obj
+        dtype = _dtype(found.dtype if dtype is None else dtype)
+    else:
+        found = np.array(obj)
+        if found.dtype.kind not in 'biuf':
+            raise TypeError(f'array: want numbers, got {found.dtype}')
+        dtype = _dtype(dtype) if dtype is not None else INT if found.dtype.kind in 'biu' and found.size else FLOAT
+    if dtype is INT and found.dtype.kind in 'iu' and found.dtype != INT and found.size:
+        for value in (int(found.min()), int(found.max())):
+            _int32(value)
+    shape = _checked(found.shape)
+    # constants are never a plan's memory: a replay would not write them again
+    memory = backend.zeros(shape, dtype)
+    with np.errstate(invalid='ignore', over='ignore'):
+        memory[...] = found
+    return NDArray((device or default_device()).wrap(memory), 0, shape, row_major(shape), dtype)
+
+
+def empty(shape, dtype=FLOAT, device=None):
+    """A compact array of any content."""
+    return _new(_shape_of(shape), _dtype(dtype), device or default_device(), 'empty')
+
+
+def full(shape, value, dtype=None, device=None):
+    """A compact array of one value; without a dtype, int32 for an int."""
+    dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer) else FLOAT
+    y = empty(shape, dtype, device)
+    y.fill(value)
+    return y
+
+
+def zeros(shape, dtype=FLOAT, device=None):
+    return full(shape, 0, dtype, device)
+
+
+def ones(shape, dtype=FLOAT, device=None):
+    return full(shape, 1, dtype, device)
+
+
+def arange(start, stop=None, step=1, dtype=None, device=None):
+    """start, start + step, ... up to stop, without it: numpy's."""
+    start, stop = (0, start) if stop is None else (start, stop)
+    numbers = np.arange(start, stop, step)
+    return array(numbers, dtype or (INT if numbers.dtype.kind in 'iu' else FLOAT), device)
+
+
+def from_numpy(a, device=None):
+    """An array over the memory of a numpy array, with its strides.  TypeError for another dtype, ValueError for an array
+    that may not be written to."""
+    if not isinstance(a, np.ndarray):
+        raise TypeError(f'from_numpy: want a numpy array, got {type(a).__name__}')
+    dtype = _dtype(a.dtype)
+    if not a.flags.writeable:
+        raise ValueError(f'from_numpy: array of shape {a.shape}: it is read-only; copy it with array()')
+    if not a.flags.aligned or any(step % 4 for step in a.strides):
+        raise ValueError(f'from_numpy: array of shape {a.shape}: strides of {a.strides} bytes or its address are not those of '
+                         f'whole elements; copy it with array()')
+    _checked(a.shape)
+    device = device or default_device()
+    if not a.size:
+        return NDArray(device.wrap(np.empty(0, dtype), True), 0, a.shape, row_major(a.shape), dtype)
+    low, high = np.lib.array_utils.byte_bounds(a)
+    first = a[tuple(slice(None, None, -1 if step < 0 else 1) for step in a.strides)]       # its element 0 is the lowest
+    memory = np.lib.stride_tricks.as_strided(first, ((high - low) // 4,), (4,))
+    offset = sum((n - 1) * -step for n, step in zip(a.shape, a.strides, strict=True) if step < 0) // 4
+    return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // 4 for step in a.strides), dtype)
+
+
+def from_dlpack(x, device=None):
+    """An array over the memory of another library's array in the CPU's memory."""
+    return from_numpy(np.from_dlpack(x), device)
+
+
+def _all_alike(arrays, who):
+    """At least one array, all on one device; float32 where dtypes are mixed."""
+    arrays = list(arrays)
+    if not arrays:
+        raise ValueError(f'{who}: want at least one array')
+    first = next((a for a in arrays if isinstance(a, NDArray)), None)
+    arrays = [a if isinstance(a, NDArray) else array(a, device=first.device if first is not None else None) for a in arrays]
+    for other in arrays:
+        _same_device(arrays[0], other)
+    dtype = INT if all(a.dtype is INT for a in arrays) else FLOAT
+    return arrays, dtype
+
+
+def concatenate(arrays, axis=0):
+    """The arrays one behind the other along an axis that exists."""
+    arrays, dtype = _all_alike(arrays, 'concatenate')
+    first = arrays[0]
+    d, = _axes((axis,), first.ndim)
+    for other in arrays:
+        if other.shape[:d] + other.shape[d + 1:] != first.shape[:d] + first.shape[d + 1:]:
+            raise ValueError(f'concatenate: shapes {first.shape} and {other.shape} differ beside axis {d}')
+    y = _new(first.shape[:d] + (sum(a.shape[d] for a in arrays),) + first.shape[d + 1:], dtype, first.device, 'concatenate')
+    start = 0
+    for a in arrays:
+        y[(slice(None),) * d + (slice(start, start + a.shape[d]),)] = a
+        start += a.shape[d]
+    return y
+
+
+def stack(arrays, axis=0):
+    """The arrays, all of one shape, along a new axis."""
+    arrays, dtype = _all_alike(arrays, 'stack')
+    first = arrays[0]
+    d, = _axes((axis,), first.ndim + 1)
+    for other in arrays:
+        if other.shape != first.shape:
+            raise ValueError(f'stack: shapes {first.shape} and {other.shape} differ')
+    y = _new(_checked(first.shape[:d] + (len(arrays),) + first.shape[d:]), dtype, first.device, 'stack')
+    for i, a in enumerate(arrays):
+        y[(slice(None),) * d + (i,)] = a
+    return y
+
+
+def pad(a, widths, value=0):
+    """a with `value` around it: widths is ((before, after), ...) for each axis, one pair for all, or one number."""
+    widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist()
+    if any(n < 0 for pair in widths for n in pair):
+        raise ValueError(f'pad: widths {widths}: want none below 0')
+    y = full(tuple(n + before + after for n, (before, after) in zip(a.shape, widths, strict=True)), value, a.dtype, a.device)
+    y[tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, widths, strict=True))] = a
+    return y

@@ -1,0 +1,680 @@
+"""NDArray beside numpy: views that cost nothing, indexing, assignment, arithmetic, reductions, products, interchange, plans."""
+import gc
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import pyops
+from pyops import backend, ndarray
+from pyops.ndarray import NDArray, array, concatenate, from_dlpack, from_numpy, live_buffers, pad, stack
+from pyops.plan import Plan
+
+DEVICES = {'cpu': pyops.cpu, 'numpy': pyops.numpy_device}
+DTYPES = ('float32', 'int32')
+
+
+@pytest.fixture(params=DEVICES, autouse=True)
+def device(request, monkeypatch):
+    """Every test runs on either device, by the default that $PYOPS_BACKEND sets."""
+    monkeypatch.setenv('PYOPS_BACKEND', request.param)
+    ndarray.default_device.cache_clear()
+    yield DEVICES[request.param]()
+    monkeypatch.undo()
+    ndarray.default_device.cache_clear()
+
+
+def same(got, want):
+    """The shape, the dtype and every number; NaN is NaN."""
+    want = np.asarray(want)
+    assert isinstance(got, NDArray) and got.shape == want.shape and got.dtype == want.dtype, (got, want)
+    np.testing.assert_array_equal(got.numpy(), want)
+
+
+def close(got, want, ulps=4):
+    want = np.asarray(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got.numpy(), want, rtol=ulps * 1.2e-7, atol=1e-30)
+
+
+def numbers(*shape, dtype='float32', seed=0):
+    return np.random.default_rng(seed).integers(-9, 10, shape).astype(dtype)
+
+
+def address(a):
+    """Of the first element."""
+    return a.numpy().__array_interface__['data'][0]
+
+
+def live_bytes():
+    gc.collect()
+    return sum(buffer.nbytes for buffer in live_buffers())
+
+
+# ---- making ----------------------------------------------------------------------------------------------------------
+
+def test_arrays_from_numbers_lists_and_arrays(device):
+    for obj, dtype in ((3, 'int32'), (3.5, 'float32'), ([1, 2], 'int32'), ([1, 2.5], 'float32'), ([[True], [False]], 'int32'),
+                       ([], 'float32'), (np.arange(3, dtype='int32'), 'int32'), (np.ones((2, 3), 'f').T, 'float32')):
+        a = array(obj)
+        same(a, np.asarray(obj, dtype))
+        assert a.device is device and a.is_compact() and a.buffer.address % backend.ALIGN == 0
+    same(array([1.9, -1.9], dtype='int32'), np.array([1, -1], 'int32'))
+    same(array(np.arange(3.0), dtype='float32'), np.arange(3, dtype='f'))
+    b = array(a)
+    assert address(b) != address(a)
+    same(b, a.numpy())
+
+
+def test_filled_arrays():
+    same(ndarray.zeros((2, 3)), np.zeros((2, 3), 'f'))
+    same(ndarray.ones(4, dtype='int32'), np.ones(4, 'i'))
+    same(ndarray.full((), 7), np.array(7, 'i'))
+    same(ndarray.full((2, 0), 1.5), np.full((2, 0), 1.5, 'f'))
+    same(ndarray.arange(5), np.arange(5, dtype='i'))
+    same(ndarray.arange(1, 2, 0.25), np.arange(1, 2, 0.25, dtype='f'))
+    assert ndarray.empty((3, 1)).shape == (3, 1)
+
+
+@pytest.mark.parametrize('make, text', [
+    (lambda: array(np.ones(3)), 'float64: want float32 or int32'),
+    (lambda: array(np.ones(3, bool)), 'bool: want float32 or int32'),
+    (lambda: array('text'), 'want numbers'),
+    (lambda: array([1j]), 'want numbers, got complex128'),
+    (lambda: ndarray.zeros(3, dtype='float64'), 'float64: want float32 or int32'),
+    (lambda: from_numpy([1, 2]), 'want a numpy array, got list'),
+    (lambda: from_numpy(np.ones(3)), 'float64: want float32 or int32'),
+    (lambda: ndarray.zeros('ab'), "shape: want integers, got 'ab'"),
+    (lambda: ndarray.zeros(2.5), 'shape: want integers, got 2.5'),
+])
+def test_other_kinds_of_numbers_are_refused(make, text):
+    with pytest.raises(TypeError, match=text):
+        make()
+
+
+def test_sizes_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match='negative'):
+        ndarray.zeros((2, -1))
+    with pytest.raises(ValueError, match='9 axes, want at most 8'):
+        ndarray.zeros((1,) * 9)
+    with pytest.raises(OverflowError, match='3000000000 out of bounds for int32'):
+        array([3_000_000_000])
+    with pytest.raises(OverflowError, match='out of bounds for int32'):
+        array(np.array([1]), dtype='int32') + 2**31
+
+
+# ---- views cost nothing ----------------------------------------------------------------------------------------------
+
+VIEWS = {
+    'transpose': (lambda a: a.T, lambda x: x.T),
+    'permute': (lambda a: a.permute((1, 2, 0)), lambda x: x.transpose(1, 2, 0)),
+    'transpose(axes)': (lambda a: a.transpose(2, 0, 1), lambda x: x.transpose(2, 0, 1)),
+    'swapaxes': (lambda a: a.swapaxes(0, -1), lambda x: x.swapaxes(0, -1)),
+    'integers': (lambda a: a[1, -2], lambda x: x[1, -2]),
+    'one element': (lambda a: a[1, -2, 3], lambda x: x[1, -2, 3, ...]),
+    'slices': (lambda a: a[1:, ::2, -3:-1], lambda x: x[1:, ::2, -3:-1]),
+    'negative steps': (lambda a: a[::-1, 3:0:-2], lambda x: x[::-1, 3:0:-2]),
+    'ellipsis and None': (lambda a: a[None, ..., 2, None], lambda x: x[None, ..., 2, None]),
+    'beyond the end': (lambda a: a[5:, :100], lambda x: x[5:, :100]),
+    'reshape': (lambda a: a.reshape(6, 10), lambda x: x.reshape(6, 10)),
+    'reshape(-1)': (lambda a: a.reshape(-1, 3), lambda x: x.reshape(-1, 3)),
+    'reshape of a slice': (lambda a: a[:, :, :2].reshape((3, 2, 2, 2)), lambda x: x[:, :, :2].reshape((3, 2, 2, 2))),
+    'reshape of a transpose': (lambda a: a.T.reshape(5, 2, 2, 3), lambda x: x.T.reshape(5, 2, 2, 3)),
+    'broadcast_to': (lambda a: a.broadcast_to((2, 3, 4, 5)), lambda x: np.broadcast_to(x, (2, 3, 4, 5))),
+    'broadcast_to of an axis of 1': (lambda a: a[:1].broadcast_to((7, 4, 5)), lambda x: np.broadcast_to(x[:1], (7, 4, 5))),
+    'flip': (lambda a: a.flip(), np.flip),
+    'flip of two axes': (lambda a: a.flip((0, 2)), lambda x: np.flip(x, (0, 2))),
+    'as_strided': (lambda a: a.as_strided((4, 3), (5, 2), 20),
+                   lambda x: np.lib.stride_tricks.as_strided(x[1], (4, 3), (20, 8))),
+}
+
+
+@pytest.mark.parametrize('view', VIEWS)
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_views_are_numpys_and_allocate_nothing(view, dtype):
+    ours, theirs = VIEWS[view]
+    x = numbers(3, 4, 5, dtype=dtype)
+    a = from_numpy(x)
+    before = live_bytes()
+    got, want = ours(a), theirs(x)
+    assert live_bytes() == before and got.buffer is a.buffer
+    same(got, want)
+    if want.size:
+        assert address(got) == want.__array_interface__['data'][0]
+    assert [4 * step for n, step in zip(got.shape, got.strides, strict=True) if n > 1 and got.size] == \
+           [step for n, step in zip(want.shape, want.strides, strict=True) if n > 1 and want.size]
+    assert got.is_compact() == want.flags.c_contiguous
+    same(got.copy(), want)
+    assert got.compact() is got or not got.is_compact()
+    same(got.compact(), want)
+
+
+def test_reshape_copies_only_where_strides_cannot_say_it():
+    x = numbers(4, 6)
+    for cut in (np.s_[:], np.s_[::2], np.s_[:, ::2], np.s_[::-1], np.s_[:, 1:4], np.s_[1:2], np.s_[:, :1], np.s_[:0]):
+        for view in (x[cut], x[cut].T, x[cut][None, :, None]):
+            for shape in itertools.product((1, 2, 3, 4, 6, 8), repeat=3):
+                for to in {shape, shape[:2], shape[:1]}:
+                    if np.prod(to) == view.size:
+                        want = view.reshape(to)
+                        got = from_numpy(view).reshape(to)
+                        same(got, want)
+                        if view.size:
+                            assert (address(got) == address(from_numpy(view))) == np.shares_memory(want, view), (view.shape, to)
+
+
+def test_writing_through_a_view_changes_the_array():
+    x = numbers(4, 5)
+    a = array(x)
+    a.T[1:3].reshape(2, 4)[0] = 100
+    x.T[1:3].reshape(2, 4)[0] = 100
+    same(a, x)
+
+
+@pytest.mark.parametrize('act, error, text', [
+    (lambda a: a[3], IndexError, 'index 3 is out of bounds for axis 0 with size 3'),
+    (lambda a: a[0, -5], IndexError, 'index -5 is out of bounds for axis 1 with size 4'),
+    (lambda a: a[0, 0, 0], IndexError, r'too many indices for array of shape \(3, 4\): 3'),
+    (lambda a: a[..., ...], IndexError, 'single ellipsis'),
+    (lambda a: a[1.5], IndexError, 'only integers, slices.* got float'),
+    (lambda a: a['x'], IndexError, 'got str'),
+    (lambda a: a[True], IndexError, 'got bool'),
+    (lambda a: a[np.array([0.5])], IndexError, 'arrays used as indices must be of integers, got float'),
+    (lambda a: a[[0, 3]], IndexError, '3'),
+    (lambda a: a.__setitem__(7, 1.0), IndexError, 'index 7 is out of bounds for axis 0 with size 3'),
+    (lambda a: a.reshape(5, 2), ValueError, r'cannot reshape array of shape \(3, 4\) into shape \(5, 2\)'),
+    (lambda a: a.reshape(-1, 5), ValueError, r'cannot reshape array of shape \(3, 4\) into shape \(-1, 5\)'),
+    (lambda a: a.reshape(-1, -1), ValueError, 'cannot reshape'),
+    (lambda a: a.reshape(-3, -4), ValueError, 'cannot reshape'),
+    (lambda a: a.reshape(0, -1), ValueError, 'cannot reshape'),
+    (lambda a: a.permute((0, 2)), ValueError, 'axis 2 is out of bounds for array of dimension 2'),
+    (lambda a: a.permute((0,)), ValueError, r"axes \(0,\) don't match shape \(3, 4\)"),
+    (lambda a: a.permute((0, 0)), ValueError, 'duplicate'),
+    (lambda a: a.flip(2), IndexError, 'axis 2 is out of bounds for array of dimension 2'),
+    (lambda a: a.broadcast_to((3, 5)), ValueError, r'from shape \(3, 4\) into shape \(3, 5\)'),
+    (lambda a: a.broadcast_to((4,)), ValueError, r'from shape \(3, 4\) into shape \(4,\)'),
+    (lambda a: a.as_strided((3, 5), (4, 1)), ValueError, 'lead to elements 0 to 12, the buffer has 12'),
+    (lambda a: a.as_strided((2,), (-1,)), ValueError, 'lead to elements -1 to 0'),
+    (lambda a: a.as_strided((2,), (1, 1)), ValueError, 'want as many of each'),
+    (lambda a: a.sum(2), IndexError, 'axis 2 is out of bounds for array of dimension 2'),
+    (lambda a: a.sum((0, -3)), ValueError, 'axis -3 is out of bounds for array of dimension 2'),
+    (lambda a: a.max((1, 1)), ValueError, 'duplicate'),
+    (lambda a: a[:0].max(), ValueError, r'max of an array of shape \(0, 4\)'),
+    (lambda a: a[:, :0].min(1), ValueError, 'no elements have none'),
+    (lambda a: a[:0].argmax(0), ValueError, 'no elements have none'),
+    (lambda a: a[:0].argmax(), ValueError, 'no elements have none'),
+    (lambda a: a + array([1.0, 2, 3]), ValueError, r'broadcast together with shapes \(3, 4\) \(3,\)'),
+    (lambda a: a.maximum(array([1.0, 2, 3])), ValueError, r'shapes \(3, 4\) \(3,\)'),
+    (lambda a: a.__iadd__(array([[[1.0]]])), ValueError, r'shape \(3, 4\): .* shape \(1, 1, 1\) has shape \(1, 3, 4\)'),
+    (lambda a: a[0].__imul__(a), ValueError, r'non-broadcastable output operand with shape \(4,\)'),
+    (lambda a: a.__setitem__(0, [1.0, 2]), ValueError, r'from shape \(2,\) into shape \(4,\)'),
+    (lambda a: a.__setitem__(0, a), ValueError, r'from shape \(3, 4\) into shape \(4,\)'),
+    (lambda a: a[0].broadcast_to((3, 4)).fill(1), ValueError, r'shape \(3, 4\): a broadcast view cannot be written to'),
+    (lambda a: a[0].broadcast_to((3, 4)).__iadd__(1), ValueError, 'a broadcast view cannot be written to'),
+    (lambda a: a @ a, ValueError, r'shapes \(3, 4\) and \(3, 4\) do not fit: 4 and 3'),
+    (lambda a: a @ a[0, 0], ValueError, r'shapes \(3, 4\) and \(\): want at least one axis each'),
+    (lambda a: ndarray.ones((2, 3, 4)) @ ndarray.ones((3, 4, 3)), ValueError, r'\(2,\) \(3,\)'),
+    (lambda a: a + None, TypeError, 'unsupported operand'),
+    (lambda a: a @ 'x', TypeError, 'unsupported operand'),
+    (lambda a: a.maximum('x'), TypeError, 'maximum: want an array or a number, got str'),
+    (lambda a: a + np.ones(4), TypeError, 'float64: want float32 or int32'),
+    (lambda a: float(a), ValueError, r'got shape \(3, 4\)'),
+    (lambda a: bool(a), ValueError, r'truth value of an array of shape \(3, 4\)'),
+    (lambda a: len(a[0, 0]), TypeError, r'len\(\) of an array of shape \(\)'),
+    (lambda a: iter(a[0, 0]), TypeError, 'iteration'),
+    (lambda a: [1, 2][a[0, 0]], TypeError, 'only an int32 array'),
+    (lambda a: hash(a), TypeError, 'unhashable'),
+    (lambda a: concatenate([a, a[0]]), ValueError, r'shapes \(3, 4\) and \(4,\) differ beside axis 0'),
+    (lambda a: concatenate([a, a[:2]], 1), ValueError, r'shapes \(3, 4\) and \(2, 4\) differ beside axis 1'),
+    (lambda a: concatenate([]), ValueError, 'want at least one array'),
+    (lambda a: concatenate([a], 2), IndexError, 'axis 2'),
+    (lambda a: stack([a, a.T]), ValueError, r'shapes \(3, 4\) and \(4, 3\) differ'),
+    (lambda a: stack([a], 4), IndexError, 'axis 4'),
+    (lambda a: pad(a, -1), ValueError, 'want none below 0'),
+    (lambda a: a[(None,) * 7], ValueError, '9 axes, want at most 8'),
+    (lambda a: a.astype('float64'), TypeError, 'float64: want float32 or int32'),
+    (lambda a: a.astype('int32').__iadd__(1.5), TypeError, 'an int32 array cannot hold the float32 result'),
+    (lambda a: a.astype('int32').__iadd__(a), TypeError, 'an int32 array cannot hold the float32 result'),
+    (lambda a: a.astype('int32').__itruediv__(2), TypeError, 'an int32 array cannot hold the float32 result'),
+    (lambda a: a.astype('int32').__setitem__(0, 2**40), OverflowError, 'out of bounds for int32'),
+    (lambda a: array([2, 3]) ** -1, ValueError, 'negative'),
+    (lambda a: array([2, 3]) ** array([1, -1]), ValueError, 'negative'),
+    (lambda a: a.T.add_at([0], 1.0), TypeError, 'want a compact float32 array'),
+])
+def test_bad_calls_say_what_is_wrong(act, error, text):
+    a = array(numbers(3, 4))
+    before = a.numpy().copy()
+    with pytest.raises(error, match=text):
+        act(a)
+    same(a, before)
+
+
+def test_arrays_of_two_devices_do_not_meet():
+    a, b = array([1.0], device=pyops.cpu()), array([2.0], device=pyops.numpy_device())
+    for act in (lambda: a + b, lambda: a.__iadd__(b), lambda: a @ b, lambda: concatenate([a, b]), lambda: stack([a, b]),
+                lambda: a.__setitem__(0, b[0])):
+        with pytest.raises(TypeError, match=r'two devices, pyops\.\w+\(\) and pyops\.\w+\(\)'):
+            act()
+    same(a + b.to(a.device), np.array([3], 'f'))
+    assert b.to(b.device) is b
+
+
+def test_using_freed_memory_is_an_error_that_names_the_shape():
+    a = array(numbers(3, 4))
+    view, keep = a.T[1:], a.numpy()
+    a.buffer.free()
+    for act in (lambda: view + 1, lambda: view.sum(), lambda: view.numpy(), lambda: view.__iadd__(1), lambda: view.fill(0),
+                lambda: view @ view.T, lambda: view.__setitem__(0, view[1])):
+        with pytest.raises(ValueError, match=r'array of shape \([34], ?[34]?\): its memory was freed|array of shape \(3,\)'):
+            act()
+    assert 'freed' in repr(view) and np.isfinite(keep).all()            # what numpy holds it keeps
+
+
+# ---- assignment ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('index', [np.s_[:], np.s_[1], np.s_[..., 2], np.s_[::2, ::-1], np.s_[1:1], np.s_[0, 1, 2],
+                                   np.s_[None, 1]])
+def test_assignment_to_views(index, dtype):
+    x = numbers(3, 4, 5, dtype=dtype)
+    a = array(x)
+    for value in (7, numbers(*x[index].shape, dtype=dtype, seed=1), numbers(*x[index].shape, dtype='int32', seed=2)):
+        a[index] = value if isinstance(value, int) else array(value)
+        x[index] = value
+        same(a, x)
+    if x[index].ndim:
+        row = numbers(1, 1, x[index].shape[-1], dtype=dtype)            # leading axes of 1 fall away
+        a[index] = array(row)
+        x[index] = row
+        same(a, x)
+    a[index] = x[index]                                                 # numpy's own
+    same(a, x)
+
+
+def test_assignment_converts():
+    a = ndarray.zeros(3, dtype='int32')
+    a[:] = array([1.7, -1.7, 2])
+    same(a, np.array([1, -1, 2], 'i'))
+    a[0] = 5.9
+    assert int(a[0]) == 5
+    b = ndarray.zeros((2, 3))
+    b[:] = a
+    same(b, np.array([[5, -1, 2]] * 2, 'f'))
+    with pytest.raises(ValueError, match='NaN'):
+        a[0] = float('nan')
+
+
+OVERLAPS = {
+    'forwards': lambda a: a.__setitem__(np.s_[1:], a[:-1]),
+    'backwards': lambda a: a.__setitem__(np.s_[:-1], a[1:]),
+    'reversed': lambda a: a.__setitem__(np.s_[:], a[::-1]),
+    'transposed': lambda a: a.__setitem__(np.s_[:], a.T),
+    'one row over all': lambda a: a.__setitem__(np.s_[:], a[2]),
+    'one column over all': lambda a: a.__setitem__(np.s_[:], a[:, 1:2]),
+    'a += a.T': lambda a: a.__iadd__(a.T),
+    'a *= a[::-1]': lambda a: a.__imul__(a[::-1]),
+    'a -= a': lambda a: a.__isub__(a),
+    'a -= a[0]': lambda a: a.__isub__(a[0]),
+    'a[1:] += a[:-1]': lambda a: a[1:].__iadd__(a[:-1]),
+    'a.T -= a': lambda a: a.T.__isub__(a),
+}
+
+
+@pytest.mark.parametrize('how', OVERLAPS)
+@pytest.mark.parametrize('n', (5, 70))
+def test_overlapping_source_and_destination(how, n):
+    x = numbers(n, n)
+    a = array(x)
+    OVERLAPS[how](a)
+    OVERLAPS[how](x)
+    same(a, x)
+    x = numbers(n, n)
+    one, other = from_numpy(x), from_numpy(x)                           # two buffers over the same memory
+    want = x.copy()
+    want[1:] -= want[:-1]
+    one[1:] -= other[:-1]
+    same(one, want)
+
+
+def test_in_place_operators_change_the_array_and_its_version():
+    x = numbers(3, 4)
+    a = array(x)
+    version, place = a.buffer.version, address(a)
+    a += 1
+    a *= array(x)
+    a -= array([1, 2, 3, 4])
+    a /= 2
+    a **= 2
+    a[1] += a[0]
+    a[0] = 3
+    assert address(a) == place and a.buffer.version == version + 7      # a[1] += also assigns to itself, which is nothing
+    x2 = (((x + 1) * x - np.array([1, 2, 3, 4], 'f')) / 2) ** 2
+    x2[1] += x2[0]
+    x2[0] = 3
+    same(a, x2)
+    _ = a + 1, a.T, a[0], a.sum()
+    assert a.buffer.version == version + 7
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    '+': lambda a, b: a + b, '-': lambda a, b: a - b, '*': lambda a, b: a * b, '/': lambda a, b: a / b,
+    '==': lambda a, b: a == b, '!=': lambda a, b: a != b, '<': lambda a, b: a < b, '<=': lambda a, b: a <= b,
+    '>': lambda a, b: a > b, '>=': lambda a, b: a >= b,
+    'maximum': lambda a, b: a.maximum(b) if isinstance(a, NDArray) else np.maximum(a, b),
+    'minimum': lambda a, b: a.minimum(b) if isinstance(a, NDArray) else np.minimum(a, b),
+}
+
+
+def expected(op, a, b):
+    """numpy's result in our dtypes: float32 as soon as one is, and for every division."""
+    floats = op == '/' or any(getattr(x, 'dtype', np.asarray(x).dtype).kind == 'f' for x in (a, b))
+    dtype = np.float32 if floats else np.int32
+    with np.errstate(all='ignore'):
+        return np.asarray(OPERATORS[op](np.asarray(a).astype(dtype), np.asarray(b).astype(dtype)), dtype)
+
+
+BROADCASTS = (((), ()), ((3,), ()), ((2, 3), (3,)), ((2, 1), (1, 3)), ((4, 1, 3), (2, 1)), ((0, 3), (3,)), ((1, 0), (5, 1)),
+              ((2, 3, 4), (2, 3, 4)), ((40, 70), (70,)), ((40, 70), (40, 1)))
+
+
+@pytest.mark.parametrize('op', OPERATORS)
+@pytest.mark.parametrize('dtype_a', DTYPES)
+@pytest.mark.parametrize('dtype_b', DTYPES)
+def test_operators_with_broadcasting(op, dtype_a, dtype_b):
+    for shape_a, shape_b in (*BROADCASTS, *(pair[::-1] for pair in BROADCASTS)):
+        x, z = numbers(*shape_a, dtype=dtype_a), numbers(*shape_b, dtype=dtype_b, seed=1)
+        same(OPERATORS[op](array(x), array(z)), expected(op, x, z))
+        same(OPERATORS[op](from_numpy(np.array(x, order='F')), array(z).flip()), expected(op, x, np.flip(z)))
+        if op not in ('maximum', 'minimum'):
+            same(OPERATORS[op](array(x), z), expected(op, x, z))        # numpy's array on either side
+            same(OPERATORS[op](x, array(z)), expected(op, x, z))
+
+
+@pytest.mark.parametrize('op', OPERATORS)
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('value', [3, -2.5, True, 0, np.float32(1.5), np.int64(4), np.float64(0.1)])
+def test_operators_with_a_number(op, dtype, value):
+    x = numbers(5, 7, dtype=dtype)
+    for view in (x, x.T, x[::2, ::-1]):
+        same(OPERATORS[op](from_numpy(view), value), expected(op, view, value))
+        if op not in ('maximum', 'minimum'):
+            same(OPERATORS[op](value, from_numpy(view)), expected(op, value, view))
+
+
+def test_powers():
+    x = np.abs(numbers(4, 5)) + 1
+    for exponent in (2, 0.5, -1, 3, -2.5):
+        close(array(x) ** exponent, x ** np.float32(exponent))
+    close(2 ** array(x), 2 ** x)
+    close(array(x) ** array(x.T).T, x ** x)
+    z = numbers(4, 5, dtype='int32')
+    same(array(z) ** 3, z ** 3)
+    same(array(z) ** array(np.abs(z)), z ** np.abs(z))
+    same((-2) ** array(np.abs(z)), (-2) ** np.abs(z))
+    with np.errstate(all='ignore'):
+        close(array(z) ** 0.5, z.astype('f') ** np.float32(0.5))
+
+
+@pytest.mark.filterwarnings('ignore::RuntimeWarning')
+def test_functions():
+    x = np.concatenate([np.random.default_rng(0).standard_normal(50), [0.0, -0.0, np.inf, -np.inf, np.nan]]).astype('f')
+    x = x.reshape(5, 11)
+    exact = x.astype('d')
+    for view in (np.s_[:], np.s_[::2, ::-1], np.s_[1]):
+        a, e = from_numpy(x)[view].T, exact[view].T
+        for got, want in ((a.exp(), np.exp(e)), (a.log(), np.log(e)), (a.tanh(), np.tanh(e)), (a.sqrt(), np.sqrt(e)),
+                          (a.sigmoid(), 1 / (1 + np.exp(-e))), (abs(a), np.abs(e)), (a.abs(), np.abs(e)), (-a, -e), (+a, e)):
+            close(got, want.astype('f'))
+    z = numbers(6, dtype='int32')
+    same(-array(z), -z)
+    same(abs(array(z)), abs(z))
+    close(array(z).exp(), np.exp(z.astype('f')))
+
+
+def test_int32_wraps_around():
+    x = np.array([2**31 - 1, -2**31, 12345678], 'i')
+    with np.errstate(over='ignore'):
+        same(array(x) + 1, x + np.int32(1))
+        same(array(x) * array(x), x * x)
+        same(-array(x), -x)
+        same(array(x).sum(), x.sum(dtype='i'))
+
+
+def test_zeros_keep_their_signs():
+    a = array([0.0, -0.0])
+    for got, want in ((-a, [-0.0, 0.0]), (a * -1, [-0.0, 0.0]), (a + 0, [0.0, 0.0]), (a.copy(), [0.0, -0.0]),
+                      (a.sqrt(), [0.0, -0.0]), (a.tanh(), [0.0, -0.0])):
+        assert np.signbit(got.numpy()).tolist() == np.signbit(want).tolist()
+
+
+def test_numbers_and_texts():
+    a = array(numbers(2, 3))
+    assert float(a[0, 0]) == a.numpy()[0, 0] and int(a[1, 2]) == int(a.numpy()[1, 2]) and isinstance(a[0, 0].item(), float)
+    assert a.tolist() == a.numpy().tolist() and len(a) == 2 and a.ndim == 2 and a.size == 6 and a.nbytes == 24
+    assert [row.tolist() for row in a] == a.tolist()
+    assert bool(array([[1]])) and not bool(array(0.0))
+    assert [10, 20, 30][array(1)] == 20 and list(range(3))[array(1):] == [1, 2]
+    device = '' if a.device is pyops.cpu() else ', device=pyops.numpy_device()'
+    assert repr(array([[1, 2], [3, 4.5]])) == f'NDArray([[1. , 2. ],\n         [3. , 4.5]], dtype=float32{device})'
+    assert repr(ndarray.zeros((0, 3), 'int32')) == f'NDArray([], shape=(0, 3), dtype=int32{device})'
+    assert str(array([1, 2])) == '[1 2]'
+    assert (a == None).__class__ is bool and (a != 'x') is True         # noqa: E711  no array, no number: not equal
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('shape', [(), (1,), (7,), (3, 4), (2, 1, 5), (2, 3, 4, 5), (0, 3), (3, 0)])
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('keepdims', (False, True))
+def test_reductions(shape, dtype, keepdims):
+    x = numbers(*shape, dtype=dtype)
+    axes = [None, *range(-len(shape), len(shape))]
+    axes += [axis for n in range(len(shape) + 1) for axis in itertools.permutations(range(len(shape)), n)]
+    for view in (x, x.T, x[..., ::-1] if shape else x):
+        a = from_numpy(view)
+        for axis in axes:
+            same(a.sum(axis, keepdims), view.sum(axis, dtype=dtype, keepdims=keepdims))
+            if view.sum(axis).size and 0 in shape:
+                continue
+            same(a.max(axis, keepdims), view.max(axis, keepdims=keepdims))
+            same(a.min(axis=axis, keepdims=keepdims), view.min(axis, keepdims=keepdims))
+            close(a.mean(axis, keepdims), view.mean(axis, dtype='f', keepdims=keepdims))
+            if axis is None or isinstance(axis, int):
+                same(a.argmax(axis, keepdims), view.argmax(axis, keepdims=keepdims).astype('i'))
+
+
+def test_nan_in_reductions():
+    x = numbers(4, 5)
+    x[1, 2] = np.nan
+    a = array(x)
+    same(a.max(0), x.max(0))
+    same(a.min(), x.min())
+    same(a.argmax(1), x.argmax(1).astype('i'))
+    same(a.maximum(0), np.maximum(x, 0))
+    same(array([1.0]).minimum(np.nan), np.array([np.nan], 'f'))
+    assert np.isnan(float(ndarray.zeros((0,)).mean()))
+
+
+def test_int32_argmax_tells_large_numbers_apart():
+    x = np.array([[2**30, 2**30 + 1, 2**30 + 1], [-2**31, -2**31, -2**31]], 'i')
+    same(array(x).argmax(1), x.argmax(1).astype('i'))
+
+
+# ---- products, joining, gathering -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('shape_a, shape_b', [
+    ((3, 4), (4, 5)), ((4,), (4,)), ((3, 4), (4,)), ((4,), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)),
+    ((3, 4), (2, 4, 5)), ((2, 1, 3, 4), (5, 4, 2)), ((2, 3, 4), (4,)), ((4,), (2, 4, 3)), ((0, 4), (4, 3)), ((3, 0), (0, 2)),
+    ((2, 3, 0), (0, 4)), ((1, 1), (1, 1)), ((30, 40), (40, 20)), ((6, 3, 4), (1, 4, 5)), ((0, 3, 4), (4, 2))])
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_matmul(shape_a, shape_b, dtype):
+    x, z = numbers(*shape_a, dtype=dtype), numbers(*shape_b, dtype=dtype, seed=1)
+    want = np.asarray(np.matmul(x, z), dtype)
+    same(array(x) @ array(z), want)
+    same(array(x) @ z, want)
+    same(x @ array(z), want)
+    same(from_numpy(np.asfortranarray(x)) @ from_numpy(np.flip(np.flip(z).copy())), want)
+    same(array(x).astype('float32') @ array(z).astype('int32'), want.astype('f'))
+
+
+def test_joining():
+    x, z = numbers(2, 3, 4), numbers(2, 3, 4, dtype='int32', seed=1)
+    for axis in range(-3, 3):
+        same(concatenate([array(x), array(x).flip()[:, :, :]], axis), np.concatenate([x, np.flip(x)], axis))
+        same(concatenate([array(x), array(z)], axis), np.concatenate([x, z], axis).astype('f'))
+    same(concatenate([array(z)[:, :0], z], 1), z)
+    for axis in range(-4, 4):
+        same(stack([array(x), array(x).flip(), x], axis), np.stack([x, np.flip(x), x], axis))
+    same(stack([1, 2]), np.array([1, 2], 'i'))
+    same(pad(array(x), 1), np.pad(x, 1))
+    same(pad(array(z), ((0, 1), (2, 0), (0, 0)), -7), np.pad(z, ((0, 1), (2, 0), (0, 0)), constant_values=-7))
+    same(pad(array(x)[0], (1, 2), 0.5), np.pad(x[0], (1, 2), constant_values=0.5))
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_gathering_rows(dtype):
+    x = numbers(5, 3, 2, dtype=dtype)
+    for ids in ([0, 4, -1, 4], np.array([[1, 2], [3, -5]]), array([2, 2]), [], np.array([], 'i')):
+        want = x[np.asarray(ids).astype(int)]
+        same(array(x)[ids], want)
+        same(from_numpy(np.asfortranarray(x)).take(ids), want)
+    same(array(x)[:, 0, 0][[1, 1]], x[:, 0, 0][[1, 1]])
+    for bad in ([5], [-6], [0, 7]):
+        with pytest.raises(IndexError):
+            array(x).take(bad)
+
+
+def test_adding_to_rows_that_repeat():
+    x, rows = numbers(5, 3), numbers(4, 3, seed=1)
+    a = array(x)
+    a.add_at([0, 2, 0, 4], array(rows))
+    np.add.at(x, [0, 2, 0, 4], rows)
+    a.add_at(array([[1], [1]]), 0.5)
+    x[1] += 1
+    same(a, x)
+    if a.device is pyops.cpu():
+        with pytest.raises(IndexError, match='want 0 to 4'):
+            a.add_at([5], 1.0)
+
+
+# ---- numpy and DLPack ---------------------------------------------------------------------------------------------------
+
+def test_numpys_memory_without_a_copy():
+    x = numbers(4, 6)
+    for view in (x, x.T, x[::-1], x[1:3, ::-2], x[:, 2], x[1, 1, None], np.broadcast_to(x, (2, 4, 6)), x[:0]):
+        if not view.flags.writeable:
+            with pytest.raises(ValueError, match='read-only'):
+                from_numpy(view)
+            continue
+        a = from_numpy(view)
+        same(a, view)
+        if view.size:
+            assert address(a) == view.__array_interface__['data'][0] and np.shares_memory(a.numpy(), x)
+            a += 1
+            same(a, view)
+    a = from_numpy(x)
+    for back in (a.numpy(), np.asarray(a), np.asarray(a, dtype='float32'), np.array(a, copy=False)):
+        assert np.shares_memory(back, x)
+    assert not np.shares_memory(np.array(a), x) and np.asarray(a, dtype='float64').dtype == np.float64
+    with pytest.raises(ValueError, match='needs a copy'):
+        np.asarray(a, dtype='float64', copy=False)
+    struct = np.zeros(3, [('a', 'i1'), ('b', 'f4')])
+    with pytest.raises(ValueError, match='whole elements'):
+        from_numpy(struct['b'])
+    same(np.float32(2) * a, 2 * x)
+    same(x - a, x - x)
+
+
+def test_memory_lives_as_long_as_somebody_uses_it():
+    before = live_bytes()
+    a = array(numbers(100, 100))
+    assert live_bytes() == before + 40_000
+    view = a.T[3:, ::-1]
+    x = view.numpy()
+    want = x.copy()
+    del a
+    assert live_bytes() == before + 40_000
+    del view
+    assert live_bytes() == before
+    np.testing.assert_array_equal(x, want)                              # numpy keeps what it looks at
+
+
+def test_dlpack_both_ways_with_numpy():
+    a = array(numbers(3, 4))
+    x = np.from_dlpack(a)
+    assert x.__array_interface__['data'][0] == address(a)
+    x = numbers(4, 5)
+    b = from_dlpack(x[:, 1:3])
+    assert address(b) == x[:, 1:3].__array_interface__['data'][0]
+    b += 1
+    same(b, x[:, 1:3])
+
+
+def test_dlpack_both_ways_with_torch(torch):
+    a = array(numbers(3, 4))
+    for view in (a, a.T, a[1:, ::2]):
+        t = torch.from_dlpack(view)
+        assert t.data_ptr() == address(view) and tuple(t.shape) == view.shape and t.stride() == view.strides
+        t += 1
+        same(view, t.numpy())
+    assert torch.asarray(a).data_ptr() == address(a)
+    t = torch.arange(12, dtype=torch.int32).reshape(3, 4)
+    for view in (t, t.T, t[:, 1]):
+        b = from_dlpack(view)
+        assert address(b) == view.data_ptr()
+        b *= 2
+        same(b, view.numpy())
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------
+
+def step(x, w):
+    """Something of everything: views, broadcasting, products, reductions, assignment, constants."""
+    h = (x @ w + x.sum(1, keepdims=True) * 0.5).tanh()
+    h[1:] += h[:-1]
+    pieces = concatenate([h.T[::-1], pad(h.T, ((0, 0), (0, 0)))], 0)
+    weights = array([1.0, 2, 3], device=x.device)[:, None] * stack([pieces[0], pieces[1], 2 * pieces[2]]).maximum(0)
+    norm = (weights * weights).sum().sqrt() + 1
+    batch = stack([h, h.flip()]) @ w.T
+    return (batch / norm).max(0).sum(0), h.argmax(1), h.astype('int32').sum(0) * 2
+
+
+@pytest.mark.parametrize('run', (True, False))
+def test_a_plan_that_records_array_operations_replays_them_to_the_bit(run):
+    cpu, rng = pyops.cpu(), np.random.default_rng(3)
+    x, w = rng.standard_normal((5, 4)).astype('f'), rng.standard_normal((4, 6)).astype('f')
+    with Plan(run=run, x=x, w=w) as plan:
+        results = step(from_numpy(x, cpu), from_numpy(w, cpu))
+    for _ in range(20):
+        plan.feed(x=rng.standard_normal((5, 4)), w=rng.standard_normal((4, 6)))
+        plan.run()
+        gc.collect()
+        for got, want in zip(results, step(array(x, device=cpu), array(w, device=cpu)), strict=True):
+            assert got.dtype == want.dtype and (got.numpy().view('i') == want.numpy().view('i')).all()
+    plan.check()
+    text = str(plan)
+    assert 'StridedBinaryAction: a Tensor(matmul)(5, 6), b Tensor(multiply)(5, 1) -> y Tensor(add)(5, 6)  ' \
+           '[shape=(5, 6) strides=(6, 1, 6, 1, 1, 0) ndim=2 op=0]' in text
+    assert 'GemmBatchedAction' in text
+    rows = plan.profile(runs=2).rows()
+    assert next(row for row in rows if row.name.startswith('gemm_batched')).flops > 0
+    assert plan.memory().saved_by_reuse > 0
+
+
+def test_an_unknown_backend_is_a_clear_error():
+    out = subprocess.run([sys.executable, '-c', 'from pyops import ndarray; ndarray.zeros(3)'], cwd=ROOT, text=True,
+                         env=os.environ | {'PYOPS_BACKEND': 'gpu'}, capture_output=True)
+    assert 'PYOPS_BACKEND=gpu: there is no such device; want cpu or numpy, or unset it' in out.stderr
+
+
+def test_the_oracle_needs_no_kernels():
+    code = 'from pyops import ndarray; a = ndarray.arange(6).reshape(2, 3); print((a @ a.T + 1).sum(), repr(a.device))'
+    out = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True,
+                         env=os.environ | {'PYOPS_BACKEND': 'numpy', 'PYOPS_LIBRARY': '/nowhere'})
+    assert out.stdout == '87 pyops.numpy_device()\n', out.stderr
