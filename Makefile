@@ -79,10 +79,10 @@ test: cpu .venv/ready ## run the tests
 	    .venv/bin/python -m pytest -q -rs $(TABLE))
 	.venv/bin/python -m pytest -q -rs tests
 
-asan: .venv/ready ## the op table under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
+asan: .venv/ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
-	    .venv/bin/python -m pytest -q -p no:cacheprovider $(TABLE) -k 'not torch'
+	    .venv/bin/python -m pytest -q -p no:cacheprovider $(TABLE) tests/test_ndarray.py tests/test_chains.py -k 'not torch'
 
 bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
 	.venv/bin/python -m bench.train seq2seq --vs torch

@@ -108,7 +108,7 @@ PYOPS_API pyops_status pyops_relu_backward(float *dx, const float *dy, const flo
  * scalar       y[i] = op(x[i], value), or op(value, x[i]) where reflected is 1
  * fill         y[i] = value
  * from_int32   y[i] = (float)x[i];    to_int32: towards 0, INT32_MIN where there is no such int32
- * reduce       y[i] = op over all x[i,j]:  j are the axes along which y has stride 0 (and more than one element)
+ * reduce       y[i] = op over all x[i,j]:  j are the axes along which y has stride 0; it has elements, x may have none
  *              sum in float lanes of few terms, these in double;  int32: modulo 2^32.   max, min: NaN where there is one
  * IEEE 754 throughout: infinities, NaN, signed zeros and denormal numbers come out as in C.
  */

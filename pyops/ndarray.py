@@ -662,7 +662,7 @@ class NDArray:
         axes = _axes(tuple(axis) if isinstance(axis, list) else axis, len(self.shape))
         kept = tuple([1 if d in axes else n for d, n in enumerate(self.shape)])
         y = _new(kept, self.dtype, self.buffer.device, op)
-        if op != 'sum' and 0 in self.shape and 0 not in kept:
+        if op != 'sum' and 0 in self.shape and any(self.shape[d] == 0 for d in axes):
             raise ValueError(f'{op} of an array of shape {self.shape} over axes {axes}: no elements have none')
         if 0 not in kept:
             self.buffer.device.reduce(op, y, self)
@@ -698,7 +698,7 @@ class NDArray:
             kept = self.shape[:d] + (1,) + self.shape[d + 1:]
             x = x.reshape(math.prod(x.shape[:-1]), self.shape[d])
         rows, n = x.shape
-        if not n and rows:
+        if not n:
             raise ValueError(f'argmax of an array of shape {self.shape} over axis {axis}: no elements have none')
         if self.dtype is INT:                   # the place of a largest one, counted from the end: the first counts most
             y = n - ((x == x.max(1, True)) * array(np.arange(n, 0, -1, dtype=INT), device=self.device)).max(1)
@@ -927,7 +927,7 @@ def stack(arrays, axis=0):
 
 def pad(a, widths, value=0):
     """a with `value` around it: widths is ((before, after), ...) for each axis, one pair for all, or one number."""
-    widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist()
+    widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist() if a.ndim else []
     if any(n < 0 for pair in widths for n in pair):
         raise ValueError(f'pad: widths {widths}: want none below 0')
     y = full(tuple(n + before + after for n, (before, after) in zip(a.shape, widths, strict=True)), value, a.dtype, a.device)
