@@ -20,14 +20,15 @@ _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
 _ffi = FFI()
+_ADDRESS, _cast, _from_buffer, _BYTE = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.from_buffer, np.dtype(np.uint8)
 
 
 def _aligned(make, shape, dtype):
     """An array whose memory, from make(bytes, uint8), begins on a cache line."""
     dtype = np.dtype(dtype)
     shape = shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
-    raw = make(math.prod(shape) * dtype.itemsize + ALIGN, np.uint8)
-    return np.ndarray(shape, dtype, raw, -int(_ffi.cast('intptr_t', _ffi.from_buffer(raw))) % ALIGN)
+    raw = make(math.prod(shape) * dtype.itemsize + ALIGN, _BYTE)
+    return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
 
 
 def _plain_empty(shape, dtype, name):
@@ -110,7 +111,7 @@ def _pointer_converter(function, argument, takes_strides):
             return array
         if array is None:
             return ffi.NULL
-        if array.dtype != dtype:
+        if array.dtype is not dtype and array.dtype != dtype:
             raise TypeError(f'{function}: {argument.name}: want {dtype}, got {array.dtype}')
         if not isinstance(array, np.ndarray):       # an NDArray
             if takes_strides or array.is_compact():
@@ -132,28 +133,29 @@ def _as_numpy(value):
 
 @functools.cache
 def _prepare(name):
-    """The C function and, for each argument but the stream, what turns a Python value into it (None: as it is)."""
+    """The C function, its number of arguments, and for each that is a pointer its place and what turns a Python value
+    into it; the last argument, the stream, is NULL."""
     ffi, lib, functions = library.cpu()
-    function = functions['pyops_' + name]
-    takes_strides = name == 'gemm' or any(a.name == 'strides' for a in function.arguments)
-    converters = [_pointer_converter(name, a, takes_strides) if a.pointer else None
-                  for a in function.arguments if a.name != 'stream']
-    return getattr(lib, 'pyops_' + name), converters, ffi.NULL
+    arguments = functions['pyops_' + name].arguments[:-1]
+    takes_strides = name == 'gemm' or any(a.name == 'strides' for a in arguments)
+    pointers = [(i, _pointer_converter(name, a, takes_strides)) for i, a in enumerate(arguments) if a.pointer]
+    return getattr(lib, 'pyops_' + name), len(arguments), pointers, ffi.NULL
 
 
 def launch(name, *values):
     """Run the kernel pyops_<name> of the header on arrays and numbers, in the header's order without the stream.
 
-    A numpy array must be C-contiguous and of the declared dtype; an NDArray only of that dtype, for kernels that take
-    its strides; None is NULL.  What the kernel refuses raises ValueError with its text, exhausted memory MemoryError.
+    A numpy array must be C-contiguous and of the declared dtype; an NDArray of that dtype, and compact unless the kernel
+    takes its strides; None is NULL.  What the kernel refuses raises ValueError with its text, exhausted memory MemoryError.
     """
-    function, converters, null = _prepare(name)
-    if len(values) != len(converters):
-        raise TypeError(f'{name}: want {len(converters)} arguments, got {len(values)}')
-    # the converted values are kept in a list, since they keep the arrays alive during the call
-    converted = [value if convert is None else convert(value) for convert, value in zip(converters, values, strict=True)]
+    function, count, pointers, stream = _prepare(name)
+    if len(values) != count:
+        raise TypeError(f'{name}: want {count} arguments, got {len(values)}')
+    converted = list(values)                    # which keeps the arrays alive during the call
+    for i, convert in pointers:
+        converted[i] = convert(values[i])
     if _listen is None or _listen(name, [_as_numpy(value) for value in values]):
-        status = function(*converted, null)
+        status = function(*converted, stream)
         if status:
             check_status(status)
 

@@ -1,0 +1,98 @@
+"""Time array operations beside numpy's: python -m bench.ndarray [--size N] [--threads N]
+
+Element-wise operations, reductions and products on matrices of N x N, new results on both sides, and the cost of an
+operation on a few numbers.  Both take turns; a figure is the shortest of many.  numpy uses one thread, but for products.
+"""
+import time
+
+import numpy as np
+
+from pyops import backend, ndarray
+from pyops.errors import exits_cleanly
+from pyops.training import ArgumentParser, positive_int
+
+PROGRAM = 'bench.ndarray'
+
+CASES = {
+    'a + b': (lambda a, b: a + b, np.add),
+    'a + b.T': (lambda a, b: a + b.T, lambda x, z: x + z.T),
+    'a.T + b.T': (lambda a, b: a.T + b.T, lambda x, z: np.add(x.T, z.T, order='C')),
+    'a * b': (lambda a, b: a * b, np.multiply),
+    'a + row': (lambda a, b: a + b[0], lambda x, z: x + z[0]),
+    'a * column': (lambda a, b: a * b[:, :1], lambda x, z: x * z[:, :1]),
+    'a += b': (lambda a, b: a.__iadd__(b), lambda x, z: np.add(x, z, out=x)),
+    'maximum(a, 0)': (lambda a, b: a.maximum(0), lambda x, z: np.maximum(x, 0)),
+    'exp': (lambda a, b: a.exp(), lambda x, z: np.exp(x)),
+    'tanh': (lambda a, b: a.tanh(), lambda x, z: np.tanh(x)),
+    'log': (lambda a, b: b.log(), lambda x, z: np.log(z)),
+    'copy of a.T': (lambda a, b: a.T.copy(), lambda x, z: x.T.copy()),
+    'sum': (lambda a, b: a.sum(), lambda x, z: x.sum()),
+    'sum(0)': (lambda a, b: a.sum(0), lambda x, z: x.sum(0)),
+    'sum(1)': (lambda a, b: a.sum(1), lambda x, z: x.sum(1)),
+    'max': (lambda a, b: a.max(), lambda x, z: x.max()),
+    'max(0)': (lambda a, b: a.max(0), lambda x, z: x.max(0)),
+    'max(1)': (lambda a, b: a.max(1), lambda x, z: x.max(1)),
+}
+
+
+def best(contestants, seconds, repeats):
+    """The shortest time of each, in turns, within about `seconds` for all."""
+    times = [float('inf')] * len(contestants)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for i, run in enumerate(contestants):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            times[i] = min(times[i], (time.perf_counter() - start) / repeats)
+    return times
+
+
+def line(name, times):
+    """A row of the table: ours for each number of threads, numpy's, how much longer numpy takes."""
+    unit, scale = ('us', 1e6) if times[-1] < 1e-3 else ('ms', 1e3)
+    *ours, theirs = times
+    print(f'{name:24}' + ''.join(f'{scale * t:9.2f} {unit}' for t in times) + ''.join(f'{theirs / t:8.2f} x' for t in ours))
+
+
+def main(argv=None):
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
+    p.add_argument('--size', type=positive_int, default=4096, metavar='N', help='rows and columns (default 4096)')
+    p.add_argument('--threads', type=positive_int, metavar='N', help='beside one (default: all cores)')
+    p.add_argument('--seconds', type=float, default=1.0, metavar='S', help='for each operation (default 1)')
+    args = p.parse_args(argv)
+    counts = sorted({1, args.threads or backend.threads()})
+    rng = np.random.default_rng(0)
+
+    def with_threads(n, run):
+        def turn():
+            backend.set_threads(n)
+            run()
+        return turn
+
+    def contest(name, ours, theirs, x, z):
+        a, b = ndarray.array(x), ndarray.array(z)
+        runs = [with_threads(n, lambda: ours(a, b)) for n in counts] + [lambda: theirs(x, z)]
+        rough = best(runs, 0.01, 1)[-1]
+        line(name, best(runs, args.seconds, max(1, int(1e-3 / rough))))
+
+    print(f'{backend.isa()}, numpy {np.__version__}; float32, {args.size} x {args.size}')
+    print(f'{"":24}' + ''.join(f'{f"{n} threads" if n > 1 else "1 thread":>12}' for n in counts) + f'{"numpy":>12}'
+          + ''.join(f'{f"to {n}":>10}' for n in counts))
+    x, z = rng.standard_normal((args.size, args.size), 'f'), rng.random((args.size, args.size), 'f') + np.float32(0.5)
+    for name, (ours, theirs) in CASES.items():
+        contest(name, ours, theirs, x, z)
+    for shape_a, shape_b in (((512, 512), (512, 512)), ((64, 128, 64), (64, 64, 128)), ((2000, 8, 16), (2000, 16, 8)),
+                             ((32, 100, 64), (64, 64))):
+        contest(f'{"x".join(map(str, shape_a))} @ {"x".join(map(str, shape_b))}', lambda a, b: a @ b, np.matmul,
+                rng.standard_normal(shape_a, 'f'), rng.standard_normal(shape_b, 'f'))
+    few = rng.standard_normal((3, 4), 'f')
+    for name, run in (('a + b of 3 x 4', lambda a, b: a + b), ('a * 2 of 3 x 4', lambda a, b: a * 2),
+                      ('a.sum(1) of 3 x 4', lambda a, b: a.sum(1)), ('a[1:, ::2] of 3 x 4', lambda a, b: a[1:, ::2]),
+                      ('a @ b.T of 3 x 4', lambda a, b: a @ b.T)):
+        contest(name, run, run, few, few)
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        main()
