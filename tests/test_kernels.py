@@ -10,10 +10,10 @@ import sys
 
 import numpy as np
 import pytest
-import references as ref
 from conftest import ROOT, cpu_has
 
 from pyops import backend
+from pyops import references as ref
 from pyops.backend import library
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import references as ref
 from conftest import ROOT
 
 from pyops import backend
+from pyops import references as ref
 from pyops.ops import (
     GRU,
     Attention,

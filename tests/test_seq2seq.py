@@ -9,11 +9,11 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-import references as ref
 from conftest import ROOT
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
 from pyops import backend
+from pyops import references as ref
 from pyops.text import embedded
 from pyops.text.translation import Pairs, Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary

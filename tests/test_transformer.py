@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-import references as ref
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
 from pyops import backend, plan
+from pyops import references as ref
 from pyops.errors import UserError
 from pyops.optim import Adam
 from pyops.text import embedded
