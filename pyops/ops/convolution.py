@@ -1,0 +1,43 @@
+"""The windows that a convolution looks at, as array ops: a view, and the sum of all windows back into their places."""
+from pyops import ndarray
+from pyops.ops.array import ArrayOp, call
+
+
+def positions(size, window, stride, dilation):
+    """How many windows of that size fit along an axis."""
+    return (size - dilation * (window - 1) - 1) // stride + 1
+
+
+class Windows(ArrayOp):
+    """x (N, C, H, W) -> y (N, C, Ho, Wo, kh, kw), a view: y[n, c, i, j, a, b] = x[n, c, i s + a d, j s + b d].
+
+    window (kh, kw); stride s and dilation d, two numbers each
+    """
+
+    def forward(x, window, stride, dilation):
+        (N, C, H, W), (n, c, h, w) = x.shape, x.strides
+        (kh, kw), (sh, sw), (dh, dw) = window, stride, dilation
+        shape = N, C, positions(H, kh, sh, dh), positions(W, kw, sw, dw), kh, kw
+        return x.as_strided(shape, (n, c, h * sh, w * sw, h * dh, w * dw)), (x.shape, stride, dilation)
+
+    def backward(dy, ctx):
+        shape, stride, dilation = ctx
+        return call(Fold, dy, shape=shape, stride=stride, dilation=dilation)
+
+
+class Fold(ArrayOp):
+    """x (N, C, Ho, Wo, kh, kw) -> y of the shape (N, C, H, W): where windows overlap, their elements are added."""
+
+    def forward(x, shape, stride, dilation):
+        (sh, sw), (dh, dw) = stride, dilation
+        _, _, Ho, Wo, kh, kw = x.shape
+        y = ndarray.zeros(shape, x.dtype, x.device)
+        for a in range(kh):
+            for b in range(kw):
+                place = y[:, :, a * dh:a * dh + sh * (Ho - 1) + 1:sh, b * dw:b * dw + sw * (Wo - 1) + 1:sw]
+                place += x[:, :, :, :, a, b]
+        return y, ((kh, kw), stride, dilation)
+
+    def backward(dy, ctx):
+        window, stride, dilation = ctx
+        return call(Windows, dy, window=window, stride=stride, dilation=dilation)

@@ -1,0 +1,109 @@
+"""Array ops that sum or compare along axes: None is all of them, a number one, a tuple several; -1 is the last."""
+import math
+
+from pyops.ops.array import ArrayOp, normal_axes
+
+LARGEST = 3.4028234663852886e38         # of float32
+
+
+def kept(shape, axis):
+    """The shape with 1 in place of the reduced axes."""
+    axes = normal_axes(axis, len(shape))
+    return tuple(1 if i in axes else n for i, n in enumerate(shape))
+
+
+def bounded(x):
+    """Infinities become the largest float: x - bounded(x) is not NaN where x is one."""
+    return x.maximum(-LARGEST).minimum(LARGEST)
+
+
+class Sum(ArrayOp):
+    """y = sum x;  dx = dy, broadcast."""
+
+    def forward(x, axis=None, keepdims=False):
+        return x.sum(axis, keepdims), (x.shape, axis)
+
+    def backward(dy, ctx):
+        shape, axis = ctx
+        return dy.reshape(kept(shape, axis)).broadcast_to(shape)
+
+
+class Mean(ArrayOp):
+    """y = sum x / n;  dx = dy / n, broadcast."""
+
+    def forward(x, axis=None, keepdims=False):
+        return x.mean(axis, keepdims), (x.shape, axis)
+
+    def backward(dy, ctx):
+        shape, axis = ctx
+        small = kept(shape, axis)
+        n = math.prod(shape) // max(math.prod(small), 1)
+        return (dy * (1 / max(n, 1))).reshape(small).broadcast_to(shape)
+
+
+class Max(ArrayOp):
+    """y = max x;  dx = dy where x = y: where several are, they share it equally."""
+
+    def forward(x, axis=None, keepdims=False):
+        y = x.max(axis, keepdims)
+        return y, (x, y, axis)
+
+    def backward(dy, ctx):
+        x, y, axis = ctx
+        small = kept(x.shape, axis)
+        largest = x == y.reshape(small)
+        return largest * (dy.reshape(small) / largest.sum(axis, keepdims=True))
+
+
+class Min(ArrayOp):
+    """y = min x;  dx = dy where x = y: where several are, they share it equally."""
+
+    def forward(x, axis=None, keepdims=False):
+        y = x.min(axis, keepdims)
+        return y, (x, y, axis)
+
+    backward = Max.backward
+
+
+class LogSumExp(ArrayOp):
+    """y = log sum exp(x);  dx = dy exp(x - y).
+
+    The largest x is taken out of the exponentials, so that none overflows.
+    """
+
+    def forward(x, axis=None, keepdims=False):
+        top = bounded(x.max(axis, keepdims=True))
+        y = (x - top).exp().sum(axis, keepdims=True).log() + top
+        y = y if keepdims else y.reshape(top.sum(axis).shape)
+        return y, (x, y, axis)
+
+    def backward(dy, ctx):
+        x, y, axis = ctx
+        small = kept(x.shape, axis)
+        return dy.reshape(small) * (x - y.reshape(small)).exp()
+
+
+class LogSoftmax(ArrayOp):
+    """y = x - log sum exp(x);  dx = dy - exp(y) sum dy."""
+
+    def forward(x, axis=-1):
+        below = x - bounded(x.max(axis, keepdims=True))
+        y = below - below.exp().sum(axis, keepdims=True).log()
+        return y, (y, axis)
+
+    def backward(dy, ctx):
+        y, axis = ctx
+        return dy - y.exp() * dy.sum(axis, keepdims=True)
+
+
+class Softmax(ArrayOp):
+    """y = exp(x) / sum exp(x);  dx = y (dy - sum dy y)."""
+
+    def forward(x, axis=-1):
+        e = (x - bounded(x.max(axis, keepdims=True))).exp()
+        y = e / e.sum(axis, keepdims=True)
+        return y, (y, axis)
+
+    def backward(dy, ctx):
+        y, axis = ctx
+        return y * (dy - (dy * y).sum(axis, keepdims=True))

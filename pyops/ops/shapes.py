@@ -1,0 +1,175 @@
+"""Array ops that move elements and compute nothing.  They come in pairs, each the other's gradient:
+
+    Reshape and itself, Permute and itself, Flip and itself; BroadcastTo and Sum; GetItem and Place; Pad and GetItem;
+    Concatenate and Split; Stack and Unbind; Take and Scatter; Windows and Fold (pyops/ops/convolution.py).
+"""
+from pyops import ndarray
+from pyops.ops.array import ArrayOp, call, sum_to
+
+
+class Reshape(ArrayOp):
+    """The same elements in the same order: a view where strides allow it."""
+
+    def forward(x, shape):
+        return x.reshape(shape), (x.shape,)
+
+    def backward(dy, ctx):
+        return dy.reshape(ctx[0])
+
+
+class Permute(ArrayOp):
+    """Axis i of y is axis axes[i] of x: a view."""
+
+    def forward(x, axes):
+        return x.permute(axes), (tuple(a % x.ndim for a in axes),)
+
+    def backward(dy, ctx):
+        axes, = ctx
+        return dy.permute(tuple(sorted(range(len(axes)), key=axes.__getitem__)))
+
+
+class BroadcastTo(ArrayOp):
+    """Repeat along new axes and along those of size 1: a view with strides of 0."""
+
+    def forward(x, shape):
+        return x.broadcast_to(shape), (x.shape,)
+
+    def backward(dy, ctx):
+        return sum_to(dy, ctx[0])
+
+
+class Flip(ArrayOp):
+    """The other way round along the axes: a view with negative strides."""
+
+    def forward(x, axes):
+        return x.flip(axes), (axes,)
+
+    def backward(dy, ctx):
+        return call(Flip, dy, axes=ctx[0])
+
+
+class GetItem(ArrayOp):
+    """y = x[index], of numbers, slices, ... and None: a view."""
+
+    def forward(x, index):
+        return x[index], (x.shape, index)
+
+    def backward(dy, ctx):
+        shape, index = ctx
+        return call(Place, dy, shape=shape, index=index)
+
+    def add_to(dx, dy, ctx):
+        """What backward gives, added in place: a loop over the steps of a sequence adds to each step's part."""
+        part = dx[ctx[1]]
+        part += dy
+
+
+class Place(ArrayOp):
+    """x at y[index], zeros elsewhere."""
+
+    def forward(x, shape, index):
+        y = ndarray.zeros(shape, x.dtype, x.device)
+        y[index] = x
+        return y, (index,)
+
+    def backward(dy, ctx):
+        return dy[ctx[0]]
+
+
+class SetItem(ArrayOp):
+    """A copy of x with `value`, an array or a number, at [index]."""
+
+    def forward(x, value, index):
+        y = x.copy()
+        y[index] = value
+        return y, (getattr(value, 'shape', ()), index)
+
+    def backward(dy, ctx, wanted=(True, True)):
+        shape, index = ctx
+        return wanted[0] and call(SetItem, dy, 0.0, index=index), wanted[1] and sum_to(dy[index], shape)
+
+
+class Pad(ArrayOp):
+    """widths[i] = (before, after): so many elements `value` at the ends of axis i."""
+
+    def forward(x, widths, value=0.0):
+        inside = tuple(slice(before, before + n) for (before, _), n in zip(widths, x.shape, strict=True))
+        return ndarray.pad(x, widths, value), (inside,)
+
+    def backward(dy, ctx):
+        return dy[ctx[0]]
+
+
+class Concatenate(ArrayOp):
+    """One array after another along an axis."""
+
+    def forward(*arrays, axis=0):
+        return ndarray.concatenate(arrays, axis), (tuple(a.shape[axis] for a in arrays), axis)
+
+    def backward(dy, ctx):
+        sizes, axis = ctx
+        return call(Split, dy, sizes=sizes, axis=axis)
+
+
+class Split(ArrayOp):
+    """Pieces of the given sizes along an axis: views."""
+
+    def forward(x, sizes, axis=0):
+        before, pieces = (slice(None),) * (axis % x.ndim), []
+        start = 0
+        for size in sizes:
+            pieces.append(x[(*before, slice(start, start + size))])
+            start += size
+        return tuple(pieces), (axis,)
+
+    def backward(dys, ctx):
+        return call(Concatenate, *dys, axis=ctx[0])
+
+
+class Stack(ArrayOp):
+    """Arrays of one shape along a new axis."""
+
+    def forward(*arrays, axis=0):
+        return ndarray.stack(arrays, axis), (axis,)
+
+    def backward(dy, ctx):
+        return call(Unbind, dy, axis=ctx[0])
+
+
+class Unbind(ArrayOp):
+    """All places along an axis, without it: views."""
+
+    def forward(x, axis=0):
+        before = (slice(None),) * (axis % x.ndim)
+        return tuple(x[(*before, i)] for i in range(x.shape[axis])), (axis,)
+
+    def backward(dys, ctx):
+        return call(Stack, *dys, axis=ctx[0])
+
+
+class Take(ArrayOp):
+    """y[i] = x[ids[i]]: rows along the first axis; ids (...) int32."""
+
+    def forward(x, ids):
+        ids = ids + (ids < 0) * x.shape[0]          # -1 is the last row
+        return x.take(ids), (x.shape, ids)
+
+    def backward(dy, ctx):
+        shape, ids = ctx
+        return call(Scatter, dy, ids, shape=shape)
+
+    def add_to(dx, dy, ctx):
+        """What backward gives, added in place."""
+        dx.add_at(ctx[1], dy)
+
+
+class Scatter(ArrayOp):
+    """y[ids[i]] = the sum of all x[i] with that id, in the order of i, in zeros of the given shape."""
+
+    def forward(x, ids, shape):
+        y = ndarray.zeros(shape, x.dtype, x.device)
+        y.add_at(ids, x)
+        return y, (ids,)
+
+    def backward(dy, ctx):
+        return call(Take, dy, ctx[0])
