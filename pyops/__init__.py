@@ -2,10 +2,24 @@
 
 __version__ = '0.1.0'
 
+# name: the module that it is imported from when it is first asked for, so that `import pyops` itself costs nothing
+_FROM = {
+    'cpu': 'pyops.ndarray',
+    'numpy_device': 'pyops.ndarray',
+    'Tensor': 'pyops.autograd',
+    'apply': 'pyops.autograd',
+    'grad': 'pyops.autograd',
+    'no_grad': 'pyops.autograd',
+}
+
 
 def __getattr__(name):
-    """cpu() and numpy_device(): the devices of pyops.ndarray, which is imported when they are asked for."""
-    if name in ('cpu', 'numpy_device'):
-        from pyops import ndarray
-        return getattr(ndarray, name)
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    if name not in _FROM:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    import importlib
+    value = globals()[name] = getattr(importlib.import_module(_FROM[name]), name)
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *_FROM})

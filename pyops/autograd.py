@@ -1,0 +1,806 @@
+"""Automatic differentiation: a Tensor is an array that remembers how it came about; docs/autograd.md explains it.
+
+Every op that is applied to a Tensor leaves a Node: the op, what its backward needs, and where its inputs came from.
+Nodes are numbered as they are made, so an op has a larger number than all that it depends on, and backward is a walk
+from the largest number to the smallest.
+
+Two kinds of op are applied in the same way.  Array ops (pyops/ops/array.py) are formulas, whose backward can be recorded in
+turn: that gives second derivatives.  Kernel ops, such as Linear or GRU, are the classes that programs with manual gradients
+call; their parameters are Tensors here, too.
+"""
+import contextlib
+import functools
+import heapq
+import inspect
+import itertools
+import math
+import numbers
+import operator as operators
+import threading
+
+import numpy as np
+
+from pyops import ndarray
+from pyops.ndarray import NDArray
+from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
+from pyops.ops.array import ArrayOp, normal_axes
+from pyops.params import Parameter
+
+_numbers = itertools.count()
+
+
+class _Mode(threading.local):
+    grad = True
+    interpreter = None      # what runs ops in place of `apply`
+
+
+_mode = _Mode()
+
+
+class _Grad:
+    """with no_grad(): ...    or    @no_grad() above a function."""
+
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def __enter__(self):
+        self.before, _mode.grad = _mode.grad, self.enabled
+
+    def __exit__(self, *_):
+        _mode.grad = self.before
+
+    def __call__(self, function):
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            with _Grad(self.enabled):
+                return function(*args, **kwargs)
+        return wrapped
+
+
+def no_grad():
+    """Inside the block nothing is recorded: results need no gradient, and leaves may be changed in place."""
+    return _Grad(False)
+
+
+def enable_grad():
+    """Inside the block ops are recorded again, within no_grad()."""
+    return _Grad(True)
+
+
+def is_grad_enabled():
+    return _mode.grad
+
+
+def is_interpreted():
+    """Whether this is a run of gradcheck in float64, which shall change nothing that lasts."""
+    return _mode.interpreter is not None
+
+
+@contextlib.contextmanager
+def interpreted_by(run):
+    """Inside the block apply(op, *inputs, **constants) is run(op, inputs, constants), and nothing is recorded."""
+    before, _mode.interpreter = _mode.interpreter, run
+    try:
+        with no_grad():
+            yield
+    finally:
+        _mode.interpreter = before
+
+
+# ---- the tape ----------------------------------------------------------------------------------------------------------
+
+def name_of(op):
+    """That of an op class, or of the class of a ready-made op."""
+    return op.__name__ if isinstance(op, type) else type(op).__name__
+
+
+class Node:
+    """One op that was applied: what its backward needs, until backward has used it.
+
+    parents     for each input: the leaf Tensor, or (node, which of its outputs), or None where no gradient is wanted
+    arrays      the ids of the arrays of inputs and outputs, by which they are known again in ctx
+    guards      the buffers that backward will read, with their versions
+    outputs     (shape, dtype, device) of each output
+    several     whether the op gives a tuple of outputs, and takes one of gradients
+    """
+    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', '__weakref__')
+
+    def __init__(self, op, ctx, parents, arrays, guards, outputs, several=False):
+        self.op, self.ctx, self.parents, self.arrays = op, ctx, parents, arrays
+        self.guards, self.outputs, self.several = guards, outputs, several
+        self.number = next(_numbers)
+
+    @property
+    def name(self):
+        return name_of(self.op.op if isinstance(self.op, _Kernel) else self.op)
+
+    def check(self):
+        """Refuse to go on with memory that is no longer what forward saw."""
+        if self.parents is None:
+            raise RuntimeError(f'{self.name}: this part of the graph was used by an earlier backward, which freed what it had '
+                               'saved; pass retain_graph=True to the earlier one')
+        for buffer, version, shape in self.guards:
+            if buffer.version != version:
+                raise RuntimeError(f'{self.name}: an array of shape {shape} that backward needs was changed in place after '
+                                   f'forward (version {buffer.version}, want {version}); change a copy of it instead')
+
+    def free(self):
+        self.ctx = self.parents = self.arrays = None
+        self.guards = ()
+
+
+def apply(op, *inputs, **constants):
+    """Run an op on Tensors and record it.  -> a Tensor, or a tuple of them where the op has several outputs.
+
+    An array op:  apply(Sum, x, axis=0).  Inputs that are no Tensors are constants, and so is all that is named.
+    A kernel op:  apply(Linear, x, weight=w, bias=b).  What is named goes to the op's __init__, Tensors as Parameters; what
+    is not goes to forward, Tensors as C-contiguous arrays.  One without parameters may also be given ready-made.
+    """
+    if _mode.interpreter is not None:
+        return _mode.interpreter(op, inputs, constants)
+    if not (isinstance(op, type) and issubclass(op, ArrayOp)):
+        return _apply_kernel(op, inputs, constants)
+    arrays, parents, record = [], [], False
+    for x in inputs:
+        parent = None
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                parent, record = x if x.origin is None else x.origin, True
+            x = x.array
+        elif isinstance(x, np.ndarray):
+            x = _as_array(x, next((other.device for other in inputs if isinstance(other, Tensor)), None))
+        arrays.append(x)
+        parents.append(parent)
+    y, ctx = op.forward(*arrays, **constants)
+    several = type(y) is tuple
+    if not (record and _mode.grad):
+        return tuple(_result(a, None) for a in y) if several else _result(y, None)
+    outputs = y if several else (y,)
+    node = Node(op, ctx, parents, [id(a) for a in (*arrays, *outputs)],
+                [(a.buffer, a.buffer.version, a.shape) for a in ctx if type(a) is NDArray],
+                [(a.shape, a.dtype, a.buffer.device) for a in outputs], several)
+    return tuple(_result(a, (node, i)) for i, a in enumerate(y)) if several else _result(y, (node, 0))
+
+
+def _parent(x):
+    """Where the gradient of an input goes."""
+    if not (isinstance(x, Tensor) and x.requires_grad):
+        return None
+    return x if x.origin is None else x.origin
+
+
+# ---- kernel ops --------------------------------------------------------------------------------------------------------
+
+class _Kernel:
+    """A kernel op that was applied: its class, what it was made of, and its parameters as (argument, name, value).
+
+    It is made again for backward, with other arrays for gradients; an op that came ready-made has no parameters.
+    """
+    __slots__ = ('op', 'parameters', 'settings')
+
+    def __init__(self, op, parameters, settings):
+        self.op, self.parameters, self.settings = op, parameters, settings
+
+    def make(self, grads):
+        if not isinstance(self.op, type):
+            return self.op
+        parameters = {argument: Parameter(name, value, grad)
+                      for (argument, name, value), grad in zip(self.parameters, grads, strict=True)}
+        return self.op(**parameters, **self.settings)
+
+
+@functools.cache
+def _skips_dx(op):
+    """Whether backward can be told that nobody wants dx."""
+    return 'want_dx' in inspect.signature(op.backward).parameters
+
+
+def _host(x):
+    """A Tensor's array as the C-contiguous numpy array that a kernel op takes: a view where it already is one."""
+    return x.array.compact().numpy()
+
+
+def _apply_kernel(op, inputs, constants):
+    tensors = {name: value for name, value in constants.items() if isinstance(value, Tensor)}
+    every = [x for x in (*inputs, *tensors.values()) if isinstance(x, Tensor)]
+    device = _same_device(op, every)
+    kernel = _Kernel(op, [(argument, getattr(p, 'name', None) or argument, _host(p)) for argument, p in tensors.items()],
+                     {name: value for name, value in constants.items() if name not in tensors})
+    arrays = [_host(x) if isinstance(x, Tensor) else x for x in inputs]
+    # forward does not touch gradients: any array of the shape will do
+    made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
+    y = _over(made, device)
+    if not _mode.grad or not any([x.requires_grad for x in every]):
+        return _result(y, None)
+    saved = {id(a) for a in ctx}
+    read = [x.array for x, a in zip(inputs, arrays, strict=True) if isinstance(x, Tensor) and id(a) in saved]
+    read += [p.array for p in tensors.values()] + [y] * (id(made) in saved)
+    node = Node(kernel, ctx, [_parent(x) for x in (*inputs, *tensors.values())], None,
+                [(a.buffer, a.buffer.version, a.shape) for a in read], [(y.shape, y.dtype, device)])
+    return _result(y, (node, 0))
+
+
+def _same_device(op, tensors):
+    """The device of all tensors."""
+    if not tensors:
+        return ndarray.default_device()
+    device = tensors[0].device
+    for other in tensors:
+        if other.device is not device:
+            raise TypeError(f'{name_of(op)}: want all tensors on one device, got {device} and {other.device}')
+    return device
+
+
+def _over(array, device):
+    """An NDArray over the C-contiguous array that a kernel op gave, on the device of what the op was given."""
+    return NDArray(device.wrap(array, True), 0, array.shape, ndarray.row_major(array.shape), ndarray.FLOAT)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------------
+
+class _Backward:
+    """One walk back over the tape.
+
+    create_graph    gradients are Tensors, and what is done to them is recorded; else they are NDArrays
+    accumulate      the gradient of a leaf begins with what its .grad holds
+    relevant        the leaves, by id, and the nodes that lead to what is asked for; None: everything is
+    """
+
+    def __init__(self, create_graph, retain_graph, accumulate, relevant=None):
+        self.create_graph, self.retain_graph, self.accumulate, self.relevant = create_graph, retain_graph, accumulate, relevant
+        self.leaves = {}        # id of a leaf: a slot.  A slot is [gradient so far, whether it is ours to add to, the leaf]
+        self.nodes = {}         # node: a slot for each of its outputs
+        self.heap = []          # (-number, node) of those nodes
+        self.captured = {}      # (node, output): gradient, of those that are asked for
+
+    def slot(self, parent):
+        """Where the gradient of a leaf or of a node's output is summed."""
+        if type(parent) is tuple:
+            node, output = parent
+            slots = self.nodes.get(node)
+            if slots is None:
+                slots = self.nodes[node] = [[None, False] for _ in node.outputs]
+                heapq.heappush(self.heap, (-node.number, node))
+            return slots[output]
+        slot = self.leaves.get(id(parent))
+        if slot is None:
+            slot = self.leaves[id(parent)] = [None, False, parent]
+            if self.accumulate and parent.grad is not None:
+                slot[0] = parent.grad if self.create_graph else parent.grad.array
+                slot[1] = not self.create_graph and slot[0].is_compact()
+        return slot
+
+    def add(self, parent, gradient):
+        """One more way from here to the loss."""
+        slot = self.slot(parent)
+        if slot[0] is None:
+            slot[0] = gradient
+        elif slot[1]:
+            slot[0] += gradient
+        else:
+            slot[0], slot[1] = slot[0] + gradient, not self.create_graph
+
+    def sum_of(self, parent):
+        """An array that may be added to in place, as the gradient of `parent`."""
+        slot = self.slot(parent)
+        if not slot[1]:
+            if slot[0] is None:
+                shape, dtype, device = parent[0].outputs[parent[1]] if type(parent) is tuple else parent.kind
+                slot[0] = ndarray.zeros(shape, dtype, device)
+            else:
+                slot[0] = slot[0].copy()
+            slot[1] = True
+        return slot[0]
+
+    def wanted(self, parent):
+        """Whether anybody asks for the gradient of an input from there."""
+        if self.relevant is None or parent is None:
+            return parent is not None
+        if type(parent) is tuple:
+            return parent[0] in self.relevant or parent in self.captured
+        return id(parent) in self.relevant
+
+    def run(self):
+        before, _mode.grad = _mode.grad, self.create_graph
+        try:
+            while self.heap:
+                _, node = heapq.heappop(self.heap)
+                slots = self.nodes.pop(node)
+                for i, slot in enumerate(slots):
+                    if (node, i) in self.captured:
+                        self.captured[node, i] = slot[0]
+                if self.relevant is None or node in self.relevant:
+                    node.check()
+                    step = self.kernel_op if isinstance(node.op, _Kernel) else self.array_op
+                    step(node, [slot[0] for slot in slots])
+                    if not self.retain_graph:
+                        node.free()
+        finally:
+            _mode.grad = before
+
+    def array_op(self, node, dys):
+        """backward of an array op, on arrays or on Tensors."""
+        op, ctx, wanted = node.op, node.ctx, [self.wanted(parent) for parent in node.parents]
+        if self.create_graph:
+            ctx = tuple(self.tensor(node, a) if type(a) is NDArray else a for a in ctx)
+        elif hasattr(op, 'add_to'):         # where only a part of x has a gradient
+            return op.add_to(self.sum_of(node.parents[0]), dys[0], ctx)
+        dy = dys[0]
+        if node.several:
+            dy = tuple(self.zeros(output) if dy is None else dy for dy, output in zip(dys, node.outputs, strict=True))
+        gradients = op.backward(dy, ctx, wanted) if _asks_what_is_wanted(op) else op.backward(dy, ctx)
+        self.pass_on(node, gradients, wanted)
+
+    def pass_on(self, node, gradients, wanted):
+        """Hand the gradients of a node's inputs to where these came from."""
+        if not isinstance(gradients, (tuple, list)):
+            gradients = (gradients,)
+        for parent, gradient, want in zip(node.parents, gradients, wanted, strict=False):       # ids come last and have none
+            if want and gradient is not None:
+                shape = parent[0].outputs[parent[1]][0] if type(parent) is tuple else parent.shape
+                if gradient.shape != shape:
+                    raise RuntimeError(f'{node.name}: its backward gave a gradient of shape {gradient.shape} '
+                                       f'for an input of shape {shape}')
+                self.add(parent, gradient)
+
+    def kernel_op(self, node, dys):
+        """backward of a kernel op, which adds to the gradients of its parameters itself."""
+        kernel, dy = node.op, dys[0]
+        if self.create_graph:
+            raise RuntimeError(f'{node.name}: has no second derivative, its gradient comes from a kernel; '
+                               'write it with array ops (@, +, exp, sum ...) where create_graph is needed')
+        wanted = [self.wanted(parent) for parent in node.parents]
+        device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
+        sums = [self.sum_of(parent) if want else ndarray.zeros(value.shape, device=device)
+                for parent, want, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
+        op = kernel.make([d.numpy() for d in sums])
+        options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}
+        dy = dy.compact()
+        given = dy.numpy()
+        gradients = op.backward(given, node.ctx, **options)
+        for d in sums:
+            d.buffer.version += 1
+        known, arrays = {id(given): dy}, []         # Residual gives dy itself, twice: that must show
+        for gradient in gradients if type(gradients) is tuple else (gradients,):
+            if gradient is not None and id(gradient) not in known:
+                known[id(gradient)] = _over(gradient, device)
+            arrays.append(known.get(id(gradient)))
+        self.pass_on(node, arrays, wanted)
+
+    def tensor(self, node, array):
+        """What an array in ctx is for second derivatives."""
+        try:
+            i = node.arrays.index(id(array))
+        except ValueError:
+            return _result(array, None)
+        n = len(node.parents)
+        return _result(array, node.parents[i] if i < n else (node, i - n))
+
+    def zeros(self, output):
+        """The gradient of an output that was not used."""
+        array = ndarray.zeros(*output)
+        return _result(array, None) if self.create_graph else array
+
+
+@functools.cache
+def _asks_what_is_wanted(op):
+    return 'wanted' in inspect.signature(op.backward).parameters
+
+
+def _start(walk, outputs, gradients):
+    """Put the first gradients on the outputs."""
+    if _mode.interpreter is not None:
+        raise RuntimeError('gradcheck: the function asks for gradients itself, which float64 has not: pass float32=True')
+    for y, dy in zip(outputs, gradients, strict=True):
+        if not y.requires_grad:
+            raise RuntimeError(f'backward: a tensor of shape {y.shape} needs no gradient: nothing that led to it was made '
+                               'with requires_grad=True, or it was made within no_grad()')
+        if dy is None:
+            if y.size != 1:
+                raise RuntimeError(f'backward: a tensor of shape {y.shape} is no scalar, so its gradient must be given, '
+                                   'or sum it first')
+            dy = Tensor(ndarray.ones(*y.kind))
+        else:
+            dy = dy if isinstance(dy, Tensor) else Tensor(dy, device=y.device)
+            if dy.shape != y.shape:
+                raise ValueError(f'backward: the gradient of a tensor of shape {y.shape} has shape {dy.shape}')
+            if not walk.create_graph:
+                dy = Tensor(dy.array.copy())        # it may be a .grad, which the walk adds to
+        walk.add(_parent(y), dy if walk.create_graph else dy.array)
+
+
+def backward(outputs, gradients, create_graph=False, retain_graph=None):
+    """Add the gradients of all leaves to their .grad."""
+    walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True)
+    _start(walk, outputs, gradients)
+    walk.run()
+    taken = set()
+    for gradient, ours, leaf in walk.leaves.values():
+        if create_graph:
+            leaf.grad = gradient
+        elif leaf.grad is None or leaf.grad.array is not gradient:
+            leaf.grad = _result(gradient if ours else _own(gradient, taken), None)
+
+
+def _own(gradient, taken):
+    """A compact gradient whose memory no other has: those of x and y in x + y are one array.  taken: ids of Buffers."""
+    if id(gradient.buffer) in taken or not gradient.is_compact():
+        gradient = gradient.copy()
+    taken.add(id(gradient.buffer))
+    return gradient
+
+
+def grad(outputs, inputs, grad_outputs=None, create_graph=False, retain_graph=None, allow_unused=False):
+    """The gradients of the inputs, leaves or not, as a tuple of Tensors; no .grad is touched.
+
+    inputs: a Tensor or several.  grad_outputs: the gradient of each output; None: 1, for a scalar.
+    allow_unused: None for an input that the outputs do not depend on, instead of an error.
+    """
+    outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
+    if grad_outputs is None or isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs] * len(outputs)
+    for i, x in enumerate(inputs):
+        if not x.requires_grad and _mode.interpreter is None:
+            raise RuntimeError(f'grad: input {i} of shape {x.shape} needs no gradient: make it with requires_grad=True')
+    parents = [_parent(x) for x in inputs]
+    captured = dict.fromkeys(p for p in parents if type(p) is tuple)
+    relevant = _relevant([_parent(y) for y in outputs], {id(p) for p in parents if type(p) is not tuple}, captured)
+    walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, False, relevant)
+    walk.captured = captured
+    _start(walk, outputs, grad_outputs)
+    walk.run()
+    found = [captured[p] if type(p) is tuple else walk.leaves.get(id(p), [None])[0] for p in parents]
+    for i, (gradient, x) in enumerate(zip(found, inputs, strict=True)):
+        if gradient is None and not allow_unused:
+            raise RuntimeError(f'grad: the outputs do not depend on input {i} of shape {x.shape}; '
+                               'allow_unused=True gives None for it')
+    taken = set()
+    return tuple(g if g is None or create_graph else _result(_own(g, taken), None) for g in found)
+
+
+def _relevant(parents, leaves, captured):
+    """The leaves, and of the nodes behind `parents` those from which a leaf or an output in `captured` can be reached."""
+    nodes, todo = set(), [p[0] for p in parents if type(p) is tuple]
+    while todo:
+        node = todo.pop()
+        if node not in nodes:
+            nodes.add(node)
+            todo.extend(p[0] for p in node.parents or () if type(p) is tuple)
+    relevant = set(leaves)
+    for node in sorted(nodes, key=lambda node: node.number):        # inputs come before what is made of them
+        # a freed node is relevant: that the walk meets it is the error
+        if node.parents is None or any(p in captured or p[0] in relevant if type(p) is tuple else id(p) in relevant
+                                       for p in node.parents):
+            relevant.add(node)
+    return relevant
+
+
+# ---- the tensor --------------------------------------------------------------------------------------------------------
+
+def _as_array(data, device=None):
+    """Anything that is made of numbers, as an NDArray: float32, or int32 where it has no fraction."""
+    if isinstance(data, Tensor):
+        data = data.array
+    if isinstance(data, NDArray):
+        if device is not None and data.device != device:
+            raise TypeError(f'device: want {device}, got an array on {data.device}; make it of .numpy()')
+        return data
+    data = np.asarray(data)
+    if data.dtype.kind not in 'fiub':
+        raise TypeError(f'data: want real numbers, got {data.dtype}')
+    return ndarray.array(data, np.float32 if data.dtype.kind == 'f' else np.int32, device)
+
+
+def constant(array):
+    """A Tensor around what is an array already, without a copy and without a check."""
+    return _result(array, None)
+
+
+def _result(array, origin):
+    """The Tensor of an op's output."""
+    tensor = Tensor.__new__(Tensor)
+    tensor.array, tensor.origin, tensor.requires_grad, tensor.grad = array, origin, origin is not None, None
+    return tensor
+
+
+class Tensor:
+    """An NDArray that gradients may flow to.
+
+    data            an NDArray, which is shared, or numbers in numpy arrays or lists, which are copied
+    requires_grad   True makes it a leaf: backward() adds the gradient to its .grad, a Tensor or None
+
+    .array          the NDArray
+    .origin         (node, which of its outputs): how it came about; None for a leaf
+    Names are PyTorch's; axes are called `axis` and `keepdims`, as in numpy, which PyTorch understands, too.
+    """
+    __slots__ = ('array', 'origin', 'requires_grad', 'grad', '__weakref__')
+    __array_ufunc__ = None          # numpy array + Tensor is for Tensor to compute
+    tape = staticmethod(apply)      # for formulas that shall do with and without one (pyops/ops/array.py)
+
+    def __init__(self, data, requires_grad=False, device=None):
+        self.array, self.origin, self.requires_grad, self.grad = _as_array(data, device), None, False, None
+        self.requires_grad_(requires_grad)
+
+    # -- what it is
+
+    shape = property(lambda self: self.array.shape)
+    ndim = property(lambda self: self.array.ndim)
+    size = property(lambda self: self.array.size)
+    dtype = property(lambda self: self.array.dtype)
+    device = property(lambda self: self.array.device)
+    kind = property(lambda self: (self.array.shape, self.array.dtype, self.array.device))
+    is_leaf = property(lambda self: self.origin is None)
+
+    def __repr__(self):
+        how = (f', op={self.origin[0].name}' if type(self.origin) is tuple else
+               ', requires_grad=True' if self.requires_grad else '')
+        return f'Tensor({np.array2string(self.array.numpy(), separator=", ", prefix="Tensor(")}{how})'
+
+    def __len__(self):
+        if not self.ndim:
+            raise TypeError('len() of a 0-d tensor')
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self):
+        return bool(self.item())
+
+    def __float__(self):
+        return float(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array.numpy(), dtype, copy=copy)
+
+    __hash__ = object.__hash__
+
+    def numpy(self):
+        """The same memory as a numpy array, whose changes the tape does not see."""
+        return self.array.numpy()
+
+    def item(self):
+        """The only element as a Python number."""
+        if self.size != 1:
+            raise ValueError(f'item: want a tensor of one element, got shape {self.shape}')
+        return self.array.numpy().item()
+
+    def tolist(self):
+        return self.array.numpy().tolist()
+
+    # -- gradients
+
+    def requires_grad_(self, requires_grad=True):
+        if requires_grad and self.dtype != np.float32:
+            raise TypeError(f'requires_grad: want a tensor of float32, got {self.dtype}: only real numbers have a gradient')
+        if not requires_grad and self.origin is not None:
+            raise RuntimeError('requires_grad: only that of a leaf can be switched off; use detach()')
+        self.requires_grad = requires_grad
+        return self
+
+    def detach(self):
+        """The same memory without its history."""
+        return _result(self.array, None)
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        """Take another array in place of this one."""
+        array = _as_array(value, self.device)
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise ValueError(f'data: want shape {self.shape} and {self.dtype}, got {array.shape} and {array.dtype}')
+        self.array = array
+
+    def zero_grad(self):
+        self.grad = None
+
+    def backward(self, grad=None, create_graph=False, retain_graph=None):
+        """Add the gradient of this tensor with respect to each leaf that it depends on to the leaf's .grad.
+
+        grad            the gradient of this tensor; None: 1, for a scalar
+        create_graph    the gradients are recorded and can be differentiated again; for this, grad() is the better choice:
+                        a .grad that knows its history and the leaf that holds it keep each other alive
+        retain_graph    keep what the ops have saved, for another backward; None: as create_graph
+        """
+        backward([self], [grad], create_graph, retain_graph)
+
+    # -- arithmetic
+
+    def __neg__(self):
+        return apply(elementwise.Negate, self)
+
+    def __abs__(self):
+        return apply(elementwise.Abs, self)
+
+    abs = __abs__
+
+    def exp(self):
+        return apply(elementwise.Exp, self)
+
+    def log(self):
+        return apply(elementwise.Log, self)
+
+    def sqrt(self):
+        return apply(elementwise.Sqrt, self)
+
+    def tanh(self):
+        return apply(elementwise.Tanh, self)
+
+    def sigmoid(self):
+        return apply(elementwise.Sigmoid, self)
+
+    def relu(self):
+        return apply(ReLU, self)
+
+    def maximum(self, other):
+        return apply(elementwise.Maximum, self, _operand(self, other))
+
+    def minimum(self, other):
+        return apply(elementwise.Minimum, self, _operand(self, other))
+
+    def matmul(self, other):
+        return self @ other
+
+    # -- reductions
+
+    def sum(self, axis=None, keepdims=False):
+        return apply(reductions.Sum, self, axis=axis, keepdims=keepdims)
+
+    def mean(self, axis=None, keepdims=False):
+        return apply(reductions.Mean, self, axis=axis, keepdims=keepdims)
+
+    def max(self, axis=None, keepdims=False):
+        return apply(reductions.Max, self, axis=axis, keepdims=keepdims)
+
+    def min(self, axis=None, keepdims=False):
+        return apply(reductions.Min, self, axis=axis, keepdims=keepdims)
+
+    def argmax(self, axis=None, keepdims=False):
+        """int32, without a gradient."""
+        return _result(self.array.argmax(axis, keepdims=keepdims), None)
+
+    def logsumexp(self, axis=None, keepdims=False):
+        return apply(reductions.LogSumExp, self, axis=axis, keepdims=keepdims)
+
+    def softmax(self, axis=-1):
+        return apply(reductions.Softmax, self, axis=axis)
+
+    def log_softmax(self, axis=-1):
+        return apply(reductions.LogSoftmax, self, axis=axis)
+
+    # -- shapes
+
+    def reshape(self, *shape):
+        return apply(shapes.Reshape, self, shape=_several(shape))
+
+    view = reshape
+
+    def flatten(self, start=0):
+        """All axes from `start` on become one."""
+        return self.reshape(*self.shape[:start], math.prod(self.shape[start:]))
+
+    def squeeze(self, axis):
+        """Without an axis of size 1."""
+        axis, = normal_axes(axis, self.ndim)
+        if self.shape[axis] != 1:
+            raise ValueError(f'squeeze: axis {axis} of shape {self.shape} is not of size 1')
+        return self.reshape(*self.shape[:axis], *self.shape[axis + 1:])
+
+    def unsqueeze(self, axis):
+        """With one more axis of size 1, which becomes number `axis`."""
+        axis, = normal_axes(axis, self.ndim + 1)
+        return self.reshape(*self.shape[:axis], 1, *self.shape[axis:])
+
+    def permute(self, *axes):
+        return apply(shapes.Permute, self, axes=_several(axes))
+
+    def transpose(self, a, b):
+        """Two axes exchanged."""
+        (a,), (b,), axes = normal_axes(a, self.ndim), normal_axes(b, self.ndim), list(range(self.ndim))
+        axes[a], axes[b] = b, a
+        return self.permute(*axes)
+
+    @property
+    def T(self):
+        return self.permute(*reversed(range(self.ndim)))
+
+    def broadcast_to(self, *shape):
+        return apply(shapes.BroadcastTo, self, shape=_several(shape))
+
+    expand = broadcast_to
+
+    def flip(self, *axes):
+        return apply(shapes.Flip, self, axes=_several(axes))
+
+    def __getitem__(self, index):
+        """Numbers, slices, ... and None: a view.  An int32 Tensor or array: rows along the first axis."""
+        if isinstance(index, (Tensor, NDArray, np.ndarray, list)):
+            return apply(shapes.Take, self, _as_array(index, self.device))
+        return apply(shapes.GetItem, self, index=index)
+
+    # -- in place
+
+    def __setitem__(self, index, value):
+        value = _operand(self, value)
+        self._change(lambda: apply(shapes.SetItem, self, value, index=index),
+                     lambda array: array.__setitem__(index, getattr(value, 'array', value)), value)
+
+    def _change(self, recorded, in_place, value):
+        """Change this tensor: in its memory where nothing is recorded.  Else it becomes the result of an op, and what has
+        been saved of it stays as it is."""
+        if _mode.interpreter is None and (
+                not _mode.grad or not (self.requires_grad or isinstance(value, Tensor) and value.requires_grad)):
+            in_place(self.array)
+            return self
+        if self.origin is None and self.requires_grad:
+            raise RuntimeError(f'in-place change of a leaf of shape {self.shape} that needs a gradient: do it within no_grad()')
+        result = recorded()
+        if result.shape != self.shape:
+            raise ValueError(f'in-place: a tensor of shape {self.shape} cannot become one of shape {result.shape}')
+        self.array, self.origin, self.requires_grad = result.array, result.origin, result.requires_grad
+        return self
+
+
+def _several(values):
+    """f(1, 2) and f((1, 2)) alike."""
+    return tuple(values[0]) if len(values) == 1 and not isinstance(values[0], numbers.Integral) else values
+
+
+def _operand(tensor, other):
+    """The other side of an operator: a Tensor or a number as it is, an array as a constant, else NotImplemented."""
+    if isinstance(other, (Tensor, numbers.Real)):
+        return other
+    if isinstance(other, (NDArray, np.ndarray, np.generic, list)):
+        return Tensor(other, device=tensor.device)
+    return NotImplemented
+
+
+def _operators():
+    """a + b, 1 + b, a += b and the comparisons, for all operators alike."""
+    def binary(op):
+        def method(self, other):
+            other = _operand(self, other)
+            return other if other is NotImplemented else apply(op, self, other)
+
+        def reflected(self, other):
+            other = _operand(self, other)
+            return other if other is NotImplemented else apply(op, other, self)
+        return method, reflected
+
+    def in_place(op, operator):
+        def method(self, other):
+            other = _operand(self, other)
+            if other is NotImplemented:
+                return other
+            return self._change(lambda: apply(op, self, other),
+                                lambda array: operator(array, getattr(other, 'array', other)), other)
+        return method
+
+    def comparison(operator):
+        def method(self, other):
+            other = _operand(self, other)
+            if other is NotImplemented:
+                return other
+            if _mode.interpreter is not None:
+                return _mode.interpreter(operator, (self, other), {})
+            return _result(operator(self.array, getattr(other, 'array', other)), None)
+        return method
+
+    for name, op in (('add', elementwise.Add), ('sub', elementwise.Subtract), ('mul', elementwise.Multiply),
+                     ('truediv', elementwise.Divide), ('pow', elementwise.Power), ('matmul', matmul.MatMul)):
+        method, reflected = binary(op)
+        setattr(Tensor, f'__{name}__', method)
+        setattr(Tensor, f'__r{name}__', reflected)
+        if op is not matmul.MatMul:
+            setattr(Tensor, f'__i{name}__', in_place(op, getattr(operators, f'i{name}')))
+    for name in ('eq', 'ne', 'lt', 'le', 'gt', 'ge'):
+        setattr(Tensor, f'__{name}__', comparison(getattr(operators, name)))
+
+
+_operators()

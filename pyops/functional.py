@@ -1,0 +1,388 @@
+"""Functions on Tensors, each an op or a short formula of ops.  `from pyops import functional as F`.
+
+Names and order of arguments are those of torch.nn.functional and of torch, where they have the function; axes are `axis`
+(None: all; a number; or several) and `keepdims`.  Arguments that are arrays or lists in place of Tensors are constants.
+"""
+import builtins
+import itertools
+
+import numpy as np
+
+from pyops.autograd import Tensor, apply, is_grad_enabled, is_interpreted, no_grad
+from pyops.ops import (
+    GRU,
+    Attention,
+    ConcatContext,
+    CrossEntropy,
+    Dropout,
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    Linear,
+    LinearCrossEntropy,
+    ReLU,
+    Residual,
+)
+from pyops.ops.array import normal_axes
+from pyops.ops.convolution import Windows, positions
+from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
+from pyops.ops.matmul import MatMul
+from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
+from pyops.ops.shapes import BroadcastTo, Concatenate, Flip, GetItem, Pad, Permute, Place, Reshape, Split, Stack, Unbind
+
+
+def tensor(x, like=None):
+    """x as a Tensor, on the device of another where it is not one yet."""
+    return x if isinstance(x, Tensor) else Tensor(x, device=None if like is None else like.device)
+
+
+# ---- element by element ------------------------------------------------------------------------------------------------
+
+def exp(x):
+    return apply(Exp, tensor(x))
+
+
+def log(x):
+    return apply(Log, tensor(x))
+
+
+def sqrt(x):
+    return apply(Sqrt, tensor(x))
+
+
+def abs(x):
+    return apply(Abs, tensor(x))
+
+
+def tanh(x):
+    return apply(Tanh, tensor(x))
+
+
+def sigmoid(x):
+    return apply(Sigmoid, tensor(x))
+
+
+def relu(x):
+    return apply(ReLU, tensor(x))
+
+
+def maximum(a, b):
+    """Where both are equal, each gets half of the gradient."""
+    return tensor(a).maximum(b)
+
+
+def minimum(a, b):
+    """Where both are equal, each gets half of the gradient."""
+    return tensor(a).minimum(b)
+
+
+# ---- reductions --------------------------------------------------------------------------------------------------------
+
+def sum(x, axis=None, keepdims=False):
+    return apply(Sum, tensor(x), axis=axis, keepdims=keepdims)
+
+
+def mean(x, axis=None, keepdims=False):
+    return apply(Mean, tensor(x), axis=axis, keepdims=keepdims)
+
+
+def var(x, axis=None, keepdims=False, correction=1):
+    """The squared distances from the mean, summed, over n - correction."""
+    x = tensor(x)
+    centred = x - mean(x, axis, True)
+    squares = sum(centred * centred, axis, keepdims)
+    return squares / (x.size // builtins.max(squares.size, 1) - correction)
+
+
+def max(x, axis=None, keepdims=False):
+    """Where several elements are the largest, they share the gradient equally."""
+    return apply(Max, tensor(x), axis=axis, keepdims=keepdims)
+
+
+def min(x, axis=None, keepdims=False):
+    """Where several elements are the smallest, they share the gradient equally."""
+    return apply(Min, tensor(x), axis=axis, keepdims=keepdims)
+
+
+def logsumexp(x, axis=None, keepdims=False):
+    return apply(LogSumExp, tensor(x), axis=axis, keepdims=keepdims)
+
+
+def softmax(x, axis=-1):
+    return apply(Softmax, tensor(x), axis=axis)
+
+
+def log_softmax(x, axis=-1):
+    return apply(LogSoftmax, tensor(x), axis=axis)
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------------
+
+def reshape(x, shape):
+    return apply(Reshape, tensor(x), shape=tuple(shape))
+
+
+def permute(x, axes):
+    return apply(Permute, tensor(x), axes=tuple(axes))
+
+
+def transpose(x, a, b):
+    """Two axes exchanged."""
+    return tensor(x).transpose(a, b)
+
+
+def broadcast_to(x, shape):
+    return apply(BroadcastTo, tensor(x), shape=tuple(shape))
+
+
+def flip(x, axis=None):
+    x = tensor(x)
+    return apply(Flip, x, axes=normal_axes(axis, x.ndim))
+
+
+def stack(tensors, axis=0):
+    """Tensors of one shape along a new axis."""
+    return apply(Stack, *map(tensor, tensors), axis=axis)
+
+
+def unbind(x, axis=0):
+    """All places along an axis, without it: a tuple.  The reverse of stack."""
+    return apply(Unbind, tensor(x), axis=axis)
+
+
+def cat(tensors, axis=0):
+    """One tensor after another along an axis that they have."""
+    return apply(Concatenate, *map(tensor, tensors), axis=axis)
+
+
+def split(x, sizes, axis=0):
+    """Pieces of the given sizes along an axis, or all of one size but for the last one: a tuple.  The reverse of cat."""
+    x = tensor(x)
+    n = x.shape[normal_axes(axis, x.ndim)[0]]
+    if isinstance(sizes, int):
+        if sizes < 1:
+            raise ValueError(f'split: want pieces of at least one element, got {sizes}')
+        sizes = [sizes] * (n // sizes) + [n % sizes] * (n % sizes > 0)
+    if np.sum(sizes, dtype=int) != n or np.min(sizes, initial=0) < 0:
+        raise ValueError(f'split: pieces of {tuple(sizes)} do not make up axis {axis} of {n} elements')
+    return apply(Split, x, sizes=tuple(sizes), axis=axis)
+
+
+def pad(x, widths, value=0.0):
+    """Elements `value` at both ends of axes.
+
+    widths: (before, after) of the last axis, then of the one before it, ..., in one row as in PyTorch: (1, 2, 3, 4); or as
+    in numpy a pair for each axis: ((3, 4), (1, 2))
+    """
+    x, widths = tensor(x), tuple(widths)
+    if all(isinstance(n, int) for n in widths):
+        if len(widths) % 2 or len(widths) > 2 * x.ndim:
+            raise ValueError(f'pad: want two widths for each of at most {x.ndim} axes, got {widths}')
+        pairs = [(0, 0)] * (x.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+    else:
+        pairs = [tuple(pair) for pair in widths]
+    if len(pairs) != x.ndim or any(n < 0 for pair in pairs for n in pair):
+        raise ValueError(f'pad: want widths of at least 0 for the {x.ndim} axes of {x.shape}, got {widths}')
+    return apply(Pad, x, widths=tuple(pairs), value=value)
+
+
+def dilate(x, axis, dilation):
+    """`dilation` zeros behind each element along the axes: size n becomes n (1 + dilation)."""
+    x = tensor(x)
+    axes = normal_axes(axis, x.ndim)
+    shape = tuple(n * (1 + dilation) if i in axes else n for i, n in enumerate(x.shape))
+    return apply(Place, x, shape=shape, index=_every(axes, x.ndim, 1 + dilation))
+
+
+def undilate(x, axis, dilation):
+    """The elements that dilate had moved apart."""
+    x = tensor(x)
+    return apply(GetItem, x, index=_every(normal_axes(axis, x.ndim), x.ndim, 1 + dilation))
+
+
+def _every(axes, ndim, step):
+    return tuple(slice(None, None, step if i in axes else None) for i in range(ndim))
+
+
+def one_hot(labels, num_classes):
+    """float32 (..., num_classes): 1 at the label, 0 elsewhere."""
+    labels = tensor(labels)
+    classes = Tensor(np.arange(num_classes, dtype=np.int32), device=labels.device)
+    top = labels.numpy().max(initial=-1), labels.numpy().min(initial=num_classes)
+    if top[0] >= num_classes or top[1] < 0:
+        raise ValueError(f'one_hot: want labels from 0 to {num_classes - 1}, got some from {top[1]} to {top[0]}')
+    return (labels.unsqueeze(-1) == classes) * 1.0
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------------
+
+def matmul(a, b):
+    return apply(MatMul, tensor(a), tensor(b))
+
+
+def linear(x, weight, bias=None):
+    """y = x weight' + bias;  x (..., I), weight (O, I), bias (O,)."""
+    bias = {} if bias is None else {'bias': tensor(bias)}
+    return apply(Linear, tensor(x), weight=tensor(weight), **bias)
+
+
+def feed_forward(x, w1, b1, w2, b2):
+    """Linear, ReLU and Linear as one op;  x (..., D), w1 (F, D), w2 (D, F)."""
+    return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2))
+
+
+def embedding(ids, weight):
+    """y[...] = weight[ids[...]];  ids int32, weight (V, E)."""
+    weight = tensor(weight)
+    return apply(Embedding, tensor(ids, weight), weight=weight)
+
+
+_masks = itertools.count()
+
+
+def _mask_number(step):
+    """What Dropout reads; its own copy, since backward must find the same."""
+    return np.array([next(_masks) if step is None else int(np.asarray(step).reshape(()))], np.int64)
+
+
+def dropout(x, p=0.5, training=True, key=0, step=None):
+    """Zeros for a share p of the elements, the others scaled by 1 / (1 - p); x itself where not training.
+
+    The mask is a function of (key, step).  step None: the next number of a count that begins with the process.
+    """
+    x = tensor(x)
+    return apply(Dropout, x, _mask_number(step), p=p, key=key) if training and p else x
+
+
+def residual(x, branch, p=0.0, training=True, key=0, step=None):
+    """x + dropout(branch) in one pass."""
+    step = _mask_number(step) if training and p else None
+    return apply(Residual, tensor(x), tensor(branch), step, p=p, key=key)
+
+
+def layer_norm(x, weight, bias, eps=1e-5):
+    """Mean 0 and variance 1 over the last axis, then times weight plus bias;  x (..., C), weight (C,), bias (C,)."""
+    return apply(LayerNorm, tensor(x), weight=tensor(weight), bias=tensor(bias), eps=eps)
+
+
+def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+    """Mean 0 and variance 1 of each channel over all else, then times weight plus bias;  x (N, C, ...), the others (C,).
+
+    In training by the batch's own mean and variance, towards which the running ones are moved in place by `momentum`
+    (the variance with n - 1 in its denominator, as in PyTorch); else by the running ones.
+    """
+    x = tensor(x)
+    axes, shape = tuple(i for i in range(x.ndim) if i != 1), tuple(n if i == 1 else 1 for i, n in enumerate(x.shape))
+    if training:
+        n = x.size // builtins.max(x.shape[1], 1)
+        if n < 2:
+            raise ValueError(f'batch_norm: want more than one value a channel in training, got x of shape {x.shape}')
+        mean_ = mean(x, axes, True)
+        centred = x - mean_
+        variance = mean(centred * centred, axes, True)
+        with no_grad():
+            for running, now, factor in ((running_mean, mean_, 1), (running_var, variance, n / (n - 1))):
+                if running is not None and not is_interpreted():
+                    running *= 1 - momentum
+                    running += now.reshape(running.shape) * (momentum * factor)
+    else:
+        centred, variance = x - tensor(running_mean, x).reshape(shape), tensor(running_var, x).reshape(shape)
+    y = centred / sqrt(variance + eps)
+    y = y if weight is None else y * tensor(weight, x).reshape(shape)
+    return y if bias is None else y + tensor(bias, x).reshape(shape)
+
+
+def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+    """-> h (T, B, H), of which h[-1] is the last state;  x (T, B, I), h0 (B, H) or None; see pyops.ops.GRU."""
+    parameters = dict(w_ih=tensor(w_ih), w_hh=tensor(w_hh), b_ih=tensor(b_ih), b_hh=tensor(b_hh))
+    return apply(GRU, tensor(x), None if h0 is None else tensor(h0), **parameters, reset_before=reset_before)
+
+
+def attention(q, k, v, heads, causal=False, lengths=None, p=0.0, training=True, key=0, step=None):
+    """Attention of several heads over sequences, in tiles: no matrix of scores is kept.
+
+    q (Tq, B, D), k and v (Tk, B, D), lengths (B,) int32 or None: see pyops.ops.Attention; p, key and step as in dropout
+    """
+    step = _mask_number(step) if training and p else None
+    q = tensor(q)
+    return apply(Attention, q, tensor(k, q), tensor(v, q), None if lengths is None else tensor(lengths, q), step,
+                 heads=heads, causal=causal, p=p if training else 0.0, key=key)
+
+
+def concat_context(x, context):
+    """x (T, B, E) with the same context (B, H) behind it at every step -> (T, B, E + H)."""
+    return apply(ConcatContext, tensor(x), tensor(context))
+
+
+def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
+    """softmax(q k' / sqrt(E) + mask) v;  q (..., L, E), k (..., S, E), v (..., S, V).
+
+    attn_mask (..., L, S): bool or int, 0 where a query may not see a key; or float32, added.  is_causal: query i sees keys
+    0 to i.
+    """
+    q, k, v = tensor(q), tensor(k), tensor(v)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if is_causal:
+        allowed = np.tril(np.ones((q.shape[-2], k.shape[-2]), bool))
+        scores = scores + Tensor(np.where(allowed, 0.0, -np.inf), device=q.device)
+    if attn_mask is not None:
+        mask = tensor(attn_mask, q)
+        if mask.dtype == np.int32:
+            mask = Tensor(np.where(mask.numpy(), 0.0, -np.inf), device=q.device)
+        scores = scores + mask
+    return softmax(scores) @ v
+
+
+def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1):
+    """x (N, C, H, W), weight (O, C, kh, kw), bias (O,) -> (N, O, Ho, Wo).  stride, padding, dilation: a number or two.
+
+    The windows of x, a view, times the weight: one matrix product.
+    """
+    x, weight = tensor(x), tensor(weight)
+    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f'conv2d: want x (N, C, H, W) and weight (O, C, kh, kw), got {x.shape} and {weight.shape}')
+    stride, (ph, pw), dilation = _pair('stride', stride, 1), _pair('padding', padding, 0), _pair('dilation', dilation, 1)
+    if ph or pw:
+        x = pad(x, (pw, pw, ph, ph))
+    (N, C, H, W), (O, _, kh, kw) = x.shape, weight.shape
+    Ho, Wo = positions(H, kh, stride[0], dilation[0]), positions(W, kw, stride[1], dilation[1])
+    if Ho < 1 or Wo < 1:
+        raise ValueError(f'conv2d: a window of {(kh, kw)} with dilation {dilation} does not fit into {(H, W)}')
+    windows = apply(Windows, x, window=(kh, kw), stride=stride, dilation=dilation)          # (N, C, Ho, Wo, kh, kw)
+    rows = windows.permute(0, 2, 3, 1, 4, 5).reshape(N * Ho * Wo, C * kh * kw)
+    y = (rows @ weight.reshape(O, C * kh * kw).T).reshape(N, Ho, Wo, O).permute(0, 3, 1, 2)
+    return y if bias is None else y + tensor(bias).reshape(O, 1, 1)
+
+
+def _pair(name, value, least):
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or any(not isinstance(n, int) or n < least for n in pair):
+        raise ValueError(f'{name}: want a whole number of at least {least}, or two, got {value}')
+    return pair
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------------
+
+def cross_entropy(x, labels, ignore_index=-100):
+    """The mean over all rows of -log softmax(x)[label], but for those whose label is ignore_index.
+
+    x (..., C): the classes are the last axis;  labels (...) int32
+    """
+    x = tensor(x)
+    labels = tensor(labels, x)
+    return apply(CrossEntropy, x.reshape(-1, x.shape[-1]), labels.reshape(-1), ignore=ignore_index).reshape(())
+
+
+def linear_cross_entropy(x, weight, bias, labels, ignore_index=-100, label_smoothing=0.0):
+    """cross_entropy(linear(x, weight, bias), labels), without the logits of all rows in memory."""
+    x, weight, bias = tensor(x), tensor(weight), tensor(bias)
+    gradients = is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
+    loss = apply(LinearCrossEntropy, x, tensor(labels, x), gradients, weight=weight, bias=bias, ignore=ignore_index,
+                 smoothing=label_smoothing)
+    return loss.reshape(())
+
+
+def mse_loss(x, target):
+    """The mean squared difference."""
+    difference = tensor(x) - target
+    return mean(difference * difference)

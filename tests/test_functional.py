@@ -1,0 +1,237 @@
+"""Every function on Tensors against PyTorch in float64: value and gradient, with a random upstream gradient, at several
+shapes and axes; and the second derivatives, where there are any."""
+import numpy as np
+import pytest
+from test_ops import close, normal
+
+from pyops import functional as F
+from pyops.autograd import Tensor, grad
+
+
+def positive(rng, *shape):
+    return np.abs(normal(rng, *shape)) + np.float32(0.2)
+
+
+def away_from_0(rng, *shape):
+    x = normal(rng, *shape)
+    return np.where(np.abs(x) < 0.05, np.float32(0.05), x)
+
+
+def tied(rng, *shape):
+    """Few different values, so that maxima are reached in several places."""
+    return rng.integers(0, 3, shape).astype(np.float32)
+
+
+class Case:
+    """name, ours(F, *tensors), theirs(torch, *tensors), the shapes of the inputs, how these are drawn.
+
+    second: also compare second derivatives."""
+
+    def __init__(self, name, ours, theirs, *shapes, draw=normal, second=True):
+        self.name, self.ours, self.theirs, self.shapes, self.draw, self.second = name, ours, theirs, shapes, draw, second
+
+    def inputs(self):
+        rng = np.random.default_rng(0)
+        draws = self.draw if isinstance(self.draw, tuple) else (self.draw,) * len(self.shapes)
+        return [draw(rng, *shape) for draw, shape in zip(draws, self.shapes, strict=True)]
+
+
+def case(name, ours, theirs, *every, **options):
+    """One Case for each list of shapes."""
+    return [Case(name, ours, theirs, *shapes, **options) for shapes in every]
+
+
+def alike(name, *every, theirs=None, **options):
+    """The same call of F and of torch (or of a module in it)."""
+    def function(torch):
+        for part in (theirs or name).split('.'):
+            torch = getattr(torch, part)
+        return torch
+    return case(name, lambda F, *x: getattr(F, name)(*x), lambda torch, *x: function(torch)(*x), *every, **options)
+
+
+def reduction(name, theirs, **options):
+    """Over all axes, one, several, negative ones, with and without keepdims."""
+    cases = []
+    for axis in (None, 0, -1, (0, 2), (-1, 1), (0, 1, 2)):
+        for keepdims in (False, True):
+            def ours(F, x, axis=axis, keepdims=keepdims):
+                return getattr(F, name)(x, axis, keepdims)
+
+            def twin(torch, x, axis=axis, keepdims=keepdims):
+                return theirs(torch, x, tuple(range(x.ndim)) if axis is None else axis, keepdims)
+            cases += case(f'{name}-axis-{axis}{"-keepdims" * keepdims}', ours, twin, [(2, 3, 4)], [(1, 5, 1)], **options)
+    return cases
+
+
+ONE = [(5,)], [(2, 3, 4)], [()], [(0, 3)]
+TWO = [(3,), (3,)], [(2, 3, 4), (3, 1)], [(), (2, 2)], [(4, 1), (1, 5)], [(2, 0), (1, 1)]
+IDS = np.array([[1, 3, 1], [0, 1, 4]], np.int32)
+LABELS = np.array([[1, -100, 2], [0, 4, -100]], np.int32)
+
+CASES = [
+    # element by element
+    *case('add', lambda F, a, b: a + b, lambda torch, a, b: a + b, *TWO),
+    *case('subtract', lambda F, a, b: a - b, lambda torch, a, b: a - b, *TWO),
+    *case('multiply', lambda F, a, b: a * b, lambda torch, a, b: a * b, *TWO),
+    *case('divide', lambda F, a, b: a / b, lambda torch, a, b: a / b, *TWO, draw=(normal, positive)),
+    *case('power', lambda F, a, b: a ** b, lambda torch, a, b: a ** b, *TWO, draw=(positive, normal)),
+    *case('numbers', lambda F, x: 2 - (3 * x + 1) / 4 + 2 / x, lambda torch, x: 2 - (3 * x + 1) / 4 + 2 / x, *ONE,
+          draw=positive),
+    *case('powers-of-numbers', lambda F, x: x**3 + x**-1 + x**0 + 2**x, lambda torch, x: x**3 + x**-1 + x**0 + 2**x, *ONE,
+          draw=positive),
+    *case('minus', lambda F, x: -x, lambda torch, x: -x, *ONE),
+    *case('abs', lambda F, x: abs(x) * x, lambda torch, x: x.abs() * x, *ONE, draw=away_from_0),
+    *alike('exp', *ONE), *alike('tanh', *ONE), *alike('sigmoid', *ONE),
+    *alike('log', *ONE, draw=positive), *alike('sqrt', *ONE, draw=positive),
+    *alike('relu', *ONE, draw=away_from_0, second=False),
+    *alike('maximum', *TWO), *alike('minimum', *TWO), *alike('maximum', *TWO, draw=tied), *alike('minimum', *TWO, draw=tied),
+    # reductions
+    *reduction('sum', lambda torch, x, axis, keep: x.sum(axis, keep)),
+    *reduction('mean', lambda torch, x, axis, keep: x.mean(axis, keep)),
+    *reduction('max', lambda torch, x, axis, keep: x.amax(axis, keep)),
+    *reduction('max', lambda torch, x, axis, keep: x.amax(axis, keep), draw=tied),
+    *reduction('min', lambda torch, x, axis, keep: x.amin(axis, keep), draw=tied),
+    *reduction('logsumexp', lambda torch, x, axis, keep: x.logsumexp(axis, keep)),
+    *case('var', lambda F, x: F.var(x, (0, 2)), lambda torch, x: x.var((0, 2)), [(2, 3, 4)]),
+    *(one for axis in (0, 1, -1) for name in ('softmax', 'log_softmax')
+      for one in case(f'{name}-axis-{axis}', lambda F, x, name=name, axis=axis: getattr(F, name)(x, axis),
+                      lambda torch, x, name=name, axis=axis: getattr(torch, name)(x, axis), [(2, 3, 4)], [(3, 1)])),
+    *case('softmax-several-axes', lambda F, x: F.softmax(x, (0, 2)),
+          lambda torch, x: (x - x.logsumexp((0, 2), True)).exp(), [(2, 3, 4)]),
+    *case('log_softmax-several-axes', lambda F, x: F.log_softmax(x, (0, -1)),
+          lambda torch, x: x - x.logsumexp((0, 2), True), [(2, 3, 4)]),
+    # shapes
+    *case('reshape', lambda F, x: F.reshape(x, (4, -1)), lambda torch, x: x.reshape(4, -1), [(2, 3, 4)]),
+    *case('reshape-of-permuted', lambda F, x: x.permute(2, 0, 1).reshape(-1, 2),
+          lambda torch, x: x.permute(2, 0, 1).reshape(-1, 2), [(2, 3, 4)]),
+    *case('permute', lambda F, x: F.permute(x, (2, 0, -2)), lambda torch, x: x.permute(2, 0, 1), [(2, 3, 4)]),
+    *case('transpose', lambda F, x: F.transpose(x, 0, -1), lambda torch, x: x.transpose(0, -1), [(2, 3, 4)]),
+    *case('T', lambda F, x: x.T, lambda torch, x: x.T, [(2, 3)]),
+    *case('broadcast_to', lambda F, x: F.broadcast_to(x, (2, 3, 4)), lambda torch, x: x.broadcast_to((2, 3, 4)),
+          [(3, 1)], [()], [(2, 3, 4)]),
+    *case('squeeze-unsqueeze', lambda F, x: x.unsqueeze(1).squeeze(-1), lambda torch, x: x.unsqueeze(1).squeeze(-1), [(3, 1)]),
+    *case('flatten', lambda F, x: x.flatten(1), lambda torch, x: x.flatten(1), [(2, 3, 4)]),
+    *case('flip', lambda F, x: F.flip(x, (0, -1)), lambda torch, x: x.flip((0, -1)), [(2, 3, 4)]),
+    *case('slices', lambda F, x: x[1:, None, ..., 0], lambda torch, x: x[1:, None, ..., 0], [(3, 4, 5)]),
+    *case('slices-with-steps', lambda F, x: x[::2, 1:-1:3] * 2, lambda torch, x: x[::2, 1:-1:3] * 2, [(5, 9)]),
+    *case('slices-backwards', lambda F, x: x[::-1, 5:0:-2], lambda torch, x: x.flip(0)[:, [5, 3, 1]], [(5, 9)]),
+    *case('one-element', lambda F, x: x[1, -1], lambda torch, x: x[1, -1], [(2, 3)]),
+    *case('overlapping-slices', lambda F, x: x[:3] * x[1:] + x[0], lambda torch, x: x[:3] * x[1:] + x[0], [(4, 3)]),
+    *case('rows', lambda F, x: x[IDS], lambda torch, x: x[torch.tensor(IDS).long()], [(5, 3)]),
+    *case('stack', lambda F, *x: F.stack(x, 1), lambda torch, *x: torch.stack(x, 1), [(2, 3)] * 3, [(2, 3)]),
+    *case('stack-behind', lambda F, *x: F.stack(x, -1), lambda torch, *x: torch.stack(x, -1), [(2, 3)] * 2),
+    *case('cat', lambda F, *x: F.cat(x, -1), lambda torch, *x: torch.cat(x, -1), [(2, 3), (2, 1), (2, 0)]),
+    *case('unbind', lambda F, x: F.unbind(x, 1), lambda torch, x: x.unbind(1), [(2, 3, 4)]),
+    *case('unbind-one-used', lambda F, x: F.unbind(x, -1)[1], lambda torch, x: x.unbind(-1)[1], [(2, 3)]),
+    *case('split', lambda F, x: F.split(x, 2, 1), lambda torch, x: x.split(2, 1), [(2, 5)], [(2, 4)]),
+    *case('split-sizes', lambda F, x: F.split(x, (1, 0, 3), -1), lambda torch, x: x.split((1, 0, 3), -1), [(2, 4)]),
+    *case('pad', lambda F, x: F.pad(x, (1, 2, 0, 3), 0.5), lambda torch, x: torch.nn.functional.pad(x, (1, 2, 0, 3), value=0.5),
+          [(2, 3, 4)]),
+    *case('pad-pairs', lambda F, x: F.pad(x, ((0, 3), (1, 2))), lambda torch, x: torch.nn.functional.pad(x, (1, 2, 0, 3)),
+          [(3, 4)]),
+    *case('dilate', lambda F, x: F.dilate(x, (0, -1), 2),
+          lambda torch, x: torch.stack([x] + [x * 0] * 2, 2).reshape(2, -1)[:, None].mul(torch.tensor([1.0, 0, 0])[:, None])
+          .reshape(6, -1), [(2, 4)]),
+    *case('undilate', lambda F, x: F.undilate(x, 1, 1), lambda torch, x: x[:, ::2], [(2, 6)]),
+    *case('undilate-dilate', lambda F, x: F.undilate(F.dilate(x, 1, 3), 1, 3), lambda torch, x: x + 0, [(2, 3)]),
+    # products
+    *alike('matmul', [(3, 4), (4, 2)], [(2, 3, 4), (4, 5)], [(2, 3, 4), (2, 4, 5)], [(5, 1, 3, 4), (2, 4, 2)], [(4,), (4, 2)],
+           [(3, 4), (4,)], [(4,), (4,)], [(4,), (2, 4, 3)], [(2, 3, 4), (4,)], [(3, 4), (2, 4, 5)], [(0, 4), (4, 2)],
+           [(2, 0), (0, 3)]),
+    *case('matmul-transposed', lambda F, a, b: a.T @ b.transpose(0, 1), lambda torch, a, b: a.T @ b.T, [(4, 3), (5, 4)]),
+    *case('conv2d', lambda F, x, w, b: F.conv2d(x, w, b), lambda torch, x, w, b: torch.nn.functional.conv2d(x, w, b),
+          [(2, 3, 6, 5), (4, 3, 3, 2), (4,)], [(1, 1, 1, 1), (1, 1, 1, 1), (1,)]),
+    *(one for options in (dict(stride=2), dict(padding=1), dict(dilation=2),
+                          dict(stride=(1, 3), padding=(2, 0), dilation=(2, 1)))
+      for one in case('conv2d-' + '-'.join(f'{k}{v}' for k, v in options.items()),
+                      lambda F, x, w, options=options: F.conv2d(x, w, **options),
+                      lambda torch, x, w, options=options: torch.nn.functional.conv2d(x, w, **options),
+                      [(2, 3, 8, 7), (2, 3, 3, 2)])),
+    # layers and losses
+    *alike('linear', [(3, 4), (2, 4), (2,)], [(2, 3, 4), (5, 4), (5,)], [(3, 4), (2, 4)], [(4,), (2, 4), (2,)],
+           theirs='nn.functional.linear', second=False),
+    *case('linear-of-a-view', lambda F, x, w, b: F.linear(x.T, w.T, b[::2]),
+          lambda torch, x, w, b: torch.nn.functional.linear(x.T, w.T, b[::2]), [(4, 3), (4, 2), (4,)], second=False),
+    *case('feed_forward', lambda F, *x: F.feed_forward(*x),
+          lambda torch, x, w1, b1, w2, b2: torch.relu(x @ w1.T + b1) @ w2.T + b2,
+          [(2, 3, 4), (6, 4), (6,), (4, 6), (4,)], second=False),
+    *case('embedding', lambda F, w: F.embedding(IDS, w), lambda torch, w: torch.nn.functional.embedding(torch.tensor(IDS), w),
+          [(5, 3)], second=False),
+    *case('layer_norm', lambda F, x, w, b: F.layer_norm(x, w, b),
+          lambda torch, x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b), [(2, 3, 5), (5,), (5,)], second=False),
+    *case('batch_norm', lambda F, x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+          lambda torch, x, w, b: torch.nn.functional.batch_norm(x, None, None, w, b, training=True),
+          [(6, 3), (3,), (3,)], [(4, 3, 2, 5), (3,), (3,)]),
+    *case('batch_norm-evaluating', lambda F, x: F.batch_norm(x, np.float32([1, 2, 3]), np.float32([3, 2, 1])),
+          lambda torch, x: (x - torch.tensor([1, 2, 3])) / (torch.tensor([3, 2, 1]) + 1e-5)**0.5, [(6, 3)]),
+    *case('gru', lambda F, x, h, *w: F.gru(x, h, *w),
+          lambda torch, x, h, *w: torch.gru(x, h[None], w, True, 1, 0.0, False, False, False)[0],
+          [(3, 2, 4), (2, 5), (15, 4), (15, 5), (15,), (15,)], second=False),
+    *case('gru-last-state', lambda F, x, *w: F.gru(x, None, *w)[-1],
+          lambda torch, x, *w: torch.gru(x, x.new_zeros(1, 2, 5), w, True, 1, 0.0, False, False, False)[0][-1],
+          [(3, 2, 4), (15, 4), (15, 5), (15,), (15,)], second=False),
+    *alike('scaled_dot_product_attention', [(3, 4), (5, 4), (5, 2)], [(2, 3, 4, 5), (2, 3, 6, 5), (2, 3, 6, 2)],
+           theirs='nn.functional.scaled_dot_product_attention'),
+    *case('causal-attention', lambda F, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+          lambda torch, q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+          [(2, 4, 3), (2, 4, 3), (2, 4, 5)]),
+    *case('masked-attention', lambda F, q, k, v: F.scaled_dot_product_attention(q, k, v, np.tri(4, 5, 1, bool)),
+          lambda torch, q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, torch.tensor(np.tri(4, 5, 1, bool))),
+          [(2, 4, 3), (2, 5, 3), (2, 5, 5)]),
+    *case('cross_entropy', lambda F, x: F.cross_entropy(x, LABELS),
+          lambda torch, x: torch.nn.functional.cross_entropy(x.reshape(6, 5), torch.tensor(LABELS).long().reshape(6)),
+          [(2, 3, 5)], second=False),
+    *case('linear_cross_entropy', lambda F, x, w, b: F.linear_cross_entropy(x, w, b, LABELS, label_smoothing=0.1),
+          lambda torch, x, w, b: torch.nn.functional.cross_entropy(
+              torch.nn.functional.linear(x, w, b).reshape(6, 5), torch.tensor(LABELS).long().reshape(6), label_smoothing=0.1),
+          [(2, 3, 4), (5, 4), (5,)], second=False),
+    *alike('mse_loss', [(2, 3), (2, 3)], theirs='nn.functional.mse_loss'),
+    # chains
+    *case('chain', lambda F, x, w: ((x @ w).tanh().sum(1, True) / (x * x + 1)).logsumexp((0, 1)) * w.mean(),
+          lambda torch, x, w: ((x @ w).tanh().sum(1, True) / (x * x + 1)).logsumexp((0, 1)) * w.mean(), [(3, 4), (4, 2)]),
+    *case('used-many-times', lambda F, x: x * x + x.exp() * x[0] - x, lambda torch, x: x * x + x.exp() * x[0] - x, [(3, 4)]),
+]
+IDENTITIES = [f'{c.name}-{"-".join("x".join(map(str, s)) or "()" for s in c.shapes)}' for c in CASES]
+
+
+def several(y):
+    return list(y) if isinstance(y, (tuple, list)) else [y]
+
+
+def run(torch, case, create_graph=False):
+    """-> inputs, outputs, random upstream gradients, gradients: ours and theirs."""
+    arrays, rng = case.inputs(), np.random.default_rng(1)
+    xs = [Tensor(a, requires_grad=True) for a in arrays]
+    ts = [torch.tensor(a.astype(np.float64), requires_grad=True) for a in arrays]
+    ys, us = several(case.ours(F, *xs)), several(case.theirs(torch, *ts))
+    dys = [normal(rng, *u.shape) for u in us]
+    for y, u in zip(ys, us, strict=True):
+        close(y.numpy(), u.detach().numpy())
+    seeds = [Tensor(dy, requires_grad=create_graph) for dy in dys]
+    twins = [torch.tensor(dy.astype(np.float64), requires_grad=create_graph) for dy in dys]
+    ours = grad(ys, xs, seeds, create_graph=create_graph)
+    theirs = torch.autograd.grad(us, ts, twins, create_graph=create_graph)
+    for g, t in zip(ours, theirs, strict=True):
+        close(g.numpy(), t.detach().numpy())
+    return xs + seeds, ts + twins, ours, theirs
+
+
+@pytest.mark.parametrize('case', CASES, ids=IDENTITIES)
+def test_values_and_gradients_are_those_of_torch(torch, case):
+    run(torch, case)
+
+
+@pytest.mark.parametrize('case', [pytest.param(c, id=i) for c, i in zip(CASES, IDENTITIES, strict=True) if c.second])
+def test_second_derivatives_are_those_of_torch(torch, case):
+    xs, ts, ours, theirs = run(torch, case, create_graph=True)
+    rng = np.random.default_rng(2)
+    vs = [normal(rng, *g.shape) for g in theirs]
+    second = grad(ours, xs, [Tensor(v) for v in vs], allow_unused=True)
+    wanted = torch.autograd.grad(theirs, ts, [torch.tensor(v.astype(np.float64)) for v in vs], allow_unused=True)
+    assert any(w is not None for w in wanted), 'there is nothing to compare'
+    for g, w in zip(second, wanted, strict=True):
+        if w is None or g is None:              # one of the two may say so, the other say it in zeros
+            assert all(not np.any(one.numpy()) for one in (g, w) if one is not None)
+        else:
+            close(g.numpy(), w.numpy(), 1e-4)
