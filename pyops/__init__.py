@@ -10,6 +10,7 @@ _FROM = {
     'apply': 'pyops.autograd',
     'grad': 'pyops.autograd',
     'no_grad': 'pyops.autograd',
+    'gradcheck': 'pyops.differences',
 }
 
 

@@ -1,0 +1,48 @@
+"""Tools of the package.
+
+python -m pyops gradcheck [OP ...]      gradients of ops against central differences, all ops by default
+"""
+import sys
+
+from pyops.errors import UserError, exits_cleanly
+
+
+def main(arguments=None):
+    """Run the command line; bad input ends with one line on stderr and exit status 2."""
+    with exits_cleanly('pyops'):
+        status = run(arguments)
+    sys.exit(status)
+
+
+def run(arguments):
+    # not above: a package that is missing is to be named in one line
+    from pyops.training import ArgumentParser
+    parser = ArgumentParser(prog='python -m pyops', description='Tools of the package.')
+    commands = parser.add_subparsers(dest='command', required=True)
+    check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
+    check.add_argument('ops', metavar='OP', nargs='*', help='linear, gru, softmax, ...; default: all')
+    check.set_defaults(run=gradcheck)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+def gradcheck(options):
+    """Print a table for each op.  -> exit status: 1 if one is wrong."""
+    from pyops.differences import CASES, check_op, find_op
+    ops = [find_op(name) for name in options.ops] or list(CASES)
+    if None in ops:
+        raise UserError(f'{options.ops[ops.index(None)]}: there is no such op; want one of: '
+                        f'{", ".join(op.__name__ for op in CASES)}')
+    wrong = []
+    for op in ops:
+        report = check_op(op)
+        print(f'{op.__name__}\n{report}\n')
+        if not report:
+            wrong.append(op.__name__)
+    count = f'{len(ops)} op' + 's' * (len(ops) > 1)
+    print(f'{len(wrong)} of {count} wrong: {", ".join(wrong)}' if wrong else f'{count} right')
+    return 1 if wrong else 0
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,213 @@
+"""Gradients against central differences: pyops.gradcheck(f, inputs), and `python -m pyops gradcheck` for every op.
+
+A difference of two float32 values has lost most of its digits.  So the function is run twice: with the ops themselves for
+values and gradients, and with their formulas in float64 (pyops/formulas.py) for the differences.
+"""
+from types import BuiltinFunctionType
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops import autograd
+from pyops.autograd import Tensor
+from pyops.formulas import CASES, formula_of
+from pyops.params import generator
+
+TOLERANCE = 2e-5        # of sums in float32, relative to the largest element
+STEP = 1e-5             # of differences in float64, whose error is then about 1e-10
+SLACK = 1e-3            # joins the largest element, for gradients that are 0
+FLOAT32_STEP = 2e-2     # four points, so the error is of the order of STEP^4, and of rounding 1e-7 / STEP
+FLOAT32_TOLERANCE = 1e-3
+
+
+class Double(np.ndarray):
+    """float64 where a Tensor has an NDArray: as much of that as functions of Tensors use beside ops."""
+    device = None
+
+    def numpy(self):
+        return np.asarray(self)
+
+
+def _double(x):
+    """A Tensor as the formulas take it, int32 as it is; what is no Tensor is a constant that the op takes as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.array.numpy()
+    return x.astype(np.float64) if x.dtype == np.float32 else x
+
+
+def in_float64(op, inputs, constants):
+    """What `apply` does while differences are taken; a comparison comes as the function of `operator`."""
+    kind = op if isinstance(op, type) else type(op)
+    formula = op if isinstance(op, BuiltinFunctionType) else formula_of(kind)
+    if formula is None:
+        raise RuntimeError(f'gradcheck: {kind.__name__} has no float64 formula: give the class a function `reference`, '
+                           'called with arrays as the op is, or pass float32=True')
+    if formula is not op and kind is not op:
+        constants = {name: value for name, value in vars(op).items() if name not in ('name', 'table')} | constants
+    y = formula(*map(_double, inputs), **{name: _double(value) for name, value in constants.items()})
+    return tuple(map(_result, y)) if isinstance(y, tuple) else _result(y)
+
+
+def _result(y):
+    y = np.asarray(y)
+    return autograd.constant((y if y.dtype.kind == 'i' else y.astype(np.float64)).view(Double))
+
+
+class Row(NamedTuple):
+    """The worst element of one array."""
+    name: str
+    shape: tuple
+    at: tuple
+    got: float
+    want: float
+    error: float        # relative to the largest wanted element
+    ok: bool
+
+    @classmethod
+    def of(cls, name, got, want, tolerance):
+        if not got.size:
+            return cls(name, got.shape, (), 0.0, 0.0, 0.0, True)
+        distance = np.where(np.isfinite(got), np.abs(got - want), np.inf)
+        at = np.unravel_index(distance.argmax(), distance.shape)
+        error = distance[at] / (np.abs(want).max() + SLACK)
+        return cls(name, got.shape, tuple(map(int, at)), float(got[at]), float(want[at]), float(error),
+                   bool(error <= tolerance))
+
+
+class Report:
+    """The rows of a check; true if all are right; printed, a table."""
+    HEADINGS = ('', 'shape', 'worst at', 'analytic', 'numeric', 'error', '')
+
+    def __init__(self, rows, tolerance):
+        self.rows, self.tolerance = rows, tolerance
+
+    @property
+    def ok(self):
+        return all(row.ok for row in self.rows)
+
+    __bool__ = ok.fget
+
+    def __str__(self):
+        lines = [self.HEADINGS]
+        lines += [(row.name, str(row.shape), str(list(row.at)), f'{row.got:.6g}', f'{row.want:.6g}', f'{row.error:.1e}',
+                   'ok' if row.ok else f'WRONG: above {self.tolerance:g}') for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return '\n'.join('  '.join(cell.ljust(width) if i in (0, 1, 2, 6) else cell.rjust(width)
+                                   for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+                         for line in lines)
+
+
+def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
+    """Compare what f computes, and the gradient of each input, with f in float64 and its central differences.  -> Report.
+
+    f           a function of Tensors that gives a Tensor, or a tuple of them
+    inputs      its arguments: Tensors, float32 arrays or numbers, or a dict of them by name.  int32 arrays are constants.
+    tolerance   of the error of an element, relative to the largest element of its array; 2e-5 fits a few ops in a row
+    float32     take the differences of f itself, with a large step, to 1e-3: for an f that asks for gradients inside
+
+    The upstream gradient is random: with ones everywhere, that of a softmax would be 0 and prove nothing.  Where f has a
+    kink, as ReLU at 0, an input within 1e-5 of it (float32: 4e-2) has no difference to compare with.
+    """
+    named = dict(inputs) if isinstance(inputs, dict) else {f'input {i}': x for i, x in enumerate(_sequence(inputs))}
+    tensors = {name: x.detach() if isinstance(x, Tensor) else Tensor(x) for name, x in named.items()}
+    tensors = {name: Tensor(x.array, requires_grad=x.dtype == np.float32) for name, x in tensors.items()}
+    leaves = {name: x for name, x in tensors.items() if x.requires_grad}
+    if not leaves:
+        raise ValueError('gradcheck: want at least one input of float32')
+    if tolerance is None:
+        tolerance = FLOAT32_TOLERANCE if float32 else TOLERANCE
+
+    ys = _outputs(f(*tensors.values()))
+    rng = generator(seed, 'upstream gradient')      # no stream that the inputs may have been drawn from
+    dys = [rng.standard_normal(y.shape).astype(np.float32) for y in ys]
+    if not any(y.requires_grad for y in ys):
+        raise RuntimeError('gradcheck: what f gives depends on none of its inputs')
+    counted = [(y, Tensor(dy)) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+    gradients = autograd.grad([y for y, _ in counted], leaves.values(), [dy for _, dy in counted], allow_unused=True)
+
+    evaluate = _float32_values(f) if float32 else _float64_values(f)
+    values = {name: x.numpy().astype(np.float64) if name in leaves and not float32 else x.numpy().copy()
+              for name, x in tensors.items()}
+    rows = []
+    for i, (y, want) in enumerate(zip(ys, evaluate(values), strict=True)):
+        rows.append(Row.of(f'y{i}' if len(ys) > 1 else 'y', y.numpy(), want, tolerance))
+
+    def loss():
+        return sum((y * dy).sum() for y, dy in zip(evaluate(values), dys, strict=True))
+
+    for (name, x), gradient in zip(leaves.items(), gradients, strict=True):
+        got = np.zeros(x.shape) if gradient is None else gradient.numpy()
+        rows.append(Row.of(f'd {name}', got, _differences(loss, values[name], float32), tolerance))
+    return Report(rows, tolerance)
+
+
+def _sequence(inputs):
+    return [inputs] if isinstance(inputs, (Tensor, np.ndarray)) else list(inputs)
+
+
+def _outputs(y):
+    return list(y) if isinstance(y, (tuple, list)) else [y]
+
+
+def _float64_values(f):
+    def evaluate(values):
+        with autograd.interpreted_by(in_float64):
+            ys = _outputs(f(*(autograd.constant(value.view(Double)) for value in values.values())))
+        return [np.asarray(y.array) for y in ys]
+    return evaluate
+
+
+def _float32_values(f):
+    def evaluate(values):
+        ys = _outputs(f(*(Tensor(value, requires_grad=value.dtype == np.float32) for value in values.values())))
+        return [y.numpy().astype(np.float64) for y in ys]
+    return evaluate
+
+
+def _differences(loss, value, float32):
+    """The gradient of loss() with respect to the array `value`, which it reads."""
+    result = np.zeros(value.shape)
+    for at in np.ndindex(value.shape):
+        kept = value[at]
+
+        def rise(step, at=at, kept=kept):
+            """Between kept - step and kept + step, and how far these are apart once they are rounded."""
+            value[at] = kept + step
+            high, above = float(value[at]), loss()
+            value[at] = kept - step
+            low, below = float(value[at]), loss()
+            return (above - below) / (high - low)
+
+        if float32:
+            step = FLOAT32_STEP * max(1.0, abs(float(kept)))
+            result[at] = (4 * rise(step) - rise(2 * step)) / 3
+        else:
+            result[at] = rise(STEP)
+        value[at] = kept
+    return result
+
+
+# ---- every op ----------------------------------------------------------------------------------------------------------
+
+def find_op(name):
+    """The op class of a name: 'LayerNorm', 'layer_norm' and 'layernorm' are one.  None: there is no such op."""
+    return {op.__name__.lower(): op for op in CASES}.get(name.replace('_', '').lower())
+
+
+def check_op(op, seed=0):
+    """The example of an op in the table.  -> Report"""
+    rng = np.random.default_rng(seed)
+    inputs, named = CASES[op].example(lambda *shape: rng.standard_normal(shape).astype(np.float32))
+    arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+    settings = {name: value for name, value in named.items() if name not in arrays}
+    free = [i for i, x in enumerate(inputs) if isinstance(x, np.ndarray) and x.dtype == np.float32]
+    given = {f'x{i}' if len(free) > 1 else 'x': inputs[i] for i in free} | arrays
+
+    def f(*tensors):
+        args = list(inputs)
+        for i, x in zip(free, tensors, strict=False):
+            args[i] = x
+        return autograd.apply(op, *args, **dict(zip(arrays, tensors[len(free):], strict=True)), **settings)
+
+    return gradcheck(f, given)

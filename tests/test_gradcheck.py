@@ -1,0 +1,174 @@
+"""Gradients against central differences: every op of the table, what a wrong gradient looks like, the command."""
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from test_ops import normal
+
+import pyops
+from pyops import functional as F
+from pyops import ops
+from pyops.__main__ import main
+from pyops.autograd import Tensor, apply, grad
+from pyops.differences import CASES, Row, check_op, find_op
+from pyops.ops.array import ArrayOp
+from pyops.ops.reductions import Sum
+
+
+def inputs(*shapes):
+    rng = np.random.default_rng(0)
+    return [normal(rng, *shape) for shape in shapes]
+
+
+class WrongSquare(ArrayOp):
+    """Its gradient lacks the factor 2."""
+
+    def forward(x):
+        return x * x, (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * x
+
+    def reference(x):
+        return x * x
+
+
+@pytest.mark.parametrize('op', CASES, ids=lambda op: op.__name__)
+def test_every_op_agrees_with_differences_of_its_formula(op):
+    report = check_op(op)
+    assert report.ok, f'\n{report}'
+    assert any(row.name.startswith('d ') and row.want for row in report.rows), 'no gradient, or all of them 0'
+
+
+def test_no_op_is_missing():
+    """Every op class of the package stands in the table."""
+    array_ops, todo = [], [ArrayOp]
+    while todo:
+        todo += (below := todo.pop().__subclasses__())
+        array_ops += [op for op in below if op.__module__.startswith('pyops.')]
+    kernel_ops = [getattr(ops, name) for name in ops.__all__ if isinstance(getattr(ops, name), type)]
+    assert len(array_ops) > 30 and len(kernel_ops) > 10
+    assert [op.__name__ for op in array_ops + kernel_ops if op not in CASES] == []
+
+
+def test_a_wrong_gradient_is_found_and_shown():
+    report = pyops.gradcheck(lambda x, y: apply(WrongSquare, x) + y, dict(x=inputs((2, 3))[0], y=inputs((3,))[0]))
+    assert not report.ok and not report and [row.ok for row in report.rows] == [True, False, True]
+    worst = report.rows[1]
+    x = inputs((2, 3))[0]
+    assert worst.name == 'd x' and abs(worst.want / worst.got - 2) < 1e-4 and x.shape == worst.shape
+    assert 'WRONG: above 2e-05' in str(report) and str(list(worst.at)) in str(report)
+
+
+def test_the_upstream_gradient_is_not_the_input():
+    """Numbers of the same seed would be: with dy = x, the gradient of a layer that normalises x is 0."""
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    row = pyops.gradcheck(lambda x: x * 1.0, x).rows[1]
+    assert abs(row.want - x[row.at]) > 1e-3
+
+
+def test_a_wrong_value_and_one_that_is_not_finite_are_found():
+    class WrongSum(ArrayOp):
+        def forward(x):
+            return x.sum() * 1.01, (x.shape,)
+
+        def backward(dy, ctx):
+            return dy.broadcast_to(ctx[0])
+
+        def reference(x):
+            return x.sum()
+    report = pyops.gradcheck(lambda x: apply(WrongSum, x), inputs((4,)))
+    assert [row.ok for row in report.rows] == [False, True]
+    assert not Row.of('y', np.array([np.nan]), np.array([1.0]), 1.0).ok
+    assert Row.of('y', np.zeros(0), np.zeros(0), 1.0).ok
+
+
+def test_a_function_may_use_layers_constants_comparisons_and_give_several_results():
+    constant = Tensor(inputs((3,))[0])
+
+    def f(x, w, b):
+        h = F.relu(F.linear(x, w, b))
+        h[0] = h[1] * 2                         # of a result: x itself stays as it is
+        y = F.layer_norm(h, b, b) * (x > 0).sum() + constant + np.float32([1, 2, 3])
+        return F.logsumexp(y, 0), F.cross_entropy(y, [0, 2, -100, 1])
+    report = pyops.gradcheck(f, dict(zip('xwb', inputs((4, 5), (3, 5), (3,)), strict=True)), tolerance=1e-4)
+    assert report.ok, f'\n{report}'
+    assert [row.name for row in report.rows] == ['y0', 'y1', 'd x', 'd w', 'd b']
+
+
+def test_int32_inputs_are_constants_and_others_are_not_touched():
+    x, ids = inputs((4, 3))[0], np.array([0, 2, 2], np.int32)
+    before = x.copy()
+    report = pyops.gradcheck(lambda ids, x: x[ids] * x[ids], [ids, x])
+    assert report.ok and [row.name for row in report.rows] == ['y', 'd input 1'] and (x == before).all()
+    with pytest.raises(ValueError, match='at least one input of float32'):
+        pyops.gradcheck(lambda ids: ids, [ids])
+
+
+def test_running_statistics_stay_as_they_are_during_differences():
+    mean, var = Tensor(np.zeros(3)), Tensor(np.ones(3))
+    x = Tensor(inputs((4, 3))[0])
+    report = pyops.gradcheck(lambda x: F.batch_norm(x, mean, var, training=True) * x, x)
+    assert report.ok, f'\n{report}'
+    np.testing.assert_allclose(mean.numpy(), 0.1 * x.numpy().mean(0), rtol=1e-5)
+    np.testing.assert_allclose(var.numpy(), 0.9 + 0.1 * x.numpy().var(0, ddof=1), rtol=1e-5)
+
+
+def test_second_derivatives_are_checked_in_float32():
+    def f(x, v):
+        return grad(((x @ x.T).tanh() * v).sum(), x, create_graph=True)[0]
+    report = pyops.gradcheck(f, inputs((3, 3), (3, 3)), float32=True)
+    assert report.ok, f'\n{report}'
+    with pytest.raises(RuntimeError, match='pass float32=True'):
+        pyops.gradcheck(f, inputs((3, 3), (3, 3)))
+    wrong = pyops.gradcheck(lambda x: apply(WrongSquare, x), inputs((4,)), float32=True)
+    assert not wrong.ok
+
+
+def test_an_op_without_a_formula_says_what_to_do():
+    class Plain(ArrayOp):
+        def forward(x):
+            return x + 1.0, ()
+
+        def backward(dy, ctx):
+            return dy
+    with pytest.raises(RuntimeError, match='Plain has no float64 formula: give the class a function `reference`'):
+        pyops.gradcheck(lambda x: apply(Plain, x), inputs((2,)))
+    assert pyops.gradcheck(lambda x: apply(Plain, x), inputs((2,)), float32=True).ok
+
+
+def test_names_of_ops():
+    for name in ('LayerNorm', 'layer_norm', 'layernorm', 'LAYER_NORM'):
+        assert find_op(name) is ops.LayerNorm
+    assert find_op('sum') is Sum and find_op('nothing') is None
+
+
+# ---- python -m pyops gradcheck -----------------------------------------------------------------------------------------
+
+def test_the_command_checks_all_ops_or_those_that_are_named(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(['gradcheck', 'softmax', 'layer_norm'])
+    out = capsys.readouterr().out
+    assert left.value.code == 0 and out.splitlines()[0] == 'Softmax' and out.splitlines()[-1] == '2 ops right'
+    assert 'd weight' in out and 'd Sum' not in out
+    run = subprocess.run([sys.executable, '-m', 'pyops', 'gradcheck'], cwd=ROOT, text=True, capture_output=True)
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == f'{len(CASES)} ops right' and not run.stderr
+
+
+def test_the_command_fails_where_a_gradient_is_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(Sum, 'backward', lambda dy, ctx: dy.broadcast_to(ctx[0]) * 2)       # of keepdims=True
+
+    with pytest.raises(SystemExit) as left:
+        main(['gradcheck', 'sum', 'tanh'])
+    out = capsys.readouterr().out
+    assert left.value.code == 1 and 'WRONG' in out and out.splitlines()[-1] == '1 of 2 ops wrong: Sum'
+
+
+@pytest.mark.parametrize('arguments', [['gradcheck', 'lineer'], [], ['nothing']])
+def test_bad_arguments_of_the_command_end_with_one_line(arguments):
+    run = subprocess.run([sys.executable, '-m', 'pyops', *arguments], cwd=ROOT, text=True, capture_output=True)
+    assert run.returncode == 2 and not run.stdout and 'Traceback' not in run.stderr
+    assert run.stderr.count('\n') == 1 and ('lineer' in run.stderr) == (arguments != [] and 'lineer' in arguments[-1])
