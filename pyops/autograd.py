@@ -6,7 +6,8 @@ from the largest number to the smallest.
 
 Two kinds of op are applied in the same way.  Array ops (pyops/ops/array.py) are formulas, whose backward can be recorded in
 turn: that gives second derivatives.  Kernel ops, such as Linear or GRU, are the classes that programs with manual gradients
-call; their parameters are Tensors here, too.
+call; their parameters are Tensors here, too, and some have their gradient a second time, as a formula
+(pyops/ops/derivatives.py).
 """
 import contextlib
 import functools
@@ -24,6 +25,7 @@ from pyops import ndarray
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
 from pyops.ops.array import ArrayOp, normal_axes
+from pyops.ops.derivatives import DERIVATIVES
 from pyops.params import Parameter
 
 _numbers = itertools.count()
@@ -215,7 +217,7 @@ def _apply_kernel(op, inputs, constants):
     saved = {id(a) for a in ctx}
     read = [x.array for x, a in zip(inputs, arrays, strict=True) if isinstance(x, Tensor) and id(a) in saved]
     read += [p.array for p in tensors.values()] + [y] * (id(made) in saved)
-    node = Node(kernel, ctx, [_parent(x) for x in (*inputs, *tensors.values())], None,
+    node = Node(kernel, ctx, [_parent(x) for x in (*inputs, *tensors.values())], [id(a) for a in (*arrays, made)],
                 [(a.buffer, a.buffer.version, a.shape) for a in read], [(y.shape, y.dtype, device)])
     return _result(y, (node, 0))
 
@@ -232,8 +234,9 @@ def _same_device(op, tensors):
 
 
 def _over(array, device):
-    """An NDArray over the C-contiguous array that a kernel op gave, on the device of what the op was given."""
-    return NDArray(device.wrap(array, True), 0, array.shape, ndarray.row_major(array.shape), ndarray.FLOAT)
+    """An NDArray over a C-contiguous array of a kernel op, on the device of what the op was given."""
+    dtype = ndarray.FLOAT if array.dtype == np.float32 else ndarray.INT
+    return NDArray(device.wrap(array, True), 0, array.shape, ndarray.row_major(array.shape), dtype)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------------
@@ -346,11 +349,11 @@ class _Backward:
     def kernel_op(self, node, dys):
         """backward of a kernel op, which adds to the gradients of its parameters itself."""
         kernel, dy = node.op, dys[0]
-        if self.create_graph:
-            raise RuntimeError(f'{node.name}: has no second derivative, its gradient comes from a kernel; '
-                               'write it with array ops (@, +, exp, sum ...) where create_graph is needed')
         wanted = [self.wanted(parent) for parent in node.parents]
         device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
+        if self.create_graph:
+            self.pass_on(node, self.derivatives(node, dy, device, n), wanted)
+            return
         sums = [self.sum_of(parent) if want else ndarray.zeros(value.shape, device=device)
                 for parent, want, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
         op = kernel.make([d.numpy() for d in sums])
@@ -366,6 +369,26 @@ class _Backward:
                 known[id(gradient)] = _over(gradient, device)
             arrays.append(known.get(id(gradient)))
         self.pass_on(node, arrays, wanted)
+
+    def derivatives(self, node, dy, device, n):
+        """The gradients of the n inputs of a kernel op and of its parameters, as formulas."""
+        kernel = node.op
+        formula = DERIVATIVES.get(kernel.op if isinstance(kernel.op, type) else type(kernel.op))
+        if formula is None:
+            raise RuntimeError(f'{node.name}: has no second derivative, its gradient comes from a kernel; '
+                               'write it with array ops (@, +, exp, sum ...) where create_graph is needed')
+
+        def tensor(array):
+            """An array in ctx, with its history if it is an input or the output."""
+            if not isinstance(array, np.ndarray) or array.dtype not in (np.float32, np.int32):
+                return array
+            i = node.arrays.index(id(array)) if id(array) in node.arrays else None
+            return _result(_over(array, device), None if i is None else (node, 0) if i == n else node.parents[i])
+        parameters = {argument: _result(_over(value, device), parent)
+                      for (argument, _, value), parent in zip(kernel.parameters, node.parents[n:], strict=True)}
+        op = kernel.make([value for _, _, value in kernel.parameters])
+        inputs, gradients = formula(dy, type(node.ctx)(*map(tensor, node.ctx)), parameters, op)
+        return [*inputs, *[None] * (n - len(inputs)), *(gradients[argument] for argument in parameters)]
 
     def tensor(self, node, array):
         """What an array in ctx is for second derivatives."""

@@ -5,6 +5,7 @@ import pytest
 from test_ops import close, normal
 
 from pyops import functional as F
+from pyops import references as ref
 from pyops.autograd import Tensor, grad
 
 
@@ -20,6 +21,10 @@ def away_from_0(rng, *shape):
 def tied(rng, *shape):
     """Few different values, so that maxima are reached in several places."""
     return rng.integers(0, 3, shape).astype(np.float32)
+
+
+def kept(n, p, step, key):
+    return ref.dropout_keep(n, p, step, key) / (1 - p)
 
 
 class Case:
@@ -84,7 +89,7 @@ CASES = [
     *case('abs', lambda F, x: abs(x) * x, lambda torch, x: x.abs() * x, *ONE, draw=away_from_0),
     *alike('exp', *ONE), *alike('tanh', *ONE), *alike('sigmoid', *ONE),
     *alike('log', *ONE, draw=positive), *alike('sqrt', *ONE, draw=positive),
-    *alike('relu', *ONE, draw=away_from_0, second=False),
+    *alike('relu', *ONE, draw=away_from_0),
     *alike('maximum', *TWO), *alike('minimum', *TWO), *alike('maximum', *TWO, draw=tied), *alike('minimum', *TWO, draw=tied),
     # reductions
     *reduction('sum', lambda torch, x, axis, keep: x.sum(axis, keep)),
@@ -150,21 +155,32 @@ CASES = [
                       [(2, 3, 8, 7), (2, 3, 3, 2)])),
     # layers and losses
     *alike('linear', [(3, 4), (2, 4), (2,)], [(2, 3, 4), (5, 4), (5,)], [(3, 4), (2, 4)], [(4,), (2, 4), (2,)],
-           theirs='nn.functional.linear', second=False),
+           theirs='nn.functional.linear'),
     *case('linear-of-a-view', lambda F, x, w, b: F.linear(x.T, w.T, b[::2]),
-          lambda torch, x, w, b: torch.nn.functional.linear(x.T, w.T, b[::2]), [(4, 3), (4, 2), (4,)], second=False),
+          lambda torch, x, w, b: torch.nn.functional.linear(x.T, w.T, b[::2]), [(4, 3), (4, 2), (4,)]),
     *case('feed_forward', lambda F, *x: F.feed_forward(*x),
           lambda torch, x, w1, b1, w2, b2: torch.relu(x @ w1.T + b1) @ w2.T + b2,
-          [(2, 3, 4), (6, 4), (6,), (4, 6), (4,)], second=False),
+          [(2, 3, 4), (6, 4), (6,), (4, 6), (4,)]),
     *case('embedding', lambda F, w: F.embedding(IDS, w), lambda torch, w: torch.nn.functional.embedding(torch.tensor(IDS), w),
-          [(5, 3)], second=False),
+          [(5, 3)]),
     *case('layer_norm', lambda F, x, w, b: F.layer_norm(x, w, b),
-          lambda torch, x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b), [(2, 3, 5), (5,), (5,)], second=False),
+          lambda torch, x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b), [(2, 3, 5), (5,), (5,)]),
     *case('batch_norm', lambda F, x, w, b: F.batch_norm(x, None, None, w, b, training=True),
           lambda torch, x, w, b: torch.nn.functional.batch_norm(x, None, None, w, b, training=True),
           [(6, 3), (3,), (3,)], [(4, 3, 2, 5), (3,), (3,)]),
     *case('batch_norm-evaluating', lambda F, x: F.batch_norm(x, np.float32([1, 2, 3]), np.float32([3, 2, 1])),
           lambda torch, x: (x - torch.tensor([1, 2, 3])) / (torch.tensor([3, 2, 1]) + 1e-5)**0.5, [(6, 3)]),
+    *case('concat_context', lambda F, x, c: F.concat_context(x, c), lambda torch, x, c: torch.cat([x, c.expand(3, 2, 5)], -1),
+          [(3, 2, 4), (2, 5)]),
+    *case('residual', lambda F, x, b: F.residual(x, b * b, 0.0), lambda torch, x, b: x + b * b, [(2, 3), (2, 3)]),
+    *case('residual-dropout', lambda F, x, b: F.residual(x, b * b, 0.3, key=7, step=2) * x,
+          lambda torch, x, b: (x + b * b * torch.tensor(kept(12, 0.3, 2, 7)).reshape(3, 4)) * x, [(3, 4), (3, 4)]),
+    *case('dropout', lambda F, x: F.dropout(x * x, 0.3, key=7, step=2),
+          lambda torch, x: x * x * torch.tensor(kept(12, 0.3, 2, 7)).reshape(3, 4), [(3, 4)]),
+    *case('layers', lambda F, x, w, b, g: F.cross_entropy(
+              F.layer_norm(F.relu(F.linear(x, w, b)) + 0.1 * b, g, b), [2, 0, -100]),
+          lambda torch, x, w, b, g: torch.nn.functional.cross_entropy(torch.nn.functional.layer_norm(
+              torch.relu(x @ w.T + b) + 0.1 * b, (5,), g, b), torch.tensor([2, 0, -100])), [(3, 4), (5, 4), (5,), (5,)]),
     *case('gru', lambda F, x, h, *w: F.gru(x, h, *w),
           lambda torch, x, h, *w: torch.gru(x, h[None], w, True, 1, 0.0, False, False, False)[0],
           [(3, 2, 4), (2, 5), (15, 4), (15, 5), (15,), (15,)], second=False),
@@ -181,7 +197,7 @@ CASES = [
           [(2, 4, 3), (2, 5, 3), (2, 5, 5)]),
     *case('cross_entropy', lambda F, x: F.cross_entropy(x, LABELS),
           lambda torch, x: torch.nn.functional.cross_entropy(x.reshape(6, 5), torch.tensor(LABELS).long().reshape(6)),
-          [(2, 3, 5)], second=False),
+          [(2, 3, 5)]),
     *case('linear_cross_entropy', lambda F, x, w, b: F.linear_cross_entropy(x, w, b, LABELS, label_smoothing=0.1),
           lambda torch, x, w, b: torch.nn.functional.cross_entropy(
               torch.nn.functional.linear(x, w, b).reshape(6, 5), torch.tensor(LABELS).long().reshape(6), label_smoothing=0.1),
