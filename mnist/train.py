@@ -20,7 +20,6 @@ from pyops.training import (
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
-TRAINED = 50_000        # of MNIST's training images; the rest evaluate
 
 
 def parse(argv):
@@ -71,12 +70,7 @@ def main(argv=None):
         print(digits.line)
     print(f'images magic : {digits.images_magic}\nlabel magic : {digits.labels_magic}\n'
           f'lables_num : {len(digits.train_labels)}\ndata loaded.', flush=True)
-    images, labels = digits.train_images, digits.train_labels.astype(np.int32)
-    if len(images) > TRAINED:
-        evaluated = images[TRAINED:], labels[TRAINED:]
-        images, labels = images[:TRAINED], labels[:TRAINED]
-    else:
-        evaluated = digits.test_images, digits.test_labels.astype(np.int32)
+    (images, labels), evaluated = digits.parts()
     label_table = labels.reshape(-1, 1)
 
     # model

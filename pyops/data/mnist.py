@@ -9,6 +9,7 @@ from pyops.errors import UserError
 SIDE = 28               # pixels
 CLASSES = 10
 EMBEDDED = 'embedded'
+TRAINED = 50_000        # of MNIST's training images; the rest evaluate
 
 
 class Digits(NamedTuple):
@@ -21,6 +22,18 @@ class Digits(NamedTuple):
     line: str | None = None             # what to print about where they come from, if anything
     images_magic: int = idx.IMAGES_MAGIC
     labels_magic: int = idx.LABELS_MAGIC
+
+    def parts(self):
+        """-> images and labels to train on, images and labels to evaluate on, labels int32.
+
+        Of a training file with more than TRAINED images the first TRAINED train and the others evaluate, and the test file
+        is left for the end; else the test images evaluate.
+        """
+        train = self.train_images, self.train_labels.astype(np.int32)
+        test = self.test_images, self.test_labels.astype(np.int32)
+        if len(self.train_images) <= TRAINED:
+            return train, test
+        return tuple(a[:TRAINED] for a in train), tuple(a[TRAINED:] for a in train)
 
 
 def load(data_dir=None, embedded=False):
