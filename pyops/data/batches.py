@@ -31,16 +31,25 @@ def epoch_end(n, batch_size, start=0, drop_last=False):
     return n - (n - start) % batch_size if drop_last else n
 
 
-def batches(n, batch_size, seed, epoch, start=0, drop_last=False):
+def gather_pixels(table, rows, scale=1 / 255, name='images'):
+    """Rows of a table (N, C) uint8 as floats, (B, C) float32 from 0 to 1.  ValueError for a row outside the table."""
+    (N, C), B = table.shape, len(rows)
+    y = backend.empty((B, C), name=name)
+    backend.launch('gather_pixels', y, table, rows, N, B, C, scale)
+    return y
+
+
+def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True):
     """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped then.
 
     `start` is the count of samples that were seen already: what follows is what an uninterrupted epoch would have
     yielded after them.  ValueError if it is outside 0..n or batch_size is not positive.
+    shuffle False: 0, 1, 2, ... in every epoch.
     """
     if batch_size < 1:
         raise ValueError(f'batch_size: want 1 or more, got {batch_size}')
     if not 0 <= start <= n:
         raise ValueError(f'start: want 0 to {n}, got {start}')
-    order = epoch_order(n, seed, epoch)
+    order = epoch_order(n, seed, epoch) if shuffle else np.arange(n)
     for first in range(start, epoch_end(n, batch_size, start, drop_last), batch_size):
         yield order[first:first + batch_size]

@@ -1,0 +1,90 @@
+"""Random changes to images, so that training sees each of them in many forms.
+
+A transform is a pure function of the image and of four random words, and those are a function of (seed, epoch, number of
+the sample): an epoch can be repeated or resumed, in batches of any size.  Any function of one image is a transform too.
+"""
+import numpy as np
+
+from pyops import params
+
+
+def random_words(seed, name, epoch, indices):
+    """Four random words for each sample, (B, 4) uint32: Philox4x32-10 at counter (index, epoch), 64 bits each.
+
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; dropout has the same in csrc.
+    """
+    low, half, key = np.uint64(0xFFFFFFFF), np.uint64(32), params.key(seed, name)
+    index, epoch = np.asarray(indices, np.uint64), np.full(len(indices), epoch, np.uint64)
+    c0, c1, c2, c3 = index & low, index >> half, epoch & low, epoch >> half
+    k0, k1 = np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)
+    for _ in range(10):
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & low, (p0 >> half) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack([c0, c1, c2, c3], -1).astype(np.uint32)
+
+
+class Transform:
+    """transform(x) of one image (H, W, C);  transform.batch(x, words) of many (B, H, W, C), with four words for each.
+
+    Without words an image gets those of numpy's unseeded generator.
+    """
+
+    def __call__(self, x, words=None):
+        x = np.asarray(x)
+        if x.ndim != 3:
+            raise ValueError(f'{self!r}: want an image (H, W, C), got shape {x.shape}')
+        words = np.random.default_rng().integers(0, 2**32, 4, np.uint32) if words is None else np.asarray(words)
+        return self.batch(x[None], words[None])[0]
+
+    def batch(self, x, words):
+        raise NotImplementedError(f'{type(self).__name__}.batch(x, words)')
+
+
+class RandomFlipHorizontal(Transform):
+    """Mirror left and right with probability p."""
+
+    def __init__(self, p=0.5):
+        if not 0 <= p <= 1:
+            raise ValueError(f'RandomFlipHorizontal: p: want 0 <= p <= 1, got {p}')
+        self.p = p
+
+    def batch(self, x, words):
+        flipped = words[:, 0] < self.p * 2**32
+        y = x.copy()
+        y[flipped] = x[flipped, :, ::-1]
+        return y
+
+    def __repr__(self):
+        return f'RandomFlipHorizontal(p={self.p})'
+
+
+class RandomCrop(Transform):
+    """Shift by up to `padding` pixels in either direction; what comes in from outside is 0."""
+
+    def __init__(self, padding=3):
+        if padding < 0:
+            raise ValueError(f'RandomCrop: padding: want 0 or more, got {padding}')
+        self.padding = padding
+
+    def batch(self, x, words):
+        p, (_, H, W, _) = self.padding, x.shape
+        padded = np.pad(x, ((0, 0), (p, p), (p, p), (0, 0)))
+        corners = words[:, :2].astype(np.uint64) * np.uint64(2 * p + 1) >> np.uint64(32)        # 0 to 2p, evenly
+        y = np.empty_like(x)
+        for b, (row, column) in enumerate(corners.tolist()):
+            y[b] = padded[b, row:row + H, column:column + W]
+        return y
+
+    def __repr__(self):
+        return f'RandomCrop(padding={self.padding})'
+
+
+def apply_all(transforms, x, seed, epoch, indices):
+    """The images (B, H, W, C) of these samples through all transforms; the n-th draws under the name `transform.n`."""
+    for place, transform in enumerate(transforms):
+        if hasattr(transform, 'batch'):
+            x = transform.batch(x, random_words(seed, f'transform.{place}', epoch, indices))
+        else:
+            x = np.stack([transform(one) for one in x]) if len(x) else x
+    return x

@@ -1,0 +1,185 @@
+"""Datasets, their loader and the random changes to images, all of them functions of (seed, epoch, number of the sample)."""
+import numpy as np
+import pytest
+
+from pyops import params
+from pyops import references as ref
+from pyops.data import ArrayDataset, DataLoader, Dataset, MNISTDataset, RandomCrop, RandomFlipHorizontal, mnist
+from pyops.data.batches import epoch_order
+from pyops.data.transforms import random_words
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.random((20, 6, 5, 2), np.float32)
+
+
+def digits(n=23, transforms=()):
+    rng = np.random.default_rng(1)
+    return MNISTDataset.of(rng.integers(0, 256, (n, 784), np.uint8), rng.integers(0, 10, n, np.uint8), transforms)
+
+
+# ---- random words ----------------------------------------------------------------------------------------------------
+
+def test_random_words_are_those_of_philox():
+    indices, key = np.array([0, 1, 77, 2**33 + 5]), params.key(3, 'transform.1')
+    counter = [[i & 0xFFFFFFFF, i >> 32, 4, 0] for i in indices.tolist()]
+    want = ref.philox4x32(np.array(counter, np.uint32), (key & 0xFFFFFFFF, key >> 32))
+    assert (random_words(3, 'transform.1', 4, indices) == want).all()
+    for other in ((4, 'transform.1', 4), (3, 'transform.2', 4), (3, 'transform.1', 5)):
+        assert (random_words(*other, indices) != want).all()
+
+
+# ---- transforms ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('transform', [RandomFlipHorizontal(0.5), RandomCrop(2), RandomCrop(7)], ids=repr)
+def test_a_batch_is_its_images_one_by_one(transform):
+    words = random_words(1, 'a', 0, np.arange(20))
+    batch = transform.batch(IMAGES, words)
+    assert batch.shape == IMAGES.shape and batch.dtype == IMAGES.dtype
+    for x, word, y in zip(IMAGES, words, batch, strict=True):
+        assert (transform(x, word) == y).all()
+    assert transform.batch(IMAGES[:0], words[:0]).shape == (0, 6, 5, 2)
+
+
+def test_flips_mirror_left_and_right_with_their_probability():
+    words = random_words(1, 'a', 0, np.arange(20))
+    assert (RandomFlipHorizontal(1).batch(IMAGES, words) == IMAGES[:, :, ::-1]).all()
+    assert (RandomFlipHorizontal(0).batch(IMAGES, words) == IMAGES).all()
+    ramp = np.zeros((4000, 1, 2, 1), np.float32)
+    ramp[:, 0, 1] = 1
+    share = RandomFlipHorizontal(0.3).batch(ramp, random_words(1, 'a', 0, np.arange(4000)))[:, 0, 0, 0].mean()
+    assert abs(share - 0.3) <= 5 * np.sqrt(0.21 / 4000)
+
+
+def test_crops_shift_evenly_and_bring_zeros_in():
+    n, p = 7000, 3
+    x = np.zeros((n, 9, 8, 1), np.float32)
+    x[:, 4, 4] = 1                          # far enough from the border to stay
+    _, rows, columns, _ = np.nonzero(RandomCrop(p).batch(x, random_words(1, 'a', 0, np.arange(n))))
+    for places in (rows, columns):
+        counts = np.bincount(places - 1, minlength=7)
+        assert len(places) == n and len(counts) == 7 and abs(counts - n / 7).max() <= 5 * np.sqrt(n * 6 / 49)
+    assert abs(np.corrcoef(rows, columns)[0, 1]) < 0.05
+    y = RandomCrop(1)(np.ones((3, 3, 1), np.float32), np.array([0, 2**32 - 1, 0, 0], np.uint32))     # up and to the right
+    assert y[..., 0].tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 0]]
+
+
+def test_an_image_alone_is_changed_at_random():
+    x = RNG.random((8, 8, 1), np.float32)
+    assert len({RandomCrop(3)(x).tobytes() for _ in range(30)}) > 5
+
+
+@pytest.mark.parametrize('make, text', [
+    (lambda: RandomFlipHorizontal(1.5), 'p: want 0 <= p <= 1, got 1.5'),
+    (lambda: RandomCrop(-1), 'padding: want 0 or more, got -1'),
+    (lambda: RandomCrop(1)(np.zeros((3, 3))), r'want an image \(H, W, C\), got shape \(3, 3\)')])
+def test_transforms_say_what_they_want(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+# ---- datasets --------------------------------------------------------------------------------------------------------
+
+class Squares(Dataset):
+    """Samples that are made one by one."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return np.full((2, 2, 1), index, np.float32), index ** 2
+
+
+def test_a_dataset_of_single_samples_makes_batches():
+    images, squares = Squares().batch(np.array([3, 1]))
+    assert images.shape == (2, 2, 2, 1) and images[:, 0, 0, 0].tolist() == [3, 1] and squares.tolist() == [9, 1]
+    images, _ = Squares([lambda x: x + 1, RandomFlipHorizontal(1)]).batch(np.array([3, 1]))
+    assert images[:, 0, 0, 0].tolist() == [4, 2]
+    for method in (lambda d: len(d), lambda d: d[0]):
+        with pytest.raises(NotImplementedError, match='Dataset.__'):
+            method(Dataset())
+
+
+def test_arrays_make_a_dataset():
+    dataset = ArrayDataset(IMAGES, np.arange(20), transforms=[RandomFlipHorizontal(1)])
+    images, numbers = dataset.batch(np.array([4, 2]))
+    assert (images == IMAGES[[4, 2], :, ::-1]).all() and numbers.tolist() == [4, 2] and len(dataset) == 20
+    assert (dataset[3][0] == IMAGES[3]).all()
+    with pytest.raises(ValueError, match=r'equal length, got \[\(20, 6, 5, 2\), \(3,\)\]'):
+        ArrayDataset(IMAGES, np.arange(3))
+
+
+def test_digits_are_images_from_0_to_1():
+    dataset = digits()
+    images, labels = dataset.batch(np.array([5, 5, 22]))
+    assert images.shape == (3, 28, 28, 1) and images.dtype == np.float32 and labels.dtype == np.int32
+    close = np.abs(images.reshape(3, -1) - dataset.images[[5, 5, 22]] / 255).max()
+    assert close <= 1e-7 and (labels == dataset.labels[[5, 5, 22]]).all()
+    image, label = dataset[-1]
+    assert image.shape == (28, 28, 1) and (image == images[2]).all() and label == labels[2]
+    for index in (23, -24):
+        with pytest.raises(IndexError, match='of 23 images'):
+            dataset[index]
+
+
+def test_mnist_or_the_embedded_digits():
+    train, test = MNISTDataset(embedded=True), MNISTDataset(train=False, embedded=True)
+    assert len(train) == 10_000 and len(test) == 2_000
+    assert (train.images == mnist.load(embedded=True).train_images).all()
+
+
+def test_the_parts_of_mnist():
+    images = np.zeros((mnist.TRAINED + 7, 1), np.uint8)
+    labels = np.arange(len(images)) % 10
+    whole = mnist.Digits('x', images, labels.astype(np.uint8), images[:3], labels[:3].astype(np.uint8))
+    (a, b), (c, d) = whole.parts()
+    assert len(a) == len(b) == mnist.TRAINED and len(c) == len(d) == 7 and b.dtype == d.dtype == np.int32
+    assert np.concatenate([b, d]).tolist() == labels.tolist()
+    small = whole._replace(train_images=images[:5], train_labels=labels[:5])
+    assert [len(part) for pair in small.parts() for part in pair] == [5, 5, 3, 3]
+
+
+# ---- loader ----------------------------------------------------------------------------------------------------------
+
+def loader(**more):
+    return DataLoader(digits(transforms=[RandomFlipHorizontal(0.5), RandomCrop(3)]), 5, seed=3, arrays=True, **more)
+
+
+def test_an_epoch_shows_every_sample_once():
+    numbers = ArrayDataset(IMAGES, np.arange(20))
+    for shuffle in (False, True):
+        seen = [rows for _, rows in DataLoader(numbers, 6, shuffle, seed=2, arrays=True)]
+        order = epoch_order(20, 2, 0) if shuffle else np.arange(20)
+        assert [len(rows) for rows in seen] == [6, 6, 6, 2] and np.concatenate(seen).tolist() == order.tolist()
+    drops = DataLoader(numbers, 6, drop_last=True, arrays=True)
+    assert len(drops) == len(list(drops)) == 3 and len(DataLoader(numbers, 6)) == 4
+    with pytest.raises(ValueError, match='batch_size: want 1 or more, got 0'):
+        DataLoader(numbers, 0)
+
+
+def test_epochs_differ_and_a_run_repeats_them():
+    first, again = loader(shuffle=True), loader(shuffle=True)
+    epochs = [np.concatenate([images for images, _ in first]) for _ in range(3)]
+    for epoch in epochs:
+        assert (epoch == np.concatenate([images for images, _ in again])).all()
+    assert not (epochs[0] == epochs[1]).all()
+    in_order = loader()
+    a, b = (np.concatenate([images for images, _ in in_order]) for _ in range(2))
+    assert (a == b).all((1, 2, 3)).mean() < 0.2         # the same images, shifted and flipped otherwise
+
+
+@pytest.mark.parametrize('start', [0, 3, 20])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(start):
+    whole = loader(shuffle=True)
+    list(whole)
+    want = np.concatenate([images for images, _ in whole])
+    resumed = loader(shuffle=True)
+    resumed.epoch, resumed.start, resumed.batch_size = 1, start, 4
+    got = np.concatenate([images for images, _ in resumed])
+    assert (got == want[start:]).all() and (resumed.epoch, resumed.start) == (2, 0)
+
+
+def test_batches_are_tensors():
+    pytest.importorskip('pyops.autograd')
+    images, labels = next(iter(DataLoader(ArrayDataset(IMAGES.astype(np.float64), np.arange(20)), 4)))
+    assert images.shape == (4, 6, 5, 2) and images.dtype == np.float32 and labels.dtype == np.int32
+    assert (images.numpy() == IMAGES[:4]).all() and labels.numpy().tolist() == [0, 1, 2, 3]
