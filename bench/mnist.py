@@ -30,7 +30,7 @@ def make_ours(folder):
     with np.load(folder / 'data.npz') as file:
         data = {name: file[name] for name in file.files}
     model, labels = MLP(), data['labels'].reshape(-1, 1)
-    optimizer = Adam(model.params, lr=0.001)
+    optimizer = Adam(model.params, 0.001, max_norm=1.0)
 
     def step(rows):
         model.params.zero_grads()

@@ -51,7 +51,7 @@ class Contest:
         from pyops.optim import Adam
         config, pairs, rows = self._load(folder)
         model = self.ours()[1](config)                  # the same seed as in prepare: the same weights
-        optimizer = Adam(model.params, self.lr)
+        optimizer = Adam(model.params, self.lr, max_norm=1.0)
 
         def step(indices):
             model.params.zero_grads()

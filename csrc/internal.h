@@ -40,7 +40,11 @@
     ROW(void,   layer_norm_back, (float *dx, float *dweight, float *dbias, const float *dy, const float *x, \
                                   const float *weight, float mean, float rstd, int64_t C, int add)) \
     ROW(void,   adam,         (float *param, float *m, float *v, const float *grad, int64_t n, float clip, \
-                               float beta1, float beta2, float step_size, float root_correction, float eps)) \
+                               float beta1, float beta2, float step_size, float root_correction, float eps, \
+                               float weight_decay)) \
+    ROW(void,   sgd,          (float *param, const float *grad, int64_t n, float clip, float lr, float weight_decay)) \
+    ROW(void,   sgd_momentum, (float *param, float *velocity, const float *grad, int64_t n, float clip, float lr, \
+                               float momentum, float weight_decay, int nesterov)) \
     ROW(void,   gru_after,    (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \
     ROW(void,   gru_before_1, (float *gates, const float *product, const float *h_prev, int64_t H)) \
     ROW(void,   gru_before_2, (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \

@@ -1,4 +1,4 @@
-/* optim.c - gradient norm, clipping and Adam over one flat buffer of all parameters.
+/* optim.c - gradient norm, clipping, Adam and gradient descent over one flat buffer of all parameters.
  *
  * The norm is summed in double over 64 KiB chunks whose partial sums are added in order: float would lose the small
  * gradients of ten million, and the order must not depend on the threads.  Adam clips on the fly, so that a clipped
@@ -46,13 +46,14 @@ pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_nor
 
 pyops_status pyops_adam(float *param, float *m, float *v,
                         const float *grad, const float *norm, const int64_t *step, const float *lr,
-                        int64_t n, float max_norm, float beta1, float beta2, float eps, void *stream) {
+                        int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
     PYOPS_REQUIRE(step[0] >= 1, "adam: step=%lld, want at least 1", LL(step[0]));
     PYOPS_REQUIRE(max_norm > 0.0f, "adam: max_norm=%g, want > 0", (double)max_norm);
     PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
                   (double)beta1, (double)beta2);
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "adam: weight_decay=%g, want >= 0", (double)weight_decay);
     const pyops_kernels *k = pyops_active();
     const double t = (double)step[0];
     const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
@@ -61,6 +62,27 @@ pyops_status pyops_adam(float *param, float *m, float *v,
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += ADAM_CHUNK)
         k->adam(param + i, m + i, v + i, grad + i, pyops_min(ADAM_CHUNK, n - i), clip, beta1, beta2,
-                step_size, root_correction, eps);
+                step_size, root_correction, eps, weight_decay);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
+                       int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "sgd: n=%lld", LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "sgd: max_norm=%g, want > 0", (double)max_norm);
+    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", (double)momentum);
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "sgd: weight_decay=%g, want >= 0", (double)weight_decay);
+    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, want a velocity", (double)momentum);
+    const pyops_kernels *k = pyops_active();
+    const float clip = clip_factor(norm, max_norm);
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += CHUNK) {
+        const int64_t m = pyops_min(CHUNK, n - i);
+        if (velocity)
+            k->sgd_momentum(param + i, velocity + i, grad + i, m, clip, lr[0], momentum, weight_decay, nesterov != 0);
+        else
+            k->sgd(param + i, grad + i, m, clip, lr[0], weight_decay);
+    }
     return PYOPS_OK;
 }

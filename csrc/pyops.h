@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 2
+#define PYOPS_ABI_VERSION 3
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -350,9 +350,11 @@ PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t 
 /* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------
  * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)
  * clip       grad[i] *= min(1, max_norm / norm[0])
- * adam       g = grad[i] * min(1, max_norm / norm[0])        (norm NULL: not clipped; grad itself stays)
+ * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad itself stays)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
  *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
+ * sgd        g as above;   velocity = momentum velocity + g     (velocity NULL: none, as with momentum 0)
+ *            param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
  * norm (1)   lr (1)   step (1) int64.   Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
  */
 PYOPS_API pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_t n, void *stream);
@@ -361,7 +363,11 @@ PYOPS_API pyops_status pyops_clip(float *grad, const float *norm, int64_t n, flo
 PYOPS_API pyops_status pyops_adam(
     float *param, float *m, float *v,
     const float *grad, const float *norm, const int64_t *step, const float *lr,
-    int64_t n, float max_norm, float beta1, float beta2, float eps, void *stream);
+    int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
+PYOPS_API pyops_status pyops_sgd(
+    float *param, float *velocity,
+    const float *grad, const float *norm, const float *lr,
+    int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream);
 
 #ifdef __cplusplus
 }

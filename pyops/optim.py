@@ -1,39 +1,145 @@
-"""Adam with clipping by the global norm, one call over all parameters (Kingma and Ba 2014, arXiv:1412.6980), and a
-schedule of its learning rate."""
+"""Optimisers, one call over all parameters, with clipping by the global norm: Adam (Kingma and Ba 2014, arXiv:1412.6980),
+gradient descent with momentum; and a schedule of the learning rate."""
 import math
 
 import numpy as np
 
 from pyops import backend
+from pyops.params import Parameters
 
 
-class Adam:
-    """Learning rate, step count and gradient norm lie in arrays of one element, where the kernels read them.
+class Optimizer:
+    """What both share.  Learning rate, step count and gradient norm lie in arrays of one element, where kernels read them.
 
-    step() clips the gradient to `max_norm` on the fly, updates params.values, m and v, and leaves params.grads.
+    params: a pyops.params.Parameters, or Tensors, such as module.parameters().  All Tensors of one flat buffer take one
+    call; others take a call each, and one without a gradient is left as it is.
+    max_norm: a gradient longer than that is clipped on the fly; None: never.  Gradients stay as backward left them.
+    weight_decay: this times the parameter is added to its (clipped) gradient.
     """
+    MOMENTS = ()            # what is kept of each parameter from step to step, by its name in Parameters
 
-    def __init__(self, params, lr, max_norm=1.0, beta1=0.9, beta2=0.999, eps=1e-8):
-        self.params, self.max_norm, self.beta1, self.beta2, self.eps = params, max_norm, beta1, beta2, eps
+    def __init__(self, params, lr, max_norm, weight_decay):
+        self.max_norm, self.weight_decay = max_norm, weight_decay
         self.lr = np.array([lr], np.float32)
         self.count = backend.zeros(1, np.int64)         # steps done
-        self.norm = backend.zeros(1)                    # of the last gradient, before clipping
-        self._work = backend.work('grad_norm', params.grads.size)
+        self.norm = backend.zeros(1)                    # of the last gradient, before clipping; 0 where nothing is clipped
+        if isinstance(params, Parameters):
+            self._units, self._own = [(params, [getattr(params, name) for name in self.MOMENTS])], {}
+        else:
+            units = _units(_unique(params))
+            self._units = [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
+            self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
+                         for name, moment in zip(self.MOMENTS, moments, strict=True)}
+            self._own['norms'] = self._norms = backend.zeros(len(units))
+        self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
     def step(self):
-        p, n = self.params, self.params.grads.size
-        backend.launch('grad_norm', self.norm, p.grads, self._work, n)
+        """One step down the gradients."""
+        ready = [(unit.values, unit.grads, moments) for unit, moments in self._units if unit.grads is not None]
+        if self.max_norm:
+            self._find_norm([grads for _, grads, _ in ready])
         backend.launch('increment', self.count)
-        backend.launch('adam', p.values, p.m, p.v, p.grads, self.norm, self.count, self.lr,
-                       n, self.max_norm, self.beta1, self.beta2, self.eps)
+        for values, grads, moments in ready:
+            self._update(values, grads, self.norm if self.max_norm else None, *moments)
+
+    def _find_norm(self, gradients):
+        """The length of all of them: that of the lengths of each."""
+        alone = len(gradients) == 1
+        for i, grads in enumerate(gradients):
+            backend.launch('grad_norm', self.norm if alone else self._norms[i:i + 1], grads, self._work, grads.size)
+        if not alone:
+            backend.launch('grad_norm', self.norm, self._norms, self._work, len(gradients))
+
+    def zero_grad(self):
+        """Forget the gradients, as before a backward pass."""
+        for unit, _ in self._units:
+            unit.zero_grads()
 
     def arrays(self):
         """What it keeps from step to step, by name, for a plan."""
-        return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work)
+        return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work) | self._own
 
     def clipped(self):
         """Whether the last step had to clip."""
-        return bool(self.norm[0] > self.max_norm)
+        return bool(self.max_norm and self.norm[0] > self.max_norm)
+
+
+class Adam(Optimizer):
+    """Moments m and v with bias correction; see docs/optimiser.md."""
+    MOMENTS = 'm', 'v'
+
+    def __init__(self, params, lr=0.001, max_norm=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+        super().__init__(params, lr, max_norm, weight_decay)
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+
+    def _update(self, values, grads, norm, m, v):
+        backend.launch('adam', values, m, v, grads, norm, self.count, self.lr,
+                       values.size, self.max_norm or 1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
+
+
+class SGD(Optimizer):
+    """velocity = momentum velocity + g;  param -= lr velocity, or with nesterov  lr (g + momentum velocity)."""
+    MOMENTS = 'm',
+
+    def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0, nesterov=False, max_norm=None):
+        if nesterov and not momentum:
+            raise ValueError('SGD: nesterov: want a momentum > 0, got 0')
+        super().__init__(params, lr, max_norm, weight_decay)
+        self.momentum, self.nesterov = momentum, nesterov
+
+    def _update(self, values, grads, norm, velocity):
+        backend.launch('sgd', values, velocity if self.momentum else None, grads, norm, self.lr,
+                       values.size, self.max_norm or 1.0, self.momentum, self.weight_decay, self.nesterov)
+
+
+class _Alone:
+    """A Tensor that is updated by itself, with the names of a Parameters."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    @property
+    def values(self):
+        return _flat(self.tensor)
+
+    @property
+    def grads(self):
+        return None if self.tensor.grad is None else _flat(self.tensor.grad)
+
+    def zero_grads(self):
+        self.tensor.zero_grad()
+
+
+def _flat(tensor):
+    array = tensor.numpy()
+    if array.dtype != np.float32 or not array.flags.c_contiguous:
+        raise TypeError(f'optimizer: want contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
+                        f'strides {array.strides}')
+    return array.reshape(-1)
+
+
+def _unique(params):
+    """The Tensors that require a gradient, each once; an error where they are something else, or there are none."""
+    found = {id(tensor): tensor for tensor in params}
+    for tensor in found.values():
+        if not hasattr(tensor, 'requires_grad'):
+            raise TypeError(f'optimizer: want Tensors, got {type(tensor).__name__}')
+    trained = [tensor for tensor in found.values() if tensor.requires_grad]
+    if not trained:
+        raise ValueError(f'optimizer: got {len(found)} parameters, and none requires a gradient')
+    return trained
+
+
+def _units(tensors):
+    """What one call can update: the Parameters whose every Tensor is here, and the other Tensors one by one."""
+    homes, units = {}, []
+    for tensor in tensors:
+        home = getattr(tensor, 'home', None)
+        homes.setdefault(id(home), (home, []))[1].append(tensor)
+    for home, members in homes.values():
+        whole = home is not None and len(members) == len(home)
+        units += [home] if whole else [_Alone(tensor) for tensor in members]
+    return units
 
 
 def inverse_square_root(lr, warmup, step):

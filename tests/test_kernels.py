@@ -15,7 +15,7 @@ from conftest import ROOT, cpu_has
 from pyops import backend
 from pyops import references as ref
 from pyops.backend import library
-from pyops.optim import Adam
+from pyops.optim import SGD, Adam
 from pyops.params import Parameters, Spec
 
 TILE_M, TILE_N = map(int, library.cpu().ffi.string(library.cpu().lib.pyops_gemm_tile()).decode().split('x'))
@@ -269,6 +269,51 @@ def test_adam_with_clipping_equals_torch(torch, scale):
     assert clips == (20 if scale == 1.0 else 0) and ours.count[0] == 20
 
 
+@pytest.mark.parametrize('max_norm', (None, 1.0))
+@pytest.mark.parametrize('make, twin', [
+    (lambda p, **more: SGD(p, 0.1, **more), lambda torch, p: torch.optim.SGD(p, 0.1)),
+    (lambda p, **more: SGD(p, 0.1, weight_decay=0.3, **more), lambda torch, p: torch.optim.SGD(p, 0.1, weight_decay=0.3)),
+    (lambda p, **more: SGD(p, 0.1, 0.9, **more), lambda torch, p: torch.optim.SGD(p, 0.1, 0.9)),
+    (lambda p, **more: SGD(p, 0.1, 0.9, 0.3, nesterov=True, **more),
+     lambda torch, p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.3, nesterov=True)),
+    (lambda p, **more: Adam(p, 0.01, weight_decay=0.3, **more), lambda torch, p: torch.optim.Adam(p, 0.01, weight_decay=0.3)),
+], ids=['sgd', 'sgd-decay', 'momentum', 'nesterov-decay', 'adam-decay'])
+def test_optimisers_equal_torch(torch, make, twin, max_norm):
+    params, shapes = make_params()
+    twins = {name: torch.tensor(params[name].value.astype('d'), requires_grad=True) for name in shapes}
+    ours, theirs, rng = make(params, max_norm=max_norm), twin(torch, twins.values()), np.random.default_rng(9)
+    for _ in range(10):
+        for name, one in twins.items():
+            grad = (0.1 * rng.standard_normal(shapes[name])).astype('f')
+            params[name].grad[...] = grad
+            one.grad = torch.tensor(grad.astype('d'))
+        before = params.grads.copy()
+        ours.step()
+        assert (params.grads == before).all() and ours.clipped() == bool(max_norm)
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(twins.values(), max_norm)
+        theirs.step()
+    for name, one in twins.items():
+        assert np.abs(params[name].value - one.detach().numpy()).max() <= 2e-5
+    ours.zero_grad()
+    assert not params.grads.any() and ours.count[0] == 10
+
+
+@pytest.mark.parametrize('make, text', [
+    (lambda p: SGD(p, momentum=1.0), r'sgd: momentum=1, want \[0, 1\)'),
+    (lambda p: SGD(p, momentum=float('nan')), 'sgd: momentum='),
+    (lambda p: SGD(p, weight_decay=-1), 'sgd: weight_decay=-1, want >= 0'),
+    (lambda p: SGD(p, nesterov=True), 'SGD: nesterov: want a momentum > 0'),
+    (lambda p: Adam(p, weight_decay=float('nan')), 'adam: weight_decay='),
+    (lambda p: SGD([]), 'optimizer: got 0 parameters'),
+])
+def test_optimisers_say_what_they_want(make, text):
+    with pytest.raises(ValueError, match=text):
+        make(make_params()[0]).step()
+    with pytest.raises(TypeError, match='optimizer: want Tensors, got ndarray'):
+        SGD([np.zeros(3)])
+
+
 def test_adam_refuses_a_step_before_the_first():
     params, _ = make_params()
     adam = Adam(params, lr=0.01)
@@ -283,9 +328,10 @@ def test_the_optimiser_gives_the_same_bits_for_any_number_of_threads():
         for threads in (1, 2, 5):
             backend.set_threads(threads)
             params, _ = make_params()
-            adam = Adam(params, lr=0.01)
+            adam, sgd = Adam(params, lr=0.01, max_norm=1.0), SGD(params, momentum=0.9)
             params.grads[...] = np.random.default_rng(10).standard_normal(params.grads.size)
             adam.step()
+            sgd.step()
             results.append((params.values.copy(), adam.norm.copy()))
     finally:
         backend.set_threads(before)

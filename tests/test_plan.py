@@ -30,7 +30,7 @@ class Tiny:
     def __init__(self, B=6, I=5, H=4, C=3, seed=0):
         self.params = Parameters({'w1': Spec((H, I), normal), 'bias1': Spec((H,), normal),
                                   'w2': Spec((C, H), normal), 'bias2': Spec((C,), normal)}, seed)
-        self.adam = Adam(self.params, lr=0.01)
+        self.adam = Adam(self.params, lr=0.01, max_norm=1.0)
         p = self.params
         self.first, self.second = Linear(p['w1'], p['bias1'], 'layer1'), Linear(p['w2'], p['bias2'], 'layer2')
         self.relu, self.loss = ReLU('relu'), CrossEntropy(name='loss')
@@ -79,7 +79,7 @@ def test_replay_equals_eager_execution_bit_for_bit():
 def test_replay_of_seq2seq_equals_eager_execution_bit_for_bit(dropout):
     config = Config(40, 50, embedding=16, hidden=24, num_steps=5, dropout=dropout)
     models = [Seq2Seq(config, seed=2) for _ in range(2)]
-    adams, rng = [Adam(m.params, 0.005) for m in models], np.random.default_rng(3)
+    adams, rng = [Adam(m.params, 0.005, max_norm=1.0) for m in models], np.random.default_rng(3)
     inputs = {name: np.ones((5, 9), np.int32) for name in ('source', 'target', 'labels')}
 
     def step(model, adam, source, target, labels, boundary=lambda: None):
@@ -227,7 +227,7 @@ def resident():
 backend.launch('gemm', *np.zeros((3, 300, 300), 'f'), None, 300, 300, 300, 300, 300, 1, 300, 1, 0, 0)      # packing buffers
 before = resident()
 model = Seq2Seq(Config(3000, 5000, embedding=256, hidden=256))
-adam = Adam(model.params, 0.005)
+adam = Adam(model.params, 0.005, max_norm=1.0)
 source, target, labels = (np.ones((9, 128), np.int32) for _ in range(3))
 with Plan(model.params, source=source, target=target, labels=labels, **adam.arrays()) as plan:
     model.params.zero_grads()

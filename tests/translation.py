@@ -30,7 +30,7 @@ def small_corpus(n=512, num_steps=9):
 
 def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
     """-> losses of that many steps on the pairs, in an order that depends on the seed alone."""
-    optimizer, losses = Adam(model.params, lr), []
+    optimizer, losses = Adam(model.params, lr, max_norm=1.0), []
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         model.params.zero_grads()
