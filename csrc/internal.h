@@ -45,6 +45,13 @@
     ROW(void,   sgd,          (float *param, const float *grad, int64_t n, float clip, float lr, float weight_decay)) \
     ROW(void,   sgd_momentum, (float *param, float *velocity, const float *grad, int64_t n, float clip, float lr, \
                                float momentum, float weight_decay, int nesterov)) \
+    ROW(void,   add_deviations, (float *sum, float *squares, const float *x, const float *mean, int64_t n)) \
+    ROW(void,   batch_norm,   (float *y, const float *x, const float *mean, const float *rstd, const float *weight, \
+                               const float *bias, int64_t n)) \
+    ROW(void,   add_normed,   (float *sum, float *products, const float *dy, const float *x, const float *mean, \
+                               const float *rstd, int64_t n)) \
+    ROW(void,   batch_norm_back, (float *dx, const float *dy, const float *x, const float *mean, const float *rstd, \
+                                  const float *weight, const float *share, const float *share_normed, int64_t n)) \
     ROW(void,   gru_after,    (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \
     ROW(void,   gru_before_1, (float *gates, const float *product, const float *h_prev, int64_t H)) \
     ROW(void,   gru_before_2, (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \

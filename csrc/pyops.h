@@ -253,6 +253,27 @@ PYOPS_API pyops_status pyops_layer_norm_backward(
     int64_t R, int64_t C, int32_t accumulate, void *stream);
 PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
 
+/* ---- batch norm over the rows ----------------------------------------------------------------
+ * training 1:  mean[c] = mean of x[:,c];   rstd[c] = 1 / sqrt(variance of x[:,c] + eps);   R >= 2
+ *              running_mean += momentum * (mean - running_mean);   running_var likewise, with the variance R / (R - 1)
+ *              times as large, as estimated from R samples;   either may be NULL
+ * training 0:  mean = running_mean;   rstd = 1 / sqrt(running_var + eps);   both stay
+ * xhat = (x - mean) * rstd;   y = xhat * weight + bias
+ * backward:    g = dy * weight * rstd;   training 0: dx = g
+ *              training 1: dx = g - mean of g[:,c] - xhat * mean of (g * xhat)[:,c]
+ *              dweight += sum_r dy * xhat;   dbias += sum_r dy
+ * x, y, dx, dy (R,C)   running_mean, running_var, weight, bias, dweight, dbias (C)   mean, rstd (C), saved for backward
+ * dx may be dy.   Ioffe and Szegedy 2015, arXiv:1502.03167.
+ */
+PYOPS_API pyops_status pyops_batch_norm_forward(
+    float *y, float *running_mean, float *running_var, float *mean, float *rstd,
+    const float *x, const float *weight, const float *bias,
+    int64_t R, int64_t C, float eps, float momentum, int32_t training, void *stream);
+PYOPS_API pyops_status pyops_batch_norm_backward(
+    float *dx, float *dweight, float *dbias,
+    const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
+    int64_t R, int64_t C, int32_t training, void *stream);
+
 /* ---- gated recurrent unit over a whole sequence --------------------------------------
  * For t = 0 .. T-1, with h[-1] = h0 (zeros where h0 is NULL) and gates stacked in the order r, z, n:
  *   a = x[t] w_ih' + b_ih

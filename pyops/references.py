@@ -27,6 +27,11 @@ def layer_norm(x, weight, bias, eps=1e-5):
     return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
 
 
+def batch_norm(x, weight, bias, mean=None, var=None, eps=1e-5):
+    mean, var = (x.mean(0), x.var(0)) if mean is None else (mean, var)
+    return (x - mean) / np.sqrt(var + eps) * weight + bias
+
+
 def embedding(weight, ids):
     return weight[ids]
 

@@ -18,6 +18,7 @@ from pyops import references as ref
 from pyops.ops import (
     GRU,
     Attention,
+    BatchNorm,
     ConcatContext,
     CrossEntropy,
     Dropout,
@@ -141,6 +142,28 @@ class PositionsRow:
         T, _, D = x.shape
         angles = torch.arange(T, dtype=torch.float64).outer(10000 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
         return self.SCALE * x + torch.stack([angles.sin(), angles.cos()], -1).reshape(T, 1, -1)[..., :D]
+
+
+class BatchNormRow:
+    wrong_axis = {'running_mean': 0, 'running_var': 0}
+    sizes = ((4, 1), (3, 5), (70, 33), (129, 8), (40, 257))                                       # R, C
+    large = (301, 300)
+
+    def __init__(self, training):
+        self.name, self.training = f'batch_norm{"" if training else "-evaluation"}', training
+
+    def build(self, size, rng):
+        C = size[-1]
+        running = {} if self.training else dict(running_mean=normal(rng, C), running_var=normal(rng, C) ** 2 + np.float32(0.1))
+        return Built(lambda **p: BatchNorm(**p, training=self.training), dict(x=normal(rng, *size) + np.float32(0.5)),
+                     dict(weight=normal(rng, C), bias=normal(rng, C)), running)
+
+    def reference(self, x, weight, bias, running_mean=None, running_var=None):
+        return ref.batch_norm(x, weight, bias, running_mean, running_var)
+
+    def torch(self, torch, x, weight, bias, running_mean=None, running_var=None):
+        running = (None, None) if self.training else (running_mean.double(), running_var.double())
+        return torch.nn.functional.batch_norm(x, *running, weight, bias, self.training)
 
 
 class PixelLinearRow:
@@ -397,7 +420,8 @@ TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
-         PositionsRow(), SmoothedLinearCrossEntropyRow()]
+         PositionsRow(), SmoothedLinearCrossEntropyRow(),
+         *(BatchNormRow(training) for training in (True, False))]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -1008,3 +1032,40 @@ def test_backward_without_gradients_says_why():
     _, ctx = run.op.forward(*run.built.inputs.values(), *run.built.constants.values(), gradients=False)
     with pytest.raises(ValueError, match='gradients=False'):
         run.op.backward(np.ones(1, np.float32), ctx)
+
+
+def batch_norm(C, weight=1.0, bias=0.0, **settings):
+    params = (Parameter(name, np.full(C, value, np.float32), np.zeros(C, np.float32))
+              for name, value in (('weight', weight), ('bias', bias)))
+    return BatchNorm(*params, **settings)
+
+
+def test_batch_norm_keeps_the_running_statistics_of_torch(torch):
+    rng, twin = np.random.default_rng(4), torch.nn.BatchNorm1d(130, momentum=0.3, dtype=torch.float64)
+    mean, var, op = np.zeros(130, np.float32), np.ones(130, np.float32), batch_norm(130, momentum=0.3)
+    for R in (2, 100, 65):
+        x = normal(rng, R, 130) + np.float32(3)
+        y, _ = op.forward(x, mean, var)
+        close(y, twin(torch.tensor(x).double()).detach().numpy(), 1e-4 if R == 2 else RTOL)
+        close(mean, twin.running_mean.numpy())
+        close(var, twin.running_var.numpy())
+    before = mean.copy(), var.copy()
+    y, _ = batch_norm(130, training=False).forward(x, mean, var)
+    close(y, twin.eval()(torch.tensor(x).double()).detach().numpy())
+    assert (mean == before[0]).all() and (var == before[1]).all()
+
+
+@pytest.mark.parametrize('R', (2, 1000))
+def test_batch_norm_of_a_constant_column_is_the_bias(R):
+    y, ctx = batch_norm(3, 2.0, 0.7).forward(np.full((R, 3), 12345.678, np.float32))
+    assert (y == np.float32(0.7)).all() and (ctx.rstd == np.float32(1 / np.sqrt(np.float32(1e-5)))).all()
+
+
+def test_batch_norm_says_what_it_wants():
+    x = np.zeros((1, 3), np.float32)
+    for op, arguments, text in ((batch_norm(3), (x,), 'R=1, want at least 2 rows in training'),
+                                (batch_norm(3, training=False), (x,), 'want running statistics outside training'),
+                                (batch_norm(3, eps=-1), (np.zeros((2, 3), np.float32),), 'eps=-1, want at least 0'),
+                                (batch_norm(3), (x, x), r'running_mean: want shape \(3,\)')):
+        with pytest.raises(ValueError, match=text):
+            op.forward(*arguments)

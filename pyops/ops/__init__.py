@@ -4,6 +4,7 @@ The ctx is returned, not kept on the op, so one op can run many times before its
 gradients add into Parameter.grad; activation gradients are new arrays.  Sequences are time-major, (T, B, ...).
 """
 from pyops.ops.attention import Attention, sequence_lengths
+from pyops.ops.batch_norm import BatchNorm
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.dropout import Dropout
 from pyops.ops.embedding import Embedding
@@ -18,5 +19,5 @@ from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
-__all__ = ['GRU', 'Attention', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm', 'Linear',
-           'LinearCrossEntropy', 'PixelLinear', 'Positions', 'ReLU', 'Residual', 'sequence_lengths']
+__all__ = ['GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm',
+           'Linear', 'LinearCrossEntropy', 'PixelLinear', 'Positions', 'ReLU', 'Residual', 'sequence_lengths']

@@ -1,0 +1,100 @@
+/* batch_norm.c - columns brought to mean 0 and variance 1 over the rows of a batch, then scaled and shifted.
+ *
+ * Threads share columns, in blocks whose sums stay in L1 while the rows go by.  A sum is formed of those of ROWS rows at a
+ * time, so that a long batch loses no more digits than a short one.
+ */
+#include <math.h>
+#include "internal.h"
+
+enum { COLUMNS = 128, ROWS = 64 };
+
+static pyops_status check(const char *who, int64_t R, int64_t C, int32_t training) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, want at least 2 rows in training: one has no variance", who, LL(R));
+    return PYOPS_OK;
+}
+
+/* Mean and variance (n) of x (R,n), rows ldx apart; the sum of the deviations corrects both, as in layer norm. */
+static void moments(const pyops_kernels *k, float *mean, float *variance, const float *x, int64_t R, int64_t n, int64_t ldx) {
+    float sums[COLUMNS] = {0}, part[COLUMNS], squares[COLUMNS] = {0}, deviations[COLUMNS] = {0}, part_squares[COLUMNS];
+    const float share = 1.0f / (float)R;
+    for (int64_t r = 0; r < R; r += ROWS) {
+        k->fill(part, n, 0.0f);
+        for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add(part, x + i*ldx, n);
+        k->add(sums, part, n);
+    }
+    k->scale(mean, sums, share, n);
+    for (int64_t r = 0; r < R; r += ROWS) {
+        k->fill(part, n, 0.0f);
+        k->fill(part_squares, n, 0.0f);
+        for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add_deviations(part, part_squares, x + i*ldx, mean, n);
+        k->add(deviations, part, n);
+        k->add(squares, part_squares, n);
+    }
+    for (int64_t c = 0; c < n; c++) {
+        const float v = (squares[c] - deviations[c] * (deviations[c] * share)) * share;
+        mean[c] += deviations[c] * share;
+        variance[c] = v < 0.0f ? 0.0f : v;
+    }
+}
+
+static void run(float *running, const float *now, float momentum, float scale, int64_t n) {
+    for (int64_t c = 0; running && c < n; c++) running[c] += momentum * (scale * now[c] - running[c]);
+}
+
+pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *running_var, float *mean, float *rstd,
+                                      const float *x, const float *weight, const float *bias,
+                                      int64_t R, int64_t C, float eps, float momentum, int32_t training, void *stream) {
+    (void)stream;
+    const pyops_status status = check("batch_norm_forward", R, C, training);
+    if (status) return status;
+    PYOPS_REQUIRE(eps >= 0.0f, "batch_norm_forward: eps=%g, want at least 0", (double)eps);
+    PYOPS_REQUIRE(training || (running_mean && running_var), "batch_norm_forward: want running statistics outside training");
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < C; c += COLUMNS) {
+        const int64_t n = pyops_min(COLUMNS, C - c);
+        float variance[COLUMNS];
+        if (training) {
+            moments(k, mean + c, variance, x + c, R, n, C);
+            run(running_mean ? running_mean + c : NULL, mean + c, momentum, 1.0f, n);
+            run(running_var ? running_var + c : NULL, variance, momentum, (float)R / (float)(R - 1), n);
+        } else {
+            for (int64_t i = 0; i < n; i++) mean[c + i] = running_mean[c + i], variance[i] = running_var[c + i];
+        }
+        for (int64_t i = 0; i < n; i++) rstd[c + i] = 1.0f / sqrtf(variance[i] + eps);
+        for (int64_t r = 0; r < R; r++)
+            k->batch_norm(y + r*C + c, x + r*C + c, mean + c, rstd + c, weight + c, bias + c, n);
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
+                                       const float *weight, const float *mean, const float *rstd,
+                                       int64_t R, int64_t C, int32_t training, void *stream) {
+    (void)stream;
+    const pyops_status status = check("batch_norm_backward", R, C, training);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < C; c += COLUMNS) {
+        const int64_t n = pyops_min(COLUMNS, C - c);
+        float sums[COLUMNS] = {0}, products[COLUMNS] = {0}, part[COLUMNS], part_products[COLUMNS];
+        for (int64_t r = 0; r < R; r += ROWS) {
+            k->fill(part, n, 0.0f);
+            k->fill(part_products, n, 0.0f);
+            for (int64_t i = r; i < pyops_min(r + ROWS, R); i++)
+                k->add_normed(part, part_products, dy + i*C + c, x + i*C + c, mean + c, rstd + c, n);
+            k->add(sums, part, n);
+            k->add(products, part_products, n);
+        }
+        k->add(dbias + c, sums, n);
+        k->add(dweight + c, products, n);
+        const float share = training ? 1.0f / (float)R : 0.0f;          /* fixed statistics are constants: they pass nothing on */
+        k->scale(sums, sums, share, n);
+        k->scale(products, products, share, n);
+        for (int64_t r = 0; r < R; r++)
+            k->batch_norm_back(dx + r*C + c, dy + r*C + c, x + r*C + c, mean + c, rstd + c, weight + c, sums, products, n);
+    }
+    return PYOPS_OK;
+}

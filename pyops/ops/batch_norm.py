@@ -1,0 +1,55 @@
+"""BatchNorm: every column is brought to mean 0 and variance 1 over the rows of a batch, then scaled and shifted."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, check_parameter, empty, launch
+
+
+class BatchNorm:
+    """Normalise over the rows.
+
+    Shapes   x, dx, y, dy (R, C);  weight, bias, running_mean, running_var (C,)
+    Forward  in training mean = mean_r x and var = mean_r (x - mean)^2, else mean = running_mean and var = running_var
+             rstd = 1 / sqrt(var + eps);  xhat = (x - mean) rstd;  y = xhat weight + bias
+             in training running_mean += momentum (mean - running_mean), and running_var likewise with var R / (R - 1)
+    Backward g = dy weight;  in training dx = rstd (g - mean_r g - xhat mean_r (g xhat)), else dx = rstd g
+             dweight += sum_r dy xhat;  dbias += sum_r dy
+    Saves    x, and mean and rstd of each column
+    Errors   ValueError for a single row in training, which has no variance, for a negative eps, and for evaluation
+             without running statistics; TypeError and ValueError naming the argument or the parameter
+    Source   Ioffe and Szegedy 2015, arXiv:1502.03167
+    Notes    running_mean and running_var are changed in place; None: they are not kept
+    """
+
+    class Ctx(NamedTuple):
+        x: np.ndarray
+        mean: np.ndarray
+        rstd: np.ndarray
+
+    def __init__(self, weight, bias, training=True, eps=1e-5, momentum=0.1, name=None):
+        self.weight, self.bias, self.name = weight, bias, name or weight.owner
+        self.training, self.eps, self.momentum = training, eps, momentum
+        C, = axes(weight.name, weight.value, 'C')
+        check_parameter(weight, (C,))
+        check_parameter(bias, (C,))
+
+    def forward(self, x, running_mean=None, running_var=None):
+        C = len(self.weight.value)
+        R, _ = axes('x', x, 'R C')
+        check('x', x, (R, C))
+        for name, array in (('running_mean', running_mean), ('running_var', running_var)):
+            if array is not None:
+                check(name, array, (C,))
+        y, mean, rstd = (empty(shape, name=f'{self.name}.{name}') for name, shape in (('y', (R, C)), ('mean', C), ('rstd', C)))
+        launch('batch_norm_forward', y, running_mean, running_var, mean, rstd, x, self.weight.value, self.bias.value,
+               R, C, self.eps, self.momentum, self.training)
+        return y, self.Ctx(x, mean, rstd)
+
+    def backward(self, dy, ctx):
+        R, C = ctx.x.shape
+        check('dy', dy, (R, C))
+        dx = empty((R, C), name=f'{self.name}.dx')
+        launch('batch_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
+               R, C, self.training)
+        return dx
