@@ -2,7 +2,11 @@
 
 The init's docstring says what it does, for the plan of a step.
 """
+import math
+
 import numpy as np
+
+RELU_GAIN = math.sqrt(2)        # a rectifier lets half of the variance through
 
 
 def _described(text, init):
@@ -18,6 +22,10 @@ def ones():
     return _described('ones', lambda generator, shape: np.ones(shape, np.float32))
 
 
+def constant(value):
+    return _described(f'constant({value:g})', lambda generator, shape: np.full(shape, value, np.float32))
+
+
 def uniform(low, high):
     return _described(f'uniform({low:g}, {high:g})',
                       lambda generator, shape: generator.uniform(low, high, shape).astype(np.float32))
@@ -28,12 +36,41 @@ def normal(sigma):
                       lambda generator, shape: (generator.standard_normal(shape) * sigma).astype(np.float32))
 
 
+def fans(shape):
+    """-> fan_in, fan_out of a weight (fan_out, fan_in), or of a convolution's (out, in, ...), times the size of its window."""
+    if len(shape) < 2:
+        raise ValueError(f'init: want a weight of two axes or more, (fan_out, fan_in, ...), got shape {tuple(shape)}')
+    return shape[1] * math.prod(shape[2:]), shape[0] * math.prod(shape[2:])
+
+
 def xavier_normal(gain=1.0):
-    """sigma = gain * sqrt(2 / (fan_in + fan_out)) for a weight (fan_out, fan_in).  Glorot and Bengio 2010."""
+    """sigma = gain * sqrt(2 / (fan_in + fan_out)).  Glorot and Bengio 2010."""
     def init(generator, shape):
-        fan_out, fan_in = shape
-        return (generator.standard_normal(shape) * gain * np.sqrt(2 / (fan_in + fan_out))).astype(np.float32)
+        return (generator.standard_normal(shape) * gain * np.sqrt(2 / sum(fans(shape)))).astype(np.float32)
     return _described(f'xavier_normal(gain {gain:g})', init)
+
+
+def xavier_uniform(gain=1.0):
+    """From -b to b, b = gain * sqrt(6 / (fan_in + fan_out)): as wide as xavier_normal."""
+    def init(generator, shape):
+        bound = gain * np.sqrt(6 / sum(fans(shape)))
+        return generator.uniform(-bound, bound, shape).astype(np.float32)
+    return _described(f'xavier_uniform(gain {gain:g})', init)
+
+
+def kaiming_normal(gain=RELU_GAIN):
+    """sigma = gain / sqrt(fan_in), where rectifiers follow.  He et al. 2015, arXiv:1502.01852."""
+    def init(generator, shape):
+        return (generator.standard_normal(shape) * gain / np.sqrt(fans(shape)[0])).astype(np.float32)
+    return _described(f'kaiming_normal(gain {gain:g})', init)
+
+
+def kaiming_uniform(gain=RELU_GAIN):
+    """From -b to b, b = gain * sqrt(3 / fan_in): as wide as kaiming_normal."""
+    def init(generator, shape):
+        bound = gain * np.sqrt(3 / fans(shape)[0])
+        return generator.uniform(-bound, bound, shape).astype(np.float32)
+    return _described(f'kaiming_uniform(gain {gain:g})', init)
 
 
 def stacked(*inits):

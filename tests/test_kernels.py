@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, cpu_has
 
-from pyops import backend
+from pyops import backend, init
 from pyops import references as ref
 from pyops.backend import library
 from pyops.optim import SGD, Adam
@@ -336,6 +336,27 @@ def test_the_optimiser_gives_the_same_bits_for_any_number_of_threads():
     finally:
         backend.set_threads(before)
     assert all((v == results[0][0]).all() and n == results[0][1] for v, n in results)
+
+
+@pytest.mark.parametrize('make, sigma, bound', [
+    (init.constant(1.5), 0, 1.5), (init.zeros(), 0, 0), (init.ones(), 0, 1), (init.uniform(-3, 3), 3 ** 0.5, 3),
+    (init.normal(0.2), 0.2, None),
+    (init.xavier_normal(), (2 / 500) ** 0.5, None), (init.xavier_uniform(2), 2 * (2 / 500) ** 0.5, 2 * (6 / 500) ** 0.5),
+    (init.kaiming_normal(), (2 / 300) ** 0.5, None), (init.kaiming_uniform(), (2 / 300) ** 0.5, (6 / 300) ** 0.5),
+    (init.kaiming_uniform(1), (1 / 300) ** 0.5, (3 / 300) ** 0.5),
+], ids=lambda value: getattr(value, '__doc__', None) if callable(value) else '')
+def test_initial_values_have_the_width_of_their_formula(make, sigma, bound):
+    for shape in ((200, 300), (8, 12, 5, 5) if make.__doc__.startswith('kaiming') else (200, 300)):     # fan_in 300
+        values = make(np.random.default_rng(0), shape)
+        assert values.shape == shape and values.dtype == np.float32
+        if len(shape) == 2 or sigma:
+            assert abs(values.std() - sigma) <= 0.05 * sigma + 1e-6
+        assert bound is None or 0.98 * bound <= abs(values).max() <= 1.000001 * bound
+
+
+def test_initial_values_that_need_two_axes_say_so():
+    with pytest.raises(ValueError, match=r'init: want a weight of two axes or more, .* got shape \(3,\)'):
+        init.kaiming_uniform()(np.random.default_rng(0), (3,))
 
 
 def test_initial_values_depend_on_seed_name_and_shape_alone():
