@@ -84,6 +84,7 @@ PYOPS_API pyops_status pyops_gemm_batched(
  * column_sums  y[c] += sum_r x[r,c]                          x (R,C); adds: it forms bias gradients
  * argmax       index[r] = the first c with the largest x[r,c]    x (R,C), index (R) int32, C >= 1; NaN is largest
  * increment    counter[0] += 1                               int64
+ * tick         counter[0] += 1;  now[0] = counter[0]         int64: a number that is used once, for random zeros
  * relu         y[i] = max(x[i], 0), NaN stays NaN;           backward dx[i] = dy[i] where y[i] > 0, else 0
  * y may be x, and dx may be dy, in scale and relu.
  */
@@ -93,6 +94,7 @@ PYOPS_API pyops_status pyops_scale(float *y, const float *x, const float *alpha,
 PYOPS_API pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream);
 PYOPS_API pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream);
 PYOPS_API pyops_status pyops_increment(int64_t *counter, void *stream);
+PYOPS_API pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream);
 PYOPS_API pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream);
 

@@ -1,4 +1,4 @@
-/* small.c - fill, axpy, scale, column sums, argmax, increment, relu, concatenation with a context, positions.
+/* small.c - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions.
  *
  * All are bound by memory; threads share fixed chunks or columns, so a sum's order never depends on their number.
  */
@@ -71,6 +71,12 @@ pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, 
 pyops_status pyops_increment(int64_t *counter, void *stream) {
     (void)stream;
     counter[0]++;
+    return PYOPS_OK;
+}
+
+pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream) {
+    (void)stream;
+    now[0] = ++counter[0];
     return PYOPS_OK;
 }
 

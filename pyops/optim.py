@@ -24,9 +24,10 @@ class Optimizer:
         self.count = backend.zeros(1, np.int64)         # steps done
         self.norm = backend.zeros(1)                    # of the last gradient, before clipping; 0 where nothing is clipped
         if isinstance(params, Parameters):
-            self._units, self._own = [(params, [getattr(params, name) for name in self.MOMENTS])], {}
+            self._units, self._own, self._tensors = [(params, [getattr(params, name) for name in self.MOMENTS])], {}, []
         else:
-            units = _units(_unique(params))
+            self._tensors = _unique(params)
+            units = _units(self._tensors)
             self._units = [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
             self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
                          for name, moment in zip(self.MOMENTS, moments, strict=True)}
@@ -41,6 +42,8 @@ class Optimizer:
         backend.launch('increment', self.count)
         for values, grads, moments in ready:
             self._update(values, grads, self.norm if self.max_norm else None, *moments)
+        for tensor in self._tensors:
+            tensor.array.buffer.version += 1            # a graph that still needs the old values shall notice
 
     def _find_norm(self, gradients):
         """The length of all of them: that of the lengths of each."""

@@ -1,0 +1,28 @@
+"""Layers: modules on Tensors, and the same by hand on arrays.  docs/nn.md explains both ways."""
+from pyops.nn.attention import MultiHeadAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from pyops.nn.container import Residual, Sequential
+from pyops.nn.layers import (
+    BatchNorm1d,
+    Conv2d,
+    CrossEntropyLoss,
+    Dropout,
+    Embedding,
+    Flatten,
+    Identity,
+    LayerNorm,
+    LayerNorm1d,
+    Linear,
+    MSELoss,
+    ReLU,
+    Sigmoid,
+    Softmax,
+    SoftmaxLoss,
+    Tanh,
+)
+from pyops.nn.module import KernelLayer, Layer, Module, Parameter
+from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+
+__all__ = ['GRU', 'LSTM', 'RNN', 'BatchNorm1d', 'Conv2d', 'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten', 'GRUCell',
+           'Identity', 'KernelLayer', 'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'Linear', 'MSELoss', 'Module',
+           'MultiHeadAttention', 'MultiheadAttention', 'Parameter', 'RNNCell', 'ReLU', 'Residual', 'Sequential', 'Sigmoid',
+           'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoderLayer', 'TransformerEncoderLayer']

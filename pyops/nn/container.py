@@ -1,0 +1,68 @@
+"""Modules made of modules, whose backward by hand is their forward from the last line to the first."""
+from pyops import functional as F
+from pyops.backend import empty, launch
+from pyops.nn.module import Layer
+from pyops.ops import Residual as ResidualOp
+
+
+def _by_hand(module, *inputs):
+    """A Layer's forward by hand, which tells its name in errors, or what any Module has."""
+    return module.forward(*inputs) if isinstance(module, Layer) else module.by_hand(*inputs)
+
+
+class Sequential(Layer):
+    """One module after another; their names are '0', '1', ..."""
+
+    def __init__(self, *modules):
+        self.layers = list(modules)
+
+    def members(self):
+        for i, module in enumerate(self.layers):
+            yield str(i), module
+
+    def __len__(self):
+        return len(self.layers)
+
+    def __iter__(self):
+        return iter(self.layers)
+
+    def __getitem__(self, index):
+        return self.layers[index]
+
+    def on_tensors(self, x):
+        for module in self.layers:
+            x = module(x)
+        return x
+
+    def by_hand(self, x):
+        ctx = []
+        for module in self.layers:
+            x, c = _by_hand(module, x)
+            ctx.append(c)
+        return x, ctx
+
+    def backward(self, dy, ctx):
+        for module in reversed(self.layers):
+            dy = module.backward(dy, ctx.pop())
+        return dy
+
+
+class Residual(Layer):
+    """y = x + module(x)"""
+
+    def __init__(self, module):
+        self.module = module
+
+    def on_tensors(self, x):
+        return F.residual(x, self.module(x))
+
+    def by_hand(self, x):
+        branch, c = _by_hand(self.module, x)
+        y, _ = ResidualOp(name=f'{self._path}.residual' if self._path else 'residual').forward(x, branch)
+        return y, c
+
+    def backward(self, dy, ctx):
+        dbranch = self.module.backward(dy, ctx)
+        dx = empty(dy.shape, name=f'{self._path}.dx' if self._path else 'residual.dx')
+        launch('residual', dx, dy, dbranch, None, dx.size, 0.0, 0)
+        return dx

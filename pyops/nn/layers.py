@@ -1,0 +1,247 @@
+"""Layers of one kind of row: products, activations, norms, dropout, tables, windows.  Names and shapes of parameters are
+PyTorch's, so its weights can be loaded."""
+import math
+
+import numpy as np
+
+from pyops import autograd, backend, init, ops, params
+from pyops import functional as F
+from pyops.nn.module import KernelLayer, Layer, Parameter
+
+
+class Identity(Layer):
+    """y = x"""
+
+    def on_tensors(self, x):
+        return x
+
+    def by_hand(self, x):
+        return x, None
+
+    def backward(self, dy, ctx):
+        return dy
+
+
+class Flatten(Layer):
+    """(B, ...) -> (B, all that follows as one axis): a view."""
+
+    def on_tensors(self, x):
+        return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+    def by_hand(self, x):
+        return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
+
+    def backward(self, dy, ctx):
+        return dy.reshape(ctx)
+
+
+class Linear(KernelLayer):
+    """y = x weight' + bias;  x (..., in_features), y (..., out_features).
+
+    weight (out_features, in_features) begins as kaiming_uniform, bias (out_features,) as zeros
+    """
+
+    def __init__(self, in_features, out_features, bias=True):
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = Parameter((out_features, in_features), init.kaiming_uniform())
+        self.bias = Parameter((out_features,), init.zeros()) if bias else None
+
+    def op(self):
+        return ops.Linear, {'weight': self.weight} | ({'bias': self.bias} if self.bias is not None else {}), {}
+
+    def settings(self):
+        return f'{self.in_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'
+
+
+class ReLU(KernelLayer):
+    """y = max(x, 0)"""
+
+    def op(self):
+        return ops.ReLU, {}, {'name': self._path or 'relu'}
+
+
+class Tanh(Layer):
+    """y = tanh(x)"""
+
+    def on_tensors(self, x):
+        return F.tanh(x)
+
+
+class Sigmoid(Layer):
+    """y = 1 / (1 + exp(-x))"""
+
+    def on_tensors(self, x):
+        return F.sigmoid(x)
+
+
+class Softmax(Layer):
+    """y = exp(x) / sum exp(x) along an axis."""
+
+    def __init__(self, axis=-1):
+        self.axis = axis
+
+    def on_tensors(self, x):
+        return F.softmax(x, self.axis)
+
+    def settings(self):
+        return f'axis={self.axis}'
+
+
+class Dropout(Layer):
+    """In training zeros for a share p of the elements, the others times 1 / (1 - p); in evaluation y = x.
+
+    A mask is a function of (seed, the layer's name in the tree, how often it has run): `count`, an array of one number,
+    which also a plan's replay increases.
+    """
+
+    def __init__(self, p=0.5):
+        if not 0 <= p < 1:
+            raise ValueError(f'Dropout: p: want 0 <= p < 1, got {p}')
+        self.p, self.count = p, backend.zeros(1, np.int64)
+
+    def _op(self):
+        if self._path is None:
+            self.root().build()
+        name = self._path or 'dropout'
+        step = backend.empty(1, np.int64, f'{name}.step')
+        backend.launch('tick', step, self.count)
+        return ops.Dropout(self.p, params.key(self.root().seed, name), name), step
+
+    def _drops(self):
+        return self.training and self.p > 0
+
+    def on_tensors(self, x):
+        if not self._drops():
+            return x
+        op, step = self._op()
+        return autograd.apply(op, x, step)
+
+    def by_hand(self, x):
+        if not self._drops():
+            return x, None
+        op, step = self._op()
+        y, ctx = op.forward(x, step)
+        return y, (op, ctx)
+
+    def backward(self, dy, ctx):
+        if ctx is None:
+            return dy
+        op, ctx = ctx
+        return op.backward(dy, ctx)
+
+    def settings(self):
+        return f'p={self.p}'
+
+
+class LayerNorm(KernelLayer):
+    """Mean 0 and variance 1 over the last axis, then times weight plus bias;  x (..., features)."""
+
+    def __init__(self, features, eps=1e-5):
+        self.features, self.eps = features, eps
+        self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
+
+    def op(self):
+        return ops.LayerNorm, {'weight': self.weight, 'bias': self.bias}, {'eps': self.eps}
+
+    def settings(self):
+        return f'{self.features}'
+
+
+LayerNorm1d = LayerNorm
+
+
+class BatchNorm1d(KernelLayer):
+    """Mean 0 and variance 1 of each feature over the batch, then times weight plus bias;  x (B, features).
+
+    In training running_mean and running_var follow the batches; in evaluation they take the place of the batch's own.
+    """
+
+    def __init__(self, features, eps=1e-5, momentum=0.1):
+        self.features, self.eps, self.momentum = features, eps, momentum
+        self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
+        self.register_buffer('running_mean', backend.zeros(features))
+        self.register_buffer('running_var', backend.zeros(features) + np.float32(1))
+
+    def op(self):
+        return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},
+                {'training': self.training, 'eps': self.eps, 'momentum': self.momentum})
+
+    def constants(self):
+        return self.running_mean, self.running_var
+
+    def settings(self):
+        return f'{self.features}'
+
+
+class Embedding(KernelLayer):
+    """y = weight[ids];  ids (...) int32, y (..., dim).  weight (number, dim) begins as normal(1)."""
+
+    def __init__(self, number, dim):
+        self.number, self.dim = number, dim
+        self.weight = Parameter((number, dim), init.normal(1.0))
+
+    def op(self):
+        return ops.Embedding, {'weight': self.weight}, {}
+
+    def settings(self):
+        return f'{self.number}, {self.dim}'
+
+
+class Conv2d(Layer):
+    """y[n, o] = sum over channels and window of x weight[o], plus bias[o];  x (N, C, H, W) -> (N, O, Ho, Wo).
+
+    weight (out_channels, in_channels, kh, kw) begins as kaiming_uniform, bias (out_channels,) as zeros.  kernel_size,
+    stride, padding and dilation are a number or two.
+    """
+
+    def __init__(self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, bias=True):
+        self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.weight = Parameter((out_channels, in_channels, *self.kernel_size), init.kaiming_uniform())
+        self.bias = Parameter((out_channels,), init.zeros()) if bias else None
+
+    def on_tensors(self, x):
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
+
+    def settings(self):
+        out_channels, in_channels, *_ = self.weight.shape
+        options = ('stride', self.stride, 1), ('padding', self.padding, 0), ('dilation', self.dilation, 1)
+        more = ''.join(f', {name}={value}' for name, value, plain in options if value != plain)
+        return f'{in_channels}, {out_channels}, kernel_size={self.kernel_size}{more}'
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------------
+
+class CrossEntropyLoss(Layer):
+    """The mean over rows of -log softmax(x)[label], but for rows whose label is ignore_index;  x (..., C), labels (...) int32.
+
+    By hand x is (R, C) and the loss (1,); backward(dloss (1,), ctx) -> dx.
+    """
+
+    def __init__(self, ignore_index=-100):
+        self.ignore_index = ignore_index
+
+    def on_tensors(self, x, labels):
+        return F.cross_entropy(x, labels, self.ignore_index)
+
+    def by_hand(self, x, labels):
+        op = ops.CrossEntropy(self.ignore_index, self._path or 'loss')
+        loss, ctx = op.forward(x, labels)
+        return loss, (op, ctx)
+
+    def backward(self, dy, ctx):
+        op, ctx = ctx
+        return self._naming(op.backward, dy, ctx)
+
+
+class SoftmaxLoss(CrossEntropyLoss):
+    """CrossEntropyLoss under needle's name."""
+
+
+class MSELoss(Layer):
+    """The mean squared difference."""
+
+    def on_tensors(self, x, target):
+        if x.shape != target.shape:
+            raise ValueError(f'target: want shape {x.shape}, got {target.shape}')
+        return F.mse_loss(x, target)

@@ -1,0 +1,397 @@
+"""Module and Parameter: a tree of layers whose parameters lie in one flat buffer, under the names of their places in the tree.
+
+Names are known only when the tree is whole, so a parameter gets its memory and its first value when the tree is first used:
+called, or asked for its parameters.  The value is a function of (seed, name, shape) alone, so the order in which layers are
+made changes nothing; the places in the buffer follow the names too, so a training run has the same bits.
+"""
+import copy
+import re
+import weakref
+
+import numpy as np
+
+from pyops import autograd, ndarray
+from pyops.autograd import Tensor
+from pyops.params import Parameters, Spec, generator
+
+
+class Parameter(Tensor):
+    """A Tensor that a Module learns, with a name.
+
+    Parameter(shape, init)      init(generator, shape) -> float32 array, as in pyops.init, is asked when the tree is used
+    Parameter(values)           begins as a copy of these
+
+    .grad is part of the flat buffer of gradients: zeros before the first backward, which adds to it; None where
+    requires_grad is off.
+    """
+    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn')
+
+    def __init__(self, shape, init=None):
+        if init is None:
+            values = np.array(shape.numpy() if isinstance(shape, Tensor) else shape, np.float32)
+            shape, init = values.shape, lambda generator, shape: values
+        self._shape, self.init = tuple(shape), init
+        self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = None
+        self.origin, self.requires_grad = None, True
+
+    shape = property(lambda self: self._shape)
+
+    @property
+    def array(self):
+        self._settle()
+        return self._array
+
+    @array.setter
+    def array(self, value):
+        self.entry.value[...] = value.numpy()
+        self._array.buffer.version += 1
+
+    @property
+    def grad(self):
+        self._settle()
+        return self._gradient if self.requires_grad else None
+
+    @grad.setter
+    def grad(self, value):
+        if value is None:
+            self.entry.grad[...] = 0
+        elif value.array is not self._gradient.array:
+            self.entry.grad[...] = value.numpy()
+
+    def zero_grad(self):
+        self.grad = None
+
+    def by_hand(self):
+        """The pyops.params.Parameter that op classes take."""
+        self._settle()
+        return self.entry
+
+    def _settle(self):
+        if self._array is None:
+            owner = self._owner and self._owner()
+            if owner is None:
+                raise RuntimeError(f'a parameter of shape {self.shape} belongs to no module yet, so it has no name and no '
+                                   'value; make it an attribute of a Module')
+            owner.root().build()
+
+    def _bind(self, home, name):
+        self.home, self.name, self.entry, self._drawn = home, name, home[name], (home.seed, name)
+        self._array = ndarray.from_numpy(self.entry.value)
+        self._gradient = autograd.Tensor(ndarray.from_numpy(self.entry.grad))
+
+    def _draw(self, seed, name):
+        """The initial value of that seed and name."""
+        self._drawn, self.array = (seed, name), ndarray.from_numpy(self.init(generator(seed, name), self.shape))
+
+    def _is_untouched(self):
+        return (self.entry.value == self.init(generator(*self._drawn), self.shape)).all()
+
+    def __deepcopy__(self, memo):
+        twin = memo[id(self)] = Parameter(self.shape, self.init) if self._array is None else Parameter(self)
+        twin.requires_grad = self.requires_grad
+        return twin
+
+    def __repr__(self):
+        return f'Parameter {self.name or "without a name"} of shape {self.shape}'
+
+
+class Module:
+    """A layer, or a model made of layers: attributes that are Modules or Parameters, also in lists, tuples and dicts, belong
+    to it.  A subclass has forward(x, ...) on Tensors, and is called: y = module(x).
+
+    training    whether layers such as Dropout do what they do in training; train() and eval() set it in the whole tree
+    seed        of the initial values, 0 unless reset_parameters(seed) says otherwise
+    """
+    training, seed = True, 0
+    _parent, _path, _is_built = None, None, False
+
+    def __call__(self, *inputs, **named):
+        if not self._is_built:
+            self.root().build()
+        return self.forward(*inputs, **named)
+
+    def forward(self, *inputs):
+        raise NotImplementedError(f'{type(self).__name__}.forward(x)')
+
+    # ---- by hand: arrays in, arrays out ------------------------------------------------------------------------------
+
+    def by_hand(self, *inputs):
+        """y, ctx = module.by_hand(x): forward on arrays, for backward(dy, ctx).
+
+        Where a subclass does not spell it out, the tape of a run on Tensors is the ctx.
+        """
+        leaves = [None if x is None else Tensor(ndarray.from_numpy(x)) for x in inputs]
+        for leaf in leaves:
+            if leaf is not None and leaf.dtype == np.float32:
+                leaf.requires_grad_()
+        y = self.forward(*leaves)
+        return _each(lambda tensor: tensor.numpy(), y), (leaves, y)
+
+    def backward(self, dy, ctx):
+        """-> dx, a tuple where there are several inputs with a gradient; those of parameters are added to their .grad.
+
+        dy has the structure of y; None in it is zero.
+        """
+        leaves, y = ctx
+        outputs, gradients = _flat(y), _flat(dy)
+        pairs = [(tensor, Tensor(ndarray.from_numpy(np.asarray(gradient, order='C'))))
+                 for tensor, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        autograd.backward(*map(list, zip(*pairs, strict=True)))
+        found = tuple(None if leaf.grad is None else leaf.grad.numpy()
+                      for leaf in leaves if leaf is not None and leaf.requires_grad)
+        return found[0] if len(found) == 1 else found
+
+    # ---- the tree ----------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+        if _adopt(self, value):
+            module = self
+            while module is not None:
+                object.__setattr__(module, '_is_built', False)
+                module = module._parent and module._parent()
+
+    def members(self):
+        """Yield (name, Parameter or Module) of all that belongs to this module itself."""
+        for name, value in vars(self).items():
+            yield from _members(name, value)
+
+    def root(self):
+        """The module at the top of the tree that this one stands in."""
+        module = self
+        while module._parent is not None and (above := module._parent()) is not None:
+            module = above
+        return module
+
+    def named_modules(self, prefix='', seen=None):
+        """Yield (name, module) of this module, '', and all below it, each once."""
+        seen = set() if seen is None else seen
+        if id(self) not in seen:
+            seen.add(id(self))
+            yield prefix, self
+            for name, member in self.members():
+                if isinstance(member, Module):
+                    yield from member.named_modules(f'{prefix}.{name}' if prefix else name, seen)
+
+    def modules(self):
+        return [module for _, module in self.named_modules()]
+
+    def _named_parameters(self):
+        seen = {}
+        for prefix, module in self.named_modules():
+            for name, member in module.members():
+                if isinstance(member, Parameter) and id(member) not in seen:
+                    seen[id(member)] = f'{prefix}.{name}' if prefix else name, member
+        return list(seen.values())
+
+    def named_parameters(self):
+        """[(name, Parameter)] of the tree, each once."""
+        self.root().build()
+        return self._named_parameters()
+
+    def parameters(self):
+        """[Parameter] of the tree, each once."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    @property
+    def params(self):
+        """The pyops.params.Parameters with the flat buffers of the whole tree, for a plan, an optimiser, a checkpoint."""
+        homes = {id(parameter.home): parameter.home for parameter in self.parameters()}
+        if len(homes) != 1:
+            raise ValueError(f'params: the parameters lie in {len(homes)} buffers and not in one: parts of the tree were used '
+                             'before it was whole, or there are none; give parameters() to the optimiser')
+        return homes.popitem()[1]
+
+    def build(self):
+        """Give memory, names and initial values to the parameters that have none.  Called where they are needed.
+
+        A parameter that was used before it joined this tree keeps its memory.  If it still has the initial value of its
+        old name, it gets that of its new one.
+        """
+        for path, module in self.named_modules():
+            object.__setattr__(module, '_path', path)
+            object.__setattr__(module, '_is_built', True)
+            for _, member in module.members():
+                _adopt(module, member)
+        fresh = {}
+        for name, parameter in self._named_parameters():
+            if parameter._array is None:
+                fresh[name] = parameter
+            elif name.endswith(f'.{parameter.name}') and parameter._is_untouched():
+                parameter._draw(self.seed, name)
+                parameter.name, parameter.entry = name, parameter.entry._replace(name=name)
+        if fresh:
+            specs = {name: Spec(fresh[name].shape, fresh[name].init) for name in sorted(fresh, key=_in_order)}
+            home = Parameters(specs, self.seed)
+            for name, parameter in fresh.items():
+                parameter._bind(home, name)
+        return self
+
+    def reset_parameters(self, seed=0):
+        """Begin anew, from the initial values of that seed.  -> self"""
+        for module in self.modules():
+            module.seed = seed
+        for _, parameter in self._named_parameters():
+            if parameter._array is not None:
+                parameter._draw(seed, parameter.name)
+        return self
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def train(self, mode=True):
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self):
+        return self.train(False)
+
+    def zero_grad(self):
+        for parameter in self.parameters():
+            parameter.zero_grad()
+
+    def register_buffer(self, name, array):
+        """Make a numpy array, such as a running mean, part of the state that is saved."""
+        setattr(self, name, array)
+        self.__dict__.setdefault('_buffers', []).append(name)
+
+    def named_buffers(self):
+        """[(name, array)] of the tree."""
+        return [(f'{prefix}.{name}' if prefix else name, getattr(module, name)) for prefix, module in self.named_modules()
+                for name in vars(module).get('_buffers', ())]
+
+    def state_dict(self):
+        """{name: a copy} of all parameters and buffers."""
+        return {name: np.array(value) for name, value in self._places().items()}
+
+    def load_state_dict(self, state):
+        """Copy arrays (of numpy or another library) into place; all or, with KeyError or ValueError by name, none."""
+        places = self._places()
+        if wrong := sorted(set(places) ^ set(state)):
+            name = wrong[0]
+            raise KeyError(f'{name}: {"missing in the state" if name in places else "the module has no such parameter"}; '
+                           f'{len(wrong)} such names')
+        arrays = {name: np.asarray(state[name].detach() if hasattr(state[name], 'detach') else state[name]) for name in places}
+        for name, place in places.items():
+            if arrays[name].shape != place.shape:
+                raise ValueError(f'{name}: want shape {place.shape}, got {arrays[name].shape}')
+        for name, place in places.items():
+            np.copyto(place, arrays[name], casting='same_kind')
+        for parameter in self.parameters():
+            parameter.array.buffer.version += 1
+
+    def _places(self):
+        return {name: parameter.by_hand().value for name, parameter in self.named_parameters()} | dict(self.named_buffers())
+
+    def __deepcopy__(self, memo):
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            if name not in ('_parent', '_path', '_is_built'):
+                setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def settings(self):
+        """What stands between the brackets of repr."""
+        return ''
+
+    def __repr__(self):
+        below = [(name, repr(member)) for name, member in self.members() if isinstance(member, Module)]
+        if not below:
+            return f'{type(self).__name__}({self.settings()})'
+        lines = [f'  ({name}): ' + text.replace('\n', '\n  ') for name, text in below]
+        return '\n'.join([f'{type(self).__name__}({self.settings()}', *lines, ')'])
+
+
+class Layer(Module):
+    """A module that serves both ways: layer(x) on Tensors and  y, ctx = layer.forward(x);  dx = layer.backward(dy, ctx)  on
+    arrays.  A subclass has on_tensors(x, ...), and by_hand and backward where the tape shall not do it.
+
+    Errors about arguments begin with the layer's name.
+    """
+
+    def forward(self, *inputs, **named):
+        if any(isinstance(x, Tensor) for x in inputs) or not inputs:
+            return self._naming(self.on_tensors, *inputs, **named)
+        if named:
+            raise TypeError(f'{self.label()}: by hand there are no named arguments, got {", ".join(named)}')
+        return self._naming(self.by_hand, *inputs)
+
+    def on_tensors(self, *inputs):
+        raise NotImplementedError(f'{type(self).__name__}.on_tensors(x)')
+
+    def label(self):
+        """'blocks.0.linear1: Linear(100, 100)'"""
+        layer = f'{type(self).__name__}({self.settings()})'
+        return f'{self._path}: {layer}' if self._path else layer
+
+    def _naming(self, function, *inputs, **named):
+        """function(...), whose complaints about arguments get the name of the innermost layer."""
+        try:
+            return function(*inputs, **named)
+        except (TypeError, ValueError, IndexError) as error:
+            if not getattr(error, 'names_layer', False):
+                error.args, error.names_layer = (f'{self.label()}: {error}',), True
+            raise
+
+
+class KernelLayer(Layer):
+    """A layer that is one op class: `op` says which, with its Parameters and settings, and both ways run it."""
+
+    def op(self):
+        """-> the class, {argument of its __init__: Parameter}, {argument: setting}"""
+        raise NotImplementedError(f'{type(self).__name__}.op()')
+
+    def constants(self):
+        """What forward of the op gets behind the inputs."""
+        return ()
+
+    def on_tensors(self, *inputs):
+        op, parameters, settings = self.op()
+        return autograd.apply(op, *inputs, *self.constants(), **parameters, **settings)
+
+    def by_hand(self, *inputs):
+        op, parameters, settings = self.op()
+        one = op(**{argument: parameter.by_hand() for argument, parameter in parameters.items()}, **settings)
+        y, ctx = one.forward(*inputs, *self.constants())
+        return y, (one, ctx)
+
+    def backward(self, dy, ctx):
+        op, ctx = ctx
+        return self._naming(op.backward, dy, ctx)
+
+
+def _members(name, value):
+    if isinstance(value, Module | Parameter):
+        yield name, value
+    elif isinstance(value, list | tuple):
+        for i, one in enumerate(value):
+            yield from _members(f'{name}.{i}', one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _members(f'{name}.{key}', one)
+
+
+def _adopt(module, value):
+    """Tell Modules and Parameters whose they are.  -> whether there was one"""
+    found = [member for _, member in _members('', value)]
+    for member in found:
+        if isinstance(member, Parameter):
+            member._owner = weakref.ref(module)
+        elif member is not module:
+            object.__setattr__(member, '_parent', weakref.ref(module))
+    return bool(found)
+
+
+def _in_order(name):
+    """A key that sorts 'blocks.9.x' before 'blocks.10.x'."""
+    return [(0, int(part), '') if part.isdigit() else (1, 0, part) for part in re.split(r'\.', name)]
+
+
+def _each(function, value):
+    return tuple(_each(function, one) for one in value) if isinstance(value, tuple) else function(value)
+
+
+def _flat(value):
+    return [one for part in value for one in _flat(part)] if isinstance(value, tuple) else [value]

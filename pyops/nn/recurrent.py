@@ -1,0 +1,150 @@
+"""Recurrent layers on time-major sequences: x (T, B, I) -> h (T, B, H).  Names, shapes and order of gates are PyTorch's."""
+from pyops import autograd, init, ops
+from pyops import functional as F
+from pyops.autograd import Tensor
+from pyops.nn.layers import Dropout
+from pyops.nn.module import Layer, Parameter
+
+
+def _weights(module, gates, input_size, hidden_size, suffix=''):
+    """Parameters weight_ih, weight_hh, bias_ih, bias_hh of a module: a block of H rows for each gate; uniform up to H^-0.5."""
+    bound, H = hidden_size ** -0.5, hidden_size
+    for name, shape in (('weight_ih', (gates * H, input_size)), ('weight_hh', (gates * H, H)),
+                        ('bias_ih', (gates * H,)), ('bias_hh', (gates * H,))):
+        setattr(module, name + suffix, Parameter(shape, init.uniform(-bound, bound)))
+
+
+def _zeros(x, hidden_size):
+    """The state before the first of the steps x (B, I)."""
+    return Tensor(autograd.ndarray.zeros((x.shape[0], hidden_size), device=x.device))
+
+
+class _Cell(Layer):
+    """One step; a subclass says how many gates it has and what it does with a = x weight_ih' + bias_ih."""
+    GATES = 1
+
+    def __init__(self, input_size, hidden_size):
+        self.input_size, self.hidden_size = input_size, hidden_size
+        _weights(self, self.GATES, input_size, hidden_size)
+
+    def settings(self):
+        return f'{self.input_size}, {self.hidden_size}'
+
+
+class RNNCell(_Cell):
+    """h' = tanh(x weight_ih' + bias_ih + h weight_hh' + bias_hh);  x (B, I), h (B, H), zeros where it is None."""
+
+    def on_tensors(self, x, h=None):
+        h = _zeros(x, self.hidden_size) if h is None else h
+        return F.tanh(F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh))
+
+
+class GRUCell(_Cell):
+    """One step of GRU: h' of x (B, I) and h (B, H), zeros where it is None."""
+    GATES = 3
+
+    def on_tensors(self, x, h=None):
+        return F.gru(x.unsqueeze(0), h, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh).squeeze(0)
+
+
+class LSTMCell(_Cell):
+    """(h', c') of x (B, I), h (B, H) and c (B, H), zeros where they are None; the formulas are LSTM's."""
+    GATES = 4
+
+    def on_tensors(self, x, h=None, c=None):
+        h, c = (_zeros(x, self.hidden_size) if state is None else state for state in (h, c))
+        return _lstm_step(F.linear(x, self.weight_ih, self.bias_ih), h, c, self.weight_hh, self.bias_hh)
+
+
+def _lstm_step(a, h, c, weight_hh, bias_hh):
+    i, f, g, o = F.split(a + F.linear(h, weight_hh, bias_hh), h.shape[-1], -1)
+    c = F.sigmoid(f) * c + F.sigmoid(i) * F.tanh(g)
+    return F.sigmoid(o) * F.tanh(c), c
+
+
+class _Recurrent(Layer):
+    """Layers of cells over a sequence: output, last states of each layer (L, B, H).
+
+    dropout: of what goes from one layer to the next, in training
+    """
+    GATES, STATES = 1, 1
+
+    def __init__(self, input_size, hidden_size, num_layers=1, dropout=0.0):
+        if num_layers < 1:
+            raise ValueError(f'{type(self).__name__}: num_layers: want 1 or more, got {num_layers}')
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        for layer in range(num_layers):
+            _weights(self, self.GATES, hidden_size if layer else input_size, hidden_size, f'_l{layer}')
+        self.dropouts = [Dropout(dropout) for _ in range(num_layers - 1)] if dropout else []
+
+    def weights(self, layer):
+        return [getattr(self, f'{name}_l{layer}') for name in ('weight_ih', 'weight_hh', 'bias_ih', 'bias_hh')]
+
+    def on_tensors(self, x, *states):
+        if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[0]:
+            raise ValueError(f'x: want shape (T, B, {self.input_size}) with T >= 1, got {x.shape}')
+        want = self.num_layers, x.shape[1], self.hidden_size
+        for state in states:
+            if state is not None and state.shape != want:
+                raise ValueError(f'state: want shape {want}, got {state.shape}')
+        states = [*states, *[None] * (self.STATES - len(states))]
+        last = []
+        for layer in range(self.num_layers):
+            x, *ends = self.run(layer, x, *(state if state is None else state[layer] for state in states))
+            last.append(ends)
+            if self.dropouts and layer + 1 < self.num_layers:
+                x = self.dropouts[layer](x)
+        return x, *(F.stack(ends) for ends in zip(*last, strict=True))
+
+    def settings(self):
+        return f'{self.input_size}, {self.hidden_size}' + (f', num_layers={self.num_layers}' if self.num_layers > 1 else '')
+
+
+class RNN(_Recurrent):
+    """h[t] = tanh(x[t] weight_ih' + bias_ih + h[t-1] weight_hh' + bias_hh).
+
+    output (T, B, H), h_n (L, B, H) = rnn(x (T, B, I), h_0 (L, B, H) or None)
+    """
+
+    def run(self, layer, x, h):
+        weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
+        h, out = _zeros(x[0], self.hidden_size) if h is None else h, []
+        for a in F.unbind(F.linear(x, weight_ih, bias_ih)):         # the input product of all steps is one
+            h = F.tanh(a + F.linear(h, weight_hh, bias_hh))
+            out.append(h)
+        return F.stack(out), h
+
+
+class LSTM(_Recurrent):
+    """With a = x[t] weight_ih' + bias_ih + h[t-1] weight_hh' + bias_hh in four blocks i, f, g, o:
+
+    c[t] = sigmoid(f) c[t-1] + sigmoid(i) tanh(g);  h[t] = sigmoid(o) tanh(c[t]).  Hochreiter and Schmidhuber 1997.
+    output (T, B, H), (h_n, c_n) = lstm(x (T, B, I), (h_0, c_0) or None), states (L, B, H); by hand lstm.forward(x, h_0, c_0)
+    """
+    GATES, STATES = 4, 2
+
+    def on_tensors(self, x, *states):
+        output, h_n, c_n = super().on_tensors(x, *(states[0] or () if len(states) == 1 else states))
+        return output, (h_n, c_n)
+
+    def run(self, layer, x, h, c):
+        weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
+        h, c = (_zeros(x[0], self.hidden_size) if state is None else state for state in (h, c))
+        out = []
+        for a in F.unbind(F.linear(x, weight_ih, bias_ih)):
+            h, c = _lstm_step(a, h, c, weight_hh, bias_hh)
+            out.append(h)
+        return F.stack(out), h, c
+
+
+class GRU(_Recurrent):
+    """The op of docs/gru.md, reset gate after the product: a whole sequence in one kernel.
+
+    output (T, B, H), h_n (L, B, H) = gru(x (T, B, I), h_0 (L, B, H) or None)
+    """
+    GATES = 3
+
+    def run(self, layer, x, h):
+        w_ih, w_hh, b_ih, b_hh = self.weights(layer)
+        output = autograd.apply(ops.GRU, x, h, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh)
+        return output, output[-1]

@@ -1,0 +1,509 @@
+"""Layers against their twins in PyTorch, on Tensors and by hand; the tree of modules; names, seeds and flat buffers."""
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyops import init, nn, optim
+from pyops.autograd import Tensor, no_grad
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def flat(value):
+    return [one for part in value for one in flat(part)] if isinstance(value, tuple | list) else [value]
+
+
+# ---- against PyTorch -------------------------------------------------------------------------------------------------
+
+@dataclass
+class Row:
+    """A layer, its twin (torch.nn -> module), and inputs; options: of the call, given to both."""
+    name: str
+    make: Any
+    twin: Any
+    inputs: tuple
+    options: dict = field(default_factory=dict)
+    twin_inputs: Any = lambda *inputs: inputs
+    twin_options: dict | None = None
+    output: Any = lambda y: y               # what of the twin's output ours is
+    no_gradient: tuple = ()                 # parameters whose gradient is 0
+
+
+IDS, LABELS = np.array([[3, 1], [0, 3], [6, 6]], np.int32), np.array([2, 0, -100, 1], np.int32)
+MASK = np.tril(np.ones((5, 5), bool))
+TABLE = [
+    Row('linear', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(4, 7),)),
+    Row('linear-of-sequences', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(3, 4, 7),)),
+    Row('linear-without-bias', lambda: nn.Linear(7, 5, bias=False), lambda t: t.Linear(7, 5, bias=False), (normal(4, 7),)),
+    Row('relu', nn.ReLU, lambda t: t.ReLU(), (normal(4, 7),)),
+    Row('tanh', nn.Tanh, lambda t: t.Tanh(), (normal(4, 7),)),
+    Row('sigmoid', nn.Sigmoid, lambda t: t.Sigmoid(), (normal(4, 7),)),
+    Row('softmax', nn.Softmax, lambda t: t.Softmax(-1), (normal(4, 7),)),
+    Row('flatten', nn.Flatten, lambda t: t.Flatten(), (normal(4, 7, 2, 3),)),
+    Row('identity', nn.Identity, lambda t: t.Identity(), (normal(4, 7),)),
+    Row('dropout-0', lambda: nn.Dropout(0.0), lambda t: t.Dropout(0.0), (normal(4, 7),)),
+    Row('layer_norm', lambda: nn.LayerNorm(9), lambda t: t.LayerNorm(9), (normal(3, 4, 9),)),
+    Row('layer_norm_1d', lambda: nn.LayerNorm1d(9, eps=0.1), lambda t: t.LayerNorm(9, eps=0.1), (normal(4, 9),)),
+    Row('batch_norm_1d', lambda: nn.BatchNorm1d(9), lambda t: t.BatchNorm1d(9), (normal(14, 9),)),
+    Row('embedding', lambda: nn.Embedding(7, 5), lambda t: t.Embedding(7, 5), (IDS,)),
+    Row('conv2d', lambda: nn.Conv2d(3, 4, 3), lambda t: t.Conv2d(3, 4, 3), (normal(2, 3, 6, 7),)),
+    Row('conv2d-stride-padding-dilation', lambda: nn.Conv2d(3, 4, (2, 3), 2, (1, 2), 2, bias=False),
+        lambda t: t.Conv2d(3, 4, (2, 3), 2, (1, 2), 2, bias=False), (normal(2, 3, 9, 8),)),
+    Row('sequential', lambda: nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
+        lambda t: t.Sequential(t.Linear(7, 6), t.Tanh(), t.BatchNorm1d(6), t.ReLU(), t.Linear(6, 3)), (normal(8, 7),)),
+    Row('cross_entropy', nn.CrossEntropyLoss, lambda t: t.CrossEntropyLoss(), (normal(4, 3), LABELS)),
+    Row('softmax_loss', nn.SoftmaxLoss, lambda t: t.CrossEntropyLoss(), (normal(4, 3), LABELS)),
+    Row('mse', nn.MSELoss, lambda t: t.MSELoss(), (normal(4, 3), normal(4, 3))),
+    Row('rnn_cell', lambda: nn.RNNCell(4, 5), lambda t: t.RNNCell(4, 5), (normal(3, 4), normal(3, 5))),
+    Row('rnn_cell-from-zeros', lambda: nn.RNNCell(4, 5), lambda t: t.RNNCell(4, 5), (normal(3, 4),),
+        no_gradient=('weight_hh',)),
+    Row('gru_cell', lambda: nn.GRUCell(4, 5), lambda t: t.GRUCell(4, 5), (normal(3, 4), normal(3, 5))),
+    Row('gru_cell-from-zeros', lambda: nn.GRUCell(4, 5), lambda t: t.GRUCell(4, 5), (normal(3, 4),),
+        no_gradient=('weight_hh',)),
+    Row('lstm_cell', lambda: nn.LSTMCell(4, 5), lambda t: t.LSTMCell(4, 5), (normal(3, 4), normal(3, 5), normal(3, 5)),
+        twin_inputs=lambda x, h, c: (x, (h, c))),
+    Row('lstm_cell-from-zeros', lambda: nn.LSTMCell(4, 5), lambda t: t.LSTMCell(4, 5), (normal(3, 4),),
+        no_gradient=('weight_hh',)),
+    Row('rnn', lambda: nn.RNN(4, 5, 2), lambda t: t.RNN(4, 5, 2), (normal(6, 3, 4), normal(2, 3, 5))),
+    Row('rnn-from-zeros', lambda: nn.RNN(4, 5), lambda t: t.RNN(4, 5), (normal(1, 3, 4),),
+        no_gradient=('weight_hh_l0',)),
+    Row('gru', lambda: nn.GRU(4, 5, 2), lambda t: t.GRU(4, 5, 2), (normal(6, 3, 4), normal(2, 3, 5))),
+    Row('gru-from-zeros', lambda: nn.GRU(4, 5), lambda t: t.GRU(4, 5), (normal(1, 3, 4),),
+        no_gradient=('weight_hh_l0',)),
+    Row('lstm', lambda: nn.LSTM(4, 5, 2), lambda t: t.LSTM(4, 5, 2), (normal(6, 3, 4), normal(2, 3, 5), normal(2, 3, 5)),
+        twin_inputs=lambda x, h, c: (x, (h, c))),
+    Row('lstm-from-zeros', lambda: nn.LSTM(4, 5), lambda t: t.LSTM(4, 5), (normal(1, 3, 4),),
+        no_gradient=('weight_hh_l0',)),
+    Row('attention', lambda: nn.MultiHeadAttention(8, 2), lambda t: t.MultiheadAttention(8, 2),
+        (normal(5, 3, 8), normal(6, 3, 8), normal(6, 3, 8)), output=lambda y: y[0]),
+    Row('attention-masked', lambda: nn.MultiHeadAttention(8, 4, bias=False), lambda t: t.MultiheadAttention(8, 4, bias=False),
+        (normal(5, 3, 8),), dict(attn_mask=MASK), lambda x: (x, x, x), dict(attn_mask=~MASK), lambda y: y[0]),
+    Row('encoder', lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0), lambda t: t.TransformerEncoderLayer(8, 2, 12, 0.0),
+        (normal(5, 3, 8),)),
+    Row('encoder-norm-first', lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, norm_first=True),
+        lambda t: t.TransformerEncoderLayer(8, 2, 12, 0.0, norm_first=True), (normal(5, 3, 8),),
+        dict(is_causal=True), twin_options=dict(src_mask=~MASK)),
+    Row('decoder', lambda: nn.TransformerDecoderLayer(8, 2, 12, 0.0), lambda t: t.TransformerDecoderLayer(8, 2, 12, 0.0),
+        (normal(5, 3, 8), normal(4, 3, 8)), dict(is_causal=True), twin_options=dict(tgt_mask=~MASK)),
+]
+
+
+def close(got, want, rtol=3e-5):
+    assert got.shape == want.shape and np.isfinite(got).all()
+    err = np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) + 1e-3)
+    assert err <= rtol, f'error {err:.2e} > {rtol:.0e}'
+
+
+def shaken(module):
+    """The module with parameters and statistics that are neither 0 nor 1."""
+    rng = np.random.default_rng(1)
+    state = module.state_dict()
+    for name, value in state.items():
+        noise = rng.standard_normal(value.shape) * 0.5
+        state[name] = (value + (np.abs(noise) if 'var' in name else noise)).astype(np.float32)
+    module.load_state_dict(state)
+    return module
+
+
+def run_twin(torch, row, module, training, dys):
+    """-> outputs, gradients of the inputs, gradients of the parameters by name, buffers by name, all numpy."""
+    twin = row.twin(torch.nn).double().train(training)
+    missing = twin.load_state_dict({name: torch.tensor(a).double() for name, a in module.state_dict().items()}, strict=False)
+    assert not missing.unexpected_keys and all('num_batches' in key for key in missing.missing_keys)
+    inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) if x.dtype == np.float32 else torch.tensor(x).long()
+              for x in row.inputs]
+    options = {name: torch.tensor(a) if isinstance(a, np.ndarray) else a
+               for name, a in (row.options if row.twin_options is None else row.twin_options).items()}
+    ys = flat(row.output(twin(*row.twin_inputs(*inputs), **options)))
+    torch.autograd.backward(ys, [torch.tensor(dy, dtype=torch.float64).reshape(y.shape) for dy, y in zip(dys, ys, strict=True)])
+    return ([y.detach().numpy() for y in ys], [x.grad.numpy() for x in inputs if x.requires_grad],
+            {name: p.grad.numpy() for name, p in twin.named_parameters()}, {n: b.numpy() for n, b in twin.named_buffers()})
+
+
+@pytest.mark.parametrize('training', [True, False], ids=['train', 'eval'])
+@pytest.mark.parametrize('row', TABLE, ids=lambda row: row.name)
+def test_forward_and_all_gradients_equal_torch_both_ways(row, training, torch):
+    module = shaken(row.make()).train(training)
+    before = copy.deepcopy(module)
+    leaves = [Tensor(x, requires_grad=x.dtype == np.float32) for x in row.inputs]
+    y = module(*leaves, **row.options)
+    dys = [normal(*one.shape) for one in flat(y)]
+    want_y, want_dx, want_dp, want_buffers = run_twin(torch, row, before, training, dys)
+    for one, want in zip(flat(y), want_y, strict=True):
+        close(one.numpy(), want)
+    total = sum((one * Tensor(dy)).sum() for one, dy in zip(flat(y), dys, strict=True))
+    total.backward()
+    for leaf, want in zip((leaf for leaf in leaves if leaf.requires_grad), want_dx, strict=True):
+        close(leaf.grad.numpy(), want, 1e-4)
+    grads = {name: p.grad.numpy().copy() for name, p in module.named_parameters()}
+    assert set(grads) == set(want_dp)
+    for name, want in want_dp.items():
+        close(grads[name], want, 1e-4)
+        assert np.abs(want).max() > 1e-4 or name in row.no_gradient, f'{name}: the check is vacuous'
+    for name, buffer in module.named_buffers():
+        close(buffer, want_buffers[name])
+    if not row.options:                     # by hand: the same bits, and parameter gradients add
+        module = before
+        module.zero_grad()
+        y2, ctx = module.forward(*row.inputs)
+        assert all((a == b.numpy().reshape(a.shape)).all() for a, b in zip(flat(y2), flat(y), strict=True))
+        shaped = [dy.reshape(a.shape) for dy, a in zip(dys, flat(y2), strict=True)]
+        dx = module.backward(nested(y2, iter(shaped)), ctx)
+        for one, want in zip([d for d in flat(dx) if d is not None], want_dx, strict=True):
+            close(one, want, 1e-4)
+        for name, p in module.named_parameters():
+            close(p.grad.numpy(), grads[name], 1e-6)
+        _, ctx = module.forward(*row.inputs)
+        module.backward(nested(y2, iter(shaped)), ctx)
+        for name, p in module.named_parameters():
+            close(p.grad.numpy(), 2 * grads[name], 1e-5)
+
+
+def nested(like, values):
+    return tuple(nested(one, values) for one in like) if isinstance(like, tuple) else next(values)
+
+
+def test_residual_adds_what_its_module_makes(torch):
+    block = shaken(nn.Residual(nn.Sequential(nn.Linear(6, 6), nn.Tanh())))
+    inner, x, dy = block.module, normal(4, 6), normal(4, 6)
+    leaf = Tensor(x, requires_grad=True)
+    y = block(leaf)
+    assert (y.numpy() == x + inner(Tensor(x)).numpy()).all()
+    (y * Tensor(dy)).sum().backward()
+    twin = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()).double()
+    twin.load_state_dict({name: torch.tensor(a).double() for name, a in inner.state_dict().items()})
+    t = torch.tensor(x).double().requires_grad_()
+    ((t + twin(t)) * torch.tensor(dy)).sum().backward()
+    close(leaf.grad.numpy(), t.grad.numpy())
+    y2, ctx = block.forward(x)
+    assert (y2 == y.numpy()).all() and (block.backward(dy, ctx) == leaf.grad.numpy()).all()
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+def test_dropout_is_another_mask_at_each_call_and_each_place():
+    model = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3))
+    one, other = model
+    x = np.ones((200, 100), np.float32)
+    y, again, elsewhere = one(Tensor(x)).numpy(), one(Tensor(x)).numpy(), other(Tensor(x)).numpy()
+    for mask in (y, again, elsewhere):
+        assert abs((mask > 0).mean() - 0.7) < 0.02 and (mask[mask > 0] == np.float32(1 / np.float32(0.7))).all()
+    assert 0.5 < (y == again).mean() < 0.66 and 0.5 < (y == elsewhere).mean() < 0.66       # 0.58 if they are independent
+    twin = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3))
+    assert (twin[0].forward(x)[0] == y).all() and (twin[0].forward(x)[0] == again).all()
+    assert (twin.reset_parameters(1)[0](Tensor(x)).numpy() != y).any()
+    assert one.count[0] == 2 and other.count[0] == 1
+
+
+def test_dropout_drops_the_same_of_the_gradient_even_if_it_ran_again():
+    layer, x = nn.Dropout(0.5), np.ones((30, 40), np.float32)
+    leaf = Tensor(x, requires_grad=True)
+    first = layer(leaf)
+    layer(leaf)
+    first.sum().backward()
+    assert (leaf.grad.numpy() == first.numpy()).all()
+    y, ctx = layer.forward(x)
+    layer.forward(x)
+    assert (layer.backward(x, ctx) == y).all() and (y != first.numpy()).any()
+
+
+def test_dropout_passes_everything_in_evaluation():
+    layer, x = nn.Dropout(0.5).eval(), Tensor(normal(3, 4))
+    assert layer(x) is x and layer.forward(x.numpy())[0] is not None and layer.count[0] == 0
+    with pytest.raises(ValueError, match='Dropout: p: want 0 <= p < 1, got 1'):
+        nn.Dropout(1)
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+class Net(nn.Module):
+    def __init__(self, backwards=False, sizes=(6, 5, 4)):
+        makers = {'first': lambda: nn.Linear(sizes[0], sizes[1]), 'norm': lambda: nn.BatchNorm1d(sizes[1]),
+                  'blocks': lambda: [nn.Residual(nn.Linear(sizes[1], sizes[1])) for _ in range(11)],
+                  'heads': lambda: {'a': nn.Linear(sizes[1], sizes[2]), 'b': nn.Linear(sizes[1], sizes[2])}}
+        for name in reversed(makers) if backwards else makers:
+            setattr(self, name, makers[name]())
+
+    def forward(self, x):
+        x = self.norm(self.first(x)).relu()
+        for block in self.blocks:
+            x = block(x)
+        return self.heads['a'](x) + self.heads['b'](x)
+
+
+def train(model, steps=5, make=lambda p: optim.Adam(p, 0.01, max_norm=1.0)):
+    rng, optimizer, loss_of = np.random.default_rng(3), make(model.parameters()), nn.SoftmaxLoss()
+    for _ in range(steps):
+        x, labels = rng.standard_normal((7, 6)).astype(np.float32), rng.integers(0, 4, 7).astype(np.int32)
+        optimizer.zero_grad()
+        loss_of(model(Tensor(x)), Tensor(labels)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_same_seed_layers_constructed_in_another_order_the_same_weights():
+    one, other = Net(), Net(backwards=True)
+    assert [name for name, _ in one.named_parameters()] != [name for name, _ in other.named_parameters()]
+    first, second = one.state_dict(), other.state_dict()
+    assert set(first) == set(second) and len(first) == 2 + 4 + 22 + 4
+    for name, value in first.items():
+        assert (value == second[name]).all(), name
+    assert (first['blocks.0.module.weight'] != first['blocks.1.module.weight']).any()
+    trained = train(one), train(other)
+    for name, value in trained[0].items():
+        assert (value == trained[1][name]).all(), name
+        assert (value != first[name]).any(), name
+
+
+def test_layers_made_and_even_used_before_the_tree_is_whole():
+    def layers():
+        return nn.Linear(4, 4), nn.Linear(4, 4)
+    a, b = layers()
+    want = nn.Sequential(a, b).state_dict()
+    a, b = layers()
+    assert (b.weight.numpy() == a.weight.numpy()).all()             # both are called `weight`
+    model = nn.Sequential(a, b)
+    assert all((value == want[name]).all() for name, value in model.state_dict().items())
+    assert [p.name for p in model.parameters()] == list(want)
+    a, b = layers()
+    trained = a.weight.numpy() + 1
+    a.load_state_dict({'weight': trained, 'bias': np.ones(4)})
+    state = nn.Sequential(a, b).state_dict()
+    assert (state['0.weight'] == trained).all() and (state['1.weight'] == want['1.weight']).all()
+
+
+def test_initial_values_are_those_of_the_seed():
+    a, b, c = (Net().reset_parameters(seed) for seed in (0, 1, 1))
+    b.parameters()
+    assert (a.first.weight.numpy() == Net().first.weight.numpy()).all()
+    assert (a.first.weight.numpy() != b.first.weight.numpy()).any() and (b.first.weight.numpy() == c.first.weight.numpy()).all()
+    a.reset_parameters(1)
+    assert all((value == b.state_dict()[name]).all() for name, value in a.state_dict().items())
+    bound = np.sqrt(6 / 100)
+    weight, bias = (p.numpy() for p in nn.Linear(100, 200).parameters())
+    assert 0.99 * bound < np.abs(weight).max() <= bound and not bias.any()
+
+
+def test_all_parameters_and_their_gradients_lie_in_one_buffer():
+    model = Net()
+    params = model.params
+    assert params.count() == sum(p.size for p in model.parameters()) and len(params) == len(model.parameters())
+    for p in model.parameters():
+        for tensor, whole in ((p, params.values), (p.grad, params.grads)):
+            array = tensor.numpy()
+            assert whole.ctypes.data <= array.ctypes.data < whole.ctypes.data + whole.nbytes
+    nn.SoftmaxLoss()(model(Tensor(normal(7, 6))), Tensor(np.arange(7) % 4)).backward()
+    assert all(p.grad.numpy().any() for n, p in model.named_parameters() if n != 'first.bias')     # the norm takes it away
+    assert params.grads.any()
+    model.zero_grad()
+    assert not params.grads.any() and len(optim.SGD(model.parameters())._units) == 1
+    used_before = nn.Linear(3, 3)
+    used_before.parameters()
+    with pytest.raises(ValueError, match='params: the parameters lie in 2 buffers'):
+        _ = nn.Sequential(used_before, nn.Linear(3, 3)).params
+
+
+def test_a_parameter_in_two_places_is_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            self.embedding, self.out = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+            self.out.weight = self.embedding.weight
+
+        def forward(self, ids):
+            return self.out(self.embedding(ids))
+    model, ids = Tied(), Tensor(np.array([3, 5]))
+    assert [name for name, _ in model.named_parameters()] == ['embedding.weight']
+    model(ids).sum().backward()
+    e, w = np.zeros((9, 4)), model.embedding.weight.numpy().astype(np.float64)
+    e += w[[3, 5]].sum(0)
+    e[[3, 5]] += w.sum(0)
+    close(model.embedding.weight.grad.numpy(), e)
+
+
+def test_a_parameter_without_a_module_says_so():
+    with pytest.raises(RuntimeError, match=r'a parameter of shape \(3,\) belongs to no module yet'):
+        nn.Parameter((3,), init.zeros()).numpy()
+
+
+def test_parameters_of_given_values():
+    class Scale(nn.Module):
+        def __init__(self):
+            self.factor = nn.Parameter([1.5, 2.5])
+
+        def forward(self, x):
+            return x * self.factor
+    model = Scale()
+    assert model(Tensor([[2.0, 4.0]])).tolist() == [[3.0, 10.0]]
+    y, ctx = model.by_hand(np.ones((2, 2), np.float32))
+    assert y.tolist() == [[1.5, 2.5]] * 2
+    assert model.backward(np.array([[1, 2], [3, 4]], np.float32), ctx).tolist() == [[1.5, 5.0], [4.5, 10.0]]
+    assert model.factor.grad.tolist() == [4.0, 6.0] and model.factor.name == 'factor'
+
+
+def test_train_and_eval_reach_every_module():
+    model = Net()
+    assert model.eval() is model and not any(module.training for module in model.modules())
+    assert len(model.modules()) == 1 + 2 + 22 + 2
+    assert all(module.training for module in model.train().modules())
+
+
+def test_state_goes_out_and_in():
+    trained = Net()
+    state = train(trained)
+    assert 'norm.running_mean' in state and state['norm.running_mean'].any()
+    fresh = Net(backwards=True)
+    fresh.load_state_dict(state)
+    x = Tensor(normal(3, 6))
+    assert (fresh.eval()(x).numpy() == trained.eval()(x).numpy()).all()
+    state['first.bias'][...] = 7
+    assert not (trained.first.bias.numpy() == 7).any()              # it was a copy
+    for change, error, text in (({'x.y': 0}, KeyError, 'x.y: the module has no such parameter'),
+                                ({'first.bias': np.zeros(9)}, ValueError, r'first.bias: want shape \(5,\), got \(9,\)')):
+        with pytest.raises(error, match=text):
+            fresh.load_state_dict(state | change)
+    del state['heads.b.bias']
+    with pytest.raises(KeyError, match='heads.b.bias: missing in the state'):
+        fresh.load_state_dict(state)
+    assert not (fresh.first.bias.numpy() == 7).any()                # nothing was changed
+
+
+def test_a_copy_of_a_model_is_a_model_of_its_own():
+    model = Net()
+    train(model)
+    for twin in (copy.deepcopy(model), copy.deepcopy(Net())):
+        assert twin.root() is twin and twin.blocks[3].root() is twin
+    twin = copy.deepcopy(model)
+    before = model.state_dict()
+    assert all((value == before[name]).all() for name, value in twin.state_dict().items())
+    train(twin)
+    assert all((value == before[name]).all() for name, value in model.state_dict().items())
+    assert (twin.first.weight.numpy() != before['first.weight']).any() and len(twin.params) == len(model.params)
+
+
+def test_modules_are_printed_as_a_tree():
+    assert repr(nn.Sequential(nn.Linear(3, 4, bias=False), nn.Residual(nn.ReLU()), nn.Dropout(0.1))) == '''Sequential(
+  (0): Linear(3, 4, bias=False)
+  (1): Residual(
+    (module): ReLU()
+  )
+  (2): Dropout(p=0.1)
+)'''
+    assert repr(nn.Conv2d(1, 2, 3, padding=1)) == 'Conv2d(1, 2, kernel_size=(3, 3), padding=1)'
+
+
+@pytest.mark.parametrize('call', [lambda model, x: model(Tensor(x)), lambda model, x: model.forward(x)],
+                         ids=['tensors', 'by hand'])
+@pytest.mark.parametrize('model, shape, error, text', [
+    (lambda: nn.Sequential(nn.ReLU(), nn.Linear(7, 5)), (4, 8), ValueError,
+     r'^1: Linear\(7, 5\): x: want shape \(4, 7\), got \(4, 8\)'),
+    (lambda: nn.Linear(7, 5), (4, 8), ValueError, r'^Linear\(7, 5\): x: want shape'),
+    (lambda: nn.BatchNorm1d(7), (4, 8), ValueError, r'^BatchNorm1d\(7\): x: want shape \(4, 7\), got \(4, 8\)'),
+    (lambda: nn.BatchNorm1d(7), (1, 7), ValueError, r'^BatchNorm1d\(7\): .*R=1, want at least 2 rows in training'),
+    (lambda: nn.LayerNorm(7), (4, 8), ValueError, r'^LayerNorm\(7\): x: want shape'),
+    (lambda: nn.GRU(7, 5), (3, 4, 8), ValueError, r'^GRU\(7, 5\): x: want shape \(T, B, 7\) with T >= 1, got \(3, 4, 8\)'),
+    (lambda: nn.LSTM(7, 5), (0, 4, 7), ValueError, r'^LSTM\(7, 5\): x: want shape'),
+    (lambda: nn.MultiHeadAttention(8, 2), (3, 4, 9), ValueError, r'^MultiHeadAttention\(8, 2\): query: want shape \(T, 4, 8\)'),
+    (lambda: nn.Conv2d(3, 4, 3), (2, 5, 6, 6), ValueError, r'^Conv2d\(3, 4, kernel_size=\(3, 3\)\): conv2d: want'),
+])
+def test_errors_name_the_layer(call, model, shape, error, text):
+    with pytest.raises(error, match=text):
+        call(model(), normal(*shape))
+
+
+def test_other_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match=r'Embedding\(7, 5\): .*ids\[1\]=9, want 0 to 6'):
+        nn.Embedding(7, 5)(Tensor(np.array([3, 9])))
+    with pytest.raises(ValueError, match='embed_dim 8 is no multiple of num_heads 3'):
+        nn.MultiHeadAttention(8, 3)
+    with pytest.raises(ValueError, match='num_layers: want 1 or more, got 0'):
+        nn.GRU(3, 4, 0)
+    with pytest.raises(ValueError, match=r'GRU\(3, 4\): state: want shape \(1, 5, 4\), got \(5, 4\)'):
+        nn.GRU(3, 4)(Tensor(normal(2, 5, 3)), Tensor(normal(5, 4)))
+    with pytest.raises(ValueError, match=r'MSELoss\(\): target: want shape \(3,\), got \(1,\)'):
+        nn.MSELoss()(Tensor(normal(3)), Tensor(normal(1)))
+    with pytest.raises(NotImplementedError, match=r'Module.forward\(x\)'):
+        nn.Module()(Tensor(normal(3)))
+    with pytest.raises(TypeError, match='by hand there are no named arguments, got is_causal'):
+        nn.TransformerEncoderLayer(8, 2).forward(normal(3, 2, 8), is_causal=True)
+
+
+# ---- optimisers on Tensors -------------------------------------------------------------------------------------------
+
+OPTIMISERS = [(lambda p: optim.SGD(p, 0.1, 0.9, 0.01), lambda t, p: t.SGD(p, 0.1, 0.9, weight_decay=0.01), None),
+              (lambda p: optim.Adam(p, 0.01, weight_decay=0.01), lambda t, p: t.Adam(p, 0.01, weight_decay=0.01), None),
+              (lambda p: optim.Adam(p, 0.01, max_norm=0.1), lambda t, p: t.Adam(p, 0.01), 0.1)]
+
+
+@pytest.mark.parametrize('which', ['module', 'part', 'frozen', 'alone'])
+@pytest.mark.parametrize('make, twin, max_norm', OPTIMISERS, ids=['sgd', 'adam', 'adam-clipped'])
+def test_optimisers_train_tensors_as_torch_does(make, twin, max_norm, which, torch):
+    """All of a module, one layer of it, all but a frozen one, and Tensors that belong to no module, one without a gradient."""
+    rng = np.random.default_rng(5)
+    start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (('0.weight', (5, 6)), ('0.bias', (5,)),
+                                                                                      ('1.weight', (4, 5)), ('1.bias', (4,)))}
+    theirs = {name: torch.tensor(value).double().requires_grad_() for name, value in start.items()}
+    if which == 'alone':
+        ours = {name: Tensor(value, requires_grad=True) for name, value in start.items()}
+        trained, expected = [*ours.values(), Tensor(normal(3), requires_grad=True)], [*theirs.values()]
+    else:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+        model.load_state_dict(start)
+        ours = dict(model.named_parameters())
+        if which == 'frozen':
+            ours['1.weight'].requires_grad_(False)
+            theirs['1.weight'].requires_grad_(False)
+        trained = model[1].parameters() if which == 'part' else model.parameters()
+        expected = [theirs[name] for name in ours if which != 'part' or name[0] == '1']
+        expected = [one for one in expected if one.requires_grad]
+    optimizer, reference = make(trained), twin(torch.optim, expected)
+    for _ in range(5):
+        x, dy = rng.standard_normal((7, 6)).astype(np.float32), rng.standard_normal((7, 4)).astype(np.float32)
+        optimizer.zero_grad()
+        y = (Tensor(x) @ ours['0.weight'].T + ours['0.bias']).tanh() @ ours['1.weight'].T + ours['1.bias']
+        (y * Tensor(dy)).sum().backward()
+        optimizer.step()
+        reference.zero_grad()
+        hidden = torch.tanh(torch.tensor(x).double() @ theirs['0.weight'].T + theirs['0.bias'])
+        y = hidden @ theirs['1.weight'].T + theirs['1.bias']
+        (y * torch.tensor(dy)).sum().backward()
+        if max_norm:
+            norm = torch.nn.utils.clip_grad_norm_(expected, max_norm)
+            close(optimizer.norm, norm.reshape(1).numpy())
+        reference.step()
+    for name, one in theirs.items():
+        assert np.abs(ours[name].numpy() - one.detach().numpy()).max() <= 2e-5, name
+        assert (ours[name].numpy() != start[name]).any() == (any(one is other for other in expected))
+
+
+def test_an_optimiser_says_when_there_is_nothing_to_train():
+    model = nn.Linear(3, 4)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match='optimizer: got 2 parameters, and none requires a gradient'):
+        optim.SGD(model.parameters())
+    assert model.weight.grad is None
+    with pytest.raises(TypeError, match='optimizer: want contiguous float32 Tensors'):
+        optim.SGD([Tensor(normal(4, 4), requires_grad=True).detach().T.requires_grad_()])
+
+
+def test_an_old_graph_notices_that_an_optimiser_changed_its_parameters():
+    model = nn.Linear(3, 4)
+    x = Tensor(normal(2, 3), requires_grad=True)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    optim.SGD(model.parameters()).step()
+    with pytest.raises(RuntimeError, match='changed in place after'):
+        loss.backward()
+
+
+def test_no_graph_is_kept_without_gradients():
+    model = Net().eval()
+    with no_grad():
+        assert not model(Tensor(normal(3, 6))).requires_grad
