@@ -1,0 +1,112 @@
+"""What the programs on digits share: flags, loading, training by a plan, the lines of an epoch, evaluation, the report.
+
+A program brings a training step and a way to predict.  Nothing large is imported until flags have been read.
+"""
+from pyops.training import (
+    ArgumentParser,
+    Progress,
+    add_gpu_flag,
+    add_plan_flags,
+    asks_for_plan,
+    check_gpu,
+    int_up_to,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
+
+
+def parser(program, description, hidden, hidden_help):
+    """The flags that every program on digits has; `hidden` is the default of --hidden."""
+    p = ArgumentParser(prog=f'python -m {program}', description=description)
+    p.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N', help='epochs (default 10)')
+    p.add_argument('-l', '--lr', type=positive_float, default=0.001, metavar='X', help='learning rate of Adam (default 0.001)')
+    p.add_argument('-b', '--batch-size', type=positive_int, default=100, metavar='N', help='images a step (default 100)')
+    add_gpu_flag(p)
+    p.add_argument('--hidden', type=int_up_to(65536), default=hidden, metavar='N', help=f'{hidden_help} (default {hidden})')
+    p.add_argument('--seed', type=non_negative_int, default=0, metavar='N', help='of weights and data order (default 0)')
+    p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='results do not depend on it (default: all cores)')
+    p.add_argument('--data-dir', metavar='DIR', help='where to look for MNIST (default $PYOPS_DATA, then ./data)')
+    p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
+    p.add_argument('--report', metavar='FILE', help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
+    p.add_argument('--quiet', action='store_true', help='do not list the actions')
+    add_plan_flags(p)
+    return p
+
+
+def load(args, module):
+    """-> Digits, after the lines about them.  `module`, with all that it imports, is loaded meanwhile."""
+    check_gpu(args)
+    if args.report:
+        from mnist import report
+        report.check(args.report)
+
+    import importlib
+    from concurrent.futures import ThreadPoolExecutor
+
+    from pyops.data import mnist
+
+    # zlib lets other threads run: the images are inflated while modules and the library are loaded
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(mnist.load, args.data_dir, args.embedded)
+        importlib.import_module(module)
+        from pyops import backend
+        backend.isa()
+    if args.threads:
+        backend.set_threads(args.threads)
+    digits = loading.result()
+    if digits.line:
+        print(digits.line)
+    print(f'images magic : {digits.images_magic}\nlabel magic : {digits.labels_magic}\n'
+          f'lables_num : {len(digits.train_labels)}\ndata loaded.', flush=True)
+    return digits
+
+
+def train(args, digits, optimizer, params, step, predict, prepare=None, **inputs):
+    """Train and evaluate, or tell what the flags ask about a step.  -> whether all epochs were done
+
+    step(rows) -> the loss, an array: one training step that can be recorded, and what `inputs` name outlives it
+    predict(images, classes): write the class of each image, (N, 784) uint8, into classes (N,) int32
+    prepare(rows, epoch): what is done before each step and not recorded
+    """
+    import numpy as np
+
+    from pyops import fit, plan
+    from pyops.data.batches import epoch_order
+
+    (images, _), (evaluated, labels) = digits.parts()
+    run, losses, predictions = fit.Run(args.seed, args.batch_size), [], np.zeros(len(evaluated), np.int32)
+    first_batch = epoch_order(len(images), args.seed, 0)[:args.batch_size]
+    planned = plan.Steps(step, params, **inputs, **optimizer.arrays())
+    if asks_for_plan(args):
+        plan.tell(args, planned.plan(first_batch))
+        return False
+    run_step = step if args.no_plan else planned
+
+    def train_step(rows):
+        if prepare:
+            prepare(rows, run.epoch)
+        return float(run_step(rows)[0]), len(rows), optimizer.clipped()
+
+    def validate():
+        predict(evaluated, predictions)
+        return {'correct': int((predictions == labels).sum())}
+
+    def progress(epoch, total, initial):
+        return Progress(total, 'images', initial, lines=0)
+
+    def epoch_line(values):
+        losses.append(values['loss'])
+        return (f'epoch : {values["epoch"] - 1} [{len(images)}/{len(images)}] loss : {values["loss"]:.6f}\n'
+                f'evaluating :  [{len(predictions)}/{len(predictions)}] correct : {values["correct"]}')
+
+    if not (args.quiet or args.no_plan):
+        print(planned.plan(first_batch).listing())
+    done = fit.fit(run, len(images), args.epochs, train_step, validate=validate, line=epoch_line, progress=progress)
+    if args.report:
+        from mnist import report
+        if not losses:
+            validate()
+        report.draw(args.report, losses, evaluated, labels, predictions)
+        print(f'report drawn : {args.report}')
+    return done
