@@ -147,7 +147,7 @@ def test_forward_and_all_gradients_equal_torch_both_ways(row, training, torch):
     for name, want in want_dp.items():
         close(grads[name], want, 1e-4)
         assert np.abs(want).max() > 1e-4 or name in row.no_gradient, f'{name}: the check is vacuous'
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.named_buffers(persistent=True):
         close(buffer, want_buffers[name])
     if not row.options:                     # by hand: the same bits, and parameter gradients add
         module = before

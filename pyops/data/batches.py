@@ -31,7 +31,7 @@ def epoch_end(n, batch_size, start=0, drop_last=False):
     return n - (n - start) % batch_size if drop_last else n
 
 
-def gather_pixels(table, rows, scale=1 / 255, name='images'):
+def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
     """Rows of a table (N, C) uint8 as floats, (B, C) float32 from 0 to 1.  ValueError for a row outside the table."""
     (N, C), B = table.shape, len(rows)
     y = backend.empty((B, C), name=name)

@@ -1,8 +1,8 @@
 """Modules made of modules, whose backward by hand is their forward from the last line to the first."""
-from pyops import functional as F
+from pyops import ops
+from pyops.autograd import apply
 from pyops.backend import empty, launch
 from pyops.nn.module import Layer
-from pyops.ops import Residual as ResidualOp
 
 
 def _by_hand(module, *inputs):
@@ -54,15 +54,18 @@ class Residual(Layer):
         self.module = module
 
     def on_tensors(self, x):
-        return F.residual(x, self.module(x))
+        return apply(self._op(), x, self.module(x))
+
+    def _op(self):
+        return ops.Residual(name=self._path or 'residual')
 
     def by_hand(self, x):
         branch, c = _by_hand(self.module, x)
-        y, _ = ResidualOp(name=f'{self._path}.residual' if self._path else 'residual').forward(x, branch)
+        y, _ = self._op().forward(x, branch)
         return y, c
 
     def backward(self, dy, ctx):
         dbranch = self.module.backward(dy, ctx)
-        dx = empty(dy.shape, name=f'{self._path}.dx' if self._path else 'residual.dx')
+        dx = empty(dy.shape, name=f'{self._path or "residual"}.dx')
         launch('residual', dx, dy, dbranch, None, dx.size, 0.0, 0)
         return dx

@@ -97,7 +97,8 @@ class Dropout(Layer):
     def __init__(self, p=0.5):
         if not 0 <= p < 1:
             raise ValueError(f'Dropout: p: want 0 <= p < 1, got {p}')
-        self.p, self.count = p, backend.zeros(1, np.int64)
+        self.p = p
+        self.register_buffer('count', backend.zeros(1, np.int64), persistent=False)
 
     def _op(self):
         if self._path is None:

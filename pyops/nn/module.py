@@ -250,15 +250,16 @@ class Module:
         for parameter in self.parameters():
             parameter.zero_grad()
 
-    def register_buffer(self, name, array):
-        """Make a numpy array, such as a running mean, part of the state that is saved."""
+    def register_buffer(self, name, array, persistent=True):
+        """Say that an attribute is a numpy array that changes from step to step, such as a running mean; persistent: it is
+        part of the state that is saved."""
         setattr(self, name, array)
-        self.__dict__.setdefault('_buffers', []).append(name)
+        self.__dict__.setdefault('_buffers', {})[name] = persistent
 
-    def named_buffers(self):
-        """[(name, array)] of the tree."""
+    def named_buffers(self, persistent=False):
+        """[(name, array)] of the tree: all of them, or those that are saved."""
         return [(f'{prefix}.{name}' if prefix else name, getattr(module, name)) for prefix, module in self.named_modules()
-                for name in vars(module).get('_buffers', ())]
+                for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent]
 
     def state_dict(self):
         """{name: a copy} of all parameters and buffers."""
@@ -281,7 +282,8 @@ class Module:
             parameter.array.buffer.version += 1
 
     def _places(self):
-        return {name: parameter.by_hand().value for name, parameter in self.named_parameters()} | dict(self.named_buffers())
+        return {name: parameter.by_hand().value for name, parameter in self.named_parameters()} \
+            | dict(self.named_buffers(persistent=True))
 
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = type(self).__new__(type(self))
