@@ -1,0 +1,105 @@
+"""Train an MLPResNet on handwritten digits: layers on Tensors, gradients from the tape, and every step replayed from its plan.
+
+    python -m mnist.resnet                          10 epochs; MNIST where it is found, else the embedded digits
+    python -m mnist.resnet --norm layer --hidden 150 --augment crop
+    python -m mnist.resnet --plan                   every kernel of a training step
+"""
+import argparse
+
+from mnist import program
+from pyops.errors import UserError, exits_cleanly
+from pyops.training import fraction, int_up_to, non_negative_float
+
+PROGRAM = 'mnist.resnet'
+AUGMENTATIONS = 'flip', 'crop'
+PADDING = 3             # pixels that --augment crop shifts an image by, at most
+CHUNK = 1000            # images evaluated at once
+
+
+def augmentations(text):
+    """An argparse type: names of AUGMENTATIONS with commas between."""
+    names = text.split(',')
+    if not set(names) <= set(AUGMENTATIONS) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f'want {" or ".join(AUGMENTATIONS)}, or both with a comma between, got {text!r}')
+    return names
+
+
+def parse(argv):
+    p = program.parser(PROGRAM, 'Train an MLPResNet on handwritten digits.', 100, 'units between blocks')
+    p.add_argument('--blocks', type=int_up_to(1000), default=3, metavar='N', help='residual blocks (default 3)')
+    p.add_argument('--norm', choices=('batch', 'layer'), default='batch', help='norm behind a linear layer (default batch)')
+    p.add_argument('--dropout', type=fraction, default=0.1, metavar='P', help='share of zeros within a block (default 0.1)')
+    p.add_argument('--weight-decay', type=non_negative_float, default=0.0001, metavar='X',
+                   help='pull of all weights to 0 (default 0.0001)')
+    p.add_argument('--augment', type=augmentations, default=[], metavar='NAMES',
+                   help='train on images that are changed at random: flip, crop or flip,crop')
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    digits = program.load(args, 'mnist.mlp_resnet')
+
+    import numpy as np
+
+    from mnist.mlp_resnet import MLPResNet
+    from pyops import nn, plan
+    from pyops.autograd import Tensor, no_grad
+    from pyops.backend import launch
+    from pyops.data import MNISTDataset, RandomCrop, RandomFlipHorizontal
+    from pyops.data.batches import gather, gather_pixels
+    from pyops.ndarray import from_numpy
+    from pyops.optim import Adam
+
+    # data
+    (images, labels), _ = digits.parts()
+    if args.norm == 'batch' and 1 in (args.batch_size, len(images) % args.batch_size):
+        raise UserError(f'-b {args.batch_size}: leaves a batch of one image of {len(images)}, and one has no variance; '
+                        'give another size, or --norm layer')
+    label_table = labels.reshape(-1, 1)
+    transforms = {'flip': RandomFlipHorizontal(0.5), 'crop': RandomCrop(PADDING)}
+    dataset = MNISTDataset.of(images, labels, [transforms[name] for name in args.augment])
+    changed = np.zeros((min(args.batch_size, len(images)), images.shape[1]), np.float32)        # a batch, transformed
+
+    # model
+    model = MLPResNet(images.shape[1], args.hidden, args.blocks, norm=args.norm, dropout=args.dropout)
+    model.reset_parameters(args.seed)
+    loss_of, one = nn.SoftmaxLoss(), np.ones((), np.float32)
+    optimizer = Adam(model.params, args.lr, weight_decay=args.weight_decay)
+
+    # training
+    def prepare(rows, epoch):
+        changed[:len(rows)] = dataset.batch(rows, args.seed, epoch)[0].reshape(len(rows), -1)
+
+    def step(rows):
+        model.params.zero_grads()
+        x = changed[:len(rows)] if args.augment else gather_pixels(images, rows)
+        y = gather(label_table, rows, name='labels').reshape(-1)
+        loss = loss_of(model(Tensor(from_numpy(x))), Tensor(from_numpy(y)))
+        plan.boundary()
+        loss.backward(Tensor(from_numpy(one)))
+        optimizer.step()
+        return loss.numpy().reshape(1)
+
+    def predict(images, classes):
+        model.eval()
+        with no_grad():
+            for first in range(0, len(images), CHUNK):
+                rows = np.arange(first, min(first + CHUNK, len(images)))
+                logits = model(Tensor(from_numpy(gather_pixels(images, rows)))).numpy()
+                launch('argmax', classes[first:first + CHUNK], logits, *logits.shape)
+        model.train()
+
+    inputs = dict(images=images, label_table=label_table, one=one) | dict(model.named_buffers())
+    if args.augment:
+        inputs['changed'] = changed
+    done = program.train(args, digits, optimizer, model.params, step, predict, prepare if args.augment else None, **inputs)
+    if done and len(digits.train_images) > len(images):         # MNIST itself, whose test file has not been looked at
+        classes = np.zeros(len(digits.test_images), np.int32)
+        predict(digits.test_images, classes)
+        print(f'test file :  [{len(classes)}/{len(classes)}] correct : {(classes == digits.test_labels).sum()}')
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        main()
