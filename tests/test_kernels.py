@@ -338,6 +338,13 @@ def test_the_optimiser_gives_the_same_bits_for_any_number_of_threads():
     assert all((v == results[0][0]).all() and n == results[0][1] for v, n in results)
 
 
+def test_tick_gives_each_number_once():
+    counter, seen = np.array([5]), np.zeros(3, np.int64)
+    for i in range(3):
+        backend.launch('tick', seen[i:i + 1], counter)
+    assert seen.tolist() == [6, 7, 8] and counter[0] == 8
+
+
 @pytest.mark.parametrize('make, sigma, bound', [
     (init.constant(1.5), 0, 1.5), (init.zeros(), 0, 0), (init.ones(), 0, 1), (init.uniform(-3, 3), 3 ** 0.5, 3),
     (init.normal(0.2), 0.2, None),
