@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pyops import init, nn, optim
-from pyops.autograd import Tensor, no_grad
+from pyops.autograd import Tensor, grad, no_grad
 
 RNG = np.random.default_rng(0)
 
@@ -184,6 +184,44 @@ def test_residual_adds_what_its_module_makes(torch):
     close(leaf.grad.numpy(), t.grad.numpy())
     y2, ctx = block.forward(x)
     assert (y2 == y.numpy()).all() and (block.backward(dy, ctx) == leaf.grad.numpy()).all()
+
+
+@pytest.mark.parametrize('is_causal', [False, True])
+def test_attention_to_sentences_of_unlike_lengths(is_causal, torch):
+    """With lengths, with the mask that says the same, and PyTorch's with padding."""
+    layer, x = shaken(nn.MultiHeadAttention(8, 2)), normal(5, 3, 8)
+    lengths = np.array([5, 2, 4], np.int32)
+    seen = np.broadcast_to(np.arange(5) < lengths[:, None, None], (3, 5, 5))
+    dy, found = normal(5, 3, 8), []
+    for options in (dict(lengths=lengths), dict(attn_mask=seen)):
+        leaf = Tensor(x, requires_grad=True)
+        layer.zero_grad()
+        y = layer(leaf, is_causal=is_causal, **options)
+        (y * Tensor(dy)).sum().backward()
+        found.append([y.numpy(), leaf.grad.numpy(), *(p.grad.numpy().copy() for p in layer.parameters())])
+    twin = torch.nn.MultiheadAttention(8, 2).double()
+    twin.load_state_dict({name: torch.tensor(value).double() for name, value in layer.state_dict().items()})
+    t = torch.tensor(x).double().requires_grad_()
+    y, _ = twin(t, t, t, key_padding_mask=torch.tensor(~seen[:, 0]), attn_mask=torch.tensor(~MASK) if is_causal else None)
+    (y * torch.tensor(dy)).sum().backward()
+    named = dict(twin.named_parameters())
+    want = [y.detach().numpy(), t.grad.numpy(), *(named[name].grad.numpy() for name, _ in layer.named_parameters())]
+    for one, other, right in zip(*found, want, strict=True):
+        close(one, right, 1e-4)
+        close(other, right, 1e-4)
+    with pytest.raises(ValueError, match='want lengths or attn_mask, got both'):
+        layer(Tensor(x), lengths=lengths, attn_mask=MASK)
+
+
+@pytest.mark.parametrize('make', [lambda: nn.MultiHeadAttention(8, 2, dropout=0.5), lambda: nn.GRU(8, 6, 2, 0.5),
+                                  lambda: nn.LSTM(8, 6, 2, 0.5), lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.5)])
+def test_layers_with_dropout_inside_drop_in_training_alone(make):
+    layer, plain, x = make(), make(), Tensor(normal(5, 3, 8))
+    first, second = (flat(layer(x))[0].numpy() for _ in range(2))
+    still = flat(layer.eval()(x))[0].numpy()
+    assert (first != second).any() and (first != still).any()
+    assert (still == flat(layer(x))[0].numpy()).all() and (still == flat(plain.eval()(x))[0].numpy()).all()
+    assert (flat(plain.train()(x))[0].numpy() == first).all()
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
@@ -507,3 +545,17 @@ def test_no_graph_is_kept_without_gradients():
     model = Net().eval()
     with no_grad():
         assert not model(Tensor(normal(3, 6))).requires_grad
+
+
+def test_gradients_of_parameters_can_be_asked_for_and_differentiated_again():
+    class Square(nn.Module):
+        def __init__(self):
+            self.w = nn.Parameter([3.0, -2.0])
+
+        def forward(self, x):
+            return (x * self.w * self.w * self.w).sum()
+    model = Square()
+    first, = grad(model(Tensor([1.0, 2.0])), [model.w], create_graph=True)
+    assert first.tolist() == [27.0, 24.0] and not model.w.grad.numpy().any()
+    second, = grad(first.sum(), [model.w])
+    assert second.tolist() == [18.0, -24.0]

@@ -1,7 +1,10 @@
 """Attention and the layers of a transformer, on time-major sequences (T, B, E).  Vaswani et al. 2017, arXiv:1706.03762.
 Names and shapes of parameters are PyTorch's."""
+import numpy as np
+
 from pyops import functional as F
-from pyops import init
+from pyops import init, ops
+from pyops.autograd import Tensor, apply
 from pyops.nn.layers import Dropout, LayerNorm, Linear
 from pyops.nn.module import Layer, Parameter
 
@@ -9,8 +12,9 @@ from pyops.nn.module import Layer, Parameter
 class MultiHeadAttention(Layer):
     """y = out_proj of softmax(q k' / sqrt(E / heads)) v in each head;  query (L, B, E), key and value (S, B, E) -> y (L, B, E).
 
-    attn_mask: (L, S), or (B, L, S) for all heads of a sentence: bool, True where a query may see a key, or float32, added.
-    is_causal: query i sees keys 0 to i.  dropout: of y, in training
+    is_causal: query i sees keys 0 to i + S - L.  lengths (B,) int32: the keys of a sentence that are not padding
+    attn_mask: (L, S), or (B, L, S) for all heads of a sentence: bool, True where a query may see a key, or float32, added;
+    with it the scores lie in memory, else docs/attention.md says how they do not.  dropout: of the weights, in training
     in_proj_weight (3E, E) and in_proj_bias (3E,) hold those of query, key and value, one under another.
     """
 
@@ -23,25 +27,37 @@ class MultiHeadAttention(Layer):
         self.out_proj = Linear(embed_dim, embed_dim, bias)
         self.dropout = Dropout(dropout)
 
-    def _heads(self, x, which):
-        """The part of a projection that belongs to query, key or value (0, 1, 2) -> (B, heads, T, E / heads)"""
-        E, heads, (T, B, _) = self.embed_dim, self.num_heads, x.shape
-        rows = slice(which * E, (which + 1) * E)
-        y = F.linear(x, self.in_proj_weight[rows], None if self.in_proj_bias is None else self.in_proj_bias[rows])
-        return y.reshape(T, B, heads, E // heads).permute(1, 2, 0, 3)
+    def _project(self, x, which):
+        """x as query, key or value: 0, 1, 2."""
+        rows = slice(which * self.embed_dim, (which + 1) * self.embed_dim)
+        return F.linear(x, self.in_proj_weight[rows], None if self.in_proj_bias is None else self.in_proj_bias[rows])
 
-    def on_tensors(self, query, key=None, value=None, attn_mask=None, is_causal=False):
+    def _masked(self, q, k, v, mask, is_causal):
+        """Attention by a formula that any mask can be put into."""
+        heads, (L, B, E), S = self.num_heads, q.shape, k.shape[0]
+        q, k, v = (x.reshape(x.shape[0], B, heads, E // heads).permute(1, 2, 0, 3) for x in (q, k, v))
+        mask = np.asarray(mask)
+        added = np.where(mask, 0, -np.inf) if mask.dtype.kind in 'bi' else mask
+        if is_causal:
+            added = added + np.where(np.tril(np.ones((L, S), bool), S - L), 0, -np.inf)
+        scores = q @ k.transpose(-1, -2) * (E // heads) ** -0.5 + Tensor(added[:, None] if added.ndim == 3 else added)
+        return (self.dropout(F.softmax(scores)) @ v).permute(2, 0, 1, 3).reshape(L, B, E)
+
+    def on_tensors(self, query, key=None, value=None, attn_mask=None, is_causal=False, lengths=None):
         key = query if key is None else key
         value = key if value is None else value
         for name, x in (('query', query), ('key', key), ('value', value)):
             if x.ndim != 3 or x.shape[1:] != (query.shape[1], self.embed_dim):
                 raise ValueError(f'{name}: want shape (T, {query.shape[1] if query.ndim > 1 else "B"}, {self.embed_dim}), '
                                  f'got {x.shape}')
-        if attn_mask is not None and attn_mask.ndim == 3:
-            attn_mask = attn_mask[:, None]
-        q, k, v = (self._heads(x, which) for which, x in enumerate((query, key, value)))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal)               # (B, heads, L, E / heads)
-        return self.dropout(self.out_proj(y.permute(2, 0, 1, 3).reshape(*query.shape)))
+        if lengths is not None and attn_mask is not None:
+            raise ValueError('want lengths or attn_mask, got both')
+        q, k, v = (self._project(x, which) for which, x in enumerate((query, key, value)))
+        if attn_mask is not None:
+            return self.out_proj(self._masked(q, k, v, attn_mask, is_causal))
+        p, seed, step = self.dropout.draw()
+        op = ops.Attention(self.num_heads, is_causal, p, seed, self._path or 'attention')
+        return self.out_proj(apply(op, q, k, v, lengths, step))
 
     def settings(self):
         return f'{self.embed_dim}, {self.num_heads}'
@@ -54,7 +70,7 @@ class _TransformerLayer(Layer):
     """What encoder and decoder share: feed forward, and how a branch is added."""
 
     def __init__(self, d_model, nhead, dim_feedforward, dropout, norm_first):
-        self.self_attn = MultiHeadAttention(d_model, nhead)
+        self.self_attn = MultiHeadAttention(d_model, nhead, dropout)
         self.linear1, self.linear2 = Linear(d_model, dim_feedforward), Linear(dim_feedforward, d_model)
         self.dropout, self.norm_first = Dropout(dropout), norm_first
 
@@ -69,31 +85,42 @@ class _TransformerLayer(Layer):
 
 
 class TransformerEncoderLayer(_TransformerLayer):
-    """Self attention and feed forward, each with dropout, residual connection and layer norm;  x (T, B, d_model)."""
+    """Self attention and feed forward, each with dropout, residual connection and layer norm;  x (T, B, d_model).
+
+    mask, is_causal, lengths: what the positions of x see of each other, as in MultiHeadAttention
+    """
 
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, norm_first=False):
         super().__init__(d_model, nhead, dim_feedforward, dropout, norm_first)
         self.norm1, self.norm2 = LayerNorm(d_model), LayerNorm(d_model)
         self.dropout1, self.dropout2 = Dropout(dropout), Dropout(dropout)
 
-    def on_tensors(self, x, mask=None, is_causal=False):
-        x = self._add(x, lambda x: self.self_attn(x, attn_mask=mask, is_causal=is_causal), self.norm1, self.dropout1)
+    def on_tensors(self, x, mask=None, is_causal=False, lengths=None):
+        def attend(x):
+            return self.self_attn(x, attn_mask=mask, is_causal=is_causal, lengths=lengths)
+        x = self._add(x, attend, self.norm1, self.dropout1)
         return self._add(x, self._feed_forward, self.norm2, self.dropout2)
 
 
 class TransformerDecoderLayer(_TransformerLayer):
     """Self attention, attention to `memory`, the encoder's output (S, B, d_model), and feed forward;  x (T, B, d_model).
 
-    is_causal: position t of x sees positions 0 to t
+    mask, is_causal: what the positions of x see of each other;  memory_mask, memory_lengths: what they see of the memory; as
+    in MultiHeadAttention
     """
 
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, norm_first=False):
         super().__init__(d_model, nhead, dim_feedforward, dropout, norm_first)
-        self.multihead_attn = MultiHeadAttention(d_model, nhead)
+        self.multihead_attn = MultiHeadAttention(d_model, nhead, dropout)
         self.norm1, self.norm2, self.norm3 = LayerNorm(d_model), LayerNorm(d_model), LayerNorm(d_model)
         self.dropout1, self.dropout2, self.dropout3 = Dropout(dropout), Dropout(dropout), Dropout(dropout)
 
-    def on_tensors(self, x, memory, mask=None, memory_mask=None, is_causal=False):
-        x = self._add(x, lambda x: self.self_attn(x, attn_mask=mask, is_causal=is_causal), self.norm1, self.dropout1)
-        x = self._add(x, lambda x: self.multihead_attn(x, memory, attn_mask=memory_mask), self.norm2, self.dropout2)
+    def on_tensors(self, x, memory, mask=None, memory_mask=None, is_causal=False, memory_lengths=None):
+        def attend(x):
+            return self.self_attn(x, attn_mask=mask, is_causal=is_causal)
+
+        def look_back(x):
+            return self.multihead_attn(x, memory, attn_mask=memory_mask, lengths=memory_lengths)
+        x = self._add(x, attend, self.norm1, self.dropout1)
+        x = self._add(x, look_back, self.norm2, self.dropout2)
         return self._add(x, self._feed_forward, self.norm3, self.dropout3)

@@ -100,27 +100,25 @@ class Dropout(Layer):
         self.p = p
         self.register_buffer('count', backend.zeros(1, np.int64), persistent=False)
 
-    def _op(self):
+    def draw(self):
+        """-> p, key and step of the next mask;  p 0 and step None where nothing is dropped."""
+        if not (self.training and self.p):
+            return 0.0, 0, None
         if self._path is None:
             self.root().build()
-        name = self._path or 'dropout'
-        step = backend.empty(1, np.int64, f'{name}.step')
+        step = backend.empty(1, np.int64, f'{self._path or "dropout"}.step')
         backend.launch('tick', step, self.count)
-        return ops.Dropout(self.p, params.key(self.root().seed, name), name), step
-
-    def _drops(self):
-        return self.training and self.p > 0
+        return self.p, params.key(self.root().seed, self._path), step
 
     def on_tensors(self, x):
-        if not self._drops():
-            return x
-        op, step = self._op()
-        return autograd.apply(op, x, step)
+        p, key, step = self.draw()
+        return autograd.apply(ops.Dropout(p, key, self._path or 'dropout'), x, step) if p else x
 
     def by_hand(self, x):
-        if not self._drops():
+        p, key, step = self.draw()
+        if not p:
             return x, None
-        op, step = self._op()
+        op = ops.Dropout(p, key, self._path or 'dropout')
         y, ctx = op.forward(x, step)
         return y, (op, ctx)
 
