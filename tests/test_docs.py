@@ -108,7 +108,7 @@ def flag_rows(text):
     return {flag: last for first, *_, last in rows for flag in re.findall(r'(?<![\w-])--?[a-z][a-z-]*', first)}
 
 
-@pytest.mark.parametrize('program', ['mnist.train', 'seq2seq.train', 'transformer.train', 'seq2seq.translate'])
+@pytest.mark.parametrize('program', ['mnist.train', 'mnist.resnet', 'seq2seq.train', 'transformer.train', 'seq2seq.translate'])
 def test_flag_tables_are_those_of_the_programs(program, monkeypatch):
     monkeypatch.setattr(training.ArgumentParser, 'parse_args', lambda self, argv: self)
     parser = importlib.import_module(program).parse([])
