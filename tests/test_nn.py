@@ -1,5 +1,6 @@
 """Layers against their twins in PyTorch, on Tensors and by hand; the tree of modules; names, seeds and flat buffers."""
 import copy
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -315,6 +316,17 @@ def test_layers_made_and_even_used_before_the_tree_is_whole():
     a.load_state_dict({'weight': trained, 'bias': np.ones(4)})
     state = nn.Sequential(a, b).state_dict()
     assert (state['0.weight'] == trained).all() and (state['1.weight'] == want['1.weight']).all()
+
+
+def test_a_part_remembers_the_tree_that_it_was_made_in():
+    weight = Net().first.weight                                     # nobody holds the Net any more
+    assert (weight.numpy() == Net().state_dict()['first.weight']).all() and weight.name == 'first.weight'
+    assert nn.Linear(3, 4).weight.numpy().shape == (4, 3)
+    model = Net()
+    model.parameters()
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None                                           # a built tree is freed at once, not by the collector
 
 
 def test_initial_values_are_those_of_the_seed():

@@ -1,6 +1,7 @@
 """Datasets, and the loader that makes batches of them: every number of an epoch is a function of (seed, epoch)."""
 import numpy as np
 
+from pyops.autograd import Tensor
 from pyops.data import batches, mnist
 from pyops.data.transforms import apply_all
 
@@ -116,5 +117,4 @@ class DataLoader:
 
 def _tensor(array):
     """float32 or int32, as kernels want it."""
-    from pyops.autograd import Tensor
     return Tensor(array.astype(np.float32 if array.dtype.kind == 'f' else np.int32, copy=False))

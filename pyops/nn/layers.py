@@ -108,7 +108,7 @@ class Dropout(Layer):
             self.root().build()
         step = backend.empty(1, np.int64, f'{self._path or "dropout"}.step')
         backend.launch('tick', step, self.count)
-        return self.p, params.key(self.root().seed, self._path), step
+        return self.p, params.key(self.seed, self._path), step
 
     def on_tensors(self, x):
         p, key, step = self.draw()

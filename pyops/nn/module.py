@@ -43,6 +43,7 @@ class Parameter(Tensor):
 
     @array.setter
     def array(self, value):
+        self._settle()
         self.entry.value[...] = value.numpy()
         self._array.buffer.version += 1
 
@@ -53,6 +54,7 @@ class Parameter(Tensor):
 
     @grad.setter
     def grad(self, value):
+        self._settle()
         if value is None:
             self.entry.grad[...] = 0
         elif value.array is not self._gradient.array:
@@ -68,7 +70,7 @@ class Parameter(Tensor):
 
     def _settle(self):
         if self._array is None:
-            owner = self._owner and self._owner()
+            owner = _up(self._owner)
             if owner is None:
                 raise RuntimeError(f'a parameter of shape {self.shape} belongs to no module yet, so it has no name and no '
                                    'value; make it an attribute of a Module')
@@ -77,7 +79,7 @@ class Parameter(Tensor):
     def _bind(self, home, name):
         self.home, self.name, self.entry, self._drawn = home, name, home[name], (home.seed, name)
         self._array = ndarray.from_numpy(self.entry.value)
-        self._gradient = autograd.Tensor(ndarray.from_numpy(self.entry.grad))
+        self._gradient = Tensor(ndarray.from_numpy(self.entry.grad))
 
     def _draw(self, seed, name):
         """The initial value of that seed and name."""
@@ -145,21 +147,22 @@ class Module:
 
     def __setattr__(self, name, value):
         object.__setattr__(self, name, value)
-        if _adopt(self, value):
+        if _adopt(self, value, self):
             module = self
             while module is not None:
                 object.__setattr__(module, '_is_built', False)
-                module = module._parent and module._parent()
+                module = _up(module._parent)
 
     def members(self):
         """Yield (name, Parameter or Module) of all that belongs to this module itself."""
         for name, value in vars(self).items():
-            yield from _members(name, value)
+            if name != '_parent':
+                yield from _members(name, value)
 
     def root(self):
         """The module at the top of the tree that this one stands in."""
         module = self
-        while module._parent is not None and (above := module._parent()) is not None:
+        while (above := _up(module._parent)) is not None:
             module = above
         return module
 
@@ -209,10 +212,9 @@ class Module:
         old name, it gets that of its new one.
         """
         for path, module in self.named_modules():
-            object.__setattr__(module, '_path', path)
-            object.__setattr__(module, '_is_built', True)
+            vars(module).update(_path=path, _is_built=True, seed=self.seed)
             for _, member in module.members():
-                _adopt(module, member)
+                _adopt(module, member, weakref.ref(module))
         fresh = {}
         for name, parameter in self._named_parameters():
             if parameter._array is None:
@@ -314,7 +316,7 @@ class Layer(Module):
     """
 
     def forward(self, *inputs, **named):
-        if any(isinstance(x, Tensor) for x in inputs) or not inputs:
+        if any(isinstance(x, Tensor) for x in inputs):
             return self._naming(self.on_tensors, *inputs, **named)
         if named:
             raise TypeError(f'{self.label()}: by hand there are no named arguments, got {", ".join(named)}')
@@ -375,15 +377,22 @@ def _members(name, value):
             yield from _members(f'{name}.{key}', one)
 
 
-def _adopt(module, value):
-    """Tell Modules and Parameters whose they are.  -> whether there was one"""
+def _adopt(module, value, link):
+    """Tell Modules and Parameters whose they are.  -> whether there was one
+
+    link: the module itself while the tree is not built, since names and values will depend on it, then a weak reference.
+    """
     found = [member for _, member in _members('', value)]
     for member in found:
         if isinstance(member, Parameter):
-            member._owner = weakref.ref(module)
+            member._owner = link
         elif member is not module:
-            object.__setattr__(member, '_parent', weakref.ref(module))
+            vars(member)['_parent'] = link
     return bool(found)
+
+
+def _up(link):
+    return link() if isinstance(link, weakref.ref) else link
 
 
 def _in_order(name):

@@ -1,7 +1,7 @@
 """Recurrent layers on time-major sequences: x (T, B, I) -> h (T, B, H).  Names, shapes and order of gates are PyTorch's."""
-from pyops import autograd, init, ops
 from pyops import functional as F
-from pyops.autograd import Tensor
+from pyops import init, ndarray, ops
+from pyops.autograd import Tensor, apply
 from pyops.nn.layers import Dropout
 from pyops.nn.module import Layer, Parameter
 
@@ -16,7 +16,7 @@ def _weights(module, gates, input_size, hidden_size, suffix=''):
 
 def _zeros(x, hidden_size):
     """The state before the first of the steps x (B, I)."""
-    return Tensor(autograd.ndarray.zeros((x.shape[0], hidden_size), device=x.device))
+    return Tensor(ndarray.zeros((x.shape[0], hidden_size), device=x.device))
 
 
 class _Cell(Layer):
@@ -146,5 +146,5 @@ class GRU(_Recurrent):
 
     def run(self, layer, x, h):
         w_ih, w_hh, b_ih, b_hh = self.weights(layer)
-        output = autograd.apply(ops.GRU, x, h, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh)
+        output = apply(ops.GRU, x, h, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh)
         return output, output[-1]
