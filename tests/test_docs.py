@@ -76,8 +76,11 @@ def examples(page):
 
 
 def assert_same_output(got, want):
-    """Words exactly, but for the space between them; numbers to 1e-3, or both as small as a rounding error."""
-    assert NUMBER.sub('#', ' '.join(got.split())) == NUMBER.sub('#', ' '.join(want.split()))
+    """Words exactly, but for the space between them, and that with which numpy aligns an array; numbers to 1e-3, or both as
+    small as a rounding error."""
+    def words(text):
+        return re.sub(r' ?([\[\],]) ?', r'\1', NUMBER.sub('#', ' '.join(text.split())))
+    assert words(got) == words(want)
     for g, w in zip(NUMBER.findall(got), NUMBER.findall(want), strict=True):
         assert abs(float(g) - float(w)) <= 1e-3 * float(w) or max(float(g), float(w)) < 1e-5, f'{g}, want {w}, in:\n{got}'
 
