@@ -67,6 +67,10 @@ KERNEL_OPS = {
     ops.LayerNorm: Case(
         lambda x, weight, bias, eps=1e-5: ref.layer_norm(x, weight, bias, eps),
         lambda n: ([n(4, 6)], dict(weight=n(6), bias=n(6)))),
+    ops.BatchNorm: Case(
+        lambda x, mean=None, var=None, *, weight, bias, training=True, eps=1e-5, momentum=0.1:
+            ref.batch_norm(x, weight, bias, *((None, None) if training else (mean, var)), eps),
+        lambda n: ([n(7, 3)], dict(weight=n(3), bias=n(3)))),
     ops.ConcatContext: Case(ref.concat_context, lambda n: ([n(3, 2, 4), n(2, 5)], {})),
     ops.GRU: Case(gru, gru_example),
     ops.Attention: Case(

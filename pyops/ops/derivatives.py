@@ -46,13 +46,20 @@ def concat_context(dy, ctx, parameters, op):
     return (dy[..., :ctx.E], dy[..., ctx.E:].sum(0)), {}
 
 
-def layer_norm(dy, ctx, parameters, op):
+def layer_norm(dy, ctx, parameters, op, axis=-1):
     weight, bias, x = parameters['weight'], parameters['bias'], ctx.x
-    centred = x - x.mean(-1, True)
-    rstd = 1 / ((centred * centred).mean(-1, True) + op.eps).sqrt()
+    centred = x - x.mean(axis, True)
+    rstd = 1 / ((centred * centred).mean(axis, True) + op.eps).sqrt()
     xhat, g = centred * rstd, dy * weight
-    dx = rstd * (g - g.mean(-1, True) - xhat * (g * xhat).mean(-1, True))
+    dx = rstd * (g - g.mean(axis, True) - xhat * (g * xhat).mean(axis, True))
     return (dx,), {'weight': sum_to(dy * xhat, weight.shape), 'bias': sum_to(dy, bias.shape)}
+
+
+def batch_norm(dy, ctx, parameters, op):
+    if op.training:
+        return layer_norm(dy, ctx, parameters, op, axis=0)
+    return (dy * (parameters['weight'] * ctx.rstd),), {
+        'weight': (dy * ((ctx.x - ctx.mean) * ctx.rstd)).sum(0), 'bias': dy.sum(0)}
 
 
 def cross_entropy(dloss, ctx, parameters, op):
@@ -65,4 +72,4 @@ def cross_entropy(dloss, ctx, parameters, op):
 
 DERIVATIVES = {ops.Linear: linear, ops.FeedForward: feed_forward, ops.ReLU: relu, ops.Embedding: embedding,
                ops.Dropout: dropout, ops.Residual: residual, ops.ConcatContext: concat_context,
-               ops.LayerNorm: layer_norm, ops.CrossEntropy: cross_entropy}
+               ops.LayerNorm: layer_norm, ops.BatchNorm: batch_norm, ops.CrossEntropy: cross_entropy}
