@@ -140,8 +140,8 @@ enum { PYOPS_PIXEL_BLOCK = 32 };
     OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL)
 #define PYOPS_REDUCE_OPS(OP) OP(PYOPS_OP_SUM) OP(PYOPS_OP_MAX) OP(PYOPS_OP_MIN)
 
-/* A reduction takes at most this many columns at a time. */
-enum { PYOPS_REDUCE_COLUMNS = 1024 };
+/* A reduction takes at most this many columns at a time: as whole a row as the sums of it find room in L1 and L2. */
+enum { PYOPS_REDUCE_COLUMNS = 4096 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------
  * A packed A holds, for each block of KC columns, panels of MR rows; a packed B, for each block of KC rows,

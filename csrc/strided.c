@@ -377,7 +377,7 @@ static void gather_terms(const reduction *r, wide *sums, const element *x, int64
 
 static pyops_status reduce(const char *who, reduce_function *block, int is_int, void *y, const void *x, const int64_t *shape,
                            const int64_t *strides, int64_t ndim, int op) {
-    enum { FEW = 16, PIECES = 32, PIECE = 65536, NARROW = 32 };
+    enum { FEW = 16, PIECES = 32, PIECE = 65536, PIECE_ROWS = 64, NARROW = 32 };
     PYOPS_REQUIRE(op >= PYOPS_OP_SUM && op <= PYOPS_OP_MIN, "%s: op=%d, no such operation", who, op);
     const pyops_status status = check(who, shape, ndim);
     if (status) return status;
@@ -404,11 +404,12 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
         r.parts[d] = !s->stride[Y][d] ? 1 : d == r.column ? (s->size[d] + r.columns - 1) / r.columns : s->size[d];
         r.blocks *= r.parts[d];
     }
-    if (r.blocks < FEW && n >= 2 * PIECE) {
-        r.pieces = pyops_max(1, pyops_min(pyops_min(PIECES, n / PIECE), s->size[r.piece]));
+    const int64_t places = r.blocks * r.columns;        /* sums of a piece */
+    if (r.blocks < FEW) {               /* pieces that are worth a thread, with fewer sums than terms */
+        r.pieces = pyops_min(pyops_min(PIECES, n / PIECE), pyops_min(s->size[r.piece], n / (places * PIECE_ROWS)));
+        r.pieces = pyops_max(r.pieces, 1);
         r.piece_size = (s->size[r.piece] + r.pieces - 1) / r.pieces;
     }
-    const int64_t places = r.blocks * r.columns;        /* sums of a piece */
     wide *sums = NULL;
     if (r.pieces > 1 && !(sums = (wide *)pyops_scratch((size_t)(r.pieces * places) * sizeof *sums / sizeof(float))))
         return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld sums", who, LL(r.pieces * places));
