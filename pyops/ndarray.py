@@ -412,10 +412,9 @@ class NDArray:
 
     def take(self, ids):
         """The elements of axis 0 with these numbers (from the end where they are negative): a copy."""
-        ids = _ids(ids, self.device)
         if not self.shape:
             raise IndexError('too many indices for array of shape (): 1')
-        ids = (ids + (ids < 0) * self.shape[0]).compact()
+        ids = _ids(ids, self.shape[0], self.device)
         y = _new(_checked(ids.shape + self.shape[1:]), self.dtype, self.device, 'take')
         width = math.prod(self.shape[1:])
         self.device.take(y.reshape(ids.size, width), self.compact().reshape(self.shape[0], width), ids.reshape(ids.size))
@@ -423,10 +422,10 @@ class NDArray:
 
     def add_at(self, ids, rows):
         """self[ids[r]] += rows[r] in the order of r, where numbers may repeat: in place, float32, compact."""
-        ids = _ids(ids, self.device).compact()
         if self.dtype is not FLOAT or not self.is_compact() or not self.shape:
             raise TypeError(f'add_at: want a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
                             f'strides {self.strides}')
+        ids = _ids(ids, self.shape[0], self.device)
         rows = _operand(rows, self).astype(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
         width = math.prod(self.shape[1:])
         self.device.add_at(self.reshape(self.shape[0], width), ids.reshape(ids.size), rows.reshape(ids.size, width))
@@ -744,11 +743,14 @@ def _operand(other, like):
     return NotImplemented
 
 
-def _ids(ids, device):
-    ids = ids if isinstance(ids, NDArray) else np.asarray(ids)
-    if ids.dtype != INT and not (isinstance(ids, np.ndarray) and (ids.dtype.kind in 'iu' or not ids.size)):
+def _ids(ids, n, device):
+    """Numbers of rows as a compact int32 array; those below 0 count from the end of n rows."""
+    if isinstance(ids, NDArray) and ids.dtype is INT:
+        return (ids + (ids < 0) * n).compact()
+    ids = np.asarray(ids)
+    if ids.size and ids.dtype.kind not in 'iu':
         raise IndexError(f'arrays used as indices must be of integers, got {ids.dtype}')
-    return array(ids, dtype=INT, device=device) if isinstance(ids, np.ndarray) else ids
+    return array(np.where(ids < 0, ids + n, ids), INT, device)
 
 
 def _same_device(a, b):
@@ -806,9 +808,10 @@ def array(obj, dtype=None, device=None):
     dtype float32 or int32; without one, that of an array, and of Python's numbers float32 where one is a float, else int32.
     """
     if isinstance(obj, NDArray):
-        device = device or obj.device
+        if device is None or device is obj.device:
+            return obj.copy() if dtype is None or _dtype(dtype) is obj.dtype else obj.astype(dtype)
         obj = obj.numpy()
-    if isinstance(obj, np.ndarray | np.floating):
+    if isinstance(obj, np.ndarray):
         found = obj
         dtype = _dtype(found.dtype if dtype is None else dtype)
     else:
@@ -868,8 +871,8 @@ def from_numpy(a, device=None):
                          f'whole elements; copy it with array()')
     _checked(a.shape)
     device = device or default_device()
-    if not a.size:
-        return NDArray(device.wrap(np.empty(0, dtype), True), 0, a.shape, row_major(a.shape), dtype)
+    if a.flags.c_contiguous:
+        return NDArray(device.wrap(a, True), 0, a.shape, row_major(a.shape), dtype)
     low, high = np.lib.array_utils.byte_bounds(a)
     first = a[tuple(slice(None, None, -1 if step < 0 else 1) for step in a.strides)]       # its element 0 is the lowest
     memory = np.lib.stride_tricks.as_strided(first, ((high - low) // 4,), (4,))

@@ -250,6 +250,32 @@ def in_place_step(r, pool, device):
     return None
 
 
+def overlap_step(r, pool, device):
+    """Source and destination in the same memory."""
+    a = r.choice(pool)
+    if not writable(a) or not a.theirs.size:
+        return None
+    shifted, order = r.randrange(2), r.sample(range(a.theirs.ndim), a.theirs.ndim)
+    ours, theirs = a.ours, a.theirs
+    if a.theirs.ndim and r.random() < 0.7:              # a part that begins one further, from one that ends one earlier
+        cut = [(slice(1, None), slice(None, -1))[:: r.choice((1, -1))] for _ in range(r.randrange(1, a.theirs.ndim + 1))]
+        to, source = (tuple(one[side] for one in cut) for side in (0, 1))
+    else:
+        to, source = (), ()
+    flipped = [d for d in range(a.theirs.ndim) if r.random() < 0.3]
+    x, z = ours[to], ours[source].flip(tuple(flipped))
+    want, other = at(theirs, to), flip(at(theirs, source), tuple(flipped))
+    if len({want.shape[d] for d in range(want.ndim)}) == 1:
+        z, other = z.permute(order), other.transpose(order)
+    if shifted:
+        x += z
+        np.add(want, other, out=want)
+    else:
+        x[...] = z
+        want[...] = other
+    return None
+
+
 def reduce_step(r, pool, device):
     a = r.choice(pool)
     over, keepdims, name = axes(r, a.theirs.ndim), r.random() < 0.5, r.choice(('sum', 'max', 'min', 'argmax'))
@@ -296,8 +322,8 @@ def matmul_step(r, pool, device):
     return made(a.ours @ b.ours, np.matmul(x, z))
 
 
-STEPS = (view_step, view_step, view_step, assign_step, assign_step, binary_step, scalar_step, unary_step, in_place_step,
-         reduce_step, reduce_step, join_step, matmul_step)
+STEPS = (view_step, view_step, view_step, assign_step, assign_step, overlap_step, binary_step, scalar_step, unary_step,
+         in_place_step, reduce_step, reduce_step, join_step, matmul_step)
 
 
 def run_chain(seeds, device):

@@ -58,8 +58,9 @@ def live_bytes():
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 def test_arrays_from_numbers_lists_and_arrays(device):
-    for obj, dtype in ((3, 'int32'), (3.5, 'float32'), ([1, 2], 'int32'), ([1, 2.5], 'float32'), ([[True], [False]], 'int32'),
-                       ([], 'float32'), (np.arange(3, dtype='int32'), 'int32'), (np.ones((2, 3), 'f').T, 'float32')):
+    for obj, dtype in ((3, 'int32'), (3.5, 'float32'), (np.float64(0.5), 'float32'), (np.int64(7), 'int32'),
+                       ([1, 2], 'int32'), ([1, 2.5], 'float32'), ([[True], [False]], 'int32'), ([], 'float32'),
+                       (np.arange(3, dtype='int32'), 'int32'), (np.ones((2, 3), 'f').T, 'float32')):
         a = array(obj)
         same(a, np.asarray(obj, dtype))
         assert a.device is device and a.is_compact() and a.buffer.address % backend.ALIGN == 0
