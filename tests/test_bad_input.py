@@ -171,7 +171,7 @@ CASES = [
          lambda: restate(pairs='another digest')),
     Case('another size', TRAIN, resumed('--hidden 24'),
          f'--hidden 24: {SAVED} was trained with 16; leave --hidden out, or give another folder with -c'),
-    Case('another form', TRAIN, resumed('--reset-before'), f'--reset-before True: {SAVED} was trained with False; .*'),
+    Case('another form', TRAIN, resumed('--reset-before'), f'--reset-before: {SAVED} was trained without it; .*'),
     Case('another seed', TRAIN, resumed('--seed 7'),
          f'--seed 7: {SAVED} was trained with 0; leave --seed out, or give another folder with -c'),
     Case('another trial', TRAIN, resumed('-t 1'),

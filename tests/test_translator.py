@@ -227,6 +227,19 @@ def test_what_the_transformer_refuses(arguments, want, tmp_path, monkeypatch, ca
     assert str(error.value) == want
 
 
+@pytest.mark.parametrize('before, flags, want', [
+    ('', '--pre-norm', '--pre-norm: old.safetensors was trained without it; leave --pre-norm out'),
+    ('--pre-norm', '--no-pre-norm', '--no-pre-norm: old.safetensors was trained with --pre-norm; leave --no-pre-norm out'),
+    ('', '--pairs 300', '--pairs 300: old.safetensors was trained with all pairs; leave --pairs out'),
+    ('--pairs 20', '--pairs 300', '--pairs 300: old.safetensors was trained with 20; leave --pairs out')])
+def test_what_a_checkpoint_was_trained_with_is_told_in_flags(before, flags, want):
+    program = TransformerProgram()
+    kept = program.resolve(program.parse(before.split()), None, None)
+    with pytest.raises(UserError) as error:
+        program.resolve(program.parse(flags.split()), {'settings': kept}, 'old.safetensors')
+    assert str(error.value) == f'{want}, or give another folder with -c'
+
+
 @pytest.mark.parametrize('arguments, want', [
     ('--num-steps 0', '--num-steps: want a whole number from 1 to 1000, got 0'),
     ('--heads 0', '--heads: want a whole number from 1 to 1024, got 0'),

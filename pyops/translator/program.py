@@ -121,8 +121,8 @@ class Program:
         self.add_setting(p, '--num-steps', type=int_up_to(1000), help='tokens a sentence is cut or padded to')
         if self.PRESETS:
             first, *others = self.PRESETS
-            told = [f'{name}: ' + ', '.join(f'{setting.replace("_", "-")} {value}' for setting, value
-                                            in self.PRESETS[name].items()) for name in others]
+            told = [f'{name}: ' + ', '.join(setting.replace('_', '-') + ('' if value is True else f' {value}')
+                                            for setting, value in self.PRESETS[name].items()) for name in others]
             p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
         self.add_flags(p)
         add_plan_flags(p)
@@ -141,9 +141,15 @@ class Program:
         kept, sizes = state['settings'] if state else {}, self.architecture().sizes
 
         def refuse(name, value):
-            flag = '--' + name.replace('_', '-')
-            raise UserError(f'{flag} {value}: {path} was trained with {kept[name]}; '
-                            f'leave {flag} out, or give another folder with -c')
+            flag, was = '--' + name.replace('_', '-'), f'with {kept[name]}'
+            given = f'{flag} {value}'
+            if isinstance(value, bool):                     # a flag that stands alone
+                given, was = (flag, 'without it') if value else (f'--no-{flag[2:]}', f'with {flag}')
+                flag = given
+            elif name == 'pairs' and not kept[name]:
+                was = 'with all pairs'
+            raise UserError(f'{given}: {path} was trained {was}; leave {flag} out, or give another folder with -c')
+
         settings, defaults, is_another = {}, self.DEFAULTS, False
         if self.PRESETS:
             preset = settings['preset'] = args.preset or kept.get('preset') or next(iter(self.PRESETS))
