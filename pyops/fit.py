@@ -67,8 +67,8 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last):
                     start = time.perf_counter()
                     loss, weight, clipped = step(indices)
-                    if not math.isfinite(loss):
-                        raise UserError(f'the loss is {loss} at [{run.position}/{end}] of epoch {run.epoch + 1}; '
+                    if not math.isfinite(loss):             # epochs done: programs count the running one from 0 or from 1
+                        raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
                                         'lower the learning rate with -l'
                                         + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
                     run.position += len(indices)
