@@ -127,12 +127,21 @@ def needs_memory(specs, growing):
 
     growing: the settings that its memory grows with, two or more.
     """
-    want = 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values())
+    flags = ['--' + name.replace('_', '-') for name in growing]
+    _must_fit('the model', 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values()),
+              f'{", ".join(flags[:-1])} or {flags[-1]}')
+
+
+def step_needs_memory(plan):
+    """UserError where a training step cannot fit, in place of a system that ends the process when it is under way."""
+    _must_fit('a training step', plan.memory().peak, '-b or --num-steps')
+
+
+def _must_fit(what, want, flags):
     have = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     if want > have:
-        flags = ['--' + name.replace('_', '-') for name in growing]
-        raise UserError(f'the model needs {want / 2 ** 30:.1f} GiB of memory and this machine has {have / 2 ** 30:.1f}; '
-                        f'give a smaller {", ".join(flags[:-1])} or {flags[-1]}')
+        raise UserError(f'{what} needs {want / 2 ** 30:.1f} GiB of memory and this machine has {have / 2 ** 30:.1f}; '
+                        f'give a smaller {flags}')
 
 
 def room(params):

@@ -1,5 +1,6 @@
 """What translation programs share, tried on programs that are seq2seq but for one thing."""
 import io
+import os
 import re
 import subprocess
 import sys
@@ -273,6 +274,16 @@ def test_a_model_that_memory_cannot_hold_names_the_programs_own_flags():
     specs = {'weight': Spec((2 ** 30, 2 ** 30), zeros())}
     with pytest.raises(UserError, match='; give a smaller --d-model, --d-ff or --layers$'):
         fit.needs_memory(specs, TransformerProgram.GROWING)
+
+
+def test_a_step_that_memory_cannot_hold_is_refused_before_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'sysconf', lambda name: {'SC_PHYS_PAGES': 2 ** 10, 'SC_PAGE_SIZE': 4096}[name])
+    arguments = ['-e', '1', '-c', str(tmp_path), '-f', 'embedded', '--d-model', '16', '--heads', '2', '--layers', '1']
+    with pytest.raises(UserError, match=r'^a training step needs \d+\.\d GiB of memory and this machine has 0\.0; '
+                                        'give a smaller -b or --num-steps$'):
+        TransformerProgram().main(arguments)
+    assert not list(tmp_path.iterdir())
+    TransformerProgram().main([*arguments, '-b', '4', '--pairs', '64'])
 
 
 @pytest.mark.parametrize('program', ['seq2seq.train', 'seq2seq.translate', 'transformer.train', 'transformer.translate'])

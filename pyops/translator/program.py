@@ -264,6 +264,7 @@ def train(program, args, found):
     run_step = step if args.no_plan else planned
     checkpoint.needs_room(found.folder, fit.room(model.params))
     if not args.no_plan:
+        fit.step_needs_memory(planned.plan(first_batch))
         say(program.before_epochs(lambda: planned.plan(first_batch)))
 
     def train_step(rows):
