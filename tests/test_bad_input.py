@@ -216,6 +216,8 @@ CASES = [
     Case('translate without a checkpoint', TRANSLATE, 'Go.',
          f'the following arguments are required: -c/--checkpoint{SEE}'),
     Case('translate with none', TRANSLATE, "-c '' Go.", "-c/--checkpoint: want a checkpoint or a folder, got ''"),
+    Case('test of a sentence', TRANSLATE, "-c ckpt --test 5 'Go now.'",
+         "--test 5: want no sentence beside it, got 'Go now\\.'; it takes those that were held out" + SEE),
     Case('test of nothing', TRANSLATE, '-c ckpt --test 0', f'--test: want a whole number >= 1, got 0{SEE}'),
     Case('no data set', DATA, 'get', f'the following arguments are required: name{SEE}'),
     Case('unknown data set', DATA, 'get deu-eng',

@@ -15,7 +15,10 @@ def parse(program, argv=None):
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
     p.add_argument('--data-dir', metavar='DIR', help='with --test: where to look for fra-eng')
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.test and args.sentence:
+        p.error(f'--test {args.test}: want no sentence beside it, got {args.sentence[0]!r}; it takes those that were held out')
+    return args
 
 
 def main(program, argv=None):
