@@ -13,11 +13,12 @@ class Attention:
              lengths (B,) int32 in [0, Tk], or None: all keys of a sentence;  step (1,) int64, in memory, or None: no dropout
     Forward  for each sentence b and head h, with q, k, v (T, C) its parts:
              s[i, j] = q[i] . k[j] / sqrt(C)   where query i may see key j: j < lengths[b], and if causal j <= i + Tk - Tq
-             P[i] = softmax(s[i]) over these j;  y[i] = sum_j keep[i, j] / (1 - p) P[i, j] v[j]
-    Backward with D = keep / (1 - p):  dsum[i] = dy[i] . y[i];  dS[i, j] = P[i, j] (D[i, j] dy[i] . v[j] - dsum[i])
-             dq = dS k / sqrt(C);  dk = dS' q / sqrt(C);  dv = (D P)' dy
+             P[i] = softmax(s[i]) over these j;  W[i, j] = keep[i, j] / (1 - p) P[i, j];  y = W v
+    Backward dsum[i] = dy[i] . y[i];  dS[i, j] = P[i, j] (keep[i, j] / (1 - p) dy[i] . v[j] - dsum[i])
+             dq = dS k / sqrt(C);  dk = dS' q / sqrt(C);  dv = W' dy
     Saves    q, k, v, lengths, step, y, and lse (B, heads, Tq) = log sum_j exp(s[i, j]); backward makes P again
-    Errors   ValueError where D is no multiple of heads, unless 0 <= p < 1, and for a length outside [0, Tk], with its position
+    Errors   ValueError where D is no multiple of heads, unless 0 <= p < 1, and for a length outside [0, Tk], with its position;
+             TypeError and ValueError naming the argument
     Source   Vaswani et al. 2017, arXiv:1706.03762; in tiles, Dao et al. 2022, arXiv:2205.14135; docs/attention.md derives it
     Notes    a query that may see no key has y = 0, and no gradient flows through it.  causal with Tq < Tk: the queries are
              the last ones, as in incremental decoding.  keep is Dropout's, another for each step; see pyops.h.
