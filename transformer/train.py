@@ -14,7 +14,7 @@ from pyops.translator.program import Architecture, Program
 class TransformerProgram(Program):
     name = 'transformer'
     description = 'Train a transformer that translates English to French.'
-    dropped = 'of embeddings and of what each part of a block adds'
+    dropped = "of embeddings, of attention's weights and of what each part of a block adds"
     DEFAULTS = Program.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
                                        pre_norm=False, smoothing=0.0)
     PRESETS = {'small': {},
