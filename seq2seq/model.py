@@ -2,7 +2,7 @@
 
 Sequences are time-major: (T, B) token ids, (T, B, H) activations.  Every ctx is kept by the caller, not by an op.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,8 +35,6 @@ class Config:
         for name in ('source_size', 'target_size', 'embedding', 'hidden', 'layers', 'num_steps'):
             if getattr(self, name) < 1:
                 raise UserError(f'{name}: want a whole number above 0, got {getattr(self, name)}')
-
-    asdict = asdict
 
 
 def gru_specs(prefix, inputs, config):

@@ -1,6 +1,7 @@
 """The whole model: against PyTorch with the same weights and masks, its masks, its decoding, on stored losses, resumed."""
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_padding_changes_nothing():
     """The same sentences cut at 7 and at 12 steps: only padding is added."""
     config = Config(20, 21, dropout=0.0, **SMALL)
     short, batch = Transformer(config), random_batch(config, 9)
-    long = Transformer(Config(**config.asdict() | {'num_steps': 12}))
+    long = Transformer(replace(config, num_steps=12))
     loss, grads = gradients(short, batch)
     longer, its_grads = gradients(long, tuple(np.concatenate([ids, np.zeros((5, 9), np.int32)]) for ids in batch))
     assert abs(loss - longer) <= 1e-6

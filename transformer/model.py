@@ -4,7 +4,7 @@ same list reversed.
 Sequences are time-major: (T, B) token ids, (T, B, D) activations, D = d_model.  Every ctx is kept by the caller, not by
 an op.  A gradient that meets another is added into it: `into=` hands the array on.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +55,6 @@ class Config:
         if self.num_steps > self.positions:
             raise UserError(f'--num-steps {self.num_steps}: want at most --positions {self.positions}; '
                             'give shorter sentences or more positions')
-
-    asdict = asdict
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
