@@ -414,10 +414,18 @@ class NDArray:
         """The elements of axis 0 with these numbers (from the end where they are negative): a copy."""
         if not self.shape:
             raise IndexError('too many indices for array of shape (): 1')
-        ids = _ids(ids, self.shape[0], self.device)
+        if self.buffer.owner is None:
+            raise self._freed()
+        n, asked, ids = self.shape[0], ids, _ids(ids, self.shape[0], self.device)
         y = _new(_checked(ids.shape + self.shape[1:]), self.dtype, self.device, 'take')
         width = math.prod(self.shape[1:])
-        self.device.take(y.reshape(ids.size, width), self.compact().reshape(self.shape[0], width), ids.reshape(ids.size))
+        try:
+            self.device.take(y.reshape(ids.size, width), self.compact().reshape(n, width), ids.reshape(ids.size))
+        except IndexError:
+            wrong = next((i for i in np.asarray(asked).reshape(-1).tolist() if not -n <= i < n), None)
+            if wrong is None:
+                raise
+            raise IndexError(f'index {wrong} is out of bounds for axis 0 with size {n}') from None
         return y
 
     def add_at(self, ids, rows):

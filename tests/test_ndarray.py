@@ -11,6 +11,7 @@ from conftest import ROOT
 
 import pyops
 from pyops import backend, ndarray
+from pyops.autograd import Tensor
 from pyops.ndarray import NDArray, array, concatenate, from_dlpack, from_numpy, live_buffers, pad, stack
 from pyops.plan import Plan
 
@@ -269,7 +270,7 @@ def test_using_freed_memory_is_an_error_that_names_the_shape():
     view, keep = a.T[1:], a.numpy()
     a.buffer.free()
     for act in (lambda: view + 1, lambda: view.sum(), lambda: view.numpy(), lambda: view.__iadd__(1), lambda: view.fill(0),
-                lambda: view @ view.T, lambda: view.__setitem__(0, view[1])):
+                lambda: view @ view.T, lambda: view[[0]], lambda: view.__setitem__(0, view[1])):
         with pytest.raises(ValueError, match=r'array of shape \([34], ?[34]?\): its memory was freed|array of shape \(3,\)'):
             act()
     assert 'freed' in repr(view) and np.isfinite(keep).all()            # what numpy holds it keeps
@@ -546,9 +547,11 @@ def test_gathering_rows(dtype):
         same(array(x)[ids], want)
         same(from_numpy(np.asfortranarray(x)).take(ids), want)
     same(array(x)[:, 0, 0][[1, 1]], x[:, 0, 0][[1, 1]])
-    for bad in ([5], [-6], [0, 7]):
-        with pytest.raises(IndexError):
+    for bad, index in (([5], 5), ([-6], -6), ([0, 7], 7), (np.array([[1], [-11]]), -11)):
+        with pytest.raises(IndexError, match=f'index {index} is out of bounds for axis 0 with size 5'):
             array(x).take(bad)
+        with pytest.raises(IndexError, match=f'index {index} is out of bounds for axis 0 with size 5'):
+            Tensor(x)[bad]                                              # -6 is not the last row but one
 
 
 def test_adding_to_rows_that_repeat():

@@ -151,8 +151,7 @@ class Take(ArrayOp):
     """y[i] = x[ids[i]]: rows along the first axis; ids (...) int32."""
 
     def forward(x, ids):
-        ids = ids + (ids < 0) * x.shape[0]          # -1 is the last row
-        return x.take(ids), (x.shape, ids)
+        return x.take(ids), (x.shape, ids + (ids < 0) * x.shape[0])         # -1 is the last row
 
     def backward(dy, ctx):
         shape, ids = ctx
