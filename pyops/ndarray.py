@@ -24,7 +24,7 @@ from pyops.errors import UserError
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
 MAX_AXES = 8
 _INT_RANGE = range(-2**31, 2**31)
-_NUMBERS, _FLOATS = (int, float, np.number, np.bool_), (float, np.floating)
+_NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.floating)
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -49,6 +49,10 @@ def default_device():
     if name not in devices:
         raise UserError(f'PYOPS_BACKEND={name}: there is no such device; want cpu or numpy, or unset it')
     return devices[name]()
+
+
+def _remade(values, device):
+    return array(values, device={'cpu': cpu, 'numpy_device': numpy_device}[device]())
 
 
 def live_buffers():
@@ -102,7 +106,7 @@ def _shape_of(shape):
     return _checked(shape)
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(8192, typed=True)          # 1.0 is no axis, though it equals 1
 def _axes(axis, ndim):
     """Axes counted from the front: of None, a number or several; np.exceptions.AxisError beyond ndim."""
     if axis is None:
@@ -202,6 +206,9 @@ class NDArray:
         return array.copy() if copy else array
 
     def __dlpack__(self, **how):
+        if self.size and min(self.strides, default=0) < 0:              # torch would end the process
+            raise BufferError(f'array of shape {self.shape}: DLPack with negative strides, {self.strides}, is not taken '
+                              'everywhere; export .copy()')
         return self.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
 
     def __dlpack_device__(self):
@@ -215,6 +222,13 @@ class NDArray:
 
     def tolist(self):
         return self.numpy().tolist()
+
+    def __format__(self, how):
+        return format(self.item(), how) if how and not self.shape else super().__format__(how)
+
+    def __reduce__(self):
+        """copy and pickle: an array of its own on the same device."""
+        return _remade, (np.array(self.numpy()), self.device.name)
 
     def __float__(self):
         return float(self.item())

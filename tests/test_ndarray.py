@@ -1,7 +1,9 @@
 """NDArray beside numpy: views that cost nothing, indexing, assignment, arithmetic, reductions, products, interchange, plans."""
+import copy
 import gc
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 
@@ -634,6 +636,38 @@ def test_dlpack_both_ways_with_torch(torch):
         assert address(b) == view.data_ptr()
         b *= 2
         same(b, view.numpy())
+
+
+def test_dlpack_refuses_negative_strides():
+    a = array(numbers(3, 4))
+    with pytest.raises(BufferError, match=r'negative strides, \(-4, 1\).*copy'):
+        np.from_dlpack(a[::-1])
+    same(from_dlpack(a[::-1].copy()), a.numpy()[::-1])
+    assert np.from_dlpack(a[:0, ::-1]).shape == (0, 4)
+
+
+def test_copies_and_pickles_are_arrays_of_their_own(device):
+    a = array(numbers(3, 4)).T[::-1]
+    for twin in (copy.copy(a), copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
+        same(twin, a.numpy())
+        assert twin.buffer is not a.buffer and twin.device is device and twin.dtype is a.dtype
+        same(twin + a, 2 * a.numpy())
+
+
+def test_one_number_is_formatted_as_a_number():
+    assert f'{array(3.14159):.2f} {array(7):03d} {array(2.5)} {array([1, 2])}' == '3.14 007 2.5 [1 2]'
+    with pytest.raises(TypeError, match='format'):
+        f'{array([1.0]):.2f}'
+
+
+def test_what_is_no_real_number_or_no_axis_is_refused():
+    a = array(numbers(3, 4))
+    for act in (lambda: a + np.complex64(1j), lambda: a.__setitem__(0, np.complex128(1j)), lambda: a.__iadd__(np.complex64(1))):
+        with pytest.raises(TypeError, match='want numbers, got complex'):
+            act()
+    a.sum(1)
+    with pytest.raises(TypeError, match='integer'):
+        a.sum(1.0)
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------
