@@ -33,6 +33,7 @@ _numbers = itertools.count()
 
 class _Mode(threading.local):
     grad = True
+    before = ()             # what `grad` was outside of the blocks that are open
     interpreter = None      # what runs ops in place of `apply`
 
 
@@ -46,12 +47,15 @@ class _Grad:
         self.enabled = enabled
 
     def __enter__(self):
-        self.before, _mode.grad = _mode.grad, self.enabled
+        _mode.before, _mode.grad = (*_mode.before, _mode.grad), self.enabled        # not in self, which may be entered twice
 
     def __exit__(self, *_):
-        _mode.grad = self.before
+        *_mode.before, _mode.grad = _mode.before
 
     def __call__(self, function):
+        if inspect.isgeneratorfunction(function):
+            raise TypeError(f'{function.__name__}: a generator runs after the call that makes it: put the block into its body')
+
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
             with _Grad(self.enabled):
@@ -526,6 +530,12 @@ def _result(array, origin):
     return tensor
 
 
+def _remade(array, requires_grad, grad):
+    tensor = Tensor(array, requires_grad)
+    tensor.grad = grad
+    return tensor
+
+
 class Tensor:
     """An NDArray that gradients may flow to.
 
@@ -579,6 +589,21 @@ class Tensor:
     def __array__(self, dtype=None, copy=None):
         return np.array(self.array.numpy(), dtype, copy=copy)
 
+    def __dlpack__(self, **how):
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __format__(self, how):
+        return format(self.array, how) if how else str(self)
+
+    def __reduce__(self):
+        """deepcopy and pickle: a leaf of its own, with its gradient."""
+        if self.origin is not None:
+            raise RuntimeError(f'a tensor of shape {self.shape} with a history cannot be copied or pickled; use detach()')
+        return _remade, (self.array, self.requires_grad, self.grad)
+
     __hash__ = object.__hash__
 
     def numpy(self):
@@ -619,6 +644,10 @@ class Tensor:
         if array.shape != self.shape or array.dtype != self.dtype:
             raise ValueError(f'data: want shape {self.shape} and {self.dtype}, got {array.shape} and {array.dtype}')
         self.array = array
+
+    def clone(self):
+        """A copy in memory of its own, through which gradients flow."""
+        return apply(shapes.Copy, self)
 
     def zero_grad(self):
         self.grad = None

@@ -1,5 +1,7 @@
 """Tensors and their tape: how gradients meet, what is kept and let go, what is refused, and how much it costs."""
+import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
@@ -59,6 +61,7 @@ def test_numbers_and_text_of_a_tensor():
     assert repr(F.relu(x)).endswith('op=ReLU)')
     assert x.sum().item() == 3.0 and float(x.sum()) == 3.0 and int(x.sum()) == 3 and bool(x.sum() > 2)
     assert len(x) == 1 and [row.tolist() for row in x] == [[1.0, 2.0]]
+    assert f'{x.sum():.2f}' == '3.00' and f'{x}' == repr(x)
     for call, error in ((lambda: x.item(), ValueError), (lambda: bool(x), ValueError), (lambda: len(x.sum()), TypeError)):
         with pytest.raises(error):
             call()
@@ -325,6 +328,25 @@ class TestKernels:
             apply(GRU, leaf(2, 3, 4))
 
 
+def test_copies_of_a_leaf_and_a_clone_on_the_tape():
+    x = leaf(3)
+    (x * 2).sum().backward()
+    for twin in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert twin.requires_grad and twin.tolist() == x.tolist() and twin.grad.tolist() == [2, 2, 2]
+        assert not np.shares_memory(twin.numpy(), x.numpy()) and not np.shares_memory(twin.grad.numpy(), x.grad.numpy())
+    with pytest.raises(RuntimeError, match=r'shape \(3,\) with a history cannot be copied.*detach'):
+        copy.deepcopy(x * 2)
+    y = x.clone()
+    assert not np.shares_memory(y.numpy(), x.numpy())
+    (y * y).sum().backward()
+    close(x.grad.numpy(), 2 + 2 * x.numpy())
+
+
+def test_dlpack_of_a_tensor_shares_its_memory():
+    x = leaf(3)
+    assert np.shares_memory(np.from_dlpack(x), x.numpy()) and x.__dlpack_device__() == (1, 0)
+
+
 # ---- recording -------------------------------------------------------------------------------------------------------
 
 def test_no_grad_records_nothing():
@@ -343,6 +365,17 @@ def test_no_grad_records_nothing():
     with pytest.raises(ZeroDivisionError), no_grad():
         raise ZeroDivisionError
     assert is_grad_enabled()
+
+
+def test_one_no_grad_may_be_entered_twice_but_not_stand_above_a_generator():
+    off = no_grad()
+    with off, off:
+        assert not is_grad_enabled()
+    assert is_grad_enabled()
+    with pytest.raises(TypeError, match='batches: a generator runs after the call'):
+        @no_grad()
+        def batches():
+            yield is_grad_enabled()
 
 
 def test_no_grad_is_of_one_thread():

@@ -1,5 +1,6 @@
 """Layers against their twins in PyTorch, on Tensors and by hand; the tree of modules; names, seeds and flat buffers."""
 import copy
+import pickle
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -435,6 +436,13 @@ def test_a_copy_of_a_model_is_a_model_of_its_own():
     train(twin)
     assert all((value == before[name]).all() for name, value in model.state_dict().items())
     assert (twin.first.weight.numpy() != before['first.weight']).any() and len(twin.params) == len(model.params)
+
+
+def test_a_module_is_not_pickled_and_says_what_to_save():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.parameters()
+    with pytest.raises(TypeError, match=r'Parameter 0.weight of shape \(2, 2\) cannot be pickled.*state_dict'):
+        pickle.dumps(model)
 
 
 def test_modules_are_printed_as_a_tree():

@@ -93,6 +93,9 @@ class Parameter(Tensor):
         twin.requires_grad = self.requires_grad
         return twin
 
+    def __reduce__(self):
+        raise TypeError(f'{self!r} cannot be pickled, as it is part of a tree; save state_dict() of its module')
+
     def __repr__(self):
         return f'Parameter {self.name or "without a name"} of shape {self.shape}'
 
