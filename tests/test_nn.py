@@ -416,7 +416,9 @@ def test_state_goes_out_and_in():
     state['first.bias'][...] = 7
     assert not (trained.first.bias.numpy() == 7).any()              # it was a copy
     for change, error, text in (({'x.y': 0}, KeyError, 'x.y: the module has no such parameter'),
-                                ({'first.bias': np.zeros(9)}, ValueError, r'first.bias: want shape \(5,\), got \(9,\)')):
+                                ({'first.bias': np.zeros(9)}, ValueError, r'first.bias: want shape \(5,\), got \(9,\)'),
+                                ({'norm.running_mean': state['norm.running_mean'] * 1j}, TypeError,
+                                 'norm.running_mean: want float32, got complex64')):
         with pytest.raises(error, match=text):
             fresh.load_state_dict(state | change)
     del state['heads.b.bias']
@@ -468,6 +470,9 @@ def test_modules_are_printed_as_a_tree():
     (lambda: nn.GRU(7, 5), (3, 4, 8), ValueError, r'^GRU\(7, 5\): x: want shape \(T, B, 7\) with T >= 1, got \(3, 4, 8\)'),
     (lambda: nn.LSTM(7, 5), (0, 4, 7), ValueError, r'^LSTM\(7, 5\): x: want shape'),
     (lambda: nn.MultiHeadAttention(8, 2), (3, 4, 9), ValueError, r'^MultiHeadAttention\(8, 2\): query: want shape \(T, 4, 8\)'),
+    (lambda: nn.RNNCell(7, 5), (7,), ValueError, r'^RNNCell\(7, 5\): x: want shape \(B, 7\), got \(7,\)'),
+    (lambda: nn.GRUCell(7, 5), (3, 8), ValueError, r'^GRUCell\(7, 5\): x: want shape \(B, 7\), got \(3, 8\)'),
+    (lambda: nn.Flatten(), (), ValueError, r'^Flatten\(\): x: want shape \(B, \.\.\.\), got \(\)'),
     (lambda: nn.Conv2d(3, 4, 3), (2, 5, 6, 6), ValueError, r'^Conv2d\(3, 4, kernel_size=\(3, 3\)\): conv2d: want'),
 ])
 def test_errors_name_the_layer(call, model, shape, error, text):
@@ -475,7 +480,17 @@ def test_errors_name_the_layer(call, model, shape, error, text):
         call(model(), normal(*shape))
 
 
+def test_states_of_a_cell_are_not_stretched():
+    with pytest.raises(ValueError, match=r'LSTMCell\(7, 5\): state: want shape \(3, 5\), got \(1, 5\)'):
+        nn.LSTMCell(7, 5)(Tensor(normal(3, 7)), Tensor(normal(3, 5)), Tensor(normal(1, 5)))
+
+
 def test_other_errors_name_what_is_wrong():
+    with pytest.raises(TypeError, match='want modules, one argument each, got list'):
+        nn.Sequential([nn.ReLU()])
+    for shape in ((0, 3), (3, -1)):
+        with pytest.raises(ValueError, match=r'Parameter: shape .* want sizes of 1 or more'):
+            nn.Linear(*shape)
     with pytest.raises(ValueError, match=r'Embedding\(7, 5\): .*ids\[1\]=9, want 0 to 6'):
         nn.Embedding(7, 5)(Tensor(np.array([3, 9])))
     with pytest.raises(ValueError, match='embed_dim 8 is no multiple of num_heads 3'):

@@ -2,7 +2,7 @@
 from pyops import ops
 from pyops.autograd import apply
 from pyops.backend import empty, launch
-from pyops.nn.module import Layer
+from pyops.nn.module import Layer, Module
 
 
 def _by_hand(module, *inputs):
@@ -10,11 +10,17 @@ def _by_hand(module, *inputs):
     return module.forward(*inputs) if isinstance(module, Layer) else module.by_hand(*inputs)
 
 
+def _module(module):
+    if not isinstance(module, Module):
+        raise TypeError(f'want modules, one argument each, got {type(module).__name__}')
+    return module
+
+
 class Sequential(Layer):
     """One module after another; their names are '0', '1', ..."""
 
     def __init__(self, *modules):
-        self.layers = list(modules)
+        self.layers = list(map(_module, modules))
 
     def members(self):
         for i, module in enumerate(self.layers):
@@ -51,7 +57,7 @@ class Residual(Layer):
     """y = x + module(x)"""
 
     def __init__(self, module):
-        self.module = module
+        self.module = _module(module)
 
     def on_tensors(self, x):
         return apply(self._op(), x, self.module(x))

@@ -26,10 +26,12 @@ class Flatten(Layer):
     """(B, ...) -> (B, all that follows as one axis): a view."""
 
     def on_tensors(self, x):
+        if not x.shape:
+            raise ValueError('x: want shape (B, ...), got ()')
         return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
     def by_hand(self, x):
-        return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
+        return self.on_tensors(x), x.shape
 
     def backward(self, dy, ctx):
         return dy.reshape(ctx)

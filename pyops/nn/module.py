@@ -5,6 +5,7 @@ called, or asked for its parameters.  The value is a function of (seed, name, sh
 made changes nothing; the places in the buffer follow the names too, so a training run has the same bits.
 """
 import copy
+import operator
 import re
 import weakref
 
@@ -30,7 +31,9 @@ class Parameter(Tensor):
         if init is None:
             values = np.array(shape.numpy() if isinstance(shape, Tensor) else shape, np.float32)
             shape, init = values.shape, lambda generator, shape: values
-        self._shape, self.init = tuple(shape), init
+        self._shape, self.init = tuple(map(operator.index, shape)), init
+        if min(self._shape, default=1) < 1:
+            raise ValueError(f'Parameter: shape {self._shape}: want sizes of 1 or more')
         self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = None
         self.origin, self.requires_grad = None, True
 
@@ -271,7 +274,7 @@ class Module:
         return {name: np.array(value) for name, value in self._places().items()}
 
     def load_state_dict(self, state):
-        """Copy arrays (of numpy or another library) into place; all or, with KeyError or ValueError by name, none."""
+        """Copy arrays (of numpy or another library) into place; all or, with an error that names one, none."""
         places = self._places()
         if wrong := sorted(set(places) ^ set(state)):
             name = wrong[0]
@@ -281,8 +284,10 @@ class Module:
         for name, place in places.items():
             if arrays[name].shape != place.shape:
                 raise ValueError(f'{name}: want shape {place.shape}, got {arrays[name].shape}')
+            if not np.can_cast(arrays[name].dtype, place.dtype, 'same_kind'):
+                raise TypeError(f'{name}: want {place.dtype}, got {arrays[name].dtype}')
         for name, place in places.items():
-            np.copyto(place, arrays[name], casting='same_kind')
+            place[...] = arrays[name]
         for parameter in self.parameters():
             parameter.array.buffer.version += 1
 

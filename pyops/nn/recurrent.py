@@ -27,6 +27,14 @@ class _Cell(Layer):
         self.input_size, self.hidden_size = input_size, hidden_size
         _weights(self, self.GATES, input_size, hidden_size)
 
+    def on_tensors(self, x, *states):
+        if x.ndim != 2 or x.shape[1] != self.input_size:
+            raise ValueError(f'x: want shape (B, {self.input_size}), got {x.shape}')
+        for state in states:
+            if state is not None and state.shape != (x.shape[0], self.hidden_size):
+                raise ValueError(f'state: want shape {(x.shape[0], self.hidden_size)}, got {state.shape}')
+        return self.step(x, *states)
+
     def settings(self):
         return f'{self.input_size}, {self.hidden_size}'
 
@@ -34,7 +42,7 @@ class _Cell(Layer):
 class RNNCell(_Cell):
     """h' = tanh(x weight_ih' + bias_ih + h weight_hh' + bias_hh);  x (B, I), h (B, H), zeros where it is None."""
 
-    def on_tensors(self, x, h=None):
+    def step(self, x, h=None):
         h = _zeros(x, self.hidden_size) if h is None else h
         return F.tanh(F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh))
 
@@ -43,7 +51,7 @@ class GRUCell(_Cell):
     """One step of GRU: h' of x (B, I) and h (B, H), zeros where it is None."""
     GATES = 3
 
-    def on_tensors(self, x, h=None):
+    def step(self, x, h=None):
         return F.gru(x.unsqueeze(0), h, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh).squeeze(0)
 
 
@@ -51,7 +59,7 @@ class LSTMCell(_Cell):
     """(h', c') of x (B, I), h (B, H) and c (B, H), zeros where they are None; the formulas are LSTM's."""
     GATES = 4
 
-    def on_tensors(self, x, h=None, c=None):
+    def step(self, x, h=None, c=None):
         h, c = (_zeros(x, self.hidden_size) if state is None else state for state in (h, c))
         return _lstm_step(F.linear(x, self.weight_ih, self.bias_ih), h, c, self.weight_hh, self.bias_hh)
 
