@@ -1,7 +1,8 @@
 """Op classes: y, ctx = op.forward(x, ...);  dx = op.backward(dy, ctx).
 
 The ctx is returned, not kept on the op, so one op can run many times before its first backward.  Parameter
-gradients add into Parameter.grad; activation gradients are new arrays.  Sequences are time-major, (T, B, ...).
+gradients add into Parameter.grad; activation gradients are new arrays, or are added to one that is handed in as `into`.
+Sequences are time-major, (T, B, ...).
 """
 from pyops.ops.attention import Attention, sequence_lengths
 from pyops.ops.batch_norm import BatchNorm
