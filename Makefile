@@ -86,6 +86,7 @@ asan: .venv/ready ## the op table and arrays under AddressSanitizer and Undefine
 
 bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
 	.venv/bin/python -m bench.train seq2seq --vs torch
+	.venv/bin/python -m bench.train transformer --vs torch
 	.venv/bin/python -m bench.train mnist --vs torch
 
 clean: ## remove what was built

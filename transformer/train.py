@@ -30,7 +30,7 @@ class TransformerProgram(Program):
         self.add_setting(parser, '--d-ff', type=int_up_to(65536), help='size inside the feed-forward part of a block')
         self.add_setting(parser, '--heads', type=int_up_to(1024), help='attention heads, which share d-model evenly')
         self.add_setting(parser, '--layers', type=int_up_to(64), help='blocks, each side')
-        self.add_setting(parser, '--positions', type=int_up_to(65536), help='places with an encoding, num-steps or more')
+        self.add_setting(parser, '--positions', type=int_up_to(1000), help='places with an encoding: the largest num-steps')
         parser.add_argument('--pre-norm', action=BooleanOptionalAction,
                             help='normalise before each part of a block instead of after it')
         self.add_setting(parser, '--smoothing', type=fraction, metavar='P', help='share of a label that goes to all words')
