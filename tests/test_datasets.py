@@ -71,7 +71,9 @@ def test_an_image_alone_is_changed_at_random():
 @pytest.mark.parametrize('make, text', [
     (lambda: RandomFlipHorizontal(1.5), 'p: want 0 <= p <= 1, got 1.5'),
     (lambda: RandomCrop(-1), 'padding: want 0 or more, got -1'),
-    (lambda: RandomCrop(1)(np.zeros((3, 3))), r'want an image \(H, W, C\), got shape \(3, 3\)')])
+    (lambda: RandomCrop(1)(np.zeros((3, 3))), r'want an image \(H, W, C\), got shape \(3, 3\)'),
+    (lambda: ArrayDataset(np.zeros((2, 3, 3)), transforms=[RandomCrop(1)]).batch(np.arange(2)),
+     r'RandomCrop\(padding=1\): want images \(B, H, W, C\), got shape \(2, 3, 3\)')])
 def test_transforms_say_what_they_want(make, text):
     with pytest.raises(ValueError, match=text):
         make()
@@ -97,6 +99,29 @@ def test_a_dataset_of_single_samples_makes_batches():
     for method in (lambda d: len(d), lambda d: d[0]):
         with pytest.raises(NotImplementedError, match='Dataset.__'):
             method(Dataset())
+
+
+class Bare(Dataset):
+    """One that does not call __init__, and whose samples are given."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return self.sample
+
+
+def test_samples_are_tuples():
+    assert Bare((1.0, 2)).batch(np.arange(2))[1].tolist() == [2, 2]
+    with pytest.raises(TypeError, match=r'Bare\[1\]: want a tuple, as \(image, label\), got ndarray'):
+        Bare(np.zeros(2)).batch(np.array([1]))
+    with pytest.raises(TypeError, match='want a Dataset, got list'):
+        DataLoader([1, 2])
+    with pytest.raises(OverflowError, match='1099511627776 out of bounds for int32'):
+        next(iter(DataLoader(Bare((1.0, 2**40)))))
 
 
 def test_arrays_make_a_dataset():

@@ -1,4 +1,6 @@
 """Datasets, and the loader that makes batches of them: every number of an epoch is a function of (seed, epoch)."""
+import operator
+
 import numpy as np
 
 from pyops.autograd import Tensor
@@ -13,6 +15,8 @@ class Dataset:
     transforms: functions of one image (H, W, C), the first member of a sample; see pyops.data.transforms.
     """
 
+    transforms = ()         # of a subclass that does not call __init__
+
     def __init__(self, transforms=()):
         self.transforms = list(transforms or ())
 
@@ -24,7 +28,11 @@ class Dataset:
 
     def batch(self, rows, seed=0, epoch=0):
         """The samples of these rows, (B,) int64: a tuple of arrays (B, ...), the first after its transforms."""
-        first, *rest = (np.stack(column) for column in zip(*(self[int(row)] for row in rows), strict=True))
+        samples = [self[int(row)] for row in rows]
+        for row, sample in zip(rows, samples, strict=True):
+            if not isinstance(sample, tuple | list):
+                raise TypeError(f'{type(self).__name__}[{row}]: want a tuple, as (image, label), got {type(sample).__name__}')
+        first, *rest = (np.stack(column) for column in zip(*samples, strict=True))
         return apply_all(self.transforms, first, seed, epoch, rows), *rest
 
 
@@ -95,7 +103,9 @@ class DataLoader:
     """
 
     def __init__(self, dataset, batch_size=1, shuffle=False, seed=0, drop_last=False, arrays=False):
-        if batch_size < 1:
+        if not hasattr(dataset, 'batch'):
+            raise TypeError(f'DataLoader: want a Dataset, got {type(dataset).__name__}; ArrayDataset makes one of arrays')
+        if operator.index(batch_size) < 1:
             raise ValueError(f'DataLoader: batch_size: want 1 or more, got {batch_size}')
         self.dataset, self.batch_size, self.shuffle, self.seed, self.drop_last = dataset, batch_size, shuffle, seed, drop_last
         self.arrays, self.epoch, self.start = arrays, 0, 0
@@ -112,9 +122,4 @@ class DataLoader:
     def _batches(self, epoch, start):
         for rows in batches.batches(len(self.dataset), self.batch_size, self.seed, epoch, start, self.drop_last, self.shuffle):
             batch = self.dataset.batch(rows, self.seed, epoch)
-            yield batch if self.arrays else tuple(map(_tensor, batch))
-
-
-def _tensor(array):
-    """float32 or int32, as kernels want it."""
-    return Tensor(array.astype(np.float32 if array.dtype.kind == 'f' else np.int32, copy=False))
+            yield batch if self.arrays else tuple(map(Tensor, batch))

@@ -3,6 +3,8 @@
 A transform is a pure function of the image and of four random words, and those are a function of (seed, epoch, number of
 the sample): an epoch can be repeated or resumed, in batches of any size.  Any function of one image is a transform too.
 """
+import operator
+
 import numpy as np
 
 from pyops import params
@@ -63,7 +65,7 @@ class RandomCrop(Transform):
     """Shift by up to `padding` pixels in either direction; what comes in from outside is 0."""
 
     def __init__(self, padding=3):
-        if padding < 0:
+        if operator.index(padding) < 0:
             raise ValueError(f'RandomCrop: padding: want 0 or more, got {padding}')
         self.padding = padding
 
@@ -84,6 +86,8 @@ def apply_all(transforms, x, seed, epoch, indices):
     """The images (B, H, W, C) of these samples through all transforms; the n-th draws under the name `transform.n`."""
     for place, transform in enumerate(transforms):
         if hasattr(transform, 'batch'):
+            if x.ndim != 4:
+                raise ValueError(f'{transform!r}: want images (B, H, W, C), got shape {x.shape}')
             x = transform.batch(x, random_words(seed, f'transform.{place}', epoch, indices))
         else:
             x = np.stack([transform(one) for one in x]) if len(x) else x
