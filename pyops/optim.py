@@ -19,23 +19,45 @@ class Optimizer:
     MOMENTS = ()            # what is kept of each parameter from step to step, by its name in Parameters
 
     def __init__(self, params, lr, max_norm, weight_decay):
+        self._check(lr=lr, weight_decay=weight_decay, max_norm=max_norm or 0)
         self.max_norm, self.weight_decay = max_norm, weight_decay
-        self.lr = np.array([lr], np.float32)
+        self._lr = np.array([lr], np.float32)
         self.count = backend.zeros(1, np.int64)         # steps done
         self.norm = backend.zeros(1)                    # of the last gradient, before clipping; 0 where nothing is clipped
         if isinstance(params, Parameters):
             self._units, self._own, self._tensors = [(params, [getattr(params, name) for name in self.MOMENTS])], {}, []
+            self._together = []
         else:
             self._tensors = _unique(params)
             units = _units(self._tensors)
+            whole = {id(unit) for unit in units}
+            self._together = [tensor for tensor in self._tensors if id(getattr(tensor, 'home', None)) in whole]
             self._units = [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
             self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
                          for name, moment in zip(self.MOMENTS, moments, strict=True)}
             self._own['norms'] = self._norms = backend.zeros(len(units))
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
+    def _check(self, below=math.inf, **settings):
+        for name, value in settings.items():
+            if not 0 <= value < below:
+                raise ValueError(f'{type(self).__name__}: {name}: want 0 <= {name} < {below}, got {value}')
+
+    @property
+    def lr(self):
+        """An array of one number; optimizer.lr = 0.1 changes that."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value):
+        self._lr[...] = value
+
     def step(self):
         """One step down the gradients."""
+        for tensor in self._together:                   # which m and v would go on moving
+            if not tensor.requires_grad:
+                raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off after the optimizer was made; '
+                                   'make it anew')
         ready = [(unit.values, unit.grads, moments) for unit, moments in self._units if unit.grads is not None]
         if self.max_norm:
             self._find_norm([grads for _, grads, _ in ready])
@@ -73,6 +95,8 @@ class Adam(Optimizer):
 
     def __init__(self, params, lr=0.001, max_norm=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         super().__init__(params, lr, max_norm, weight_decay)
+        self._check(1, beta1=beta1, beta2=beta2)
+        self._check(eps=eps)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
     def _update(self, values, grads, norm, m, v):
@@ -88,6 +112,7 @@ class SGD(Optimizer):
         if nesterov and not momentum:
             raise ValueError('SGD: nesterov: want a momentum > 0, got 0')
         super().__init__(params, lr, max_norm, weight_decay)
+        self._check(momentum=momentum)
         self.momentum, self.nesterov = momentum, nesterov
 
     def _update(self, values, grads, norm, velocity):
@@ -122,11 +147,17 @@ def _flat(tensor):
 
 
 def _unique(params):
-    """The Tensors that require a gradient, each once; an error where they are something else, or there are none."""
+    """The leaves that require a gradient, each once; an error where they are something else, or there are none."""
+    if hasattr(params, 'requires_grad'):
+        raise TypeError(f'optimizer: want several Tensors, got one of shape {params.shape}; put it into a list')
+    if hasattr(params, 'parameters'):
+        raise TypeError(f'optimizer: want Tensors, got {type(params).__name__}; give its parameters()')
     found = {id(tensor): tensor for tensor in params}
     for tensor in found.values():
         if not hasattr(tensor, 'requires_grad'):
             raise TypeError(f'optimizer: want Tensors, got {type(tensor).__name__}')
+        if not tensor.is_leaf:
+            raise ValueError(f'optimizer: a tensor of shape {tensor.shape} is the result of an op; give the leaves')
     trained = [tensor for tensor in found.values() if tensor.requires_grad]
     if not trained:
         raise ValueError(f'optimizer: got {len(found)} parameters, and none requires a gradient')

@@ -566,6 +566,44 @@ def test_an_optimiser_says_when_there_is_nothing_to_train():
         optim.SGD([Tensor(normal(4, 4), requires_grad=True).detach().T.requires_grad_()])
 
 
+@pytest.mark.parametrize('make, error, text', [
+    (lambda x: optim.Adam(x), TypeError, r'want several Tensors, got one of shape \(2,\); put it into a list'),
+    (lambda x: optim.Adam(nn.Linear(2, 2)), TypeError, r'want Tensors, got Linear; give its parameters\(\)'),
+    (lambda x: optim.Adam([x * 2]), ValueError, r'a tensor of shape \(2,\) is the result of an op'),
+    (lambda x: optim.SGD([x], -0.1), ValueError, 'SGD: lr: want 0 <= lr < inf, got -0.1'),
+    (lambda x: optim.SGD([x], float('nan')), ValueError, 'SGD: lr: want 0 <= lr < inf, got nan'),
+    (lambda x: optim.SGD([x], momentum=-1), ValueError, 'SGD: momentum: want 0 <= momentum < inf, got -1'),
+    (lambda x: optim.Adam([x], weight_decay=-1), ValueError, 'Adam: weight_decay: want 0 <= weight_decay < inf, got -1'),
+    (lambda x: optim.Adam([x], beta2=1), ValueError, 'Adam: beta2: want 0 <= beta2 < 1, got 1'),
+    (lambda x: optim.Adam([x], max_norm=-1), ValueError, 'Adam: max_norm: want 0 <= max_norm < inf, got -1'),
+])
+def test_an_optimiser_refuses_what_it_cannot_train_with(make, error, text):
+    with pytest.raises(error, match=text):
+        make(Tensor(normal(2), requires_grad=True))
+
+
+def test_the_learning_rate_can_be_set():
+    x = Tensor([1.0], requires_grad=True)
+    optimizer = optim.SGD([x], 0.1)
+    lr, optimizer.lr = optimizer.lr, 0.5
+    x.backward(np.ones(1, np.float32))
+    optimizer.step()
+    assert lr is optimizer.lr and x.tolist() == [0.5]
+
+
+def test_an_optimiser_notices_that_a_parameter_was_switched_off_since():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = optim.Adam(model.parameters())
+    model(Tensor(normal(3, 2))).sum().backward()
+    optimizer.step()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.numpy().copy()
+    with pytest.raises(RuntimeError, match='requires_grad of 0.weight was switched off after the optimizer was made'):
+        optimizer.step()
+    optim.Adam(model.parameters()).step()
+    assert (model[0].weight.numpy() == before).all()
+
+
 def test_an_old_graph_notices_that_an_optimiser_changed_its_parameters():
     model = nn.Linear(3, 4)
     x = Tensor(normal(2, 3), requires_grad=True)
