@@ -299,12 +299,19 @@ def test_optimisers_equal_torch(torch, make, twin, max_norm):
     assert not params.grads.any() and ours.count[0] == 10
 
 
+def unchecked(optimizer, **settings):
+    """The optimizer with settings that it would have refused, so that the kernel has to."""
+    vars(optimizer).update(settings)
+    return optimizer
+
+
 @pytest.mark.parametrize('make, text', [
-    (lambda p: SGD(p, momentum=1.0), r'sgd: momentum=1, want \[0, 1\)'),
-    (lambda p: SGD(p, momentum=float('nan')), 'sgd: momentum='),
-    (lambda p: SGD(p, weight_decay=-1), 'sgd: weight_decay=-1, want >= 0'),
+    (lambda p: unchecked(SGD(p), momentum=1.0), r'sgd: momentum=1, want \[0, 1\)'),
+    (lambda p: unchecked(SGD(p), momentum=float('nan')), 'sgd: momentum='),
+    (lambda p: unchecked(SGD(p), weight_decay=-1), 'sgd: weight_decay=-1, want >= 0'),
+    (lambda p: SGD(p, momentum=float('nan')), 'SGD: momentum: want 0 <= momentum < '),
     (lambda p: SGD(p, nesterov=True), 'SGD: nesterov: want a momentum > 0'),
-    (lambda p: Adam(p, weight_decay=float('nan')), 'adam: weight_decay='),
+    (lambda p: unchecked(Adam(p), weight_decay=float('nan')), 'adam: weight_decay='),
     (lambda p: SGD([]), 'optimizer: got 0 parameters'),
 ])
 def test_optimisers_say_what_they_want(make, text):
