@@ -50,8 +50,12 @@ pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "fma_loop: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
     double sum = 0.0;
-    #pragma omp parallel reduction(+:sum)
-    sum += k->fma_loop(n);
+    #pragma omp parallel
+    {
+        const double mine = k->fma_loop(n);
+        #pragma omp atomic                                /* clang exports a symbol for a reduction */
+        sum += mine;
+    }
     flops[0] = sum;
     return PYOPS_OK;
 }
