@@ -51,7 +51,7 @@ class TransformerProgram(Program):
                 f'bos_id : {BOS}\neos_id : {EOS}\nsrc_pad_id : {PAD}\ntgt_pad_id : {PAD}')
 
     def before_epochs(self, plan):
-        memory = plan().memory()
+        memory = plan.memory()
         return (f'allocated : {memory.parameters + memory.moments + memory.inputs} bytes for tensors, '
                 f'{memory.intermediates} for intermediate and {memory.gradients} for gradient tensors')
 

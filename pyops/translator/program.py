@@ -76,7 +76,7 @@ class Program:
         """What it prints when the corpus is there; found: the checkpoint.Found of this run."""
 
     def before_epochs(self, plan):
-        """What it prints before it trains by plans; plan() -> the Plan of a step."""
+        """What it prints before it trains by plans; plan: that of a step."""
 
     def progress(self, epoch, total, initial):
         """The display of an epoch, counted from 0, of `total` pairs of which an earlier run did `initial`."""
@@ -264,8 +264,9 @@ def train(program, args, found):
     run_step = step if args.no_plan else planned
     checkpoint.needs_room(found.folder, fit.room(model.params))
     if not args.no_plan:
-        fit.step_needs_memory(planned.plan(first_batch))
-        say(program.before_epochs(lambda: planned.plan(first_batch)))
+        recorded = planned.plan(first_batch)
+        fit.step_needs_memory(recorded)
+        say(program.before_epochs(recorded))
 
     def train_step(rows):
         # a function of the step alone, so that a resumed run goes on with the rates it would have had
