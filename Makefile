@@ -1,6 +1,6 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.
 .DEFAULT_GOAL := cpu
-.PHONY: cpu venv demo test asan bench clean help
+.PHONY: cpu cuda emulated venv demo test asan bench clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -53,6 +53,46 @@ $(PROBE):
 	@echo 'int main(void) { return 0; }' | $(CC) -fopenmp -x c - -o $@ 2>/dev/null || \
 	    { echo "make: error: '$(CC)' cannot build an OpenMP program: install its OpenMP library (gcc: libgomp, clang: libomp)" >&2; exit 2; }
 
+# ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which needs no GPU ----
+NVCC ?= nvcc
+CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
+# native: the GPU present; all: every architecture from 80; else numbers with a semicolon between
+CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,80;90a)
+comma := ,
+GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(patsubst 90,90a,$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1))),\
+             $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
+NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -lineinfo \
+             $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
+CU := $(wildcard cuda/*.cu)
+CUDA_LIBRARY ?= pyops/libpyops_cuda.so
+EMULATED ?= pyops/libpyops_emulated.so
+EMULATED_BUILD ?= build/emulated
+EMULATED_FLAGS ?= -O2
+EMULATOR_FLAGS ?= -O2
+
+cuda: $(CUDA_LIBRARY) ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
+
+$(CUDA_LIBRARY): $(CU:cuda/%.cu=build/cuda/%.o)
+	$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
+
+build/cuda/%.o: cuda/%.cu Makefile
+	@mkdir -p $(dir $@)
+	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
+
+emulated: $(EMULATED) ## build the same kernels for an emulator on the CPU, for tests without a GPU
+
+$(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp))
+	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -Wl,-Bsymbolic -o $@ $^ -lpthread -ldl
+
+EMULATED_CXX := -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda/emu -Icuda -Icsrc -MMD -MP
+$(EMULATED_BUILD)/%.o: cuda/%.cu Makefile
+	@mkdir -p $(dir $@)
+	$(CXX) $(EMULATED_CXX) $(EMULATED_FLAGS) -x c++ -c -o $@ $<
+
+$(EMULATED_BUILD)/emu/%.o: cuda/emu/%.cpp Makefile
+	@mkdir -p $(dir $@)
+	$(CXX) $(EMULATED_CXX) $(EMULATOR_FLAGS) -c -o $@ $<
+
 venv: .venv/ready ## make .venv and install the package there, editable, with what tests need
 
 .venv/ready: pyproject.toml
@@ -95,4 +135,4 @@ clean: ## remove what was built
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
--include $(OBJ:.o=.d)
+-include $(OBJ:.o=.d) $(wildcard build/cuda/*.d $(EMULATED_BUILD)/*.d $(EMULATED_BUILD)/emu/*.d)

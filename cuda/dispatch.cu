@@ -1,0 +1,103 @@
+// dispatch.cu - the text of the last error, launches and faults, the settings that all kernels ask for.
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include "device.h"
+#include "internal.cuh"
+
+static thread_local char last_error[512];
+
+extern "C" {
+const char *pyops_last_error(void) { return last_error; }
+int32_t pyops_abi_version(void) { return PYOPS_ABI_VERSION; }
+const char *pyops_isa(void) { return "cuda"; }
+const char *pyops_gemm_tile(void) { return "128x128"; }
+int32_t pyops_threads(void) { return 1; }
+pyops_status pyops_set_threads(int32_t threads) {               // of the host, which only launches
+    PYOPS_REQUIRE(threads >= 1 && threads <= 1024, "set_threads: threads=%d, want 1 to 1024", threads);
+    return PYOPS_OK;
+}
+}
+
+pyops_status pyops_fail(pyops_status code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof last_error, format, arguments);
+    va_end(arguments);
+    return code;
+}
+
+// ---- faults ------------------------------------------------------------------------------------------------
+FaultRecord *pyops_faults() {
+    static FaultRecord *record = [] {
+        FaultRecord *made = nullptr;
+        if (cudaMalloc(&made, sizeof *made) != cudaSuccess || cudaMemset(made, 0, sizeof *made) != cudaSuccess) return (FaultRecord *)nullptr;
+        return made;
+    }();
+    return record;
+}
+
+static const char *const WHO[] = {
+    "embedding_forward", "embedding_backward", "gather_pixels", "gather_sequences", "pixel_linear_forward",
+    "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients"};
+
+// Ask for a fault, after the stream has been waited for, and forget it.
+static pyops_status check_faults() {
+    FaultRecord *record = pyops_faults(), found;
+    if (!record) return PYOPS_OK;
+    if (cudaMemcpy(&found, record, sizeof found, cudaMemcpyDeviceToHost) != cudaSuccess || !found.fault) return PYOPS_OK;
+    cudaMemset(record, 0, sizeof *record);
+    const char *who = WHO[found.who];
+    switch (static_cast<Fault>(found.fault)) {
+    case Fault::embedding_id: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: ids[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
+    case Fault::label:  return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: labels[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
+    case Fault::row:    return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: rows[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
+    case Fault::length: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: lengths[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
+    case Fault::step:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, want at least 1", who, found.value);
+    default:            return pyops_fail(PYOPS_DEVICE_ERROR, "%s: an unknown fault", who);
+    }
+}
+
+pyops_status pyops_launched(const char *who, cudaError_t error, void *stream) {
+    static const bool waits = [] { const char *value = getenv("PYOPS_SYNC"); return value && *value && *value != '0'; }();
+    if (error == cudaSuccess && waits) {
+        cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+        cudaStreamIsCapturing(stream_of(stream), &capture);
+        if (capture == cudaStreamCaptureStatusNone) {
+            error = cudaStreamSynchronize(stream_of(stream));
+            if (error == cudaSuccess) return check_faults();
+        }
+    }
+    if (error == cudaSuccess) return PYOPS_OK;
+    cudaGetLastError();                                         // a sticky one stays, any other is told once
+    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", who, cudaGetErrorString(error));
+}
+
+// ---- settings ------------------------------------------------------------------------------------------------
+static Precision precision = Precision::fp32;
+Precision pyops_precision_now() { return precision; }
+extern "C" pyops_status pyops_set_precision(int32_t wanted) {
+    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2, "set_precision: precision=%d, want 0 (float32), 1 (TF32) or 2 (bfloat16)", wanted);
+    precision = static_cast<Precision>(wanted);
+    return PYOPS_OK;
+}
+
+static int attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, which, device);
+    return value;
+}
+int pyops_multiprocessors() {
+    static const int count = attribute(cudaDevAttrMultiProcessorCount);
+    return count;
+}
+bool pyops_has_hopper() {
+    static const bool has = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+    return has;
+}
+
+void *pyops_workspace(size_t bytes) {
+    static void *memory = [] { void *made = nullptr; return cudaMalloc(&made, PYOPS_WORKSPACE) == cudaSuccess ? made : (void *)nullptr; }();
+    return bytes <= PYOPS_WORKSPACE ? memory : nullptr;
+}

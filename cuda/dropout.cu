@@ -1,0 +1,56 @@
+// dropout.cu - zero a share p of the elements and scale the rest, from counters; and the residual connection with it.
+//
+// A thread takes the four elements of one counter, and all of them as one float4 where the arrays allow it.
+#include "philox.cuh"
+
+static constexpr int THREADS = 256;
+
+static pyops_status check(const char *who, int64_t n, float p) {
+    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
+    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(p));
+    return PYOPS_OK;
+}
+
+// y = x with zeros (+ base, unless it is NULL); y may be either.
+static __global__ void drop(float *y, const float *base, const float *x, const int64_t *step, int64_t n, uint64_t key,
+                            uint32_t threshold, float scale) {
+    const bool whole = ((uintptr_t(y) | uintptr_t(x) | uintptr_t(base)) & 15) == 0;
+    for (int64_t group = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; 4 * group < n; group += int64_t(gridDim.x) * blockDim.x) {
+        const Words random = philox(group, step[0], key);
+        const int64_t i = 4 * group;
+        if (whole && i + 4 <= n) {
+            const float4 in = *reinterpret_cast<const float4 *>(x + i);
+            float4 out = base ? *reinterpret_cast<const float4 *>(base + i) : make_float4(0, 0, 0, 0);
+            out.x += random.word[0] >= threshold ? in.x * scale : 0.0f;
+            out.y += random.word[1] >= threshold ? in.y * scale : 0.0f;
+            out.z += random.word[2] >= threshold ? in.z * scale : 0.0f;
+            out.w += random.word[3] >= threshold ? in.w * scale : 0.0f;
+            *reinterpret_cast<float4 *>(y + i) = out;
+        } else {
+            for (int j = 0; j < 4 && i + j < n; j++)
+                y[i + j] = (base ? base[i + j] : 0.0f) + (random.word[j] >= threshold ? x[i + j] * scale : 0.0f);
+        }
+    }
+}
+
+static __global__ void add(float *y, const float *x, const float *branch, int64_t n) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) y[i] = x[i] + branch[i];
+}
+
+extern "C" pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
+    const pyops_status status = check("dropout", n, p);
+    if (status || n == 0) return status;
+    return pyops_launched("dropout", LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
+                                            y, nullptr, x, step, n, key, dropout_threshold(p), 1.0f / (1.0f - p)), stream);
+}
+
+extern "C" pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step,
+                                       int64_t n, float p, uint64_t key, void *stream) {
+    const pyops_status status = check("residual", n, p);
+    if (status || n == 0) return status;
+    const cudaError_t error = step && p > 0.0f
+        ? LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
+                 y, x, branch, step, n, key, dropout_threshold(p), 1.0f / (1.0f - p))
+        : LAUNCH(add, grid_for(n, THREADS), THREADS, 0, stream_of(stream), y, x, branch, n);
+    return pyops_launched("residual", error, stream);
+}
