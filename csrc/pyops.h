@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 3
+#define PYOPS_ABI_VERSION 4
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -76,6 +76,16 @@ PYOPS_API pyops_status pyops_gemm_batched(
     int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, void *stream);
+
+/* The same on bfloat16, the upper halves of floats, for products that are worth a conversion:
+ * to_bf16    y[r,c] = x[r*row + c*col] rounded to the nearest, ties to even; NaN stays NaN.   y (R,C), rows ld apart
+ * gemm_bf16  c[m,n] (+)= sum_k a[m,k] b[n,k], summed in float32.   a (M,K), rows lda apart;  b (N,K), rows ldb apart
+ */
+PYOPS_API pyops_status pyops_to_bf16(
+    uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, void *stream);
+PYOPS_API pyops_status pyops_gemm_bf16(
+    float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
+    int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream);
 
 /* ---- small ones ----------------------------------------------------------------
  * fill         y[i] = value
@@ -369,6 +379,31 @@ PYOPS_API pyops_status pyops_linear_cross_entropy(
     float *work,
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);
+
+/* ---- a network of two linear layers on pixels, its loss and all its gradients, as one operation -----------------
+ * a = scale * table[rows] w1 + b1;  r = max(a, 0);  logits = r w2' + b2;  loss[0] = mean over b of the softmax cross
+ * entropy of logits[b,:] with labels[rows[b]].   The gradients of a loss whose own gradient is 1 OVERWRITE dw1, db1, dw2, db2.
+ * table (N,I) uint8   rows (B) int64 in [0,N)   labels (N) int32 in [0,C)   w1, dw1 (I,H)   w2, dw2 (C,H)   loss (1)
+ * B >= 1, I < 65536, H and C from 1 to 128.
+ */
+PYOPS_API pyops_status pyops_mlp_gradients(
+    float *loss, float *dw1, float *db1, float *dw2, float *db2,
+    const uint8_t *table, const int64_t *rows, const int32_t *labels,
+    const float *w1, const float *b1, const float *w2, const float *b2,
+    float *work,
+    int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream);
+PYOPS_API int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C);
+
+/* ---- what a training run wants to know and set, without waiting for a device ------------------------------------
+ * log_step             log[written[0] mod capacity, :] = loss[0], valid[0] (0 where NULL), norm[0] (0 where NULL);
+ *                      written[0] += 1.   log (capacity,3)   written (1) int64
+ * inverse_square_root  lr[0] = base * min(t / warmup, sqrt(warmup / t)),  t = step[0] + 1: the rate of the step to come;
+ *                      in double; warmup 0: base.   lr (1)   step (1) int64   Vaswani et al. 2017, section 5.3
+ */
+PYOPS_API pyops_status pyops_log_step(
+    float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity, void *stream);
+PYOPS_API pyops_status pyops_inverse_square_root(
+    float *lr, const int64_t *step, int64_t warmup, float base, void *stream);
 
 /* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------
  * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)

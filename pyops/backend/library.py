@@ -10,7 +10,7 @@ from cffi import FFI
 
 from pyops.errors import UserError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PACKAGE = Path(__file__).resolve().parents[1]
 REMEDY = 'run `make` in the source tree, or `pip install .`'
 
