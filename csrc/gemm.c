@@ -6,6 +6,7 @@
  * element is summed in the same order whatever the rectangle: in blocks of KC, and in a block one by one.
  */
 #include <omp.h>
+#include <string.h>
 #include "internal.h"
 
 static float rectified(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
@@ -186,5 +187,48 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         }
     }
     if (status) return pyops_fail(status, "gemm_batched: no memory for %zu packed floats a thread", pyops_product_scratch(k));
+    return PYOPS_OK;
+}
+
+/* ---- bfloat16: the definition of what a GPU does, not a fast path here ---------------------------------------------- */
+
+static uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x40u);        /* a quiet NaN */
+    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+static float from_bf16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
+                           void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld", LL(R), LL(C), LL(ld));
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t c = 0; c < C; c++) y[r*ld + c] = to_bf16(x[r*row + c*col]);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
+                             int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0 && ldc >= N && lda >= K && ldb >= K,
+                  "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
+                  LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
+    #pragma omp parallel for schedule(static) if (M * N * K > PYOPS_SHARE_FMAS)
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t n = 0; n < N; n++) {
+            float sum = 0.0f;
+            #pragma omp simd reduction(+:sum)
+            for (int64_t k = 0; k < K; k++) sum += from_bf16(a[m*lda + k]) * from_bf16(b[n*ldb + k]);
+            c[m*ldc + n] = (accumulate ? c[m*ldc + n] : 0.0f) + sum;
+        }
     return PYOPS_OK;
 }

@@ -86,3 +86,11 @@ pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const f
     }
     return PYOPS_OK;
 }
+
+pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld", LL(warmup));
+    const double t = (double)step[0] + 1.0, w = (double)warmup;
+    lr[0] = warmup ? (float)((double)base * fmin(t / w, sqrt(w / t))) : base;
+    return PYOPS_OK;
+}

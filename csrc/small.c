@@ -144,3 +144,15 @@ pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n,
     PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld", LL(n));
     return pyops_scale(dx, dy, &scale, n, stream);
 }
+
+pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
+                            int64_t capacity, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, want at least 1", LL(capacity));
+    float *entry = log + written[0] % capacity * 3;
+    entry[0] = loss[0];
+    entry[1] = valid ? (float)valid[0] : 0.0f;
+    entry[2] = norm ? norm[0] : 0.0f;
+    written[0]++;
+    return PYOPS_OK;
+}

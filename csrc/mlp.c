@@ -1,0 +1,65 @@
+/* mlp.c - the whole gradient of a network of two linear layers on pixels, as one operation.
+ *
+ * On a GPU it is one kernel in place of a dozen, each of which would take longer to start than to run.  Here it is those
+ * dozen, one after the other, and so the definition of what the other has to compute.
+ */
+#include <string.h>
+#include "internal.h"
+
+/* Places in `work`, in floats. */
+typedef struct { int64_t labels, valid, one, a, da, logits, dlogits, lse, ink, places, rest, size; } layout;
+
+static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
+    layout l;
+    int64_t at = 0;
+    l.labels = at;      at += B;
+    l.valid = at;       at += 1;
+    l.one = at;         at += 1;
+    l.a = at;           at += B * H;
+    l.da = at;          at += B * H;
+    l.logits = at;      at += B * C;
+    l.dlogits = at;     at += B * C;
+    l.lse = at;         at += B;
+    l.ink = at;         at += B;
+    l.places = at;      at += (B * (I + 8) + 1) / 2;        /* two uint16 in the space of a float */
+    l.rest = at;        at += pyops_pixel_linear_backward_work(B, I, H);
+    l.size = at;
+    return l;
+}
+
+int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C) { return make_layout(B, I, H, C).size; }
+
+#define TRY(call) do { const pyops_status tried = (call); if (tried) return tried; } while (0)
+
+pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2, float *db2,
+                                 const uint8_t *table, const int64_t *rows, const int32_t *labels,
+                                 const float *w1, const float *b1, const float *w2, const float *b2, float *work,
+                                 int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream) {
+    PYOPS_REQUIRE(B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= 128 && C >= 1 && C <= 128,
+                  "mlp_gradients: B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
+                  LL(B), LL(I), LL(H), LL(C));
+    const layout l = make_layout(B, I, H, C);
+    int32_t *const batch_labels = (int32_t *)(work + l.labels), *const ink = (int32_t *)(work + l.ink);
+    uint16_t *const places = (uint16_t *)(work + l.places);
+    float *const a = work + l.a, *const da = work + l.da, *const logits = work + l.logits, *const dlogits = work + l.dlogits;
+    TRY(pyops_pixel_linear_forward(a, ink, places, table, rows, w1, b1, N, B, I, H, scale, stream));
+    for (int64_t b = 0; b < B; b++) {
+        PYOPS_REQUIRE(labels[rows[b]] >= 0 && labels[rows[b]] < C, "mlp_gradients: labels[%lld]=%d, want 0 to %lld",
+                      LL(rows[b]), labels[rows[b]], LL(C - 1));
+        batch_labels[b] = labels[rows[b]];
+    }
+    TRY(pyops_relu_forward(a, a, B * H, stream));
+    TRY(pyops_gemm(logits, a, w2, b2, B, C, H, C, H, 1, 1, H, 0, 0, stream));
+    TRY(pyops_cross_entropy_forward(loss, (int32_t *)(work + l.valid), work + l.lse, logits, batch_labels, B, C, -1, stream));
+    work[l.one] = 1.0f;
+    TRY(pyops_cross_entropy_backward(dlogits, work + l.one, logits, batch_labels, work + l.lse, (int32_t *)(work + l.valid),
+                                     B, C, -1, stream));
+    TRY(pyops_gemm(dw2, dlogits, a, NULL, C, H, B, H, 1, C, H, 1, 0, 0, stream));
+    memset(db2, 0, (size_t)C * sizeof *db2);
+    TRY(pyops_column_sums(db2, dlogits, B, C, stream));
+    TRY(pyops_gemm(da, dlogits, w2, NULL, B, H, C, H, C, 1, H, 1, 0, 0, stream));
+    TRY(pyops_relu_backward(da, da, a, B * H, stream));
+    memset(dw1, 0, (size_t)(I * H) * sizeof *dw1);
+    memset(db1, 0, (size_t)H * sizeof *db1);
+    return pyops_pixel_linear_backward(dw1, db1, da, table, rows, ink, places, work + l.rest, N, B, I, H, scale, stream);
+}
