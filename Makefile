@@ -61,7 +61,7 @@ CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,80;90a)
 comma := ,
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(patsubst 90,90a,$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1))),\
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
-NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -lineinfo \
+NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
 CU := $(wildcard cuda/*.cu)
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
@@ -75,6 +75,7 @@ cuda: $(CUDA_LIBRARY) ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_AR
 $(CUDA_LIBRARY): $(CU:cuda/%.cu=build/cuda/%.o)
 	$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
 
+build/cuda/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
 build/cuda/%.o: cuda/%.cu Makefile
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
@@ -84,7 +85,7 @@ emulated: $(EMULATED) ## build the same kernels for an emulator on the CPU, for 
 $(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp))
 	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -Wl,-Bsymbolic -o $@ $^ -lpthread -ldl
 
-EMULATED_CXX := -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda/emu -Icuda -Icsrc -MMD -MP
+EMULATED_CXX := -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda/emu -Icuda -Icsrc -I$(BUILD) -MMD -MP
 $(EMULATED_BUILD)/%.o: cuda/%.cu Makefile
 	@mkdir -p $(dir $@)
 	$(CXX) $(EMULATED_CXX) $(EMULATED_FLAGS) -x c++ -c -o $@ $<

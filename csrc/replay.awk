@@ -16,7 +16,13 @@ END {
         call = name "("
         for (j = 1; j < n; j++) {
             field = argument[j] ~ /\*/ ? "pointer" : argument[j] ~ /float/ ? "real" : "integer"
-            call = call "v[" (j - 1) "]." field ", "
+            cast = ""                           # which C++ wants for pointers
+            if (field == "pointer") {
+                cast = argument[j]
+                sub(/[a-z0-9_]+ *$/, "", cast)
+                cast = "(" cast ")"
+            }
+            call = call cast "v[" (j - 1) "]." field ", "
         }
         if (name != "pyops_replay") print "KERNEL(" number++ ", " name ", " call "stream))"
     }

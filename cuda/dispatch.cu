@@ -42,7 +42,7 @@ static const char *const WHO[] = {
     "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients"};
 
 // Ask for a fault, after the stream has been waited for, and forget it.
-static pyops_status check_faults() {
+pyops_status pyops_check_faults() {
     FaultRecord *record = pyops_faults(), found;
     if (!record) return PYOPS_OK;
     if (cudaMemcpy(&found, record, sizeof found, cudaMemcpyDeviceToHost) != cudaSuccess || !found.fault) return PYOPS_OK;
@@ -65,7 +65,7 @@ pyops_status pyops_launched(const char *who, cudaError_t error, void *stream) {
         cudaStreamIsCapturing(stream_of(stream), &capture);
         if (capture == cudaStreamCaptureStatusNone) {
             error = cudaStreamSynchronize(stream_of(stream));
-            if (error == cudaSuccess) return check_faults();
+            if (error == cudaSuccess) return pyops_check_faults();
         }
     }
     if (error == cudaSuccess) return PYOPS_OK;

@@ -16,7 +16,7 @@ pyops_status pyops_launched(const char *who, cudaError_t error, void *stream);
 
 static inline cudaStream_t stream_of(void *stream) { return static_cast<cudaStream_t>(stream); }
 
-// The first error of several launches: first_error(LAUNCH(...), LAUNCH(...)).  Arguments run in the order they are written.
+// The first error of several launches: Launches launches;  launches << LAUNCH(...);  launches << LAUNCH(...);
 struct Launches {
     cudaError_t error = cudaSuccess;
     Launches &operator<<(cudaError_t next) { if (error == cudaSuccess) error = next; return *this; }
@@ -37,6 +37,7 @@ enum class Who : int32_t {              // the function that a text begins with
     cross_entropy_forward, linear_cross_entropy, attention_forward, adam, mlp_gradients
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if there is none left
+pyops_status pyops_check_faults();      // of streams that were waited for: the text of what a kernel found, once
 
 #ifdef __CUDACC__
 #define DEVICE __device__ __forceinline__

@@ -1,0 +1,175 @@
+// device.cu - a device, its memory, streams and graphs: what device.h promises.
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include "device.h"
+#include "internal.cuh"
+
+static cudaStream_t stream_at(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+static void *at(uint64_t address) { return reinterpret_cast<void *>(address); }
+
+// A status for what the runtime said of `what`.
+static pyops_status check(cudaError_t error, const char *what) {
+    if (error == cudaSuccess) return PYOPS_OK;
+    cudaGetLastError();                     // so that the next call does not tell of it again
+    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
+}
+#define TRY(call, what) do { const pyops_status tried = check((call), (what)); if (tried) return tried; } while (0)
+
+extern "C" {
+
+// ---- the device ---------------------------------------------------------------------------------------------
+pyops_status pyops_device_count(int32_t *count) {
+    int found = 0;
+    const cudaError_t error = cudaGetDeviceCount(&found);
+    *count = error == cudaSuccess ? found : 0;
+    return check(error, "no GPU can be used");
+}
+
+// An empty kernel: it can be launched where this build has code for the device.
+static __global__ void nothing() {}
+
+pyops_status pyops_device_open(int32_t device) {
+    TRY(cudaSetDevice(device), "device_open");
+    const cudaError_t error = LAUNCH(nothing, 1, 1, 0, nullptr);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction || error == cudaErrorUnsupportedPtxVersion) {
+        int32_t major = 0, minor = 0, multiprocessors = 0;
+        pyops_device_properties(&major, &minor, &multiprocessors);
+        cudaGetLastError();
+        return pyops_fail(PYOPS_DEVICE_ERROR, "%s has compute capability %d.%d, and this library was not built for it",
+                          pyops_device_name(), major, minor);
+    }
+    TRY(error, "device_open");
+    return check(cudaStreamSynchronize(nullptr), "device_open");
+}
+
+const char *pyops_device_name(void) {
+    static cudaDeviceProp properties;
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess) return "?";
+    return properties.name;
+}
+
+pyops_status pyops_device_properties(int32_t *major, int32_t *minor, int32_t *multiprocessors) {
+    int device = 0, value = 0;
+    TRY(cudaGetDevice(&device), "device_properties");
+    TRY(cudaDeviceGetAttribute(&value, cudaDevAttrComputeCapabilityMajor, device), "device_properties");
+    *major = value;
+    TRY(cudaDeviceGetAttribute(&value, cudaDevAttrComputeCapabilityMinor, device), "device_properties");
+    *minor = value;
+    *multiprocessors = pyops_multiprocessors();
+    return PYOPS_OK;
+}
+
+pyops_status pyops_device_memory(int64_t *free, int64_t *total) {
+    size_t unused = 0, all = 0;
+    TRY(cudaMemGetInfo(&unused, &all), "device_memory");
+    *free = static_cast<int64_t>(unused);
+    *total = static_cast<int64_t>(all);
+    return PYOPS_OK;
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------
+pyops_status pyops_device_malloc(uint64_t *address, int64_t bytes) {
+    PYOPS_REQUIRE(bytes >= 0, "device_malloc: bytes=%lld", LL(bytes));
+    void *made = nullptr;
+    TRY(cudaMalloc(&made, bytes ? static_cast<size_t>(bytes) : 1), "device_malloc");
+    *address = reinterpret_cast<uint64_t>(made);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_device_free(uint64_t address) { return check(cudaFree(at(address)), "device_free"); }
+
+// A ring of pinned memory.  A copy from ordinary memory would make the host wait until the device has caught up; from here
+// it is only written down.  An event behind each piece says when it may be overwritten.
+namespace {
+constexpr size_t PIECE = size_t(1) << 20;
+constexpr int PIECES = 8;
+struct Ring {
+    char *memory = nullptr;
+    cudaEvent_t free[PIECES];
+    int next = 0;
+    std::mutex lock;                        // a thread that loads data may copy while another trains
+
+    cudaError_t open() {
+        if (memory) return cudaSuccess;
+        cudaError_t error = cudaMallocHost(reinterpret_cast<void **>(&memory), PIECES * PIECE);
+        for (int i = 0; i < PIECES && error == cudaSuccess; i++) error = cudaEventCreateWithFlags(&free[i], cudaEventDisableTiming);
+        return error;
+    }
+} ring;
+}
+
+pyops_status pyops_device_upload(uint64_t to, const void *from, int64_t bytes, void *stream) {
+    PYOPS_REQUIRE(bytes >= 0, "device_upload: bytes=%lld", LL(bytes));
+    std::lock_guard<std::mutex> guard(ring.lock);
+    TRY(ring.open(), "device_upload");
+    for (size_t done = 0; done < static_cast<size_t>(bytes); done += PIECE) {
+        const size_t n = static_cast<size_t>(bytes) - done < PIECE ? static_cast<size_t>(bytes) - done : PIECE;
+        char *piece = ring.memory + ring.next * PIECE;
+        TRY(cudaEventSynchronize(ring.free[ring.next]), "device_upload");       // done at once where nothing was recorded yet
+        memcpy(piece, static_cast<const char *>(from) + done, n);
+        TRY(cudaMemcpyAsync(static_cast<char *>(at(to)) + done, piece, n, cudaMemcpyHostToDevice, stream_of(stream)), "device_upload");
+        TRY(cudaEventRecord(ring.free[ring.next], stream_of(stream)), "device_upload");
+        ring.next = (ring.next + 1) % PIECES;
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_device_download(void *to, uint64_t from, int64_t bytes, void *stream) {
+    PYOPS_REQUIRE(bytes >= 0, "device_download: bytes=%lld", LL(bytes));
+    TRY(cudaMemcpyAsync(to, at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(stream)), "device_download");
+    return pyops_stream_synchronize(stream);
+}
+
+pyops_status pyops_device_copy(uint64_t to, uint64_t from, int64_t bytes, void *stream) {
+    PYOPS_REQUIRE(bytes >= 0, "device_copy: bytes=%lld", LL(bytes));
+    return check(cudaMemcpyAsync(at(to), at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream_of(stream)), "device_copy");
+}
+
+pyops_status pyops_device_zero(uint64_t to, int64_t bytes, void *stream) {
+    PYOPS_REQUIRE(bytes >= 0, "device_zero: bytes=%lld", LL(bytes));
+    return check(cudaMemsetAsync(at(to), 0, static_cast<size_t>(bytes), stream_of(stream)), "device_zero");
+}
+
+// ---- streams and graphs -------------------------------------------------------------------------------------
+pyops_status pyops_stream_create(uint64_t *stream) {
+    cudaStream_t made = nullptr;
+    TRY(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "stream_create");
+    *stream = reinterpret_cast<uint64_t>(made);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_stream_destroy(uint64_t stream) { return check(cudaStreamDestroy(stream_at(stream)), "stream_destroy"); }
+
+pyops_status pyops_stream_synchronize(void *stream) {
+    TRY(cudaStreamSynchronize(stream_of(stream)), "stream_synchronize");
+    return pyops_check_faults();
+}
+
+pyops_status pyops_graph_begin(void *stream) {
+    pyops_faults();                         // nothing may be allocated while a stream is captured
+    pyops_workspace(0);
+    return check(cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal), "graph_begin");
+}
+
+pyops_status pyops_graph_end(uint64_t *graph, void *stream) {
+    cudaGraph_t captured = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    TRY(cudaStreamEndCapture(stream_of(stream), &captured), "graph_end");
+    const cudaError_t error = cudaGraphInstantiate(&ready, captured, 0);
+    cudaGraphDestroy(captured);
+    TRY(error, "graph_end");
+    *graph = reinterpret_cast<uint64_t>(ready);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_graph_launch(uint64_t graph, void *stream) {
+    return check(cudaGraphLaunch(reinterpret_cast<cudaGraphExec_t>(graph), stream_of(stream)), "graph_launch");
+}
+
+pyops_status pyops_graph_free(uint64_t graph) {
+    return check(cudaGraphExecDestroy(reinterpret_cast<cudaGraphExec_t>(graph)), "graph_free");
+}
+
+}
