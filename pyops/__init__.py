@@ -6,6 +6,8 @@ __version__ = '0.1.0'
 _FROM = {
     'cpu': 'pyops.ndarray',
     'numpy_device': 'pyops.ndarray',
+    'gpu': 'pyops.ndarray',
+    'use_gpu': 'pyops.ndarray',
     'Tensor': 'pyops.autograd',
     'apply': 'pyops.autograd',
     'grad': 'pyops.autograd',

@@ -21,7 +21,7 @@ import threading
 
 import numpy as np
 
-from pyops import ndarray
+from pyops import backend, ndarray
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
 from pyops.ops.array import ArrayOp, normal_axes
@@ -201,20 +201,17 @@ def _skips_dx(op):
     return 'want_dx' in inspect.signature(op.backward).parameters
 
 
-def _host(x):
-    """A Tensor's array as the C-contiguous numpy array that a kernel op takes: a view where it already is one."""
-    return x.array.compact().numpy()
-
-
 def _apply_kernel(op, inputs, constants):
     tensors = {name: value for name, value in constants.items() if isinstance(value, Tensor)}
     every = [x for x in (*inputs, *tensors.values()) if isinstance(x, Tensor)]
     device = _same_device(op, every)
-    kernel = _Kernel(op, [(argument, getattr(p, 'name', None) or argument, _host(p)) for argument, p in tensors.items()],
+    kernel = _Kernel(op, [(argument, getattr(p, 'name', None) or argument, device.plain(p.array))
+                          for argument, p in tensors.items()],
                      {name: value for name, value in constants.items() if name not in tensors})
-    arrays = [_host(x) if isinstance(x, Tensor) else x for x in inputs]
+    arrays = [device.plain(x.array) if isinstance(x, Tensor) else x for x in inputs]
     # forward does not touch gradients: any array of the shape will do
-    made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
+    with backend.on(device.place):
+        made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
     y = _over(made, device)
     if not _mode.grad or not any([x.requires_grad for x in every]):
         return _result(y, None)
@@ -239,6 +236,8 @@ def _same_device(op, tensors):
 
 def _over(array, device):
     """An NDArray over a C-contiguous array of a kernel op, on the device of what the op was given."""
+    if isinstance(array, NDArray):
+        return array
     dtype = ndarray.FLOAT if array.dtype == np.float32 else ndarray.INT
     return NDArray(device.wrap(array, True), 0, array.shape, ndarray.row_major(array.shape), dtype)
 
@@ -360,11 +359,12 @@ class _Backward:
             return
         sums = [self.sum_of(parent) if want else ndarray.zeros(value.shape, device=device)
                 for parent, want, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
-        op = kernel.make([d.numpy() for d in sums])
+        op = kernel.make([device.plain(d) for d in sums])
         options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}
         dy = dy.compact()
-        given = dy.numpy()
-        gradients = op.backward(given, node.ctx, **options)
+        given = device.plain(dy)
+        with backend.on(device.place):
+            gradients = op.backward(given, node.ctx, **options)
         for d in sums:
             d.buffer.version += 1
         known, arrays = {id(given): dy}, []         # Residual gives dy itself, twice: that must show
@@ -384,7 +384,7 @@ class _Backward:
 
         def tensor(array):
             """An array in ctx, with its history if it is an input or the output."""
-            if not isinstance(array, np.ndarray) or array.dtype not in (np.float32, np.int32):
+            if not backend.is_array(array) or array.dtype not in (np.float32, np.int32):
                 return array
             i = node.arrays.index(id(array)) if id(array) in node.arrays else None
             return _result(_over(array, device), None if i is None else (node, 0) if i == n else node.parents[i])

@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 
+from pyops import backend
 from pyops.autograd import Tensor, apply, is_grad_enabled, is_interpreted, no_grad
 from pyops.ops import (
     GRU,
@@ -242,7 +243,7 @@ _masks = itertools.count()
 
 def _mask_number(step):
     """What Dropout reads; its own copy, since backward must find the same."""
-    return np.array([next(_masks) if step is None else int(np.asarray(step).reshape(()))], np.int64)
+    return backend.put(np.array([next(_masks) if step is None else int(np.asarray(step).reshape(()))], np.int64))
 
 
 def dropout(x, p=0.5, training=True, key=0, step=None):

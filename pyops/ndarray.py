@@ -42,17 +42,38 @@ def numpy_device():
 
 
 @functools.cache
-def default_device():
-    """The device of arrays that are made without naming one: that of $PYOPS_BACKEND, cpu or numpy."""
+def gpu():
+    """The first GPU, by the kernels of the CUDA library; a UserError where there is none.  Its `precision` can be set."""
+    from pyops.backend.gpu import GPU
+    return GPU(NDArray)
+
+
+@functools.cache
+def _chosen_device():
+    """That of $PYOPS_BACKEND: cpu, numpy or gpu."""
     name = os.environ.get('PYOPS_BACKEND') or 'cpu'
-    devices = {'cpu': cpu, 'numpy': numpy_device}
+    devices = {'cpu': cpu, 'numpy': numpy_device, 'gpu': gpu}
     if name not in devices:
-        raise UserError(f'PYOPS_BACKEND={name}: there is no such device; want cpu or numpy, or unset it')
+        raise UserError(f'PYOPS_BACKEND={name}: there is no such device; want cpu, numpy or gpu, or unset it')
     return devices[name]()
 
 
+def default_device():
+    """The device of arrays that are made without naming one: where ops make theirs, else that of $PYOPS_BACKEND."""
+    place = backend.place()
+    return _chosen_device() if place is backend.HOST else place
+
+
+def use_gpu(precision='fp32'):
+    """Make all arrays on the GPU from now on, those of ops too -> the device."""
+    device = gpu()
+    device.precision = precision
+    backend.use(device)
+    return device
+
+
 def _remade(values, device):
-    return array(values, device={'cpu': cpu, 'numpy_device': numpy_device}[device]())
+    return array(values, device={'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]())
 
 
 def live_buffers():
@@ -171,7 +192,7 @@ class NDArray:
 
     @property
     def nbytes(self):
-        return self.size * 4
+        return self.size * self.dtype.itemsize
 
     @property
     def T(self):
@@ -184,18 +205,22 @@ class NDArray:
         except TypeError:
             raise self._freed() from None
 
+    def location(self):
+        """The address of the first element, on the device."""
+        if self.buffer.owner is None:
+            raise self._freed()
+        return self.buffer.address + self.dtype.itemsize * self.offset
+
     def _freed(self):
         return ValueError(f'array of shape {self.shape}: its memory was freed')
 
     # ---- to Python and numpy -----------------------------------------------------------------------
 
     def numpy(self):
-        """A numpy array over the same memory."""
+        """A numpy array over the same memory; of an array on a GPU a copy, for which the device is waited for."""
         if self.buffer.owner is None:
             raise self._freed()
-        if 0 in self.shape:
-            return np.empty(self.shape, self.dtype)
-        return np.ndarray(self.shape, self.dtype, self.buffer.owner, 4 * self.offset, tuple([4 * n for n in self.strides]))
+        return self.device.numpy(self)
 
     def __array__(self, dtype=None, copy=None):
         array = self.numpy()
@@ -284,9 +309,9 @@ class NDArray:
             raise ValueError(f'as_strided: shape {shape} and strides {strides}: want as many of each')
         ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
         low, high = offset + sum(min(end, 0) for end in ends), offset + sum(max(end, 0) for end in ends)
-        if 0 not in shape and not 0 <= low <= high < self.buffer.nbytes // 4:
+        if 0 not in shape and not 0 <= low <= high < self.buffer.nbytes // self.dtype.itemsize:
             raise ValueError(f'as_strided: shape {shape}, strides {strides} and offset {offset} lead to elements {low} to '
-                             f'{high}, the buffer has {self.buffer.nbytes // 4}')
+                             f'{high}, the buffer has {self.buffer.nbytes // self.dtype.itemsize}')
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
     def reshape(self, *shape):
@@ -465,6 +490,9 @@ class NDArray:
 
     def _assign(self, value):
         self._check_writable()
+        if isinstance(value, NDArray | np.ndarray) and value is not self and self.device.assign(self, value):
+            self.buffer.version += 1
+            return
         if not isinstance(value, NDArray):
             if isinstance(value, _NUMBERS):
                 value = float(value) if self.dtype is FLOAT else _int32(int(value))
@@ -798,9 +826,9 @@ def _bounds(a):
         raise a._freed()
     if 0 in a.shape:
         return 0, 0
-    start = a.buffer.address + 4 * a.offset
-    ends = [4 * (n - 1) * step for n, step in zip(a.shape, a.strides, strict=True)]
-    return start + sum([min(end, 0) for end in ends]), start + sum([max(end, 0) for end in ends]) + 4
+    item, start = a.dtype.itemsize, a.location()
+    ends = [item * (n - 1) * step for n, step in zip(a.shape, a.strides, strict=True)]
+    return start + sum([min(end, 0) for end in ends]), start + sum([max(end, 0) for end in ends]) + item
 
 
 def _matmul(a, b):
@@ -902,6 +930,11 @@ def from_numpy(a, device=None):
     return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // 4 for step in a.strides), dtype)
 
 
+def over(array, device=None):
+    """An array of an op as an NDArray over the same memory: numpy's by from_numpy, an NDArray itself."""
+    return array if isinstance(array, NDArray) else from_numpy(array, device)
+
+
 def from_dlpack(x, device=None):
     """An array over the memory of another library's array in the CPU's memory."""
     return from_numpy(np.from_dlpack(x), device)
@@ -958,3 +991,7 @@ def pad(a, widths, value=0):
     y = full(tuple(n + before + after for n, (before, after) in zip(a.shape, widths, strict=True)), value, a.dtype, a.device)
     y[tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, widths, strict=True))] = a
     return y
+
+
+if os.environ.get('PYOPS_BACKEND') == 'gpu':    # now, so that what is made from here on lies there
+    use_gpu()

@@ -19,13 +19,13 @@ import json
 import math
 import re
 import time
-import weakref
 from typing import NamedTuple
 
 import numpy as np
 
 from pyops import backend
-from pyops.backend import library
+from pyops.backend import library, location
+from pyops.backend.device import Buffer
 
 _GRADIENT = re.compile(r'\.d[a-z]+[01]?$')     # what ops call the gradients they make
 
@@ -108,15 +108,6 @@ class Memory(NamedTuple):
         return '\n'.join(f'{name.replace("_", " "):15} {value:>14,} bytes' for name, value in self._asdict().items())
 
 
-class _Lease:
-    """The base of an array handed out by a plan: when the last view of the array is gone, so is this."""
-
-    def __init__(self, memory, shape, dtype):
-        self.memory = memory
-        self.__array_interface__ = {'version': 3, 'data': (memory.ctypes.data, False), 'shape': tuple(shape),
-                                    'typestr': np.dtype(dtype).str}
-
-
 class Plan:
     """Records what is launched inside its `with` block and replays it.
 
@@ -126,7 +117,7 @@ class Plan:
     """
 
     def __init__(self, params=None, /, *, run=True, **inputs):
-        self._runs_while_recorded = run
+        self._runs_while_recorded, self._place = run, backend.place()
         self.actions = []
         self.params, self.inputs = params, inputs
         self.initial = []                       # lines about what was done once before
@@ -146,16 +137,16 @@ class Plan:
             for flat, suffix, kind in ((params.values, '', 'parameter'), (params.grads, '_grad', 'gradient'),
                                        (params.m, '_adam_m', 'moment'), (params.v, '_adam_v', 'moment')):
                 whole = Tensor({'': 'parameters'}.get(suffix, 'all' + suffix), flat.shape, flat.dtype, kind)
-                self._regions.append((flat.ctypes.data, flat.ctypes.data + flat.nbytes, whole))
+                self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
                 for name in params:
                     part = params.view(flat, name)
                     tensor = Tensor(name + suffix, part.shape, part.dtype, kind)
-                    self._named[part.ctypes.data, part.shape] = tensor
-                    self._parts.append((part.ctypes.data, part.ctypes.data + part.nbytes, tensor))
-            self.initial = [f'[once]InitAction: {self._named[params[name].value.ctypes.data, params[name].value.shape]} '
+                    self._named[location(part), part.shape] = tensor
+                    self._parts.append((location(part), location(part) + part.nbytes, tensor))
+            self.initial = [f'[once]InitAction: {self._named[location(params[name].value), params[name].value.shape]} '
                             f'= {params.initial(name)}' for name in params]
         for name, array in inputs.items():
-            start = array.ctypes.data
+            start = location(array)
             self._regions.append((start, start + array.nbytes, Tensor(name, array.shape, array.dtype, 'input')))
 
     # ---- recording ---------------------------------------------------------------------------------
@@ -197,17 +188,15 @@ class Plan:
             block = min(fits, key=lambda b: b.nbytes)
             self._free = [b for b in self._free if b is not block]
         else:
-            block = backend.zeros(nbytes, np.uint8)
+            block = self._place.block(nbytes)
             self._blocks.append(block)
-        lease = _Lease(block, shape, dtype)
         kind = 'scratch' if name == 'work' else 'gradient' if _GRADIENT.search(name) else 'intermediate'
-        self._live[block.ctypes.data] = Tensor(name, shape, np.dtype(dtype), kind)
-        if not self._once:                      # what is computed once must outlive the step
-            weakref.finalize(lease, self._give_back, block)
-        return np.asarray(lease)
+        self._live[_start(block)] = Tensor(name, shape, np.dtype(dtype), kind)
+        # what is computed once must outlive the step
+        return self._place.lease(block, shape, dtype, None if self._once else self._give_back)
 
     def _give_back(self, block):
-        self._live.pop(block.ctypes.data, None)
+        self._live.pop(_start(block), None)
         self._free.append(block)
 
     def _record(self, kernel, values):
@@ -220,26 +209,26 @@ class Plan:
     def _keep(self, value):
         """An action keeps arrays that are not the plan's alive; it must not do that with the plan's, or no block would
         ever be free again."""
-        if not isinstance(value, np.ndarray):
+        if not backend.is_array(value):
             return value
         block = self._block_of(value)
-        return value if block is None else _Place(block, value.ctypes.data, value.strides)
+        return value if block is None else _Place(block, location(value), backend.byte_strides(value))
 
     def _block_of(self, array):
-        start = array.ctypes.data
+        start = location(array)
         for block in self._blocks:
-            if block.ctypes.data <= start < block.ctypes.data + block.nbytes:
+            if _start(block) <= start < _start(block) + block.nbytes:
                 return block
         return None
 
     def _tensor(self, array, fallback):
-        start, shape = array.ctypes.data, array.shape
+        start, shape = location(array), array.shape
         if (start, shape) in self._named:
             return self._named[start, shape]
         base = None
         block = self._block_of(array)
         if block is not None:
-            base = self._live[block.ctypes.data]
+            base = self._live[_start(block)]
         else:
             inside = [tensor for low, high, tensor in self._regions if low <= start < high and tensor.shape == shape]
             inside += [tensor for low, high, tensor in self._parts + self._regions if low <= start < high]
@@ -254,45 +243,24 @@ class Plan:
 
     def _compile(self):
         """Lay the calls out as pyops_replay wants them."""
-        ffi, lib, functions = library.cpu()
-        todo = [action for action in self.actions if not action.once]
-        self._replayed = todo
-        self._values = ffi.new('pyops_value[]', max(sum(len(a.values) for a in todo), 1))
-        self._list = ffi.new('pyops_action[]', max(len(todo), 1))
-        self._seconds, self._at = ffi.new('double[]', max(len(todo), 1)), ffi.new('int64_t *')
-        place = 0
-        for i, action in enumerate(todo):
-            self._list[i].kernel = lib.pyops_kernel_number(f'pyops_{action.kernel}'.encode())
-            self._list[i].first_value = place
-            for argument, value in zip(functions[f'pyops_{action.kernel}'].arguments, action.values, strict=False):
-                if argument.pointer:
-                    self._values[place].pointer = ffi.cast('void *', _address(value))
-                elif argument.type == 'float':
-                    self._values[place].real = value
-                else:                               # two's complement: a uint64_t may look negative
-                    self._values[place].integer = (int(value) + 2**63) % 2**64 - 2**63
-                place += 1
-        self._replay = lib.pyops_replay
+        self._replayed = [action for action in self.actions if not action.once]
+        self._calls = self._place.calls([(action.kernel, [_address(v) for v in action.values]) for action in self._replayed])
 
-    def run(self, seconds=None, first=0, last=None):
-        """Do the step again.  ValueError names the action that a kernel refused; RuntimeError after close()."""
+    def run(self, first=0, last=None):
+        """Do the step again.  ValueError names the action that a kernel refused; RuntimeError after close().
+
+        On a GPU the step is only told to it: what is read from it waits.
+        """
         if self._closed:
             raise RuntimeError('this plan was closed and its memory given back; record another one')
-        last = len(self._replayed) if last is None else last
-        ffi = library.cpu().ffi
-        if status := self._replay(self._list, self._values, seconds or ffi.NULL, self._at, first, last, ffi.NULL):
-            try:
-                backend.check_status(status)
-            except Exception as error:
-                error.args = (f'action {self._at[0]}, {self._replayed[self._at[0]].kernel}: {error}',)
-                raise
+        self._calls.run(first, last)
 
     def feed(self, **arrays):
         """Copy arrays into the inputs of those names.  TypeError for another kind of numbers, ValueError for another shape,
         which needs a plan of its own."""
         for name, array in arrays.items():
             place = self.inputs[name]
-            array = np.asarray(array)
+            array = array if backend.is_array(array) else np.asarray(array)
             if not np.can_cast(array.dtype, place.dtype, 'same_kind'):
                 raise TypeError(f'{name}: want {place.dtype}, got {array.dtype}')
             if array.shape != place.shape:
@@ -305,14 +273,23 @@ class Plan:
         for i, action in enumerate(self._replayed):
             self.run(first=i, last=i + 1)
             for argument, tensor in action.split()[1].items():
-                if tensor.dtype == np.float32 and not np.isfinite(_argument(action, argument)).all():
+                if tensor.dtype == np.float32 and not np.isfinite(backend.get(self._argument(action, argument))).all():
                     raise FloatingPointError(f'action {i}, {action}: {argument} is not finite')
 
     def close(self):
         """Give the memory back; the plan cannot run any more."""
         self._closed = True
         self.actions, self._replayed, self._blocks, self._free = [], [], [], []
-        self._values = self._list = None
+        self._calls.close()
+
+    def _argument(self, action, name):
+        """The array that an action's argument stands for, None where it is NULL."""
+        names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
+        value = action.values[names.index(name)]
+        if not isinstance(value, _Place):
+            return value
+        tensor = action.tensors[name]
+        return self._place.view(value.block, value.address, tensor.shape, tensor.dtype, value.strides)
 
     # ---- what it can tell ----------------------------------------------------------------------------
 
@@ -360,16 +337,17 @@ class Plan:
     def profile(self, runs=20):
         """Run the plan `runs` times and measure every action -> pyops.profile.Profile."""
         from pyops.profile import Profile
-        ffi = library.cpu().ffi
         self.run()                                  # warm
         times, whole = [], []
         for _ in range(runs):
-            self.run(seconds=self._seconds)
-            times.append(np.frombuffer(ffi.buffer(self._seconds), np.float64)[:len(self._replayed)].copy())
+            times.append(self._calls.time())
+            self.run()                              # on a GPU, the first of these is captured
+            self._place.synchronize()
             start = time.perf_counter()
             self.run()
+            self._place.synchronize()
             whole.append(time.perf_counter() - start)
-        return Profile(self._replayed, np.array(times), np.array(whole), _argument)
+        return Profile(self._replayed, np.array(times), np.array(whole), self._argument, self._place)
 
     def dot(self, path):
         """Write the plan as a Graphviz graph: actions are boxes, tensors ellipses, the boundary a dashed line of boxes."""
@@ -419,7 +397,7 @@ class Steps:
         return plan
 
     def _record(self, size):
-        rows = np.zeros(size, np.int64)
+        rows = backend.zeros(size, np.int64)
         with Plan(self._params, run=False, rows=rows, **self._inputs) as plan:
             results = self._step(rows)
         self.plans[size] = plan, results
@@ -444,24 +422,21 @@ def tell(args, plan):
 
 class _Place(NamedTuple):
     """Where an array of the plan lay: its block, which it keeps, its address, and its strides in bytes."""
-    block: np.ndarray
+    block: object
     address: int
     strides: tuple[int, ...]
 
 
 def _address(value):
+    """A value of an action as a number: arrays as their address."""
     if value is None:
         return 0
     if isinstance(value, _Place):
         return value.address
-    return value.ctypes.data if isinstance(value, np.ndarray) else int(library.cpu().ffi.cast('intptr_t', value))
+    if isinstance(value, library.cpu().ffi.CData):
+        return int(library.cpu().ffi.cast('intptr_t', value))
+    return location(value) if backend.is_array(value) else value
 
 
-def _argument(action, name):
-    """The array that an action's argument stands for, None where it is NULL."""
-    names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
-    value = action.values[names.index(name)]
-    if not isinstance(value, _Place):
-        return value
-    tensor = action.tensors[name]
-    return np.ndarray(tensor.shape, tensor.dtype, value.block, value.address - value.block.ctypes.data, value.strides)
+def _start(block):
+    return block.address if isinstance(block, Buffer) else location(block)

@@ -13,7 +13,7 @@ from pyops.errors import UserError
 
 def _scores(s, array):
     """How many pairs of a query and a key attention looks at."""
-    keys = s['Tk'] if array('lengths') is None else array('lengths')[:, None]
+    keys = s['Tk'] if array('lengths') is None else backend.get(array('lengths'))[:, None]
     if s['causal']:
         keys = np.minimum(keys, np.maximum(np.arange(s['Tq']) + 1 + s['Tk'] - s['Tq'], 0))
     return int(np.broadcast_to(keys, (s['B'], s['Tq'])).sum()) * s['heads']
@@ -42,26 +42,32 @@ BYTES = {
 
 
 class Machine(NamedTuple):
-    flops: float            # per second, all threads, fused multiply-adds in registers
-    bandwidth: float        # bytes per second, all threads, reading one large array and writing another
+    flops: float            # per second, all threads or multiprocessors, fused multiply-adds in registers
+    bandwidth: float        # bytes per second, all of them, reading one large array and writing another
+
+
+def machine(place=backend.HOST):
+    """Measure the CPU or a GPU, once: the best of several short runs (0.2 s in all)."""
+    return _measure(place)
 
 
 @functools.cache
-def machine():
-    """Measure the machine: the best of several short runs (0.2 s in all)."""
+def _measure(place):
     flops, rounds = np.empty(1, np.float64), 2_000_000      # milliseconds, against which waking a thread is little
 
-    def best(run, times):
+    def best(times, *launch):
         seconds = []
         for _ in range(times):
+            place.synchronize()
             start = time.perf_counter()
-            run()
+            place.launch(*launch)
+            place.synchronize()
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    fma = best(lambda: backend.launch('fma_loop', flops, rounds), 15)
-    x, y, one = np.ones(2**24, np.float32), np.ones(2**24, np.float32), np.ones(1, np.float32)
-    copy = best(lambda: backend.launch('scale', y, x, one, x.size), 5)
+    fma = best(15, 'fma_loop', flops, rounds)
+    x, y, one = (place.put(np.ones(n, np.float32)) for n in (2**24, 2**24, 1))
+    copy = best(5, 'scale', y, x, one, x.size)
     return Machine(flops[0] / fma, 2 * x.nbytes / copy)
 
 
@@ -76,15 +82,15 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """actions, their wall times (runs, actions) and those of whole replays (runs,) in seconds."""
+    """actions, their wall times (runs, actions) and those of whole replays (runs,) in seconds, on that place."""
 
-    def __init__(self, actions, times, whole, array):
-        self.actions, self.times, self.whole = actions, times, whole
+    def __init__(self, actions, times, whole, array, place=backend.HOST):
+        self.actions, self.times, self.whole, self.place = actions, times, whole, place
         self._array = array         # (action, argument) -> its array
 
     def rows(self):
         """One Row an action, in their order."""
-        best, medians, rows = machine(), np.median(self.times, 0), []
+        best, medians, rows = machine(self.place), np.median(self.times, 0), []
         for action, seconds in zip(self.actions, medians, strict=True):
             sizes = action.scalars
             flops = FLOPS.get(action.kernel, lambda s, array: 0)(sizes, lambda name, a=action: self._array(a, name)) / seconds
@@ -99,7 +105,7 @@ class Profile:
         return sum(tensor.nbytes for name, tensor in action.tensors.items() if name != 'work')
 
     def __str__(self):
-        best, rows = machine(), self.rows()
+        best, rows = machine(self.place), self.rows()
         lines = [f'{"action":52} {"calls":>5} {"time":>10} {"share":>6} {"GFLOP/s":>8} {"GB/s":>7} {"of peak":>8}']
         for row in rows:
             flops = f'{row.flops / 1e9:8.1f}' if row.flops else ' ' * 8
@@ -107,8 +113,8 @@ class Profile:
                          f'{row.bandwidth / 1e9:7.1f} {row.of_peak:8.1%}')
         total = sum(row.seconds for row in rows)
         lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; a replay of all: {1e3 * np.median(self.whole):.3f} ms')
-        lines.append(f'this machine: {best.flops / 1e9:.1f} GFLOP/s, {best.bandwidth / 1e9:.1f} GB/s '
-                     f'on {backend.threads()} threads')
+        on = f'{backend.threads()} threads' if self.place is backend.HOST else self.place.model
+        lines.append(f'this machine: {best.flops / 1e9:.1f} GFLOP/s, {best.bandwidth / 1e9:.1f} GB/s on {on}')
         return '\n'.join(lines)
 
     def trace(self, path):

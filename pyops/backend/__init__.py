@@ -1,20 +1,26 @@
-"""The floor under the ops: arrays come from `empty` and `zeros`, and every kernel is started by `launch`.
+"""The floor under the ops: arrays come from `empty`, `zeros` and `put`, and every kernel is started by `launch`.
 
-Nothing else in the package calls the library, so this is the one place where a device is chosen, and where a plan
+Nothing else in the package calls a library, so this is the one place where a device is chosen, and where a plan
 (pyops/plan.py) listens to what a step does.
+
+Arrays are made where `use` says: on the CPU, where they are numpy's, or on a GPU, where they are NDArrays.  A kernel runs
+where the arrays are that it is given.
 """
 import contextlib
 import functools
 import math
+import os
+import weakref
 
 import numpy as np
 from cffi import FFI
 
 from pyops.backend import library
 
-_DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64),
-           'int32_t': np.dtype(np.int32), 'int64_t': np.dtype(np.int64),
-           'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8), 'uint16_t': np.dtype(np.uint16)}
+# of the arrays behind pointers, by their type in the header
+DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32),
+          'int64_t': np.dtype(np.int64), 'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8),
+          'uint16_t': np.dtype(np.uint16)}
 _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
@@ -31,17 +37,116 @@ def _aligned(make, shape, dtype):
     return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
 
 
-def _plain_empty(shape, dtype, name):
-    return _aligned(np.empty, shape, dtype)
+class Host:
+    """The place of arrays that are numpy's, and of the kernels of csrc/."""
+    name = 'cpu'
+
+    def empty(self, shape, dtype, name=''):
+        return _aligned(np.empty, shape, dtype)
+
+    def zeros(self, shape, dtype):
+        return _aligned(np.zeros, shape, dtype)
+
+    def put(self, array):
+        return array
+
+    def launch(self, name, *values):
+        return launch(name, *values)
+
+    def work_size(self, name, *sizes):
+        return getattr(library.cpu().lib, f'pyops_{name}_work')(*sizes)
+
+    def memory(self):
+        """Bytes there are."""
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+
+    def synchronize(self):
+        """Wait until all is done that was launched: on the CPU it is."""
+
+    # ---- what a plan wants
+
+    def calls(self, calls):
+        from pyops.backend.calls import Calls
+        return Calls(calls)
+
+    def block(self, nbytes):
+        """Memory: something with nbytes and, in location(block), an address."""
+        return self.zeros(nbytes, np.uint8)
+
+    def lease(self, block, shape, dtype, give_back):
+        """An array over a block; give_back(block) when the last view of it is gone.  None: never."""
+        lease = _Lease(block, shape, dtype)
+        if give_back:
+            weakref.finalize(lease, give_back, block)
+        return np.asarray(lease)
+
+    def view(self, block, address, shape, dtype, strides):
+        """An array in a block, strides in bytes."""
+        return np.ndarray(shape, dtype, block, address - location(block), strides)
 
 
-_allocate = _plain_empty
+class _Lease:
+    """The base of an array over a block: when the last view of the array is gone, so is this."""
+
+    def __init__(self, memory, shape, dtype):
+        self.memory = memory
+        self.__array_interface__ = {'version': 3, 'data': (memory.ctypes.data, False), 'shape': tuple(shape),
+                                    'typestr': np.dtype(dtype).str}
+
+
+HOST = Host()
+_place = HOST
+_gpu = None                 # the GPU that is open, if any: where kernels run that are given its arrays
+_allocate = None            # hands out the arrays of `empty`, while a plan records
 _listen = None              # asked with (name, values) before each launch, while a plan records
+
+
+def place():
+    """Where arrays are made now: HOST, or a pyops.backend.gpu.GPU."""
+    return _place
+
+
+def use(place):
+    """Make arrays there from now on."""
+    global _place
+    _place = place
+
+
+@contextlib.contextmanager
+def on(place):
+    """Make arrays there inside the block."""
+    before = _place
+    use(place)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def set_gpu(gpu):
+    """Say that a GPU is open."""
+    global _gpu
+    _gpu = gpu
 
 
 def empty(shape, dtype=np.float32, name='tensor'):
     """A C-contiguous array of any content.  A plan calls it by `name`, after the op that asks for it."""
-    return _allocate(shape, dtype, name)
+    return (_allocate or _place.empty)(shape, dtype, name)
+
+
+def zeros(shape, dtype=np.float32):
+    """A C-contiguous array of zeros, which is never a plan's."""
+    return _place.zeros(shape, dtype)
+
+
+def put(array):
+    """A numpy array where arrays are made: on the CPU the array itself, else a copy."""
+    return _place.put(array)
+
+
+def get(array):
+    """The numbers of an array as a numpy array: a copy where they lie on a GPU, which is waited for."""
+    return array if isinstance(array, np.ndarray) else array.numpy()
 
 
 @contextlib.contextmanager
@@ -57,13 +162,33 @@ def hooks(allocate=None, listen=None):
         _allocate, _listen = before
 
 
-def zeros(shape, dtype=np.float32):
-    return _aligned(np.zeros, shape, dtype)
+def hooked(shape, dtype, name):
+    """The array that a plan hands out, or None where none records."""
+    return _allocate(shape, dtype, name) if _allocate else None
+
+
+def is_array(value):
+    """Whether it is an array that ops take: numpy's, or an NDArray."""
+    return isinstance(value, np.ndarray) or hasattr(value, 'is_compact')
+
+
+def location(array):
+    """The address of the first element."""
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.location()
+
+
+def byte_strides(array):
+    return array.strides if isinstance(array, np.ndarray) else tuple(array.dtype.itemsize * n for n in array.strides)
+
+
+def may_overlap(a, b):
+    """Whether two C-contiguous arrays have memory in common."""
+    return location(a) < location(b) + b.nbytes and location(b) < location(a) + a.nbytes
 
 
 def axes(name, array, names):
     """The sizes of an array's axes, 'T B I' for three; TypeError or ValueError, naming the argument, for another number."""
-    if not isinstance(array, np.ndarray):
+    if not is_array(array):
         raise TypeError(f'{name}: want an array, got {type(array).__name__}')
     if array.ndim != len(names.split()):
         raise ValueError(f'{name}: want shape ({", ".join(names.split())}), got {array.shape}')
@@ -78,11 +203,15 @@ def check_parameter(parameter, shape):
 
 def check(name, array, shape, dtype=np.float32):
     """Raise TypeError or ValueError, naming the argument, unless it is a C-contiguous array of that shape and dtype."""
-    if not isinstance(array, np.ndarray) or array.dtype != dtype or not array.flags.c_contiguous:
-        got = f'{array.dtype}, strides {array.strides}' if isinstance(array, np.ndarray) else type(array).__name__
+    if not is_array(array) or array.dtype != dtype or not _is_contiguous(array):
+        got = f'{array.dtype}, strides {array.strides}' if is_array(array) else type(array).__name__
         raise TypeError(f'{name}: want a C-contiguous {np.dtype(dtype)} array, got {got}')
     if array.shape != tuple(shape):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+
+
+def _is_contiguous(array):
+    return array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_compact()
 
 
 def as_rows(array):
@@ -98,11 +227,11 @@ def address(array):
 
 @functools.cache
 def _pointer_types():
-    return {dtype: f'{name} *' for name, dtype in _DTYPES.items()}
+    return {dtype: f'{name} *' for name, dtype in DTYPES.items()}
 
 
 def _pointer_converter(function, argument, takes_strides):
-    ffi, dtype = library.cpu().ffi, _DTYPES[argument.type]
+    ffi, dtype = library.cpu().ffi, DTYPES[argument.type]
     kind, raw = f'{argument.type}[]', ffi.CData
     strided = function == 'gemm' and argument.name in 'abc'     # whose strides are arguments too
 
@@ -124,11 +253,11 @@ def _pointer_converter(function, argument, takes_strides):
     return convert
 
 
-def _as_numpy(value):
-    """A value of a launch as a plan wants it: arrays of any kind as numpy's, over the same memory."""
+def _as_plain(value):
+    """A value of a launch as a plan wants it: arrays as the place has them that they belong to."""
     if isinstance(value, library.cpu().ffi.CData):
         return np.array(list(value), np.int64)      # shape or strides
-    return value.numpy() if hasattr(value, 'numpy') else value
+    return value.device.plain_view(value) if hasattr(value, 'is_compact') else value
 
 
 @functools.cache
@@ -148,16 +277,27 @@ def launch(name, *values):
     A numpy array must be C-contiguous and of the declared dtype; an NDArray of that dtype, and compact unless the kernel
     takes its strides; None is NULL.  What the kernel refuses raises ValueError with its text, exhausted memory MemoryError.
     """
+    if _gpu is not None and _gpu.holds(values):
+        return _gpu.launch(name, *values)
     function, count, pointers, stream = _prepare(name)
     if len(values) != count:
         raise TypeError(f'{name}: want {count} arguments, got {len(values)}')
     converted = list(values)                    # which keeps the arrays alive during the call
     for i, convert in pointers:
         converted[i] = convert(values[i])
-    if _listen is None or _listen(name, [_as_numpy(value) for value in values]):
+    if is_wanted(name, values):
         status = function(*converted, stream)
         if status:
             check_status(status)
+
+
+def is_wanted(name, values):
+    """Whether a launch shall run now: a plan that records is told of it, and may say no."""
+    return _listen is None or _listen(name, [_as_plain(value) for value in values])
+
+
+def _element_strides(array):
+    return [n // 4 for n in array.strides] if isinstance(array, np.ndarray) else array.strides
 
 
 def gemm(c, a, b, bias=None, accumulate=False, relu=False):
@@ -165,14 +305,14 @@ def gemm(c, a, b, bias=None, accumulate=False, relu=False):
 
     relu: c = max(c, 0) at the very end.  A transposed operand is a view: gemm(dweight, dy.T, x, accumulate=True).
     """
-    (M, N), K, item = c.shape, a.shape[1], 4
+    (M, N), K = c.shape, a.shape[1]
     if a.shape[0] != M or b.shape != (K, N):
         raise ValueError(f'gemm: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
-    if M and N > 1 and c.strides[1] != item:
+    row, column = _element_strides(c)
+    if M and N > 1 and column != 1:
         raise ValueError(f'gemm: c: want contiguous rows, got strides {c.strides}')
     # an empty array has strides of 0
-    launch('gemm', c, a, b, bias, M, N, K, max(c.strides[0] // item, N), *(s // item for s in (*a.strides, *b.strides)),
-           accumulate, relu)
+    launch('gemm', c, a, b, bias, M, N, K, max(row, N), *_element_strides(a), *_element_strides(b), accumulate, relu)
 
 
 def check_status(status):
@@ -184,7 +324,7 @@ def check_status(status):
 
 def work_size(name, *sizes):
     """Floats of scratch that the kernel pyops_<name> wants for these sizes."""
-    return getattr(library.cpu().lib, f'pyops_{name}_work')(*sizes)
+    return _place.work_size(name, *sizes)
 
 
 def work(name, *sizes):

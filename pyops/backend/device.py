@@ -1,14 +1,11 @@
 """What pyops.ndarray needs of a device: memory, and a few operations on arrays of any strides."""
-from cffi import FFI
-
-_ffi = FFI()
 
 
 class Buffer:
     """A piece of a device's memory.
 
     device    the Device
-    owner     the C-contiguous numpy array over all of it; None once it was freed
+    owner     what holds it: on a CPU the C-contiguous numpy array over all of it; None once it was freed
     nbytes    its size
     pointer   to its first element, as kernels want it; None on a device that has no use for it
     foreign   whether somebody else may have other arrays over the same memory
@@ -23,7 +20,7 @@ class Buffer:
     @property
     def address(self):
         """Of the first byte."""
-        return int(_ffi.cast('intptr_t', _ffi.from_buffer(self.owner)))
+        return self.device.address(self.owner)
 
     def free(self):
         """Let go of the memory now; using an array over it is a ValueError from here on."""
@@ -35,6 +32,7 @@ class Device:
     inputs broadcast to it.  y is one of the inputs or overlaps none.  All have one dtype unless said otherwise.
     """
     name = '?'
+    place = None            # where kernel ops make their arrays that are given some of this device
 
     def __repr__(self):
         return f'pyops.{self.name}()'
@@ -45,6 +43,26 @@ class Device:
 
     def wrap(self, owner, foreign=False):
         """-> Buffer over the memory of a C-contiguous numpy array."""
+        raise NotImplementedError
+
+    def address(self, owner):
+        """Of the first byte of what a Buffer of this device has as its owner."""
+        raise NotImplementedError
+
+    def numpy(self, x):
+        """x as a numpy array: over the same memory on a CPU, else a copy, for which the device is waited for."""
+        raise NotImplementedError
+
+    def plain(self, x):
+        """x, compact, as kernel ops take it on this device."""
+        raise NotImplementedError
+
+    def plain_view(self, x):
+        """x as it is, in the kind of array that kernel ops take on this device."""
+        raise NotImplementedError
+
+    def assign(self, y, value):
+        """Copy value, an NDArray or numpy's, into y in a way of the device's own -> whether there is one."""
         raise NotImplementedError
 
     def unary(self, op, y, x):

@@ -1,5 +1,7 @@
-"""Open the kernel library.  pyops.h is the only place where a prototype is written: cffi parses it for the CPU
-library, and names, types and constness of every argument come from the same text."""
+"""Open the kernel libraries.  pyops.h is the only place where a prototype is written: cffi parses it for the CPU library,
+and names, types and constness of every argument come from the same text, and so do the ctypes prototypes of the CUDA
+library, which has those of device.h beside them."""
+import ctypes
 import functools
 import os
 import re
@@ -13,6 +15,8 @@ from pyops.errors import UserError
 ABI_VERSION = 4
 PACKAGE = Path(__file__).resolve().parents[1]
 REMEDY = 'run `make` in the source tree, or `pip install .`'
+CUDA_REMEDY = 'run `make cuda` in the source tree (it needs nvcc), or train on the CPU with -g 0'
+EMULATED_REMEDY = 'run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'
 
 
 class Argument(NamedTuple):
@@ -87,3 +91,38 @@ def cpu():
         raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx512); '
                         f'unset it to let the library choose')
     return Library(ffi, lib, functions(text))
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+_CTYPES = {'int32_t': ctypes.c_int32, 'int64_t': ctypes.c_int64, 'uint64_t': ctypes.c_uint64, 'float': ctypes.c_float,
+           'pyops_status': ctypes.c_int, 'const char *': ctypes.c_char_p}
+
+
+def is_emulated():
+    """Whether PYOPS_EMULATE_CUDA asks for the kernels of the CUDA library on an emulator, which needs no GPU."""
+    return os.environ.get('PYOPS_EMULATE_CUDA', '0') not in ('', '0')
+
+
+@functools.cache
+def cuda():
+    """The CUDA library; a UserError says what to do if it is not built or does not fit."""
+    name, remedy = ('libpyops_emulated.so', EMULATED_REMEDY) if is_emulated() else ('libpyops_cuda.so', CUDA_REMEDY)
+    # PYOPS_CUDA_LIBRARY: a library built another way, say with a sanitizer
+    path = Path(os.environ.get('PYOPS_CUDA_LIBRARY') or PACKAGE / name)
+    headers = [PACKAGE / 'pyops.h', PACKAGE / 'device.h']
+    if not path.exists() or not all(header.exists() for header in headers):
+        raise UserError(f'{path}: the CUDA library is not built; {remedy}')
+    try:
+        lib = ctypes.CDLL(str(path))
+        version = lib.pyops_abi_version()
+    except (OSError, AttributeError) as error:
+        raise UserError(f'{path}: cannot be loaded ({error}); {remedy}') from error
+    if version != ABI_VERSION:
+        raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
+    known = {name: function for header in headers for name, function in functions(header.read_text()).items()}
+    for name, (result, arguments) in known.items():
+        function = getattr(lib, name)
+        function.restype = _CTYPES[result]
+        function.argtypes = [ctypes.c_void_p if a.pointer else _CTYPES[a.type] for a in arguments]
+    return Library(cpu().ffi, lib, known)

@@ -5,6 +5,14 @@ from pyops import backend
 from pyops.backend.device import Buffer, Device
 
 
+def as_numpy(x):
+    """An NDArray over memory of the CPU as a numpy array over the same."""
+    if 0 in x.shape:
+        return np.empty(x.shape, x.dtype)
+    item = x.dtype.itemsize
+    return np.ndarray(x.shape, x.dtype, x.buffer.owner, item * x.offset, tuple([item * n for n in x.strides]))
+
+
 def _sigmoid(x, out):
     np.negative(np.abs(x), out=out)
     e = np.exp(out)
@@ -23,13 +31,28 @@ def _quiet():
 
 
 class Numpy(Device):
-    name = 'numpy_device'
+    name, place = 'numpy_device', backend.HOST
 
     def allocate(self, shape, dtype, name):
         return self.wrap(backend.empty(shape, dtype, name))
 
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, None, foreign)
+
+    def address(self, owner):
+        return owner.ctypes.data
+
+    def numpy(self, x):
+        return as_numpy(x)
+
+    def plain(self, x):
+        return as_numpy(x.compact())
+
+    def plain_view(self, x):
+        return as_numpy(x)
+
+    def assign(self, y, value):
+        return False
 
     def unary(self, op, y, x):
         with _quiet():

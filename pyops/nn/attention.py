@@ -40,7 +40,8 @@ class MultiHeadAttention(Layer):
         added = np.where(mask, 0, -np.inf) if mask.dtype.kind in 'bi' else mask
         if is_causal:
             added = added + np.where(np.tril(np.ones((L, S), bool), S - L), 0, -np.inf)
-        scores = q @ k.transpose(-1, -2) * (E // heads) ** -0.5 + Tensor(added[:, None] if added.ndim == 3 else added)
+        added = Tensor(added[:, None] if added.ndim == 3 else added, device=q.device)
+        scores = q @ k.transpose(-1, -2) * (E // heads) ** -0.5 + added
         return (self.dropout(F.softmax(scores)) @ v).permute(2, 0, 1, 3).reshape(L, B, E)
 
     def on_tensors(self, query, key=None, value=None, attn_mask=None, is_causal=False, lengths=None):

@@ -161,7 +161,7 @@ class BatchNorm1d(KernelLayer):
         self.features, self.eps, self.momentum = features, eps, momentum
         self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
         self.register_buffer('running_mean', backend.zeros(features))
-        self.register_buffer('running_var', backend.zeros(features) + np.float32(1))
+        self.register_buffer('running_var', backend.put(np.ones(features, np.float32)))
 
     def op(self):
         return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},

@@ -11,7 +11,7 @@ import weakref
 
 import numpy as np
 
-from pyops import autograd, ndarray
+from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
 from pyops.params import Parameters, Spec, generator
 
@@ -47,7 +47,7 @@ class Parameter(Tensor):
     @array.setter
     def array(self, value):
         self._settle()
-        self.entry.value[...] = value.numpy()
+        self.entry.value[...] = value.device.plain(value)
         self._array.buffer.version += 1
 
     @property
@@ -61,7 +61,7 @@ class Parameter(Tensor):
         if value is None:
             self.entry.grad[...] = 0
         elif value.array is not self._gradient.array:
-            self.entry.grad[...] = value.numpy()
+            self.entry.grad[...] = value.device.plain(value.array)
 
     def zero_grad(self):
         self.grad = None
@@ -81,15 +81,15 @@ class Parameter(Tensor):
 
     def _bind(self, home, name):
         self.home, self.name, self.entry, self._drawn = home, name, home[name], (home.seed, name)
-        self._array = ndarray.from_numpy(self.entry.value)
-        self._gradient = Tensor(ndarray.from_numpy(self.entry.grad))
+        self._array = ndarray.over(self.entry.value)
+        self._gradient = Tensor(ndarray.over(self.entry.grad))
 
     def _draw(self, seed, name):
         """The initial value of that seed and name."""
         self._drawn, self.array = (seed, name), ndarray.from_numpy(self.init(generator(seed, name), self.shape))
 
     def _is_untouched(self):
-        return (self.entry.value == self.init(generator(*self._drawn), self.shape)).all()
+        return (backend.get(self.entry.value) == self.init(generator(*self._drawn), self.shape)).all()
 
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = Parameter(self.shape, self.init) if self._array is None else Parameter(self)
@@ -128,12 +128,12 @@ class Module:
 
         Where a subclass does not spell it out, the tape of a run on Tensors is the ctx.
         """
-        leaves = [None if x is None else Tensor(ndarray.from_numpy(x)) for x in inputs]
+        leaves = [None if x is None else Tensor(ndarray.over(x)) for x in inputs]
         for leaf in leaves:
             if leaf is not None and leaf.dtype == np.float32:
                 leaf.requires_grad_()
         y = self.forward(*leaves)
-        return _each(lambda tensor: tensor.numpy(), y), (leaves, y)
+        return _each(lambda tensor: tensor.device.plain_view(tensor.array), y), (leaves, y)
 
     def backward(self, dy, ctx):
         """-> dx, a tuple where there are several inputs with a gradient; those of parameters are added to their .grad.
@@ -142,10 +142,10 @@ class Module:
         """
         leaves, y = ctx
         outputs, gradients = _flat(y), _flat(dy)
-        pairs = [(tensor, Tensor(ndarray.from_numpy(np.asarray(gradient, order='C'))))
+        pairs = [(tensor, Tensor(ndarray.over(gradient)))
                  for tensor, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
         autograd.backward(*map(list, zip(*pairs, strict=True)))
-        found = tuple(None if leaf.grad is None else leaf.grad.numpy()
+        found = tuple(None if leaf.grad is None else leaf.device.plain_view(leaf.grad.array)
                       for leaf in leaves if leaf is not None and leaf.requires_grad)
         return found[0] if len(found) == 1 else found
 

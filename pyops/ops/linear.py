@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch
+from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, may_overlap
 
 
 class Linear:
@@ -49,7 +49,7 @@ class Linear:
             launch('column_sums', self.bias.grad, dy, *rows.shape)
         if not want_dx:
             return None
-        separate = into is None or np.may_share_memory(into, dy)        # a product cannot lie where its operand does
+        separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
         dx = empty(ctx.x.shape, name=f'{self.name}.dx') if separate else into
         gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
         if separate and into is not None:

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, launch, zeros
+from pyops.backend import HOST, axes, check, empty, launch, put
 
 
 class Positions:
@@ -24,10 +24,11 @@ class Positions:
 
     def __init__(self, size, longest=1000, scale=1.0, name='positions'):
         self.scale, self.name = scale, name
-        self.table = zeros((longest, size))
+        table = HOST.zeros((longest, size), np.float32)
         angles = np.arange(longest)[:, None] / 10000.0 ** (np.arange(0, size, 2) / size)
-        self.table[:, 0::2] = np.sin(angles)
-        self.table[:, 1::2] = np.cos(angles[:, :size // 2])
+        table[:, 0::2] = np.sin(angles)
+        table[:, 1::2] = np.cos(angles[:, :size // 2])
+        self.table = put(table)
 
     def forward(self, x, first=0):
         (longest, D), (T, B, _) = self.table.shape, axes('x', x, 'T B D')

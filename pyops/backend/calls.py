@@ -1,0 +1,54 @@
+"""A recorded list of kernel calls, laid out as pyops_replay wants it."""
+from pyops import backend
+from pyops.backend import library
+
+
+class Calls:
+    """calls: (kernel, values) of each, the values in the header's order; values that are arrays as addresses.
+
+    The caller keeps the memory alive that they name.
+    """
+
+    def __init__(self, calls):
+        ffi, lib, functions = library.cpu()
+        self.kernels = [kernel for kernel, _ in calls]
+        self._values = ffi.new('pyops_value[]', max(sum(len(values) for _, values in calls), 1))
+        self._list = ffi.new('pyops_action[]', max(len(calls), 1))
+        self._seconds, self._at = ffi.new('double[]', max(len(calls), 1)), ffi.new('int64_t *')
+        place = 0
+        for i, (kernel, values) in enumerate(calls):
+            self._list[i].kernel = lib.pyops_kernel_number(f'pyops_{kernel}'.encode())
+            self._list[i].first_value = place
+            for argument, value in zip(functions[f'pyops_{kernel}'].arguments, values, strict=False):
+                if argument.pointer:
+                    self._values[place].pointer = ffi.cast('void *', value)
+                elif argument.type == 'float':
+                    self._values[place].real = value
+                else:                               # two's complement: a uint64_t may look negative
+                    self._values[place].integer = (int(value) + 2**63) % 2**64 - 2**63
+                place += 1
+
+    def run(self, first=0, last=None):
+        """Run the calls [first, last); an error names the one that failed."""
+        self._replay(first, len(self.kernels) if last is None else last, timed=False)
+
+    def time(self):
+        """Run all -> seconds of each."""
+        self._replay(0, len(self.kernels), timed=True)
+        return list(self._seconds[0:len(self.kernels)])
+
+    def close(self):
+        self._values = self._list = None
+
+    def _replay(self, first, last, timed):
+        ffi, lib, _ = library.cpu()
+        self._check(lib.pyops_replay(self._list, self._values, self._seconds if timed else ffi.NULL, self._at, first, last,
+                                     ffi.NULL), backend.check_status)
+
+    def _check(self, status, check_status):
+        if status:
+            try:
+                check_status(status)
+            except Exception as error:
+                error.args = (f'action {self._at[0]}, {self.kernels[self._at[0]]}: {error}',)
+                raise

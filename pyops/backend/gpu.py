@@ -1,0 +1,341 @@
+"""A GPU: its memory, its stream, its kernels as operations on arrays, and plans of it as graphs.
+
+Arrays on it are NDArrays.  Everything is told to one stream, in order, and the host goes on meanwhile; what waits for the
+device is `numpy` alone, which brings numbers back, and with them the errors that kernels met.
+"""
+import ctypes
+import functools
+import math
+
+import numpy as np
+
+from pyops import backend
+from pyops.backend import library
+from pyops.backend.calls import Calls
+from pyops.backend.device import Buffer
+from pyops.backend.kernel_device import FLOAT, KernelDevice
+from pyops.errors import UserError
+
+PRECISIONS = 'fp32', 'tf32', 'bf16'             # of the operands of matrix products, as pyops_set_precision counts them
+_ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
+_HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to memory of the host
+
+
+def _call(name, *arguments):
+    """A function of the CUDA library that returns a status."""
+    _check(getattr(library.cuda().lib, name)(*arguments))
+
+
+def _check(status):
+    if status:
+        raise _ERRORS[status](library.cuda().lib.pyops_last_error().decode())
+
+
+class Memory:
+    """A piece of the device's memory; it goes back to its pool when nobody refers to it."""
+    __slots__ = ('pool', 'address', 'nbytes', 'size')
+
+    def __init__(self, pool, address, nbytes, size):
+        self.pool, self.address, self.nbytes, self.size = pool, address, nbytes, size
+
+    def __del__(self):
+        self.pool.give_back(self.address, self.size)
+
+
+class Pool:
+    """Memory that was given back is handed out again at once: what uses it next stands behind in the same stream."""
+    SMALL, LARGE = 512, 2**20
+
+    def __init__(self):
+        self._free = {}             # size -> addresses
+        self.reserved = self.used = 0
+
+    def take(self, nbytes):
+        """-> Memory of at least that many bytes; MemoryError says how much was asked for and how much there is."""
+        unit = self.LARGE if nbytes > self.LARGE else self.SMALL
+        size = -(-max(nbytes, 1) // unit) * unit
+        addresses = self._free.get(size)
+        address = addresses.pop() if addresses else self._allocate(size, nbytes)
+        self.used += size
+        return Memory(self, address, nbytes, size)
+
+    def give_back(self, address, size):
+        self.used -= size
+        self._free.setdefault(size, []).append(address)
+
+    def trim(self):
+        """Give back to the device what nobody uses."""
+        for size, addresses in self._free.items():
+            while addresses:
+                _call('pyops_device_free', addresses.pop())
+                self.reserved -= size
+
+    def _allocate(self, size, nbytes):
+        made = ctypes.c_uint64()
+        try:
+            _call('pyops_device_malloc', ctypes.byref(made), size)
+        except MemoryError:
+            self.trim()
+            try:
+                _call('pyops_device_malloc', ctypes.byref(made), size)
+            except MemoryError:
+                free, total = memory_info()
+                raise MemoryError(f'GPU: {nbytes:,} bytes were asked for, {free:,} of {total:,} are free, '
+                                  f'{self.used:,} are in use by this program') from None
+        self.reserved += size
+        return made.value
+
+
+def memory_info():
+    """-> bytes free and in all, on the device."""
+    free, total = ctypes.c_int64(), ctypes.c_int64()
+    _call('pyops_device_memory', ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+@functools.cache
+def open_device():
+    """Use the first device -> its name; a UserError where there is none, or none that this build has code for."""
+    lib, count = library.cuda().lib, ctypes.c_int32()
+    if lib.pyops_device_count(ctypes.byref(count)) or not count.value:
+        why = lib.pyops_last_error().decode() or 'there is none'
+        raise UserError(f'no GPU can be used ({why}); train on the CPU with -g 0')
+    try:
+        _call('pyops_device_open', 0)
+    except RuntimeError as error:
+        raise UserError(f'{error}; build it on this machine with `make cuda`, or train on the CPU with -g 0') from error
+    return lib.pyops_device_name().decode()
+
+
+class GPU(KernelDevice):
+    """A device of arrays, and the place where ops make theirs.  array_type: NDArray, which stands a floor above."""
+    name = 'gpu'
+
+    def __init__(self, array_type):
+        super().__init__()
+        self.model = open_device()
+        self._array_type, self._pool, self._prepared = array_type, Pool(), {}
+        stream = ctypes.c_uint64()
+        _call('pyops_stream_create', ctypes.byref(stream))
+        self.stream, self._precision = stream.value, 'fp32'
+        self.place = self
+        backend.set_gpu(self)
+
+    @property
+    def precision(self):
+        """Of the operands of matrix products: 'fp32', 'tf32' or 'bf16'; sums and parameters stay float32."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, name):
+        if name not in PRECISIONS:
+            raise ValueError(f'precision: want {", ".join(PRECISIONS)}, got {name!r}')
+        _call('pyops_set_precision', PRECISIONS.index(name))
+        self._precision = name
+
+    # ---- memory: as a device of arrays
+
+    def allocate(self, shape, dtype, name):
+        array = backend.hooked(shape, dtype, name)
+        return self._buffer(math.prod(shape) * dtype.itemsize) if array is None else array.buffer
+
+    def wrap(self, owner, foreign=False):
+        """A copy of a numpy array."""
+        buffer = self._buffer(owner.nbytes)
+        _call('pyops_device_upload', buffer.pointer, owner.ctypes.data, owner.nbytes, self.stream)
+        return buffer
+
+    def address(self, owner):
+        return owner.address
+
+    def numpy(self, x):
+        x = x.compact()
+        y = np.empty(x.shape, x.dtype)
+        _call('pyops_device_download', y.ctypes.data, x.location(), y.nbytes, self.stream)
+        return y
+
+    def plain(self, x):
+        return x.compact()
+
+    def plain_view(self, x):
+        return x
+
+    def bits(self, x):
+        return self._array_type(x.buffer, x.offset, x.shape, x.strides, FLOAT)
+
+    def assign(self, y, value):
+        """y = value, both compact and of one shape and dtype; value may be numpy's.  -> whether that could be done so."""
+        if y.shape != value.shape or y.dtype != value.dtype or not y.is_compact():
+            return False
+        if isinstance(value, np.ndarray):
+            value = np.ascontiguousarray(value)
+            _call('pyops_device_upload', y.location(), value.ctypes.data, value.nbytes, self.stream)
+        elif value.is_compact() and value.buffer is not y.buffer:
+            _call('pyops_device_copy', y.location(), value.location(), value.nbytes, self.stream)
+        else:
+            return False
+        return True
+
+    def _buffer(self, nbytes):
+        memory = self._pool.take(nbytes)
+        return Buffer(self, memory, memory.address)
+
+    # ---- memory: as a place
+
+    def empty(self, shape, dtype, name=''):
+        shape, dtype = _shape(shape), np.dtype(dtype)
+        return self._array(self._buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
+
+    def zeros(self, shape, dtype):
+        array = self.empty(shape, dtype)
+        _call('pyops_device_zero', array.location(), array.nbytes, self.stream)
+        return array
+
+    def put(self, array):
+        if not isinstance(array, np.ndarray):
+            return array
+        return self._array(self.wrap(np.ascontiguousarray(array)), array.shape, array.dtype)
+
+    def memory(self):
+        return memory_info()[1]
+
+    def synchronize(self):
+        _call('pyops_stream_synchronize', self.stream)
+
+    def block(self, nbytes):
+        return self._buffer(nbytes)
+
+    def lease(self, block, shape, dtype, give_back):
+        return self._array(Buffer(self, _Lease(block, give_back), block.pointer), _shape(shape), np.dtype(dtype))
+
+    def view(self, block, address, shape, dtype, strides):
+        item = dtype.itemsize
+        return self._array_type(Buffer(self, block.owner, block.pointer), (address - block.pointer) // item, shape,
+                                tuple(n // item for n in strides), dtype)
+
+    def _array(self, buffer, shape, dtype):
+        return self._array_type(buffer, 0, shape, _row_major(shape), dtype)
+
+    # ---- kernels
+
+    def holds(self, values):
+        """Whether one of them is an array that lies here."""
+        return any([getattr(value, 'device', None) is self for value in values])
+
+    def launch(self, name, *values):
+        function, count, pointers = self._prepared.get(name) or self._prepare(name)
+        if len(values) != count:
+            raise TypeError(f'{name}: want {count} arguments, got {len(values)}')
+        converted = list(values)
+        for i, convert in pointers:
+            converted[i] = convert(values[i])
+        if backend.is_wanted(name, values):
+            _check(function(*converted, self.stream))
+
+    def _prepare(self, name):
+        _, lib, functions = library.cuda()
+        arguments = functions['pyops_' + name].arguments[:-1]
+        takes_strides = name == 'gemm' or any(a.name == 'strides' for a in arguments)
+        pointers = [(i, self._converter(name, a, takes_strides)) for i, a in enumerate(arguments) if a.pointer]
+        found = self._prepared[name] = getattr(lib, 'pyops_' + name), len(arguments), pointers
+        return found
+
+    def _converter(self, function, argument, takes_strides):
+        ffi = library.cpu().ffi
+        if argument.name in _HOST_ARGUMENTS:
+            return lambda value: value.ctypes.data if isinstance(value, np.ndarray) else int(ffi.cast('intptr_t', value))
+        dtype = backend.DTYPES[argument.type]
+
+        def convert(array):
+            if array is None:
+                return None
+            if getattr(array, 'device', None) is not self:
+                raise TypeError(f'{function}: {argument.name}: lies in memory of the host, and other arrays on the GPU; '
+                                'bring it there with pyops.backend.put, or .to(device)')
+            if array.dtype is not dtype and array.dtype != dtype:
+                raise TypeError(f'{function}: {argument.name}: want {dtype}, got {array.dtype}')
+            if not takes_strides and not array.is_compact():
+                raise TypeError(f'{function}: {argument.name}: want a compact array, got shape {array.shape}, '
+                                f'strides {array.strides}')
+            return array.location()
+        return convert
+
+    def work_size(self, name, *sizes):
+        return getattr(library.cuda().lib, f'pyops_{name}_work')(*sizes)
+
+    def calls(self, calls):
+        return Graph(calls, self.stream)
+
+
+class _Lease:
+    """What holds the memory of an array over a block: when the last view of the array is gone, so is this."""
+    __slots__ = ('block', 'give_back')
+
+    def __init__(self, block, give_back):
+        self.block, self.give_back = block, give_back
+
+    nbytes = property(lambda self: self.block.nbytes)
+    address = property(lambda self: self.block.pointer)
+
+    def __del__(self):
+        if self.give_back:
+            self.give_back(self.block)
+
+
+class Graph(Calls):
+    """Recorded calls that are told to the device as one: captured when they run whole for the second time, since what a
+    kernel needs to be loaded for, and what a first call sets up, may not happen during a capture."""
+
+    def __init__(self, calls, stream):
+        super().__init__(calls)
+        self._stream, self._graph, self._has_run = stream, None, False
+
+    def run(self, first=0, last=None):
+        if first or last is not None:
+            return super().run(first, last)
+        if self._graph is None and self._has_run:
+            self._capture()
+        if self._graph is None:
+            super().run()
+            self._has_run = True
+        else:
+            _call('pyops_graph_launch', self._graph, self._stream)
+
+    def close(self):
+        if self._graph is not None:
+            _call('pyops_stream_synchronize', self._stream)
+            _call('pyops_graph_free', self._graph)
+            self._graph = None
+        super().close()
+
+    def __del__(self):
+        if self._graph is not None:
+            library.cuda().lib.pyops_graph_free(self._graph)
+
+    def _capture(self):
+        graph = ctypes.c_uint64()
+        _call('pyops_graph_begin', self._stream)
+        try:
+            super().run()
+        finally:
+            _call('pyops_graph_end', ctypes.byref(graph), self._stream)
+        self._graph = graph.value
+
+    def _replay(self, first, last, timed):
+        ffi, lib = library.cpu().ffi, library.cuda().lib
+        addresses = [int(ffi.cast('intptr_t', memory)) for memory in (self._list, self._values, self._seconds, self._at)]
+        if not timed:
+            addresses[2] = None
+        self._check(lib.pyops_replay(*addresses, first, last, self._stream), _check)
+
+
+def _shape(shape):
+    return shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
+
+
+def _row_major(shape):
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -1,0 +1,89 @@
+"""A device whose operations on arrays are the kernels of a library: those of strided, gemm, embedding and argmax."""
+import functools
+
+import numpy as np
+
+from pyops.backend import library
+from pyops.backend.device import Device
+
+FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
+
+
+@functools.lru_cache(8192)
+def _layout(shape, *operands):
+    """-> shape and strides as a kernel wants them, and how many axes.  operands: the shape and the strides of each, which
+    are broadcast to `shape`."""
+    ffi, strides = library.cpu().ffi, []
+    for own, steps in zip(operands[::2], operands[1::2], strict=True):
+        strides += [0] * (len(shape) - len(own)) + [0 if n == 1 else step for n, step in zip(own, steps, strict=True)]
+    return ffi.new('int64_t[]', list(shape)), ffi.new('int64_t[]', strides), len(shape)
+
+
+class KernelDevice(Device):
+    """A subclass says where memory comes from, and launch(name, *values) how a kernel is started."""
+
+    def __init__(self):
+        lib = library.cpu().lib
+        self._numbers = {name.removeprefix('PYOPS_OP_').lower(): getattr(lib, name)
+                         for name in dir(lib) if name.startswith('PYOPS_OP_')}
+
+    def launch(self, name, *values):
+        raise NotImplementedError
+
+    def bits(self, x):
+        """x, compact int32, as float32 without a change of a bit."""
+        raise NotImplementedError
+
+    def unary(self, op, y, x):
+        self.launch('strided_unary' if y.dtype is FLOAT else 'strided_unary_int32', y, x,
+                    *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+
+    def binary(self, op, y, a, b):
+        self.launch('strided_binary' if y.dtype is FLOAT else 'strided_binary_int32', y, a, b,
+                    *_layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self._numbers[op])
+
+    def scalar(self, op, y, x, value, reflected):
+        self.launch('strided_scalar' if y.dtype is FLOAT else 'strided_scalar_int32', y, x,
+                    *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op], reflected, value)
+
+    def fill(self, y, value):
+        self.launch('strided_fill' if y.dtype is FLOAT else 'strided_fill_int32', y,
+                    *_layout(y.shape, y.shape, y.strides), value)
+
+    def convert(self, y, x):
+        self.launch('strided_from_int32' if y.dtype is FLOAT else 'strided_to_int32', y, x,
+                    *_layout(y.shape, y.shape, y.strides, x.shape, x.strides))
+
+    def reduce(self, op, y, x):
+        self.launch('strided_reduce' if y.dtype is FLOAT else 'strided_reduce_int32', y, x,
+                    *_layout(x.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+
+    def argmax(self, y, x):
+        self.launch('argmax', y, x, *x.shape)
+
+    def matmul(self, y, a, b):
+        (*batch, M, N), K = y.shape, a.shape[-1]
+        if y.dtype is not FLOAT:                # exact, modulo 2^32: one outer product after the other
+            self.fill(y, 0)
+            for k in range(K):
+                y += a[..., k:k + 1] * b[..., k:k + 1, :]
+        elif batch:
+            operands = [part[:-2] for x in (y, a, b) for part in (x.shape, x.strides)]
+            self.launch('gemm_batched', y, a, b, *_layout(tuple(batch), *operands),
+                        M, N, K, N, *a.strides[-2:], *b.strides[-2:], False)
+        else:
+            self.launch('gemm', y, a, b, None, M, N, K, N, *a.strides, *b.strides, False, False)
+
+    def take(self, y, x, ids):
+        # rows are moved as they are, whatever their bits mean
+        y, x = (part if part.dtype is FLOAT else self.bits(part) for part in (y, x))
+        try:
+            self.launch('embedding_forward', y, x, ids, ids.size, *x.shape)
+        except ValueError as error:
+            raise IndexError(f'take: {error}') from None
+
+    def add_at(self, y, ids, rows):
+        try:
+            self.launch('embedding_backward', y, rows, ids, ids.size, *y.shape)
+        except ValueError as error:
+            raise IndexError(f'add_at: {error}') from None
