@@ -289,52 +289,88 @@ using cuemu::poison;
 struct CuGraph { std::vector<std::function<void()>> n; };
 struct CuStream { CuGraph* cap = nullptr; std::vector<std::function<void()>> q; };
 struct CuEvent { std::chrono::steady_clock::time_point t; };
-static CuStream g_null; static int g_capturing; static bool g_lazy = getenv("CUEMU_LAZY"); static std::vector<CuStream*> g_streams; static cudaError_t g_err; static std::map<void*, size_t> g_mem; static std::map<const void*, size_t> g_optin;
+static CuStream g_null; static int g_capturing; static bool g_lazy = getenv("CUEMU_LAZY"); static std::vector<CuStream*> g_streams; static thread_local cudaError_t g_err; static std::map<void*, size_t> g_mem; static std::map<const void*, size_t> g_optin;
 static cudaError_t fail(cudaError_t e) { g_err = e; return e; }
+// What device there is: EMU_DEVICES=0 none, -1 no driver; EMU_CAPABILITY=7.5; EMU_MEMORY=bytes; EMU_MULTIPROCESSORS
+static long env(const char* n, long d) { const char* s = getenv(n); return s && *s ? atol(s) : d; }
+static int g_devices = env("EMU_DEVICES", 1), g_sms = env("EMU_MULTIPROCESSORS", 4), g_major = 9, g_minor = 0;
+static bool g_cap = [] { const char* s = getenv("EMU_CAPABILITY"); return s && sscanf(s, "%d.%d", &g_major, &g_minor) == 2; }();
+static size_t g_total = env("EMU_MEMORY", sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE)), g_used;
+static cudaError_t absent() { return g_devices < 0 ? cudaErrorInsufficientDriver : g_devices ? cudaSuccess : cudaErrorNoDevice; }
+cudaError_t cudaGetDeviceCount(int* n) { *n = std::max(0, g_devices); return absent() ? fail(absent()) : cudaSuccess; }
+cudaError_t cudaSetDevice(int d) { return absent() ? fail(absent()) : d ? fail(cudaErrorInvalidDevice) : cudaSuccess; }
+cudaError_t cudaGetDevice(int* d) { *d = 0; return absent() ? fail(absent()) : cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* f, size_t* t) { if (absent()) return fail(absent()); *f = g_total - g_used; *t = g_total; return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
+  if (absent()) return fail(absent());
+  switch (a) { case cudaDevAttrMaxThreadsPerBlock: *v = 1024; break; case cudaDevAttrMaxSharedMemoryPerBlock: *v = 49152; break; case cudaDevAttrWarpSize: *v = 32; break; case cudaDevAttrMultiProcessorCount: *v = g_sms; break;
+    case cudaDevAttrL2CacheSize: *v = 50 << 20; break; case cudaDevAttrMaxThreadsPerMultiProcessor: *v = 2048; break; case cudaDevAttrComputeCapabilityMajor: *v = g_major; break; case cudaDevAttrComputeCapabilityMinor: *v = g_minor; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *v = 228 << 10; break; case cudaDevAttrCooperativeLaunch: *v = 1; break; case cudaDevAttrMaxSharedMemoryPerBlockOptin: *v = 227 << 10; break; default: return fail(cudaErrorInvalidValue); }
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int d) { if (absent()) return fail(absent()); if (d) return fail(cudaErrorInvalidDevice);
+  *p = {"emulated device", g_total, 49152, 227 << 10, 228 << 10, 32, 1024, 2048, g_sms, g_major, g_minor, 50 << 20}; return cudaSuccess; }
 static void drain(CuStream* s) { auto q = std::move(s->q); s->q.clear(); for (auto& f : q) f(); }
 static void drain_all() { drain(&g_null); for (auto* s : g_streams) drain(s); }
 static cudaError_t push(cudaStream_t s, std::function<void()> f) {
-  if (s && s->cap) { s->cap->n.push_back(std::move(f)); return 0; }
+  if (s && s->cap) { s->cap->n.push_back(std::move(f)); return cudaSuccess; }
   if (!s && g_capturing) return fail(cudaErrorStreamCaptureUnsupported);              // the legacy stream while another one captures
-  if (!g_lazy) { f(); return 0; }
+  if (!g_lazy) { f(); return cudaSuccess; }
   if (!s) { for (auto* o : g_streams) drain(o); s = &g_null; } else drain(&g_null);    // the legacy stream waits for all, and all for it
-  s->q.push_back(std::move(f)); return 0;
+  s->q.push_back(std::move(f)); return cudaSuccess;
 }
 namespace cuemu {
-cudaError_t set_max_smem(const void* f, int v) { if (v > 227 * 1024) return fail(cudaErrorInvalidValue); g_optin[f] = v; return 0; }
-int launch(bool coop, const void* fn, const char* name, dim3 gd, dim3 bd, size_t smem, CuStreamTag* s, std::function<void()> body) {
+cudaError_t set_max_smem(const void* f, int v) { if (v > 227 * 1024) return fail(cudaErrorInvalidValue); g_optin[f] = v; return cudaSuccess; }
+int occupancy(int n, size_t smem) { return n < 1 || n > 1024 ? 0 : (int)std::min<size_t>(std::min(32, 2048 / n), 228 * 1024 / (smem + 1024)); }
+cudaError launch(bool coop, const void* fn, const char* name, dim3 gd, dim3 bd, size_t smem, CuStreamTag* s, std::function<void()> body) {
+  if (cudaError e = absent()) return fail(e);
+  if (g_major < 8) return fail(cudaErrorNoKernelImageForDevice);
   unsigned n = bd.x * bd.y * bd.z; unsigned long nb = (unsigned long)gd.x * gd.y * gd.z;
   if (!nb || gd.x > 2147483647u || gd.y > 65535 || gd.z > 65535 || !n || n > 1024 || bd.z > 64) return fail(cudaErrorInvalidConfiguration);
   auto it = g_optin.find(fn); if (smem > (it == g_optin.end() ? 48 * 1024 : it->second)) return fail(cudaErrorInvalidValue);
-  if (coop && nb > 132ul * std::min<size_t>(2048 / n, smem ? 228 * 1024 / (smem + 1024) : 32)) return fail(cudaErrorCooperativeLaunchTooLarge);
+  if (coop && nb > (unsigned long)g_sms * occupancy(n, smem)) return fail(cudaErrorCooperativeLaunchTooLarge);
   return push((cudaStream_t)s, [=] { Grid g; g.name = name; g.gd = gd; g.bd = bd; g.smem = smem; g.coop = coop; g.nblk = (unsigned)nb; g.body = body; run_grid(g); });
 }
 }
-cudaError_t cudaMalloc(void** p, size_t n) { *p = cuemu::fresh(n, 256); g_mem[*p] = n; return 0; }
-cudaError_t cudaFree(void* p) { if (!p) return 0; drain_all(); auto it = g_mem.find(p); if (it == g_mem.end()) return fail(cudaErrorInvalidValue); cuemu::drop((char*)p, it->second, 256); g_mem.erase(it); return 0; }
-cudaError_t cudaMallocHost(void** p, size_t n) { *p = malloc(n); return 0; }
-cudaError_t cudaFreeHost(void* p) { drain_all(); free(p); return 0; }
+cudaError_t cudaMalloc(void** p, size_t n) { if (absent()) return fail(absent()); if (g_capturing) return fail(cudaErrorStreamCaptureUnsupported); *p = nullptr; if (!n) return cudaSuccess; if (n > g_total - g_used) return fail(cudaErrorMemoryAllocation); *p = cuemu::fresh(n, 256); g_mem[*p] = n; g_used += n; return cudaSuccess; }
+cudaError_t cudaFree(void* p) { if (!p) return cudaSuccess; drain_all(); auto it = g_mem.find(p); if (it == g_mem.end()) return fail(cudaErrorInvalidValue); g_used -= it->second; cuemu::drop((char*)p, it->second, 256); g_mem.erase(it); return cudaSuccess; }
+cudaError_t cudaMallocHost(void** p, size_t n) { if (absent()) return fail(absent()); *p = malloc(n); return cudaSuccess; }
+cudaError_t cudaHostAlloc(void** p, size_t n, unsigned) { return cudaMallocHost(p, n); }
+cudaError_t cudaFreeHost(void* p) { drain_all(); free(p); return cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind, cudaStream_t st) { return push(st, [=] { memcpy(d, s, n); }); }
 cudaError_t cudaMemsetAsync(void* d, int v, size_t n, cudaStream_t st) { return push(st, [=] { memset(d, v, n); }); }
 cudaError_t cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind k) { cudaError_t e = cudaMemcpyAsync(d, s, n, k, nullptr); drain_all(); return e; }
 cudaError_t cudaMemset(void* d, int v, size_t n) { return cudaMemsetAsync(d, v, n, nullptr); }
-cudaError_t cudaStreamCreate(cudaStream_t* s) { *s = new CuStream; g_streams.push_back(*s); return 0; }
-cudaError_t cudaStreamDestroy(cudaStream_t s) { drain(s); g_streams.erase(std::find(g_streams.begin(), g_streams.end(), s)); delete s; return 0; }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { if (g_capturing) return fail(cudaErrorStreamCaptureUnsupported); if (!s) drain_all(); else { drain(&g_null); drain(s); } return 0; }
-cudaError_t cudaDeviceSynchronize() { if (g_capturing) return fail(cudaErrorStreamCaptureUnsupported); drain_all(); return 0; }
-cudaError_t cudaGetLastError() { int e = g_err; g_err = 0; return e; }
+cudaError_t cudaStreamCreate(cudaStream_t* s) { if (absent()) return fail(absent()); *s = new CuStream; g_streams.push_back(*s); return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t s) { drain(s); g_streams.erase(std::find(g_streams.begin(), g_streams.end(), s)); delete s; return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { if (g_capturing) return fail(cudaErrorStreamCaptureUnsupported); if (!s) drain_all(); else { drain(&g_null); drain(s); } return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { if (g_capturing) return fail(cudaErrorStreamCaptureUnsupported); drain_all(); return cudaSuccess; }
+cudaError_t cudaGetLastError() { cudaError_t e = g_err; g_err = cudaSuccess; return e; }
 cudaError_t cudaPeekAtLastError() { return g_err; }
-const char* cudaGetErrorString(cudaError_t e) { return e == 0 ? "no error" : e == 9 ? "invalid configuration" : e == 1 ? "invalid value" : e == 900 ? "not allowed while capturing" : e == 720 ? "cooperative launch too large" : "error"; }
-cudaError_t cudaEventCreate(cudaEvent_t* e) { *e = new CuEvent; return 0; }
-cudaError_t cudaEventDestroy(cudaEvent_t e) { delete e; return 0; }
+static const struct { cudaError_t e; const char *name, *text; } g_errors[] = {
+#define E(name, text) {name, #name, text},
+  E(cudaSuccess, "no error") E(cudaErrorInvalidValue, "invalid argument") E(cudaErrorMemoryAllocation, "out of memory") E(cudaErrorInvalidConfiguration, "invalid configuration argument") E(cudaErrorInsufficientDriver, "CUDA driver version is insufficient for CUDA runtime version")
+  E(cudaErrorNoDevice, "no CUDA-capable device is detected") E(cudaErrorInvalidDevice, "invalid device ordinal") E(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device") E(cudaErrorNotReady, "device not ready")
+  E(cudaErrorCooperativeLaunchTooLarge, "too many blocks in cooperative launch") E(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing") E(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")
+  E(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream") E(cudaErrorInvalidResourceHandle, "invalid resource handle")
+#undef E
+};
+const char* cudaGetErrorString(cudaError_t e) { for (auto& x : g_errors) if (x.e == e) return x.text; return "unrecognized error code"; }
+const char* cudaGetErrorName(cudaError_t e) { for (auto& x : g_errors) if (x.e == e) return x.name; return "unrecognized error code"; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return cudaStreamCreate(s); }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return cudaEventCreate(e); }
+cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t s) { return s && s->cap ? fail(cudaErrorStreamCaptureUnsupported) : s && !s->q.empty() ? cudaErrorNotReady : cudaSuccess; }
+cudaError_t cudaEventCreate(cudaEvent_t* e) { *e = new CuEvent; return cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t e) { delete e; return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return push(s, [=] { e->t = std::chrono::steady_clock::now(); }); }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { drain_all(); return 0; }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { *ms = std::chrono::duration<float, std::milli>(b->t - a->t).count(); return 0; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { if (!g_capturing) drain_all(); return 0; }
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) { if (!s || s->cap) return fail(cudaErrorStreamCaptureUnsupported); s->cap = new CuGraph; g_capturing++; return 0; }
-cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) { *g = s->cap; s->cap = nullptr; g_capturing--; return 0; }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) { *e = new CuGraph(*g); return 0; }
-cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { for (auto& f : e->n) push(s, f); return 0; }
-cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return 0; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) { delete g; return 0; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* st) { *st = s && s->cap ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone; return 0; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { drain_all(); return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { *ms = std::chrono::duration<float, std::milli>(b->t - a->t).count(); return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { if (!g_capturing) drain_all(); return cudaSuccess; }
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) { if (!s || s->cap) return fail(cudaErrorStreamCaptureUnsupported); s->cap = new CuGraph; g_capturing++; return cudaSuccess; }
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) { *g = s->cap; s->cap = nullptr; g_capturing--; return cudaSuccess; }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) { *e = new CuGraph(*g); return cudaSuccess; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { for (auto& f : e->n) push(s, f); return cudaSuccess; }
+cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) { delete g; return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* st) { *st = s && s->cap ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone; return cudaSuccess; }

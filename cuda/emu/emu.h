@@ -24,6 +24,9 @@ struct alignas(8) uint2 { unsigned x, y; }; struct alignas(16) uint4 { unsigned 
 static inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 static inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 // ---------------------------------------------------------------- what the runtime offers
+enum cudaError { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInvalidConfiguration = 9, cudaErrorInsufficientDriver = 35, cudaErrorInvalidDeviceFunction = 98, cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101, cudaErrorNoKernelImageForDevice = 209, cudaErrorUnsupportedPtxVersion = 222, cudaErrorInvalidResourceHandle = 400, cudaErrorNotReady = 600, cudaErrorIllegalAddress = 700, cudaErrorLaunchFailure = 719,
+  cudaErrorCooperativeLaunchTooLarge = 720, cudaErrorNotSupported = 801, cudaErrorStreamCaptureUnsupported = 900, cudaErrorStreamCaptureInvalidated = 901, cudaErrorStreamCaptureImplicit = 906, cudaErrorUnknown = 999 };
 namespace cuemu {
 struct AsyncCopy { void* dst; const void* src; int n, valid, group; };
 struct Block;
@@ -43,8 +46,8 @@ void* shared_var(void* key, size_t n);
 void cp_async(void* dst, const void* src, int n, int valid); void cp_commit(); void cp_wait(int n);
 [[noreturn]] void die(const char* fmt, const char* a = "", long b = 0, long c = 0);
 const char* kname();
-int launch(bool coop, const void* fn, const char* name, dim3 g, dim3 b, size_t smem, struct CuStreamTag* s, std::function<void()> body);
-template <class... P, class... A> int launch_k(bool coop, void (*k)(P...), const char* name, dim3 g, dim3 b, size_t smem, void* s, A&&... a) {
+cudaError launch(bool coop, const void* fn, const char* name, dim3 g, dim3 b, size_t smem, struct CuStreamTag* s, std::function<void()> body);
+template <class... P, class... A> cudaError launch_k(bool coop, void (*k)(P...), const char* name, dim3 g, dim3 b, size_t smem, void* s, A&&... a) {
   std::tuple<std::decay_t<P>...> args(std::forward<A>(a)...);      // copied at launch, as on the device
   return launch(coop, (const void*)k, name, g, b, smem, (struct CuStreamTag*)s, [k, args] { std::apply(k, args); });
 }
@@ -55,8 +58,7 @@ template <class... P, class... A> int launch_k(bool coop, void (*k)(P...), const
 #define CUEMU_NOTSAN
 #endif
 // ---------------------------------------------------------------- runtime API
-typedef int cudaError_t;
-enum { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInvalidConfiguration = 9, cudaErrorCooperativeLaunchTooLarge = 720, cudaErrorStreamCaptureUnsupported = 900 };
+typedef cudaError cudaError_t;
 enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
@@ -73,16 +75,22 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b); cudaE
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode m); cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g);
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long fl = 0); cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s);
 cudaError_t cudaGraphDestroy(cudaGraph_t g); cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g);
-inline cudaError_t cudaSetDevice(int) { return 0; }
-inline cudaError_t cudaGetDevice(int* d) { *d = 0; return 0; }
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
-inline cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) { *v = a == cudaDevAttrMultiProcessorCount ? 4 : a == cudaDevAttrComputeCapabilityMajor ? 9 : 0; return 0; }
+enum cudaDeviceAttr { cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrMaxSharedMemoryPerBlock = 8, cudaDevAttrWarpSize = 10, cudaDevAttrMultiProcessorCount = 16, cudaDevAttrL2CacheSize = 38, cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+  cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76, cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81, cudaDevAttrCooperativeLaunch = 95, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+struct cudaDeviceProp { char name[256]; size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor; int warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor, multiProcessorCount, major, minor, l2CacheSize; };
+enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventDisableTiming = 2, cudaHostAllocDefault = 0, cudaHostAllocWriteCombined = 4 };
+cudaError_t cudaGetDeviceCount(int* n); cudaError_t cudaSetDevice(int d); cudaError_t cudaGetDevice(int* d); cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d); cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int d);
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total); cudaError_t cudaHostAlloc(void** p, size_t n, unsigned flags); const char* cudaGetErrorName(cudaError_t e);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags); cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned flags); cudaError_t cudaEventQuery(cudaEvent_t e); cudaError_t cudaStreamQuery(cudaStream_t s);
+template <class T> inline cudaError_t cudaMallocHost(T** p, size_t n) { return cudaMallocHost((void**)p, n); }
+template <class T> inline cudaError_t cudaHostAlloc(T** p, size_t n, unsigned f) { return cudaHostAlloc((void**)p, n, f); }
+namespace cuemu { int occupancy(int threads, size_t smem); }
+template <class F> inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, F, int threads, size_t smem) { *n = cuemu::occupancy(threads, smem); return cudaSuccess; }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* st);
-inline cudaError_t cudaGetDeviceCount(int* n) { *n = 1; return 0; }
 namespace cuemu { cudaError_t set_max_smem(const void* f, int v); }
-template <class F> inline cudaError_t cudaFuncSetAttribute(F f, cudaFuncAttribute a, int v) { return a == cudaFuncAttributeMaxDynamicSharedMemorySize ? cuemu::set_max_smem((const void*)f, v) : 0; }
-template <class T> inline cudaError_t cudaMemcpyToSymbol(T& sym, const void* s, size_t n, size_t off = 0) { memcpy((char*)&sym + off, s, n); return 0; }
+template <class F> inline cudaError_t cudaFuncSetAttribute(F f, cudaFuncAttribute a, int v) { return a == cudaFuncAttributeMaxDynamicSharedMemorySize ? cuemu::set_max_smem((const void*)f, v) : cudaSuccess; }
+template <class T> inline cudaError_t cudaMemcpyToSymbol(T& sym, const void* s, size_t n, size_t off = 0) { memcpy((char*)&sym + off, s, n); return cudaSuccess; }
 // ---------------------------------------------------------------- device language
 #define __global__
 #define __device__
