@@ -1,11 +1,13 @@
-# pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.
-.DEFAULT_GOAL := cpu
-.PHONY: cpu cuda emulated venv demo test asan bench clean help
+# pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
+# found it builds the CUDA library, too.
+.DEFAULT_GOAL := all
+.PHONY: all cpu cuda emulated venv demo test asan bench clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
 endif
 PYTHON ?= python3
+NVCC ?= nvcc
 # a variant (see asan) has objects and a library of its own
 BUILD ?= build/c
 LIBRARY ?= pyops/libpyops.so
@@ -25,7 +27,10 @@ $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
 endif
 
-cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so (a bare `make` does this)
+HAS_GPU := $(and $(shell command -v $(NVCC)),$(shell nvidia-smi -L 2>/dev/null))
+all: cpu $(if $(HAS_GPU),cuda)
+
+cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so (a bare `make` does this, and `make cuda` where there is a GPU)
 
 # OpenMP's threads outlive the last call: unloading the library would pull their code away under them
 NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
@@ -34,6 +39,9 @@ $(LIBRARY): $(OBJ)
 	$(CC) -shared -fopenmp $(EXTRA_CFLAGS) $(NODELETE) -o $@ $^ -lm
 
 pyops/pyops.h: csrc/pyops.h
+	cp $< $@
+
+pyops/device.h: cuda/device.h
 	cp $< $@
 
 $(BUILD)/%.o: csrc/%.c Makefile | $(PROBE)
@@ -54,10 +62,9 @@ $(PROBE):
 	    { echo "make: error: '$(CC)' cannot build an OpenMP program: install its OpenMP library (gcc: libgomp, clang: libomp)" >&2; exit 2; }
 
 # ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which needs no GPU ----
-NVCC ?= nvcc
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
 # native: the GPU present; all: every architecture from 80; else numbers with a semicolon between
-CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,80;90a)
+CUDA_ARCH ?= $(if $(HAS_GPU),native,80;90a)
 comma := ,
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(patsubst 90,90a,$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1))),\
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
@@ -70,7 +77,7 @@ EMULATED_BUILD ?= build/emulated
 EMULATED_FLAGS ?= -O2
 EMULATOR_FLAGS ?= -O2
 
-cuda: $(CUDA_LIBRARY) ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
+cuda: $(CUDA_LIBRARY) pyops/device.h ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
 
 $(CUDA_LIBRARY): $(CU:cuda/%.cu=build/cuda/%.o)
 	$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
@@ -80,7 +87,7 @@ build/cuda/%.o: cuda/%.cu Makefile
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
 
-emulated: $(EMULATED) ## build the same kernels for an emulator on the CPU, for tests without a GPU
+emulated: $(EMULATED) pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
 
 $(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp))
 	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -Wl,-Bsymbolic -o $@ $^ -lpthread -ldl
@@ -131,7 +138,7 @@ bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch:
 	.venv/bin/python -m bench.train mnist --vs torch
 
 clean: ## remove what was built
-	rm -rf build pyops/libpyops.so pyops/pyops.h *.egg-info
+	rm -rf build pyops/libpyops*.so pyops/pyops.h pyops/device.h *.egg-info
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile

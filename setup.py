@@ -12,7 +12,7 @@ class BuildWithLibrary(build_py):
     def run(self):
         if not shutil.which('make'):
             sys.exit('pyops: error: no `make`: install it (Debian: apt install make)')
-        if subprocess.run(['make', 'cpu'], stdout=sys.stderr).returncode:
+        if subprocess.run(['make'], stdout=sys.stderr).returncode:
             sys.exit('pyops: error: the kernel library was not built; the line above says why')
         super().run()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyops import init
+from pyops import backend, init
 from pyops.backend import launch
 from pyops.ops import CrossEntropy, Linear, PixelLinear, ReLU
 from pyops.params import Parameters, Spec
@@ -40,7 +40,7 @@ class MLP:
         self.relu = ReLU()
         self.linear2 = Linear(p['w2'], p['bias2'], name='linear2')
         self.loss = CrossEntropy(name='loss')
-        self.one = np.ones(1, np.float32)           # the gradient of the loss
+        self.one = backend.put(np.ones(1, np.float32))           # the gradient of the loss
 
     def forward(self, images, rows, labels):
         a,    c1 = self.linear1.forward(images, rows)           # (B, 30)
@@ -51,7 +51,7 @@ class MLP:
 
     def predict(self, images, classes):
         """Write the class of each image, (N,) int32, into `classes`."""
-        a, _ = self.linear1.forward(images, np.arange(len(images)))
+        a, _ = self.linear1.forward(images, backend.put(np.arange(len(images))))
         y, _ = self.linear2.forward(self.relu.forward(a)[0])
         launch('argmax', classes, y, len(y), self.config.classes)
 

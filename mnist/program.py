@@ -8,11 +8,11 @@ from pyops.training import (
     add_gpu_flag,
     add_plan_flags,
     asks_for_plan,
-    check_gpu,
     int_up_to,
     non_negative_int,
     positive_float,
     positive_int,
+    use_gpu,
 )
 
 
@@ -36,7 +36,7 @@ def parser(program, description, hidden, hidden_help):
 
 def load(args, module):
     """-> Digits, after the lines about them.  `module`, with all that it imports, is loaded meanwhile."""
-    check_gpu(args)
+    use_gpu(args)
     if args.report:
         from mnist import report
         report.check(args.report)
@@ -71,26 +71,35 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, **inputs
     """
     import numpy as np
 
-    from pyops import fit, plan
+    from pyops import backend, fit, plan
     from pyops.data.batches import epoch_order
 
     (images, _), (evaluated, labels) = digits.parts()
-    run, losses, predictions = fit.Run(args.seed, args.batch_size), [], np.zeros(len(evaluated), np.int32)
+    run, losses, history = fit.Run(args.seed, args.batch_size), [], fit.History()
+    evaluated, predictions = backend.put(evaluated), backend.zeros(len(evaluated), np.int32)
     first_batch = epoch_order(len(images), args.seed, 0)[:args.batch_size]
-    planned = plan.Steps(step, params, **inputs, **optimizer.arrays())
+
+    def noted_step(rows):
+        history.add(step(rows), None, optimizer.norm)
+
+    planned = plan.Steps(noted_step, params, **inputs, **optimizer.arrays(), **history.arrays())
     if asks_for_plan(args):
         plan.tell(args, planned.plan(first_batch))
         return False
-    run_step = step if args.no_plan else planned
+    run_step = noted_step if args.no_plan else planned
 
     def train_step(rows):
         if prepare:
             prepare(rows, run.epoch)
-        return float(run_step(rows)[0]), len(rows), optimizer.clipped()
+        run_step(rows)
+
+    def results(sizes):
+        return [(loss, size, optimizer.clips(norm))
+                for size, (loss, _, norm) in zip(sizes, history.read(len(sizes)), strict=True)]
 
     def validate():
         predict(evaluated, predictions)
-        return {'correct': int((predictions == labels).sum())}
+        return {'correct': int((backend.get(predictions) == labels).sum())}
 
     def progress(epoch, total, initial):
         return Progress(total, 'images', initial, lines=0)
@@ -102,11 +111,11 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, **inputs
 
     if not (args.quiet or args.no_plan):
         print(planned.plan(first_batch).listing())
-    done = fit.fit(run, len(images), args.epochs, train_step, validate=validate, line=epoch_line, progress=progress)
+    done = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line, progress=progress)
     if args.report:
         from mnist import report
         if not losses:
             validate()
-        report.draw(args.report, losses, evaluated, labels, predictions)
+        report.draw(args.report, losses, *map(backend.get, (evaluated, labels, predictions)))
         print(f'report drawn : {args.report}')
     return done

@@ -43,12 +43,12 @@ def main(argv=None):
     import numpy as np
 
     from mnist.mlp_resnet import MLPResNet
-    from pyops import nn, plan
+    from pyops import backend, nn, plan
     from pyops.autograd import Tensor, no_grad
     from pyops.backend import launch
     from pyops.data import MNISTDataset, RandomCrop, RandomFlipHorizontal
     from pyops.data.batches import gather, gather_pixels
-    from pyops.ndarray import from_numpy
+    from pyops.ndarray import over
     from pyops.optim import Adam
 
     # data
@@ -56,48 +56,48 @@ def main(argv=None):
     if args.norm == 'batch' and 1 in (args.batch_size, len(images) % args.batch_size):
         raise UserError(f'-b {args.batch_size}: leaves a batch of one image of {len(images)}, and one has no variance; '
                         'give another size, or --norm layer')
-    label_table = labels.reshape(-1, 1)
+    images_here, label_table = backend.put(images), backend.put(labels.reshape(-1, 1))
     transforms = {'flip': RandomFlipHorizontal(0.5), 'crop': RandomCrop(PADDING)}
     dataset = MNISTDataset.of(images, labels, [transforms[name] for name in args.augment])
-    changed = np.zeros((min(args.batch_size, len(images)), images.shape[1]), np.float32)        # a batch, transformed
+    changed = backend.zeros((min(args.batch_size, len(images)), images.shape[1]))               # a batch, transformed
 
     # model
     model = MLPResNet(images.shape[1], args.hidden, args.blocks, norm=args.norm, dropout=args.dropout)
     model.reset_parameters(args.seed)
-    loss_of, one = nn.SoftmaxLoss(), np.ones((), np.float32)
+    loss_of, one = nn.SoftmaxLoss(), backend.put(np.ones((), np.float32))
     optimizer = Adam(model.params, args.lr, weight_decay=args.weight_decay)
 
     # training
     def prepare(rows, epoch):
-        changed[:len(rows)] = dataset.batch(rows, args.seed, epoch)[0].reshape(len(rows), -1)
+        changed[:len(rows)] = dataset.batch(backend.get(rows), args.seed, epoch)[0].reshape(len(rows), -1)
 
     def step(rows):
         model.params.zero_grads()
-        x = changed[:len(rows)] if args.augment else gather_pixels(images, rows)
+        x = changed[:len(rows)] if args.augment else gather_pixels(images_here, rows)
         y = gather(label_table, rows, name='labels').reshape(-1)
-        loss = loss_of(model(Tensor(from_numpy(x))), Tensor(from_numpy(y)))
+        loss = loss_of(model(Tensor(over(x))), Tensor(over(y)))
         plan.boundary()
-        loss.backward(Tensor(from_numpy(one)))
+        loss.backward(Tensor(over(one)))
         optimizer.step()
-        return loss.numpy().reshape(1)
+        return loss.device.plain(loss.array).reshape(1)
 
     def predict(images, classes):
         model.eval()
         with no_grad():
             for first in range(0, len(images), CHUNK):
-                rows = np.arange(first, min(first + CHUNK, len(images)))
-                logits = model(Tensor(from_numpy(gather_pixels(images, rows)))).numpy()
+                rows = backend.put(np.arange(first, min(first + CHUNK, len(images))))
+                logits = model(Tensor(over(gather_pixels(images, rows)))).array
                 launch('argmax', classes[first:first + CHUNK], logits, *logits.shape)
         model.train()
 
-    inputs = dict(images=images, label_table=label_table, one=one) | dict(model.named_buffers())
+    inputs = dict(images=images_here, label_table=label_table, one=one) | dict(model.named_buffers())
     if args.augment:
         inputs['changed'] = changed
     done = program.train(args, digits, optimizer, model.params, step, predict, prepare if args.augment else None, **inputs)
     if done and len(digits.train_images) > len(images):         # MNIST itself, whose test file has not been looked at
-        classes = np.zeros(len(digits.test_images), np.int32)
-        predict(digits.test_images, classes)
-        print(f'test file :  [{len(classes)}/{len(classes)}] correct : {(classes == digits.test_labels).sum()}')
+        classes = backend.zeros(len(digits.test_images), np.int32)
+        predict(backend.put(digits.test_images), classes)
+        print(f'test file :  [{len(classes)}/{len(classes)}] correct : {(backend.get(classes) == digits.test_labels).sum()}')
 
 
 if __name__ == '__main__':

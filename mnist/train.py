@@ -21,11 +21,11 @@ def main(argv=None):
     digits = program.load(args, 'mnist.model')
 
     from mnist.model import MLP, Config
-    from pyops import plan
+    from pyops import backend, plan
     from pyops.data.batches import gather
     from pyops.optim import Adam
 
-    (images, labels), _ = digits.parts()
+    images, labels = map(backend.put, digits.parts()[0])
     label_table = labels.reshape(-1, 1)
     model = MLP(Config(hidden=args.hidden), args.seed)
     optimizer = Adam(model.params, args.lr, MAX_NORM)

@@ -1,16 +1,16 @@
 """The training loop that all programs share: epochs, progress, metrics, saving, leaving on a signal, going on later.
 
-A program brings `step(indices) -> (loss, weight, clipped)`: one training step on the samples of those numbers.
+A program brings `step(indices)`, one training step on the samples of those numbers, and `results(sizes)`, what came of the
+last steps.  On a GPU steps are only told to it, and their results asked for now and then, so that it never stands still.
 """
 import contextlib
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from pyops import checkpoint
+from pyops import backend, checkpoint
 from pyops.data.batches import batches, epoch_end
 from pyops.errors import UserError
 from pyops.training import Interrupt, Metrics
@@ -41,10 +41,38 @@ class Run:
         self.loss_sum = self.weight_sum = self.seconds = 0.0
 
 
-def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, validate=None, *, line, progress,
+class History:
+    """Loss, weight and gradient norm of each training step, noted by the step itself and read by the host in bulk."""
+    CAPACITY = 1024         # steps
+
+    def __init__(self):
+        self.log, self.written = backend.zeros((self.CAPACITY, 3)), backend.zeros(1, np.int64)
+        self._read = 0
+
+    def add(self, loss, weight, norm):
+        """In a step: loss (1,), weight (1,) int32 or None for 0, norm (1,) or None for 0."""
+        backend.launch('log_step', self.log, self.written, loss, weight, norm, self.CAPACITY)
+
+    def read(self, n):
+        """-> [[loss, weight, norm]] of the n steps, at most CAPACITY, behind those that were read before."""
+        places = np.arange(self._read, self._read + n) % self.CAPACITY
+        self._read += n
+        return backend.get(self.log)[places].tolist()
+
+    def arrays(self):
+        """For a plan, by name."""
+        return dict(log=self.log, written=self.written)
+
+
+LOOK_EVERY = 0.05           # seconds, on a GPU
+
+
+def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
         drop_last=False, line_first=False):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
+    step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place).
+    results(sizes) -> (loss, weight, clipped) of each of the last len(sizes) <= History.CAPACITY steps, on so many samples.
     samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
     folder: where metrics.jsonl and checkpoints go; None: neither is written.
     validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
@@ -56,6 +84,27 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
         if save:
             print(f'checkpoint saved : {save()}', flush=True)
 
+    pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
+
+    def collect():
+        nonlocal looked
+        for size, (loss, weight, clipped) in zip(pending, results(pending), strict=True):
+            if not math.isfinite(loss):                 # epochs done: programs count the running one from 0 or from 1
+                raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
+                                'lower the learning rate with -l'
+                                + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
+            run.position += size
+            run.loss_sum += loss * weight
+            run.weight_sum += weight
+            run.clips += clipped
+        pending.clear()
+        now = time.perf_counter()
+        run.seconds, looked = run.seconds + now - looked, now
+
+    def is_time():
+        return (backend.place() is backend.HOST or time.perf_counter() - looked > LOOK_EVERY
+                or len(pending) == History.CAPACITY)
+
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(checkpoint.claim(folder))
@@ -64,21 +113,17 @@ def fit(run, samples, epochs, step, folder=None, save=None, save_every=10, valid
         while run.epoch < epochs:
             end = epoch_end(samples, run.batch_size, run.position, drop_last)
             with progress(run.epoch, end, run.position) as display:
+                looked = time.perf_counter()
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last):
-                    start = time.perf_counter()
-                    loss, weight, clipped = step(indices)
-                    if not math.isfinite(loss):             # epochs done: programs count the running one from 0 or from 1
-                        raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
-                                        'lower the learning rate with -l'
-                                        + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
-                    run.position += len(indices)
-                    run.loss_sum += loss * weight
-                    run.weight_sum += weight
-                    run.clips += clipped
-                    run.seconds += time.perf_counter() - start
-                    display.update(run.position, loss=run.loss)
+                    step(indices)
+                    pending.append(len(indices))
+                    if stop or is_time():
+                        collect()
+                        display.update(run.position, loss=run.loss)
                     if stop:
                         break
+                collect()
+                display.update(run.position, loss=run.loss)
             if run.position < end:
                 save_and_tell()
                 return False
@@ -119,7 +164,7 @@ def restore(params, optimizer, kept, path):
     if extra := sorted(set(kept) - set(places)):
         raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
     for name, place in places.items():
-        np.copyto(place, kept[name])
+        place[...] = kept[name]
 
 
 def needs_memory(specs, growing):
@@ -138,9 +183,10 @@ def step_needs_memory(plan):
 
 
 def _must_fit(what, want, flags):
-    have = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    place = backend.place()
+    have, whose = place.memory(), 'this machine' if place is backend.HOST else 'the GPU'
     if want > have:
-        raise UserError(f'{what} needs {want / 2 ** 30:.1f} GiB of memory and this machine has {have / 2 ** 30:.1f}; '
+        raise UserError(f'{what} needs {want / 2 ** 30:.1f} GiB of memory and {whose} has {have / 2 ** 30:.1f}; '
                         f'give a smaller {flags}')
 
 
@@ -156,8 +202,9 @@ def saver(folder, params, optimizer, run, state):
     taken, and nobody wants to resume, or serve, from there.
     """
     def save():
-        if not np.isfinite(params.values).all():
+        if not np.isfinite(backend.get(params.values)).all():
             raise UserError(f'after {run.epoch} epochs parameters are no longer finite, and they are not saved; '
                             f'lower the learning rate with -l; {checkpoint.last(folder)}')
-        return checkpoint.save_or_rescue(folder, run.epoch, tensors(params, optimizer), state | {'run': run.asdict()})
+        kept = {name: backend.get(tensor) for name, tensor in tensors(params, optimizer).items()}
+        return checkpoint.save_or_rescue(folder, run.epoch, kept, state | {'run': run.asdict()})
     return save

@@ -21,7 +21,7 @@ class Optimizer:
     def __init__(self, params, lr, max_norm, weight_decay):
         self._check(lr=lr, weight_decay=weight_decay, max_norm=max_norm or 0)
         self.max_norm, self.weight_decay = max_norm, weight_decay
-        self._lr = np.array([lr], np.float32)
+        self._lr = backend.put(np.array([lr], np.float32))
         self.count = backend.zeros(1, np.int64)         # steps done
         self.norm = backend.zeros(1)                    # of the last gradient, before clipping; 0 where nothing is clipped
         if isinstance(params, Parameters):
@@ -86,7 +86,11 @@ class Optimizer:
 
     def clipped(self):
         """Whether the last step had to clip."""
-        return bool(self.max_norm and self.norm[0] > self.max_norm)
+        return self.clips(float(self.norm[0]))
+
+    def clips(self, norm):
+        """Whether a step clips whose gradient is that long."""
+        return bool(self.max_norm and norm > self.max_norm)
 
 
 class Adam(Optimizer):
@@ -139,8 +143,8 @@ class _Alone:
 
 
 def _flat(tensor):
-    array = tensor.numpy()
-    if array.dtype != np.float32 or not array.flags.c_contiguous:
+    array = tensor.device.plain_view(tensor.array)
+    if array.dtype != np.float32 or not tensor.array.is_compact():
         raise TypeError(f'optimizer: want contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
                         f'strides {array.strides}')
     return array.reshape(-1)
@@ -176,10 +180,11 @@ def _units(tensors):
     return units
 
 
-def inverse_square_root(lr, warmup, step):
-    """The learning rate of step 1, 2, ...: it rises evenly to `lr` at step `warmup` and falls with the root of the step
-    from there (Vaswani et al. 2017, arXiv:1706.03762, section 5.3, whose lr is (d_model * warmup) ** -0.5).
+def inverse_square_root(optimizer, lr, warmup):
+    """Set the learning rate of the step to come, in a way that a plan can record: with steps counted from 1, it rises evenly
+    to `lr` at step `warmup` and falls with the root of the step from there (Vaswani et al. 2017, arXiv:1706.03762,
+    section 5.3, whose lr is (d_model * warmup) ** -0.5).
 
     warmup 0: `lr` at every step.
     """
-    return lr * min(step / warmup, math.sqrt(warmup / step)) if warmup else lr
+    backend.launch('inverse_square_root', optimizer.lr, optimizer.count, warmup, lr)

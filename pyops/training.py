@@ -23,6 +23,8 @@ import time
 
 from pyops.errors import UserError
 
+PRECISIONS = 'fp32', 'tf32', 'bf16'     # of the factors of matrix products on a GPU
+
 
 class Interrupt:
     """Context manager that turns the first SIGINT (Ctrl-C) or SIGTERM into a flag, read at the end of a step.
@@ -212,15 +214,23 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def add_gpu_flag(parser):
-    """-g, --gpu 1 or 0."""
+    """-g, --gpu 1 or 0; --precision."""
     parser.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1, default=0,
-                        help='1: on a GPU (not there yet)')
+                        help='1: on a GPU (default 0)')
+    parser.add_argument('--precision', choices=PRECISIONS, help='on a GPU: what the factors of matrix products are rounded '
+                        f'to; sums and parameters stay float32 (default {PRECISIONS[0]})')
 
 
-def check_gpu(args):
-    """UserError where the flag of `add_gpu_flag` asks for what this build does not have; not every program has it."""
-    if getattr(args, 'gpu', 0):
-        raise UserError('-g 1: this build has no GPU library; train on the CPU with -g 0')
+def use_gpu(args):
+    """Do what the flags of `add_gpu_flag` say; UserError where there is no GPU, or --precision is given without one."""
+    if args.gpu:
+        from pyops.ndarray import use_gpu
+        try:
+            use_gpu(args.precision or PRECISIONS[0])
+        except UserError as error:
+            raise UserError(f'-g 1: {error}') from error
+    elif args.precision:
+        raise UserError(f'--precision {args.precision}: the CPU calculates in float32; leave it out, or give -g 1')
 
 
 def add_plan_flags(parser):

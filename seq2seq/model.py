@@ -109,7 +109,7 @@ class Seq2Seq:
         self.concat = ConcatContext()
         self.decoder = DeepGRU(p, 'decoder', config)
         self.output = LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD)
-        self.one = np.ones(1, np.float32)       # the gradient of the loss
+        self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):
         """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""

@@ -12,6 +12,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / 'tests'))
 
+# what -g 1 says where PYOPS_CUDA_LIBRARY=/nowhere.so
+NO_CUDA = ('-g 1: /nowhere.so: the CUDA library is not built; run `make cuda` in the source tree (it needs nvcc), '
+           'or train on the CPU with -g 0')
+
 # what /proc/cpuinfo calls the feature that each instruction set cannot do without
 FEATURE = {'generic': '', 'avx2': 'avx2', 'avx512': 'avx512dq'}
 

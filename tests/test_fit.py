@@ -18,12 +18,14 @@ def run_epochs(run, samples, epochs, stop_after=None, **options):
         shown.append(rows.tolist())
         if len(shown) == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        return 2.0, len(rows), False
+
+    def results(sizes):
+        return [(2.0, size, False) for size in sizes]
 
     def line(values):
         lines.append(values)
         return f'epoch {values["epoch"]}'
-    done = fit.fit(run, samples, epochs, step, line=line,
+    done = fit.fit(run, samples, epochs, step, results, line=line,
                    progress=lambda epoch, total, initial: Progress(total, 'pairs', initial), **options)
     return shown, lines, done
 

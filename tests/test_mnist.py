@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import NO_CUDA, ROOT
 
 from mnist import train
 from mnist.model import MLP, Config
@@ -155,7 +155,7 @@ def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
 
 
 @pytest.mark.parametrize('flags,text', [
-    (['-g', '1'], '-g 1: this build has no GPU library; train on the CPU with -g 0'),
+    (['-g', '1'], NO_CUDA),
     (['-b', '0'], '-b/--batch-size: want a whole number >= 1, got 0'),
     (['-e', '-1'], '-e/--epochs: want a whole number >= 0, got -1'),
     (['-l', 'nan'], '-l/--lr: want a number'),
@@ -166,14 +166,15 @@ def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
 def test_bad_input_ends_with_one_line(flags, text, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != 'PYOPS_DATA'}
     out = subprocess.run([sys.executable, '-m', 'mnist.train', *flags], cwd=tmp_path, text=True, capture_output=True,
-                         env=environment | {'PYTHONPATH': str(ROOT)})
+                         env=environment | {'PYTHONPATH': str(ROOT), 'PYOPS_CUDA_LIBRARY': '/nowhere.so'})
     assert out.returncode == 2 and len(out.stderr.splitlines()) == 1 and text in out.stderr, out.stderr
 
 
-@pytest.mark.parametrize('flags, text', [(['-g', '1'], '-g 1: this build has no GPU library'),
+@pytest.mark.parametrize('flags, text', [(['-g', '1'], '-g 1: /nowhere.so: the CUDA library is not built'),
                                          (['--report', 'no/such/out.png'], 'no/such/out.png: cannot draw|matplotlib is not')])
 def test_what_can_be_refused_at_once_is_refused_before_images_are_loaded(flags, text, monkeypatch):
     loads = []
+    monkeypatch.setenv('PYOPS_CUDA_LIBRARY', '/nowhere.so')
     monkeypatch.setattr(mnist, 'load', lambda *arguments: loads.append(arguments))
     with pytest.raises(UserError, match=text):
         train.main(['--embedded', *flags])

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import NO_CUDA, ROOT
 from test_mnist import has_mnist
 from test_nn import close, shaken
 
@@ -101,7 +101,7 @@ def test_ten_epochs_of_mnist_reach_97_percent(capsys):
 
 
 @pytest.mark.parametrize('flags, text', [
-    (['-g', '1'], '-g 1: this build has no GPU library; train on the CPU with -g 0'),
+    (['-g', '1'], NO_CUDA),
     (['--augment', 'flip,spin'], "--augment: want flip or crop, or both with a comma between, got 'flip,spin'"),
     (['--augment', 'crop,crop'], '--augment: want flip or crop'),
     (['--norm', 'group'], "--norm: invalid choice: 'group'"),
@@ -115,7 +115,7 @@ def test_ten_epochs_of_mnist_reach_97_percent(capsys):
 def test_bad_input_ends_with_one_line(flags, text, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != 'PYOPS_DATA'}
     out = subprocess.run([sys.executable, '-m', 'mnist.resnet', *flags], cwd=tmp_path, text=True, capture_output=True,
-                         env=environment | {'PYTHONPATH': str(ROOT)})
+                         env=environment | {'PYTHONPATH': str(ROOT), 'PYOPS_CUDA_LIBRARY': '/nowhere.so'})
     assert out.returncode == 2 and len(out.stderr.splitlines()) == 1 and text in out.stderr, out.stderr
 
 

@@ -307,7 +307,7 @@ class Transformer:
         self.encoder = Stack(p, 'encoder', EncoderBlock, self.positions, config)
         self.decoder = Stack(p, 'decoder', DecoderBlock, self.positions, config)
         self.output = LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD, smoothing=config.smoothing)
-        self.one = np.ones(1, np.float32)       # the gradient of the loss
+        self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):
         """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""

@@ -7,7 +7,7 @@
 from argparse import BooleanOptionalAction
 
 from pyops.errors import exits_cleanly
-from pyops.training import Progress, add_gpu_flag, fraction, int_up_to, non_negative_int
+from pyops.training import Progress, fraction, int_up_to, non_negative_int
 from pyops.translator.program import Architecture, Program
 
 
@@ -25,7 +25,6 @@ class TransformerProgram(Program):
     line_first = True
 
     def add_flags(self, parser):
-        add_gpu_flag(parser)
         self.add_setting(parser, '--d-model', type=int_up_to(65536), help='size of a word and of a state')
         self.add_setting(parser, '--d-ff', type=int_up_to(65536), help='size inside the feed-forward part of a block')
         self.add_setting(parser, '--heads', type=int_up_to(1024), help='attention heads, which share d-model evenly')

@@ -15,8 +15,8 @@ from pyops.backend.calls import Calls
 from pyops.backend.device import Buffer
 from pyops.backend.kernel_device import FLOAT, KernelDevice
 from pyops.errors import UserError
+from pyops.training import PRECISIONS
 
-PRECISIONS = 'fp32', 'tf32', 'bf16'             # of the operands of matrix products, as pyops_set_precision counts them
 _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 _HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to memory of the host
 

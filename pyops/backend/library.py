@@ -113,16 +113,18 @@ def cuda():
     headers = [PACKAGE / 'pyops.h', PACKAGE / 'device.h']
     if not path.exists() or not all(header.exists() for header in headers):
         raise UserError(f'{path}: the CUDA library is not built; {remedy}')
+    known = {name: function for header in headers for name, function in functions(header.read_text()).items()}
     try:
         lib = ctypes.CDLL(str(path))
         version = lib.pyops_abi_version()
-    except (OSError, AttributeError) as error:
+        if version != ABI_VERSION:
+            raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
+        for name, (result, arguments) in known.items():
+            function = getattr(lib, name, None)
+            if function is None:
+                continue
+            function.restype = _CTYPES[result]
+            function.argtypes = [ctypes.c_void_p if a.pointer else _CTYPES[a.type] for a in arguments]
+    except (OSError, AttributeError) as error:          # no library, or another one
         raise UserError(f'{path}: cannot be loaded ({error}); {remedy}') from error
-    if version != ABI_VERSION:
-        raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
-    known = {name: function for header in headers for name, function in functions(header.read_text()).items()}
-    for name, (result, arguments) in known.items():
-        function = getattr(lib, name)
-        function.restype = _CTYPES[result]
-        function.argtypes = [ctypes.c_void_p if a.pointer else _CTYPES[a.type] for a in arguments]
     return Library(cpu().ffi, lib, known)

@@ -41,6 +41,7 @@ def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
 
 def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True):
     """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped then.
+    They lie where arrays are made (pyops.backend.place).
 
     `start` is the count of samples that were seen already: what follows is what an uninterrupted epoch would have
     yielded after them.  ValueError if it is outside 0..n or batch_size is not positive.
@@ -50,6 +51,6 @@ def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True):
         raise ValueError(f'batch_size: want 1 or more, got {batch_size}')
     if not 0 <= start <= n:
         raise ValueError(f'start: want 0 to {n}, got {start}')
-    order = epoch_order(n, seed, epoch) if shuffle else np.arange(n)
+    order = backend.put(epoch_order(n, seed, epoch) if shuffle else np.arange(n))     # on a GPU a batch crosses no bus
     for first in range(start, epoch_end(n, batch_size, start, drop_last), batch_size):
         yield order[first:first + batch_size]

@@ -1,6 +1,7 @@
 """Decoding: a translation word by word."""
 import numpy as np
 
+from pyops import backend
 from pyops.text.vocabulary import BOS, EOS, PAD
 
 
@@ -13,8 +14,8 @@ def greedy(model, source, num_steps):
     state, word = model.start(source), np.full(source.shape[1], BOS, np.int32)
     done, said = np.zeros(word.shape, bool), []
     while len(said) < num_steps and not done.all():
-        h, state = model.next(word, state)
-        word = model.output.predict(h)
+        h, state = model.next(backend.put(word), state)
+        word = backend.get(model.output.predict(h))
         said.append(np.where(done, PAD, word).astype(np.int32))
         done |= word == EOS
     return np.stack(said)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyops import backend
 from pyops.data import locate
 from pyops.data.batches import gather
 from pyops.errors import UserError
@@ -50,6 +51,10 @@ class Pairs:
     def __len__(self):
         return len(self.source)
 
+    def placed(self):
+        """The same, where arrays are made: on a GPU, a batch of them is taken there."""
+        return Pairs(backend.put(self.source), backend.put(self.labels))
+
     def arrays(self):
         """The tables, by name, for a plan."""
         return dict(source_table=self.source, label_table=self.labels)
@@ -62,8 +67,8 @@ class Pairs:
     def digest(self):
         """A hash of all ids: whether a resumed run sees the pairs that it began with."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(self.source)
-        digest.update(self.labels)
+        digest.update(backend.get(self.source))
+        digest.update(backend.get(self.labels))
         return digest.hexdigest()
 
 
@@ -89,7 +94,7 @@ class Translator:
     def _words(self, sources, batch_size):
         for first in range(0, len(sources), batch_size):
             source = encode(sources[first:first + batch_size], self.source_vocabulary, self.num_steps)
-            said = self.model.translate(np.ascontiguousarray(source.T))
+            said = self.model.translate(backend.put(np.ascontiguousarray(source.T)))
             for ids in said.T:
                 yield self.target_vocabulary.words(ids[ids != PAD])
 

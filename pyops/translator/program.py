@@ -15,14 +15,15 @@ from pyops.errors import UserError
 from pyops.training import (
     ArgumentParser,
     Progress,
+    add_gpu_flag,
     add_plan_flags,
     asks_for_plan,
-    check_gpu,
     fraction,
     int_up_to,
     non_negative_int,
     positive_float,
     positive_int,
+    use_gpu,
 )
 
 EMBEDDED_HOLD_OUT = 0.1
@@ -124,6 +125,7 @@ class Program:
             told = [f'{name}: ' + ', '.join(setting.replace('_', '-') + ('' if value is True else f' {value}')
                                             for setting, value in self.PRESETS[name].items()) for name in others]
             p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
+        add_gpu_flag(p)
         self.add_flags(p)
         add_plan_flags(p)
         return p.parse_args(argv)
@@ -178,7 +180,7 @@ class Program:
 
     def main(self, argv=None):
         args = self.parse(argv)
-        check_gpu(args)
+        use_gpu(args)
         from pyops import backend, checkpoint  # after parsing: --help needs no library
         if args.threads:
             backend.set_threads(args.threads)
@@ -221,8 +223,8 @@ def train(program, args, found):
         settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
     vocabularies = corpus.vocabularies(settings['min_count'])
     training, validation, test = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
-    pairs = Pairs.encode(training, *vocabularies, settings['num_steps'])
-    held_out = Pairs.encode(validation, *vocabularies, settings['num_steps'])
+    pairs = Pairs.encode(training, *vocabularies, settings['num_steps']).placed()
+    held_out = Pairs.encode(validation, *vocabularies, settings['num_steps']).placed()
     if program.drop_last and len(pairs) < settings['batch_size']:
         raise UserError(f'{corpus.name}: has {len(pairs)} pairs to train on, and a batch is {settings["batch_size"]}; '
                         'give a smaller -b')
@@ -248,16 +250,21 @@ def train(program, args, found):
     state = dict(program=program.name, settings=settings, pairs=pairs.digest(), corpus=corpus.name,
                  vocabularies=dict(zip(('source', 'target'), (v.tokens for v in vocabularies), strict=True)))
 
+    history = fit.History()
+
     def step(rows):
+        # a function of the step alone, so that a resumed run goes on with the rates it would have had
+        if settings['warmup']:
+            inverse_square_root(optimizer, settings['lr'], settings['warmup'])
         model.params.zero_grads()
         loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
         valid = model.valid(ctx)
         plan.boundary()
         model.backward(ctx)
         optimizer.step()
-        return loss, valid
+        history.add(loss, valid, optimizer.norm)
 
-    planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays(), **history.arrays())
     first_batch = epoch_order(len(pairs), run.seed, run.epoch)[:run.batch_size]
     if asks_for_plan(args):
         return plan.tell(args, planned.plan(first_batch))
@@ -268,11 +275,8 @@ def train(program, args, found):
         fit.step_needs_memory(recorded)
         say(program.before_epochs(recorded))
 
-    def train_step(rows):
-        # a function of the step alone, so that a resumed run goes on with the rates it would have had
-        optimizer.lr[0] = inverse_square_root(settings['lr'], settings['warmup'], int(optimizer.count[0]) + 1)
-        loss, valid = run_step(rows)
-        return float(loss[0]), int(valid[0]), optimizer.clipped()
+    def results(sizes):
+        return [(loss, int(valid), optimizer.clips(norm)) for loss, valid, norm in history.read(len(sizes))]
 
     def validate():
         return {'validation': evaluate(model, held_out, run.batch_size)} if len(held_out) else {}
@@ -281,7 +285,7 @@ def train(program, args, found):
         validation = f' validation : {values["validation"]:.5f}' if 'validation' in values else ''
         return program.epoch_line(values) + validation
 
-    done = fit.fit(run, len(pairs), args.epochs, train_step, found.folder,
+    done = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
                    fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
                    line=line, progress=program.progress, drop_last=program.drop_last,
                    line_first=program.line_first)
@@ -292,9 +296,11 @@ def train(program, args, found):
 def evaluate(model, pairs, batch_size):
     """Mean loss over the valid tokens of all pairs, without dropout."""
     import numpy as np
+
+    from pyops import backend
     loss_sum = tokens = 0
     for first in range(0, len(pairs), batch_size):
-        indices = np.arange(first, min(first + batch_size, len(pairs)))
+        indices = backend.put(np.arange(first, min(first + batch_size, len(pairs))))
         loss, ctx = model.forward(*pairs.batch(indices), gradients=False)
         valid = int(model.valid(ctx)[0])
         loss_sum += float(loss[0]) * valid

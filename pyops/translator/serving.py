@@ -3,7 +3,7 @@
 What `python -m PROGRAM.translate` does, and `python -m PROGRAM.train -e 0`.
 """
 from pyops.errors import UserError
-from pyops.training import ArgumentParser, int_up_to, positive_int
+from pyops.training import ArgumentParser, add_gpu_flag, int_up_to, positive_int, use_gpu
 
 
 def parse(program, argv=None):
@@ -14,6 +14,7 @@ def parse(program, argv=None):
     p.add_argument('--test', type=positive_int, metavar='N', help='translate N held-out sentences and score all of them')
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
     p.add_argument('--data-dir', metavar='DIR', help='with --test: where to look for fra-eng')
+    add_gpu_flag(p)
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
     args = p.parse_args(argv)
     if args.test and args.sentence:
@@ -23,6 +24,7 @@ def parse(program, argv=None):
 
 def main(program, argv=None):
     args = parse(program, argv)
+    use_gpu(args)
     if args.threads:
         from pyops import backend
         backend.set_threads(args.threads)
