@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
 # found it builds the CUDA library, too.
 .DEFAULT_GOAL := all
-.PHONY: all cpu cuda emulated venv demo test asan bench clean help
+.PHONY: all cpu cuda emulated venv demo test asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -136,6 +136,9 @@ bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch:
 	.venv/bin/python -m bench.train seq2seq --vs torch
 	.venv/bin/python -m bench.train transformer --vs torch
 	.venv/bin/python -m bench.train mnist --vs torch
+
+gpu-check: ## on a machine with a GPU: build, test, compare with the emulator, time beside PyTorch; nine minutes at most
+	$(PYTHON) -m bench.gpu_check
 
 clean: ## remove what was built
 	rm -rf build pyops/libpyops*.so pyops/pyops.h pyops/device.h *.egg-info

@@ -23,23 +23,12 @@ def prepare(args, folder):
 
 def make_ours(folder):
     """-> step(k): our training step on batch k, replayed from a plan as in mnist.train; returns its loss."""
-    from mnist.model import MLP
+    from mnist import train
     from pyops import plan
-    from pyops.data.batches import gather
-    from pyops.optim import Adam
     with np.load(folder / 'data.npz') as file:
         data = {name: file[name] for name in file.files}
-    model, labels = MLP(), data['labels'].reshape(-1, 1)
-    optimizer = Adam(model.params, 0.001, max_norm=1.0)
-
-    def step(rows):
-        model.params.zero_grads()
-        loss, _, ctx = model.forward(data['images'], rows, gather(labels, rows).reshape(-1))
-        model.backward(ctx)
-        optimizer.step()
-        return loss
-
-    steps = plan.Steps(step, model.params, images=data['images'], label_table=labels, **optimizer.arrays())
+    model, optimizer, step, inputs = train.prepare(data['images'], data['labels'])
+    steps = plan.Steps(step, model.params, **inputs, **optimizer.arrays())
     return lambda k: float(steps(data['rows'][k])[0])
 
 

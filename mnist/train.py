@@ -19,16 +19,21 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     digits = program.load(args, 'mnist.model')
+    model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr)
+    program.train(args, digits, optimizer, model.params, step, model.predict, **inputs)
 
+
+def prepare(images, labels, hidden=30, seed=0, lr=0.001):
+    """images (N, 784) uint8, labels (N,) int32, of numpy -> model, optimizer, step(rows) -> loss, and what a plan of a step
+    has to know by name."""
     from mnist.model import MLP, Config
     from pyops import backend, plan
     from pyops.data.batches import gather
     from pyops.optim import Adam
 
-    images, labels = map(backend.put, digits.parts()[0])
-    label_table = labels.reshape(-1, 1)
-    model = MLP(Config(hidden=args.hidden), args.seed)
-    optimizer = Adam(model.params, args.lr, MAX_NORM)
+    images, label_table = backend.put(images), backend.put(labels.reshape(-1, 1))
+    model = MLP(Config(hidden=hidden), seed)
+    optimizer = Adam(model.params, lr, MAX_NORM)
 
     def step(rows):
         model.params.zero_grads()
@@ -38,8 +43,7 @@ def main(argv=None):
         optimizer.step()
         return loss
 
-    program.train(args, digits, optimizer, model.params, step, model.predict,
-                  images=images, label_table=label_table, one=model.one)
+    return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)
 
 
 if __name__ == '__main__':

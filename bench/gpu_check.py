@@ -1,0 +1,109 @@
+"""Everything that a GPU alone can show, in one command for a machine that has one: `make gpu-check`.
+
+It builds for the GPU that is there, compares every wrapped instruction with its emulation, runs the tests on the device and
+under compute-sanitizer, and times it beside PyTorch (bench/gpu.py).  It installs nothing, says what is missing, ends within
+nine minutes, and writes bench/results/gpu-NAME.json, which tells of the failures too.
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 9 * 60 - 15         # seconds in all, and some to write the report
+MODULES = {'numpy': True, 'cffi': True, 'safetensors': True, 'tqdm': True, 'pytest': True, 'torch': False}   # whether needed
+ON_GPU = {'PYOPS_BACKEND': 'gpu', 'PYOPS_SYNC': '1'}
+TABLE = ['tests/test_ops.py', 'tests/test_kernels.py', 'tests/test_strided.py']
+PYTEST = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs']
+
+
+def steps(report):
+    """(name, seconds at most, command, environment) of each, in their order."""
+    make = ['make', f'-j{os.cpu_count()}', f'PYTHON={sys.executable}']
+    sanitizer = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
+    yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'CUDA_ARCH=native'], {}
+    yield 'conformance', 60, [*PYTEST, 'tests/test_emulator.py', '-k', 'hardware'], {'PYOPS_HARDWARE': '1'}
+    yield 'op table', 150, [*PYTEST, *TABLE, '-k', 'not torch and not central_differences'], ON_GPU
+    yield 'programs and plans', 90, [*PYTEST, 'tests/test_gpu.py', 'tests/test_plan.py'], {}
+    if Path(sanitizer).exists():
+        for tool in ('memcheck', 'racecheck'):
+            yield tool, 75, [sanitizer, '--tool', tool, '--error-exitcode', '1', *PYTEST, '-x', TABLE[0],
+                             '-k', 'uninitialised and not 1001 and not 1100'], ON_GPU
+    else:
+        report['compute-sanitizer'] = 'not found'
+    yield 'bench', 240, [sys.executable, '-m', 'bench.gpu', '--json', str(ROOT / 'build/gpu-bench.json')], {}
+
+
+def run(name, limit, command, environment):
+    """-> what became of it.  Its output goes to the terminal, and its last lines into the report."""
+    print(f'==== {name}: {" ".join(command)}', flush=True)
+    start, log = time.monotonic(), ROOT / f'build/gpu-check-{name.replace(" ", "-")}.log'
+    with open(log, 'wb') as file:
+        try:
+            status = subprocess.run(command, cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)} | environment, stdout=file,
+                                    stderr=subprocess.STDOUT, timeout=limit).returncode
+            outcome = 'passed' if status == 0 else f'failed with status {status}'
+        except subprocess.TimeoutExpired:
+            outcome = f'stopped after {limit:.0f} s'
+    tail = log.read_text(errors='replace').splitlines()[-40:]
+    print('\n'.join(tail if outcome != 'passed' or name == 'bench' else tail[-3:]))
+    print(f'==== {name}: {outcome}, {time.monotonic() - start:.0f} s', flush=True)
+    return dict(outcome=outcome, seconds=round(time.monotonic() - start, 1), tail=tail)
+
+
+def missing():
+    """What stops the check, one line each."""
+    for tool in ('nvidia-smi', os.environ.get('NVCC', 'nvcc'), 'make', 'g++', 'gcc'):
+        if not shutil.which(tool):
+            yield f'{tool} is not on the PATH'
+    for module, is_needed in MODULES.items():
+        if find_spec(module) is None:
+            if is_needed:
+                yield f'the Python package {module} is not installed for {sys.executable}'
+            else:
+                print(f'{module} is not installed: that part of the check is left out')
+
+
+def main():
+    start = time.monotonic()
+    if problems := list(missing()):
+        print('\n'.join(f'gpu-check: error: {problem}' for problem in problems), file=sys.stderr)
+        return 2
+    (ROOT / 'build').mkdir(exist_ok=True)
+    gpu = subprocess.run(['nvidia-smi', '--query-gpu=name,driver_version,compute_cap', '--format=csv,noheader'],
+                         capture_output=True, text=True)
+    if gpu.returncode or not gpu.stdout.strip():
+        print(f'gpu-check: error: no GPU: {" ".join((gpu.stdout + gpu.stderr).split())}', file=sys.stderr)
+        return 2
+    name, driver, capability = (part.strip() for part in gpu.stdout.splitlines()[0].split(','))
+    report = dict(device=name, driver=driver, capability=capability, date=time.strftime('%Y-%m-%d'), steps={})
+    commit = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=ROOT, capture_output=True, text=True)
+    report['commit'] = commit.stdout.strip() or None
+    out = ROOT / f'bench/results/gpu-{re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")}.json'
+    out.parent.mkdir(exist_ok=True)
+    for step, limit, command, environment in steps(report):
+        left = LIMIT - (time.monotonic() - start)
+        if left < 10:
+            report['steps'][step] = dict(outcome='left out: no time was left')
+            continue
+        report['steps'][step] = run(step, min(limit, left), command, environment)
+        bench = ROOT / 'build/gpu-bench.json'
+        if step == 'bench' and bench.exists():
+            report['bench'] = json.loads(bench.read_text())
+        out.write_text(json.dumps(report, indent=1) + '\n')
+        if step == 'build' and report['steps'][step]['outcome'] != 'passed':
+            break
+    print(f'\n{name}, driver {driver}, {time.monotonic() - start:.0f} s')
+    for step, told in report['steps'].items():
+        print(f'  {step:20} {told["outcome"]}')
+    print(f'report: {out.relative_to(ROOT)}')
+    return 0 if all(told['outcome'] == 'passed' for told in report['steps'].values()) else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())
