@@ -1,6 +1,7 @@
 """pyops: deep learning from the metal up.  Hand-written kernels, ops with explicit forward and backward."""
 
 __version__ = '0.1.0'
+PRECISIONS = 'fp32', 'tf32', 'bf16'     # of the factors of matrix products on a GPU, as pyops_set_precision counts them
 
 # name: the module that it is imported from when it is first asked for, so that `import pyops` itself costs nothing
 _FROM = {

@@ -26,6 +26,8 @@ FLOPS = {
     'attention_forward': lambda s, array: 4 * _scores(s, array) * s['C'],
     'attention_backward': lambda s, array: 10 * _scores(s, array) * s['C'],
     'gemm_batched': lambda s, array: 2 * s['M'] * s['N'] * s['K'] * math.prod(s['shape']),
+    'gemm_bf16': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
+    'mlp_gradients': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
     'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],

@@ -21,10 +21,8 @@ import signal
 import sys
 import time
 
+from pyops import PRECISIONS
 from pyops.errors import UserError
-
-PRECISIONS = 'fp32', 'tf32', 'bf16'     # of the factors of matrix products on a GPU
-
 
 class Interrupt:
     """Context manager that turns the first SIGINT (Ctrl-C) or SIGTERM into a flag, read at the end of a step.

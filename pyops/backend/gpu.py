@@ -9,13 +9,12 @@ import math
 
 import numpy as np
 
-from pyops import backend
+from pyops import PRECISIONS, backend
 from pyops.backend import library
 from pyops.backend.calls import Calls
 from pyops.backend.device import Buffer
 from pyops.backend.kernel_device import FLOAT, KernelDevice
 from pyops.errors import UserError
-from pyops.training import PRECISIONS
 
 _ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 _HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to memory of the host
