@@ -24,6 +24,7 @@ import time
 from pyops import PRECISIONS
 from pyops.errors import UserError
 
+
 class Interrupt:
     """Context manager that turns the first SIGINT (Ctrl-C) or SIGTERM into a flag, read at the end of a step.
 
