@@ -29,25 +29,35 @@ static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
 
 int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C) { return make_layout(B, I, H, C).size; }
 
+/* Everything is looked at before anything is written. */
+static pyops_status check(const int64_t *rows, const int32_t *labels, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
+                          float scale) {
+    PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= 128 && C >= 1 && C <= 128,
+                  "mlp_gradients: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
+                  LL(N), LL(B), LL(I), LL(H), LL(C));
+    PYOPS_REQUIRE(scale == scale, "mlp_gradients: scale is NaN");
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t row = rows[b];
+        PYOPS_REQUIRE(row >= 0 && row < N, "mlp_gradients: rows[%lld]=%lld, want 0 to %lld", LL(b), LL(row), LL(N - 1));
+        PYOPS_REQUIRE(labels[row] >= 0 && labels[row] < C, "mlp_gradients: labels[%lld]=%d, want 0 to %lld",
+                      LL(row), labels[row], LL(C - 1));
+    }
+    return PYOPS_OK;
+}
+
 #define TRY(call) do { const pyops_status tried = (call); if (tried) return tried; } while (0)
 
 pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2, float *db2,
                                  const uint8_t *table, const int64_t *rows, const int32_t *labels,
                                  const float *w1, const float *b1, const float *w2, const float *b2, float *work,
                                  int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream) {
-    PYOPS_REQUIRE(B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= 128 && C >= 1 && C <= 128,
-                  "mlp_gradients: B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
-                  LL(B), LL(I), LL(H), LL(C));
+    TRY(check(rows, labels, N, B, I, H, C, scale));
     const layout l = make_layout(B, I, H, C);
     int32_t *const batch_labels = (int32_t *)(work + l.labels), *const ink = (int32_t *)(work + l.ink);
     uint16_t *const places = (uint16_t *)(work + l.places);
     float *const a = work + l.a, *const da = work + l.da, *const logits = work + l.logits, *const dlogits = work + l.dlogits;
     TRY(pyops_pixel_linear_forward(a, ink, places, table, rows, w1, b1, N, B, I, H, scale, stream));
-    for (int64_t b = 0; b < B; b++) {
-        PYOPS_REQUIRE(labels[rows[b]] >= 0 && labels[rows[b]] < C, "mlp_gradients: labels[%lld]=%d, want 0 to %lld",
-                      LL(rows[b]), labels[rows[b]], LL(C - 1));
-        batch_labels[b] = labels[rows[b]];
-    }
+    for (int64_t b = 0; b < B; b++) batch_labels[b] = labels[rows[b]];
     TRY(pyops_relu_forward(a, a, B * H, stream));
     TRY(pyops_gemm(logits, a, w2, b2, B, C, H, C, H, 1, 1, H, 0, 0, stream));
     TRY(pyops_cross_entropy_forward(loss, (int32_t *)(work + l.valid), work + l.lse, logits, batch_labels, B, C, -1, stream));
