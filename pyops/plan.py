@@ -27,7 +27,7 @@ from pyops import backend
 from pyops.backend import library, location
 from pyops.backend.device import Buffer
 
-_GRADIENT = re.compile(r'\.d[a-z]+[01]?$')     # what ops call the gradients they make
+_GRADIENT = re.compile(r'\.d[a-z]+\d?$')     # what ops call the gradients they make
 
 
 _LAYOUT = ('shape', 'strides')      # what kernels on strided arrays call their arrays of sizes, which are in host memory

@@ -39,6 +39,7 @@ BYTES = {
     'gather_pixels': lambda s: s['B'] * s['C'] * 5 + s['B'] * 8,
     'pixel_linear_forward': lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O']),
     'pixel_linear_backward': lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O']),
+    'mlp_gradients': lambda s: s['B'] * (s['I'] + 12) + 8 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1)),
     'gather_sequences': lambda s: s['B'] * s['T'] * 8 + s['B'] * 8,
 }
 
