@@ -50,6 +50,10 @@ KERNEL_OPS = {
     ops.PixelLinear: Case(
         lambda table, rows, weight, bias: table[rows] / 255 @ weight + bias,
         lambda n: ([np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])], dict(weight=n(6, 3), bias=n(3)))),
+    ops.MLPGradients: Case(
+        lambda images, rows, labels, w1, b1, w2, b2: ref.mlp(images, rows, labels, w1, b1, w2, b2),
+        lambda n: ([np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2]), np.array([1, 0, 2, 0], np.int32)],
+                   dict(w1=n(6, 5), b1=n(5), w2=n(3, 5), b2=n(3)))),
     ops.Embedding: Case(
         lambda ids, weight: ref.embedding(weight, ids),
         lambda n: ([np.array([[1, 0], [3, 1]], np.int32)], dict(weight=n(5, 3)))),

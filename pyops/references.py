@@ -14,6 +14,11 @@ def feed_forward(x, w1, b1, w2, b2):
     return linear(np.maximum(linear(x, w1, b1), 0), w2, b2)
 
 
+def mlp(images, rows, labels, w1, b1, w2, b2):
+    r = np.maximum(images[rows] / 255 @ w1 + b1, 0)
+    return linear_cross_entropy(r, w2, b2, labels[rows], -1)
+
+
 def positions(T, size):
     table = np.empty((T, size))
     for column in range(size):

@@ -11,7 +11,9 @@ from mnist import train
 from mnist.model import MLP, Config
 from pyops.data import mnist
 from pyops.errors import UserError
+from pyops.ops import MLPGradients, PixelLinear
 from pyops.optim import Adam
+from pyops.params import Parameter
 from pyops.plan import Steps
 from pyops.text import embedded as embedded_text
 from seq2seq import train as seq2seq_train
@@ -44,6 +46,83 @@ def test_loss_and_every_gradient_equal_torch(torch):
     for name, grad in grads.items():
         scale = grad.abs().max().item()
         assert scale > 1e-4 and np.abs(model.params[name].grad - grad.numpy()).max() <= 1e-5 * scale, name
+
+
+def parameters(model):
+    return [model.params[name] for name in ('w1', 'bias1', 'w2', 'bias2')]
+
+
+def test_one_op_has_the_loss_and_the_gradients_of_the_model_s_backward():
+    images, labels = small_data()
+    rows, model = np.random.default_rng(1).integers(0, 60, 50), MLP(seed=4)
+    want, _, ctx = model.forward(images, rows, labels[rows])
+    model.backward(ctx)
+    grads, padded = [p.grad.copy() for p in parameters(model)], model.params.grads == 0
+    model.params.grads[~padded] = np.nan            # gradients() overwrites
+    loss = MLPGradients(*parameters(model)).gradients(images, rows, labels)
+    assert abs(loss[0] - want[0]) <= 1e-6 * want[0]
+    for p, grad in zip(parameters(model), grads, strict=True):
+        scale = np.abs(grad).max()
+        assert scale > 1e-4 and np.abs(p.grad - grad).max() <= 1e-5 * scale, p.name
+
+
+def test_the_same_gradients_are_written_or_added():
+    images, labels = small_data()
+    model, dloss = MLP(Config(hidden=11), seed=3), np.array([-2.5], np.float32)
+    op = MLPGradients(*parameters(model))
+    first = op.gradients(images, np.arange(20), labels)
+    grads = [p.grad.copy() for p in parameters(model)]
+    loss, ctx = op.forward(images, np.arange(20), labels)
+    op.backward(dloss, ctx)
+    assert loss[0] == first[0]
+    for p, grad in zip(parameters(model), grads, strict=True):
+        assert np.abs(p.grad - (1 + dloss) * grad).max() <= 1e-6 * np.abs(grad).max(), p.name
+
+
+@pytest.mark.parametrize('I,H,C', [(784, 30, 10), (5, 3, 2)])
+def test_rows_and_labels_that_do_not_exist_are_refused_with_their_position(I, H, C):
+    def parameter(name, *shape):
+        return Parameter(name, np.ones(shape, np.float32), np.ones(shape, np.float32))
+    images, labels = np.full((7, I), 9, np.uint8), np.zeros(7, np.int32)
+    op = MLPGradients(parameter('w1', I, H), parameter('b1', H), parameter('w2', C, H), parameter('b2', C))
+    layer = PixelLinear(parameter('weight', I, H), parameter('bias', H))
+    for bad in (-1, 7, 2**40):
+        rows = np.array([0, 6, bad, 3])
+        text = rf'rows\[2\]={bad}, want 0 to 6'
+        with pytest.raises(ValueError, match=f'mlp_gradients: {text}'):
+            op.gradients(images, rows, labels)
+        with pytest.raises(ValueError, match=f'pixel_linear_forward: {text}'):
+            layer.forward(images, rows)
+        y, ctx = layer.forward(images, np.zeros(4, np.int64))
+        with pytest.raises(ValueError, match=f'pixel_linear_backward: {text}'):
+            layer.backward(y, ctx._replace(rows=rows))
+    for bad in (-1, C):
+        labels[3] = bad
+        with pytest.raises(ValueError, match=rf'mlp_gradients: labels\[3\]={bad}, want 0 to {C - 1}'):
+            op.gradients(images, np.array([0, 6, 3, 1]), labels)
+    op.gradients(images, np.array([0, 6, 2, 1]), labels)        # a label that is not in the batch may be anything
+
+
+@pytest.mark.parametrize('B,H,C,text', [(0, 3, 2, 'B=0'), (2, 129, 2, 'H=129'), (2, 3, 129, 'C=129')])
+def test_one_op_says_what_sizes_it_takes(B, H, C, text):
+    shapes = dict(w1=(5, H), b1=(H,), w2=(C, H), b2=(C,))
+    op = MLPGradients(*(Parameter(name, np.ones(s, np.float32), np.ones(s, np.float32)) for name, s in shapes.items()))
+    with pytest.raises(ValueError, match=f'mlp_gradients: .*{text}.*, want B >= 1, I < 65536, H and C from 1 to 128'):
+        op.gradients(np.zeros((4, 5), np.uint8), np.zeros(B, np.int64), np.zeros(4, np.int32))
+
+
+@pytest.mark.parametrize('which', ['w1', 'b1', 'w2', 'b2'])
+def test_nan_in_a_parameter_shows_in_the_loss_unless_only_paper_meets_it(which):
+    rng = np.random.default_rng(0)
+    shapes = dict(w1=(40, 6), b1=(6,), w2=(3, 6), b2=(3,))
+    params = {name: Parameter(name, rng.random(s, np.float32), np.zeros(s, np.float32)) for name, s in shapes.items()}
+    images, labels = np.full((9, 40), 7, np.uint8), np.zeros(9, np.int32)
+    images[:, 17] = 0
+    params['w1'].value[17] = np.nan
+    op, rows = MLPGradients(*params.values()), np.arange(9)
+    assert np.isfinite(op.gradients(images, rows, labels)[0]) and (params['w1'].grad[17] == 0).all()
+    params[which].value[0] = np.nan
+    assert np.isnan(op.gradients(images, rows, labels)[0])
 
 
 def make_step(model, adam, images, labels):

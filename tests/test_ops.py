@@ -27,6 +27,7 @@ from pyops.ops import (
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    MLPGradients,
     PixelLinear,
     Positions,
     ReLU,
@@ -186,6 +187,34 @@ class PixelLinearRow:
 
     def torch(self, torch, weight, bias, table, rows):
         return table[rows].double() / 255 @ weight + bias
+
+
+class MLPGradientsRow:
+    name = 'mlp_gradients'
+    wrong_axis = {'rows': None}             # any length will do
+    sizes = ((1, 1, 1, 1, 1), (4, 3, 5, 3, 2), (9, 7, 17, 33, 5), (6, 40, 784, 30, 10), (3, 2, 2100, 40, 17),
+             (5, 130, 20, 128, 128))                                                             # N, B, I, H, C
+    large = (300, 401, 784, 30, 10)
+
+    def build(self, size, rng):
+        N, B, I, H, C = size
+        images = (rng.integers(0, 256, (N, I)) * (rng.random((N, I)) < 0.3)).astype(np.uint8)
+        images[0, 0] = 255
+        rows, labels = rng.integers(0, N, B), rng.integers(0, C, N).astype(np.int32)
+        rows[0] = 0
+        params = dict(w1=normal(rng, I, H, scale=2 / np.sqrt(I)), b1=normal(rng, H), w2=normal(rng, C, H), b2=normal(rng, C))
+        for _ in range(100):                    # away from the kink
+            near = np.abs(images[rows] / 255 @ params['w1'] + params['b1']).min(0) < 1e-3
+            params['b1'][near] = normal(rng, near.sum())
+        assert not near.any()
+        return Built(MLPGradients, {}, params, dict(images=images, rows=rows, labels=labels))
+
+    def reference(self, w1, b1, w2, b2, images, rows, labels):
+        return ref.mlp(images, rows, labels, w1, b1, w2, b2)
+
+    def torch(self, torch, w1, b1, w2, b2, images, rows, labels):
+        r = torch.relu(images[rows].double() / 255 @ w1 + b1)
+        return torch.nn.functional.cross_entropy(r @ w2.T + b2, labels[rows].long()).reshape(1)
 
 
 class ReLURow:
@@ -413,8 +442,8 @@ class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
     name, smoothing = 'linear_cross_entropy-smoothed', 0.1
 
 
-TABLE = [LinearRow(), PixelLinearRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(), CrossEntropyRow(),
-         LinearCrossEntropyRow(),
+TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(),
+         CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),

@@ -15,10 +15,11 @@ from pyops.ops.join import ConcatContext
 from pyops.ops.layer_norm import LayerNorm
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
+from pyops.ops.mlp import MLPGradients
 from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
 __all__ = ['GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm',
-           'Linear', 'LinearCrossEntropy', 'PixelLinear', 'Positions', 'ReLU', 'Residual', 'sequence_lengths']
+           'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU', 'Residual', 'sequence_lengths']

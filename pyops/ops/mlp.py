@@ -1,0 +1,60 @@
+"""MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, check_parameter, empty, launch, work
+
+
+class MLPGradients:
+    """Take rows of a table of pixels through two linear layers, and the softmax cross entropy with the labels of the rows.
+
+    Shapes   images (N, I) uint8;  rows (B,) int64;  labels (N,) int32 in [0, C), of all images;  loss, dloss (1,)
+             w1 (I, H), b1 (H,), w2 (C, H), b2 (C,);  B at least 1, H and C at most 128
+    Forward  x = scale images[rows];  r = max(x w1 + b1, 0);  logits = r w2' + b2
+             loss = mean over b of -log softmax(logits[b])[labels[rows[b]]]
+    Backward dlogits = dloss / B * (softmax(logits) - onehot(labels[rows]));  da = dlogits w2 where r > 0, else 0
+             dw2 += dlogits' r;  db2 += sum_b dlogits[b];  dw1 += x' da;  db1 += sum_b da[b];  pixels have no gradient: None
+    Saves    the four gradients for dloss = 1, formed in forward; backward multiplies them with dloss and adds
+    Errors   ValueError for a row outside the table and for a label outside the classes, with their positions
+    Source   Linear, ReLU and CrossEntropy on PixelLinear in one: on a GPU a batch of digits is less work than the start of
+             a kernel
+    Notes    gradients() is the training step's call: loss and gradients without anything between.
+    """
+
+    class Ctx(NamedTuple):
+        dw1: np.ndarray
+        db1: np.ndarray
+        dw2: np.ndarray
+        db2: np.ndarray
+
+    def __init__(self, w1, b1, w2, b2, scale=1 / 255, name=None):
+        self.parameters, self.scale, self.name = (w1, b1, w2, b2), scale, name or w1.owner
+        (I, H), (C, _) = axes(w1.name, w1.value, 'I H'), axes(w2.name, w2.value, 'C H')
+        self.sizes = I, H, C
+        for parameter, shape in zip(self.parameters, ((I, H), (H,), (C, H), (C,)), strict=True):
+            check_parameter(parameter, shape)
+
+    def forward(self, images, rows, labels):
+        grads = [empty(p.value.shape, name=f'{self.name}.d{short}')
+                 for p, short in zip(self.parameters, self.Ctx._fields, strict=True)]
+        return self._run(images, rows, labels, grads), self.Ctx(*grads)
+
+    def backward(self, dloss, ctx):
+        check('dloss', dloss, (1,))
+        for p, grad in zip(self.parameters, ctx, strict=True):
+            launch('axpy', p.grad, grad, dloss, grad.size)
+
+    def gradients(self, images, rows, labels):
+        """-> loss (1,).  OVERWRITES the gradients of the parameters, which so need not be zeroed."""
+        return self._run(images, rows, labels, [p.grad for p in self.parameters])
+
+    def _run(self, images, rows, labels, grads):
+        (I, H, C), (N, _), (B,) = self.sizes, axes('images', images, 'N I'), axes('rows', rows, 'B')
+        check('images', images, (N, I), np.uint8)
+        check('rows', rows, (B,), np.int64)
+        check('labels', labels, (N,), np.int32)
+        loss = empty(1, name=f'{self.name}.loss')
+        launch('mlp_gradients', loss, *grads, images, rows, labels, *(p.value for p in self.parameters),
+               work('mlp_gradients', B, I, H, C), N, B, I, H, C, self.scale)
+        return loss
