@@ -9,7 +9,7 @@ import numpy as np
 
 from pyops import backend, init
 from pyops.backend import launch
-from pyops.ops import CrossEntropy, Linear, PixelLinear, ReLU
+from pyops.ops import CrossEntropy, Linear, MLPGradients, PixelLinear, ReLU
 from pyops.params import Parameters, Spec
 
 
@@ -40,6 +40,7 @@ class MLP:
         self.relu = ReLU()
         self.linear2 = Linear(p['w2'], p['bias2'], name='linear2')
         self.loss = CrossEntropy(name='loss')
+        self.whole = MLPGradients(p['w1'], p['bias1'], p['w2'], p['bias2'], name='mlp')
         self.one = backend.put(np.ones(1, np.float32))           # the gradient of the loss
 
     def forward(self, images, rows, labels):
@@ -48,6 +49,10 @@ class MLP:
         y,    c3 = self.linear2.forward(r)                      # (B, 10)
         loss, c4 = self.loss.forward(y, labels)                 # (1,)
         return loss, y, [c1, c2, c3, c4]
+
+    def gradients(self, images, rows, labels):
+        """-> loss (1,): zero_grads, forward and backward as one op, on labels (N,) of all images."""
+        return self.whole.gradients(images, rows, labels)
 
     def predict(self, images, classes):
         """Write the class of each image, (N,) int32, into `classes`."""

@@ -22,6 +22,8 @@ class MLPGradients:
     Notes    gradients() is the training step's call: loss and gradients without anything between.
     """
 
+    MOST = 128          # of H and C
+
     class Ctx(NamedTuple):
         dw1: np.ndarray
         db1: np.ndarray
