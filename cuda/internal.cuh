@@ -65,8 +65,8 @@ constexpr size_t PYOPS_WORKSPACE = size_t(64) << 20;
 void *pyops_workspace(size_t bytes);
 
 // ---- sizes -----------------------------------------------------------------------------------------------
-template <class T> static constexpr T round_up(T n, T to) { return (n + to - 1) / to * to; }
-template <class T> static constexpr T blocks_for(T n, T size) { return (n + size - 1) / size; }
+template <class T> __host__ __device__ static constexpr T round_up(T n, T to) { return (n + to - 1) / to * to; }
+template <class T> __host__ __device__ static constexpr T blocks_for(T n, T size) { return (n + size - 1) / size; }
 // Blocks for a loop with the stride of the grid: enough to fill the device, no more than there is work for.
 static inline unsigned grid_for(int64_t n, int threads) {
     const int64_t most = int64_t(pyops_multiprocessors()) * (2048 / threads), want = blocks_for<int64_t>(n, threads);
