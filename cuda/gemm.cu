@@ -1,75 +1,177 @@
 // gemm.cu - matrix products: c (+)= a b + bias, for operands of any strides.
-#include "internal.cuh"
+//
+// One kernel: a block makes a tile of c (tile.cuh), of 128 x 128, 64 x 64 or 32 x 32 sums.  Where there are fewer tiles than
+// multiprocessors and K is long, several blocks share a tile, each with a part of K; their sums go to scratch memory and a
+// second kernel adds them up in order.  Both choices follow from the sizes alone, so that a product has the same bits every
+// time it is made, alone or in a batch.
+#include <algorithm>
+#include "tile.cuh"
 
-// ---- one product or a batch of them ------------------------------------------------------------------------
-// A block makes a tile of 64 x 64 sums with 16 x 16 threads, of 4 x 4 each: in steps of 16 along K, both operands' parts
-// are copied into shared memory, from which every value is used 64 times.
-static constexpr int TILE = 64, STEP = 16, EACH = 4, SIDE = TILE / EACH;
-
-struct Batch {
-    int64_t shape[8], c_step[8], a_step[8], b_step[8];
-    int32_t ndim;
-};
 struct Product {
     float *c;
     const float *a, *b, *bias;
     int64_t M, N, K, ldc, a_row, a_col, b_row, b_col;
-    int32_t accumulate, relu, precision;
+    int32_t accumulate, relu;
+};
+struct Batch {                              // the axes of a batch, and how far the matrices are apart along each
+    int32_t ndim;
+    int64_t products, shape[8], c_step[8], a_step[8], b_step[8];
+};
+struct Work {                               // how a product is cut: blocks = products * splits * tiles
+    int64_t tiles_m, tiles_n, splits, k_part;
+    int64_t first;                          // of the products of this launch, in the batch
+    float *parts;                           // sums of parts of K: (splits, products, M, N); NULL where there is one part
 };
 
-DEVICE float rounded(float x, int32_t precision) {
-    if (precision == int32_t(Precision::tf32)) return __uint_as_float(to_tf32(x));
-    if (precision == int32_t(Precision::bf16)) return __bfloat162float(__float2bfloat16(x));
-    return x;
-}
-
-static __global__ void __launch_bounds__(SIDE * SIDE) product(Product g, Batch batch, int64_t tiles_m, int64_t tiles_n) {
-    SHARED(float, a_tile, [STEP][TILE + 1]);
-    SHARED(float, b_tile, [STEP][TILE + 1]);
-    int64_t rest = blockIdx.x;
-    const int64_t n0 = rest % tiles_n * TILE, m0 = rest / tiles_n % tiles_m * TILE;
-    rest /= tiles_n * tiles_m;
-    for (int d = batch.ndim - 1; d >= 0; rest /= batch.shape[d--]) {
-        const int64_t at = rest % batch.shape[d];
+// ---- kernels -----------------------------------------------------------------------------------------------
+DEVICE void move_to(Product &g, const Batch &batch, int64_t product) {
+    for (int d = batch.ndim - 1; d >= 0; product /= batch.shape[d--]) {
+        const int64_t at = product % batch.shape[d];
         g.c += at * batch.c_step[d], g.a += at * batch.a_step[d], g.b += at * batch.b_step[d];
     }
-    const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
-    float sum[EACH][EACH] = {};
-    for (int64_t k0 = 0; k0 < g.K; k0 += STEP) {
-        for (int i = threadIdx.x; i < STEP * TILE; i += SIDE * SIDE) {
-            const int ak = g.a_col == 1 ? i % STEP : i / TILE, am = g.a_col == 1 ? i / STEP : i % TILE;
-            const int bk = g.b_row == 1 ? i % STEP : i / TILE, bn = g.b_row == 1 ? i / STEP : i % TILE;
-            a_tile[ak][am] = m0 + am < g.M && k0 + ak < g.K
-                ? rounded(g.a[(m0 + am) * g.a_row + (k0 + ak) * g.a_col], g.precision) : 0.0f;
-            b_tile[bk][bn] = n0 + bn < g.N && k0 + bk < g.K
-                ? rounded(g.b[(k0 + bk) * g.b_row + (n0 + bn) * g.b_col], g.precision) : 0.0f;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int k = 0; k < STEP; k++)
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-#pragma unroll
-                for (int j = 0; j < EACH; j++) sum[i][j] += a_tile[k][y + i * SIDE] * b_tile[k][x + j * SIDE];
-        __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const int64_t m = m0 + y + i * SIDE, n = n0 + x + j * SIDE;
-            if (m >= g.M || n >= g.N) continue;
-            float out = sum[i][j];
-            if (g.bias) out += g.bias[n];
-            if (g.accumulate) out += g.c[m * g.ldc + n];
-            g.c[m * g.ldc + n] = g.relu && out < 0.0f ? 0.0f : out;         // NaN stays
-        }
 }
 
-static cudaError_t launch(const Product &g, const Batch &batch, int64_t products, void *stream) {
-    const int64_t tiles_m = blocks_for<int64_t>(g.M, TILE), tiles_n = blocks_for<int64_t>(g.N, TILE);
-    if (tiles_m * tiles_n * products == 0) return cudaSuccess;
-    return LAUNCH(product, static_cast<unsigned>(tiles_m * tiles_n * products), SIDE * SIDE, 0, stream_of(stream), g, batch, tiles_m, tiles_n);
+DEVICE void finish(const Product &g, int64_t m, int64_t n, float sum) {
+    float *c = g.c + m * g.ldc + n;
+    if (g.bias) sum += g.bias[n];
+    if (g.accumulate) sum += *c;
+    *c = g.relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays
+}
+
+// Blocks that run at the same time should read the same rows of a and b, which the L2 cache then has: tiles are taken in
+// bands of 8 rows of tiles, column by column within a band.
+DEVICE void place_of_tile(int64_t tile, int64_t tiles_m, int64_t tiles_n, int64_t *m, int64_t *n) {
+    constexpr int64_t BAND = 8;
+    const int64_t first = tile / (BAND * tiles_n) * BAND, rows = tiles_m - first < BAND ? tiles_m - first : BAND;
+    const int64_t within = tile % (BAND * tiles_n);
+    *m = first + within % rows, *n = within / rows;
+}
+
+template <class S, Precision P, bool A_K, bool B_K>
+static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, Batch batch, Work work, bool a16, bool b16) {
+    using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
+    DYN_SHARED(float, shared);
+    int64_t m0, n0;
+    const int64_t tiles = work.tiles_m * work.tiles_n, split = blockIdx.x / tiles % work.splits, product = blockIdx.x / tiles / work.splits;
+    place_of_tile(blockIdx.x % tiles, work.tiles_m, work.tiles_n, &m0, &n0);
+    m0 *= S::M, n0 *= S::N;
+    move_to(g, batch, work.first + product);
+    const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < g.K ? k0 + work.k_part : g.K;
+    T::product(shared, {g.a, g.M, g.a_row, g.a_col, a16}, {g.b, g.N, g.b_col, g.b_row, b16}, m0, n0, k0, k1);
+    float *part = work.parts ? work.parts + (split * batch.products + product) * g.M * g.N : nullptr;
+    T::each(shared, [&](int m, int n, float sum) {
+        if (m0 + m >= g.M || n0 + n >= g.N) return;
+        if (part) part[(m0 + m) * g.N + n0 + n] = sum;
+        else finish(g, m0 + m, n0 + n, sum);
+    });
+}
+
+static __global__ void add_parts(Product g, Batch batch, Work work) {
+    const int64_t size = g.M * g.N, all = batch.products * size;
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < all; i += int64_t(gridDim.x) * blockDim.x) {
+        float sum = work.parts[i];
+        for (int64_t split = 1; split < work.splits; split++) sum += work.parts[split * all + i];
+        Product at = g;
+        move_to(at, batch, work.first + i / size);
+        finish(at, i % size / g.N, i % size % g.N, sum);
+    }
+}
+
+// ---- which tiles, and how many parts of K ------------------------------------------------------------------------
+enum class Size { large, medium, small };
+template <Precision P, Size> struct ShapeOf;
+template <Precision P> struct ShapeOf<P, Size::large> { using S = TileShape<128, 128, 32, 2, 2, 3>; };
+template <> struct ShapeOf<Precision::fp32, Size::large> { using S = TileShape<128, 128, 16, 4, 2, 3>; };
+template <Precision P> struct ShapeOf<P, Size::medium> { using S = TileShape<64, 64, 32, 2, 2, 3>; };
+template <Precision P> struct ShapeOf<P, Size::small> { using S = TileShape<32, 32, 64, 2, 2, 4>; };
+
+struct Cut { Size size; int64_t splits; };
+
+static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K are multiples of PART
+
+// Cycles that a product takes, as a rule: blocks go over the multiprocessors in waves, small tiles wait more for memory than
+// large ones, every wave waits once, and parts cost a second kernel and their way through memory.
+static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
+    const int64_t side = size == Size::large ? 128 : size == Size::medium ? 64 : 32, processors = pyops_multiprocessors();
+    const double fmas_a_cycle = (precision == Precision::fp32 ? 128 : precision == Precision::tf32 ? 512 : 768)
+                                * (size == Size::large ? 1.0 : size == Size::medium ? 0.6 : 0.3);
+    const double waves = blocks_for(blocks_for(M, side) * blocks_for(N, side) * splits * products, processors);
+    const double parts = splits == 1 ? 0 : 3000 + 2.0 * M * N * products * splits / (8.0 * processors);
+    return waves * (1500 + side * side * double(blocks_for(K, splits)) / fmas_a_cycle) + parts;
+}
+
+static Size best_size(int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
+    Size best = Size::large;
+    for (Size size : {Size::medium, Size::small})
+        if (cycles(size, splits, products, M, N, K, precision) < cycles(best, splits, products, M, N, K, precision)) best = size;
+    return best;
+}
+
+// Of the sizes of one product alone.  In float32 a sum has no more than 2048 terms in a row, if scratch memory allows it:
+// what is lost in rounding grows with their number.
+static int64_t best_splits(int64_t M, int64_t N, int64_t K, Precision precision) {
+    if (!K) return 1;
+    const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N), most = std::min({MOST_PARTS, room, blocks_for(K, 4 * PART)});
+    int64_t best = std::max<int64_t>(1, std::min(most, precision == Precision::fp32 ? blocks_for<int64_t>(K, 2048) : 1));
+    for (int64_t splits = best + 1; splits <= most; splits++)
+        if (cycles(best_size(splits, 1, M, N, K, precision), splits, 1, M, N, K, precision)
+            < cycles(best_size(best, 1, M, N, K, precision), best, 1, M, N, K, precision)) best = splits;
+    return blocks_for(K, round_up(blocks_for(K, best), PART));
+}
+
+// ---- launches ----------------------------------------------------------------------------------------------
+// 16 bytes at a time: neighbours in memory, every line and every matrix of the batch at a multiple of 16.
+static bool whole16(const float *p, int64_t inner_step, int64_t line_step, const int64_t *steps, const Batch &batch) {
+    bool whole = reinterpret_cast<uintptr_t>(p) % 16 == 0 && inner_step == 1 && line_step % 4 == 0;
+    for (int d = 0; d < batch.ndim; d++) whole = whole && steps[d] % 4 == 0;
+    return whole;
+}
+
+template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_tiles(
+    const Product &g, const Batch &batch, Work work, cudaStream_t stream) {
+    using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
+    const bool a16 = whole16(g.a, A_K ? g.a_col : g.a_row, A_K ? g.a_row : g.a_col, batch.a_step, batch);
+    const bool b16 = whole16(g.b, B_K ? g.b_row : g.b_col, B_K ? g.b_col : g.b_row, batch.b_step, batch);
+    const cudaError_t error = allow_shared<tile_product<S, P, A_K, B_K>>(T::BYTES);
+    if (error != cudaSuccess) return error;
+    work.tiles_m = blocks_for<int64_t>(g.M, S::M), work.tiles_n = blocks_for<int64_t>(g.N, S::N);
+    return LAUNCH((tile_product<S, P, A_K, B_K>), static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits * batch.products),
+                  T::THREADS, T::BYTES, stream, g, batch, work, a16, b16);
+}
+
+template <class S, Precision P> static cudaError_t launch_layout(const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
+    const bool a_k = std::abs(g.a_col) <= std::abs(g.a_row), b_k = std::abs(g.b_row) <= std::abs(g.b_col);
+    return a_k ? b_k ? launch_tiles<S, P, true, true>(g, batch, work, stream) : launch_tiles<S, P, true, false>(g, batch, work, stream)
+               : b_k ? launch_tiles<S, P, false, true>(g, batch, work, stream) : launch_tiles<S, P, false, false>(g, batch, work, stream);
+}
+
+template <Precision P> static cudaError_t launch_size(Size size, const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
+    return size == Size::large ? launch_layout<typename ShapeOf<P, Size::large>::S, P>(g, batch, work, stream)
+         : size == Size::medium ? launch_layout<typename ShapeOf<P, Size::medium>::S, P>(g, batch, work, stream)
+                                : launch_layout<typename ShapeOf<P, Size::small>::S, P>(g, batch, work, stream);
+}
+
+// A batch goes in pieces if scratch memory or a grid is too small for it.
+static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits, Precision precision, cudaStream_t stream) {
+    const int64_t M = g.M, N = g.N, K = g.K, products = batch.products, most_tiles = blocks_for<int64_t>(M, 32) * blocks_for<int64_t>(N, 32);
+    const Size size = best_size(splits, products, M, N, K, precision);
+    int64_t at_once = std::min(products, std::max<int64_t>(1, INT32_MAX / (most_tiles * splits)));
+    Work work = {0, 0, splits, round_up(std::max<int64_t>(1, blocks_for(K, splits)), PART), 0, nullptr};
+    if (splits > 1) {
+        at_once = std::min<int64_t>(at_once, PYOPS_WORKSPACE / sizeof(float) / (M * N * splits));
+        work.parts = static_cast<float *>(pyops_workspace(sizeof(float) * M * N * splits * at_once));
+        if (!work.parts) return cudaErrorMemoryAllocation;
+    }
+    Launches launches;
+    for (; work.first < products; work.first += at_once) {
+        batch.products = std::min(at_once, products - work.first);
+        launches << (precision == Precision::fp32 ? launch_size<Precision::fp32>(size, g, batch, work, stream)
+                   : precision == Precision::tf32 ? launch_size<Precision::tf32>(size, g, batch, work, stream)
+                                                  : launch_size<Precision::bf16>(size, g, batch, work, stream));
+        if (work.parts)
+            launches << LAUNCH(add_parts, grid_for(M * N * batch.products, 256), 256, 0, stream, g, batch, work);
+    }
+    return launches.error;
 }
 
 extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias,
@@ -78,8 +180,12 @@ extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, con
                                    int32_t accumulate, int32_t relu, void *stream) {
     PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
     PYOPS_REQUIRE(ldc >= N, "gemm: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
-    const Product g = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu, int32_t(pyops_precision_now())};
-    return pyops_launched("gemm", launch(g, Batch{}, 1, stream), stream);
+    if (!M || !N) return PYOPS_OK;
+    const Precision precision = pyops_precision_now();
+    Batch one = {};
+    one.products = 1;
+    return pyops_launched("gemm", launch_products({c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu}, one,
+                                                  best_splits(M, N, K, precision), precision, stream_of(stream)), stream);
 }
 
 extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
@@ -90,16 +196,27 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
     PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm_batched: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
     PYOPS_REQUIRE(ldc >= N, "gemm_batched: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
     Batch batch = {};
-    batch.ndim = static_cast<int32_t>(ndim);
-    int64_t products = 1;
+    batch.products = 1;
     for (int64_t d = 0; d < ndim; d++) {
         PYOPS_REQUIRE(shape[d] >= 0, "gemm_batched: shape[%lld]=%lld", LL(d), LL(shape[d]));
-        products *= shape[d];
+        batch.products *= shape[d];
         batch.shape[d] = shape[d];
         batch.c_step[d] = strides[d], batch.a_step[d] = strides[ndim + d], batch.b_step[d] = strides[2 * ndim + d];
     }
-    const Product g = {c, a, b, nullptr, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, 0, int32_t(pyops_precision_now())};
-    return pyops_launched("gemm_batched", launch(g, batch, products, stream), stream);
+    if (!M || !N || !batch.products) return PYOPS_OK;
+    const Precision precision = pyops_precision_now();
+    const int64_t splits = best_splits(M, N, K, precision);
+    // matrices that lie end to end and meet the same b are one taller matrix
+    int64_t d = ndim;
+    for (; d > 0; d--) {
+        const int64_t count = batch.shape[d - 1];
+        if (count == 1) continue;
+        if (batch.b_step[d - 1] || batch.a_step[d - 1] != M * a_row || batch.c_step[d - 1] != M * ldc) break;
+        M *= count, batch.products /= count;
+    }
+    batch.ndim = static_cast<int32_t>(d);
+    return pyops_launched("gemm_batched", launch_products({c, a, b, nullptr, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, 0}, batch,
+                                                          splits, precision, stream_of(stream)), stream);
 }
 
 // ---- bfloat16 ----------------------------------------------------------------------------------------------

@@ -1,0 +1,326 @@
+// tile.cuh - the product that a block makes: a tile of sums  c[m,n] = sum_k a[m,k] b[n,k],  for any kernel that needs one.
+//
+// Both operands are matrices of rows along the tile (the rows m of a; the columns n of the usual b) by K.  A block goes along K
+// in steps of S::K; in each, the two panels of a step lie in shared memory, in a ring of S::STAGES slots that is filled ahead:
+//
+//              panel of b   S::N rows x S::K              slots    [ computing ][ arriving ][ arriving ]
+//            +------------------------+
+//   panel    |  warp 0   |  warp 1    |     a warp owns S::WARP_M x S::WARP_N sums, in its registers:
+//   of a     |-----------+------------|     float32       8 columns x 4 rows of lanes, each lane a grid of sums, plain FMAs
+//   S::M x   |  warp 2   |  warp 3    |     TF32, bf16    tensor cores, mma.sync on 16 x 8 sums (m16n8k8, m16n8k16)
+//   S::K     +------------------------+
+//
+// A panel keeps the order of the operand's memory, so that 16 bytes are copied at a time whichever index runs along it:
+// rows of S::K + 4 floats where K does (k_inner), else S::K lines of ROWS + 8 floats.  With these paddings no read of a
+// fragment has a bank conflict.  Where lines of rows are read, a lane takes neighbouring rows with one wide load; which rows
+// of the tile a lane's sums belong to is ours to choose (see `place`), and the sums are sorted when they are stored.
+//
+// An operand is a struct, passed to the kernel by value:
+//   static constexpr bool k_inner;    whether neighbours in memory are neighbours in k (else: in the row)
+//   static constexpr bool formed;     false: it lies in memory, as `Stored` describes it, and is copied asynchronously
+//                                     true:  float operator()(int64_t row, int64_t k) const makes an element while it is loaded
+//   int64_t rows;                     how many there are; beyond them, and beyond the range of k, zeros are taken
+//
+// Use, in a kernel of T::THREADS threads with T::BYTES of dynamic shared memory, T = Tile<TileShape<...>, precision, A, B>:
+//   T::product(shared, a, b, m0, n0, k0, k1);                                 the whole block; k0 a multiple of 4
+//   T::each(shared, [&](int m, int n, float sum) { ... });                    a warp along a row: n = lane, lane + 32, ...
+// or read sum (m, n) at shared[m * T::STRIDE + n] until the next product, before which the block has to synchronise.
+// The sum of an element runs through k in order, whatever the shape: shapes and layouts do not change a bit of it.
+#pragma once
+#include <type_traits>
+#include "internal.cuh"
+
+template <int M_, int N_, int K_, int WARPS_M_, int WARPS_N_, int STAGES_> struct TileShape {
+    static constexpr int M = M_, N = N_, K = K_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
+    static constexpr int WARP_M = M / WARPS_M, WARP_N = N / WARPS_N, WARPS = WARPS_M * WARPS_N, THREADS = 32 * WARPS;
+    static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && K % 16 == 0 && STAGES >= 2, "not a shape that Tile can do");
+};
+
+// An operand in memory: element (row, k) is p[row * row_step + k * k_step].  whole16: 16 bytes can be copied at a time.
+template <bool K_INNER> struct Stored {
+    static constexpr bool k_inner = K_INNER, formed = false;
+    const float *p;
+    int64_t rows, row_step, k_step;
+    bool whole16;
+};
+
+// ---- copies into shared memory ----------------------------------------------------------------------------------
+template <class S, int ROWS, class X> struct Panel {
+    static constexpr int INNER = X::k_inner ? S::K : ROWS, LINES = X::k_inner ? ROWS : S::K;
+    static constexpr int STRIDE = INNER + (X::k_inner ? 4 : 8), FLOATS = LINES * STRIDE;
+    static constexpr int HELD = X::formed ? ROWS * S::K / S::THREADS : 1;
+
+    // A thread's share: WIDTH neighbours at place `inner` of lines first, first + STEP, ...
+    template <int WIDTH> struct Share {
+        static constexpr int ACROSS = INNER / WIDTH, STEP = S::THREADS / ACROSS, COUNT = LINES / STEP;
+        static_assert(S::THREADS % ACROSS == 0 && LINES % STEP == 0, "threads do not divide a panel evenly");
+        const int inner = threadIdx.x % ACROSS * WIDTH, first = threadIdx.x / ACROSS;
+        const int64_t row, k, inner_left, lines_left;           // (row, k) of the first element, and what is left from there
+        __device__ __forceinline__ Share(const X &x, int64_t row0, int64_t k0, int64_t k1)
+            : row(row0 + (X::k_inner ? first : inner)), k(k0 + (X::k_inner ? inner : first)),
+              inner_left(X::k_inner ? k1 - k : x.rows - row), lines_left(X::k_inner ? x.rows - row : k1 - k) {}
+    };
+
+    template <int WIDTH> static __device__ __forceinline__ void copy_by(float *panel, const X &x, int64_t row0, int64_t k0, int64_t k1) {
+        using Part = Share<WIDTH>;
+        const Part part(x, row0, k0, k1);
+        const int bytes = part.inner_left >= WIDTH ? 4 * WIDTH : part.inner_left > 0 ? 4 * static_cast<int>(part.inner_left) : 0;
+        const float *from = x.p + part.row * x.row_step + part.k * x.k_step;
+        const int64_t step = Part::STEP * (X::k_inner ? x.row_step : x.k_step);
+        float *to = panel + part.first * STRIDE + part.inner;
+#pragma unroll
+        for (int i = 0; i < Part::COUNT; i++)
+            cp_async<4 * WIDTH>(to + i * Part::STEP * STRIDE, from + i * step, i * Part::STEP < part.lines_left ? bytes : 0);
+    }
+    static __device__ __forceinline__ void form(float (&held)[HELD], const X &x, int64_t row0, int64_t k0, int64_t k1) {
+        using Part = Share<1>;
+        const Part part(x, row0, k0, k1);
+#pragma unroll
+        for (int i = 0; i < Part::COUNT; i++)
+            held[i] = part.inner_left > 0 && i * Part::STEP < part.lines_left
+                ? x(part.row + (X::k_inner ? i * Part::STEP : 0), part.k + (X::k_inner ? 0 : i * Part::STEP)) : 0.0f;
+    }
+    static __device__ __forceinline__ void put(float *panel, const float (&held)[HELD]) {
+        constexpr int STEP = Share<1>::STEP;
+        float *to = panel + threadIdx.x / INNER * STRIDE + threadIdx.x % INNER;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) to[i * STEP * STRIDE] = held[i];
+    }
+
+    // `begin` starts to fetch a panel and `finish` ends it: an operand that is formed waits in registers in between.
+    static __device__ __forceinline__ void begin(float *panel, float (&held)[HELD], const X &x, int64_t row0, int64_t k0, int64_t k1) {
+        if constexpr (X::formed) form(held, x, row0, k0, k1);
+        else if (x.whole16) copy_by<4>(panel, x, row0, k0, k1);
+        else copy_by<1>(panel, x, row0, k0, k1);
+    }
+    static __device__ __forceinline__ void finish(float *panel, const float (&held)[HELD]) {
+        if constexpr (X::formed) put(panel, held);
+    }
+};
+
+// ---- which rows belong to a lane -----------------------------------------------------------------------------------
+// `GROUP` lanes side by side have COUNT rows each.  In a panel along k it is best to have row q * GROUP + g as row q of lane g:
+// neighbouring lanes are then one padded row apart.  In a panel of lines of rows, it is best to have V neighbours in one lane.
+template <bool K_INNER, int GROUP, int COUNT> struct Rows {
+    static constexpr int V = K_INNER ? 1 : COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
+    static __device__ __forceinline__ constexpr int place(int q, int g) { return q / V * V * GROUP + g * V + q % V; }
+};
+
+template <int V> static __device__ __forceinline__ void load(float *to, const float *from) {
+    if constexpr (V == 4) {
+        const float4 x = *reinterpret_cast<const float4 *>(from);
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    } else if constexpr (V == 2) {
+        const float2 x = *reinterpret_cast<const float2 *>(from);
+        to[0] = x.x, to[1] = x.y;
+    } else {
+        to[0] = from[0];
+    }
+}
+
+// ---- float32: plain multiply-adds ----------------------------------------------------------------------------------
+// Lanes stand in 4 rows of 8; each has a grid of ROWS x COLUMNS sums.
+template <class S, bool A_K, bool B_K> struct PlainSums {
+    static constexpr int ROWS = S::WARP_M / 4, COLUMNS = S::WARP_N / 8;
+    using RowsOf = Rows<A_K, 4, ROWS>;
+    using ColumnsOf = Rows<B_K, 8, COLUMNS>;
+    float sum[ROWS][COLUMNS] = {};
+
+    // Elements k .. k+3 of a lane's rows: a wide load goes along k or along the rows.
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
+        float (&x)[4][COUNT], const float *panel, int stride, int g, int k) {
+#pragma unroll
+        for (int q = 0; q < COUNT; q += R::V) {
+            if constexpr (K_INNER) {
+                float along[4];
+                load<4>(along, panel + R::place(q, g) * stride + k);
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i][q] = along[i];
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; i++) load<R::V>(&x[i][q], panel + (k + i) * stride + R::place(q, g));
+            }
+        }
+    }
+    template <int A_STRIDE, int B_STRIDE> __device__ __forceinline__ void add(const float *a, const float *b) {
+        const int g = (threadIdx.x & 31) / 8, t = threadIdx.x % 8;
+#pragma unroll
+        for (int k = 0; k < S::K; k += 4) {
+            float x[4][ROWS], y[4][COLUMNS];
+            fragment<RowsOf, A_K>(x, a, A_STRIDE, g, k);
+            fragment<ColumnsOf, B_K>(y, b, B_STRIDE, t, k);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int m = 0; m < ROWS; m++)
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; n++) sum[m][n] += x[i][m] * y[i][n];
+        }
+    }
+    __device__ __forceinline__ void store(float *to, int stride) const {
+        const int g = (threadIdx.x & 31) / 8, t = threadIdx.x % 8;
+#pragma unroll
+        for (int m = 0; m < ROWS; m++)
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++) to[RowsOf::place(m, g) * stride + ColumnsOf::place(n, t)] = sum[m][n];
+    }
+};
+
+// ---- TF32 and bfloat16: tensor cores -------------------------------------------------------------------------------
+DEVICE unsigned pack_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    unsigned bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
+}
+
+// Lane = 4 g + t.  Of 16 rows of a, lane has (g,t) (g+8,t) (g,t+4) (g+8,t+4) of 8 k's;  of 8 rows of b, (g,t) (g,t+4);
+// of the 16 x 8 sums, (g,2t) (g,2t+1) (g+8,2t) (g+8,2t+1).
+template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
+    static constexpr int ROWS = S::WARP_M / 16, COLUMNS = S::WARP_N / 8;
+    using RowsOf = Rows<A_K, 8, 2 * ROWS>;
+    using ColumnsOf = Rows<B_K, 8, COLUMNS>;
+    float sum[ROWS][COLUMNS][4] = {};
+
+    // Element (row q * 8 + g, k + t + 4 h) at x[q][h], for COUNT groups q of 8 rows.
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
+        unsigned (&x)[COUNT][2], const float *panel, int stride, int k) {
+        const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+        if constexpr (K_INNER) {                        // ldmatrix: four pieces of 8 rows x 4 k's, lane i names a row of piece i/8
+#pragma unroll
+            for (int q = 0; q < COUNT; q += 2) {
+                unsigned four[4];
+                ldmatrix_x4(four, panel + (q * 8 + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 4);
+                x[q][0] = four[0], x[q][1] = four[1], x[q + 1][0] = four[2], x[q + 1][1] = four[3];
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int q = 0; q < COUNT; q += R::V) {
+                    float side[R::V];
+                    load<R::V>(side, panel + (k + t + 4 * h) * stride + R::place(q, g));
+#pragma unroll
+                    for (int i = 0; i < R::V; i++) x[q + i][h] = __float_as_uint(side[i]);
+                }
+        }
+    }
+    template <int A_STRIDE, int B_STRIDE> __device__ __forceinline__ void add(const float *a, const float *b) {
+        if constexpr (P == Precision::tf32) {
+#pragma unroll
+            for (int k = 0; k < S::K; k += 8) {
+                unsigned x[2 * ROWS][2], y[COLUMNS][2];
+                fragment<RowsOf, A_K>(x, a, A_STRIDE, k);
+                fragment<ColumnsOf, B_K>(y, b, B_STRIDE, k);
+                round(x), round(y);
+#pragma unroll
+                for (int m = 0; m < ROWS; m++) {
+                    const unsigned rows[4] = {x[2 * m][0], x[2 * m + 1][0], x[2 * m][1], x[2 * m + 1][1]};
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; n++) mma_tf32(sum[m][n], rows, y[n]);
+                }
+            }
+        } else {        // 16 k's: which of them the instruction takes for its first is all one, if a and b agree: t and t+4 are a pair
+#pragma unroll
+            for (int k = 0; k < S::K; k += 16) {
+                unsigned x[2 * ROWS][2], y[COLUMNS][2];
+                pairs<RowsOf, A_K>(x, a, A_STRIDE, k);
+                pairs<ColumnsOf, B_K>(y, b, B_STRIDE, k);
+#pragma unroll
+                for (int m = 0; m < ROWS; m++) {
+                    const unsigned rows[4] = {x[2 * m][0], x[2 * m + 1][0], x[2 * m][1], x[2 * m + 1][1]};
+#pragma unroll
+                    for (int n = 0; n < COLUMNS; n++) mma_bf16(sum[m][n], rows, y[n]);
+                }
+            }
+        }
+    }
+    template <int COUNT> static __device__ __forceinline__ void round(unsigned (&x)[COUNT][2]) {
+#pragma unroll
+        for (int q = 0; q < COUNT; q++) x[q][0] = to_tf32(__uint_as_float(x[q][0])), x[q][1] = to_tf32(__uint_as_float(x[q][1]));
+    }
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void pairs(
+        unsigned (&x)[COUNT][2], const float *panel, int stride, int k) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned eight[COUNT][2];
+            fragment<R, K_INNER>(eight, panel, stride, k + 8 * h);
+#pragma unroll
+            for (int q = 0; q < COUNT; q++) x[q][h] = pack_bf16(__uint_as_float(eight[q][0]), __uint_as_float(eight[q][1]));
+        }
+    }
+    __device__ __forceinline__ void store(float *to, int stride) const {
+        const int g = (threadIdx.x & 31) / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int m = 0; m < ROWS; m++)
+#pragma unroll
+            for (int n = 0; n < COLUMNS; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    to[RowsOf::place(2 * m + i / 2, g) * stride + ColumnsOf::place(n, 2 * t + i % 2)] = sum[m][n][i];
+    }
+};
+
+// ---- the tile --------------------------------------------------------------------------------------------------------
+template <class S, Precision P, class A, class B> struct Tile {
+    using PanelA = Panel<S, S::M, A>;
+    using PanelB = Panel<S, S::N, B>;
+    using Sums = std::conditional_t<P == Precision::fp32, PlainSums<S, A::k_inner, B::k_inner>,
+                                    TensorSums<S, P, A::k_inner, B::k_inner>>;
+    static constexpr int THREADS = S::THREADS, SLOT = PanelA::FLOATS + PanelB::FLOATS;
+    // rows of the finished tile: apart so that lanes that store sums of several rows meet different banks, as far as possible
+    static constexpr int STRIDE = S::N + (!B::k_inner ? 1 : A::k_inner ? 8 : 2);
+    static constexpr int FLOATS = S::STAGES * SLOT > S::M * STRIDE ? S::STAGES * SLOT : S::M * STRIDE;
+    static constexpr size_t BYTES = sizeof(float) * FLOATS;
+
+    static __device__ __forceinline__ void product(float *shared, const A &a, const B &b, int64_t m0, int64_t n0, int64_t k0, int64_t k1) {
+        const int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WARP_M, n = warp % S::WARPS_N * S::WARP_N;
+        const int64_t steps = blocks_for<int64_t>(k1 - k0, S::K);
+        Sums sums;
+        float a_held[PanelA::HELD], b_held[PanelB::HELD];
+        const auto begin = [&](int64_t step, int slot) {
+            float *to = shared + slot * SLOT;
+            PanelA::begin(to, a_held, a, m0, k0 + step * S::K, k1);
+            PanelB::begin(to + PanelA::FLOATS, b_held, b, n0, k0 + step * S::K, k1);
+        };
+        const auto finish = [&](int slot) {
+            float *to = shared + slot * SLOT;
+            PanelA::finish(to, a_held);
+            PanelB::finish(to + PanelA::FLOATS, b_held);
+        };
+        for (int slot = 0; slot < S::STAGES - 1; slot++) {
+            if (slot < steps) begin(slot, slot), finish(slot);
+            cp_async_commit();
+        }
+        int here = 0, ahead = S::STAGES - 1;                    // the slot to compute from, and the one to fill
+        for (int64_t step = 0; step < steps; step++) {
+            cp_async_wait<S::STAGES - 2>();                     // my copies for this step are there, ...
+            __syncthreads();                                    // everybody's are, and nobody computes from `ahead` any more
+            const bool more = step + S::STAGES - 1 < steps;
+            if (more) begin(step + S::STAGES - 1, ahead);
+            cp_async_commit();
+            const float *from = shared + here * SLOT;
+            sums.template add<PanelA::STRIDE, PanelB::STRIDE>(
+                from + (A::k_inner ? m * PanelA::STRIDE : m), from + PanelA::FLOATS + (B::k_inner ? n * PanelB::STRIDE : n));
+            if (more) finish(ahead);
+            here = here + 1 == S::STAGES ? 0 : here + 1;
+            ahead = ahead + 1 == S::STAGES ? 0 : ahead + 1;
+        }
+        cp_async_wait<0>();
+        __syncthreads();
+        sums.store(shared + m * STRIDE + n, STRIDE);
+        __syncthreads();
+    }
+
+    template <class F> static __device__ __forceinline__ void each(const float *shared, const F &f) {
+        for (int m = threadIdx.x / 32; m < S::M; m += S::WARPS)
+#pragma unroll
+            for (int n = threadIdx.x & 31; n < S::N; n += 32) f(m, n, shared[m * STRIDE + n]);
+    }
+};
+
+// More than 48 KiB of dynamic shared memory has to be asked for, once a kernel.
+template <auto *KERNEL> cudaError_t allow_shared(size_t bytes) {
+    static const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    return error;
+}
