@@ -50,51 +50,72 @@ template <class S, int ROWS, class X> struct Panel {
     static constexpr int STRIDE = INNER + (X::k_inner ? 4 : 8), FLOATS = LINES * STRIDE;
     static constexpr int HELD = X::formed ? ROWS * S::K / S::THREADS : 1;
 
-    // A thread's share: WIDTH neighbours at place `inner` of lines first, first + STEP, ...
+    // A thread's share of a panel: WIDTH neighbours at place `inner` of lines `first`, first + STEP, ...
     template <int WIDTH> struct Share {
         static constexpr int ACROSS = INNER / WIDTH, STEP = S::THREADS / ACROSS, COUNT = LINES / STEP;
         static_assert(S::THREADS % ACROSS == 0 && LINES % STEP == 0, "threads do not divide a panel evenly");
         const int inner = threadIdx.x % ACROSS * WIDTH, first = threadIdx.x / ACROSS;
-        const int64_t row, k, inner_left, lines_left;           // (row, k) of the first element, and what is left from there
-        __device__ __forceinline__ Share(const X &x, int64_t row0, int64_t k0, int64_t k1)
-            : row(row0 + (X::k_inner ? first : inner)), k(k0 + (X::k_inner ? inner : first)),
-              inner_left(X::k_inner ? k1 - k : x.rows - row), lines_left(X::k_inner ? x.rows - row : k1 - k) {}
+        const int row = X::k_inner ? first : inner, k = X::k_inner ? inner : first;
     };
 
-    template <int WIDTH> static __device__ __forceinline__ void copy_by(float *panel, const X &x, int64_t row0, int64_t k0, int64_t k1) {
-        using Part = Share<WIDTH>;
-        const Part part(x, row0, k0, k1);
-        const int bytes = part.inner_left >= WIDTH ? 4 * WIDTH : part.inner_left > 0 ? 4 * static_cast<int>(part.inner_left) : 0;
-        const float *from = x.p + part.row * x.row_step + part.k * x.k_step;
-        const int64_t step = Part::STEP * (X::k_inner ? x.row_step : x.k_step);
-        float *to = panel + part.first * STRIDE + part.inner;
-#pragma unroll
-        for (int i = 0; i < Part::COUNT; i++)
-            cp_async<4 * WIDTH>(to + i * Part::STEP * STRIDE, from + i * step, i * Part::STEP < part.lines_left ? bytes : 0);
+    const X &x;
+    const int64_t row0, k1;
+    const int rows;                         // that there are in the panel
+    int64_t k;                              // where the next step begins
+    const float *from = nullptr;            // a stored operand's first element of this thread there
+    float held[HELD];                       // an operand that is formed, between `begin` and `finish`
+
+    __device__ __forceinline__ Panel(const X &x, int64_t row0, int64_t k0, int64_t k1)
+        : x(x), row0(row0), k1(k1), rows(static_cast<int>(x.rows - row0 < ROWS ? x.rows - row0 : ROWS)), k(k0) {
+        if constexpr (!X::formed) from = x.whole16 ? place<4>() : place<1>();
     }
-    static __device__ __forceinline__ void form(float (&held)[HELD], const X &x, int64_t row0, int64_t k0, int64_t k1) {
-        using Part = Share<1>;
-        const Part part(x, row0, k0, k1);
-#pragma unroll
-        for (int i = 0; i < Part::COUNT; i++)
-            held[i] = part.inner_left > 0 && i * Part::STEP < part.lines_left
-                ? x(part.row + (X::k_inner ? i * Part::STEP : 0), part.k + (X::k_inner ? 0 : i * Part::STEP)) : 0.0f;
-    }
-    static __device__ __forceinline__ void put(float *panel, const float (&held)[HELD]) {
-        constexpr int STEP = Share<1>::STEP;
-        float *to = panel + threadIdx.x / INNER * STRIDE + threadIdx.x % INNER;
-#pragma unroll
-        for (int i = 0; i < HELD; i++) to[i * STEP * STRIDE] = held[i];
+    template <int WIDTH> __device__ __forceinline__ const float *place() const {
+        const Share<WIDTH> share;
+        return x.p + (row0 + share.row) * x.row_step + (k + share.k) * x.k_step;
     }
 
-    // `begin` starts to fetch a panel and `finish` ends it: an operand that is formed waits in registers in between.
-    static __device__ __forceinline__ void begin(float *panel, float (&held)[HELD], const X &x, int64_t row0, int64_t k0, int64_t k1) {
-        if constexpr (X::formed) form(held, x, row0, k0, k1);
-        else if (x.whole16) copy_by<4>(panel, x, row0, k0, k1);
-        else copy_by<1>(panel, x, row0, k0, k1);
+    // `begin` starts to fetch the panel of the next step, `finish` ends it.
+    __device__ __forceinline__ void begin(float *panel) {
+        if constexpr (X::formed) form();
+        else if (x.whole16) copy<4>(panel);
+        else copy<1>(panel);
+        if constexpr (!X::formed) from += S::K * x.k_step;
+        k += S::K;
     }
-    static __device__ __forceinline__ void finish(float *panel, const float (&held)[HELD]) {
-        if constexpr (X::formed) put(panel, held);
+    __device__ __forceinline__ void finish(float *panel) const {
+        if constexpr (X::formed) {
+            const Share<1> share;
+#pragma unroll
+            for (int i = 0; i < HELD; i++) panel[(share.first + i * share.STEP) * STRIDE + share.inner] = held[i];
+        }
+    }
+
+    // What is left of a thread's share within the operand: along a line, and how many lines.
+    template <int WIDTH> __device__ __forceinline__ void left(const Share<WIDTH> &share, int *along, int *lines) const {
+        const int ks = static_cast<int>(k1 - k < S::K ? k1 - k : S::K);
+        *along = (X::k_inner ? ks : rows) - share.inner, *lines = (X::k_inner ? rows : ks) - share.first;
+    }
+    template <int WIDTH> __device__ __forceinline__ void copy(float *panel) const {
+        const Share<WIDTH> share;
+        int along, lines;
+        left(share, &along, &lines);
+        const int bytes = along >= WIDTH ? 4 * WIDTH : along > 0 ? 4 * along : 0;
+        const int64_t step = share.STEP * (X::k_inner ? x.row_step : x.k_step);
+        const float *at = from;
+#pragma unroll
+        for (int i = 0; i < share.COUNT; i++, at += step)
+            cp_async<4 * WIDTH>(panel + (share.first + i * share.STEP) * STRIDE + share.inner, at, i * share.STEP < lines ? bytes : 0);
+    }
+    __device__ __forceinline__ void form() {
+        const Share<1> share;
+        int along, lines;
+        left(share, &along, &lines);
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const int further = i * share.STEP;
+            held[i] = along > 0 && further < lines
+                ? x(row0 + share.row + (X::k_inner ? further : 0), k + share.k + (X::k_inner ? 0 : further)) : 0.0f;
+        }
     }
 };
 
@@ -123,38 +144,42 @@ template <int V> static __device__ __forceinline__ void load(float *to, const fl
 template <class S, bool A_K, bool B_K> struct PlainSums {
     static constexpr int ROWS = S::WARP_M / 4, COLUMNS = S::WARP_N / 8;
     using RowsOf = Rows<A_K, 4, ROWS>;
+    static constexpr int UNROLLED = ROWS * COLUMNS < 64 ? 4 : 1;    // 64 sums leave registers for the operands of one round only
     using ColumnsOf = Rows<B_K, 8, COLUMNS>;
     float sum[ROWS][COLUMNS] = {};
 
-    // Elements k .. k+3 of a lane's rows: a wide load goes along k or along the rows.
-    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
-        float (&x)[4][COUNT], const float *panel, int stride, int g, int k) {
+    // Elements k .. k+3 of V rows of a lane, from row q on: a wide load goes along k or along the rows.
+    template <class R, bool K_INNER> static __device__ __forceinline__ void load_rows(
+        float (&x)[4][R::V], const float *panel, int stride, int q, int g, int k) {
+        if constexpr (K_INNER) {
+            float along[4];
+            load<4>(along, panel + R::place(q, g) * stride + k);
 #pragma unroll
-        for (int q = 0; q < COUNT; q += R::V) {
-            if constexpr (K_INNER) {
-                float along[4];
-                load<4>(along, panel + R::place(q, g) * stride + k);
+            for (int i = 0; i < 4; i++) x[i][0] = along[i];
+        } else {
 #pragma unroll
-                for (int i = 0; i < 4; i++) x[i][q] = along[i];
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; i++) load<R::V>(&x[i][q], panel + (k + i) * stride + R::place(q, g));
-            }
+            for (int i = 0; i < 4; i++) load<R::V>(x[i], panel + (k + i) * stride + R::place(q, g));
         }
     }
     template <int A_STRIDE, int B_STRIDE> __device__ __forceinline__ void add(const float *a, const float *b) {
+        constexpr int V = RowsOf::V, W = ColumnsOf::V;
         const int g = (threadIdx.x & 31) / 8, t = threadIdx.x % 8;
-#pragma unroll
+#pragma unroll UNROLLED
         for (int k = 0; k < S::K; k += 4) {
-            float x[4][ROWS], y[4][COLUMNS];
-            fragment<RowsOf, A_K>(x, a, A_STRIDE, g, k);
-            fragment<ColumnsOf, B_K>(y, b, B_STRIDE, t, k);
+            float x[ROWS / V][4][V];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int m = 0; m < ROWS; m += V) load_rows<RowsOf, A_K>(x[m / V], a, A_STRIDE, m, g, k);
 #pragma unroll
-                for (int m = 0; m < ROWS; m++)
+            for (int n = 0; n < COLUMNS; n += W) {
+                float y[4][W];
+                load_rows<ColumnsOf, B_K>(y, b, B_STRIDE, n, t, k);
 #pragma unroll
-                    for (int n = 0; n < COLUMNS; n++) sum[m][n] += x[i][m] * y[i][n];
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int m = 0; m < ROWS; m++)
+#pragma unroll
+                        for (int j = 0; j < W; j++) sum[m][n + j] += x[m / V][i][m % V] * y[i][j];
+            }
         }
     }
     __device__ __forceinline__ void store(float *to, int stride) const {
@@ -179,74 +204,74 @@ DEVICE unsigned pack_bf16(float low, float high) {
 template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     static constexpr int ROWS = S::WARP_M / 16, COLUMNS = S::WARP_N / 8;
     using RowsOf = Rows<A_K, 8, 2 * ROWS>;
+    static constexpr int STEP = P == Precision::tf32 ? 8 : 16, UNROLLED = P == Precision::tf32 || ROWS * COLUMNS < 32 ? 4 : 1;
     using ColumnsOf = Rows<B_K, 8, COLUMNS>;
     float sum[ROWS][COLUMNS][4] = {};
 
-    // Element (row q * 8 + g, k + t + 4 h) at x[q][h], for COUNT groups q of 8 rows.
-    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
-        unsigned (&x)[COUNT][2], const float *panel, int stride, int k) {
+    // Of COUNT groups of 8 rows from group q on: element (g, k + t + 4 h) of each, at x[..][h].
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void load_groups(
+        unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
         if constexpr (K_INNER) {                        // ldmatrix: four pieces of 8 rows x 4 k's, lane i names a row of piece i/8
 #pragma unroll
-            for (int q = 0; q < COUNT; q += 2) {
+            for (int i = 0; i < COUNT; i += 2) {
                 unsigned four[4];
-                ldmatrix_x4(four, panel + (q * 8 + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 4);
-                x[q][0] = four[0], x[q][1] = four[1], x[q + 1][0] = four[2], x[q + 1][1] = four[3];
+                ldmatrix_x4(four, panel + ((q + i) * 8 + lane / 16 * 8 + lane % 8) * stride + k + lane / 8 % 2 * 4);
+                x[i][0] = four[0], x[i][1] = four[1], x[i + 1][0] = four[2], x[i + 1][1] = four[3];
             }
         } else {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
+            for (int i = 0; i < COUNT; i += R::V)
 #pragma unroll
-                for (int q = 0; q < COUNT; q += R::V) {
+                for (int h = 0; h < 2; h++) {
                     float side[R::V];
-                    load<R::V>(side, panel + (k + t + 4 * h) * stride + R::place(q, g));
+                    load<R::V>(side, panel + (k + t + 4 * h) * stride + R::place(q + i, g));
 #pragma unroll
-                    for (int i = 0; i < R::V; i++) x[q + i][h] = __float_as_uint(side[i]);
+                    for (int j = 0; j < R::V; j++) x[i + j][h] = __float_as_uint(side[j]);
                 }
+        }
+    }
+    // The same as one instruction takes it, rounded: 8 k's in TF32, 16 in bfloat16.  Which of 16 k's the instruction takes for
+    // its first is all one, if a and b agree: here t and t+4 are neighbours, so both precisions read panels alike.
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
+        unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
+        if constexpr (P == Precision::tf32) {
+            load_groups<R, K_INNER>(x, panel, stride, q, k);
+#pragma unroll
+            for (int i = 0; i < 2 * COUNT; i++) x[i / 2][i % 2] = to_tf32(__uint_as_float(x[i / 2][i % 2]));
+        } else {
+            constexpr int PIECE = R::V == 4 ? 4 : 2;
+#pragma unroll
+            for (int i = 0; i < 2 * COUNT; i += PIECE) {            // the first 8 k's of a piece, then the others
+                const int first = i / (2 * PIECE) * PIECE, h = i / PIECE % 2;
+                unsigned eight[PIECE][2];
+                load_groups<R, K_INNER>(eight, panel, stride, q + first, k + 8 * h);
+#pragma unroll
+                for (int j = 0; j < PIECE; j++) x[first + j][h] = pack_bf16(__uint_as_float(eight[j][0]), __uint_as_float(eight[j][1]));
+            }
         }
     }
     template <int A_STRIDE, int B_STRIDE> __device__ __forceinline__ void add(const float *a, const float *b) {
-        if constexpr (P == Precision::tf32) {
+        constexpr int PIECE = ROWS % 2 ? 2 : 4;
+#pragma unroll UNROLLED
+        for (int k = 0; k < S::K; k += STEP) {
+            unsigned y[COLUMNS][2];
+            fragment<ColumnsOf, B_K>(y, b, B_STRIDE, 0, k);
 #pragma unroll
-            for (int k = 0; k < S::K; k += 8) {
-                unsigned x[2 * ROWS][2], y[COLUMNS][2];
-                fragment<RowsOf, A_K>(x, a, A_STRIDE, k);
-                fragment<ColumnsOf, B_K>(y, b, B_STRIDE, k);
-                round(x), round(y);
+            for (int q = 0; q < 2 * ROWS; q += PIECE) {
+                unsigned x[PIECE][2];
+                fragment<RowsOf, A_K>(x, a, A_STRIDE, q, k);
 #pragma unroll
-                for (int m = 0; m < ROWS; m++) {
-                    const unsigned rows[4] = {x[2 * m][0], x[2 * m + 1][0], x[2 * m][1], x[2 * m + 1][1]};
+                for (int m = 0; m < PIECE; m += 2) {
+                    const unsigned rows[4] = {x[m][0], x[m + 1][0], x[m][1], x[m + 1][1]};
 #pragma unroll
-                    for (int n = 0; n < COLUMNS; n++) mma_tf32(sum[m][n], rows, y[n]);
+                    for (int n = 0; n < COLUMNS; n++) {
+                        float (&to)[4] = sum[(q + m) / 2][n];
+                        if constexpr (P == Precision::tf32) mma_tf32(to, rows, y[n]);
+                        else mma_bf16(to, rows, y[n]);
+                    }
                 }
             }
-        } else {        // 16 k's: which of them the instruction takes for its first is all one, if a and b agree: t and t+4 are a pair
-#pragma unroll
-            for (int k = 0; k < S::K; k += 16) {
-                unsigned x[2 * ROWS][2], y[COLUMNS][2];
-                pairs<RowsOf, A_K>(x, a, A_STRIDE, k);
-                pairs<ColumnsOf, B_K>(y, b, B_STRIDE, k);
-#pragma unroll
-                for (int m = 0; m < ROWS; m++) {
-                    const unsigned rows[4] = {x[2 * m][0], x[2 * m + 1][0], x[2 * m][1], x[2 * m + 1][1]};
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; n++) mma_bf16(sum[m][n], rows, y[n]);
-                }
-            }
-        }
-    }
-    template <int COUNT> static __device__ __forceinline__ void round(unsigned (&x)[COUNT][2]) {
-#pragma unroll
-        for (int q = 0; q < COUNT; q++) x[q][0] = to_tf32(__uint_as_float(x[q][0])), x[q][1] = to_tf32(__uint_as_float(x[q][1]));
-    }
-    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void pairs(
-        unsigned (&x)[COUNT][2], const float *panel, int stride, int k) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            unsigned eight[COUNT][2];
-            fragment<R, K_INNER>(eight, panel, stride, k + 8 * h);
-#pragma unroll
-            for (int q = 0; q < COUNT; q++) x[q][h] = pack_bf16(__uint_as_float(eight[q][0]), __uint_as_float(eight[q][1]));
         }
     }
     __device__ __forceinline__ void store(float *to, int stride) const {
@@ -277,19 +302,18 @@ template <class S, Precision P, class A, class B> struct Tile {
         const int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WARP_M, n = warp % S::WARPS_N * S::WARP_N;
         const int64_t steps = blocks_for<int64_t>(k1 - k0, S::K);
         Sums sums;
-        float a_held[PanelA::HELD], b_held[PanelB::HELD];
-        const auto begin = [&](int64_t step, int slot) {
-            float *to = shared + slot * SLOT;
-            PanelA::begin(to, a_held, a, m0, k0 + step * S::K, k1);
-            PanelB::begin(to + PanelA::FLOATS, b_held, b, n0, k0 + step * S::K, k1);
+        PanelA panel_a(a, m0, k0, k1);
+        PanelB panel_b(b, n0, k0, k1);
+        const auto begin = [&](int slot) {
+            panel_a.begin(shared + slot * SLOT);
+            panel_b.begin(shared + slot * SLOT + PanelA::FLOATS);
         };
         const auto finish = [&](int slot) {
-            float *to = shared + slot * SLOT;
-            PanelA::finish(to, a_held);
-            PanelB::finish(to + PanelA::FLOATS, b_held);
+            panel_a.finish(shared + slot * SLOT);
+            panel_b.finish(shared + slot * SLOT + PanelA::FLOATS);
         };
         for (int slot = 0; slot < S::STAGES - 1; slot++) {
-            if (slot < steps) begin(slot, slot), finish(slot);
+            if (slot < steps) begin(slot), finish(slot);
             cp_async_commit();
         }
         int here = 0, ahead = S::STAGES - 1;                    // the slot to compute from, and the one to fill
@@ -297,7 +321,7 @@ template <class S, Precision P, class A, class B> struct Tile {
             cp_async_wait<S::STAGES - 2>();                     // my copies for this step are there, ...
             __syncthreads();                                    // everybody's are, and nobody computes from `ahead` any more
             const bool more = step + S::STAGES - 1 < steps;
-            if (more) begin(step + S::STAGES - 1, ahead);
+            if (more) begin(ahead);
             cp_async_commit();
             const float *from = shared + here * SLOT;
             sums.template add<PanelA::STRIDE, PanelB::STRIDE>(
