@@ -5,6 +5,8 @@
 // second kernel adds them up in order.  Both choices follow from the sizes alone, so that a product has the same bits every
 // time it is made, alone or in a batch.
 #include <algorithm>
+#include <cmath>
+#include "product.cuh"
 #include "tile.cuh"
 
 struct Product {
@@ -24,7 +26,7 @@ struct Work {                               // how a product is cut: blocks = pr
 };
 
 // ---- kernels -----------------------------------------------------------------------------------------------
-DEVICE void move_to(Product &g, const Batch &batch, int64_t product) {
+__host__ __device__ static inline void move_to(Product &g, const Batch &batch, int64_t product) {
     for (int d = batch.ndim - 1; d >= 0; product /= batch.shape[d--]) {
         const int64_t at = product % batch.shape[d];
         g.c += at * batch.c_step[d], g.a += at * batch.a_step[d], g.b += at * batch.b_step[d];
@@ -33,28 +35,16 @@ DEVICE void move_to(Product &g, const Batch &batch, int64_t product) {
 
 DEVICE void finish(const Product &g, int64_t m, int64_t n, float sum) {
     float *c = g.c + m * g.ldc + n;
-    if (g.bias) sum += g.bias[n];
-    if (g.accumulate) sum += *c;
-    *c = g.relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays
-}
-
-// Blocks that run at the same time should read the same rows of a and b, which the L2 cache then has: tiles are taken in
-// bands of 8 rows of tiles, column by column within a band.
-DEVICE void place_of_tile(int64_t tile, int64_t tiles_m, int64_t tiles_n, int64_t *m, int64_t *n) {
-    constexpr int64_t BAND = 8;
-    const int64_t first = tile / (BAND * tiles_n) * BAND, rows = tiles_m - first < BAND ? tiles_m - first : BAND;
-    const int64_t within = tile % (BAND * tiles_n);
-    *m = first + within % rows, *n = within / rows;
+    *c = finished(sum, c, g.bias ? g.bias + n : nullptr, g.accumulate, g.relu);
 }
 
 template <class S, Precision P, bool A_K, bool B_K>
 static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, Batch batch, Work work, bool a16, bool b16) {
     using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
     DYN_SHARED(float, shared);
-    int64_t m0, n0;
     const int64_t tiles = work.tiles_m * work.tiles_n, split = blockIdx.x / tiles % work.splits, product = blockIdx.x / tiles / work.splits;
-    place_of_tile(blockIdx.x % tiles, work.tiles_m, work.tiles_n, &m0, &n0);
-    m0 *= S::M, n0 *= S::N;
+    const TilePlace at = place_of_tile<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
+    const int64_t m0 = at.m * S::M, n0 = at.n * S::N;
     move_to(g, batch, work.first + product);
     const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < g.K ? k0 + work.k_part : g.K;
     T::product(shared, {g.a, g.M, g.a_row, g.a_col, a16}, {g.b, g.N, g.b_col, g.b_row, b16}, m0, n0, k0, k1);
@@ -174,6 +164,116 @@ static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits
     return launches.error;
 }
 
+// ---- bfloat16 -----------------------------------------------------------------------------------------------
+DEVICE uint16_t bits_of(__nv_bfloat16 x) {
+    uint16_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+// A thread takes 8 neighbours of a row of y.  whole16: their addresses are multiples of 16 bytes, in x and in y.
+static __global__ void to_bf16_rows(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, bool whole16) {
+    const int64_t across = blocks_for<int64_t>(C, 8);
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < R * across; i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t r = i / across, c = i % across * 8;
+        const float *from = x + r * row + c * col;
+        uint16_t *to = y + r * ld + c;
+        if (whole16 && c + 8 <= C) {
+            const float4 low = *reinterpret_cast<const float4 *>(from), high = *reinterpret_cast<const float4 *>(from + 4);
+            *reinterpret_cast<uint4 *>(to) = make_uint4(pack_bf16(low.x, low.y), pack_bf16(low.z, low.w),
+                                                        pack_bf16(high.x, high.y), pack_bf16(high.z, high.w));
+        } else {
+            for (int j = 0; j < 8 && c + j < C; j++) to[j] = bits_of(__float2bfloat16(from[j * col]));
+        }
+    }
+}
+
+// Where neighbours in x stand below each other in y, a block turns a square of 64 x 64 in shared memory: read along the columns of
+// y, written along its rows.
+static constexpr int SQUARE = 64;
+static __global__ void to_bf16_turned(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
+    SHARED(float, square, [SQUARE][SQUARE + 1]);
+    const int64_t across = blocks_for<int64_t>(C, SQUARE), r0 = blockIdx.x / across * SQUARE, c0 = blockIdx.x % across * SQUARE;
+    const int fast = threadIdx.x % SQUARE, step = blockDim.x / SQUARE;
+    for (int slow = threadIdx.x / SQUARE; slow < SQUARE; slow += step)
+        if (r0 + fast < R && c0 + slow < C) square[fast][slow] = x[(r0 + fast) * row + (c0 + slow) * col];
+    __syncthreads();
+    for (int slow = threadIdx.x / SQUARE; slow < SQUARE; slow += step)
+        if (r0 + slow < R && c0 + fast < C) y[(r0 + slow) * ld + c0 + fast] = bits_of(__float2bfloat16(square[slow][fast]));
+}
+
+static cudaError_t convert(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, cudaStream_t stream) {
+    if (std::abs(col) <= std::abs(row) || C == 1) {
+        const bool whole16 = col == 1 && row % 4 == 0 && ld % 8 == 0 && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0;
+        return LAUNCH(to_bf16_rows, grid_for(R * blocks_for<int64_t>(C, 8), 256), 256, 0, stream, y, x, R, C, ld, row, col, whole16);
+    }
+    const int64_t squares = blocks_for<int64_t>(R, SQUARE) * blocks_for<int64_t>(C, SQUARE);
+    return LAUNCH(to_bf16_turned, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
+}
+
+// Without Hopper's matrix units, or at addresses that bulk copies cannot take: the same tiles as above, of operands that are
+// made float32 on their way into shared memory, from where they come out as the same bfloat16 numbers.
+struct FromBf16 {
+    static constexpr bool k_inner = true, formed = true;
+    const uint16_t *p;
+    int64_t rows, ld;
+    __device__ __forceinline__ float operator()(int64_t row, int64_t k) const {
+        return __uint_as_float(static_cast<unsigned>(p[row * ld + k]) << 16);
+    }
+};
+using TileBf16 = Tile<TileShape<128, 128, 32, 4, 2, 2>, Precision::bf16, FromBf16, FromBf16>;
+
+static __global__ void __launch_bounds__(TileBf16::THREADS, 1) tile_product_bf16(ProductBf16 g) {
+    DYN_SHARED(float, shared);
+    const TilePlace at = place_of_tile<8>(blockIdx.x, blocks_for<int64_t>(g.M, 128), blocks_for<int64_t>(g.N, 128));
+    const int64_t m0 = at.m * 128, n0 = at.n * 128;
+    TileBf16::product(shared, {g.a, g.M, g.lda}, {g.b, g.N, g.ldb}, m0, n0, 0, g.K);
+    TileBf16::each(shared, [&](int m, int n, float sum) {
+        if (m0 + m >= g.M || n0 + n >= g.N) return;
+        float *c = g.c + (m0 + m) * g.ldc + n0 + n;
+        *c = finished(sum, c, g.bias ? g.bias + n0 + n : nullptr, g.accumulate, g.relu);
+    });
+}
+
+static cudaError_t launch_bf16(const ProductBf16 &g, cudaStream_t stream) {
+    if (hopper_product_fits(g)) return hopper_product(g, stream);
+    const cudaError_t error = allow_shared<tile_product_bf16>(TileBf16::BYTES);
+    if (error != cudaSuccess) return error;
+    return LAUNCH(tile_product_bf16, static_cast<unsigned>(blocks_for<int64_t>(g.M, 128) * blocks_for<int64_t>(g.N, 128)),
+                  TileBf16::THREADS, TileBf16::BYTES, stream, g);
+}
+
+// In bfloat16 precision, large products are worth two passes that convert the operands, since Hopper's matrix units then do the
+// rest.  Of the sizes of one product alone, like best_splits.
+static bool worth_converting(int64_t M, int64_t N, int64_t K) {
+    if (!pyops_has_hopper() || !K) return false;
+    const double processors = pyops_multiprocessors(), waves = std::ceil(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256) / processors);
+    const double passes = 6000 + 6.0 * (double(M) + N) * K / (20.0 * processors), product = waves * (2000 + 128.0 * 256 * K / 1500);
+    const int64_t splits = best_splits(M, N, K, Precision::bf16);
+    return passes + product < cycles(best_size(splits, 1, M, N, K, Precision::bf16), splits, 1, M, N, K, Precision::bf16);
+}
+
+// Converted operands lie in scratch memory, half of it for either: c is made in rectangles of as many rows and columns as fit.
+static cudaError_t launch_converted(const Product &g, cudaStream_t stream) {
+    constexpr int64_t HALF = PYOPS_WORKSPACE / sizeof(uint16_t) / 2;
+    const int64_t ld = round_up<int64_t>(g.K, 8), rows = std::min(g.M, HALF / ld), columns = std::min(g.N, HALF / ld);
+    uint16_t *a = static_cast<uint16_t *>(pyops_workspace(PYOPS_WORKSPACE)), *b = a + HALF;
+    if (!a) return cudaErrorMemoryAllocation;
+    Launches launches;
+    for (int64_t n = 0; n < g.N; n += columns) {
+        const int64_t N = std::min(columns, g.N - n);
+        launches << convert(b, g.b + n * g.b_col, N, g.K, ld, g.b_col, g.b_row, stream);
+        for (int64_t m = 0; m < g.M; m += rows) {
+            const int64_t M = std::min(rows, g.M - m);
+            if (n == 0 || rows < g.M) launches << convert(a, g.a + m * g.a_row, M, g.K, ld, g.a_row, g.a_col, stream);
+            launches << hopper_product({g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld,
+                                        g.accumulate, g.relu}, stream);
+        }
+    }
+    return launches.error;
+}
+
+// ---- the ABI --------------------------------------------------------------------------------------------------
 extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias,
                                    int64_t M, int64_t N, int64_t K, int64_t ldc,
                                    int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
@@ -182,10 +282,12 @@ extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, con
     PYOPS_REQUIRE(ldc >= N, "gemm: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
     if (!M || !N) return PYOPS_OK;
     const Precision precision = pyops_precision_now();
+    const Product g = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu};
     Batch one = {};
     one.products = 1;
-    return pyops_launched("gemm", launch_products({c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu}, one,
-                                                  best_splits(M, N, K, precision), precision, stream_of(stream)), stream);
+    return pyops_launched("gemm", precision == Precision::bf16 && worth_converting(M, N, K)
+                                      ? launch_converted(g, stream_of(stream))
+                                      : launch_products(g, one, best_splits(M, N, K, precision), precision, stream_of(stream)), stream);
 }
 
 extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
@@ -205,44 +307,33 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
     }
     if (!M || !N || !batch.products) return PYOPS_OK;
     const Precision precision = pyops_precision_now();
+    Product g = {c, a, b, nullptr, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, 0};
+    batch.ndim = static_cast<int32_t>(ndim);
+    if (precision == Precision::bf16 && worth_converting(M, N, K)) {
+        Launches launches;
+        for (int64_t i = 0; i < batch.products; i++) {
+            Product one = g;
+            move_to(one, batch, i);
+            launches << launch_converted(one, stream_of(stream));
+        }
+        return pyops_launched("gemm_batched", launches.error, stream);
+    }
     const int64_t splits = best_splits(M, N, K, precision);
     // matrices that lie end to end and meet the same b are one taller matrix
-    int64_t d = ndim;
-    for (; d > 0; d--) {
-        const int64_t count = batch.shape[d - 1];
-        if (count == 1) continue;
-        if (batch.b_step[d - 1] || batch.a_step[d - 1] != M * a_row || batch.c_step[d - 1] != M * ldc) break;
-        M *= count, batch.products /= count;
+    for (; batch.ndim > 0; batch.ndim--) {
+        const int d = batch.ndim - 1;
+        if (batch.shape[d] == 1) continue;
+        if (batch.b_step[d] || batch.a_step[d] != g.M * a_row || batch.c_step[d] != g.M * ldc) break;
+        g.M *= batch.shape[d], batch.products /= batch.shape[d];
     }
-    batch.ndim = static_cast<int32_t>(d);
-    return pyops_launched("gemm_batched", launch_products({c, a, b, nullptr, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, 0}, batch,
-                                                          splits, precision, stream_of(stream)), stream);
-}
-
-// ---- bfloat16 ----------------------------------------------------------------------------------------------
-DEVICE uint16_t bits_of(__nv_bfloat16 x) { return *reinterpret_cast<uint16_t *>(&x); }
-DEVICE float value_of(uint16_t x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
-
-static __global__ void to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < R * C; i += int64_t(gridDim.x) * blockDim.x)
-        y[i / C * ld + i % C] = bits_of(__float2bfloat16(x[i / C * row + i % C * col]));
-}
-
-static __global__ void product_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
-                                    int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate) {
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < M * N; i += int64_t(gridDim.x) * blockDim.x) {
-        const int64_t m = i / N, n = i % N;
-        float sum = 0.0f;
-        for (int64_t k = 0; k < K; k++) sum += value_of(a[m * lda + k]) * value_of(b[n * ldb + k]);
-        c[m * ldc + n] = (accumulate ? c[m * ldc + n] : 0.0f) + sum;
-    }
+    return pyops_launched("gemm_batched", launch_products(g, batch, splits, precision, stream_of(stream)), stream);
 }
 
 extern "C" pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                                       void *stream) {
     PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld", LL(R), LL(C), LL(ld));
     if (!R || !C) return PYOPS_OK;
-    return pyops_launched("to_bf16", LAUNCH(to_bf16, grid_for(R * C, 256), 256, 0, stream_of(stream), y, x, R, C, ld, row, col), stream);
+    return pyops_launched("to_bf16", convert(y, x, R, C, ld, row, col, stream_of(stream)), stream);
 }
 
 extern "C" pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
@@ -251,6 +342,5 @@ extern "C" pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint1
                   "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
                   LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
     if (!M || !N) return PYOPS_OK;
-    return pyops_launched("gemm_bf16", LAUNCH(product_bf16, grid_for(M * N, 256), 256, 0, stream_of(stream),
-                                              c, a, b, M, N, K, ldc, lda, ldb, accumulate), stream);
+    return pyops_launched("gemm_bf16", launch_bf16({c, a, b, nullptr, M, N, K, ldc, lda, ldb, accumulate, 0}, stream_of(stream)), stream);
 }

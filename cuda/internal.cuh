@@ -72,3 +72,9 @@ static inline unsigned grid_for(int64_t n, int threads) {
     const int64_t most = int64_t(pyops_multiprocessors()) * (2048 / threads), want = blocks_for<int64_t>(n, threads);
     return static_cast<unsigned>(want < most ? want : most);
 }
+
+// More than 48 KiB of dynamic shared memory has to be asked for, once a kernel.
+template <auto *KERNEL> static cudaError_t allow_shared(size_t bytes) {
+    static const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    return error;
+}

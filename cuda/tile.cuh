@@ -342,9 +342,3 @@ template <class S, Precision P, class A, class B> struct Tile {
             for (int n = threadIdx.x & 31; n < S::N; n += 32) f(m, n, shared[m * STRIDE + n]);
     }
 };
-
-// More than 48 KiB of dynamic shared memory has to be asked for, once a kernel.
-template <auto *KERNEL> cudaError_t allow_shared(size_t bytes) {
-    static const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    return error;
-}

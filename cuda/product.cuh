@@ -1,0 +1,32 @@
+// product.cuh - what the files that make whole products share.
+#pragma once
+#include "internal.cuh"
+
+// c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], and max(0, ...) of it where relu is 1.  Rows of a, b and c are lda, ldb, ldc apart.
+struct ProductBf16 {
+    float *c;
+    const uint16_t *a, *b;
+    const float *bias;                      // or NULL
+    int64_t M, N, K, ldc, lda, ldb;
+    int32_t accumulate, relu;
+};
+
+// By the matrix units of Hopper (hopper_gemm.cu).  `fits`: the device has them, and addresses and rows are at multiples of 16 bytes.
+bool hopper_product_fits(const ProductBf16 &g);
+cudaError_t hopper_product(const ProductBf16 &g, cudaStream_t stream);
+
+// The rest of a product, after the sum over k of one element.
+DEVICE float finished(float sum, const float *c, const float *bias, int32_t accumulate, int32_t relu) {
+    if (bias) sum += *bias;
+    if (accumulate) sum += *c;
+    return relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays
+}
+
+// Tile number `tile` of c.  Blocks that run at the same time should read the same rows of a and b, which the L2 cache then has:
+// tiles are taken in bands of BAND rows of tiles, column by column within a band.
+struct TilePlace { int64_t m, n; };
+template <int BAND> static __device__ __forceinline__ TilePlace place_of_tile(int64_t tile, int64_t tiles_m, int64_t tiles_n) {
+    const int64_t first = tile / (BAND * tiles_n) * BAND, rows = tiles_m - first < BAND ? tiles_m - first : BAND;
+    const int64_t within = tile % (BAND * tiles_n);
+    return {first + within % rows, within / rows};
+}
