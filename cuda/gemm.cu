@@ -83,7 +83,7 @@ static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K ar
 // large ones, every wave waits once, and parts cost a second kernel and their way through memory.
 static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
     const int64_t side = size == Size::large ? 128 : size == Size::medium ? 64 : 32, processors = pyops_multiprocessors();
-    const double fmas_a_cycle = (precision == Precision::fp32 ? 128 : precision == Precision::tf32 ? 512 : 768)
+    const double fmas_a_cycle = (precision == Precision::fp32 ? 110 : precision == Precision::tf32 ? 450 : 520)
                                 * (size == Size::large ? 1.0 : size == Size::medium ? 0.6 : 0.3);
     const double waves = blocks_for(blocks_for(M, side) * blocks_for(N, side) * splits * products, processors);
     const double parts = splits == 1 ? 0 : 3000 + 2.0 * M * N * products * splits / (8.0 * processors);

@@ -1,0 +1,249 @@
+"""Matrix products of the CUDA library, on the emulator: layouts, precisions, parts of K, bfloat16.
+
+What the op table asks of every library is asked there; here is what only this one has: operands that are rounded, sums that
+are cut into parts, several kernels for one product.
+"""
+import ctypes
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from pyops.backend.library import functions
+
+LIBRARY = ROOT / 'pyops' / 'libpyops_emulated.so'
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
+
+FP32, TF32, BF16 = range(3)
+C_TYPES = {'float': ctypes.c_float, 'int32_t': ctypes.c_int32, 'int64_t': ctypes.c_int64, 'uint64_t': ctypes.c_uint64}
+
+
+@functools.cache
+def library():
+    lib = ctypes.CDLL(str(LIBRARY))
+    lib.pyops_last_error.restype = ctypes.c_char_p
+    for name, function in functions((ROOT / 'csrc' / 'pyops.h').read_text()).items():
+        if function.result == 'pyops_status' and hasattr(lib, name):
+            getattr(lib, name).argtypes = [ctypes.c_void_p if a.pointer else C_TYPES[a.type] for a in function.arguments]
+    return lib
+
+
+def call(name, *arguments):
+    """A kernel, whose arrays are memory of the host: that is what the emulator's device has."""
+    given = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+    if getattr(library(), 'pyops_' + name)(*given, None):
+        raise ValueError(library().pyops_last_error().decode())
+
+
+@pytest.fixture
+def precision():
+    yield lambda p: library().pyops_set_precision(p)
+    library().pyops_set_precision(FP32)
+
+
+def gemm(c, a, b, bias=None, accumulate=0, relu=0):
+    (M, K), N = a.shape, b.shape[1]
+    steps = [s // 4 for x in (a, b) for s in x.strides]
+    call('gemm', c, a, b, bias, M, N, K, c.strides[0] // 4, *steps, accumulate, relu)
+    return c
+
+
+# ---- what precision makes of an operand -----------------------------------------------------------------------------------
+
+def rounded(x, p):
+    """TF32 keeps 10 bits of the mantissa, ties away from zero; bfloat16 7 bits, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    if p == TF32:
+        bits = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    if p == BF16:
+        bits = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+def bf16(x):
+    return (rounded(x, BF16).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def bound(a, b, extra=0.0):
+    """What float32 sums of K rounded operands may lose: products of two TF32 or bfloat16 numbers are exact in float32, so the
+    sums alone are rounded, by sqrt(K) roundings of the terms' size with a margin of 4, as in test_kernels.py."""
+    k = a.shape[1]
+    return 4 * np.finfo(np.float32).eps * (np.sqrt(k + 1) * (np.abs(a) @ np.abs(b) / np.sqrt(max(k, 1))) + extra) + 1e-30
+
+
+def check(c, a, b, p, add=0.0, relu=0):
+    a, b = rounded(a, p).astype(np.float64), rounded(b, p).astype(np.float64)
+    want = a @ b + add
+    assert (np.abs(c - (np.maximum(want, 0) if relu else want)) <= bound(a, b, 4)).all()
+
+
+# ---- layouts and sizes ------------------------------------------------------------------------------------------------------
+
+def laid_out(x, transposed, shifted):
+    """The values of x, along either axis, as they are or as a block in a larger matrix whose lines are no multiple of 16 bytes."""
+    rows, columns = x.T.shape if transposed else x.shape
+    memory = np.full((rows + 2, columns + 3 if shifted else -(-columns // 4) * 4), np.nan, np.float32)
+    block = memory[1:1 + rows, 1:1 + columns] if shifted else memory[:rows, :columns]
+    block[...] = x.T if transposed else x
+    return block.T if transposed else block
+
+
+@pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
+@pytest.mark.parametrize('M,N,K', [(1, 1, 1), (1, 70, 33), (70, 1, 64), (33, 130, 65), (64, 64, 64), (129, 131, 17), (260, 260, 40)])
+def test_every_layout_of_every_size(M, N, K, p, precision):
+    rng = np.random.default_rng(M * 10007 + N * 101 + K)
+    a, b, bias = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N), (N,)))
+    precision(p)
+    first = None
+    for across_a, across_b, shift_a, shift_b in itertools.product((False, True), repeat=4):
+        frame = np.full((M + 2, N + 3), -7.25, np.float32)
+        c = gemm(frame[1:-1, 1:-2], laid_out(a, across_a, shift_a), laid_out(b, across_b, shift_b))
+        first = c.copy() if first is None else first
+        assert (c == first).all(), 'the layout changed a bit'
+        frame[1:-1, 1:-2] = -7.25
+        assert (frame == -7.25).all(), 'wrote beyond its block'
+    check(first, a, b, p)
+    for accumulate, given, relu in itertools.product((0, 1), (None, bias), (0, 1)):
+        c = np.full((M, N), 1.5 if accumulate else np.nan, np.float32)
+        gemm(c, a, b, given, accumulate, relu)
+        check(c, a, b, p, 1.5 * accumulate + (0 if given is None else given), relu)
+
+
+@pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
+def test_any_strides(p, precision):
+    rng = np.random.default_rng(1)
+    precision(p)
+    a, b = rng.standard_normal((50, 90)).astype(np.float32), rng.standard_normal((90, 70)).astype(np.float32)
+    for view in (lambda x: np.repeat(x, 3, 1)[:, ::3], lambda x: np.ascontiguousarray(x[::-1])[::-1],
+                 lambda x: np.broadcast_to(x[:1], x.shape), lambda x: np.broadcast_to(x[:, :1], x.shape)):
+        check(gemm(np.full((50, 70), np.nan, np.float32), view(a), view(b)), view(a), view(b), p)
+
+
+@pytest.mark.parametrize('p', (FP32, TF32, BF16))
+def test_without_terms_the_bias_is_left(p, precision):
+    precision(p)
+    bias, none = np.arange(-3, 4, dtype=np.float32), np.zeros((40, 0), np.float32)
+    c = gemm(np.full((40, 7), np.nan, np.float32), none, np.zeros((0, 7), np.float32), bias)
+    assert (c == bias).all()
+    gemm(c, none, np.zeros((0, 7), np.float32), bias, 1, 1)
+    assert (c == np.maximum(2 * bias, 0)).all()
+
+
+@pytest.mark.parametrize('p', (FP32, TF32, BF16))
+def test_nan_and_infinity_pass_in_their_row_and_column_alone(p, precision):
+    precision(p)
+    a, b = np.ones((70, 40), np.float32), np.ones((40, 66), np.float32)
+    a[4, 39], b[3, 30] = np.nan, np.inf
+    c = gemm(np.empty((70, 66), np.float32), a, b, relu=1)
+    others = np.delete(c, 4, 0)
+    assert np.isnan(c[4]).all() and np.isposinf(others[:, 30]).all() and (np.delete(others, 30, 1) == 40).all()
+
+
+# ---- parts of K ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
+@pytest.mark.parametrize('M,N,K', [(17, 9, 5000), (40, 33, 4103), (1, 1, 9001)])
+def test_few_tiles_share_a_long_sum(M, N, K, p, precision):
+    """Fewer tiles than multiprocessors and a long K: parts of it in scratch memory, added in order."""
+    rng = np.random.default_rng(K)
+    precision(p)
+    a, b, bias = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N), (N,)))
+    c = gemm(np.full((M, N), np.nan, np.float32), a, b)
+    check(c, a, b, p)
+    assert (gemm(np.empty((M, N), np.float32), a, b) == c).all(), 'not the same bits twice'
+    frame = np.full((M, N + 2), 2.5, np.float32)
+    gemm(frame[:, :N], a, b, bias, 1, 1)
+    check(frame[:, :N], a, b, p, bias + 2.5, 1)
+    assert (frame[:, N:] == 2.5).all()
+
+
+def batched(c, a, b, accumulate=0):
+    batch = c.shape[:-2]
+    a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
+    strides = np.array([s // 4 for x in (c, a, b) for s in x.strides[:-2]] + [0])
+    inner = [s // 4 for x in (a, b) for s in x.strides[-2:]]
+    call('gemm_batched', c, a, b, np.array([*batch, 0]), strides, len(batch), *c.shape[-2:], a.shape[-1], c.strides[-2] // 4, *inner, accumulate)
+
+
+@pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
+@pytest.mark.parametrize('shape_a,shape_b', [((3, 20, 50), (3, 50, 70)), ((2, 3, 33, 40), (40, 20)), ((5, 8, 3000), (5, 3000, 12)),
+                                             ((4, 16, 2500), (2500, 9)), ((1, 7, 5), (6, 5, 4))])
+def test_a_batch_has_the_bits_of_its_products(shape_a, shape_b, p, precision):
+    """Also where a batch is joined to one tall matrix, and where every product is cut into parts of K."""
+    rng = np.random.default_rng(5)
+    precision(p)
+    a, b = rng.standard_normal(shape_a).astype(np.float32), rng.standard_normal(shape_b).astype(np.float32)
+    batch = np.broadcast_shapes(shape_a[:-2], shape_b[:-2])
+    for accumulate in (0, 1):
+        c = np.full((*batch, shape_a[-2], shape_b[-1]), 0.75, np.float32)
+        want = c.copy()
+        batched(c, a, b, accumulate)
+        every_a, every_b = np.broadcast_to(a, batch + shape_a[-2:]), np.broadcast_to(b, batch + shape_b[-2:])
+        for i in np.ndindex(batch):
+            gemm(want[i], every_a[i], every_b[i], accumulate=accumulate)
+        assert (c == want).all()
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (64, 64), (65, 130), (130, 8), (3, 300), (0, 4)])
+@pytest.mark.parametrize('transposed', (False, True))
+@pytest.mark.parametrize('shifted', (False, True))
+def test_to_bf16(R, C, transposed, shifted):
+    x = np.random.default_rng(6).standard_normal((R, C)).astype(np.float32)
+    special = np.array([0, -0.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, 1e-40], np.float32)
+    x.reshape(-1)[:len(special)] = special[:x.size]
+    from_, ld = laid_out(x, transposed, shifted), C + (3 if shifted else -C % 8)
+    y = np.full((R, ld), 7, np.uint16)
+    call('to_bf16', y, from_, R, C, ld, *(s // 4 for s in from_.strides))
+    assert (y[:, :C] == bf16(x)).all() and (y[:, C:] == 7).all()
+
+
+def test_to_bf16_keeps_nan():
+    x, y = np.array([[0x7FC00000, 0x7F800001, 0xFFFFFFFF]], np.uint32).view(np.float32), np.zeros((1, 3), np.uint16)
+    call('to_bf16', y, x, 1, 3, 3, 3, 1)
+    assert ((y & 0x7FFF) > 0x7F80).all()
+
+
+def matrix_bf16(rng, rows, columns, ld, shift):
+    """A block of random bfloat16 numbers at a multiple of 16 bytes, or not, with NaN between its rows."""
+    memory = np.full(rows * ld + 16, 0x7FC0, np.uint16)
+    start = -memory.ctypes.data % 16 // 2 + shift
+    block = memory[start:start + rows * ld].reshape(rows, ld)[:, :columns]
+    block[...] = bf16(rng.standard_normal((rows, columns)))
+    return block
+
+
+@pytest.mark.parametrize('shift', (0, 1), ids=('aligned', 'unaligned'))
+@pytest.mark.parametrize('M,N,K,more', [(1, 1, 1, 7), (64, 64, 64, 0), (128, 256, 64, 8), (130, 257, 72, 16), (50, 300, 200, 0),
+                                        (300, 40, 333, 11), (129, 129, 5, 2), (600, 520, 100, 4), (3, 4, 0, 8)])
+def test_gemm_bf16(M, N, K, more, shift):
+    """By bulk copies and wgmma where rows are at multiples of 16 bytes, and by other tiles where they are not."""
+    rng = np.random.default_rng(7)
+    a, b = (matrix_bf16(rng, rows, K, K + more, shift) for rows in (M, N))
+    wide_a, wide_b = ((x.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for x in (a, b.T))
+    for accumulate, ldc in itertools.product((0, 1), (N, N + 1, N + 4)):
+        c = np.full((M, ldc), 0.5 if accumulate else np.nan, np.float32)
+        call('gemm_bf16', c, a, b, M, N, K, ldc, K + more, K + more, accumulate)
+        assert (np.abs(c[:, :N] - (wide_a @ wide_b + 0.5 * accumulate)) <= bound(wide_a, wide_b, 4)).all()
+        assert (c[:, N:] == 0.5).all() if accumulate else np.isnan(c[:, N:]).all()
+
+
+def test_gemm_bf16_refuses_rows_that_overlap():
+    one = np.zeros(1, np.uint16)
+    with pytest.raises(ValueError, match='gemm_bf16: M=1 N=1 K=5 ldc=1 lda=4 ldb=5'):
+        call('gemm_bf16', np.zeros(1, np.float32), one, one, 1, 1, 5, 1, 4, 5, 0)
+
+
+@pytest.mark.parametrize('across', (False, True))
+def test_a_large_product_is_converted_first(across, precision):
+    rng = np.random.default_rng(8)
+    precision(BF16)
+    M, N, K = 513, 515, 1030
+    a, b, bias = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N), (N,)))
+    c = np.full((M, N + 1), 1.0, np.float32)
+    gemm(c[:, :N], laid_out(a, across, False), laid_out(b, across, True), bias, 1, 1)
+    check(c[:, :N], a, b, BF16, bias + 1, 1)
+    assert (c[:, N] == 1).all()
