@@ -1,0 +1,105 @@
+// cross_entropy.cu - masked softmax cross entropy on logits that exist.
+//
+// Forward, two launches: a team of threads for each row finds its log-sum-exp in one pass over the row; then one block adds
+// the losses of the valid rows.  Backward, one launch: a team for each row again.  A team is a warp, eight rows a block,
+// or a whole block where rows are long:
+//
+//     row of 10 logits     lane 0 1 2 .. 9 | the other lanes have nothing
+//     row of 50000         thread 0 1 2 .. 255 | 0 1 2 .. 255 | 0 1 2 ..         neighbours read neighbours
+#include "log_sum_exp.cuh"
+
+static constexpr int THREADS = 256;
+static constexpr int64_t LONG_ROW = 1024;               // from here on a row is worth a block
+static constexpr int SUM_THREADS = 1024;                // of the block that adds the losses
+
+// TEAM threads share a row: 32 or THREADS.
+template <int TEAM> static __global__ void __launch_bounds__(THREADS) rows_log_sum_exp(float *lse, const float *x, int64_t R, int64_t C) {
+    constexpr int TEAMS = THREADS / TEAM, WARPS = TEAM / 32, AT_ONCE = 4;
+    SHARED(float, maxima, [WARPS]);
+    SHARED(float, sums, [WARPS]);
+    const int member = threadIdx.x % TEAM, warp = member / 32;
+    for (int64_t r = blockIdx.x * int64_t(TEAMS) + threadIdx.x / TEAM; r < R; r += int64_t(gridDim.x) * TEAMS) {
+        LogSumExp found;
+        for (int64_t c = member; c < C; c += AT_ONCE * TEAM) {
+            float several[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) several[i] = c + i * TEAM < C ? x[r*C + c + i * TEAM] : -INFINITY;
+            found.add(several);
+        }
+        found = warp_log_sum_exp(found);
+        if constexpr (WARPS > 1) {
+            if (member % 32 == 0) {
+                maxima[warp] = found.max;
+                sums[warp] = found.sum;
+            }
+            __syncthreads();
+            if (member == 0)
+                for (int w = 1; w < WARPS; w++) found.add(LogSumExp{maxima[w], sums[w]});
+            __syncthreads();                            // the next row overwrites them
+        }
+        if (member == 0) lse[r] = found.value();
+    }
+}
+
+// loss = mean over the valid rows of lse - the label's logit.  One block, so that the order of the sum is always the same.
+static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int32_t *valid, const float *lse, const float *x,
+                                                                const int32_t *labels, FaultRecord *faults,
+                                                                int64_t R, int64_t C, int32_t ignore) {
+    SHARED(double, sums, [SUM_THREADS / 32]);
+    SHARED(int, counts, [SUM_THREADS / 32]);
+    double sum = 0.0;
+    int count = 0;
+    for (int64_t r = threadIdx.x; r < R; r += SUM_THREADS) {
+        const int32_t label = labels[r];
+        if (label == ignore) continue;
+        if (label < 0 || label >= C) {
+            report(faults, Fault::label, Who::cross_entropy_forward, r, label, C - 1);
+            continue;
+        }
+        sum += lse[r] - x[r*C + label];
+        count++;
+    }
+    sum = block_sum(sum, sums);
+    count = block_sum(count, counts);
+    if (threadIdx.x == 0) {
+        valid[0] = count;
+        loss[0] = count ? static_cast<float>(sum / count) : 0.0f;
+    }
+}
+
+template <int TEAM> static __global__ void __launch_bounds__(THREADS)
+backward(float *dx, const float *dloss, const float *x, const int32_t *labels, const float *lse, const int32_t *valid,
+         int64_t R, int64_t C, int32_t ignore) {
+    constexpr int TEAMS = THREADS / TEAM;
+    const float scale = valid[0] ? dloss[0] / static_cast<float>(valid[0]) : 0.0f;
+    for (int64_t r = blockIdx.x * int64_t(TEAMS) + threadIdx.x / TEAM; r < R; r += int64_t(gridDim.x) * TEAMS) {
+        const int32_t label = labels[r];
+        const float shift = lse[r];
+        const bool masked = label == ignore;
+#pragma unroll 4
+        for (int64_t c = threadIdx.x % TEAM; c < C; c += TEAM)
+            dx[r*C + c] = masked ? 0.0f : scale * expf(x[r*C + c] - shift) - (c == label ? scale : 0.0f);
+    }
+}
+
+extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse, const float *x, const int32_t *labels,
+                                                    int64_t R, int64_t C, int32_t ignore, void *stream) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_forward: R=%lld C=%lld", LL(R), LL(C));
+    const int64_t team = C < LONG_ROW ? 32 : THREADS;
+    Launches launches;
+    if (R) launches << LAUNCH(team == 32 ? rows_log_sum_exp<32> : rows_log_sum_exp<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
+                              stream_of(stream), lse, x, R, C);
+    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream), loss, valid, lse, x, labels, pyops_faults(), R, C, ignore);
+    return pyops_launched("cross_entropy_forward", launches.error, stream);
+}
+
+extern "C" pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
+                                                     const float *lse, const int32_t *valid,
+                                                     int64_t R, int64_t C, int32_t ignore, void *stream) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_backward: R=%lld C=%lld", LL(R), LL(C));
+    if (R == 0) return PYOPS_OK;
+    const int64_t team = C < LONG_ROW ? 32 : THREADS;
+    return pyops_launched("cross_entropy_backward",
+                          LAUNCH(team == 32 ? backward<32> : backward<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
+                                 stream_of(stream), dx, dloss, x, labels, lse, valid, R, C, ignore), stream);
+}

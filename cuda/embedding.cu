@@ -1,0 +1,177 @@
+// embedding.cu - rows of a table by number, and their gradient.
+//
+// Forward: a warp copies a row.
+//
+// Backward: a token that occurs twice adds twice, in the order of its positions.  So somebody has to know all positions of a
+// token.  Two launches for each CHUNK of positions:
+//
+//   group   Tokens are dealt out to classes, one block each (the multiplication of Fibonacci hashing puts neighbours into
+//           different classes: Knuth, The Art of Computer Programming 3, section 6.4).  A block goes over all ids and keeps
+//           the positions of its class, in order; then its warps bring together what has the same token:
+//
+//               ids        7  4  7  9  4  7  2                    positions 0 to 6
+//               classes    [ 0 2 4 1 5 | 3 6 ]                    tokens 4 and 7 in the first, 2 and 9 in the second
+//               order      [ 1 4 0 2 5 | 6 3 ]
+//               length       2 0 3 0 0   1 1                      where the positions of a token begin, and how many there are
+//
+//   add     A warp for each beginning and each 32 columns of the table adds the rows of dy one after the other to the row
+//           of dweight.  Loads do not depend on sums, so up to 32 rows are on their way at a time.
+//
+// No two warps write to the same place, and nothing is added but in the order of the positions.
+#include "compact.cuh"
+
+static constexpr int THREADS = 256;
+static constexpr int GROUP_THREADS = 512;
+static constexpr int CHUNK = 65536;                     // positions in a pair of launches: every class goes over all of them
+static constexpr int IN_CLASS = 64;                     // positions in a class, about
+static constexpr int MOST_BITS = 9;                     // of the number of a class
+
+static pyops_status check(const char *who, int64_t R, int64_t V, int64_t E) {
+    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
+    return PYOPS_OK;
+}
+
+DEVICE bool in_table(int32_t id, int64_t V) { return id >= 0 && id < V; }
+
+// ---- forward ---------------------------------------------------------------------------------------------------
+static __global__ void __launch_bounds__(THREADS) copy_rows(float *y, const float *weight, const int32_t *ids, FaultRecord *faults,
+                                                            int64_t R, int64_t V, int64_t E) {
+    const bool whole = ((uintptr_t(y) | uintptr_t(weight)) & 15) == 0 && E % 4 == 0;
+    const int lane = threadIdx.x & 31;
+    for (int64_t r = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32; r < R; r += int64_t(gridDim.x) * (THREADS / 32)) {
+        const int32_t id = ids[r];
+        if (!in_table(id, V)) {
+            if (lane == 0) report(faults, Fault::embedding_id, Who::embedding_forward, r, id, V - 1);
+            for (int64_t e = lane; e < E; e += 32) y[r*E + e] = 0.0f;
+        } else if (whole) {
+            const float4 *from = reinterpret_cast<const float4 *>(weight + id * E);
+            float4 *to = reinterpret_cast<float4 *>(y + r*E);
+#pragma unroll 4
+            for (int64_t e = lane; e < E / 4; e += 32) to[e] = from[e];
+        } else {
+            for (int64_t e = lane; e < E; e += 32) y[r*E + e] = weight[id * E + e];
+        }
+    }
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------
+DEVICE int class_of(int32_t id, int bits) { return bits ? (uint32_t(id) * 2654435769u) >> (32 - bits) : 0; }
+
+struct Groups {                                         // in the library's workspace, for the launches of one call
+    int32_t position[CHUNK], id[CHUNK];                 // by classes, in each in the order of the positions
+    int32_t order[CHUNK], length[CHUNK];                // by tokens; length: of a token at its first position, 0 at others
+};
+
+// `first` is the position that ids begins with, R how many there are.  A block for each of the 2^bits classes.
+static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, const int32_t *ids, FaultRecord *faults,
+                                                              int64_t first, int R, int64_t V, int bits) {
+    SHARED(int, counts, [GROUP_THREADS / 32]);
+    const int own = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int before = 0;                                     // positions in the classes before this one
+    for (int r = threadIdx.x; r < R; r += GROUP_THREADS) {
+        const int32_t id = ids[r];
+        if (in_table(id, V)) before += class_of(id, bits) < own;
+        else if (own == 0) report(faults, Fault::embedding_id, Who::embedding_backward, first + r, id, V - 1);
+    }
+    before = block_sum(before, counts);
+
+    int32_t *const position = groups->position + before, *const id = groups->id + before;
+    int32_t *const order = groups->order + before, *const length = groups->length + before;
+    const int n = block_compact(R, counts, [&](int r) { return in_table(ids[r], V) && class_of(ids[r], bits) == own; },
+                                [&](int place, int r) {
+        position[place] = r;
+        id[place] = ids[r];
+    });
+    if (own == int(gridDim.x) - 1)                      // the places that bad ids leave at the end
+        for (int p = before + n + threadIdx.x; p < R; p += GROUP_THREADS) groups->length[p] = 0;
+
+    for (int i = warp; i < n; i += GROUP_THREADS / 32) {
+        const int32_t token = id[i];
+        int smaller = 0;                                // how many of the class have a smaller token: this one's come behind
+        bool leads = true;                              // whether i is the first with this token
+        for (int j = 0; j < n && leads; j += 32) {
+            const int32_t other = j + lane < n ? id[j + lane] : INT32_MAX;
+            const unsigned same = __ballot_sync(ALL_LANES, other == token && j + lane < i);
+            smaller += __popc(__ballot_sync(ALL_LANES, other < token));
+            leads = same == 0;
+        }
+        if (!leads) continue;
+        int found = 0;
+        for (int j = i & ~31; j < n; j += 32) {
+            const bool mine = j + lane < n && id[j + lane] == token;
+            const unsigned same = __ballot_sync(ALL_LANES, mine);
+            const int place = found + __popc(same & ((1u << lane) - 1));
+            if (mine) order[smaller + place] = position[j + lane];
+            if (mine && place) length[smaller + place] = 0;
+            found += __popc(same);
+        }
+        if (lane == 0) length[smaller] = found;
+    }
+}
+
+// sum + the rows at[0], at[1], ... at[N - 1] of a column of dy, where at[i] is the value of lane i; in this order.
+template <int N> DEVICE float add_rows(float sum, const float *column, int32_t at, int from, int64_t E, bool inside) {
+    float value[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int64_t r = __shfl_sync(ALL_LANES, at, from + i);
+        value[i] = inside ? column[r * E] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) sum += value[i];
+    return sum;
+}
+
+// dy begins at the first position of the chunk.  A warp for each place in `order` and each 32 columns, a slice.
+static __global__ void __launch_bounds__(THREADS) add(float *dweight, const Groups *groups, const float *dy, const int32_t *ids,
+                                                      int R, int64_t E, int slices) {
+    const int64_t index = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32;
+    const int p = static_cast<int>(index / slices), lane = threadIdx.x & 31;
+    const int n = p < R ? groups->length[p] : 0;
+    if (n == 0) return;
+    const int32_t *const order = groups->order + p;
+    const int64_t e = index % slices * 32 + lane;
+    const bool inside = e < E;
+    int32_t next = lane < n ? order[lane] : 0;
+    float *const to = dweight + ids[__shfl_sync(ALL_LANES, next, 0)] * E + e;
+    float sum = inside ? *to : 0.0f;
+    for (int i = 0; i < n; i += 32) {
+        const int32_t now = next;
+        next = i + 32 + lane < n ? order[i + 32 + lane] : 0;
+        int done = 0;
+        if (i + 32 <= n) {
+            sum = add_rows<32>(sum, dy + e, now, 0, E, inside);
+            continue;
+        }
+        for (; i + done + 4 <= n; done += 4) sum = add_rows<4>(sum, dy + e, now, done, E, inside);
+        for (; i + done < n; done++) sum = add_rows<1>(sum, dy + e, now, done, E, inside);
+    }
+    if (inside) *to = sum;
+}
+
+extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids,
+                                                int64_t R, int64_t V, int64_t E, void *stream) {
+    const pyops_status status = check("embedding_forward", R, V, E);
+    if (status || R == 0) return status;
+    return pyops_launched("embedding_forward", LAUNCH(copy_rows, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream),
+                                                      y, weight, ids, pyops_faults(), R, V, E), stream);
+}
+
+extern "C" pyops_status pyops_embedding_backward(float *dweight, const float *dy, const int32_t *ids,
+                                                 int64_t R, int64_t V, int64_t E, void *stream) {
+    const pyops_status status = check("embedding_backward", R, V, E);
+    if (status || R == 0) return status;
+    Groups *const groups = static_cast<Groups *>(pyops_workspace(sizeof(Groups)));
+    if (!groups) return pyops_fail(PYOPS_NO_MEMORY, "embedding_backward: no memory for the order of the positions");
+    const int64_t slices = blocks_for<int64_t>(E, 32);
+    Launches launches;
+    for (int64_t first = 0; first < R; first += CHUNK) {
+        const int rows = static_cast<int>(R - first < CHUNK ? R - first : CHUNK);
+        int bits = 0;
+        while (bits < MOST_BITS && IN_CLASS << bits < rows) bits++;
+        launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream), groups, ids + first, pyops_faults(), first, rows, V, bits);
+        if (E) launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0, stream_of(stream),
+                                  dweight, groups, dy + first * E, ids + first, rows, E, static_cast<int>(slices));
+    }
+    return pyops_launched("embedding_backward", launches.error, stream);
+}

@@ -1,0 +1,42 @@
+// log_sum_exp.cuh - log sum exp(x) in one pass over x, by any number of threads.
+#pragma once
+#include <cfloat>
+#include "block.cuh"
+
+// sum over what was added of exp(x - max), and the largest of it: no exponent is above 0, so nothing overflows.  A larger
+// element scales the sum down (Milakov and Gimelshein 2018, arXiv:1805.02867).  The first max is finite, so that an x of
+// -infinity adds exp(-infinity) = 0 to any sum; a NaN or +infinity makes the sum NaN, and no later element can change that.
+struct LogSumExp {
+    float max = -FLT_MAX, sum = 0.0f;
+
+    template <int N> __device__ void add(const float (&x)[N]) {
+        float top = max;
+#pragma unroll
+        for (int i = 0; i < N; i++) top = x[i] > top ? x[i] : top;
+        if (top > max) sum *= expf(max - top);
+        max = top;
+#pragma unroll
+        for (int i = 0; i < N; i++) sum += expf(x[i] - top);
+    }
+
+    __device__ void add(LogSumExp other) {
+        const float top = other.max > max ? other.max : max;
+        sum = sum * expf(max - top) + other.sum * expf(other.max - top);
+        max = top;
+    }
+
+    // As the C library has it: NaN too where every x is -infinity, which is where nothing was added to the sum.
+    __device__ float value() const { return sum > 0.0f ? max + logf(sum) : NAN; }
+};
+
+// Lane 0 gets the result: the rounding of a + b and b + a differs in the last bit, so the others may not have the same.
+template <int LANES = 32> DEVICE LogSumExp warp_log_sum_exp(LogSumExp mine) {
+#pragma unroll
+    for (int step = LANES / 2; step; step >>= 1) {
+        LogSumExp other;
+        other.max = __shfl_xor_sync(ALL_LANES, mine.max, step);
+        other.sum = __shfl_xor_sync(ALL_LANES, mine.sum, step);
+        mine.add(other);
+    }
+    return mine;
+}
