@@ -92,6 +92,10 @@ int pyops_multiprocessors() {
     static const int count = attribute(cudaDevAttrMultiProcessorCount);
     return count;
 }
+int pyops_shared_memory() {
+    static const int bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return bytes;
+}
 bool pyops_has_hopper() {
     static const bool has = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
     return has;

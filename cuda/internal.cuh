@@ -57,6 +57,7 @@ DEVICE void report(FaultRecord *record, Fault fault, Who who, long long index, l
 enum class Precision : int32_t { fp32, tf32, bf16 };       // of the operands of matrix products; sums are float32 always
 Precision pyops_precision_now();
 int pyops_multiprocessors();            // of the device in use
+int pyops_shared_memory();              // bytes that a block may have there, once cudaFuncSetAttribute has allowed it
 bool pyops_has_hopper();                // whether it has wgmma and bulk copies, and this build has code for them
 
 // Scratch of the library, for kernels whose ABI has no `work`: the same memory at every call, so a kernel may use it only

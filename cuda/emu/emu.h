@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <sched.h>
 #include <tuple>
 #include <utility>
 #include <vector>
