@@ -1,0 +1,715 @@
+// gru.cu - a gated recurrent unit over a whole sequence.
+//
+// What does not wait for the state is one product over all steps (pyops_gemm): the inputs' in forward; dx and the weights'
+// gradients in backward.  All steps of the recurrence are one kernel, which keeps the recurrent weights in shared memory
+// from the first step to the last (persistent RNNs: Diamos et al. 2016, ICML).
+//
+// Units of the state and rows of the batch are dealt out, a block for each pair, no more blocks than multiprocessors:
+//
+//                unit 0 ..     U ..     2U ..              A block keeps the weights of its U units: in forward the rows
+//               +--------+--------+--------+               of w_hh that form them, in backward the columns.
+//     row 0 ..  | block  | block  | block  |  a team       A step needs the whole state before it, of the same rows.  So
+//               +--------+--------+--------+               the blocks of a team exchange what each has made through
+//     row 8*n.. | block  | block  | block  |  a team       global memory, where it goes anyway (h, u, the gates'
+//               +--------+--------+--------+               gradients), and wait for each other; teams do not.
+//
+// A team's rows are tiles of 8, several tiles a chunk.  A block does step after step, and in a step chunk after chunk:
+//
+//     wait until the team has arrived with this chunk's rows; copy them to shared memory     (ahead, while another chunk
+//     multiply: a warp has one tile, all columns and a slice of K                             is multiplied)
+//     add the slices' sums in their order, form the gates, write them out, arrive
+//
+// With reset before, a step has two phases that do this: r and z from h, then n from u = r * h.
+// Where the weights do not fit, steps are a product and a kernel for the gates each, at the end of this file.
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include "columns.cuh"
+
+// ---- how a block multiplies --------------------------------------------------------------------------------
+// c (rows of a tile, N) = rows (K) x weights (K,N), where N are the columns that a block forms.  K is padded with zeros to
+// whole segments, of which each slice has its share.
+static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 8, SEGMENT = 16;
+
+// In float32 a lane has up to 4 columns of all 8 rows.  Fewer than 32 lanes have all columns; then the lanes left over, as
+// the first ones, take parts of the slice.  On tensor cores the weights are the left operand, 16 columns a tile.
+static constexpr int columns_of_lane(int n) { return n % 3 == 0 ? 3 : n / 8 < 4 ? n / 8 : 4; }
+static constexpr int parts_of_slice(int n, Precision p) { return p == Precision::fp32 ? 32 / (n / columns_of_lane(n)) : 1; }
+// Floats that are kept for each k.
+static constexpr int weights_of_k(int n, Precision p) {
+    return p == Precision::fp32 ? n : p == Precision::tf32 ? round_up(n, 16) : round_up(n, 16) / 2;
+}
+// Sums lie as [warp][part][row][column].  The lengths of a row and of a part keep lanes that write at once on different banks.
+static constexpr int sums_of_row(int n) { return round_up(n, 16) + 4; }
+static constexpr int sums_of_part(int n) { return ROWS * sums_of_row(n) + n / columns_of_lane(n); }
+static constexpr int sums_of_block(int n, Precision p) { return WARPS * parts_of_slice(n, p) * sums_of_part(n); }
+
+template <int N, Precision P> struct Product {
+    static constexpr int EACH = columns_of_lane(N), LANES = N / EACH, PARTS = parts_of_slice(N, P), TILES = round_up(N, 16) / 16;
+    static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N), SUM_PART = sums_of_part(N);
+};
+
+DEVICE unsigned bf16_pair(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    unsigned bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
+}
+
+// The weights as `multiply` wants them; quad(column, k) gives those of k .. k+3, zeros beyond the matrix.
+//   float32        [k/4][column] of 4 k each, so that neighbouring lanes read neighbouring columns
+//   tensor cores   [segment][tile of columns][lane]: what a lane holds of the left operand.  Which k stands where is free as long
+//                  as both operands agree: a lane has k = 4t .. 4t+3 of the segment (t = lane % 4), as it reads them of a row.
+template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int segments, Quad quad) {
+    if constexpr (P == Precision::fp32) {
+        float4 *const to = reinterpret_cast<float4 *>(weights);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < segments * 4 * N; i += THREADS) {        // a warp: 8 columns, 16 k
+            const int column = i % 8 + i / 32 % (N / 8) * 8, k4 = i / (4 * N) * 4 + i / 8 % 4;
+            to[k4 * N + column] = quad(column, k4 * 4);
+        }
+    } else {
+        constexpr int TILES = Product<N, P>::TILES;
+        uint4 *const to = reinterpret_cast<uint4 *>(weights);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < segments * TILES * 32; i += THREADS) {
+            const int lane = i % 32, column = i / 32 % TILES * 16 + lane / 4, k = i / (32 * TILES) * SEGMENT + lane % 4 * 4;
+            const float4 a = quad(column, k), b = column + 8 < N ? quad(column + 8, k) : make_float4(0, 0, 0, 0);
+            if constexpr (P == Precision::tf32) {
+                to[(i - lane) * 2 + lane] = {to_tf32(a.x), to_tf32(b.x), to_tf32(a.y), to_tf32(b.y)};
+                to[(i - lane) * 2 + 32 + lane] = {to_tf32(a.z), to_tf32(b.z), to_tf32(a.w), to_tf32(b.w)};
+            } else {
+                to[i] = {bf16_pair(a.x, a.y), bf16_pair(b.x, b.y), bf16_pair(a.z, a.w), bf16_pair(b.z, b.w)};
+            }
+        }
+    }
+}
+
+// What this warp adds to a chunk's sums: its slice of K for one tile of rows, which lie `stride` apart.
+template <int N, Precision P>
+DEVICE void multiply(float *sums, const float *weights, const float *rows, int stride, int segments, int slices) {
+    constexpr int SUM_ROW = Product<N, P>::SUM_ROW, SUM_PART = Product<N, P>::SUM_PART;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / slices, slice = warp % slices;
+    const int from = segments * slice / slices, to = segments * (slice + 1) / slices;
+    rows += tile * ROWS * stride;
+    if constexpr (P == Precision::fp32) {
+        constexpr int EACH = Product<N, P>::EACH, LANES = Product<N, P>::LANES, PARTS = Product<N, P>::PARTS;
+        const int column = lane % LANES, part = lane / LANES;
+        const float4 *const w = reinterpret_cast<const float4 *>(weights) + column;
+        float sum[ROWS][EACH] = {};
+#pragma unroll 2
+        for (int k4 = from * 4 + part; k4 < to * 4; k4 += PARTS) {
+            float4 b[EACH];
+#pragma unroll
+            for (int j = 0; j < EACH; j++) b[j] = w[k4 * N + j * LANES];
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                const float4 a = *reinterpret_cast<const float4 *>(rows + i * stride + k4 * 4);
+#pragma unroll
+                for (int j = 0; j < EACH; j++) {
+                    sum[i][j] = fmaf(a.x, b[j].x, sum[i][j]);
+                    sum[i][j] = fmaf(a.y, b[j].y, sum[i][j]);
+                    sum[i][j] = fmaf(a.z, b[j].z, sum[i][j]);
+                    sum[i][j] = fmaf(a.w, b[j].w, sum[i][j]);
+                }
+            }
+        }
+        sums += (warp * PARTS + part) * SUM_PART + column;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int j = 0; j < EACH; j++) sums[i * SUM_ROW + j * LANES] = sum[i][j];
+    } else {
+        constexpr int TILES = Product<N, P>::TILES, KEPT = P == Precision::tf32 ? 2 : 1;
+        const int g = lane / 4, t = lane % 4;                   // as the instruction has them: of a tile, column g, row 2t
+        const uint4 *w = reinterpret_cast<const uint4 *>(weights) + from * TILES * KEPT * 32 + lane;
+        float sum[TILES][4] = {};
+        for (int segment = from; segment < to; segment++, w += TILES * KEPT * 32) {
+            const float4 b = *reinterpret_cast<const float4 *>(rows + g * stride + segment * SEGMENT + t * 4);
+            if constexpr (P == Precision::tf32) {
+                const unsigned b0[2] = {to_tf32(b.x), to_tf32(b.y)}, b1[2] = {to_tf32(b.z), to_tf32(b.w)};
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    const uint4 a = w[m * 64];
+                    mma_tf32(sum[m], {a.x, a.y, a.z, a.w}, b0);
+                }
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    const uint4 a = w[m * 64 + 32];
+                    mma_tf32(sum[m], {a.x, a.y, a.z, a.w}, b1);
+                }
+            } else {
+                const unsigned pairs[2] = {bf16_pair(b.x, b.y), bf16_pair(b.z, b.w)};
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    const uint4 a = w[m * 32];
+                    mma_bf16(sum[m], {a.x, a.y, a.z, a.w}, pairs);
+                }
+            }
+        }
+        sums += warp * SUM_PART + 2 * t * SUM_ROW + g;
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[i % 2 * SUM_ROW + m * 16 + i / 2 * 8] = sum[m][i];
+    }
+}
+
+// The sum of all slices: a row of the chunk, a column.
+template <int N, Precision P> DEVICE float total(const float *sums, int slices, int row, int column) {
+    constexpr int SUM_ROW = Product<N, P>::SUM_ROW, SUM_PART = Product<N, P>::SUM_PART;
+    const int parts = slices * Product<N, P>::PARTS;
+    sums += row / ROWS * parts * SUM_PART + row % ROWS * SUM_ROW + column;
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < parts; i++) sum += sums[i * SUM_PART];
+    return sum;
+}
+
+// ---- how the work is dealt out -------------------------------------------------------------------------------
+struct Plan {
+    int64_t T, B;
+    int H, padded;                          // padded: H in whole segments
+    int units, teams, team;                 // units of a block, teams, blocks of a team
+    int tiles, chunk;                       // tiles of a team's rows, tiles of a chunk
+    int stride, buffers;                    // floats from row to row in shared memory; 2 buffers: chunks are loaded ahead
+    size_t shared;                          // bytes of shared memory
+};
+
+static int chunks_of(const Plan &p) { return blocks_for(p.tiles, p.chunk); }
+
+// Of those layouts that fit, the one whose blocks have least to multiply in a step; of equal ones that with most units a
+// block, since then fewer blocks copy the same rows and wait for each other.  teams = 0: none fits.
+//   weights   floats that a block keeps for each k of a part     sums    floats of their sums     both for 8, 16, 32 units
+//   kept      parts of K, of H each, that are kept               at_once how many of them are multiplied at once
+static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const int *sums, int kept, int at_once) {
+    Plan best = {};
+    if (H > 32 * pyops_multiprocessors()) return best;
+    const int64_t all = blocks_for<int64_t>(B, ROWS);           // tiles
+    int64_t least = INT64_MAX;
+    for (int i = 2; i >= 0; i--) {
+        Plan p = {T, B, int(H), round_up(int(H), SEGMENT), 8 << i};
+        p.team = blocks_for(p.H, p.units);
+        if (p.team > pyops_multiprocessors()) continue;
+        p.tiles = int(blocks_for<int64_t>(all, pyops_multiprocessors() / p.team));
+        p.teams = int(blocks_for<int64_t>(all, p.tiles));
+        p.stride = at_once * p.padded;
+        if (p.stride % 32 == 0) p.stride += 16;                 // rows begin 16 banks apart
+        // Three chunks or more where there are tiles for them: then a block has work while it waits for its team.
+        for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
+        p.buffers = chunks_of(p) > 2 ? 2 : 1;
+        const auto size = [&] {
+            return sizeof(float) * (size_t(kept) * p.padded * weights[i] + size_t(p.buffers) * p.chunk * ROWS * p.stride + sums[i]);
+        };
+        while (size() > size_t(pyops_shared_memory()) && p.chunk > 1) p.chunk /= 2;
+        if (size() > size_t(pyops_shared_memory())) p.buffers = 1;
+        p.shared = size();
+        if (p.shared > size_t(pyops_shared_memory()) || int64_t(p.tiles) * p.units >= least) continue;
+        least = int64_t(p.tiles) * p.units;
+        best = p;
+    }
+    return best;
+}
+
+static Plan forward_plan(int64_t T, int64_t B, int64_t H, bool before) {
+    const Precision p = pyops_precision_now();
+    int weights[3], sums[3];
+    for (int i = 0; i < 3; i++) {
+        const int u = 8 << i;
+        weights[i] = before ? weights_of_k(2 * u, p) + weights_of_k(u, p) : weights_of_k(3 * u, p);
+        sums[i] = before ? std::max(sums_of_block(2 * u, p), sums_of_block(u, p)) : sums_of_block(3 * u, p);
+    }
+    return plan_for(T, B, H, weights, sums, 1, 1);
+}
+
+static Plan backward_plan(int64_t T, int64_t B, int64_t H, bool before) {
+    const Precision p = pyops_precision_now();
+    int weights[3], sums[3];
+    for (int i = 0; i < 3; i++) weights[i] = weights_of_k(8 << i, p), sums[i] = sums_of_block(8 << i, p);
+    return plan_for(T, B, H, weights, sums, 3, before ? 2 : 3);
+}
+
+// ---- the walk through time, of a block ------------------------------------------------------------------------
+struct Item {                               // what comes next: a phase of a step, for a chunk of rows
+    int64_t step;
+    int phase, chunk;
+};
+
+struct Place {                              // of a block, and of the thread in it
+    int unit, chunks;                       // the thread's unit, which may lie beyond H; chunks of the team
+    int64_t first_row, end_row;             // of the team
+    unsigned *counters;                     // one for each chunk: how often a block of the team has arrived with it
+};
+static constexpr int COUNTER = 32;          // words from one counter to the next: each has a cache line of its own
+
+DEVICE Place place_of(const Plan &p, unsigned *counters) {
+    const int team = blockIdx.x / p.team;
+    Place place;
+    place.unit = blockIdx.x % p.team * p.units + threadIdx.x % p.units;
+    place.first_row = int64_t(team) * p.tiles * ROWS;
+    place.end_row = min(place.first_row + int64_t(p.tiles) * ROWS, p.B);
+    const int chunk = p.chunk * ROWS;
+    place.chunks = int((place.end_row - place.first_row + chunk - 1) / chunk);
+    place.counters = counters + int64_t(team) * p.tiles * COUNTER;
+    return place;
+}
+
+// The rows of a chunk, from the batch's row `from`.
+struct Rows {
+    int64_t from;
+    int count;
+};
+DEVICE Rows rows_of(const Plan &p, const Place &place, int chunk) {
+    const int64_t from = place.first_row + int64_t(chunk) * p.chunk * ROWS;
+    return {from, int(min(place.end_row - from, int64_t(p.chunk * ROWS)))};
+}
+
+// Before the first item: everyone's counters are 0, and what the block keeps is there.
+DEVICE void start(const Plan &p, const Place &place, bool exchange) {
+    if (!exchange) return __syncthreads();
+    if (blockIdx.x % p.team == 0)
+        for (int i = threadIdx.x; i < place.chunks; i += THREADS) place.counters[i * COUNTER] = 0;
+    grid_sync();
+}
+
+// Wait until each block of the team has arrived `times` times with a chunk.
+DEVICE void wait_for(const Plan &p, const Place &place, int chunk, int64_t times) {
+    if (threadIdx.x == 0)
+        while (load_acquire(place.counters + chunk * COUNTER) < unsigned(times * p.team)) {}
+    __syncthreads();
+}
+
+DEVICE void arrive(const Place &place, int chunk) {
+    __syncthreads();
+    if (threadIdx.x == 0) add_release(place.counters + chunk * COUNTER, 1);
+}
+
+// Copy rows to shared memory: of each, `parts` times H floats from column `first` on, each part padded to whole segments (with
+// the zeros that are there).  A third part lies one further: of dr dz dn du, those are dr dz du.  `from` is `ld` floats a row.
+DEVICE void load(float *to, const float *from, int64_t ld, int count, int first, int parts, const Plan &p) {
+    const bool whole = p.H % 4 == 0 && uintptr_t(from) % 16 == 0;      // then every row and part begins at 16 bytes
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < count; row += WARPS)
+        for (int part = 0; part < parts; part++) {
+            const float *const source = from + row * ld + first + (part + part / 2) * p.H;
+            float *const target = to + row * p.stride + part * p.padded;
+            if (whole) {
+                for (int k = lane * 4; k < p.H; k += 32 * 4) cp_async16(target + k, source + k);
+            } else {
+                for (int k = lane; k < p.H; k += 32) target[k] = source[k];
+            }
+        }
+    cp_async_commit();
+}
+
+// Do `items` items: fetch(item) reads what of them is known before the exchange, begin(item, rows) waits for the team and
+// starts to copy, finish(item, rows, fetched) does the rest.
+template <class Fetch, class Begin, class Finish>
+DEVICE void walk(const Plan &p, const Place &place, int64_t items, int phases, float *buffer, Fetch fetch, Begin begin, Finish finish) {
+    if (p.padded != p.H) {                                             // the padding stays 0 for good
+        for (int i = threadIdx.x; i < p.buffers * p.chunk * ROWS * p.stride; i += THREADS) buffer[i] = 0.0f;
+        __syncthreads();
+    }
+    const bool ahead = p.buffers == 2 && place.chunks > 1;             // with one chunk, the next item waits for this one
+    float *other = buffer + (p.buffers - 1) * p.chunk * ROWS * p.stride;
+    Item item = {0, 0, 0};
+    for (int64_t i = 0; i < items; i++) {
+        Item next = item;
+        if (++next.chunk == place.chunks) {
+            next.chunk = 0;
+            if (++next.phase == phases) next.phase = 0, next.step++;
+        }
+        const auto fetched = fetch(item);
+        if (i == 0 || !ahead) begin(item, buffer);
+        cp_async_wait<0>();
+        __syncthreads();
+        if (ahead && i + 1 < items) begin(next, other);
+        finish(item, buffer, fetched);
+        arrive(place, item.chunk);
+        item = next;
+        float *const used = buffer;
+        if (ahead) buffer = other, other = used;
+    }
+}
+
+// ---- gates of one unit in one row; the numbers are those of docs/gru.md ---------------------------------------
+// gate: the row's r, which has z, n and u H floats apart behind it, and a in their place before they are known.
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+struct Known {                              // before the product: a's parts (z itself in the second half of reset before), h[t-1]
+    float r, z, n, h;
+};
+DEVICE Known known(const float *gate, const float *h, int64_t H) { return {gate[0], gate[H], gate[2 * H], h ? *h : 0.0f}; }
+
+// The product of h[t-1], with its bias, is given.
+DEVICE void after_gates(float *h, float *gate, int64_t H, Known k, float product_r, float product_z, float u) {
+    const float r = sigmoid(k.r + product_r);                          // 1
+    const float z = sigmoid(k.z + product_z);                          // 2
+    const float n = tanhf(k.n + r * u);                                // 4
+    *h = (1.0f - z) * n + z * k.h;                                     // 5
+    gate[0] = r;
+    gate[H] = z;
+    gate[2 * H] = n;
+    gate[3 * H] = u;
+}
+DEVICE void before_gates_1(float *gate, int64_t H, Known k, float product_r, float product_z) {
+    const float r = sigmoid(k.r + product_r);                          // 1
+    gate[0] = r;
+    gate[H] = sigmoid(k.z + product_z);                                // 2
+    gate[3 * H] = r * k.h;                                             // 3: u
+}
+DEVICE void before_gates_2(float *h, float *gate, int64_t H, Known k, float product_n) {
+    const float n = tanhf(k.n + product_n);                            // 4
+    *h = (1.0f - k.z) * n + k.z * k.h;                                 // 5
+    gate[2 * H] = n;
+}
+
+// ---- forward ----------------------------------------------------------------------------------------------------
+struct Forward {
+    float *h, *gates;
+    const float *h0, *w_hh, *b_hh;
+    unsigned *counters;
+};
+
+template <int U, Precision P, bool BEFORE>
+static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward f, const Plan p) {
+    constexpr int PHASES = BEFORE ? 2 : 1, N = BEFORE ? 2 * U : 3 * U;         // columns of the first phase
+    DYN_SHARED(float, weights);
+    float *const weights_n = weights + p.padded * Product<N, P>::WEIGHTS;
+    float *const buffer = weights_n + (BEFORE ? p.padded * Product<U, P>::WEIGHTS : 0);
+    float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
+    const int64_t B = p.B, H = p.H;
+    const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk, column = threadIdx.x % U;
+    const Place place = place_of(p, f.counters);
+
+    // The columns of a product are the block's units for one gate after the other, of which `first` is the first.
+    const auto row_of_w = [&](int first, int column, int k) {
+        const int unit = blockIdx.x % p.team * U + column % U;
+        const float *const w = f.w_hh + ((first + column / U) * H + unit) * H + k;
+        if (unit >= H) return make_float4(0, 0, 0, 0);
+        if (k + 4 <= H && uintptr_t(w) % 16 == 0) return *reinterpret_cast<const float4 *>(w);
+        return make_float4(k < H ? w[0] : 0, k + 1 < H ? w[1] : 0, k + 2 < H ? w[2] : 0, k + 3 < H ? w[3] : 0);
+    };
+    keep<N, P>(weights, segments, [&](int column, int k) { return row_of_w(0, column, k); });
+    if (BEFORE) keep<U, P>(weights_n, segments, [&](int column, int k) { return row_of_w(2, column, k); });
+    const bool mine = place.unit < H;
+    const float b_r = mine ? f.b_hh[place.unit] : 0, b_z = mine ? f.b_hh[H + place.unit] : 0, b_n = mine ? f.b_hh[2 * H + place.unit] : 0;
+    start(p, place, p.T * PHASES > 1);
+
+    const auto h_before = [&](int64_t t, int64_t row) -> const float * {      // h[t-1]
+        return t ? f.h + ((t - 1) * B + row) * H : f.h0 ? f.h0 + row * H : nullptr;
+    };
+    const auto fetch_row = [&](const Item &item, Rows rows, int row) {
+        if (!mine || row >= rows.count) return Known{};
+        const float *const h = h_before(item.step, rows.from + row);
+        return known(f.gates + (item.step * B + rows.from + row) * 4 * H + place.unit, h ? h + place.unit : nullptr, H);
+    };
+    walk(p, place, p.T * PHASES * place.chunks, PHASES, buffer,
+        [&](const Item &item) { return fetch_row(item, rows_of(p, place, item.chunk), threadIdx.x / U); },
+        [&](const Item &item, float *to) {
+            const Rows rows = rows_of(p, place, item.chunk);
+            const float *const h = h_before(item.step, rows.from);
+            if (item.step || item.phase) wait_for(p, place, item.chunk, item.step * PHASES + item.phase);
+            if (item.phase) load(to, f.gates + (item.step * B + rows.from) * 4 * H, 4 * H, rows.count, 3 * p.H, 1, p);
+            else if (h) load(to, h, H, rows.count, 0, 1, p);
+        },
+        [&](const Item &item, const float *from, Known next) {
+            const Rows rows = rows_of(p, place, item.chunk);
+            const bool zeros = item.phase == 0 && !h_before(item.step, rows.from);      // nothing comes of zeros but the bias
+            if (BEFORE && item.phase) multiply<U, P>(sums, weights_n, from, p.stride, segments, slices);
+            else if (!zeros) multiply<N, P>(sums, weights, from, p.stride, segments, slices);
+            __syncthreads();
+            const auto product = [&](int row, int gate) { return zeros ? 0.0f : total<N, P>(sums, slices, row, gate * U + column); };
+            for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
+                const Known k = next;
+                next = fetch_row(item, rows, row + THREADS / U);
+                if (!mine) continue;
+                const int64_t at = item.step * B + rows.from + row;
+                float *const h = f.h + at * H + place.unit, *const gate = f.gates + at * 4 * H + place.unit;
+                if constexpr (!BEFORE) after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
+                else if (item.phase) before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
+                else before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+            }
+        });
+}
+
+// ---- backward: the gates' gradients of all steps, last step first -------------------------------------------------
+struct Backward {
+    float *dh0, *dgates, *before, *carry;   // dgates (T,B,4H) = dr dz dn du;   before (T,B,H), h[t-1], if there is an h0
+    const float *dh, *dh_last, *h0, *w_hh, *h, *gates;          // carry (B,H): what of h[t-1]'s gradient does not come
+    int64_t T, B, H;                                            // from a product
+    unsigned *counters;
+};
+struct Saved {                              // by forward; and the gradient of h[t] but for a product's part
+    float r, z, n, u, h, d;
+};
+DEVICE Saved saved(const Backward &b, int64_t t, int64_t row, int64_t unit) {
+    const int64_t H = b.H, state = row * H + unit, step = b.B * H;      // its place in a step, and the length of that
+    const float *const gate = b.gates + (t * b.B + row) * 4 * H + unit;
+    const float h = t ? b.h[(t - 1) * step + state] : b.h0 ? b.h0[state] : 0.0f;
+    const float carry = t < b.T - 1 ? b.carry[state] : b.dh_last ? b.dh_last[state] : 0.0f;
+    return {gate[0], gate[H], gate[2 * H], gate[3 * H], h, b.dh ? carry + b.dh[t * step + state] : carry};
+}
+
+// Steps 5, 4, 2 backwards, and with reset after also 1, for the gradient d of h[t].
+template <bool BEFORE> DEVICE void back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float d) {
+    const int64_t H = b.H, at = t * b.B + row;
+    float *const dgate = b.dgates + at * 4 * H + unit;
+    const float dn = d * (1.0f - s.z) * (1.0f - s.n * s.n);            // 5, 4
+    dgate[H] = d * (s.h - s.n) * s.z * (1.0f - s.z);                   // 5, 2
+    dgate[2 * H] = dn;
+    b.carry[row * H + unit] = d * s.z;                                 // 5
+    if (b.h0) b.before[at * H + unit] = s.h;
+    if (BEFORE) return;
+    dgate[0] = dn * s.u * s.r * (1.0f - s.r);                          // 4, 1
+    dgate[3 * H] = dn * s.r;                                           // 4: du
+}
+// The rest with reset before: du = dn w_hn is the gradient of u = r * h[t-1].
+DEVICE void back_reset(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float du) {
+    b.dgates[(t * b.B + row) * 4 * b.H + unit] = du * s.h * s.r * (1.0f - s.r);        // 3, 1
+    b.carry[row * b.H + unit] += du * s.r;                                             // 3
+}
+
+template <int U, Precision P, bool BEFORE>
+static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backward b, const Plan p) {
+    constexpr int PHASES = BEFORE ? 2 : 1;
+    DYN_SHARED(float, weights);
+    float *const weights_n = weights + 2 * p.padded * Product<U, P>::WEIGHTS;
+    float *const buffer = weights + 3 * p.padded * Product<U, P>::WEIGHTS;
+    float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
+    const int64_t H = p.H;
+    const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk;
+    const Place place = place_of(p, b.counters);
+    // Items: with reset after one for each step whose h[t-1] has a gradient that someone wants, with it before two, the
+    // first of which is needed for dr in any case.
+    const int64_t steps = b.dh0 ? p.T : p.T - 1, items = (BEFORE ? steps + p.T : steps) * place.chunks;
+
+    // k: the rows of r, of z, of n, each padded
+    keep<U, P>(weights, 3 * segments, [&](int column, int k) {
+        const int unit = blockIdx.x % p.team * U + column;
+        const int in_gate = k % p.padded;
+        const float *const w = b.w_hh + (k / p.padded * H + in_gate) * H + unit;
+        const auto at = [&](int i) { return unit < H && in_gate + i < H ? w[i * H] : 0.0f; };
+        return make_float4(at(0), at(1), at(2), at(3));
+    });
+    const bool mine = place.unit < H;
+    start(p, place, items > 0);
+
+    const auto fetch_row = [&](int64_t t, Rows rows, int row) {
+        return mine && row < rows.count ? saved(b, t, rows.from + row, place.unit) : Saved{};
+    };
+    for (int chunk = 0; chunk < place.chunks; chunk++) {                       // the last step
+        const Rows rows = rows_of(p, place, chunk);
+        for (int row = threadIdx.x / U; row < rows.count && mine; row += THREADS / U) {
+            const Saved s = fetch_row(p.T - 1, rows, row);
+            back_gates<BEFORE>(b, p.T - 1, rows.from + row, place.unit, s, s.d);
+        }
+        arrive(place, chunk);
+    }
+    // An item multiplies gradients of the gates of step t.  The last phase of a step gives the gradient of h[t-1], and with
+    // it those of the gates of step t - 1.
+    walk(p, place, items, PHASES, buffer,
+        [&](const Item &item) {
+            const int64_t t = p.T - 1 - item.step;
+            return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, place, item.chunk), threadIdx.x / U);
+        },
+        [&](const Item &item, float *to) {
+            const Rows rows = rows_of(p, place, item.chunk);
+            const float *const from = b.dgates + ((p.T - 1 - item.step) * p.B + rows.from) * 4 * p.H;
+            wait_for(p, place, item.chunk, item.step * PHASES + item.phase + 1);
+            if (!BEFORE) load(to, from, 4 * p.H, rows.count, 0, 3, p);         // dr dz du
+            else if (item.phase == 0) load(to, from, 4 * p.H, rows.count, 2 * p.H, 1, p);      // dn
+            else load(to, from, 4 * p.H, rows.count, 0, 2, p);                 // dr dz
+        },
+        [&](const Item &item, const float *from, Saved next) {
+            const Rows rows = rows_of(p, place, item.chunk);
+            const int64_t t = p.T - 1 - item.step;
+            const bool last = item.phase == PHASES - 1;                        // of the step
+            if (BEFORE) multiply<U, P>(sums, last ? weights : weights_n, from, p.stride, last ? 2 * segments : segments, slices);
+            else multiply<U, P>(sums, weights, from, p.stride, 3 * segments, slices);
+            __syncthreads();
+            for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
+                const Saved s = next;
+                next = fetch_row(last && t ? t - 1 : t, rows, row + THREADS / U);
+                if (!mine) continue;
+                const int64_t in_batch = rows.from + row, state = in_batch * p.H + place.unit;
+                const float product = total<U, P>(sums, slices, row, threadIdx.x % U);
+                if (!last) back_reset(b, t, in_batch, place.unit, s, product);
+                else if (t) back_gates<BEFORE>(b, t - 1, in_batch, place.unit, s, s.d + product);
+                else b.dh0[state] = b.carry[state] + product;
+            }
+        });
+}
+
+// ---- one step at a time, where the weights do not fit on chip -------------------------------------------------------
+enum class Stage { after, before_1, before_2 };
+
+// product (B,3H): of h[t-1], or of u in the last third, with the biases
+template <Stage STAGE>
+static __global__ void forward_step(float *h, float *gates, const float *h_before, const float *product, int64_t B, int64_t H) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
+        float *const gate = gates + i / H * 4 * H + i % H;
+        const float *const of = product + i / H * 3 * H + i % H;
+        const Known k = known(gate, h_before ? h_before + i : nullptr, H);
+        if constexpr (STAGE == Stage::after) after_gates(h + i, gate, H, k, of[0], of[H], of[2 * H]);
+        if constexpr (STAGE == Stage::before_1) before_gates_1(gate, H, k, of[0], of[H]);
+        if constexpr (STAGE == Stage::before_2) before_gates_2(h + i, gate, H, k, of[2 * H]);
+    }
+}
+
+static pyops_status forward_by_steps(const Forward &f, float *product, int64_t T, int64_t B, int64_t H, bool before, void *stream) {
+    const unsigned blocks = grid_for(B * H, THREADS);
+    Launches launches;
+    for (int64_t t = 0; t < T; t++) {
+        float *const h = f.h + t * B * H, *const gates = f.gates + t * B * 4 * H;
+        const float *const h_before = t ? h - B * H : f.h0, *const rows = h_before ? h_before : h;
+        const int64_t K = h_before ? H : 0;                    // nothing comes of zeros but the bias
+        pyops_status status = pyops_gemm(product, rows, f.w_hh, f.b_hh, B, before ? 2 * H : 3 * H, K, 3 * H, H, 1, 1, H, 0, 0, stream);
+        if (status) return status;
+        if (!before) {
+            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, stream_of(stream), h, gates, h_before, product, B, H);
+            continue;
+        }
+        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, stream_of(stream), h, gates, h_before, product, B, H);
+        status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H, 4 * H, 1, 1, H, 0, 0, stream);
+        if (status) return status;
+        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, stream_of(stream), h, gates, h_before, product, B, H);
+    }
+    return pyops_launched("gru_forward", launches.error, stream);
+}
+
+template <bool BEFORE> static __global__ void backward_step(const Backward b, int64_t t) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < b.B * b.H; i += int64_t(gridDim.x) * blockDim.x) {
+        const Saved s = saved(b, t, i / b.H, i % b.H);
+        back_gates<BEFORE>(b, t, i / b.H, i % b.H, s, s.d);
+    }
+}
+
+static __global__ void backward_reset(const Backward b, const float *du, int64_t t) {          // du (B,H)
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < b.B * b.H; i += int64_t(gridDim.x) * blockDim.x)
+        back_reset(b, t, i / b.H, i % b.H, saved(b, t, i / b.H, i % b.H), du[i]);
+}
+
+static pyops_status backward_by_steps(const Backward &b, float *du, bool before, void *stream) {
+    const int64_t T = b.T, B = b.B, H = b.H;
+    const unsigned blocks = grid_for(B * H, THREADS);
+    const float *const w_hn = b.w_hh + 2 * H * H;
+    pyops_status status = PYOPS_OK;
+    // c (+)= part of the gates' gradients x part of w_hh
+    const auto product = [&](float *c, const float *d, const float *w, int64_t K, int32_t accumulate) {
+        if (!status) status = pyops_gemm(c, d, w, nullptr, B, H, K, H, 4 * H, 1, H, 1, accumulate, 0, stream);
+    };
+    Launches launches;
+    for (int64_t t = T - 1; t >= 0; t--) {
+        const float *const d = b.dgates + t * B * 4 * H;
+        if (before) {
+            launches << LAUNCH(backward_step<true>, blocks, THREADS, 0, stream_of(stream), b, t);
+            product(du, d + 2 * H, w_hn, H, 0);
+            launches << LAUNCH(backward_reset, blocks, THREADS, 0, stream_of(stream), b, du, t);
+        } else {
+            launches << LAUNCH(backward_step<false>, blocks, THREADS, 0, stream_of(stream), b, t);
+        }
+        if (t == 0 && !b.dh0) break;
+        if (!before) product(b.carry, d + 3 * H, w_hn, H, 1);
+        product(b.carry, d, b.w_hh, 2 * H, 1);
+    }
+    if (b.dh0) launches << cudaMemcpyAsync(b.dh0, b.carry, B * H * sizeof(float), cudaMemcpyDeviceToDevice, stream_of(stream));
+    return status ? status : pyops_launched("gru_backward", launches.error, stream);
+}
+
+// ---- the functions of the ABI ------------------------------------------------------------------------------------------
+static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const float *dgates, int64_t rows, int64_t H, bool before) {
+    const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, columns = before ? 3 * H : 4 * H;
+    const float sum = column_sum(dgates, rows, 4 * H, column, columns);
+    if (threadIdx.y || column >= columns) return;
+    if (column < 3 * H) db_ih[column] += sum;
+    if (before || column < 2 * H) db_hh[column] += sum;
+    else if (column >= 3 * H) db_hh[column - H] += sum;
+}
+
+// Run a kernel of all steps.  Blocks that wait for each other must all be there at once.
+template <class Arguments>
+static cudaError_t launch_steps(void (*kernel)(Arguments, Plan), const Arguments &arguments, const Plan &p, bool exchange, void *stream) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
+    const unsigned blocks = unsigned(p.teams * p.team);
+    return exchange ? LAUNCH_COOP(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p)
+                    : LAUNCH(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p);
+}
+
+// launch(units, precision, before), all three as types that hold the value
+template <class Launch> static cudaError_t with_constants(int units, bool before, Launch launch) {
+    const auto with_before = [&](auto u, auto p) { return before ? launch(u, p, std::true_type()) : launch(u, p, std::false_type()); };
+    const auto with_precision = [&](auto u) {
+        switch (pyops_precision_now()) {
+        case Precision::tf32: return with_before(u, std::integral_constant<Precision, Precision::tf32>());
+        case Precision::bf16: return with_before(u, std::integral_constant<Precision, Precision::bf16>());
+        default:              return with_before(u, std::integral_constant<Precision, Precision::fp32>());
+        }
+    };
+    return units == 8 ? with_precision(std::integral_constant<int, 8>()) : units == 16 ? with_precision(std::integral_constant<int, 16>())
+                                                                                     : with_precision(std::integral_constant<int, 32>());
+}
+
+static pyops_status check(const char *who, int64_t T, int64_t B, int64_t I, int64_t H) {
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 1 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+    return PYOPS_OK;
+}
+
+// A counter for each chunk of rows, of which there are as many as tiles at most; or, step by step, floats of one step.
+static int64_t counters_or(int64_t floats, int64_t B) { return std::max(blocks_for<int64_t>(B, ROWS) * COUNTER, floats); }
+
+extern "C" int64_t pyops_gru_forward_work(int64_t, int64_t B, int64_t, int64_t H) { return counters_or(B * 3 * H, B); }
+
+extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_t H) {
+    return T * B * 4 * H + T * B * H + B * H + counters_or(B * H, B);
+}
+
+extern "C" pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *h0,
+                                          const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh, float *work,
+                                          int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    pyops_status status = check("gru_forward", T, B, I, H);
+    if (status || B == 0) return status;
+    // a = x w_ih' + b_ih of all steps, into the first three quarters of gates
+    status = pyops_gemm(gates, x, w_ih, b_ih, T * B, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
+    if (status) return status;
+    const Forward f = {h, gates, h0, w_hh, b_hh, reinterpret_cast<unsigned *>(work)};
+    const Plan p = forward_plan(T, B, H, reset_before);
+    if (!p.teams) return forward_by_steps(f, work, T, B, H, reset_before, stream);
+    return pyops_launched("gru_forward", with_constants(p.units, reset_before, [&](auto u, auto precision, auto before) {
+        return launch_steps(forward_steps<u, precision, before>, f, p, T > 1 || before, stream);
+    }), stream);
+}
+
+extern "C" pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
+                                           const float *dh, const float *dh_last, const float *x, const float *h0,
+                                           const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
+                                           int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    pyops_status status = check("gru_backward", T, B, I, H);
+    if (status || B == 0) return status;
+    float *const dgates = work, *const before = dgates + T * B * 4 * H, *const carry = before + T * B * H, *const rest = carry + B * H;
+
+    const Backward b = {dh0, dgates, before, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H, reinterpret_cast<unsigned *>(rest)};
+    const Plan p = backward_plan(T, B, H, reset_before);
+    status = !p.teams ? backward_by_steps(b, rest, reset_before, stream)
+                      : pyops_launched("gru_backward", with_constants(p.units, reset_before, [&](auto u, auto precision, auto reset) {
+        return launch_steps(backward_steps<u, precision, reset>, b, p, T > 1 || dh0 || reset, stream);
+    }), stream);
+    if (status) return status;
+
+    // Sums over all steps.  Without an h0 the first step adds nothing to dw_hh, and h[t-1] of the others lies in h.  For the n
+    // part, gradient x input is du x h[t-1] with the reset gate after the product, dn x u with it before.
+    const int64_t skipped = h0 ? 0 : 1, rows = (T - skipped) * B;
+    const float *const d = dgates + skipped * B * 4 * H, *const states = h0 ? before : h;
+    const auto weight_gradient = [&](float *dw, const float *d, const float *input, int64_t M, int64_t N, int64_t ld, int64_t rows) {
+        if (!status && rows) status = pyops_gemm(dw, d, input, nullptr, M, N, rows, N, 1, 4 * H, ld, 1, 1, 0, stream);
+    };
+    if (dx) status = pyops_gemm(dx, dgates, w_ih, nullptr, T * B, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
+    weight_gradient(dw_ih, dgates, x, 3 * H, I, I, T * B);
+    weight_gradient(dw_hh, d, states, 2 * H, H, H, rows);
+    if (reset_before) weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, gates + 3 * H, H, H, 4 * H, T * B);
+    else weight_gradient(dw_hh + 2 * H * H, d + 3 * H, states, H, H, H, rows);
+    if (status) return status;
+    return pyops_launched("gru_backward", LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(4 * H, COLUMNS)),
+                                                 dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream),
+                                                 db_ih, db_hh, dgates, T * B, H, reset_before != 0), stream);
+}
