@@ -1,0 +1,669 @@
+// attention.cu - scaled dot-product attention of several heads, and the lengths of padded sequences.
+//
+// A pair is one head of one sentence.  Its scores are a matrix of queries x keys, of which a block of four warps has a tile of
+// 64 x 64 at a time (one warp and 16 x 16, where neither queries nor keys are more), in registers: a warp has 16 queries.
+//
+//                 64 keys                           a lane of a warp, as the tensor cores want it: of rows g and g + 8
+//            +---------------+                      (g = lane / 4) the columns 8n + 2t, 8n + 2t + 1 (t = lane % 4)
+//   16       | warp 0        |
+//   queries  | warp 1        |  scores = q k'              0 1   2 3   4 5   6 7     8 9  ...
+//   each     | warp 2        |                      g     |t = 0|t = 1|t = 2|t = 3| |t = 0| ...    held[n][0], held[n][1]
+//            | warp 3        |                      g + 8 |t = 0|t = 1|t = 2|t = 3| |t = 0| ...    held[n][2], held[n][3]
+//            +---------------+
+//
+// A row of scores is thus in four neighbouring lanes, and its softmax takes two shuffles.  Rows of q, k, v, dy lie in shared
+// memory, 64 channels of a head at a time; of what is summed along channels (scores) all of them pass by, of what has channels
+// (y, dq, dk, dv) a block makes 64.  So any number of queries, keys and channels will do, and usual heads take one round.
+//
+//   forward        a block has 64 queries: along the keys with the online softmax (arXiv:1805.02867), or at once if there are 64
+//   backward_keys  a block has 64 keys: along the queries, and sums dk and dv; if these are all keys, dq is complete as well
+//   backward_queries   if not, dq as in forward: that forms the scores twice, but no block has to wait for another
+//
+// No sum is shared by blocks, so all have one order.  What no query of a tile may see is left out.  Backward makes the weights
+// again from lse.  Operands of products are rounded to TF32 or bf16 where the precision says so, in registers.
+#include <cstring>
+#include "block.cuh"
+#include "philox.cuh"
+
+static constexpr int CHANNELS = 64;             // of a head in shared memory at a time
+static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: no two lanes meet in a bank when fragments are read
+static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns that a warp has of a result
+
+// Pairs of a tile: a block of WARPS warps, 16 queries each, and as many keys.
+template <int WARPS> struct Tile {
+    static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
+};
+
+// What all blocks of a call share.  Rows of a head are `row` floats apart.
+struct Call {
+    int64_t Tq, Tk, B, heads, C, row;
+    const int32_t *lengths;
+    const int64_t *step;            // NULL: no dropout
+    uint64_t key;
+    uint32_t threshold;
+    int32_t causal;
+    float scale, kept;              // 1 / sqrt(C), 1 / (1 - p)
+    unsigned chunks;                // of CHANNELS channels
+    bool whole;                     // rows can be read in pieces of 16 bytes
+    FaultRecord *faults;
+};
+
+// What a block makes: rows from `first` on of a pair, channels from `channel` on.
+struct Place {
+    int64_t pair, first, channel, length;
+    int width;                      // channels from there on, at most CHANNELS
+
+    // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.
+    __device__ __forceinline__ Place(const Call &c, int64_t T, int rows) {
+        const unsigned tiles = static_cast<unsigned>(max((T + rows - 1) / rows, int64_t(1))), block = blockIdx.x / c.chunks;
+        pair = block / tiles;
+        first = static_cast<int64_t>(block % tiles) * rows;
+        channel = int64_t(blockIdx.x % c.chunks) * CHANNELS;
+        width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
+        length = c.lengths ? min(max(int64_t(c.lengths[pair / c.heads]), int64_t(0)), c.Tk) : c.Tk;
+    }
+};
+
+// How many keys query i may see: the first ones.  Beyond the last query there is none that sees any.
+DEVICE int64_t seen(const Call &c, const Place &p, int64_t i) {
+    if (i >= c.Tq) return 0;
+    return c.causal ? max(min(p.length, i + 1 + c.Tk - c.Tq), int64_t(0)) : p.length;
+}
+// The most that any query of [i, i + n) may see: the last one sees most.
+DEVICE int64_t seen_by_any(const Call &c, const Place &p, int64_t i, int n) { return i < c.Tq ? seen(c, p, min(i + n, c.Tq) - 1) : 0; }
+DEVICE int in_tile(int64_t n, int rows) { return static_cast<int>(min(max(n, int64_t(0)), int64_t(rows))); }
+
+// ---- tiles in shared memory, and numbers that a warp holds --------------------------------------------------------
+DEVICE int lane_row() { return lane_id() >> 2; }            // g, and 8 rows further down again
+DEVICE int lane_pair() { return 2 * (lane_id() & 3); }      // 2t
+DEVICE int warp_row() { return 16 * (threadIdx.x >> 5); }   // of a tile, the first of this warp
+
+DEVICE float2 two(const float *x) { return *reinterpret_cast<const float2 *>(x); }
+DEVICE float4 four(const float *x) { return *reinterpret_cast<const float4 *>(x); }
+
+// Start copying rows of x, `row` floats apart, to a tile; beyond `rows` and `width` it gets zeros.
+template <int WARPS> DEVICE void load(float *tile, const float *x, int64_t row, int rows, int width, bool whole) {
+    constexpr int THREADS = Tile<WARPS>::THREADS, ROWS = Tile<WARPS>::ROWS;
+    if (whole) {
+        constexpr int ACROSS = CHANNELS / 4, STEP = THREADS / ACROSS;
+        const int r = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * 4;
+        const float *from = x + r * row + c;
+        float *const to = tile + r * PITCH + c;
+        rows -= r;
+#pragma unroll
+        for (int n = 0; n < ROWS; n += STEP) {
+            const bool there = n < rows && c < width;
+            cp_async16(to + n * PITCH, there ? from : x, there);
+            from += STEP * row;
+        }
+    } else {
+        for (int at = threadIdx.x; at < ROWS * CHANNELS; at += THREADS) {
+            const int r = at / CHANNELS, c = at % CHANNELS;
+            tile[r * PITCH + c] = r < rows && c < width ? x[r * row + c] : 0.0f;
+        }
+    }
+}
+
+template <int N> DEVICE void zero(float (&held)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) held[n][e] = 0.0f;
+}
+
+// To the 16 rows of a tile that belong to this warp.
+template <int N> DEVICE void put(float *tile, const float (&held)[N][4]) {
+    float *at = tile + (warp_row() + lane_row()) * PITCH + lane_pair();
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) *reinterpret_cast<float2 *>(at + 8 * r * PITCH + 8 * n) = make_float2(held[n][2 * r], held[n][2 * r + 1]);
+}
+
+// To 16 rows of y, `row` floats apart, in global memory, what is held times factor[0] (row g) and factor[1] (row g + 8); a factor
+// of 0 gives zeros.
+DEVICE void write_rows(float *y, const float (&held)[OUT][4], const float (&factor)[2], int64_t row, int rows, int width, bool whole) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float *to = y + (lane_row() + 8 * r) * row;
+        const bool there = lane_row() + 8 * r < rows;
+#pragma unroll
+        for (int n = 0; n < OUT; n++) {
+            const int c = 8 * n + lane_pair();
+            const bool empty = factor[r] == 0.0f;               // also where what is held is NaN
+            const float2 x = make_float2(empty ? 0.0f : held[n][2 * r] * factor[r], empty ? 0.0f : held[n][2 * r + 1] * factor[r]);
+            if (whole && there && c < width) *reinterpret_cast<float2 *>(to + c) = x;
+            if (!whole && there && c < width) to[c] = x.x;
+            if (!whole && there && c + 1 < width) to[c + 1] = x.y;
+        }
+    }
+}
+
+// The sum or maximum of a row of four lanes; all get it.
+DEVICE float row_sum(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+DEVICE float row_max(float x) {                                // steps over NaN
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+
+// ---- products of a warp --------------------------------------------------------------------------------------------
+// Each adds to d (16, 8N) a product whose operands lie in tiles, or are held.  A tensor core takes 16 summands of 16 rows of the
+// left operand and of 8 columns of the right one, as pairs of neighbouring summands: half h of the 16 has 8h + 2t, 8h + 2t + 1.
+// (The instruction for TF32 takes summands t and t + 4; in a sum, any order will do that is the same on both sides.)
+struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: all 16 summands in x[0]
+struct Right { unsigned x[2][2]; };             // of column g
+
+DEVICE unsigned pack(float low, float high) {   // as bf16
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    unsigned x;
+    memcpy(&x, &both, sizeof x);
+    return x;
+}
+template <Precision P> DEVICE void set(Left &left, int half, int r, float a, float b) {
+    if constexpr (P == Precision::tf32) left.x[half][r] = to_tf32(a), left.x[half][r + 2] = to_tf32(b);
+    else left.x[0][2 * half + r] = pack(a, b);
+}
+template <Precision P> DEVICE void set(Right &right, int half, float a, float b) {
+    if constexpr (P == Precision::tf32) right.x[half][0] = to_tf32(a), right.x[half][1] = to_tf32(b);
+    else right.x[0][half] = pack(a, b);
+}
+template <Precision P> DEVICE void multiply(float (&d)[4], const Left &left, const Right &right) {
+    if constexpr (P == Precision::tf32) mma_tf32(d, left.x[0], right.x[0]), mma_tf32(d, left.x[1], right.x[1]);
+    else mma_bf16(d, left.x[0], right.x[0]);
+}
+
+DEVICE float dot(float sum, float4 a, float4 b) { return sum + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+
+// d += a b':  a (16 rows), b (8N rows, of which those up to `columns` count), along `summands` channels.
+template <Precision P, int N> DEVICE void rows_by_rows(float (&d)[N][4], const float *a, const float *b, int summands, int columns) {
+    if constexpr (P == Precision::fp32) {
+        a += lane_row() * PITCH;
+        b += lane_pair() * PITCH;
+#pragma unroll 1
+        for (int k = 0; k < summands; k += 4) {
+            const float4 a0 = four(a + k), a1 = four(a + 8 * PITCH + k);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                if (8 * n < columns) {
+                    const float4 b0 = four(b + 8 * n * PITCH + k), b1 = four(b + (8 * n + 1) * PITCH + k);
+                    d[n][0] = dot(d[n][0], a0, b0), d[n][1] = dot(d[n][1], a0, b1);
+                    d[n][2] = dot(d[n][2], a1, b0), d[n][3] = dot(d[n][3], a1, b1);
+                }
+        }
+    } else {
+        a += lane_row() * PITCH + lane_pair();
+        b += lane_row() * PITCH + lane_pair();
+#pragma unroll 1
+        for (int k = 0; k < summands; k += 16) {
+            Left left;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float2 x = two(a + 8 * r * PITCH + k + 8 * half);
+                    set<P>(left, half, r, x.x, x.y);
+                }
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                if (8 * n < columns) {
+                    Right right;
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float2 x = two(b + 8 * n * PITCH + k + 8 * half);
+                        set<P>(right, half, x.x, x.y);
+                    }
+                    multiply<P>(d[n], left, right);
+                }
+        }
+    }
+}
+
+// The step that both others take: left, or rows g and g + 8 of it, times the rows k of b.
+DEVICE void add_row(float (&d)[OUT][4], float a0, float a1, const float *b, int columns) {
+#pragma unroll
+    for (int n = 0; n < OUT; n++)
+        if (8 * n < columns) {
+            const float2 x = two(b + lane_pair() + 8 * n);
+            d[n][0] += a0 * x.x, d[n][1] += a0 * x.y;
+            d[n][2] += a1 * x.x, d[n][3] += a1 * x.y;
+        }
+}
+template <Precision P> DEVICE void add_rows(float (&d)[OUT][4], const Left &left, const float *b, int columns) {
+    b += lane_pair() * PITCH + lane_row();
+#pragma unroll
+    for (int n = 0; n < OUT; n++)
+        if (8 * n < columns) {
+            Right right;
+#pragma unroll
+            for (int half = 0; half < 2; half++) set<P>(right, half, b[8 * half * PITCH + 8 * n], b[(8 * half + 1) * PITCH + 8 * n]);
+            multiply<P>(d[n], left, right);
+        }
+}
+
+// d += held b:  held (16, 8N), of which columns up to `summands` count, b (as many rows).
+template <Precision P, int N> DEVICE void held_by_columns(float (&d)[OUT][4], const float (&held)[N][4], const float *b, int summands,
+                                                          int columns) {
+    if constexpr (P == Precision::fp32) {
+#pragma unroll
+        for (int m = 0; m < N; m++)
+            if (8 * m < summands)
+#pragma unroll
+                for (int k = 0; k < 8; k++) {                   // from the lane of the row that holds it
+                    const int lane = (lane_id() & ~3) | k >> 1;
+                    const float a0 = __shfl_sync(ALL_LANES, held[m][k & 1], lane), a1 = __shfl_sync(ALL_LANES, held[m][2 + (k & 1)], lane);
+                    add_row(d, a0, a1, b + (8 * m + k) * PITCH, columns);
+                }
+    } else {
+#pragma unroll
+        for (int m = 0; m < N; m += 2)
+            if (8 * m < summands) {
+                Left left;
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) set<P>(left, half, r, held[m + half][2 * r], held[m + half][2 * r + 1]);
+                add_rows<P>(d, left, b + 8 * m * PITCH, columns);
+            }
+    }
+}
+
+// d += a' b:  16 columns of a, rows [from, to) of both; from is a multiple of 16.
+template <Precision P> DEVICE void columns_by_columns(float (&d)[OUT][4], const float *a, const float *b, int from, int to, int columns) {
+    a += lane_row();
+    if constexpr (P == Precision::fp32) {
+        for (int k = from; k < to; k++) add_row(d, a[k * PITCH], a[k * PITCH + 8], b + k * PITCH, columns);
+    } else {
+#pragma unroll 1
+        for (int k = from; k < to; k += 16) {
+            Left left;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float *x = a + (k + 8 * half + lane_pair()) * PITCH + 8 * r;
+                    set<P>(left, half, r, x[0], x[PITCH]);
+                }
+            add_rows<P>(d, left, b + k * PITCH, columns);
+        }
+    }
+}
+
+// ---- masks ----------------------------------------------------------------------------------------------------------
+// Which scores of a tile a lane takes: those of keys that its rows see, and of them those that dropout keeps.
+struct Mask {
+    int limit[2];                   // keys of the tile that rows g and g + 8 see, less 2t
+    int columns;                    // that any row of this warp sees
+    uint32_t kept[2];               // bit 4n + e: of the lane's two keys from 8n on, that with number e is kept
+
+    __device__ __forceinline__ bool sees(int n, int e) const { return 8 * n + (e & 1) < limit[e >> 1]; }
+    __device__ __forceinline__ bool keeps(int n, int e) const { return kept[e >> 1] >> (4 * n + (e & 1)) & 1; }
+};
+
+// Of the tile of queries from i on and keys from j on.  A counter has the numbers of four keys, which belong to two lanes: of a
+// pair of lanes, the even one draws for row g and the odd one for row g + 8, and they tell each other.
+template <int WARPS> DEVICE Mask make_mask(const Call &c, const Place &p, int64_t i, int64_t j) {
+    constexpr int N = Tile<WARPS>::N;
+    const int64_t first = i + warp_row();
+    Mask mask;
+    mask.columns = in_tile(seen_by_any(c, p, first, 16) - j, 8 * N);
+    for (int r = 0; r < 2; r++) mask.limit[r] = in_tile(seen(c, p, first + lane_row() + 8 * r) - j, 8 * N) - lane_pair(), mask.kept[r] = ~0u;
+    if (c.step) {
+        const bool odd = lane_id() & 1;
+        const uint64_t quarter = (c.Tk + 3) / 4, step = c.step[0];
+        const uint64_t group = (p.pair * c.Tq + first + lane_row() + 8 * odd) * quarter + j / 4 + (lane_id() >> 1 & 1);
+        uint32_t bits = 0;
+#pragma unroll 2
+        for (int n = 0; n < N; n++)
+            if (8 * n < mask.columns) {
+                const Words random = philox(group + 2 * n, step, c.key);
+                for (int e = 0; e < 4; e++) bits |= static_cast<uint32_t>(random.word[e] >= c.threshold) << (4 * n + e);
+            }
+        const uint32_t other = __shfl_xor_sync(ALL_LANES, bits, 1);
+        mask.kept[0] = (odd ? other : bits) >> 2 * odd;
+        mask.kept[1] = (odd ? bits : other) >> 2 * odd;
+    }
+    return mask;
+}
+
+// ---- forward ----------------------------------------------------------------------------------------------------------
+// ONCE: one tile has all keys, so no sums need registers before it, and four blocks have room on a multiprocessor in place of three.
+template <Precision P, int WARPS, bool ONCE>
+static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
+forward(Call c, float *y, float *lse, const float *q, const float *k, const float *v) {
+    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
+    DYN_SHARED(float, q_tile);
+    float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
+    const Place p(c, c.Tq, ROWS);
+    const int queries = in_tile(c.Tq - p.first, ROWS), above = warp_row();
+    const int64_t all = seen_by_any(c, p, p.first, ROWS), head = p.pair * c.C, i = p.first + above + lane_row();
+    if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.channel == 0 && p.pair % c.heads == 0) {
+        const int64_t b = p.pair / c.heads, length = c.lengths[b];
+        if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, b, length, c.Tk);
+    }
+    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY}, result[OUT][4];     // of exp(score - top); top: so far
+    zero(result);
+    for (int64_t j = 0; j < all; j += ROWS) {
+        const int keys = in_tile(all - j, ROWS);
+        const float *const k_rows = k + head + j * c.row, *const v_rows = v + head + j * c.row;
+        Mask mask = {};
+        float s[N][4];
+        zero(s);
+        for (unsigned chunk = 0; chunk < c.chunks; chunk++) {
+            const int64_t channel = int64_t(chunk) * CHANNELS;
+            const int width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
+            const bool last = chunk + 1 == c.chunks;
+            if (j || chunk) __syncthreads();                    // the tiles were read
+            if (!j || c.chunks > 1) load<WARPS>(q_tile, q + head + channel + p.first * c.row, c.row, queries, width, c.whole);
+            load<WARPS>(k_tile, k_rows + channel, c.row, keys, width, c.whole);
+            cp_async_commit();
+            if (last) load<WARPS>(v_tile, v_rows + p.channel, c.row, keys, p.width, c.whole);
+            cp_async_commit();
+            if (chunk == 0) mask = make_mask<WARPS>(c, p, p.first, j);          // while copies are under way
+            cp_async_wait<1>();                                 // v may still be
+            __syncthreads();
+            rows_by_rows<P>(s, q_tile + above * PITCH, k_tile, width, mask.columns);
+        }
+        float before[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float now = top[r], part = 0.0f;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; e++) {
+                    s[n][e] *= c.scale;
+                    if (mask.sees(n, e)) now = fmaxf(now, s[n][e]);             // steps over NaN, whose weight is NaN
+                }
+            now = row_max(now);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; e++) {
+                    const float weight = mask.sees(n, e) ? expf(s[n][e] - now) : 0.0f;
+                    part += weight;
+                    s[n][e] = mask.keeps(n, e) ? weight : 0.0f;
+                }
+            before[r] = top[r] == -INFINITY ? 0.0f : expf(top[r] - now);
+            sum[r] = sum[r] * before[r] + row_sum(part);
+            top[r] = now;
+        }
+        if (j)
+#pragma unroll
+            for (int n = 0; n < OUT; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) result[n][e] *= before[e >> 1];
+        cp_async_wait<0>();
+        __syncthreads();                                        // v is there
+        held_by_columns<P>(result, s, v_tile, mask.columns, p.width);
+        if (ONCE) break;
+    }
+    const float factor[2] = {sum[0] == 0.0f ? 0.0f : c.kept / sum[0], sum[1] == 0.0f ? 0.0f : c.kept / sum[1]};
+    write_rows(y + head + p.channel + (p.first + above) * c.row, result, factor, c.row, queries - above, p.width, c.whole);
+    if (p.channel == 0 && lane_pair() == 0)
+        for (int r = 0; r < 2; r++)
+            if (i + 8 * r < c.Tq) lse[p.pair * c.Tq + i + 8 * r] = top[r] + logf(sum[r]);
+}
+
+// ---- backward ---------------------------------------------------------------------------------------------------------
+// What both kernels read.
+struct Saved { const float *dy, *q, *k, *v, *y, *lse; };
+
+// A lane's part of the sum of x[c] y[c]: every fourth of them.
+DEVICE float dot_of_lane(const float *x, const float *y, int n) {
+    float sum = 0.0f;
+    for (int c = lane_id() & 3; c < n; c += 4) sum += x[c] * y[c];
+    return sum;
+}
+
+// Of queries from i on and keys from j on: the weights times D (see pyops.h) and the gradients of the scores, to registers.
+// The tiles are loaded where new_queries or new_keys say that they are others than before, or where there are several chunks:
+// then they hold the chunk of this block in the end.  `all`: how many keys are to be read at all.  dsum is the sum of the weights
+// times their gradients: if these are all_keys it is formed so, which spares y, else as dy . y (docs/attention.md, Gradient).
+template <Precision P, int WARPS, int N>
+DEVICE void weights_and_gradients(float (&w)[N][4], float (&ds)[N][4], const Call &c, const Place &p, const Saved &x, float *q_tile,
+                                  float *dy_tile, float *k_tile, float *v_tile, int64_t i, int64_t j, int64_t all, bool all_keys,
+                                  bool new_queries, bool new_keys) {
+    constexpr int ROWS = Tile<WARPS>::ROWS;
+    const int queries = in_tile(c.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
+    const int64_t head = p.pair * c.C, from_query = head + i * c.row, from_key = head + j * c.row, mine = i + above + lane_row();
+    Mask mask = {};
+    float dsum[2] = {0.0f, 0.0f}, lse[2];
+    for (int r = 0; r < 2; r++) lse[r] = mine + 8 * r < c.Tq ? x.lse[p.pair * c.Tq + mine + 8 * r] : 0.0f;
+    zero(w);
+    zero(ds);
+    for (unsigned n = 0; n < c.chunks; n++) {
+        const int64_t channel = (p.channel / CHANNELS + n + 1) % c.chunks * CHANNELS;           // its own one last
+        const int width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
+        __syncthreads();                                        // the tiles were read
+        if (new_queries || c.chunks > 1) {
+            load<WARPS>(q_tile, x.q + from_query + channel, c.row, queries, width, c.whole);
+            load<WARPS>(dy_tile, x.dy + from_query + channel, c.row, queries, width, c.whole);
+        }
+        if (new_keys || c.chunks > 1) {
+            load<WARPS>(k_tile, x.k + from_key + channel, c.row, keys, width, c.whole);
+            load<WARPS>(v_tile, x.v + from_key + channel, c.row, keys, width, c.whole);
+        }
+        cp_async_commit();
+        if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are under way
+        cp_async_wait<0>();
+        __syncthreads();
+        if (!all_keys)
+            for (int r = 0; r < 2; r++)
+                if (mine + 8 * r < c.Tq) dsum[r] += dot_of_lane(dy_tile + (above + lane_row() + 8 * r) * PITCH,
+                                                                x.y + from_query + channel + (above + lane_row() + 8 * r) * c.row, width);
+        rows_by_rows<P>(w, q_tile + above * PITCH, k_tile, width, mask.columns);
+        rows_by_rows<P>(ds, dy_tile + above * PITCH, v_tile, width, mask.columns);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; e++) {
+                w[n][e] = mask.sees(n, e) ? expf(w[n][e] * c.scale - lse[r]) : 0.0f;
+                ds[n][e] = mask.sees(n, e) && mask.keeps(n, e) ? ds[n][e] * c.kept : 0.0f;
+                if (all_keys) dsum[r] += w[n][e] * ds[n][e];
+            }
+        dsum[r] = row_sum(dsum[r]);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; e++) {
+                ds[n][e] = mask.sees(n, e) ? w[n][e] * (ds[n][e] - dsum[r]) : 0.0f;
+                w[n][e] = mask.keeps(n, e) ? w[n][e] * c.kept : 0.0f;
+            }
+    }
+}
+
+// dk and dv of a tile of keys; also dq, unless it is NULL, which it is where there are other keys.  ONCE: there is one tile of
+// queries, so sums need no registers before and after it, and three blocks have room on a multiprocessor in place of two.
+template <Precision P, int WARPS, bool ONCE>
+static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
+backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
+    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N, FLOATS = Tile<WARPS>::FLOATS;
+    DYN_SHARED(float, q_tile);
+    float *const dy_tile = q_tile + FLOATS, *const k_tile = dy_tile + FLOATS, *const v_tile = k_tile + FLOATS;
+    float *const turned = ONCE ? v_tile : v_tile + FLOATS;       // w, then ds: in place of v where that is not wanted again
+    const Place p(c, c.Tk, ROWS);
+    const int64_t j = p.first, head = p.pair * c.C + p.channel, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
+    const int above = warp_row(), mine = in_tile(c.Tk - j - above, 16);
+    bool first = true;
+    float dk_sum[OUT][4], dv_sum[OUT][4];
+    zero(dk_sum);
+    zero(dv_sum);
+    for (int64_t i = 0; i < c.Tq; i += ROWS) {
+        const int queries = in_tile(c.Tq - i, ROWS);
+        float w[N][4], ds[N][4], dq_sum[OUT][4];
+        zero(dq_sum);
+        if (seen_by_any(c, p, i, ROWS) > j) {
+            weights_and_gradients<P, WARPS>(w, ds, c, p, x, q_tile, dy_tile, k_tile, v_tile, i, j, all, dq, true, first);
+            first = false;
+            // These keys are seen by queries of this tile from `from` on.
+            const int from = c.causal ? in_tile(j + above - (c.Tk - c.Tq) - i, ROWS) & ~15 : 0;
+            __syncthreads();                                    // v was read
+            put(turned, w);
+            __syncthreads();
+            columns_by_columns<P>(dv_sum, turned + above, dy_tile, from, queries, p.width);
+            if (dq) held_by_columns<P>(dq_sum, ds, k_tile, in_tile(all - j, ROWS), p.width);
+            __syncthreads();
+            put(turned, ds);
+            __syncthreads();
+            columns_by_columns<P>(dk_sum, turned + above, q_tile, from, queries, p.width);
+        }
+        if (dq) {
+            float factor[2];
+            for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
+            write_rows(dq + head + (i + above) * c.row, dq_sum, factor, c.row, queries - above, p.width, c.whole);
+        }
+        if (ONCE) break;
+    }
+    float once[2], scaled[2];
+    for (int r = 0; r < 2; r++) {
+        const bool used = j + above + lane_row() + 8 * r < all;             // by any query
+        once[r] = used ? 1.0f : 0.0f;
+        scaled[r] = used ? c.scale : 0.0f;
+    }
+    write_rows(dk + head + (j + above) * c.row, dk_sum, scaled, c.row, mine, p.width, c.whole);
+    write_rows(dv + head + (j + above) * c.row, dv_sum, once, c.row, mine, p.width, c.whole);
+}
+
+// dq of a tile of queries.
+template <Precision P, int WARPS>
+static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 12 / WARPS) backward_queries(Call c, float *dq, Saved x) {
+    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N, FLOATS = Tile<WARPS>::FLOATS;
+    DYN_SHARED(float, q_tile);
+    float *const dy_tile = q_tile + FLOATS, *const k_tile = dy_tile + FLOATS, *const v_tile = k_tile + FLOATS;
+    const Place p(c, c.Tq, ROWS);
+    const int64_t i = p.first, all = seen_by_any(c, p, i, ROWS);
+    const int above = warp_row();
+    float sum[OUT][4], factor[2];
+    zero(sum);
+    for (int64_t j = 0; j < all; j += ROWS) {
+        float w[N][4], ds[N][4];
+        weights_and_gradients<P, WARPS>(w, ds, c, p, x, q_tile, dy_tile, k_tile, v_tile, i, j, all, false, j == 0, true);
+        held_by_columns<P>(sum, ds, k_tile, in_tile(all - j, ROWS), p.width);
+    }
+    for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
+    write_rows(dq + p.pair * c.C + p.channel + (i + above) * c.row, sum, factor, c.row, in_tile(c.Tq - i, ROWS) - above, p.width, c.whole);
+}
+
+// ---- calls --------------------------------------------------------------------------------------------------------------
+static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+                              const int32_t *lengths, const int64_t *step, int32_t causal, float p, uint64_t key) {
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld",
+                  who, LL(Tq), LL(Tk), LL(B), LL(heads), LL(C));
+    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(p));
+    const bool drops = step && p > 0.0f;
+    c = {Tq, Tk, B, heads, C, B * heads * C, lengths, drops ? step : nullptr, key, dropout_threshold(p), causal,
+         1.0f / sqrtf(static_cast<float>(C)), drops ? 1.0f / (1.0f - p) : 1.0f,
+         static_cast<unsigned>(blocks_for<int64_t>(C, CHANNELS)), C % 4 == 0, pyops_faults()};
+    return PYOPS_OK;
+}
+
+template <class... Pointers> static bool aligned(const Pointers *...x) { return ((reinterpret_cast<uintptr_t>(x) | ...) & 15) == 0; }
+
+// Blocks for the tiles of T rows of all pairs: a grid has 2^31 - 1 of them.
+static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
+    const double want = static_cast<double>(c.B) * static_cast<double>(c.heads) * static_cast<double>(c.chunks) *
+                        static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
+    PYOPS_REQUIRE(want < 2147483648.0, "%s: B=%lld heads=%lld: more than 2^31 blocks of scores", who, LL(c.B), LL(c.heads));
+    blocks = static_cast<unsigned>(want);
+    return PYOPS_OK;
+}
+
+// Launch a kernel with so many tiles in shared memory.
+template <int WARPS, class... Wanted, class... Given>
+static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles, void *stream, Given... arguments) {
+    const int bytes = tiles * Tile<WARPS>::FLOATS * static_cast<int>(sizeof(float));
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    return error == cudaSuccess ? LAUNCH(kernel, blocks, Tile<WARPS>::THREADS, bytes, stream_of(stream), arguments...) : error;
+}
+
+template <Precision P, int WARPS>
+static pyops_status run_forward(const Call &c, float *y, float *lse, const float *q, const float *k, const float *v, void *stream) {
+    unsigned blocks = 0;
+    const pyops_status status = count_blocks(blocks, "attention_forward", c, c.Tq, Tile<WARPS>::ROWS);
+    if (status) return status;
+    Launches launches;
+    if (c.Tk <= Tile<WARPS>::ROWS) launches << launch<WARPS>(forward<P, WARPS, true>, blocks, 3, stream, c, y, lse, q, k, v);
+    else if constexpr (WARPS > 1) launches << launch<WARPS>(forward<P, WARPS, false>, blocks, 3, stream, c, y, lse, q, k, v);
+    return pyops_launched("attention_forward", launches.error, stream);
+}
+
+template <Precision P, int WARPS>
+static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv, const Saved &saved, void *stream) {
+    constexpr int ROWS = Tile<WARPS>::ROWS;
+    const bool all_keys = c.Tk <= ROWS;
+    unsigned key_blocks = 0, query_blocks = 0;
+    pyops_status status = count_blocks(key_blocks, "attention_backward", c, c.Tk, ROWS);
+    if (!status) status = count_blocks(query_blocks, "attention_backward", c, c.Tq, ROWS);
+    if (status) return status;
+    float *const dq_of_keys = all_keys ? dq : nullptr;
+    Launches launches;
+    if (c.Tq <= ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, true>, key_blocks, 4, stream, c, dq_of_keys, dk, dv, saved);
+    if constexpr (WARPS > 1) {              // one warp is for few of both
+        if (c.Tq > ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, false>, key_blocks, 5, stream, c, dq_of_keys, dk, dv, saved);
+        if (!all_keys) launches << launch<WARPS>(backward_queries<P, WARPS>, query_blocks, 4, stream, c, dq, saved);
+    }
+    return pyops_launched("attention_backward", launches.error, stream);
+}
+
+// run<precision, warps>(...) for the setting and the size.
+#define FOR_PRECISION(run, warps, ...) \
+    (pyops_precision_now() == Precision::fp32 ? run<Precision::fp32, warps>(__VA_ARGS__) : \
+     pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) : run<Precision::bf16, warps>(__VA_ARGS__))
+#define FOR_SIZE(run, c, ...) \
+    ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
+
+extern "C" pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const float *k, const float *v,
+                                                const int32_t *lengths, const int64_t *step,
+                                                int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+                                                int32_t causal, float p, uint64_t key, void *stream) {
+    Call c;
+    const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
+    if (status || Tq == 0 || B == 0) return status;
+    c.whole = c.whole && aligned(y, q, k, v);
+    return FOR_SIZE(run_forward, c, y, lse, q, k, v, stream);
+}
+
+extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy,
+                                                 const float *q, const float *k, const float *v, const int32_t *lengths,
+                                                 const int64_t *step, const float *y, const float *lse,
+                                                 int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+                                                 int32_t causal, float p, uint64_t key, void *stream) {
+    Call c;
+    const pyops_status status = make_call(c, "attention_backward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
+    if (status || (Tq == 0 && Tk == 0) || B == 0) return status;
+    c.whole = c.whole && aligned(dq, dk, dv, dy, q, k, v, y);
+    return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, lse}, stream);
+}
+
+// ---- lengths of padded sequences --------------------------------------------------------------------------------------
+// 32 sentences a block, a lane each; its warps share the steps.
+static constexpr int SENTENCES = 32, SHARES = 8;
+
+static __global__ void last_words(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad) {
+    SHARED(int32_t, part, [SHARES][SENTENCES]);
+    const int64_t b = blockIdx.x * int64_t(SENTENCES) + threadIdx.x;
+    int32_t length = 0;
+#pragma unroll 4
+    for (int64_t t = threadIdx.y; t < T; t += SHARES)
+        if (b < B && ids[t * B + b] != pad) length = static_cast<int32_t>(t + 1);
+    part[threadIdx.y][threadIdx.x] = length;
+    __syncthreads();
+    if (threadIdx.y == 0 && b < B) {
+        for (int n = 1; n < SHARES; n++) length = max(length, part[n][threadIdx.x]);
+        lengths[b] = length;
+    }
+}
+
+extern "C" pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream) {
+    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld", LL(T), LL(B));
+    if (B == 0) return PYOPS_OK;
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B, SENTENCES));
+    return pyops_launched("sequence_lengths", LAUNCH(last_words, blocks, dim3(SENTENCES, SHARES), 0, stream_of(stream),
+                                                     lengths, ids, T, B, pad), stream);
+}
