@@ -196,7 +196,7 @@ template <Precision P, int N> DEVICE void rows_by_rows(float (&d)[N][4], const f
     } else {
         a += lane_row() * PITCH + lane_pair();
         b += lane_row() * PITCH + lane_pair();
-#pragma unroll 1
+#pragma unroll 2
         for (int k = 0; k < summands; k += 16) {
             Left left;
 #pragma unroll
@@ -276,7 +276,7 @@ template <Precision P> DEVICE void columns_by_columns(float (&d)[OUT][4], const 
     if constexpr (P == Precision::fp32) {
         for (int k = from; k < to; k++) add_row(d, a[k * PITCH], a[k * PITCH + 8], b + k * PITCH, columns);
     } else {
-#pragma unroll 1
+#pragma unroll 2
         for (int k = from; k < to; k += 16) {
             Left left;
 #pragma unroll
@@ -414,6 +414,7 @@ struct Saved { const float *dy, *q, *k, *v, *y, *lse; };
 // A lane's part of the sum of x[c] y[c]: every fourth of them.
 DEVICE float dot_of_lane(const float *x, const float *y, int n) {
     float sum = 0.0f;
+#pragma unroll 1
     for (int c = lane_id() & 3; c < n; c += 4) sum += x[c] * y[c];
     return sum;
 }
@@ -438,23 +439,23 @@ DEVICE void weights_and_gradients(float (&w)[N][4], float (&ds)[N][4], const Cal
         const int64_t channel = (p.channel / CHANNELS + n + 1) % c.chunks * CHANNELS;           // its own one last
         const int width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
         __syncthreads();                                        // the tiles were read
-        if (new_queries || c.chunks > 1) {
-            load<WARPS>(q_tile, x.q + from_query + channel, c.row, queries, width, c.whole);
-            load<WARPS>(dy_tile, x.dy + from_query + channel, c.row, queries, width, c.whole);
-        }
-        if (new_keys || c.chunks > 1) {
-            load<WARPS>(k_tile, x.k + from_key + channel, c.row, keys, width, c.whole);
-            load<WARPS>(v_tile, x.v + from_key + channel, c.row, keys, width, c.whole);
-        }
+        const bool queries_too = new_queries || c.chunks > 1, keys_too = new_keys || c.chunks > 1;
+        if (queries_too) load<WARPS>(q_tile, x.q + from_query + channel, c.row, queries, width, c.whole);
+        if (keys_too) load<WARPS>(k_tile, x.k + from_key + channel, c.row, keys, width, c.whole);
+        cp_async_commit();
+        if (queries_too) load<WARPS>(dy_tile, x.dy + from_query + channel, c.row, queries, width, c.whole);
+        if (keys_too) load<WARPS>(v_tile, x.v + from_key + channel, c.row, keys, width, c.whole);
         cp_async_commit();
         if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are under way
+        cp_async_wait<1>();                                     // dy and v may still be
+        __syncthreads();
+        rows_by_rows<P>(w, q_tile + above * PITCH, k_tile, width, mask.columns);
         cp_async_wait<0>();
         __syncthreads();
         if (!all_keys)
             for (int r = 0; r < 2; r++)
                 if (mine + 8 * r < c.Tq) dsum[r] += dot_of_lane(dy_tile + (above + lane_row() + 8 * r) * PITCH,
                                                                 x.y + from_query + channel + (above + lane_row() + 8 * r) * c.row, width);
-        rows_by_rows<P>(w, q_tile + above * PITCH, k_tile, width, mask.columns);
         rows_by_rows<P>(ds, dy_tile + above * PITCH, v_tile, width, mask.columns);
     }
 #pragma unroll
