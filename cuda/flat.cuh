@@ -1,0 +1,72 @@
+// flat.cuh - one loop for all operations that go over flat arrays of floats element by element.
+//
+// An operation F says how many arrays it reads and writes, and what it does with one element of each:
+//
+//     struct F {
+//         static constexpr int INPUTS = 2, OUTPUTS = 1;
+//         __device__ bool begin();                                    read what lies in memory; false: there is nothing to do
+//         __device__ void operator()(const float (&in)[2], float (&out)[1]) const;
+//     };
+//
+// A thread takes four neighbours as one float4 where every array allows it, and some four of these in a turn (in_rounds).
+// An output may be an input: an element is written by the thread that read it, afterwards.
+#pragma once
+#include "index.cuh"
+
+constexpr int FLAT_THREADS = 256, FLAT_RESIDENT = 4;              // blocks that a multiprocessor holds for certain
+
+template <int INPUTS, int OUTPUTS> struct FlatArrays {
+    const float *in[INPUTS ? INPUTS : 1];
+    float *out[OUTPUTS];
+};
+
+template <class F> constexpr int ROUNDS_OF = F::INPUTS <= 1 ? 4 : F::INPUTS == 2 ? 2 : 1;
+
+// Elements WIDTH * [from, to) are WIDTH neighbours each.
+template <int WIDTH, int ROUNDS, class F>
+DEVICE void flat_packs(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arrays, int64_t from, int64_t to) {
+    struct Read { Pack<float, WIDTH> array[F::INPUTS ? F::INPUTS : 1]; };
+    const auto load = [&](int64_t i) {
+        Read read;
+#pragma unroll
+        for (int a = 0; a < F::INPUTS; a++) read.array[a] = load_pack<WIDTH>(arrays.in[a] + WIDTH * i);
+        return read;
+    };
+    const auto store = [&](int64_t i, const Read &read) {
+        Pack<float, WIDTH> written[F::OUTPUTS];
+#pragma unroll
+        for (int w = 0; w < WIDTH; w++) {
+            float in[F::INPUTS ? F::INPUTS : 1], out[F::OUTPUTS];
+#pragma unroll
+            for (int a = 0; a < F::INPUTS; a++) in[a] = read.array[a].at[w];
+            f(in, out);
+#pragma unroll
+            for (int a = 0; a < F::OUTPUTS; a++) written[a].at[w] = out[a];
+        }
+#pragma unroll
+        for (int a = 0; a < F::OUTPUTS; a++) store_pack<WIDTH>(arrays.out[a] + WIDTH * i, written[a]);
+    };
+    in_rounds<ROUNDS>(from, to, load, store);
+}
+
+template <class F>
+static __global__ void __launch_bounds__(FLAT_THREADS, FLAT_RESIDENT) flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS> arrays, int64_t n, bool whole) {
+    if (!f.begin()) return;
+    const int64_t fours = whole ? n / 4 : 0;
+    flat_packs<4, ROUNDS_OF<F>>(f, arrays, 0, fours);
+    flat_packs<1, 4>(f, arrays, 4 * fours, n);
+}
+
+// stay: begin() is work that should be done by few blocks, which then stay for the whole array.  Otherwise there are as many
+// blocks as give every thread one turn of the loop, and the device hands them to whichever multiprocessor is free.
+template <class F>
+static cudaError_t launch_flat(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arrays, int64_t n, void *stream, bool stay = false) {
+    if (n == 0) return cudaSuccess;
+    bool whole = true;
+    for (int a = 0; a < F::INPUTS; a++) whole &= aligned(arrays.in[a]);
+    for (int a = 0; a < F::OUTPUTS; a++) whole &= aligned(arrays.out[a]);
+    const int64_t packs = whole ? blocks_for<int64_t>(n, 4) : n;
+    const unsigned blocks = grid_of_rounds(packs, FLAT_THREADS, whole ? ROUNDS_OF<F> : 4);
+    const unsigned held = static_cast<unsigned>(pyops_multiprocessors()) * FLAT_RESIDENT;
+    return LAUNCH(flat<F>, stay && blocks > held ? held : blocks, FLAT_THREADS, 0, stream_of(stream), f, arrays, n, whole);
+}

@@ -1,0 +1,81 @@
+// gather.cu - a batch from a data set that stays where it is: pixels to floats, token ids to time-major steps.
+//
+// The numbers of the rows lie in device memory, so a kernel looks at them itself: a row outside of the data set is reported,
+// and the batch gets zeros in its place.
+#include "index.cuh"
+
+static constexpr int THREADS = 256;
+
+static pyops_status check(const char *who, int64_t N, int64_t B, int64_t C) {
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld, B=%lld, sizes of a row %lld", who, LL(N), LL(B), LL(C));
+    return PYOPS_OK;
+}
+
+// Whether rows[b] is a row of the table; the fault if it is not.
+DEVICE bool in_table(const int64_t *rows, int64_t b, int64_t N, Who who, FaultRecord *faults) {
+    const int64_t row = rows[b];
+    if (row >= 0 && row < N) return true;
+    report(faults, Fault::row, who, b, row, N - 1);
+    return false;
+}
+
+// ---- pixels -----------------------------------------------------------------------------------------------------------
+// A thread takes a pixel, or four, at a time: the reads of a warp are one piece of memory, and so are its writes.
+template <int WIDTH, class Index>
+static __global__ void __launch_bounds__(THREADS)
+pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, float scale, Index n, Divider<Index> width, FaultRecord *faults) {
+    const auto load = [&](Index i) {
+        const Index b = width.divide(i), c = i - b * width.divisor;
+        const bool valid = in_table(rows, b, N, Who::gather_pixels, faults);
+        return valid ? load_pack<WIDTH>(table + WIDTH * (rows[b] * width.divisor + c)) : Pack<uint8_t, WIDTH>{};
+    };
+    const auto store = [&](Index i, const Pack<uint8_t, WIDTH> &pixel) {
+        Pack<float, WIDTH> value;
+#pragma unroll
+        for (int w = 0; w < WIDTH; w++) value.at[w] = scale * static_cast<float>(pixel.at[w]);
+        store_pack(y + int64_t(WIDTH) * i, value);
+    };
+    in_rounds<4>(Index(0), n, load, store);
+}
+
+template <int WIDTH, class Index>
+static cudaError_t launch_pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, int64_t B, int64_t C, float scale, void *stream) {
+    const int64_t n = B * C / WIDTH;
+    return LAUNCH((pixels<WIDTH, Index>), grid_of_rounds(n, THREADS, 4), THREADS, 0, stream_of(stream), y, table, rows, N, scale, Index(n),
+                  Divider<Index>(C / WIDTH), pyops_faults());
+}
+
+extern "C" pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *rows,
+                                            int64_t N, int64_t B, int64_t C, float scale, void *stream) {
+    const pyops_status status = check("gather_pixels", N, B, C);
+    if (status || B * C == 0) return status;
+    const bool fours = C % 4 == 0 && aligned(y) && (uintptr_t(table) & 3) == 0;
+    const cudaError_t error = !short_index(B * C) ? launch_pixels<1, uint64_t>(y, table, rows, N, B, C, scale, stream)
+        : fours ? launch_pixels<4, uint32_t>(y, table, rows, N, B, C, scale, stream)
+        : launch_pixels<1, uint32_t>(y, table, rows, N, B, C, scale, stream);
+    return pyops_launched("gather_pixels", error, stream);
+}
+
+// ---- token ids ------------------------------------------------------------------------------------------------------------
+// A row of the table is a sentence, a row of the batch a step, so what is read along one is written along the other.  A
+// block takes 32 sentences and all their steps, a warp one step of the 32 at a time: it writes one piece of memory, and the
+// eight ids that a memory access brings from each sentence are wanted by the warps beside it.
+static __global__ void __launch_bounds__(THREADS)
+sequences(int32_t *__restrict__ ids, const int32_t *__restrict__ table, const int64_t *rows, int64_t N, int64_t B, int64_t T,
+          int32_t first, FaultRecord *faults) {
+    const int64_t b = blockIdx.x * int64_t(32) + threadIdx.x % 32, shift = first >= 0;
+    if (b >= B) return;
+    const bool valid = in_table(rows, b, N, Who::gather_sequences, faults);
+    const int32_t *sentence = valid ? table + rows[b] * T : nullptr;
+#pragma unroll 4
+    for (int64_t t = threadIdx.x / 32; t < T; t += THREADS / 32) ids[t * B + b] = t < shift ? first : valid ? sentence[t - shift] : 0;
+}
+
+extern "C" pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const int64_t *rows,
+                                               int64_t N, int64_t B, int64_t T, int32_t first, void *stream) {
+    const pyops_status status = check("gather_sequences", N, B, T);
+    if (status || B * T == 0) return status;
+    return pyops_launched("gather_sequences",
+                          LAUNCH(sequences, static_cast<unsigned>(blocks_for<int64_t>(B, 32)), THREADS, 0, stream_of(stream),
+                                 ids, table, rows, N, B, T, first, pyops_faults()), stream);
+}

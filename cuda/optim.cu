@@ -1,0 +1,185 @@
+// optim.cu - gradient norm, clipping, Adam, gradient descent and the schedule of the rate, over one flat buffer of all parameters.
+//
+// Each is one pass over memory (flat.cuh); Adam moves 28 bytes a parameter, and nothing it computes comes near that price.
+// Step, learning rate and norm are read from memory when a kernel runs, since a call is recorded once and replayed.
+#include "block.cuh"
+#include "flat.cuh"
+
+// ---- the norm ---------------------------------------------------------------------------------------------------------
+// Two launches: a block sums the squares of a chunk, then one block the sums of the chunks.  All in double, for a float
+// would lose the small gradients of ten million; each in an order that the number of elements alone decides.
+static constexpr int NORM_THREADS = 256, CHUNK = 8192;
+
+// Room for the sums, on an address that a double wants.
+static inline double *sums_of(float *work) { return reinterpret_cast<double *>((uintptr_t(work) + 7) & ~uintptr_t(7)); }
+extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
+
+DEVICE double square(float x) { return double(x) * x; }
+
+// sums[chunk] = sum of the squares of a chunk; a thread has four loads under way.
+static __global__ void __launch_bounds__(NORM_THREADS) squares(double *sums, const float *grad, int64_t n, bool whole) {
+    SHARED(double, of_warps, [NORM_THREADS / 32]);
+    const float *x = grad + blockIdx.x * int64_t(CHUNK);
+    const int64_t rest = n - blockIdx.x * int64_t(CHUNK);
+    const int count = rest < CHUNK ? int(rest) : CHUNK;
+    double sum = 0.0;
+    if (whole && count == CHUNK) {
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < CHUNK; i += 4 * NORM_THREADS) {
+            const float4 four = *reinterpret_cast<const float4 *>(x + i);
+            sum += (square(four.x) + square(four.y)) + (square(four.z) + square(four.w));
+        }
+    } else {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count; i += NORM_THREADS) sum += square(x[i]);
+    }
+    sum = block_sum(sum, of_warps);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+static __global__ void __launch_bounds__(NORM_THREADS) root_of_sum(float *norm, const double *sums, int64_t chunks) {
+    SHARED(double, of_warps, [NORM_THREADS / 32]);
+    double sum = 0.0;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < chunks; i += NORM_THREADS) sum += sums[i];
+    sum = block_sum(sum, of_warps);
+    if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(sum));
+}
+
+extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld", LL(n));
+    const int64_t chunks = blocks_for<int64_t>(n, CHUNK);
+    double *sums = sums_of(work);
+    Launches launches;
+    if (chunks) launches << LAUNCH(squares, static_cast<unsigned>(chunks), NORM_THREADS, 0, stream_of(stream), sums, grad, n, aligned(grad));
+    launches << LAUNCH(root_of_sum, 1, NORM_THREADS, 0, stream_of(stream), norm, sums, chunks);
+    return pyops_launched("grad_norm", launches.error, stream);
+}
+
+// ---- clipping ---------------------------------------------------------------------------------------------------------
+// A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
+DEVICE float clip_factor(const float *norm, float max_norm) { return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f; }
+
+struct Clip {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    const float *norm;
+    float max_norm, factor;
+    __device__ bool begin() { return (factor = clip_factor(norm, max_norm)) != 1.0f; }
+    __device__ void operator()(const float (&in)[1], float (&out)[1]) const { out[0] = factor * in[0]; }
+};
+
+extern "C" pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "clip: n=%lld", LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "clip: max_norm=%g, want > 0", static_cast<double>(max_norm));
+    return pyops_launched("clip", launch_flat(Clip{norm, max_norm, 1.0f}, {{grad}, {grad}}, n, stream), stream);
+}
+
+// ---- Adam ------------------------------------------------------------------------------------------------------------
+// b^t by squaring, t >= 1: a handful of products, where pow would take a hundred times as long.
+DEVICE double power(double b, int64_t t) {
+    double y = 1.0;
+    for (; t > 0; t >>= 1, b *= b)
+        if (t & 1) y *= b;
+    return y;
+}
+
+struct Adam {
+    static constexpr int INPUTS = 4, OUTPUTS = 3;                              // param, m, v, grad -> param, m, v
+    const float *norm, *lr;
+    const int64_t *step;
+    FaultRecord *faults;
+    float max_norm, beta1, beta2, eps, weight_decay;
+    float clip, step_size, root_correction;                                    // the same for all parameters
+
+    // Corrections of the bias, in double, by one thread for its block.
+    __device__ bool begin() {
+        SHARED(float, corrections, [2]);
+        const int64_t t = step[0];
+        if (t < 1) {
+            if (blockIdx.x == 0 && threadIdx.x == 0) report(faults, Fault::step, Who::adam, 0, t, 0);
+            return false;
+        }
+        if (threadIdx.x == 0) {
+            corrections[0] = static_cast<float>(lr[0] / (1.0 - power(beta1, t)));
+            corrections[1] = static_cast<float>(1.0 / sqrt(1.0 - power(beta2, t)));
+        }
+        __syncthreads();
+        step_size = corrections[0];
+        root_correction = corrections[1];
+        clip = clip_factor(norm, max_norm);
+        return true;
+    }
+    __device__ void operator()(const float (&in)[4], float (&out)[3]) const {
+        const float g = in[3] * clip + weight_decay * in[0];
+        const float m = beta1 * in[1] + (1.0f - beta1) * g;
+        const float v = beta2 * in[2] + (1.0f - beta2) * g * g;
+        out[0] = in[0] - step_size * m / (sqrtf(v) * root_correction + eps);
+        out[1] = m;
+        out[2] = v;
+    }
+};
+
+extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
+                                   const float *grad, const float *norm, const int64_t *step, const float *lr,
+                                   int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "adam: max_norm=%g, want > 0", static_cast<double>(max_norm));
+    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
+                  static_cast<double>(beta1), static_cast<double>(beta2));
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "adam: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
+    const Adam adam{norm, lr, step, pyops_faults(), max_norm, beta1, beta2, eps, weight_decay, 0.0f, 0.0f, 0.0f};
+    return pyops_launched("adam", launch_flat(adam, {{param, m, v, grad}, {param, m, v}}, n, stream, true), stream);
+}
+
+// ---- gradient descent --------------------------------------------------------------------------------------------------
+struct Descent {
+    static constexpr int INPUTS = 2, OUTPUTS = 1;                              // param, grad -> param
+    const float *norm, *lr;
+    float max_norm, weight_decay, clip, rate;
+    __device__ bool begin() {
+        clip = clip_factor(norm, max_norm);
+        rate = lr[0];
+        return true;
+    }
+    __device__ void operator()(const float (&in)[2], float (&out)[1]) const {
+        out[0] = in[0] - rate * (in[1] * clip + weight_decay * in[0]);
+    }
+};
+
+struct DescentWithMomentum {
+    static constexpr int INPUTS = 3, OUTPUTS = 2;                              // param, velocity, grad -> param, velocity
+    Descent plain;
+    float momentum, own, ahead;                                                // parts of the gradient and of the velocity in the step
+    __device__ bool begin() { return plain.begin(); }
+    __device__ void operator()(const float (&in)[3], float (&out)[2]) const {
+        const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + g;
+        out[0] = in[0] - plain.rate * (own * g + ahead * velocity);
+        out[1] = velocity;
+    }
+};
+
+extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
+                                  int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "sgd: n=%lld", LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "sgd: max_norm=%g, want > 0", static_cast<double>(max_norm));
+    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", static_cast<double>(momentum));
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "sgd: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
+    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, want a velocity", static_cast<double>(momentum));
+    const Descent plain{norm, lr, max_norm, weight_decay, 1.0f, 0.0f};
+    const cudaError_t error = velocity
+        ? launch_flat(DescentWithMomentum{plain, momentum, nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f},
+                      {{param, velocity, grad}, {param, velocity}}, n, stream)
+        : launch_flat(plain, {{param, grad}, {param}}, n, stream);
+    return pyops_launched("sgd", error, stream);
+}
+
+// ---- the schedule ------------------------------------------------------------------------------------------------------
+static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, float base) {
+    const double t = static_cast<double>(step[0]) + 1.0, w = static_cast<double>(warmup);
+    lr[0] = warmup ? static_cast<float>(static_cast<double>(base) * fmin(t / w, sqrt(w / t))) : base;
+}
+
+extern "C" pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
+    PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld", LL(warmup));
+    return pyops_launched("inverse_square_root", LAUNCH(schedule, 1, 1, 0, stream_of(stream), lr, step, warmup, base), stream);
+}

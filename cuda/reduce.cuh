@@ -1,0 +1,168 @@
+// reduce.cuh - sums, maxima and minima over any axes of an array.
+//
+// Every axis is kept or reduced.  The outputs, over the kept axes, and the terms of each, over the reduced ones, have one
+// number each; a block of 256 threads forms some outputs, with several threads to each output.  Lanes of a warp go along
+// whatever lies along memory:
+//
+//     terms lie together                           outputs lie together
+//          terms ->                                     outputs ->
+//     o   [0 1 2 .. 31] [0 1 2 .. 31] ..           t   [0 1 2 .. 31]     warp 0
+//     u    lanes of a warp                         e   [0 1 2 .. 31]     warp 1
+//     t                                            r    ..
+//     p   a warp or less to an output,             m   8 warps, of which each has its share
+//     u   or a whole block                         s   of the terms of the same outputs
+//
+// A thread takes every n-th term, n the number of threads to an output, eight at a time: these in a tree of floats, the
+// trees in double.  Then lanes meet by shuffles, and warps in shared memory.  Where outputs are few and terms many, blocks
+// take pieces of the terms, and a second launch reduces what the pieces gave.
+//
+// Who adds what to what follows from the shape alone, so the bits are the same at every run and on every device.
+#pragma once
+#include "block.cuh"
+#include "index.cuh"
+
+constexpr int REDUCE_THREADS = 256, TERMS_AT_ONCE = 8;
+
+// ---- what a reduction does with two terms: Term as they are read, Wide as they are gathered --------------------------
+template <class T, class W = T> struct SumOf {          // of floats in double; int32 as uint32_t: modulo 2^32
+    using Term = T;
+    using Wide = W;
+    __device__ static T nothing() { return T(0); }
+    template <class U> __device__ static U meet(U a, U b) { return a + b; }
+};
+
+// The largest and the smallest value of a type: what a maximum or minimum of no terms is.
+DEVICE float lowest(float) { return -INFINITY; }
+DEVICE float highest(float) { return INFINITY; }
+DEVICE int32_t lowest(int32_t) { return INT32_MIN; }
+DEVICE int32_t highest(int32_t) { return INT32_MAX; }
+
+template <class T> struct MaxOf {       // NaN where there is one
+    using Term = T;
+    using Wide = T;
+    __device__ static T nothing() { return lowest(T()); }
+    __device__ static T meet(T a, T b) { return a >= b || a != a ? a : b; }
+};
+template <class T> struct MinOf {
+    using Term = T;
+    using Wide = T;
+    __device__ static T nothing() { return highest(T()); }
+    __device__ static T meet(T a, T b) { return a <= b || a != a ? a : b; }
+};
+
+// ---- how the threads of a block are shared out --------------------------------------------------------------------------
+struct ReduceShape {
+    bool along;                         // lanes go along the terms
+    int outputs, threads;               // of a block, and to an output: powers of two, 256 together
+    int64_t pieces, piece;              // of the terms of an output: how many, and terms in each
+};
+
+static inline int64_t power_above(int64_t n, int64_t least, int64_t most) {       // the first power of two not below n
+    int64_t power = least;
+    while (power < n && power < most) power *= 2;
+    return power;
+}
+
+static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool along) {
+    constexpr int64_t ENOUGH_BLOCKS = 1024, MANY_OUTPUTS = 16384, SECTOR = 8;     // floats that memory hands over together
+    int64_t threads;
+    if (along) {
+        threads = power_above(blocks_for<int64_t>(terms, TERMS_AT_ONCE), 1, 32);
+        if (threads == 32 && terms > 4 * REDUCE_THREADS && outputs < MANY_OUTPUTS) threads = REDUCE_THREADS;
+    } else if (terms <= 4 * TERMS_AT_ONCE && outputs >= MANY_OUTPUTS) threads = 1;
+    else {
+        int64_t columns = power_above(outputs, 1, 32);
+        while (columns > SECTOR && blocks_for(outputs, columns) < ENOUGH_BLOCKS / 8) columns /= 2;
+        threads = REDUCE_THREADS / columns;
+    }
+    const int64_t blocks = blocks_for(outputs, REDUCE_THREADS / threads), worthwhile = terms / (threads * 4 * TERMS_AT_ONCE);
+    int64_t pieces = ENOUGH_BLOCKS / blocks < worthwhile ? ENOUGH_BLOCKS / blocks : worthwhile;
+    const int64_t piece = blocks_for(terms, pieces < 2 ? 1 : pieces);
+    pieces = terms ? blocks_for(terms, piece) : 1;
+    return {along, static_cast<int>(REDUCE_THREADS / threads), static_cast<int>(threads), pieces, piece};
+}
+
+// y[o] = op over the terms of output o, (+ y[o]); with pieces, y[o, piece] of them.  Strides of `kept`: of y, of x.
+template <class Op, class Out, class Index>
+static __global__ void __launch_bounds__(REDUCE_THREADS)
+reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape, bool add) {
+    using Wide = typename Op::Wide;
+    const int thread = threadIdx.x;
+    const Index output = Index(blockIdx.x) * shape.outputs + (shape.along ? thread / shape.threads : thread % shape.outputs);
+    const int first = shape.along ? thread % shape.threads : thread / shape.outputs;
+
+    int64_t at[2] = {0, 0};
+    if (output < outputs) kept.walk(output, at);
+    const Index from = Index(shape.piece) * blockIdx.y, end = from + Index(shape.piece);
+    const Index to = output < outputs ? (end < terms ? end : terms) : 0;
+
+    Wide sum = Op::nothing();
+    for (Index t = from + first; t < to; t += TERMS_AT_ONCE * shape.threads) {
+        typename Op::Term term[TERMS_AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < TERMS_AT_ONCE; u++) {
+            const Index i = t + u * shape.threads;
+            int64_t offset[1] = {at[1]};
+            if (i < to) reduced.walk(i, offset);
+            term[u] = i < to ? x[offset[0]] : Op::nothing();
+        }
+#pragma unroll
+        for (int half = TERMS_AT_ONCE / 2; half; half /= 2)
+#pragma unroll
+            for (int u = 0; u < half; u++) term[u] = Op::meet(term[u], term[u + half]);
+        sum = Op::meet(sum, Wide(term[0]));
+    }
+
+    // lanes that have terms of the same output, then warps
+    const int low = shape.along ? 1 : shape.outputs, high = shape.along ? shape.threads : 32;
+    for (int step = low; step < high && step < 32; step *= 2) sum = Op::meet(sum, __shfl_xor_sync(ALL_LANES, sum, step));
+    if (shape.threads > (shape.along ? 32 : 1)) {
+        SHARED(Wide, of_warps, [REDUCE_THREADS]);
+        of_warps[thread] = sum;
+        __syncthreads();
+        if (thread < 32)
+            for (int warp = 1; warp < REDUCE_THREADS / 32; warp++) sum = Op::meet(sum, of_warps[32 * warp + thread]);
+    }
+    if (first == 0 && output < outputs) {
+        if (shape.pieces > 1) y[output * shape.pieces + blockIdx.y] = Out(sum);
+        else y[at[0]] = add ? y[at[0]] + Out(sum) : Out(sum);
+    }
+}
+
+template <class Op, class Out, class Index>
+static cudaError_t reduce_with(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, ReduceShape shape, bool add,
+                               void *stream) {
+    const int64_t outputs = kept.elements(), terms = reduced.elements();
+    const dim3 grid(static_cast<unsigned>(blocks_for<int64_t>(outputs, shape.outputs)), static_cast<unsigned>(shape.pieces));
+    return LAUNCH((reduce<Op, Out, Index>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept), Axes<Index>(reduced),
+                  static_cast<Index>(outputs), static_cast<Index>(terms), shape, add);
+}
+template <class Op, class Out, class... More>
+static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, More... more) {
+    return short_index(kept.elements()) && short_index(reduced.elements())
+        ? reduce_with<Op, Out, uint32_t>(y, x, kept, reduced, more...) : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
+}
+
+// y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced ones: of x, first.
+// Op gathers in Op::Wide; Again is the same operation on terms of that type.
+template <class Op, class Again, class Out>
+static pyops_status reduce_axes(const char *who, Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, bool along,
+                                bool add, void *stream) {
+    using Wide = typename Op::Wide;
+    const int64_t outputs = kept.elements(), terms = reduced.elements();
+    if (!outputs) return PYOPS_OK;
+    const ReduceShape shape = reduce_shape(outputs, terms, along);
+    if (shape.pieces == 1) return pyops_launched(who, reduce_once<Op, Out>(y, x, kept, reduced, shape, add, stream), stream);
+
+    const size_t bytes = static_cast<size_t>(outputs * shape.pieces) * sizeof(Wide);
+    Wide *partial = static_cast<Wide *>(pyops_workspace(bytes));              // (outputs, pieces)
+    if (!partial) return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld bytes", who, LL(bytes));
+    Space again = kept, pieces;
+    pieces.add({shape.pieces, {1}});
+    int64_t below = shape.pieces;
+    for (int d = kept.n - 1; d >= 0; below *= kept.axis[d--].size) again.axis[d].stride[1] = below;
+    Launches launches;
+    launches << reduce_once<Op, Wide>(partial, x, kept, reduced, shape, false, stream)
+             << reduce_once<Again, Out>(y, partial, again, pieces, reduce_shape(outputs, shape.pieces, true), add, stream);
+    return pyops_launched(who, launches.error, stream);
+}

@@ -1,0 +1,295 @@
+// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions, the log of steps.
+//
+// All are bound by memory.  Flat arrays go through flat.cuh, column sums through reduce.cuh; for the rest a thread takes one
+// group of four floats, or one float, at a time, and neighbouring threads take neighbouring ones.
+#include "flat.cuh"
+#include "reduce.cuh"
+
+static constexpr int THREADS = 256;
+
+// ---- flat arrays ----------------------------------------------------------------------------------------------------------
+struct Fill {
+    static constexpr int INPUTS = 0, OUTPUTS = 1;
+    float value;
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&)[1], float (&y)[1]) const { y[0] = value; }
+};
+
+struct Axpy {
+    static constexpr int INPUTS = 2, OUTPUTS = 1;                              // y, x -> y
+    const float *from;
+    float alpha;
+    __device__ bool begin() { alpha = from[0]; return true; }
+    __device__ void operator()(const float (&in)[2], float (&y)[1]) const { y[0] = in[0] + alpha * in[1]; }
+};
+
+struct Scale {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    const float *from;                                                         // NULL: alpha is given
+    float alpha;
+    __device__ bool begin() { if (from) alpha = from[0]; return true; }
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = alpha * x[0]; }
+};
+
+struct Relu {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] < 0.0f ? 0.0f : x[0]; }    // NaN stays
+};
+
+struct ReluBackward {
+    static constexpr int INPUTS = 2, OUTPUTS = 1;                              // dy, y -> dx
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const { dx[0] = in[1] > 0.0f ? in[0] : 0.0f; }
+};
+
+extern "C" pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "fill: n=%lld", LL(n));
+    return pyops_launched("fill", launch_flat(Fill{value}, {{}, {y}}, n, stream), stream);
+}
+
+extern "C" pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "axpy: n=%lld", LL(n));
+    return pyops_launched("axpy", launch_flat(Axpy{alpha, 0.0f}, {{y, x}, {y}}, n, stream), stream);
+}
+
+extern "C" pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "scale: n=%lld", LL(n));
+    return pyops_launched("scale", launch_flat(Scale{alpha, 0.0f}, {{x}, {y}}, n, stream), stream);
+}
+
+extern "C" pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld", LL(n));
+    return pyops_launched("relu_forward", launch_flat(Relu{}, {{x}, {y}}, n, stream), stream);
+}
+
+extern "C" pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld", LL(n));
+    return pyops_launched("relu_backward", launch_flat(ReluBackward{}, {{dy, y}, {dx}}, n, stream), stream);
+}
+
+extern "C" pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n, float scale, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld", LL(n));
+    return pyops_launched("add_positions_backward", launch_flat(Scale{nullptr, scale}, {{dy}, {dx}}, n, stream), stream);
+}
+
+// ---- column sums -------------------------------------------------------------------------------------------------------------
+extern "C" pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld", LL(R), LL(C));
+    Space columns, rows;
+    columns.add({C, {1, 1}});
+    rows.add({R, {C}});
+    return reduce_axes<SumOf<float, double>, SumOf<double>>("column_sums", y, x, columns, rows, false, true, stream);
+}
+
+// ---- argmax: a warp for a short row, a block for a long one ----------------------------------------------------------------------
+struct Candidate {
+    float value;
+    int32_t place;
+    // Larger values win, NaN over all of them; of equals the first.
+    __device__ bool beats(const Candidate &other) const {
+        const bool nan = value != value, other_nan = other.value != other.value;
+        if (nan != other_nan) return nan;
+        if (nan || value == other.value) return place < other.place;
+        return value > other.value;
+    }
+};
+
+DEVICE Candidate best_of_warp(Candidate best) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) {
+        const Candidate other = {__shfl_xor_sync(ALL_LANES, best.value, step), __shfl_xor_sync(ALL_LANES, best.place, step)};
+        if (other.beats(best)) best = other;
+    }
+    return best;
+}
+
+static __global__ void __launch_bounds__(THREADS) argmax(int32_t *index, const float *x, int64_t R, int64_t C, int threads) {
+    SHARED(Candidate, of_warps, [THREADS / 32]);
+    const int thread = threadIdx.x % threads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t r = blockIdx.x * int64_t(THREADS / threads) + threadIdx.x / threads;
+    constexpr Candidate NONE = {-INFINITY, INT32_MAX};     // of no columns: nothing loses to it
+    constexpr int AT_ONCE = 4;
+    Candidate best = NONE;
+    for (int64_t from = thread; r < R && from < C; from += AT_ONCE * threads) {
+        Candidate here[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int64_t c = from + j * threads;
+            here[j] = c < C ? Candidate{x[r * C + c], static_cast<int32_t>(c)} : NONE;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (here[j].beats(best)) best = here[j];
+    }
+    best = best_of_warp(best);
+    if (threads > 32) {
+        if (lane == 0) of_warps[warp] = best;
+        __syncthreads();
+        if (warp == 0) best = best_of_warp(lane < THREADS / 32 ? of_warps[lane] : NONE);
+    }
+    if (r < R && thread == 0) index[r] = best.place;
+}
+
+extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld", LL(R), LL(C));
+    if (R == 0) return PYOPS_OK;
+    const int threads = C <= 1024 ? 32 : THREADS;
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(R, THREADS / threads));
+    return pyops_launched("argmax", LAUNCH(argmax, blocks, THREADS, 0, stream_of(stream), index, x, R, C, threads), stream);
+}
+
+// ---- concatenation with a context --------------------------------------------------------------------------------------------------
+// Sizes of a row, in packs: of x, of the context, and of y, which is both.
+template <int WIDTH, class Index>
+static __global__ void __launch_bounds__(THREADS)
+concat(float *y, const float *x, const float *context, Index n, Index E, Index H, Divider<Index> width, Divider<Index> batch) {
+    const auto load = [&](Index i) {
+        const Index r = width.divide(i), c = i - r * width.divisor, b = r - batch.divide(r) * batch.divisor;
+        return load_pack<WIDTH>(c < E ? x + int64_t(WIDTH) * (r * E + c) : context + int64_t(WIDTH) * (b * H + c - E));
+    };
+    in_rounds<4>(Index(0), n, load, [&](Index i, const Pack<float, WIDTH> &value) { store_pack(y + int64_t(WIDTH) * i, value); });
+}
+
+// A thread takes one place of a sentence over all steps, eight at once: it copies, or it adds, in the order of the steps.
+template <class Index>
+static __global__ void __launch_bounds__(THREADS)
+split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, Index H, Divider<Index> width) {
+    constexpr int STEPS = 8;
+    const Index n = B * (E + H), i = Index(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= n) return;
+    const Index b = width.divide(i), c = i - b * width.divisor;
+    float sum = 0.0f;
+    for (int64_t from = 0; from < T; from += STEPS) {
+        float value[STEPS];
+#pragma unroll
+        for (int t = 0; t < STEPS; t++) value[t] = from + t < T ? dy[(from + t) * n + i] : 0.0f;
+#pragma unroll
+        for (int t = 0; t < STEPS; t++) {
+            if (from + t >= T) break;
+            if (c < E) dx[((from + t) * B + b) * E + c] = value[t];
+            else sum += value[t];
+        }
+    }
+    if (c >= E) dcontext[b * H + c - E] = sum;
+}
+
+template <int WIDTH, class Index>
+static cudaError_t launch_concat(float *y, const float *x, const float *context, int64_t n, int64_t B, int64_t E, int64_t H, void *stream) {
+    return LAUNCH((concat<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream), y, x, context,
+                  Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH), Divider<Index>(B));
+}
+
+extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
+                                                     int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld", LL(T), LL(B), LL(E), LL(H));
+    const int64_t n = T * B * (E + H);
+    if (n == 0) return PYOPS_OK;
+    const bool fours = E % 4 == 0 && H % 4 == 0 && aligned(y) && aligned(x) && aligned(context);
+    const cudaError_t error = !short_index(n) ? launch_concat<1, uint64_t>(y, x, context, n, B, E, H, stream)
+        : fours ? launch_concat<4, uint32_t>(y, x, context, n, B, E, H, stream)
+        : launch_concat<1, uint32_t>(y, x, context, n, B, E, H, stream);
+    return pyops_launched("concat_context_forward", error, stream);
+}
+
+extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
+                                                      int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld", LL(T), LL(B), LL(E), LL(H));
+    const int64_t n = B * (E + H);
+    if (n == 0) return PYOPS_OK;
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(n, THREADS));
+    const cudaError_t error = short_index(n)
+        ? LAUNCH(split<uint32_t>, blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, uint32_t(B), uint32_t(E), uint32_t(H),
+                 Divider<uint32_t>(E + H))
+        : LAUNCH(split<uint64_t>, blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, uint64_t(B), uint64_t(E), uint64_t(H),
+                 Divider<uint64_t>(E + H));
+    return pyops_launched("concat_context_backward", error, stream);
+}
+
+// ---- positions -------------------------------------------------------------------------------------------------------------------------
+// In packs: n, a step (of all sentences), a row.
+template <int WIDTH, class Index>
+static __global__ void __launch_bounds__(THREADS)
+add_positions(float *y, const float *x, const float *table, float scale, Index n, Divider<Index> step, Divider<Index> row) {
+    struct Read { Pack<float, WIDTH> x, table; };
+    const auto load = [&](Index i) {
+        const Index t = step.divide(i), c = i - row.divide(i) * row.divisor;
+        return Read{load_pack<WIDTH>(x + int64_t(WIDTH) * i), load_pack<WIDTH>(table + int64_t(WIDTH) * (t * row.divisor + c))};
+    };
+    const auto store = [&](Index i, const Read &read) {
+        Pack<float, WIDTH> sum;
+#pragma unroll
+        for (int w = 0; w < WIDTH; w++) sum.at[w] = scale * read.x.at[w] + read.table.at[w];
+        store_pack(y + int64_t(WIDTH) * i, sum);
+    };
+    in_rounds<2>(Index(0), n, load, store);
+}
+
+template <int WIDTH, class Index>
+static cudaError_t launch_positions(float *y, const float *x, const float *table, float scale, int64_t n, int64_t B, int64_t D, void *stream) {
+    return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream), y, x, table, scale,
+                  Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
+}
+
+extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
+                                                    int64_t T, int64_t B, int64_t D, float scale, void *stream) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld", LL(T), LL(B), LL(D));
+    const int64_t n = T * B * D;
+    if (n == 0) return PYOPS_OK;
+    const bool fours = D % 4 == 0 && aligned(y) && aligned(x) && aligned(table);
+    const cudaError_t error = !short_index(n) ? launch_positions<1, uint64_t>(y, x, table, scale, n, B, D, stream)
+        : fours ? launch_positions<4, uint32_t>(y, x, table, scale, n, B, D, stream)
+        : launch_positions<1, uint32_t>(y, x, table, scale, n, B, D, stream);
+    return pyops_launched("add_positions_forward", error, stream);
+}
+
+// ---- single numbers ----------------------------------------------------------------------------------------------------------------------
+static __global__ void count(int64_t *counter, int64_t *now) {                 // now may be NULL
+    counter[0]++;
+    if (now) now[0] = counter[0];
+}
+
+extern "C" pyops_status pyops_increment(int64_t *counter, void *stream) {
+    return pyops_launched("increment", LAUNCH(count, 1, 1, 0, stream_of(stream), counter, nullptr), stream);
+}
+
+extern "C" pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream) {
+    return pyops_launched("tick", LAUNCH(count, 1, 1, 0, stream_of(stream), counter, now), stream);
+}
+
+static __global__ void write_entry(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity) {
+    float *entry = log + written[0] % capacity * 3;
+    entry[0] = loss[0];
+    entry[1] = valid ? static_cast<float>(valid[0]) : 0.0f;
+    entry[2] = norm ? norm[0] : 0.0f;
+    written[0]++;
+}
+
+extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
+                                       int64_t capacity, void *stream) {
+    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, want at least 1", LL(capacity));
+    return pyops_launched("log_step", LAUNCH(write_entry, 1, 1, 0, stream_of(stream), log, written, loss, valid, norm, capacity), stream);
+}
+
+// ---- the peak of the machine ------------------------------------------------------------------------------------------------------------------
+// Every thread that the device can hold has CHAINS sums of its own, so that no addition waits for another.
+static constexpr int CHAINS = 16;
+
+static __global__ void __launch_bounds__(THREADS) fma_loop(float *sink, int64_t n) {
+    float sum[CHAINS], total = 0.0f;
+    for (int j = 0; j < CHAINS; j++) sum[j] = static_cast<float>(threadIdx.x + j);
+    for (int64_t i = 0; i < n; i++)
+#pragma unroll
+        for (int j = 0; j < CHAINS; j++) sum[j] = fmaf(sum[j], 0.999f, 0.001f);
+    for (int j = 0; j < CHAINS; j++) total += sum[j];
+    if (total < 0.0f) sink[0] = total;                    // never: they go towards 1; so that nothing is optimised away
+}
+
+extern "C" pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "fma_loop: n=%lld", LL(n));
+    float *sink = static_cast<float *>(pyops_workspace(sizeof(float)));
+    if (!sink) return pyops_fail(PYOPS_NO_MEMORY, "fma_loop: no memory");
+    const unsigned blocks = static_cast<unsigned>(pyops_multiprocessors()) * (2048 / THREADS);
+    flops[0] = 2.0 * CHAINS * THREADS * blocks * static_cast<double>(n);       // in host memory: how many, not a result
+    return pyops_launched("fma_loop", LAUNCH(fma_loop, blocks, THREADS, 0, stream_of(stream), sink, n), stream);
+}
