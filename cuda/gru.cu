@@ -22,9 +22,9 @@
 // With reset before, a step has two phases that do this: r and z from h, then n from u = r * h.
 // Where the weights do not fit, steps are a product and a kernel for the gates each, at the end of this file.
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 #include "columns.cuh"
+#include "tile.cuh"         // pack_bf16
 
 // ---- how a block multiplies --------------------------------------------------------------------------------
 // c (rows of a tile, N) = rows (K) x weights (K,N), where N are the columns that a block forms.  K is padded with zeros to
@@ -45,21 +45,16 @@ static constexpr int sums_of_part(int n) { return ROWS * sums_of_row(n) + n / co
 static constexpr int sums_of_block(int n, Precision p) { return WARPS * parts_of_slice(n, p) * sums_of_part(n); }
 
 template <int N, Precision P> struct Product {
-    static constexpr int EACH = columns_of_lane(N), LANES = N / EACH, PARTS = parts_of_slice(N, P), TILES = round_up(N, 16) / 16;
+    static constexpr int EACH = columns_of_lane(N), LANES = N / EACH, PARTS = parts_of_slice(N, P);
+    static constexpr int TILES = round_up(N, 16) / 16;          // of columns
     static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N), SUM_PART = sums_of_part(N);
 };
 
-DEVICE unsigned bf16_pair(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    unsigned bits;
-    memcpy(&bits, &pair, sizeof bits);
-    return bits;
-}
-
 // The weights as `multiply` wants them; quad(column, k) gives those of k .. k+3, zeros beyond the matrix.
 //   float32        [k/4][column] of 4 k each, so that neighbouring lanes read neighbouring columns
-//   tensor cores   [segment][tile of columns][lane]: what a lane holds of the left operand.  Which k stands where is free as long
-//                  as both operands agree: a lane has k = 4t .. 4t+3 of the segment (t = lane % 4), as it reads them of a row.
+//   tensor cores   [segment][tile of columns][lane]: what a lane holds of the left operand.  Which k stands where is free as
+//                  long as both operands agree: a lane has k = 4t .. 4t+3 of the segment (t = lane % 4), and reads of a row the
+//                  same four at once.
 template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int segments, Quad quad) {
     if constexpr (P == Precision::fp32) {
         float4 *const to = reinterpret_cast<float4 *>(weights);
@@ -79,7 +74,7 @@ template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int s
                 to[(i - lane) * 2 + lane] = {to_tf32(a.x), to_tf32(b.x), to_tf32(a.y), to_tf32(b.y)};
                 to[(i - lane) * 2 + 32 + lane] = {to_tf32(a.z), to_tf32(b.z), to_tf32(a.w), to_tf32(b.w)};
             } else {
-                to[i] = {bf16_pair(a.x, a.y), bf16_pair(b.x, b.y), bf16_pair(a.z, a.w), bf16_pair(b.z, b.w)};
+                to[i] = {pack_bf16(a.x, a.y), pack_bf16(b.x, b.y), pack_bf16(a.z, a.w), pack_bf16(b.z, b.w)};
             }
         }
     }
@@ -139,7 +134,7 @@ DEVICE void multiply(float *sums, const float *weights, const float *rows, int s
                     mma_tf32(sum[m], {a.x, a.y, a.z, a.w}, b1);
                 }
             } else {
-                const unsigned pairs[2] = {bf16_pair(b.x, b.y), bf16_pair(b.z, b.w)};
+                const unsigned pairs[2] = {pack_bf16(b.x, b.y), pack_bf16(b.z, b.w)};
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     const uint4 a = w[m * 32];
@@ -199,7 +194,8 @@ static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const 
         for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
         p.buffers = chunks_of(p) > 2 ? 2 : 1;
         const auto size = [&] {
-            return sizeof(float) * (size_t(kept) * p.padded * weights[i] + size_t(p.buffers) * p.chunk * ROWS * p.stride + sums[i]);
+            const size_t all_weights = size_t(kept) * p.padded * weights[i], rows = size_t(p.buffers) * p.chunk * ROWS * p.stride;
+            return sizeof(float) * (all_weights + rows + sums[i]);
         };
         while (size() > size_t(pyops_shared_memory()) && p.chunk > 1) p.chunk /= 2;
         if (size() > size_t(pyops_shared_memory())) p.buffers = 1;
@@ -255,11 +251,11 @@ DEVICE Place place_of(const Plan &p, unsigned *counters) {
 }
 
 // The rows of a chunk, from the batch's row `from`.
-struct Rows {
+struct Span {
     int64_t from;
     int count;
 };
-DEVICE Rows rows_of(const Plan &p, const Place &place, int chunk) {
+DEVICE Span rows_of(const Plan &p, const Place &place, int chunk) {
     const int64_t from = place.first_row + int64_t(chunk) * p.chunk * ROWS;
     return {from, int(min(place.end_row - from, int64_t(p.chunk * ROWS)))};
 }
@@ -305,7 +301,8 @@ DEVICE void load(float *to, const float *from, int64_t ld, int count, int first,
 // Do `items` items: fetch(item) reads what of them is known before the exchange, begin(item, rows) waits for the team and
 // starts to copy, finish(item, rows, fetched) does the rest.
 template <class Fetch, class Begin, class Finish>
-DEVICE void walk(const Plan &p, const Place &place, int64_t items, int phases, float *buffer, Fetch fetch, Begin begin, Finish finish) {
+DEVICE void walk(const Plan &p, const Place &place, int64_t items, int phases, float *buffer,
+                 Fetch fetch, Begin begin, Finish finish) {
     if (p.padded != p.H) {                                             // the padding stays 0 for good
         for (int i = threadIdx.x; i < p.buffers * p.chunk * ROWS * p.stride; i += THREADS) buffer[i] = 0.0f;
         __syncthreads();
@@ -336,7 +333,7 @@ DEVICE void walk(const Plan &p, const Place &place, int64_t items, int phases, f
 // gate: the row's r, which has z, n and u H floats apart behind it, and a in their place before they are known.
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-struct Known {                              // before the product: a's parts (z itself in the second half of reset before), h[t-1]
+struct Known {                              // before the product: a's parts and h[t-1]; for before_gates_2, z itself
     float r, z, n, h;
 };
 DEVICE Known known(const float *gate, const float *h, int64_t H) { return {gate[0], gate[H], gate[2 * H], h ? *h : 0.0f}; }
@@ -393,13 +390,14 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     keep<N, P>(weights, segments, [&](int column, int k) { return row_of_w(0, column, k); });
     if (BEFORE) keep<U, P>(weights_n, segments, [&](int column, int k) { return row_of_w(2, column, k); });
     const bool mine = place.unit < H;
-    const float b_r = mine ? f.b_hh[place.unit] : 0, b_z = mine ? f.b_hh[H + place.unit] : 0, b_n = mine ? f.b_hh[2 * H + place.unit] : 0;
+    const auto bias = [&](int gate) { return mine ? f.b_hh[gate * H + place.unit] : 0.0f; };
+    const float b_r = bias(0), b_z = bias(1), b_n = bias(2);
     start(p, place, p.T * PHASES > 1);
 
     const auto h_before = [&](int64_t t, int64_t row) -> const float * {      // h[t-1]
         return t ? f.h + ((t - 1) * B + row) * H : f.h0 ? f.h0 + row * H : nullptr;
     };
-    const auto fetch_row = [&](const Item &item, Rows rows, int row) {
+    const auto fetch_row = [&](const Item &item, Span rows, int row) {
         if (!mine || row >= rows.count) return Known{};
         const float *const h = h_before(item.step, rows.from + row);
         return known(f.gates + (item.step * B + rows.from + row) * 4 * H + place.unit, h ? h + place.unit : nullptr, H);
@@ -407,26 +405,29 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     walk(p, place, p.T * PHASES * place.chunks, PHASES, buffer,
         [&](const Item &item) { return fetch_row(item, rows_of(p, place, item.chunk), threadIdx.x / U); },
         [&](const Item &item, float *to) {
-            const Rows rows = rows_of(p, place, item.chunk);
+            const Span rows = rows_of(p, place, item.chunk);
             const float *const h = h_before(item.step, rows.from);
             if (item.step || item.phase) wait_for(p, place, item.chunk, item.step * PHASES + item.phase);
             if (item.phase) load(to, f.gates + (item.step * B + rows.from) * 4 * H, 4 * H, rows.count, 3 * p.H, 1, p);
             else if (h) load(to, h, H, rows.count, 0, 1, p);
         },
         [&](const Item &item, const float *from, Known next) {
-            const Rows rows = rows_of(p, place, item.chunk);
+            const Span rows = rows_of(p, place, item.chunk);
             const bool zeros = item.phase == 0 && !h_before(item.step, rows.from);      // nothing comes of zeros but the bias
             if (BEFORE && item.phase) multiply<U, P>(sums, weights_n, from, p.stride, segments, slices);
             else if (!zeros) multiply<N, P>(sums, weights, from, p.stride, segments, slices);
             __syncthreads();
-            const auto product = [&](int row, int gate) { return zeros ? 0.0f : total<N, P>(sums, slices, row, gate * U + column); };
+            const auto product = [&](int row, int gate) {
+                return zeros ? 0.0f : total<N, P>(sums, slices, row, gate * U + column);
+            };
             for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
                 const Known k = next;
                 next = fetch_row(item, rows, row + THREADS / U);
                 if (!mine) continue;
                 const int64_t at = item.step * B + rows.from + row;
                 float *const h = f.h + at * H + place.unit, *const gate = f.gates + at * 4 * H + place.unit;
-                if constexpr (!BEFORE) after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
+                if constexpr (!BEFORE)
+                    after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
                 else if (item.phase) before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
                 else before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
             }
@@ -435,9 +436,10 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
 
 // ---- backward: the gates' gradients of all steps, last step first -------------------------------------------------
 struct Backward {
-    float *dh0, *dgates, *before, *carry;   // dgates (T,B,4H) = dr dz dn du;   before (T,B,H), h[t-1], if there is an h0
-    const float *dh, *dh_last, *h0, *w_hh, *h, *gates;          // carry (B,H): what of h[t-1]'s gradient does not come
-    int64_t T, B, H;                                            // from a product
+    float *dh0;
+    float *dgates, *states, *carry;         // dgates (T,B,4H): dr dz dn du;   states (T,B,H): h[t-1], where there is an h0
+    const float *dh, *dh_last, *h0, *w_hh, *h, *gates;          // carry (B,H): the part of h[t-1]'s gradient that comes from
+    int64_t T, B, H;                                            // no product
     unsigned *counters;
 };
 struct Saved {                              // by forward; and the gradient of h[t] but for a product's part
@@ -452,14 +454,15 @@ DEVICE Saved saved(const Backward &b, int64_t t, int64_t row, int64_t unit) {
 }
 
 // Steps 5, 4, 2 backwards, and with reset after also 1, for the gradient d of h[t].
-template <bool BEFORE> DEVICE void back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float d) {
+template <bool BEFORE>
+DEVICE void back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float d) {
     const int64_t H = b.H, at = t * b.B + row;
     float *const dgate = b.dgates + at * 4 * H + unit;
     const float dn = d * (1.0f - s.z) * (1.0f - s.n * s.n);            // 5, 4
     dgate[H] = d * (s.h - s.n) * s.z * (1.0f - s.z);                   // 5, 2
     dgate[2 * H] = dn;
     b.carry[row * H + unit] = d * s.z;                                 // 5
-    if (b.h0) b.before[at * H + unit] = s.h;
+    if (b.h0) b.states[at * H + unit] = s.h;
     if (BEFORE) return;
     dgate[0] = dn * s.u * s.r * (1.0f - s.r);                          // 4, 1
     dgate[3 * H] = dn * s.r;                                           // 4: du
@@ -495,11 +498,11 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     const bool mine = place.unit < H;
     start(p, place, items > 0);
 
-    const auto fetch_row = [&](int64_t t, Rows rows, int row) {
+    const auto fetch_row = [&](int64_t t, Span rows, int row) {
         return mine && row < rows.count ? saved(b, t, rows.from + row, place.unit) : Saved{};
     };
     for (int chunk = 0; chunk < place.chunks; chunk++) {                       // the last step
-        const Rows rows = rows_of(p, place, chunk);
+        const Span rows = rows_of(p, place, chunk);
         for (int row = threadIdx.x / U; row < rows.count && mine; row += THREADS / U) {
             const Saved s = fetch_row(p.T - 1, rows, row);
             back_gates<BEFORE>(b, p.T - 1, rows.from + row, place.unit, s, s.d);
@@ -514,25 +517,25 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
             return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, place, item.chunk), threadIdx.x / U);
         },
         [&](const Item &item, float *to) {
-            const Rows rows = rows_of(p, place, item.chunk);
-            const float *const from = b.dgates + ((p.T - 1 - item.step) * p.B + rows.from) * 4 * p.H;
+            const Span rows = rows_of(p, place, item.chunk);
+            const float *const from = b.dgates + ((p.T - 1 - item.step) * p.B + rows.from) * 4 * H;
             wait_for(p, place, item.chunk, item.step * PHASES + item.phase + 1);
-            if (!BEFORE) load(to, from, 4 * p.H, rows.count, 0, 3, p);         // dr dz du
-            else if (item.phase == 0) load(to, from, 4 * p.H, rows.count, 2 * p.H, 1, p);      // dn
-            else load(to, from, 4 * p.H, rows.count, 0, 2, p);                 // dr dz
+            if (!BEFORE) load(to, from, 4 * H, rows.count, 0, 3, p);           // dr dz du
+            else if (item.phase == 0) load(to, from, 4 * H, rows.count, 2 * p.H, 1, p);        // dn
+            else load(to, from, 4 * H, rows.count, 0, 2, p);                   // dr dz
         },
         [&](const Item &item, const float *from, Saved next) {
-            const Rows rows = rows_of(p, place, item.chunk);
+            const Span rows = rows_of(p, place, item.chunk);
             const int64_t t = p.T - 1 - item.step;
             const bool last = item.phase == PHASES - 1;                        // of the step
-            if (BEFORE) multiply<U, P>(sums, last ? weights : weights_n, from, p.stride, last ? 2 * segments : segments, slices);
-            else multiply<U, P>(sums, weights, from, p.stride, 3 * segments, slices);
+            const int parts = !BEFORE ? 3 : last ? 2 : 1;
+            multiply<U, P>(sums, BEFORE && !last ? weights_n : weights, from, p.stride, parts * segments, slices);
             __syncthreads();
             for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
                 const Saved s = next;
                 next = fetch_row(last && t ? t - 1 : t, rows, row + THREADS / U);
                 if (!mine) continue;
-                const int64_t in_batch = rows.from + row, state = in_batch * p.H + place.unit;
+                const int64_t in_batch = rows.from + row, state = in_batch * H + place.unit;
                 const float product = total<U, P>(sums, slices, row, threadIdx.x % U);
                 if (!last) back_reset(b, t, in_batch, place.unit, s, product);
                 else if (t) back_gates<BEFORE>(b, t - 1, in_batch, place.unit, s, s.d + product);
@@ -557,23 +560,26 @@ static __global__ void forward_step(float *h, float *gates, const float *h_befor
     }
 }
 
-static pyops_status forward_by_steps(const Forward &f, float *product, int64_t T, int64_t B, int64_t H, bool before, void *stream) {
+static pyops_status forward_by_steps(const Forward &f, float *product, int64_t T, int64_t B, int64_t H, bool before,
+                                     void *stream) {
     const unsigned blocks = grid_for(B * H, THREADS);
+    const cudaStream_t in = stream_of(stream);
     Launches launches;
     for (int64_t t = 0; t < T; t++) {
         float *const h = f.h + t * B * H, *const gates = f.gates + t * B * 4 * H;
         const float *const h_before = t ? h - B * H : f.h0, *const rows = h_before ? h_before : h;
-        const int64_t K = h_before ? H : 0;                    // nothing comes of zeros but the bias
-        pyops_status status = pyops_gemm(product, rows, f.w_hh, f.b_hh, B, before ? 2 * H : 3 * H, K, 3 * H, H, 1, 1, H, 0, 0, stream);
+        const int64_t K = h_before ? H : 0, N = before ? 2 * H : 3 * H;        // nothing comes of zeros but the bias
+        pyops_status status = pyops_gemm(product, rows, f.w_hh, f.b_hh, B, N, K, 3 * H, H, 1, 1, H, 0, 0, stream);
         if (status) return status;
         if (!before) {
-            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, stream_of(stream), h, gates, h_before, product, B, H);
+            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, h, gates, h_before, product, B, H);
             continue;
         }
-        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, stream_of(stream), h, gates, h_before, product, B, H);
-        status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H, 4 * H, 1, 1, H, 0, 0, stream);
+        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, h, gates, h_before, product, B, H);
+        status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H,
+                            4 * H, 1, 1, H, 0, 0, stream);
         if (status) return status;
-        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, stream_of(stream), h, gates, h_before, product, B, H);
+        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, h, gates, h_before, product, B, H);
     }
     return pyops_launched("gru_forward", launches.error, stream);
 }
@@ -618,7 +624,8 @@ static pyops_status backward_by_steps(const Backward &b, float *du, bool before,
 }
 
 // ---- the functions of the ABI ------------------------------------------------------------------------------------------
-static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const float *dgates, int64_t rows, int64_t H, bool before) {
+static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const float *dgates, int64_t rows, int64_t H,
+                                          bool before) {
     const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, columns = before ? 3 * H : 4 * H;
     const float sum = column_sum(dgates, rows, 4 * H, column, columns);
     if (threadIdx.y || column >= columns) return;
@@ -627,18 +634,20 @@ static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const floa
     else if (column >= 3 * H) db_hh[column - H] += sum;
 }
 
-// Run a kernel of all steps.  Blocks that wait for each other must all be there at once.
-template <class Arguments>
-static cudaError_t launch_steps(void (*kernel)(Arguments, Plan), const Arguments &arguments, const Plan &p, bool exchange, void *stream) {
+// Run a kernel of all steps.  Blocks that wait for each other have to be there all at once.
+template <class Arguments> static cudaError_t launch_steps(void (*kernel)(Arguments, Plan), const Arguments &arguments, const Plan &p,
+                                                           bool exchange, void *stream) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
     const unsigned blocks = unsigned(p.teams * p.team);
     return exchange ? LAUNCH_COOP(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p)
                     : LAUNCH(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p);
 }
 
-// launch(units, precision, before), all three as types that hold the value
+// launch(units, precision, before): each a type that holds the value
 template <class Launch> static cudaError_t with_constants(int units, bool before, Launch launch) {
-    const auto with_before = [&](auto u, auto p) { return before ? launch(u, p, std::true_type()) : launch(u, p, std::false_type()); };
+    const auto with_before = [&](auto u, auto p) {
+        return before ? launch(u, p, std::true_type()) : launch(u, p, std::false_type());
+    };
     const auto with_precision = [&](auto u) {
         switch (pyops_precision_now()) {
         case Precision::tf32: return with_before(u, std::integral_constant<Precision, Precision::tf32>());
@@ -646,8 +655,11 @@ template <class Launch> static cudaError_t with_constants(int units, bool before
         default:              return with_before(u, std::integral_constant<Precision, Precision::fp32>());
         }
     };
-    return units == 8 ? with_precision(std::integral_constant<int, 8>()) : units == 16 ? with_precision(std::integral_constant<int, 16>())
-                                                                                     : with_precision(std::integral_constant<int, 32>());
+    switch (units) {
+    case 8:  return with_precision(std::integral_constant<int, 8>());
+    case 16: return with_precision(std::integral_constant<int, 16>());
+    default: return with_precision(std::integral_constant<int, 32>());
+    }
 }
 
 static pyops_status check(const char *who, int64_t T, int64_t B, int64_t I, int64_t H) {
@@ -655,7 +667,7 @@ static pyops_status check(const char *who, int64_t T, int64_t B, int64_t I, int6
     return PYOPS_OK;
 }
 
-// A counter for each chunk of rows, of which there are as many as tiles at most; or, step by step, floats of one step.
+// A counter for each chunk of rows, of which there are no more than tiles; or, one step at a time, floats of a step.
 static int64_t counters_or(int64_t floats, int64_t B) { return std::max(blocks_for<int64_t>(B, ROWS) * COUNTER, floats); }
 
 extern "C" int64_t pyops_gru_forward_work(int64_t, int64_t B, int64_t, int64_t H) { return counters_or(B * 3 * H, B); }
@@ -664,9 +676,9 @@ extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_
     return T * B * 4 * H + T * B * H + B * H + counters_or(B * H, B);
 }
 
-extern "C" pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *h0,
-                                          const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh, float *work,
-                                          int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+extern "C" pyops_status pyops_gru_forward(
+    float *h, float *gates, const float *x, const float *h0, const float *w_ih, const float *w_hh, const float *b_ih,
+    const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     pyops_status status = check("gru_forward", T, B, I, H);
     if (status || B == 0) return status;
     // a = x w_ih' + b_ih of all steps, into the first three quarters of gates
@@ -675,41 +687,47 @@ extern "C" pyops_status pyops_gru_forward(float *h, float *gates, const float *x
     const Forward f = {h, gates, h0, w_hh, b_hh, reinterpret_cast<unsigned *>(work)};
     const Plan p = forward_plan(T, B, H, reset_before);
     if (!p.teams) return forward_by_steps(f, work, T, B, H, reset_before, stream);
-    return pyops_launched("gru_forward", with_constants(p.units, reset_before, [&](auto u, auto precision, auto before) {
-        return launch_steps(forward_steps<u, precision, before>, f, p, T > 1 || before, stream);
-    }), stream);
+    const cudaError_t error = with_constants(p.units, reset_before, [&](auto units, auto precision, auto before) {
+        return launch_steps(forward_steps<units, precision, before>, f, p, T > 1 || before, stream);
+    });
+    return pyops_launched("gru_forward", error, stream);
 }
 
-extern "C" pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
-                                           const float *dh, const float *dh_last, const float *x, const float *h0,
-                                           const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
-                                           int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+extern "C" pyops_status pyops_gru_backward(
+    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, const float *dh, const float *dh_last,
+    const float *x, const float *h0, const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
+    int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     pyops_status status = check("gru_backward", T, B, I, H);
     if (status || B == 0) return status;
-    float *const dgates = work, *const before = dgates + T * B * 4 * H, *const carry = before + T * B * H, *const rest = carry + B * H;
+    float *const dgates = work, *const states = dgates + T * B * 4 * H, *const carry = states + T * B * H;
+    float *const rest = carry + B * H;
 
-    const Backward b = {dh0, dgates, before, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H, reinterpret_cast<unsigned *>(rest)};
+    const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H, reinterpret_cast<unsigned *>(rest)};
     const Plan p = backward_plan(T, B, H, reset_before);
-    status = !p.teams ? backward_by_steps(b, rest, reset_before, stream)
-                      : pyops_launched("gru_backward", with_constants(p.units, reset_before, [&](auto u, auto precision, auto reset) {
-        return launch_steps(backward_steps<u, precision, reset>, b, p, T > 1 || dh0 || reset, stream);
-    }), stream);
-    if (status) return status;
+    if (p.teams) {
+        const cudaError_t error = with_constants(p.units, reset_before, [&](auto units, auto precision, auto before) {
+            return launch_steps(backward_steps<units, precision, before>, b, p, T > 1 || dh0 || before, stream);
+        });
+        status = pyops_launched("gru_backward", error, stream);
+    } else {
+        status = backward_by_steps(b, rest, reset_before, stream);
+    }
 
-    // Sums over all steps.  Without an h0 the first step adds nothing to dw_hh, and h[t-1] of the others lies in h.  For the n
-    // part, gradient x input is du x h[t-1] with the reset gate after the product, dn x u with it before.
-    const int64_t skipped = h0 ? 0 : 1, rows = (T - skipped) * B;
-    const float *const d = dgates + skipped * B * 4 * H, *const states = h0 ? before : h;
-    const auto weight_gradient = [&](float *dw, const float *d, const float *input, int64_t M, int64_t N, int64_t ld, int64_t rows) {
+    // What sums over all steps.  For the n part of w_hh, gradient x input is du x h[t-1] with the reset gate after the product,
+    // dn x u with it before.  Without an h0 the first step adds nothing to dw_hh, and h[t-1] of the others lies in h.
+    const auto add_weight_gradient = [&](float *dw, const float *d, int64_t M, const float *input, int64_t N, int64_t ld,
+                                         int64_t rows) {
         if (!status && rows) status = pyops_gemm(dw, d, input, nullptr, M, N, rows, N, 1, 4 * H, ld, 1, 1, 0, stream);
     };
-    if (dx) status = pyops_gemm(dx, dgates, w_ih, nullptr, T * B, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
-    weight_gradient(dw_ih, dgates, x, 3 * H, I, I, T * B);
-    weight_gradient(dw_hh, d, states, 2 * H, H, H, rows);
-    if (reset_before) weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, gates + 3 * H, H, H, 4 * H, T * B);
-    else weight_gradient(dw_hh + 2 * H * H, d + 3 * H, states, H, H, H, rows);
+    const int64_t skipped = h0 ? 0 : B, rows = T * B - skipped;
+    const float *const d = dgates + skipped * 4 * H, *const h_before = h0 ? states : h;
+    if (!status && dx) status = pyops_gemm(dx, dgates, w_ih, nullptr, T * B, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
+    add_weight_gradient(dw_ih, dgates, 3 * H, x, I, I, T * B);
+    add_weight_gradient(dw_hh, d, 2 * H, h_before, H, H, rows);
+    if (reset_before) add_weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, T * B);
+    else add_weight_gradient(dw_hh + 2 * H * H, d + 3 * H, H, h_before, H, H, rows);
     if (status) return status;
-    return pyops_launched("gru_backward", LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(4 * H, COLUMNS)),
-                                                 dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream),
+    const unsigned blocks = unsigned(blocks_for<int64_t>(4 * H, COLUMNS));
+    return pyops_launched("gru_backward", LAUNCH(add_bias_gradients, blocks, dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream),
                                                  db_ih, db_hh, dgates, T * B, H, reset_before != 0), stream);
 }
