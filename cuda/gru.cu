@@ -194,8 +194,8 @@ static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const 
         for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
         p.buffers = chunks_of(p) > 2 ? 2 : 1;
         const auto size = [&] {
-            const size_t all_weights = size_t(kept) * p.padded * weights[i], rows = size_t(p.buffers) * p.chunk * ROWS * p.stride;
-            return sizeof(float) * (all_weights + rows + sums[i]);
+            const size_t rows = size_t(p.buffers) * p.chunk * ROWS;
+            return sizeof(float) * (size_t(kept) * p.padded * weights[i] + rows * p.stride + sums[i]);
         };
         while (size() > size_t(pyops_shared_memory()) && p.chunk > 1) p.chunk /= 2;
         if (size() > size_t(pyops_shared_memory())) p.buffers = 1;
@@ -635,8 +635,9 @@ static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const floa
 }
 
 // Run a kernel of all steps.  Blocks that wait for each other have to be there all at once.
-template <class Arguments> static cudaError_t launch_steps(void (*kernel)(Arguments, Plan), const Arguments &arguments, const Plan &p,
-                                                           bool exchange, void *stream) {
+template <class Arguments>
+static cudaError_t launch_steps(void (*kernel)(Arguments, Plan), const Arguments &arguments, const Plan &p, bool exchange,
+                                void *stream) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
     const unsigned blocks = unsigned(p.teams * p.team);
     return exchange ? LAUNCH_COOP(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p)
@@ -702,7 +703,8 @@ extern "C" pyops_status pyops_gru_backward(
     float *const dgates = work, *const states = dgates + T * B * 4 * H, *const carry = states + T * B * H;
     float *const rest = carry + B * H;
 
-    const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H, reinterpret_cast<unsigned *>(rest)};
+    const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H,
+                        reinterpret_cast<unsigned *>(rest)};
     const Plan p = backward_plan(T, B, H, reset_before);
     if (p.teams) {
         const cudaError_t error = with_constants(p.units, reset_before, [&](auto units, auto precision, auto before) {
@@ -727,7 +729,8 @@ extern "C" pyops_status pyops_gru_backward(
     if (reset_before) add_weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, T * B);
     else add_weight_gradient(dw_hh + 2 * H * H, d + 3 * H, H, h_before, H, H, rows);
     if (status) return status;
-    const unsigned blocks = unsigned(blocks_for<int64_t>(4 * H, COLUMNS));
-    return pyops_launched("gru_backward", LAUNCH(add_bias_gradients, blocks, dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream),
-                                                 db_ih, db_hh, dgates, T * B, H, reset_before != 0), stream);
+    const cudaError_t error = LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(4 * H, COLUMNS)),
+                                     dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream),
+                                     db_ih, db_hh, dgates, T * B, H, reset_before != 0);
+    return pyops_launched("gru_backward", error, stream);
 }

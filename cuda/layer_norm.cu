@@ -1,0 +1,287 @@
+// layer_norm.cu - rows brought to mean 0 and variance 1, then scaled and shifted by column.
+//
+// A row is read once and stays in the registers of its team, a warp or, where it is longer, a block; what is summed over it is
+// summed from there, in as many passes as accuracy wants.  A lane of the team has every n-th pack of 4 neighbours, which is
+// one access where they begin at 16 bytes, or of 1 where the columns are no multiple of 4:
+//
+//     row   | pack 0 | pack 1 | ... | pack n-1 | pack n | pack n+1 | ...         n = 32 or 256 lanes of a team,
+//           | lane 0 | lane 1 | ... | lane n-1 | lane 0 | lane 1   | ...         each with up to 4 or 8 packs
+//
+// In backward a lane meets the same columns in every row of its team, and adds up their part of dweight and dbias in registers
+// too.  So the blocks, as many as the device holds at once, stay for all rows; each adds the sums of its teams in order and
+// leaves them in `work`, and a second kernel adds those of the blocks in order.
+// Rows too long for registers are read anew in each pass, and their sums over rows lie in `work` from the beginning.
+#include <algorithm>
+#include "block.cuh"
+#include "columns.cuh"
+#include "index.cuh"
+
+static constexpr int THREADS = 256, WARPS = THREADS / 32;
+
+static pyops_status check(const char *who, int64_t R, int64_t C) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    return PYOPS_OK;
+}
+
+// Of each of N values the sum over a team, for all its threads.
+template <int TEAM, int N> DEVICE void team_sums(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = warp_sum(x[i]);
+    if constexpr (TEAM > 32) {
+        SHARED(float, sums, [WARPS][N]);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32][i] = x[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            x[i] = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) x[i] += sums[w][i];
+        }
+        __syncthreads();
+    }
+}
+
+// Neighbours at p: at once where `whole` says that all packs begin at 16 bytes.  The sums are the same either way.
+template <int WIDTH> DEVICE Pack<float, WIDTH> load(const float *p, bool whole) {
+    if (whole) return load_pack<WIDTH>(p);
+    Pack<float, WIDTH> x;
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) x.at[k] = p[k];
+    return x;
+}
+template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bool whole) {
+    if (whole) return store_pack<WIDTH>(p, x);
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) p[k] = x.at[k];
+}
+
+// A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row; 0 where it is not held but read each time.
+template <int TEAM_, int WIDTH_, int PACKS_> struct Share {
+    static constexpr int TEAM = TEAM_, WIDTH = WIDTH_, PACKS = PACKS_, PLACES = PACKS ? PACKS : 1;
+    using Neighbours = Pack<float, WIDTH>;
+
+    // f(i, c) for each of its packs, which begin at column c; i is the place where it is held.
+    template <class F> static __device__ __forceinline__ void each(int64_t C, F f) {
+        const int64_t first = int(threadIdx.x) % TEAM * WIDTH;
+        if constexpr (PACKS == 0) {
+            for (int64_t c = first; c < C; c += TEAM * WIDTH) f(0, c);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PACKS; i++)
+                if (first + i * TEAM * WIDTH < C) f(i, first + i * TEAM * WIDTH);
+        }
+    }
+    struct Row {
+        const float *row;
+        bool whole;
+        Neighbours held[PLACES];
+        __device__ __forceinline__ Row(const float *row, int64_t C, bool whole) : row(row), whole(whole) {
+            if constexpr (PACKS > 0) {              // one test for all, so that the loads stand one after the other
+                if (whole) each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, true); });
+                else each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, false); });
+            }
+        }
+        __device__ __forceinline__ Neighbours at(int i, int64_t c) const {
+            if constexpr (PACKS > 0) return held[i];
+            return load<WIDTH>(row + c, whole);
+        }
+    };
+};
+
+// The row that a team begins with, and how many rows the grid does at once.
+template <int TEAM> DEVICE int64_t first_row() { return (blockIdx.x * int64_t(THREADS) + threadIdx.x) / TEAM; }
+template <int TEAM> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (THREADS / TEAM); }
+
+// ---- forward ----------------------------------------------------------------------------------------------------
+template <class S>
+static __global__ void __launch_bounds__(THREADS) forward(
+    float *y, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
+    int64_t R, int64_t C, float eps, bool whole) {
+    using Neighbours = typename S::Neighbours;
+    const float share = 1.0f / static_cast<float>(C);
+    for (int64_t r = first_row<S::TEAM>(); r < R; r += rows_at_once<S::TEAM>()) {
+        const typename S::Row row(x + r*C, C, whole);
+        float sum[1] = {};
+        S::each(C, [&](int i, int64_t c) {
+            const Neighbours in = row.at(i, c);
+#pragma unroll
+            for (int k = 0; k < S::WIDTH; k++) sum[0] += in.at[k];
+        });
+        team_sums<S::TEAM>(sum);
+        const float first = sum[0] * share;
+        float sums[2] = {};                     // of deviations, which tell how far off that mean is, and of their squares
+        S::each(C, [&](int i, int64_t c) {
+            const Neighbours in = row.at(i, c);
+#pragma unroll
+            for (int k = 0; k < S::WIDTH; k++) {
+                const float d = in.at[k] - first;
+                sums[0] += d;
+                sums[1] += d * d;
+            }
+        });
+        team_sums<S::TEAM>(sums);
+        const float m = first + sums[0] * share, v = (sums[1] - sums[0] * (sums[0] * share)) * share;
+        const float s = 1.0f / sqrtf((v < 0.0f ? 0.0f : v) + eps);
+        S::each(C, [&](int i, int64_t c) {
+            const Neighbours in = row.at(i, c), w = load<S::WIDTH>(weight + c, whole), b = load<S::WIDTH>(bias + c, whole);
+            Neighbours out;
+#pragma unroll
+            for (int k = 0; k < S::WIDTH; k++) out.at[k] = (in.at[k] - m) * s * w.at[k] + b.at[k];
+            store<S::WIDTH>(y + r*C + c, out, whole);
+        });
+        if (threadIdx.x % S::TEAM == 0) {
+            mean[r] = m;
+            rstd[r] = s;
+        }
+    }
+}
+
+// ---- backward ---------------------------------------------------------------------------------------------------
+// Blocks that a multiprocessor holds: fewer, with more registers each, where more is held.
+static constexpr int MOST_RESIDENT = 4;
+static constexpr int resident(int packs) { return packs == 4 ? 2 : packs == 2 ? 3 : MOST_RESIDENT; }
+
+// sums: of each block, what it adds to dweight (C) and to dbias (C)
+template <class S>
+static __global__ void __launch_bounds__(THREADS, resident(S::PACKS)) backward(
+    float *dx, float *sums, const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
+    int64_t R, int64_t C, bool accumulate, bool whole) {
+    using Neighbours = typename S::Neighbours;
+    constexpr int WIDTH = S::WIDTH;
+    const float share = 1.0f / static_cast<float>(C);
+    Neighbours dweight[S::PLACES] = {}, dbias[S::PLACES] = {};
+    sums += blockIdx.x * 2*C;
+    if constexpr (S::PACKS == 0)
+        S::each(C, [&](int, int64_t c) {
+            store<WIDTH>(sums + c, Neighbours{}, whole);
+            store<WIDTH>(sums + C + c, Neighbours{}, whole);
+        });
+    for (int64_t r = first_row<S::TEAM>(); r < R; r += rows_at_once<S::TEAM>()) {
+        const typename S::Row row_dy(dy + r*C, C, whole), row_x(x + r*C, C, whole);
+        const float m = mean[r], s = rstd[r];
+        float of_g[2] = {};                                     // sums of g = dy weight, and of g xhat
+        S::each(C, [&](int i, int64_t c) {
+            const Neighbours d = row_dy.at(i, c), in = row_x.at(i, c), w = load<WIDTH>(weight + c, whole);
+            if constexpr (S::PACKS == 0) {
+                dweight[0] = load<WIDTH>(sums + c, whole);
+                dbias[0] = load<WIDTH>(sums + C + c, whole);
+            }
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                const float xhat = (in.at[k] - m) * s, g = d.at[k] * w.at[k];
+                of_g[0] += g;
+                of_g[1] += g * xhat;
+                dweight[i].at[k] += d.at[k] * xhat;
+                dbias[i].at[k] += d.at[k];
+            }
+            if constexpr (S::PACKS == 0) {
+                store<WIDTH>(sums + c, dweight[0], whole);
+                store<WIDTH>(sums + C + c, dbias[0], whole);
+            }
+        });
+        team_sums<S::TEAM>(of_g);
+        const float a = of_g[0] * share, b = of_g[1] * share;
+        S::each(C, [&](int i, int64_t c) {
+            const Neighbours d = row_dy.at(i, c), in = row_x.at(i, c), w = load<WIDTH>(weight + c, whole);
+            Neighbours out = accumulate ? load<WIDTH>(dx + r*C + c, whole) : Neighbours{};
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) out.at[k] += s * (d.at[k] * w.at[k] - a - (in.at[k] - m) * s * b);
+            store<WIDTH>(dx + r*C + c, out, whole);
+        });
+    }
+    if constexpr (S::PACKS > 0 && S::TEAM == THREADS)
+        S::each(C, [&](int i, int64_t c) {
+            store<WIDTH>(sums + c, dweight[i], whole);
+            store<WIDTH>(sums + C + c, dbias[i], whole);
+        });
+    if constexpr (S::TEAM == 32) {                              // first those of all warps, one array after the other
+        SHARED(float, of_warp, [WARPS][32 * S::PACKS * WIDTH]);
+        const auto add_warps = [&](float *to, const Neighbours (&mine)[S::PLACES]) {
+            S::each(C, [&](int i, int64_t c) {
+#pragma unroll
+                for (int k = 0; k < WIDTH; k++) of_warp[threadIdx.x / 32][c + k] = mine[i].at[k];
+            });
+            __syncthreads();
+            for (int c = threadIdx.x; c < C; c += THREADS) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) sum += of_warp[w][c];
+                to[c] = sum;
+            }
+            __syncthreads();
+        };
+        add_warps(sums, dweight);
+        add_warps(sums + C, dbias);
+    }
+}
+
+static __global__ void add_sums(float *dweight, float *dbias, const float *sums, int64_t blocks, int64_t C) {
+    const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x;
+    const float sum = column_sum(sums, blocks, 2*C, column, 2*C);
+    if (threadIdx.y || column >= 2*C) return;
+    if (column < C) dweight[column] += sum;
+    else dbias[column - C] += sum;
+}
+
+// ---- the functions of the ABI -----------------------------------------------------------------------------------------
+// launch(share) with the share that fits rows of C, which holds at most MOST packs.
+template <int WIDTH, int MOST, class Launch> static cudaError_t with_share_of(int64_t C, Launch launch) {
+    const int64_t packs = blocks_for<int64_t>(C, WIDTH);
+    if (packs <= 32) return launch(Share<32, WIDTH, 1>());
+    if (packs <= 64) return launch(Share<32, WIDTH, 2>());
+    if (packs <= 128) return launch(Share<32, WIDTH, 4>());
+    if constexpr (MOST == 8)
+        if (packs <= 256) return launch(Share<32, WIDTH, 8>());
+    if (packs <= 256) return launch(Share<THREADS, WIDTH, 1>());
+    if (packs <= 512) return launch(Share<THREADS, WIDTH, 2>());
+    if (packs <= 1024) return launch(Share<THREADS, WIDTH, 4>());
+    if constexpr (MOST == 8)
+        if (packs <= 2048) return launch(Share<THREADS, WIDTH, 8>());
+    return launch(Share<THREADS, WIDTH, 0>());
+}
+template <int MOST, class Launch> static cudaError_t with_share(int64_t C, Launch launch) {
+    return C % 4 == 0 ? with_share_of<4, MOST>(C, launch) : with_share_of<1, MOST>(C, launch);
+}
+
+extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const float *x, const float *weight,
+                                                 const float *bias, int64_t R, int64_t C, float eps, void *stream) {
+    const pyops_status status = check("layer_norm_forward", R, C);
+    if (status) return status;
+    PYOPS_REQUIRE(eps >= 0.0f, "layer_norm_forward: eps=%g, want at least 0", static_cast<double>(eps));
+    if (R == 0) return PYOPS_OK;
+    const bool whole = aligned(y) && aligned(x) && aligned(weight) && aligned(bias);
+    const cudaError_t error = with_share<8>(C, [&](auto share) {
+        using S = decltype(share);
+        // a team for each row: the device hands blocks to whichever multiprocessor is free
+        const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::TEAM), int64_t(INT32_MAX));
+        return LAUNCH(forward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
+                      y, mean, rstd, x, weight, bias, R, C, eps, whole);
+    });
+    return pyops_launched("layer_norm_forward", error, stream);
+}
+
+// What each block adds to dweight (C) and to dbias (C); no more blocks than rows.
+extern "C" int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) {
+    return std::min(R, int64_t(pyops_multiprocessors()) * MOST_RESIDENT) * 2*C;
+}
+
+extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
+                                                  const float *weight, const float *mean, const float *rstd, float *work,
+                                                  int64_t R, int64_t C, int32_t accumulate, void *stream) {
+    const pyops_status status = check("layer_norm_backward", R, C);
+    if (status || R == 0) return status;
+    const bool whole = aligned(dx) && aligned(dy) && aligned(x) && aligned(weight) && aligned(work);
+    int64_t blocks = 0;
+    Launches launches;
+    launches << with_share<4>(C, [&](auto share) {
+        using S = decltype(share);
+        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::TEAM), int64_t(pyops_multiprocessors()) * resident(S::PACKS));
+        return LAUNCH(backward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
+                      dx, work, dy, x, weight, mean, rstd, R, C, accumulate != 0, whole);
+    });
+    launches << LAUNCH(add_sums, static_cast<unsigned>(blocks_for<int64_t>(2*C, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+                       stream_of(stream), dweight, dbias, work, blocks, C);
+    return pyops_launched("layer_norm_backward", launches.error, stream);
+}
