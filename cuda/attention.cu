@@ -15,7 +15,7 @@
 // memory, 64 channels of a head at a time; of what is summed along channels (scores) all of them pass by, of what has channels
 // (y, dq, dk, dv) a block makes 64.  So any number of queries, keys and channels will do, and usual heads take one round.
 //
-//   forward        a block has 64 queries: along the keys with the online softmax (arXiv:1805.02867), or at once if there are 64
+//   forward        a block has 64 queries, and goes along the keys with the online softmax (arXiv:1805.02867)
 //   backward_keys  a block has 64 keys: along the queries, and sums dk and dv; if these are all keys, dq is complete as well
 //   backward_queries   if not, dq as in forward: that forms the scores twice, but no block has to wait for another
 //
@@ -26,7 +26,7 @@
 #include "philox.cuh"
 
 static constexpr int CHANNELS = 64;             // of a head in shared memory at a time
-static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: no two lanes meet in a bank when fragments are read
+static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: lanes meet in no bank when they read fragments
 static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns that a warp has of a result
 
 // Pairs of a tile: a block of WARPS warps, 16 queries each, and as many keys.
@@ -70,7 +70,9 @@ DEVICE int64_t seen(const Call &c, const Place &p, int64_t i) {
     return c.causal ? max(min(p.length, i + 1 + c.Tk - c.Tq), int64_t(0)) : p.length;
 }
 // The most that any query of [i, i + n) may see: the last one sees most.
-DEVICE int64_t seen_by_any(const Call &c, const Place &p, int64_t i, int n) { return i < c.Tq ? seen(c, p, min(i + n, c.Tq) - 1) : 0; }
+DEVICE int64_t seen_by_any(const Call &c, const Place &p, int64_t i, int n) {
+    return i < c.Tq ? seen(c, p, min(i + n, c.Tq) - 1) : 0;
+}
 DEVICE int in_tile(int64_t n, int rows) { return static_cast<int>(min(max(n, int64_t(0)), int64_t(rows))); }
 
 // ---- tiles in shared memory, and numbers that a warp holds --------------------------------------------------------
@@ -79,7 +81,11 @@ DEVICE int lane_pair() { return 2 * (lane_id() & 3); }      // 2t
 DEVICE int warp_row() { return 16 * (threadIdx.x >> 5); }   // of a tile, the first of this warp
 
 DEVICE float2 two(const float *x) { return *reinterpret_cast<const float2 *>(x); }
+DEVICE float2 &two(float *x) { return *reinterpret_cast<float2 *>(x); }
 DEVICE float4 four(const float *x) { return *reinterpret_cast<const float4 *>(x); }
+
+// What a warp has of 16 rows and 8N columns: see above.
+template <int N> using Held = float[N][4];
 
 // Start copying rows of x, `row` floats apart, to a tile; beyond `rows` and `width` it gets zeros.
 template <int WARPS> DEVICE void load(float *tile, const float *x, int64_t row, int rows, int width, bool whole) {
@@ -104,7 +110,7 @@ template <int WARPS> DEVICE void load(float *tile, const float *x, int64_t row, 
     }
 }
 
-template <int N> DEVICE void zero(float (&held)[N][4]) {
+template <int N> DEVICE void zero(Held<N> &held) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -112,17 +118,17 @@ template <int N> DEVICE void zero(float (&held)[N][4]) {
 }
 
 // To the 16 rows of a tile that belong to this warp.
-template <int N> DEVICE void put(float *tile, const float (&held)[N][4]) {
+template <int N> DEVICE void put(float *tile, const Held<N> &held) {
     float *at = tile + (warp_row() + lane_row()) * PITCH + lane_pair();
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) *reinterpret_cast<float2 *>(at + 8 * r * PITCH + 8 * n) = make_float2(held[n][2 * r], held[n][2 * r + 1]);
+        for (int r = 0; r < 2; r++) two(at + 8 * r * PITCH + 8 * n) = make_float2(held[n][2 * r], held[n][2 * r + 1]);
 }
 
-// To 16 rows of y, `row` floats apart, in global memory, what is held times factor[0] (row g) and factor[1] (row g + 8); a factor
-// of 0 gives zeros.
-DEVICE void write_rows(float *y, const float (&held)[OUT][4], const float (&factor)[2], int64_t row, int rows, int width, bool whole) {
+// To 16 rows of y in global memory, `row` floats apart, what is held times factor[0] (row g) and factor[1] (row g + 8).
+DEVICE void write_rows(float *y, const Held<OUT> &held, const float (&factor)[2], int64_t row, int rows, int width,
+                       bool whole) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float *to = y + (lane_row() + 8 * r) * row;
@@ -130,9 +136,9 @@ DEVICE void write_rows(float *y, const float (&held)[OUT][4], const float (&fact
 #pragma unroll
         for (int n = 0; n < OUT; n++) {
             const int c = 8 * n + lane_pair();
-            const bool empty = factor[r] == 0.0f;               // also where what is held is NaN
-            const float2 x = make_float2(empty ? 0.0f : held[n][2 * r] * factor[r], empty ? 0.0f : held[n][2 * r + 1] * factor[r]);
-            if (whole && there && c < width) *reinterpret_cast<float2 *>(to + c) = x;
+            float2 x = make_float2(held[n][2 * r] * factor[r], held[n][2 * r + 1] * factor[r]);
+            if (factor[r] == 0.0f) x = make_float2(0.0f, 0.0f);                 // also where NaN is held
+            if (whole && there && c < width) two(to + c) = x;
             if (!whole && there && c < width) to[c] = x.x;
             if (!whole && there && c + 1 < width) to[c + 1] = x.y;
         }
@@ -150,8 +156,8 @@ DEVICE float row_max(float x) {                                // steps over NaN
 }
 
 // ---- products of a warp --------------------------------------------------------------------------------------------
-// Each adds to d (16, 8N) a product whose operands lie in tiles, or are held.  A tensor core takes 16 summands of 16 rows of the
-// left operand and of 8 columns of the right one, as pairs of neighbouring summands: half h of the 16 has 8h + 2t, 8h + 2t + 1.
+// Each adds to d (16, 8N) a product whose operands lie in tiles, or are held.  A tensor core takes 16 summands of 16 rows of
+// the left operand and of 8 columns of the right one, as pairs of neighbours: half h of the 16 has 8h + 2t, 8h + 2t + 1.
 // (The instruction for TF32 takes summands t and t + 4; in a sum, any order will do that is the same on both sides.)
 struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: all 16 summands in x[0]
 struct Right { unsigned x[2][2]; };             // of column g
@@ -178,7 +184,8 @@ template <Precision P> DEVICE void multiply(float (&d)[4], const Left &left, con
 DEVICE float dot(float sum, float4 a, float4 b) { return sum + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
 // d += a b':  a (16 rows), b (8N rows, of which those up to `columns` count), along `summands` channels.
-template <Precision P, int N> DEVICE void rows_by_rows(float (&d)[N][4], const float *a, const float *b, int summands, int columns) {
+template <Precision P, int N>
+DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summands, int columns) {
     if constexpr (P == Precision::fp32) {
         a += lane_row() * PITCH;
         b += lane_pair() * PITCH;
@@ -222,7 +229,7 @@ template <Precision P, int N> DEVICE void rows_by_rows(float (&d)[N][4], const f
 }
 
 // The step that both others take: left, or rows g and g + 8 of it, times the rows k of b.
-DEVICE void add_row(float (&d)[OUT][4], float a0, float a1, const float *b, int columns) {
+DEVICE void add_row(Held<OUT> &d, float a0, float a1, const float *b, int columns) {
 #pragma unroll
     for (int n = 0; n < OUT; n++)
         if (8 * n < columns) {
@@ -231,21 +238,24 @@ DEVICE void add_row(float (&d)[OUT][4], float a0, float a1, const float *b, int 
             d[n][2] += a1 * x.x, d[n][3] += a1 * x.y;
         }
 }
-template <Precision P> DEVICE void add_rows(float (&d)[OUT][4], const Left &left, const float *b, int columns) {
+template <Precision P> DEVICE void add_rows(Held<OUT> &d, const Left &left, const float *b, int columns) {
     b += lane_pair() * PITCH + lane_row();
 #pragma unroll
     for (int n = 0; n < OUT; n++)
         if (8 * n < columns) {
             Right right;
 #pragma unroll
-            for (int half = 0; half < 2; half++) set<P>(right, half, b[8 * half * PITCH + 8 * n], b[(8 * half + 1) * PITCH + 8 * n]);
+            for (int half = 0; half < 2; half++) {
+                const float *x = b + 8 * half * PITCH + 8 * n;
+                set<P>(right, half, x[0], x[PITCH]);
+            }
             multiply<P>(d[n], left, right);
         }
 }
 
 // d += held b:  held (16, 8N), of which columns up to `summands` count, b (as many rows).
-template <Precision P, int N> DEVICE void held_by_columns(float (&d)[OUT][4], const float (&held)[N][4], const float *b, int summands,
-                                                          int columns) {
+template <Precision P, int N>
+DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const float *b, int summands, int columns) {
     if constexpr (P == Precision::fp32) {
 #pragma unroll
         for (int m = 0; m < N; m++)
@@ -253,7 +263,8 @@ template <Precision P, int N> DEVICE void held_by_columns(float (&d)[OUT][4], co
 #pragma unroll
                 for (int k = 0; k < 8; k++) {                   // from the lane of the row that holds it
                     const int lane = (lane_id() & ~3) | k >> 1;
-                    const float a0 = __shfl_sync(ALL_LANES, held[m][k & 1], lane), a1 = __shfl_sync(ALL_LANES, held[m][2 + (k & 1)], lane);
+                    const float a0 = __shfl_sync(ALL_LANES, held[m][k & 1], lane);
+                    const float a1 = __shfl_sync(ALL_LANES, held[m][2 + (k & 1)], lane);
                     add_row(d, a0, a1, b + (8 * m + k) * PITCH, columns);
                 }
     } else {
@@ -271,7 +282,8 @@ template <Precision P, int N> DEVICE void held_by_columns(float (&d)[OUT][4], co
 }
 
 // d += a' b:  16 columns of a, rows [from, to) of both; from is a multiple of 16.
-template <Precision P> DEVICE void columns_by_columns(float (&d)[OUT][4], const float *a, const float *b, int from, int to, int columns) {
+template <Precision P>
+DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int from, int to, int columns) {
     a += lane_row();
     if constexpr (P == Precision::fp32) {
         for (int k = from; k < to; k++) add_row(d, a[k * PITCH], a[k * PITCH + 8], b + k * PITCH, columns);
@@ -309,7 +321,10 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const Place &p, int64_
     const int64_t first = i + warp_row();
     Mask mask;
     mask.columns = in_tile(seen_by_any(c, p, first, 16) - j, 8 * N);
-    for (int r = 0; r < 2; r++) mask.limit[r] = in_tile(seen(c, p, first + lane_row() + 8 * r) - j, 8 * N) - lane_pair(), mask.kept[r] = ~0u;
+    for (int r = 0; r < 2; r++) {
+        mask.limit[r] = in_tile(seen(c, p, first + lane_row() + 8 * r) - j, 8 * N) - lane_pair();
+        mask.kept[r] = ~0u;
+    }
     if (c.step) {
         const bool odd = lane_id() & 1;
         const uint64_t quarter = (c.Tk + 3) / 4, step = c.step[0];
@@ -329,7 +344,8 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const Place &p, int64_
 }
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
-// ONCE: one tile has all keys, so no sums need registers before it, and four blocks have room on a multiprocessor in place of three.
+// ONCE: one tile has all keys.  Then no sums need registers while scores are formed, and four blocks have room on a
+// multiprocessor in place of three.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
 forward(Call c, float *y, float *lse, const float *q, const float *k, const float *v) {
@@ -343,13 +359,14 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
         const int64_t b = p.pair / c.heads, length = c.lengths[b];
         if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, b, length, c.Tk);
     }
-    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY}, result[OUT][4];     // of exp(score - top); top: so far
+    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};       // of exp(score - top), and top: of the keys so far
+    Held<OUT> result;
     zero(result);
     for (int64_t j = 0; j < all; j += ROWS) {
         const int keys = in_tile(all - j, ROWS);
         const float *const k_rows = k + head + j * c.row, *const v_rows = v + head + j * c.row;
         Mask mask = {};
-        float s[N][4];
+        Held<N> s;
         zero(s);
         for (unsigned chunk = 0; chunk < c.chunks; chunk++) {
             const int64_t channel = int64_t(chunk) * CHANNELS;
@@ -411,27 +428,36 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
 // What both kernels read.
 struct Saved { const float *dy, *q, *k, *v, *y, *lse; };
 
-// A lane's part of the sum of x[c] y[c]: every fourth of them.
-DEVICE float dot_of_lane(const float *x, const float *y, int n) {
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int c = lane_id() & 3; c < n; c += 4) sum += x[c] * y[c];
-    return sum;
+// dy . y of rows g and g + 8 of this warp's queries, of which i is the first: four lanes share a row.
+DEVICE void row_dots(float (&dsum)[2], const Call &c, const Place &p, const Saved &x, int64_t i) {
+    for (int r = 0; r < 2; r++) {
+        const int64_t row = i + lane_row() + 8 * r, at = row * c.row + p.pair * c.C;
+        float sum = 0.0f;
+        if (row < c.Tq)
+            for (int64_t n = lane_id() & 3; n < c.C; n += 4) sum += x.dy[at + n] * x.y[at + n];
+        dsum[r] = row_sum(sum);
+    }
+}
+
+struct Tiles { float *q, *dy, *k, *v; };
+template <int WARPS> DEVICE Tiles lay_out(float *shared) {
+    constexpr int FLOATS = Tile<WARPS>::FLOATS;
+    return {shared, shared + FLOATS, shared + 2 * FLOATS, shared + 3 * FLOATS};
 }
 
 // Of queries from i on and keys from j on: the weights times D (see pyops.h) and the gradients of the scores, to registers.
 // The tiles are loaded where new_queries or new_keys say that they are others than before, or where there are several chunks:
-// then they hold the chunk of this block in the end.  `all`: how many keys are to be read at all.  dsum is the sum of the weights
-// times their gradients: if these are all_keys it is formed so, which spares y, else as dy . y (docs/attention.md, Gradient).
+// then they hold the chunk of this block in the end.  `all`: how many keys are to be read at all.  dsum is given unless these
+// are all_keys: then it is the sum of the weights times their gradients, which spares y (docs/attention.md, Gradient).
 template <Precision P, int WARPS, int N>
-DEVICE void weights_and_gradients(float (&w)[N][4], float (&ds)[N][4], const Call &c, const Place &p, const Saved &x, float *q_tile,
-                                  float *dy_tile, float *k_tile, float *v_tile, int64_t i, int64_t j, int64_t all, bool all_keys,
-                                  bool new_queries, bool new_keys) {
+DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c, const Place &p,
+                                  const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys, bool new_queries,
+                                  bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
     const int queries = in_tile(c.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
-    const int64_t head = p.pair * c.C, from_query = head + i * c.row, from_key = head + j * c.row, mine = i + above + lane_row();
+    const int64_t from_query = p.pair * c.C + i * c.row, from_key = p.pair * c.C + j * c.row, mine = i + above + lane_row();
     Mask mask = {};
-    float dsum[2] = {0.0f, 0.0f}, lse[2];
+    float lse[2];
     for (int r = 0; r < 2; r++) lse[r] = mine + 8 * r < c.Tq ? x.lse[p.pair * c.Tq + mine + 8 * r] : 0.0f;
     zero(w);
     zero(ds);
@@ -440,35 +466,32 @@ DEVICE void weights_and_gradients(float (&w)[N][4], float (&ds)[N][4], const Cal
         const int width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
         __syncthreads();                                        // the tiles were read
         const bool queries_too = new_queries || c.chunks > 1, keys_too = new_keys || c.chunks > 1;
-        if (queries_too) load<WARPS>(q_tile, x.q + from_query + channel, c.row, queries, width, c.whole);
-        if (keys_too) load<WARPS>(k_tile, x.k + from_key + channel, c.row, keys, width, c.whole);
+        if (queries_too) load<WARPS>(tiles.q, x.q + from_query + channel, c.row, queries, width, c.whole);
+        if (keys_too) load<WARPS>(tiles.k, x.k + from_key + channel, c.row, keys, width, c.whole);
         cp_async_commit();
-        if (queries_too) load<WARPS>(dy_tile, x.dy + from_query + channel, c.row, queries, width, c.whole);
-        if (keys_too) load<WARPS>(v_tile, x.v + from_key + channel, c.row, keys, width, c.whole);
+        if (queries_too) load<WARPS>(tiles.dy, x.dy + from_query + channel, c.row, queries, width, c.whole);
+        if (keys_too) load<WARPS>(tiles.v, x.v + from_key + channel, c.row, keys, width, c.whole);
         cp_async_commit();
         if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are under way
         cp_async_wait<1>();                                     // dy and v may still be
         __syncthreads();
-        rows_by_rows<P>(w, q_tile + above * PITCH, k_tile, width, mask.columns);
+        rows_by_rows<P>(w, tiles.q + above * PITCH, tiles.k, width, mask.columns);
         cp_async_wait<0>();
         __syncthreads();
-        if (!all_keys)
-            for (int r = 0; r < 2; r++)
-                if (mine + 8 * r < c.Tq) dsum[r] += dot_of_lane(dy_tile + (above + lane_row() + 8 * r) * PITCH,
-                                                                x.y + from_query + channel + (above + lane_row() + 8 * r) * c.row, width);
-        rows_by_rows<P>(ds, dy_tile + above * PITCH, v_tile, width, mask.columns);
+        rows_by_rows<P>(ds, tiles.dy + above * PITCH, tiles.v, width, mask.columns);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+        float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; e++) {
                 w[n][e] = mask.sees(n, e) ? expf(w[n][e] * c.scale - lse[r]) : 0.0f;
                 ds[n][e] = mask.sees(n, e) && mask.keeps(n, e) ? ds[n][e] * c.kept : 0.0f;
-                if (all_keys) dsum[r] += w[n][e] * ds[n][e];
+                sum += w[n][e] * ds[n][e];
             }
-        dsum[r] = row_sum(dsum[r]);
+        if (all_keys) dsum[r] = row_sum(sum);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -484,35 +507,38 @@ DEVICE void weights_and_gradients(float (&w)[N][4], float (&ds)[N][4], const Cal
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
 backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
-    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N, FLOATS = Tile<WARPS>::FLOATS;
-    DYN_SHARED(float, q_tile);
-    float *const dy_tile = q_tile + FLOATS, *const k_tile = dy_tile + FLOATS, *const v_tile = k_tile + FLOATS;
-    float *const turned = ONCE ? v_tile : v_tile + FLOATS;       // w, then ds: in place of v where that is not wanted again
+    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
+    DYN_SHARED(float, shared);
+    const Tiles tiles = lay_out<WARPS>(shared);
+    float *const turned = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; v where it is not wanted again
     const Place p(c, c.Tk, ROWS);
     const int64_t j = p.first, head = p.pair * c.C + p.channel, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
     const int above = warp_row(), mine = in_tile(c.Tk - j - above, 16);
     bool first = true;
-    float dk_sum[OUT][4], dv_sum[OUT][4];
+    Held<OUT> dk_sum, dv_sum;
     zero(dk_sum);
     zero(dv_sum);
     for (int64_t i = 0; i < c.Tq; i += ROWS) {
         const int queries = in_tile(c.Tq - i, ROWS);
-        float w[N][4], ds[N][4], dq_sum[OUT][4];
+        float dsum[2];
+        Held<N> w, ds;
+        Held<OUT> dq_sum;
         zero(dq_sum);
         if (seen_by_any(c, p, i, ROWS) > j) {
-            weights_and_gradients<P, WARPS>(w, ds, c, p, x, q_tile, dy_tile, k_tile, v_tile, i, j, all, dq, true, first);
+            if (!dq) row_dots(dsum, c, p, x, i + above);
+            weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, dq, true, first);
             first = false;
             // These keys are seen by queries of this tile from `from` on.
             const int from = c.causal ? in_tile(j + above - (c.Tk - c.Tq) - i, ROWS) & ~15 : 0;
             __syncthreads();                                    // v was read
             put(turned, w);
             __syncthreads();
-            columns_by_columns<P>(dv_sum, turned + above, dy_tile, from, queries, p.width);
-            if (dq) held_by_columns<P>(dq_sum, ds, k_tile, in_tile(all - j, ROWS), p.width);
+            columns_by_columns<P>(dv_sum, turned + above, tiles.dy, from, queries, p.width);
+            if (dq) held_by_columns<P>(dq_sum, ds, tiles.k, in_tile(all - j, ROWS), p.width);
             __syncthreads();
             put(turned, ds);
             __syncthreads();
-            columns_by_columns<P>(dk_sum, turned + above, q_tile, from, queries, p.width);
+            columns_by_columns<P>(dk_sum, turned + above, tiles.q, from, queries, p.width);
         }
         if (dq) {
             float factor[2];
@@ -534,21 +560,24 @@ backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
 // dq of a tile of queries.
 template <Precision P, int WARPS>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 12 / WARPS) backward_queries(Call c, float *dq, Saved x) {
-    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N, FLOATS = Tile<WARPS>::FLOATS;
-    DYN_SHARED(float, q_tile);
-    float *const dy_tile = q_tile + FLOATS, *const k_tile = dy_tile + FLOATS, *const v_tile = k_tile + FLOATS;
+    constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
+    DYN_SHARED(float, shared);
+    const Tiles tiles = lay_out<WARPS>(shared);
     const Place p(c, c.Tq, ROWS);
     const int64_t i = p.first, all = seen_by_any(c, p, i, ROWS);
     const int above = warp_row();
-    float sum[OUT][4], factor[2];
+    float factor[2], dsum[2];
+    Held<OUT> sum;
     zero(sum);
+    row_dots(dsum, c, p, x, i + above);
     for (int64_t j = 0; j < all; j += ROWS) {
-        float w[N][4], ds[N][4];
-        weights_and_gradients<P, WARPS>(w, ds, c, p, x, q_tile, dy_tile, k_tile, v_tile, i, j, all, false, j == 0, true);
-        held_by_columns<P>(sum, ds, k_tile, in_tile(all - j, ROWS), p.width);
+        Held<N> w, ds;
+        weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, false, j == 0, true);
+        held_by_columns<P>(sum, ds, tiles.k, in_tile(all - j, ROWS), p.width);
     }
     for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
-    write_rows(dq + p.pair * c.C + p.channel + (i + above) * c.row, sum, factor, c.row, in_tile(c.Tq - i, ROWS) - above, p.width, c.whole);
+    const int64_t at = p.pair * c.C + p.channel + (i + above) * c.row;
+    write_rows(dq + at, sum, factor, c.row, in_tile(c.Tq - i, ROWS) - above, p.width, c.whole);
 }
 
 // ---- calls --------------------------------------------------------------------------------------------------------------
@@ -564,7 +593,7 @@ static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, 
     return PYOPS_OK;
 }
 
-template <class... Pointers> static bool aligned(const Pointers *...x) { return ((reinterpret_cast<uintptr_t>(x) | ...) & 15) == 0; }
+template <class... Pointers> static bool aligned(Pointers... x) { return ((reinterpret_cast<uintptr_t>(x) | ...) & 15) == 0; }
 
 // Blocks for the tiles of T rows of all pairs: a grid has 2^31 - 1 of them.
 static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
@@ -584,7 +613,8 @@ static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles,
 }
 
 template <Precision P, int WARPS>
-static pyops_status run_forward(const Call &c, float *y, float *lse, const float *q, const float *k, const float *v, void *stream) {
+static pyops_status run_forward(const Call &c, float *y, float *lse, const float *q, const float *k, const float *v,
+                                void *stream) {
     unsigned blocks = 0;
     const pyops_status status = count_blocks(blocks, "attention_forward", c, c.Tq, Tile<WARPS>::ROWS);
     if (status) return status;
@@ -602,11 +632,12 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
     pyops_status status = count_blocks(key_blocks, "attention_backward", c, c.Tk, ROWS);
     if (!status) status = count_blocks(query_blocks, "attention_backward", c, c.Tq, ROWS);
     if (status) return status;
-    float *const dq_of_keys = all_keys ? dq : nullptr;
+    float *const dq_too = all_keys ? dq : nullptr;
     Launches launches;
-    if (c.Tq <= ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, true>, key_blocks, 4, stream, c, dq_of_keys, dk, dv, saved);
+    if (c.Tq <= ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, true>, key_blocks, 4, stream, c, dq_too, dk, dv, saved);
     if constexpr (WARPS > 1) {              // one warp is for few of both
-        if (c.Tq > ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, false>, key_blocks, 5, stream, c, dq_of_keys, dk, dv, saved);
+        if (c.Tq > ROWS)
+            launches << launch<WARPS>(backward_keys<P, WARPS, false>, key_blocks, 5, stream, c, dq_too, dk, dv, saved);
         if (!all_keys) launches << launch<WARPS>(backward_queries<P, WARPS>, query_blocks, 4, stream, c, dq, saved);
     }
     return pyops_launched("attention_backward", launches.error, stream);
@@ -615,7 +646,8 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 // run<precision, warps>(...) for the setting and the size.
 #define FOR_PRECISION(run, warps, ...) \
     (pyops_precision_now() == Precision::fp32 ? run<Precision::fp32, warps>(__VA_ARGS__) : \
-     pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) : run<Precision::bf16, warps>(__VA_ARGS__))
+     pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) : \
+     run<Precision::bf16, warps>(__VA_ARGS__))
 #define FOR_SIZE(run, c, ...) \
     ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
 
@@ -661,7 +693,8 @@ static __global__ void last_words(int32_t *lengths, const int32_t *ids, int64_t 
     }
 }
 
-extern "C" pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream) {
+extern "C" pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad,
+                                               void *stream) {
     PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld", LL(T), LL(B));
     if (B == 0) return PYOPS_OK;
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B, SENTENCES));
