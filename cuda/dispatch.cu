@@ -39,7 +39,8 @@ FaultRecord *pyops_faults() {
 
 static const char *const WHO[] = {
     "embedding_forward", "embedding_backward", "gather_pixels", "gather_sequences", "pixel_linear_forward",
-    "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients"};
+    "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients",
+    "strided_binary_int32"};
 
 // Ask for a fault, after the stream has been waited for, and forget it.
 pyops_status pyops_check_faults() {
@@ -54,6 +55,7 @@ pyops_status pyops_check_faults() {
     case Fault::row:    return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: rows[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
     case Fault::length: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: lengths[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
     case Fault::step:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, want at least 1", who, found.value);
+    case Fault::exponent: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power: want floats", who);
     default:            return pyops_fail(PYOPS_DEVICE_ERROR, "%s: an unknown fault", who);
     }
 }

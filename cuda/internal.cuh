@@ -26,7 +26,7 @@ struct Launches {
 // The host cannot look at ids or labels on the device without waiting for it.  So a kernel that meets a bad one reports it
 // here, goes on with a harmless value, and the next call that waits for the device fails with the text.
 enum class Fault : int32_t {            // the text of each is in dispatch.cu
-    none, embedding_id, label, row, length, step
+    none, embedding_id, label, row, length, step, exponent
 };
 struct FaultRecord {
     int32_t fault, who;                 // who: one of pyops_who
@@ -34,7 +34,8 @@ struct FaultRecord {
 };
 enum class Who : int32_t {              // the function that a text begins with
     embedding_forward, embedding_backward, gather_pixels, gather_sequences, pixel_linear_forward, pixel_linear_backward,
-    cross_entropy_forward, linear_cross_entropy, attention_forward, adam, mlp_gradients
+    cross_entropy_forward, linear_cross_entropy, attention_forward, adam, mlp_gradients,
+    strided_binary_int32
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if there is none left
 pyops_status pyops_check_faults();      // of streams that were waited for: the text of what a kernel found, once
