@@ -112,6 +112,7 @@ template <class Index> struct Axes {    // the same for a kernel, which gets it 
     }
     // Adds to `at` where element i lies in each operand.
     template <int N> __device__ __forceinline__ void walk(Index i, int64_t (&at)[N]) const {
+#pragma unroll 1
         for (int d = n - 1; d > 0; d--) {
             const Index rest = size[d].divide(i), here = i - rest * size[d].divisor;
 #pragma unroll

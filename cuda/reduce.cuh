@@ -82,6 +82,27 @@ static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool alon
     return {along, static_cast<int>(REDUCE_THREADS / threads), static_cast<int>(threads), pieces, piece};
 }
 
+// What terms from, from + step, ... below `to` give together; place(t) is where term t lies.
+template <class Op, class Index, class Place>
+DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, Index to, int step, const Place &place) {
+    typename Op::Wide sum = Op::nothing();
+    for (Index t = from; t < to; t += TERMS_AT_ONCE * step) {
+        typename Op::Term term[TERMS_AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < TERMS_AT_ONCE; u++) {
+            const bool inside = t + u * step < to;
+            const typename Op::Term value = x[place(inside ? t + u * step : t)];
+            term[u] = inside ? value : Op::nothing();
+        }
+#pragma unroll
+        for (int half = TERMS_AT_ONCE / 2; half; half /= 2)
+#pragma unroll
+            for (int u = 0; u < half; u++) term[u] = Op::meet(term[u], term[u + half]);
+        sum = Op::meet(sum, typename Op::Wide(term[0]));
+    }
+    return sum;
+}
+
 // y[o] = op over the terms of output o, (+ y[o]); with pieces, y[o, piece] of them.  Strides of `kept`: of y, of x.
 template <class Op, class Out, class Index>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
@@ -95,23 +116,14 @@ reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced
     if (output < outputs) kept.walk(output, at);
     const Index from = Index(shape.piece) * blockIdx.y, end = from + Index(shape.piece);
     const Index to = output < outputs ? (end < terms ? end : terms) : 0;
-
-    Wide sum = Op::nothing();
-    for (Index t = from + first; t < to; t += TERMS_AT_ONCE * shape.threads) {
-        typename Op::Term term[TERMS_AT_ONCE];
-#pragma unroll
-        for (int u = 0; u < TERMS_AT_ONCE; u++) {
-            const Index i = t + u * shape.threads;
-            int64_t offset[1] = {at[1]};
-            if (i < to) reduced.walk(i, offset);
-            term[u] = i < to ? x[offset[0]] : Op::nothing();
-        }
-#pragma unroll
-        for (int half = TERMS_AT_ONCE / 2; half; half /= 2)
-#pragma unroll
-            for (int u = 0; u < half; u++) term[u] = Op::meet(term[u], term[u + half]);
-        sum = Op::meet(sum, Wide(term[0]));
-    }
+    const auto along_one_axis = [&](Index t) { return int64_t(t) * reduced.stride[0][0]; };
+    const auto along_several = [&](Index t) {
+        int64_t offset[1] = {0};
+        reduced.walk(t, offset);
+        return offset[0];
+    };
+    Wide sum = reduced.n > 1 ? gather_terms<Op>(x + at[1], from + first, to, shape.threads, along_several)
+                             : gather_terms<Op>(x + at[1], from + first, to, shape.threads, along_one_axis);
 
     // lanes that have terms of the same output, then warps
     const int low = shape.along ? 1 : shape.outputs, high = shape.along ? shape.threads : 32;

@@ -1,0 +1,539 @@
+// strided.cu - element-wise operations, copies and reductions on arrays with any strides.
+//
+// A call's axes are first put into a plain form, on the host: axes of size 1 go, the others are ordered by stride, and those
+// that memory does not tell apart become one.  A contiguous array of any shape ends as a single axis.  Then one of three
+// kernels runs, each for all elements of y in their order in memory:
+//
+//     packs      every operand lies along the last axis, or is the same all along it: a thread takes four neighbours at once
+//     elements   any strides: a thread takes one element, its neighbour the next one of y
+//     tiles      an input lies across: its neighbours are not those of y.  A block reads a tile in the order of the input, and
+//                goes through shared memory, so that reads and writes are both whole pieces of memory:
+//
+//                     x: lanes go down            tile               y: lanes go along
+//                     [0 . . .]                                      [0 1 2 3 ..]
+//                     [1 . . .]      ->       32 x (32 + 1)    ->    [. . . .   ]
+//                     [2 . . .]                                      [. . . .   ]
+//
+// Reductions are in reduce.cuh.
+#include <cstring>
+#include <utility>
+#include "reduce.cuh"
+
+static constexpr int THREADS = 256;
+
+// ---- operations -------------------------------------------------------------------------------------------------------
+// nvcc's expf, logf and tanhf are within two units of the last place over all of float, denormal numbers included.
+#define UNARY(NAME, TO, FROM, ...) \
+    struct NAME { \
+        static constexpr int INPUTS = 1; \
+        using In = FROM; \
+        using Out = TO; \
+        __device__ TO operator()(FROM x) const { return __VA_ARGS__; } \
+    };
+DEVICE float sigmoid(float x) {
+    const float e = expf(-fabsf(x));                      // at most 1: nothing overflows where the result is small
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+DEVICE int32_t negated(int32_t x) { return static_cast<int32_t>(0u - static_cast<uint32_t>(x)); }
+
+UNARY(Copy, int32_t, int32_t, x)                          // of any four bytes
+UNARY(Negate, float, float, -x)
+UNARY(Abs, float, float, fabsf(x))
+UNARY(Sqrt, float, float, sqrtf(x))
+UNARY(Exp, float, float, expf(x))
+UNARY(Log, float, float, logf(x))
+UNARY(Tanh, float, float, tanhf(x))
+UNARY(Sigmoid, float, float, sigmoid(x))
+UNARY(NegateInt, int32_t, int32_t, negated(x))
+UNARY(AbsInt, int32_t, int32_t, x < 0 ? negated(x) : x)
+UNARY(FromInt, float, int32_t, static_cast<float>(x))
+UNARY(ToInt, int32_t, float, x >= -2147483648.0f && x < 2147483648.0f ? static_cast<int32_t>(x) : INT32_MIN)
+#undef UNARY
+
+#define BINARY(NAME, T, ...) \
+    struct NAME { \
+        static constexpr int INPUTS = 2; \
+        using In = T; \
+        using Out = T; \
+        __device__ T operator()(T a, T b) const { return __VA_ARGS__; } \
+    };
+BINARY(Add, float, a + b)
+BINARY(Subtract, float, a - b)
+BINARY(Multiply, float, a * b)
+BINARY(Divide, float, a / b)
+BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN wins on either side
+BINARY(Minimum, float, a <= b || a != a ? a : b)
+BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))      // powf loses digits
+BINARY(AddInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)))
+BINARY(SubtractInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)))
+BINARY(MultiplyInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)))
+BINARY(MaximumInt, int32_t, a >= b ? a : b)
+BINARY(MinimumInt, int32_t, a <= b ? a : b)
+#undef BINARY
+
+// a^b by squaring, modulo 2^32.  There is no int32 for a negative b: that is a fault.
+struct PowerInt {
+    static constexpr int INPUTS = 2;
+    using In = int32_t;
+    using Out = int32_t;
+    FaultRecord *faults;
+    __device__ int32_t operator()(int32_t a, int32_t b) const {
+        if (b < 0) report(faults, Fault::exponent, Who::strided_binary_int32, 0, b, 0);
+        uint32_t y = 1, square = static_cast<uint32_t>(a);
+        for (; b > 0; b >>= 1, square *= square)
+            if (b & 1) y *= square;
+        return static_cast<int32_t>(y);
+    }
+};
+
+// The six comparisons: 1 where a and b are related in one of the ways in `wanted`, else 0.
+enum Relation { LESS = 1, EQUAL = 2, GREATER = 4, UNORDERED = 8 };
+template <class T> struct Compare {
+    static constexpr int INPUTS = 2;
+    using In = T;
+    using Out = T;
+    int wanted;
+    __device__ T operator()(T a, T b) const {
+        const int relation = a < b ? LESS : a == b ? EQUAL : a > b ? GREATER : UNORDERED;
+        return wanted & relation ? T(1) : T(0);
+    }
+};
+static int wanted_of(int op) {
+    switch (op) {
+    case PYOPS_OP_EQUAL:      return EQUAL;
+    case PYOPS_OP_NOT_EQUAL:  return LESS | GREATER | UNORDERED;
+    case PYOPS_OP_LESS:       return LESS;
+    case PYOPS_OP_LESS_EQUAL: return LESS | EQUAL;
+    case PYOPS_OP_GREATER:    return GREATER;
+    default:                  return GREATER | EQUAL;
+    }
+}
+
+template <class F> DEVICE typename F::Out apply(const F &f, const typename F::In (&in)[F::INPUTS]) {
+    if constexpr (F::INPUTS == 1) return f(in[0]);
+    else return f(in[0], in[1]);
+}
+
+// ---- operands -----------------------------------------------------------------------------------------------------------
+// On the host: an array and its strides, or, where both are NULL, a number in the place of one.
+template <class T> struct Operand {
+    const T *p;
+    const int64_t *strides;
+    T number;
+};
+
+// What a kernel gets of them.
+template <class F> struct Arrays {
+    using In = typename F::In;
+    typename F::Out *y;
+    const In *x[F::INPUTS];                               // NULL: the number
+    In number[F::INPUTS];
+    bool same[F::INPUTS];                                 // one value for a whole pack, or the number
+};
+
+// ---- the kernels: packs and elements --------------------------------------------------------------------------------------
+// y = f(x) for `count` packs of WIDTH neighbours; axes: of the packs, strides in elements.
+template <int WIDTH, class F, class Index>
+DEVICE void transform(const F &f, const Arrays<F> &arrays, const Axes<Index> &axes, Index count) {
+    using In = typename F::In;
+    constexpr int ROUNDS = (WIDTH == 4 ? 4 : 8) / F::INPUTS;
+    struct Read {
+        int64_t to;
+        Pack<In, WIDTH> x[F::INPUTS];
+    };
+    const auto load = [&](Index i) {
+        Read read;
+        int64_t at[1 + F::INPUTS] = {};
+        axes.walk(i, at);
+        read.to = at[0];
+#pragma unroll
+        for (int o = 0; o < F::INPUTS; o++) {
+            if (WIDTH > 1 && !arrays.same[o]) read.x[o] = load_pack<WIDTH>(arrays.x[o] + at[1 + o]);
+            else read.x[o].at[0] = arrays.x[o] ? arrays.x[o][at[1 + o]] : arrays.number[o];
+        }
+        return read;
+    };
+    const auto store = [&](Index, const Read &read) {
+        Pack<typename F::Out, WIDTH> y;
+#pragma unroll
+        for (int w = 0; w < WIDTH; w++) {
+            In in[F::INPUTS];
+#pragma unroll
+            for (int o = 0; o < F::INPUTS; o++) {
+                const In own = read.x[o].at[w], first = read.x[o].at[0];       // spread here, and not while loads are under way
+                in[o] = arrays.same[o] ? first : own;
+            }
+            y.at[w] = apply(f, in);
+        }
+        store_pack(arrays.y + read.to, y);
+    };
+    in_rounds<ROUNDS>(Index(0), count, load, store);
+}
+
+template <class F, class Index>
+static __global__ void __launch_bounds__(THREADS) elements(F f, Arrays<F> arrays, Axes<Index> axes, Index n) {
+    transform<1>(f, arrays, axes, n);
+}
+
+// n: elements.  A single axis may have up to three more than its packs.
+template <class F>
+static __global__ void __launch_bounds__(THREADS) packs(F f, Arrays<F> arrays, Axes<uint32_t> axes, uint32_t count, int64_t n) {
+    transform<4>(f, arrays, axes, count);
+    const int64_t i = 4 * int64_t(count) + blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    if (i < n) {
+        typename F::In in[F::INPUTS];
+#pragma unroll
+        for (int o = 0; o < F::INPUTS; o++) in[o] = arrays.x[o] ? arrays.x[o][arrays.same[o] ? 0 : i] : arrays.number[o];
+        arrays.y[i] = apply(f, in);
+    }
+}
+
+// ---- the kernel: tiles -----------------------------------------------------------------------------------------------------
+// A tile has 1024 elements of the plane of two axes, the last one and the one across: 32 x 32, or longer in one where the
+// other is short.  In shared memory it lies as the input does, with one place between columns, so that neither of its two
+// orders meets the same bank often.
+static constexpr int TILE = 1024, SHORTEST = 4, PER_THREAD = TILE / THREADS, TILE_ROOM = TILE + TILE / SHORTEST;
+
+struct Plane {
+    int64_t rows, columns;                                // of the plane
+    int row_bits, column_bits;                            // 2^bits of a tile
+    int64_t down[OPERANDS], along[OPERANDS];              // strides
+    bool across[OPERANDS];                                // operands that lie along the rows
+};
+
+// Element j of a thread in a tile: row r + j * down, column c + j * right.
+struct Place { int r, c, down, right; };
+DEVICE Place place_of(int thread, const Plane &plane, bool across) {           // across: lanes go down
+    if (across) return {thread & ((1 << plane.row_bits) - 1), thread >> plane.row_bits, 0, THREADS >> plane.row_bits};
+    return {thread >> plane.column_bits, thread & ((1 << plane.column_bits) - 1), THREADS >> plane.column_bits, 0};
+}
+
+// A block for each tile.  axes: of the tiles, strides in elements; the last two are those of the plane.
+template <class F>
+static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, Axes<uint32_t> axes, Plane plane) {
+    using In = typename F::In;
+    SHARED(In, tile, [F::INPUTS][TILE_ROOM]);
+    int64_t at[1 + F::INPUTS] = {};
+    axes.walk(blockIdx.x, at);
+    const Divider<uint32_t> &last = axes.size[axes.n - 1], &before = axes.size[axes.n - 2];
+    const uint32_t above = last.divide(blockIdx.x), tile_right = blockIdx.x - above * last.divisor;
+    const uint32_t tile_down = above - before.divide(above) * before.divisor;
+    const int64_t rows = plane.rows - (int64_t(tile_down) << plane.row_bits), columns = plane.columns - (int64_t(tile_right) << plane.column_bits);
+    const int pitch = (1 << plane.row_bits) + 1;                               // of the columns in shared memory
+
+    In x[F::INPUTS][PER_THREAD];                          // everything is on its way before anything is used
+#pragma unroll
+    for (int o = 0; o < F::INPUTS; o++) {
+        const Place p = place_of(threadIdx.x, plane, plane.across[1 + o]);
+        const int64_t first = at[1 + o] + p.r * plane.down[1 + o] + p.c * plane.along[1 + o];
+        const int64_t step = p.down * plane.down[1 + o] + p.right * plane.along[1 + o];
+#pragma unroll
+        for (int j = 0; j < PER_THREAD; j++) {
+            const bool inside = p.r + j * p.down < rows && p.c + j * p.right < columns;
+            x[o][j] = arrays.x[o] && inside ? arrays.x[o][first + j * step] : arrays.number[o];
+        }
+    }
+#pragma unroll
+    for (int o = 0; o < F::INPUTS; o++) {
+        if (!plane.across[1 + o]) continue;
+        const Place p = place_of(threadIdx.x, plane, true);
+#pragma unroll
+        for (int j = 0; j < PER_THREAD; j++) tile[o][(p.c + j * p.right) * pitch + p.r] = x[o][j];
+    }
+    __syncthreads();
+    const Place p = place_of(threadIdx.x, plane, false);
+    const int64_t first = at[0] + p.r * plane.down[0] + p.c * plane.along[0], step = p.down * plane.down[0];
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; j++) {
+        if (p.r + j * p.down >= rows || p.c >= columns) break;
+        In in[F::INPUTS];
+#pragma unroll
+        for (int o = 0; o < F::INPUTS; o++) in[o] = plane.across[1 + o] ? tile[o][p.c * pitch + p.r + j * p.down] : x[o][j];
+        arrays.y[first + j * step] = apply(f, in);
+    }
+}
+
+// ---- the plain form of the axes ----------------------------------------------------------------------------------------------
+static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
+
+// Whether axis a belongs outside axis b, by the strides of operand `by`; what is broadcast goes outermost.
+static bool outside(const Axis &a, const Axis &b, int by) {
+    const int64_t at_a = distance(a.stride[by]), at_b = distance(b.stride[by]);
+    return !at_a ? at_b != 0 : at_b && at_a > at_b;
+}
+
+// strides: of each operand, NULL for a number.
+static Space simplify(const int64_t *shape, const int64_t *const (&strides)[OPERANDS], int64_t ndim, int by) {
+    Space s;
+    for (int64_t d = 0; d < ndim; d++) {
+        if (shape[d] == 1) continue;
+        Axis axis = {shape[d], {}};
+        for (int o = 0; o < OPERANDS; o++) axis.stride[o] = strides[o] ? strides[o][d] : 0;
+        s.add(axis);
+        for (int a = s.n - 1; a > 0 && outside(s.axis[a], s.axis[a - 1], by); a--) std::swap(s.axis[a], s.axis[a - 1]);
+    }
+    Space joined;                                         // an axis joins the one before where a step of that is a walk over it
+    for (int d = 0; d < s.n; d++) {
+        const Axis &axis = s.axis[d];
+        bool joins = joined.n > 0;
+        for (int o = 0; joins && o < OPERANDS; o++) joins = joined.axis[joined.n - 1].stride[o] == axis.stride[o] * axis.size;
+        if (!joins) joined.add(axis);
+        else joined.axis[joined.n - 1] = {joined.axis[joined.n - 1].size * axis.size, {axis.stride[0], axis.stride[1], axis.stride[2]}};
+    }
+    return joined;
+}
+
+static pyops_status check(const char *who, const int64_t *shape, int64_t ndim) {
+    PYOPS_REQUIRE(ndim >= 0 && ndim <= AXES, "%s: ndim=%lld, want 0 to %d", who, LL(ndim), AXES);
+    for (int64_t d = 0; d < ndim; d++) PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld", who, LL(d), LL(shape[d]));
+    return PYOPS_OK;
+}
+
+// ---- the choice of a kernel ----------------------------------------------------------------------------------------------------
+// The axis along which an input lies while y lies along the last one: -1 where no input is transposed, or the plane of the
+// two is so small that a few rows of it stay in L1.
+static int transposed_axis(const Space &s) {
+    int best = -1;
+    int64_t nearest = INT64_MAX;
+    for (int o = 1; o < OPERANDS; o++)
+        for (int d = 0; d < s.n - 1; d++) {
+            const int64_t along = distance(s.axis[d].stride[o]);
+            if (along && along < distance(s.axis[s.n - 1].stride[o]) && along < nearest) best = d, nearest = along;
+        }
+    return best >= 0 && s.axis[best].size * s.axis[s.n - 1].size >= TILE ? best : -1;
+}
+
+template <class F> static cudaError_t launch_tiles(const F &f, const Arrays<F> &arrays, Space s, int across, void *stream) {
+    for (int d = across; d < s.n - 2; d++) std::swap(s.axis[d], s.axis[d + 1]);
+    Axis &row = s.axis[s.n - 2], &column = s.axis[s.n - 1];
+    Plane plane = {row.size, column.size, 5, 5, {}, {}, {}};
+    while (plane.row_bits > 2 && int64_t(1) << (plane.row_bits - 1) >= row.size) plane.row_bits--, plane.column_bits++;
+    while (plane.column_bits > 2 && int64_t(1) << (plane.column_bits - 1) >= column.size) plane.column_bits--, plane.row_bits++;
+    const int64_t rows = int64_t(1) << plane.row_bits, columns = int64_t(1) << plane.column_bits;
+    row.size = blocks_for(row.size, rows);
+    column.size = blocks_for(column.size, columns);
+    for (int o = 0; o < OPERANDS; o++) {
+        plane.down[o] = row.stride[o], plane.along[o] = column.stride[o];
+        plane.across[o] = o && plane.down[o] && distance(plane.down[o]) < distance(plane.along[o]);
+        row.stride[o] *= rows, column.stride[o] *= columns;
+    }
+    return LAUNCH(tiles<F>, static_cast<unsigned>(s.elements()), THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), plane);
+}
+
+// Whether every operand lies along the last axis, in pieces of four that begin at multiples of 16 bytes.
+template <class F> static bool comes_in_packs(const Arrays<F> &arrays, const Space &s) {
+    const Axis &last = s.axis[s.n - 1];
+    if (s.n > 1 && last.size % 4) return false;
+    for (int o = 0; o <= F::INPUTS; o++) {
+        if (o && (!arrays.x[o - 1] || last.stride[o] == 0)) continue;
+        if (last.stride[o] != 1 || !aligned(o ? static_cast<const void *>(arrays.x[o - 1]) : arrays.y)) return false;
+        for (int d = 0; d < s.n - 1; d++)
+            if (s.axis[d].stride[o] % 4) return false;
+    }
+    return true;
+}
+
+template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> arrays, const Space &s, void *stream) {
+    const int64_t n = s.elements();
+    const int across = transposed_axis(s);
+    if (across >= 0) return launch_tiles(f, arrays, s, across, stream);
+    constexpr int ROUNDS = 4 / F::INPUTS;
+    if (s.n && comes_in_packs(arrays, s) && short_index(n / 4)) {
+        Space in_packs = s;
+        Axis &last = in_packs.axis[s.n - 1];
+        last.size /= 4;
+        for (int o = 0; o < OPERANDS; o++) last.stride[o] *= 4;
+        for (int o = 0; o < F::INPUTS; o++) arrays.same[o] |= last.stride[1 + o] == 0;
+        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, ROUNDS), THREADS, 0, stream_of(stream), f, arrays,
+                      Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
+    }
+    const unsigned blocks = grid_of_rounds(n, THREADS, 2 * ROUNDS);
+    return short_index(n)
+        ? LAUNCH((elements<F, uint32_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), static_cast<uint32_t>(n))
+        : LAUNCH((elements<F, uint64_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint64_t>(s), static_cast<uint64_t>(n));
+}
+
+// ---- element by element ---------------------------------------------------------------------------------------------------------
+struct Geometry {                       // of a call, in host memory
+    const char *who;
+    const int64_t *shape, *strides;
+    int64_t ndim;
+    void *stream;
+    const int64_t *of(int operand) const { return strides + operand * ndim; }
+};
+
+// y = f(a), or f(a, b)
+template <class F, class... More>
+static pyops_status elementwise(const Geometry &g, const F &f, typename F::Out *y, const Operand<typename F::In> &a, const More &...b) {
+    static_assert(1 + sizeof...(b) == F::INPUTS);
+    const int64_t *const strides[OPERANDS] = {g.of(0), a.strides, b.strides...};
+    const pyops_status status = check(g.who, g.shape, g.ndim);
+    if (status) return status;
+    const Space s = simplify(g.shape, strides, g.ndim, 0);
+    if (!s.elements()) return PYOPS_OK;
+    return pyops_launched(g.who, launch_elementwise(f, Arrays<F>{y, {a.p, b.p...}, {a.number, b.number...}, {!a.p, !b.p...}}, s, g.stream), g.stream);
+}
+
+static pyops_status no_such(const char *who, int op) { return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, no such operation", who, op); }
+
+// Copies do not look at what they copy.
+template <class T> static pyops_status copy(const Geometry &g, T *y, const Operand<T> &x) {
+    int32_t number;
+    memcpy(&number, &x.number, sizeof number);
+    return elementwise(g, Copy(), reinterpret_cast<int32_t *>(y), Operand<int32_t>{reinterpret_cast<const int32_t *>(x.p), x.strides, number});
+}
+
+static pyops_status unary(const Geometry &g, int op, float *y, const Operand<float> &x) {
+    switch (op) {
+    case PYOPS_OP_COPY:    return copy(g, y, x);
+    case PYOPS_OP_NEGATE:  return elementwise(g, Negate(), y, x);
+    case PYOPS_OP_ABS:     return elementwise(g, Abs(), y, x);
+    case PYOPS_OP_SQRT:    return elementwise(g, Sqrt(), y, x);
+    case PYOPS_OP_EXP:     return elementwise(g, Exp(), y, x);
+    case PYOPS_OP_LOG:     return elementwise(g, Log(), y, x);
+    case PYOPS_OP_TANH:    return elementwise(g, Tanh(), y, x);
+    case PYOPS_OP_SIGMOID: return elementwise(g, Sigmoid(), y, x);
+    default:               return no_such(g.who, op);
+    }
+}
+
+static pyops_status binary(const Geometry &g, int op, float *y, const Operand<float> &a, const Operand<float> &b) {
+    switch (op) {
+    case PYOPS_OP_ADD:      return elementwise(g, Add(), y, a, b);
+    case PYOPS_OP_SUBTRACT: return elementwise(g, Subtract(), y, a, b);
+    case PYOPS_OP_MULTIPLY: return elementwise(g, Multiply(), y, a, b);
+    case PYOPS_OP_DIVIDE:   return elementwise(g, Divide(), y, a, b);
+    case PYOPS_OP_POWER:    return elementwise(g, Power(), y, a, b);
+    case PYOPS_OP_MAXIMUM:  return elementwise(g, Maximum(), y, a, b);
+    case PYOPS_OP_MINIMUM:  return elementwise(g, Minimum(), y, a, b);
+    case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
+    case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<float>{wanted_of(op)}, y, a, b);
+    default:                return no_such(g.who, op);
+    }
+}
+
+static pyops_status binary(const Geometry &g, int op, int32_t *y, const Operand<int32_t> &a, const Operand<int32_t> &b) {
+    switch (op) {
+    case PYOPS_OP_ADD:      return elementwise(g, AddInt(), y, a, b);
+    case PYOPS_OP_SUBTRACT: return elementwise(g, SubtractInt(), y, a, b);
+    case PYOPS_OP_MULTIPLY: return elementwise(g, MultiplyInt(), y, a, b);
+    case PYOPS_OP_DIVIDE:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 has no division: want floats", g.who);
+    case PYOPS_OP_POWER:    return elementwise(g, PowerInt{pyops_faults()}, y, a, b);
+    case PYOPS_OP_MAXIMUM:  return elementwise(g, MaximumInt(), y, a, b);
+    case PYOPS_OP_MINIMUM:  return elementwise(g, MinimumInt(), y, a, b);
+    case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
+    case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<int32_t>{wanted_of(op)}, y, a, b);
+    default:                return no_such(g.who, op);
+    }
+}
+
+template <class T> static Operand<T> array(const T *p, const int64_t *strides) { return {p, strides, T()}; }
+template <class T> static Operand<T> number(T value) { return {nullptr, nullptr, value}; }
+
+extern "C" pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                            int32_t op, void *stream) {
+    const Geometry g{"strided_unary", shape, strides, ndim, stream};
+    return unary(g, op, y, array(x, g.of(1)));
+}
+
+extern "C" pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                                  int64_t ndim, int32_t op, void *stream) {
+    const Geometry g{"strided_unary_int32", shape, strides, ndim, stream};
+    switch (op) {
+    case PYOPS_OP_COPY:   return copy(g, y, array(x, g.of(1)));
+    case PYOPS_OP_NEGATE: return elementwise(g, NegateInt(), y, array(x, g.of(1)));
+    case PYOPS_OP_ABS:    return elementwise(g, AbsInt(), y, array(x, g.of(1)));
+    default: return op < 0 ? no_such(g.who, op) : pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, want copy, negate or abs", g.who, op);
+    }
+}
+
+extern "C" pyops_status pyops_strided_binary(float *y, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
+                                             int64_t ndim, int32_t op, void *stream) {
+    const Geometry g{"strided_binary", shape, strides, ndim, stream};
+    return binary(g, op, y, array(a, g.of(1)), array(b, g.of(2)));
+}
+
+extern "C" pyops_status pyops_strided_binary_int32(int32_t *y, const int32_t *a, const int32_t *b, const int64_t *shape,
+                                                   const int64_t *strides, int64_t ndim, int32_t op, void *stream) {
+    const Geometry g{"strided_binary_int32", shape, strides, ndim, stream};
+    return binary(g, op, y, array(a, g.of(1)), array(b, g.of(2)));
+}
+
+extern "C" pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                             int32_t op, int32_t reflected, float value, void *stream) {
+    const Geometry g{"strided_scalar", shape, strides, ndim, stream};
+    const Operand<float> operand = array(x, g.of(1));
+    if (reflected) return binary(g, op, y, number(value), operand);
+    if (op == PYOPS_OP_POWER) {                           // the powers that need no logarithm
+        if (value == 1.0f) return unary(g, PYOPS_OP_COPY, y, operand);
+        if (value == 0.5f) return unary(g, PYOPS_OP_SQRT, y, operand);
+        if (value == -1.0f) return binary(g, PYOPS_OP_DIVIDE, y, number(1.0f), operand);
+        if (value == 2.0f) return binary(g, PYOPS_OP_MULTIPLY, y, operand, operand);
+    }
+    return binary(g, op, y, operand, number(value));
+}
+
+extern "C" pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                                   int64_t ndim, int32_t op, int32_t reflected, int32_t value, void *stream) {
+    const Geometry g{"strided_scalar_int32", shape, strides, ndim, stream};
+    const Operand<int32_t> operand = array(x, g.of(1));
+    return reflected ? binary(g, op, y, number(value), operand) : binary(g, op, y, operand, number(value));
+}
+
+extern "C" pyops_status pyops_strided_fill(float *y, const int64_t *shape, const int64_t *strides, int64_t ndim, float value,
+                                           void *stream) {
+    return copy({"strided_fill", shape, strides, ndim, stream}, y, number(value));
+}
+
+extern "C" pyops_status pyops_strided_fill_int32(int32_t *y, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                                 int32_t value, void *stream) {
+    return copy({"strided_fill_int32", shape, strides, ndim, stream}, y, number(value));
+}
+
+extern "C" pyops_status pyops_strided_from_int32(float *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                                 int64_t ndim, void *stream) {
+    const Geometry g{"strided_from_int32", shape, strides, ndim, stream};
+    return elementwise(g, FromInt(), y, array(x, g.of(1)));
+}
+
+extern "C" pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const int64_t *shape, const int64_t *strides,
+                                               int64_t ndim, void *stream) {
+    const Geometry g{"strided_to_int32", shape, strides, ndim, stream};
+    return elementwise(g, ToInt(), y, array(x, g.of(1)));
+}
+
+// ---- reductions -------------------------------------------------------------------------------------------------------------------
+// What is reduced are the axes along which y has stride 0; axes are ordered by the strides of x.
+template <class T> static pyops_status reduction(const Geometry &g, int op, T *y, const T *x) {
+    if (op < PYOPS_OP_SUM || op > PYOPS_OP_MIN) return no_such(g.who, op);
+    const pyops_status status = check(g.who, g.shape, g.ndim);
+    if (status) return status;
+    const int64_t *const strides[OPERANDS] = {g.of(0), g.of(1), nullptr};
+    const Space s = simplify(g.shape, strides, g.ndim, 1);
+    Space kept, reduced;
+    for (int d = 0; d < s.n; d++) {
+        if (s.axis[d].stride[0]) kept.add(s.axis[d]);
+        else reduced.add({s.axis[d].size, {s.axis[d].stride[1]}});
+    }
+    if (!kept.elements()) return PYOPS_OK;
+    if (!reduced.n) return copy(g, y, array(x, g.of(1)));
+    PYOPS_REQUIRE(reduced.elements() || op == PYOPS_OP_SUM, "%s: no elements have a maximum or minimum", g.who);
+    const bool along = s.axis[s.n - 1].stride[0] == 0;
+    if (op == PYOPS_OP_MAX) return reduce_axes<MaxOf<T>, MaxOf<T>>(g.who, y, x, kept, reduced, along, false, g.stream);
+    if (op == PYOPS_OP_MIN) return reduce_axes<MinOf<T>, MinOf<T>>(g.who, y, x, kept, reduced, along, false, g.stream);
+    if constexpr (std::is_same_v<T, float>)
+        return reduce_axes<SumOf<float, double>, SumOf<double>>(g.who, y, x, kept, reduced, along, false, g.stream);
+    else
+        return reduce_axes<SumOf<uint32_t>, SumOf<uint32_t>>(g.who, reinterpret_cast<uint32_t *>(y), reinterpret_cast<const uint32_t *>(x),
+                                                             kept, reduced, along, false, g.stream);
+}
+
+extern "C" pyops_status pyops_strided_reduce(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                             int32_t op, void *stream) {
+    return reduction({"strided_reduce", shape, strides, ndim, stream}, op, y, x);
+}
+
+extern "C" pyops_status pyops_strided_reduce_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
+                                                   int64_t ndim, int32_t op, void *stream) {
+    return reduction({"strided_reduce_int32", shape, strides, ndim, stream}, op, y, x);
+}
