@@ -490,6 +490,8 @@ class NDArray:
 
     def _assign(self, value):
         self._check_writable()
+        if self.dtype is not FLOAT and self.dtype is not INT and isinstance(value, _NUMBERS):
+            value = np.full(self.shape, value, self.dtype)      # of an op on a GPU: a step count, rows, pixels
         if isinstance(value, NDArray | np.ndarray) and value is not self and self.device.assign(self, value):
             self.buffer.version += 1
             return
