@@ -12,6 +12,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / 'tests'))
 
+if os.environ.get('PYOPS_BACKEND') == 'gpu':
+    import pyops.ndarray  # noqa: F401  from here on arrays are made on the GPU
+
 # what -g 1 says where PYOPS_CUDA_LIBRARY=/nowhere.so
 NO_CUDA = ('-g 1: /nowhere.so: the CUDA library is not built; run `make cuda` in the source tree (it needs nvcc), '
            'or train on the CPU with -g 0')

@@ -1,6 +1,6 @@
 """Kernels below the ops: the matrix product with all its strides, the optimiser, the small ones, the library's manners.
 
-Runs once for each instruction set, as the op table does.
+Runs once for each instruction set and on the emulation of a GPU, as the op table does.
 """
 import itertools
 import os
@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, cpu_has
+from places import gemm, get, launch, of_threads, on_the_cpu, put
 
 from pyops import backend, init
 from pyops import references as ref
@@ -44,7 +45,7 @@ def test_gemm_of_every_tile_edge(M, N, K):
     bound = rounding_bound(a.astype(np.float64), b, 4)
     for accumulate, given, relu in itertools.product((0, 1), (None, bias), (0, 1)):
         c = np.full((M, N), 1.5 if accumulate else np.nan, np.float32)          # overwriting must not read c
-        backend.gemm(c, a, b, given, accumulate, relu)
+        gemm(c, a, b, given, accumulate, relu)
         sums = want + (0 if given is None else bias) + 1.5 * accumulate
         err = np.abs(c - (np.maximum(sums, 0) if relu else sums))
         assert (err <= bound).all(), (accumulate, given is not None, relu)
@@ -72,7 +73,7 @@ def test_gemm_takes_any_strides_without_a_copy(layout_a, layout_b):
     a, b = arrays
     frame = np.full((M + 2, N + 5), -7.25, np.float32)
     c = frame[1:-1, 2:-3]
-    backend.gemm(c, a, b)
+    gemm(c, a, b)
     assert (np.abs(c - a.astype(np.float64) @ b) <= rounding_bound(a.astype(np.float64), b)).all()
     frame[1:-1, 2:-3] = -7.25
     assert (frame == -7.25).all(), 'wrote beyond its block'
@@ -82,12 +83,12 @@ def test_gemm_takes_any_strides_without_a_copy(layout_a, layout_b):
 def test_gemm_of_empty_operands(M, N, K):
     c, bias = np.full((M, N), 2.0, np.float32), np.arange(N, dtype=np.float32)
     a, b = np.zeros((M, max(K, 1)), np.float32)[:, :K], np.zeros((max(K, 1), N), np.float32)[:K]
-    backend.gemm(c, a, b, bias, accumulate=1)
+    gemm(c, a, b, bias, accumulate=1)
     assert (c == 2 + bias).all()
-    backend.gemm(c, a, b)
+    gemm(c, a, b)
     assert (c == 0).all()
-    backend.gemm(c, a, b, bias - 1)
-    backend.gemm(c, a, b, bias - 1, accumulate=1, relu=1)
+    gemm(c, a, b, bias - 1)
+    gemm(c, a, b, bias - 1, accumulate=1, relu=1)
     assert (c == np.maximum(2 * bias - 2, 0)).all()
 
 
@@ -97,7 +98,7 @@ def test_large_gemm_against_a_product_with_a_vector(M, N, K):
     rng = np.random.default_rng(2)
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
     t, c = rng.standard_normal(N), np.empty((M, N), np.float32)
-    backend.gemm(c, a, b)
+    gemm(c, a, b)
     err = np.abs(c @ t - a.astype(np.float64) @ (b @ t)).max()
     assert err <= 20 * np.finfo(np.float32).eps * np.sqrt(K * N)
 
@@ -107,10 +108,11 @@ def test_gemm_of_integers_is_exact_and_independent_of_threads():
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((201, 333), (333, 170)))
     c = np.empty((201, 170), np.float32)
-    backend.gemm(c, a, b)
+    gemm(c, a, b)
     assert (c == a.astype(np.float64) @ b).all()
 
 
+@of_threads
 @pytest.mark.parametrize('M,N,K', [(1, 9000, 1100), (200, 190, 700), (1000, 33, 517)])
 def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K):
     rng = np.random.default_rng(4)
@@ -120,7 +122,7 @@ def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K):
         for threads in (1, 2, 3, 4, 7):
             backend.set_threads(threads)
             c = np.empty((M, N), np.float32)
-            backend.gemm(c, a, b)
+            gemm(c, a, b)
             results.append(c)
     finally:
         backend.set_threads(before)
@@ -131,7 +133,7 @@ def test_gemm_passes_nan_and_infinity_on():
     a, b = np.ones((9, 20), np.float32), np.ones((20, 33), np.float32)
     a[4, 7], b[3, 30] = np.nan, np.inf
     c = np.empty((9, 33), np.float32)
-    backend.gemm(c, a, b)
+    gemm(c, a, b)
     assert np.isnan(c[4]).all() and np.isfinite(np.delete(c, 4, 0)[:, :30]).all() and np.isinf(np.delete(c, 4, 0)[:, 30]).all()
 
 
@@ -142,10 +144,10 @@ def test_gemm_rectifies_the_whole_sum_and_no_part_of_it(K):
     for first in (1, -1):
         signs = np.array([first * (-2) ** (k // 256) for k in range(K)], np.float32)
         c = np.full((TILE_M + 1, TILE_N + 1), np.nan, np.float32)
-        backend.gemm(c, a * signs, b, relu=1)
+        gemm(c, a * signs, b, relu=1)
         assert (c == max(signs.sum(), 0)).all()
-        backend.gemm(c, a * signs, b)
-        backend.gemm(c, -a * signs, b, np.full(TILE_N + 1, 0.5, np.float32), accumulate=1, relu=1)
+        gemm(c, a * signs, b)
+        gemm(c, -a * signs, b, np.full(TILE_N + 1, 0.5, np.float32), accumulate=1, relu=1)
         assert (c == 0.5).all()
 
 
@@ -153,9 +155,9 @@ def test_gemm_rectifies_without_hiding_nan():
     a, b = np.ones((TILE_M + 1, 2), np.float32), -np.ones((2, TILE_N + 1), np.float32)
     a[0, 0], a[-1, 1] = np.nan, np.inf
     c = np.empty((TILE_M + 1, TILE_N + 1), np.float32)
-    backend.gemm(c, a, b, relu=1)
+    gemm(c, a, b, relu=1)
     assert np.isnan(c[0]).all() and (c[1:] == 0).all()
-    backend.gemm(c, -a, b, relu=1)
+    gemm(c, -a, b, relu=1)
     assert np.isnan(c[0]).all() and (c[1:-1] == 2).all() and np.isinf(c[-1]).all()
 
 
@@ -163,7 +165,7 @@ def test_gemm_refuses_impossible_sizes():
     one = np.zeros((1, 1), np.float32)
     for sizes, text in (((-1, 1, 1, 1), 'M=-1'), ((1, 5, 1, 4), 'ldc=4, want at least N=5')):
         with pytest.raises(ValueError, match=text):
-            backend.launch('gemm', one, one, one, None, *sizes, 1, 1, 1, 1, 0, 0)
+            launch('gemm', one, one, one, None, *sizes, 1, 1, 1, 1, 0, 0)
 
 
 # ---- small ones -------------------------------------------------------------------------------------
@@ -176,13 +178,13 @@ def test_fill_axpy_and_scale(n):
     rng = np.random.default_rng(5)
     x, y, alpha = rng.standard_normal(n).astype('f'), rng.standard_normal(n).astype('f'), np.array([-1.5], 'f')
     before = y.copy()
-    backend.launch('axpy', y, x, alpha, n)
+    launch('axpy', y, x, alpha, n)
     assert np.abs(y - (before - 1.5 * x)).max(initial=0) <= 1e-6
-    backend.launch('scale', y, x, alpha, n)
+    launch('scale', y, x, alpha, n)
     assert (y == -1.5 * x).all()
-    backend.launch('scale', y, y, alpha, n)
+    launch('scale', y, y, alpha, n)
     assert np.abs(y - 2.25 * x).max(initial=0) <= 1e-6
-    backend.launch('fill', y, n, 3.5)
+    launch('fill', y, n, 3.5)
     assert (y == 3.5).all()
 
 
@@ -190,7 +192,7 @@ def test_fill_axpy_and_scale(n):
 def test_column_sums_add(R, C):
     x = np.random.default_rng(6).standard_normal((R, C)).astype('f')
     y = np.ones(C, 'f')
-    backend.launch('column_sums', y, x, R, C)
+    launch('column_sums', y, x, R, C)
     assert np.abs(y - (1 + x.astype('d').sum(0))).max() <= 1e-6 * (1 + np.abs(x).sum(0).max(initial=0))
 
 
@@ -199,7 +201,7 @@ def test_argmax_takes_the_first_of_equals_and_nan_as_largest(R, C):
     x = np.random.default_rng(7).integers(0, 9, (R, C)).astype('f')         # many ties
     x[R // 2, C // 2] = np.nan
     index = np.empty(R, np.int32)
-    backend.launch('argmax', index, x, R, C)
+    launch('argmax', index, x, R, C)
     assert (index == x.argmax(-1)).all()
 
 
@@ -209,7 +211,7 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     n, eye = x.size, np.zeros((3, 1), 'f')
     h, gates = np.empty((1, n, 1), 'f'), np.empty((1, n, 4), 'f')
     w_ih, zero = np.ones((3, 1), 'f'), np.zeros(3, 'f')
-    backend.launch('gru_forward', h, gates, x, None, w_ih, eye, zero, zero,
+    launch('gru_forward', h, gates, x, None, w_ih, eye, zero, zero,
                    backend.work('gru_forward', 1, n, 1, 1), 1, n, 1, 1, 0)
     exact = x.astype('d')
     for got, want in ((gates[0, :, 0], ref.sigmoid(exact)), (gates[0, :, 2], np.tanh(exact))):
@@ -217,9 +219,9 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     logits = np.stack([x, np.zeros_like(x)], 1)
     dx, loss, valid, lse = np.empty_like(logits), np.empty(1, 'f'), np.empty(1, 'i'), np.empty(n, 'f')
     labels = np.ones(n, np.int32)
-    backend.launch('cross_entropy_forward', loss, valid, lse, logits, labels, n, 2, -1)
+    launch('cross_entropy_forward', loss, valid, lse, logits, labels, n, 2, -1)
     assert np.abs(lse - np.logaddexp(0, exact)).max() <= 4 * np.finfo('f').eps * 30
-    backend.launch('cross_entropy_backward', dx, np.array([n], 'f'), logits, labels, lse, valid, n, 2, -1)
+    launch('cross_entropy_backward', dx, np.array([n], 'f'), logits, labels, lse, valid, n, 2, -1)
     assert (np.abs(dx[:, 0] - ref.sigmoid(exact)) <= 1e-5 * ref.sigmoid(exact)).all()
 
 
@@ -229,11 +231,11 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
 def test_grad_norm_and_clip(n):
     grad = np.random.default_rng(8).standard_normal(n).astype('f') + np.float32(0.1)
     norm, want = np.empty(1, 'f'), np.sqrt((grad.astype('d') ** 2).sum())
-    backend.launch('grad_norm', norm, grad, backend.work('grad_norm', n), n)
+    launch('grad_norm', norm, grad, backend.work('grad_norm', n), n)
     assert abs(norm[0] - want) <= 2 * np.finfo('f').eps * want              # summed in double
     for limit in (0.5 * want, 2 * want):
         clipped = grad.copy()
-        backend.launch('clip', clipped, norm, n, limit)
+        launch('clip', clipped, norm, n, limit)
         if limit > want:
             assert (clipped == grad).all()
         else:
@@ -250,7 +252,7 @@ def make_params(seed=0):
 @pytest.mark.parametrize('scale', (1e-3, 1.0))      # norms on either side of the limit
 def test_adam_with_clipping_equals_torch(torch, scale):
     params, shapes = make_params()
-    twins = {name: torch.tensor(params[name].value.astype('d'), requires_grad=True) for name in shapes}
+    twins = {name: torch.tensor(get(params[name].value).astype('d'), requires_grad=True) for name in shapes}
     ours, theirs = Adam(params, lr=0.01, max_norm=1.0), torch.optim.Adam(twins.values(), lr=0.01)
     rng, clips = np.random.default_rng(9), 0
     for _ in range(20):
@@ -258,15 +260,15 @@ def test_adam_with_clipping_equals_torch(torch, scale):
             grad = (scale * rng.standard_normal(shapes[name])).astype('f')
             params[name].grad[...] = grad
             twin.grad = torch.tensor(grad.astype('d'))
-        before = params.grads.copy()
+        before = get(params.grads).copy()
         ours.step()
-        assert (params.grads == before).all()
+        assert (get(params.grads) == before).all()
         clips += ours.clipped()
         torch.nn.utils.clip_grad_norm_(twins.values(), 1.0)
         theirs.step()
         for name, twin in twins.items():
-            assert np.abs(params[name].value - twin.detach().numpy()).max() <= 2e-5
-    assert clips == (20 if scale == 1.0 else 0) and ours.count[0] == 20
+            assert np.abs(get(params[name].value) - twin.detach().numpy()).max() <= 2e-5
+    assert clips == (20 if scale == 1.0 else 0) and get(ours.count)[0] == 20
 
 
 @pytest.mark.parametrize('max_norm', (None, 1.0))
@@ -280,23 +282,23 @@ def test_adam_with_clipping_equals_torch(torch, scale):
 ], ids=['sgd', 'sgd-decay', 'momentum', 'nesterov-decay', 'adam-decay'])
 def test_optimisers_equal_torch(torch, make, twin, max_norm):
     params, shapes = make_params()
-    twins = {name: torch.tensor(params[name].value.astype('d'), requires_grad=True) for name in shapes}
+    twins = {name: torch.tensor(get(params[name].value).astype('d'), requires_grad=True) for name in shapes}
     ours, theirs, rng = make(params, max_norm=max_norm), twin(torch, twins.values()), np.random.default_rng(9)
     for _ in range(10):
         for name, one in twins.items():
             grad = (0.1 * rng.standard_normal(shapes[name])).astype('f')
             params[name].grad[...] = grad
             one.grad = torch.tensor(grad.astype('d'))
-        before = params.grads.copy()
+        before = get(params.grads).copy()
         ours.step()
-        assert (params.grads == before).all() and ours.clipped() == bool(max_norm)
+        assert (get(params.grads) == before).all() and ours.clipped() == bool(max_norm)
         if max_norm:
             torch.nn.utils.clip_grad_norm_(twins.values(), max_norm)
         theirs.step()
     for name, one in twins.items():
-        assert np.abs(params[name].value - one.detach().numpy()).max() <= 2e-5
+        assert np.abs(get(params[name].value) - one.detach().numpy()).max() <= 2e-5
     ours.zero_grad()
-    assert not params.grads.any() and ours.count[0] == 10
+    assert not get(params.grads).any() and get(ours.count)[0] == 10
 
 
 def unchecked(optimizer, **settings):
@@ -329,6 +331,7 @@ def test_adam_refuses_a_step_before_the_first():
         adam.step()
 
 
+@of_threads
 def test_the_optimiser_gives_the_same_bits_for_any_number_of_threads():
     before, results = backend.threads(), []
     try:
@@ -348,7 +351,7 @@ def test_the_optimiser_gives_the_same_bits_for_any_number_of_threads():
 def test_tick_gives_each_number_once():
     counter, seen = np.array([5]), np.zeros(3, np.int64)
     for i in range(3):
-        backend.launch('tick', seen[i:i + 1], counter)
+        launch('tick', seen[i:i + 1], counter)
     assert seen.tolist() == [6, 7, 8] and counter[0] == 8
 
 
@@ -375,15 +378,17 @@ def test_initial_values_that_need_two_axes_say_so():
 
 def test_initial_values_depend_on_seed_name_and_shape_alone():
     def draw(names, seed):
-        return Parameters({name: Spec((4, 3), lambda g, shape: g.standard_normal(shape).astype('f')) for name in names}, seed)
+        params = Parameters({name: Spec((4, 3), lambda g, shape: g.standard_normal(shape).astype('f')) for name in names}, seed)
+        return {name: get(params[name].value) for name in params}
     one, other, seeded = draw('abc', 0), draw('cba', 0), draw('abc', 1)
     for name in 'abc':
-        assert (one[name].value == other[name].value).all() and (one[name].value != seeded[name].value).any()
-    assert (one['a'].value != one['b'].value).any()
+        assert (one[name] == other[name]).all() and (one[name] != seeded[name]).any()
+    assert (one['a'] != one['b']).any()
 
 
 # ---- the library's manners ----------------------------------------------------------------------------
 
+@on_the_cpu
 def test_the_requested_kernels_run():
     """Otherwise one instruction set would be tested three times."""
     want = os.environ.get('PYOPS_ISA')
@@ -395,6 +400,7 @@ def test_the_requested_kernels_run():
     assert (TILE_M, TILE_N) == {'generic': (4, 8), 'avx2': (6, 16), 'avx512': (14, 32)}[backend.isa()]
 
 
+@on_the_cpu
 @pytest.mark.parametrize('isa', ['generic', 'avx2'])
 def test_PYOPS_ISA_forces_the_kernels_in_a_new_process(isa):
     if not cpu_has(isa):
@@ -404,6 +410,7 @@ def test_PYOPS_ISA_forces_the_kernels_in_a_new_process(isa):
     assert out.stdout.split() == [isa], out.stderr
 
 
+@on_the_cpu
 @pytest.mark.skipif(bool(os.environ.get('ASAN_OPTIONS')), reason='the sanitizer exports symbols of its own: run without it')
 def test_only_the_abi_is_visible():
     if not shutil.which('nm'):
@@ -414,6 +421,7 @@ def test_only_the_abi_is_visible():
     assert visible == set(library.cpu().functions)
 
 
+@on_the_cpu
 def test_every_prototype_is_read_as_cffi_reads_it():
     ffi, lib, functions = library.cpu()
     assert set(functions) == {name for name in dir(lib) if name.startswith('pyops_')
@@ -425,6 +433,7 @@ def test_every_prototype_is_read_as_cffi_reads_it():
             assert arg.cname == (f'{ours.type} *' if ours.pointer else ours.type), f'{name}: {ours.name}'
 
 
+@on_the_cpu
 def test_loading_leaves_denormals_alone():
     """A library linked with -ffast-math would turn them off for the whole process."""
     backend.isa()
@@ -432,17 +441,24 @@ def test_loading_leaves_denormals_alone():
 
 
 def test_launch_refuses_wrong_types_and_counts():
-    x = np.zeros(4, np.float32)
+    x = put(np.zeros(4, np.float32))
     with pytest.raises(TypeError, match='fill: y: want float32, got float64'):
-        backend.launch('fill', np.zeros(4), 4, 0.0)
+        backend.launch('fill', put(np.zeros(4)), 4, 0.0)
     with pytest.raises(TypeError, match='fill: want 3 arguments, got 2'):
         backend.launch('fill', x, 4)
+    assert (get(x) == 0).all()
+
+
+@on_the_cpu
+def test_launch_refuses_an_array_that_may_not_be_written_to():
+    x = np.zeros(4, np.float32)
     x.flags.writeable = False
     with pytest.raises((BufferError, ValueError)):
         backend.launch('fill', x, 4, 1.0)
     assert (x == 0).all()
 
 
+@on_the_cpu
 def test_threads_are_checked():
     before = backend.threads()
     for bad in (0, -3, 5000):
@@ -451,6 +467,7 @@ def test_threads_are_checked():
     assert backend.threads() == before
 
 
+@on_the_cpu
 def test_a_process_that_used_threads_ends_cleanly():
     """OpenMP's workers may still spin when Python unloads its libraries: ours must stay."""
     code = ('import numpy as np; from pyops import backend; backend.set_threads(2)\n'
@@ -467,7 +484,7 @@ def test_gather_pixels(B, C):
     rng = np.random.default_rng(11)
     table, rows = rng.integers(0, 256, (20, C)).astype(np.uint8), rng.integers(0, 20, B)
     y = np.empty((B, C), 'f')
-    backend.launch('gather_pixels', y, table, rows, 20, B, C, 1 / 255)
+    launch('gather_pixels', y, table, rows, 20, B, C, 1 / 255)
     assert np.abs(y - table[rows] / 255).max(initial=0) <= 1e-7
 
 
@@ -476,9 +493,9 @@ def test_gather_sequences_time_major_and_shifted(B, T):
     rng = np.random.default_rng(12)
     table, rows = rng.integers(4, 99, (20, T)).astype(np.int32), rng.integers(0, 20, B)
     ids = np.empty((T, B), np.int32)
-    backend.launch('gather_sequences', ids, table, rows, 20, B, T, -1)
+    launch('gather_sequences', ids, table, rows, 20, B, T, -1)
     assert (ids == table[rows].T).all()
-    backend.launch('gather_sequences', ids, table, rows, 20, B, T, 3)
+    launch('gather_sequences', ids, table, rows, 20, B, T, 3)
     assert (ids[0] == 3).all() and (ids[1:] == table[rows].T[:-1]).all()
 
 
@@ -487,4 +504,4 @@ def test_gather_sequences_time_major_and_shifted(B, T):
 def test_rows_outside_the_data_are_refused(kernel, dtype, bad):
     out = np.empty((1, 2), np.float32 if kernel == 'gather_pixels' else np.int32)
     with pytest.raises(ValueError, match=rf'{kernel}: rows\[1\]={bad}, want 0 to 19'):
-        backend.launch(kernel, out, np.zeros((20, 1), dtype), np.array([0, bad]), 20, 2, 1, 1)
+        launch(kernel, out, np.zeros((20, 1), dtype), np.array([0, bad]), 20, 2, 1, 1)

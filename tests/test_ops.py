@@ -2,8 +2,9 @@
 
 A row says how to build the op, how to call it, and what it should compute: once in float64 numpy from the formula,
 once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
-`make test` runs this file once for each instruction set.
+`make test` runs this file once for each instruction set, and on the emulation of a GPU.
 """
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
+from places import get, launch, of_threads, put
 
 from pyops import backend
 from pyops import references as ref
@@ -466,27 +468,41 @@ def close(got, want, rtol=RTOL):
     assert err <= rtol, f'error {err:.2e} > {rtol:.0e}'          # written so that NaN fails
 
 
-class Run:
-    """One forward and one backward of a row, with a random upstream gradient and parameter gradients that start as noise."""
+def parameter(name, value, grad=None):
+    """A Parameter where arrays are made; without a gradient it has one of zeros."""
+    return Parameter(name, put(value), put(np.zeros_like(value) if grad is None else grad))
 
-    def __init__(self, row, size, backward=True, built=None):
-        self.row, self.built = row, built or row.build(size, np.random.default_rng(0))
+
+def of_zeros(name, *shape):
+    return parameter(name, np.zeros(shape, np.float32))
+
+
+class Run:
+    """One forward and one backward of a row, with a random upstream gradient and parameter gradients that start as noise.
+
+    The op has its arrays where arrays are made: `place` brings one there.  What is kept here is numpy's.
+    """
+
+    def __init__(self, row, size, backward=True, place=put):
+        self.row, self.built = row, row.build(size, np.random.default_rng(0))
         b, rng = self.built, np.random.default_rng(1)
         self.noise = {name: normal(rng, *value.shape) for name, value in b.params.items()}
-        self.params = {name: Parameter(name, value, self.noise[name].copy()) for name, value in b.params.items()}
+        self.params = {name: Parameter(name, place(value), put(self.noise[name].copy())) for name, value in b.params.items()}
         self.op = b.op(**self.params)
-        self.y, self.ctx = self.op.forward(*b.inputs.values(), *b.constants.values())
+        self.placed = {name: place(value) for name, value in (b.inputs | b.constants).items()}
+        y, self.ctx = self.op.forward(*self.placed.values())
+        self.y = get(y)
         self.dy = normal(rng, *self.y.shape)
         if backward:
             self.grads = self.backward()
 
     def backward(self):
         """-> gradients of the inputs by name, then what was added to the gradients of the parameters."""
-        before = {name: p.grad.copy() for name, p in self.params.items()}
-        result = self.op.backward(self.dy, self.ctx)
+        before = {name: get(p.grad).copy() for name, p in self.params.items()}
+        result = self.op.backward(put(self.dy), self.ctx)
         result = result if isinstance(result, tuple) else (result,)
-        grads = dict(zip(self.built.inputs, (dx for dx in result if dx is not None), strict=True))
-        return grads | {name: p.grad - before[name] for name, p in self.params.items()}
+        grads = dict(zip(self.built.inputs, (get(dx) for dx in result if dx is not None), strict=True))
+        return grads | {name: get(p.grad) - before[name] for name, p in self.params.items()}
 
     def variables(self):
         """What has a gradient, in float64."""
@@ -544,7 +560,7 @@ def test_parameter_gradients_add_and_activation_gradients_overwrite(row, size):
     for name, grad in run.grads.items():
         if name in run.params:
             total = run.noise[name] + 2 * grad          # whose size is what rounding is relative to
-            err = np.abs(run.params[name].grad - total).max()
+            err = np.abs(get(run.params[name].grad) - total).max()
             assert err <= 1e-6 * (np.abs(run.noise[name]).max() + np.abs(total).max()), (name, err)
             assert np.abs(again[name] - grad).max() <= 1e-6 * (np.abs(run.noise[name]).max() + np.abs(total).max()), name
         else:
@@ -560,34 +576,31 @@ def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=3
     """Every array an op asks for lies between guard zones, starts as NaN and at an odd float; inputs keep their bits."""
     zones = []
 
-    def allocate(shape, dtype, name=''):
-        n = int(np.prod(shape))
-        zone = np.full(n + 2 * guard, GUARD[np.dtype(dtype)], dtype)
-        zones.append((zone, n))
-        inside = zone[guard:guard + n]
-        inside[...] = np.nan if dtype == np.float32 else 99
-        return inside.reshape(shape)
+    def guarded(array):
+        zone = np.full(array.size + 2 * guard, GUARD[array.dtype], array.dtype)
+        zone[guard:guard + array.size] = array.reshape(-1)
+        zones.append((put(zone), array.size))
+        return zones[-1][0][guard:guard + array.size].reshape(array.shape)
 
-    built = row.build(size, np.random.default_rng(0))
-    for group in (built.inputs, built.params, built.constants):
-        for name, array in group.items():
-            group[name] = allocate(array.shape, array.dtype)
-            group[name][...] = array
-    before = {name: a.copy() for name, a in (built.inputs | built.params | built.constants).items()}
+    def allocate(shape, dtype, name=''):
+        return guarded(np.full(shape, np.nan if dtype == np.float32 else 99, dtype))
+
     plain = Run(row, size)
     with backend.hooks(allocate):
-        run = Run(row, size, built=built)
-    assert len(zones) > len(before), 'the op asked for no array: the check is vacuous'
-    for zone, n in zones:
+        run = Run(row, size, place=guarded)
+    given = run.placed | {name: p.value for name, p in run.params.items()}
+    assert len(zones) > len(given), 'the op asked for no array: the check is vacuous'
+    for zone, n in ((get(zone), n) for zone, n in zones):
         for side in (zone[:guard], zone[guard + n:]):
             assert (side == GUARD[zone.dtype]).all(), 'a guard zone was written'
-    for name, array in (built.inputs | built.params | built.constants).items():
-        assert (array == before[name]).all(), f'{name} was changed'
+    for name, array in (run.built.inputs | run.built.params | run.built.constants).items():
+        assert (get(given[name]) == array).all(), f'{name} was changed'
     assert (run.y == plain.y).all()
     for name, grad in run.grads.items():
         assert np.isfinite(grad).all() and (grad == plain.grads[name]).all(), name
 
 
+@of_threads
 @pytest.mark.parametrize('row,size', [pytest.param(row, row.large, id=row.name) for row in TABLE])
 def test_same_bits_for_any_number_of_threads(row, size):
     before = backend.threads()
@@ -607,50 +620,50 @@ def test_same_bits_for_any_number_of_threads(row, size):
 @pytest.mark.parametrize('row,size', FIRST)
 def test_bad_arguments_are_refused_by_name(row, size):
     built = row.build(size, np.random.default_rng(0))
-    op = built.op(**{name: Parameter(name, value, np.zeros_like(value)) for name, value in built.params.items()})
+    op = built.op(**{name: parameter(name, value) for name, value in built.params.items()})
     arguments = built.inputs | built.constants
+    placed = {name: put(array) for name, array in arguments.items()}
     for name, array in arguments.items():
         def call(bad, name=name):
-            return op.forward(*(arguments | {name: bad}).values())
+            return op.forward(*(placed | {name: put(bad)}).values())
         with pytest.raises(TypeError, match=name):
             call(np.zeros(array.shape, np.float16))
         if array.ndim > 1:
             with pytest.raises(TypeError, match=name):
-                call(np.asfortranarray(np.repeat(array, 2, -1))[..., ::2])
+                call(put(np.asfortranarray(np.repeat(array, 2, -1)))[..., ::2])
         axis = getattr(row, 'wrong_axis', {}).get(name, -1)
         if axis is not None:
             with pytest.raises(ValueError, match='want shape'):
                 call(np.concatenate([array, array], axis))
-    y, ctx = op.forward(*arguments.values())
+    y, ctx = op.forward(*placed.values())
     with pytest.raises(TypeError, match='dy|dh|dloss'):
-        op.backward(np.zeros(y.shape, np.float64), ctx)
+        op.backward(put(np.zeros(y.shape, np.float64)), ctx)
     if row.name != 'dropout':
         with pytest.raises(ValueError, match='dy|dh|dloss'):
-            op.backward(np.zeros((*y.shape[:-1], y.shape[-1] + 1), np.float32), ctx)
+            op.backward(put(np.zeros((*y.shape[:-1], y.shape[-1] + 1), np.float32)), ctx)
 
 
 # ---- what only some ops have ------------------------------------------------------------------
 
 def test_ids_outside_the_table_are_refused_with_their_position():
-    weight = Parameter('weight', np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32))
     for bad in (-1, 4):
         with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, want 0 to 3'):
-            Embedding(weight).forward(np.array([0, 3, bad], np.int32))
+            Embedding(of_zeros('weight', 4, 2)).forward(put(np.array([0, 3, bad], np.int32)))
 
 
 @pytest.mark.parametrize('bad', [-2, 5])
 def test_labels_outside_the_classes_are_refused_with_their_position(bad):
-    labels = np.array([0, 4, bad], np.int32)
+    labels = put(np.array([0, 4, bad], np.int32))
     with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, want 0 to 4'):
-        CrossEntropy().forward(np.zeros((3, 5), np.float32), labels)
-    weight, bias = (Parameter('p', np.zeros(s, np.float32), np.zeros(s, np.float32)) for s in ((5, 2), 5))
+        CrossEntropy().forward(put(np.zeros((3, 5), np.float32)), labels)
+    op = LinearCrossEntropy(of_zeros('weight', 5, 2), of_zeros('bias', 5))
     with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, want 0 to 4'):
-        LinearCrossEntropy(weight, bias).forward(np.zeros((3, 2), np.float32), labels)
+        op.forward(put(np.zeros((3, 2), np.float32)), labels)
 
 
 @pytest.mark.parametrize('p', [-0.1, 1.0, float('nan')])
 def test_dropout_wants_a_share_below_one(p):
-    x, step = np.zeros(3, np.float32), np.zeros(1, np.int64)
+    x, step = put(np.zeros(3, np.float32)), put(np.zeros(1, np.int64))
     with pytest.raises(ValueError, match='dropout: p='):
         Dropout(p, 1).forward(x, step)
     with pytest.raises(ValueError, match='residual: p='):
@@ -658,8 +671,9 @@ def test_dropout_wants_a_share_below_one(p):
 
 
 def test_dropout_changes_with_step_and_key_and_keeps_the_right_share():
-    x, n = np.ones(200_000, np.float32), 200_000
-    masks = [Dropout(0.2, key).forward(x, np.array([step]))[0] for key, step in ((1, 1), (1, 2), (2, 1), (1, 1))]
+    n = 200_000
+    x = put(np.ones(n, np.float32))
+    masks = [get(Dropout(0.2, key).forward(x, put(np.array([step])))[0]) for key, step in ((1, 1), (1, 2), (2, 1), (1, 1))]
     assert (masks[0] == masks[3]).all()
     for other in masks[1:3]:
         assert 0.6 < (masks[0] == other).mean() < 0.76             # independent: 0.8^2 + 0.2^2 = 0.68
@@ -672,24 +686,24 @@ def test_dropout_changes_with_step_and_key_and_keeps_the_right_share():
 def test_residual_drops_what_dropout_drops_and_may_overwrite_what_it_adds(n):
     rng, step = np.random.default_rng(2), np.array([5])
     x, branch = normal(rng, n), normal(rng, n)
-    want = x + Dropout(0.4, 3).forward(branch, step)[0]
-    close(Residual(0.4, 3).forward(x, branch, step)[0], want, 1e-6)
+    want = x + get(Dropout(0.4, 3).forward(put(branch), put(step))[0])
+    close(get(Residual(0.4, 3).forward(put(x), put(branch), put(step))[0]), want, 1e-6)
     for place in (0, 1):
         operands = [x.copy(), branch.copy()]
-        backend.launch('residual', operands[place], *operands, step, n, 0.4, 3)
+        launch('residual', operands[place], *operands, step, n, 0.4, 3)
         close(operands[place], want, 1e-6)
         assert (operands[1 - place] == (x, branch)[1 - place]).all()
 
 
 def test_residual_without_dropout_passes_its_gradient_on_without_a_copy():
-    x, step = np.ones((2, 3), np.float32), np.zeros(1, np.int64)
+    x, step = put(np.ones((2, 3), np.float32)), put(np.zeros(1, np.int64))
     for op, given in ((Residual(0.5, 1), None), (Residual(0.0, 1), step)):
         y, ctx = op.forward(x, 2 * x, given)
         dx, dbranch = op.backward(x, ctx)
-        assert (y == 3).all() and dx is x and dbranch is x
+        assert (get(y) == 3).all() and dx is x and dbranch is x
     y, ctx = Residual(0.5, 1).forward(x, 2 * x, step)
     dx, dbranch = Residual(0.5, 1).backward(x, ctx)
-    assert dx is x and dbranch is not x and (dbranch == (y - x) / 2).all()
+    assert dx is x and dbranch is not x and (get(dbranch) == (get(y) - 1) / 2).all()
 
 
 def test_philox_gives_the_published_numbers():
@@ -711,15 +725,13 @@ def test_cross_entropy_of_extreme_rows(op):
     for now in (labels, np.full(3, -1, np.int32)):
         if op == 'cross_entropy':
             loss_op = CrossEntropy()
-            loss, ctx = loss_op.forward(x, now)
         else:
-            weight, bias = (Parameter('p', v, np.zeros_like(v)) for v in (np.eye(3, dtype=np.float32), np.zeros(3, np.float32)))
-            loss_op = LinearCrossEntropy(weight, bias)
-            loss, ctx = loss_op.forward(x, now)
-        dx = loss_op.backward(np.ones(1, np.float32), ctx)
+            loss_op = LinearCrossEntropy(parameter('weight', np.eye(3, dtype=np.float32)), of_zeros('bias', 3))
+        loss, ctx = loss_op.forward(put(x), put(now))
+        loss, dx = get(loss), get(loss_op.backward(put(np.ones(1, np.float32)), ctx))
         close(loss, ref.cross_entropy(x.astype(np.float64), now, -1))
         assert np.isfinite(dx).all()
-        assert ctx.valid[0] == (now >= 0).sum()
+        assert get(ctx.valid)[0] == (now >= 0).sum()
         if (now < 0).all():
             assert loss[0] == 0 and (dx == 0).all()
 
@@ -727,16 +739,16 @@ def test_cross_entropy_of_extreme_rows(op):
 def test_a_nan_logit_is_seen_in_the_loss():
     x = np.zeros((2, 40), np.float32)
     x[1, 3] = np.nan
-    loss, _ = CrossEntropy().forward(x, np.zeros(2, np.int32))
-    assert np.isnan(loss[0])
+    loss, _ = CrossEntropy().forward(put(x), put(np.zeros(2, np.int32)))
+    assert np.isnan(get(loss)[0])
 
 
 @pytest.mark.parametrize('row', [LinearCrossEntropyRow(), SmoothedLinearCrossEntropyRow()], ids=lambda row: row.name)
 def test_evaluation_gives_the_loss_without_smoothing_and_forms_no_gradients(row):
     size = (3, 60, 40, 150)
     run, plain = Run(row, size), Run(LinearCrossEntropyRow(), size)
-    loss, ctx = run.op.forward(*run.built.inputs.values(), *run.built.constants.values(), gradients=False)
-    assert loss[0] == plain.y[0] and ctx.dx is None and ctx.dweight is None
+    loss, ctx = run.op.forward(*run.placed.values(), gradients=False)
+    assert get(loss)[0] == plain.y[0] and ctx.dx is None and ctx.dweight is None
     assert (run.y[0] == plain.y[0]) == (row.smoothing == 0)
 
 
@@ -745,18 +757,17 @@ def test_smoothing_is_a_share_below_one(bad):
     run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
     op = LinearCrossEntropy(*run.params.values(), smoothing=bad)
     with pytest.raises(ValueError, match='linear_cross_entropy: smoothing=.*, want 0 <= smoothing < 1'):
-        op.forward(*run.built.inputs.values(), *run.built.constants.values())
+        op.forward(*run.placed.values())
 
 
 def test_a_smoothed_loss_is_least_at_its_target():
     """At logits that are the logarithm of the target the loss is the target's entropy, and its gradient is 0."""
     V, s = 37, 0.2
     target = (1 - s) * np.eye(V) + s / V
-    weight, bias = (Parameter('p', v.astype('f'), np.zeros(v.shape, 'f')) for v in (np.log(target).T.copy(), np.zeros(V)))
-    op = LinearCrossEntropy(weight, bias, smoothing=s)
-    loss, ctx = op.forward(np.eye(V, dtype=np.float32), np.arange(V, dtype=np.int32))
-    close(loss, [-(target[0] * np.log(target[0])).sum()], 1e-6)
-    assert np.abs(ctx.dx).max() <= 1e-6 and np.abs(ctx.dweight).max() <= 1e-6
+    op = LinearCrossEntropy(parameter('weight', np.log(target).T.astype('f', order='C')), of_zeros('bias', V), smoothing=s)
+    loss, ctx = op.forward(put(np.eye(V, dtype=np.float32)), put(np.arange(V, dtype=np.int32)))
+    close(get(loss), [-(target[0] * np.log(target[0])).sum()], 1e-6)
+    assert np.abs(get(ctx.dx)).max() <= 1e-6 and np.abs(get(ctx.dweight)).max() <= 1e-6
 
 
 def test_masked_rows_do_not_influence_the_loss():
@@ -765,15 +776,15 @@ def test_masked_rows_do_not_influence_the_loss():
     run = Run(row, size)
     x, labels = run.built.inputs['x'].copy(), run.built.constants['labels']
     x[labels == 0] = np.nan
-    loss, ctx = run.op.forward(x, labels)
-    dx = run.op.backward(run.dy, ctx)
+    loss, ctx = run.op.forward(put(x), put(labels))
+    loss, dx = get(loss), get(run.op.backward(put(run.dy), ctx))
     assert loss[0] == run.y[0] and (dx == run.grads['x']).all() and (dx[labels == 0] == 0).all()
 
 
 def test_predict_is_the_argmax_of_the_logits():
     run = Run(LinearCrossEntropyRow(), (3, 60, 40, 150))
     x = run.built.inputs['x'][0]
-    got = run.op.predict(x)
+    got = get(run.op.predict(put(x)))
     assert (got == ref.linear(x.astype(np.float64), *run.built.params.values()).argmax(-1)).all()
 
 
@@ -785,62 +796,62 @@ def test_predict_is_the_argmax_of_the_logits():
 def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
     """Where gradients meet, as behind a residual connection, whose dx and dbranch may be the same array."""
     run = Run(row, size)
-    into = run.dy.copy() if where == 'dy' else normal(np.random.default_rng(2), *run.grads['x'].shape)
-    want = into.astype(np.float64) + run.grads['x']
+    start = run.dy.copy() if where == 'dy' else normal(np.random.default_rng(2), *run.grads['x'].shape)
+    want, into = start.astype(np.float64) + run.grads['x'], put(start)
     for p in run.params.values():
         p.grad[...] = 0
-    got = run.op.backward(into if where == 'dy' else run.dy, run.ctx, into=into)
+    got = run.op.backward(into if where == 'dy' else put(run.dy), run.ctx, into=into)
     assert got is into
-    close(got, want, 1e-6)
+    close(get(got), want, 1e-6)
     for name, p in run.params.items():
-        close(p.grad, run.grads[name], 1e-5)
+        close(get(p.grad), run.grads[name], 1e-5)
 
 
 def test_backward_refuses_an_array_of_another_shape_to_add_to():
     for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (2, 3, 4, 7)), (LayerNormRow(), (2, 3, 5))):
         run = Run(row, size)
         with pytest.raises(ValueError, match='into: want shape'):
-            run.op.backward(run.dy, run.ctx, into=np.zeros(5, np.float32))
+            run.op.backward(put(run.dy), run.ctx, into=put(np.zeros(5, np.float32)))
 
 
 def test_what_works_on_rows_takes_one_row_and_none():
     for row, size in ((LinearRow(), (3, 5, 7)), (FeedForwardRow(), (1, 3, 4, 7)), (LayerNormRow(), (1, 3, 5))):
         run = Run(row, size)
         x = run.built.inputs['x'].reshape(3, -1)
-        y, ctx = run.op.forward(x[1])
+        y, ctx = run.op.forward(put(x[1]))
         assert y.shape == run.y.shape[-1:]
-        close(y, run.y.reshape(3, -1)[1], 1e-6)
-        close(run.op.backward(run.dy.reshape(3, -1)[1], ctx), run.grads['x'].reshape(3, -1)[1], 1e-6)
-        before = [p.grad.copy() for p in run.params.values()]
-        y, ctx = run.op.forward(x[:0])
+        close(get(y), run.y.reshape(3, -1)[1], 1e-6)
+        close(get(run.op.backward(put(run.dy.reshape(3, -1)[1]), ctx)), run.grads['x'].reshape(3, -1)[1], 1e-6)
+        before = [get(p.grad).copy() for p in run.params.values()]
+        y, ctx = run.op.forward(put(x[:0]))
         assert run.op.backward(y, ctx).shape == x[:0].shape
-        assert all((p.grad == kept).all() for p, kept in zip(run.params.values(), before, strict=True))
+        assert all((get(p.grad) == kept).all() for p, kept in zip(run.params.values(), before, strict=True))
 
 
 def test_positions_begin_where_they_are_told_to():
     op, x = Positions(5, longest=12, scale=2.0), normal(np.random.default_rng(2), 12, 3, 5)
-    whole, _ = op.forward(x)
+    whole = get(op.forward(put(x))[0])
     for first in (0, 1, 9, 11):
-        y, ctx = op.forward(x[first:], first)
-        assert (y == whole[first:]).all() and (op.backward(y, ctx) == 2 * y).all()
+        y, ctx = op.forward(put(x[first:]), first)
+        assert (get(y) == whole[first:]).all() and (get(op.backward(y, ctx)) == 2 * get(y)).all()
 
 
 @pytest.mark.parametrize('T,first', [(13, 0), (1, 12), (5, 8), (1, -1)])
 def test_positions_beyond_the_table_are_refused(T, first):
     op = Positions(5, longest=12, name='places')
     with pytest.raises(ValueError, match=f'places: T={T} steps from first={first} on do not lie in a table of longest=12'):
-        op.forward(np.zeros((T, 3, 5), np.float32), first)
+        op.forward(put(np.zeros((T, 3, 5), np.float32)), first)
 
 
 def test_the_table_of_positions_is_that_of_the_formula():
-    table = Positions(7, longest=900).table
+    table = get(Positions(7, longest=900).table)
     assert table.shape == (900, 7) and table.dtype == np.float32
     assert np.abs(table - ref.positions(900, 7)).max() <= 1.01 * 2**-25         # half the distance of two floats below 1
 
 
 def layer_norm(C, weight=1.0, bias=0.0, **settings):
-    return LayerNorm(*(Parameter(name, np.full(C, value, np.float32), np.zeros(C, np.float32))
-                       for name, value in (('weight', weight), ('bias', bias))), **settings)
+    return LayerNorm(parameter('weight', np.full(C, weight, np.float32)), parameter('bias', np.full(C, bias, np.float32)),
+                     **settings)
 
 
 @pytest.mark.parametrize('C', (1, 3, 64, 333))
@@ -848,39 +859,39 @@ def test_layer_norm_of_a_constant_row_is_the_bias(C):
     """However large the constant is: a mean that is off by one rounding would show as 0.3, since rstd is 316."""
     op = layer_norm(C, 2.0, 0.7)
     x = np.repeat(np.array([[0], [-3.3], [10000.3], [1e6 / 3]], np.float32), C, 1)
-    y, ctx = op.forward(x)
-    assert (y == np.float32(0.7)).all() and (ctx.mean == x[:, 0]).all()
-    close(ctx.rstd, np.full(4, 1 / np.sqrt(1e-5)), 1e-5)
-    assert np.isfinite(op.backward(normal(np.random.default_rng(2), 4, C), ctx)).all()
+    y, ctx = op.forward(put(x))
+    assert (get(y) == np.float32(0.7)).all() and (get(ctx.mean) == x[:, 0]).all()
+    close(get(ctx.rstd), np.full(4, 1 / np.sqrt(1e-5)), 1e-5)
+    assert np.isfinite(get(op.backward(put(normal(np.random.default_rng(2), 4, C)), ctx))).all()
 
 
 @pytest.mark.parametrize('C', (5, 256, 1001))
 def test_layer_norm_far_from_zero_loses_no_more_than_the_rounding_of_the_mean(C):
     """At 1e4 a float32 has a distance of 2^-10 from the next; E[x^2] - E[x]^2 would leave no digit of the variance."""
     x = normal(np.random.default_rng(2), 20, C) + np.float32(1e4)
-    y, ctx = layer_norm(C).forward(x)
-    exact = x.astype(np.float64)
-    assert np.abs(ctx.mean - exact.mean(-1)).max() <= 1.01 * 2**-11
-    close(ctx.rstd, 1 / np.sqrt(exact.var(-1) + 1e-5), 1e-6)
-    assert (np.abs(y - ref.layer_norm(exact, 1, 0)) <= 1.01 * 2**-11 * ctx.rstd[:, None] + 1e-5).all()
+    y, ctx = layer_norm(C).forward(put(x))
+    y, mean, rstd, exact = get(y), get(ctx.mean), get(ctx.rstd), x.astype(np.float64)
+    assert np.abs(mean - exact.mean(-1)).max() <= 1.01 * 2**-11
+    close(rstd, 1 / np.sqrt(exact.var(-1) + 1e-5), 1e-6)
+    assert (np.abs(y - ref.layer_norm(exact, 1, 0)) <= 1.01 * 2**-11 * rstd[:, None] + 1e-5).all()
 
 
 def test_layer_norm_does_not_see_a_gradient_that_is_the_same_everywhere():
     """Which is why the checks above need a random dy: with this one any dx near 0 would pass."""
     op = layer_norm(256)
-    _, ctx = op.forward(normal(np.random.default_rng(2), 7, 256))
-    assert np.abs(op.backward(np.ones((7, 256), np.float32), ctx)).max() <= 1e-5
+    _, ctx = op.forward(put(normal(np.random.default_rng(2), 7, 256)))
+    assert np.abs(get(op.backward(put(np.ones((7, 256), np.float32)), ctx))).max() <= 1e-5
 
 
 @pytest.mark.parametrize('eps', (-1e-5, float('nan')))
 def test_layer_norm_refuses_a_negative_eps(eps):
     with pytest.raises(ValueError, match='layer_norm_forward: eps=.*, want at least 0'):
-        layer_norm(3, eps=eps).forward(np.zeros((2, 3), np.float32))
+        layer_norm(3, eps=eps).forward(put(np.zeros((2, 3), np.float32)))
 
 
 def test_layer_norm_wants_a_column():
     with pytest.raises(ValueError, match='layer_norm_forward: R=2 C=0'):
-        layer_norm(0).forward(np.zeros((2, 0), np.float32))
+        layer_norm(0).forward(put(np.zeros((2, 0), np.float32)))
 
 
 @pytest.mark.parametrize('reset_before', [False, True])
@@ -892,20 +903,30 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
     whole = np.zeros_like(dh) if which == 'dh_last' else dh.copy()
     if which != 'dh':
         whole[-1] += last
-    want = run.op.backward(whole, run.ctx)
-    got = run.op.backward(None if which == 'dh_last' else dh, run.ctx, None if which == 'dh' else last)
+    want = run.op.backward(put(whole), run.ctx)
+    got = run.op.backward(None if which == 'dh_last' else put(dh), run.ctx, None if which == 'dh' else put(last))
     for a, b in zip(got, want, strict=True):
-        close(a, b, 1e-6)
+        close(get(a), get(b), 1e-6)
 
 
 # ---- attention ----------------------------------------------------------------------------------
+
+def attend(op, q, k, v, *lengths_and_step):
+    """forward -> y, ctx."""
+    y, ctx = op.forward(*(None if a is None else put(a) for a in (q, k, v, *lengths_and_step)))
+    return get(y), ctx
+
+
+def attend_back(op, dy, ctx):
+    return tuple(get(grad) for grad in op.backward(put(dy), ctx))
+
 
 def attention_run(op, size, lengths=None, step=None, seed=0):
     """-> inputs (q, k, v), dy, y, gradients."""
     (Tq, Tk, B, D), rng = size, np.random.default_rng(seed)
     inputs, dy = [normal(rng, T, B, D) for T in (Tq, Tk, Tk)], normal(rng, Tq, B, D)
-    y, ctx = op.forward(*inputs, lengths, step)
-    return inputs, dy, y, op.backward(dy, ctx)
+    y, ctx = attend(op, *inputs, lengths, step)
+    return inputs, dy, y, attend_back(op, dy, ctx)
 
 
 @pytest.mark.parametrize('causal', [False, True])
@@ -915,10 +936,10 @@ def test_a_sentence_of_padding_alone_gives_zeros_and_disturbs_no_other(Tq, Tk, c
     (q, k, v), dy, y, grads = attention_run(op, (Tq, Tk, 3, 6), lengths)
     for result in (y, *grads):
         assert np.isfinite(result).all() and (result[:, 1] == 0).all()
-    assert (op.forward(q, k, v, lengths)[1].lse[1] == -np.inf).all()
+    assert (get(attend(op, q, k, v, lengths)[1].lse)[1] == -np.inf).all()
     others = [np.ascontiguousarray(x[:, [0, 2]]) for x in (q, k, v, dy)]
-    y2, ctx = op.forward(*others[:3], lengths[[0, 2]])
-    for got, want in zip((y, *grads), (y2, *op.backward(others[3], ctx)), strict=True):
+    y2, ctx = attend(op, *others[:3], lengths[[0, 2]])
+    for got, want in zip((y, *grads), (y2, *attend_back(op, others[3], ctx)), strict=True):
         assert (got[:, [0, 2]] == want).all() and np.abs(want).max() > 1e-3
 
 
@@ -927,9 +948,9 @@ def test_keys_beyond_a_length_are_not_even_read():
     (q, k, v), dy, y, grads = attention_run(op, (40, 90, 2, 10), lengths)
     for x in (k, v):
         x[7:, 0] = x[70:, 1] = np.nan
-    y2, ctx = op.forward(q, k, v, lengths)
+    y2, ctx = attend(op, q, k, v, lengths)
     assert (y2 == y).all()
-    for got, want in zip(op.backward(dy, ctx), grads, strict=True):
+    for got, want in zip(attend_back(op, dy, ctx), grads, strict=True):
         assert (got == want).all()
     assert all((grad[7:, 0] == 0).all() and (grad[70:, 1] == 0).all() for grad in grads[1:])
 
@@ -954,10 +975,10 @@ def test_dropout_of_the_weights_is_the_counter_s(Tq, Tk):
     B, heads, p, step, key = 2, 3, 0.4, 5 + (9 << 32), 0xFEDCBA9876543210
     q, k = np.zeros((Tq, B, heads * Tk), 'f'), np.zeros((Tk, B, heads * Tk), 'f')
     v = np.broadcast_to(np.tile(np.eye(Tk, dtype='f')[:, None], heads), k.shape).copy()
-    y, _ = Attention(heads, p=p, key=key).forward(q, k, v, None, np.array([step]))
+    y, _ = attend(Attention(heads, p=p, key=key), q, k, v, None, np.array([step]))
     got = y.reshape(Tq, B, heads, Tk).transpose(1, 2, 0, 3) * Tk
     assert np.abs(got - ref.attention_keep(B, heads, Tq, Tk, p, step, key)).max() < 1e-5
-    plain, _ = Attention(heads, p=p, key=key).forward(q, k, v)
+    plain, _ = attend(Attention(heads, p=p, key=key), q, k, v)
     assert np.abs(plain * Tk - 1).max() < 1e-5, 'without a step there is no dropout'
 
 
@@ -966,7 +987,7 @@ def test_decoding_word_by_word_equals_one_causal_call(T):
     B, D, op = 3, 24, Attention(3, causal=True)
     (q, k, v), _, y, _ = attention_run(op, (T, T, B, D))
     for t in range(T):
-        step, _ = op.forward(q[t:t + 1], k[:t + 1], v[:t + 1])
+        step, _ = attend(op, q[t:t + 1], k[:t + 1], v[:t + 1])
         assert np.abs(step[0] - y[t]).max() <= 1e-6
 
 
@@ -977,10 +998,10 @@ def test_attention_to_extreme_scores(Tq, Tk):
     q, k, v, dy = (normal(rng, T, 2, 16, scale=8) for T in (Tq, Tk, Tk, Tq))
     k[Tk // 2] = k[Tk - 1] = 2 * q[0]
     op = Attention(1)
-    y, ctx = op.forward(q, k, v)
+    y, ctx = attend(op, q, k, v)
     close(y, ref.attention(*(x.astype(np.float64) for x in (q, k, v)), 1, np.full(2, Tk), False), 1e-3)
     assert np.abs(y[0] - (v[Tk // 2] + v[Tk - 1]) / 2).max() < 1e-3
-    assert np.abs(ctx.lse).max() > 400 and all(np.isfinite(grad).all() for grad in op.backward(dy, ctx))
+    assert np.abs(get(ctx.lse)).max() > 400 and all(np.isfinite(grad).all() for grad in attend_back(op, dy, ctx))
 
 
 @pytest.mark.parametrize('Tq,Tk', [(1, 5), (6, 20), (40, 150)])
@@ -988,10 +1009,10 @@ def test_attention_to_extreme_scores(Tq, Tk):
 def test_attention_passes_nan_on(Tq, Tk, which):
     op, arrays = Attention(2), dict(zip('qkv', attention_run(Attention(2), (Tq, Tk, 2, 8))[0], strict=True))
     arrays[which][-1, 1, 5] = np.nan            # of the second sentence, its last row, in its second head
-    y, ctx = op.forward(*arrays.values())
+    y, ctx = attend(op, *arrays.values())
     bad = np.zeros(y.shape, bool)
     bad[-1 if which == 'q' else slice(None), 1, 5 if which == 'v' else slice(4, 8)] = True
-    assert (np.isnan(y) == bad).all() and np.isnan(ctx.lse).any() == (which != 'v')
+    assert (np.isnan(y) == bad).all() and np.isnan(get(ctx.lse)).any() == (which != 'v')
 
 
 @pytest.mark.parametrize('Tk', [1, 9, 64, 65, 300])
@@ -999,31 +1020,33 @@ def test_attention_passes_nan_on(Tq, Tk, which):
 def test_log_sum_exp_of_attention_is_exact(Tq, Tk):
     rng = np.random.default_rng(4)
     q, k = normal(rng, Tq, 1, 8, scale=2), normal(rng, Tk, 1, 8, scale=2)
-    _, ctx = Attention(1).forward(q, k, k)
+    _, ctx = attend(Attention(1), q, k, k)
     scores = q[:, 0].astype('d') @ k[:, 0].T.astype('d') / np.sqrt(8)
-    assert np.abs(ctx.lse[0, 0] - np.logaddexp.reduce(scores, -1)).max() <= 1e-6 * np.abs(scores).max()
+    assert np.abs(get(ctx.lse)[0, 0] - np.logaddexp.reduce(scores, -1)).max() <= 1e-6 * np.abs(scores).max()
 
 
 @pytest.mark.parametrize('bad', [-1, 6])
 def test_lengths_outside_the_keys_are_refused_with_their_position(bad):
     q, k = np.zeros((2, 3, 4), 'f'), np.zeros((5, 3, 4), 'f')
     with pytest.raises(ValueError, match=rf'attention_forward: lengths\[2\]={bad}, want 0 to 5'):
-        Attention(2).forward(q, k, k, np.array([0, 5, bad], np.int32))
+        attend(Attention(2), q, k, k, np.array([0, 5, bad], np.int32))
 
 
 def test_attention_refuses_heads_and_shares_that_cannot_be():
     q = np.zeros((2, 3, 4), 'f')
     with pytest.raises(ValueError, match='q: want shape .* D a multiple of 3 heads'):
-        Attention(3).forward(q, q, q)
+        attend(Attention(3), q, q, q)
     for p in (-0.1, 1.0, float('nan')):
         with pytest.raises(ValueError, match='attention_forward: p='):
-            Attention(2, p=p).forward(q, q, q)
+            attend(Attention(2, p=p), q, q, q)
 
 
 def test_attention_of_nothing():
-    code = ('import numpy as np; from pyops.ops import Attention; q, k = np.zeros((1, 2, 4), "f"), np.zeros((0, 2, 4), "f")\n'
-            'print(Attention(2).forward(q, k, k)[0].any())')
-    fresh = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)      # no scratch yet
+    code = ('import numpy as np; from places import get, put; from pyops.ops import Attention\n'
+            'q, k = put(np.zeros((1, 2, 4), "f")), put(np.zeros((0, 2, 4), "f"))\n'
+            'print(get(Attention(2).forward(q, k, k)[0]).any())')
+    fresh = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,      # no scratch yet
+                           env=os.environ | {'PYTHONPATH': str(ROOT / 'tests')})
     assert fresh.stdout == 'False\n', fresh.stderr
 
     def sizes(Tq, Tk, B):
@@ -1039,62 +1062,59 @@ def test_sequence_lengths(T, B):
     if T > 1:
         ids[:, 0], ids[T // 2:, 1] = 0, 0
     want = [max((t + 1 for t in range(T) if ids[t, b] != 0), default=0) for b in range(B)]
-    assert sequence_lengths(ids, 0).tolist() == want
+    assert get(sequence_lengths(put(ids), 0)).tolist() == want
     with pytest.raises(TypeError, match='ids'):
-        sequence_lengths(ids.astype(np.int64), 0)
+        sequence_lengths(put(ids.astype(np.int64)), 0)
 
 
 def test_parameters_of_the_wrong_shape_are_refused_by_name():
-    def parameter(name, *shape):
-        return Parameter(name, np.zeros(shape, np.float32), np.zeros(shape, np.float32))
-    w, b = parameter('w', 4, 3), parameter('b', 5)
+    w, b = of_zeros('w', 4, 3), of_zeros('b', 5)
     for make in (lambda: Linear(w, b), lambda: PixelLinear(w, b), lambda: LinearCrossEntropy(w, b),
-                 lambda: GRU(parameter('x', 6, 3), parameter('y', 6, 2), b, parameter('z', 6))):
+                 lambda: GRU(of_zeros('x', 6, 3), of_zeros('y', 6, 2), b, of_zeros('z', 6))):
         with pytest.raises(ValueError, match=r'b: want shape \(.\,\), got \(5,\)'):
             make()
     with pytest.raises(ValueError, match=r'gradient of w: want shape \(4, 3\), got \(3, 4\)'):
-        Embedding(Parameter('w', np.zeros((4, 3), np.float32), np.zeros((3, 4), np.float32)))
+        Embedding(parameter('w', np.zeros((4, 3), np.float32), np.zeros((3, 4), np.float32)))
 
 
 def test_backward_without_gradients_says_why():
     run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
-    _, ctx = run.op.forward(*run.built.inputs.values(), *run.built.constants.values(), gradients=False)
+    _, ctx = run.op.forward(*run.placed.values(), gradients=False)
     with pytest.raises(ValueError, match='gradients=False'):
-        run.op.backward(np.ones(1, np.float32), ctx)
+        run.op.backward(put(np.ones(1, np.float32)), ctx)
 
 
 def batch_norm(C, weight=1.0, bias=0.0, **settings):
-    params = (Parameter(name, np.full(C, value, np.float32), np.zeros(C, np.float32))
-              for name, value in (('weight', weight), ('bias', bias)))
-    return BatchNorm(*params, **settings)
+    return BatchNorm(parameter('weight', np.full(C, weight, np.float32)), parameter('bias', np.full(C, bias, np.float32)),
+                     **settings)
 
 
 def test_batch_norm_keeps_the_running_statistics_of_torch(torch):
     rng, twin = np.random.default_rng(4), torch.nn.BatchNorm1d(130, momentum=0.3, dtype=torch.float64)
-    mean, var, op = np.zeros(130, np.float32), np.ones(130, np.float32), batch_norm(130, momentum=0.3)
+    mean, var, op = put(np.zeros(130, np.float32)), put(np.ones(130, np.float32)), batch_norm(130, momentum=0.3)
     for R in (2, 100, 65):
         x = normal(rng, R, 130) + np.float32(3)
-        y, _ = op.forward(x, mean, var)
-        close(y, twin(torch.tensor(x).double()).detach().numpy(), 1e-4 if R == 2 else RTOL)
-        close(mean, twin.running_mean.numpy())
-        close(var, twin.running_var.numpy())
-    before = mean.copy(), var.copy()
-    y, _ = batch_norm(130, training=False).forward(x, mean, var)
-    close(y, twin.eval()(torch.tensor(x).double()).detach().numpy())
-    assert (mean == before[0]).all() and (var == before[1]).all()
+        y, _ = op.forward(put(x), mean, var)
+        close(get(y), twin(torch.tensor(x).double()).detach().numpy(), 1e-4 if R == 2 else RTOL)
+        close(get(mean), twin.running_mean.numpy())
+        close(get(var), twin.running_var.numpy())
+    before = get(mean).copy(), get(var).copy()
+    y, _ = batch_norm(130, training=False).forward(put(x), mean, var)
+    close(get(y), twin.eval()(torch.tensor(x).double()).detach().numpy())
+    assert (get(mean) == before[0]).all() and (get(var) == before[1]).all()
 
 
 @pytest.mark.parametrize('R', (2, 1000))
 def test_batch_norm_of_a_constant_column_is_the_bias(R):
-    y, ctx = batch_norm(3, 2.0, 0.7).forward(np.full((R, 3), 12345.678, np.float32))
-    assert (y == np.float32(0.7)).all() and (ctx.rstd == np.float32(1 / np.sqrt(np.float32(1e-5)))).all()
+    y, ctx = batch_norm(3, 2.0, 0.7).forward(put(np.full((R, 3), 12345.678, np.float32)))
+    assert (get(y) == np.float32(0.7)).all() and (get(ctx.rstd) == np.float32(1 / np.sqrt(np.float32(1e-5)))).all()
 
 
 def test_batch_norm_says_what_it_wants():
-    x = np.zeros((1, 3), np.float32)
+    x = put(np.zeros((1, 3), np.float32))
     for op, arguments, text in ((batch_norm(3), (x,), 'R=1, want at least 2 rows in training'),
                                 (batch_norm(3, training=False), (x,), 'want running statistics outside training'),
-                                (batch_norm(3, eps=-1), (np.zeros((2, 3), np.float32),), 'eps=-1, want at least 0'),
+                                (batch_norm(3, eps=-1), (put(np.zeros((2, 3), np.float32)),), 'eps=-1, want at least 0'),
                                 (batch_norm(3), (x, x), r'running_mean: want shape \(3,\)')):
         with pytest.raises(ValueError, match=text):
             op.forward(*arguments)

@@ -1,11 +1,13 @@
 """Kernels on strided arrays: every operation over every layout beside numpy, reductions, products of batches.
 
-Runs once for each instruction set, as the op table does.
+Runs once for each instruction set and on the emulation of a GPU, as the op table does.
 """
 import itertools
 
 import numpy as np
 import pytest
+from places import gemm, of_threads, strided
+from places import launch as launch_kernel
 
 from pyops import backend
 from pyops.backend import library
@@ -28,7 +30,7 @@ def geometry(*arrays):
 def launch(name, *values, arrays):
     """The kernel on views: pointers to their first elements; `values` follow ndim."""
     suffix = '_int32' if arrays[0].dtype == np.int32 and name not in ('strided_to_int32',) else ''
-    backend.launch(name + suffix, *map(backend.address, arrays), *geometry(*arrays), *values)
+    launch_kernel(name + suffix, *map(strided, arrays), *geometry(*arrays), *values)
 
 
 def same(got, want):
@@ -192,13 +194,13 @@ def test_power():
 def test_conversions_go_towards_zero():
     x = np.array([0.0, -0.0, 1.9, -1.9, 2.0**31, -2.0**31, 1e20, np.inf, -np.inf, np.nan, 16777217], 'f')
     y, back = np.empty(x.size, 'i'), np.empty(x.size, 'f')
-    backend.launch('strided_to_int32', backend.address(y), backend.address(x), *geometry(y, x))
+    launch_kernel('strided_to_int32', strided(y), strided(x), *geometry(y, x))
     assert y.tolist() == [0, 0, 1, -1] + [-2**31] * 6 + [16777216]
     y[0] = 2**31 - 1
-    backend.launch('strided_from_int32', backend.address(back), backend.address(y), *geometry(back, y))
+    launch_kernel('strided_from_int32', strided(back), strided(y), *geometry(back, y))
     same(back, y.astype('f'))
     wide, tall = np.arange(35 * 200, dtype='i').reshape(35, 200), np.empty((200, 35), 'f')
-    backend.launch('strided_from_int32', backend.address(tall), backend.address(wide), *geometry(tall, wide.T))
+    launch_kernel('strided_from_int32', strided(tall), strided(wide), *geometry(tall, wide.T))
     same(tall, wide.T)
 
 
@@ -207,7 +209,7 @@ def test_conversions_go_towards_zero():
 def test_fill(dtype, layout):
     for shape in SHAPES:
         y, check = result(shape, dtype, layout)
-        backend.launch('strided_fill' + ('_int32' if dtype == np.int32 else ''), backend.address(y), *geometry(y), 9)
+        launch_kernel('strided_fill' + ('_int32' if dtype == np.int32 else ''), strided(y), *geometry(y), 9)
         assert (y == 9).all()
         check()
 
@@ -299,6 +301,7 @@ def test_nothing_to_reduce_and_nothing_at_all():
 
 # ---- threads, sizes, refusals -------------------------------------------------------------------------------------------
 
+@of_threads
 def test_the_same_bits_for_any_number_of_threads():
     rng = np.random.default_rng(10)
     x, column = rng.standard_normal((1300, 700)).astype('f'), rng.standard_normal((1300, 1)).astype('f')
@@ -340,7 +343,7 @@ def test_eight_axes_and_no_more():
 def test_impossible_calls_are_refused():
     x = np.zeros(3, 'f')
     with pytest.raises(ValueError, match=r'strided_fill: shape\[0\]=-1'):
-        backend.launch('strided_fill', x, np.array([-1]), np.array([1]), 1, 0.0)
+        launch_kernel('strided_fill', x, np.array([-1]), np.array([1]), 1, 0.0)
     for kernel, count, op in (('unary', 2, 8), ('binary', 3, 13), ('reduce', 2, 3), ('unary', 2, -1)):
         with pytest.raises(ValueError, match=f'strided_{kernel}: op={op}, no such operation'):
             launch(f'strided_{kernel}', op, arrays=(x,) * count)
@@ -358,7 +361,7 @@ def batched(c, a, b, accumulate=0):
     batch = c.shape[:-2]
     a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
     strides = [stride // 4 for x in (c, a, b) for stride in x.strides[:-2]]
-    backend.launch('gemm_batched', *map(backend.address, (c, a, b)), np.array([*batch, 0]), np.array([*strides, 0]), len(batch),
+    launch_kernel('gemm_batched', *map(strided, (c, a, b)), np.array([*batch, 0]), np.array([*strides, 0]), len(batch),
                    *c.shape[-2:], a.shape[-1], max(c.strides[-2] // 4, c.shape[-1]),
                    *(stride // 4 for x in (a, b) for stride in x.strides[-2:]), accumulate)
 
@@ -379,10 +382,11 @@ def test_batched_products_equal_single_ones_bit_for_bit(batch_a, batch_b, M, K, 
         for accumulate in (1, 0):
             batched(c, a, b, accumulate)
             for i in np.ndindex(batch):
-                backend.gemm(want[i], every_a[i], every_b[i], accumulate=bool(accumulate))
+                gemm(want[i], every_a[i], every_b[i], accumulate=bool(accumulate))
             same(c, want)
 
 
+@of_threads
 def test_batched_products_give_the_same_bits_for_any_number_of_threads():
     rng = np.random.default_rng(12)
     before = backend.threads()
