@@ -876,7 +876,7 @@ def array(obj, dtype=None, device=None):
             _int32(value)
     shape = _checked(found.shape)
     # constants are never a plan's memory: a replay would not write them again
-    memory = backend.zeros(shape, dtype)
+    memory = backend.HOST.zeros(shape, dtype)
     with np.errstate(invalid='ignore', over='ignore'):
         memory[...] = found
     return NDArray((device or default_device()).wrap(memory), 0, shape, row_major(shape), dtype)
