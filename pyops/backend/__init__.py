@@ -44,6 +44,10 @@ class Host:
     def empty(self, shape, dtype, name=''):
         return _aligned(np.empty, shape, dtype)
 
+    def allocate(self, shape, dtype, name):
+        """As `empty` of this module, but here, wherever arrays are made now."""
+        return empty(shape, dtype, name) if _place is self else self.empty(shape, dtype)
+
     def zeros(self, shape, dtype):
         return _aligned(np.zeros, shape, dtype)
 

@@ -17,7 +17,7 @@ class CPU(KernelDevice):
         self._kinds = {FLOAT: ffi.typeof('float[]'), INT: ffi.typeof('int32_t[]')}
 
     def allocate(self, shape, dtype, name):
-        return self.wrap(backend.empty(shape, dtype, name))
+        return self.wrap(self.place.allocate(shape, dtype, name))
 
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, self._from_buffer(self._kinds[owner.dtype], owner), foreign)

@@ -34,7 +34,7 @@ class Numpy(Device):
     name, place = 'numpy_device', backend.HOST
 
     def allocate(self, shape, dtype, name):
-        return self.wrap(backend.empty(shape, dtype, name))
+        return self.wrap(self.place.allocate(shape, dtype, name))
 
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, None, foreign)
