@@ -166,6 +166,11 @@ def hooks(allocate=None, listen=None):
         _allocate, _listen = before
 
 
+def is_recorded():
+    """Whether a plan records: then all that a step does to arrays has to be a launch."""
+    return _listen is not None
+
+
 def hooked(shape, dtype, name):
     """The array that a plan hands out, or None where none records."""
     return _allocate(shape, dtype, name) if _allocate else None

@@ -164,7 +164,7 @@ class GPU(KernelDevice):
 
     def assign(self, y, value):
         """y = value, both compact and of one shape and dtype; value may be numpy's.  -> whether that could be done so."""
-        if y.shape != value.shape or y.dtype != value.dtype or not y.is_compact():
+        if y.shape != value.shape or y.dtype != value.dtype or not y.is_compact() or backend.is_recorded():
             return False
         if isinstance(value, np.ndarray):
             value = np.ascontiguousarray(value)
