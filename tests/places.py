@@ -7,15 +7,25 @@ import ctypes
 import numpy as np
 import pytest
 
-import pyops.ndarray  # noqa: F401  with PYOPS_BACKEND=gpu it makes the GPU the place of arrays
+import pyops
 from pyops import backend
 from pyops.backend import get, library, put  # noqa: F401
-from pyops.backend.device import Buffer
-from pyops.ndarray import NDArray
+from pyops.errors import UserError
+from pyops.ndarray import NDArray  # with PYOPS_BACKEND=gpu this makes the GPU the place of arrays
 
 ON_GPU = backend.place() is not backend.HOST
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason="about the CPU's library alone: run without PYOPS_BACKEND=gpu")
 of_threads = pytest.mark.skipif(ON_GPU, reason='a GPU has no number of threads to set: run without PYOPS_BACKEND=gpu')
+
+
+def devices():
+    """What arrays can lie on here, by name."""
+    found = {'cpu': pyops.cpu, 'numpy_device': pyops.numpy_device}
+    try:
+        pyops.gpu()
+    except UserError:
+        return found
+    return found | {'gpu': pyops.gpu}
 
 
 def launch(name, *values):
@@ -57,7 +67,7 @@ def _carried(function, values, is_written, is_of_host):
             written.append((memory, buffer))
     result = function(*brought)
     for memory, buffer in written:
-        back = device.numpy(_bytes(buffer))
+        back = device.numpy(NDArray(buffer, 0, (buffer.nbytes,), (1,), np.dtype(np.uint8)))
         ctypes.memmove(memory.ctypes.data, back.ctypes.data, memory.nbytes)
     return result
 
@@ -70,6 +80,3 @@ def _memory(array):
         owner = array if isinstance(array, np.ndarray) else owner
     return owner
 
-
-def _bytes(buffer: Buffer):
-    return NDArray(buffer, 0, (buffer.nbytes,), (1,), np.dtype(np.uint8))

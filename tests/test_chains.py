@@ -9,12 +9,12 @@ import random
 
 import numpy as np
 import pytest
+from places import devices
 
 pytest.importorskip('hypothesis', reason='hypothesis is not installed: pip install hypothesis')
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-import pyops  # noqa: E402
 from pyops.ndarray import NDArray, array, concatenate, from_numpy, pad, stack  # noqa: E402
 
 CHAINS = int(os.environ.get('PYOPS_CHAINS') or 2000)
@@ -346,9 +346,9 @@ def run_chain(seeds, device):
 
 
 @pytest.mark.filterwarnings('ignore::RuntimeWarning')
-@pytest.mark.parametrize('device', ('cpu', 'numpy_device'))
+@pytest.mark.parametrize('device', devices())
 def test_chains_end_as_numpys(device):
-    device = getattr(pyops, device)()
+    device = devices()[device]()
 
     @settings(max_examples=CHAINS, derandomize=True, deadline=None, database=None,
               suppress_health_check=list(HealthCheck))

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
+from places import devices
 
 import pyops
 from pyops import backend, ndarray
@@ -17,18 +18,24 @@ from pyops.autograd import Tensor
 from pyops.ndarray import NDArray, array, concatenate, from_dlpack, from_numpy, live_buffers, pad, stack
 from pyops.plan import Plan
 
-DEVICES = {'cpu': pyops.cpu, 'numpy': pyops.numpy_device}
+DEVICES = {name.removesuffix('_device'): device for name, device in devices().items()}
 DTYPES = ('float32', 'int32')
 
 
 @pytest.fixture(params=DEVICES, autouse=True)
 def device(request, monkeypatch):
-    """Every test runs on either device, by the default that $PYOPS_BACKEND sets."""
+    """Every test runs on each device, by the default that $PYOPS_BACKEND sets."""
     monkeypatch.setenv('PYOPS_BACKEND', request.param)
     ndarray._chosen_device.cache_clear()
-    yield DEVICES[request.param]()
+    device = DEVICES[request.param]()
+    with backend.on(device.place):
+        yield device
     monkeypatch.undo()
     ndarray._chosen_device.cache_clear()
+
+
+# of arrays that look at the memory of numpy's
+of_the_host = pytest.mark.parametrize('device', [name for name in DEVICES if name != 'gpu'], indirect=True)
 
 
 def same(got, want):
@@ -50,7 +57,11 @@ def numbers(*shape, dtype='float32', seed=0):
 
 def address(a):
     """Of the first element."""
-    return a.numpy().__array_interface__['data'][0]
+    return a.location() if a.device.name == 'gpu' else pointer(a.numpy())
+
+
+def pointer(x):
+    return x.__array_interface__['data'][0]
 
 
 def live_bytes():
@@ -139,7 +150,7 @@ VIEWS = {
 
 @pytest.mark.parametrize('view', VIEWS)
 @pytest.mark.parametrize('dtype', DTYPES)
-def test_views_are_numpys_and_allocate_nothing(view, dtype):
+def test_views_are_numpys_and_allocate_nothing(view, dtype, device):
     ours, theirs = VIEWS[view]
     x = numbers(3, 4, 5, dtype=dtype)
     a = from_numpy(x)
@@ -147,8 +158,9 @@ def test_views_are_numpys_and_allocate_nothing(view, dtype):
     got, want = ours(a), theirs(x)
     assert live_bytes() == before and got.buffer is a.buffer
     same(got, want)
+    assert address(a) == pointer(x) or device.name == 'gpu'
     if want.size:
-        assert address(got) == want.__array_interface__['data'][0]
+        assert address(got) - address(a) == pointer(want) - pointer(x)
     assert [4 * step for n, step in zip(got.shape, got.strides, strict=True) if n > 1 and got.size] == \
            [step for n, step in zip(want.shape, want.strides, strict=True) if n > 1 and want.size]
     assert got.is_compact() == want.flags.c_contiguous
@@ -165,10 +177,11 @@ def test_reshape_copies_only_where_strides_cannot_say_it():
                 for to in {shape, shape[:2], shape[:1]}:
                     if np.prod(to) == view.size:
                         want = view.reshape(to)
-                        got = from_numpy(view).reshape(to)
+                        a = from_numpy(view)
+                        got = a.reshape(to)
                         same(got, want)
                         if view.size:
-                            assert (address(got) == address(from_numpy(view))) == np.shares_memory(want, view), (view.shape, to)
+                            assert (address(got) == address(a)) == np.shares_memory(want, view), (view.shape, to)
 
 
 def test_writing_through_a_view_changes_the_array():
@@ -464,7 +477,7 @@ def test_numbers_and_texts():
     assert [row.tolist() for row in a] == a.tolist()
     assert bool(array([[1]])) and not bool(array(0.0))
     assert [10, 20, 30][array(1)] == 20 and list(range(3))[array(1):] == [1, 2]
-    device = '' if a.device is pyops.cpu() else ', device=pyops.numpy_device()'
+    device = '' if a.device is pyops.cpu() else f', device=pyops.{a.device.name}()'
     assert repr(array([[1, 2], [3, 4.5]])) == f'NDArray([[1. , 2. ],\n         [3. , 4.5]], dtype=float32{device})'
     assert repr(ndarray.zeros((0, 3), 'int32')) == f'NDArray([], shape=(0, 3), dtype=int32{device})'
     assert str(array([1, 2])) == '[1 2]'
@@ -564,13 +577,15 @@ def test_adding_to_rows_that_repeat():
     a.add_at(array([[1], [1]]), 0.5)
     x[1] += 1
     same(a, x)
-    if a.device is pyops.cpu():
+    if a.device is not pyops.numpy_device():
         with pytest.raises(IndexError, match='want 0 to 4'):
             a.add_at([5], 1.0)
+            a.numpy()                                                   # a GPU tells by then
 
 
 # ---- numpy and DLPack ---------------------------------------------------------------------------------------------------
 
+@of_the_host
 def test_numpys_memory_without_a_copy():
     x = numbers(4, 6)
     for view in (x, x.T, x[::-1], x[1:3, ::-2], x[:, 2], x[1, 1, None], np.broadcast_to(x, (2, 4, 6)), x[:0]):
@@ -581,7 +596,7 @@ def test_numpys_memory_without_a_copy():
         a = from_numpy(view)
         same(a, view)
         if view.size:
-            assert address(a) == view.__array_interface__['data'][0] and np.shares_memory(a.numpy(), x)
+            assert address(a) == pointer(view) and np.shares_memory(a.numpy(), x)
             a += 1
             same(a, view)
     a = from_numpy(x)
@@ -611,17 +626,19 @@ def test_memory_lives_as_long_as_somebody_uses_it():
     np.testing.assert_array_equal(x, want)                              # numpy keeps what it looks at
 
 
+@of_the_host
 def test_dlpack_both_ways_with_numpy():
     a = array(numbers(3, 4))
     x = np.from_dlpack(a)
-    assert x.__array_interface__['data'][0] == address(a)
+    assert pointer(x) == address(a)
     x = numbers(4, 5)
     b = from_dlpack(x[:, 1:3])
-    assert address(b) == x[:, 1:3].__array_interface__['data'][0]
+    assert address(b) == pointer(x[:, 1:3])
     b += 1
     same(b, x[:, 1:3])
 
 
+@of_the_host
 def test_dlpack_both_ways_with_torch(torch):
     a = array(numbers(3, 4))
     for view in (a, a.T, a[1:, ::2]):
@@ -683,16 +700,17 @@ def step(x, w):
     return (batch / norm).max(0).sum(0), h.argmax(1), h.astype('int32').sum(0) * 2
 
 
+@pytest.mark.parametrize('device', [name for name in DEVICES if name != 'numpy'], indirect=True)
 @pytest.mark.parametrize('run', (True, False))
 def test_a_plan_that_records_array_operations_replays_them_to_the_bit(run):
-    cpu, rng = pyops.cpu(), np.random.default_rng(3)
-    x, w = rng.standard_normal((5, 4)).astype('f'), rng.standard_normal((4, 6)).astype('f')
+    rng = np.random.default_rng(3)
+    x, w = (backend.put(rng.standard_normal(shape).astype('f')) for shape in ((5, 4), (4, 6)))
     with Plan(run=run, x=x, w=w) as plan:
-        results = step(from_numpy(x, cpu), from_numpy(w, cpu))
+        results = step(ndarray.over(x), ndarray.over(w))
     for _ in range(20):
         plan.feed(x=rng.standard_normal((5, 4)), w=rng.standard_normal((4, 6)))
         plan.run()
-        for got, want in zip(results, step(array(x, device=cpu), array(w, device=cpu)), strict=True):
+        for got, want in zip(results, step(array(x), array(w)), strict=True):
             assert got.dtype == want.dtype and (got.numpy().view('i') == want.numpy().view('i')).all()
     plan.check()
     text = str(plan)
