@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
 # found it builds the CUDA library, too.
 .DEFAULT_GOAL := all
-.PHONY: all cpu cuda emulated venv demo test asan bench gpu-check clean help
+.PHONY: all cpu cuda emulated ladder venv demo test asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -87,10 +87,22 @@ build/cuda/%.o: cuda/%.cu Makefile
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
 
-emulated: $(EMULATED) pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
+emulated: $(EMULATED) $(EMULATED_BUILD)/ladder pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
 
 $(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp))
 	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -Wl,-Bsymbolic -o $@ $^ -lpthread -ldl
+
+# how a matrix product gets fast, step by step: timed on a GPU, checked on the emulator
+LADDER_SIZE ?= 8192 8192 8192
+ladder: build/cuda/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladder.cu on this GPU (LADDER_SIZE="M N K")
+	$< $(LADDER_SIZE) ./$(CUDA_LIBRARY)
+
+build/cuda/ladder: cuda/dev/ladder.cu Makefile
+	@mkdir -p $(dir $@)
+	$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
+
+$(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp)) Makefile
+	$(CXX) $(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(filter %.o,$^) -lpthread -ldl
 
 EMULATED_CXX := -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda/emu -Icuda -Icsrc -I$(BUILD) -MMD -MP
 $(EMULATED_BUILD)/%.o: cuda/%.cu Makefile

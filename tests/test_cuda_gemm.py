@@ -6,6 +6,7 @@ are cut into parts, several kernels for one product.
 import ctypes
 import functools
 import itertools
+import subprocess
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT
 
 from pyops.backend.library import functions
 
+LADDER = ROOT / 'build' / 'emulated' / 'ladder'
 LIBRARY = ROOT / 'pyops' / 'libpyops_emulated.so'
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 
@@ -247,3 +249,15 @@ def test_a_large_product_is_converted_first(across, precision):
     gemm(c[:, :N], laid_out(a, across, False), laid_out(b, across, True), bias, 1, 1)
     check(c[:, :N], a, b, BF16, bias + 1, 1)
     assert (c[:, N] == 1).all()
+
+
+# ---- the ladder -----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not LADDER.exists(), reason='make emulated')
+def test_every_step_of_the_ladder_finds_the_same_sums():
+    got = subprocess.run([LADDER, '256', '512', '192', LIBRARY], capture_output=True, text=True, timeout=120, check=True)
+    lines = got.stdout.splitlines()
+    assert lines[0] == 'c = a b of 256 x 512 x 192' and len(lines) == 1 + 9 + 4
+    assert [line[0] for line in lines[1:10]] == list('123456789') and all(line.endswith(' right') for line in lines[1:])
+    wrong = subprocess.run([LADDER, '250', '512', '192'], capture_output=True, text=True, timeout=20)
+    assert wrong.returncode == 2 and 'multiples of 256' in wrong.stderr

@@ -1,0 +1,390 @@
+// ladder.cu - how a matrix product gets fast: c = a b in nine steps, one idea each (docs/cuda_gemm.md tells them).
+//
+//   ladder M N K [library]       M and N multiples of 256, K of 64; library: libpyops_cuda.so, timed beside the steps
+//
+// a (M,K), b (K,N) and c (M,N) lie in rows.  Their elements are small integers, so that every step has to find the very same
+// sums, rounded operands or not.  On a GPU every step is timed; on the emulator it is checked only.
+#include <dlfcn.h>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+#include "hopper.cuh"
+
+struct Problem {
+    float *c;
+    const float *a, *b;
+    const uint16_t *a_bf16, *b_bf16;        // the last step's operands: a (M,K), and b turned, (N,K)
+    int M, N, K;
+};
+
+// ---- 1. A thread for each sum -------------------------------------------------------------------------------------------
+// Neighbouring threads, which read and write at the same moment, are in one column: every access of a warp meets 32 rows, and
+// takes 32 pieces of memory for 4 bytes of each.
+static __global__ void naive(Problem p) {
+    const int m = blockIdx.y * 32 + threadIdx.x, n = blockIdx.x * 32 + threadIdx.y;
+    float sum = 0;
+    for (int k = 0; k < p.K; k++) sum += p.a[size_t(m) * p.K + k] * p.b[size_t(k) * p.N + n];
+    p.c[size_t(m) * p.N + n] = sum;
+}
+
+// ---- 2. Neighbours in a row ---------------------------------------------------------------------------------------------
+// The same, turned: a warp reads 128 neighbouring bytes of b and writes 128 of c, and all its threads want the same number of a.
+static __global__ void coalesced(Problem p) {
+    const int m = blockIdx.y * 32 + threadIdx.y, n = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0;
+    for (int k = 0; k < p.K; k++) sum += p.a[size_t(m) * p.K + k] * p.b[size_t(k) * p.N + n];
+    p.c[size_t(m) * p.N + n] = sum;
+}
+
+// ---- 3. A tile in shared memory -------------------------------------------------------------------------------------------
+// A block makes 32 x 32 sums and brings what they need into shared memory, 32 k's at a time: every number that is fetched from
+// memory is used 32 times.
+static __global__ void shared_tile(Problem p) {
+    SHARED(float, a_tile, [32][32]);
+    SHARED(float, b_tile, [32][32]);
+    const int x = threadIdx.x, y = threadIdx.y, m = blockIdx.y * 32 + y, n = blockIdx.x * 32 + x;
+    float sum = 0;
+    for (int k0 = 0; k0 < p.K; k0 += 32) {
+        a_tile[y][x] = p.a[size_t(m) * p.K + k0 + x];
+        b_tile[y][x] = p.b[size_t(k0 + y) * p.N + n];
+        __syncthreads();
+        for (int k = 0; k < 32; k++) sum += a_tile[y][k] * b_tile[k][x];
+        __syncthreads();
+    }
+    p.c[size_t(m) * p.N + n] = sum;
+}
+
+// ---- 4. A tile in registers -----------------------------------------------------------------------------------------------
+// Two reads of shared memory for one multiplication are too many.  A thread makes 8 x 8 sums: 16 reads serve 64 of them, and a
+// block's tile is 128 x 128.
+static __global__ void __launch_bounds__(256) register_tile(Problem p) {
+    SHARED(float, a_tile, [8][128]);
+    SHARED(float, b_tile, [8][128]);
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    const float *a = p.a + size_t(blockIdx.y) * 128 * p.K, *b = p.b + blockIdx.x * 128;
+    float sum[8][8] = {};
+    for (int k0 = 0; k0 < p.K; k0 += 8) {
+        for (int i = threadIdx.x; i < 8 * 128; i += 256) {
+            a_tile[i % 8][i / 8] = a[size_t(i / 8) * p.K + k0 + i % 8];
+            b_tile[i / 128][i % 128] = b[size_t(k0 + i / 128) * p.N + i % 128];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum[i][j] += a_tile[k][y * 8 + i] * b_tile[k][x * 8 + j];
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) p.c[size_t(blockIdx.y * 128 + y * 8 + i) * p.N + blockIdx.x * 128 + x * 8 + j] = sum[i][j];
+}
+
+// ---- 5. Four numbers at a time --------------------------------------------------------------------------------------------
+// Loads and stores of 16 bytes: a quarter of the instructions, and no two threads of a warp at one bank of shared memory, since
+// a thread takes columns 4 x .. 4 x + 3 and the same 64 further on.
+static __global__ void __launch_bounds__(256) vector_loads(Problem p) {
+    SHARED(float4, a_tile, [8][33]);                // one more: rows of a are written down the columns, to different banks
+    SHARED(float4, b_tile, [8][32]);
+    const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+    const float *a = p.a + size_t(blockIdx.y * 128 + threadIdx.x / 2) * p.K + threadIdx.x % 2 * 4;
+    const float *b = p.b + size_t(threadIdx.x / 32) * p.N + blockIdx.x * 128 + threadIdx.x % 32 * 4;
+    float sum[8][8] = {};
+    for (int k0 = 0; k0 < p.K; k0 += 8, a += 8, b += size_t(8) * p.N) {
+        const float4 four = *reinterpret_cast<const float4 *>(a);
+        float *column = reinterpret_cast<float *>(a_tile[threadIdx.x % 2 * 4]) + threadIdx.x / 2;
+        column[0] = four.x, column[132] = four.y, column[264] = four.z, column[396] = four.w;
+        b_tile[threadIdx.x / 32][threadIdx.x % 32] = *reinterpret_cast<const float4 *>(b);
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const float4 a0 = a_tile[k][y], a1 = a_tile[k][16 + y], b0 = b_tile[k][x], b1 = b_tile[k][16 + x];
+            const float rows[8] = {a0.x, a0.y, a0.z, a0.w, a1.x, a1.y, a1.z, a1.w};
+            const float columns[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum[i][j] += rows[i] * columns[j];
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float *c = p.c + size_t(blockIdx.y * 128 + i / 4 * 64 + y * 4 + i % 4) * p.N + blockIdx.x * 128 + half * 64 + x * 4;
+            *reinterpret_cast<float4 *>(c) = make_float4(sum[i][half * 4], sum[i][half * 4 + 1], sum[i][half * 4 + 2], sum[i][half * 4 + 3]);
+        }
+}
+
+// ---- 6. Tensor cores ------------------------------------------------------------------------------------------------------
+// One instruction of a warp multiplies 16 x 8 by 8 x 8 numbers in TF32.  A warp makes WM x WN sums of a block's 128 x 128; lines
+// in shared memory are 4 and 8 floats longer than they have to be, so that the 32 numbers of a fragment are in 32 banks.
+constexpr int A_LINE = 32 + 4, B_LINE = 128 + 8, A_PANEL = 128 * A_LINE, PANELS = A_PANEL + 32 * B_LINE;
+
+template <int WM, int WN> struct Warp {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int m = threadIdx.x / 32 / (128 / WN) * WM, n = threadIdx.x / 32 % (128 / WN) * WN;     // of its part in the tile
+    float sum[WM / 16][WN / 8][4] = {};
+
+    __device__ __forceinline__ void multiply(const float *a, const float *b) {
+#pragma unroll
+        for (int k = 0; k < 32; k += 8) {
+            unsigned y[WN / 8][2];
+#pragma unroll
+            for (int j = 0; j < WN / 8; j++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) y[j][h] = to_tf32(b[(k + t + 4 * h) * B_LINE + n + j * 8 + g]);
+#pragma unroll
+            for (int i = 0; i < WM / 16; i++) {
+                unsigned x[4];
+#pragma unroll
+                for (int h = 0; h < 4; h++) x[h] = to_tf32(a[(m + i * 16 + h % 2 * 8 + g) * A_LINE + k + h / 2 * 4 + t]);
+#pragma unroll
+                for (int j = 0; j < WN / 8; j++) mma_tf32(sum[i][j], x, y[j]);
+            }
+        }
+    }
+    __device__ __forceinline__ void write(const Problem &p) const {
+#pragma unroll
+        for (int i = 0; i < WM / 16; i++)
+#pragma unroll
+            for (int j = 0; j < WN / 8; j++)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    *reinterpret_cast<float2 *>(p.c + size_t(blockIdx.y * 128 + m + i * 16 + h * 8 + g) * p.N + blockIdx.x * 128 + n + j * 8 + 2 * t)
+                        = make_float2(sum[i][j][2 * h], sum[i][j][2 * h + 1]);
+    }
+};
+
+static __global__ void __launch_bounds__(256) tensor_core(Problem p) {
+    DYN_SHARED(float, panels);
+    Warp<64, 32> warp;
+    const float *a = p.a + size_t(blockIdx.y) * 128 * p.K, *b = p.b + blockIdx.x * 128;
+    for (int k0 = 0; k0 < p.K; k0 += 32) {
+        for (int i = threadIdx.x; i < 128 * 8; i += 256) {
+            *reinterpret_cast<float4 *>(panels + i / 8 * A_LINE + i % 8 * 4) = *reinterpret_cast<const float4 *>(a + size_t(i / 8) * p.K + k0 + i % 8 * 4);
+            *reinterpret_cast<float4 *>(panels + A_PANEL + i / 32 * B_LINE + i % 32 * 4)
+                = *reinterpret_cast<const float4 *>(b + size_t(k0 + i / 32) * p.N + i % 32 * 4);
+        }
+        __syncthreads();
+        warp.multiply(panels, panels + A_PANEL);
+        __syncthreads();
+    }
+    warp.write(p);
+}
+
+// ---- 7. Copies that nobody waits for, and 8. more sums in a warp ------------------------------------------------------------
+// Copies go from memory to shared memory by themselves, two steps of K ahead of the one that is multiplied.  With 64 x 32 sums a
+// warp reads 24 numbers a lane for 16 instructions; with 64 x 64, 32 numbers for 32.
+template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (WM * WN) * 32) pipeline(Problem p) {
+    constexpr int THREADS = 128 * 128 / (WM * WN) * 32, SLOTS = 3;
+    DYN_SHARED(float, ring);
+    Warp<WM, WN> warp;
+    const float *a = p.a + size_t(blockIdx.y) * 128 * p.K, *b = p.b + blockIdx.x * 128;
+    const auto fetch = [&](int step) {
+        float *slot = ring + step % SLOTS * PANELS;
+        if (step * 32 < p.K)
+            for (int i = threadIdx.x; i < 128 * 8; i += THREADS) {
+                cp_async16(slot + i / 8 * A_LINE + i % 8 * 4, a + size_t(i / 8) * p.K + step * 32 + i % 8 * 4);
+                cp_async16(slot + A_PANEL + i / 32 * B_LINE + i % 32 * 4, b + size_t(step * 32 + i / 32) * p.N + i % 32 * 4);
+            }
+        cp_async_commit();
+    };
+    for (int step = 0; step < SLOTS - 1; step++) fetch(step);
+    for (int step = 0; step * 32 < p.K; step++) {
+        cp_async_wait<SLOTS - 2>();             // my copies of this step have come,
+        __syncthreads();                        // everybody's have, and nobody reads the slot before any more
+        fetch(step + SLOTS - 1);
+        warp.multiply(ring + step % SLOTS * PANELS, ring + step % SLOTS * PANELS + A_PANEL);
+    }
+    cp_async_wait<0>();
+    warp.write(p);
+}
+
+// ---- 9. Hopper: bulk copies and the matrix units of a warpgroup ------------------------------------------------------------
+// One thread asks for whole panels, which arrive by themselves, and four warps together multiply 64 x 16 by 16 x 256 numbers
+// straight from shared memory, in bfloat16.  The library goes on from here: a warp of its own for the copies, tile after tile in
+// blocks that stay (hopper_gemm.cu).
+constexpr int SLOTS9 = 4, SLOT9 = (128 + 256) * 64 * 2;
+
+static __global__ void __launch_bounds__(256, 1) wgmma_tma(
+    const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, Problem p) {
+    if constexpr (HOPPER_CODE) {
+        DYN_SHARED(char, ring);
+        SHARED(uint64_t, full, [SLOTS9]);
+        const int group = threadIdx.x / 128, lane = threadIdx.x % 32, steps = p.K / 64;
+        const auto fetch = [&](int step) {
+            char *slot = ring + step % SLOTS9 * SLOT9;
+            mbar_expect(full + step % SLOTS9, SLOT9);
+            tma_load_2d(slot, &a_map, step * 64, blockIdx.y * 128, full + step % SLOTS9);
+            tma_load_2d(slot + 128 * 128, &b_map, step * 64, blockIdx.x * 256, full + step % SLOTS9);
+        };
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < SLOTS9; i++) mbar_init(full + i, 1);
+            mbar_fence_init();
+            for (int step = 0; step < SLOTS9 && step < steps; step++) fetch(step);
+        }
+        __syncthreads();
+        float sum[128] = {};
+        for (int step = 0; step < steps; step++) {
+            mbar_wait(full + step % SLOTS9, step / SLOTS9 % 2);
+            const char *slot = ring + step % SLOTS9 * SLOT9;
+            wg_fence();
+#pragma unroll
+            for (int k = 0; k < 4; k++) wgmma_n256_bf16(sum, wg_desc(slot + group * 64 * 128) + 2 * k, wg_desc(slot + 128 * 128) + 2 * k);
+            wg_commit();
+            wg_wait<0>();
+            __syncthreads();                    // both groups have read the slot
+            if (threadIdx.x == 0 && step + SLOTS9 < steps) fetch(step + SLOTS9);
+        }
+        const int m = blockIdx.y * 128 + threadIdx.x / 32 * 16 + lane / 4, n = blockIdx.x * 256 + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 128; i += 2)
+            *reinterpret_cast<float2 *>(p.c + size_t(m + i / 2 % 2 * 8) * p.N + n + i / 4 * 8) = make_float2(sum[i], sum[i + 1]);
+    }
+}
+
+// ---- the steps --------------------------------------------------------------------------------------------------------------
+static dim3 tiles(const Problem &p, int m, int n) { return dim3(p.N / n, p.M / m); }
+template <auto *KERNEL> static cudaError_t with_shared(const Problem &p, int threads, int bytes) {
+    cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    return LAUNCH(KERNEL, tiles(p, 128, 128), threads, bytes, 0, p);
+}
+static cudaError_t hopper(const Problem &p) {
+    CUtensorMap a_map, b_map;
+    if (make_tensor_map_2d(&a_map, p.a_bf16, 2, p.K, p.M, size_t(p.K) * 2, 64, 128, true) != cudaSuccess) return cudaErrorInvalidValue;
+    if (make_tensor_map_2d(&b_map, p.b_bf16, 2, p.K, p.N, size_t(p.K) * 2, 64, 256, true) != cudaSuccess) return cudaErrorInvalidValue;
+    cudaFuncSetAttribute(wgmma_tma, cudaFuncAttributeMaxDynamicSharedMemorySize, SLOTS9 * SLOT9);
+    return LAUNCH(wgmma_tma, tiles(p, 128, 256), 256, SLOTS9 * SLOT9, 0, a_map, b_map, p);
+}
+
+struct Step { const char *name; cudaError_t (*run)(const Problem &); };
+static const Step STEPS[] = {
+    {"1 naive", [](const Problem &p) { return cudaError_t(LAUNCH(naive, tiles(p, 32, 32), dim3(32, 32), 0, 0, p)); }},
+    {"2 coalesced", [](const Problem &p) { return cudaError_t(LAUNCH(coalesced, tiles(p, 32, 32), dim3(32, 32), 0, 0, p)); }},
+    {"3 shared tile", [](const Problem &p) { return cudaError_t(LAUNCH(shared_tile, tiles(p, 32, 32), dim3(32, 32), 0, 0, p)); }},
+    {"4 register tile", [](const Problem &p) { return cudaError_t(LAUNCH(register_tile, tiles(p, 128, 128), 256, 0, 0, p)); }},
+    {"5 vector loads", [](const Problem &p) { return cudaError_t(LAUNCH(vector_loads, tiles(p, 128, 128), 256, 0, 0, p)); }},
+    {"6 tensor core, TF32", [](const Problem &p) { return with_shared<tensor_core>(p, 256, PANELS * 4); }},
+    {"7 asynchronous copies", [](const Problem &p) { return with_shared<pipeline<64, 32>>(p, 256, 3 * PANELS * 4); }},
+    {"8 64 x 64 sums a warp", [](const Problem &p) { return with_shared<pipeline<64, 64>>(p, 128, 3 * PANELS * 4); }},
+    {"9 wgmma, TMA, bfloat16", hopper},
+};
+
+// ---- the program ------------------------------------------------------------------------------------------------------------
+static void check(cudaError_t error, const char *what) {
+    if (error == cudaSuccess) return;
+    fprintf(stderr, "ladder: %s: %s\n", what, cudaGetErrorString(error));
+    exit(1);
+}
+template <class T> static T *on_device(const std::vector<T> &host) {
+    T *made = nullptr;
+    check(cudaMalloc(&made, host.size() * sizeof(T)), "cudaMalloc");
+    check(cudaMemcpy(made, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    return made;
+}
+static uint16_t bf16(float x) {                     // of a small integer, which is exact
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return static_cast<uint16_t>(bits >> 16);
+}
+
+// Every sum of a small product, some of a large one.
+static bool right(const Problem &p, const std::vector<float> &a, const std::vector<float> &b) {
+    std::vector<float> c(size_t(p.M) * p.N);
+    check(cudaMemcpy(c.data(), p.c, c.size() * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    const size_t stride = c.size() * p.K > (size_t(1) << 28) ? 99991 : 1;
+    for (size_t i = 0; i < c.size(); i += stride) {
+        float sum = 0;
+        for (int k = 0; k < p.K; k++) sum += a[i / p.N * p.K + k] * b[size_t(k) * p.N + i % p.N];
+        if (c[i] != sum) {
+            fprintf(stderr, "ladder: c[%zu,%zu] is %g, not %g\n", i / p.N, i % p.N, double(c[i]), double(sum));
+            return false;
+        }
+    }
+    return true;
+}
+
+#ifdef __CUDACC__
+template <class F> static float milliseconds(const F &run) {
+    cudaEvent_t from, to;
+    cudaEventCreate(&from), cudaEventCreate(&to);
+    float best = 1e30f;
+    for (int repeat = 0; repeat < 5; repeat++) {
+        float took;
+        cudaEventRecord(from), run(), cudaEventRecord(to);
+        check(cudaEventSynchronize(to), "a step");
+        cudaEventElapsedTime(&took, from, to);
+        best = took < best ? took : best;
+    }
+    return best;
+}
+#endif
+
+template <class F> static bool measure(const char *name, const Problem &p, const std::vector<float> &a, const std::vector<float> &b, const F &run) {
+    check(cudaMemset(p.c, 0xff, size_t(p.M) * p.N * sizeof(float)), "cudaMemset");           // NaN
+    check(run(), name);
+    check(cudaDeviceSynchronize(), name);
+    const bool good = right(p, a, b);
+#ifdef __CUDACC__
+    const float took = milliseconds(run);
+    printf("%-26s %-6s %10.3f ms %8.1f TFLOPS\n", name, good ? "right" : "WRONG", took, 2e-9 * p.M * p.N * p.K / took);
+#else
+    printf("%-26s %s\n", name, good ? "right" : "WRONG");
+#endif
+    fflush(stdout);
+    return good;
+}
+
+int main(int count, char **arguments) {
+    Problem p = {};
+    if (count >= 4) p.M = atoi(arguments[1]), p.N = atoi(arguments[2]), p.K = atoi(arguments[3]);
+    if (p.M < 1 || p.N < 1 || p.K < 1 || p.M % 256 || p.N % 256 || p.K % 64) {
+        fprintf(stderr, "usage: ladder M N K [library]     M and N multiples of 256, K of 64\n");
+        return 2;
+    }
+    std::vector<float> a(size_t(p.M) * p.K), b(size_t(p.K) * p.N);
+    std::vector<uint16_t> a_bf16(a.size()), b_bf16(b.size());
+    uint32_t random = 1;
+    const auto small = [&] { return float(int((random = random * 1664525u + 1013904223u) >> 28) - 8); };
+    for (size_t i = 0; i < a.size(); i++) a_bf16[i] = bf16(a[i] = small());
+    for (size_t i = 0; i < b.size(); i++) b_bf16[i % p.N * p.K + i / p.N] = bf16(b[i] = small());
+    p.a = on_device(a), p.b = on_device(b), p.a_bf16 = on_device(a_bf16), p.b_bf16 = on_device(b_bf16);
+    p.c = on_device(std::vector<float>(size_t(p.M) * p.N));
+
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "the device");
+    bool good = true;
+    printf("c = a b of %d x %d x %d\n", p.M, p.N, p.K);
+    for (const Step &step : STEPS) {
+        if (step.run == hopper && major != 9) continue;
+        good &= measure(step.name, p, a, b, [&] { return step.run(p); });
+    }
+    if (count >= 5) {
+        void *library = dlopen(arguments[4], RTLD_NOW | RTLD_LOCAL);
+        if (!library) return fprintf(stderr, "ladder: %s\n", dlerror()), 1;
+        using Gemm = int (*)(float *, const float *, const float *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                             int64_t, int64_t, int32_t, int32_t, void *);
+        using GemmBf16 = int (*)(float *, const uint16_t *, const uint16_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, void *);
+        const auto set_precision = reinterpret_cast<int (*)(int32_t)>(dlsym(library, "pyops_set_precision"));
+        const auto gemm = reinterpret_cast<Gemm>(dlsym(library, "pyops_gemm"));
+        const auto gemm_bf16 = reinterpret_cast<GemmBf16>(dlsym(library, "pyops_gemm_bf16"));
+        const char *const names[] = {"pyops_gemm, float32", "pyops_gemm, TF32", "pyops_gemm, bfloat16"};
+        for (int precision = 0; precision < 3; precision++) {
+            set_precision(precision);
+            good &= measure(names[precision], p, a, b, [&] {
+                return gemm(p.c, p.a, p.b, nullptr, p.M, p.N, p.K, p.N, p.K, 1, p.N, 1, 0, 0, nullptr) ? cudaErrorInvalidValue : cudaSuccess;
+            });
+        }
+        good &= measure("pyops_gemm_bf16", p, a, b, [&] {
+            return gemm_bf16(p.c, p.a_bf16, p.b_bf16, p.M, p.N, p.K, p.N, p.K, p.K, 0, nullptr) ? cudaErrorInvalidValue : cudaSuccess;
+        });
+    }
+    return good ? 0 : 1;
+}
