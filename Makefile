@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
 # found it builds the CUDA library, too.
 .DEFAULT_GOAL := all
-.PHONY: all cpu cuda emulated ladder venv demo test asan bench gpu-check clean help
+.PHONY: all cpu cuda emulated emulator conformance emulated-asan emulated-tsan ladder venv demo test asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -70,12 +70,11 @@ GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(patsubst 90,90a,$(subst .,,$(she
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
 NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
-CU := $(wildcard cuda/*.cu)
+CU := $(filter-out cuda/conformance.cu,$(wildcard cuda/*.cu))
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
 EMULATED ?= pyops/libpyops_emulated.so
 EMULATED_BUILD ?= build/emulated
 EMULATED_FLAGS ?= -O2
-EMULATOR_FLAGS ?= -O2
 
 cuda: $(CUDA_LIBRARY) pyops/device.h ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
 
@@ -89,8 +88,21 @@ build/cuda/%.o: cuda/%.cu Makefile
 
 emulated: $(EMULATED) $(EMULATED_BUILD)/ladder pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
 
-$(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp))
-	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -Wl,-Bsymbolic -o $@ $^ -lpthread -ldl
+# never instrumented, and the same for a library with a sanitizer and one without
+EMULATOR := $(patsubst cuda/emu/%.cpp,build/emulator/%.o,$(wildcard cuda/emu/*.cpp))
+EMULATED_CXX := $(CXX) -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda -Icsrc -I$(BUILD) -MMD -MP
+EMULATED_LIBS := -Wl,-Bsymbolic -lpthread -ldl
+
+$(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(EMULATOR)
+	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -o $@ $^ $(EMULATED_LIBS)
+
+$(EMULATED_BUILD)/%.o: cuda/%.cu Makefile
+	@mkdir -p $(dir $@)
+	$(EMULATED_CXX) $(EMULATED_FLAGS) -x c++ -c -o $@ $<
+
+build/emulator/%.o: cuda/emu/%.cpp Makefile
+	@mkdir -p $(dir $@)
+	$(EMULATED_CXX) -Wextra -O2 -c -o $@ $<
 
 # how a matrix product gets fast, step by step: timed on a GPU, checked on the emulator
 LADDER_SIZE ?= 8192 8192 8192
@@ -101,17 +113,49 @@ build/cuda/ladder: cuda/dev/ladder.cu Makefile
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
 
-$(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(patsubst cuda/emu/%.cpp,$(EMULATED_BUILD)/emu/%.o,$(wildcard cuda/emu/*.cpp)) Makefile
-	$(CXX) $(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(filter %.o,$^) -lpthread -ldl
-
-EMULATED_CXX := -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda/emu -Icuda -Icsrc -I$(BUILD) -MMD -MP
-$(EMULATED_BUILD)/%.o: cuda/%.cu Makefile
+$(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
-	$(CXX) $(EMULATED_CXX) $(EMULATED_FLAGS) -x c++ -c -o $@ $<
+	$(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(EMULATOR) $(EMULATED_LIBS)
 
-$(EMULATED_BUILD)/emu/%.o: cuda/emu/%.cpp Makefile
+# what tests/test_emulator.py runs: kernels that are right and kernels with a bug, without and with each sanitizer; and
+# a kernel for each wrapper, whose results on a GPU tests/conformance.py compares
+PLAIN := -O2
+ASAN := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+TSAN := -O1 -fsanitize=thread
+PROGRAMS := $(foreach v,plain asan tsan,build/emulator/$v/good build/emulator/$v/bugs)
+emulator: $(PROGRAMS) build/conformance/emulated.so
+conformance: build/conformance/emulated.so build/conformance/cuda.so
+
+build/emulator/plain/%: SANITIZE := $(PLAIN)
+build/emulator/asan/%: SANITIZE := $(ASAN)
+build/emulator/tsan/%: SANITIZE := $(TSAN)
+$(PROGRAMS): build/emulator/%: $(EMULATOR) tests/cuda/common.h Makefile
 	@mkdir -p $(dir $@)
-	$(CXX) $(EMULATED_CXX) $(EMULATOR_FLAGS) -c -o $@ $<
+	$(EMULATED_CXX) $(SANITIZE) -x c++ -c -o $@.o tests/cuda/$(notdir $@).cu
+	$(CXX) $(SANITIZE) -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
+
+build/conformance/emulated.so: cuda/conformance.cu $(EMULATOR) Makefile
+	@mkdir -p $(dir $@)
+	$(EMULATED_CXX) $(PLAIN) -x c++ -c -o $@.o $<
+	$(CXX) -shared -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
+
+build/conformance/cuda.so: cuda/conformance.cu cuda/gpu.cuh cuda/hopper.cuh Makefile
+	@mkdir -p $(dir $@)
+	$(NVCC) $(NVCCFLAGS) -shared -o $@ $<
+
+# The op table on the emulator under a sanitizer (gcc's).  Python is not instrumented, so the sanitizer must be loaded first.
+EMULATED_TABLE ?= $(TABLE)
+emulated-asan: .venv/ready ## the op table on the emulator under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(MAKE) emulated EMULATED_BUILD=build/emulated-asan EMULATED=build/emulated-asan/libpyops.so EMULATED_FLAGS='$(ASAN)'
+	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
+	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not torch'
+
+# ThreadSanitizer wants its addresses where randomised ones might lie
+emulated-tsan: .venv/ready ## the op table on the emulator under ThreadSanitizer
+	$(MAKE) emulated EMULATED_BUILD=build/emulated-tsan EMULATED=build/emulated-tsan/libpyops.so EMULATED_FLAGS='$(TSAN)'
+	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-tsan/libpyops.so OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	    TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) setarch -R \
+	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not torch'
 
 venv: .venv/ready ## make .venv and install the package there, editable, with what tests need
 
@@ -158,4 +202,4 @@ clean: ## remove what was built
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
--include $(OBJ:.o=.d) $(wildcard build/cuda/*.d $(EMULATED_BUILD)/*.d $(EMULATED_BUILD)/emu/*.d)
+-include $(OBJ:.o=.d) $(wildcard build/cuda/*.d $(EMULATED_BUILD)/*.d build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)

@@ -1,0 +1,406 @@
+// conformance.cu - a small kernel for each wrapper of gpu.cuh and hopper.cuh, on data from outside.
+//
+// Kernel and emulator could share a wrong belief about a layout.  So these are a library of their own, once for the emulator
+// and once for a GPU, and tests/conformance.py compares what both give with each other and with a plain formula.  Every case
+// takes float32 numbers and gives float32 numbers; bfloat16 is made of them here.
+#include <cstring>
+#include "hopper.cuh"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+constexpr int SCRATCH = 1 << 20;                // bytes of device memory besides input and output
+
+static __global__ void round_to_bf16(__nv_bfloat16 *y, const float *x, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = __float2bfloat16(x[i]);
+}
+
+// ---- shared memory and barriers ---------------------------------------------------------------------------------
+// out[i] = in[63 - i], through both kinds of shared memory; then the lanes; then the distances of addresses
+static __global__ void shared(const float *in, float *out) {
+    SHARED(float, one, [64]);
+    DYN_SHARED(float, two);
+    const int t = threadIdx.x;
+    one[63 - t] = in[t];
+    __syncthreads();
+    two[t] = one[t];
+    __syncthreads();
+    out[t] = two[t];
+    out[64 + t] = static_cast<float>(lane_id());
+    out[128 + t] = static_cast<float>(smem_u32(two + t) - smem_u32(two));
+}
+// warp 2 writes and does not wait; warps 0 and 1 wait for it
+static __global__ void named_barriers(const float *in, float *out) {
+    SHARED(float, tile, [64]);
+    const int t = threadIdx.x;
+    if (t >= 64) {
+        for (int i = t - 64; i < 64; i += 32) tile[i] = in[i];
+        named_bar_arrive(1, 96);
+    } else {
+        named_bar(1, 96);
+        out[t] = tile[63 - t];
+    }
+}
+// 4 blocks: each hands its part to the next
+static __global__ void grid_barrier(const float *in, float *out, float *scratch) {
+    const int i = blockIdx.x * 64 + threadIdx.x;
+    scratch[i] = 2.0f * in[i];
+    grid_sync();
+    out[i] = scratch[(i + 64) % 256];
+}
+// 4 blocks, one after the other by a flag; then all count, and the last one writes
+static __global__ void flags(const float *in, float *out, float *scratch) {
+    unsigned *turn = reinterpret_cast<unsigned *>(scratch), *arrived = turn + 1, *order = turn + 2;
+    float *sum = scratch + 64;
+    if (threadIdx.x) return;
+    while (load_acquire(turn) != blockIdx.x) {}
+    *sum = (blockIdx.x ? *sum : 0.0f) * 0.5f + in[blockIdx.x];
+    store_release(turn, blockIdx.x + 1);
+    add_release(arrived, 10);
+    if (add_acquire_release(order, 1) == 3) {
+        while (load_acquire(arrived) != 40) {}
+        out[0] = *sum;
+        out[1] = static_cast<float>(*turn);
+    }
+}
+static __global__ void loads(const float *in, float *out) {
+    const int t = threadIdx.x;
+    if (t < 32) out[t] = load_once(in + t);
+    else reinterpret_cast<float4 *>(out)[t - 24] = load_once(reinterpret_cast<const float4 *>(in) + t - 24);
+}
+
+// ---- cp.async: every third piece is not ok ------------------------------------------------------------------------
+static __global__ void async_copies(const float *in, float *out) {
+    DYN_SHARED(float, tile);                    // 16 copies of 4, 8 and 16 bytes, and 16 of parts of 16
+    const int t = threadIdx.x;
+    float *two = tile + 16, *four = tile + 48, *parts = tile + 112;
+    cp_async4(tile + t, in + t, t % 3 != 0);
+    cp_async8(two + 2 * t, in + 16 + 2 * t, t % 3 != 0);
+    cp_async_commit();
+    cp_async16(four + 4 * t, in + 48 + 4 * t, t % 3 != 0);
+    cp_async_commit();
+    cp_async16_part(parts + 4 * t, in + 112 + 4 * t, t % 5 * 4);
+    cp_async_commit();
+    cp_async_wait<2>();
+    out[t] = tile[t];
+    out[16 + 2 * t] = two[2 * t];
+    out[17 + 2 * t] = two[2 * t + 1];
+    cp_async_wait<0>();
+    for (int i = 0; i < 4; i++) {
+        out[48 + 4 * t + i] = four[4 * t + i];
+        out[112 + 4 * t + i] = parts[4 * t + i];
+    }
+}
+
+// ---- products of a warp -------------------------------------------------------------------------------------------
+static __global__ void tf32_bits(const float *in, float *out) { out[threadIdx.x] = __uint_as_float(to_tf32(in[threadIdx.x])); }
+
+// in: a (16 x 8), b (8 x 8), d (16 x 8)
+template <bool ROUNDED> static __global__ void mma_tf32_case(const float *in, float *out) {
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    auto bits = [](float x) { return ROUNDED ? to_tf32(x) : __float_as_uint(x); };
+    const float *a = in, *b = a + 128, *c = b + 64;
+    unsigned x[4], y[2];
+    float d[4];
+    for (int i = 0; i < 4; i++) x[i] = bits(a[(g + i % 2 * 8) * 8 + t + i / 2 * 4]);
+    for (int i = 0; i < 2; i++) y[i] = bits(b[(t + 4 * i) * 8 + g]);
+    for (int i = 0; i < 4; i++) d[i] = c[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    mma_tf32(d, x, y);
+    for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+DEVICE unsigned pair(float low, float high) {
+    return __bfloat16_as_ushort(__float2bfloat16(low)) | static_cast<unsigned>(__bfloat16_as_ushort(__float2bfloat16(high))) << 16;
+}
+// in: a (16 x 16), b (16 x 8), d (16 x 8)
+static __global__ void mma_bf16_case(const float *in, float *out) {
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    const float *a = in, *b = a + 256, *c = b + 128;
+    unsigned x[4], y[2];
+    float d[4];
+    for (int i = 0; i < 4; i++) {
+        const float *from = a + (g + i % 2 * 8) * 16 + 2 * t + i / 2 * 8;
+        x[i] = pair(from[0], from[1]);
+    }
+    for (int i = 0; i < 2; i++) y[i] = pair(b[(2 * t + 8 * i) * 8 + g], b[(2 * t + 8 * i + 1) * 8 + g]);
+    for (int i = 0; i < 4; i++) d[i] = c[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    mma_bf16(d, x, y);
+    for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
+}
+
+// in: COUNT matrices of 8 x 8; out: for each lane and matrix the two elements
+template <int COUNT, bool TRANS> static __global__ void ldmatrix_case(const float *in, float *out) {
+    DYN_SHARED(__nv_bfloat16, tile);
+    const int lane = threadIdx.x;
+    for (int i = lane; i < COUNT * 64; i += 32) tile[i] = __float2bfloat16(in[i]);
+    __syncwarp();
+    unsigned r[COUNT];
+    const __nv_bfloat16 *row = tile + lane % (COUNT * 8) * 8;
+    if constexpr (COUNT == 1 && !TRANS) ldmatrix_x1(r, row);
+    if constexpr (COUNT == 2 && !TRANS) ldmatrix_x2(r, row);
+    if constexpr (COUNT == 4 && !TRANS) ldmatrix_x4(r, row);
+    if constexpr (COUNT == 1 && TRANS) ldmatrix_x1_trans(r, row);
+    if constexpr (COUNT == 2 && TRANS) ldmatrix_x2_trans(r, row);
+    if constexpr (COUNT == 4 && TRANS) ldmatrix_x4_trans(r, row);
+    for (int m = 0; m < COUNT; m++) {
+        out[(m * 32 + lane) * 2] = __uint_as_float(r[m] << 16);
+        out[(m * 32 + lane) * 2 + 1] = __uint_as_float(r[m] & 0xffff0000u);
+    }
+}
+// and back
+template <int COUNT, bool TRANS> static __global__ void stmatrix_case(const float *in, float *out) {
+    DYN_SHARED(__nv_bfloat16, tile);
+    const int lane = threadIdx.x;
+    unsigned r[COUNT];
+    for (int m = 0; m < COUNT; m++) r[m] = pair(in[(m * 32 + lane) * 2], in[(m * 32 + lane) * 2 + 1]);
+    __nv_bfloat16 *row = tile + lane % (COUNT * 8) * 8;
+    if constexpr (COUNT == 2) stmatrix_x2(row, r);
+    if constexpr (COUNT == 4 && !TRANS) stmatrix_x4(row, r);
+    if constexpr (COUNT == 4 && TRANS) stmatrix_x4_trans(row, r);
+    __syncwarp();
+    for (int i = lane; i < COUNT * 64; i += 32) out[i] = __bfloat162float(tile[i]);
+}
+
+// ---- bulk copies --------------------------------------------------------------------------------------------------
+// Boxes of a matrix of 20 x 40 floats, its rows 48 apart: what arrives in shared memory, byte for byte.
+constexpr int ROWS = 20, COLUMNS = 40, STRIDE = 48, BOX = 32, BOX_ROWS = 16;
+static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float *out) {
+    DYN_SHARED(float, tile);
+    uint64_t *arrived = reinterpret_cast<uint64_t *>(tile + 2 * BOX * BOX_ROWS);
+    const int t = threadIdx.x;
+    if (t == 0) {
+        tma_prefetch(&map);
+        mbar_init(arrived, 1);
+        mbar_fence_init();
+    }
+    __syncthreads();
+    for (int phase = 0; phase < 2; phase++) {   // inside and beyond the end; then before the begin
+        if (t == 0) {
+            mbar_expect(arrived, 2 * BOX * BOX_ROWS * 4);
+            tma_load_2d(tile, &map, phase ? -8 : 4, phase ? -4 : 2, arrived);
+            tma_load_2d(tile + BOX * BOX_ROWS, &map, phase ? -100 : 16, phase ? 0 : 12, arrived);
+        }
+        if (phase) while (!mbar_test(arrived, phase)) {}
+        else mbar_wait(arrived, phase);
+        for (int i = t; i < 2 * BOX * BOX_ROWS; i += blockDim.x) out[phase * 2 * BOX * BOX_ROWS + i] = tile[i];
+        __syncthreads();
+    }
+}
+// out: the matrix, of which one box was stored within, and one over its end
+static __global__ void bulk_stores(const __grid_constant__ CUtensorMap map, const float *in) {
+    DYN_SHARED(float, tile);
+    for (int i = threadIdx.x; i < 2 * BOX * BOX_ROWS; i += blockDim.x) tile[i] = in[i];
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_store_2d(&map, 0, 0, tile);
+        tma_store_commit();
+        tma_store_wait<0>();
+        tma_store_2d(&map, 24, 12, tile + BOX * BOX_ROWS);
+        tma_store_commit();
+        tma_store_wait_read<0>();
+    }
+}
+static __global__ void clear(float *out, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = 0.0f;
+}
+// mbar_arrive: the last of 64 threads ends each phase, and each sees what the others wrote before
+static __global__ void arrivals(const float *in, float *out) {
+    DYN_SHARED(float, tile);
+    uint64_t *all = reinterpret_cast<uint64_t *>(tile + 64);
+    const int t = threadIdx.x;
+    if (t == 0) {
+        mbar_init(all, 64);
+        mbar_fence_init();
+    }
+    __syncthreads();
+    float value = in[t];
+    for (int phase = 0; phase < 6; phase += 2) {
+        tile[t] = value;
+        mbar_arrive(all);
+        mbar_wait(all, 0);
+        value = tile[(t + 7) % 64];
+        mbar_arrive(all);
+        mbar_wait(all, 1);
+    }
+    out[t] = value;
+}
+
+// ---- wgmma: d (64 x N) = a (64 x K) * b (K x N), where a row of K is 128 bytes ---------------------------------------
+// The operands come by bulk copies with the swizzle.  Plain: a as 64 rows of K, b as N rows of K.  Transposed: as K rows of
+// 64 or N, in boxes 64 wide.  First with !accumulate on a d full of ones, then once more on top: so d = 2 a b.
+enum class Form { bf16, bf16_trans_a, bf16_trans_b, bf16_trans_both, bf16_ra, bf16_ra_trans_b, tf32, tf32_ra, n64 };
+template <Form F> struct Operands {
+    static constexpr bool TF32 = F == Form::tf32 || F == Form::tf32_ra;
+    static constexpr bool TRANS_A = F == Form::bf16_trans_a || F == Form::bf16_trans_both;
+    static constexpr bool TRANS_B = F == Form::bf16_trans_b || F == Form::bf16_trans_both || F == Form::bf16_ra_trans_b;
+    static constexpr bool REGISTERS = F == Form::bf16_ra || F == Form::tf32_ra || F == Form::bf16_ra_trans_b;
+    static constexpr int DEPTH = TF32 ? 32 : 64;
+};
+
+template <int N, Form FORM>
+static __global__ void __launch_bounds__(128, 1) wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, float *out) {
+    constexpr bool TRANS_A = Operands<FORM>::TRANS_A, TRANS_B = Operands<FORM>::TRANS_B, REGISTERS = Operands<FORM>::REGISTERS;
+    constexpr int A_BYTES = 64 * 128, B_BYTES = (N < 64 && TRANS_B ? 64 : N) * 128;
+    DYN_SHARED(char, a_tile);
+    char *b_tile = a_tile + A_BYTES;
+    uint64_t *arrived = reinterpret_cast<uint64_t *>(b_tile + B_BYTES);
+    const int t = threadIdx.x, lane = t % 32, warp = t / 32, g = lane / 4, q = lane % 4;
+    if (t == 0) {
+        mbar_init(arrived, 1);
+        mbar_fence_init();
+    }
+    __syncthreads();
+    if (t == 0) {
+        mbar_expect(arrived, A_BYTES + B_BYTES);
+        tma_load_2d(a_tile, &a_map, 0, 0, arrived);
+        if (TRANS_B) for (int n = 0; n < N; n += 64) tma_load_2d(b_tile + n * 128, &b_map, n, 0, arrived);
+        else tma_load_2d(b_tile, &b_map, 0, 0, arrived);
+    }
+    mbar_wait(arrived, 0);
+
+    const uint64_t a = TRANS_A ? wg_desc_trans(a_tile, 64 * 128) : wg_desc(a_tile);
+    const uint64_t b = TRANS_B ? wg_desc_trans(b_tile, 64 * 128) : wg_desc(b_tile);
+    const int a_step = TRANS_A ? 128 : 2, b_step = TRANS_B ? 128 : 2;
+    // fragments of a, by hand, from the plain layout: 4 bytes of row r at byte k lie at piece (k / 16) ^ (r % 8)
+    auto fragment = [&](int step, int i) {
+        const int r = warp * 16 + g + i % 2 * 8, k = step * 32 + i / 2 * 16 + q * 4;
+        return *reinterpret_cast<const unsigned *>(a_tile + r * 128 + ((k / 16) ^ (r % 8)) * 16 + k % 16);
+    };
+    unsigned fragments[4][4];
+    if (REGISTERS)
+        for (int step = 0; step < 4; step++)
+            for (int i = 0; i < 4; i++) fragments[step][i] = fragment(step, i);
+    float d[N / 2];
+    for (int i = 0; i < N / 2; i++) d[i] = FORM == Form::n64 ? 0.0f : 1.0f;
+    for (int round = 0; round < 2; round++) {
+        wg_fence();
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            const bool accumulate = round || step;
+            const uint64_t x = a + a_step * step, y = b + b_step * step;
+            if constexpr (FORM == Form::n64) wgmma_n64_bf16(d, x, y);
+            else if constexpr (FORM == Form::tf32) wgmma_tf32<N>(d, x, y, accumulate);
+            else if constexpr (FORM == Form::tf32_ra) wgmma_tf32_ra<N>(d, fragments[step], y, accumulate);
+            else if constexpr (REGISTERS) wgmma_bf16_ra<N, TRANS_B>(d, fragments[step], y, accumulate);
+            else wgmma_bf16<N, TRANS_A, TRANS_B>(d, x, y, accumulate);
+        }
+        wg_commit();
+    }
+    wg_wait<0>();
+    for (int i = 0; i < N / 2; i++) out[(warp * 16 + g + i / 2 % 2 * 8) * N + i / 4 * 8 + 2 * q + i % 2] = d[i];
+}
+// in: a as stored, then b as stored
+template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float *out, float *scratch) {
+    constexpr bool TRANS_B = Operands<FORM>::TRANS_B;
+    constexpr int K = Operands<FORM>::DEPTH, SIZE = Operands<FORM>::TF32 ? 4 : 2;
+    const void *a = in, *b = in + 64 * K;
+    cudaError_t error = cudaSuccess;
+    if (SIZE == 2) {
+        auto *rounded = reinterpret_cast<__nv_bfloat16 *>(scratch);
+        error = LAUNCH(round_to_bf16, 1, 256, 0, nullptr, rounded, in, (64 + N) * K);
+        a = rounded;
+        b = rounded + 64 * K;
+    }
+    CUtensorMap a_map, b_map;
+    if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);     // 64 x 64 either way
+    if (!error) error = TRANS_B ? make_tensor_map_2d(&b_map, b, SIZE, N, K, N * SIZE, 64, K, true)
+                                          : make_tensor_map_2d(&b_map, b, SIZE, K, N, K * SIZE, 128 / SIZE, N, true);
+    const int bytes = (64 + (N < 64 ? 64 : N)) * 128 + 64;
+    if (!error) error = cudaFuncSetAttribute(wgmma_case<N, FORM>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    return error ? error : LAUNCH((wgmma_case<N, FORM>), 1, 128, bytes, nullptr, a_map, b_map, out);
+}
+
+// ---- registers and clusters ---------------------------------------------------------------------------------------
+static __global__ void __launch_bounds__(256, 1) registers(const float *in, float *out) {
+    if (threadIdx.x < 128) {
+        reg_dealloc<24>();
+        out[threadIdx.x] = in[threadIdx.x] + 1.0f;
+    } else {
+        reg_alloc<200>();
+        out[threadIdx.x] = in[threadIdx.x] * 2.0f;
+    }
+}
+static __global__ void clusters(const float *in, float *out) {          // 8 blocks in clusters of 4
+    SHARED(float, mine, [32]);
+    const int t = threadIdx.x, i = blockIdx.x * 32 + t;
+    mine[t] = in[i];
+    cluster_sync();
+    float sum = 0.0f;
+    for (int rank = 0; rank < cluster_size(); rank++) sum = 2.0f * sum + map_shared(mine, rank)[t];
+    cluster_sync();
+    out[i] = sum + 1000.0f * static_cast<float>(cluster_rank());
+}
+
+// ---- the cases ----------------------------------------------------------------------------------------------------
+struct Case {
+    const char *name;
+    int inputs, outputs, capability;            // numbers; 80 or 90
+    cudaError_t (*run)(const float *in, float *out, float *scratch);
+};
+#define RUN(...) [](const float *in, float *out, float *scratch) -> cudaError_t { (void)in, (void)out, (void)scratch; __VA_ARGS__ }
+#define ONE_BLOCK(kernel, threads, shared) RUN(return LAUNCH(kernel, 1, threads, shared, nullptr, in, out);)
+#define WGMMA(n, form) {"wgmma_" #form "_" #n, (64 + n) * Operands<Form::form>::DEPTH, 64 * n, 90, run_wgmma<n, Form::form>}
+
+static const Case cases[] = {
+    {"shared", 64, 192, 80, ONE_BLOCK(shared, 64, 256)},
+    {"named_barriers", 64, 64, 80, ONE_BLOCK(named_barriers, 96, 0)},
+    {"grid_barrier", 256, 256, 80, RUN(return LAUNCH_COOP(grid_barrier, 4, 64, 0, nullptr, in, out, scratch);)},
+    {"flags", 4, 2, 80, RUN(cudaMemset(scratch, 0, 256); return LAUNCH_COOP(flags, 4, 32, 0, nullptr, in, out, scratch);)},
+    {"loads", 160, 160, 80, ONE_BLOCK(loads, 64, 0)},
+    {"async_copies", 176, 176, 80, ONE_BLOCK(async_copies, 16, 176 * 4)},
+    {"tf32_bits", 256, 256, 80, ONE_BLOCK(tf32_bits, 256, 0)},
+    {"mma_tf32", 320, 128, 80, ONE_BLOCK(mma_tf32_case<true>, 32, 0)},
+    {"mma_tf32_unrounded", 320, 128, 80, ONE_BLOCK(mma_tf32_case<false>, 32, 0)},
+    {"mma_bf16", 512, 128, 80, ONE_BLOCK(mma_bf16_case, 32, 0)},
+    {"ldmatrix_1", 64, 64, 80, ONE_BLOCK((ldmatrix_case<1, false>), 32, 128)},
+    {"ldmatrix_2", 128, 128, 80, ONE_BLOCK((ldmatrix_case<2, false>), 32, 256)},
+    {"ldmatrix_4", 256, 256, 80, ONE_BLOCK((ldmatrix_case<4, false>), 32, 512)},
+    {"ldmatrix_trans_1", 64, 64, 80, ONE_BLOCK((ldmatrix_case<1, true>), 32, 128)},
+    {"ldmatrix_trans_2", 128, 128, 80, ONE_BLOCK((ldmatrix_case<2, true>), 32, 256)},
+    {"ldmatrix_trans_4", 256, 256, 80, ONE_BLOCK((ldmatrix_case<4, true>), 32, 512)},
+    {"stmatrix_2", 128, 128, 90, ONE_BLOCK((stmatrix_case<2, false>), 32, 256)},
+    {"stmatrix_4", 256, 256, 90, ONE_BLOCK((stmatrix_case<4, false>), 32, 512)},
+    {"stmatrix_trans_4", 256, 256, 90, ONE_BLOCK((stmatrix_case<4, true>), 32, 512)},
+    {"arrivals", 64, 64, 90, ONE_BLOCK(arrivals, 64, 64 * 4 + 8)},
+#define LOADS(swizzle) RUN(                                                                                             \
+        CUtensorMap map;                                                                                                \
+        const cudaError_t error = make_tensor_map_2d(&map, in, 4, COLUMNS, ROWS, STRIDE * 4, BOX, BOX_ROWS, swizzle);   \
+        return error ? error : LAUNCH(bulk_loads, 1, 64, 2 * BOX * BOX_ROWS * 4 + 8, nullptr, map, out);)
+    {"bulk_loads", ROWS * STRIDE, 4 * BOX * BOX_ROWS, 90, LOADS(false)},
+    {"bulk_loads_swizzled", ROWS * STRIDE, 4 * BOX * BOX_ROWS, 90, LOADS(true)},
+#define STORES(swizzle) RUN(                                                                                            \
+        CUtensorMap map;                                                                                                \
+        cudaError_t error = make_tensor_map_2d(&map, out, 4, COLUMNS, ROWS, STRIDE * 4, BOX, BOX_ROWS, swizzle);        \
+        if (!error) error = LAUNCH(clear, 1, 64, 0, nullptr, out, ROWS * STRIDE);                                       \
+        return error ? error : LAUNCH(bulk_stores, 1, 64, 2 * BOX * BOX_ROWS * 4, nullptr, map, in);)
+    {"bulk_stores", 2 * BOX * BOX_ROWS, ROWS * STRIDE, 90, STORES(false)},
+    {"bulk_stores_swizzled", 2 * BOX * BOX_ROWS, ROWS * STRIDE, 90, STORES(true)},
+    WGMMA(32, bf16), WGMMA(64, bf16), WGMMA(128, bf16), WGMMA(192, bf16), WGMMA(256, bf16),
+    WGMMA(64, bf16_trans_a), WGMMA(64, bf16_trans_b), WGMMA(256, bf16_trans_b), WGMMA(128, bf16_trans_both),
+    WGMMA(64, bf16_ra), WGMMA(128, bf16_ra_trans_b),
+    WGMMA(32, tf32), WGMMA(64, tf32), WGMMA(128, tf32), WGMMA(256, tf32), WGMMA(64, tf32_ra), WGMMA(64, n64),
+    {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
+    {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
+};
+
+EXPORT int conformance_count() { return sizeof cases / sizeof *cases; }
+EXPORT const char *conformance_case(int i, int *inputs, int *outputs, int *capability) {
+    *inputs = cases[i].inputs;
+    *outputs = cases[i].outputs;
+    *capability = cases[i].capability;
+    return cases[i].name;
+}
+// The text of an error, or NULL.
+EXPORT const char *conformance_run(int i, const float *host_in, float *host_out) {
+    const size_t in_bytes = cases[i].inputs * sizeof(float), out_bytes = cases[i].outputs * sizeof(float);
+    float *in = nullptr, *out = nullptr, *scratch = nullptr;
+    cudaError_t error = cudaMalloc(&in, in_bytes);
+    if (!error) error = cudaMalloc(&out, out_bytes);
+    if (!error) error = cudaMalloc(&scratch, SCRATCH);
+    if (!error) error = cudaMemcpy(in, host_in, in_bytes, cudaMemcpyHostToDevice);
+    if (!error) error = cases[i].run(in, out, scratch);
+    if (!error) error = cudaDeviceSynchronize();
+    if (!error) error = cudaMemcpy(host_out, out, out_bytes, cudaMemcpyDeviceToHost);
+    cudaFree(in);
+    cudaFree(out);
+    cudaFree(scratch);
+    return error ? cudaGetErrorString(error) : nullptr;
+}

@@ -1,0 +1,271 @@
+// async.cpp - what goes on while a thread does something else: copies to shared memory, bulk copies, products of warpgroups.
+//
+// Each lands as late as the program allows: a copy when a thread waits for its group, a bulk copy when somebody waits for its
+// mbarrier, a product when its group is waited for.  Until then the destination holds NaNs, and what is read is read then
+// and not before.  So a wait that is missing, or comes after the operands were overwritten, gives a wrong result each time.
+#include "block.h"
+#include "host.h"
+#include "matrix.h"
+#include "settings.h"
+
+namespace emu {
+void begin_pending(Thread *t) {
+    if (!t->pending) return;
+    t->pending->copy_group = t->pending->product_group = t->pending->store_group = 0;
+    t->pending->fenced = false;
+}
+static Pending *pending() {
+    Thread *t = self();
+    if (!t->pending) {
+        t->pending = static_cast<Pending *>(own_memory(sizeof(Pending)));
+        fill(t->pending, 0, sizeof(Pending));
+    }
+    return t->pending;
+}
+void free_pending(Thread *t) {
+    if (!t->pending) return;
+    for (void *memory : {static_cast<void *>(t->pending->copies.data), static_cast<void *>(t->pending->products.data),
+                         static_cast<void *>(t->pending->hidden.data), static_cast<void *>(t->pending->stores.data)}) own_memory_back(memory);
+    own_memory_back(t->pending);
+}
+
+static void write_stores(Pending *p, int groups_left);
+void end_pending(Thread *t) {
+    Pending *p = t->pending;
+    if (!p) return;
+    if (!p->copies.empty()) die("exits without having waited for its asynchronous copies");
+    if (!p->products.empty()) die("exits without having waited for its wgmma");
+    for (const Store &s : p->stores)
+        if (!s.data) die("exits before its bulk stores have read shared memory");
+    write_stores(p, -1);
+}
+
+// ---- cp.async -----------------------------------------------------------------------------------------------
+void copy_async(void *to, const void *from, int bytes, int valid) {
+    Pending *p = pending();
+    if (valid < 0 || valid > bytes) die("cp.async: %d of %d bytes", valid, bytes);
+    if (reinterpret_cast<uintptr_t>(to) % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes))
+        die("cp.async: an address is not aligned to %d bytes", bytes);
+    kernel_writes(to, bytes);
+    if (valid) kernel_reads(from, valid);
+    fill(to, 0xff, bytes);
+    p->copies.add({to, from, bytes, valid, p->copy_group});
+}
+void copy_commit() { pending()->copy_group++; }
+void copy_wait(int groups_left) {
+    Pending *p = pending();
+    size_t kept = 0;
+    for (const Copy &c : p->copies) {
+        if (c.group >= p->copy_group - groups_left) {
+            p->copies[kept++] = c;
+            continue;
+        }
+        copy(c.to, c.from, c.valid);
+        fill(static_cast<char *>(c.to) + c.valid, 0, c.bytes - c.valid);
+        if (has_tsan()) __tsan_write_range(c.to, c.bytes);
+    }
+    p->copies.count = kept;
+}
+
+// ---- mbarrier -----------------------------------------------------------------------------------------------
+// Its phase ends when the expected arrivals have come and all bytes that were announced have landed.
+struct Mbarrier { uint64_t phase : 1, missing : 15, expected : 15, bytes : 33; };
+
+static Mbarrier *as_mbarrier(uint64_t *barrier) {
+    auto *m = reinterpret_cast<Mbarrier *>(barrier);
+    if (!m->expected || m->expected == 0x7fff) die("an mbarrier that was not initialised");
+    return m;
+}
+static void end_phase_if_complete(Mbarrier *m) {
+    if (m->missing || m->bytes) return;
+    m->phase ^= 1;
+    m->missing = m->expected;
+    block->polls = 0;
+}
+void mbarrier_init(uint64_t *barrier, int arrivals) {
+    needs_hopper("an mbarrier");
+    if (arrivals < 1 || arrivals >= 0x7fff) die("an mbarrier of %d arrivals", arrivals);
+    kernel_writes(barrier, sizeof *barrier);
+    Mbarrier m = {};
+    m.missing = m.expected = static_cast<unsigned>(arrivals);
+    *reinterpret_cast<Mbarrier *>(barrier) = m;
+}
+void mbarrier_arrive(uint64_t *barrier, int arrivals, int bytes) {
+    release(barrier);
+    Mbarrier *m = as_mbarrier(barrier);
+    m->bytes += static_cast<unsigned>(bytes);
+    if (static_cast<int>(m->missing) < arrivals) die("more arrivals than the mbarrier expects");
+    m->missing -= static_cast<unsigned>(arrivals);
+    end_phase_if_complete(m);
+}
+
+// ---- bulk copies --------------------------------------------------------------------------------------------
+cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64_t size0, uint64_t size1, uint64_t stride,
+                            uint32_t box0, uint32_t box1, bool swizzle) {
+    const uint64_t most = uint64_t(1) << 32, row = size0 * element_size, box_row = static_cast<uint64_t>(box0) * element_size;
+    if (element_size != 2 && element_size != 4) return cudaErrorInvalidValue;
+    if (reinterpret_cast<uintptr_t>(base) % 16 || stride % 16 || stride >= uint64_t(1) << 40 || stride < row) return cudaErrorInvalidValue;
+    if (!size0 || !size1 || size0 > most || size1 > most) return cudaErrorInvalidValue;
+    if (!box0 || !box1 || box0 > 256 || box1 > 256 || box_row % 16 || (swizzle && box_row > 128)) return cudaErrorInvalidValue;
+    *map = {base, element_size, {static_cast<long>(size0), static_cast<long>(size1)}, static_cast<long>(stride),
+            {static_cast<int>(box0), static_cast<int>(box1)}, swizzle};
+    return cudaSuccess;
+}
+
+static size_t box_bytes(const TensorMap &m) { return static_cast<size_t>(m.box[0]) * m.box[1] * m.element_size; }
+
+// Call take(row, offset in the box, place in the matrix, bytes) for each run of bytes that lies together in both; place is
+// NULL for bytes outside the matrix.
+template <class F> static void for_each_run(const TensorMap &m, int column, int row, F take) {
+    const int box_row = m.box[0] * m.element_size;
+    for (int r = 0; r < m.box[1]; r++) {
+        for (int at = 0; at < box_row;) {
+            int bytes = 16 < box_row - at ? 16 : box_row - at;          // what the swizzle keeps together
+            const long y = static_cast<long>(row) + r, x = static_cast<long>(column) + at / m.element_size;
+            const bool inside = y >= 0 && y < m.size[1] && x >= 0 && x < m.size[0];
+            const long left = inside ? (m.size[0] - x) * m.element_size : x < 0 && y >= 0 && y < m.size[1] ? -x * m.element_size : bytes;
+            if (left < bytes) bytes = static_cast<int>(left);
+            size_t offset = static_cast<size_t>(r) * box_row + at;
+            if (m.swizzle) offset ^= (offset >> 7 & 7) << 4;
+            take(offset, inside ? static_cast<char *>(m.base) + y * m.stride + x * m.element_size : nullptr, bytes);
+            at += bytes;
+        }
+    }
+}
+
+static void check_box(const char *what, const void *shared, const TensorMap &m) {
+    needs_hopper(what);
+    if (reinterpret_cast<uintptr_t>(shared) % (m.swizzle ? 1024 : 128)) die("%s: the address in shared memory is not aligned", what);
+    if (m.swizzle && m.box[0] * m.element_size != 128) die("%s: the emulator swizzles boxes with rows of 128 bytes only", what);
+}
+
+void bulk_load(void *to, const TensorMap &map, int column, int row, uint64_t *barrier) {
+    check_box("a bulk load", to, map);
+    as_mbarrier(barrier);
+    check(to, box_bytes(map), true);
+    fill(to, 0xff, box_bytes(map));
+    block->loads.add({static_cast<char *>(to), map, column, row, barrier});
+}
+
+// All loads that the barrier counts land.
+static bool land(uint64_t *barrier) {
+    Array<BulkLoad> &loads = block->loads;
+    acquire(barrier);                           // they come after what the thread did that began them
+    size_t kept = 0;
+    bool any = false;
+    for (const BulkLoad &l : loads) {
+        if (l.barrier != barrier) {
+            loads[kept++] = l;
+            continue;
+        }
+        for_each_run(l.map, l.column, l.row, [&](size_t offset, const char *from, int bytes) {
+            if (!from) return fill(l.to + offset, 0, bytes);
+            check(const_cast<char *>(from), bytes, false);
+            copy(l.to + offset, from, bytes);
+        });
+        if (has_tsan()) __tsan_write_range(l.to, box_bytes(l.map));
+        release(barrier);
+        Mbarrier *m = as_mbarrier(barrier);
+        m->bytes -= box_bytes(l.map);
+        end_phase_if_complete(m);
+        any = true;
+    }
+    loads.count = kept;
+    return any;
+}
+
+bool mbarrier_test(uint64_t *barrier, int parity) {
+    const Mbarrier *m = as_mbarrier(barrier);
+    if (static_cast<int>(m->phase) == parity) land(barrier);
+    if (static_cast<int>(m->phase) == parity) return false;
+    acquire(barrier);
+    return true;
+}
+void mbarrier_wait(uint64_t *barrier, int parity) {
+    while (!mbarrier_test(barrier, parity)) poll("a wait at an mbarrier");
+}
+
+void bulk_store(const TensorMap &map, int column, int row, const void *from) {
+    check_box("a bulk store", from, map);
+    Pending *p = pending();
+    p->stores.add({map, column, row, static_cast<const char *>(from), p->store_group, nullptr});
+}
+void bulk_commit() { pending()->store_group++; }
+
+static void read_stores(Pending *p, int groups_left) {
+    for (Store &s : p->stores) {
+        if (s.data || s.group >= p->store_group - groups_left) continue;
+        s.data = static_cast<char *>(own_memory(box_bytes(s.map)));
+        kernel_reads(s.from, box_bytes(s.map));
+        copy(s.data, s.from, box_bytes(s.map));
+    }
+}
+static void write_stores(Pending *p, int groups_left) {
+    size_t kept = 0;
+    for (const Store &s : p->stores) {
+        if (groups_left >= 0 && s.group >= p->store_group - groups_left) {
+            p->stores[kept++] = s;
+            continue;
+        }
+        for_each_run(s.map, s.column, s.row, [&](size_t offset, char *to, int bytes) {
+            if (!to) return;
+            kernel_writes(to, bytes);
+            copy(to, s.data + offset, bytes);
+        });
+        own_memory_back(s.data);
+    }
+    p->stores.count = kept;
+}
+void bulk_wait(int groups_left, bool only_read) {
+    read_stores(pending(), groups_left);
+    if (!only_read) write_stores(pending(), groups_left);
+}
+
+// ---- wgmma --------------------------------------------------------------------------------------------------
+// From the first product into some accumulators until the last that was begun has landed, they lie here, and the thread's
+// own hold NaNs.
+static Hidden *hide(Pending *p, float *d, int n) {
+    Hidden *free_one = nullptr;
+    for (Hidden &h : p->hidden) {
+        if (h.products && h.d == d) return &h;
+        if (!h.products) free_one = &h;
+    }
+    if (!free_one) {
+        p->hidden.add({});
+        free_one = &p->hidden[p->hidden.size() - 1];
+    }
+    free_one->d = d;
+    free_one->products = 0;
+    copy(free_one->accumulators, d, n / 2 * sizeof(float));
+    fill(d, 0xff, n / 2 * sizeof(float));
+    return free_one;
+}
+
+void wgmma(const Wgmma &product) {
+    needs_hopper("wgmma");
+    Pending *p = pending();
+    if (self()->warp / 4 * 128 + 128 > block->threads) die("wgmma wants a whole warpgroup: 4 warps, the first of them a multiple of 4");
+    if (!p->fenced) die("wgmma without wg_fence before it");
+    Hidden *h = hide(p, product.d, product.n);
+    h->products++;
+    p->products.add({product, static_cast<int>(h - p->hidden.begin()), p->product_group});
+}
+void wgmma_fence() { pending()->fenced = true; }
+void wgmma_commit() { pending()->product_group++; }
+void wgmma_wait(int groups_left) {
+    Pending *p = pending();
+    size_t kept = 0;
+    for (size_t i = 0; i < p->products.size(); i++) {
+        const PendingWgmma pending_one = p->products[i];
+        if (pending_one.group >= p->product_group - groups_left) {
+            p->products[kept++] = pending_one;
+            continue;
+        }
+        Hidden &h = p->hidden[pending_one.hidden];
+        WgmmaOfLane own{&pending_one.product, h.accumulators};
+        warp(0xffffffffu, multiply_warpgroup, &own);
+        if (--h.products == 0) copy(h.d, h.accumulators, pending_one.product.n / 2 * sizeof(float));
+    }
+    p->products.count = kept;
+}
+}

@@ -1,0 +1,41 @@
+// launch.cpp - what the device checks before it runs a kernel.
+#include <map>
+#include <memory>
+#include "host.h"
+#include "settings.h"
+
+namespace emu {
+static std::map<const void *, size_t> allowed_shared;           // dynamic shared memory that a kernel asked for in advance
+
+cudaError_t set_attribute(const void *kernel, cudaFuncAttribute which, int value) {
+    Inside inside(runtime);
+    if (const cudaError_t error = absent()) return error;
+    if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    if (value < 0 || static_cast<size_t>(value) > SHARED_MOST) return fail(cudaErrorInvalidValue);
+    allowed_shared[kernel] = static_cast<size_t>(value);
+    return cudaSuccess;
+}
+
+static cudaError_t check(const Launch &l) {
+    if (const cudaError_t error = absent()) return error;
+    if (settings().major < 8) return cudaErrorNoKernelImageForDevice;           // libraries are built for 8.0 and later
+    const unsigned long threads = static_cast<unsigned long>(l.block.x) * l.block.y * l.block.z;
+    const unsigned long blocks = static_cast<unsigned long>(l.grid.x) * l.grid.y * l.grid.z;
+    if (!threads || threads > THREADS_MOST || l.block.z > 64) return cudaErrorInvalidConfiguration;
+    if (!blocks || l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535) return cudaErrorInvalidConfiguration;
+    const auto allowed = allowed_shared.find(l.function);
+    if (l.shared > SHARED_DEFAULT && (allowed == allowed_shared.end() || l.shared > allowed->second)) return cudaErrorInvalidValue;
+    if (l.cluster < 1 || l.cluster > CLUSTER_MOST || l.grid.x % l.cluster) return cudaErrorInvalidConfiguration;
+    if (l.cluster > 1 && settings().major < 9) return cudaErrorNotSupported;
+    const int in_one = blocks_per_multiprocessor(static_cast<int>(threads), l.shared);
+    if (l.cooperative && blocks > static_cast<unsigned long>(settings().multiprocessors) * in_one) return cudaErrorCooperativeLaunchTooLarge;
+    return cudaSuccess;
+}
+
+cudaError_t launch(const Launch &what, Kernel *kernel) {
+    Inside inside(runtime);
+    std::shared_ptr<Kernel> owned(kernel);
+    if (const cudaError_t error = check(what)) return fail(error);
+    return tell(what.stream, [what, owned] { run_grid(what, *owned); });
+}
+}

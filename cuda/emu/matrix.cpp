@@ -1,0 +1,169 @@
+// matrix.cpp - tensor cores: the fragments of all lanes are gathered to matrices, multiplied in float32, and scattered.
+//
+// Which lane holds which elements is the PTX manual's.  With g = lane / 4 and t = lane % 4, a 16 x 8 tile of float32 lies as
+//
+//     c[0], c[1] at (g, 2t), (g, 2t + 1)        c[2], c[3] at (g + 8, 2t), (g + 8, 2t + 1)
+//
+// The device adds the products of one instruction in an order that is not documented; here k runs upwards.
+#include "matrix.h"
+#include "block.h"
+
+namespace emu {
+static float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
+static float high_bf16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+static float as_tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }          // the low 13 bits are not looked at
+
+// A fragment of a tile of 16 rows and 32 bytes: 8 columns of TF32, or 16 of bfloat16.
+static void gather_tf32(float (*a)[16], const unsigned *fragment, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) a[g + i % 2 * 8][t + i / 2 * 4] = as_tf32(fragment[i]);
+}
+static void gather_bf16(float (*a)[16], const unsigned *fragment, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        a[g + i % 2 * 8][2 * t + i / 2 * 8] = low_bf16(fragment[i]);
+        a[g + i % 2 * 8][2 * t + i / 2 * 8 + 1] = high_bf16(fragment[i]);
+    }
+}
+
+// c (16 x 8) += a (16 x depth) * b (depth x 8)
+static void multiply(float (*c)[8], const float (*a)[16], const float (*b)[8], int depth) {
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < depth; k++)
+            for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];
+}
+static float &element_of(float (*c)[8], int lane, int i) { return c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]; }
+
+// ---- mma.sync -----------------------------------------------------------------------------------------------
+template <bool TF32> static void multiply_warp(void *const lanes[32], unsigned mask) {
+    if (mask != WHOLE_WARP) die("mma.sync wants a whole warp");
+    float a[16][16], b[16][8], c[16][8];
+    for (int lane = 0; lane < 32; lane++) {
+        const Mma &own = *static_cast<Mma *>(lanes[lane]);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) element_of(c, lane, i) = own.d[i];
+        if (TF32) {
+            gather_tf32(a, own.a, lane);
+            for (int i = 0; i < 2; i++) b[t + 4 * i][g] = as_tf32(own.b[i]);
+        } else {
+            gather_bf16(a, own.a, lane);
+            for (int i = 0; i < 2; i++) {
+                b[2 * t + 8 * i][g] = low_bf16(own.b[i]);
+                b[2 * t + 8 * i + 1][g] = high_bf16(own.b[i]);
+            }
+        }
+    }
+    multiply(c, a, b, TF32 ? 8 : 16);
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) static_cast<Mma *>(lanes[lane])->d[i] = element_of(c, lane, i);
+}
+void do_mma_tf32(void *const lanes[32], unsigned mask) { multiply_warp<true>(lanes, mask); }
+void do_mma_bf16(void *const lanes[32], unsigned mask) { multiply_warp<false>(lanes, mask); }
+
+// ---- ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements ------------------------------------------------
+// Lane 8 m + r has the address of row r of matrix m.  Of each matrix a lane holds the elements (g, 2t) and (g, 2t + 1), or,
+// transposed, (2t, g) and (2t + 1, g).
+
+static uint16_t *element_of(void *const lanes[32], int matrix, int lane, int which, bool transposed) {
+    const int along = lane % 4 * 2 + which, across = lane / 4;
+    const int row = transposed ? along : across, column = transposed ? across : along;
+    return static_cast<uint16_t *>(static_cast<Matrices *>(lanes[matrix * 8 + row])->row) + column;
+}
+static void check_rows(void *const lanes[32], unsigned mask, bool write) {
+    if (mask != WHOLE_WARP) die("ldmatrix and stmatrix want a whole warp");
+    for (int i = 0; i < static_cast<Matrices *>(lanes[0])->count * 8; i++) {
+        void *row = static_cast<Matrices *>(lanes[i])->row;
+        if (reinterpret_cast<uintptr_t>(row) % 16) die("ldmatrix or stmatrix: the row of lane %d is not aligned to 16 bytes", i);
+        if (write) kernel_writes(row, 16);
+        else kernel_reads(row, 16);
+    }
+}
+void do_load_matrices(void *const lanes[32], unsigned mask) {
+    check_rows(lanes, mask, false);
+    for (int lane = 0; lane < 32; lane++) {
+        const Matrices &own = *static_cast<Matrices *>(lanes[lane]);
+        for (int m = 0; m < own.count; m++)
+            own.fragments[m] = *element_of(lanes, m, lane, 0, own.transposed)
+                             | static_cast<unsigned>(*element_of(lanes, m, lane, 1, own.transposed)) << 16;
+    }
+}
+void do_store_matrices(void *const lanes[32], unsigned mask) {
+    check_rows(lanes, mask, true);
+    for (int lane = 0; lane < 32; lane++) {
+        const Matrices &own = *static_cast<Matrices *>(lanes[lane]);
+        for (int m = 0; m < own.count; m++)
+            for (int i = 0; i < 2; i++)
+                *element_of(lanes, m, lane, i, own.transposed) = static_cast<uint16_t>(own.fragments[m] >> 16 * i);
+    }
+}
+
+// ---- wgmma --------------------------------------------------------------------------------------------------
+// A descriptor of a matrix in shared memory, in units of 16 bytes: where it begins, in bits 0 to 13; the leading offset, 16 to
+// 29; the stride, 32 to 45; and in bits 62 and 63 the swizzle, of which the emulator knows the one of 128 bytes: within each
+// 1024 bytes, the number of a 128-byte row is added (exclusive or) to the number of each 16-byte piece in it.
+//
+// K side by side: rows of 128 bytes, in groups of 8 rows that are `stride` apart.  A product takes 32 bytes of each row.
+// Transposed: rows of 64 elements of bfloat16 along m or n, one row for each k; groups of 8 rows are `stride` apart, the next
+// 64 elements `leading`.
+struct Descriptor {
+    unsigned start, leading, stride;
+    explicit Descriptor(uint64_t bits)
+        : start(bits & 0x3fff), leading(bits >> 16 & 0x3fff), stride(bits >> 32 & 0x3fff) {
+        if (bits >> 62 != 1) die("wgmma: the emulator knows the 128-byte swizzle only");
+    }
+    // Of element (line, k), where a line is a row of a or a column of b.
+    const char *at(int line, int k, int size, bool transposed) const {
+        const unsigned across = transposed ? k : line, byte = transposed ? line % 64 * 2 : k * size;
+        unsigned address = start * 16 + across / 8 * stride * 16 + across % 8 * 128 + byte;
+        if (transposed) address += line / 64 * leading * 16;
+        address ^= (address >> 7 & 7) << 4;
+        return current->dynamic_shared + address;
+    }
+};
+
+static float value_at(const Descriptor &d, Element element, int line, int k, bool transposed) {
+    if (element == Element::tf32) return as_tf32(*reinterpret_cast<const unsigned *>(d.at(line, k, 4, transposed)));
+    return low_bf16(*reinterpret_cast<const uint16_t *>(d.at(line, k, 2, transposed)));
+}
+// What the product reads is told to the sanitizers once, in pieces of 16 bytes.
+static void tell_of_reads(const Descriptor &d, int first, int lines, int depth, int size, bool transposed) {
+    if (!has_asan() && !has_tsan()) return;
+    const int per_piece = 16 / size, line_step = transposed ? per_piece : 1, k_step = transposed ? 1 : per_piece;
+    for (int line = first; line < first + lines; line += line_step)
+        for (int k = 0; k < depth; k += k_step) kernel_reads(d.at(line, k, size, transposed), 16);
+}
+
+// One of the four warps: its 16 of the 64 rows.
+void multiply_warpgroup(void *const lanes[32], unsigned mask) {
+    if (mask != WHOLE_WARP) die("wgmma wants a whole warpgroup");
+    const Wgmma &p = *static_cast<WgmmaOfLane *>(lanes[0])->product;
+    const int size = p.element == Element::tf32 ? 4 : 2, depth = 32 / size, first = self()->warp % 4 * 16;
+    float a[16][16], b[16][8], c[16][8];
+    for (int lane = 0; lane < 32; lane++) {
+        const Wgmma &own = *static_cast<WgmmaOfLane *>(lanes[lane])->product;
+        if (own.a != p.a || own.b != p.b || own.n != p.n || own.accumulate != p.accumulate)
+            die("wgmma: the lanes of a warp differ in a descriptor, or in whether they accumulate");
+        if (!p.a_in_registers) continue;
+        if (p.element == Element::tf32) gather_tf32(a, own.a_fragments, lane);
+        else gather_bf16(a, own.a_fragments, lane);
+    }
+    if (!p.a_in_registers) {
+        const Descriptor in(p.a);
+        tell_of_reads(in, first, 16, depth, size, p.a_transposed);
+        for (int i = 0; i < 16; i++)
+            for (int k = 0; k < depth; k++) a[i][k] = value_at(in, p.element, first + i, k, p.a_transposed);
+    }
+    const Descriptor in(p.b);
+    tell_of_reads(in, 0, p.n, depth, size, p.b_transposed);
+    for (int column = 0; column < p.n; column += 8) {
+        for (int k = 0; k < depth; k++)
+            for (int j = 0; j < 8; j++) b[k][j] = value_at(in, p.element, column + j, k, p.b_transposed);
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                element_of(c, lane, i) = p.accumulate ? static_cast<WgmmaOfLane *>(lanes[lane])->accumulators[column / 2 + i] : 0.0f;
+        multiply(c, a, b, depth);
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) static_cast<WgmmaOfLane *>(lanes[lane])->accumulators[column / 2 + i] = element_of(c, lane, i);
+    }
+}
+}

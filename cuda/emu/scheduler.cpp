@@ -1,0 +1,507 @@
+// scheduler.cpp - runs the blocks of a grid, and the threads of a block, in the order that was asked for.
+//
+// One OS thread runs one block at a time (all blocks at once where they may wait for each other), and each CUDA thread of it
+// is a fibre.  A thread that must wait goes straight over to the next that can run.  None can: a deadlock, and the report
+// says who waits where.  Threads that never wait run one after the other on the same fibre, without any switch.
+#include <chrono>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <dlfcn.h>
+#include <sched.h>
+#include <thread>
+#include <vector>
+#include "block.h"
+#include "host.h"
+#include "settings.h"
+
+namespace emu {
+__thread ThreadView *current;
+__thread Block *block;
+
+void die(const char *format, ...) {
+    fputs("emulator: ", stderr);
+    if (block) {
+        const Launch &l = block->grid->launch;
+        fprintf(stderr, "%s", l.name);
+        if (current) fprintf(stderr, ", block (%u, %u, %u), thread %d", current->block_index.x, current->block_index.y,
+                             current->block_index.z, self()->number);
+        fputs(": ", stderr);
+    }
+    va_list arguments;
+    va_start(arguments, format);
+    vfprintf(stderr, format, arguments);
+    va_end(arguments);
+    fputc('\n', stderr);
+    fflush(stderr);
+    abort();
+}
+
+// ---- who runs next ----------------------------------------------------------------------------------------------
+static unsigned random_below(Block *b, unsigned n) {
+    b->random = b->random * 1664525u + 1013904223u;
+    return (b->random >> 8) % n;
+}
+static void swap(int &a, int &b) {
+    const int c = a;
+    a = b;
+    b = c;
+}
+static void make_ready(Block *b, Thread *t) {
+    t->state = State::ready;
+    b->ready.add(t->number);
+}
+
+static EMU_INLINE Thread *next_ready(Block *b) {
+    if (b->begun < b->threads) return &b->thread[b->order[b->begun++]];
+    if (b->next_ready == b->ready.size()) return nullptr;
+    if (b->shuffled)
+        swap(b->ready[b->next_ready], b->ready[b->next_ready + random_below(b, b->ready.size() - b->next_ready)]);
+    Thread *t = &b->thread[b->ready[b->next_ready++]];
+    if (b->next_ready == b->ready.size()) {
+        b->ready.clear();
+        b->next_ready = 0;
+    }
+    return t;
+}
+
+[[noreturn]] static void report_deadlock(Block *b) {
+    const uint3 at = b->thread[0].block_index;
+    fprintf(stderr, "emulator: DEADLOCK in %s, block (%u, %u, %u): %d of %d threads have exited, and these wait:\n",
+            b->grid->launch.name, at.x, at.y, at.z, b->exited, b->threads);
+    int shown = 0;
+    for (const Thread &t : b->thread) {
+        if (t.state == State::exited || shown++ >= 6) continue;
+        fprintf(stderr, "  thread %d (warp %d, lane %d) ", t.number, t.warp, t.lane);
+        if (t.state == State::at_barrier) fprintf(stderr, "at barrier %d", t.barrier);
+        else if (t.state == State::in_warp_operation) fprintf(stderr, "in a warp operation for lanes %08x", t.mask);
+        else fprintf(stderr, "at the barrier of the %s", t.state == State::at_grid_barrier ? "grid" : "cluster");
+        Dl_info where;
+        if (t.site && dladdr(t.site, &where) && where.dli_sname) fprintf(stderr, " in %s", where.dli_sname);
+        fputc('\n', stderr);
+    }
+    fflush(stderr);
+    abort();
+}
+
+void Meeting::wait(unsigned expected) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const unsigned now = round;
+    if (++arrived == expected) {
+        arrived = 0;
+        round++;
+        all_here.notify_all();
+    } else {
+        all_here.wait(lock, [&] { return round != now; });
+    }
+}
+
+// All threads of the block that are left wait for other blocks: so does the OS thread.
+static bool meet_other_blocks(Block *b) {
+    const int left = b->threads - b->exited;
+    const bool grid = b->at_grid_barrier && b->at_grid_barrier == left, cluster = b->at_cluster_barrier && b->at_cluster_barrier == left;
+    if (!grid && !cluster) return false;
+    if (grid) b->grid->meeting.wait(b->grid->blocks);
+    else b->cluster->meeting.wait(b->grid->launch.cluster);
+    b->at_grid_barrier = b->at_cluster_barrier = 0;
+    for (Thread &t : b->thread)
+        if (t.state != State::exited) make_ready(b, &t);
+    return true;
+}
+
+// NULL when all have exited.
+static EMU_INLINE Thread *next_thread(Block *b) {
+    Thread *t = next_ready(b);
+    if (t || b->exited == b->threads) return t;
+    if (!meet_other_blocks(b)) report_deadlock(b);
+    return next_ready(b);
+}
+
+// ---- switching --------------------------------------------------------------------------------------------------
+static void run_threads();
+
+// To TSan a fibre is a thread.  So each CUDA thread gets its own, and blocks that follow each other get different ones, or
+// their races would hide behind "the same thread".  Twice as many fibres cost too much in the largest blocks.
+static bool own_fibres() { return has_tsan(); }
+static int fibre_sets(const Block *b) { return b->threads <= 256 ? 2 : 1; }
+
+static Fibre *fibre_for(Block *b, const Thread *t) {
+    Fibre *fibre;
+    if (own_fibres()) fibre = b->fibres[t->number * fibre_sets(b) + b->runs % fibre_sets(b)];
+    else if (b->idle.empty()) b->fibres.add(fibre = new_fibre(b->fibres.size()));
+    else fibre = b->idle.take_last();
+    restart(fibre, run_threads);
+    return fibre;
+}
+
+static EMU_INLINE Switch go_to(Block *b, Fibre *from, Thread *t) {
+    if (t->state == State::fresh) t->fibre = fibre_for(b, t);
+    t->state = State::running;
+    current = t;
+    leave_fibre(from, t->fibre);
+    return {from->registers, t->fibre->registers};
+}
+static void run_from_host(Block *b) {
+    const Switch s = go_to(b, &b->host, next_thread(b));
+    switch_stack(s.from, s.to);
+    enter_fibre(&b->host);
+}
+
+// The thread that calls waits (its state says for what) until somebody makes it ready.
+static EMU_INLINE Switch begin_wait(Block *b, Thread *t) {
+    Thread *next = next_thread(b);
+    if (next != t) return go_to(b, t->fibre, next);
+    t->state = State::running;
+    return {nullptr, nullptr};
+}
+void switched() { enter_fibre(self()->fibre); }
+
+static void release_barrier_if_full(Block *b, int number) {
+    // threads that have exited do not count, as on the device since Volta
+    const int expected = b->expected[number] ? b->expected[number] : b->threads - b->exited;
+    if (!b->arrived[number] || b->arrived[number] < expected) return;
+    b->arrived[number] = b->expected[number] = 0;
+    b->polls = 0;
+    const void *site = nullptr;
+    const bool strict = settings().strict;
+    for (Thread &t : b->thread) {
+        if (t.state != State::at_barrier || t.barrier != number) continue;
+        if (strict && site && t.site && t.site != site) die("threads of one block met at different __syncthreads");
+        if (t.site) site = t.site;
+        make_ready(b, &t);
+    }
+}
+
+static void exit_thread(Block *b, Thread *t) {
+    end_pending(t);
+    t->state = State::exited;
+    b->exited++;
+    b->polls = 0;
+    release(&b->grid->order);
+    for (int i = 0; i < BARRIERS; i++)
+        if (b->arrived[i]) release_barrier_if_full(b, i);
+    const unsigned waiting = b->waiting[t->warp];
+    for (int lane = 0; waiting >> lane; lane++)
+        if ((waiting >> lane & 1) && (b->thread[t->warp * 32 + lane].mask >> t->lane & 1))
+            die("exits while its warp waits for it in a warp operation");
+}
+
+// What a fibre does: the kernel, for one thread after the other as long as none of them has waited.
+static void run_threads() {
+    enter_fibre(nullptr);
+    for (;;) {
+        Block *b = block;
+        Thread *t = self();
+        acquire(&b->grid->launched);
+        b->grid->kernel.run();
+        Fibre *fibre = t->fibre;
+        exit_thread(b, t);
+        Thread *next = next_thread(b);
+        if (next && next->state == State::fresh && !own_fibres()) {
+            next->fibre = fibre;
+            next->state = State::running;
+            current = next;
+            continue;
+        }
+        if (!own_fibres()) b->idle.add(fibre);
+        if (next) {
+            const Switch s = go_to(b, fibre, next);
+            switch_stack(s.from, s.to);
+        } else {
+            current = nullptr;
+            leave_fibre(fibre, &b->host);
+            switch_stack(fibre->registers, b->host.registers);
+        }
+    }
+}
+
+// ---- barriers ---------------------------------------------------------------------------------------------------
+static EMU_INLINE void arrive(Block *b, int number, int threads) {
+    if (number < 0 || number >= BARRIERS) die("barrier %d, want 0 to %d", number, BARRIERS - 1);
+    if (threads % 32) die("barrier %d for %d threads, want whole warps", number, threads);
+    release(&b->barrier_order[number]);
+    if (threads) b->expected[number] = threads;
+    if (++b->arrived[number] > b->threads) die("more arrivals at barrier %d than the block has threads", number);
+}
+Switch begin_barrier(int number, int threads) {
+    Block *b = block;
+    Thread *t = self();
+    arrive(b, number, threads);
+    t->state = State::at_barrier;
+    t->barrier = number;
+    t->site = __builtin_return_address(0);
+    release_barrier_if_full(b, number);
+    return begin_wait(b, t);
+}
+void end_barrier(int number) { acquire(&block->barrier_order[number]); }
+void barrier_arrive(int number, int threads) {
+    arrive(block, number, threads);
+    release_barrier_if_full(block, number);
+}
+
+int barrier_count(bool vote) {
+    Block *b = block;
+    const int round = b->vote_round;            // two counters in turn: one is cleared while the other counts
+    b->votes[round] += vote;
+    barrier(0, 0);
+    const int count = b->votes[round];
+    barrier(0, 0);
+    b->votes[round] = 0;
+    return count;
+}
+
+Switch begin_grid_barrier() {
+    Block *b = block;
+    if (!b->grid->launch.cooperative) die("a barrier of the grid in a launch that is not cooperative");
+    release(&b->grid->order);
+    self()->state = State::at_grid_barrier;
+    b->at_grid_barrier++;
+    return begin_wait(b, self());
+}
+void end_grid_barrier() { acquire(&block->grid->order); }
+
+Switch begin_cluster_barrier() {
+    Block *b = block;
+    if (!b->cluster) return begin_barrier(0, 0);                // a cluster of one block
+    release(&b->cluster->order);
+    self()->state = State::at_cluster_barrier;
+    b->at_cluster_barrier++;
+    return begin_wait(b, self());
+}
+void end_cluster_barrier() {
+    if (block->cluster) acquire(&block->cluster->order);
+    else end_barrier(0);
+}
+
+int cluster_size() { return block->grid->launch.cluster; }
+int cluster_rank() { return static_cast<int>(current->block_index.x) % cluster_size(); }
+
+// TSan knows of no fences.  So all threads that call one are ordered, in the order of the calls: a race between two of them
+// may stay unseen, but a correct use of a fence and a flag is no false alarm.
+static Word fences;
+void fence() {
+    acquire(&fences);
+    release(&fences);
+}
+
+static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+Switch begin_poll(const char *what) {
+    Block *b = block;
+    const bool alone = !b->grid->launch.cooperative && !b->cluster && settings().workers <= 1;      // who should end this is here
+    if (++b->polls > 4096ul * b->threads) {
+        if (alone) die("DEADLOCK: %s waits for what nobody does", what);
+        if (b->polls == 4096ul * b->threads + 1) b->polling_since = now();
+        else if (now() - b->polling_since > settings().patience) die("DEADLOCK: %s waits for what no block has done in %g s", what, settings().patience);
+    }
+    if (!alone) sched_yield();
+    make_ready(b, self());
+    return begin_wait(b, self());
+}
+
+// ---- warp operations --------------------------------------------------------------------------------------------
+Switch begin_warp(unsigned mask, WarpOperation operation, void *argument, bool orders) {
+    Block *b = block;
+    Thread *t = self(), *lanes = &b->thread[t->warp * 32];
+    const int size = b->threads - t->warp * 32 < 32 ? b->threads - t->warp * 32 : 32;
+    if (!(mask >> t->lane & 1)) die("calls a warp operation for lanes %08x, and is not one of them", mask);
+    if (size < 32 && mask >> size) {            // all lanes of a warp that is not whole
+        if (mask != 0xffffffffu) die("a warp operation for lanes %08x, which the block does not have", mask);
+        mask = (1u << size) - 1;
+    }
+    t->mask = mask;
+    t->operation = operation;
+    t->argument = argument;
+    t->state = State::in_warp_operation;
+    t->site = __builtin_return_address(0);
+    if (orders) release(&b->warp_order[t->warp]);
+    unsigned &waiting = b->waiting[t->warp];
+    waiting |= 1u << t->lane;
+
+    bool complete = (waiting & mask) == mask;
+    for (int i = 0; i < size; i++) {
+        if (!(mask >> i & 1)) continue;
+        if (!complete) {
+            if (lanes[i].state == State::exited) die("a warp operation for lanes %08x, of which lane %d has exited", mask, i);
+        } else if (lanes[i].mask != mask) {
+            complete = false;                   // that lane waits in another operation, with fewer or more lanes
+        } else if (lanes[i].operation != operation) {
+            die("the lanes of a warp met in different warp operations (lane %d)", i);
+        }
+    }
+    if (!complete) return begin_wait(b, t);
+
+    waiting &= ~mask;
+    b->polls = 0;
+    if (operation) {
+        void *arguments[32];
+        for (int i = 0; i < 32; i++) arguments[i] = mask >> i & 1 ? lanes[i].argument : nullptr;
+        operation(arguments, mask);
+    }
+    for (int i = 0; i < size; i++)
+        if ((mask >> i & 1) && &lanes[i] != t) make_ready(b, &lanes[i]);
+    t->state = State::running;
+    return {nullptr, nullptr};
+}
+void end_warp_barrier() { acquire(&block->warp_order[self()->warp]); }
+
+// ---- a block ----------------------------------------------------------------------------------------------------
+static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
+    const Launch &l = grid->launch;
+    b->grid = grid;
+    b->cluster = cluster;
+    b->index = index;
+    b->runs++;
+    b->shuffled = settings().order == Settings::Order::shuffled;
+    b->random = 12345u + settings().seed * 7919u + index;
+    b->begun = b->exited = b->vote_round = b->votes[0] = b->votes[1] = b->at_grid_barrier = b->at_cluster_barrier = 0;
+    b->polls = 0;
+    b->loads.clear();
+    b->ready.clear();
+    b->next_ready = 0;
+    for (int i = 0; i < BARRIERS; i++) b->arrived[i] = b->expected[i] = 0;
+
+    const int threads = static_cast<int>(l.block.x * l.block.y * l.block.z);
+    if (b->threads != threads) {
+        for (Thread &t : b->thread) free_pending(&t);
+        b->threads = threads;
+        b->thread.set_zero(threads);
+        b->order.set_zero(threads);
+        b->waiting.set_zero((threads + 31) / 32);
+        own_memory_back(b->barrier_order);
+        b->barrier_order = nullptr;
+    }
+    // Other words for each block, or its barriers would order it after the blocks before it.
+    if (own_fibres() || !b->barrier_order) {
+        const size_t words = (BARRIERS + b->waiting.size()) * sizeof(Word);
+        b->barrier_order = reinterpret_cast<Word *>(own_fibres() ? new_shared(words, 64) : static_cast<char *>(own_memory(words)));
+        b->warp_order = b->barrier_order + BARRIERS;
+    }
+    char *dynamic = l.shared ? new_shared(l.shared, 1024) : nullptr;
+    const uint3 at = {index % l.grid.x, index / l.grid.x % l.grid.y, index / l.grid.x / l.grid.y};
+    for (int i = 0; i < threads; i++) {
+        Thread &t = b->thread[i];
+        const unsigned n = static_cast<unsigned>(i);
+        t.thread_index = {n % l.block.x, n / l.block.x % l.block.y, n / l.block.x / l.block.y};
+        t.block_index = at;
+        t.block_size = l.block;
+        t.grid_size = l.grid;
+        t.dynamic_shared = dynamic;
+        t.number = i;
+        t.lane = i % 32;
+        t.warp = i / 32;
+        t.state = State::fresh;
+        t.site = nullptr;
+        begin_pending(&t);
+        b->order[i] = settings().order == Settings::Order::reverse ? threads - 1 - i : i;
+    }
+    if (settings().order == Settings::Order::shuffled)
+        for (int i = threads - 1; i > 0; i--) swap(b->order[i], b->order[random_below(b, i + 1)]);
+    // To TSan a fibre comes after what its maker did: the host makes all of them before the first one runs.
+    if (own_fibres())
+        while (b->fibres.size() < static_cast<size_t>(threads * fibre_sets(b))) b->fibres.add(new_fibre(b->fibres.size()));
+}
+
+static void clean_up(Block *b) {
+    for (SharedVariable &v : b->shared_variables) shared_back(v.memory, v.bytes, 128);
+    b->shared_variables.clear();
+    if (char *dynamic = b->thread[0].dynamic_shared) shared_back(dynamic, b->grid->launch.shared, 1024);
+}
+
+static void run_block(Block *b, Grid *grid, unsigned index) {
+    prepare(b, grid, index, nullptr);
+    run_from_host(b);
+    clean_up(b);
+}
+
+// ---- a grid -----------------------------------------------------------------------------------------------------
+// Blocks keep their fibres for the next launch.
+static std::mutex pool_lock;
+static Array<Block *> pool;
+
+struct Worker {
+    Block *b;
+    explicit Worker(Grid *grid) {
+        {
+            std::lock_guard<std::mutex> lock(pool_lock);
+            b = pool.empty() ? nullptr : pool.take_last();
+        }
+        if (!b) {
+            b = static_cast<Block *>(own_memory(sizeof(Block)));
+            fill(b, 0, sizeof(Block));
+        }
+        block = b;
+        make_host_fibre(&b->host);
+        release(&grid->launched);
+    }
+    ~Worker() {
+        block = nullptr;
+        std::lock_guard<std::mutex> lock(pool_lock);
+        pool.add(b);
+    }
+};
+
+// The block that runs as the n-th: a step through all of them that shares no factor with their number.
+static unsigned block_in_turn(unsigned n, unsigned blocks) {
+    if (settings().order == Settings::Order::forward) return n;
+    if (settings().order == Settings::Order::reverse) return blocks - 1 - n;
+    auto share_a_factor = [](unsigned a, unsigned b) {
+        while (b) {
+            const unsigned rest = a % b;
+            a = b;
+            b = rest;
+        }
+        return a != 1;
+    };
+    unsigned step = (settings().seed * 2654435761u >> 8) % blocks + 1;
+    while (share_a_factor(step, blocks)) step++;
+    return static_cast<unsigned>((static_cast<unsigned long>(n) * step + settings().seed) % blocks);
+}
+
+// Each worker takes one block after the other.
+static void run_blocks(Grid *grid) {
+    Worker worker(grid);
+    for (unsigned i; (i = grid->next++) < grid->blocks;) run_block(worker.b, grid, block_in_turn(i, grid->blocks));
+}
+
+// All blocks of a cooperative grid run at once.
+static void run_one(Grid *grid, unsigned index) {
+    Worker worker(grid);
+    run_block(worker.b, grid, index);
+}
+
+// The blocks of a cluster run at once, one cluster after the other.  They meet before the first thread runs, so that each
+// finds the others' shared memory, and after the last, so that it stays as long as one of them may look.
+static void run_rank(Grid *grid, Cluster *cluster, unsigned rank) {
+    Worker worker(grid);
+    const unsigned size = grid->launch.cluster, clusters = grid->blocks / size;
+    for (unsigned i = 0; i < clusters; i++) {
+        cluster->blocks[rank] = worker.b;
+        prepare(worker.b, grid, block_in_turn(i, clusters) * size + rank, cluster);
+        cluster->meeting.wait(size);
+        run_from_host(worker.b);
+        cluster->meeting.wait(size);
+        clean_up(worker.b);
+    }
+}
+
+void run_grid(const Launch &launch, const Kernel &kernel) {
+    Grid grid(launch, kernel);
+    DeviceMemoryOpen open;
+    Cluster cluster;
+    reuse_shared_arena();
+    release(&grid.launched);
+    const unsigned most = static_cast<unsigned>(settings().workers);
+    const unsigned workers = launch.cooperative ? grid.blocks : launch.cluster > 1 ? launch.cluster : grid.blocks < most ? grid.blocks : most;
+    auto work = [&](unsigned number) {
+        if (launch.cooperative) run_one(&grid, number);
+        else if (launch.cluster > 1) run_rank(&grid, &cluster, number);
+        else run_blocks(&grid);
+    };
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < workers; i++) others.emplace_back(work, i);
+    work(0);
+    for (std::thread &other : others) other.join();
+    acquire(&grid.order);
+}
+}

@@ -1,0 +1,229 @@
+"""What each wrapper of cuda/gpu.cuh and cuda/hopper.cuh must give, as formulas; see cuda/conformance.cu for the kernels.
+
+    python tests/conformance.py LIBRARY [LIBRARY]
+
+runs every case of the first library (build/conformance/cuda.so on a machine with a GPU) on random numbers and on small
+integers, against the formulas and against the second library (build/conformance/emulated.so), and prints a table.  It needs
+numpy only.
+"""
+import ctypes
+import sys
+
+import numpy as np
+
+# ---- numbers as the device rounds them ----
+
+
+def bits(x):
+    return np.ascontiguousarray(x, np.float32).view(np.uint32)
+
+
+def bf16(x):
+    """To the nearest bfloat16, ties to even."""
+    u = bits(x).astype(np.uint64)
+    return ((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000).astype(np.uint32).view(np.float32)
+
+
+def tf32(x):
+    """To the nearest TF32, ties away from zero."""
+    rounded = ((bits(x).astype(np.uint64) + 0x1000) & 0xffffe000).astype(np.uint32)
+    return np.where(np.isnan(x), np.uint32(0x7fffffff), rounded).view(np.float32)
+
+
+def tf32_cut(x):
+    return (bits(x) & 0xffffe000).view(np.float32)
+
+
+# ---- the formula of each case: an array of numbers to an array of numbers ----
+def shared(x):
+    return [x[::-1], np.tile(np.arange(32), 2), 4 * np.arange(64)]
+
+
+def flags(x):
+    total = np.float32(0)
+    for value in x:
+        total = np.float32(np.float32(total * np.float32(0.5)) + value)
+    return [total, 4]
+
+
+def async_copies(x):
+    thread = np.arange(16)
+    ok = thread % 3 != 0
+    part = np.arange(4) < (thread % 5)[:, None]
+    return [x[:16] * ok, x[16:48] * np.repeat(ok, 2), x[48:112] * np.repeat(ok, 4), x[112:] * part.ravel()]
+
+
+def mma(rounded, depth):
+    def formula(x):
+        a, b, d = np.split(x, [16 * depth, 24 * depth])
+        a, b = rounded(a).reshape(16, depth), rounded(b).reshape(depth, 8)
+        return [d.reshape(16, 8) + a.astype(np.float64) @ b.astype(np.float64)]
+    return formula
+
+
+def ldmatrix(trans):
+    """Lane l holds the elements (l / 4, 2 (l % 4)) and the next of each matrix: its elements in order, two for each lane."""
+    def formula(x):
+        matrices = bf16(x).reshape(-1, 8, 8)
+        return [matrices.transpose(0, 2, 1) if trans else matrices]
+    return formula
+
+
+def swizzle(box):
+    """The number of a row, modulo 8, is xored with the number of each 16-byte piece in it."""
+    rows, columns = box.shape
+    pieces = box.reshape(rows, columns // 4, 4)
+    moved = np.empty_like(pieces)
+    for row in range(rows):
+        moved[row, np.arange(columns // 4) ^ row % 8] = pieces[row]
+    return moved.reshape(rows, columns)
+
+
+ROWS, COLUMNS, STRIDE, BOX, BOX_ROWS = 20, 40, 48, 32, 16
+
+
+def bulk_loads(swizzled):
+    def formula(x):
+        matrix = x.reshape(ROWS, STRIDE)[:, :COLUMNS]
+        wide = np.pad(matrix, 128)
+        boxes = [wide[128 + row:128 + row + BOX_ROWS, 128 + column:128 + column + BOX]
+                 for column, row in ((4, 2), (16, 12), (-8, -4), (-100, 0))]
+        return [swizzle(box) if swizzled else box for box in boxes]
+    return formula
+
+
+def bulk_stores(swizzled):
+    def formula(x):
+        matrix = np.zeros((ROWS, STRIDE), np.float32)
+        for box, (column, row) in zip(x.reshape(2, BOX_ROWS, BOX), ((0, 0), (24, 12)), strict=True):
+            box = swizzle(box) if swizzled else box             # xor is its own inverse
+            inside = box[:ROWS - row, :COLUMNS - column]
+            matrix[row:row + inside.shape[0], column:column + inside.shape[1]] = inside
+        return [matrix]
+    return formula
+
+
+def wgmma(form, n):
+    rounded, depth = (tf32_cut, 32) if 'tf32' in form else (bf16, 64)
+
+    def formula(x):
+        a, b = np.split(rounded(x).astype(np.float64), [64 * depth])
+        a = a.reshape(depth, 64).T if form in ('bf16_trans_a', 'bf16_trans_both') else a.reshape(64, depth)
+        trans_b = form in ('bf16_trans_b', 'bf16_trans_both', 'bf16_ra_trans_b')
+        b = b.reshape(depth, n) if trans_b else b.reshape(n, depth).T
+        return [2 * (a @ b)]
+    return formula
+
+
+def clusters(x):
+    blocks = x.reshape(2, 4, 32)
+    total = np.zeros((2, 32))
+    for rank in range(4):
+        total = 2 * total + blocks[:, rank]
+    return [total[:, None, :] + 1000 * np.arange(4)[None, :, None]]
+
+
+FORMULAS = {
+    'shared': shared,
+    'named_barriers': lambda x: [x[::-1]],
+    'grid_barrier': lambda x: [2 * np.roll(x, -64)],
+    'flags': flags,
+    'loads': lambda x: [x],
+    'async_copies': async_copies,
+    'tf32_bits': lambda x: [tf32(x)],
+    'mma_tf32': mma(tf32, 8),
+    'mma_tf32_unrounded': mma(tf32_cut, 8),
+    'mma_bf16': mma(bf16, 16),
+    'arrivals': lambda x: [np.roll(x, -21)],
+    'bulk_loads': bulk_loads(False),
+    'bulk_loads_swizzled': bulk_loads(True),
+    'bulk_stores': bulk_stores(False),
+    'bulk_stores_swizzled': bulk_stores(True),
+    'registers': lambda x: [x[:128] + 1, 2 * x[128:]],
+    'clusters': clusters,
+    **{f'{kind}matrix{trans}_{count}': ldmatrix(bool(trans)) for kind in ('ld', 'st') for trans in ('', '_trans') for count in (1, 2, 4)},
+}
+
+
+def formula(name):
+    kind, _, rest = name.partition('_')
+    if kind != 'wgmma':
+        return FORMULAS[name]
+    form, _, n = rest.rpartition('_')
+    return wgmma(form, int(n))
+
+
+# ---- running the cases ----
+class Library:
+    def __init__(self, path):
+        self.loaded = ctypes.CDLL(str(path))
+        self.loaded.conformance_case.restype = self.loaded.conformance_run.restype = ctypes.c_char_p
+        self.cases = {}                         # name: (number, how many numbers go in, come out, and the capability it wants)
+        for i in range(self.loaded.conformance_count()):
+            sizes = [ctypes.c_int() for _ in range(3)]
+            name = self.loaded.conformance_case(i, *map(ctypes.byref, sizes)).decode()
+            self.cases[name] = (i, *(size.value for size in sizes))
+
+    def run(self, name, x):
+        i, inputs, outputs, _ = self.cases[name]
+        assert x.shape == (inputs,) and x.dtype == np.float32
+        y = np.full(outputs, np.nan, np.float32)
+        pointer = ctypes.POINTER(ctypes.c_float)
+        error = self.loaded.conformance_run(i, x.ctypes.data_as(pointer), y.ctypes.data_as(pointer))
+        if error:
+            raise RuntimeError(f'{name}: {error.decode()}')
+        return y
+
+
+def inputs(name, count, kind, seed=0):
+    """Random numbers, or integers so small that every product and sum of them is exact in any order."""
+    random = np.random.default_rng([seed, *name.encode()])
+    x = (random.integers(-4, 5, count) if kind == 'integers' else random.standard_normal(count)).astype(np.float32)
+    if name == 'tf32_bits' and kind != 'integers':              # all exponents, ties, zeros, infinities and NaN
+        x = random.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+        x[:8] = np.array([0, 0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0x3f801000, 0x3f803000, 1], np.uint32).view(np.float32)
+    return x
+
+
+def expected(name, x):
+    return np.concatenate([np.asarray(part, np.float64).ravel() for part in formula(name)(x)])
+
+
+def difference(found, wanted):
+    """The largest, 0 where both are the same infinity or NaN."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    with np.errstate(invalid='ignore'):
+        gaps = np.where(same, 0.0, np.abs(found - wanted))
+    return np.inf if np.isnan(gaps).any() else gaps.max()
+
+
+# sums of up to 64 products of normal numbers, added in any order
+TOLERANCE = 2e-4
+
+
+def allowed(name, kind):
+    return TOLERANCE if kind != 'integers' and ('mma' in name or name in ('flags', 'clusters')) else 0.0
+
+
+def main(paths):
+    first, *others = map(Library, paths)
+    bad = 0
+    print(f'{"case":24} {"numbers":10} {"formula":>10} {"other":>10}')
+    for name, (_, count, _, _) in first.cases.items():
+        for kind in ('integers', 'normal'):
+            x = inputs(name, count, kind)
+            try:
+                y = first.run(name, x)
+                gaps = [difference(y, expected(name, x)), *(difference(y, other.run(name, x)) for other in others)]
+            except RuntimeError as error:
+                gaps, y = [np.inf], str(error)
+            ok = all(gap <= allowed(name, kind) for gap in gaps)
+            bad += not ok
+            print(f'{name:24} {kind:10} ' + ' '.join(f'{gap:10.3g}' for gap in gaps) + ('' if ok else '  BAD ' + (y if isinstance(y, str) else '')))
+    print(f'{bad} bad' if bad else 'all as they should be')
+    return bad != 0
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

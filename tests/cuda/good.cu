@@ -1,0 +1,374 @@
+// good.cu - kernels of every kind that the emulator must run right, in every order of threads, and without a false alarm.
+//
+//     good [name of a kernel, or all] [side of the matrices, a multiple of 64] [repetitions]
+//
+// prints for each kernel the largest difference from the result in double precision, and the best time.
+#include "common.h"
+
+constexpr unsigned ALL = 0xffffffffu;
+
+// ---- sums over a block: shuffles, shared memory, then shuffles; over the grid in a fixed order by the last block to come ----
+static __device__ float warp_sum(float x) {
+    for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
+    return x;
+}
+static __device__ float block_sum(float x) {
+    SHARED(float, partial, [32]);
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f);
+    __syncthreads();
+    return x;
+}
+static __global__ void sum(const float *x, float *partial, unsigned *done, float *result, int n) {
+    SHARED(bool, last, [1]);
+    float mine = 0.0f;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += blockDim.x * gridDim.x) mine += x[i];
+    mine = block_sum(mine);
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = mine;
+        __threadfence();
+        last[0] = atomicInc(done, gridDim.x - 1) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (last[0] && threadIdx.x == 0) {
+        float total = 0.0f;
+        for (unsigned i = 0; i < gridDim.x; i++) total += partial[i];
+        *result = total;
+    }
+}
+
+// ---- matrix products: one output for each thread; 4 x 4 of them; tensor cores ----
+template <int TILE> static __global__ void matmul(const float *a, const float *b, float *c, int n) {
+    SHARED(float, a_tile, [TILE][TILE]);
+    SHARED(float, b_tile, [TILE][TILE]);
+    const int x = threadIdx.x, y = threadIdx.y, row = blockIdx.y * TILE + y, column = blockIdx.x * TILE + x;
+    float total = 0.0f;
+    for (int k0 = 0; k0 < n; k0 += TILE) {
+        a_tile[y][x] = a[row * n + k0 + x];
+        b_tile[y][x] = b[(k0 + y) * n + column];
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < TILE; k++) total += a_tile[y][k] * b_tile[k][x];
+        __syncthreads();
+    }
+    c[row * n + column] = total;
+}
+
+static __global__ void __launch_bounds__(256) matmul_registers(const float *a, const float *b, float *c, int n) {
+    SHARED(float, a_tile, [16][68]);            // transposed
+    SHARED(float, b_tile, [16][64]);
+    const int t = threadIdx.x, row0 = blockIdx.y * 64, column0 = blockIdx.x * 64;
+    float total[4][4] = {};
+    for (int k0 = 0; k0 < n; k0 += 16) {
+        const float4 in = *reinterpret_cast<const float4 *>(&a[(row0 + t / 4) * n + k0 + t % 4 * 4]);
+        const float values[4] = {in.x, in.y, in.z, in.w};
+        for (int i = 0; i < 4; i++) a_tile[t % 4 * 4 + i][t / 4] = values[i];
+        *reinterpret_cast<float4 *>(&b_tile[t / 16][t % 16 * 4]) = *reinterpret_cast<const float4 *>(&b[(k0 + t / 16) * n + column0 + t % 16 * 4]);
+        __syncthreads();
+        for (int k = 0; k < 16; k++) {
+            const float4 x = *reinterpret_cast<float4 *>(&a_tile[k][t / 16 * 4]), y = *reinterpret_cast<float4 *>(&b_tile[k][t % 16 * 4]);
+            const float xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) total[i][j] += xs[i] * ys[j];
+        }
+        __syncthreads();
+    }
+    for (int i = 0; i < 4; i++)
+        *reinterpret_cast<float4 *>(&c[(row0 + t / 16 * 4 + i) * n + column0 + t % 16 * 4]) = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
+}
+
+// 64 x 64 tiles by 4 warps, and two stages of asynchronous copies.
+static __global__ void __launch_bounds__(128) matmul_tf32(const float *a, const float *b, float *c, int n) {
+    DYN_SHARED(float, shared);
+    auto a_tile = reinterpret_cast<float (*)[64][20]>(shared);
+    auto b_tile = reinterpret_cast<float (*)[16][72]>(shared + 2 * 64 * 20);
+    const int t = threadIdx.x, warp = t / 32, g = t % 32 / 4, q = t % 4, row = warp / 2 * 32, column = warp % 2 * 32;
+    const int row0 = blockIdx.y * 64, column0 = blockIdx.x * 64;
+    float total[2][4][4] = {};
+    auto load = [&](int stage, int k0) {
+        for (int i = t; i < 256; i += 128) cp_async16(&a_tile[stage][i / 4][i % 4 * 4], &a[(row0 + i / 4) * n + k0 + i % 4 * 4]);
+        for (int i = t; i < 256; i += 128) cp_async16(&b_tile[stage][i / 16][i % 16 * 4], &b[(k0 + i / 16) * n + column0 + i % 16 * 4]);
+        cp_async_commit();
+    };
+    load(0, 0);
+    for (int k0 = 0, stage = 0; k0 < n; k0 += 16, stage ^= 1) {
+        if (k0 + 16 < n) {
+            load(stage ^ 1, k0 + 16);
+            cp_async_wait<1>();
+        } else {
+            cp_async_wait<0>();
+        }
+        __syncthreads();
+        for (int k = 0; k < 16; k += 8) {
+            unsigned x[2][4], y[4][2];
+            for (int i = 0; i < 2; i++)
+                for (int j = 0; j < 4; j++) x[i][j] = to_tf32(a_tile[stage][row + 16 * i + g + j % 2 * 8][k + q + j / 2 * 4]);
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 2; j++) y[i][j] = to_tf32(b_tile[stage][k + q + 4 * j][column + 8 * i + g]);
+            for (int i = 0; i < 2; i++)
+                for (int j = 0; j < 4; j++) mma_tf32(total[i][j], x[i], y[j]);
+        }
+        __syncthreads();
+    }
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 4; j++)
+            for (int e = 0; e < 4; e++) c[(row0 + row + 16 * i + g + e / 2 * 8) * n + column0 + column + 8 * j + 2 * q + e % 2] = total[i][j][e];
+}
+
+// c = a * b^T in bfloat16: a 64 x 64 tile for a warpgroup, which computes, and one more warp, which loads a ring of 3 stages.
+static __global__ void __launch_bounds__(160) matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
+    constexpr int STAGES = 3, TILE = 64 * 128;
+    DYN_SHARED(unsigned char, shared);
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + STAGES * 2 * TILE), *empty = full + STAGES;
+    const int t = threadIdx.x, row0 = blockIdx.y * 64, column0 = blockIdx.x * 64;
+    if (t == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            mbar_init(&full[i], 1);
+            mbar_init(&empty[i], 128);
+        }
+        mbar_fence_init();
+    }
+    __syncthreads();
+    if (t >= 128) {
+        if (t > 128) return;
+        for (int i = 0; i < n / 64; i++) {
+            const int stage = i % STAGES, phase = i / STAGES & 1;
+            mbar_wait(&empty[stage], phase ^ 1);
+            mbar_expect(&full[stage], 2 * TILE);
+            tma_load_2d(shared + stage * 2 * TILE, &a, i * 64, row0, &full[stage]);
+            tma_load_2d(shared + stage * 2 * TILE + TILE, &b, i * 64, column0, &full[stage]);
+        }
+        return;
+    }
+    float d[32];
+    for (int i = 0; i < n / 64; i++) {
+        const int stage = i % STAGES, phase = i / STAGES & 1;
+        mbar_wait(&full[stage], phase);
+        wg_fence();
+        const uint64_t x = wg_desc(shared + stage * 2 * TILE), y = wg_desc(shared + stage * 2 * TILE + TILE);
+        for (int k = 0; k < 4; k++) wgmma_bf16<64>(d, x + 2 * k, y + 2 * k, i || k);
+        wg_commit();
+        wg_wait<0>();
+        mbar_arrive(&empty[stage]);
+    }
+    for (int i = 0; i < 32; i++)
+        c[(row0 + t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + column0 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
+}
+
+// ---- softmax of rows: a warp for each, a block for each ----
+static __global__ void softmax_warp(const float *x, float *y, int rows, int columns) {
+    const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    x += row * columns;
+    y += row * columns;
+    float most = -INFINITY, total = 0.0f;
+    for (int i = lane; i < columns; i += 32) most = fmaxf(most, x[i]);
+    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    for (int i = lane; i < columns; i += 32) total += __expf(x[i] - most);
+    total = warp_sum(total);
+    for (int i = lane; i < columns; i += 32) y[i] = __expf(x[i] - most) / total;
+}
+static __global__ void softmax_block(const float *x, float *y, int columns) {
+    x += blockIdx.x * columns;
+    y += blockIdx.x * columns;
+    SHARED(float, partial, [32]);
+    float most = -INFINITY, total = 0.0f;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) most = fmaxf(most, x[i]);
+    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = most;
+    __syncthreads();
+    most = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : -INFINITY;
+    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) total += __expf(x[i] - most);
+    total = block_sum(total);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) y[i] = __expf(x[i] - most) / total;
+}
+
+// ---- recurrences h = tanh(w h + x_t) in one kernel: blocks that wait for each other, three ways ----
+static __device__ float dot(const float *w, const float *h, int n) {
+    float mine = 0.0f;
+    for (int i = threadIdx.x % 32; i < n; i += 32) mine += w[i] * h[i];
+    return warp_sum(mine);
+}
+enum class Wait { grid, flag, cluster };
+template <Wait HOW> static __global__ void recurrence(const float *w, const float *x, float *h, unsigned *flag, int n, int steps) {
+    SHARED(float, before, [256]);
+    SHARED(float, after, [256]);
+    const int rows = n / gridDim.x, row0 = blockIdx.x * rows, lane = threadIdx.x % 32;
+    for (int t = 0; t < steps; t++) {
+        const float *from = h + (t & 1) * n;
+        float *to = h + ((t + 1) & 1) * n;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) before[i] = HOW == Wait::cluster && t ? map_shared(after, i / rows)[i] : from[i];
+        __syncthreads();
+        if (HOW == Wait::cluster) cluster_sync();               // all have read, so `after` may change
+        for (int r = threadIdx.x / 32; r < rows; r += blockDim.x / 32) {
+            const float total = dot(w + (row0 + r) * n, before, n);
+            if (lane == 0) after[row0 + r] = to[row0 + r] = tanhf(total + x[t * n + row0 + r]);
+        }
+        if (HOW == Wait::grid) grid_sync();
+        if (HOW == Wait::cluster) cluster_sync();
+        if (HOW == Wait::flag) {
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                add_release(flag, 1);
+                while (load_acquire(flag) < (t + 1) * gridDim.x) {}
+            }
+            __syncthreads();
+        }
+    }
+}
+
+// ---- a step of training, as a graph replays it: what changes from step to step is on the device ----
+static __global__ void tick(int *step) { *step += 1; }
+static __global__ void use_step(const int *step, float *p, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) p[i] += static_cast<float>(*step);
+}
+
+// ---- running them -----------------------------------------------------------------------------------------------
+static const char *wanted;
+static int repetitions, failures;
+
+static bool asked_for(const char *name) { return !strcmp(wanted, "all") || !strcmp(wanted, name); }
+static void report(const char *name, cudaError_t error, double difference, double tolerance, double time) {
+    const bool ok = error == cudaSuccess && difference <= tolerance;
+    if (!ok) failures++;
+    printf("%-18s %-4s %-10.3g %.3f ms %s\n", name, ok ? "ok" : "BAD", difference, time, error ? cudaGetErrorName(error) : "");
+}
+// Of a kernel that fills `result`, launched by `run`.
+template <class F> static void try_kernel(const char *name, const float *result, const std::vector<double> &expected, double tolerance, F run) {
+    if (!asked_for(name)) return;
+    double best = INFINITY;
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < repetitions; i++) {
+        const double begun = milliseconds();
+        error = run();
+        cudaDeviceSynchronize();
+        best = fmin(best, milliseconds() - begun);
+    }
+    report(name, error, largest_difference(to_host(result, expected.size()), expected), tolerance, best);
+}
+
+static void try_sum() {
+    const int n = 65536;
+    const std::vector<float> x = uniform(n, 1);
+    double total = 0.0;
+    for (float value : x) total += value;
+    const float *device = to_device(x);
+    float *partial = on_device<float>(8), *result = on_device<float>(1);
+    unsigned *done = to_device(std::vector<unsigned>{0});
+    try_kernel("sum", result, {total}, 1e-3, [=] { return LAUNCH(sum, 8, 256, 0, nullptr, device, partial, done, result, n); });
+}
+
+static void try_matmul(int n) {
+    const std::vector<float> a = uniform(n * n, 1), b = uniform(n * n, 2);
+    std::vector<double> expected(n * n), transposed(n * n);
+    const std::vector<__nv_bfloat16> a16 = as_bf16(a), b16 = as_bf16(b);
+    const std::vector<float> a_rounded = as_float(a16), b_rounded = as_float(b16);
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < n; k++)
+            for (int j = 0; j < n; j++) {
+                expected[i * n + j] += static_cast<double>(a[i * n + k]) * b[k * n + j];
+                transposed[i * n + j] += static_cast<double>(a_rounded[i * n + k]) * b_rounded[j * n + k];
+            }
+    const float *x = to_device(a), *y = to_device(b);
+    float *c = on_device<float>(n * n);
+    const unsigned tiles = n / 64;
+    const std::vector<float> wrong(n * n, NAN);
+    auto forget = [&] { cudaMemcpy(c, wrong.data(), n * n * sizeof(float), cudaMemcpyHostToDevice); };
+    try_kernel("matmul_16", c, expected, 1e-4, [=] { return LAUNCH(matmul<16>, dim3(n / 16, n / 16), dim3(16, 16), 0, nullptr, x, y, c, n); });
+    forget();
+    try_kernel("matmul_32", c, expected, 1e-4, [=] { return LAUNCH(matmul<32>, dim3(n / 32, n / 32), dim3(32, 32), 0, nullptr, x, y, c, n); });
+    forget();
+    try_kernel("matmul_registers", c, expected, 1e-4, [=] { return LAUNCH(matmul_registers, dim3(tiles, tiles), 256, 0, nullptr, x, y, c, n); });
+    forget();
+    const size_t stages = (2 * 64 * 20 + 2 * 16 * 72) * sizeof(float);
+    try_kernel("matmul_tf32", c, expected, 2e-2, [=] { return LAUNCH(matmul_tf32, dim3(tiles, tiles), 128, stages, nullptr, x, y, c, n); });
+    forget();
+    CUtensorMap a_map, b_map;
+    const uint64_t size = n;
+    const __nv_bfloat16 *x16 = to_device(a16), *y16 = to_device(b16);
+    make_tensor_map_2d(&a_map, x16, 2, size, size, 2 * size, 64, 64, true);
+    make_tensor_map_2d(&b_map, y16, 2, size, size, 2 * size, 64, 64, true);
+    const int ring = 3 * 2 * 64 * 128 + 64;
+    cudaFuncSetAttribute(matmul_wgmma, cudaFuncAttributeMaxDynamicSharedMemorySize, ring);
+    try_kernel("matmul_wgmma", c, transposed, 1e-4, [&] { return LAUNCH(matmul_wgmma, dim3(tiles, tiles), 160, ring, nullptr, a_map, b_map, c, n); });
+}
+
+static void try_softmax() {
+    const int rows = 128, columns = 512;
+    const std::vector<float> x = uniform(rows * columns, 5);
+    std::vector<double> expected(x.size());
+    for (int r = 0; r < rows; r++) {
+        double total = 0.0;
+        for (int i = 0; i < columns; i++) total += exp(x[r * columns + i]);
+        for (int i = 0; i < columns; i++) expected[r * columns + i] = exp(x[r * columns + i]) / total;
+    }
+    const float *device = to_device(x);
+    float *y = on_device<float>(x.size()), *z = on_device<float>(x.size());
+    try_kernel("softmax_warp", y, expected, 1e-6, [=] { return LAUNCH(softmax_warp, rows / 4, 128, 0, nullptr, device, y, rows, columns); });
+    try_kernel("softmax_block", z, expected, 1e-6, [=] { return LAUNCH(softmax_block, rows, 128, 0, nullptr, device, z, columns); });
+}
+
+static void try_recurrence() {
+    const int n = 256, steps = 32, blocks = 8;
+    std::vector<float> w = uniform(n * n, 9), x = uniform(n * steps, 10);
+    for (float &value : w) value *= 0.05f;
+    std::vector<double> h(n, 0.0), next(n);
+    for (int t = 0; t < steps; t++, h = next)
+        for (int i = 0; i < n; i++) {
+            double total = x[t * n + i];
+            for (int j = 0; j < n; j++) total += w[i * n + j] * h[j];
+            next[i] = tanh(total);
+        }
+    const float *dw = to_device(w), *dx = to_device(x);
+    float *dh = on_device<float>(2 * n);
+    unsigned *flag = on_device<unsigned>(1);
+    auto clear = [=] {
+        cudaMemsetAsync(dh, 0, 2 * n * sizeof(float), nullptr);
+        cudaMemsetAsync(flag, 0, sizeof(unsigned), nullptr);
+    };
+    try_kernel("grid_sync", dh, h, 1e-5, [=] { clear(); return LAUNCH_COOP(recurrence<Wait::grid>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps); });
+    try_kernel("flag", dh, h, 1e-5, [=] { clear(); return LAUNCH_COOP(recurrence<Wait::flag>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps); });
+    try_kernel("cluster", dh, h, 1e-5, [=] { clear(); return LAUNCH_CLUSTER(blocks, recurrence<Wait::cluster>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps); });
+}
+
+static void try_graph() {
+    if (!asked_for("graph")) return;
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t ready;
+    cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    int *step = to_device(std::vector<int>{0});
+    float *p = to_device(std::vector<float>(100, 0.0f));
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+    LAUNCH(tick, 1, 1, 0, stream, step);
+    LAUNCH(use_step, 4, 32, 0, stream, step, p, 100);
+    cudaStreamEndCapture(stream, &graph);
+    cudaError_t error = cudaGraphInstantiate(&ready, graph, 0);
+    cudaGraphDestroy(graph);
+    const double begun = milliseconds();
+    for (int i = 0; i < 100; i++) cudaGraphLaunch(ready, stream);
+    cudaStreamSynchronize(stream);
+    const double time = milliseconds() - begun;
+    report("graph", error, largest_difference(to_host(p, 100), std::vector<double>(100, 5050.0)), 0.0, time);
+    cudaGraphExecDestroy(ready);
+    cudaStreamDestroy(stream);
+}
+
+int main(int argc, char **argv) {
+    wanted = argc > 1 ? argv[1] : "all";
+    const int n = argc > 2 ? atoi(argv[2]) : 128;
+    repetitions = argc > 3 ? atoi(argv[3]) : 1;
+    try_sum();
+    try_matmul(n);
+    try_softmax();
+    try_recurrence();
+    try_graph();
+    return failures != 0;
+}
