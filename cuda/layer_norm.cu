@@ -59,7 +59,7 @@ template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bo
 
 // A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row; 0 where it is not held but read each time.
 template <int TEAM_, int WIDTH_, int PACKS_> struct Share {
-    static constexpr int TEAM = TEAM_, WIDTH = WIDTH_, PACKS = PACKS_, PLACES = PACKS ? PACKS : 1;
+    static constexpr int TEAM = TEAM_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, PLACES = PACKS ? PACKS : 1;
     using Neighbours = Pack<float, WIDTH>;
 
     // f(i, c) for each of its packs, which begin at column c; i is the place where it is held.
@@ -139,13 +139,13 @@ static __global__ void __launch_bounds__(THREADS) forward(
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------
-// Blocks that a multiprocessor holds: fewer, with more registers each, where more is held.
-static constexpr int MOST_RESIDENT = 4;
-static constexpr int resident(int packs) { return packs == 4 ? 2 : packs == 2 ? 3 : MOST_RESIDENT; }
+// Blocks that a multiprocessor holds: fewer, with more registers each, where a lane holds more floats of a row.
+static constexpr int MOST_RESIDENT = 5;
+static constexpr int resident(int held) { return held == 0 ? 4 : held <= 4 ? MOST_RESIDENT : held <= 8 ? 3 : 2; }
 
 // sums: of each block, what it adds to dweight (C) and to dbias (C)
 template <class S>
-static __global__ void __launch_bounds__(THREADS, resident(S::PACKS)) backward(
+static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
     float *dx, float *sums, const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
     int64_t R, int64_t C, bool accumulate, bool whole) {
     using Neighbours = typename S::Neighbours;
@@ -197,7 +197,7 @@ static __global__ void __launch_bounds__(THREADS, resident(S::PACKS)) backward(
             store<WIDTH>(sums + C + c, dbias[i], whole);
         });
     if constexpr (S::TEAM == 32) {                              // first those of all warps, one array after the other
-        SHARED(float, of_warp, [WARPS][32 * S::PACKS * WIDTH]);
+        SHARED(float, of_warp, [WARPS][32 * S::HELD]);
         const auto add_warps = [&](float *to, const Neighbours (&mine)[S::PLACES]) {
             S::each(C, [&](int i, int64_t c) {
 #pragma unroll
@@ -277,7 +277,7 @@ extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, flo
     Launches launches;
     launches << with_share<4>(C, [&](auto share) {
         using S = decltype(share);
-        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::TEAM), int64_t(pyops_multiprocessors()) * resident(S::PACKS));
+        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::TEAM), int64_t(pyops_multiprocessors()) * resident(S::HELD));
         return LAUNCH(backward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
                       dx, work, dy, x, weight, mean, rstd, R, C, accumulate != 0, whole);
     });
