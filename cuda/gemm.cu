@@ -214,7 +214,9 @@ static cudaError_t convert(uint16_t *y, const float *x, int64_t R, int64_t C, in
 // Without Hopper's matrix units, or at addresses that bulk copies cannot take: the same tiles as above, of operands that are
 // made float32 on their way into shared memory, from where they come out as the same bfloat16 numbers.
 struct FromBf16 {
-    static constexpr bool k_inner = true, formed = true;
+    static constexpr bool k_inner = true;
+    static constexpr Way way = Way::made;
+    struct Line {};
     const uint16_t *p;
     int64_t rows, ld;
     __device__ __forceinline__ float operator()(int64_t row, int64_t k) const {

@@ -17,9 +17,14 @@
 //
 // An operand is a struct, passed to the kernel by value:
 //   static constexpr bool k_inner;    whether neighbours in memory are neighbours in k (else: in the row)
-//   static constexpr bool formed;     false: it lies in memory, as `Stored` describes it, and is copied asynchronously
-//                                     true:  float operator()(int64_t row, int64_t k) const makes an element while it is loaded
 //   int64_t rows;                     how many there are; beyond them, and beyond the range of k, zeros are taken
+//   static constexpr Way way;         how its elements come into shared memory:
+//     copied   they lie in memory, as `Stored` describes it, and are copied asynchronously
+//     formed   likewise (whole16), and then the thread that copied four neighbours forms the elements from them in place:
+//                void form(float (&four)[4], const Line &, int64_t first) const      of the k's, or the rows, from `first` on
+//                Line line(int64_t) const      what a line of them, a row if k_inner, else a k, has in common; read a step ahead
+//     made     float operator()(int64_t row, int64_t k) const    makes an element while it is loaded, from any memory
+//   struct Line;                      empty unless formed
 //
 // Use, in a kernel of T::THREADS threads with T::BYTES of dynamic shared memory, T = Tile<TileShape<...>, precision, A, B>:
 //   T::product(shared, a, b, m0, n0, k0, k1);                                 the whole block; k0 a multiple of 4
@@ -36,9 +41,13 @@ template <int M_, int N_, int K_, int WARPS_M_, int WARPS_N_, int STAGES_> struc
     static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0 && K % 16 == 0 && STAGES >= 2, "not a shape that Tile can do");
 };
 
+enum class Way { copied, formed, made };
+
 // An operand in memory: element (row, k) is p[row * row_step + k * k_step].  whole16: 16 bytes can be copied at a time.
 template <bool K_INNER> struct Stored {
-    static constexpr bool k_inner = K_INNER, formed = false;
+    static constexpr bool k_inner = K_INNER;
+    static constexpr Way way = Way::copied;
+    struct Line {};
     const float *p;
     int64_t rows, row_step, k_step;
     bool whole16;
@@ -48,7 +57,6 @@ template <bool K_INNER> struct Stored {
 template <class S, int ROWS, class X> struct Panel {
     static constexpr int INNER = X::k_inner ? S::K : ROWS, LINES = X::k_inner ? ROWS : S::K;
     static constexpr int STRIDE = INNER + (X::k_inner ? 4 : 8), FLOATS = LINES * STRIDE;
-    static constexpr int HELD = X::formed ? ROWS * S::K / S::THREADS : 1;
 
     // A thread's share of a panel: WIDTH neighbours at place `inner` of lines `first`, first + STEP, ...
     template <int WIDTH> struct Share {
@@ -58,16 +66,21 @@ template <class S, int ROWS, class X> struct Panel {
         const int row = X::k_inner ? first : inner, k = X::k_inner ? inner : first;
     };
 
+    static constexpr int HELD = X::way == Way::made ? ROWS * S::K / S::THREADS : 1, FORMED = X::way == Way::formed ? Share<4>::COUNT : 1;
+
     const X &x;
     const int64_t row0, k1;
     const int rows;                         // that there are in the panel
     int64_t k;                              // where the next step begins
-    const float *from = nullptr;            // a stored operand's first element of this thread there
-    float held[HELD];                       // an operand that is formed, between `begin` and `finish`
+    const float *from = nullptr;            // this thread's first element there, of an operand that is copied
+    float held[HELD];                       // of an operand that is made, between `begin` and `finish`
+    int64_t arrived;                        // where the next step to be formed begins
+    typename X::Line line[FORMED];          // of this thread's lines there
 
     __device__ __forceinline__ Panel(const X &x, int64_t row0, int64_t k0, int64_t k1)
-        : x(x), row0(row0), k1(k1), rows(static_cast<int>(x.rows - row0 < ROWS ? x.rows - row0 : ROWS)), k(k0) {
-        if constexpr (!X::formed) from = x.whole16 ? place<4>() : place<1>();
+        : x(x), row0(row0), k1(k1), rows(static_cast<int>(x.rows - row0 < ROWS ? x.rows - row0 : ROWS)), k(k0), arrived(k0) {
+        if constexpr (X::way != Way::made) from = X::way == Way::formed || x.whole16 ? place<4>() : place<1>();
+        read_lines();
     }
     template <int WIDTH> __device__ __forceinline__ const float *place() const {
         const Share<WIDTH> share;
@@ -76,29 +89,29 @@ template <class S, int ROWS, class X> struct Panel {
 
     // `begin` starts to fetch the panel of the next step, `finish` ends it.
     __device__ __forceinline__ void begin(float *panel) {
-        if constexpr (X::formed) form();
-        else if (x.whole16) copy<4>(panel);
-        else copy<1>(panel);
-        if constexpr (!X::formed) from += S::K * x.k_step;
+        if constexpr (X::way == Way::made) make();
+        else if (X::way == Way::formed || x.whole16) copy<4>(panel);
+        else if constexpr (X::way == Way::copied) copy<1>(panel);
+        if constexpr (X::way != Way::made) from += S::K * x.k_step;
         k += S::K;
     }
     __device__ __forceinline__ void finish(float *panel) const {
-        if constexpr (X::formed) {
+        if constexpr (X::way == Way::made) {
             const Share<1> share;
 #pragma unroll
             for (int i = 0; i < HELD; i++) panel[(share.first + i * share.STEP) * STRIDE + share.inner] = held[i];
         }
     }
 
-    // What is left of a thread's share within the operand: along a line, and how many lines.
-    template <int WIDTH> __device__ __forceinline__ void left(const Share<WIDTH> &share, int *along, int *lines) const {
+    // What is left of a thread's share within the operand, in the step from k on: along a line, and how many lines.
+    template <int WIDTH> __device__ __forceinline__ void left(const Share<WIDTH> &share, int64_t k, int *along, int *lines) const {
         const int ks = static_cast<int>(k1 - k < S::K ? k1 - k : S::K);
         *along = (X::k_inner ? ks : rows) - share.inner, *lines = (X::k_inner ? rows : ks) - share.first;
     }
     template <int WIDTH> __device__ __forceinline__ void copy(float *panel) const {
         const Share<WIDTH> share;
         int along, lines;
-        left(share, &along, &lines);
+        left(share, k, &along, &lines);
         const int bytes = along >= WIDTH ? 4 * WIDTH : along > 0 ? 4 * along : 0;
         const int64_t step = share.STEP * (X::k_inner ? x.row_step : x.k_step);
         const float *at = from;
@@ -106,15 +119,46 @@ template <class S, int ROWS, class X> struct Panel {
         for (int i = 0; i < share.COUNT; i++, at += step)
             cp_async<4 * WIDTH>(panel + (share.first + i * share.STEP) * STRIDE + share.inner, at, i * share.STEP < lines ? bytes : 0);
     }
-    __device__ __forceinline__ void form() {
+    __device__ __forceinline__ void make() {
         const Share<1> share;
         int along, lines;
-        left(share, &along, &lines);
+        left(share, k, &along, &lines);
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             const int further = i * share.STEP;
             held[i] = along > 0 && further < lines
                 ? x(row0 + share.row + (X::k_inner ? further : 0), k + share.k + (X::k_inner ? 0 : further)) : 0.0f;
+        }
+    }
+
+    // An operand that is formed: after `form` of a step, which wants this thread's copies to be there, `read_lines` of the next.
+    __device__ __forceinline__ void read_lines() {
+        if constexpr (X::way == Way::formed) {
+            const Share<4> share;
+            int along, lines;
+            left(share, arrived, &along, &lines);
+#pragma unroll
+            for (int i = 0; i < FORMED; i++)
+                if (i * share.STEP < lines) line[i] = x.line((X::k_inner ? row0 + share.row : arrived + share.k) + i * share.STEP);
+        }
+    }
+    __device__ __forceinline__ void form(float *panel) {
+        if constexpr (X::way == Way::formed) {
+            const Share<4> share;
+            int along, lines;
+            left(share, arrived, &along, &lines);
+#pragma unroll
+            for (int i = 0; i < FORMED; i++) {
+                if (i * share.STEP >= lines) continue;
+                float *const at = panel + (share.first + i * share.STEP) * STRIDE + share.inner;
+                const float4 copied = *reinterpret_cast<const float4 *>(at);
+                float four[4] = {copied.x, copied.y, copied.z, copied.w};
+                x.form(four, line[i], X::k_inner ? arrived + share.k : row0 + share.row);
+#pragma unroll
+                for (int j = 0; j < 4; j++) four[j] = j < along ? four[j] : 0.0f;
+                *reinterpret_cast<float4 *>(at) = make_float4(four[0], four[1], four[2], four[3]);
+            }
+            arrived += S::K;
         }
     }
 };
@@ -319,10 +363,14 @@ template <class S, Precision P, class A, class B> struct Tile {
         int here = 0, ahead = S::STAGES - 1;                    // the slot to compute from, and the one to fill
         for (int64_t step = 0; step < steps; step++) {
             cp_async_wait<S::STAGES - 2>();                     // my copies for this step are there, ...
+            panel_a.form(shared + here * SLOT);
+            panel_b.form(shared + here * SLOT + PanelA::FLOATS);
             __syncthreads();                                    // everybody's are, and nobody computes from `ahead` any more
             const bool more = step + S::STAGES - 1 < steps;
             if (more) begin(ahead);
             cp_async_commit();
+            panel_a.read_lines();
+            panel_b.read_lines();
             const float *from = shared + here * SLOT;
             sums.template add<PanelA::STRIDE, PanelB::STRIDE>(
                 from + (A::k_inner ? m * PanelA::STRIDE : m), from + PanelA::FLOATS + (B::k_inner ? n * PanelB::STRIDE : n));
