@@ -1,0 +1,340 @@
+// linear_cross_entropy.cu - output layer, masked softmax cross entropy and all their gradients.
+//
+// Three products with a vocabulary in them, and small kernels between.  The logits of the valid rows are stored once; their
+// gradient never is: both products that need it form it from the logits while these are on their way to the sums.
+//
+//   gather      x_valid = the valid rows of x, close together, in order; 0 in the masked rows of dx
+//   logits      tiles of x_valid weight' + bias, and of each row in each tile: the largest, the sum of exponentials, the sum
+//   row_losses  from those: the log-sum-exp of each row, its label's logit, its loss
+//   mean_loss   of the losses, in order
+//   dx          tiles of dlogits weight, each in parts of the vocabulary where there are few tiles
+//   add_parts   the parts, in order; then rows go back to their places
+//   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
+//
+//                   V, in tiles of 128                       dlogits[p,v] = scale * (exp(logits[p,v] - lse[p]) - target[p,v])
+//              +-----+-----+--  --+---+
+//   valid rows |     |     |      |   |  logits, rows ldv apart      lse[p] comes from all tiles of a row, so that nobody
+//   p in tiles +-----+-----+--  --+---+                              can go on before all of them are there
+//   of 128     |     |     |      |   |
+//              +-----+-----+--  --+---+
+//
+// How many rows are valid, only the device knows.  So everything is launched for R rows, and blocks whose rows are not there
+// leave at once.  Where all logits would be more than LOGITS bytes, rows take turns, CHUNK of them at a time.
+#include "compact.cuh"
+#include "log_sum_exp.cuh"
+#include "product.cuh"
+#include "tile.cuh"
+
+static constexpr int64_t LOGITS = int64_t(1) << 30;
+static constexpr int THREADS = 256, SUM_THREADS = 1024;
+static constexpr int GATHER = 64;                       // rows of a block of `gather`
+static constexpr int64_t TILE = 128;                    // rows and columns of a tile in all three products
+static constexpr int64_t LEAST_PART = 512;              // words in a part of dx
+
+// The gradients form an operand, which takes registers: they go along K in shorter steps.
+template <Precision P> struct Shapes {
+    using Logits = TileShape<TILE, TILE, 32, 2, 2, 3>;
+    using Gradients = TileShape<TILE, TILE, 16, 4, 2, 3>;
+};
+template <> struct Shapes<Precision::fp32> {
+    using Logits = TileShape<TILE, TILE, 16, 4, 2, 3>;
+    using Gradients = Logits;
+};
+
+struct alignas(8) ValidRow { float lse; int32_t label; };
+struct Piece { LogSumExp exps; float sum; };            // of the logits of a row in a tile
+
+struct Call {                                           // what all kernels get
+    float *dx, *dweight, *dbias;
+    const float *x, *weight, *bias;
+    const int32_t *labels;
+    int32_t *valid;
+    // in `work`; p counts valid rows
+    int32_t *position;                                  // (R)            of row p in x
+    float *x_valid;                                     // (R,ldx)
+    ValidRow *row;                                      // (R)
+    float *losses;                                      // (R)
+    Piece *pieces;                                      // (chunk,tiles)
+    float *logits;                                      // (chunk,ldv)
+    float *parts;                                       // (splits,chunk,D)   of dx; unused where there is one part
+    int64_t R, D, V, ldx, ldv, tiles;                   // tiles: of the vocabulary
+    int64_t first, chunk;                               // the chunk under way: rows first <= p < first + chunk
+    int64_t splits, part;                               // of the vocabulary in dx
+    float smoothing;
+    bool weight16;                                      // whether 16 bytes of weight can be copied at a time
+
+    __device__ int64_t rows() const {                   // of this chunk that are there
+        const int64_t left = valid[0] - first;
+        return left < chunk ? left : chunk;
+    }
+};
+
+// ---- rows ------------------------------------------------------------------------------------------------------
+// A block has GATHER rows.  Its first place is the number of valid rows before, which it counts itself: labels are few.
+static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *faults, int32_t ignore) {
+    SHARED(int, counts, [THREADS / 32]);
+    SHARED(int, kept, [GATHER]);
+    const int64_t first = blockIdx.x * int64_t(GATHER);
+    const int rows = static_cast<int>(c.R - first < GATHER ? c.R - first : GATHER);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const auto is_valid = [&](int64_t r) { return c.labels[r] != ignore && c.labels[r] >= 0 && c.labels[r] < c.V; };
+
+    int before = 0;
+#pragma unroll 4
+    for (int64_t r = threadIdx.x; r < first; r += THREADS) before += is_valid(r);
+    before = block_sum(before, counts);
+    const int n = block_compact(rows, counts, [&](int r) { return is_valid(first + r); }, [&](int place, int r) {
+        kept[place] = r;
+        c.position[before + place] = static_cast<int32_t>(first + r);
+    });
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) c.valid[0] = before + n;
+
+    for (int i = warp; i < n; i += THREADS / 32)
+#pragma unroll 4
+        for (int64_t d = lane; d < c.D; d += 32) c.x_valid[(before + i) * c.ldx + d] = c.x[(first + kept[i]) * c.D + d];
+    for (int i = warp; i < rows; i += THREADS / 32) {
+        const int64_t r = first + i;
+        if (is_valid(r)) continue;
+        if (lane == 0 && c.labels[r] != ignore) report(faults, Fault::label, Who::linear_cross_entropy, r, c.labels[r], c.V - 1);
+        if (c.dx)
+            for (int64_t d = lane; d < c.D; d += 32) c.dx[r * c.D + d] = 0.0f;
+    }
+}
+
+// A warp for each row of the chunk.
+static __global__ void __launch_bounds__(THREADS) row_losses(Call c) {
+    const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32, p = c.first + m;
+    if (m >= c.rows()) return;
+    const int lane = threadIdx.x & 31;
+    LogSumExp exps;
+    float sum = 0.0f;
+    for (int64_t tile = lane; tile < c.tiles; tile += 32) {
+        exps.add(c.pieces[m * c.tiles + tile].exps);
+        sum += c.pieces[m * c.tiles + tile].sum;
+    }
+    exps = warp_log_sum_exp(exps);
+    sum = warp_sum(sum);
+    if (lane) return;
+    const ValidRow row = {exps.value(), c.labels[c.position[p]]};
+    const float right = c.logits[m * c.ldv + row.label];
+    c.row[p] = row;
+    c.losses[p] = row.lse - right + (c.smoothing > 0.0f ? c.smoothing * (right - sum / static_cast<float>(c.V)) : 0.0f);
+}
+
+static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Call c) {
+    SHARED(double, sums, [SUM_THREADS / 32]);
+    const int n = c.valid[0];
+    double sum = 0.0;
+    for (int p = threadIdx.x; p < n; p += SUM_THREADS) sum += c.losses[p];
+    sum = block_sum(sum, sums);
+    if (threadIdx.x == 0) loss[0] = n ? static_cast<float>(sum / n) : 0.0f;
+}
+
+// ---- logits ------------------------------------------------------------------------------------------------------
+template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2) logits(Call c, int64_t tiles_m) {
+    using S = typename Shapes<P>::Logits;
+    using T = Tile<S, P, Stored<true>, Stored<true>>;
+    DYN_SHARED(float, shared);
+    const TilePlace place = place_of_tile<16>(blockIdx.x, tiles_m, c.tiles);
+    const int64_t rows = c.rows(), m0 = place.m * S::M, v0 = place.n * S::N;
+    if (m0 >= rows) return;
+    T::product(shared, {c.x_valid + c.first * c.ldx, rows, c.ldx, 1, true}, {c.weight, c.V, c.D, 1, c.weight16}, m0, v0, 0, c.D);
+
+    // Eight lanes share a row: lane t has columns 4 t .. 4 t + 3 of every 32.
+    constexpr int ACROSS = 8, WIDE = S::N / (4 * ACROSS);
+    static_assert(T::STRIDE % 4 == 0, "rows of the tile are read 16 bytes at a time");
+    const int t = threadIdx.x % ACROSS;
+    float bias[4 * WIDE];
+#pragma unroll
+    for (int i = 0; i < 4 * WIDE; i++) {
+        const int64_t v = v0 + i / 4 * 4 * ACROSS + 4 * t + i % 4;
+        bias[i] = v < c.V ? c.bias[v] : -INFINITY;      // beyond the vocabulary: adds nothing to a sum of exponentials
+    }
+    for (int m = threadIdx.x / ACROSS; m < S::M; m += S::THREADS / ACROSS) {
+        float several[4 * WIDE], sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WIDE; w++) {
+            const int n = w * 4 * ACROSS + 4 * t;
+            load<4>(several + 4 * w, shared + m * T::STRIDE + n);
+#pragma unroll
+            for (int i = 4 * w; i < 4 * w + 4; i++) {
+                several[i] += bias[i];
+                sum += v0 + n + i % 4 < c.V ? several[i] : 0.0f;
+            }
+            if (m0 + m < rows)
+                *reinterpret_cast<float4 *>(c.logits + (m0 + m) * c.ldv + v0 + n) =
+                    make_float4(several[4 * w], several[4 * w + 1], several[4 * w + 2], several[4 * w + 3]);
+        }
+        LogSumExp exps;
+        exps.add(several);
+        exps = warp_log_sum_exp<ACROSS>(exps);
+#pragma unroll
+        for (int step = ACROSS / 2; step; step >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+        if (t == 0 && m0 + m < rows) c.pieces[(m0 + m) * c.tiles + place.n] = {exps, sum};
+    }
+}
+
+// ---- gradients -----------------------------------------------------------------------------------------------------
+// dlogits as an operand, made from logits.  Its lines are rows p, whatever it is multiplied with: in dx the words run along K,
+// in dweight they are the rows of the product.
+template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
+    static constexpr Way way = Way::formed;
+    using Line = ValidRow;
+    const ValidRow *row;
+    float scale, on_label, everywhere;                  // dlogits = scale * p - everywhere - (v is the label ? on_label : 0)
+    mutable float column_sum[4] = {};                   // of what this thread made; of the same four words always, in dweight
+
+    __device__ __forceinline__ DLogits(const Call &c, int64_t rows)
+        : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true}, row(c.row + c.first),
+          scale(1.0f / static_cast<float>(c.valid[0])), on_label(scale * (1.0f - c.smoothing)),
+          everywhere(scale * c.smoothing / static_cast<float>(c.V)) {}
+    __device__ __forceinline__ Line line(int64_t p) const { return row[p]; }
+    __device__ __forceinline__ void form(float (&four)[4], const Line &at, int64_t v) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // what is rounded to 11 bits or 8 for the product needs no exponential that is right to the last of 24
+            const float p = P == Precision::fp32 ? expf(four[i] - at.lse) : __expf(four[i] - at.lse);
+            four[i] = scale * p - everywhere - (v + i == at.label ? on_label : 0.0f);
+            column_sum[i] += four[i];
+        }
+    }
+};
+
+template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
+dx(Call c, int64_t tiles_m, int64_t tiles_d) {
+    using S = typename Shapes<P>::Gradients;
+    using T = Tile<S, P, DLogits<P, true>, Stored<false>>;
+    DYN_SHARED(float, shared);
+    const int64_t rows = c.rows(), split = blockIdx.x / (tiles_m * tiles_d), tile = blockIdx.x % (tiles_m * tiles_d);
+    const int64_t m0 = tile / tiles_d * S::M, d0 = tile % tiles_d * S::N;
+    const int64_t v0 = split * c.part, v1 = v0 + c.part < c.V ? v0 + c.part : c.V;
+    if (m0 >= rows) return;
+    T::product(shared, DLogits<P, true>(c, rows), {c.weight, c.D, 1, c.D, c.weight16}, m0, d0, v0, v1);
+    T::each(shared, [&](int m, int n, float sum) {
+        if (m0 + m >= rows || d0 + n >= c.D) return;
+        float *const to = c.splits > 1 ? c.parts + (split * c.chunk + m0 + m) * c.D : c.dx + c.position[c.first + m0 + m] * c.D;
+        to[d0 + n] = sum;
+    });
+}
+
+// A block for THREADS columns of a row.
+static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blocks_a_row) {
+    const int64_t m = blockIdx.x / blocks_a_row, d = blockIdx.x % blocks_a_row * int64_t(THREADS) + threadIdx.x;
+    if (m >= c.rows() || d >= c.D) return;
+    const float *part = c.parts + m * c.D + d;
+    float sum = part[0];
+#pragma unroll 4
+    for (int64_t split = 1; split < c.splits; split++) sum += part[split * c.chunk * c.D];
+    c.dx[c.position[c.first + m] * c.D + d] = sum;
+}
+
+template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2) dweight(Call c, int64_t tiles_d) {
+    using S = typename Shapes<P>::Gradients;
+    using T = Tile<S, P, DLogits<P, false>, Stored<false>>;
+    DYN_SHARED(float, shared);
+    const bool adds = c.first > 0;                      // to what the chunks before have left
+    const int64_t rows = c.rows(), v0 = blockIdx.x / tiles_d * S::M, d0 = blockIdx.x % tiles_d * S::N;
+    if (adds && rows <= 0) return;
+    const DLogits<P, false> dlogits(c, rows);
+    T::product(shared, dlogits, {c.x_valid + c.first * c.ldx, c.D, 1, c.ldx, true}, v0, d0, 0, rows);
+    T::each(shared, [&](int m, int n, float sum) {
+        if (v0 + m >= c.V || d0 + n >= c.D) return;
+        float *const to = c.dweight + (v0 + m) * c.D + d0 + n;
+        *to = adds ? *to + sum : sum;
+    });
+    if (d0 > 0) return;
+    // dbias: threads that lie Share::ACROSS apart have made the same words, of different rows.
+    using Share = typename T::PanelA::template Share<4>;
+    const int own = threadIdx.x / Share::ACROSS * S::M + threadIdx.x % Share::ACROSS * 4;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; i++) shared[own + i] = dlogits.column_sum[i];
+    __syncthreads();
+    for (int m = threadIdx.x; m < S::M && v0 + m < c.V; m += S::THREADS) {
+        float sum = adds ? c.dbias[v0 + m] : 0.0f;
+        for (int i = 0; i < Share::STEP; i++) sum += shared[i * S::M + m];
+        c.dbias[v0 + m] = sum;
+    }
+}
+
+// ---- the call ------------------------------------------------------------------------------------------------------
+// Sizes, and where things lie in `work`; returns how many floats that is.
+static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bool gradients) {
+    c->R = R, c->D = D, c->V = V;
+    c->ldx = round_up<int64_t>(D, 4), c->ldv = round_up(V, TILE), c->tiles = blocks_for(V, TILE);
+    const int64_t most = LOGITS / int64_t(sizeof(float)) / c->ldv / TILE * TILE, whole = round_up(R, TILE);
+    c->chunk = most < TILE ? TILE : most < whole ? most : whole;
+    // as many blocks as can be at work, two a multiprocessor
+    const int64_t tiles = blocks_for(c->chunk, TILE) * blocks_for(D, TILE), wanted = tiles ? 2 * pyops_multiprocessors() / tiles : 1;
+    const int64_t splits = wanted < blocks_for(V, LEAST_PART) ? wanted : blocks_for(V, LEAST_PART);
+    c->part = round_up<int64_t>(blocks_for<int64_t>(V, splits > 1 ? splits : 1), 64);
+    c->splits = blocks_for(V, c->part);
+
+    int64_t used = 0;
+    const auto take = [&](auto **array, int64_t n) {
+        using T = std::remove_pointer_t<std::remove_pointer_t<decltype(array)>>;
+        *array = reinterpret_cast<T *>(work + used);
+        used += round_up<int64_t>(n * sizeof(T) / sizeof(float), 32);           // everything at a multiple of 128 bytes
+    };
+    take(&c->position, R);
+    take(&c->x_valid, R * c->ldx);
+    take(&c->row, R);
+    take(&c->losses, R);
+    take(&c->pieces, c->chunk * c->tiles);
+    take(&c->logits, c->chunk * c->ldv);
+    if (gradients && c->splits > 1) take(&c->parts, c->splits * c->chunk * D);
+    return used;
+}
+
+static constexpr int64_t ALIGN = 32;                    // floats: `work` may begin anywhere
+
+extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
+    Call c;
+    return lay_out(&c, nullptr, R, D, V, gradients) + ALIGN;
+}
+
+template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ignore, cudaStream_t stream) {
+    using TileLogits = Tile<typename Shapes<P>::Logits, P, Stored<true>, Stored<true>>;
+    using TileDx = Tile<typename Shapes<P>::Gradients, P, DLogits<P, true>, Stored<false>>;
+    using TileDweight = Tile<typename Shapes<P>::Gradients, P, DLogits<P, false>, Stored<false>>;
+    const auto grid = [](int64_t blocks) { return static_cast<unsigned>(blocks); };
+    const int64_t tiles_m = blocks_for(c.chunk, TILE), tiles_d = blocks_for(c.D, TILE), blocks_a_row = blocks_for<int64_t>(c.D, THREADS);
+    Launches launches;
+    launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES) << allow_shared<dweight<P>>(TileDweight::BYTES);
+    launches << LAUNCH(gather, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, pyops_faults(), ignore);
+    do {
+        if (c.R) {
+            launches << LAUNCH(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c, tiles_m);
+            launches << LAUNCH(row_losses, grid(blocks_for<int64_t>(c.chunk, THREADS / 32)), THREADS, 0, stream, c);
+        }
+        if (c.R && c.dx) {
+            launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m, tiles_d);
+            if (c.splits > 1)
+                launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, static_cast<unsigned>(blocks_a_row));
+        }
+        if (c.dx)
+            launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream, c, tiles_d);
+        c.first += c.chunk;
+    } while (c.first < c.R);
+    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream, loss, c);
+    return launches.error;
+}
+
+extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
+                                                   const float *x, const float *weight, const float *bias, const int32_t *labels,
+                                                   float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing,
+                                                   void *stream) {
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "linear_cross_entropy: smoothing=%g, want 0 <= smoothing < 1",
+                  static_cast<double>(smoothing));
+    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx, "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
+    Call c = {};
+    c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.x = x, c.weight = weight, c.bias = bias, c.labels = labels, c.valid = valid;
+    c.smoothing = smoothing, c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
+    work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));
+    lay_out(&c, work, R, D, V, dx);
+    const Precision precision = pyops_precision_now();
+    return pyops_launched("linear_cross_entropy", (precision == Precision::fp32 ? launch<Precision::fp32>
+                                                   : precision == Precision::tf32 ? launch<Precision::tf32>
+                                                   : launch<Precision::bf16>)(c, loss, ignore, stream_of(stream)), stream);
+}
