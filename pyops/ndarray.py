@@ -73,7 +73,9 @@ def use_gpu(precision='fp32'):
 
 
 def _remade(values, device):
-    return array(values, device={'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]())
+    device = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]()
+    # what an op has on a GPU may be of other numbers, a step count, say
+    return array(values, device=device) if values.dtype in (FLOAT, INT) else device.put(values)
 
 
 def live_buffers():
