@@ -58,7 +58,7 @@ class MultiHeadAttention(Layer):
             return self.out_proj(self._masked(q, k, v, attn_mask, is_causal))
         p, seed, step = self.dropout.draw()
         op = ops.Attention(self.num_heads, is_causal, p, seed, self._path or 'attention')
-        return self.out_proj(apply(op, q, k, v, lengths, step))
+        return self.out_proj(apply(op, q, k, v, None if lengths is None else F.tensor(lengths, q), step))
 
     def settings(self):
         return f'{self.embed_dim}, {self.num_heads}'
