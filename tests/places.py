@@ -14,7 +14,7 @@ from pyops.errors import UserError
 from pyops.ndarray import NDArray  # with PYOPS_BACKEND=gpu this makes the GPU the place of arrays
 
 ON_GPU = backend.place() is not backend.HOST
-on_the_cpu = pytest.mark.skipif(ON_GPU, reason="about the CPU's library alone: run without PYOPS_BACKEND=gpu")
+on_the_cpu = pytest.mark.skipif(ON_GPU, reason='about the CPU alone: run without PYOPS_BACKEND=gpu')
 of_threads = pytest.mark.skipif(ON_GPU, reason='a GPU has no number of threads to set: run without PYOPS_BACKEND=gpu')
 
 
@@ -26,6 +26,12 @@ def devices():
     except UserError:
         return found
     return found | {'gpu': pyops.gpu}
+
+
+def share_memory(a, b):
+    """Whether two contiguous arrays, numpy's, NDArrays or those of Tensors, look at the same memory."""
+    a, b = (getattr(x, 'array', x) for x in (a, b))
+    return backend.may_overlap(a, b) if ON_GPU else np.shares_memory(np.asarray(a), np.asarray(b))
 
 
 def launch(name, *values):

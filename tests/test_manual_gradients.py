@@ -5,6 +5,7 @@ gradient that is there, the tape adds two products.
 """
 import numpy as np
 import pytest
+from places import get, put
 from test_ops import close
 from translation import random_batch
 
@@ -26,7 +27,7 @@ def tensors(params):
 def compare(params, leaves, check):
     for name, leaf in leaves.items():
         assert np.abs(leaf.grad.numpy()).max() > 1e-6, f'{name}: no gradient, the check is vacuous'
-        check(name, leaf.grad.numpy(), params[name].grad)
+        check(name, leaf.grad.numpy(), get(params[name].grad))
 
 
 def same_bits(name, got, want):
@@ -48,17 +49,17 @@ def images():
 def run_mnist(loss_of):
     pixels, rows, labels = images()
     model = mnist.MLP(seed=4)
-    loss, _, ctx = model.forward(pixels, rows, labels)
+    loss, _, ctx = model.forward(put(pixels), put(rows), put(labels))
     model.backward(ctx)
     leaves = tensors(model.params)
     taped = loss_of(pixels, rows, labels, **leaves)
     taped.backward()
-    return model, loss[0], taped.item(), leaves
+    return model, get(loss)[0], taped.item(), leaves
 
 
 def test_mnist_by_hand_and_on_the_tape_are_equal_to_the_bit():
     def loss_of(pixels, rows, labels, w1, bias1, w2, bias2):
-        h = F.relu(apply(PixelLinear, pixels, rows, weight=w1, bias=bias1))
+        h = F.relu(apply(PixelLinear, put(pixels), put(rows), weight=w1, bias=bias1))
         return F.cross_entropy(F.linear(h, w2, bias2), labels)
     model, by_hand, taped, leaves = run_mnist(loss_of)
     assert by_hand == taped
@@ -102,12 +103,12 @@ def seq2seq_loss(p, config, seed, source, target, labels, step):
 @pytest.mark.parametrize('reset_before', [False, True])
 def test_seq2seq_by_hand_and_on_the_tape_are_equal_to_the_bit(reset_before, step):
     config = seq2seq.Config(50, 60, embedding=20, hidden=24, layers=2, reset_before=reset_before)
-    model, batch = seq2seq.Seq2Seq(config, seed=5), random_batch(config, B=13)
-    loss, ctx = model.forward(*batch, step=None if step is None else np.array([step]))
+    model, batch = seq2seq.Seq2Seq(config, seed=5), [put(ids) for ids in random_batch(config, B=13)]
+    loss, ctx = model.forward(*batch, step=None if step is None else put(np.array([step])))
     model.backward(ctx)
     leaves = tensors(model.params)
     taped = seq2seq_loss(leaves, config, 5, *batch, step)
-    assert taped.item() == loss[0]
+    assert taped.item() == get(loss)[0]
     taped.backward()
     compare(model.params, leaves, same_bits)
 
@@ -166,12 +167,12 @@ class Taped:
 @pytest.mark.parametrize('pre_norm', [False, True], ids=['post-norm', 'pre-norm'])
 def test_transformer_by_hand_and_on_the_tape_are_equal(pre_norm, step):
     config = transformer.Config(50, 60, d_model=24, d_ff=20, heads=3, num_steps=7, pre_norm=pre_norm, smoothing=0.1)
-    model, batch = transformer.Transformer(config, seed=5), random_batch(config, B=13)
-    loss, ctx = model.forward(*batch, step=None if step is None else np.array([step]))
+    model, batch = transformer.Transformer(config, seed=5), [put(ids) for ids in random_batch(config, B=13)]
+    loss, ctx = model.forward(*batch, step=None if step is None else put(np.array([step])))
     model.backward(ctx)
     leaves = tensors(model.params)
     taped = Taped(leaves, model, 5, step).loss(*batch)
-    assert taped.item() == loss[0], 'forward has the same bits'
+    assert taped.item() == get(loss)[0], 'forward has the same bits'
     taped.backward()
     compare(model.params, leaves, nearly_same)
-    same_bits('output.weight', leaves['output.weight'].grad.numpy(), model.params['output.weight'].grad)
+    same_bits('output.weight', leaves['output.weight'].grad.numpy(), get(model.params['output.weight'].grad))

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import get, put
 
 from pyops import init, nn, optim
 from pyops.autograd import Tensor, grad, no_grad
+from pyops.backend import location
 
 RNG = np.random.default_rng(0)
 
@@ -150,19 +152,19 @@ def test_forward_and_all_gradients_equal_torch_both_ways(row, training, torch):
         close(grads[name], want, 1e-4)
         assert np.abs(want).max() > 1e-4 or name in row.no_gradient, f'{name}: the check is vacuous'
     for name, buffer in module.named_buffers(persistent=True):
-        close(buffer, want_buffers[name])
+        close(get(buffer), want_buffers[name])
     if not row.options:                     # by hand: the same bits, and parameter gradients add
         module = before
         module.zero_grad()
-        y2, ctx = module.forward(*row.inputs)
-        assert all((a == b.numpy().reshape(a.shape)).all() for a, b in zip(flat(y2), flat(y), strict=True))
-        shaped = [dy.reshape(a.shape) for dy, a in zip(dys, flat(y2), strict=True)]
+        y2, ctx = module.forward(*map(put, row.inputs))
+        assert all((get(a) == b.numpy().reshape(a.shape)).all() for a, b in zip(flat(y2), flat(y), strict=True))
+        shaped = [put(dy.reshape(a.shape)) for dy, a in zip(dys, flat(y2), strict=True)]
         dx = module.backward(nested(y2, iter(shaped)), ctx)
         for one, want in zip([d for d in flat(dx) if d is not None], want_dx, strict=True):
-            close(one, want, 1e-4)
+            close(get(one), want, 1e-4)
         for name, p in module.named_parameters():
             close(p.grad.numpy(), grads[name], 1e-6)
-        _, ctx = module.forward(*row.inputs)
+        _, ctx = module.forward(*map(put, row.inputs))
         module.backward(nested(y2, iter(shaped)), ctx)
         for name, p in module.named_parameters():
             close(p.grad.numpy(), 2 * grads[name], 1e-5)
@@ -184,8 +186,8 @@ def test_residual_adds_what_its_module_makes(torch):
     t = torch.tensor(x).double().requires_grad_()
     ((t + twin(t)) * torch.tensor(dy)).sum().backward()
     close(leaf.grad.numpy(), t.grad.numpy())
-    y2, ctx = block.forward(x)
-    assert (y2 == y.numpy()).all() and (block.backward(dy, ctx) == leaf.grad.numpy()).all()
+    y2, ctx = block.forward(put(x))
+    assert (get(y2) == y.numpy()).all() and (get(block.backward(put(dy), ctx)) == leaf.grad.numpy()).all()
 
 
 @pytest.mark.parametrize('is_causal', [False, True])
@@ -237,9 +239,9 @@ def test_dropout_is_another_mask_at_each_call_and_each_place():
         assert abs((mask > 0).mean() - 0.7) < 0.02 and (mask[mask > 0] == np.float32(1 / np.float32(0.7))).all()
     assert 0.5 < (y == again).mean() < 0.66 and 0.5 < (y == elsewhere).mean() < 0.66       # 0.58 if they are independent
     twin = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3))
-    assert (twin[0].forward(x)[0] == y).all() and (twin[0].forward(x)[0] == again).all()
+    assert (get(twin[0].forward(put(x))[0]) == y).all() and (get(twin[0].forward(put(x))[0]) == again).all()
     assert (twin.reset_parameters(1)[0](Tensor(x)).numpy() != y).any()
-    assert one.count[0] == 2 and other.count[0] == 1
+    assert get(one.count)[0] == 2 and get(other.count)[0] == 1
 
 
 def test_dropout_drops_the_same_of_the_gradient_even_if_it_ran_again():
@@ -249,14 +251,14 @@ def test_dropout_drops_the_same_of_the_gradient_even_if_it_ran_again():
     layer(leaf)
     first.sum().backward()
     assert (leaf.grad.numpy() == first.numpy()).all()
-    y, ctx = layer.forward(x)
-    layer.forward(x)
-    assert (layer.backward(x, ctx) == y).all() and (y != first.numpy()).any()
+    y, ctx = layer.forward(put(x))
+    layer.forward(put(x))
+    assert (get(layer.backward(put(x), ctx)) == get(y)).all() and (get(y) != first.numpy()).any()
 
 
 def test_dropout_passes_everything_in_evaluation():
     layer, x = nn.Dropout(0.5).eval(), Tensor(normal(3, 4))
-    assert layer(x) is x and layer.forward(x.numpy())[0] is not None and layer.count[0] == 0
+    assert layer(x) is x and layer.forward(put(x.numpy()))[0] is not None and get(layer.count)[0] == 0
     with pytest.raises(ValueError, match='Dropout: p: want 0 <= p < 1, got 1'):
         nn.Dropout(1)
 
@@ -348,13 +350,12 @@ def test_all_parameters_and_their_gradients_lie_in_one_buffer():
     assert params.count() == sum(p.size for p in model.parameters()) and len(params) == len(model.parameters())
     for p in model.parameters():
         for tensor, whole in ((p, params.values), (p.grad, params.grads)):
-            array = tensor.numpy()
-            assert whole.ctypes.data <= array.ctypes.data < whole.ctypes.data + whole.nbytes
+            assert location(whole) <= tensor.array.location() < location(whole) + whole.nbytes
     nn.SoftmaxLoss()(model(Tensor(normal(7, 6))), Tensor(np.arange(7) % 4)).backward()
     assert all(p.grad.numpy().any() for n, p in model.named_parameters() if n != 'first.bias')     # the norm takes it away
-    assert params.grads.any()
+    assert get(params.grads).any()
     model.zero_grad()
-    assert not params.grads.any() and len(optim.SGD(model.parameters())._units) == 1
+    assert not get(params.grads).any() and len(optim.SGD(model.parameters())._units) == 1
     used_before = nn.Linear(3, 3)
     used_before.parameters()
     with pytest.raises(ValueError, match='params: the parameters lie in 2 buffers'):
@@ -392,9 +393,9 @@ def test_parameters_of_given_values():
             return x * self.factor
     model = Scale()
     assert model(Tensor([[2.0, 4.0]])).tolist() == [[3.0, 10.0]]
-    y, ctx = model.by_hand(np.ones((2, 2), np.float32))
+    y, ctx = model.by_hand(put(np.ones((2, 2), np.float32)))
     assert y.tolist() == [[1.5, 2.5]] * 2
-    assert model.backward(np.array([[1, 2], [3, 4]], np.float32), ctx).tolist() == [[1.5, 5.0], [4.5, 10.0]]
+    assert model.backward(put(np.array([[1, 2], [3, 4]], np.float32)), ctx).tolist() == [[1.5, 5.0], [4.5, 10.0]]
     assert model.factor.grad.tolist() == [4.0, 6.0] and model.factor.name == 'factor'
 
 
@@ -458,7 +459,7 @@ def test_modules_are_printed_as_a_tree():
     assert repr(nn.Conv2d(1, 2, 3, padding=1)) == 'Conv2d(1, 2, kernel_size=(3, 3), padding=1)'
 
 
-@pytest.mark.parametrize('call', [lambda model, x: model(Tensor(x)), lambda model, x: model.forward(x)],
+@pytest.mark.parametrize('call', [lambda model, x: model(Tensor(x)), lambda model, x: model.forward(put(x))],
                          ids=['tensors', 'by hand'])
 @pytest.mark.parametrize('model, shape, error, text', [
     (lambda: nn.Sequential(nn.ReLU(), nn.Linear(7, 5)), (4, 8), ValueError,
@@ -504,7 +505,7 @@ def test_other_errors_name_what_is_wrong():
     with pytest.raises(NotImplementedError, match=r'Module.forward\(x\)'):
         nn.Module()(Tensor(normal(3)))
     with pytest.raises(TypeError, match='by hand there are no named arguments, got is_causal'):
-        nn.TransformerEncoderLayer(8, 2).forward(normal(3, 2, 8), is_causal=True)
+        nn.TransformerEncoderLayer(8, 2).forward(put(normal(3, 2, 8)), is_causal=True)
 
 
 # ---- optimisers on Tensors -------------------------------------------------------------------------------------------
@@ -548,7 +549,7 @@ def test_optimisers_train_tensors_as_torch_does(make, twin, max_norm, which, tor
         (y * torch.tensor(dy)).sum().backward()
         if max_norm:
             norm = torch.nn.utils.clip_grad_norm_(expected, max_norm)
-            close(optimizer.norm, norm.reshape(1).numpy())
+            close(get(optimizer.norm), norm.reshape(1).numpy())
         reference.step()
     for name, one in theirs.items():
         assert np.abs(ours[name].numpy() - one.detach().numpy()).max() <= 2e-5, name
