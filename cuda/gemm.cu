@@ -164,26 +164,36 @@ static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits
     return launches.error;
 }
 
-// ---- bfloat16 -----------------------------------------------------------------------------------------------
-DEVICE uint16_t bits_of(__nv_bfloat16 x) {
-    uint16_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
+// ---- conversions to bfloat16 and TF32 ---------------------------------------------------------------------------
+template <class Element> DEVICE Element converted(float x) {
+    if constexpr (sizeof(Element) == 2) {
+        const __nv_bfloat16 y = __float2bfloat16(x);
+        uint16_t bits;
+        memcpy(&bits, &y, sizeof bits);
+        return bits;
+    } else {
+        return __uint_as_float(to_tf32(x));
+    }
 }
 
 // A thread takes 8 neighbours of a row of y.  whole16: their addresses are multiples of 16 bytes, in x and in y.
-static __global__ void to_bf16_rows(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, bool whole16) {
+template <class Element> static __global__ void convert_rows(
+    Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, bool whole16) {
     const int64_t across = blocks_for<int64_t>(C, 8);
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < R * across; i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t r = i / across, c = i % across * 8;
         const float *from = x + r * row + c * col;
-        uint16_t *to = y + r * ld + c;
+        Element *to = y + r * ld + c;
         if (whole16 && c + 8 <= C) {
-            const float4 low = *reinterpret_cast<const float4 *>(from), high = *reinterpret_cast<const float4 *>(from + 4);
-            *reinterpret_cast<uint4 *>(to) = make_uint4(pack_bf16(low.x, low.y), pack_bf16(low.z, low.w),
-                                                        pack_bf16(high.x, high.y), pack_bf16(high.z, high.w));
+            struct alignas(16) Floats { float at[8]; };
+            struct alignas(16) Elements { Element at[8]; };
+            const Floats in = *reinterpret_cast<const Floats *>(from);
+            Elements out;
+#pragma unroll
+            for (int j = 0; j < 8; j++) out.at[j] = converted<Element>(in.at[j]);
+            *reinterpret_cast<Elements *>(to) = out;
         } else {
-            for (int j = 0; j < 8 && c + j < C; j++) to[j] = bits_of(__float2bfloat16(from[j * col]));
+            for (int j = 0; j < 8 && c + j < C; j++) to[j] = converted<Element>(from[j * col]);
         }
     }
 }
@@ -191,7 +201,8 @@ static __global__ void to_bf16_rows(uint16_t *y, const float *x, int64_t R, int6
 // Where neighbours in x stand below each other in y, a block turns a square of 64 x 64 in shared memory: read along the columns of
 // y, written along its rows.
 static constexpr int SQUARE = 64;
-static __global__ void to_bf16_turned(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
+template <class Element> static __global__ void convert_turned(
+    Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
     SHARED(float, square, [SQUARE][SQUARE + 1]);
     const int64_t across = blocks_for<int64_t>(C, SQUARE), r0 = blockIdx.x / across * SQUARE, c0 = blockIdx.x % across * SQUARE;
     const int fast = threadIdx.x % SQUARE, step = blockDim.x / SQUARE;
@@ -199,18 +210,20 @@ static __global__ void to_bf16_turned(uint16_t *y, const float *x, int64_t R, in
         if (r0 + fast < R && c0 + slow < C) square[fast][slow] = x[(r0 + fast) * row + (c0 + slow) * col];
     __syncthreads();
     for (int slow = threadIdx.x / SQUARE; slow < SQUARE; slow += step)
-        if (r0 + slow < R && c0 + fast < C) y[(r0 + slow) * ld + c0 + fast] = bits_of(__float2bfloat16(square[slow][fast]));
+        if (r0 + slow < R && c0 + fast < C) y[(r0 + slow) * ld + c0 + fast] = converted<Element>(square[slow][fast]);
 }
 
-static cudaError_t convert(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, cudaStream_t stream) {
+template <class Element> static cudaError_t convert(
+    Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, cudaStream_t stream) {
     if (std::abs(col) <= std::abs(row) || C == 1) {
         const bool whole16 = col == 1 && row % 4 == 0 && ld % 8 == 0 && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0;
-        return LAUNCH(to_bf16_rows, grid_for(R * blocks_for<int64_t>(C, 8), 256), 256, 0, stream, y, x, R, C, ld, row, col, whole16);
+        return LAUNCH(convert_rows<Element>, grid_for(R * blocks_for<int64_t>(C, 8), 256), 256, 0, stream, y, x, R, C, ld, row, col, whole16);
     }
     const int64_t squares = blocks_for<int64_t>(R, SQUARE) * blocks_for<int64_t>(C, SQUARE);
-    return LAUNCH(to_bf16_turned, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
+    return LAUNCH(convert_turned<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
 }
 
+// ---- products of bfloat16 matrices, and products that are worth a conversion -----------------------------------------
 // Without Hopper's matrix units, or at addresses that bulk copies cannot take: the same tiles as above, of operands that are
 // made float32 on their way into shared memory, from where they come out as the same bfloat16 numbers.
 struct FromBf16 {
@@ -225,7 +238,7 @@ struct FromBf16 {
 };
 using TileBf16 = Tile<TileShape<128, 128, 32, 4, 2, 2>, Precision::bf16, FromBf16, FromBf16>;
 
-static __global__ void __launch_bounds__(TileBf16::THREADS, 1) tile_product_bf16(ProductBf16 g) {
+static __global__ void __launch_bounds__(TileBf16::THREADS, 1) tile_product_bf16(RowProduct<uint16_t> g) {
     DYN_SHARED(float, shared);
     const TilePlace at = place_of_tile<8>(blockIdx.x, blocks_for<int64_t>(g.M, 128), blocks_for<int64_t>(g.N, 128));
     const int64_t m0 = at.m * 128, n0 = at.n * 128;
@@ -237,7 +250,7 @@ static __global__ void __launch_bounds__(TileBf16::THREADS, 1) tile_product_bf16
     });
 }
 
-static cudaError_t launch_bf16(const ProductBf16 &g, cudaStream_t stream) {
+static cudaError_t launch_bf16(const RowProduct<uint16_t> &g, cudaStream_t stream) {
     if (hopper_product_fits(g)) return hopper_product(g, stream);
     const cudaError_t error = allow_shared<tile_product_bf16>(TileBf16::BYTES);
     if (error != cudaSuccess) return error;
@@ -245,21 +258,23 @@ static cudaError_t launch_bf16(const ProductBf16 &g, cudaStream_t stream) {
                   TileBf16::THREADS, TileBf16::BYTES, stream, g);
 }
 
-// In bfloat16 precision, large products are worth two passes that convert the operands, since Hopper's matrix units then do the
-// rest.  Of the sizes of one product alone, like best_splits.
-static bool worth_converting(int64_t M, int64_t N, int64_t K) {
-    if (!pyops_has_hopper() || !K) return false;
-    const double processors = pyops_multiprocessors(), waves = std::ceil(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256) / processors);
-    const double passes = 6000 + 6.0 * (double(M) + N) * K / (20.0 * processors), product = waves * (2000 + 128.0 * 256 * K / 1500);
-    const int64_t splits = best_splits(M, N, K, Precision::bf16);
-    return passes + product < cycles(best_size(splits, 1, M, N, K, Precision::bf16), splits, 1, M, N, K, Precision::bf16);
+// Large products are worth two passes that convert the operands to rows along K, since Hopper's matrix units then do the rest.
+// Of the sizes of one product alone, like best_splits.
+static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precision) {
+    if (precision == Precision::fp32 || !pyops_has_hopper() || !K || K > int64_t(PYOPS_WORKSPACE) / 16) return false;
+    const bool bf16 = precision == Precision::bf16;
+    const double processors = pyops_multiprocessors(), waves = blocks_for(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256), int64_t(processors));
+    const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);           // 20 bytes a cycle
+    const double product = waves * (2000 + 128.0 * 256 * K / (bf16 ? 1500 : 750));
+    const int64_t splits = best_splits(M, N, K, precision);
+    return passes + product < cycles(best_size(splits, 1, M, N, K, precision), splits, 1, M, N, K, precision);
 }
 
 // Converted operands lie in scratch memory, half of it for either: c is made in rectangles of as many rows and columns as fit.
-static cudaError_t launch_converted(const Product &g, cudaStream_t stream) {
-    constexpr int64_t HALF = PYOPS_WORKSPACE / sizeof(uint16_t) / 2;
+template <class Element> static cudaError_t launch_converted(const Product &g, cudaStream_t stream) {
+    constexpr int64_t HALF = PYOPS_WORKSPACE / sizeof(Element) / 2;
     const int64_t ld = round_up<int64_t>(g.K, 8), rows = std::min(g.M, HALF / ld), columns = std::min(g.N, HALF / ld);
-    uint16_t *a = static_cast<uint16_t *>(pyops_workspace(PYOPS_WORKSPACE)), *b = a + HALF;
+    Element *a = static_cast<Element *>(pyops_workspace(PYOPS_WORKSPACE)), *b = a + HALF;
     if (!a) return cudaErrorMemoryAllocation;
     Launches launches;
     for (int64_t n = 0; n < g.N; n += columns) {
@@ -268,11 +283,14 @@ static cudaError_t launch_converted(const Product &g, cudaStream_t stream) {
         for (int64_t m = 0; m < g.M; m += rows) {
             const int64_t M = std::min(rows, g.M - m);
             if (n == 0 || rows < g.M) launches << convert(a, g.a + m * g.a_row, M, g.K, ld, g.a_row, g.a_col, stream);
-            launches << hopper_product({g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld,
-                                        g.accumulate, g.relu}, stream);
+            launches << hopper_product<Element>({g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld,
+                                                 g.accumulate, g.relu}, stream);
         }
     }
     return launches.error;
+}
+static cudaError_t launch_converted(const Product &g, Precision precision, cudaStream_t stream) {
+    return precision == Precision::bf16 ? launch_converted<uint16_t>(g, stream) : launch_converted<float>(g, stream);
 }
 
 // ---- the ABI --------------------------------------------------------------------------------------------------
@@ -287,8 +305,8 @@ extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, con
     const Product g = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu};
     Batch one = {};
     one.products = 1;
-    return pyops_launched("gemm", precision == Precision::bf16 && worth_converting(M, N, K)
-                                      ? launch_converted(g, stream_of(stream))
+    return pyops_launched("gemm", worth_converting(M, N, K, precision)
+                                      ? launch_converted(g, precision, stream_of(stream))
                                       : launch_products(g, one, best_splits(M, N, K, precision), precision, stream_of(stream)), stream);
 }
 
@@ -311,12 +329,12 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
     const Precision precision = pyops_precision_now();
     Product g = {c, a, b, nullptr, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, 0};
     batch.ndim = static_cast<int32_t>(ndim);
-    if (precision == Precision::bf16 && worth_converting(M, N, K)) {
+    if (worth_converting(M, N, K, precision)) {
         Launches launches;
         for (int64_t i = 0; i < batch.products; i++) {
             Product one = g;
             move_to(one, batch, i);
-            launches << launch_converted(one, stream_of(stream));
+            launches << launch_converted(one, precision, stream_of(stream));
         }
         return pyops_launched("gemm_batched", launches.error, stream);
     }

@@ -1,8 +1,8 @@
-// hopper_gemm.cu - products of bfloat16 matrices on Hopper: bulk copies feed the matrix units of a whole warpgroup.
+// hopper_gemm.cu - products on Hopper, in bfloat16 or TF32: bulk copies feed the matrix units of a whole warpgroup.
 //
 // Three warpgroups of 128 threads share a block; a tile of c has 128 x TN sums, TN = 256 or 128:
 //
-//                           ring of 128-byte rows (64 k's) in shared memory
+//                           ring of rows of 128 bytes along K in shared memory
 //    warpgroup 2            +--------------+--------------+--------------+---      warpgroup 0: wgmma, rows   0 ..  63 of the tile
 //    one thread asks   -->  | a 128, b TN  | a 128, b TN  |   arriving   |    -->  warpgroup 1: wgmma, rows  64 .. 127
 //    for bulk copies        +--------------+--------------+--------------+---      64 x TN sums each, in registers
@@ -15,10 +15,10 @@
 #include "hopper.cuh"
 #include "product.cuh"
 
-static constexpr int TM = 128, TK = 64, CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), WARPS_READING = 4 * CONSUMERS;
+static constexpr int TM = 128, ROW = 128, CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), WARPS_READING = 4 * CONSUMERS;
 
 template <int TN> struct Ring {
-    static constexpr int A_BYTES = TM * TK * 2, B_BYTES = TN * TK * 2, SLOT = A_BYTES + B_BYTES, SLOTS = TN == 256 ? 4 : 6;
+    static constexpr int A_BYTES = TM * ROW, B_BYTES = TN * ROW, SLOT = A_BYTES + B_BYTES, SLOTS = TN == 256 ? 4 : 6;
     static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t));
 };
 // Which slot comes next, and in which round: a wait for round 0 of `full` ends when it has been filled once.
@@ -27,105 +27,114 @@ template <int SLOTS> struct Turn {
     __device__ __forceinline__ void next() { if (++slot == SLOTS) slot = 0, round ^= 1; }
 };
 
-template <int TN> DEVICE void multiply(float (&sum)[TN / 2], uint64_t a, uint64_t b) {
-    if constexpr (TN == 256) wgmma_n256_bf16(sum, a, b);
-    else wgmma_n128_bf16(sum, a, b);
+// 64 x TN sums += 32 bytes of rows along K: 16 numbers in bfloat16, 8 in TF32.
+template <class Element, int TN> DEVICE void multiply(float (&sum)[TN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (sizeof(Element) == 2) wgmma_bf16<TN>(sum, a, b, accumulate);
+    else wgmma_tf32<TN>(sum, a, b, accumulate);
 }
 
-template <int TN> static __global__ void __launch_bounds__(THREADS, 1) hopper_tiles(
-    const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, ProductBf16 g) {
-    if constexpr (HOPPER_CODE) {
-        using R = Ring<TN>;
-        DYN_SHARED(char, shared);                               // at a multiple of 1024 bytes, which the swizzle needs
-        uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
-        if (threadIdx.x == 0) {
-            for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING);
-            mbar_fence_init();
+// A lane has, of each 8 columns, rows lane/4 and lane/4 + 8 and columns 2 (lane%4) and the next: 32 bytes a row are written at once.
+template <class Element, int TN> DEVICE void write_sums(const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row, int64_t column) {
+    const bool pairs = g.ldc % 2 == 0 && reinterpret_cast<uintptr_t>(g.c) % 8 == 0;
+#pragma unroll
+    for (int i = 0; i < TN / 2; i += 2) {
+        const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
+        if (m >= g.M || n >= g.N) continue;
+        float *c = g.c + m * g.ldc + n;
+        const float *bias = g.bias ? g.bias + n : nullptr;
+        const float first = finished(sum[i], c, bias, g.accumulate, g.relu);
+        if (n + 1 == g.N) {
+            *c = first;
+            continue;
         }
-        __syncthreads();
-        const int64_t tiles_m = blocks_for<int64_t>(g.M, TM), tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
-        const int steps = static_cast<int>(blocks_for<int64_t>(g.K, TK)), group = threadIdx.x / 128;
-        Turn<R::SLOTS> turn;
+        const float second = finished(sum[i + 1], c + 1, bias ? bias + 1 : nullptr, g.accumulate, g.relu);
+        if (pairs) *reinterpret_cast<float2 *>(c) = make_float2(first, second);
+        else c[0] = first, c[1] = second;
+    }
+}
 
-        if (group == CONSUMERS) {
-            registers_down<24>();
-            if (threadIdx.x != CONSUMERS * 128) return;
-            for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const TilePlace at = place_of_tile<16>(tile, tiles_m, tiles_n);
-                for (int step = 0; step < steps; step++, turn.next()) {
-                    mbar_wait(empty + turn.slot, turn.round ^ 1);       // in the first round every slot is empty
-                    mbar_expect(full + turn.slot, R::SLOT);
-                    char *slot = shared + turn.slot * R::SLOT;
-                    tma_load_2d(slot, &a_map, step * TK, static_cast<int>(at.m * TM), full + turn.slot);
-                    tma_load_2d(slot + R::A_BYTES, &b_map, step * TK, static_cast<int>(at.n * TN), full + turn.slot);
-                }
+template <class Element, int TN> static __global__ void __launch_bounds__(THREADS, 1) hopper_tiles(
+    const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, RowProduct<Element> g) {
+    using R = Ring<TN>;
+    DYN_SHARED(char, shared);                                   // at a multiple of 1024 bytes, which the swizzle needs
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING);
+        mbar_fence_init();
+    }
+    __syncthreads();
+    constexpr int TK = ROW / sizeof(Element);                   // numbers along K in a slot
+    const int64_t tiles_m = blocks_for<int64_t>(g.M, TM), tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
+    const int steps = static_cast<int>(blocks_for<int64_t>(g.K, TK)), group = threadIdx.x / 128;
+    Turn<R::SLOTS> turn;
+
+    if (group == CONSUMERS) {
+        reg_dealloc<24>();
+        if (threadIdx.x != CONSUMERS * 128) return;
+        for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const TilePlace at = place_of_tile<16>(tile, tiles_m, tiles_n);
+            for (int step = 0; step < steps; step++, turn.next()) {
+                mbar_wait(empty + turn.slot, turn.round ^ 1);           // in the first round every slot is empty
+                mbar_expect(full + turn.slot, R::SLOT);
+                char *slot = shared + turn.slot * R::SLOT;
+                tma_load_2d(slot, &a_map, step * TK, static_cast<int>(at.m * TM), full + turn.slot);
+                tma_load_2d(slot + R::A_BYTES, &b_map, step * TK, static_cast<int>(at.n * TN), full + turn.slot);
             }
-        } else {
-            registers_up<240>();
-            const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-            for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const TilePlace at = place_of_tile<16>(tile, tiles_m, tiles_n);
-                float sum[TN / 2];
+        }
+    } else {
+        reg_alloc<240>();
+        const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+        for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            float sum[TN / 2];
+            int before = -1;                                    // the slot whose products may still be under way
+            for (int step = 0; step < steps; step++, turn.next()) {
+                mbar_wait(full + turn.slot, turn.round);
+                const char *slot = shared + turn.slot * R::SLOT;
+                const uint64_t a = wg_desc(slot + group * (64 * ROW)), b = wg_desc(slot + R::A_BYTES);
+                wg_fence();
 #pragma unroll
-                for (int i = 0; i < TN / 2; i++) sum[i] = 0.0f;
-                int before = -1;                                // the slot whose products may still be under way
-                for (int step = 0; step < steps; step++, turn.next()) {
-                    mbar_wait(full + turn.slot, turn.round);
-                    const char *slot = shared + turn.slot * R::SLOT;
-                    const uint64_t a = wg_desc(slot + group * (64 * TK * 2)), b = wg_desc(slot + R::A_BYTES);
-                    wg_fence();
-#pragma unroll
-                    for (int k = 0; k < TK / 16; k++) multiply<TN>(sum, a + 2 * k, b + 2 * k);      // 16 k's are 32 bytes: 2 units
-                    wg_commit();
-                    wg_wait<1>();                               // the products of the slot before are done
-                    if (before >= 0 && lane == 0) mbar_arrive(empty + before);
-                    before = turn.slot;
-                }
-                wg_wait<0>();
-                if (lane == 0) mbar_arrive(empty + before);
-                // lane has, of each 8 columns, rows lane/4 and lane/4 + 8 and columns 2 (lane%4) and the next: 32 bytes a row
-                const int64_t row = at.m * TM + group * 64 + warp * 16 + lane / 4, column = at.n * TN + lane % 4 * 2;
-                const bool pairs = g.ldc % 2 == 0 && reinterpret_cast<uintptr_t>(g.c) % 8 == 0;
-#pragma unroll
-                for (int i = 0; i < TN / 2; i += 2) {
-                    const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
-                    float *c = g.c + m * g.ldc + n;
-                    if (m >= g.M || n >= g.N) continue;
-                    const bool both = n + 1 < g.N;
-                    const float first = finished(sum[i], c, g.bias ? g.bias + n : nullptr, g.accumulate, g.relu);
-                    const float second = both ? finished(sum[i + 1], c + 1, g.bias ? g.bias + n + 1 : nullptr, g.accumulate, g.relu) : 0.0f;
-                    if (both && pairs) {
-                        *reinterpret_cast<float2 *>(c) = make_float2(first, second);
-                    } else {
-                        c[0] = first;
-                        if (both) c[1] = second;
-                    }
-                }
+                for (int k = 0; k < ROW / 32; k++) multiply<Element, TN>(sum, a + 2 * k, b + 2 * k, step + k > 0);
+                wg_commit();
+                wg_wait<1>();                                   // the products of the slot before are done
+                if (before >= 0 && lane == 0) mbar_arrive(empty + before);
+                before = turn.slot;
             }
+            wg_wait<0>();
+            if (lane == 0) mbar_arrive(empty + before);
+            const TilePlace at = place_of_tile<16>(tile, tiles_m, tiles_n);
+            write_sums<Element, TN>(g, sum, at.m * TM + group * 64 + warp * 16 + lane / 4, at.n * TN + lane % 4 * 2);
         }
     }
 }
 
-bool hopper_product_fits(const ProductBf16 &g) {
-    const bool aligned = (reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b)) % 16 == 0 && g.lda % 8 == 0 && g.ldb % 8 == 0;
+template <class Element> bool hopper_product_fits(const RowProduct<Element> &g) {
+    const int64_t whole = 16 / sizeof(Element);
+    const bool aligned = (reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b)) % 16 == 0 && g.lda % whole == 0 && g.ldb % whole == 0;
     return pyops_has_hopper() && aligned && g.K > 0 && g.M <= INT32_MAX && g.N <= INT32_MAX && g.K <= INT32_MAX;
 }
 
-template <int TN> static cudaError_t launch(const ProductBf16 &g, cudaStream_t stream) {
+template <class Element, int TN> static cudaError_t launch(const RowProduct<Element> &g, cudaStream_t stream) {
     using R = Ring<TN>;
+    constexpr int SIZE = sizeof(Element), TK = ROW / SIZE;
     CUtensorMap a_map, b_map;
     Launches launches;
-    launches << make_tensor_map_2d(&a_map, g.a, 2, g.K, g.M, g.lda * 2, TK, TM, true)
-             << make_tensor_map_2d(&b_map, g.b, 2, g.K, g.N, g.ldb * 2, TK, TN, true)
-             << allow_shared<hopper_tiles<TN>>(R::BYTES);
+    launches << make_tensor_map_2d(&a_map, g.a, SIZE, g.K, g.M, g.lda * SIZE, TK, TM, true)
+             << make_tensor_map_2d(&b_map, g.b, SIZE, g.K, g.N, g.ldb * SIZE, TK, TN, true)
+             << allow_shared<hopper_tiles<Element, TN>>(R::BYTES);
     if (launches.error != cudaSuccess) return launches.error;
     const int64_t tiles = blocks_for<int64_t>(g.M, TM) * blocks_for<int64_t>(g.N, TN), processors = pyops_multiprocessors();
-    return LAUNCH(hopper_tiles<TN>, static_cast<unsigned>(tiles < processors ? tiles : processors), THREADS, R::BYTES, stream, a_map, b_map, g);
+    return LAUNCH((hopper_tiles<Element, TN>), static_cast<unsigned>(tiles < processors ? tiles : processors), THREADS, R::BYTES, stream,
+                  a_map, b_map, g);
 }
 
 // Tiles of 256 columns read less for each sum; of 128 columns there are twice as many to fill the device with.
-cudaError_t hopper_product(const ProductBf16 &g, cudaStream_t stream) {
+template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream) {
     const int64_t rows = blocks_for<int64_t>(g.M, TM), processors = pyops_multiprocessors();
     const int64_t wide = 2 * blocks_for(rows * blocks_for<int64_t>(g.N, 256), processors), narrow = blocks_for(rows * blocks_for<int64_t>(g.N, 128), processors);
-    return wide <= narrow ? launch<256>(g, stream) : launch<128>(g, stream);
+    return wide <= narrow ? launch<Element, 256>(g, stream) : launch<Element, 128>(g, stream);
 }
+
+template bool hopper_product_fits(const RowProduct<uint16_t> &);
+template bool hopper_product_fits(const RowProduct<float> &);
+template cudaError_t hopper_product(const RowProduct<uint16_t> &, cudaStream_t);
+template cudaError_t hopper_product(const RowProduct<float> &, cudaStream_t);

@@ -3,17 +3,18 @@
 #include "internal.cuh"
 
 // c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], and max(0, ...) of it where relu is 1.  Rows of a, b and c are lda, ldb, ldc apart.
-struct ProductBf16 {
+// Element: uint16_t for bfloat16, float for floats that were rounded to TF32.
+template <class Element> struct RowProduct {
     float *c;
-    const uint16_t *a, *b;
+    const Element *a, *b;
     const float *bias;                      // or NULL
     int64_t M, N, K, ldc, lda, ldb;
     int32_t accumulate, relu;
 };
 
 // By the matrix units of Hopper (hopper_gemm.cu).  `fits`: the device has them, and addresses and rows are at multiples of 16 bytes.
-bool hopper_product_fits(const ProductBf16 &g);
-cudaError_t hopper_product(const ProductBf16 &g, cudaStream_t stream);
+template <class Element> bool hopper_product_fits(const RowProduct<Element> &g);
+template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream);
 
 // The rest of a product, after the sum over k of one element.
 DEVICE float finished(float sum, const float *c, const float *bias, int32_t accumulate, int32_t relu) {

@@ -116,8 +116,11 @@ template <class S, int ROWS, class X> struct Panel {
         const int64_t step = share.STEP * (X::k_inner ? x.row_step : x.k_step);
         const float *at = from;
 #pragma unroll
-        for (int i = 0; i < share.COUNT; i++, at += step)
-            cp_async<4 * WIDTH>(panel + (share.first + i * share.STEP) * STRIDE + share.inner, at, i * share.STEP < lines ? bytes : 0);
+        for (int i = 0; i < share.COUNT; i++, at += step) {
+            float *to = panel + (share.first + i * share.STEP) * STRIDE + share.inner;
+            if constexpr (WIDTH == 4) cp_async16_part(to, at, i * share.STEP < lines ? bytes : 0);
+            else cp_async4(to, at, i * share.STEP < lines && bytes);
+        }
     }
     __device__ __forceinline__ void make() {
         const Share<1> share;

@@ -239,15 +239,17 @@ def test_gemm_bf16_refuses_rows_that_overlap():
         call('gemm_bf16', np.zeros(1, np.float32), one, one, 1, 1, 5, 1, 4, 5, 0)
 
 
+@pytest.mark.parametrize('p', (TF32, BF16), ids=('tf32', 'bf16'))
 @pytest.mark.parametrize('across', (False, True))
-def test_a_large_product_is_converted_first(across, precision):
+def test_a_large_product_is_converted_first(across, p, precision):
+    """Large enough, on the emulator's four multiprocessors, that two passes round the operands and turn them, for wgmma."""
     rng = np.random.default_rng(8)
-    precision(BF16)
-    M, N, K = 513, 515, 1030
+    precision(p)
+    M, N, K = 1023, 1020, 250
     a, b, bias = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N), (N,)))
     c = np.full((M, N + 1), 1.0, np.float32)
     gemm(c[:, :N], laid_out(a, across, False), laid_out(b, across, True), bias, 1, 1)
-    check(c[:, :N], a, b, BF16, bias + 1, 1)
+    check(c[:, :N], a, b, p, bias + 1, 1)
     assert (c[:, N] == 1).all()
 
 

@@ -215,39 +215,37 @@ constexpr int SLOTS9 = 4, SLOT9 = (128 + 256) * 64 * 2;
 
 static __global__ void __launch_bounds__(256, 1) wgmma_tma(
     const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, Problem p) {
-    if constexpr (HOPPER_CODE) {
-        DYN_SHARED(char, ring);
-        SHARED(uint64_t, full, [SLOTS9]);
-        const int group = threadIdx.x / 128, lane = threadIdx.x % 32, steps = p.K / 64;
-        const auto fetch = [&](int step) {
-            char *slot = ring + step % SLOTS9 * SLOT9;
-            mbar_expect(full + step % SLOTS9, SLOT9);
-            tma_load_2d(slot, &a_map, step * 64, blockIdx.y * 128, full + step % SLOTS9);
-            tma_load_2d(slot + 128 * 128, &b_map, step * 64, blockIdx.x * 256, full + step % SLOTS9);
-        };
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < SLOTS9; i++) mbar_init(full + i, 1);
-            mbar_fence_init();
-            for (int step = 0; step < SLOTS9 && step < steps; step++) fetch(step);
-        }
-        __syncthreads();
-        float sum[128] = {};
-        for (int step = 0; step < steps; step++) {
-            mbar_wait(full + step % SLOTS9, step / SLOTS9 % 2);
-            const char *slot = ring + step % SLOTS9 * SLOT9;
-            wg_fence();
-#pragma unroll
-            for (int k = 0; k < 4; k++) wgmma_n256_bf16(sum, wg_desc(slot + group * 64 * 128) + 2 * k, wg_desc(slot + 128 * 128) + 2 * k);
-            wg_commit();
-            wg_wait<0>();
-            __syncthreads();                    // both groups have read the slot
-            if (threadIdx.x == 0 && step + SLOTS9 < steps) fetch(step + SLOTS9);
-        }
-        const int m = blockIdx.y * 128 + threadIdx.x / 32 * 16 + lane / 4, n = blockIdx.x * 256 + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 128; i += 2)
-            *reinterpret_cast<float2 *>(p.c + size_t(m + i / 2 % 2 * 8) * p.N + n + i / 4 * 8) = make_float2(sum[i], sum[i + 1]);
+    DYN_SHARED(char, ring);
+    SHARED(uint64_t, full, [SLOTS9]);
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32, steps = p.K / 64;
+    const auto fetch = [&](int step) {
+        char *slot = ring + step % SLOTS9 * SLOT9;
+        mbar_expect(full + step % SLOTS9, SLOT9);
+        tma_load_2d(slot, &a_map, step * 64, blockIdx.y * 128, full + step % SLOTS9);
+        tma_load_2d(slot + 128 * 128, &b_map, step * 64, blockIdx.x * 256, full + step % SLOTS9);
+    };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SLOTS9; i++) mbar_init(full + i, 1);
+        mbar_fence_init();
+        for (int step = 0; step < SLOTS9 && step < steps; step++) fetch(step);
     }
+    __syncthreads();
+    float sum[128] = {};
+    for (int step = 0; step < steps; step++) {
+        mbar_wait(full + step % SLOTS9, step / SLOTS9 % 2);
+        const char *slot = ring + step % SLOTS9 * SLOT9;
+        wg_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma_bf16<256>(sum, wg_desc(slot + group * 64 * 128) + 2 * k, wg_desc(slot + 128 * 128) + 2 * k);
+        wg_commit();
+        wg_wait<0>();
+        __syncthreads();                    // both groups have read the slot
+        if (threadIdx.x == 0 && step + SLOTS9 < steps) fetch(step + SLOTS9);
+    }
+    const int m = blockIdx.y * 128 + threadIdx.x / 32 * 16 + lane / 4, n = blockIdx.x * 256 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 128; i += 2)
+        *reinterpret_cast<float2 *>(p.c + size_t(m + i / 2 % 2 * 8) * p.N + n + i / 4 * 8) = make_float2(sum[i], sum[i + 1]);
 }
 
 // ---- the steps --------------------------------------------------------------------------------------------------------------
