@@ -120,9 +120,7 @@ def cuda():
         if version != ABI_VERSION:
             raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
         for name, (result, arguments) in known.items():
-            function = getattr(lib, name, None)
-            if function is None:
-                continue
+            function = getattr(lib, name)
             function.restype = _CTYPES[result]
             function.argtypes = [ctypes.c_void_p if a.pointer else _CTYPES[a.type] for a in arguments]
     except (OSError, AttributeError) as error:          # no library, or another one
