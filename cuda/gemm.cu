@@ -42,7 +42,8 @@ template <class S, Precision P, bool A_K, bool B_K>
 static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, Batch batch, Work work, bool a16, bool b16) {
     using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
     DYN_SHARED(float, shared);
-    const int64_t tiles = work.tiles_m * work.tiles_n, split = blockIdx.x / tiles % work.splits, product = blockIdx.x / tiles / work.splits;
+    const int64_t tiles = work.tiles_m * work.tiles_n;
+    const int64_t split = blockIdx.x / tiles % work.splits, product = blockIdx.x / tiles / work.splits;
     const TilePlace at = place_of_tile<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
     const int64_t m0 = at.m * S::M, n0 = at.n * S::N;
     move_to(g, batch, work.first + product);
@@ -90,22 +91,33 @@ static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int
     return waves * (1500 + side * side * double(blocks_for(K, splits)) / fmas_a_cycle) + parts;
 }
 
+// The large tiles of tensor cores want more shared memory than devices for graphics have.
+static bool has_room(Size size, Precision precision) {
+    using T = Tile<ShapeOf<Precision::tf32, Size::large>::S, Precision::tf32, Stored<true>, Stored<true>>;
+    return size != Size::large || precision == Precision::fp32 || pyops_shared_memory() >= int(T::BYTES);
+}
+
 static Size best_size(int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
-    Size best = Size::large;
-    for (Size size : {Size::medium, Size::small})
-        if (cycles(size, splits, products, M, N, K, precision) < cycles(best, splits, products, M, N, K, precision)) best = size;
+    Size best = Size::small;
+    const auto cost = [&](Size size) { return cycles(size, splits, products, M, N, K, precision); };
+    for (Size size : {Size::medium, Size::large})
+        if (has_room(size, precision) && cost(size) <= cost(best)) best = size;
     return best;
+}
+
+static double least_cycles(int64_t splits, int64_t M, int64_t N, int64_t K, Precision precision) {
+    return cycles(best_size(splits, 1, M, N, K, precision), splits, 1, M, N, K, precision);
 }
 
 // Of the sizes of one product alone.  In float32 a sum has no more than 2048 terms in a row, if scratch memory allows it:
 // what is lost in rounding grows with their number.
 static int64_t best_splits(int64_t M, int64_t N, int64_t K, Precision precision) {
     if (!K) return 1;
-    const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N), most = std::min({MOST_PARTS, room, blocks_for(K, 4 * PART)});
+    const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N);
+    const int64_t most = std::min({MOST_PARTS, room, blocks_for(K, 4 * PART)});
     int64_t best = std::max<int64_t>(1, std::min(most, precision == Precision::fp32 ? blocks_for<int64_t>(K, 2048) : 1));
     for (int64_t splits = best + 1; splits <= most; splits++)
-        if (cycles(best_size(splits, 1, M, N, K, precision), splits, 1, M, N, K, precision)
-            < cycles(best_size(best, 1, M, N, K, precision), best, 1, M, N, K, precision)) best = splits;
+        if (least_cycles(splits, M, N, K, precision) < least_cycles(best, M, N, K, precision)) best = splits;
     return blocks_for(K, round_up(blocks_for(K, best), PART));
 }
 
@@ -125,17 +137,21 @@ template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_ti
     const cudaError_t error = allow_shared<tile_product<S, P, A_K, B_K>>(T::BYTES);
     if (error != cudaSuccess) return error;
     work.tiles_m = blocks_for<int64_t>(g.M, S::M), work.tiles_n = blocks_for<int64_t>(g.N, S::N);
-    return LAUNCH((tile_product<S, P, A_K, B_K>), static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits * batch.products),
-                  T::THREADS, T::BYTES, stream, g, batch, work, a16, b16);
+    const unsigned blocks = static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits * batch.products);
+    return LAUNCH((tile_product<S, P, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, batch, work, a16, b16);
 }
 
-template <class S, Precision P> static cudaError_t launch_layout(const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
+template <class S, Precision P> static cudaError_t launch_layout(
+    const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
     const bool a_k = std::abs(g.a_col) <= std::abs(g.a_row), b_k = std::abs(g.b_row) <= std::abs(g.b_col);
-    return a_k ? b_k ? launch_tiles<S, P, true, true>(g, batch, work, stream) : launch_tiles<S, P, true, false>(g, batch, work, stream)
-               : b_k ? launch_tiles<S, P, false, true>(g, batch, work, stream) : launch_tiles<S, P, false, false>(g, batch, work, stream);
+    return a_k && b_k ? launch_tiles<S, P, true, true>(g, batch, work, stream)
+         : a_k ? launch_tiles<S, P, true, false>(g, batch, work, stream)
+         : b_k ? launch_tiles<S, P, false, true>(g, batch, work, stream)
+               : launch_tiles<S, P, false, false>(g, batch, work, stream);
 }
 
-template <Precision P> static cudaError_t launch_size(Size size, const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
+template <Precision P> static cudaError_t launch_size(
+    Size size, const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
     return size == Size::large ? launch_layout<typename ShapeOf<P, Size::large>::S, P>(g, batch, work, stream)
          : size == Size::medium ? launch_layout<typename ShapeOf<P, Size::medium>::S, P>(g, batch, work, stream)
                                 : launch_layout<typename ShapeOf<P, Size::small>::S, P>(g, batch, work, stream);
@@ -143,7 +159,8 @@ template <Precision P> static cudaError_t launch_size(Size size, const Product &
 
 // A batch goes in pieces if scratch memory or a grid is too small for it.
 static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits, Precision precision, cudaStream_t stream) {
-    const int64_t M = g.M, N = g.N, K = g.K, products = batch.products, most_tiles = blocks_for<int64_t>(M, 32) * blocks_for<int64_t>(N, 32);
+    const int64_t M = g.M, N = g.N, K = g.K, products = batch.products;
+    const int64_t most_tiles = blocks_for<int64_t>(M, 32) * blocks_for<int64_t>(N, 32);
     const Size size = best_size(splits, products, M, N, K, precision);
     int64_t at_once = std::min(products, std::max<int64_t>(1, INT32_MAX / (most_tiles * splits)));
     Work work = {0, 0, splits, round_up(std::max<int64_t>(1, blocks_for(K, splits)), PART), 0, nullptr};
@@ -198,8 +215,8 @@ template <class Element> static __global__ void convert_rows(
     }
 }
 
-// Where neighbours in x stand below each other in y, a block turns a square of 64 x 64 in shared memory: read along the columns of
-// y, written along its rows.
+// Where neighbours in x stand below each other in y, a block turns a square of 64 x 64 in shared memory: read along the columns
+// of y, written along its rows.
 static constexpr int SQUARE = 64;
 template <class Element> static __global__ void convert_turned(
     Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
@@ -216,8 +233,10 @@ template <class Element> static __global__ void convert_turned(
 template <class Element> static cudaError_t convert(
     Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, cudaStream_t stream) {
     if (std::abs(col) <= std::abs(row) || C == 1) {
-        const bool whole16 = col == 1 && row % 4 == 0 && ld % 8 == 0 && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0;
-        return LAUNCH(convert_rows<Element>, grid_for(R * blocks_for<int64_t>(C, 8), 256), 256, 0, stream, y, x, R, C, ld, row, col, whole16);
+        const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y);
+        const bool whole16 = col == 1 && row % 4 == 0 && ld % 8 == 0 && addresses % 16 == 0;
+        const unsigned blocks = grid_for(R * blocks_for<int64_t>(C, 8), 256);
+        return LAUNCH(convert_rows<Element>, blocks, 256, 0, stream, y, x, R, C, ld, row, col, whole16);
     }
     const int64_t squares = blocks_for<int64_t>(R, SQUARE) * blocks_for<int64_t>(C, SQUARE);
     return LAUNCH(convert_turned<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
@@ -263,11 +282,11 @@ static cudaError_t launch_bf16(const RowProduct<uint16_t> &g, cudaStream_t strea
 static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precision) {
     if (precision == Precision::fp32 || !pyops_has_hopper() || !K || K > int64_t(PYOPS_WORKSPACE) / 16) return false;
     const bool bf16 = precision == Precision::bf16;
-    const double processors = pyops_multiprocessors(), waves = blocks_for(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256), int64_t(processors));
+    const int64_t processors = pyops_multiprocessors();
+    const double waves = blocks_for(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256), processors);
     const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);           // 20 bytes a cycle
     const double product = waves * (2000 + 128.0 * 256 * K / (bf16 ? 1500 : 750));
-    const int64_t splits = best_splits(M, N, K, precision);
-    return passes + product < cycles(best_size(splits, 1, M, N, K, precision), splits, 1, M, N, K, precision);
+    return passes + product < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
 }
 
 // Converted operands lie in scratch memory, half of it for either: c is made in rectangles of as many rows and columns as fit.
@@ -283,8 +302,8 @@ template <class Element> static cudaError_t launch_converted(const Product &g, c
         for (int64_t m = 0; m < g.M; m += rows) {
             const int64_t M = std::min(rows, g.M - m);
             if (n == 0 || rows < g.M) launches << convert(a, g.a + m * g.a_row, M, g.K, ld, g.a_row, g.a_col, stream);
-            launches << hopper_product<Element>({g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld,
-                                                 g.accumulate, g.relu}, stream);
+            launches << hopper_product<Element>({g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr,
+                                                 M, N, g.K, g.ldc, ld, ld, g.accumulate, g.relu}, stream);
         }
     }
     return launches.error;
@@ -305,13 +324,14 @@ extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, con
     const Product g = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu};
     Batch one = {};
     one.products = 1;
-    return pyops_launched("gemm", worth_converting(M, N, K, precision)
-                                      ? launch_converted(g, precision, stream_of(stream))
-                                      : launch_products(g, one, best_splits(M, N, K, precision), precision, stream_of(stream)), stream);
+    const cudaError_t error = worth_converting(M, N, K, precision)
+        ? launch_converted(g, precision, stream_of(stream))
+        : launch_products(g, one, best_splits(M, N, K, precision), precision, stream_of(stream));
+    return pyops_launched("gemm", error, stream);
 }
 
-extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
-                                           int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
+extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape,
+                                           const int64_t *strides, int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
                                            int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
                                            int32_t accumulate, void *stream) {
     PYOPS_REQUIRE(ndim >= 0 && ndim <= 8, "gemm_batched: ndim=%lld, want 0 to 8", LL(ndim));
@@ -362,5 +382,6 @@ extern "C" pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint1
                   "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
                   LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
     if (!M || !N) return PYOPS_OK;
-    return pyops_launched("gemm_bf16", launch_bf16({c, a, b, nullptr, M, N, K, ldc, lda, ldb, accumulate, 0}, stream_of(stream)), stream);
+    const RowProduct<uint16_t> g = {c, a, b, nullptr, M, N, K, ldc, lda, ldb, accumulate, 0};
+    return pyops_launched("gemm_bf16", launch_bf16(g, stream_of(stream)), stream);
 }

@@ -3,15 +3,15 @@
 // Three warpgroups of 128 threads share a block; a tile of c has 128 x TN sums, TN = 256 or 128:
 //
 //                           ring of rows of 128 bytes along K in shared memory
-//    warpgroup 2            +--------------+--------------+--------------+---      warpgroup 0: wgmma, rows   0 ..  63 of the tile
-//    one thread asks   -->  | a 128, b TN  | a 128, b TN  |   arriving   |    -->  warpgroup 1: wgmma, rows  64 .. 127
+//    warpgroup 2            +--------------+--------------+--------------+---    warpgroup 0: wgmma, rows  0 ..  63 of the tile
+//    one thread asks   -->  | a 128, b TN  | a 128, b TN  |   arriving   |  -->  warpgroup 1: wgmma, rows 64 .. 127
 //    for bulk copies        +--------------+--------------+--------------+---      64 x TN sums each, in registers
 //                                full[slot]: its bytes have come;   empty[slot]: all 8 warps have multiplied it
 //
 // The one that copies runs ahead of those that multiply, by as many slots as there are, across tiles too: while sums are
-// written, the panels of the next tile arrive.  It needs few registers and gives the others away.  Blocks stay: each takes every
-// gridDim.x-th tile.  Tiles follow each other in bands, so that blocks at work at the same time share rows of a and b in L2.
-// Rows lie in shared memory with their 16-byte pieces swapped about (128-byte swizzle), as both the copies and wgmma know it.
+// written, the panels of the next tile arrive.  It needs few registers and gives the others away.  Blocks stay: each takes
+// every gridDim.x-th tile.  Tiles follow each other in bands, so that blocks at work at the same time share rows of a and b in
+// L2.  Rows lie in shared memory with their pieces of 16 bytes swapped about (128-byte swizzle), as copies and wgmma know it.
 #include "hopper.cuh"
 #include "product.cuh"
 
@@ -33,8 +33,10 @@ template <class Element, int TN> DEVICE void multiply(float (&sum)[TN / 2], uint
     else wgmma_tf32<TN>(sum, a, b, accumulate);
 }
 
-// A lane has, of each 8 columns, rows lane/4 and lane/4 + 8 and columns 2 (lane%4) and the next: 32 bytes a row are written at once.
-template <class Element, int TN> DEVICE void write_sums(const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row, int64_t column) {
+// A lane has, of each 8 columns, rows lane/4 and lane/4 + 8 and columns 2 (lane%4) and the next: 32 bytes of a row are written
+// at once.
+template <class Element, int TN> DEVICE void write_sums(
+    const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row, int64_t column) {
     const bool pairs = g.ldc % 2 == 0 && reinterpret_cast<uintptr_t>(g.c) % 8 == 0;
 #pragma unroll
     for (int i = 0; i < TN / 2; i += 2) {
@@ -109,7 +111,8 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
 
 template <class Element> bool hopper_product_fits(const RowProduct<Element> &g) {
     const int64_t whole = 16 / sizeof(Element);
-    const bool aligned = (reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b)) % 16 == 0 && g.lda % whole == 0 && g.ldb % whole == 0;
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b);
+    const bool aligned = addresses % 16 == 0 && g.lda % whole == 0 && g.ldb % whole == 0;
     return pyops_has_hopper() && aligned && g.K > 0 && g.M <= INT32_MAX && g.N <= INT32_MAX && g.K <= INT32_MAX;
 }
 
@@ -123,14 +126,15 @@ template <class Element, int TN> static cudaError_t launch(const RowProduct<Elem
              << allow_shared<hopper_tiles<Element, TN>>(R::BYTES);
     if (launches.error != cudaSuccess) return launches.error;
     const int64_t tiles = blocks_for<int64_t>(g.M, TM) * blocks_for<int64_t>(g.N, TN), processors = pyops_multiprocessors();
-    return LAUNCH((hopper_tiles<Element, TN>), static_cast<unsigned>(tiles < processors ? tiles : processors), THREADS, R::BYTES, stream,
-                  a_map, b_map, g);
+    const unsigned blocks = static_cast<unsigned>(tiles < processors ? tiles : processors);
+    return LAUNCH((hopper_tiles<Element, TN>), blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
 }
 
 // Tiles of 256 columns read less for each sum; of 128 columns there are twice as many to fill the device with.
 template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream) {
     const int64_t rows = blocks_for<int64_t>(g.M, TM), processors = pyops_multiprocessors();
-    const int64_t wide = 2 * blocks_for(rows * blocks_for<int64_t>(g.N, 256), processors), narrow = blocks_for(rows * blocks_for<int64_t>(g.N, 128), processors);
+    const int64_t wide = 2 * blocks_for(rows * blocks_for<int64_t>(g.N, 256), processors);
+    const int64_t narrow = blocks_for(rows * blocks_for<int64_t>(g.N, 128), processors);
     return wide <= narrow ? launch<Element, 256>(g, stream) : launch<Element, 128>(g, stream);
 }
 

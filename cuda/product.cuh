@@ -2,8 +2,8 @@
 #pragma once
 #include "internal.cuh"
 
-// c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], and max(0, ...) of it where relu is 1.  Rows of a, b and c are lda, ldb, ldc apart.
-// Element: uint16_t for bfloat16, float for floats that were rounded to TF32.
+// c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], and max(0, ...) of it where relu is 1.  Rows of a, b and c are lda, ldb, ldc
+// apart.  Element: uint16_t for bfloat16, float for floats that were rounded to TF32.
 template <class Element> struct RowProduct {
     float *c;
     const Element *a, *b;
@@ -12,7 +12,8 @@ template <class Element> struct RowProduct {
     int32_t accumulate, relu;
 };
 
-// By the matrix units of Hopper (hopper_gemm.cu).  `fits`: the device has them, and addresses and rows are at multiples of 16 bytes.
+// By the matrix units of Hopper (hopper_gemm.cu).  `fits`: the device has them, and addresses and rows are at multiples of
+// 16 bytes.
 template <class Element> bool hopper_product_fits(const RowProduct<Element> &g);
 template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream);
 

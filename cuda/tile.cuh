@@ -191,7 +191,7 @@ template <int V> static __device__ __forceinline__ void load(float *to, const fl
 template <class S, bool A_K, bool B_K> struct PlainSums {
     static constexpr int ROWS = S::WARP_M / 4, COLUMNS = S::WARP_N / 8;
     using RowsOf = Rows<A_K, 4, ROWS>;
-    static constexpr int UNROLLED = ROWS * COLUMNS < 64 ? 4 : 1;    // 64 sums leave registers for the operands of one round only
+    static constexpr int UNROLLED = ROWS * COLUMNS < 64 ? 4 : 1;    // 64 sums leave registers for one round's operands only
     using ColumnsOf = Rows<B_K, 8, COLUMNS>;
     float sum[ROWS][COLUMNS] = {};
 
@@ -259,7 +259,7 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void load_groups(
         unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-        if constexpr (K_INNER) {                        // ldmatrix: four pieces of 8 rows x 4 k's, lane i names a row of piece i/8
+        if constexpr (K_INNER) {                // ldmatrix: four pieces of 8 rows x 4 k's, lane i names a row of piece i/8
 #pragma unroll
             for (int i = 0; i < COUNT; i += 2) {
                 unsigned four[4];
@@ -294,7 +294,8 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
                 unsigned eight[PIECE][2];
                 load_groups<R, K_INNER>(eight, panel, stride, q + first, k + 8 * h);
 #pragma unroll
-                for (int j = 0; j < PIECE; j++) x[first + j][h] = pack_bf16(__uint_as_float(eight[j][0]), __uint_as_float(eight[j][1]));
+                for (int j = 0; j < PIECE; j++)
+                    x[first + j][h] = pack_bf16(__uint_as_float(eight[j][0]), __uint_as_float(eight[j][1]));
             }
         }
     }
@@ -345,7 +346,8 @@ template <class S, Precision P, class A, class B> struct Tile {
     static constexpr int FLOATS = S::STAGES * SLOT > S::M * STRIDE ? S::STAGES * SLOT : S::M * STRIDE;
     static constexpr size_t BYTES = sizeof(float) * FLOATS;
 
-    static __device__ __forceinline__ void product(float *shared, const A &a, const B &b, int64_t m0, int64_t n0, int64_t k0, int64_t k1) {
+    static __device__ __forceinline__ void product(
+        float *shared, const A &a, const B &b, int64_t m0, int64_t n0, int64_t k0, int64_t k1) {
         const int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WARP_M, n = warp % S::WARPS_N * S::WARP_N;
         const int64_t steps = blocks_for<int64_t>(k1 - k0, S::K);
         Sums sums;

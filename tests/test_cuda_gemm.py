@@ -52,7 +52,7 @@ def gemm(c, a, b, bias=None, accumulate=0, relu=0):
     return c
 
 
-# ---- what precision makes of an operand -----------------------------------------------------------------------------------
+# ---- what precision makes of an operand ------------------------------------------------------------------------------
 
 def rounded(x, p):
     """TF32 keeps 10 bits of the mantissa, ties away from zero; bfloat16 7 bits, ties to even."""
@@ -81,10 +81,10 @@ def check(c, a, b, p, add=0.0, relu=0):
     assert (np.abs(c - (np.maximum(want, 0) if relu else want)) <= bound(a, b, 4)).all()
 
 
-# ---- layouts and sizes ------------------------------------------------------------------------------------------------------
+# ---- layouts and sizes -----------------------------------------------------------------------------------------------
 
 def laid_out(x, transposed, shifted):
-    """The values of x, along either axis, as they are or as a block in a larger matrix whose lines are no multiple of 16 bytes."""
+    """The values of x, along either axis; shifted: a block of a larger matrix, whose lines are no multiple of 16 bytes."""
     rows, columns = x.T.shape if transposed else x.shape
     memory = np.full((rows + 2, columns + 3 if shifted else -(-columns // 4) * 4), np.nan, np.float32)
     block = memory[1:1 + rows, 1:1 + columns] if shifted else memory[:rows, :columns]
@@ -93,7 +93,8 @@ def laid_out(x, transposed, shifted):
 
 
 @pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
-@pytest.mark.parametrize('M,N,K', [(1, 1, 1), (1, 70, 33), (70, 1, 64), (33, 130, 65), (64, 64, 64), (129, 131, 17), (260, 260, 40)])
+@pytest.mark.parametrize('M,N,K', [(1, 1, 1), (1, 70, 33), (70, 1, 64), (33, 130, 65), (64, 64, 64), (129, 131, 17),
+                                   (260, 260, 40)])
 def test_every_layout_of_every_size(M, N, K, p, precision):
     rng = np.random.default_rng(M * 10007 + N * 101 + K)
     a, b, bias = (rng.standard_normal(s).astype(np.float32) for s in ((M, K), (K, N), (N,)))
@@ -143,7 +144,7 @@ def test_nan_and_infinity_pass_in_their_row_and_column_alone(p, precision):
     assert np.isnan(c[4]).all() and np.isposinf(others[:, 30]).all() and (np.delete(others, 30, 1) == 40).all()
 
 
-# ---- parts of K ---------------------------------------------------------------------------------------------------------------
+# ---- parts of K ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
 @pytest.mark.parametrize('M,N,K', [(17, 9, 5000), (40, 33, 4103), (1, 1, 9001)])
@@ -166,12 +167,13 @@ def batched(c, a, b, accumulate=0):
     a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
     strides = np.array([s // 4 for x in (c, a, b) for s in x.strides[:-2]] + [0])
     inner = [s // 4 for x in (a, b) for s in x.strides[-2:]]
-    call('gemm_batched', c, a, b, np.array([*batch, 0]), strides, len(batch), *c.shape[-2:], a.shape[-1], c.strides[-2] // 4, *inner, accumulate)
+    call('gemm_batched', c, a, b, np.array([*batch, 0]), strides, len(batch), *c.shape[-2:], a.shape[-1], c.strides[-2] // 4,
+         *inner, accumulate)
 
 
 @pytest.mark.parametrize('p', (FP32, TF32, BF16), ids=('fp32', 'tf32', 'bf16'))
-@pytest.mark.parametrize('shape_a,shape_b', [((3, 20, 50), (3, 50, 70)), ((2, 3, 33, 40), (40, 20)), ((5, 8, 3000), (5, 3000, 12)),
-                                             ((4, 16, 2500), (2500, 9)), ((1, 7, 5), (6, 5, 4))])
+@pytest.mark.parametrize('shape_a,shape_b', [((3, 20, 50), (3, 50, 70)), ((2, 3, 33, 40), (40, 20)), ((1, 7, 5), (6, 5, 4)),
+                                             ((5, 8, 3000), (5, 3000, 12)), ((4, 16, 2500), (2500, 9))])
 def test_a_batch_has_the_bits_of_its_products(shape_a, shape_b, p, precision):
     """Also where a batch is joined to one tall matrix, and where every product is cut into parts of K."""
     rng = np.random.default_rng(5)
@@ -188,7 +190,7 @@ def test_a_batch_has_the_bits_of_its_products(shape_a, shape_b, p, precision):
         assert (c == want).all()
 
 
-# ---- bfloat16 -----------------------------------------------------------------------------------------------------------------
+# ---- bfloat16 --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('R,C', [(1, 1), (5, 7), (64, 64), (65, 130), (130, 8), (3, 300), (0, 4)])
 @pytest.mark.parametrize('transposed', (False, True))
@@ -253,7 +255,7 @@ def test_a_large_product_is_converted_first(across, p, precision):
     assert (c[:, N] == 1).all()
 
 
-# ---- the ladder -----------------------------------------------------------------------------------------------------------------
+# ---- the ladder ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(not LADDER.exists(), reason='make emulated')
 def test_every_step_of_the_ladder_finds_the_same_sums():

@@ -10,7 +10,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+#include "device.h"
 #include "hopper.cuh"
+#include "pyops.h"
 
 struct Problem {
     float *c;
@@ -30,7 +32,7 @@ static __global__ void naive(Problem p) {
 }
 
 // ---- 2. Neighbours in a row ---------------------------------------------------------------------------------------------
-// The same, turned: a warp reads 128 neighbouring bytes of b and writes 128 of c, and all its threads want the same number of a.
+// The same, turned: a warp reads 128 neighbouring bytes of b and writes 128 of c, and all its threads want one number of a.
 static __global__ void coalesced(Problem p) {
     const int m = blockIdx.y * 32 + threadIdx.y, n = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
@@ -118,13 +120,14 @@ static __global__ void __launch_bounds__(256) vector_loads(Problem p) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float *c = p.c + size_t(blockIdx.y * 128 + i / 4 * 64 + y * 4 + i % 4) * p.N + blockIdx.x * 128 + half * 64 + x * 4;
-            *reinterpret_cast<float4 *>(c) = make_float4(sum[i][half * 4], sum[i][half * 4 + 1], sum[i][half * 4 + 2], sum[i][half * 4 + 3]);
+            const float *four = sum[i] + half * 4;
+            *reinterpret_cast<float4 *>(c) = make_float4(four[0], four[1], four[2], four[3]);
         }
 }
 
 // ---- 6. Tensor cores ------------------------------------------------------------------------------------------------------
-// One instruction of a warp multiplies 16 x 8 by 8 x 8 numbers in TF32.  A warp makes WM x WN sums of a block's 128 x 128; lines
-// in shared memory are 4 and 8 floats longer than they have to be, so that the 32 numbers of a fragment are in 32 banks.
+// One instruction of a warp multiplies 16 x 8 by 8 x 8 numbers in TF32.  A warp makes WM x WN sums of a block's 128 x 128;
+// lines in shared memory are 4 and 8 floats longer than they have to be, so that the 32 numbers of a fragment are in 32 banks.
 constexpr int A_LINE = 32 + 4, B_LINE = 128 + 8, A_PANEL = 128 * A_LINE, PANELS = A_PANEL + 32 * B_LINE;
 
 template <int WM, int WN> struct Warp {
@@ -156,9 +159,10 @@ template <int WM, int WN> struct Warp {
 #pragma unroll
             for (int j = 0; j < WN / 8; j++)
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-                    *reinterpret_cast<float2 *>(p.c + size_t(blockIdx.y * 128 + m + i * 16 + h * 8 + g) * p.N + blockIdx.x * 128 + n + j * 8 + 2 * t)
-                        = make_float2(sum[i][j][2 * h], sum[i][j][2 * h + 1]);
+                for (int h = 0; h < 2; h++) {
+                    const int row = blockIdx.y * 128 + m + i * 16 + h * 8 + g, column = blockIdx.x * 128 + n + j * 8 + 2 * t;
+                    *reinterpret_cast<float2 *>(p.c + size_t(row) * p.N + column) = {sum[i][j][2 * h], sum[i][j][2 * h + 1]};
+                }
     }
 };
 
@@ -168,7 +172,8 @@ static __global__ void __launch_bounds__(256) tensor_core(Problem p) {
     const float *a = p.a + size_t(blockIdx.y) * 128 * p.K, *b = p.b + blockIdx.x * 128;
     for (int k0 = 0; k0 < p.K; k0 += 32) {
         for (int i = threadIdx.x; i < 128 * 8; i += 256) {
-            *reinterpret_cast<float4 *>(panels + i / 8 * A_LINE + i % 8 * 4) = *reinterpret_cast<const float4 *>(a + size_t(i / 8) * p.K + k0 + i % 8 * 4);
+            *reinterpret_cast<float4 *>(panels + i / 8 * A_LINE + i % 8 * 4)
+                = *reinterpret_cast<const float4 *>(a + size_t(i / 8) * p.K + k0 + i % 8 * 4);
             *reinterpret_cast<float4 *>(panels + A_PANEL + i / 32 * B_LINE + i % 32 * 4)
                 = *reinterpret_cast<const float4 *>(b + size_t(k0 + i / 32) * p.N + i % 32 * 4);
         }
@@ -180,8 +185,8 @@ static __global__ void __launch_bounds__(256) tensor_core(Problem p) {
 }
 
 // ---- 7. Copies that nobody waits for, and 8. more sums in a warp ------------------------------------------------------------
-// Copies go from memory to shared memory by themselves, two steps of K ahead of the one that is multiplied.  With 64 x 32 sums a
-// warp reads 24 numbers a lane for 16 instructions; with 64 x 64, 32 numbers for 32.
+// Copies go from memory to shared memory by themselves, two steps of K ahead of the one that is multiplied.  With 64 x 32 sums
+// a warp reads 24 numbers a lane for 16 instructions; with 64 x 64, 32 numbers for 32.
 template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (WM * WN) * 32) pipeline(Problem p) {
     constexpr int THREADS = 128 * 128 / (WM * WN) * 32, SLOTS = 3;
     DYN_SHARED(float, ring);
@@ -209,8 +214,8 @@ template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (
 
 // ---- 9. Hopper: bulk copies and the matrix units of a warpgroup ------------------------------------------------------------
 // One thread asks for whole panels, which arrive by themselves, and four warps together multiply 64 x 16 by 16 x 256 numbers
-// straight from shared memory, in bfloat16.  The library goes on from here: a warp of its own for the copies, tile after tile in
-// blocks that stay (hopper_gemm.cu).
+// straight from shared memory, in bfloat16.  The library goes on from here: a warp of its own for the copies, tile after tile
+// in blocks that stay (hopper_gemm.cu).
 constexpr int SLOTS9 = 4, SLOT9 = (128 + 256) * 64 * 2;
 
 static __global__ void __launch_bounds__(256, 1) wgmma_tma(
@@ -235,8 +240,9 @@ static __global__ void __launch_bounds__(256, 1) wgmma_tma(
         mbar_wait(full + step % SLOTS9, step / SLOTS9 % 2);
         const char *slot = ring + step % SLOTS9 * SLOT9;
         wg_fence();
+        const uint64_t a = wg_desc(slot + group * 64 * 128), b = wg_desc(slot + 128 * 128);
 #pragma unroll
-        for (int k = 0; k < 4; k++) wgmma_bf16<256>(sum, wg_desc(slot + group * 64 * 128) + 2 * k, wg_desc(slot + 128 * 128) + 2 * k);
+        for (int k = 0; k < 4; k++) wgmma_bf16<256>(sum, a + 2 * k, b + 2 * k);
         wg_commit();
         wg_wait<0>();
         __syncthreads();                    // both groups have read the slot
@@ -250,25 +256,29 @@ static __global__ void __launch_bounds__(256, 1) wgmma_tma(
 
 // ---- the steps --------------------------------------------------------------------------------------------------------------
 static dim3 tiles(const Problem &p, int m, int n) { return dim3(p.N / n, p.M / m); }
+template <auto *KERNEL> static cudaError_t squares(const Problem &p) {
+    return LAUNCH(KERNEL, tiles(p, 32, 32), dim3(32, 32), 0, 0, p);
+}
 template <auto *KERNEL> static cudaError_t with_shared(const Problem &p, int threads, int bytes) {
     cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     return LAUNCH(KERNEL, tiles(p, 128, 128), threads, bytes, 0, p);
 }
 static cudaError_t hopper(const Problem &p) {
     CUtensorMap a_map, b_map;
-    if (make_tensor_map_2d(&a_map, p.a_bf16, 2, p.K, p.M, size_t(p.K) * 2, 64, 128, true) != cudaSuccess) return cudaErrorInvalidValue;
-    if (make_tensor_map_2d(&b_map, p.b_bf16, 2, p.K, p.N, size_t(p.K) * 2, 64, 256, true) != cudaSuccess) return cudaErrorInvalidValue;
+    const cudaError_t a_made = make_tensor_map_2d(&a_map, p.a_bf16, 2, p.K, p.M, size_t(p.K) * 2, 64, 128, true);
+    const cudaError_t b_made = make_tensor_map_2d(&b_map, p.b_bf16, 2, p.K, p.N, size_t(p.K) * 2, 64, 256, true);
+    if (a_made != cudaSuccess || b_made != cudaSuccess) return cudaErrorInvalidValue;
     cudaFuncSetAttribute(wgmma_tma, cudaFuncAttributeMaxDynamicSharedMemorySize, SLOTS9 * SLOT9);
     return LAUNCH(wgmma_tma, tiles(p, 128, 256), 256, SLOTS9 * SLOT9, 0, a_map, b_map, p);
 }
 
 struct Step { const char *name; cudaError_t (*run)(const Problem &); };
 static const Step STEPS[] = {
-    {"1 naive", [](const Problem &p) { return cudaError_t(LAUNCH(naive, tiles(p, 32, 32), dim3(32, 32), 0, 0, p)); }},
-    {"2 coalesced", [](const Problem &p) { return cudaError_t(LAUNCH(coalesced, tiles(p, 32, 32), dim3(32, 32), 0, 0, p)); }},
-    {"3 shared tile", [](const Problem &p) { return cudaError_t(LAUNCH(shared_tile, tiles(p, 32, 32), dim3(32, 32), 0, 0, p)); }},
-    {"4 register tile", [](const Problem &p) { return cudaError_t(LAUNCH(register_tile, tiles(p, 128, 128), 256, 0, 0, p)); }},
-    {"5 vector loads", [](const Problem &p) { return cudaError_t(LAUNCH(vector_loads, tiles(p, 128, 128), 256, 0, 0, p)); }},
+    {"1 naive", squares<naive>},
+    {"2 coalesced", squares<coalesced>},
+    {"3 shared tile", squares<shared_tile>},
+    {"4 register tile", [](const Problem &p) { return with_shared<register_tile>(p, 256, 0); }},
+    {"5 vector loads", [](const Problem &p) { return with_shared<vector_loads>(p, 256, 0); }},
     {"6 tensor core, TF32", [](const Problem &p) { return with_shared<tensor_core>(p, 256, PANELS * 4); }},
     {"7 asynchronous copies", [](const Problem &p) { return with_shared<pipeline<64, 32>>(p, 256, 3 * PANELS * 4); }},
     {"8 64 x 64 sums a warp", [](const Problem &p) { return with_shared<pipeline<64, 64>>(p, 128, 3 * PANELS * 4); }},
@@ -325,7 +335,8 @@ template <class F> static float milliseconds(const F &run) {
 }
 #endif
 
-template <class F> static bool measure(const char *name, const Problem &p, const std::vector<float> &a, const std::vector<float> &b, const F &run) {
+template <class F> static bool measure(
+    const char *name, const Problem &p, const std::vector<float> &a, const std::vector<float> &b, const F &run) {
     check(cudaMemset(p.c, 0xff, size_t(p.M) * p.N * sizeof(float)), "cudaMemset");           // NaN
     check(run(), name);
     check(cudaDeviceSynchronize(), name);
@@ -367,21 +378,19 @@ int main(int count, char **arguments) {
     if (count >= 5) {
         void *library = dlopen(arguments[4], RTLD_NOW | RTLD_LOCAL);
         if (!library) return fprintf(stderr, "ladder: %s\n", dlerror()), 1;
-        using Gemm = int (*)(float *, const float *, const float *, const float *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                             int64_t, int64_t, int32_t, int32_t, void *);
-        using GemmBf16 = int (*)(float *, const uint16_t *, const uint16_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int32_t, void *);
-        const auto set_precision = reinterpret_cast<int (*)(int32_t)>(dlsym(library, "pyops_set_precision"));
-        const auto gemm = reinterpret_cast<Gemm>(dlsym(library, "pyops_gemm"));
-        const auto gemm_bf16 = reinterpret_cast<GemmBf16>(dlsym(library, "pyops_gemm_bf16"));
+        const auto gemm = reinterpret_cast<decltype(&pyops_gemm)>(dlsym(library, "pyops_gemm"));
+        const auto gemm_bf16 = reinterpret_cast<decltype(&pyops_gemm_bf16)>(dlsym(library, "pyops_gemm_bf16"));
+        const auto set_precision = reinterpret_cast<decltype(&pyops_set_precision)>(dlsym(library, "pyops_set_precision"));
+        const auto status = [](pyops_status failed) { return failed ? cudaErrorInvalidValue : cudaSuccess; };
         const char *const names[] = {"pyops_gemm, float32", "pyops_gemm, TF32", "pyops_gemm, bfloat16"};
         for (int precision = 0; precision < 3; precision++) {
             set_precision(precision);
             good &= measure(names[precision], p, a, b, [&] {
-                return gemm(p.c, p.a, p.b, nullptr, p.M, p.N, p.K, p.N, p.K, 1, p.N, 1, 0, 0, nullptr) ? cudaErrorInvalidValue : cudaSuccess;
+                return status(gemm(p.c, p.a, p.b, nullptr, p.M, p.N, p.K, p.N, p.K, 1, p.N, 1, 0, 0, nullptr));
             });
         }
         good &= measure("pyops_gemm_bf16", p, a, b, [&] {
-            return gemm_bf16(p.c, p.a_bf16, p.b_bf16, p.M, p.N, p.K, p.N, p.K, p.K, 0, nullptr) ? cudaErrorInvalidValue : cudaSuccess;
+            return status(gemm_bf16(p.c, p.a_bf16, p.b_bf16, p.M, p.N, p.K, p.N, p.K, p.K, 0, nullptr));
         });
     }
     return good ? 0 : 1;
