@@ -35,10 +35,7 @@ static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 8, SEGMENT = 16
 // the first ones, take parts of the slice.  On tensor cores the weights are the left operand, 16 columns a tile.
 static constexpr int columns_of_lane(int n) { return n % 3 == 0 ? 3 : n / 8 < 4 ? n / 8 : 4; }
 static constexpr int parts_of_slice(int n, Precision p) { return p == Precision::fp32 ? 32 / (n / columns_of_lane(n)) : 1; }
-// Floats that are kept for each k.
-static constexpr int weights_of_k(int n, Precision p) {
-    return p == Precision::fp32 ? n : p == Precision::tf32 ? round_up(n, 16) : round_up(n, 16) / 2;
-}
+static constexpr int weights_of_k(int n, Precision p) { return p == Precision::bf16 ? n / 2 : n; }     // floats kept for a k
 // Sums lie as [warp][part][row][column].  The lengths of a row and of a part keep lanes that write at once on different banks.
 static constexpr int sums_of_row(int n) { return round_up(n, 16) + 4; }
 static constexpr int sums_of_part(int n) { return ROWS * sums_of_row(n) + n / columns_of_lane(n); }
@@ -46,15 +43,22 @@ static constexpr int sums_of_block(int n, Precision p) { return WARPS * parts_of
 
 template <int N, Precision P> struct Product {
     static constexpr int EACH = columns_of_lane(N), LANES = N / EACH, PARTS = parts_of_slice(N, P);
-    static constexpr int TILES = round_up(N, 16) / 16;          // of columns
     static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N), SUM_PART = sums_of_part(N);
 };
 
+// Four neighbours in k, rounded for the tensor cores.
+DEVICE uint4 rounded(float4 x, std::integral_constant<Precision, Precision::tf32>) {
+    return {to_tf32(x.x), to_tf32(x.y), to_tf32(x.z), to_tf32(x.w)};
+}
+DEVICE uint2 rounded(float4 x, std::integral_constant<Precision, Precision::bf16>) {
+    return {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
+}
+
 // The weights as `multiply` wants them; quad(column, k) gives those of k .. k+3, zeros beyond the matrix.
 //   float32        [k/4][column] of 4 k each, so that neighbouring lanes read neighbouring columns
-//   tensor cores   [segment][tile of columns][lane]: what a lane holds of the left operand.  Which k stands where is free as
-//                  long as both operands agree: a lane has k = 4t .. 4t+3 of the segment (t = lane % 4), and reads of a row the
-//                  same four at once.
+//   tensor cores   [segment][8 columns][lane] of 4 k each: lane = 4 g + t has column g and k = 4t .. 4t+3 of the segment.  The
+//                  instruction has k = t, t+4 (bfloat16: 2t, 2t+1, 2t+8, 2t+9) there, but which k is which does not matter
+//                  as long as both operands agree, and four neighbours are one access.
 template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int segments, Quad quad) {
     if constexpr (P == Precision::fp32) {
         float4 *const to = reinterpret_cast<float4 *>(weights);
@@ -64,18 +68,12 @@ template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int s
             to[k4 * N + column] = quad(column, k4 * 4);
         }
     } else {
-        constexpr int TILES = Product<N, P>::TILES;
-        uint4 *const to = reinterpret_cast<uint4 *>(weights);
-#pragma unroll 2
-        for (int i = threadIdx.x; i < segments * TILES * 32; i += THREADS) {
-            const int lane = i % 32, column = i / 32 % TILES * 16 + lane / 4, k = i / (32 * TILES) * SEGMENT + lane % 4 * 4;
-            const float4 a = quad(column, k), b = column + 8 < N ? quad(column + 8, k) : make_float4(0, 0, 0, 0);
-            if constexpr (P == Precision::tf32) {
-                to[(i - lane) * 2 + lane] = {to_tf32(a.x), to_tf32(b.x), to_tf32(a.y), to_tf32(b.y)};
-                to[(i - lane) * 2 + 32 + lane] = {to_tf32(a.z), to_tf32(b.z), to_tf32(a.w), to_tf32(b.w)};
-            } else {
-                to[i] = {pack_bf16(a.x, a.y), pack_bf16(b.x, b.y), pack_bf16(a.z, a.w), pack_bf16(b.z, b.w)};
-            }
+        using Precise = std::integral_constant<Precision, P>;
+        auto *const to = reinterpret_cast<decltype(rounded(float4{}, Precise{})) *>(weights);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < segments * 4 * N; i += THREADS) {
+            const int column = i % 32 / 4 + i / 32 % (N / 8) * 8, k = i / (4 * N) * SEGMENT + i % 4 * 4;
+            to[i] = rounded(quad(column, k), Precise{});
         }
     }
 }
@@ -115,30 +113,28 @@ DEVICE void multiply(float *sums, const float *weights, const float *rows, int s
 #pragma unroll
             for (int j = 0; j < EACH; j++) sums[i * SUM_ROW + j * LANES] = sum[i][j];
     } else {
-        constexpr int TILES = Product<N, P>::TILES, KEPT = P == Precision::tf32 ? 2 : 1;
-        const int g = lane / 4, t = lane % 4;                   // as the instruction has them: of a tile, column g, row 2t
-        const uint4 *w = reinterpret_cast<const uint4 *>(weights) + from * TILES * KEPT * 32 + lane;
-        float sum[TILES][4] = {};
-        for (int segment = from; segment < to; segment++, w += TILES * KEPT * 32) {
-            const float4 b = *reinterpret_cast<const float4 *>(rows + g * stride + segment * SEGMENT + t * 4);
-            if constexpr (P == Precision::tf32) {
-                const unsigned b0[2] = {to_tf32(b.x), to_tf32(b.y)}, b1[2] = {to_tf32(b.z), to_tf32(b.w)};
+        using Precise = std::integral_constant<Precision, P>;
+        using Quad = decltype(rounded(float4{}, Precise{}));
+        constexpr int TILES = round_up(N, 16) / 16;             // of 16 columns; the last may have but 8
+        const int g = lane / 4, t = lane % 4;
+        const Quad *w = reinterpret_cast<const Quad *>(weights) + from * (N * 4) + lane;
+        float sum[TILES][4] = {};                               // columns g, g+8 of rows 2t, 2t+1
+        for (int segment = from; segment < to; segment++, w += N * 4) {
+            const Quad b = rounded(*reinterpret_cast<const float4 *>(rows + g * stride + segment * SEGMENT + t * 4), Precise{});
+            Quad a[2 * TILES] = {};
+#pragma unroll
+            for (int i = 0; i < N / 8; i++) a[i] = w[i * 32];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                const Quad &low = a[2 * m], &high = a[2 * m + 1];
+                if constexpr (P == Precision::tf32) mma_tf32(sum[m], {low.x, high.x, low.y, high.y}, {b.x, b.y});
+                else mma_bf16(sum[m], {low.x, high.x, low.y, high.y}, {b.x, b.y});
+            }
+            if constexpr (P == Precision::tf32) {               // which takes but 8 k at a time
 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
-                    const uint4 a = w[m * 64];
-                    mma_tf32(sum[m], {a.x, a.y, a.z, a.w}, b0);
-                }
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    const uint4 a = w[m * 64 + 32];
-                    mma_tf32(sum[m], {a.x, a.y, a.z, a.w}, b1);
-                }
-            } else {
-                const unsigned pairs[2] = {pack_bf16(b.x, b.y), pack_bf16(b.z, b.w)};
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    const uint4 a = w[m * 32];
-                    mma_bf16(sum[m], {a.x, a.y, a.z, a.w}, pairs);
+                    const Quad &low = a[2 * m], &high = a[2 * m + 1];
+                    mma_tf32(sum[m], {low.z, high.z, low.w, high.w}, {b.z, b.w});
                 }
             }
         }
@@ -173,15 +169,15 @@ struct Plan {
 
 static int chunks_of(const Plan &p) { return blocks_for(p.tiles, p.chunk); }
 
-// Of those layouts that fit, the one whose blocks have least to multiply in a step; of equal ones that with most units a
-// block, since then fewer blocks copy the same rows and wait for each other.  teams = 0: none fits.
+// Of those layouts that fit, the one whose blocks have least to multiply in a step; of equal ones that whose blocks copy least:
+// the weights once, the rows at each step.  teams = 0: none fits.
 //   weights   floats that a block keeps for each k of a part     sums    floats of their sums     both for 8, 16, 32 units
 //   kept      parts of K, of H each, that are kept               at_once how many of them are multiplied at once
 static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const int *sums, int kept, int at_once) {
     Plan best = {};
     if (H > 32 * pyops_multiprocessors()) return best;
     const int64_t all = blocks_for<int64_t>(B, ROWS);           // tiles
-    int64_t least = INT64_MAX;
+    int64_t least = INT64_MAX, least_copied = INT64_MAX;
     for (int i = 2; i >= 0; i--) {
         Plan p = {T, B, int(H), round_up(int(H), SEGMENT), 8 << i};
         p.team = blocks_for(p.H, p.units);
@@ -200,9 +196,12 @@ static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const 
         while (size() > size_t(pyops_shared_memory()) && p.chunk > 1) p.chunk /= 2;
         if (size() > size_t(pyops_shared_memory())) p.buffers = 1;
         p.shared = size();
-        if (p.shared > size_t(pyops_shared_memory()) || int64_t(p.tiles) * p.units >= least) continue;
-        least = int64_t(p.tiles) * p.units;
+        const int64_t work = int64_t(p.tiles) * p.units;
+        const int64_t copied = p.padded * (int64_t(kept) * weights[i] + T * p.tiles * ROWS * at_once);
+        if (p.shared > size_t(pyops_shared_memory()) || work > least || (work == least && copied >= least_copied)) continue;
         best = p;
+        least = work;
+        least_copied = copied;
     }
     return best;
 }
@@ -221,7 +220,10 @@ static Plan forward_plan(int64_t T, int64_t B, int64_t H, bool before) {
 static Plan backward_plan(int64_t T, int64_t B, int64_t H, bool before) {
     const Precision p = pyops_precision_now();
     int weights[3], sums[3];
-    for (int i = 0; i < 3; i++) weights[i] = weights_of_k(8 << i, p), sums[i] = sums_of_block(8 << i, p);
+    for (int i = 0; i < 3; i++) {
+        weights[i] = weights_of_k(8 << i, p);
+        sums[i] = sums_of_block(8 << i, p);
+    }
     return plan_for(T, B, H, weights, sums, 3, before ? 2 : 3);
 }
 
@@ -408,7 +410,7 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
             const Span rows = rows_of(p, place, item.chunk);
             const float *const h = h_before(item.step, rows.from);
             if (item.step || item.phase) wait_for(p, place, item.chunk, item.step * PHASES + item.phase);
-            if (item.phase) load(to, f.gates + (item.step * B + rows.from) * 4 * H, 4 * H, rows.count, 3 * p.H, 1, p);
+            if (BEFORE && item.phase) load(to, f.gates + (item.step * B + rows.from) * 4 * H, 4 * H, rows.count, 3 * p.H, 1, p);
             else if (h) load(to, h, H, rows.count, 0, 1, p);
         },
         [&](const Item &item, const float *from, Known next) {
