@@ -2,6 +2,7 @@
 //
 // Each is one pass over memory (flat.cuh); Adam moves 28 bytes a parameter, and nothing it computes comes near that price.
 // Step, learning rate and norm are read from memory when a kernel runs, since a call is recorded once and replayed.
+#include "adam.cuh"
 #include "block.cuh"
 #include "flat.cuh"
 
@@ -13,8 +14,6 @@ static constexpr int NORM_THREADS = 256, CHUNK = 8192;
 // Room for the sums, on an address that a double wants.
 static inline double *sums_of(float *work) { return reinterpret_cast<double *>((uintptr_t(work) + 7) & ~uintptr_t(7)); }
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
-
-DEVICE double square(float x) { return double(x) * x; }
 
 // sums[chunk] = sum of the squares of a chunk; a thread has four loads under way.
 static __global__ void __launch_bounds__(NORM_THREADS) squares(double *sums, const float *grad, int64_t n, bool whole) {
@@ -57,8 +56,7 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, float *w
 }
 
 // ---- clipping ---------------------------------------------------------------------------------------------------------
-// A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
-DEVICE float clip_factor(const float *norm, float max_norm) { return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f; }
+DEVICE float clip_factor(const float *norm, float max_norm) { return norm ? clip_factor(norm[0], max_norm) : 1.0f; }
 
 struct Clip {
     static constexpr int INPUTS = 1, OUTPUTS = 1;
@@ -75,47 +73,35 @@ extern "C" pyops_status pyops_clip(float *grad, const float *norm, int64_t n, fl
 }
 
 // ---- Adam ------------------------------------------------------------------------------------------------------------
-// b^t by squaring, t >= 1: a handful of products, where pow would take a hundred times as long.
-DEVICE double power(double b, int64_t t) {
-    double y = 1.0;
-    for (; t > 0; t >>= 1, b *= b)
-        if (t & 1) y *= b;
-    return y;
-}
-
 struct Adam {
     static constexpr int INPUTS = 4, OUTPUTS = 3;                              // param, m, v, grad -> param, m, v
     const float *norm, *lr;
     const int64_t *step;
     FaultRecord *faults;
-    float max_norm, beta1, beta2, eps, weight_decay;
-    float clip, step_size, root_correction;                                    // the same for all parameters
+    float max_norm;
+    AdamRule rule;
 
-    // Corrections of the bias, in double, by one thread for its block.
+    // What all parameters have in common, by one thread for its block.
     __device__ bool begin() {
-        SHARED(float, corrections, [2]);
+        SHARED(AdamRule, common, );
         const int64_t t = step[0];
         if (t < 1) {
             if (blockIdx.x == 0 && threadIdx.x == 0) report(faults, Fault::step, Who::adam, 0, t, 0);
             return false;
         }
         if (threadIdx.x == 0) {
-            corrections[0] = static_cast<float>(lr[0] / (1.0 - power(beta1, t)));
-            corrections[1] = static_cast<float>(1.0 / sqrt(1.0 - power(beta2, t)));
+            rule.correct(lr[0], t);
+            rule.clip = clip_factor(norm, max_norm);
+            common = rule;
         }
         __syncthreads();
-        step_size = corrections[0];
-        root_correction = corrections[1];
-        clip = clip_factor(norm, max_norm);
+        rule = common;
         return true;
     }
     __device__ void operator()(const float (&in)[4], float (&out)[3]) const {
-        const float g = in[3] * clip + weight_decay * in[0];
-        const float m = beta1 * in[1] + (1.0f - beta1) * g;
-        const float v = beta2 * in[2] + (1.0f - beta2) * g * g;
-        out[0] = in[0] - step_size * m / (sqrtf(v) * root_correction + eps);
-        out[1] = m;
-        out[2] = v;
+#pragma unroll
+        for (int a = 0; a < OUTPUTS; a++) out[a] = in[a];
+        rule(out[0], out[1], out[2], in[3]);
     }
 };
 
@@ -127,7 +113,7 @@ extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
     PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
                   static_cast<double>(beta1), static_cast<double>(beta2));
     PYOPS_REQUIRE(weight_decay >= 0.0f, "adam: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
-    const Adam adam{norm, lr, step, pyops_faults(), max_norm, beta1, beta2, eps, weight_decay, 0.0f, 0.0f, 0.0f};
+    const Adam adam{norm, lr, step, pyops_faults(), max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
     return pyops_launched("adam", launch_flat(adam, {{param, m, v, grad}, {param, m, v}}, n, stream, true), stream);
 }
 

@@ -1,0 +1,34 @@
+// adam.cuh - clipping and Adam's arithmetic, one parameter at a time, for optim.cu and mlp.cu.
+#pragma once
+#include "internal.cuh"
+
+// Of a sum in double: a float would lose the small gradients of ten million.
+DEVICE double square(float x) { return double(x) * x; }
+
+// A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
+DEVICE float clip_factor(float norm, float max_norm) { return norm > max_norm ? max_norm / norm : 1.0f; }
+
+// b^t by squaring, t >= 1: a handful of products, where pow would take a hundred times as long.
+DEVICE double power(double b, int64_t t) {
+    double y = 1.0;
+    for (; t > 0; t >>= 1, b *= b)
+        if (t & 1) y *= b;
+    return y;
+}
+
+struct AdamRule {
+    float beta1, beta2, eps, weight_decay;
+    float clip, step_size, root_correction;     // the same for all parameters of a step
+
+    // Corrections of the bias in step t, in double.
+    __device__ void correct(float lr, int64_t t) {
+        step_size = static_cast<float>(lr / (1.0 - power(beta1, t)));
+        root_correction = static_cast<float>(1.0 / sqrt(1.0 - power(beta2, t)));
+    }
+    __device__ void operator()(float &param, float &m, float &v, float grad) const {
+        const float g = grad * clip + weight_decay * param;
+        m = beta1 * m + (1.0f - beta1) * g;
+        v = beta2 * v + (1.0f - beta2) * g * g;
+        param -= step_size * m / (sqrtf(v) * root_correction + eps);
+    }
+};
