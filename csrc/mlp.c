@@ -1,6 +1,6 @@
-/* mlp.c - the whole gradient of a network of two linear layers on pixels, as one operation.
+/* mlp.c - the whole gradient of a network of two linear layers on pixels as one operation, and its whole training step.
  *
- * On a GPU it is one kernel in place of a dozen, each of which would take longer to start than to run.  Here it is those
+ * On a GPU either is one kernel in place of a dozen, each of which would take longer to start than to run.  Here it is those
  * dozen, one after the other, and so the definition of what the other has to compute.
  */
 #include <string.h>
@@ -30,17 +30,17 @@ static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
 int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C) { return make_layout(B, I, H, C).size; }
 
 /* Everything is looked at before anything is written. */
-static pyops_status check(const int64_t *rows, const int32_t *labels, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
-                          float scale) {
+static pyops_status check(const char *who, const int64_t *rows, const int32_t *labels,
+                          int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= 128 && C >= 1 && C <= 128,
-                  "mlp_gradients: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
-                  LL(N), LL(B), LL(I), LL(H), LL(C));
-    PYOPS_REQUIRE(scale == scale, "mlp_gradients: scale is NaN");
+                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
+                  who, LL(N), LL(B), LL(I), LL(H), LL(C));
+    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
     for (int64_t b = 0; b < B; b++) {
         const int64_t row = rows[b];
-        PYOPS_REQUIRE(row >= 0 && row < N, "mlp_gradients: rows[%lld]=%lld, want 0 to %lld", LL(b), LL(row), LL(N - 1));
-        PYOPS_REQUIRE(labels[row] >= 0 && labels[row] < C, "mlp_gradients: labels[%lld]=%d, want 0 to %lld",
-                      LL(row), labels[row], LL(C - 1));
+        PYOPS_REQUIRE(row >= 0 && row < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(row), LL(N - 1));
+        PYOPS_REQUIRE(labels[row] >= 0 && labels[row] < C, "%s: labels[%lld]=%d, want 0 to %lld",
+                      who, LL(row), labels[row], LL(C - 1));
     }
     return PYOPS_OK;
 }
@@ -51,7 +51,7 @@ pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2
                                  const uint8_t *table, const int64_t *rows, const int32_t *labels,
                                  const float *w1, const float *b1, const float *w2, const float *b2, float *work,
                                  int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream) {
-    TRY(check(rows, labels, N, B, I, H, C, scale));
+    TRY(check("mlp_gradients", rows, labels, N, B, I, H, C, scale));
     const layout l = make_layout(B, I, H, C);
     int32_t *const batch_labels = (int32_t *)(work + l.labels), *const ink = (int32_t *)(work + l.ink);
     uint16_t *const places = (uint16_t *)(work + l.places);
@@ -72,4 +72,37 @@ pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2
     memset(dw1, 0, (size_t)(I * H) * sizeof *dw1);
     memset(db1, 0, (size_t)H * sizeof *db1);
     return pyops_pixel_linear_backward(dw1, db1, da, table, rows, ink, places, work + l.rest, N, B, I, H, scale, stream);
+}
+
+/* ---- and the step ---- */
+int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {
+    return pyops_mlp_gradients_work(B, I, H, C) + 4 + pyops_grad_norm_work((I + C + 4) * H);      /* of the largest of the four */
+}
+
+pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
+                            const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr, float *work,
+                            int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
+                            int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale,
+                            float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+    TRY(check("mlp_step", rows, labels, N, B, I, H, C, scale));
+    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0, "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, want places >= 0",
+                  LL(w1), LL(b1), LL(w2), LL(b2));
+    PYOPS_REQUIRE(max_norm > 0.0f, "mlp_step: max_norm=%g, want > 0", (double)max_norm);
+    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "mlp_step: beta1=%g beta2=%g, want [0, 1)",
+                  (double)beta1, (double)beta2);
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "mlp_step: weight_decay=%g, want >= 0", (double)weight_decay);
+    PYOPS_REQUIRE(step[0] >= 0, "mlp_step: step=%lld, want at least 1", LL(step[0] + 1));
+    const int64_t at[4] = {w1, b1, w2, b2}, size[4] = {I * H, H, C * H, C};
+    float *const norms = work + pyops_mlp_gradients_work(B, I, H, C), *const rest = norms + 4;
+    TRY(pyops_mlp_gradients(loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
+                            param + w1, param + b1, param + w2, param + b2, work, N, B, I, H, C, scale, stream));
+    if (norm) {                                         /* the length of all is that of the lengths of each */
+        for (int i = 0; i < 4; i++) TRY(pyops_grad_norm(norms + i, grad + at[i], rest, size[i], stream));
+        TRY(pyops_grad_norm(norm, norms, rest, 4, stream));
+    }
+    TRY(pyops_increment(step, stream));
+    for (int i = 0; i < 4; i++)
+        TRY(pyops_adam(param + at[i], m + at[i], v + at[i], grad + at[i], norm, step, lr,
+                       size[i], max_norm, beta1, beta2, eps, weight_decay, stream));
+    return PYOPS_OK;
 }

@@ -393,6 +393,20 @@ PYOPS_API pyops_status pyops_mlp_gradients(
     float *work,
     int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream);
 PYOPS_API int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C);
+/* A training step of that network: mlp_gradients, grad_norm of the four gradients, increment of step, adam.
+ * param, grad, m and v are flat buffers; w1, b1, w2 and b2 say where in them a parameter begins, in floats; what lies between
+ * the four stays as it is.   grad is overwritten;  step[0] += 1;  param, m and v as adam leaves them, which says what clips.
+ * norm NULL: it is not taken, and nothing is clipped.
+ * For a row or label that does not exist, or step[0] < 0, param, m, v and step stay.  A GPU's host hears of it later: until
+ * then they stay in the calls that follow, too.
+ */
+PYOPS_API pyops_status pyops_mlp_step(
+    float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
+    const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr,
+    float *work,
+    int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1, int64_t b1, int64_t w2, int64_t b2,
+    float scale, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
+PYOPS_API int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C);
 
 /* ---- what a training run wants to know and set, without waiting for a device ------------------------------------
  * log_step             log[written[0] mod capacity, :] = loss[0], valid[0] (0 where NULL), norm[0] (0 where NULL);
