@@ -1,4 +1,4 @@
-// mlp.cu - the whole gradient of a network of two linear layers on pixels, in one launch.
+// mlp.cu - the whole gradient of a network of two linear layers on pixels in one launch, or its whole training step.
 //
 // A batch of 100 images is so little work that what takes time is waiting: for a kernel to start, for memory to answer, for
 // other blocks.  So the kernel is laid out by what has to be waited for.
@@ -22,6 +22,13 @@
 //
 // The images are added in their order, whatever the number of blocks.
 //
+// The training step goes on from there.  The warp that formed a row of gradients also updates the weights that belong to it;
+// it has fetched them, with their moments, at the very start.  What it lacks is how long the whole gradient is:
+//
+//     rows of gradients  -> a sum of squares of each --- through work -- [grid] -->  norm -> factor -> Adam on the same rows
+//
+// Every block adds up all sums, in one order.  Where nothing is clipped nobody needs the norm, and the second [grid] falls away.
+//
 // Why one launch with a meeting of all blocks, and not
 // - two launches: a meeting costs two round trips to the second cache, an atomic addition and a load that sees the sum.  A
 //   second kernel starts when the last block of the first has ended and its writes are out; then it has its row numbers and
@@ -33,12 +40,14 @@
 //   one multiprocessor, which takes longer than the meeting that it saves.
 //
 // There is no matrix product that tensor cores would help with, and all is float32 whatever the precision.
+#include "adam.cuh"
 #include "pixels.cuh"
 
 static constexpr int MOST = 128;                // of H and of C
 static constexpr int TILE = 4096;               // floats: rows of da or r, 128 of 32; before that w2, where it is not larger
 static constexpr int CLASSES = 4;               // that a block has: no image is left out of their sums, which makes them long
 static constexpr int WIDEST = MOST + 4;         // of a row of da and r
+static constexpr int PARTS = blocks_for(MOST + 1, 32);      // elements of a row of gradients that a lane has
 
 struct Network {
     float *loss, *dw1, *db1, *dw2, *db2;
@@ -52,7 +61,20 @@ struct Network {
     int most;                                   // of these rows that a tile has
     int pixel_units, units;                     // what a block computes of the gradients: eight pixels or CLASSES classes
     float scale, share;                         // share: of an image in the loss
+    Who who;
     FaultRecord *faults;
+};
+
+// What the training step has besides.
+struct Update {
+    float *norm;                                // NULL: nothing is clipped
+    int64_t *step;
+    float *param, *m, *v;
+    const float *grad, *lr;                     // grad: where the buffer begins of which dw1, db1, dw2 and db2 are parts
+    double *squares;                            // in work: of each warp in each unit
+    float *corrections;                         // in work: step_size and root_correction of the rule
+    float max_norm;
+    AdamRule rule;
 };
 
 struct Shared {
@@ -61,6 +83,7 @@ struct Shared {
     Term terms[WARPS][TERMS];
     float sums[WARPS][WIDEST];
     float b1[MOST], b2[MOST], hidden[MOST], logits[MOST], dlogits[MOST];
+    double of_warps[WARPS];
 };
 
 // ---- the first half: an image -----------------------------------------------------------------------------
@@ -95,9 +118,9 @@ DEVICE void one_image(const Network &net, Shared &s, const float *w2, int64_t b)
         const int n = list_ink(s.terms[warp], nullptr, image, from, net.I, net.scale);
         add_terms(s.sums[warp], s.terms[warp], n, net.w1, net.H, net.H);
     }
-    if (thread == 0 && !image) report(net.faults, Fault::row, Who::mlp_gradients, b, row, net.N - 1);
+    if (thread == 0 && !image) report(net.faults, Fault::row, net.who, b, row, net.N - 1);
     if (label < 0 || label >= net.C) {
-        if (thread == 0) report(net.faults, Fault::label, Who::mlp_gradients, row, label, net.C - 1);
+        if (thread == 0) report(net.faults, Fault::label, net.who, row, label, net.C - 1);
         label = 0;
     }
     __syncthreads();
@@ -158,19 +181,24 @@ DEVICE int list_class(const Network &net, Shared &s, int unit, int64_t from, int
     return c < 0 ? 0 : list_all(s.terms[warp_id()], net.dlogits + c * net.B + from, count);
 }
 
-DEVICE void write_row(const Network &net, const float *sums, int unit) {
-    const int lane = lane_id(), H = net.H;
+// Where the elements lie of the row of gradients that this warp has: H, and one behind them for a class.
+struct Row {
+    float *weights, *bias;
+    int H, size;
+    __device__ float *at(int o) const { return o < H ? weights + o : bias; }
+};
+DEVICE Row row_of(const Network &net, int unit) {
     if (unit < net.pixel_units) {
         const int i = pixel_of(unit);
-        float *const to = i < net.I ? net.dw1 + int64_t(i) * H : net.db1;
-        if (i <= net.I)
-#pragma unroll 1
-            for (int h = lane; h < H; h += 32) to[h] = sums[h];
-    } else if (const int c = class_of(net, unit); c >= 0) {
-#pragma unroll 1
-        for (int h = lane; h < H; h += 32) net.dw2[c * H + h] = sums[h];
-        if (lane == H % 32) net.db2[c] = sums[H];
+        return {i < net.I ? net.dw1 + int64_t(i) * net.H : net.db1, nullptr, net.H, i <= net.I ? net.H : 0};
     }
+    const int c = class_of(net, unit);
+    return c < 0 ? Row{} : Row{net.dw2 + c * net.H, net.db2 + c, net.H, net.H + 1};
+}
+
+DEVICE void write_row(const Row &row, const float *sums) {
+#pragma unroll 1
+    for (int o = lane_id(); o < row.size; o += 32) *row.at(o) = sums[o];
 }
 
 DEVICE void mean_loss(const Network &net) {
@@ -181,10 +209,68 @@ DEVICE void mean_loss(const Network &net) {
     if (lane_id() == 0) net.loss[0] = static_cast<float>(sum / static_cast<double>(net.B));
 }
 
+// ---- the step: Adam on the rows whose gradients the warp has formed ---------------------------------------------
+// What a lane has of a row: elements lane, lane + 32, and so on.
+struct Elements { float param[PARTS], m[PARTS], v[PARTS], grad[PARTS]; };
+
+// f(k, o): for each such element, o of the row and k of the lane.
+template <class F> DEVICE void for_elements(const Row &row, F f) {
+#pragma unroll
+    for (int k = 0; k < PARTS; k++)
+        if (const int o = lane_id() + 32 * k; o < row.size) f(k, o);
+}
+
+DEVICE void fetch(Elements &mine, const Update &update, const Row &row) {
+    for_elements(row, [&](int k, int o) {
+        const int64_t at = row.at(o) - update.grad;
+        mine.param[k] = update.param[at];
+        mine.m[k] = update.m[at];
+        mine.v[k] = update.v[at];
+    });
+}
+
+DEVICE void move(const Elements &mine, const Update &update, const AdamRule &rule, const Row &row) {
+    for_elements(row, [&](int k, int o) {
+        const int64_t at = row.at(o) - update.grad;
+        float param = mine.param[k], m = mine.m[k], v = mine.v[k];
+        rule(param, m, v, mine.grad[k]);
+        update.param[at] = param;
+        update.m[at] = m;
+        update.v[at] = v;
+    });
+}
+
+// What all parameters have in common, by one thread; nobody else looks at the number of the step.
+DEVICE void correct(const Network &net, const Update &update) {
+    const int64_t t = update.step[0] + 1;
+    if (t < 1) report(net.faults, Fault::step, net.who, 0, t, 0);
+    AdamRule rule = update.rule;
+    rule.correct(update.lr[0], t);
+    update.corrections[0] = rule.step_size;
+    update.corrections[1] = rule.root_correction;
+}
+
+DEVICE void square_row(const Network &net, const Update &update, const float *sums, int unit) {
+    double sum = 0.0;
+#pragma unroll 1
+    for (int o = lane_id(); o < net.width; o += 32) sum += square(sums[o]);
+    sum = warp_sum(sum);
+    if (lane_id() == 0) update.squares[WARPS * unit + warp_id()] = sum;
+}
+
+// The length of the whole gradient; every thread gets it.
+DEVICE float norm_of(const Network &net, Shared &s, const double *squares) {
+    double sum = 0.0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < WARPS * net.units; i += THREADS) sum += squares[i];
+    return static_cast<float>(sqrt(block_sum(sum, s.of_warps)));
+}
+
 // One block on a multiprocessor: all its registers may be used, so that many loads are under way at a time.
-static __global__ void __launch_bounds__(THREADS, 1) gradients(const Network net) {
+template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) network(const Network net, const Update update) {
     SHARED(Shared, s, );
-    const int thread = threadIdx.x, warp = warp_id();
+    const int thread = threadIdx.x, warp = warp_id(), first = blockIdx.x;
+    const bool leads = UPDATES && thread == 0 && blockIdx.x == gridDim.x - 1;     // no block has fewer images than the last
     const int first_count = static_cast<int>(min(net.B, int64_t(net.most)));
 
     // what is asked for first has to be waited for longest
@@ -196,14 +282,18 @@ static __global__ void __launch_bounds__(THREADS, 1) gradients(const Network net
         for (int i = thread; i < net.C * net.H; i += THREADS) s.tile[i] = net.w2[i];
     if (thread < net.H) s.b1[thread] = b1;
     if (thread < net.C) s.b2[thread] = b2;
-    bool listed = static_cast<int>(blockIdx.x) < net.pixel_units;
-    const uint64_t own = listed ? pixels_of(net, blockIdx.x, row) : 0;
+    bool listed = first < net.pixel_units;
+    const uint64_t own = listed ? pixels_of(net, first, row) : 0;
+    Elements mine = {};
+    if (UPDATES) fetch(mine, update, row_of(net, first));
+    if (leads) correct(net, update);
 
-    for (int64_t b = blockIdx.x; b < net.B; b += gridDim.x) one_image(net, s, in_tile ? s.tile : net.w2, b);
-    int n = listed ? list_pixel(net, s, blockIdx.x, own, first_count) : 0;
+    for (int64_t b = first; b < net.B; b += gridDim.x) one_image(net, s, in_tile ? s.tile : net.w2, b);
+    int n = listed ? list_pixel(net, s, first, own, first_count) : 0;
     grid_sync();
 
-    for (int unit = blockIdx.x; unit < net.units; unit += gridDim.x) {
+    const bool sound = !UPDATES || net.faults->fault == 0;      // which no thread changes from here on
+    for (int unit = first; unit < net.units; unit += gridDim.x) {
         const bool pixels = unit < net.pixel_units;
         const float *matrix = pixels ? net.da : net.r;
         clear(s.sums[warp], net.width);
@@ -222,12 +312,67 @@ static __global__ void __launch_bounds__(THREADS, 1) gradients(const Network net
             if (from == 0 && unit == net.units - 1 && warp == WARPS - 1) mean_loss(net);        // a warp without a class
             __syncthreads();                    // before the next tile and the next columns
         }
-        write_row(net, s.sums[warp], unit);
+        write_row(row_of(net, unit), s.sums[warp]);
+        if (UPDATES) {
+            if (update.norm) square_row(net, update, s.sums[warp], unit);
+            if (unit == first) for_elements(row_of(net, unit), [&](int k, int o) { mine.grad[k] = s.sums[warp][o]; });
+        }
+    }
+    if (!UPDATES) return;
+
+    AdamRule rule = update.rule;
+    if (update.norm) {
+        grid_sync();
+        const float norm = norm_of(net, s, update.squares);
+        rule.clip = clip_factor(norm, update.max_norm);
+        if (leads) update.norm[0] = norm;
+    }
+    if (!sound) return;
+    rule.step_size = update.corrections[0];
+    rule.root_correction = update.corrections[1];
+    if (leads) update.step[0] += 1;
+    for (int unit = first; unit < net.units; unit += gridDim.x) {
+        const Row row = row_of(net, unit);
+        if (unit != first) {
+            fetch(mine, update, row);
+            for_elements(row, [&](int k, int o) { mine.grad[k] = *row.at(o); });
+        }
+        move(mine, update, rule, row);
     }
 }
 
 // ---- the ABI ------------------------------------------------------------------------------------------------
 static int64_t width_of(int64_t H) { return round_up<int64_t>(H + 1, 4); }      // in pieces of 16 bytes
+static int64_t pixel_units_of(int64_t I) { return blocks_for<int64_t>(I + 1, WARPS); }
+static int64_t units_of(int64_t I, int64_t C) { return pixel_units_of(I) + blocks_for<int64_t>(C, CLASSES); }
+
+static pyops_status check(const char *who, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
+    PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= MOST && C >= 1 && C <= MOST,
+                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
+                  who, LL(N), LL(B), LL(I), LL(H), LL(C));
+    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    if (!pyops_faults()) return pyops_fail(PYOPS_NO_MEMORY, "%s: no device memory is left", who);
+    return PYOPS_OK;
+}
+
+static float *on_16_bytes(float *work) { return reinterpret_cast<float *>(round_up<uintptr_t>(reinterpret_cast<uintptr_t>(work), 16)); }
+
+static Network network_of(Who who, float *loss, float *dw1, float *db1, float *dw2, float *db2,
+                          const uint8_t *table, const int64_t *rows, const int32_t *labels,
+                          const float *w1, const float *b1, const float *w2, const float *b2, float *work,
+                          int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
+    const int64_t width = width_of(H);
+    float *const da = on_16_bytes(work), *const r = da + B * width, *const dlogits = r + B * width, *const losses = dlogits + B * C;
+    return {loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, da, r, dlogits, losses, N, B,
+            int(I), int(H), int(C), int(width), int(width * TERMS <= TILE ? TERMS : TILE / width),
+            int(pixel_units_of(I)), int(units_of(I, C)), scale, 1.0f / static_cast<float>(B), who, pyops_faults()};
+}
+
+template <bool UPDATES> static cudaError_t launch(const Network &net, const Update &update, void *stream) {
+    // all blocks must run at the same time, and one for each multiprocessor always do
+    const int64_t jobs = max(net.B, int64_t(net.units)), blocks = min(jobs, int64_t(pyops_multiprocessors()));
+    return LAUNCH_COOP(network<UPDATES>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), net, update);
+}
 
 extern "C" int64_t pyops_mlp_gradients_work(int64_t B, int64_t, int64_t H, int64_t C) {
     return B * (2 * width_of(H) + C + 1) + 3;   // 3: to begin at a multiple of 16 bytes
@@ -237,20 +382,37 @@ extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1,
                                             const uint8_t *table, const int64_t *rows, const int32_t *labels,
                                             const float *w1, const float *b1, const float *w2, const float *b2, float *work,
                                             int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream) {
-    PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= MOST && C >= 1 && C <= MOST,
-                  "mlp_gradients: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
-                  LL(N), LL(B), LL(I), LL(H), LL(C));
-    PYOPS_REQUIRE(scale == scale, "mlp_gradients: scale is NaN");
-    if (!pyops_faults()) return pyops_fail(PYOPS_NO_MEMORY, "mlp_gradients: no device memory is left");
-    const int64_t width = width_of(H), pixel_units = blocks_for<int64_t>(I + 1, WARPS);
-    const int64_t units = pixel_units + blocks_for<int64_t>(C, CLASSES);
-    float *const da = reinterpret_cast<float *>(round_up<uintptr_t>(reinterpret_cast<uintptr_t>(work), 16));
-    float *const r = da + B * width, *const dlogits = r + B * width, *const losses = dlogits + B * C;
-    const Network net = {loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, da, r, dlogits, losses, N, B,
-                         int(I), int(H), int(C), int(width), int(width * TERMS <= TILE ? TERMS : TILE / width),
-                         int(pixel_units), int(units), scale, 1.0f / static_cast<float>(B), pyops_faults()};
-    // all blocks must run at the same time, and one for each multiprocessor always do
-    const int64_t jobs = B > units ? B : units, blocks = jobs < pyops_multiprocessors() ? jobs : pyops_multiprocessors();
-    return pyops_launched("mlp_gradients", LAUNCH_COOP(gradients, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), net),
-                          stream);
+    const pyops_status status = check("mlp_gradients", N, B, I, H, C, scale);
+    if (status) return status;
+    const Network net = network_of(Who::mlp_gradients, loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, work,
+                                   N, B, I, H, C, scale);
+    return pyops_launched("mlp_gradients", launch<false>(net, {}, stream), stream);
+}
+
+// In front of what the gradients want: a sum for each warp in each unit, and two corrections.
+static int64_t sums_of(int64_t I, int64_t C) { return WARPS * units_of(I, C); }
+
+extern "C" int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {
+    return 2 * sums_of(I, C) + 2 + 3 + pyops_mlp_gradients_work(B, I, H, C);
+}
+
+extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
+                                       const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr, float *work,
+                                       int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
+                                       int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale,
+                                       float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+    const pyops_status status = check("mlp_step", N, B, I, H, C, scale);
+    if (status) return status;
+    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0, "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, want places >= 0",
+                  LL(w1), LL(b1), LL(w2), LL(b2));
+    PYOPS_REQUIRE(max_norm > 0.0f, "mlp_step: max_norm=%g, want > 0", static_cast<double>(max_norm));
+    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "mlp_step: beta1=%g beta2=%g, want [0, 1)",
+                  static_cast<double>(beta1), static_cast<double>(beta2));
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "mlp_step: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
+    float *const squares = on_16_bytes(work), *const corrections = squares + 2 * sums_of(I, C);
+    const Network net = network_of(Who::mlp_step, loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
+                                   param + w1, param + b1, param + w2, param + b2, corrections + 2, N, B, I, H, C, scale);
+    const Update update = {norm, step, param, m, v, grad, lr, reinterpret_cast<double *>(squares), corrections,
+                           max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
+    return pyops_launched("mlp_step", launch<true>(net, update, stream), stream);
 }
