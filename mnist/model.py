@@ -50,9 +50,9 @@ class MLP:
         loss, c4 = self.loss.forward(y, labels)                 # (1,)
         return loss, y, [c1, c2, c3, c4]
 
-    def gradients(self, images, rows, labels):
-        """-> loss (1,): zero_grads, forward and backward as one op, on labels (N,) of all images."""
-        return self.whole.gradients(images, rows, labels)
+    def step(self, images, rows, labels, adam):
+        """-> loss (1,): zero_grads, forward, backward and adam.step() as one op, on labels (N,) of all images."""
+        return self.whole.step(images, rows, labels, adam)
 
     def predict(self, images, classes):
         """Write the class of each image, (N,) int32, into `classes`."""

@@ -46,10 +46,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001):
         return loss
 
     def step_of_one_op(rows):
-        loss = model.gradients(images, rows, labels)
-        plan.boundary()
-        optimizer.step()
-        return loss
+        return model.step(images, rows, labels, optimizer)
 
     # on a GPU the kernels of a batch take longer to start than to run
     if backend.place() is not backend.HOST and max(hidden, model.config.classes) <= MLPGradients.MOST:

@@ -24,7 +24,8 @@ class Optimizer:
         self._lr = backend.put(np.array([lr], np.float32))
         self.count = backend.zeros(1, np.int64)         # steps done
         self.norm = backend.zeros(1)                    # of the last gradient, before clipping; 0 where nothing is clipped
-        if isinstance(params, Parameters):
+        self.params = params if isinstance(params, Parameters) else None
+        if self.params is not None:
             self._units, self._own, self._tensors = [(params, [getattr(params, name) for name in self.MOMENTS])], {}, []
             self._together = []
         else:

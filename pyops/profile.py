@@ -28,6 +28,7 @@ FLOPS = {
     'gemm_batched': lambda s, array: 2 * s['M'] * s['N'] * s['K'] * math.prod(s['shape']),
     'gemm_bf16': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
     'mlp_gradients': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
+    'mlp_step': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
     'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],
@@ -40,6 +41,7 @@ BYTES = {
     'pixel_linear_forward': lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O']),
     'pixel_linear_backward': lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O']),
     'mlp_gradients': lambda s: s['B'] * (s['I'] + 12) + 8 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1)),
+    'mlp_step': lambda s: s['B'] * (s['I'] + 12) + 28 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1)),
     'gather_sequences': lambda s: s['B'] * s['T'] * 8 + s['B'] * 8,
 }
 

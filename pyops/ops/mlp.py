@@ -1,9 +1,9 @@
-"""MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op."""
+"""MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op; or its training step."""
 from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, work
+from pyops.backend import axes, check, check_parameter, empty, launch, location, work
 
 
 class MLPGradients:
@@ -19,7 +19,7 @@ class MLPGradients:
     Errors   ValueError for a row outside the table and for a label outside the classes, with their positions
     Source   Linear, ReLU and CrossEntropy on PixelLinear in one: on a GPU a batch of digits is less work than the start of
              a kernel
-    Notes    gradients() is the training step's call: loss and gradients without anything between.
+    Notes    for training there are gradients(), which needs no backward, and step(), which needs no optimizer behind it.
     """
 
     MOST = 128          # of H and C
@@ -51,12 +51,32 @@ class MLPGradients:
         """-> loss (1,).  OVERWRITES the gradients of the parameters, which so need not be zeroed."""
         return self._run(images, rows, labels, [p.grad for p in self.parameters])
 
+    def step(self, images, rows, labels, adam):
+        """-> loss (1,): gradients() and adam.step() as one op.  adam: a pyops.optim.Adam over a Parameters that holds the
+        four parameters of this op and no others."""
+        N, B, I, H, C = self._sizes(images, rows, labels)
+        params, starts = adam.params, [location(p.value) for p in self.parameters]
+        if params is None or sorted(location(params[name].value) for name in params) != sorted(starts):
+            raise ValueError(f'{self.name}: want an optimizer over Parameters that hold '
+                             f'{", ".join(p.name for p in self.parameters)} of this op and no others')
+        places = [(start - location(params.values)) // 4 for start in starts]
+        loss = empty(1, name=f'{self.name}.loss')
+        launch('mlp_step', loss, adam.norm if adam.max_norm else None, adam.count,
+               params.values, params.grads, params.m, params.v, images, rows, labels, adam.lr, work('mlp_step', B, I, H, C),
+               N, B, I, H, C, *places, self.scale,
+               adam.max_norm or 1.0, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
+        return loss
+
     def _run(self, images, rows, labels, grads):
-        (I, H, C), (N, _), (B,) = self.sizes, axes('images', images, 'N I'), axes('rows', rows, 'B')
-        check('images', images, (N, I), np.uint8)
-        check('rows', rows, (B,), np.int64)
-        check('labels', labels, (N,), np.int32)
+        N, B, I, H, C = self._sizes(images, rows, labels)
         loss = empty(1, name=f'{self.name}.loss')
         launch('mlp_gradients', loss, *grads, images, rows, labels, *(p.value for p in self.parameters),
                work('mlp_gradients', B, I, H, C), N, B, I, H, C, self.scale)
         return loss
+
+    def _sizes(self, images, rows, labels):
+        (I, H, C), (N, _), (B,) = self.sizes, axes('images', images, 'N I'), axes('rows', rows, 'B')
+        check('images', images, (N, I), np.uint8)
+        check('rows', rows, (B,), np.int64)
+        check('labels', labels, (N,), np.int32)
+        return N, B, I, H, C
