@@ -120,7 +120,7 @@ template <class F> static void for_each_run(const TensorMap &m, int column, int 
     const int box_row = m.box[0] * m.element_size;
     for (int r = 0; r < m.box[1]; r++) {
         for (int at = 0; at < box_row;) {
-            int bytes = 16 < box_row - at ? 16 : box_row - at;          // what the swizzle keeps together
+            int bytes = 16 - at % 16 < box_row - at ? 16 - at % 16 : box_row - at;      // what the swizzle keeps together
             const long y = static_cast<long>(row) + r, x = static_cast<long>(column) + at / m.element_size;
             const bool inside = y >= 0 && y < m.size[1] && x >= 0 && x < m.size[0];
             const long left = inside ? (m.size[0] - x) * m.element_size : x < 0 && y >= 0 && y < m.size[1] ? -x * m.element_size : bytes;
