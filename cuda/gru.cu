@@ -20,9 +20,10 @@
 //     add the slices' sums in their order, form the gates, write them out, arrive
 //
 // With reset before, a step has two phases that do this: r and z from h, then n from u = r * h.
-// Where the weights do not fit, steps are a product and a kernel for the gates each, at the end of this file.
+// Where the weights do not fit, or rows are many and long, steps are a product and a kernel for the gates each; see the end.
 #include <algorithm>
 #include <type_traits>
+#include "block.cuh"
 #include "columns.cuh"
 #include "tile.cuh"         // pack_bf16
 
@@ -31,19 +32,22 @@
 // whole segments, of which each slice has its share.
 static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 8, SEGMENT = 16;
 
-// In float32 a lane has up to 4 columns of all 8 rows.  Fewer than 32 lanes have all columns; then the lanes left over, as
-// the first ones, take parts of the slice.  On tensor cores the weights are the left operand, 16 columns a tile.
-static constexpr int columns_of_lane(int n) { return n % 3 == 0 ? 3 : n / 8 < 4 ? n / 8 : 4; }
-static constexpr int parts_of_slice(int n, Precision p) { return p == Precision::fp32 ? 32 / (n / columns_of_lane(n)) : 1; }
+// In float32 a lane has 3 or 4 columns of all 8 rows.  Where fewer than 32 lanes have all columns, the lanes divide the slice
+// among them as well: each has every PARTS-th four of its k.  On tensor cores the weights are the left operand, whose tiles are
+// 16 columns.
+template <int N> struct Lanes {
+    static constexpr int EACH = N % 3 ? 4 : 3, ACROSS = N / EACH, PARTS = 32 / ACROSS;
+    // Where fewer than 8 lanes have all columns, the 8 that read at once read of several k.  So that these lie on different
+    // banks, each has its columns in another order: column c of four number q at place c ^ swapped(q).
+    static __device__ __forceinline__ int swapped(int four) { return ACROSS < 8 ? four % (8 / ACROSS) * ACROSS : 0; }
+};
 static constexpr int weights_of_k(int n, Precision p) { return p == Precision::bf16 ? n / 2 : n; }     // floats kept for a k
-// Sums lie as [warp][part][row][column].  The lengths of a row and of a part keep lanes that write at once on different banks.
+// Sums lie as [warp][row][column], with rows that keep lanes which write at once on different banks.
 static constexpr int sums_of_row(int n) { return round_up(n, 16) + 4; }
-static constexpr int sums_of_part(int n) { return ROWS * sums_of_row(n) + n / columns_of_lane(n); }
-static constexpr int sums_of_block(int n, Precision p) { return WARPS * parts_of_slice(n, p) * sums_of_part(n); }
+static constexpr int sums_of_block(int n) { return WARPS * ROWS * sums_of_row(n); }
 
 template <int N, Precision P> struct Product {
-    static constexpr int EACH = columns_of_lane(N), LANES = N / EACH, PARTS = parts_of_slice(N, P);
-    static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N), SUM_PART = sums_of_part(N);
+    static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N);
 };
 
 // Four neighbours in k, rounded for the tensor cores.
@@ -64,8 +68,8 @@ template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int s
         float4 *const to = reinterpret_cast<float4 *>(weights);
 #pragma unroll 4
         for (int i = threadIdx.x; i < segments * 4 * N; i += THREADS) {        // a warp: 8 columns, 16 k
-            const int column = i % 8 + i / 32 % (N / 8) * 8, k4 = i / (4 * N) * 4 + i / 8 % 4;
-            to[k4 * N + column] = quad(column, k4 * 4);
+            const int column = i % 8 + i / 32 % (N / 8) * 8, four = i / (4 * N) * 4 + i / 8 % 4;
+            to[four * N + (column ^ Lanes<N>::swapped(four))] = quad(column, four * 4);
         }
     } else {
         using Precise = std::integral_constant<Precision, P>;
@@ -78,40 +82,58 @@ template <int N, Precision P, class Quad> DEVICE void keep(float *weights, int s
     }
 }
 
+// Adds COUNT sums over lanes that differ in the bits STEP down to LAST, in half as many steps of half as many sums each: lane
+// by lane, in the order of those bits, they end up with COUNT / parts of them each, which are then the first.
+template <int COUNT, int STEP, int LAST> DEVICE void add_parts(float *sum) {
+    if constexpr (STEP >= LAST) {
+        const bool upper = threadIdx.x & STEP;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; i++) {
+            const float mine = upper ? sum[COUNT / 2 + i] : sum[i], theirs = upper ? sum[i] : sum[COUNT / 2 + i];
+            sum[i] = mine + __shfl_xor_sync(ALL_LANES, theirs, STEP);
+        }
+        add_parts<COUNT / 2, STEP / 2, LAST>(sum);
+    }
+}
+
 // What this warp adds to a chunk's sums: its slice of K for one tile of rows, which lie `stride` apart.
 template <int N, Precision P>
 DEVICE void multiply(float *sums, const float *weights, const float *rows, int stride, int segments, int slices) {
-    constexpr int SUM_ROW = Product<N, P>::SUM_ROW, SUM_PART = Product<N, P>::SUM_PART;
+    constexpr int SUM_ROW = Product<N, P>::SUM_ROW;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / slices, slice = warp % slices;
     const int from = segments * slice / slices, to = segments * (slice + 1) / slices;
     rows += tile * ROWS * stride;
+    sums += warp * ROWS * SUM_ROW;
     if constexpr (P == Precision::fp32) {
-        constexpr int EACH = Product<N, P>::EACH, LANES = Product<N, P>::LANES, PARTS = Product<N, P>::PARTS;
-        const int column = lane % LANES, part = lane / LANES;
+        constexpr int EACH = Lanes<N>::EACH, ACROSS = Lanes<N>::ACROSS, PARTS = Lanes<N>::PARTS;
+        const int column = lane % ACROSS, part = lane / ACROSS, swapped = Lanes<N>::swapped(part);
         const float4 *const w = reinterpret_cast<const float4 *>(weights) + column;
-        float sum[ROWS][EACH] = {};
+        float sum[ROWS * EACH] = {};
 #pragma unroll 2
-        for (int k4 = from * 4 + part; k4 < to * 4; k4 += PARTS) {
+        for (int four = from * 4 + part; four < to * 4; four += PARTS) {
             float4 b[EACH];
 #pragma unroll
-            for (int j = 0; j < EACH; j++) b[j] = w[k4 * N + j * LANES];
+            for (int j = 0; j < EACH; j++) b[j] = w[four * N + (j * ACROSS ^ swapped)];
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
-                const float4 a = *reinterpret_cast<const float4 *>(rows + i * stride + k4 * 4);
+                const float4 a = *reinterpret_cast<const float4 *>(rows + i * stride + four * 4);
 #pragma unroll
                 for (int j = 0; j < EACH; j++) {
-                    sum[i][j] = fmaf(a.x, b[j].x, sum[i][j]);
-                    sum[i][j] = fmaf(a.y, b[j].y, sum[i][j]);
-                    sum[i][j] = fmaf(a.z, b[j].z, sum[i][j]);
-                    sum[i][j] = fmaf(a.w, b[j].w, sum[i][j]);
+                    float &s = sum[i * EACH + j];
+                    s = fmaf(a.x, b[j].x, s);
+                    s = fmaf(a.y, b[j].y, s);
+                    s = fmaf(a.z, b[j].z, s);
+                    s = fmaf(a.w, b[j].w, s);
                 }
             }
         }
-        sums += (warp * PARTS + part) * SUM_PART + column;
+        add_parts<ROWS * EACH, 16, ACROSS>(sum);
+        constexpr int LEFT = ROWS * EACH / PARTS;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++)
-#pragma unroll
-            for (int j = 0; j < EACH; j++) sums[i * SUM_ROW + j * LANES] = sum[i][j];
+        for (int i = 0; i < LEFT; i++) {
+            const int row = (part * LEFT + i) / EACH, j = (part * LEFT + i) % EACH;
+            sums[row * SUM_ROW + column + j * ACROSS] = sum[i];
+        }
     } else {
         using Precise = std::integral_constant<Precision, P>;
         using Quad = decltype(rounded(float4{}, Precise{}));
@@ -138,7 +160,7 @@ DEVICE void multiply(float *sums, const float *weights, const float *rows, int s
                 }
             }
         }
-        sums += warp * SUM_PART + 2 * t * SUM_ROW + g;
+        sums += 2 * t * SUM_ROW + g;
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -148,12 +170,10 @@ DEVICE void multiply(float *sums, const float *weights, const float *rows, int s
 
 // The sum of all slices: a row of the chunk, a column.
 template <int N, Precision P> DEVICE float total(const float *sums, int slices, int row, int column) {
-    constexpr int SUM_ROW = Product<N, P>::SUM_ROW, SUM_PART = Product<N, P>::SUM_PART;
-    const int parts = slices * Product<N, P>::PARTS;
-    sums += row / ROWS * parts * SUM_PART + row % ROWS * SUM_ROW + column;
+    constexpr int SUM_ROW = Product<N, P>::SUM_ROW;
+    sums += (row / ROWS * slices * ROWS + row % ROWS) * SUM_ROW + column;
     float sum = 0.0f;
-#pragma unroll 8
-    for (int i = 0; i < parts; i++) sum += sums[i * SUM_PART];
+    for (int i = 0; i < slices; i++) sum += sums[i * ROWS * SUM_ROW];
     return sum;
 }
 
@@ -167,13 +187,18 @@ struct Plan {
     size_t shared;                          // bytes of shared memory
 };
 
-static int chunks_of(const Plan &p) { return blocks_for(p.tiles, p.chunk); }
+// What a kernel needs, with blocks of 8, 16 and 32 units.  K comes in parts of H.
+struct Needs {
+    int weights[3], sums[3];                // floats that a block keeps for each k of a part; of its sums
+    int kept, at_once, copied;              // parts that are kept; that are multiplied at once; of a row, copied in a step
+};
 
 // Of those layouts that fit, the one whose blocks have least to multiply in a step; of equal ones that whose blocks copy least:
-// the weights once, the rows at each step.  teams = 0: none fits.
-//   weights   floats that a block keeps for each k of a part     sums    floats of their sums     both for 8, 16, 32 units
-//   kept      parts of K, of H each, that are kept               at_once how many of them are multiplied at once
-static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const int *sums, int kept, int at_once) {
+// the weights once, the rows at each step.  teams = 0: there is none.
+static Plan plan_for(int64_t T, int64_t B, int64_t H, const Needs &needs) {
+    // Every block of a team copies all its rows at each step.  Of long rows and large batches, more than this many floats
+    // take longer, by the bandwidth of the second cache, than it takes to launch a product that shares its operands better.
+    constexpr int64_t MOST_COPIED = 128 * 1024;
     Plan best = {};
     if (H > 32 * pyops_multiprocessors()) return best;
     const int64_t all = blocks_for<int64_t>(B, ROWS);           // tiles
@@ -182,23 +207,26 @@ static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const 
         Plan p = {T, B, int(H), round_up(int(H), SEGMENT), 8 << i};
         p.team = blocks_for(p.H, p.units);
         if (p.team > pyops_multiprocessors()) continue;
-        p.tiles = int(blocks_for<int64_t>(all, pyops_multiprocessors() / p.team));
-        p.teams = int(blocks_for<int64_t>(all, p.tiles));
-        p.stride = at_once * p.padded;
+        const int64_t tiles = blocks_for<int64_t>(all, pyops_multiprocessors() / p.team);
+        const int64_t work = tiles * p.units, in_step = tiles * ROWS * needs.copied * p.padded;
+        const int64_t copied = int64_t(needs.kept) * p.padded * needs.weights[i] + T * in_step;
+        if (in_step > MOST_COPIED || work > least || (work == least && copied >= least_copied)) continue;
+        p.tiles = int(tiles);
+        p.teams = int(blocks_for<int64_t>(all, tiles));
+        p.stride = needs.at_once * p.padded;
         if (p.stride % 32 == 0) p.stride += 16;                 // rows begin 16 banks apart
         // Three chunks or more where there are tiles for them: then a block has work while it waits for its team.
         for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
-        p.buffers = chunks_of(p) > 2 ? 2 : 1;
+        p.buffers = blocks_for(p.tiles, p.chunk) > 2 ? 2 : 1;
         const auto size = [&] {
-            const size_t rows = size_t(p.buffers) * p.chunk * ROWS;
-            return sizeof(float) * (size_t(kept) * p.padded * weights[i] + rows * p.stride + sums[i]);
+            const int rows = p.buffers * p.chunk * ROWS;
+            return sizeof(float) * (size_t(needs.kept) * p.padded * needs.weights[i] + size_t(rows) * p.stride + needs.sums[i]);
         };
-        while (size() > size_t(pyops_shared_memory()) && p.chunk > 1) p.chunk /= 2;
-        if (size() > size_t(pyops_shared_memory())) p.buffers = 1;
+        const size_t most = size_t(pyops_shared_memory());
+        while (size() > most && p.chunk > 1) p.chunk /= 2;
+        if (size() > most) p.buffers = 1;
         p.shared = size();
-        const int64_t work = int64_t(p.tiles) * p.units;
-        const int64_t copied = p.padded * (int64_t(kept) * weights[i] + T * p.tiles * ROWS * at_once);
-        if (p.shared > size_t(pyops_shared_memory()) || work > least || (work == least && copied >= least_copied)) continue;
+        if (p.shared > most) continue;
         best = p;
         least = work;
         least_copied = copied;
@@ -208,23 +236,23 @@ static Plan plan_for(int64_t T, int64_t B, int64_t H, const int *weights, const 
 
 static Plan forward_plan(int64_t T, int64_t B, int64_t H, bool before) {
     const Precision p = pyops_precision_now();
-    int weights[3], sums[3];
+    Needs needs = {{}, {}, 1, 1, before ? 2 : 1};
     for (int i = 0; i < 3; i++) {
         const int u = 8 << i;
-        weights[i] = before ? weights_of_k(2 * u, p) + weights_of_k(u, p) : weights_of_k(3 * u, p);
-        sums[i] = before ? std::max(sums_of_block(2 * u, p), sums_of_block(u, p)) : sums_of_block(3 * u, p);
+        needs.weights[i] = before ? weights_of_k(2 * u, p) + weights_of_k(u, p) : weights_of_k(3 * u, p);
+        needs.sums[i] = before ? sums_of_block(2 * u) : sums_of_block(3 * u);
     }
-    return plan_for(T, B, H, weights, sums, 1, 1);
+    return plan_for(T, B, H, needs);
 }
 
 static Plan backward_plan(int64_t T, int64_t B, int64_t H, bool before) {
     const Precision p = pyops_precision_now();
-    int weights[3], sums[3];
+    Needs needs = {{}, {}, 3, before ? 2 : 3, 3};
     for (int i = 0; i < 3; i++) {
-        weights[i] = weights_of_k(8 << i, p);
-        sums[i] = sums_of_block(8 << i, p);
+        needs.weights[i] = weights_of_k(8 << i, p);
+        needs.sums[i] = sums_of_block(8 << i);
     }
-    return plan_for(T, B, H, weights, sums, 3, before ? 2 : 3);
+    return plan_for(T, B, H, needs);
 }
 
 // ---- the walk through time, of a block ------------------------------------------------------------------------
