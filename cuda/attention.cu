@@ -48,19 +48,24 @@ struct Call {
     FaultRecord *faults;
 };
 
+DEVICE int width_of(const Call &c, int64_t channel) { return static_cast<int>(min(c.C - channel, int64_t(CHANNELS))); }
+
 // What a block makes: rows from `first` on of a pair, channels from `channel` on.
 struct Place {
-    int64_t pair, first, channel, length;
+    unsigned pair, sentence, chunk;
+    int64_t first, channel, length;
     int width;                      // channels from there on, at most CHANNELS
 
-    // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.
+    // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.  Divisions of 32 bits are the short ones.
     __device__ __forceinline__ Place(const Call &c, int64_t T, int rows) {
         const unsigned tiles = static_cast<unsigned>(max((T + rows - 1) / rows, int64_t(1))), block = blockIdx.x / c.chunks;
         pair = block / tiles;
+        sentence = pair / static_cast<unsigned>(c.heads);
         first = static_cast<int64_t>(block % tiles) * rows;
-        channel = int64_t(blockIdx.x % c.chunks) * CHANNELS;
-        width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
-        length = c.lengths ? min(max(int64_t(c.lengths[pair / c.heads]), int64_t(0)), c.Tk) : c.Tk;
+        chunk = blockIdx.x % c.chunks;
+        channel = static_cast<int64_t>(chunk) * CHANNELS;
+        width = width_of(c, channel);
+        length = c.lengths ? min(max(int64_t(c.lengths[sentence]), int64_t(0)), c.Tk) : c.Tk;
     }
 };
 
@@ -181,6 +186,16 @@ template <Precision P> DEVICE void multiply(float (&d)[4], const Left &left, con
     else mma_bf16(d, left.x[0], right.x[0]);
 }
 
+// f(n) for the tiles of 8 columns that count.  They are taken by four: with a branch for each, no load would start before the
+// product of the tile before it.
+template <int N, class F> DEVICE void for_columns(int columns, F f) {
+#pragma unroll
+    for (int first = 0; first < N; first += 4)
+        if (8 * first < columns)
+#pragma unroll
+            for (int n = first; n < first + 4 && n < N; n++) f(n);
+}
+
 DEVICE float dot(float sum, float4 a, float4 b) { return sum + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
 // d += a b':  a (16 rows), b (8N rows, of which those up to `columns` count), along `summands` channels.
@@ -192,13 +207,11 @@ DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summand
 #pragma unroll 1
         for (int k = 0; k < summands; k += 4) {
             const float4 a0 = four(a + k), a1 = four(a + 8 * PITCH + k);
-#pragma unroll
-            for (int n = 0; n < N; n++)
-                if (8 * n < columns) {
-                    const float4 b0 = four(b + 8 * n * PITCH + k), b1 = four(b + (8 * n + 1) * PITCH + k);
-                    d[n][0] = dot(d[n][0], a0, b0), d[n][1] = dot(d[n][1], a0, b1);
-                    d[n][2] = dot(d[n][2], a1, b0), d[n][3] = dot(d[n][3], a1, b1);
-                }
+            for_columns<N>(columns, [&](int n) {
+                const float4 b0 = four(b + 8 * n * PITCH + k), b1 = four(b + (8 * n + 1) * PITCH + k);
+                d[n][0] = dot(d[n][0], a0, b0), d[n][1] = dot(d[n][1], a0, b1);
+                d[n][2] = dot(d[n][2], a1, b0), d[n][3] = dot(d[n][3], a1, b1);
+            });
         }
     } else {
         a += lane_row() * PITCH + lane_pair();
@@ -213,44 +226,39 @@ DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summand
                     const float2 x = two(a + 8 * r * PITCH + k + 8 * half);
                     set<P>(left, half, r, x.x, x.y);
                 }
+            for_columns<N>(columns, [&](int n) {
+                Right right;
 #pragma unroll
-            for (int n = 0; n < N; n++)
-                if (8 * n < columns) {
-                    Right right;
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const float2 x = two(b + 8 * n * PITCH + k + 8 * half);
-                        set<P>(right, half, x.x, x.y);
-                    }
-                    multiply<P>(d[n], left, right);
+                for (int half = 0; half < 2; half++) {
+                    const float2 x = two(b + 8 * n * PITCH + k + 8 * half);
+                    set<P>(right, half, x.x, x.y);
                 }
+                multiply<P>(d[n], left, right);
+            });
         }
     }
 }
 
-// The step that both others take: left, or rows g and g + 8 of it, times the rows k of b.
+// The step that both others take, for one summand in float32 or 16 on a tensor core: these of the left operand, of rows g and
+// g + 8, times as many rows of b.
 DEVICE void add_row(Held<OUT> &d, float a0, float a1, const float *b, int columns) {
-#pragma unroll
-    for (int n = 0; n < OUT; n++)
-        if (8 * n < columns) {
-            const float2 x = two(b + lane_pair() + 8 * n);
-            d[n][0] += a0 * x.x, d[n][1] += a0 * x.y;
-            d[n][2] += a1 * x.x, d[n][3] += a1 * x.y;
-        }
+    for_columns<OUT>(columns, [&](int n) {
+        const float2 x = two(b + lane_pair() + 8 * n);
+        d[n][0] += a0 * x.x, d[n][1] += a0 * x.y;
+        d[n][2] += a1 * x.x, d[n][3] += a1 * x.y;
+    });
 }
 template <Precision P> DEVICE void add_rows(Held<OUT> &d, const Left &left, const float *b, int columns) {
     b += lane_pair() * PITCH + lane_row();
+    for_columns<OUT>(columns, [&](int n) {
+        Right right;
 #pragma unroll
-    for (int n = 0; n < OUT; n++)
-        if (8 * n < columns) {
-            Right right;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float *x = b + 8 * half * PITCH + 8 * n;
-                set<P>(right, half, x[0], x[PITCH]);
-            }
-            multiply<P>(d[n], left, right);
+        for (int half = 0; half < 2; half++) {
+            const float *x = b + 8 * half * PITCH + 8 * n;
+            set<P>(right, half, x[0], x[PITCH]);
         }
+        multiply<P>(d[n], left, right);
+    });
 }
 
 // d += held b:  held (16, 8N), of which columns up to `summands` count, b (as many rows).
@@ -259,14 +267,15 @@ DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const float *b, i
     if constexpr (P == Precision::fp32) {
 #pragma unroll
         for (int m = 0; m < N; m++)
-            if (8 * m < summands)
+#pragma unroll 1
+            for (int k = 0; k < 8 && 8 * m < summands; k += 2) {            // from the lane of the row that holds both
+                const int lane = (lane_id() & ~3) | k >> 1;
+                float a[4];
 #pragma unroll
-                for (int k = 0; k < 8; k++) {                   // from the lane of the row that holds it
-                    const int lane = (lane_id() & ~3) | k >> 1;
-                    const float a0 = __shfl_sync(ALL_LANES, held[m][k & 1], lane);
-                    const float a1 = __shfl_sync(ALL_LANES, held[m][2 + (k & 1)], lane);
-                    add_row(d, a0, a1, b + (8 * m + k) * PITCH, columns);
-                }
+                for (int e = 0; e < 4; e++) a[e] = __shfl_sync(ALL_LANES, held[m][e], lane);
+                add_row(d, a[0], a[2], b + (8 * m + k) * PITCH, columns);
+                add_row(d, a[1], a[3], b + (8 * m + k + 1) * PITCH, columns);
+            }
     } else {
 #pragma unroll
         for (int m = 0; m < N; m += 2)
@@ -286,6 +295,7 @@ template <Precision P>
 DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int from, int to, int columns) {
     a += lane_row();
     if constexpr (P == Precision::fp32) {
+#pragma unroll 2
         for (int k = from; k < to; k++) add_row(d, a[k * PITCH], a[k * PITCH + 8], b + k * PITCH, columns);
     } else {
 #pragma unroll 2
@@ -355,9 +365,9 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
     const Place p(c, c.Tq, ROWS);
     const int queries = in_tile(c.Tq - p.first, ROWS), above = warp_row();
     const int64_t all = seen_by_any(c, p, p.first, ROWS), head = p.pair * c.C, i = p.first + above + lane_row();
-    if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.channel == 0 && p.pair % c.heads == 0) {
-        const int64_t b = p.pair / c.heads, length = c.lengths[b];
-        if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, b, length, c.Tk);
+    if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.pair % static_cast<unsigned>(c.heads) == 0) {
+        const int64_t length = c.lengths[p.sentence];
+        if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sentence, length, c.Tk);
     }
     float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};       // of exp(score - top), and top: of the keys so far
     Held<OUT> result;
@@ -370,7 +380,7 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
         zero(s);
         for (unsigned chunk = 0; chunk < c.chunks; chunk++) {
             const int64_t channel = int64_t(chunk) * CHANNELS;
-            const int width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
+            const int width = width_of(c, channel);
             const bool last = chunk + 1 == c.chunks;
             if (j || chunk) __syncthreads();                    // the tiles were read
             if (!j || c.chunks > 1) load<WARPS>(q_tile, q + head + channel + p.first * c.row, c.row, queries, width, c.whole);
@@ -419,7 +429,7 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
     }
     const float factor[2] = {sum[0] == 0.0f ? 0.0f : c.kept / sum[0], sum[1] == 0.0f ? 0.0f : c.kept / sum[1]};
     write_rows(y + head + p.channel + (p.first + above) * c.row, result, factor, c.row, queries - above, p.width, c.whole);
-    if (p.channel == 0 && lane_pair() == 0)
+    if (p.chunk == 0 && lane_pair() == 0)
         for (int r = 0; r < 2; r++)
             if (i + 8 * r < c.Tq) lse[p.pair * c.Tq + i + 8 * r] = top[r] + logf(sum[r]);
 }
@@ -462,8 +472,8 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
     zero(w);
     zero(ds);
     for (unsigned n = 0; n < c.chunks; n++) {
-        const int64_t channel = (p.channel / CHANNELS + n + 1) % c.chunks * CHANNELS;           // its own one last
-        const int width = static_cast<int>(min(c.C - channel, int64_t(CHANNELS)));
+        const int64_t channel = static_cast<int64_t>((p.chunk + n + 1) % c.chunks) * CHANNELS;         // its own one last
+        const int width = width_of(c, channel);
         __syncthreads();                                        // the tiles were read
         const bool queries_too = new_queries || c.chunks > 1, keys_too = new_keys || c.chunks > 1;
         if (queries_too) load<WARPS>(tiles.q, x.q + from_query + channel, c.row, queries, width, c.whole);
@@ -559,7 +569,7 @@ backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
 
 // dq of a tile of queries.
 template <Precision P, int WARPS>
-static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 12 / WARPS) backward_queries(Call c, float *dq, Saved x) {
+static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backward_queries(Call c, float *dq, Saved x) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
