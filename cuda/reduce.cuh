@@ -64,7 +64,8 @@ static inline int64_t power_above(int64_t n, int64_t least, int64_t most) {     
 }
 
 static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool along) {
-    constexpr int64_t ENOUGH_BLOCKS = 1024, MANY_OUTPUTS = 16384, SECTOR = 8;     // floats that memory hands over together
+    constexpr int64_t FEW_BLOCKS = 128, MANY_BLOCKS = 4096;       // fewer leave multiprocessors idle; more gain nothing
+    constexpr int64_t MANY_OUTPUTS = 16384, SECTOR = 8;           // a sector: the floats that memory hands over together
     int64_t threads;
     if (along) {
         threads = power_above(blocks_for<int64_t>(terms, TERMS_AT_ONCE), 1, 32);
@@ -72,11 +73,11 @@ static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool alon
     } else if (terms <= 4 * TERMS_AT_ONCE && outputs >= MANY_OUTPUTS) threads = 1;
     else {
         int64_t columns = power_above(outputs, 1, 32);
-        while (columns > SECTOR && blocks_for(outputs, columns) < ENOUGH_BLOCKS / 8) columns /= 2;
+        while (columns > SECTOR && blocks_for(outputs, columns) < FEW_BLOCKS) columns /= 2;
         threads = REDUCE_THREADS / columns;
     }
     const int64_t blocks = blocks_for(outputs, REDUCE_THREADS / threads), worthwhile = terms / (threads * 4 * TERMS_AT_ONCE);
-    int64_t pieces = ENOUGH_BLOCKS / blocks < worthwhile ? ENOUGH_BLOCKS / blocks : worthwhile;
+    int64_t pieces = MANY_BLOCKS / blocks < worthwhile ? MANY_BLOCKS / blocks : worthwhile;
     const int64_t piece = blocks_for(terms, pieces < 2 ? 1 : pieces);
     pieces = terms ? blocks_for(terms, piece) : 1;
     return {along, static_cast<int>(REDUCE_THREADS / threads), static_cast<int>(threads), pieces, piece};
