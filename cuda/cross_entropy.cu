@@ -13,7 +13,8 @@ static constexpr int64_t LONG_ROW = 1024;               // from here on a row is
 static constexpr int SUM_THREADS = 1024;                // of the block that adds the losses
 
 // TEAM threads share a row: 32 or THREADS.
-template <int TEAM> static __global__ void __launch_bounds__(THREADS) rows_log_sum_exp(float *lse, const float *x, int64_t R, int64_t C) {
+template <int TEAM> static __global__ void __launch_bounds__(THREADS)
+rows_log_sum_exp(float *lse, const float *x, int64_t R, int64_t C) {
     constexpr int TEAMS = THREADS / TEAM, WARPS = TEAM / 32, AT_ONCE = 4;
     SHARED(float, maxima, [WARPS]);
     SHARED(float, sums, [WARPS]);
@@ -82,14 +83,16 @@ backward(float *dx, const float *dloss, const float *x, const int32_t *labels, c
     }
 }
 
-extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse, const float *x, const int32_t *labels,
+extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse,
+                                                    const float *x, const int32_t *labels,
                                                     int64_t R, int64_t C, int32_t ignore, void *stream) {
     PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_forward: R=%lld C=%lld", LL(R), LL(C));
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     Launches launches;
-    if (R) launches << LAUNCH(team == 32 ? rows_log_sum_exp<32> : rows_log_sum_exp<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
-                              stream_of(stream), lse, x, R, C);
-    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream), loss, valid, lse, x, labels, pyops_faults(), R, C, ignore);
+    if (R) launches << LAUNCH(team == 32 ? rows_log_sum_exp<32> : rows_log_sum_exp<THREADS>, grid_for(R * team, THREADS),
+                              THREADS, 0, stream_of(stream), lse, x, R, C);
+    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream),
+                       loss, valid, lse, x, labels, pyops_faults(), R, C, ignore);
     return pyops_launched("cross_entropy_forward", launches.error, stream);
 }
 

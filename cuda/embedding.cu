@@ -34,8 +34,8 @@ static pyops_status check(const char *who, int64_t R, int64_t V, int64_t E) {
 DEVICE bool in_table(int32_t id, int64_t V) { return id >= 0 && id < V; }
 
 // ---- forward ---------------------------------------------------------------------------------------------------
-static __global__ void __launch_bounds__(THREADS) copy_rows(float *y, const float *weight, const int32_t *ids, FaultRecord *faults,
-                                                            int64_t R, int64_t V, int64_t E) {
+static __global__ void __launch_bounds__(THREADS) copy_rows(float *y, const float *weight, const int32_t *ids,
+                                                            FaultRecord *faults, int64_t R, int64_t V, int64_t E) {
     const bool whole = ((uintptr_t(y) | uintptr_t(weight)) & 15) == 0 && E % 4 == 0;
     const int lane = threadIdx.x & 31;
     for (int64_t r = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32; r < R; r += int64_t(gridDim.x) * (THREADS / 32)) {
@@ -169,9 +169,11 @@ extern "C" pyops_status pyops_embedding_backward(float *dweight, const float *dy
         const int rows = static_cast<int>(R - first < CHUNK ? R - first : CHUNK);
         int bits = 0;
         while (bits < MOST_BITS && IN_CLASS << bits < rows) bits++;
-        launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream), groups, ids + first, pyops_faults(), first, rows, V, bits);
-        if (E) launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0, stream_of(stream),
-                                  dweight, groups, dy + first * E, ids + first, rows, E, static_cast<int>(slices));
+        launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream),
+                           groups, ids + first, pyops_faults(), first, rows, V, bits);
+        if (E) launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0,
+                                  stream_of(stream), dweight, groups, dy + first * E, ids + first, rows, E,
+                                  static_cast<int>(slices));
     }
     return pyops_launched("embedding_backward", launches.error, stream);
 }

@@ -95,7 +95,8 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *fa
     for (int i = warp; i < rows; i += THREADS / 32) {
         const int64_t r = first + i;
         if (is_valid(r)) continue;
-        if (lane == 0 && c.labels[r] != ignore) report(faults, Fault::label, Who::linear_cross_entropy, r, c.labels[r], c.V - 1);
+        if (lane == 0 && c.labels[r] != ignore)
+            report(faults, Fault::label, Who::linear_cross_entropy, r, c.labels[r], c.V - 1);
         if (c.dx)
             for (int64_t d = lane; d < c.D; d += 32) c.dx[r * c.D + d] = 0.0f;
     }
@@ -131,14 +132,16 @@ static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Cal
 }
 
 // ---- logits ------------------------------------------------------------------------------------------------------
-template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2) logits(Call c, int64_t tiles_m) {
+template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2)
+logits(Call c, int64_t tiles_m) {
     using S = typename Shapes<P>::Logits;
     using T = Tile<S, P, Stored<true>, Stored<true>>;
     DYN_SHARED(float, shared);
     const TilePlace place = place_of_tile<16>(blockIdx.x, tiles_m, c.tiles);
     const int64_t rows = c.rows(), m0 = place.m * S::M, v0 = place.n * S::N;
     if (m0 >= rows) return;
-    T::product(shared, {c.x_valid + c.first * c.ldx, rows, c.ldx, 1, true}, {c.weight, c.V, c.D, 1, c.weight16}, m0, v0, 0, c.D);
+    T::product(shared, {c.x_valid + c.first * c.ldx, rows, c.ldx, 1, true}, {c.weight, c.V, c.D, 1, c.weight16},
+               m0, v0, 0, c.D);
 
     // Eight lanes share a row: lane t has columns 4 t .. 4 t + 3 of every 32.
     constexpr int ACROSS = 8, WIDE = S::N / (4 * ACROSS);
@@ -228,7 +231,8 @@ static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blo
     c.dx[c.position[c.first + m] * c.D + d] = sum;
 }
 
-template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2) dweight(Call c, int64_t tiles_d) {
+template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
+dweight(Call c, int64_t tiles_d) {
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, false>, Stored<false>>;
     DYN_SHARED(float, shared);
@@ -265,8 +269,9 @@ static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bo
     const int64_t most = LOGITS / int64_t(sizeof(float)) / c->ldv / TILE * TILE, whole = round_up(R, TILE);
     c->chunk = most < TILE ? TILE : most < whole ? most : whole;
     // as many blocks as can be at work, two a multiprocessor
-    const int64_t tiles = blocks_for(c->chunk, TILE) * blocks_for(D, TILE), wanted = tiles ? 2 * pyops_multiprocessors() / tiles : 1;
-    const int64_t splits = wanted < blocks_for(V, LEAST_PART) ? wanted : blocks_for(V, LEAST_PART);
+    const int64_t tiles = blocks_for(c->chunk, TILE) * blocks_for(D, TILE), most_splits = blocks_for(V, LEAST_PART);
+    const int64_t wanted = tiles ? 2 * pyops_multiprocessors() / tiles : 1;
+    const int64_t splits = wanted < most_splits ? wanted : most_splits;
     c->part = round_up<int64_t>(blocks_for<int64_t>(V, splits > 1 ? splits : 1), 64);
     c->splits = blocks_for(V, c->part);
 
@@ -298,9 +303,11 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
     using TileDx = Tile<typename Shapes<P>::Gradients, P, DLogits<P, true>, Stored<false>>;
     using TileDweight = Tile<typename Shapes<P>::Gradients, P, DLogits<P, false>, Stored<false>>;
     const auto grid = [](int64_t blocks) { return static_cast<unsigned>(blocks); };
-    const int64_t tiles_m = blocks_for(c.chunk, TILE), tiles_d = blocks_for(c.D, TILE), blocks_a_row = blocks_for<int64_t>(c.D, THREADS);
+    const int64_t tiles_m = blocks_for(c.chunk, TILE), tiles_d = blocks_for(c.D, TILE);
+    const unsigned blocks_a_row = grid(blocks_for<int64_t>(c.D, THREADS));
     Launches launches;
-    launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES) << allow_shared<dweight<P>>(TileDweight::BYTES);
+    launches << allow_shared<logits<P>>(TileLogits::BYTES)
+             << allow_shared<dx<P>>(TileDx::BYTES) << allow_shared<dweight<P>>(TileDweight::BYTES);
     launches << LAUNCH(gather, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, pyops_faults(), ignore);
     do {
         if (c.R) {
@@ -308,29 +315,31 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
             launches << LAUNCH(row_losses, grid(blocks_for<int64_t>(c.chunk, THREADS / 32)), THREADS, 0, stream, c);
         }
         if (c.R && c.dx) {
-            launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m, tiles_d);
-            if (c.splits > 1)
-                launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, static_cast<unsigned>(blocks_a_row));
+            launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream,
+                               c, tiles_m, tiles_d);
+            if (c.splits > 1) launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, blocks_a_row);
         }
-        if (c.dx)
-            launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream, c, tiles_d);
+        if (c.dx) launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream,
+                                     c, tiles_d);
         c.first += c.chunk;
     } while (c.first < c.R);
     launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream, loss, c);
     return launches.error;
 }
 
-extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-                                                   const float *x, const float *weight, const float *bias, const int32_t *labels,
-                                                   float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing,
-                                                   void *stream) {
+extern "C" pyops_status pyops_linear_cross_entropy(
+    float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
+    const float *x, const float *weight, const float *bias, const int32_t *labels, float *work,
+    int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream) {
     PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
     PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "linear_cross_entropy: smoothing=%g, want 0 <= smoothing < 1",
                   static_cast<double>(smoothing));
-    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx, "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
+    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx,
+                  "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
     Call c = {};
-    c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.x = x, c.weight = weight, c.bias = bias, c.labels = labels, c.valid = valid;
-    c.smoothing = smoothing, c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
+    c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.valid = valid;
+    c.x = x, c.weight = weight, c.bias = bias, c.labels = labels, c.smoothing = smoothing;
+    c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));
     lay_out(&c, work, R, D, V, dx);
     const Precision precision = pyops_precision_now();

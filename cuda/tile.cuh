@@ -22,7 +22,7 @@
 //     copied   they lie in memory, as `Stored` describes it, and are copied asynchronously
 //     formed   likewise (whole16), and then the thread that copied four neighbours forms the elements from them in place:
 //                void form(float (&four)[4], const Line &, int64_t first) const      of the k's, or the rows, from `first` on
-//                Line line(int64_t) const      what a line of them, a row if k_inner, else a k, has in common; read a step ahead
+//                Line line(int64_t) const      what those of a line (a row if k_inner, else a k) share; read a step ahead
 //     made     float operator()(int64_t row, int64_t k) const    makes an element while it is loaded, from any memory
 //   struct Line;                      empty unless formed
 //
@@ -66,7 +66,8 @@ template <class S, int ROWS, class X> struct Panel {
         const int row = X::k_inner ? first : inner, k = X::k_inner ? inner : first;
     };
 
-    static constexpr int HELD = X::way == Way::made ? ROWS * S::K / S::THREADS : 1, FORMED = X::way == Way::formed ? Share<4>::COUNT : 1;
+    static constexpr int HELD = X::way == Way::made ? ROWS * S::K / S::THREADS : 1;
+    static constexpr int FORMED = X::way == Way::formed ? Share<4>::COUNT : 1;
 
     const X &x;
     const int64_t row0, k1;
@@ -104,7 +105,8 @@ template <class S, int ROWS, class X> struct Panel {
     }
 
     // What is left of a thread's share within the operand, in the step from k on: along a line, and how many lines.
-    template <int WIDTH> __device__ __forceinline__ void left(const Share<WIDTH> &share, int64_t k, int *along, int *lines) const {
+    template <int WIDTH>
+    __device__ __forceinline__ void left(const Share<WIDTH> &share, int64_t k, int *along, int *lines) const {
         const int ks = static_cast<int>(k1 - k < S::K ? k1 - k : S::K);
         *along = (X::k_inner ? ks : rows) - share.inner, *lines = (X::k_inner ? rows : ks) - share.first;
     }
@@ -134,15 +136,17 @@ template <class S, int ROWS, class X> struct Panel {
         }
     }
 
-    // An operand that is formed: after `form` of a step, which wants this thread's copies to be there, `read_lines` of the next.
+    // An operand that is formed: `form` a step, when this thread's copies are there, and then `read_lines` of the next one.
     __device__ __forceinline__ void read_lines() {
         if constexpr (X::way == Way::formed) {
             const Share<4> share;
             int along, lines;
             left(share, arrived, &along, &lines);
 #pragma unroll
-            for (int i = 0; i < FORMED; i++)
-                if (i * share.STEP < lines) line[i] = x.line((X::k_inner ? row0 + share.row : arrived + share.k) + i * share.STEP);
+            for (int i = 0; i < FORMED; i++) {
+                if (i * share.STEP >= lines) continue;
+                line[i] = x.line((X::k_inner ? row0 + share.row : arrived + share.k) + i * share.STEP);
+            }
         }
     }
     __device__ __forceinline__ void form(float *panel) {
