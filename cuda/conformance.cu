@@ -226,7 +226,7 @@ static __global__ void arrivals(const float *in, float *out) {
 // ---- wgmma: d (64 x N) = a (64 x K) * b (K x N), where a row of K is 128 bytes ---------------------------------------
 // The operands come by bulk copies with the swizzle.  Plain: a as 64 rows of K, b as N rows of K.  Transposed: as K rows of
 // 64 or N, in boxes 64 wide.  First with !accumulate on a d full of ones, then once more on top: so d = 2 a b.
-enum class Form { bf16, bf16_trans_a, bf16_trans_b, bf16_trans_both, bf16_ra, bf16_ra_trans_b, tf32, tf32_ra, n64 };
+enum class Form { bf16, bf16_trans_a, bf16_trans_b, bf16_trans_both, bf16_ra, bf16_ra_trans_b, tf32, tf32_ra };
 template <Form F> struct Operands {
     static constexpr bool TF32 = F == Form::tf32 || F == Form::tf32_ra;
     static constexpr bool TRANS_A = F == Form::bf16_trans_a || F == Form::bf16_trans_both;
@@ -269,15 +269,14 @@ static __global__ void __launch_bounds__(128, 1) wgmma_case(const __grid_constan
         for (int step = 0; step < 4; step++)
             for (int i = 0; i < 4; i++) fragments[step][i] = fragment(step, i);
     float d[N / 2];
-    for (int i = 0; i < N / 2; i++) d[i] = FORM == Form::n64 ? 0.0f : 1.0f;
+    for (int i = 0; i < N / 2; i++) d[i] = 1.0f;
     for (int round = 0; round < 2; round++) {
         wg_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             const bool accumulate = round || step;
             const uint64_t x = a + a_step * step, y = b + b_step * step;
-            if constexpr (FORM == Form::n64) wgmma_n64_bf16(d, x, y);
-            else if constexpr (FORM == Form::tf32) wgmma_tf32<N>(d, x, y, accumulate);
+            if constexpr (FORM == Form::tf32) wgmma_tf32<N>(d, x, y, accumulate);
             else if constexpr (FORM == Form::tf32_ra) wgmma_tf32_ra<N>(d, fragments[step], y, accumulate);
             else if constexpr (REGISTERS) wgmma_bf16_ra<N, TRANS_B>(d, fragments[step], y, accumulate);
             else wgmma_bf16<N, TRANS_A, TRANS_B>(d, x, y, accumulate);
@@ -376,7 +375,7 @@ static const Case cases[] = {
     WGMMA(32, bf16), WGMMA(64, bf16), WGMMA(128, bf16), WGMMA(192, bf16), WGMMA(256, bf16),
     WGMMA(64, bf16_trans_a), WGMMA(64, bf16_trans_b), WGMMA(256, bf16_trans_b), WGMMA(128, bf16_trans_both),
     WGMMA(64, bf16_ra), WGMMA(128, bf16_ra_trans_b),
-    WGMMA(32, tf32), WGMMA(64, tf32), WGMMA(128, tf32), WGMMA(256, tf32), WGMMA(64, tf32_ra), WGMMA(64, n64),
+    WGMMA(32, tf32), WGMMA(64, tf32), WGMMA(128, tf32), WGMMA(256, tf32), WGMMA(64, tf32_ra),
     {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };

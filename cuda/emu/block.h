@@ -35,7 +35,6 @@ struct alignas(64) Thread : ThreadView {
     Fibre *fibre;
     WarpOperation operation;
     void *argument;
-    const void *site;                           // in the kernel, where it waits
     Pending *pending;                           // made when it is wanted
 };
 static_assert(sizeof(Thread) == 128);

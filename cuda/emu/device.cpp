@@ -20,10 +20,6 @@ static long number(const char *name, long otherwise) {
 
 static Settings read_settings() {
     Settings s = {};
-    // TEMPORARY: the former names of the environment variables
-    if (const char *old = getenv("CUEMU_SCHED")) setenv("EMU_ORDER", !strcmp(old, "fwd") ? "forward" : !strcmp(old, "rev") ? "reverse" : old, 0);
-    if (const char *old = getenv("CUEMU_THREADS")) setenv("EMU_WORKERS", old, 0);
-    if (getenv("CUEMU_LAZY")) setenv("EMU_LAZY", "1", 0);
     const char *order = getenv("EMU_ORDER");
     if (!order || !*order || !strcmp(order, "forward")) {
         s.order = Settings::Order::forward;
@@ -38,7 +34,6 @@ static Settings read_settings() {
     s.workers = static_cast<int>(number("EMU_WORKERS", 1));
     s.lazy = number("EMU_LAZY", 0) != 0;
     s.guard = number("EMU_GUARD", 0) != 0;
-    s.strict = number("EMU_STRICT", 0) != 0;
     s.stack = static_cast<size_t>(number("EMU_STACK", has_asan() || has_tsan() ? 256 << 10 : 64 << 10));
     s.patience = static_cast<double>(number("EMU_PATIENCE", 60));
     s.devices = static_cast<int>(number("EMU_DEVICES", 1));

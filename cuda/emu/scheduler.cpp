@@ -7,7 +7,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <dlfcn.h>
 #include <sched.h>
 #include <thread>
 #include <vector>
@@ -76,8 +75,6 @@ static EMU_INLINE Thread *next_ready(Block *b) {
         if (t.state == State::at_barrier) fprintf(stderr, "at barrier %d", t.barrier);
         else if (t.state == State::in_warp_operation) fprintf(stderr, "in a warp operation for lanes %08x", t.mask);
         else fprintf(stderr, "at the barrier of the %s", t.state == State::at_grid_barrier ? "grid" : "cluster");
-        Dl_info where;
-        if (t.site && dladdr(t.site, &where) && where.dli_sname) fprintf(stderr, " in %s", where.dli_sname);
         fputc('\n', stderr);
     }
     fflush(stderr);
@@ -162,14 +159,8 @@ static void release_barrier_if_full(Block *b, int number) {
     if (!b->arrived[number] || b->arrived[number] < expected) return;
     b->arrived[number] = b->expected[number] = 0;
     b->polls = 0;
-    const void *site = nullptr;
-    const bool strict = settings().strict;
-    for (Thread &t : b->thread) {
-        if (t.state != State::at_barrier || t.barrier != number) continue;
-        if (strict && site && t.site && t.site != site) die("threads of one block met at different __syncthreads");
-        if (t.site) site = t.site;
-        make_ready(b, &t);
-    }
+    for (Thread &t : b->thread)
+        if (t.state == State::at_barrier && t.barrier == number) make_ready(b, &t);
 }
 
 static void exit_thread(Block *b, Thread *t) {
@@ -229,7 +220,6 @@ Switch begin_barrier(int number, int threads) {
     arrive(b, number, threads);
     t->state = State::at_barrier;
     t->barrier = number;
-    t->site = __builtin_return_address(0);
     release_barrier_if_full(b, number);
     return begin_wait(b, t);
 }
@@ -313,7 +303,6 @@ Switch begin_warp(unsigned mask, WarpOperation operation, void *argument, bool o
     t->operation = operation;
     t->argument = argument;
     t->state = State::in_warp_operation;
-    t->site = __builtin_return_address(0);
     if (orders) release(&b->warp_order[t->warp]);
     unsigned &waiting = b->waiting[t->warp];
     waiting |= 1u << t->lane;
@@ -391,7 +380,6 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
         t.lane = i % 32;
         t.warp = i / 32;
         t.state = State::fresh;
-        t.site = nullptr;
         begin_pending(&t);
         b->order[i] = settings().order == Settings::Order::reverse ? threads - 1 - i : i;
     }

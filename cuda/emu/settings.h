@@ -10,7 +10,6 @@ struct Settings {
     int workers;                // EMU_WORKERS: blocks that run at a time (1)
     bool lazy;                  // EMU_LAZY=1: work waits in its stream until something waits for it
     bool guard;                 // EMU_GUARD=1: the host faults when it touches device memory
-    bool strict;                // EMU_STRICT=1: the threads of a block must meet at the same __syncthreads of the source
     size_t stack;               // EMU_STACK: bytes of each thread's stack
     double patience;            // EMU_PATIENCE: seconds that a loop may wait for other blocks (60)
     // What the device looks like.

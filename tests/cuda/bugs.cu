@@ -103,11 +103,6 @@ static __global__ void barrier_in_a_branch(const float *x, float *y) {
     else named_bar(1, 64);
     y[threadIdx.x] = x[threadIdx.x];
 }
-static __global__ void different_barriers(const float *x, float *y) {           // for EMU_STRICT
-    if (threadIdx.x < 32) __syncthreads();
-    else __syncthreads();
-    y[threadIdx.x] = x[threadIdx.x];
-}
 static __global__ void grid_barrier_alone(const float *x, float *y) {
     grid_sync();
     y[threadIdx.x] = x[threadIdx.x];
@@ -225,7 +220,6 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     KERNEL(mask_without_the_caller, 1, N, 0, x, y);
     KERNEL(two_operations, 1, N, 0, x, y);
     KERNEL(barrier_in_a_branch, 1, N, 0, x, y);
-    KERNEL(different_barriers, 1, N, 0, x, y);
     KERNEL(grid_barrier_alone, 1, N, 0, x, y);
     KERNEL(flag_of_nobody, 1, N, 0, x, y, flag);
     if (is("relaxed_flag")) return LAUNCH_COOP(relaxed_flag, 2, N, 0, nullptr, x, y, flag);
