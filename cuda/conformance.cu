@@ -380,6 +380,12 @@ static const Case cases[] = {
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };
 
+EXPORT int conformance_capability() {           // of the device: 90 for 9.0
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
+    return 10 * major + minor;
+}
 EXPORT int conformance_count() { return sizeof cases / sizeof *cases; }
 EXPORT const char *conformance_case(int i, int *inputs, int *outputs, int *capability) {
     *inputs = cases[i].inputs;

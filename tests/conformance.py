@@ -159,14 +159,17 @@ class Library:
     def __init__(self, path):
         self.loaded = ctypes.CDLL(str(path))
         self.loaded.conformance_case.restype = self.loaded.conformance_run.restype = ctypes.c_char_p
-        self.cases = {}                         # name: (number, how many numbers go in, come out, and the capability it wants)
+        self.cases = {}                         # name: (number, how many numbers go in, how many come out)
+        device = self.loaded.conformance_capability()
         for i in range(self.loaded.conformance_count()):
             sizes = [ctypes.c_int() for _ in range(3)]
             name = self.loaded.conformance_case(i, *map(ctypes.byref, sizes)).decode()
-            self.cases[name] = (i, *(size.value for size in sizes))
+            taken, given, capability = (size.value for size in sizes)
+            if capability < 90 or device == 90:
+                self.cases[name] = i, taken, given
 
     def run(self, name, x):
-        i, inputs, outputs, _ = self.cases[name]
+        i, inputs, outputs = self.cases[name]
         assert x.shape == (inputs,) and x.dtype == np.float32
         y = np.full(outputs, np.nan, np.float32)
         pointer = ctypes.POINTER(ctypes.c_float)
@@ -212,7 +215,7 @@ def main(paths):
     first, *others = map(Library, paths)
     bad = 0
     print(f'{"case":26} {"numbers":10} {"formula":>10} {"other":>10}')
-    for name, (_, count, _, _) in first.cases.items():
+    for name, (_, count, _) in first.cases.items():
         for kind in ('integers', 'normal'):
             x = inputs(name, count, kind)
             try:
