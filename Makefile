@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
 # found it builds the CUDA library, too.
 .DEFAULT_GOAL := all
-.PHONY: all cpu cuda emulated emulator conformance emulated-asan emulated-tsan ladder venv demo test asan bench gpu-check clean help
+.PHONY: all cpu cuda emulated emulator conformance test-emulated emulated-asan emulated-tsan ladder venv demo test asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -69,7 +69,8 @@ comma := ,
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(patsubst 90,90a,$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1))),\
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
 NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
-             $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
+             $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) \
+             $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
 CU := $(filter-out cuda/conformance.cu,$(wildcard cuda/*.cu))
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
 EMULATED ?= pyops/libpyops_emulated.so
@@ -181,7 +182,14 @@ test: cpu .venv/ready ## run the tests
 	PYOPS_ISA=generic .venv/bin/python -m pytest -q -rs $(TABLE)
 	$(if $(X86),PYOPS_ISA=avx512 $(if $(shell grep -ls avx512dq /proc/cpuinfo),,PYOPS_LIBRARY=$(LOWERED)) \
 	    .venv/bin/python -m pytest -q -rs $(TABLE))
+	$(MAKE) test-emulated
 	.venv/bin/python -m pytest -q -rs tests
+
+# All of the op table, kernels, arrays, plans and layers on the CUDA library, emulated; the table again with other orders of threads.
+ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1
+test-emulated: cpu emulated emulator .venv/ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
+	$(ON_EMULATION) .venv/bin/python -m pytest -q -rs $(TABLE) tests/test_plan.py tests/test_ndarray.py tests/test_nn.py -k 'not seq2seq'
+	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order .venv/bin/python -m pytest -q tests/test_ops.py -k 'overwrite or formula' || exit 1; done
 
 asan: .venv/ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
@@ -200,6 +208,6 @@ clean: ## remove what was built
 	rm -rf build pyops/libpyops*.so pyops/pyops.h pyops/device.h *.egg-info
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 -include $(OBJ:.o=.d) $(wildcard build/cuda/*.d $(EMULATED_BUILD)/*.d build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)

@@ -23,10 +23,11 @@ PROGRAM = 'bench.gpu'
 PRECISIONS = 'fp32', 'tf32', 'bf16'
 FULL = SimpleNamespace(
     turns=7, seconds=0.3, memory=2**24, product=8192, source=7939, target=13387, batch=128, pairs=20_000, num_steps=9,
-    layer=dict(rows=1152, inner=256), base=dict(batch=256, num_steps=64), mnist=dict(images=50_000, epochs=10))
+    layer=dict(rows=1152, inner=256), seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64), mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, memory=2**12, product=64, source=20, target=30, batch=4, pairs=40, num_steps=5,
-    layer=dict(rows=12, inner=16), base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1),
+    layer=dict(rows=12, inner=16), seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
+    base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1),
     mnist=dict(images=200, epochs=1))
 
 
@@ -303,7 +304,7 @@ def padded(rng, n, steps, words):
 def seq2seq(gpu, torch, sizes):
     from bench.seq2seq import ours, theirs
     Config, Model = ours()
-    config = Config(sizes.source, sizes.target, num_steps=sizes.num_steps)
+    config = Config(sizes.source, sizes.target, num_steps=sizes.num_steps, **sizes.seq2seq)
     return [translation_contest('seq2seq step', gpu, torch, sizes, Model, theirs, config, 0.005, precision, sizes.batch)
             for precision in PRECISIONS]
 
@@ -311,7 +312,7 @@ def seq2seq(gpu, torch, sizes):
 def transformer(gpu, torch, sizes):
     from bench.transformer import ours, theirs
     Config, Model = ours()
-    config = Config(sizes.source, sizes.target, num_steps=sizes.num_steps)
+    config = Config(sizes.source, sizes.target, num_steps=sizes.num_steps, **sizes.transformer)
     return [translation_contest('transformer small step', gpu, torch, sizes, Model, theirs, config, 0.001, precision,
                                 sizes.batch) for precision in PRECISIONS]
 

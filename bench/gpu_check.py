@@ -26,7 +26,7 @@ def steps(report):
     """(name, seconds at most, command, environment) of each, in their order."""
     make = ['make', f'-j{os.cpu_count()}', f'PYTHON={sys.executable}']
     sanitizer = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
-    yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'CUDA_ARCH=native'], {}
+    yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'conformance', 'CUDA_ARCH=native'], {}
     yield 'conformance', 60, [*PYTEST, 'tests/test_emulator.py', '-k', 'hardware'], {'PYOPS_HARDWARE': '1'}
     yield 'op table', 150, [*PYTEST, *TABLE, '-k', 'not torch and not central_differences'], ON_GPU
     yield 'programs and plans', 90, [*PYTEST, 'tests/test_gpu.py', 'tests/test_plan.py'], {}
