@@ -23,7 +23,8 @@ PROGRAM = 'bench.gpu'
 PRECISIONS = 'fp32', 'tf32', 'bf16'
 FULL = SimpleNamespace(
     turns=7, seconds=0.3, memory=2**24, product=8192, source=7939, target=13387, batch=128, pairs=20_000, num_steps=9,
-    layer=dict(rows=1152, inner=256), seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64), mnist=dict(images=50_000, epochs=10))
+    layer=dict(rows=1152, inner=256), seq2seq={}, transformer={},
+    base=dict(batch=256, num_steps=64), mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, memory=2**12, product=64, source=20, target=30, batch=4, pairs=40, num_steps=5,
     layer=dict(rows=12, inner=16), seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
