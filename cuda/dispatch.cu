@@ -28,11 +28,16 @@ pyops_status pyops_fail(pyops_status code, const char *format, ...) {
 }
 
 // ---- faults ------------------------------------------------------------------------------------------------
+// Set to no fault, and wait until it is: a stream that does not wait for the legacy one may write to it next.
+static cudaError_t clear(FaultRecord *record) {
+    const cudaError_t error = cudaMemset(record, 0, sizeof *record);
+    return error == cudaSuccess ? cudaStreamSynchronize(nullptr) : error;
+}
+
 FaultRecord *pyops_faults() {
     static FaultRecord *record = [] {
         FaultRecord *made = nullptr;
-        if (cudaMalloc(&made, sizeof *made) != cudaSuccess || cudaMemset(made, 0, sizeof *made) != cudaSuccess) return (FaultRecord *)nullptr;
-        return made;
+        return cudaMalloc(&made, sizeof *made) == cudaSuccess && clear(made) == cudaSuccess ? made : (FaultRecord *)nullptr;
     }();
     return record;
 }
@@ -47,7 +52,7 @@ pyops_status pyops_check_faults() {
     FaultRecord *record = pyops_faults(), found;
     if (!record) return PYOPS_OK;
     if (cudaMemcpy(&found, record, sizeof found, cudaMemcpyDeviceToHost) != cudaSuccess || !found.fault) return PYOPS_OK;
-    cudaMemset(record, 0, sizeof *record);
+    clear(record);
     const char *who = WHO[found.who];
     switch (static_cast<Fault>(found.fault)) {
     case Fault::embedding_id: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: ids[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
