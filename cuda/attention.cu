@@ -29,6 +29,7 @@ static constexpr int CHANNELS = 64;             // of a head in shared memory at
 static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: lanes meet in no bank when they read fragments
 static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns that a warp has of a result
 
+namespace {                                     // names of this file alone
 // Pairs of a tile: a block of WARPS warps, 16 queries each, and as many keys.
 template <int WARPS> struct Tile {
     static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
@@ -68,6 +69,7 @@ struct Place {
         length = c.lengths ? min(max(int64_t(c.lengths[sentence]), int64_t(0)), c.Tk) : c.Tk;
     }
 };
+}
 
 // How many keys query i may see: the first ones.  Beyond the last query there is none that sees any.
 DEVICE int64_t seen(const Call &c, const Place &p, int64_t i) {
@@ -164,8 +166,10 @@ DEVICE float row_max(float x) {                                // steps over NaN
 // Each adds to d (16, 8N) a product whose operands lie in tiles, or are held.  A tensor core takes 16 summands of 16 rows of
 // the left operand and of 8 columns of the right one, as pairs of neighbours: half h of the 16 has 8h + 2t, 8h + 2t + 1.
 // (The instruction for TF32 takes summands t and t + 4; in a sum, any order will do that is the same on both sides.)
+namespace {
 struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: all 16 summands in x[0]
 struct Right { unsigned x[2][2]; };             // of column g
+}
 
 DEVICE unsigned pack(float low, float high) {   // as bf16
     const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
@@ -315,6 +319,7 @@ DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int
 
 // ---- masks ----------------------------------------------------------------------------------------------------------
 // Which scores of a tile a lane takes: those of keys that its rows see, and of them those that dropout keeps.
+namespace {
 struct Mask {
     int limit[2];                   // keys of the tile that rows g and g + 8 see, less 2t
     int columns;                    // that any row of this warp sees
@@ -323,6 +328,7 @@ struct Mask {
     __device__ __forceinline__ bool sees(int n, int e) const { return 8 * n + (e & 1) < limit[e >> 1]; }
     __device__ __forceinline__ bool keeps(int n, int e) const { return kept[e >> 1] >> (4 * n + (e & 1)) & 1; }
 };
+}
 
 // Of the tile of queries from i on and keys from j on.  A counter has the numbers of four keys, which belong to two lanes: of a
 // pair of lanes, the even one draws for row g and the odd one for row g + 8, and they tell each other.
@@ -435,8 +441,10 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
-// What both kernels read.
-struct Saved { const float *dy, *q, *k, *v, *y, *lse; };
+namespace {
+struct Saved { const float *dy, *q, *k, *v, *y, *lse; };             // what both kernels read
+struct Tiles { float *q, *dy, *k, *v; };
+}
 
 // dy . y of rows g and g + 8 of this warp's queries, of which i is the first: four lanes share a row.
 DEVICE void row_dots(float (&dsum)[2], const Call &c, const Place &p, const Saved &x, int64_t i) {
@@ -449,7 +457,6 @@ DEVICE void row_dots(float (&dsum)[2], const Call &c, const Place &p, const Save
     }
 }
 
-struct Tiles { float *q, *dy, *k, *v; };
 template <int WARPS> DEVICE Tiles lay_out(float *shared) {
     constexpr int FLOATS = Tile<WARPS>::FLOATS;
     return {shared, shared + FLOATS, shared + 2 * FLOATS, shared + 3 * FLOATS};

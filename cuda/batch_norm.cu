@@ -28,10 +28,18 @@ static pyops_status check(const char *who, int64_t R, int64_t C, int32_t trainin
 }
 
 // ---- how the work is shared ---------------------------------------------------------------------------------------------
+namespace {                             // names of this file alone
 struct Shares {
     int64_t R, C, rows;                 // rows of a group; the last one may have fewer
     int groups;
 };
+
+// Of n rows of a column: their mean, and the sum of the squares of what they deviate from it.
+struct Moments { float n, mean, squares; };
+
+struct Statistics { float *running_mean, *running_var, *mean, *rstd; };
+struct Saved { const float *dy, *x, *weight, *mean, *rstd; };
+}
 
 static Shares share(int64_t R, int64_t C) {
     const int64_t columns = blocks_for<int64_t>(C, COLUMNS), pieces = blocks_for<int64_t>(R, PIECE);
@@ -65,9 +73,6 @@ DEVICE float sum_warps(float x, Part &part) {
     __syncthreads();
     return sum;
 }
-
-// Of n rows of a column: their mean, and the sum of the squares of what they deviate from it.
-struct Moments { float n, mean, squares; };
 
 // Those of a's rows and b's together: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
 // sample variances".
@@ -134,8 +139,6 @@ static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_moments(float
     if (threadIdx.y == 0 && column() < s.C) sums[blockIdx.y * s.C + column()] = make_float2(m.mean, m.squares);
 }
 
-struct Statistics { float *running_mean, *running_var, *mean, *rstd; };
-
 // Where mean and variance are from: the rows of this block, which are all; the sums of groups; the running statistics.
 enum class From { rows, groups, running };
 
@@ -199,8 +202,6 @@ extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, 
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------------
-struct Saved { const float *dy, *x, *weight, *mean, *rstd; };
-
 // The sums of dy and of dy * xhat over the rows of a group.
 DEVICE float2 sums_of_rows(const Saved &in, const Shares &s, int64_t group, Part &part) {
     const int64_t c = column(), rows = rows_in(s, group);
