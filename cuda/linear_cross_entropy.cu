@@ -31,9 +31,10 @@ static constexpr int GATHER = 64;                       // rows of a block of `g
 static constexpr int64_t TILE = 128;                    // rows and columns of a tile in all three products
 static constexpr int64_t LEAST_PART = 512;              // words in a part of dx
 
-// The gradients form an operand, which takes registers: they go along K in shorter steps.
+// No shape takes more than 99 KiB of shared memory, which every device from 80 on has for a block, nor more than half of 164
+// KiB, so that two blocks are at work on a multiprocessor.  The gradients form an operand, which takes registers: more warps.
 template <Precision P> struct Shapes {
-    using Logits = TileShape<TILE, TILE, 32, 2, 2, 3>;
+    using Logits = TileShape<TILE, TILE, 16, 2, 2, 3>;
     using Gradients = TileShape<TILE, TILE, 16, 4, 2, 3>;
 };
 template <> struct Shapes<Precision::fp32> {
