@@ -146,17 +146,18 @@ build/conformance/cuda.so: cuda/conformance.cu cuda/gpu.cuh cuda/hopper.cuh Make
 
 # The op table on the emulator under a sanitizer (gcc's).  Python is not instrumented, so the sanitizer must be loaded first.
 EMULATED_TABLE ?= $(TABLE)
+OF_THE_CPU := requested_kernels or PYOPS_ISA or only_the_abi
 emulated-asan: .venv/ready ## the op table on the emulator under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(MAKE) emulated EMULATED_BUILD=build/emulated-asan EMULATED=build/emulated-asan/libpyops.so EMULATED_FLAGS='$(ASAN)'
+	$(MAKE) build/emulated-asan/libpyops.so EMULATED_BUILD=build/emulated-asan EMULATED=build/emulated-asan/libpyops.so EMULATED_FLAGS='$(ASAN)'
 	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
-	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not torch'
+	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not (torch or $(OF_THE_CPU))'
 
 # ThreadSanitizer wants its addresses where randomised ones might lie
 emulated-tsan: .venv/ready ## the op table on the emulator under ThreadSanitizer
-	$(MAKE) emulated EMULATED_BUILD=build/emulated-tsan EMULATED=build/emulated-tsan/libpyops.so EMULATED_FLAGS='$(TSAN)'
+	$(MAKE) build/emulated-tsan/libpyops.so EMULATED_BUILD=build/emulated-tsan EMULATED=build/emulated-tsan/libpyops.so EMULATED_FLAGS='$(TSAN)'
 	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-tsan/libpyops.so OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 	    TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) setarch -R \
-	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not torch'
+	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not (torch or $(OF_THE_CPU))'
 
 venv: .venv/ready ## make .venv and install the package there, editable, with what tests need
 
