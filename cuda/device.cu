@@ -40,6 +40,8 @@ pyops_status pyops_device_open(int32_t device) {
                           pyops_device_name(), major, minor);
     }
     TRY(error, "device_open");
+    if (!pyops_faults() || !pyops_workspace(0))     // now, when a lack of memory is not yet that of a kernel
+        return pyops_fail(PYOPS_NO_MEMORY, "device_open: %s has no %d MiB left to work with", pyops_device_name(), int(PYOPS_WORKSPACE >> 20));
     return check(cudaStreamSynchronize(nullptr), "device_open");
 }
 
