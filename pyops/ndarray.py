@@ -998,4 +998,7 @@ def pad(a, widths, value=0):
 
 
 if os.environ.get('PYOPS_BACKEND') == 'gpu':    # now, so that what is made from here on lies there
-    use_gpu()
+    try:
+        use_gpu()
+    except UserError as error:
+        raise UserError(f'PYOPS_BACKEND=gpu: {error}, or unset PYOPS_BACKEND') from error

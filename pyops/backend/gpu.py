@@ -96,9 +96,8 @@ def memory_info():
 def open_device():
     """Use the first device -> its name; a UserError where there is none, or none that this build has code for."""
     lib, count = library.cuda().lib, ctypes.c_int32()
-    if lib.pyops_device_count(ctypes.byref(count)) or not count.value:
-        why = lib.pyops_last_error().decode() or 'there is none'
-        raise UserError(f'no GPU can be used ({why}); train on the CPU with -g 0')
+    if lib.pyops_device_count(ctypes.byref(count)):
+        raise UserError(f'{lib.pyops_last_error().decode()}; train on the CPU with -g 0')
     try:
         _call('pyops_device_open', 0)
     except RuntimeError as error:
