@@ -61,7 +61,10 @@ def _chosen_device():
 def default_device():
     """The device of arrays that are made without naming one: where ops make theirs, else that of $PYOPS_BACKEND."""
     place = backend.place()
-    return _chosen_device() if place is backend.HOST else place
+    if place is not backend.HOST:
+        return place
+    device = _chosen_device()
+    return device if device.place is place else cpu()       # a GPU, but ops are to make their arrays on the CPU
 
 
 def use_gpu(precision='fp32'):
