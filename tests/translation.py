@@ -1,7 +1,7 @@
 """What the tests of the translation models share: batches, a small corpus, training steps, comparisons."""
 import numpy as np
 
-from pyops import checkpoint
+from pyops import backend, checkpoint
 from pyops.optim import Adam
 from pyops.text import embedded
 from pyops.text.translation import Pairs
@@ -34,7 +34,8 @@ def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         model.params.zero_grads()
-        loss, ctx = model.forward(*pairs.batch(rng.integers(0, len(pairs), batch_size)), step=optimizer.count)
+        rows = backend.put(rng.integers(0, len(pairs), batch_size))
+        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
         model.backward(ctx)
         optimizer.step()
         losses.append(float(loss[0]))

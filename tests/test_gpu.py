@@ -1,0 +1,651 @@
+"""A GPU beside the CPU: the same training, plans that are graphs, a pool of memory, what is refused and how.
+
+Where PYOPS_BACKEND is not gpu it is the emulation, so that all of this runs on any machine; `make emulated` builds it.
+"""
+import ctypes
+import functools
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from places import ON_GPU
+from translation import assert_same_training, newest, small_corpus, train_steps
+
+import pyops
+from mnist import train as mnist_train
+from mnist.mlp_resnet import MLPResNet
+from pyops import autograd, backend, fit, ndarray, nn
+from pyops import references as ref
+from pyops.autograd import Tensor
+from pyops.backend import get, gpu, library, put
+from pyops.errors import UserError
+from pyops.ndarray import array
+from pyops.ops import Attention, Dropout, Linear, Residual
+from pyops.optim import Adam, inverse_square_root
+from pyops.params import Parameter
+from pyops.plan import Plan, Steps
+from pyops.training import PRECISIONS
+from seq2seq import model as seq2seq
+from seq2seq import train as seq2seq_train
+from seq2seq import translate as seq2seq_translate
+from transformer import model as transformer
+from transformer import train as transformer_train
+from transformer import translate as transformer_translate
+
+EMULATED = ROOT / 'pyops' / 'libpyops_emulated.so'
+needs_emulation = pytest.mark.skipif(not (EMULATED.exists() or os.environ.get('PYOPS_CUDA_LIBRARY')),
+                                     reason=f'{EMULATED} is not built: make emulated')
+
+
+@pytest.fixture(scope='module')
+def device():
+    """The GPU; where arrays are made on the CPU it is opened for these tests alone."""
+    caches = library.cuda, gpu.open_device, ndarray.gpu
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv('PYOPS_EMULATE_CUDA', '1')
+            for cache in caches:
+                cache.cache_clear()
+        try:
+            yield pyops.gpu()
+        except UserError as error:
+            pytest.skip(f'no GPU and no emulation: make emulated ({error})')
+    if not ON_GPU:
+        backend.set_gpu(None)
+        for cache in caches:
+            cache.cache_clear()
+
+
+@pytest.fixture
+def on_gpu(device):
+    with backend.on(device):
+        yield device
+    device.precision = 'fp32'
+
+
+def on_both(device, function):
+    """-> what it returns with arrays made on the CPU, and on the GPU."""
+    results = []
+    for place in (backend.HOST, device):
+        with backend.on(place):
+            results.append(function())
+    return results
+
+
+@pytest.fixture
+def calls(device, monkeypatch):
+    """How often each function of the CUDA library was called since it was looked at last: calls() -> {name: n}."""
+    counts, lib = {}, library.cuda().lib
+
+    def counted(name, function, *arguments):
+        counts[name] = counts.get(name, 0) + 1
+        return function(*arguments)
+
+    for name in library.functions((ROOT / 'cuda' / 'device.h').read_text()) | {'pyops_replay': None}:
+        monkeypatch.setattr(lib, name, functools.partial(counted, name, getattr(lib, name)))
+
+    def since():
+        found = {name.removeprefix('pyops_'): n for name, n in counts.items()}
+        counts.clear()
+        return found
+    return since
+
+
+# ---- the same training -----------------------------------------------------------------------------------------------
+
+@functools.cache
+def pairs():
+    _, vocabularies, pairs = small_corpus(128, num_steps=6)
+    return [len(vocabulary) for vocabulary in vocabularies], pairs
+
+
+@functools.cache
+def digits():
+    rng = np.random.default_rng(0)
+    images = (rng.integers(0, 256, (60, 784)) * (rng.random((60, 784)) < 0.2)).astype(np.uint8)
+    return images, rng.integers(0, 10, 60).astype(np.int32)
+
+
+def make_seq2seq():
+    sizes, _ = pairs()
+    return seq2seq.Seq2Seq(seq2seq.Config(*sizes, embedding=12, hidden=16, num_steps=6), seed=3)
+
+
+def make_transformer():
+    sizes, _ = pairs()
+    config = transformer.Config(*sizes, d_model=16, d_ff=24, heads=2, layers=1, num_steps=6, dropout=0.1, smoothing=0.1)
+    return transformer.Transformer(config, seed=3)
+
+
+def translator_losses(make, steps):
+    return train_steps(make(), pairs()[1].placed(), steps, batch_size=16, lr=0.002)
+
+
+def digit_losses(steps):
+    rng = np.random.default_rng(1)
+    *_, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2)
+    return [float(get(step(put(rng.integers(0, 60, 20))))[0]) for _ in range(steps)]
+
+
+def resnet_losses(steps):
+    """The one that is trained by the tape."""
+    rng, (images, labels) = np.random.default_rng(1), digits()
+    model = MLPResNet(hidden=16, blocks=1, dropout=0.1).reset_parameters(2)
+    optimizer, loss_of, losses = Adam(model.params, 0.001), nn.SoftmaxLoss(), []
+    for _ in range(steps):
+        rows = rng.integers(0, 60, 20)
+        optimizer.zero_grad()
+        loss = loss_of(model(Tensor(images[rows] / np.float32(255))), Tensor(labels[rows]))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+CURVES = {'mnist': digit_losses, 'resnet': resnet_losses,
+          'seq2seq': functools.partial(translator_losses, make_seq2seq),
+          'transformer': functools.partial(translator_losses, make_transformer)}
+
+
+@functools.cache
+def losses_on_gpu(name, precision, steps):
+    pyops.gpu().precision = precision
+    return np.array(CURVES[name](steps))
+
+
+@pytest.mark.parametrize('name', CURVES)
+def test_fifty_steps_have_the_losses_of_the_cpu(name, on_gpu):
+    with backend.on(backend.HOST):
+        ours = np.array(CURVES[name](50))
+    assert ours[-5:].mean() < 0.95 * ours[:5].mean(), 'nothing was learned: the check is vacuous'
+    assert np.abs(losses_on_gpu(name, 'fp32', 50) / ours - 1).max() <= 1e-3
+
+
+# of a factor that is rounded to that format, relative
+ROUNDING = {'tf32': 2**-11, 'bf16': 2**-9}
+
+
+@pytest.mark.parametrize('precision', ROUNDING)
+@pytest.mark.parametrize('name', ['resnet', 'seq2seq', 'transformer'])
+def test_fewer_bits_change_losses_by_their_rounding(name, precision, on_gpu):
+    """A product of rounded factors is off by twice the rounding at most, and some four of them lead to the first loss.
+
+    Of later ones rounding is no measure: where it turns the sign of a gradient, or moves a sum over the kink of a rectifier,
+    Adam sends a weight another way, and not by less.  They were off by 0.02; 0.05 is what is allowed.
+    """
+    plain, rounded = losses_on_gpu(name, 'fp32', 50)[:20], losses_on_gpu(name, precision, 20)
+    assert (rounded != plain).any(), 'nothing was rounded'
+    off = np.abs(rounded / plain - 1)
+    assert off[0] <= 4 * 2 * ROUNDING[precision] and off.max() <= 0.05
+
+
+@pytest.mark.parametrize('make', [make_seq2seq, make_transformer, mnist_train.prepare], ids=lambda make: make.__module__)
+def test_weights_begin_with_the_bits_of_the_cpu(make, device):
+    def values():
+        model = make(*digits())[0] if make is mnist_train.prepare else make()
+        return get(model.params.values)
+    ours, theirs = on_both(device, values)
+    assert ours.any() and (ours == theirs).all()
+
+
+def test_dropout_masks_have_the_bits_of_the_cpu(device):
+    def masks():
+        ones, found = put(np.ones((3, 5, 67), 'f')), []
+        for key in (1, 2**63 + 12345):
+            for step in (0, 1, 3 << 32):
+                number = put(np.array([step]))
+                found.append(get(Dropout(0.3, key).forward(ones, number)[0]))
+                found.append(get(Residual(0.3, key).forward(ones, ones, number)[0]))
+        return found
+    ours, theirs = on_both(device, masks)
+    assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+    assert all(0.6 < (mask > 1).mean() < 0.8 for mask in ours)
+
+
+def test_attention_drops_the_weights_that_it_drops_on_the_cpu(device):
+    """With equal scores and values 1, 2, 4, ... in columns of their own, y shows every element of the mask."""
+    q, k, v = np.zeros((6, 2, 14), 'f'), np.zeros((7, 2, 14), 'f'), np.tile(np.eye(7, dtype='f')[:, None], (1, 2, 2))
+    ours, theirs = on_both(device, lambda: get(Attention(2, p=0.4, key=5).forward(
+        *map(put, (q, k, v)), None, put(np.array([9])))[0]))
+    assert ((ours == 0) == (theirs == 0)).all() and 0.2 < (ours == 0).mean() < 0.6
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+PROGRAMS = {
+    'seq2seq': (seq2seq_train, seq2seq_translate, ['--embedding', '12', '--hidden', '16']),
+    'transformer': (transformer_train, transformer_translate,
+                    ['--d-model', '16', '--d-ff', '24', '--heads', '2', '--layers', '1', '--warmup', '4']),
+}
+SMALL = ['-f', 'embedded', '--pairs', '150', '-b', '32', '--num-steps', '6', '--save-every', '1']
+
+
+def run(main, *arguments):
+    """The program, whose -g is for this call alone."""
+    with backend.on(backend.HOST):
+        main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope='module', params=PROGRAMS)
+def trained(request, device, tmp_path_factory):
+    """Folders with two epochs of a program on the CPU and on the GPU, a checkpoint after each."""
+    folder, (train, translate, flags) = tmp_path_factory.mktemp(request.param), PROGRAMS[request.param]
+    for g in (0, 1):
+        run(train.main, '-g', g, '-e', 2, '-c', folder / str(g), *flags, *SMALL)
+    return folder, train, translate, [*flags, *SMALL]
+
+
+def story(folder):
+    return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+def assert_nearly_same_training(one, other):
+    (tensors, state), (other_tensors, other_state) = one, other
+    assert set(tensors) == set(other_tensors) and state['vocabularies'] == other_state['vocabularies']
+    assert tensors['step'][0] == other_tensors['step'][0] > 0 and state['run']['epoch'] == other_state['run']['epoch']
+    for name, tensor in tensors.items():
+        scale = np.abs(tensor).max()
+        assert np.abs(tensor - other_tensors[name]).max() <= 1e-2 * scale, name
+
+
+def test_a_program_tells_the_same_story_on_a_gpu(trained):
+    folder, *_ = trained
+    ours, theirs = story(folder / '0'), story(folder / '1')
+    assert [line['epoch'] for line in theirs] == [1, 2] and ours[1]['loss'] < ours[0]['loss']
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ('loss', 'validation'):
+            assert other[name] == pytest.approx(one[name], rel=1e-3)
+        assert one['emit_clip'] == other['emit_clip']
+    assert_nearly_same_training(newest(folder / '0'), newest(folder / '1'))
+
+
+@pytest.mark.parametrize('first, then', [(0, 1), (1, 0), (1, 1)])
+def test_a_checkpoint_is_resumed_elsewhere(trained, first, then, tmp_path):
+    folder, train, _, flags = trained
+    (saved,) = (folder / str(first)).glob('*_1.safetensors')
+    shutil.copy(saved, tmp_path)
+    run(train.main, '-g', then, '-e', 2, '-c', tmp_path, *flags)
+    resumed, whole = newest(tmp_path), newest(folder / str(first))
+    assert_nearly_same_training(resumed, whole)
+    if first == then:
+        assert_same_training(resumed, whole)
+
+
+def test_a_checkpoint_translates_alike_on_both(trained, capsys):
+    folder, _, translate, _ = trained
+    said = []
+    for g in (0, 1):
+        run(translate.main, '-g', g, '-c', folder / '1', '-f', 'embedded', '--test', 5)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[0].count('->') == 5
+
+
+def test_digits_are_read_alike_on_both(device, capsys):
+    """An epoch of ten steps."""
+    found = []
+    for g in (0, 1):
+        run(mnist_train.main, '-e', 1, '-b', 800, '-l', 0.01, '--embedded', '--quiet', '--hidden', 8, '-g', g)
+        out = capsys.readouterr().out
+        found.append([float(number) for number in re.findall(r'(?:loss|correct) : ([\d.]+)', out)])
+    (loss, correct), other = found
+    assert other[0] == pytest.approx(loss, rel=1e-3) and abs(other[1] - correct) <= 5 and correct > 500
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+class Training:
+    """Steps of a model, rows of whose pairs lie on the GPU; what came of them is noted there."""
+
+    def __init__(self, make=make_seq2seq):
+        self.model, self.pairs, self.history = make(), pairs()[1].placed(), fit.History()
+        self.optimizer = Adam(self.model.params, 0.01, max_norm=1.0)
+
+    def step(self, rows):
+        inverse_square_root(self.optimizer, 0.01, 3)
+        self.model.params.zero_grads()
+        loss, ctx = self.model.forward(*self.pairs.batch(rows), step=self.optimizer.count)
+        valid = self.model.valid(ctx)
+        self.model.backward(ctx)
+        self.optimizer.step()
+        self.history.add(loss, valid, self.optimizer.norm)
+
+    def planned(self):
+        return Steps(self.step, self.model.params, **self.pairs.arrays(), **self.model.arrays(), **self.optimizer.arrays(),
+                     **self.history.arrays())
+
+    def state(self):
+        return [get(one) for one in (self.model.params.values, self.model.params.v, self.optimizer.lr, self.optimizer.count)]
+
+
+@pytest.mark.parametrize('make', [make_seq2seq, make_transformer])
+def test_a_graph_takes_the_steps_that_python_takes_to_the_bit(make, on_gpu, calls):
+    """Dropout, clipping, a rate that rises and falls, rows with another number of valid words: all is read anew."""
+    eager, graph, rng = Training(make), Training(make), np.random.default_rng(4)
+    planned, seen = graph.planned(), []
+    for number in range(6):
+        rows = put(rng.integers(0, 128, 16))
+        calls()
+        planned(rows)
+        assert calls().get('graph_launch', 0) == (number > 0), 'the first step is run, and the others are the graph of it'
+        eager.step(rows)
+        (loss, valid, norm), = graph.history.read(1)
+        assert [loss, valid, norm] == eager.history.read(1)[0] and norm > 0
+        for one, other in zip(graph.state(), eager.state(), strict=True):
+            assert (one == other).all()
+        seen.append((loss, valid, float(get(graph.optimizer.lr)[0])))
+    assert all(len(set(values)) >= 4 for values in zip(*seen, strict=True)), 'something does not change between steps'
+
+
+def test_what_a_step_reads_can_be_changed_between_replays(on_gpu):
+    x, lr, count = put(np.ones(40, 'f')), put(np.ones(1, 'f')), put(np.zeros(1, np.int64))
+    with Plan(x=x, lr=lr, count=count) as plan:
+        y = backend.empty(40, name='y')
+        backend.launch('scale', y, x, lr, 40)
+        backend.launch('increment', count)
+    for n in range(1, 6):
+        plan.feed(x=np.full(40, n, 'f'))
+        lr[0] = 0.5 / n
+        plan.run()
+        assert (get(y) == np.float32(0.5 / n) * np.float32(n)).all() and get(count)[0] == n + 1
+    count[0] = 2**40
+    plan.run()
+    assert get(count)[0] == 2**40 + 1
+
+
+def test_each_replay_drops_something_else(on_gpu):
+    """What the counter says, of the step that is read from memory."""
+    x, count, drop = put(np.ones(1001, 'f')), put(np.zeros(1, np.int64)), Dropout(0.4, 77)
+    with Plan(x=x, count=count) as plan:
+        backend.launch('increment', count)
+        y, _ = drop.forward(x, count)
+    masks = []
+    for step in range(2, 7):
+        plan.run()
+        masks.append(get(y) > 0)
+        assert (masks[-1] == ref.dropout_keep(1001, 0.4, step, 77)).all()
+    assert len({mask.tobytes() for mask in masks}) == 5
+
+
+def test_nothing_crosses_the_bus_but_what_is_asked_for(on_gpu, calls):
+    training = Training()
+    planned, order = training.planned(), put(np.random.default_rng(5).permutation(128))
+    for first in (0, 16):
+        planned(order[first:first + 16])
+    training.history.read(2)
+    calls()
+    for first in range(32, 128, 16):
+        planned(order[first:first + 16])
+    found = calls()
+    assert found == {'graph_launch': 6, 'device_copy': 6}, 'a step is its graph, and the rows that come to it'
+    assert len(training.history.read(6)) == 6
+    assert calls() == {'device_download': 1}
+
+
+def test_an_epoch_of_a_program_looks_at_its_log_alone(device, calls, monkeypatch, tmp_path):
+    monkeypatch.setattr(fit, 'LOOK_EVERY', 1e9)
+    looked = []
+    monkeypatch.setattr(fit.History, 'read', lambda self, n, read=fit.History.read: (looked.append((n, calls())),
+                                                                                    read(self, n))[1])
+    run(seq2seq_train.main, '-g', 1, '-e', 1, '-c', tmp_path, *PROGRAMS['seq2seq'][2], *SMALL, '--hold-out', 0)
+    (n, before), = looked
+    assert n == 5                                               # 150 pairs, in batches of 32 and one of 22
+    assert before.get('device_download', 0) == 2 and before['graph_launch'] == 3       # digests of two tables, before it began
+
+
+def test_a_row_that_is_not_there_is_told_when_the_log_is_read(on_gpu):
+    training = Training()
+    planned = training.planned()
+    for rows in ([0, 1, 2], [3, 4, 5], [6, 128, 8]):
+        try:
+            planned(put(np.array(rows)))
+        except ValueError:                                      # at once with PYOPS_SYNC=1, where it is no graph
+            break
+    with pytest.raises(ValueError, match=r'gather_sequences: rows\[1\]=128, want 0 to 127'):
+        training.history.read(3)
+    planned(put(np.array([0, 1, 2])))                           # told once: the device goes on
+    assert np.isfinite(training.history.read(1)).all()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+def test_memory_that_was_given_back_is_handed_out_again(on_gpu, calls):
+    pool = on_gpu._pool
+    first = backend.empty((300, 1000))
+    used, address = pool.used, backend.location(first)
+    view = first[10:]
+    del first
+    assert pool.used == used                                    # a view still looks at it
+    del view
+    assert pool.used < used
+    calls()
+    again = backend.empty((1000, 300))
+    assert backend.location(again) == address and pool.used == used and 'device_malloc' not in calls()
+
+
+@pytest.mark.parametrize('how', ['python', 'plan', 'tape'])
+def test_a_hundred_steps_need_no_more_memory_than_three(how, on_gpu):
+    pool, loss_of = on_gpu._pool, nn.SoftmaxLoss()
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Dropout(0.1), nn.Linear(7, 3))
+    x, labels, one = put(np.ones((6, 5), 'f')), put(np.array([0, 1, 2, 2, 1, 0], 'i')), put(np.ones(1, 'f'))
+    optimizer = Adam(model.params, max_norm=1.0)
+
+    def by_hand():
+        optimizer.zero_grad()
+        y, ctx = model.forward(x)
+        _, loss_ctx = loss_of.forward(y, labels)
+        model.backward(loss_of.backward(one, loss_ctx), ctx)
+        optimizer.step()
+
+    def taped():
+        optimizer.zero_grad()
+        loss_of(model(Tensor(ndarray.over(x))), Tensor(ndarray.over(labels))).backward()
+        optimizer.step()
+
+    step = taped if how == 'tape' else by_hand
+    if how == 'plan':
+        with Plan(model.params, x=x, labels=labels, one=one, **optimizer.arrays()) as plan:
+            by_hand()
+        step = plan.run
+    gc.collect()
+    seen = []
+    for _ in range(100):
+        step()
+        seen.append((pool.used, pool.reserved))
+    assert set(seen[3:]) == {seen[3]}
+
+
+def test_a_plan_that_is_closed_gives_its_memory_back(on_gpu):
+    gc.collect()
+    pool, x = on_gpu._pool, put(np.ones(100_000, 'f'))
+    before = pool.used
+    with Plan(x=x) as plan:
+        y = backend.empty(100_000, name='y')
+        backend.launch('scale', y, x, put(np.ones(1, 'f')), x.size)
+        z = backend.empty(50_000, name='z')
+        backend.launch('fill', z, z.size, 1.0)
+    for _ in range(3):
+        plan.run()
+    assert pool.used >= before + 600_000
+    del y, z
+    plan.close()
+    gc.collect()
+    assert pool.used == before
+
+
+def python(code, **environment):
+    """Run it in a process of its own with the emulation."""
+    environment = os.environ | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_BACKEND': 'gpu'} | environment
+    return subprocess.run([sys.executable, '-c', code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+EXHAUSTED = '''
+import numpy as np
+from pyops import backend, ndarray
+kept = backend.empty(10_000_000)
+gone = backend.empty(25_000_000)
+del gone
+other = backend.empty(30_000_000)       # fits where the pool gives back what nobody uses
+try:
+    backend.empty(50_000_000)
+except MemoryError as error:
+    print(error)
+print(ndarray.ones(3).sum())
+'''
+
+
+@needs_emulation
+def test_exhausted_memory_says_how_much_was_asked_for_and_is_free():
+    out = python(EXHAUSTED, EMU_MEMORY='240000000')
+    text, rest = out.stdout.splitlines()
+    found = re.fullmatch(r'GPU: 200,000,000 bytes were asked for, ([\d,]+) of 240,000,000 are free, ([\d,]+) are in use by '
+                         'this program', text)
+    free, used = (int(number.replace(',', '')) for number in found.groups())
+    assert 160_000_000 <= used <= 163_000_000 and free <= 240_000_000 - used and rest == '3.0', out.stderr
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def another_version(tmp_path_factory):
+    """A library of another version of the ABI."""
+    compiler = shutil.which('gcc') or shutil.which('cc')
+    if not compiler:
+        pytest.skip('no C compiler: install gcc')
+    library = tmp_path_factory.mktemp('library') / 'old.so'
+    subprocess.run([compiler, '-shared', '-fPIC', '-x', 'c', '-', '-o', library], check=True, text=True,
+                   input='int pyops_abi_version(void) { return 3; }')
+    return library
+
+
+NONE = 'no GPU can be used: no CUDA-capable device is detected; train on the CPU with -g 0'
+OLD = ('emulated device has compute capability 7.5, and this library was not built for it; build it on this machine with '
+       '`make cuda`, or train on the CPU with -g 0')
+NOT_BUILT = ('/nowhere.so: the CUDA library is not built; run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA')
+REFUSED = {
+    'no device': (dict(EMU_DEVICES='0'), NONE),
+    'no driver': (dict(EMU_DEVICES='-1'), 'no GPU can be used: CUDA driver version is insufficient for CUDA runtime version; '
+                  'train on the CPU with -g 0'),
+    'an old device': (dict(EMU_CAPABILITY='7.5'), OLD),
+    'not built': (dict(PYOPS_CUDA_LIBRARY='/nowhere.so'), NOT_BUILT),
+    'no library': (dict(PYOPS_CUDA_LIBRARY='{no_library}'), '{no_library}: cannot be loaded ({no_library}: file too short); '
+                   'run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'),
+    'another version': (dict(PYOPS_CUDA_LIBRARY='{another_version}'), '{another_version}: ABI version 3, this Python side '
+                        f'wants {library.ABI_VERSION}; run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA'),
+}
+
+
+@pytest.fixture
+def libraries(another_version, tmp_path):
+    no_library = tmp_path / 'text.so'
+    no_library.write_text('no library')
+    return dict(another_version=another_version, no_library=no_library)
+
+
+def train(folder, *flags, **environment):
+    return subprocess.run([sys.executable, '-m', 'seq2seq.train', '-f', 'embedded', '-c', str(folder), *SMALL[2:], *flags],
+                          cwd=ROOT, env=os.environ | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_BACKEND': ''} | environment,
+                          capture_output=True, text=True)
+
+
+@needs_emulation
+@pytest.mark.parametrize('case', REFUSED)
+def test_a_gpu_that_cannot_be_used_is_one_line(case, libraries, tmp_path):
+    environment, text = REFUSED[case]
+    environment = {name: value.format(**libraries) for name, value in environment.items()}
+    out = train(tmp_path / 'new', '-e', '1', '-g', '1', **environment)
+    assert (out.returncode, out.stdout) == (2, '') and not (tmp_path / 'new').exists()
+    assert out.stderr == f'seq2seq.train: error: -g 1: {text.format(**libraries)}\n'
+
+
+@needs_emulation
+def test_a_gpu_by_the_environment_that_cannot_be_used_is_one_line():
+    out = subprocess.run([sys.executable, '-m', 'pyops', 'gradcheck', 'relu'], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_BACKEND': 'gpu', 'EMU_DEVICES': '0'})
+    assert (out.returncode, out.stdout) == (2, '')
+    assert out.stderr == f'pyops: error: PYOPS_BACKEND=gpu: {NONE}, or unset PYOPS_BACKEND\n'
+
+
+@needs_emulation
+def test_a_model_that_a_gpu_has_no_memory_for(tmp_path):
+    for memory, want in (('360000000', r'not enough memory \(GPU: [\d,]+ bytes were asked for, [\d,]+ of 360,000,000 are free, '
+                          r'[\d,]+ are in use by this program\); give smaller sizes or a smaller batch, or end other programs'),
+                         ('70000000', r'the model needs 0\.3 GiB of memory and the GPU has 0\.1; give a smaller --.*')):
+        out = train(tmp_path, '-e', '1', '-g', '1', '--embedding', '800', '--hidden', '800', EMU_MEMORY=memory)
+        assert out.returncode == 2 and re.fullmatch(f'seq2seq.train: error: {want}\n', out.stderr), out.stderr
+
+
+def test_the_cpu_does_not_care_about_a_broken_cuda_library(libraries, tmp_path):
+    flags = ['-e', '1', '--embedding', '8', '--hidden', '8']
+    out = train(tmp_path, *flags, '-g', '0', PYOPS_CUDA_LIBRARY=str(libraries['no_library']), EMU_DEVICES='0')
+    assert (out.returncode, out.stderr) == (0, '') and 'checkpoint saved' in out.stdout
+
+
+@pytest.mark.parametrize('main', [seq2seq_train.main, seq2seq_translate.main, transformer_train.main, mnist_train.main])
+def test_a_precision_is_a_gpus(main):
+    flags = ['-c', 'nowhere'] if main is seq2seq_translate.main else []
+    with pytest.raises(UserError, match='^--precision bf16: the CPU calculates in float32; leave it out, or give -g 1$'):
+        run(main, '--precision', 'bf16', *flags)
+
+
+def test_another_precision_is_refused(on_gpu):
+    with pytest.raises(ValueError, match=f"precision: want {', '.join(PRECISIONS)}, got 'fp16'"):
+        on_gpu.precision = 'fp16'
+    assert on_gpu.precision == 'fp32'
+
+
+# ---- arrays of the host and of the GPU -------------------------------------------------------------------------------
+
+HOST_ARRAY = ': lies in memory of the host, and other arrays on the GPU; bring it there with pyops.backend.put'
+
+
+def test_a_kernel_that_is_given_arrays_of_both_names_one(on_gpu):
+    x, y = np.ones(4, 'f'), put(np.ones(4, 'f'))
+    for values, name in (((y, x, y, 4), 'x'), ((x, y, y, 4), 'y'), ((y, y, x, 4), 'alpha')):
+        with pytest.raises(TypeError, match=f'scale: {name}{HOST_ARRAY}'):
+            backend.launch('scale', *values)
+    weight = Parameter('weight', *(put(np.ones((3, 4), 'f')) for _ in range(2)))
+    with pytest.raises(TypeError, match=f'gemm: a{HOST_ARRAY}'):
+        Linear(weight).forward(np.ones((2, 4), 'f'))
+
+
+def test_arrays_of_host_and_gpu_do_not_meet(on_gpu):
+    host, there = array([1.0, 2], device=pyops.cpu()), array([1.0, 2])
+    for call in (lambda: host + there, lambda: there.__iadd__(host), lambda: there @ host, lambda: Tensor(host) * Tensor(there),
+                 lambda: autograd.apply(Residual(), Tensor(there), Tensor(host))):
+        with pytest.raises(TypeError, match=r'devices?,.* pyops\.(cpu|gpu)\(\) and pyops\.(cpu|gpu)\(\)'):
+            call()
+    assert (there + host.to(on_gpu)).tolist() == [2, 4] and (there.to(host.device) + host).tolist() == [2, 4]
+
+
+def test_arrays_of_the_host_are_calculated_with_there(on_gpu):
+    """Wherever others are made."""
+    x, y = np.arange(4, dtype='f'), np.empty(4, 'f')
+    backend.launch('scale', y, x, np.full(1, 2, 'f'), 4)
+    assert y.tolist() == [0, 2, 4, 6]
+    a = ndarray.from_numpy(x, pyops.cpu())
+    a += 1
+    assert x.tolist() == [1, 2, 3, 4] and (a * 2).tolist() == [2, 4, 6, 8]
+
+
+def test_numpy_has_copies_of_what_lies_on_a_gpu(on_gpu):
+    x = np.arange(6, dtype='f').reshape(2, 3)
+    a = ndarray.from_numpy(x.T)
+    x[...] = 0
+    for copy in (a.numpy(), np.asarray(a), np.from_dlpack(a)):
+        copy[...] = 7
+    assert a.T.tolist() == [[0, 1, 2], [3, 4, 5]] and repr(a[0]) == 'NDArray([0., 3.], dtype=float32, device=pyops.gpu())'
+
+
+def test_the_library_tells_what_device_it_uses(device):
+    lib, numbers = library.cuda().lib, [ctypes.c_int32() for _ in range(3)]
+    assert not lib.pyops_device_properties(*map(ctypes.byref, numbers))
+    free, total = gpu.memory_info()
+    assert numbers[0].value >= 8 and numbers[2].value >= 1 and 0 < free <= total and device.model
+    assert device.memory() == total
