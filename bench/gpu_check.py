@@ -29,7 +29,7 @@ def steps(report):
     yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'conformance', 'CUDA_ARCH=native'], {}
     yield 'conformance', 60, [*PYTEST, 'tests/test_emulator.py', '-k', 'hardware'], {'PYOPS_HARDWARE': '1'}
     yield 'op table', 150, [*PYTEST, *TABLE, '-k', 'not torch and not central_differences'], ON_GPU
-    yield 'programs and plans', 90, [*PYTEST, 'tests/test_gpu.py', 'tests/test_plan.py'], {}
+    yield 'programs and plans', 90, [*PYTEST, 'tests/test_gpu.py', 'tests/test_plan.py'], ON_GPU
     if Path(sanitizer).exists():
         for tool in ('memcheck', 'racecheck'):
             yield tool, 75, [sanitizer, '--tool', tool, '--error-exitcode', '1', *PYTEST, '-x', TABLE[0],
