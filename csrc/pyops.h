@@ -365,9 +365,9 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
 /* ---- output layer and masked softmax cross entropy in one ---------------------------------
  * logits = x weight' + bias, then the loss above; only valid rows are computed, in blocks of rows that stay in
  * cache, and the logits are never all in memory (on a GPU in `work`, up to 1 GiB of them).  The gradients of a loss
- * whose own gradient is 1 are formed
- * while a block is there:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V) OVERWRITTEN too,
- * since they belong to this call; the backward pass scales and adds them (pyops_scale, pyops_axpy).
+ * whose own gradient is 1 are formed while a block is there:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D),
+ * dbias (V) OVERWRITTEN too, since they belong to this call; the backward pass scales and adds them (pyops_scale,
+ * pyops_axpy).
  * dx, dweight, dbias NULL (all three): the loss alone, as in evaluation.
  * smoothing s, 0 <= s < 1: the target of a valid row is (1 - s) onehot(label) + s / V in place of onehot(label), so
  *   loss = mean over valid r of lse - (1 - s) logits[r,label] - s * mean of logits[r,:]
