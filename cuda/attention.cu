@@ -21,7 +21,6 @@
 //
 // No sum is shared by blocks, so all have one order.  What no query of a tile may see is left out.  Backward makes the weights
 // again from lse.  Operands of products are rounded to TF32 or bf16 where the precision says so, in registers.
-#include <cstring>
 #include "block.cuh"
 #include "philox.cuh"
 
@@ -171,19 +170,13 @@ struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: a
 struct Right { unsigned x[2][2]; };             // of column g
 }
 
-DEVICE unsigned pack(float low, float high) {   // as bf16
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    unsigned x;
-    memcpy(&x, &both, sizeof x);
-    return x;
-}
 template <Precision P> DEVICE void set(Left &left, int half, int r, float a, float b) {
     if constexpr (P == Precision::tf32) left.x[half][r] = to_tf32(a), left.x[half][r + 2] = to_tf32(b);
-    else left.x[0][2 * half + r] = pack(a, b);
+    else left.x[0][2 * half + r] = pack_bf16(a, b);
 }
 template <Precision P> DEVICE void set(Right &right, int half, float a, float b) {
     if constexpr (P == Precision::tf32) right.x[half][0] = to_tf32(a), right.x[half][1] = to_tf32(b);
-    else right.x[0][half] = pack(a, b);
+    else right.x[0][half] = pack_bf16(a, b);
 }
 template <Precision P> DEVICE void multiply(float (&d)[4], const Left &left, const Right &right) {
     if constexpr (P == Precision::tf32) mma_tf32(d, left.x[0], right.x[0]), mma_tf32(d, left.x[1], right.x[1]);

@@ -25,7 +25,6 @@
 #include <type_traits>
 #include "block.cuh"
 #include "columns.cuh"
-#include "tile.cuh"         // pack_bf16
 
 // ---- how a block multiplies --------------------------------------------------------------------------------
 // c (rows of a tile, N) = rows (K) x weights (K,N), where N are the columns that a block forms.  K is padded with zeros to

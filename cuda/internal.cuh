@@ -1,6 +1,7 @@
 // internal.cuh - what the files of the CUDA library share on the host's side: errors, launches, faults, precision.
 #pragma once
 #include <cstdint>
+#include <cstring>
 #include "gpu.cuh"
 #include "pyops.h"
 
@@ -52,6 +53,14 @@ DEVICE void report(FaultRecord *record, Fault fault, Who who, long long index, l
         record->value = value;
         record->limit = limit;
     }
+}
+
+// Two numbers as bfloat16, for a tensor core: the first one in the low half.
+DEVICE unsigned pack_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    unsigned bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
 }
 
 // ---- settings and the device --------------------------------------------------------------------------

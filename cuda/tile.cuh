@@ -243,13 +243,6 @@ template <class S, bool A_K, bool B_K> struct PlainSums {
 };
 
 // ---- TF32 and bfloat16: tensor cores -------------------------------------------------------------------------------
-DEVICE unsigned pack_bf16(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    unsigned bits;
-    memcpy(&bits, &pair, sizeof bits);
-    return bits;
-}
-
 // Lane = 4 g + t.  Of 16 rows of a, lane has (g,t) (g+8,t) (g,t+4) (g+8,t+4) of 8 k's;  of 8 rows of b, (g,t) (g,t+4);
 // of the 16 x 8 sums, (g,2t) (g,2t+1) (g+8,2t) (g+8,2t+1).
 template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
