@@ -50,7 +50,8 @@ DEVICE void flat_packs(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arra
 }
 
 template <class F>
-static __global__ void __launch_bounds__(FLAT_THREADS, FLAT_RESIDENT) flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS> arrays, int64_t n, bool whole) {
+static __global__ void __launch_bounds__(FLAT_THREADS, FLAT_RESIDENT)
+flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS> arrays, int64_t n, bool whole) {
     if (!f.begin()) return;
     const int64_t fours = whole ? n / 4 : 0;
     flat_packs<4, ROUNDS_OF<F>>(f, arrays, 0, fours);
@@ -60,7 +61,8 @@ static __global__ void __launch_bounds__(FLAT_THREADS, FLAT_RESIDENT) flat(F f, 
 // stay: begin() is work that should be done by few blocks, which then stay for the whole array.  Otherwise there are as many
 // blocks as give every thread one turn of the loop, and the device hands them to whichever multiprocessor is free.
 template <class F>
-static cudaError_t launch_flat(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arrays, int64_t n, void *stream, bool stay = false) {
+static cudaError_t launch_flat(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arrays, int64_t n, void *stream,
+                               bool stay = false) {
     if (n == 0) return cudaSuccess;
     bool whole = true;
     for (int a = 0; a < F::INPUTS; a++) whole &= aligned(arrays.in[a]);

@@ -19,11 +19,12 @@ DEVICE bool in_table(const int64_t *rows, int64_t b, int64_t N, Who who, FaultRe
     return false;
 }
 
-// ---- pixels -----------------------------------------------------------------------------------------------------------
+// ---- pixels ------------------------------------------------------------------------------------------
 // A thread takes a pixel, or four, at a time: the reads of a warp are one piece of memory, and so are its writes.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
-pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, float scale, Index n, Divider<Index> width, FaultRecord *faults) {
+pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, float scale, Index n, Divider<Index> width,
+       FaultRecord *faults) {
     const auto load = [&](Index i) {
         const Index b = width.divide(i), c = i - b * width.divisor;
         const bool valid = in_table(rows, b, N, Who::gather_pixels, faults);
@@ -39,10 +40,11 @@ pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, float sca
 }
 
 template <int WIDTH, class Index>
-static cudaError_t launch_pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, int64_t B, int64_t C, float scale, void *stream) {
+static cudaError_t launch_pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, int64_t B, int64_t C,
+                                 float scale, void *stream) {
     const int64_t n = B * C / WIDTH;
-    return LAUNCH((pixels<WIDTH, Index>), grid_of_rounds(n, THREADS, 4), THREADS, 0, stream_of(stream), y, table, rows, N, scale, Index(n),
-                  Divider<Index>(C / WIDTH), pyops_faults());
+    return LAUNCH((pixels<WIDTH, Index>), grid_of_rounds(n, THREADS, 4), THREADS, 0, stream_of(stream),
+                  y, table, rows, N, scale, Index(n), Divider<Index>(C / WIDTH), pyops_faults());
 }
 
 extern "C" pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *rows,
@@ -56,7 +58,7 @@ extern "C" pyops_status pyops_gather_pixels(float *y, const uint8_t *table, cons
     return pyops_launched("gather_pixels", error, stream);
 }
 
-// ---- token ids ------------------------------------------------------------------------------------------------------------
+// ---- token ids ---------------------------------------------------------------------------------------
 // A row of the table is a sentence, a row of the batch a step, so what is read along one is written along the other.  A
 // block takes 32 sentences and all their steps, a warp one step of the 32 at a time: it writes one piece of memory, and the
 // eight ids that a memory access brings from each sentence are wanted by the warps beside it.
@@ -68,7 +70,8 @@ sequences(int32_t *__restrict__ ids, const int32_t *__restrict__ table, const in
     const bool valid = in_table(rows, b, N, Who::gather_sequences, faults);
     const int32_t *sentence = valid ? table + rows[b] * T : nullptr;
 #pragma unroll 4
-    for (int64_t t = threadIdx.x / 32; t < T; t += THREADS / 32) ids[t * B + b] = t < shift ? first : valid ? sentence[t - shift] : 0;
+    for (int64_t t = threadIdx.x / 32; t < T; t += THREADS / 32)
+        ids[t * B + b] = t < shift ? first : valid ? sentence[t - shift] : 0;
 }
 
 extern "C" pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const int64_t *rows,

@@ -1,9 +1,9 @@
-// index.cuh - from the number of an element to its place: division without dividing, axes of strided arrays, groups of four.
+// index.cuh - loops over all elements of an array, and from the number of an element to its place.
 #pragma once
 #include <type_traits>
 #include "internal.cuh"
 
-// ---- neighbours, moved at once -----------------------------------------------------------------------------------
+// ---- neighbours, moved at once -----------------------------------------------------------------------
 template <class T, int WIDTH> struct Pack { T at[WIDTH]; };
 
 template <int WIDTH, class T> DEVICE Pack<T, WIDTH> load_pack(const T *p) {
@@ -23,14 +23,15 @@ template <int WIDTH, class T> DEVICE Pack<T, WIDTH> load_pack(const T *p) {
 
 template <int WIDTH, class T> DEVICE void store_pack(T *p, const Pack<T, WIDTH> &x) {
     if constexpr (WIDTH == 1) *p = x.at[0];
-    else if constexpr (std::is_same_v<T, float>) *reinterpret_cast<float4 *>(p) = make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
+    else if constexpr (std::is_same_v<T, float>)
+        *reinterpret_cast<float4 *>(p) = make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
     else *reinterpret_cast<int4 *>(p) = make_int4(x.at[0], x.at[1], x.at[2], x.at[3]);
 }
 
 // Whether 16-byte accesses may begin at an address.
 static inline bool aligned(const void *p) { return (uintptr_t(p) & 15) == 0; }
 
-// ---- n / d for a d that all threads share ----------------------------------------------------------------------
+// ---- n / d for a d that all threads share ------------------------------------------------------------
 // With 32 bits a product and a shift (Granlund and Montgomery 1994, "Division by invariant integers using multiplication"):
 // exact for n below 2^31.  With 64 bits a division, which is slow, and right.
 template <class Index> struct Divider {
@@ -50,7 +51,7 @@ template <> struct Divider<uint32_t> {
     __device__ uint32_t divide(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 
-// ---- loops over all elements ------------------------------------------------------------------------------------------
+// ---- loops over all elements -------------------------------------------------------------------------
 // A load takes hundreds of cycles, and bandwidth comes from how many are under way.  So a thread does several turns of its
 // loop at once: it loads for all of them before it stores for the first.  Turns of a thread are one step of the grid apart,
 // and neighbouring threads always touch neighbouring memory:
@@ -84,7 +85,7 @@ static inline unsigned grid_of_rounds(int64_t n, int threads, int rounds) {
 // Whether numbers up to n, and a few steps of a grid beyond it, fit the 32-bit form.
 static inline bool short_index(int64_t n) { return n < (int64_t(1) << 30); }
 
-// ---- axes -----------------------------------------------------------------------------------------------------
+// ---- axes --------------------------------------------------------------------------------------------
 constexpr int AXES = 8, OPERANDS = 3;
 
 struct Axis { int64_t size, stride[OPERANDS]; };         // strides in elements

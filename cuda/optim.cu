@@ -1,4 +1,4 @@
-// optim.cu - gradient norm, clipping, Adam, gradient descent and the schedule of the rate, over one flat buffer of all parameters.
+// optim.cu - gradient norm, clipping, Adam, gradient descent over one flat buffer of all parameters; the schedule of the rate.
 //
 // Each is one pass over memory (flat.cuh); Adam moves 28 bytes a parameter, and nothing it computes comes near that price.
 // Step, learning rate and norm are read from memory when a kernel runs, since a call is recorded once and replayed.
@@ -6,7 +6,7 @@
 #include "block.cuh"
 #include "flat.cuh"
 
-// ---- the norm ---------------------------------------------------------------------------------------------------------
+// ---- the norm ----------------------------------------------------------------------------------------
 // Two launches: a block sums the squares of a chunk, then one block the sums of the chunks.  All in double, for a float
 // would lose the small gradients of ten million; each in an order that the number of elements alone decides.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
@@ -50,12 +50,14 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, float *w
     const int64_t chunks = blocks_for<int64_t>(n, CHUNK);
     double *sums = sums_of(work);
     Launches launches;
-    if (chunks) launches << LAUNCH(squares, static_cast<unsigned>(chunks), NORM_THREADS, 0, stream_of(stream), sums, grad, n, aligned(grad));
+    const unsigned blocks = static_cast<unsigned>(chunks);
+    if (chunks) launches << LAUNCH(squares, blocks, NORM_THREADS, 0, stream_of(stream), sums, grad, n, aligned(grad));
     launches << LAUNCH(root_of_sum, 1, NORM_THREADS, 0, stream_of(stream), norm, sums, chunks);
     return pyops_launched("grad_norm", launches.error, stream);
 }
 
 // ---- clipping ---------------------------------------------------------------------------------------------------------
+// A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
 DEVICE float clip_factor(const float *norm, float max_norm) { return norm ? clip_factor(norm[0], max_norm) : 1.0f; }
 
 struct Clip {
@@ -106,8 +108,8 @@ struct Adam {
 };
 
 extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
-                                   const float *grad, const float *norm, const int64_t *step, const float *lr,
-                                   int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+                                   const float *grad, const float *norm, const int64_t *step, const float *lr, int64_t n,
+                                   float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
     PYOPS_REQUIRE(max_norm > 0.0f, "adam: max_norm=%g, want > 0", static_cast<double>(max_norm));
     PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
@@ -117,7 +119,7 @@ extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
     return pyops_launched("adam", launch_flat(adam, {{param, m, v, grad}, {param, m, v}}, n, stream, true), stream);
 }
 
-// ---- gradient descent --------------------------------------------------------------------------------------------------
+// ---- gradient descent --------------------------------------------------------------------------------
 struct Descent {
     static constexpr int INPUTS = 2, OUTPUTS = 1;                              // param, grad -> param
     const float *norm, *lr;
@@ -135,7 +137,7 @@ struct Descent {
 struct DescentWithMomentum {
     static constexpr int INPUTS = 3, OUTPUTS = 2;                              // param, velocity, grad -> param, velocity
     Descent plain;
-    float momentum, own, ahead;                                                // parts of the gradient and of the velocity in the step
+    float momentum, own, ahead;                                                // shares of gradient and velocity in the step
     __device__ bool begin() { return plain.begin(); }
     __device__ void operator()(const float (&in)[3], float (&out)[2]) const {
         const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + g;
@@ -145,7 +147,8 @@ struct DescentWithMomentum {
 };
 
 extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
-                                  int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
+                                  int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov,
+                                  void *stream) {
     PYOPS_REQUIRE(n >= 0, "sgd: n=%lld", LL(n));
     PYOPS_REQUIRE(max_norm > 0.0f, "sgd: max_norm=%g, want > 0", static_cast<double>(max_norm));
     PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", static_cast<double>(momentum));
@@ -159,7 +162,7 @@ extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *gr
     return pyops_launched("sgd", error, stream);
 }
 
-// ---- the schedule ------------------------------------------------------------------------------------------------------
+// ---- the schedule ------------------------------------------------------------------------------------
 static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, float base) {
     const double t = static_cast<double>(step[0]) + 1.0, w = static_cast<double>(warmup);
     lr[0] = warmup ? static_cast<float>(static_cast<double>(base) * fmin(t / w, sqrt(w / t))) : base;

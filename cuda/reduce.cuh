@@ -23,7 +23,7 @@
 
 constexpr int REDUCE_THREADS = 256, TERMS_AT_ONCE = 8;
 
-// ---- what a reduction does with two terms: Term as they are read, Wide as they are gathered --------------------------
+// ---- what a reduction does with two terms: Term as they are read, Wide as they are gathered ----------
 template <class T, class W = T> struct SumOf {          // of floats in double; int32 as uint32_t: modulo 2^32
     using Term = T;
     using Wide = W;
@@ -50,7 +50,7 @@ template <class T> struct MinOf {
     __device__ static T meet(T a, T b) { return a <= b || a != a ? a : b; }
 };
 
-// ---- how the threads of a block are shared out --------------------------------------------------------------------------
+// ---- how the threads of a block are shared out -------------------------------------------------------
 struct ReduceShape {
     bool along;                         // lanes go along the terms
     int outputs, threads;               // of a block, and to an output: powers of two, 256 together
@@ -107,7 +107,8 @@ DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, In
 // y[o] = op over the terms of output o, (+ y[o]); with pieces, y[o, piece] of them.  Strides of `kept`: of y, of x.
 template <class Op, class Out, class Index>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
-reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape, bool add) {
+reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape,
+       bool add) {
     using Wide = typename Op::Wide;
     const int thread = threadIdx.x;
     const Index output = Index(blockIdx.x) * shape.outputs + (shape.along ? thread / shape.threads : thread % shape.outputs);
@@ -143,24 +144,25 @@ reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced
 }
 
 template <class Op, class Out, class Index>
-static cudaError_t reduce_with(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, ReduceShape shape, bool add,
-                               void *stream) {
+static cudaError_t reduce_with(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, ReduceShape shape,
+                               bool add, void *stream) {
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     const dim3 grid(static_cast<unsigned>(blocks_for<int64_t>(outputs, shape.outputs)), static_cast<unsigned>(shape.pieces));
-    return LAUNCH((reduce<Op, Out, Index>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept), Axes<Index>(reduced),
-                  static_cast<Index>(outputs), static_cast<Index>(terms), shape, add);
+    return LAUNCH((reduce<Op, Out, Index>), grid, REDUCE_THREADS, 0, stream_of(stream),
+                  y, x, Axes<Index>(kept), Axes<Index>(reduced), Index(outputs), Index(terms), shape, add);
 }
 template <class Op, class Out, class... More>
 static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, More... more) {
     return short_index(kept.elements()) && short_index(reduced.elements())
-        ? reduce_with<Op, Out, uint32_t>(y, x, kept, reduced, more...) : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
+        ? reduce_with<Op, Out, uint32_t>(y, x, kept, reduced, more...)
+        : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
 }
 
 // y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced ones: of x, first.
 // Op gathers in Op::Wide; Again is the same operation on terms of that type.
 template <class Op, class Again, class Out>
-static pyops_status reduce_axes(const char *who, Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, bool along,
-                                bool add, void *stream) {
+static pyops_status reduce_axes(const char *who, Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced,
+                                bool along, bool add, void *stream) {
     using Wide = typename Op::Wide;
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     if (!outputs) return PYOPS_OK;

@@ -7,7 +7,7 @@
 
 static constexpr int THREADS = 256;
 
-// ---- flat arrays ----------------------------------------------------------------------------------------------------------
+// ---- flat arrays -------------------------------------------------------------------------------------
 struct Fill {
     static constexpr int INPUTS = 0, OUTPUTS = 1;
     float value;
@@ -73,7 +73,7 @@ extern "C" pyops_status pyops_add_positions_backward(float *dx, const float *dy,
     return pyops_launched("add_positions_backward", launch_flat(Scale{nullptr, scale}, {{dy}, {dx}}, n, stream), stream);
 }
 
-// ---- column sums -------------------------------------------------------------------------------------------------------------
+// ---- column sums -------------------------------------------------------------------------------------
 extern "C" pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream) {
     PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld", LL(R), LL(C));
     Space columns, rows;
@@ -82,7 +82,7 @@ extern "C" pyops_status pyops_column_sums(float *y, const float *x, int64_t R, i
     return reduce_axes<SumOf<float, double>, SumOf<double>>("column_sums", y, x, columns, rows, false, true, stream);
 }
 
-// ---- argmax: a warp for a short row, a block for a long one ----------------------------------------------------------------------
+// ---- argmax: a warp for a short row, a block for a long one ------------------------------------------
 struct Candidate {
     float value;
     int32_t place;
@@ -139,7 +139,7 @@ extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, 
     return pyops_launched("argmax", LAUNCH(argmax, blocks, THREADS, 0, stream_of(stream), index, x, R, C, threads), stream);
 }
 
-// ---- concatenation with a context --------------------------------------------------------------------------------------------------
+// ---- concatenation with a context --------------------------------------------------------------------
 // Sizes of a row, in packs: of x, of the context, and of y, which is both.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
@@ -148,7 +148,8 @@ concat(float *y, const float *x, const float *context, Index n, Index E, Index H
         const Index r = width.divide(i), c = i - r * width.divisor, b = r - batch.divide(r) * batch.divisor;
         return load_pack<WIDTH>(c < E ? x + int64_t(WIDTH) * (r * E + c) : context + int64_t(WIDTH) * (b * H + c - E));
     };
-    in_rounds<4>(Index(0), n, load, [&](Index i, const Pack<float, WIDTH> &value) { store_pack(y + int64_t(WIDTH) * i, value); });
+    const auto store = [&](Index i, const Pack<float, WIDTH> &value) { store_pack(y + int64_t(WIDTH) * i, value); };
+    in_rounds<4>(Index(0), n, load, store);
 }
 
 // A thread takes one place of a sentence over all steps, eight at once: it copies, or it adds, in the order of the steps.
@@ -175,14 +176,17 @@ split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, 
 }
 
 template <int WIDTH, class Index>
-static cudaError_t launch_concat(float *y, const float *x, const float *context, int64_t n, int64_t B, int64_t E, int64_t H, void *stream) {
-    return LAUNCH((concat<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream), y, x, context,
-                  Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH), Divider<Index>(B));
+static cudaError_t launch_concat(float *y, const float *x, const float *context, int64_t n, int64_t B, int64_t E, int64_t H,
+                                 void *stream) {
+    return LAUNCH((concat<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream),
+                  y, x, context, Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH),
+                  Divider<Index>(B));
 }
 
 extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
                                                      int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld", LL(T), LL(B), LL(E), LL(H));
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld",
+                  LL(T), LL(B), LL(E), LL(H));
     const int64_t n = T * B * (E + H);
     if (n == 0) return PYOPS_OK;
     const bool fours = E % 4 == 0 && H % 4 == 0 && aligned(y) && aligned(x) && aligned(context);
@@ -192,21 +196,26 @@ extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, c
     return pyops_launched("concat_context_forward", error, stream);
 }
 
+template <class Index>
+static cudaError_t launch_split(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B, int64_t E, int64_t H,
+                                void *stream) {
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B * (E + H), THREADS));
+    return LAUNCH(split<Index>, blocks, THREADS, 0, stream_of(stream),
+                  dx, dcontext, dy, T, Index(B), Index(E), Index(H), Divider<Index>(E + H));
+}
+
 extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
                                                       int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld", LL(T), LL(B), LL(E), LL(H));
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld",
+                  LL(T), LL(B), LL(E), LL(H));
     const int64_t n = B * (E + H);
     if (n == 0) return PYOPS_OK;
-    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(n, THREADS));
-    const cudaError_t error = short_index(n)
-        ? LAUNCH(split<uint32_t>, blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, uint32_t(B), uint32_t(E), uint32_t(H),
-                 Divider<uint32_t>(E + H))
-        : LAUNCH(split<uint64_t>, blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, uint64_t(B), uint64_t(E), uint64_t(H),
-                 Divider<uint64_t>(E + H));
+    const cudaError_t error = short_index(n) ? launch_split<uint32_t>(dx, dcontext, dy, T, B, E, H, stream)
+                                             : launch_split<uint64_t>(dx, dcontext, dy, T, B, E, H, stream);
     return pyops_launched("concat_context_backward", error, stream);
 }
 
-// ---- positions -------------------------------------------------------------------------------------------------------------------------
+// ---- positions ---------------------------------------------------------------------------------------
 // In packs: n, a step (of all sentences), a row.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
@@ -226,9 +235,10 @@ add_positions(float *y, const float *x, const float *table, float scale, Index n
 }
 
 template <int WIDTH, class Index>
-static cudaError_t launch_positions(float *y, const float *x, const float *table, float scale, int64_t n, int64_t B, int64_t D, void *stream) {
-    return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream), y, x, table, scale,
-                  Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
+static cudaError_t launch_positions(float *y, const float *x, const float *table, float scale, int64_t n, int64_t B, int64_t D,
+                                    void *stream) {
+    return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream),
+                  y, x, table, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
 }
 
 extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
@@ -243,7 +253,7 @@ extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, co
     return pyops_launched("add_positions_forward", error, stream);
 }
 
-// ---- single numbers ----------------------------------------------------------------------------------------------------------------------
+// ---- single numbers ----------------------------------------------------------------------------------
 static __global__ void count(int64_t *counter, int64_t *now) {                 // now may be NULL
     counter[0]++;
     if (now) now[0] = counter[0];
@@ -257,7 +267,8 @@ extern "C" pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream)
     return pyops_launched("tick", LAUNCH(count, 1, 1, 0, stream_of(stream), counter, now), stream);
 }
 
-static __global__ void write_entry(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity) {
+static __global__ void write_entry(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
+                                   int64_t capacity) {
     float *entry = log + written[0] % capacity * 3;
     entry[0] = loss[0];
     entry[1] = valid ? static_cast<float>(valid[0]) : 0.0f;
@@ -268,10 +279,11 @@ static __global__ void write_entry(float *log, int64_t *written, const float *lo
 extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
                                        int64_t capacity, void *stream) {
     PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, want at least 1", LL(capacity));
-    return pyops_launched("log_step", LAUNCH(write_entry, 1, 1, 0, stream_of(stream), log, written, loss, valid, norm, capacity), stream);
+    const cudaError_t error = LAUNCH(write_entry, 1, 1, 0, stream_of(stream), log, written, loss, valid, norm, capacity);
+    return pyops_launched("log_step", error, stream);
 }
 
-// ---- the peak of the machine ------------------------------------------------------------------------------------------------------------------
+// ---- the peak of the machine -------------------------------------------------------------------------
 // Every thread that the device can hold has CHAINS sums of its own, so that no addition waits for another.
 static constexpr int CHAINS = 16;
 

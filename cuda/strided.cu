@@ -14,14 +14,14 @@
 //                     [1 . . .]      ->       32 x (32 + 1)    ->    [. . . .   ]
 //                     [2 . . .]                                      [. . . .   ]
 //
-// Reductions are in reduce.cuh.
+// Reductions are in reduce.cuh, loops and places in index.cuh.
 #include <cstring>
 #include <utility>
 #include "reduce.cuh"
 
 static constexpr int THREADS = 256;
 
-// ---- operations -------------------------------------------------------------------------------------------------------
+// ---- operations --------------------------------------------------------------------------------------
 // nvcc's expf, logf and tanhf are within two units of the last place over all of float, denormal numbers included.
 #define UNARY(NAME, TO, FROM, ...) \
     struct NAME { \
@@ -63,7 +63,7 @@ BINARY(Multiply, float, a * b)
 BINARY(Divide, float, a / b)
 BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN wins on either side
 BINARY(Minimum, float, a <= b || a != a ? a : b)
-BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))      // powf loses digits
+BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))      // powf is good to 4 units only
 BINARY(AddInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)))
 BINARY(SubtractInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)))
 BINARY(MultiplyInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)))
@@ -114,7 +114,7 @@ template <class F> DEVICE typename F::Out apply(const F &f, const typename F::In
     else return f(in[0], in[1]);
 }
 
-// ---- operands -----------------------------------------------------------------------------------------------------------
+// ---- operands ----------------------------------------------------------------------------------------
 // On the host: an array and its strides, or, where both are NULL, a number in the place of one.
 template <class T> struct Operand {
     const T *p;
@@ -131,7 +131,7 @@ template <class F> struct Arrays {
     bool same[F::INPUTS];                                 // one value for a whole pack, or the number
 };
 
-// ---- the kernels: packs and elements --------------------------------------------------------------------------------------
+// ---- the kernels: packs and elements -----------------------------------------------------------------
 // y = f(x) for `count` packs of WIDTH neighbours; axes: of the packs, strides in elements.
 template <int WIDTH, class F, class Index>
 DEVICE void transform(const F &f, const Arrays<F> &arrays, const Axes<Index> &axes, Index count) {
@@ -188,7 +188,7 @@ static __global__ void __launch_bounds__(THREADS) packs(F f, Arrays<F> arrays, A
     }
 }
 
-// ---- the kernel: tiles -----------------------------------------------------------------------------------------------------
+// ---- the kernel: tiles -------------------------------------------------------------------------------
 // A tile has 1024 elements of the plane of two axes, the last one and the one across: 32 x 32, or longer in one where the
 // other is short.  In shared memory it lies as the input does, with one place between columns, so that neither of its two
 // orders meets the same bank often.
@@ -218,7 +218,8 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
     const Divider<uint32_t> &last = axes.size[axes.n - 1], &before = axes.size[axes.n - 2];
     const uint32_t above = last.divide(blockIdx.x), tile_right = blockIdx.x - above * last.divisor;
     const uint32_t tile_down = above - before.divide(above) * before.divisor;
-    const int64_t rows = plane.rows - (int64_t(tile_down) << plane.row_bits), columns = plane.columns - (int64_t(tile_right) << plane.column_bits);
+    const int64_t rows = plane.rows - (int64_t(tile_down) << plane.row_bits);
+    const int64_t columns = plane.columns - (int64_t(tile_right) << plane.column_bits);
     const int pitch = (1 << plane.row_bits) + 1;                               // of the columns in shared memory
 
     In x[F::INPUTS][PER_THREAD];                          // everything is on its way before anything is used
@@ -253,7 +254,7 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
     }
 }
 
-// ---- the plain form of the axes ----------------------------------------------------------------------------------------------
+// ---- the plain form of the axes ----------------------------------------------------------------------
 static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
 
 // Whether axis a belongs outside axis b, by the strides of operand `by`; what is broadcast goes outermost.
@@ -274,11 +275,11 @@ static Space simplify(const int64_t *shape, const int64_t *const (&strides)[OPER
     }
     Space joined;                                         // an axis joins the one before where a step of that is a walk over it
     for (int d = 0; d < s.n; d++) {
-        const Axis &axis = s.axis[d];
+        Axis axis = s.axis[d];
         bool joins = joined.n > 0;
         for (int o = 0; joins && o < OPERANDS; o++) joins = joined.axis[joined.n - 1].stride[o] == axis.stride[o] * axis.size;
-        if (!joins) joined.add(axis);
-        else joined.axis[joined.n - 1] = {joined.axis[joined.n - 1].size * axis.size, {axis.stride[0], axis.stride[1], axis.stride[2]}};
+        if (joins) axis.size *= joined.axis[--joined.n].size;
+        joined.add(axis);
     }
     return joined;
 }
@@ -289,7 +290,7 @@ static pyops_status check(const char *who, const int64_t *shape, int64_t ndim) {
     return PYOPS_OK;
 }
 
-// ---- the choice of a kernel ----------------------------------------------------------------------------------------------------
+// ---- the choice of a kernel --------------------------------------------------------------------------
 // The axis along which an input lies while y lies along the last one: -1 where no input is transposed, or the plane of the
 // two is so small that a few rows of it stay in L1.
 static int transposed_axis(const Space &s) {
@@ -317,7 +318,8 @@ template <class F> static cudaError_t launch_tiles(const F &f, const Arrays<F> &
         plane.across[o] = o && plane.down[o] && distance(plane.down[o]) < distance(plane.along[o]);
         row.stride[o] *= rows, column.stride[o] *= columns;
     }
-    return LAUNCH(tiles<F>, static_cast<unsigned>(s.elements()), THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), plane);
+    return LAUNCH(tiles<F>, static_cast<unsigned>(s.elements()), THREADS, 0, stream_of(stream),
+                  f, arrays, Axes<uint32_t>(s), plane);
 }
 
 // Whether every operand lies along the last axis, in pieces of four that begin at multiples of 16 bytes.
@@ -344,16 +346,16 @@ template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> a
         last.size /= 4;
         for (int o = 0; o < OPERANDS; o++) last.stride[o] *= 4;
         for (int o = 0; o < F::INPUTS; o++) arrays.same[o] |= last.stride[1 + o] == 0;
-        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, ROUNDS), THREADS, 0, stream_of(stream), f, arrays,
-                      Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
+        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, ROUNDS), THREADS, 0, stream_of(stream),
+                      f, arrays, Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
     }
     const unsigned blocks = grid_of_rounds(n, THREADS, 2 * ROUNDS);
     return short_index(n)
-        ? LAUNCH((elements<F, uint32_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), static_cast<uint32_t>(n))
-        : LAUNCH((elements<F, uint64_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint64_t>(s), static_cast<uint64_t>(n));
+        ? LAUNCH((elements<F, uint32_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), uint32_t(n))
+        : LAUNCH((elements<F, uint64_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint64_t>(s), uint64_t(n));
 }
 
-// ---- element by element ---------------------------------------------------------------------------------------------------------
+// ---- element by element ------------------------------------------------------------------------------
 struct Geometry {                       // of a call, in host memory
     const char *who;
     const int64_t *shape, *strides;
@@ -364,23 +366,28 @@ struct Geometry {                       // of a call, in host memory
 
 // y = f(a), or f(a, b)
 template <class F, class... More>
-static pyops_status elementwise(const Geometry &g, const F &f, typename F::Out *y, const Operand<typename F::In> &a, const More &...b) {
+static pyops_status elementwise(const Geometry &g, const F &f, typename F::Out *y, const Operand<typename F::In> &a,
+                                const More &...b) {
     static_assert(1 + sizeof...(b) == F::INPUTS);
     const int64_t *const strides[OPERANDS] = {g.of(0), a.strides, b.strides...};
     const pyops_status status = check(g.who, g.shape, g.ndim);
     if (status) return status;
     const Space s = simplify(g.shape, strides, g.ndim, 0);
     if (!s.elements()) return PYOPS_OK;
-    return pyops_launched(g.who, launch_elementwise(f, Arrays<F>{y, {a.p, b.p...}, {a.number, b.number...}, {!a.p, !b.p...}}, s, g.stream), g.stream);
+    const Arrays<F> arrays{y, {a.p, b.p...}, {a.number, b.number...}, {!a.p, !b.p...}};
+    return pyops_launched(g.who, launch_elementwise(f, arrays, s, g.stream), g.stream);
 }
 
-static pyops_status no_such(const char *who, int op) { return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, no such operation", who, op); }
+static pyops_status no_such(const char *who, int op) {
+    return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, no such operation", who, op);
+}
 
 // Copies do not look at what they copy.
 template <class T> static pyops_status copy(const Geometry &g, T *y, const Operand<T> &x) {
     int32_t number;
     memcpy(&number, &x.number, sizeof number);
-    return elementwise(g, Copy(), reinterpret_cast<int32_t *>(y), Operand<int32_t>{reinterpret_cast<const int32_t *>(x.p), x.strides, number});
+    const Operand<int32_t> bits{reinterpret_cast<const int32_t *>(x.p), x.strides, number};
+    return elementwise(g, Copy(), reinterpret_cast<int32_t *>(y), bits);
 }
 
 static pyops_status unary(const Geometry &g, int op, float *y, const Operand<float> &x) {
@@ -430,8 +437,8 @@ static pyops_status binary(const Geometry &g, int op, int32_t *y, const Operand<
 template <class T> static Operand<T> array(const T *p, const int64_t *strides) { return {p, strides, T()}; }
 template <class T> static Operand<T> number(T value) { return {nullptr, nullptr, value}; }
 
-extern "C" pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
-                                            int32_t op, void *stream) {
+extern "C" pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape, const int64_t *strides,
+                                            int64_t ndim, int32_t op, void *stream) {
     const Geometry g{"strided_unary", shape, strides, ndim, stream};
     return unary(g, op, y, array(x, g.of(1)));
 }
@@ -443,12 +450,14 @@ extern "C" pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, 
     case PYOPS_OP_COPY:   return copy(g, y, array(x, g.of(1)));
     case PYOPS_OP_NEGATE: return elementwise(g, NegateInt(), y, array(x, g.of(1)));
     case PYOPS_OP_ABS:    return elementwise(g, AbsInt(), y, array(x, g.of(1)));
-    default: return op < 0 ? no_such(g.who, op) : pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, want copy, negate or abs", g.who, op);
+    default:
+        if (op < 0) return no_such(g.who, op);
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, want copy, negate or abs", g.who, op);
     }
 }
 
-extern "C" pyops_status pyops_strided_binary(float *y, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
-                                             int64_t ndim, int32_t op, void *stream) {
+extern "C" pyops_status pyops_strided_binary(float *y, const float *a, const float *b, const int64_t *shape,
+                                             const int64_t *strides, int64_t ndim, int32_t op, void *stream) {
     const Geometry g{"strided_binary", shape, strides, ndim, stream};
     return binary(g, op, y, array(a, g.of(1)), array(b, g.of(2)));
 }
@@ -459,8 +468,8 @@ extern "C" pyops_status pyops_strided_binary_int32(int32_t *y, const int32_t *a,
     return binary(g, op, y, array(a, g.of(1)), array(b, g.of(2)));
 }
 
-extern "C" pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
-                                             int32_t op, int32_t reflected, float value, void *stream) {
+extern "C" pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape, const int64_t *strides,
+                                             int64_t ndim, int32_t op, int32_t reflected, float value, void *stream) {
     const Geometry g{"strided_scalar", shape, strides, ndim, stream};
     const Operand<float> operand = array(x, g.of(1));
     if (reflected) return binary(g, op, y, number(value), operand);
@@ -502,7 +511,7 @@ extern "C" pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const
     return elementwise(g, ToInt(), y, array(x, g.of(1)));
 }
 
-// ---- reductions -------------------------------------------------------------------------------------------------------------------
+// ---- reductions --------------------------------------------------------------------------------------
 // What is reduced are the axes along which y has stride 0; axes are ordered by the strides of x.
 template <class T> static pyops_status reduction(const Geometry &g, int op, T *y, const T *x) {
     if (op < PYOPS_OP_SUM || op > PYOPS_OP_MIN) return no_such(g.who, op);
@@ -524,12 +533,13 @@ template <class T> static pyops_status reduction(const Geometry &g, int op, T *y
     if constexpr (std::is_same_v<T, float>)
         return reduce_axes<SumOf<float, double>, SumOf<double>>(g.who, y, x, kept, reduced, along, false, g.stream);
     else
-        return reduce_axes<SumOf<uint32_t>, SumOf<uint32_t>>(g.who, reinterpret_cast<uint32_t *>(y), reinterpret_cast<const uint32_t *>(x),
-                                                             kept, reduced, along, false, g.stream);
+        return reduce_axes<SumOf<uint32_t>, SumOf<uint32_t>>(g.who, reinterpret_cast<uint32_t *>(y),
+                                                             reinterpret_cast<const uint32_t *>(x), kept, reduced, along, false,
+                                                             g.stream);
 }
 
-extern "C" pyops_status pyops_strided_reduce(float *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
-                                             int32_t op, void *stream) {
+extern "C" pyops_status pyops_strided_reduce(float *y, const float *x, const int64_t *shape, const int64_t *strides,
+                                             int64_t ndim, int32_t op, void *stream) {
     return reduction({"strided_reduce", shape, strides, ndim, stream}, op, y, x);
 }
 
