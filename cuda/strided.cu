@@ -63,7 +63,7 @@ BINARY(Multiply, float, a * b)
 BINARY(Divide, float, a / b)
 BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN wins on either side
 BINARY(Minimum, float, a <= b || a != a ? a : b)
-BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))      // powf is good to 4 units only
+BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))  // powf: to 4 units only
 BINARY(AddInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)))
 BINARY(SubtractInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)))
 BINARY(MultiplyInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)))
