@@ -106,9 +106,8 @@ template <bool ROUNDED> static __global__ void mma_tf32_case(const float *in, fl
     mma_tf32(d, x, y);
     for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
 }
-DEVICE unsigned pair(float low, float high) {
-    return __bfloat16_as_ushort(__float2bfloat16(low)) | static_cast<unsigned>(__bfloat16_as_ushort(__float2bfloat16(high))) << 16;
-}
+DEVICE unsigned bf16_bits(float x) { return __bfloat16_as_ushort(__float2bfloat16(x)); }
+DEVICE unsigned pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 // in: a (16 x 16), b (16 x 8), d (16 x 8)
 static __global__ void mma_bf16_case(const float *in, float *out) {
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
@@ -236,7 +235,8 @@ template <Form F> struct Operands {
 };
 
 template <int N, Form FORM>
-static __global__ void __launch_bounds__(128, 1) wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, float *out) {
+static __global__ void __launch_bounds__(128, 1)
+wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, float *out) {
     constexpr bool TRANS_A = Operands<FORM>::TRANS_A, TRANS_B = Operands<FORM>::TRANS_B, REGISTERS = Operands<FORM>::REGISTERS;
     constexpr int A_BYTES = 64 * 128, B_BYTES = (N < 64 && TRANS_B ? 64 : N) * 128;
     DYN_SHARED(char, a_tile);
@@ -334,7 +334,8 @@ struct Case {
     int inputs, outputs, capability;            // numbers; 80 or 90
     cudaError_t (*run)(const float *in, float *out, float *scratch);
 };
-#define RUN(...) [](const float *in, float *out, float *scratch) -> cudaError_t { (void)in, (void)out, (void)scratch; __VA_ARGS__ }
+#define RUN(...) \
+    [](const float *in, float *out, float *scratch) -> cudaError_t { (void)in, (void)out, (void)scratch; __VA_ARGS__ }
 #define ONE_BLOCK(kernel, threads, shared) RUN(return LAUNCH(kernel, 1, threads, shared, nullptr, in, out);)
 #define WGMMA(n, form) {"wgmma_" #form "_" #n, (64 + n) * Operands<Form::form>::DEPTH, 64 * n, 90, run_wgmma<n, Form::form>}
 

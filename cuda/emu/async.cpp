@@ -24,8 +24,10 @@ static Pending *pending() {
 }
 void free_pending(Thread *t) {
     if (!t->pending) return;
-    for (void *memory : {static_cast<void *>(t->pending->copies.data), static_cast<void *>(t->pending->products.data),
-                         static_cast<void *>(t->pending->hidden.data), static_cast<void *>(t->pending->stores.data)}) own_memory_back(memory);
+    own_memory_back(t->pending->copies.data);
+    own_memory_back(t->pending->products.data);
+    own_memory_back(t->pending->hidden.data);
+    own_memory_back(t->pending->stores.data);
     own_memory_back(t->pending);
 }
 
@@ -104,7 +106,8 @@ cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64
                             uint32_t box0, uint32_t box1, bool swizzle) {
     const uint64_t most = uint64_t(1) << 32, row = size0 * element_size, box_row = static_cast<uint64_t>(box0) * element_size;
     if (element_size != 2 && element_size != 4) return cudaErrorInvalidValue;
-    if (reinterpret_cast<uintptr_t>(base) % 16 || stride % 16 || stride >= uint64_t(1) << 40 || stride < row) return cudaErrorInvalidValue;
+    if (reinterpret_cast<uintptr_t>(base) % 16 || stride % 16) return cudaErrorInvalidValue;
+    if (stride < row || stride >= uint64_t(1) << 40) return cudaErrorInvalidValue;
     if (!size0 || !size1 || size0 > most || size1 > most) return cudaErrorInvalidValue;
     if (!box0 || !box1 || box0 > 256 || box1 > 256 || box_row % 16 || (swizzle && box_row > 128)) return cudaErrorInvalidValue;
     *map = {base, element_size, {static_cast<long>(size0), static_cast<long>(size1)}, static_cast<long>(stride),
@@ -122,9 +125,10 @@ template <class F> static void for_each_run(const TensorMap &m, int column, int 
         for (int at = 0; at < box_row;) {
             int bytes = 16 - at % 16 < box_row - at ? 16 - at % 16 : box_row - at;      // what the swizzle keeps together
             const long y = static_cast<long>(row) + r, x = static_cast<long>(column) + at / m.element_size;
-            const bool inside = y >= 0 && y < m.size[1] && x >= 0 && x < m.size[0];
-            const long left = inside ? (m.size[0] - x) * m.element_size : x < 0 && y >= 0 && y < m.size[1] ? -x * m.element_size : bytes;
-            if (left < bytes) bytes = static_cast<int>(left);
+            const bool row_inside = y >= 0 && y < m.size[1], inside = row_inside && x >= 0 && x < m.size[0];
+            // up to where the matrix ends, or begins
+            const long edge = inside ? m.size[0] : row_inside && x < 0 ? 0 : x + bytes / m.element_size;
+            if ((edge - x) * m.element_size < bytes) bytes = static_cast<int>((edge - x) * m.element_size);
             size_t offset = static_cast<size_t>(r) * box_row + at;
             if (m.swizzle) offset ^= (offset >> 7 & 7) << 4;
             take(offset, inside ? static_cast<char *>(m.base) + y * m.stride + x * m.element_size : nullptr, bytes);
@@ -135,7 +139,8 @@ template <class F> static void for_each_run(const TensorMap &m, int column, int 
 
 static void check_box(const char *what, const void *shared, const TensorMap &m) {
     needs_hopper(what);
-    if (reinterpret_cast<uintptr_t>(shared) % (m.swizzle ? 1024 : 128)) die("%s: the address in shared memory is not aligned", what);
+    const int alignment = m.swizzle ? 1024 : 128;
+    if (reinterpret_cast<uintptr_t>(shared) % alignment) die("%s: shared memory not aligned to %d bytes", what, alignment);
     if (m.swizzle && m.box[0] * m.element_size != 128) die("%s: the emulator swizzles boxes with rows of 128 bytes only", what);
 }
 
@@ -244,7 +249,8 @@ static Hidden *hide(Pending *p, float *d, int n) {
 void wgmma(const Wgmma &product) {
     needs_hopper("wgmma");
     Pending *p = pending();
-    if (self()->warp / 4 * 128 + 128 > block->threads) die("wgmma wants a whole warpgroup: 4 warps, the first of them a multiple of 4");
+    if (self()->warp / 4 * 128 + 128 > block->threads)
+        die("wgmma wants a whole warpgroup: 4 warps, the first of them a multiple of 4");
     if (!p->fenced) die("wgmma without wg_fence before it");
     Hidden *h = hide(p, product.d, product.n);
     h->products++;

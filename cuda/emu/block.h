@@ -16,7 +16,7 @@ enum class State { fresh, ready, running, at_barrier, in_warp_operation, at_grid
 struct Copy { void *to; const void *from; int bytes, valid, group; };
 struct PendingWgmma { Wgmma product; int hidden, group; };              // hidden: which of the accumulators
 struct Hidden { float *d; int products; float accumulators[128]; };     // products: how many are on their way into them
-struct Store { TensorMap map; int column, row; const char *from; int group; char *data; };      // data: what was read so far, or NULL
+struct Store { TensorMap map; int column, row; const char *from; int group; char *data; };     // data: what was read, or NULL
 struct Pending {
     Array<Copy> copies;
     Array<PendingWgmma> products;
@@ -46,8 +46,12 @@ struct BulkLoad { char *to; TensorMap map; int column, row; uint64_t *barrier; }
 struct Meeting {
     std::mutex mutex;
     std::condition_variable all_here;
-    unsigned arrived = 0, round = 0;
-    void wait(unsigned expected);
+    unsigned expected = 0, arrived = 0, round = 0;
+    bool all = true, all_came = true;           // nobody has left, by now and when the last round ended
+    void open(unsigned members);
+    bool wait();                                // whether all members have come; those who left are not waited for
+    void leave();
+    void release_if_full();
 };
 
 // To TSan, a word that orders threads is the 8 bytes around it: two of them must not share those.
@@ -56,7 +60,7 @@ struct alignas(64) Word { long unused; };
 struct Block;
 struct Cluster {
     Block *blocks[8];
-    Meeting meeting;
+    Meeting meeting, barrier;                   // of the emulator, between clusters; of the kernel
     Word order;
 };
 struct Grid {
@@ -82,7 +86,7 @@ struct Block {
     Array<unsigned> waiting;                    // of each warp, the lanes that wait in a warp operation
     int arrived[BARRIERS], expected[BARRIERS];
     Word *barrier_order, *warp_order;
-    int votes[2], vote_round;
+    int votes, counted;                         // at the barrier that fills, and at the last one
     int at_grid_barrier, at_cluster_barrier;
     Array<SharedVariable> shared_variables;
     Array<BulkLoad> loads;

@@ -177,7 +177,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device)
 }
 int emu::blocks_per_multiprocessor(int threads, size_t shared) {
     if (threads < 1 || threads > THREADS_MOST || shared > SHARED_MOST) return 0;
-    const size_t by_threads = static_cast<size_t>(2048 / ((threads + 31) / 32 * 32)), by_shared = SHARED_IN_ALL / (shared + 1024);
+    const size_t by_threads = static_cast<size_t>(2048 / ((threads + 31) / 32 * 32));
+    const size_t by_shared = SHARED_IN_ALL / (shared + 1024);
     const size_t fewer = by_threads < by_shared ? by_threads : by_shared;
     return static_cast<int>(fewer < 32 ? fewer : 32);
 }

@@ -43,8 +43,8 @@ template <class... P> struct KernelOf final : Kernel {
     void run() const override { std::apply(function, arguments); }
 };
 template <class... P, class... A>
-cudaError_t launch(const char *name, int cluster, bool cooperative, void (*function)(P...), dim3 grid, dim3 block, size_t shared,
-                   cudaStream_t stream, A &&...arguments) {
+cudaError_t launch(const char *name, int cluster, bool cooperative, void (*function)(P...), dim3 grid, dim3 block,
+                   size_t shared, cudaStream_t stream, A &&...arguments) {
     static_assert(sizeof...(P) == sizeof...(A), "as many arguments as the kernel has parameters");
     static_assert(sizeof(std::tuple<std::decay_t<P>...>) <= 4096, "a kernel has at most 4 KiB of parameters");
     return launch({name, reinterpret_cast<const void *>(function), grid, block, shared, stream, cooperative, cluster},
@@ -111,7 +111,7 @@ void *shared_variable(const void *key, size_t bytes);                   // of th
 unsigned shared_offset(const void *address);                            // in the dynamic shared memory
 int cluster_size();
 int cluster_rank();
-void *of_block(const void *address, int rank);                          // the same place in shared memory of another block of the cluster
+void *of_block(const void *address, int rank);                          // the same place in another block of the cluster
 
 // ---- matrices: each lane brings its fragments, for a whole warp ------------------------------------------------------
 struct Mma { float *d; const unsigned *a, *b; };

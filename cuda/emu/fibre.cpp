@@ -55,7 +55,8 @@ Fibre *new_fibre(size_t number) {
     auto *fibre = static_cast<Fibre *>(own_memory(sizeof(Fibre)));
     *fibre = Fibre();
     fibre->stack_size = settings().stack;
-    void *memory = mmap(nullptr, fibre->stack_size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *memory = mmap(nullptr, fibre->stack_size + PAGE, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (memory == MAP_FAILED) die("no memory for the stack of a thread");
     mprotect(memory, PAGE, PROT_NONE);                          // a kernel that overflows its stack faults here
     fibre->stack = static_cast<char *>(memory) + PAGE;

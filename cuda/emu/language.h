@@ -78,9 +78,15 @@ static EMU_INLINE unsigned __reduce_max_sync(unsigned mask, unsigned v) { return
 static EMU_INLINE int __reduce_add_sync(unsigned mask, int v) { return emu::reduce(mask, emu::Reduction::add, v); }
 static EMU_INLINE int __reduce_min_sync(unsigned mask, int v) { return emu::reduce(mask, emu::Reduction::min, v); }
 static EMU_INLINE int __reduce_max_sync(unsigned mask, int v) { return emu::reduce(mask, emu::Reduction::max, v); }
-static EMU_INLINE unsigned __reduce_and_sync(unsigned mask, unsigned v) { return emu::reduce(mask, emu::Reduction::bit_and, v); }
-static EMU_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) { return emu::reduce(mask, emu::Reduction::bit_or, v); }
-static EMU_INLINE unsigned __reduce_xor_sync(unsigned mask, unsigned v) { return emu::reduce(mask, emu::Reduction::bit_xor, v); }
+static EMU_INLINE unsigned __reduce_and_sync(unsigned mask, unsigned v) {
+    return emu::reduce(mask, emu::Reduction::bit_and, v);
+}
+static EMU_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) {
+    return emu::reduce(mask, emu::Reduction::bit_or, v);
+}
+static EMU_INLINE unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
+    return emu::reduce(mask, emu::Reduction::bit_xor, v);
+}
 // Those of the lanes that call it: here they never run together.
 static EMU_INLINE unsigned __activemask() { return 1u << emu::current->lane; }
 
@@ -88,8 +94,10 @@ static EMU_INLINE unsigned __activemask() { return 1u << emu::current->lane; }
 namespace emu {
 template <class T, class F> static inline T atomic(T *address, F change) {
     T before = __atomic_load_n(address, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(address, &before, static_cast<T>(change(before)), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
-    return before;
+    for (;;) {
+        const T after = change(before);
+        if (__atomic_compare_exchange_n(address, &before, after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return before;
+    }
 }
 }
 #define EMU_ATOMICS(T)                                                                                                  \
@@ -110,7 +118,9 @@ EMU_ATOMICS(unsigned long long)
 #undef EMU_ATOMICS
 static inline int atomicSub(int *p, int v) { return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED); }
 static inline unsigned atomicSub(unsigned *p, unsigned v) { return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED); }
-static inline unsigned atomicInc(unsigned *p, unsigned last) { return emu::atomic(p, [=](unsigned old) { return old >= last ? 0u : old + 1; }); }
+static inline unsigned atomicInc(unsigned *p, unsigned last) {
+    return emu::atomic(p, [=](unsigned old) { return old >= last ? 0u : old + 1; });
+}
 // A sum by atomics has another order of its terms, and other bits, at every run.
 float atomicAdd(float *, float) = delete;
 double atomicAdd(double *, double) = delete;
@@ -133,7 +143,9 @@ static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x
 static inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 static inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
-static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32); }
+static inline unsigned __umulhi(unsigned a, unsigned b) {
+    return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
+}
 static inline unsigned __brev(unsigned x) {
     unsigned reversed = 0;
     for (int i = 0; i < 32; i++) reversed |= (x >> i & 1) << (31 - i);

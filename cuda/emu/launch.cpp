@@ -24,11 +24,12 @@ static cudaError_t check(const Launch &l) {
     if (!threads || threads > THREADS_MOST || l.block.z > 64) return cudaErrorInvalidConfiguration;
     if (!blocks || l.grid.x > 0x7fffffffu || l.grid.y > 65535 || l.grid.z > 65535) return cudaErrorInvalidConfiguration;
     const auto allowed = allowed_shared.find(l.function);
-    if (l.shared > SHARED_DEFAULT && (allowed == allowed_shared.end() || l.shared > allowed->second)) return cudaErrorInvalidValue;
+    if (l.shared > SHARED_DEFAULT && (allowed == allowed_shared.end() || l.shared > allowed->second))
+        return cudaErrorInvalidValue;
     if (l.cluster < 1 || l.cluster > CLUSTER_MOST || l.grid.x % l.cluster) return cudaErrorInvalidConfiguration;
     if (l.cluster > 1 && settings().major < 9) return cudaErrorNotSupported;
-    const int in_one = blocks_per_multiprocessor(static_cast<int>(threads), l.shared);
-    if (l.cooperative && blocks > static_cast<unsigned long>(settings().multiprocessors) * in_one) return cudaErrorCooperativeLaunchTooLarge;
+    const int at_once = settings().multiprocessors * blocks_per_multiprocessor(static_cast<int>(threads), l.shared);
+    if (l.cooperative && blocks > static_cast<unsigned long>(at_once)) return cudaErrorCooperativeLaunchTooLarge;
     return cudaSuccess;
 }
 

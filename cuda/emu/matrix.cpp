@@ -11,7 +11,7 @@
 namespace emu {
 static float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
 static float high_bf16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
-static float as_tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }          // the low 13 bits are not looked at
+static float as_tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }     // the low 13 bits are not looked at
 
 // A fragment of a tile of 16 rows and 32 bytes: 8 columns of TF32, or 16 of bfloat16.
 static void gather_tf32(float (*a)[16], const unsigned *fragment, int lane) {
@@ -73,7 +73,7 @@ static void check_rows(void *const lanes[32], unsigned mask, bool write) {
     if (mask != WHOLE_WARP) die("ldmatrix and stmatrix want a whole warp");
     for (int i = 0; i < static_cast<Matrices *>(lanes[0])->count * 8; i++) {
         void *row = static_cast<Matrices *>(lanes[i])->row;
-        if (reinterpret_cast<uintptr_t>(row) % 16) die("ldmatrix or stmatrix: the row of lane %d is not aligned to 16 bytes", i);
+        if (reinterpret_cast<uintptr_t>(row) % 16) die("ldmatrix or stmatrix: lane %d has a row not aligned to 16 bytes", i);
         if (write) kernel_writes(row, 16);
         else kernel_reads(row, 16);
     }
@@ -158,12 +158,12 @@ void multiply_warpgroup(void *const lanes[32], unsigned mask) {
     for (int column = 0; column < p.n; column += 8) {
         for (int k = 0; k < depth; k++)
             for (int j = 0; j < 8; j++) b[k][j] = value_at(in, p.element, column + j, k, p.b_transposed);
+        auto accumulators = [&](int lane) { return static_cast<WgmmaOfLane *>(lanes[lane])->accumulators + column / 2; };
         for (int lane = 0; lane < 32; lane++)
-            for (int i = 0; i < 4; i++)
-                element_of(c, lane, i) = p.accumulate ? static_cast<WgmmaOfLane *>(lanes[lane])->accumulators[column / 2 + i] : 0.0f;
+            for (int i = 0; i < 4; i++) element_of(c, lane, i) = p.accumulate ? accumulators(lane)[i] : 0.0f;
         multiply(c, a, b, depth);
         for (int lane = 0; lane < 32; lane++)
-            for (int i = 0; i < 4; i++) static_cast<WgmmaOfLane *>(lanes[lane])->accumulators[column / 2 + i] = element_of(c, lane, i);
+            for (int i = 0; i < 4; i++) accumulators(lane)[i] = element_of(c, lane, i);
     }
 }
 }

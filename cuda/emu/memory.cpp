@@ -17,7 +17,8 @@
 
 namespace emu {
 static void *pages(size_t bytes) {              // a system call: TSan does not know of it
-    void *p = reinterpret_cast<void *>(syscall(SYS_mmap, nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *p = reinterpret_cast<void *>(syscall(SYS_mmap, nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
     if (p == MAP_FAILED) die("no memory");
     return p;
 }
@@ -74,7 +75,8 @@ void *shared_variable(const void *key, size_t bytes) {
 
 unsigned shared_offset(const void *address) {
     const ptrdiff_t offset = static_cast<const char *>(address) - current->dynamic_shared;
-    if (offset < 0 || static_cast<size_t>(offset) > block->grid->launch.shared) die("an address that is not in dynamic shared memory");
+    if (offset < 0 || static_cast<size_t>(offset) > block->grid->launch.shared)
+        die("an address that is not in dynamic shared memory");
     return static_cast<unsigned>(offset);
 }
 
@@ -217,8 +219,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     cudaStreamIsCapturing(stream, &capture);
     if (settings().lazy && kind == cudaMemcpyHostToDevice && capture == cudaStreamCaptureStatusNone && !is_pinned(from)) {
         // The driver copies from ordinary memory before it returns; from pinned memory the device does, some time later.
-        const char *bytes_now = static_cast<const char *>(from);
-        return tell(stream, [to, copied = std::string(bytes_now, bytes_now + bytes)] { move(to, copied.data(), copied.size()); });
+        std::string copied(static_cast<const char *>(from), bytes);
+        return tell(stream, [to, copied] { move(to, copied.data(), copied.size()); });
     }
     return tell(stream, [=] { move(to, from, bytes); });
 }

@@ -9,8 +9,9 @@
 // ---- errors ----
 enum cudaError {
     cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInvalidConfiguration = 9,
-    cudaErrorInsufficientDriver = 35, cudaErrorInvalidDeviceFunction = 98, cudaErrorNoDevice = 100, cudaErrorInvalidDevice = 101,
-    cudaErrorNoKernelImageForDevice = 209, cudaErrorUnsupportedPtxVersion = 222, cudaErrorInvalidResourceHandle = 400,
+    cudaErrorInsufficientDriver = 35, cudaErrorInvalidDeviceFunction = 98, cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101, cudaErrorNoKernelImageForDevice = 209, cudaErrorUnsupportedPtxVersion = 222,
+    cudaErrorInvalidResourceHandle = 400,
     cudaErrorNotReady = 600, cudaErrorIllegalAddress = 700, cudaErrorLaunchOutOfResources = 701, cudaErrorLaunchFailure = 719,
     cudaErrorCooperativeLaunchTooLarge = 720, cudaErrorNotSupported = 801, cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901, cudaErrorStreamCaptureUnmatched = 903, cudaErrorStreamCaptureUnjoined = 904,
@@ -60,8 +61,12 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemset(void *to, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr);
 static inline cudaError_t cudaMallocHost(void **address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
-template <class T> cudaError_t cudaMalloc(T **address, size_t bytes) { return cudaMalloc(reinterpret_cast<void **>(address), bytes); }
-template <class T> cudaError_t cudaMallocHost(T **address, size_t bytes) { return cudaHostAlloc(reinterpret_cast<void **>(address), bytes, 0); }
+template <class T> cudaError_t cudaMalloc(T **address, size_t bytes) {
+    return cudaMalloc(reinterpret_cast<void **>(address), bytes);
+}
+template <class T> cudaError_t cudaMallocHost(T **address, size_t bytes) {
+    return cudaHostAlloc(reinterpret_cast<void **>(address), bytes, 0);
+}
 template <class T> cudaError_t cudaHostAlloc(T **address, size_t bytes, unsigned flags) {
     return cudaHostAlloc(reinterpret_cast<void **>(address), bytes, flags);
 }
@@ -70,7 +75,8 @@ template <class T> cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, s
 }
 
 // ---- streams and events ----
-enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
+enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
+enum { cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
 typedef struct CUevent_st *cudaEvent_t;
 cudaError_t cudaStreamCreate(cudaStream_t *stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);

@@ -33,8 +33,8 @@ static inline void acquire(void *word) { if (has_tsan()) __tsan_acquire(word); }
 
 static inline void check(void *p, size_t bytes, bool write) {
     if (!has_asan() || !bytes) return;
-    if (void *bad = __asan_region_is_poisoned(p, bytes))
-        __asan_report_error(__builtin_return_address(0), __builtin_frame_address(0), __builtin_frame_address(0), bad, write, bytes);
+    void *bad = __asan_region_is_poisoned(p, bytes), *frame = __builtin_frame_address(0);
+    if (bad) __asan_report_error(__builtin_return_address(0), frame, frame, bad, write, bytes);
 }
 static inline void kernel_reads(const void *p, size_t bytes) {
     check(const_cast<void *>(p), bytes, false);

@@ -81,25 +81,43 @@ static EMU_INLINE Thread *next_ready(Block *b) {
     abort();
 }
 
-void Meeting::wait(unsigned expected) {
+void Meeting::open(unsigned members) {
+    expected = members;
+    arrived = 0;
+    all = true;
+}
+void Meeting::release_if_full() {
+    if (!arrived || arrived < expected) return;
+    arrived = 0;
+    all_came = all;
+    round++;
+    all_here.notify_all();
+}
+bool Meeting::wait() {
     std::unique_lock<std::mutex> lock(mutex);
     const unsigned now = round;
-    if (++arrived == expected) {
-        arrived = 0;
-        round++;
-        all_here.notify_all();
-    } else {
-        all_here.wait(lock, [&] { return round != now; });
-    }
+    arrived++;
+    release_if_full();
+    all_here.wait(lock, [&] { return round != now; });
+    return all_came;
+}
+void Meeting::leave() {
+    std::unique_lock<std::mutex> lock(mutex);
+    expected--;
+    all = false;
+    release_if_full();
 }
 
 // All threads of the block that are left wait for other blocks: so does the OS thread.
 static bool meet_other_blocks(Block *b) {
     const int left = b->threads - b->exited;
-    const bool grid = b->at_grid_barrier && b->at_grid_barrier == left, cluster = b->at_cluster_barrier && b->at_cluster_barrier == left;
-    if (!grid && !cluster) return false;
-    if (grid) b->grid->meeting.wait(b->grid->blocks);
-    else b->cluster->meeting.wait(b->grid->launch.cluster);
+    if (b->at_grid_barrier == left) {
+        if (!b->grid->meeting.wait()) die("a barrier of the grid, of which some blocks have exited");
+    } else if (b->at_cluster_barrier == left) {
+        b->cluster->barrier.wait();             // blocks that have exited do not count
+    } else {
+        return false;
+    }
     b->at_grid_barrier = b->at_cluster_barrier = 0;
     for (Thread &t : b->thread)
         if (t.state != State::exited) make_ready(b, &t);
@@ -159,6 +177,10 @@ static void release_barrier_if_full(Block *b, int number) {
     if (!b->arrived[number] || b->arrived[number] < expected) return;
     b->arrived[number] = b->expected[number] = 0;
     b->polls = 0;
+    if (number == 0) {
+        b->counted = b->votes;
+        b->votes = 0;
+    }
     for (Thread &t : b->thread)
         if (t.state == State::at_barrier && t.barrier == number) make_ready(b, &t);
 }
@@ -231,13 +253,9 @@ void barrier_arrive(int number, int threads) {
 
 int barrier_count(bool vote) {
     Block *b = block;
-    const int round = b->vote_round;            // two counters in turn: one is cleared while the other counts
-    b->votes[round] += vote;
+    b->votes += vote;
     barrier(0, 0);
-    const int count = b->votes[round];
-    barrier(0, 0);
-    b->votes[round] = 0;
-    return count;
+    return b->counted;                          // stays until all of the block have come to the next barrier
 }
 
 Switch begin_grid_barrier() {
@@ -278,11 +296,13 @@ static double now() { return std::chrono::duration<double>(std::chrono::steady_c
 
 Switch begin_poll(const char *what) {
     Block *b = block;
-    const bool alone = !b->grid->launch.cooperative && !b->cluster && settings().workers <= 1;      // who should end this is here
+    // whether whoever should end this is in this block
+    const bool alone = !b->grid->launch.cooperative && !b->cluster && settings().workers <= 1;
     if (++b->polls > 4096ul * b->threads) {
         if (alone) die("DEADLOCK: %s waits for what nobody does", what);
+        const double patience = settings().patience;
         if (b->polls == 4096ul * b->threads + 1) b->polling_since = now();
-        else if (now() - b->polling_since > settings().patience) die("DEADLOCK: %s waits for what no block has done in %g s", what, settings().patience);
+        else if (now() - b->polling_since > patience) die("DEADLOCK: %s waits, and no block has done it in %g s", what, patience);
     }
     if (!alone) sched_yield();
     make_ready(b, self());
@@ -343,7 +363,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     b->runs++;
     b->shuffled = settings().order == Settings::Order::shuffled;
     b->random = 12345u + settings().seed * 7919u + index;
-    b->begun = b->exited = b->vote_round = b->votes[0] = b->votes[1] = b->at_grid_barrier = b->at_cluster_barrier = 0;
+    b->begun = b->exited = b->votes = b->at_grid_barrier = b->at_cluster_barrier = 0;
     b->polls = 0;
     b->loads.clear();
     b->ready.clear();
@@ -363,7 +383,8 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     // Other words for each block, or its barriers would order it after the blocks before it.
     if (own_fibres() || !b->barrier_order) {
         const size_t words = (BARRIERS + b->waiting.size()) * sizeof(Word);
-        b->barrier_order = reinterpret_cast<Word *>(own_fibres() ? new_shared(words, 64) : static_cast<char *>(own_memory(words)));
+        void *memory = own_fibres() ? new_shared(words, 64) : own_memory(words);
+        b->barrier_order = static_cast<Word *>(memory);
         b->warp_order = b->barrier_order + BARRIERS;
     }
     char *dynamic = l.shared ? new_shared(l.shared, 1024) : nullptr;
@@ -456,6 +477,7 @@ static void run_blocks(Grid *grid) {
 static void run_one(Grid *grid, unsigned index) {
     Worker worker(grid);
     run_block(worker.b, grid, index);
+    grid->meeting.leave();
 }
 
 // The blocks of a cluster run at once, one cluster after the other.  They meet before the first thread runs, so that each
@@ -465,10 +487,12 @@ static void run_rank(Grid *grid, Cluster *cluster, unsigned rank) {
     const unsigned size = grid->launch.cluster, clusters = grid->blocks / size;
     for (unsigned i = 0; i < clusters; i++) {
         cluster->blocks[rank] = worker.b;
+        if (rank == 0) cluster->barrier.open(size);
         prepare(worker.b, grid, block_in_turn(i, clusters) * size + rank, cluster);
-        cluster->meeting.wait(size);
+        cluster->meeting.wait();
         run_from_host(worker.b);
-        cluster->meeting.wait(size);
+        cluster->barrier.leave();
+        cluster->meeting.wait();
         clean_up(worker.b);
     }
 }
@@ -477,10 +501,13 @@ void run_grid(const Launch &launch, const Kernel &kernel) {
     Grid grid(launch, kernel);
     DeviceMemoryOpen open;
     Cluster cluster;
+    grid.meeting.open(grid.blocks);
+    cluster.meeting.open(launch.cluster);
     reuse_shared_arena();
     release(&grid.launched);
-    const unsigned most = static_cast<unsigned>(settings().workers);
-    const unsigned workers = launch.cooperative ? grid.blocks : launch.cluster > 1 ? launch.cluster : grid.blocks < most ? grid.blocks : most;
+    unsigned workers = static_cast<unsigned>(settings().workers);
+    if (launch.cooperative || grid.blocks < workers) workers = grid.blocks;
+    if (launch.cluster > 1) workers = launch.cluster;
     auto work = [&](unsigned number) {
         if (launch.cooperative) run_one(&grid, number);
         else if (launch.cluster > 1) run_rank(&grid, &cluster, number);

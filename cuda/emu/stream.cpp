@@ -163,8 +163,8 @@ static void finish_until(const std::shared_ptr<CUevent_st::Record> &record, cuda
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     Inside inside(runtime);
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
-    const bool forks = event->capture && std::any_of(streams.begin(), streams.end(), [=](cudaStream_t s) { return s->capture == event->capture; });
-    if (forks) {                                // the stream joins the capture
+    auto is_captured_there = [=](cudaStream_t other) { return other->capture == event->capture; };
+    if (event->capture && std::any_of(streams.begin(), streams.end(), is_captured_there)) {     // the stream joins the capture
         if (!stream) return fail(cudaErrorStreamCaptureImplicit);
         stream->capture = event->capture;
         return cudaSuccess;

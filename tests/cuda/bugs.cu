@@ -22,7 +22,7 @@ static __global__ void missing_warp_barrier(const float *x, float *y) {
 static __global__ void blocks_race(const float *x, float *y) {  // two blocks
     y[threadIdx.x] = x[threadIdx.x];
 }
-static __global__ void missing_grid_barrier(const float *x, float *y) {         // two blocks of 32: each hands the other its half
+static __global__ void missing_grid_barrier(const float *x, float *y) {         // two blocks of 32: each has the other's half
     const int mine = blockIdx.x * 32 + threadIdx.x;
     y[N + (mine ^ 32)] = x[mine ^ 32];
     y[mine] = y[N + mine];                                      // without grid_sync
@@ -93,7 +93,9 @@ static __global__ void shuffle_in_a_branch(const float *x, float *y) {
     if (threadIdx.x % 32 < 16) value = __shfl_xor_sync(ALL, value, 1);
     y[threadIdx.x] = value;
 }
-static __global__ void mask_without_the_caller(const float *x, float *y) { y[threadIdx.x] = __shfl_sync(0xfffffffeu, x[threadIdx.x], threadIdx.x); }
+static __global__ void mask_without_the_caller(const float *x, float *y) {
+    y[threadIdx.x] = __shfl_sync(0xfffffffeu, x[threadIdx.x], threadIdx.x);
+}
 static __global__ void two_operations(const float *x, float *y) {
     if (threadIdx.x % 2) y[threadIdx.x] = __shfl_sync(ALL, x[threadIdx.x], threadIdx.x);
     else y[threadIdx.x] = __any_sync(ALL, 1) ? x[threadIdx.x] : 0.0f;
@@ -105,6 +107,10 @@ static __global__ void barrier_in_a_branch(const float *x, float *y) {
 }
 static __global__ void grid_barrier_alone(const float *x, float *y) {
     grid_sync();
+    y[threadIdx.x] = x[threadIdx.x];
+}
+static __global__ void grid_barrier_of_some_blocks(const float *x, float *y) {  // two cooperative blocks
+    if (blockIdx.x == 0) grid_sync();
     y[threadIdx.x] = x[threadIdx.x];
 }
 static __global__ void flag_of_nobody(const float *x, float *y, unsigned *flag) {
@@ -223,6 +229,7 @@ static cudaError_t bug(const char *name, const std::vector<float> &host_x, float
     KERNEL(grid_barrier_alone, 1, N, 0, x, y);
     KERNEL(flag_of_nobody, 1, N, 0, x, y, flag);
     if (is("relaxed_flag")) return LAUNCH_COOP(relaxed_flag, 2, N, 0, nullptr, x, y, flag);
+    if (is("grid_barrier_of_some_blocks")) return LAUNCH_COOP(grid_barrier_of_some_blocks, 2, N, 0, nullptr, x, y);
     if (is("cluster_without_barrier")) return LAUNCH_CLUSTER(2, cluster_without_barrier, 2, 32, 0, nullptr, x, y);
     if (is("flag_of_a_later_block")) {          // which a device with few multiprocessors never starts
         LAUNCH(flag_of_nobody, 1, N, 0, nullptr, x, y, flag);

@@ -66,10 +66,12 @@ static __global__ void __launch_bounds__(256) matmul_registers(const float *a, c
         const float4 in = *reinterpret_cast<const float4 *>(&a[(row0 + t / 4) * n + k0 + t % 4 * 4]);
         const float values[4] = {in.x, in.y, in.z, in.w};
         for (int i = 0; i < 4; i++) a_tile[t % 4 * 4 + i][t / 4] = values[i];
-        *reinterpret_cast<float4 *>(&b_tile[t / 16][t % 16 * 4]) = *reinterpret_cast<const float4 *>(&b[(k0 + t / 16) * n + column0 + t % 16 * 4]);
+        const float *from = &b[(k0 + t / 16) * n + column0 + t % 16 * 4];
+        *reinterpret_cast<float4 *>(&b_tile[t / 16][t % 16 * 4]) = *reinterpret_cast<const float4 *>(from);
         __syncthreads();
         for (int k = 0; k < 16; k++) {
-            const float4 x = *reinterpret_cast<float4 *>(&a_tile[k][t / 16 * 4]), y = *reinterpret_cast<float4 *>(&b_tile[k][t % 16 * 4]);
+            const float4 x = *reinterpret_cast<float4 *>(&a_tile[k][t / 16 * 4]);
+            const float4 y = *reinterpret_cast<float4 *>(&b_tile[k][t % 16 * 4]);
             const float xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -78,8 +80,10 @@ static __global__ void __launch_bounds__(256) matmul_registers(const float *a, c
         }
         __syncthreads();
     }
-    for (int i = 0; i < 4; i++)
-        *reinterpret_cast<float4 *>(&c[(row0 + t / 16 * 4 + i) * n + column0 + t % 16 * 4]) = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
+    for (int i = 0; i < 4; i++) {
+        float *to = &c[(row0 + t / 16 * 4 + i) * n + column0 + t % 16 * 4];
+        *reinterpret_cast<float4 *>(to) = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
+    }
 }
 
 // 64 x 64 tiles by 4 warps, and two stages of asynchronous copies.
@@ -91,8 +95,10 @@ static __global__ void __launch_bounds__(128) matmul_tf32(const float *a, const 
     const int row0 = blockIdx.y * 64, column0 = blockIdx.x * 64;
     float total[2][4][4] = {};
     auto load = [&](int stage, int k0) {
-        for (int i = t; i < 256; i += 128) cp_async16(&a_tile[stage][i / 4][i % 4 * 4], &a[(row0 + i / 4) * n + k0 + i % 4 * 4]);
-        for (int i = t; i < 256; i += 128) cp_async16(&b_tile[stage][i / 16][i % 16 * 4], &b[(k0 + i / 16) * n + column0 + i % 16 * 4]);
+        for (int i = t; i < 256; i += 128) {
+            cp_async16(&a_tile[stage][i / 4][i % 4 * 4], &a[(row0 + i / 4) * n + k0 + i % 4 * 4]);
+            cp_async16(&b_tile[stage][i / 16][i % 16 * 4], &b[(k0 + i / 16) * n + column0 + i % 16 * 4]);
+        }
         cp_async_commit();
     };
     load(0, 0);
@@ -117,11 +123,15 @@ static __global__ void __launch_bounds__(128) matmul_tf32(const float *a, const 
     }
     for (int i = 0; i < 2; i++)
         for (int j = 0; j < 4; j++)
-            for (int e = 0; e < 4; e++) c[(row0 + row + 16 * i + g + e / 2 * 8) * n + column0 + column + 8 * j + 2 * q + e % 2] = total[i][j][e];
+            for (int e = 0; e < 4; e++) {
+                const int y = row0 + row + 16 * i + g + e / 2 * 8, x = column0 + column + 8 * j + 2 * q + e % 2;
+                c[y * n + x] = total[i][j][e];
+            }
 }
 
 // c = a * b^T in bfloat16: a 64 x 64 tile for a warpgroup, which computes, and one more warp, which loads a ring of 3 stages.
-static __global__ void __launch_bounds__(160) matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
+static __global__ void __launch_bounds__(160)
+matmul_wgmma(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, float *c, int n) {
     constexpr int STAGES = 3, TILE = 64 * 128;
     DYN_SHARED(unsigned char, shared);
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + STAGES * 2 * TILE), *empty = full + STAGES;
@@ -189,6 +199,30 @@ static __global__ void softmax_block(const float *x, float *y, int columns) {
     for (int i = threadIdx.x; i < columns; i += blockDim.x) y[i] = __expf(x[i] - most) / total;
 }
 
+// ---- votes, matches and shuffles of every kind, a row of results for each --------------------------------------------
+constexpr int VOTES = 16, VOTERS = 96;
+static __host__ __device__ bool votes(int thread, int round) { return thread * 7 % 11 < 3 + round; }
+static __global__ void voting(float *out) {
+    const int t = threadIdx.x, lane = t % 32;
+    auto row = [=](int i, float value) { out[i * VOTERS + t] = value; };
+    for (int round = 0; round < 3; round++) row(round, static_cast<float>(__syncthreads_count(votes(t, round))));
+    row(3, static_cast<float>(__syncthreads_or(t == 50)) + static_cast<float>(__syncthreads_or(t == 500)));
+    row(4, static_cast<float>(__syncthreads_and(t >= 0)) + static_cast<float>(__syncthreads_and(t < 50)));
+    row(5, static_cast<float>(__ballot_sync(ALL, votes(lane, 1)) & 0xffff));
+    row(6, static_cast<float>(__any_sync(ALL, t == 40)) + 2.0f * static_cast<float>(__all_sync(ALL, t < 64)));
+    row(7, static_cast<float>(__match_any_sync(ALL, lane % 5) & 0xffff));
+    row(8, static_cast<float>(__reduce_add_sync(ALL, lane - 9)));
+    row(9, static_cast<float>(__reduce_min_sync(ALL, -lane)) + static_cast<float>(__reduce_max_sync(ALL, 2u * lane)));
+    row(10, static_cast<float>(__shfl_up_sync(ALL, t, 3)));
+    row(11, static_cast<float>(__shfl_down_sync(ALL, t, 3, 8)));
+    row(12, static_cast<float>(__shfl_xor_sync(ALL, t, 5)));
+    row(13, static_cast<float>(__shfl_sync(ALL, t, 9, 8)));
+    row(14, static_cast<float>(__shfl_sync(ALL, static_cast<double>(t), lane + 1)));
+    float half = 0.0f;                          // only the even lanes
+    if (lane % 2 == 0) half = static_cast<float>(__shfl_xor_sync(0x55555555u, t, 2));
+    row(15, half);
+}
+
 // ---- recurrences h = tanh(w h + x_t) in one kernel: blocks that wait for each other, three ways ----
 static __device__ float dot(const float *w, const float *h, int n) {
     float mine = 0.0f;
@@ -196,14 +230,16 @@ static __device__ float dot(const float *w, const float *h, int n) {
     return warp_sum(mine);
 }
 enum class Wait { grid, flag, cluster };
-template <Wait HOW> static __global__ void recurrence(const float *w, const float *x, float *h, unsigned *flag, int n, int steps) {
+template <Wait HOW>
+static __global__ void recurrence(const float *w, const float *x, float *h, unsigned *flag, int n, int steps) {
     SHARED(float, before, [256]);
     SHARED(float, after, [256]);
     const int rows = n / gridDim.x, row0 = blockIdx.x * rows, lane = threadIdx.x % 32;
     for (int t = 0; t < steps; t++) {
         const float *from = h + (t & 1) * n;
         float *to = h + ((t + 1) & 1) * n;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) before[i] = HOW == Wait::cluster && t ? map_shared(after, i / rows)[i] : from[i];
+        for (int i = threadIdx.x; i < n; i += blockDim.x)
+            before[i] = HOW == Wait::cluster && t ? map_shared(after, i / rows)[i] : from[i];
         __syncthreads();
         if (HOW == Wait::cluster) cluster_sync();               // all have read, so `after` may change
         for (int r = threadIdx.x / 32; r < rows; r += blockDim.x / 32) {
@@ -241,7 +277,8 @@ static void report(const char *name, cudaError_t error, double difference, doubl
     printf("%-18s %-4s %-10.3g %.3f ms %s\n", name, ok ? "ok" : "BAD", difference, time, error ? cudaGetErrorName(error) : "");
 }
 // Of a kernel that fills `result`, launched by `run`.
-template <class F> static void try_kernel(const char *name, const float *result, const std::vector<double> &expected, double tolerance, F run) {
+template <class F>
+static void try_kernel(const char *name, const float *result, const std::vector<double> &expected, double tolerance, F run) {
     if (!asked_for(name)) return;
     double best = INFINITY;
     cudaError_t error = cudaSuccess;
@@ -281,14 +318,22 @@ static void try_matmul(int n) {
     const unsigned tiles = n / 64;
     const std::vector<float> wrong(n * n, NAN);
     auto forget = [&] { cudaMemcpy(c, wrong.data(), n * n * sizeof(float), cudaMemcpyHostToDevice); };
-    try_kernel("matmul_16", c, expected, 1e-4, [=] { return LAUNCH(matmul<16>, dim3(n / 16, n / 16), dim3(16, 16), 0, nullptr, x, y, c, n); });
+    try_kernel("matmul_16", c, expected, 1e-4, [=] {
+        return LAUNCH(matmul<16>, dim3(n / 16, n / 16), dim3(16, 16), 0, nullptr, x, y, c, n);
+    });
     forget();
-    try_kernel("matmul_32", c, expected, 1e-4, [=] { return LAUNCH(matmul<32>, dim3(n / 32, n / 32), dim3(32, 32), 0, nullptr, x, y, c, n); });
+    try_kernel("matmul_32", c, expected, 1e-4, [=] {
+        return LAUNCH(matmul<32>, dim3(n / 32, n / 32), dim3(32, 32), 0, nullptr, x, y, c, n);
+    });
     forget();
-    try_kernel("matmul_registers", c, expected, 1e-4, [=] { return LAUNCH(matmul_registers, dim3(tiles, tiles), 256, 0, nullptr, x, y, c, n); });
+    try_kernel("matmul_registers", c, expected, 1e-4, [=] {
+        return LAUNCH(matmul_registers, dim3(tiles, tiles), 256, 0, nullptr, x, y, c, n);
+    });
     forget();
     const size_t stages = (2 * 64 * 20 + 2 * 16 * 72) * sizeof(float);
-    try_kernel("matmul_tf32", c, expected, 2e-2, [=] { return LAUNCH(matmul_tf32, dim3(tiles, tiles), 128, stages, nullptr, x, y, c, n); });
+    try_kernel("matmul_tf32", c, expected, 2e-2, [=] {
+        return LAUNCH(matmul_tf32, dim3(tiles, tiles), 128, stages, nullptr, x, y, c, n);
+    });
     forget();
     CUtensorMap a_map, b_map;
     const uint64_t size = n;
@@ -297,7 +342,9 @@ static void try_matmul(int n) {
     make_tensor_map_2d(&b_map, y16, 2, size, size, 2 * size, 64, 64, true);
     const int ring = 3 * 2 * 64 * 128 + 64;
     cudaFuncSetAttribute(matmul_wgmma, cudaFuncAttributeMaxDynamicSharedMemorySize, ring);
-    try_kernel("matmul_wgmma", c, transposed, 1e-4, [&] { return LAUNCH(matmul_wgmma, dim3(tiles, tiles), 160, ring, nullptr, a_map, b_map, c, n); });
+    try_kernel("matmul_wgmma", c, transposed, 1e-4, [&] {
+        return LAUNCH(matmul_wgmma, dim3(tiles, tiles), 160, ring, nullptr, a_map, b_map, c, n);
+    });
 }
 
 static void try_softmax() {
@@ -311,8 +358,12 @@ static void try_softmax() {
     }
     const float *device = to_device(x);
     float *y = on_device<float>(x.size()), *z = on_device<float>(x.size());
-    try_kernel("softmax_warp", y, expected, 1e-6, [=] { return LAUNCH(softmax_warp, rows / 4, 128, 0, nullptr, device, y, rows, columns); });
-    try_kernel("softmax_block", z, expected, 1e-6, [=] { return LAUNCH(softmax_block, rows, 128, 0, nullptr, device, z, columns); });
+    try_kernel("softmax_warp", y, expected, 1e-6, [=] {
+        return LAUNCH(softmax_warp, rows / 4, 128, 0, nullptr, device, y, rows, columns);
+    });
+    try_kernel("softmax_block", z, expected, 1e-6, [=] {
+        return LAUNCH(softmax_block, rows, 128, 0, nullptr, device, z, columns);
+    });
 }
 
 static void try_recurrence() {
@@ -333,9 +384,44 @@ static void try_recurrence() {
         cudaMemsetAsync(dh, 0, 2 * n * sizeof(float), nullptr);
         cudaMemsetAsync(flag, 0, sizeof(unsigned), nullptr);
     };
-    try_kernel("grid_sync", dh, h, 1e-5, [=] { clear(); return LAUNCH_COOP(recurrence<Wait::grid>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps); });
-    try_kernel("flag", dh, h, 1e-5, [=] { clear(); return LAUNCH_COOP(recurrence<Wait::flag>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps); });
-    try_kernel("cluster", dh, h, 1e-5, [=] { clear(); return LAUNCH_CLUSTER(blocks, recurrence<Wait::cluster>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps); });
+    try_kernel("grid_sync", dh, h, 1e-5, [=] {
+        clear();
+        return LAUNCH_COOP(recurrence<Wait::grid>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps);
+    });
+    try_kernel("flag", dh, h, 1e-5, [=] {
+        clear();
+        return LAUNCH_COOP(recurrence<Wait::flag>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps);
+    });
+    try_kernel("cluster", dh, h, 1e-5, [=] {
+        clear();
+        return LAUNCH_CLUSTER(blocks, recurrence<Wait::cluster>, blocks, 128, 0, nullptr, dw, dx, dh, flag, n, steps);
+    });
+}
+
+static void try_voting() {
+    std::vector<double> expected(VOTES * VOTERS);
+    for (int t = 0; t < VOTERS; t++) {
+        const int lane = t % 32, warp = t - lane;
+        auto row = [&](int i) -> double & { return expected[i * VOTERS + t]; };
+        for (int i = 0; i < VOTERS; i++)
+            for (int round = 0; round < 3; round++) row(round) += votes(i, round);
+        row(3) = row(4) = 1;
+        for (int i = 0; i < 16; i++) {
+            row(5) += votes(i, 1) << i;
+            row(7) += (i % 5 == lane % 5) << i;
+        }
+        row(6) = (warp == 32) + 2 * (warp < 64);
+        row(8) = 31 * 16 - 9 * 32;
+        row(9) = 31;
+        row(10) = lane < 3 ? t : t - 3;
+        row(11) = lane % 8 < 5 ? t + 3 : t;
+        row(12) = warp + (lane ^ 5);
+        row(13) = t - lane % 8 + 1;
+        row(14) = warp + (lane + 1) % 32;
+        row(15) = lane % 2 ? 0 : warp + (lane ^ 2);
+    }
+    float *out = on_device<float>(VOTES * VOTERS);
+    try_kernel("voting", out, expected, 0.0, [=] { return LAUNCH(voting, 1, VOTERS, 0, nullptr, out); });
 }
 
 static void try_graph() {
@@ -366,6 +452,7 @@ int main(int argc, char **argv) {
     const int n = argc > 2 ? atoi(argv[2]) : 128;
     repetitions = argc > 3 ? atoi(argv[3]) : 1;
     try_sum();
+    try_voting();
     try_matmul(n);
     try_softmax();
     try_recurrence();
