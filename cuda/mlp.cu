@@ -276,6 +276,8 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
     // what is asked for first has to be waited for longest
     const int64_t row = own_row(net, 0, first_count);
     const float b1 = thread < net.H ? net.b1[thread] : 0.0f, b2 = thread < net.C ? net.b2[thread] : 0.0f;
+    Elements mine = {};
+    if (UPDATES) fetch(mine, update, row_of(net, first));
     const bool in_tile = net.C * net.H <= TILE;
     if (in_tile)
 #pragma unroll 2
@@ -284,15 +286,12 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
     if (thread < net.C) s.b2[thread] = b2;
     bool listed = first < net.pixel_units;
     const uint64_t own = listed ? pixels_of(net, first, row) : 0;
-    Elements mine = {};
-    if (UPDATES) fetch(mine, update, row_of(net, first));
     if (leads) correct(net, update);
 
     for (int64_t b = first; b < net.B; b += gridDim.x) one_image(net, s, in_tile ? s.tile : net.w2, b);
     int n = listed ? list_pixel(net, s, first, own, first_count) : 0;
     grid_sync();
 
-    const bool sound = !UPDATES || net.faults->fault == 0;      // which no thread changes from here on
     for (int unit = first; unit < net.units; unit += gridDim.x) {
         const bool pixels = unit < net.pixel_units;
         const float *matrix = pixels ? net.da : net.r;
@@ -320,16 +319,17 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
     }
     if (!UPDATES) return;
 
+    if (update.norm) grid_sync();
     AdamRule rule = update.rule;
+    rule.step_size = update.corrections[0];
+    rule.root_correction = update.corrections[1];
+    const int32_t fault = net.faults->fault;    // the same for all blocks: none is reported behind the first meeting
     if (update.norm) {
-        grid_sync();
         const float norm = norm_of(net, s, update.squares);
         rule.clip = clip_factor(norm, update.max_norm);
         if (leads) update.norm[0] = norm;
     }
-    if (!sound) return;
-    rule.step_size = update.corrections[0];
-    rule.root_correction = update.corrections[1];
+    if (fault) return;
     if (leads) update.step[0] += 1;
     for (int unit = first; unit < net.units; unit += gridDim.x) {
         const Row row = row_of(net, unit);
