@@ -1,4 +1,5 @@
-"""MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op; or its training step."""
+"""MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op, or its whole training
+step."""
 from typing import NamedTuple
 
 import numpy as np
