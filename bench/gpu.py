@@ -332,20 +332,20 @@ def mnist(gpu, torch, sizes):
     """The whole training of the digits, without loading them: seconds of all epochs."""
     from bench.torch_mnist import TorchMLP
     from bench.torch_step import copy_weights, make_step
-    from mnist.train import prepare
+    from mnist.train import AT_ONCE, prepare
     from pyops import backend, plan
-    from pyops.data.batches import batches
+    from pyops.data.batches import batches, split
     n, epochs, rng = sizes.mnist['images'], sizes.mnist['epochs'], np.random.default_rng(0)
     images = (rng.integers(0, 256, (n, 784)) * (rng.random((n, 784)) < 0.2)).astype(np.uint8)
     labels = rng.integers(0, 10, n).astype(np.int32)
     model, optimizer, step, inputs = prepare(images, labels)
-    steps = plan.Steps(step, model.params, **inputs, **optimizer.arrays())
+    steps = plan.Steps(lambda rows: [step(batch) for batch in split(rows, 100)], model.params, **inputs, **optimizer.arrays())
     weights = {name: backend.get(array) for name, array in model.params.arrays().items()}
 
     def run(times):
         for _ in range(times):
             for epoch in range(epochs):
-                for rows in batches(n, 100, 0, epoch):
+                for rows in batches(n, 100, 0, epoch, at_once=AT_ONCE):
                     steps(rows)
 
     contestants = {'ours': (run, gpu.synchronize)}

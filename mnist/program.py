@@ -62,17 +62,18 @@ def load(args, module):
     return digits
 
 
-def train(args, digits, optimizer, params, step, predict, prepare=None, **inputs):
+def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=1, **inputs):
     """Train and evaluate, or tell what the flags ask about a step.  -> whether all epochs were done
 
     step(rows) -> the loss, an array: one training step that can be recorded, and what `inputs` name outlives it
     predict(images, classes): write the class of each image, (N, 784) uint8, into classes (N,) int32
     prepare(rows, epoch): what is done before each step and not recorded
+    at_once: how many steps are recorded, and done, as one
     """
     import numpy as np
 
     from pyops import backend, fit, plan
-    from pyops.data.batches import epoch_order
+    from pyops.data.batches import epoch_order, split
 
     (images, _), (evaluated, labels) = digits.parts()
     run, losses, history = fit.Run(args.seed, args.batch_size), [], fit.History()
@@ -80,7 +81,8 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, **inputs
     first_batch = epoch_order(len(images), args.seed, 0)[:args.batch_size]
 
     def noted_step(rows):
-        history.add(step(rows), None, optimizer.norm)
+        for batch in split(rows, args.batch_size):
+            history.add(step(batch), None, optimizer.norm)
 
     planned = plan.Steps(noted_step, params, **inputs, **optimizer.arrays(), **history.arrays())
     if asks_for_plan(args):
@@ -111,7 +113,8 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, **inputs
 
     if not (args.quiet or args.no_plan):
         print(planned.plan(first_batch).listing())
-    done = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line, progress=progress)
+    done = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line, progress=progress,
+                   at_once=at_once)
     if args.report:
         from mnist import report
         if not losses:

@@ -9,6 +9,7 @@ from pyops.errors import exits_cleanly
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
+AT_ONCE = 10            # steps that a GPU is told as one: to tell it one takes longer than to do it
 
 
 def parse(argv):
@@ -20,7 +21,9 @@ def main(argv=None):
     args = parse(argv)
     digits = program.load(args, 'mnist.model')
     model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr)
-    program.train(args, digits, optimizer, model.params, step, model.predict, **inputs)
+    from pyops import backend
+    at_once = 1 if backend.place() is backend.HOST else AT_ONCE
+    program.train(args, digits, optimizer, model.params, step, model.predict, at_once=at_once, **inputs)
 
 
 def prepare(images, labels, hidden=30, seed=0, lr=0.001):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from pyops import backend, checkpoint
-from pyops.data.batches import batches, epoch_end
+from pyops.data.batches import batches, epoch_end, split
 from pyops.errors import UserError
 from pyops.training import Interrupt, Metrics
 
@@ -68,10 +68,11 @@ LOOK_EVERY = 0.05           # seconds, on a GPU
 
 
 def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
-        drop_last=False, line_first=False):
+        drop_last=False, line_first=False, at_once=1):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
-    step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place).
+    step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place);
+    at_once: so many steps, one for each batch that pyops.data.batches.split finds in the indices.
     results(sizes) -> (loss, weight, clipped) of each of the last len(sizes) <= History.CAPACITY steps, on so many samples.
     samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
     folder: where metrics.jsonl and checkpoints go; None: neither is written.
@@ -103,7 +104,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
 
     def is_time():
         return (backend.place() is backend.HOST or time.perf_counter() - looked > LOOK_EVERY
-                or len(pending) == History.CAPACITY)
+                or len(pending) + at_once > History.CAPACITY)
 
     with contextlib.ExitStack() as stack:
         if folder is not None:
@@ -114,9 +115,10 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             end = epoch_end(samples, run.batch_size, run.position, drop_last)
             with progress(run.epoch, end, run.position) as display:
                 looked = time.perf_counter()
-                for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last):
+                for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last,
+                                       at_once=at_once):
                     step(indices)
-                    pending.append(len(indices))
+                    pending.extend(len(batch) for batch in split(indices, run.batch_size))
                     if stop or is_time():
                         collect()
                         display.update(run.position, loss=run.loss)

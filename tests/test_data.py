@@ -12,7 +12,7 @@ import pytest
 
 from pyops.data import fetch, locate
 from pyops.data.__main__ import main
-from pyops.data.batches import batches, epoch_end, epoch_order
+from pyops.data.batches import batches, epoch_end, epoch_order, split
 from pyops.errors import UserError
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -54,6 +54,15 @@ def test_batches_without_the_incomplete_one(start, sizes):
     end = epoch_end(10, 4, start, drop_last=True)
     assert end == start + sum(sizes)
     assert np.concatenate([*got, np.empty(0, np.int64)]).tolist() == epoch_order(10, 1, 2)[start:end].tolist()
+
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('at_once', [1, 2, 3, 9])
+def test_several_batches_as_one_array(at_once, drop_last):
+    one_by_one = [batch.tolist() for batch in batches(23, 4, 1, 2, 1, drop_last)]
+    several = list(batches(23, 4, 1, 2, 1, drop_last, at_once=at_once))
+    assert [batch.tolist() for indices in several for batch in split(indices, 4)] == one_by_one
+    assert len(several) == -(-len(one_by_one) // at_once) and split(np.arange(0), 4) == []
 
 
 def test_the_end_of_an_epoch():

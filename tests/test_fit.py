@@ -64,6 +64,18 @@ def test_a_stopped_run_goes_on_with_what_it_has_not_seen(drop_last, stop_after, 
     assert done and first + rest == whole
 
 
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_several_steps_at_once_are_counted_one_by_one(drop_last, capfd):
+    one, several = fit.Run(1, 3), fit.Run(1, 3)
+    shown, lines, _ = run_epochs(one, 32, 2, drop_last=drop_last)
+    at_once, same_lines, done = run_epochs(several, 32, 2, drop_last=drop_last, at_once=4)
+    assert done and sum(at_once, []) == sum(shown, []) and [len(rows) for rows in at_once[:2]] == [12, 12]
+    assert [values['loss'] for values in lines] == [values['loss'] for values in same_lines] and len(lines) == 2
+    stopped = fit.Run(1, 3)
+    run_epochs(stopped, 32, 2, stop_after=1, at_once=4)
+    assert (stopped.epoch, stopped.position, stopped.weight_sum) == (0, 12, 12)
+
+
 @pytest.mark.parametrize('batch_size, rest', [(5, [5]), (8, [8]), (9, []), (1, [1] * 8)])
 def test_another_batch_size_in_the_middle_of_an_epoch_that_drops_its_last_batch(batch_size, rest, capfd):
     """Only what is left over behind the samples seen is dropped; where no batch is left, the epoch is done."""

@@ -39,18 +39,24 @@ def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
     return y
 
 
-def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True):
+def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True, at_once=1):
     """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped then.
     They lie where arrays are made (pyops.backend.place).
 
     `start` is the count of samples that were seen already: what follows is what an uninterrupted epoch would have
     yielded after them.  ValueError if it is outside 0..n or batch_size is not positive.
-    shuffle False: 0, 1, 2, ... in every epoch.
+    shuffle False: 0, 1, 2, ... in every epoch.   at_once: so many batches as one array, fewer at the end.
     """
     if batch_size < 1:
         raise ValueError(f'batch_size: want 1 or more, got {batch_size}')
     if not 0 <= start <= n:
         raise ValueError(f'start: want 0 to {n}, got {start}')
     order = backend.put(epoch_order(n, seed, epoch) if shuffle else np.arange(n))     # on a GPU a batch crosses no bus
-    for first in range(start, epoch_end(n, batch_size, start, drop_last), batch_size):
-        yield order[first:first + batch_size]
+    end = epoch_end(n, batch_size, start, drop_last)
+    for first in range(start, end, at_once * batch_size):
+        yield order[first:min(first + at_once * batch_size, end)]
+
+
+def split(indices, batch_size):
+    """The batches of several as one array: views of it."""
+    return [indices[first:first + batch_size] for first in range(0, len(indices), batch_size)]
