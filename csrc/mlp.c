@@ -76,7 +76,8 @@ pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2
 
 /* ---- and the step ---- */
 int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {
-    return pyops_mlp_gradients_work(B, I, H, C) + 4 + pyops_grad_norm_work((I + C + 4) * H);      /* of the largest of the four */
+    const int64_t largest = (I > C ? I : C) * H;         /* b2, with C numbers, is not larger than w2 */
+    return pyops_mlp_gradients_work(B, I, H, C) + 4 + pyops_grad_norm_work(largest > 4 ? largest : 4);
 }
 
 pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,

@@ -27,7 +27,7 @@
 //
 //     rows of gradients  -> a sum of squares of each --- through work -- [grid] -->  norm -> factor -> Adam on the same rows
 //
-// Every block adds up all sums, in one order.  Where nothing is clipped nobody needs the norm, and the second [grid] falls away.
+// Every block adds up all sums, in one order.  Where nothing is clipped, nobody needs the norm or the second [grid].
 //
 // Why one launch with a meeting of all blocks, and not
 // - two launches: a meeting costs two round trips to the second cache, an atomic addition and a load that sees the sum.  A
@@ -355,14 +355,17 @@ static pyops_status check(const char *who, int64_t N, int64_t B, int64_t I, int6
     return PYOPS_OK;
 }
 
-static float *on_16_bytes(float *work) { return reinterpret_cast<float *>(round_up<uintptr_t>(reinterpret_cast<uintptr_t>(work), 16)); }
+static float *on_16_bytes(float *work) {
+    return reinterpret_cast<float *>(round_up<uintptr_t>(reinterpret_cast<uintptr_t>(work), 16));
+}
 
 static Network network_of(Who who, float *loss, float *dw1, float *db1, float *dw2, float *db2,
                           const uint8_t *table, const int64_t *rows, const int32_t *labels,
                           const float *w1, const float *b1, const float *w2, const float *b2, float *work,
                           int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
     const int64_t width = width_of(H);
-    float *const da = on_16_bytes(work), *const r = da + B * width, *const dlogits = r + B * width, *const losses = dlogits + B * C;
+    float *const da = on_16_bytes(work), *const r = da + B * width;
+    float *const dlogits = r + B * width, *const losses = dlogits + B * C;
     return {loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, da, r, dlogits, losses, N, B,
             int(I), int(H), int(C), int(width), int(width * TERMS <= TILE ? TERMS : TILE / width),
             int(pixel_units_of(I)), int(units_of(I, C)), scale, 1.0f / static_cast<float>(B), who, pyops_faults()};
@@ -397,8 +400,8 @@ extern "C" int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t 
 }
 
 extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
-                                       const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr, float *work,
-                                       int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
+                                       const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr,
+                                       float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
                                        int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale,
                                        float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     const pyops_status status = check("mlp_step", N, B, I, H, C, scale);
