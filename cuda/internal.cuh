@@ -41,11 +41,6 @@ enum class Who : int32_t {              // the function that a text begins with
 FaultRecord *pyops_faults();            // in device memory; NULL if there is none left
 pyops_status pyops_check_faults();      // of streams that were waited for: the text of what a kernel found, once
 
-#ifdef __CUDACC__
-#define DEVICE __device__ __forceinline__
-#else
-#define DEVICE static inline
-#endif
 DEVICE void report(FaultRecord *record, Fault fault, Who who, long long index, long long value, long long limit) {
     if (atomicCAS(&record->fault, 0, static_cast<int32_t>(fault)) == 0) {
         record->who = static_cast<int32_t>(who);
