@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops import autograd
+from pyops import autograd, backend
 from pyops.autograd import Tensor
 from pyops.formulas import CASES, formula_of
 from pyops.params import generator
@@ -205,7 +205,8 @@ def check_op(op, seed=0):
     given = {f'x{i}' if len(free) > 1 else 'x': inputs[i] for i in free} | arrays
 
     def f(*tensors):
-        args = list(inputs)
+        # constants: of numpy for the formula, and where arrays are made for the op
+        args = list(inputs) if autograd.is_interpreted() else [backend.put(x) for x in inputs]
         for i, x in zip(free, tensors, strict=False):
             args[i] = x
         return autograd.apply(op, *args, **dict(zip(arrays, tensors[len(free):], strict=True)), **settings)
