@@ -188,7 +188,8 @@ test: cpu .venv/ready ## run the tests
 
 # All of the op table, kernels, arrays, plans and layers on the CUDA library, emulated; the table again with other orders of threads.
 ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1
-test-emulated: cpu emulated emulator .venv/ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
+test-emulated: .venv/ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
+	$(MAKE) -j$$(getconf _NPROCESSORS_ONLN) cpu emulated emulator
 	$(ON_EMULATION) .venv/bin/python -m pytest -q -rs $(TABLE) tests/test_plan.py tests/test_ndarray.py tests/test_nn.py tests/test_mlp_step.py -k 'not seq2seq'
 	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order .venv/bin/python -m pytest -q tests/test_ops.py -k 'overwrite or formula' || exit 1; done
 
