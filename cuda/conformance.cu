@@ -158,8 +158,8 @@ template <int COUNT, bool TRANS> static __global__ void stmatrix_case(const floa
 }
 
 // ---- bulk copies --------------------------------------------------------------------------------------------------
-// Boxes of a matrix of 20 x 40 floats, its rows 48 apart: what arrives in shared memory, byte for byte.
-constexpr int ROWS = 20, COLUMNS = 40, STRIDE = 48, BOX = 32, BOX_ROWS = 16;
+// Boxes of a matrix of 20 x 39 floats, its rows 48 apart, cut anywhere: what arrives in shared memory, byte for byte.
+constexpr int ROWS = 20, COLUMNS = 39, STRIDE = 48, BOX = 32, BOX_ROWS = 16;
 static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float *out) {
     DYN_SHARED(float, tile);
     uint64_t *arrived = reinterpret_cast<uint64_t *>(tile + 2 * BOX * BOX_ROWS);
@@ -173,7 +173,7 @@ static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float
     for (int phase = 0; phase < 2; phase++) {   // inside and beyond the end; then before the begin
         if (t == 0) {
             mbar_expect(arrived, 2 * BOX * BOX_ROWS * 4);
-            tma_load_2d(tile, &map, phase ? -8 : 4, phase ? -4 : 2, arrived);
+            tma_load_2d(tile, &map, phase ? -7 : 3, phase ? -4 : 2, arrived);
             tma_load_2d(tile + BOX * BOX_ROWS, &map, phase ? -100 : 16, phase ? 0 : 12, arrived);
         }
         if (phase) while (!mbar_test(arrived, phase)) {}
@@ -192,7 +192,7 @@ static __global__ void bulk_stores(const __grid_constant__ CUtensorMap map, cons
         tma_store_2d(&map, 0, 0, tile);
         tma_store_commit();
         tma_store_wait<0>();
-        tma_store_2d(&map, 24, 12, tile + BOX * BOX_ROWS);
+        tma_store_2d(&map, 23, 12, tile + BOX * BOX_ROWS);
         tma_store_commit();
         tma_store_wait_read<0>();
     }

@@ -79,7 +79,7 @@ def swizzle(box):
     return moved.reshape(rows, columns)
 
 
-ROWS, COLUMNS, STRIDE, BOX, BOX_ROWS = 20, 40, 48, 32, 16
+ROWS, COLUMNS, STRIDE, BOX, BOX_ROWS = 20, 39, 48, 32, 16
 
 
 def bulk_loads(swizzled):
@@ -87,7 +87,7 @@ def bulk_loads(swizzled):
         matrix = x.reshape(ROWS, STRIDE)[:, :COLUMNS]
         wide = np.pad(matrix, 128)
         boxes = [wide[128 + row:128 + row + BOX_ROWS, 128 + column:128 + column + BOX]
-                 for column, row in ((4, 2), (16, 12), (-8, -4), (-100, 0))]
+                 for column, row in ((3, 2), (16, 12), (-7, -4), (-100, 0))]
         return [swizzle(box) if swizzled else box for box in boxes]
     return formula
 
@@ -95,7 +95,7 @@ def bulk_loads(swizzled):
 def bulk_stores(swizzled):
     def formula(x):
         matrix = np.zeros((ROWS, STRIDE), np.float32)
-        for box, (column, row) in zip(x.reshape(2, BOX_ROWS, BOX), ((0, 0), (24, 12)), strict=True):
+        for box, (column, row) in zip(x.reshape(2, BOX_ROWS, BOX), ((0, 0), (23, 12)), strict=True):
             box = swizzle(box) if swizzled else box             # xor is its own inverse
             inside = box[:ROWS - row, :COLUMNS - column]
             matrix[row:row + inside.shape[0], column:column + inside.shape[1]] = inside
