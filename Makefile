@@ -186,12 +186,17 @@ test: cpu .venv/ready ## run the tests
 	$(MAKE) test-emulated
 	.venv/bin/python -m pytest -q -rs tests
 
-# All of the op table, kernels, arrays, plans and layers on the CUDA library, emulated; the table again with other orders of threads.
-ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1
+# What takes arrays wherever they are made, on the CUDA library, emulated; then the table again with other orders of threads.
+# EMULATED_TESTS=all brings the tape, functions, layers and random chains, too, in minutes.
+ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1 PYOPS_CHAINS=500
+EVERYWHERE := $(patsubst %,tests/test_%.py,plan mlp_step \
+              $(if $(filter all,$(EMULATED_TESTS)),chains autograd functional nn manual_gradients gradcheck))
 test-emulated: .venv/ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
 	$(MAKE) -j$$(getconf _NPROCESSORS_ONLN) cpu emulated emulator
-	$(ON_EMULATION) .venv/bin/python -m pytest -q -rs $(TABLE) tests/test_plan.py tests/test_ndarray.py tests/test_nn.py tests/test_mlp_step.py -k 'not seq2seq'
-	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order .venv/bin/python -m pytest -q tests/test_ops.py -k 'overwrite or formula' || exit 1; done
+	$(ON_EMULATION) .venv/bin/python -m pytest -q -rs $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
+	$(ON_EMULATION) .venv/bin/python -m pytest -q tests/test_ndarray.py -k gpu
+	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order .venv/bin/python -m pytest -q $(TABLE) \
+	    -k 'overwrite or large_gemm or grad_norm or argmax' || exit 1; done
 
 asan: .venv/ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
