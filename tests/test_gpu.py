@@ -649,3 +649,14 @@ def test_the_library_tells_what_device_it_uses(device):
     free, total = gpu.memory_info()
     assert numbers[0].value >= 8 and numbers[2].value >= 1 and 0 < free <= total and device.model
     assert device.memory() == total
+
+
+def test_a_pool_is_trimmed_while_memory_of_another_size_comes_back(on_gpu, monkeypatch):
+    pool, late = on_gpu._pool, []
+    pool.take(1000)
+    late.append(pool.take(12_345))
+    pool._free.pop(late[0].size, None)
+    call = gpu._call
+    monkeypatch.setattr(gpu, '_call', lambda *given: (late.clear(), call(*given)))
+    pool.trim()
+    assert late == []

@@ -168,7 +168,7 @@ class GPU(KernelDevice):
         if isinstance(value, np.ndarray):
             value = np.ascontiguousarray(value)
             _call('pyops_device_upload', y.location(), value.ctypes.data, value.nbytes, self.stream)
-        elif value.is_compact() and value.buffer is not y.buffer:
+        elif value.device is self and value.is_compact() and value.buffer is not y.buffer:
             _call('pyops_device_copy', y.location(), value.location(), value.nbytes, self.stream)
         else:
             return False
