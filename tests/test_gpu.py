@@ -660,3 +660,11 @@ def test_a_pool_is_trimmed_while_memory_of_another_size_comes_back(on_gpu, monke
     monkeypatch.setattr(gpu, '_call', lambda *given: (late.clear(), call(*given)))
     pool.trim()
     assert late == []
+
+
+def test_a_plan_on_a_gpu_is_fed_numbers_of_a_smaller_kind(on_gpu):
+    rows = backend.zeros(3, np.int64)
+    with Plan(None, run=False, rows=rows) as plan:
+        pass
+    plan.feed(rows=np.array([4, 5, 6], np.int32))
+    assert get(rows).tolist() == [4, 5, 6]

@@ -64,7 +64,7 @@ class Pool:
 
     def trim(self):
         """Give back to the device what nobody uses."""
-        for size, addresses in self._free.items():
+        for size, addresses in list(self._free.items()):       # a collection meanwhile may give back another size
             while addresses:
                 _call('pyops_device_free', addresses.pop())
                 self.reserved -= size
