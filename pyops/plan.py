@@ -266,7 +266,7 @@ class Plan:
             if array.shape != place.shape:
                 raise ValueError(f'{name}: this plan was recorded with shape {place.shape}, got {array.shape}; '
                                  'record another plan for that shape')
-            place[...] = array
+            place[...] = array.astype(place.dtype, copy=False) if isinstance(array, np.ndarray) else array
 
     def check(self):
         """Run action by action; FloatingPointError names the first whose result is not finite."""

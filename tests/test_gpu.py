@@ -651,6 +651,13 @@ def test_the_library_tells_what_device_it_uses(device):
     assert device.memory() == total
 
 
+def test_an_array_of_the_cpu_is_not_assigned_to_one_on_a_gpu(on_gpu):
+    y, x = ndarray.zeros(3), array([1, 2, 3], 'float32', pyops.cpu())
+    with pytest.raises(TypeError, match=r'arrays on two devices, pyops.gpu\(\) and pyops.cpu\(\)'):
+        y[...] = x
+    assert y.tolist() == [0, 0, 0]
+
+
 def test_a_pool_is_trimmed_while_memory_of_another_size_comes_back(on_gpu, monkeypatch):
     pool, late = on_gpu._pool, []
     pool.take(1000)
