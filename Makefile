@@ -27,8 +27,11 @@ $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
 endif
 
-HAS_GPU := $(and $(shell command -v $(NVCC)),$(shell nvidia-smi -L 2>/dev/null))
-all: cpu $(if $(HAS_GPU),cuda)
+# The kinds of GPU here that there can be code for, 8.0 and later: all, since CUDA may count them in another order.  What
+# nvidia-smi says of a driver that does not work goes to stdout, too.
+GPUS := $(if $(shell command -v $(NVCC)),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+            awk '/^[0-9]+[.][0-9]+ *$$/ && $$1 >= 8 {sub("[.]", "", $$1); print $$1 == "90" ? "90a" : $$1}' | sort -u))
+all: cpu $(if $(GPUS),cuda)
 
 cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so (a bare `make` does this, and `make cuda` where there is a GPU)
 
@@ -63,10 +66,10 @@ $(PROBE):
 
 # ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which needs no GPU ----
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
-# native: the GPU present; all: every architecture from 80; else numbers with a semicolon between
-CUDA_ARCH ?= $(if $(HAS_GPU),native,80;90a)
+# native: the GPUs present; all: every architecture from 80; else numbers with a semicolon between
+CUDA_ARCH ?= $(if $(GPUS),native,80;90a)
 comma := ,
-GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(patsubst 90,90a,$(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1))),\
+GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(or $(GPUS),$(error CUDA_ARCH=native: no nvcc, or no GPU of compute capability 8.0 or later; give CUDA_ARCH='80;90a')),\
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
 NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) \

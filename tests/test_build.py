@@ -130,3 +130,20 @@ def test_make_help_tells_of_every_target():
     lines = run('make', '--no-print-directory', 'help', cwd=ROOT).stdout.splitlines()
     told = dict(re.fullmatch(r'  make (\S+) +(\S.*)', line).groups() for line in lines)
     assert told.keys() == targets and {'cpu', 'test', 'demo', 'clean', 'help'} <= targets
+
+
+@pytest.mark.parametrize('said, arguments, want', [
+    ('9.0\n8.6\n9.0\n', [], ['86', '90a']),                                         # in another order than CUDA's
+    ('7.5\n', [], []),                                                              # older than the kernels: the CPU alone
+    ('NVIDIA-SMI has failed because there is no driver\n', [], []),
+    ('7.5\n', ['cuda'], ['80', '90a', '80']),
+    ('9.0\n', ['cuda', 'CUDA_ARCH=80;90a'], ['80', '90a', '80'])])
+def test_make_builds_for_the_gpus_that_are_there(said, arguments, want, tmp_path):
+    if not shutil.which('make'):
+        pytest.skip('make is not installed')
+    for tool, text in (('nvcc', ''), ('nvidia-smi', f"cat <<'END'\n{said}END\n")):
+        (tmp_path / tool).write_text('#!/bin/sh\n' + text)
+        (tmp_path / tool).chmod(0o755)
+    done = run('make', '-n', '-B', *arguments, cwd=ROOT, PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}')
+    line = next((line for line in done.stdout.splitlines() if line.startswith('nvcc') and 'gemm.cu' in line), '')
+    assert re.findall(r'arch=compute_(\w+)', line) == want
