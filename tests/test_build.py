@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
-PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'scripts')
+PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'cuda', 'scripts')
 BUILT = ('*.so', '*.o', '__pycache__', '*.egg-info')
 
 
@@ -106,9 +106,10 @@ def test_a_source_archive_holds_what_make_needs_and_not_what_it_makes(tree, whee
     (archive,) = (tree / 'dist').glob('*.tar.gz')
     with tarfile.open(archive) as file:
         names = {name.partition('/')[2] for name in file.getnames()}
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'csrc').rglob('*') if path.is_file()}
+    sources = {path.relative_to(ROOT).as_posix() for top in ('csrc', 'cuda')
+               for path in (ROOT / top).rglob('*') if path.is_file()}
     assert len(sources) > 10 and names >= sources | {'Makefile', 'setup.py', 'pyproject.toml'}
-    assert not names & {'pyops/libpyops.so', 'pyops/pyops.h'} and not [name for name in names if name.endswith('.o')]
+    assert not names & {'pyops/libpyops.so', 'pyops/pyops.h', 'pyops/device.h'} and not [name for name in names if name.endswith('.o')]
 
 
 def test_make_with_clang(tree):
