@@ -525,8 +525,8 @@ def another_version(tmp_path_factory):
 
 
 NONE = 'no GPU can be used: no CUDA-capable device is detected; train on the CPU with -g 0'
-OLD = ('emulated device has compute capability 7.5, and this library was not built for it; build it on this machine with '
-       '`make cuda`, or train on the CPU with -g 0')
+OLD = ('emulated device has compute capability 7.5, and this library was not built for it; it is too old, 8.0 is the least: '
+       'train on the CPU with -g 0')
 NOT_BUILT = ('/nowhere.so: the CUDA library is not built; run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA')
 REFUSED = {
     'no device': (dict(EMU_DEVICES='0'), NONE),

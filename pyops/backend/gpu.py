@@ -101,7 +101,11 @@ def open_device():
     try:
         _call('pyops_device_open', 0)
     except RuntimeError as error:
-        raise UserError(f'{error}; build it on this machine with `make cuda`, or train on the CPU with -g 0') from error
+        major, minor, multiprocessors = (ctypes.c_int32() for _ in range(3))
+        known = not lib.pyops_device_properties(*map(ctypes.byref, (major, minor, multiprocessors)))
+        remedy = ('it is too old, 8.0 is the least:' if known and major.value < 8 else
+                  'build it on this machine with `make cuda`, or')
+        raise UserError(f'{error}; {remedy} train on the CPU with -g 0') from error
     return lib.pyops_device_name().decode()
 
 
