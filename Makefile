@@ -73,7 +73,9 @@ GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(or $(GPUS),$(error CUDA_ARCH=nat
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
 NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) \
-             $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
+             $(if $(filter 90a,$(GENCODE)),-DPYOPS_FOR_90A) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
+# Objects are old when they are for other GPUs: they depend on an empty file whose name says which, the only one of its kind.
+CUDA_FOR := build/cuda/for-$(subst $(subst ,, ),-,$(strip $(GENCODE)))
 CU := $(filter-out cuda/conformance.cu,$(wildcard cuda/*.cu))
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
 EMULATED ?= pyops/libpyops_emulated.so
@@ -86,7 +88,9 @@ $(CUDA_LIBRARY): $(CU:cuda/%.cu=build/cuda/%.o)
 	$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
 
 build/cuda/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
-build/cuda/%.o: cuda/%.cu Makefile
+$(CUDA_FOR):
+	@mkdir -p $(dir $@) && rm -f build/cuda/for-* && touch $@
+build/cuda/%.o: cuda/%.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
 
@@ -113,7 +117,7 @@ LADDER_SIZE ?= 8192 8192 8192
 ladder: build/cuda/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladder.cu on this GPU (LADDER_SIZE="M N K")
 	$< $(LADDER_SIZE) ./$(CUDA_LIBRARY)
 
-build/cuda/ladder: cuda/dev/ladder.cu Makefile
+build/cuda/ladder: cuda/dev/ladder.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
 
@@ -143,7 +147,7 @@ build/conformance/emulated.so: cuda/conformance.cu $(EMULATOR) Makefile
 	$(EMULATED_CXX) $(PLAIN) -x c++ -c -o $@.o $<
 	$(CXX) -shared -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
 
-build/conformance/cuda.so: cuda/conformance.cu cuda/gpu.cuh cuda/hopper.cuh Makefile
+build/conformance/cuda.so: cuda/conformance.cu cuda/gpu.cuh cuda/hopper.cuh Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -shared -o $@ $<
 

@@ -104,8 +104,12 @@ int pyops_shared_memory() {
     return bytes;
 }
 bool pyops_has_hopper() {
+#if defined(__CUDACC__) && !defined(PYOPS_FOR_90A)      // built for 80 or 90, say: the code of hopper.cuh is a trap there
+    return false;
+#else
     static const bool has = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
     return has;
+#endif
 }
 
 void *pyops_workspace(size_t bytes) {
