@@ -675,3 +675,22 @@ def test_a_plan_on_a_gpu_is_fed_numbers_of_a_smaller_kind(on_gpu):
         pass
     plan.feed(rows=np.array([4, 5, 6], np.int32))
     assert get(rows).tolist() == [4, 5, 6]
+
+
+def test_a_plan_that_is_a_graph_follows_the_precision(on_gpu):
+    a = put(np.random.default_rng(0).standard_normal((64, 64)).astype('f'))
+    with Plan(None, a=a) as plan:
+        c = backend.empty((64, 64))
+        backend.gemm(c, a, a)
+
+    def product(precision):
+        on_gpu.precision = precision
+        plan.run()
+        return get(c)
+
+    try:
+        plain, again, rounded = product('fp32'), product('fp32'), product('bf16')
+        assert (plain == again).all() and (plain != rounded).any()
+        assert (product('bf16') == rounded).all() and (product('fp32') == plain).all()
+    finally:
+        on_gpu.precision = 'fp32'

@@ -266,7 +266,7 @@ class GPU(KernelDevice):
         return getattr(library.cuda().lib, f'pyops_{name}_work')(*sizes)
 
     def calls(self, calls):
-        return Graph(calls, self.stream)
+        return Graph(calls, self)
 
 
 class _Lease:
@@ -286,15 +286,20 @@ class _Lease:
 
 class Graph(Calls):
     """Recorded calls that are told to the device as one: captured when they run whole for the second time, since what a
-    kernel needs to be loaded for, and what a first call sets up, may not happen during a capture."""
+    kernel needs to be loaded for, and what a first call sets up, may not happen during a capture.  Another precision is
+    other kernels, and begins again."""
+    _graph = None
 
-    def __init__(self, calls, stream):
+    def __init__(self, calls, gpu):
         super().__init__(calls)
-        self._stream, self._graph, self._has_run = stream, None, False
+        self._gpu, self._stream, self._has_run, self._precision = gpu, gpu.stream, False, gpu.precision
 
     def run(self, first=0, last=None):
         if first or last is not None:
             return super().run(first, last)
+        if self._precision != self._gpu.precision:
+            self._drop()
+            self._has_run, self._precision = False, self._gpu.precision
         if self._graph is None and self._has_run:
             self._capture()
         if self._graph is None:
@@ -304,11 +309,14 @@ class Graph(Calls):
             _call('pyops_graph_launch', self._graph, self._stream)
 
     def close(self):
+        self._drop()
+        super().close()
+
+    def _drop(self):
         if self._graph is not None:
             _call('pyops_stream_synchronize', self._stream)
             _call('pyops_graph_free', self._graph)
             self._graph = None
-        super().close()
 
     def __del__(self):
         if self._graph is not None:
