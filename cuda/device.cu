@@ -91,13 +91,13 @@ struct Ring {
     char *memory = nullptr;
     cudaEvent_t free[PIECES];
     int next = 0;
-    std::mutex lock;                        // a thread that loads data may copy while another trains
+    std::mutex lock;                        // a thread that loads data may copy while another trains, but for a capture
 
     cudaError_t open() {
         if (memory) return cudaSuccess;
-        cudaError_t error = cudaMallocHost(reinterpret_cast<void **>(&memory), PIECES * PIECE);
+        cudaError_t error = cudaSuccess;
         for (int i = 0; i < PIECES && error == cudaSuccess; i++) error = cudaEventCreateWithFlags(&free[i], cudaEventDisableTiming);
-        return error;
+        return error == cudaSuccess ? cudaMallocHost(reinterpret_cast<void **>(&memory), PIECES * PIECE) : error;
     }
 } ring;
 }

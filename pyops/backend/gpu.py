@@ -323,12 +323,15 @@ class Graph(Calls):
             library.cuda().lib.pyops_graph_free(self._graph)
 
     def _capture(self):
-        graph = ctypes.c_uint64()
+        graph, lib = ctypes.c_uint64(), library.cuda().lib
         _call('pyops_graph_begin', self._stream)
         try:
             super().run()
-        finally:
-            _call('pyops_graph_end', ctypes.byref(graph), self._stream)
+        except BaseException:                   # whose text is the one to be told
+            if not lib.pyops_graph_end(ctypes.byref(graph), self._stream):
+                lib.pyops_graph_free(graph.value)
+            raise
+        _call('pyops_graph_end', ctypes.byref(graph), self._stream)
         self._graph = graph.value
 
     def _replay(self, first, last, timed):
