@@ -15,7 +15,8 @@ class BuildWithLibrary(build_py):
         if subprocess.run(['make', 'cpu'], stdout=sys.stderr).returncode:
             sys.exit('pyops: error: the kernel library was not built; the line above says why')
         if subprocess.run(['make'], stdout=sys.stderr).returncode:      # adds the CUDA library where there is a GPU
-            print('pyops: warning: the CUDA library was not built, and -g 1 will say so; the lines above say why', file=sys.stderr)
+            print('pyops: warning: the CUDA library was not built, and -g 1 will say so; the lines above say why',
+                  file=sys.stderr)
         super().run()
 
 
