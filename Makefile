@@ -68,14 +68,16 @@ $(PROBE):
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
 # native: the GPUs present; all: every architecture from 80; else numbers with a semicolon between
 CUDA_ARCH ?= $(if $(GPUS),native,80;90a)
+CUDA_BUILD ?= build/cuda
+NVCC_EXTRA ?=
 comma := ,
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(or $(GPUS),$(error CUDA_ARCH=native: no nvcc, or no GPU of compute capability 8.0 or later; give CUDA_ARCH='80;90a')),\
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
-NVCCFLAGS := -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
+NVCCFLAGS := -std=c++17 -O3 $(NVCC_EXTRA) -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) \
              $(if $(filter 90a,$(GENCODE)),-DPYOPS_FOR_90A) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
 # Objects are old when they are for other GPUs: they depend on an empty file whose name says which, the only one of its kind.
-CUDA_FOR := build/cuda/for-$(subst $(subst ,, ),-,$(strip $(GENCODE)))
+CUDA_FOR := $(CUDA_BUILD)/for-$(subst $(subst ,, ),-,$(strip $(GENCODE)))
 CU := $(filter-out cuda/conformance.cu,$(wildcard cuda/*.cu))
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
 EMULATED ?= pyops/libpyops_emulated.so
@@ -84,13 +86,13 @@ EMULATED_FLAGS ?= -O2
 
 cuda: $(CUDA_LIBRARY) pyops/device.h ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
 
-$(CUDA_LIBRARY): $(CU:cuda/%.cu=build/cuda/%.o)
+$(CUDA_LIBRARY): $(CU:cuda/%.cu=$(CUDA_BUILD)/%.o)
 	$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
 
-build/cuda/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
+$(CUDA_BUILD)/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
 $(CUDA_FOR):
-	@mkdir -p $(dir $@) && rm -f build/cuda/for-* && touch $@
-build/cuda/%.o: cuda/%.cu Makefile $(CUDA_FOR)
+	@mkdir -p $(dir $@) && rm -f $(CUDA_BUILD)/for-* && touch $@
+$(CUDA_BUILD)/%.o: cuda/%.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
 
@@ -114,10 +116,10 @@ build/emulator/%.o: cuda/emu/%.cpp Makefile
 
 # how a matrix product gets fast, step by step: timed on a GPU, checked on the emulator
 LADDER_SIZE ?= 8192 8192 8192
-ladder: build/cuda/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladder.cu on this GPU (LADDER_SIZE="M N K")
+ladder: $(CUDA_BUILD)/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladder.cu on this GPU (LADDER_SIZE="M N K")
 	$< $(LADDER_SIZE) ./$(CUDA_LIBRARY)
 
-build/cuda/ladder: cuda/dev/ladder.cu Makefile $(CUDA_FOR)
+$(CUDA_BUILD)/ladder: cuda/dev/ladder.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
 	$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
 
@@ -224,4 +226,4 @@ clean: ## remove what was built
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
--include $(OBJ:.o=.d) $(wildcard build/cuda/*.d $(EMULATED_BUILD)/*.d build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)
+-include $(OBJ:.o=.d) $(wildcard $(CUDA_BUILD)/*.d $(EMULATED_BUILD)/*.d build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)
