@@ -31,9 +31,9 @@ endif
 # nvidia-smi says of a driver that does not work goes to stdout, too.
 GPUS := $(if $(shell command -v $(NVCC)),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
             awk '/^[0-9]+[.][0-9]+ *$$/ && $$1 >= 8 {sub("[.]", "", $$1); print $$1 == "90" ? "90a" : $$1}' | sort -u))
-all: cpu $(if $(GPUS),cuda)
+all: cpu $(if $(GPUS),cuda) ## build what this machine can use: a bare `make` does this
 
-cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so (a bare `make` does this, and `make cuda` where there is a GPU)
+cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so
 
 # OpenMP's threads outlive the last call: unloading the library would pull their code away under them
 NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
@@ -133,8 +133,8 @@ PLAIN := -O2
 ASAN := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 TSAN := -O1 -fsanitize=thread
 PROGRAMS := $(foreach v,plain asan tsan,build/emulator/$v/good build/emulator/$v/bugs)
-emulator: $(PROGRAMS) build/conformance/emulated.so
-conformance: build/conformance/emulated.so build/conformance/cuda.so
+emulator: $(PROGRAMS) build/conformance/emulated.so ## build what proves the emulator: kernels with bugs, and one for each instruction
+conformance: build/conformance/emulated.so build/conformance/cuda.so ## build what compares a GPU with the emulator
 
 build/emulator/plain/%: SANITIZE := $(PLAIN)
 build/emulator/asan/%: SANITIZE := $(ASAN)
