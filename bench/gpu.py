@@ -245,25 +245,17 @@ def products(gpu, torch, sizes):
 def translation_contest(what, gpu, torch, sizes, ours, theirs, config, lr, precision, batch):
     """One training step of a translator on random sentences with the real sizes: 15 % padding at their ends."""
     from bench.torch_step import copy_weights, make_step
-    from pyops import backend, plan
-    from pyops.optim import Adam
+    from bench.translation import planned_steps
+    from pyops import backend
     from pyops.text.translation import Pairs
+    from pyops.text.vocabulary import BOS
     rng = np.random.default_rng(0)
     pairs = Pairs(*(padded(rng, sizes.pairs, config.num_steps, words) for words in (config.source_size, config.target_size)))
     order = rng.permutation(sizes.pairs)
     gpu.precision = precision
     model = ours(config)
     weights = {name: backend.get(array) for name, array in model.params.arrays().items()}
-    optimizer, here = Adam(model.params, lr, max_norm=1.0), pairs.placed()
-
-    def step(rows):
-        model.params.zero_grads()
-        loss, ctx = model.forward(*here.batch(rows), step=optimizer.count)
-        model.backward(ctx)
-        optimizer.step()
-        return loss
-
-    steps = plan.Steps(step, model.params, **here.arrays(), **model.arrays(), **optimizer.arrays())
+    steps = planned_steps(model, pairs.placed(), lr)
     batches = [backend.put(order[k:k + batch]) for k in range(0, sizes.pairs - batch + 1, batch)]
     place = iter(range(2**62))
     contestants = {'ours': (repeated(lambda: steps(batches[next(place) % len(batches)])), gpu.synchronize)}
@@ -291,14 +283,12 @@ def translation_contest(what, gpu, torch, sizes, ours, theirs, config, lr, preci
     return figure
 
 
-BOS = 3
-
-
 def padded(rng, n, steps, words):
-    """Random ids (n, steps) int32 above the special ones, and 0 behind random lengths that leave 15 % of the places."""
-    ids = rng.integers(4, words, (n, steps)).astype(np.int32)
+    """Random ids (n, steps) int32 above the special ones, and <pad> behind random lengths that leave 15 % of the places."""
+    from pyops.text.vocabulary import PAD, SPECIALS
+    ids = rng.integers(len(SPECIALS), words, (n, steps)).astype(np.int32)
     lengths = np.clip(rng.normal(0.85 * steps, 0.15 * steps, n).round(), 1, steps)
-    ids[np.arange(steps) >= lengths[:, None]] = 0
+    ids[np.arange(steps) >= lengths[:, None]] = PAD
     return ids
 
 

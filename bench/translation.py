@@ -8,6 +8,22 @@ from dataclasses import asdict
 import numpy as np
 
 
+def planned_steps(model, pairs, lr):
+    """-> plan.Steps of a translator's training step, as in training."""
+    from pyops import plan
+    from pyops.optim import Adam
+    optimizer = Adam(model.params, lr, max_norm=1.0)
+
+    def step(rows):
+        model.params.zero_grads()
+        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+        model.backward(ctx)
+        optimizer.step()
+        return loss
+
+    return plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+
+
 class Contest:
     """ours() -> Config, model class;  theirs() -> its twin's class;  lr: the learning rate of both.
 
@@ -47,20 +63,8 @@ class Contest:
 
     def make_ours(self, folder):
         """-> step(k): our training step on batch k, replayed from a plan as in training; returns its loss."""
-        from pyops import plan
-        from pyops.optim import Adam
         config, pairs, rows = self._load(folder)
-        model = self.ours()[1](config)                  # the same seed as in prepare: the same weights
-        optimizer = Adam(model.params, self.lr, max_norm=1.0)
-
-        def step(indices):
-            model.params.zero_grads()
-            loss, ctx = model.forward(*pairs.batch(indices), step=optimizer.count)
-            model.backward(ctx)
-            optimizer.step()
-            return loss
-
-        steps = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+        steps = planned_steps(self.ours()[1](config), pairs, self.lr)     # the same seed as in prepare: the same weights
         return lambda k: float(steps(rows[k])[0])
 
     def make_torch(self, folder, compiled):

@@ -3,27 +3,9 @@
  * A call through Python costs microseconds, as much as a small kernel.  A recorded step is an array of actions, and
  * this loop is all that happens between them.  The calls themselves are written by replay.awk from pyops.h.
  */
-#include <string.h>
 #include <time.h>
 #include "internal.h"
-
-#define KERNEL(number, name, call) \
-    static pyops_status call_##name(const pyops_value *v, void *stream) { return call; }
-#include "replay_calls.inc"
-#undef KERNEL
-
-static const struct { const char *name; pyops_status (*call)(const pyops_value *, void *); } kernels[] = {
-#define KERNEL(number, name, call) {#name, call_##name},
-#include "replay_calls.inc"
-#undef KERNEL
-};
-enum { KERNELS = sizeof kernels / sizeof *kernels };
-
-int64_t pyops_kernel_number(const char *name) {
-    for (int64_t i = 0; i < KERNELS; i++)
-        if (!strcmp(name, kernels[i].name)) return i;
-    return -1;
-}
+#include "replay_table.inc"
 
 static double now(void) {
     struct timespec t;
@@ -35,10 +17,10 @@ pyops_status pyops_replay(const pyops_action *actions, const pyops_value *values
                           int64_t from, int64_t to, void *stream) {
     for (int64_t i = from; i < to; i++) {
         at[0] = i;
-        PYOPS_REQUIRE(actions[i].kernel >= 0 && actions[i].kernel < KERNELS, "replay: action %lld has kernel %lld of %d",
-                      LL(i), LL(actions[i].kernel), KERNELS);
+        pyops_status status = check_action(actions, i);
+        if (status) return status;
         const double start = seconds ? now() : 0.0;
-        const pyops_status status = kernels[actions[i].kernel].call(values + actions[i].first_value, stream);
+        status = kernels[actions[i].kernel].call(values + actions[i].first_value, stream);
         if (status) return status;
         if (seconds) seconds[i] = now() - start;
     }

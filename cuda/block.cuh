@@ -1,4 +1,4 @@
-// block.cuh - sums and maxima over a warp or a block, in an order that is always the same.
+// block.cuh - sums over a warp or a block and maxima over a warp, in an order that is always the same.
 #pragma once
 #include "internal.cuh"
 
@@ -27,16 +27,6 @@ template <class T> DEVICE T block_sum(T x, T *shared) {
     if (lane == 0) shared[warp] = x;
     __syncthreads();
     x = warp_sum(lane < warps ? shared[lane] : T(0));
-    __syncthreads();
-    return x;
-}
-
-DEVICE float block_max(float x, float *shared) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    x = warp_max(x);
-    if (lane == 0) shared[warp] = x;
-    __syncthreads();
-    x = warp_max(lane < warps ? shared[lane] : -INFINITY);
     __syncthreads();
     return x;
 }

@@ -16,6 +16,7 @@ import os
 import numpy as np
 
 from pyops import backend
+from pyops.backend import row_major
 from pyops.backend.cpu_array import CPU
 from pyops.backend.device import Buffer
 from pyops.backend.numpy_array import Numpy
@@ -87,16 +88,6 @@ def live_buffers():
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
-
-@functools.lru_cache(8192)
-def row_major(shape):
-    """The strides of a compact array, in elements."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
-
 
 @functools.lru_cache(8192)
 def broadcast_shape(*shapes):

@@ -21,7 +21,8 @@ from pyops.backend import library
 DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32),
           'int64_t': np.dtype(np.int64), 'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8),
           'uint16_t': np.dtype(np.uint16)}
-_ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
+# by the status that a library returns
+ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
 ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
@@ -29,10 +30,24 @@ _ffi = FFI()
 _ADDRESS, _cast, _from_buffer, _BYTE = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.from_buffer, np.dtype(np.uint8)
 
 
+def as_shape(shape):
+    """A number or several as a tuple of Python's numbers."""
+    return shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
+
+
+@functools.lru_cache(8192)
+def row_major(shape):
+    """The strides of a compact array, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
 def _aligned(make, shape, dtype):
     """An array whose memory, from make(bytes, uint8), begins on a cache line."""
-    dtype = np.dtype(dtype)
-    shape = shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
+    dtype, shape = np.dtype(dtype), as_shape(shape)
     raw = make(math.prod(shape) * dtype.itemsize + ALIGN, _BYTE)
     return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
 
@@ -328,7 +343,7 @@ def check_status(status):
     """Turn the status of a C call into an exception with the library's text."""
     if status:
         ffi, lib, _ = library.cpu()
-        raise _ERRORS[status](ffi.string(lib.pyops_last_error()).decode())
+        raise ERRORS[status](ffi.string(lib.pyops_last_error()).decode())
 
 
 def work_size(name, *sizes):

@@ -16,7 +16,6 @@ from pyops.backend.device import Buffer
 from pyops.backend.kernel_device import FLOAT, KernelDevice
 from pyops.errors import UserError
 
-_ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 _HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to memory of the host
 
 
@@ -27,7 +26,7 @@ def _call(name, *arguments):
 
 def _check(status):
     if status:
-        raise _ERRORS[status](library.cuda().lib.pyops_last_error().decode())
+        raise backend.ERRORS[status](library.cuda().lib.pyops_last_error().decode())
 
 
 class Memory:
@@ -185,7 +184,7 @@ class GPU(KernelDevice):
     # ---- memory: as a place
 
     def empty(self, shape, dtype, name=''):
-        shape, dtype = _shape(shape), np.dtype(dtype)
+        shape, dtype = backend.as_shape(shape), np.dtype(dtype)
         return self._array(self._buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
 
     def zeros(self, shape, dtype):
@@ -208,7 +207,7 @@ class GPU(KernelDevice):
         return self._buffer(nbytes)
 
     def lease(self, block, shape, dtype, give_back):
-        return self._array(Buffer(self, _Lease(block, give_back), block.pointer), _shape(shape), np.dtype(dtype))
+        return self._array(Buffer(self, _Lease(block, give_back), block.pointer), backend.as_shape(shape), np.dtype(dtype))
 
     def view(self, block, address, shape, dtype, strides):
         item = dtype.itemsize
@@ -216,7 +215,7 @@ class GPU(KernelDevice):
                                 tuple(n // item for n in strides), dtype)
 
     def _array(self, buffer, shape, dtype):
-        return self._array_type(buffer, 0, shape, _row_major(shape), dtype)
+        return self._array_type(buffer, 0, shape, backend.row_major(shape), dtype)
 
     # ---- kernels
 
@@ -340,15 +339,3 @@ class Graph(Calls):
         if not timed:
             addresses[2] = None
         self._check(lib.pyops_replay(*addresses, first, last, self._stream), _check)
-
-
-def _shape(shape):
-    return shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
-
-
-def _row_major(shape):
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
