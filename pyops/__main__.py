@@ -1,6 +1,7 @@
 """Tools of the package.
 
 python -m pyops gradcheck [OP ...]      gradients of ops against central differences, all ops by default
+python -m pyops inspect ...             saved tensors: draw, serve, compare
 """
 import sys
 
@@ -16,12 +17,14 @@ def main(arguments=None):
 
 def run(arguments):
     # not above: a package that is missing is to be named in one line
+    from pyops.inspect import command
     from pyops.training import ArgumentParser
     parser = ArgumentParser(prog='python -m pyops', description='Tools of the package.')
     commands = parser.add_subparsers(dest='command', required=True)
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
     check.add_argument('ops', metavar='OP', nargs='*', help='linear, gru, softmax, ...; default: all')
     check.set_defaults(run=gradcheck)
+    command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
     options = parser.parse_args(arguments)
     return options.run(options)
 
