@@ -4,6 +4,13 @@
 #include <stddef.h>
 #include "pyops.h"
 
+/* How numbers are rounded to a narrow format: see pyops_fake_quantize. */
+typedef struct {
+    int32_t format, rounding, saturate;
+    int32_t rule, shift, flush;         /* of the scales of blocks, */
+    int64_t block;                      /* which are so long; 0: there are none */
+} pyops_rounding_of;
+
 /* ---- kernels: one table per instruction set ------------------------------------------
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
  * The list makes the fields of the table here and fills it in kernels/rows_body.inc.
@@ -71,6 +78,13 @@
                                  int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep, int add)) \
     ROW(void,   softmax_back, (float *x, float *dx, const float *lse, const float *dsum, const float *keep, \
                                const int32_t *n, int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep)) \
+    ROW(void,   random_words, (uint32_t *out, int64_t first, int64_t n, uint64_t step, uint64_t key)) \
+    ROW(void,   round_numbers, (float *y, const float *x, const int32_t *scales, int each, const uint32_t *words, int64_t n, \
+                                const pyops_rounding_of *how)) \
+    ROW(void,   round_blocks, (float *y, const float *x, const uint32_t *words, int64_t n, const pyops_rounding_of *how)) \
+    ROW(uint32_t, amax,       (const float *x, int64_t n)) \
+    ROW(void,   amax_columns, (uint32_t *amax, const float *x, int64_t n)) \
+    ROW(void,   block_scales, (int32_t *scales, const uint32_t *amax, int64_t n, const pyops_rounding_of *how)) \
     ROW(void,   strided_unary,        (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_unary_int32,  (void *const *p, const int64_t *step, int64_t n, int op)) \
     ROW(void,   strided_binary,       (void *const *p, const int64_t *step, int64_t n, int op)) \

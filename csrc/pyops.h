@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 4
+#define PYOPS_ABI_VERSION 5
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -419,6 +419,49 @@ PYOPS_API pyops_status pyops_log_step(
     float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity, void *stream);
 PYOPS_API pyops_status pyops_inverse_square_root(
     float *lr, const int64_t *step, int64_t warmup, float base, void *stream);
+
+/* ---- number formats: what is left of float32 numbers in a narrow format --------------------------------------------
+ * x and y are (outer,n,inner) for an array of any shape, its axis n in the middle.  With block > 0, blocks of so many
+ * neighbours along n, the last one perhaps shorter, have a scale 2^s each, the same for encode and for decode; block 0: none.
+ * block is at most PYOPS_LONGEST_BLOCK.
+ * fake_quantize  y = x rounded to the format, and back: a float32 number that the format has, times its block's scale
+ * encode         codes: the format's bits of each number, in the low bits;  scales (outer, blocks, inner): s + 127, 255 for a
+ *                block that holds an infinity or NaN: all of it becomes NaN;  a NaN that the format has no code for becomes 0
+ * decode         y, from both.   y may be x in fake_quantize.
+ * amax_factor    factor[0] = target / max |x|;  1 where that is no finite number above 0
+ * factor (1) or NULL: x is multiplied with it first, and y divided by it.   step (1) int64: read where rounding is stochastic,
+ * then bits of word (i mod 4) of Philox4x32-10(counter, key), counter = (i / 4, step[0]) as in pyops_dropout, i the number's
+ * place in x, are added to those that go.
+ * rounding HYBRID is HIFP8's: AWAY for exponents from -3 to 3; beyond, upwards where the first 14 bits that go are no less
+ * than the last 14 of the fraction.
+ * saturate 1: a finite number that is too large becomes the largest one; 0: infinity, or NaN where there is none (E4M3), and
+ * where there is neither, the largest (E2M1).   An infinity stays one, or NaN.
+ * rule: s = floor(log2 amax) - emax (FLOOR), ceil(log2 (amax / largest)) (RCEIL), ceil(log2 amax) - emax (CEIL), floor(log2
+ * (amax rounded to the format's digits, half up)) - emax (EVEN); + shift, then from -127 to 127.   flush 1: a block whose
+ * amax is below 2^-126 becomes zeros.
+ * csrc/number_format.inc has the arithmetic, and the sources.
+ */
+typedef enum { PYOPS_HIFP8 = 0, PYOPS_E4M3, PYOPS_E5M2, PYOPS_E2M1, PYOPS_BF16, PYOPS_FP16 } pyops_number_format;
+typedef enum {
+    PYOPS_ROUND_EVEN = 0, PYOPS_ROUND_AWAY, PYOPS_ROUND_DOWN, PYOPS_ROUND_STOCHASTIC, PYOPS_ROUND_HYBRID
+} pyops_rounding;       /* to the nearest, ties to even or away from 0; towards 0 */
+typedef enum { PYOPS_SCALE_FLOOR = 0, PYOPS_SCALE_RCEIL, PYOPS_SCALE_CEIL, PYOPS_SCALE_EVEN } pyops_scale_rule;
+enum { PYOPS_LONGEST_BLOCK = 4096 };
+
+PYOPS_API pyops_status pyops_fake_quantize(
+    float *y, const float *x, const float *factor, const int64_t *step,
+    int64_t outer, int64_t n, int64_t inner, int64_t block,
+    int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift, int32_t flush,
+    uint64_t key, void *stream);
+PYOPS_API pyops_status pyops_encode(
+    uint16_t *codes, uint8_t *scales, const float *x, const float *factor, const int64_t *step,
+    int64_t outer, int64_t n, int64_t inner, int64_t block,
+    int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift, int32_t flush,
+    uint64_t key, void *stream);
+PYOPS_API pyops_status pyops_decode(
+    float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
+    int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream);
+PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream);
 
 /* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------
  * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)

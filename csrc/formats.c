@@ -1,0 +1,182 @@
+/* formats.c - numbers rounded to narrow formats, alone or in blocks with a scale each.
+ *
+ * Where blocks lie along memory (inner 1) a row is taken block by block.  Else a block is a column of `block` rows, and many
+ * neighbouring columns are taken at once, row by row: their scales lie side by side.
+ */
+#include "internal.h"
+#define FORMAT_INLINE static inline
+#include "number_format.inc"
+
+enum { COLUMNS = 512, CHUNK = PYOPS_LONGEST_BLOCK };      /* columns, and neighbours, that are taken at once */
+
+typedef struct {
+    const pyops_kernels *k;
+    pyops_rounding_of how;
+    const float *factor;
+    const int64_t *step;                    /* NULL unless rounding is stochastic */
+    uint64_t key;
+} call;
+
+static pyops_status make_call(call *c, const char *who, const float *factor, const int64_t *step,
+                              int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, int32_t rounding,
+                              int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key) {
+    PYOPS_REQUIRE(outer >= 0 && n >= 0 && inner >= 0, "%s: outer=%lld n=%lld inner=%lld", who, LL(outer), LL(n), LL(inner));
+    PYOPS_REQUIRE(block >= 0 && block <= PYOPS_LONGEST_BLOCK, "%s: block=%lld, want 0 to %d", who, LL(block), PYOPS_LONGEST_BLOCK);
+    PYOPS_REQUIRE(format >= 0 && format < NUMBER_FORMATS, "%s: format=%d, want 0 to %d", who, format, NUMBER_FORMATS - 1);
+    PYOPS_REQUIRE(rounding >= PYOPS_ROUND_EVEN && rounding <= PYOPS_ROUND_HYBRID, "%s: rounding=%d, want 0 to %d",
+                  who, rounding, PYOPS_ROUND_HYBRID);
+    PYOPS_REQUIRE(rounding != PYOPS_ROUND_HYBRID || format == PYOPS_HIFP8, "%s: rounding=%d is of format %d alone",
+                  who, rounding, PYOPS_HIFP8);
+    PYOPS_REQUIRE(rule >= PYOPS_SCALE_FLOOR && rule <= PYOPS_SCALE_EVEN, "%s: rule=%d, want 0 to %d", who, rule, PYOPS_SCALE_EVEN);
+    PYOPS_REQUIRE(shift >= -256 && shift <= 256, "%s: shift=%d, want -256 to 256", who, shift);
+    PYOPS_REQUIRE(rounding != PYOPS_ROUND_STOCHASTIC || step, "%s: step: stochastic rounding wants its number", who);
+    *c = (call){
+        .k = pyops_active(), .factor = factor, .step = rounding == PYOPS_ROUND_STOCHASTIC ? step : NULL, .key = key,
+        .how = {.format = format, .rounding = rounding, .saturate = saturate, .rule = rule, .shift = shift, .flush = flush,
+                .block = block},
+    };
+    return PYOPS_OK;
+}
+
+/* n <= most neighbours, the first of them element `first`: x times the factor, into `scaled` if there is one; their random
+ * words.  Returns where x is now. */
+static const float *prepare(const call *c, float *scaled, uint32_t *words, const float *x, int64_t first, int64_t n) {
+    if (c->step) c->k->random_words(words, first, n, (uint64_t)c->step[0], c->key);
+    if (!c->factor) return x;
+    c->k->scale(scaled, x, c->factor[0], n);
+    return scaled;
+}
+
+static void divide(const call *c, float *y, int64_t n) {
+    for (int64_t i = 0; c->factor && i < n; i++) y[i] /= c->factor[0];
+}
+
+static void quantize_numbers(const call *c, float *y, const float *x, int64_t first, int64_t n) {
+    float scaled[CHUNK];
+    uint32_t words[CHUNK];
+    const int32_t one = SCALE_ONE;
+    const float *from = prepare(c, scaled, words, x + first, first, n);
+    if (c->how.block) c->k->round_blocks(y + first, from, c->step ? words : NULL, n, &c->how);
+    else c->k->round_numbers(y + first, from, &one, 0, c->step ? words : NULL, n, &c->how);
+    divide(c, y + first, n);
+}
+
+/* Blocks of `rows` rows, `inner` numbers apart, in n neighbouring columns. */
+static void quantize_columns(const call *c, float *y, const float *x, int64_t first, int64_t rows, int64_t inner, int64_t n) {
+    uint32_t amax[COLUMNS] = {0}, words[COLUMNS];
+    int32_t scales[COLUMNS];
+    float scaled[COLUMNS];
+    for (int64_t r = 0; r < rows; r++) {
+        const float *from = x + first + r*inner;
+        if (c->factor) c->k->scale(scaled, from, c->factor[0], n), from = scaled;
+        c->k->amax_columns(amax, from, n);
+    }
+    c->k->block_scales(scales, amax, n, &c->how);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t i = first + r*inner;
+        const float *from = prepare(c, scaled, words, x + i, i, n);
+        c->k->round_numbers(y + i, from, scales, 1, c->step ? words : NULL, n, &c->how);
+        divide(c, y + i, n);
+    }
+}
+
+pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, const int64_t *step,
+                                 int64_t outer, int64_t n, int64_t inner, int64_t block,
+                                 int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
+                                 int32_t flush, uint64_t key, void *stream) {
+    (void)stream;
+    call c;
+    const pyops_status status = make_call(&c, "fake_quantize", factor, step, outer, n, inner, block, format, rounding, saturate,
+                                          rule, shift, flush, key);
+    if (status) return status;
+    const int64_t all = outer * n * inner;
+    if (block == 0) {
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t i = 0; i < all; i += CHUNK) quantize_numbers(&c, y, x, i, pyops_min(CHUNK, all - i));
+    } else if (inner == 1) {
+        const int64_t piece = CHUNK / block * block;        /* whole blocks */
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t r = 0; r < outer; r++)
+            for (int64_t i = 0; i < n; i += piece) quantize_numbers(&c, y, x, r*n + i, pyops_min(piece, n - i));
+    } else if (inner) {
+        const int64_t blocks = (n + block - 1) / block, strips = (inner + COLUMNS - 1) / COLUMNS;
+        #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
+        for (int64_t task = 0; task < outer * blocks * strips; task++) {
+            const int64_t strip = task % strips * COLUMNS, b = task / strips % blocks * block, o = task / strips / blocks;
+            quantize_columns(&c, y, x, (o*n + b) * inner + strip, pyops_min(block, n - b), inner, pyops_min(COLUMNS, inner - strip));
+        }
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, const float *factor, const int64_t *step,
+                          int64_t outer, int64_t n, int64_t inner, int64_t block,
+                          int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
+                          int32_t flush, uint64_t key, void *stream) {
+    (void)stream;
+    call c;
+    const pyops_status status = make_call(&c, "encode", factor, step, outer, n, inner, block, format, rounding, saturate,
+                                          rule, shift, flush, key);
+    if (status) return status;
+    const number_format f = number_formats[format];
+    const float scaling = factor ? factor[0] : 1.0f;
+    const int64_t length = block ? block : n ? n : 1, blocks = (n + length - 1) / length, lines = outer * blocks * inner;
+    #pragma omp parallel for schedule(static) if (outer * n * inner > PYOPS_SHARE_EXPS)
+    for (int64_t line = 0; line < lines; line++) {              /* of a block's numbers, or of an axis */
+        const int64_t j = line % inner, b = line / inner % blocks * length, o = line / inner / blocks;
+        const int64_t first = (o*n + b) * inner + j, count = pyops_min(length, n - b);
+        int32_t scale = SCALE_ONE;
+        if (block) {
+            uint32_t amax = 0;
+            for (int64_t i = 0; i < count; i++) {
+                const uint32_t magnitude = bits_of(x[first + i*inner] * scaling) & 0x7fffffffu;
+                amax = magnitude > amax ? magnitude : amax;
+            }
+            scale = block_scale(amax, f, rule, shift, flush);
+            scales[line] = scale == SCALE_DEAD ? 0 : (uint8_t)scale;
+        }
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t at = first + i*inner;
+            uint32_t word = 0;
+            if (c.step) c.k->random_words(&word, at, 1, (uint64_t)c.step[0], c.key);
+            codes[at] = (uint16_t)code_of(round_number(x[at] * scaling, scale, word, f, rounding, saturate), f);
+        }
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
+                          int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream) {
+    (void)stream;
+    call c;
+    const pyops_status status = make_call(&c, "decode", factor, NULL, outer, n, inner, block, format, PYOPS_ROUND_EVEN, 1,
+                                          PYOPS_SCALE_FLOOR, 0, 0, 0);
+    if (status) return status;
+    const number_format f = number_formats[format];
+    const int64_t blocks = block ? (n + block - 1) / block : 0;
+    #pragma omp parallel for schedule(static) if (outer * n * inner > PYOPS_SHARE_EXPS)
+    for (int64_t i = 0; i < outer * n * inner; i++) {
+        const int64_t j = i % inner, place = i / inner % n, o = i / inner / n;
+        const int32_t scale = block ? scales[(o*blocks + place / block) * inner + j] : SCALE_ONE;
+        rounded r = from_code(codes[i], f);
+        if (scale == SCALE_NAN) r.special = 2;
+        y[i] = value_of(r, scale);
+        if (factor) y[i] /= factor[0];
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "amax_factor: n=%lld", LL(n));
+    PYOPS_REQUIRE(target > 0.0f && target <= 3.4028235e38f, "amax_factor: target=%g, want a number above 0", (double)target);
+    const pyops_kernels *k = pyops_active();
+    uint32_t amax = 0;
+    #pragma omp parallel for schedule(static) reduction(max: amax) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += CHUNK) {
+        const uint32_t some = k->amax(x + i, pyops_min(CHUNK, n - i));
+        amax = some > amax ? some : amax;
+    }
+    factor[0] = target_factor(amax, target);
+    return PYOPS_OK;
+}

@@ -1,0 +1,318 @@
+"""Narrow number formats: what is left of float32 numbers in them, their codes, and their names and options.
+
+    fake_quantize(x, 'mxfp8')                       rounded, and back in float32
+    fake_quantize(x, 'mxfp4', axis=0, scale='even') blocks along the first axis
+    codes = encode(x, 'hifp8:round=hybrid')         an option may stand in the name
+    decode(codes)
+
+A format is a name, a text 'name:option=value:option=value', or a Format.  docs/formats.md describes them all.
+"""
+import difflib
+import functools
+import math
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops import backend
+from pyops.errors import UserError
+
+FORMATS = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
+ELEMENTS = ('e4m3', 'e5m2', 'e2m1')             # of blocks; on their own: casts without a scale
+
+# in the order of pyops.h
+_NUMBERS = ('hifp8', 'e4m3', 'e5m2', 'e2m1', 'bf16', 'fp16')
+_ROUNDINGS = ('rne', 'away', 'floor', 'stochastic', 'hybrid')
+_RULES = ('floor', 'rceil', 'ceil', 'even')
+
+# other names that a format and an option go by
+_ALIASES = {'hif8': 'hifp8', 'hifloat8': 'hifp8', 'bfloat16': 'bf16', 'float16': 'fp16', 'half': 'fp16', 'e4m3fn': 'e4m3',
+            'mxfp8_e4m3': 'mxfp8', 'mxfp4_e2m1': 'mxfp4'}
+
+
+class FormatError(UserError, ValueError):
+    """A format, or an option of one, that does not exist; the text offers the nearest names."""
+
+
+class _Element(NamedTuple):
+    """What a number format can say, as a table of csrc/number_format.inc has it."""
+    digits: int             # behind the point
+    bits: int
+    max: float
+    min_normal: float
+    min_subnormal: float
+
+
+_LIMITS = {
+    'hifp8': _Element(3, 8, 2.0 ** 15, 2.0 ** -15, 2.0 ** -22),
+    'e4m3': _Element(3, 8, 448.0, 2.0 ** -6, 2.0 ** -9),
+    'e5m2': _Element(2, 8, 57344.0, 2.0 ** -14, 2.0 ** -16),
+    'e2m1': _Element(1, 4, 6.0, 1.0, 0.5),
+    'bf16': _Element(7, 16, 255 * 2.0 ** 120, 2.0 ** -126, 2.0 ** -133),
+    'fp16': _Element(10, 16, 65504.0, 2.0 ** -14, 2.0 ** -24),
+}
+
+
+def _choice(*names):
+    def convert(value):
+        if value not in names:
+            raise ValueError(_nearest(value, names))
+        return value
+    return convert
+
+
+def _flag(value):
+    if value in (True, False, 0, 1):
+        return bool(value)
+    if str(value).lower() not in ('true', 'false', '1', '0'):
+        raise ValueError('want true or false')
+    return str(value).lower() in ('true', '1')
+
+
+def _whole(least, most):
+    def convert(value):
+        try:
+            number = int(value)
+        except (ValueError, TypeError):
+            number = None
+        if number is None or isinstance(value, float) and value != number or not least <= number <= most:
+            raise ValueError(f'want a whole number from {least} to {most}')
+        return number
+    return convert
+
+
+def _target(value):
+    try:
+        number = float(value)
+    except (ValueError, TypeError):
+        number = math.nan
+    if not 0 < np.float32(number) < math.inf:
+        raise ValueError('want a number above 0')
+    return number
+
+
+# options of a format: name -> (what it is by default, what makes it of a value or of text)
+_ON_NUMBERS = {'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'overflow': ('inf', _choice('inf', 'saturate'))}
+_ON_BLOCKS = {
+    'elem': ('e4m3', _choice('e4m3', 'e5m2')), 'scale': ('floor', _choice(*_RULES)),
+    'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'block': (32, _whole(1, 4096)), 'shift': (0, _whole(-256, 256)),
+    'flush_subnormal_blocks': (False, _flag),
+}
+_OPTIONS = {
+    'hifp8': _ON_NUMBERS | {'round': ('away', _choice(*_ROUNDINGS)), 'overflow': ('saturate', _ON_NUMBERS['overflow'][1]),
+                            'amax_target': (None, _target)},
+    'mxfp8': _ON_BLOCKS,
+    'mxfp4': _ON_BLOCKS | {'elem': ('e2m1', _choice('e2m1'))},
+    'bf16': _ON_NUMBERS,
+    'fp16': _ON_NUMBERS,
+} | {name: _ON_NUMBERS | {'overflow': ('saturate', _ON_NUMBERS['overflow'][1])} for name in ELEMENTS}
+
+
+def _nearest(name, names):
+    """What to say of a name that is none of `names`."""
+    close = difflib.get_close_matches(str(name).lower(), names, 3, 0.5)
+    return (f'did you mean {" or ".join(close)}? ' if close else '') + f'want one of: {", ".join(names)}'
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format with its options; parse() makes one.  str() gives the text that parse() takes."""
+    name: str
+    options: MappingProxyType = field(default_factory=lambda: MappingProxyType({}))     # that are not as by default
+
+    def __hash__(self):
+        return hash(str(self))
+
+    def __reduce__(self):           # for other processes: a MappingProxyType cannot be pickled
+        return parse, (str(self),)
+
+    def __str__(self):
+        return ':'.join([self.name, *(f'{key}={_text(value)}' for key, value in self.options.items())])
+
+    def option(self, name):
+        """An option's value, given or by default."""
+        return self.options.get(name, _OPTIONS[self.name].get(name, (None,))[0])
+
+    @property
+    def element(self):
+        """The format of a single number: 'e4m3' of mxfp8."""
+        return self.option('elem') or self.name
+
+    @property
+    def is_block(self):
+        return self.name in ('mxfp8', 'mxfp4')
+
+    @property
+    def block(self):
+        """Numbers that share a scale; 0 where there is none."""
+        return self.option('block') if self.is_block else 0
+
+    @property
+    def is_stochastic(self):
+        return self.option('round') == 'stochastic'
+
+    bits = property(lambda self: _LIMITS[self.element].bits, doc='of a number, without its share of a scale')
+    max = property(lambda self: _LIMITS[self.element].max, doc='the largest finite number, before a scale')
+    min_normal = property(lambda self: _LIMITS[self.element].min_normal, doc='the smallest with all its digits')
+    min_subnormal = property(lambda self: _LIMITS[self.element].min_subnormal, doc='the smallest above 0')
+
+    def scalars(self):
+        """block, format, rounding, saturate, rule, shift, flush: as pyops_fake_quantize takes them."""
+        return (self.block, _NUMBERS.index(self.element), _ROUNDINGS.index(self.option('round')),
+                self.is_block or self.option('overflow') == 'saturate', _RULES.index(self.option('scale') or 'floor'),
+                self.option('shift') or 0, bool(self.option('flush_subnormal_blocks')))
+
+
+def _text(value):
+    return str(value).lower() if isinstance(value, bool) else f'{value:g}' if isinstance(value, float) else str(value)
+
+
+@functools.lru_cache(512)
+def _parse(text):
+    name, *settings = text.split(':')
+    options = {}
+    for setting in settings:
+        key, equals, value = setting.partition('=')
+        options[key.strip()] = value.strip() if equals else 'true'
+    return name, options
+
+
+def parse(fmt, **options):
+    """A name, a text such as 'mxfp8:scale=rceil:block=16', or a Format, with more options -> Format.
+
+    FormatError where there is no such format or option, or no such value of one.
+    """
+    if isinstance(fmt, Format):
+        name, given = fmt.name, dict(fmt.options)
+    elif isinstance(fmt, str):
+        name, given = _parse(fmt.strip())
+    else:
+        raise TypeError(f'fmt: want the name of a number format, got {type(fmt).__name__}')
+    name = _ALIASES.get(name.strip().lower(), name.strip().lower())
+    if name not in _OPTIONS:
+        raise FormatError(f'{name or "(nothing)"}: no such number format; {_nearest(name, FORMATS + ELEMENTS)}')
+    known, wanted = _OPTIONS[name], {}
+    for key, value in (given | options).items():
+        if key == 'saturate' and 'overflow' in known:           # another name of the same thing
+            key, value = 'overflow', 'saturate' if _convert(name, key, _flag, value) else 'inf'
+        if key not in known:
+            raise FormatError(f'{key}: {name} has no such option; {_nearest(key, tuple(known))}')
+        default, convert = known[key]
+        value = default if value is None else _convert(name, key, convert, value)
+        if value != default:
+            wanted[key] = value
+    return Format(name, MappingProxyType({key: wanted[key] for key in known if key in wanted}))
+
+
+def _convert(name, key, convert, value):
+    try:
+        return convert(value)
+    except ValueError as error:
+        raise FormatError(f'{name}: {key}={_text(value)}: {error}') from None
+
+
+class Codes(NamedTuple):
+    """Numbers as a format's bits.  codes (x's shape) uint8, or uint16 of a format of 16 bits;  scales: the codes of blocks'
+    scales, uint8, x's shape with `axis` cut to one place a block, or None;  factor: what x was multiplied with, float32 (1,),
+    or None."""
+    codes: np.ndarray
+    scales: np.ndarray | None
+    format: Format
+    axis: int
+    factor: np.ndarray | None = None
+
+
+def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', step=None, seed=0, **options):
+    """Round x to a number format and back: an array of x's shape, float32, where x is.
+
+    x: float32, or what numpy makes float32 of (float64 is rounded twice); an NDArray stays where it is.
+    axis: along which blocks lie, the contraction axis of the product that takes x; formats without blocks do not mind.
+    step (1,) int64 and seed: of the random numbers of round=stochastic; without step, it is 0.
+    name: of the new array, for a plan.
+    FormatError for an unknown format or option; ValueError for an axis that x has not.
+    """
+    f = parse(fmt, **options)
+    if _on_host(x) is not x:
+        from pyops.ndarray import array
+        return array(fake_quantize(_on_host(x), f, axis, step=step, seed=seed), device=x.device)
+    x, layout, _ = _prepared(x, axis)
+    y = _empty(x, x.shape, np.float32, name)
+    factor = _factor(x, f)
+    backend.launch('fake_quantize', y, x, factor, _step(x, f, step), *layout, *f.scalars(), seed)
+    return y
+
+
+def encode(x, fmt, axis=-1, *, step=None, seed=0, **options):
+    """x as codes of a number format -> Codes, of numpy arrays, on a GPU of NDArrays; arguments and errors as of
+    fake_quantize.
+
+    ValueError where x holds what E2M1 without blocks has no code for: an infinity or NaN.
+    """
+    f = parse(fmt, **options)
+    x, layout, axis = _prepared(_on_host(x), axis)
+    if f.name == 'e2m1' and not np.isfinite(backend.get(x)).all():
+        raise ValueError('x: e2m1 has no code for infinities and NaN; encode blocks of it: mxfp4')
+    codes = _empty(x, x.shape, np.uint16, 'codes')
+    blocks = -(-x.shape[axis] // f.block) if f.is_block and x.shape else 1
+    scales = _empty(x, (*x.shape[:axis], blocks, *x.shape[axis + 1:]), np.uint8, 'scales') if f.is_block else None
+    factor = _factor(x, f)
+    backend.launch('encode', codes, scales, x, factor, _step(x, f, step), *layout, *f.scalars(), seed)
+    return Codes(codes.astype(np.uint8) if isinstance(codes, np.ndarray) and f.bits <= 8 else codes, scales, f, axis, factor)
+
+
+def decode(codes):
+    """Codes -> the numbers, float32: what fake_quantize gives."""
+    words = codes.codes.astype(np.uint16) if isinstance(codes.codes, np.ndarray) else codes.codes
+    layout = _layout(words.shape, codes.axis)
+    y = _empty(words, words.shape, np.float32, 'decoded')
+    backend.launch('decode', y, words, codes.scales, codes.factor, *layout, *codes.format.scalars()[:2])
+    return y
+
+
+def _on_host(x):
+    """An NDArray in the host's memory as numpy's, anything else as it is."""
+    return x.numpy() if hasattr(x, 'is_compact') and x.device.place is backend.HOST else x
+
+
+def _prepared(x, axis):
+    """-> x as a compact float32 array, (outer, n, inner), the axis counted from 0."""
+    if not hasattr(x, 'is_compact'):
+        x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # a number stays one
+    elif x.dtype != np.float32:
+        raise TypeError(f'x: want float32, got {x.dtype}')
+    else:
+        x = x.compact()
+    rank = max(x.ndim, 1)
+    if not -rank <= axis < rank:
+        raise ValueError(f'axis {axis} is out of bounds for an array of {x.ndim} dimensions')
+    return x, _layout(x.shape, axis % rank), axis % rank
+
+
+def _layout(shape, axis):
+    return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1:])) if shape else (1, 1, 1)
+
+
+def _place(x):
+    return backend.HOST if isinstance(x, np.ndarray) else x.device
+
+
+def _empty(x, shape, dtype, name):
+    """An array where x is: a plan's, where one records there."""
+    place = _place(x)
+    return backend.empty(shape, dtype, name) if place is backend.place() else place.empty(shape, dtype)
+
+
+def _factor(x, f):
+    if not f.option('amax_target'):
+        return None
+    factor = _empty(x, (1,), np.float32, 'factor')
+    backend.launch('amax_factor', factor, x, x.size, f.option('amax_target'))
+    return factor
+
+
+def _step(x, f, step):
+    if not f.is_stochastic:
+        return None
+    return step if step is not None else _place(x).zeros(1, np.int64)
