@@ -184,7 +184,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 
 # The op table once for each instruction set, then everything.  The AVX-512 tiles are written in the compiler's vector
 # types, so a CPU without AVX-512 runs the very same code, compiled for AVX2 ("lowered").
-TABLE := tests/test_ops.py tests/test_kernels.py tests/test_strided.py
+TABLE := tests/test_ops.py tests/test_kernels.py tests/test_strided.py tests/test_formats.py
 LOWERED := build/lowered/libpyops.so
 test: cpu .venv/ready ## run the tests
 	.venv/bin/python -m ruff check

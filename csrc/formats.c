@@ -17,28 +17,16 @@ typedef struct {
     uint64_t key;
 } call;
 
-static pyops_status make_call(call *c, const char *who, const float *factor, const int64_t *step,
-                              int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, int32_t rounding,
-                              int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key) {
-    PYOPS_REQUIRE(outer >= 0 && n >= 0 && inner >= 0, "%s: outer=%lld n=%lld inner=%lld", who, LL(outer), LL(n), LL(inner));
-    PYOPS_REQUIRE(block >= 0 && block <= PYOPS_LONGEST_BLOCK, "%s: block=%lld, want 0 to %d", who, LL(block), PYOPS_LONGEST_BLOCK);
-    PYOPS_REQUIRE(format >= 0 && format < NUMBER_FORMATS, "%s: format=%d, want 0 to %d", who, format, NUMBER_FORMATS - 1);
-    PYOPS_REQUIRE(rounding >= PYOPS_ROUND_EVEN && rounding <= PYOPS_ROUND_HYBRID, "%s: rounding=%d, want 0 to %d",
-                  who, rounding, PYOPS_ROUND_HYBRID);
-    PYOPS_REQUIRE(rounding != PYOPS_ROUND_HYBRID || format == PYOPS_HIFP8, "%s: rounding=%d is of format %d alone",
-                  who, rounding, PYOPS_HIFP8);
-    PYOPS_REQUIRE(rule >= PYOPS_SCALE_FLOOR && rule <= PYOPS_SCALE_EVEN, "%s: rule=%d, want 0 to %d", who, rule, PYOPS_SCALE_EVEN);
-    PYOPS_REQUIRE(shift >= -256 && shift <= 256, "%s: shift=%d, want -256 to 256", who, shift);
-    PYOPS_REQUIRE(rounding != PYOPS_ROUND_STOCHASTIC || step, "%s: step: stochastic rounding wants its number", who);
-    *c = (call){
+static call make_call(const float *factor, const int64_t *step, int64_t block, int32_t format, int32_t rounding,
+                      int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key) {
+    return (call){
         .k = pyops_active(), .factor = factor, .step = rounding == PYOPS_ROUND_STOCHASTIC ? step : NULL, .key = key,
         .how = {.format = format, .rounding = rounding, .saturate = saturate, .rule = rule, .shift = shift, .flush = flush,
                 .block = block},
     };
-    return PYOPS_OK;
 }
 
-/* n <= most neighbours, the first of them element `first`: x times the factor, into `scaled` if there is one; their random
+/* n neighbours, at most CHUNK, the first of them element `first`: x times the factor, into `scaled` if there is one; their random
  * words.  Returns where x is now. */
 static const float *prepare(const call *c, float *scaled, uint32_t *words, const float *x, int64_t first, int64_t n) {
     if (c->step) c->k->random_words(words, first, n, (uint64_t)c->step[0], c->key);
@@ -85,10 +73,9 @@ pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, 
                                  int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
                                  int32_t flush, uint64_t key, void *stream) {
     (void)stream;
-    call c;
-    const pyops_status status = make_call(&c, "fake_quantize", factor, step, outer, n, inner, block, format, rounding, saturate,
-                                          rule, shift, flush, key);
+    const pyops_status status = check_quantize("fake_quantize", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
+    const call c = make_call(factor, step, block, format, rounding, saturate, rule, shift, flush, key);
     const int64_t all = outer * n * inner;
     if (block == 0) {
         #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
@@ -114,10 +101,9 @@ pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, cons
                           int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
                           int32_t flush, uint64_t key, void *stream) {
     (void)stream;
-    call c;
-    const pyops_status status = make_call(&c, "encode", factor, step, outer, n, inner, block, format, rounding, saturate,
-                                          rule, shift, flush, key);
+    const pyops_status status = check_quantize("encode", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
+    const call c = make_call(factor, step, block, format, rounding, saturate, rule, shift, flush, key);
     const number_format f = number_formats[format];
     const float scaling = factor ? factor[0] : 1.0f;
     const int64_t length = block ? block : n ? n : 1, blocks = (n + length - 1) / length, lines = outer * blocks * inner;
@@ -148,9 +134,8 @@ pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, cons
 pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
                           int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream) {
     (void)stream;
-    call c;
-    const pyops_status status = make_call(&c, "decode", factor, NULL, outer, n, inner, block, format, PYOPS_ROUND_EVEN, 1,
-                                          PYOPS_SCALE_FLOOR, 0, 0, 0);
+    const pyops_status status = check_quantize("decode", NULL, outer, n, inner, block, format, PYOPS_ROUND_EVEN,
+                                               PYOPS_SCALE_FLOOR, 0);
     if (status) return status;
     const number_format f = number_formats[format];
     const int64_t blocks = block ? (n + block - 1) / block : 0;
@@ -168,8 +153,8 @@ pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales
 
 pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "amax_factor: n=%lld", LL(n));
-    PYOPS_REQUIRE(target > 0.0f && target <= 3.4028235e38f, "amax_factor: target=%g, want a number above 0", (double)target);
+    const pyops_status status = check_target(n, target);
+    if (status) return status;
     const pyops_kernels *k = pyops_active();
     uint32_t amax = 0;
     #pragma omp parallel for schedule(static) reduction(max: amax) if (n > PYOPS_SHARE_FLOATS)
