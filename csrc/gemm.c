@@ -57,10 +57,41 @@ static int block_flags(int flags, int64_t pc, int64_t kc, int64_t K) {
     return pc + kc < K ? flags & ~PYOPS_RELU : flags;
 }
 
+/* ---- products that packing would not repay: few rows, where all of b would be packed to be used but once or twice, and small
+ * ones ---- */
+enum { FEW_ROWS = 3, SMALL = 32768, DOTS = 64 };          /* SMALL: multiply-adds; DOTS: columns at a time */
+
+static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= FEW_ROWS && a.col == 1 && b.row == 1; }
+
+/* Each column of b lies along memory: its dot products with the rows of a. */
+static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                     int64_t M, int64_t N, int64_t K, int flags) {
+    for (int64_t j = 0; j < N; j += DOTS) {
+        const int64_t n = pyops_min(DOTS, N - j);
+        for (int64_t m = 0; m < M; m++) {
+            float sums[DOTS], *c_m = c + m*ldc + j;
+            k->dots(sums, b.p + j*b.col, a.p + m*a.row, 1.0f, n, K, b.col, 0);
+            for (int64_t i = 0; i < n; i++) {
+                const float sum = (flags & PYOPS_ADD ? c_m[i] : 0.0f) + sums[i] + (bias ? bias[j + i] : 0.0f);
+                c_m[i] = flags & PYOPS_RELU ? rectified(sum) : sum;
+            }
+        }
+    }
+}
+
+/* The rows of b lie along memory, and nothing needs to be moved. */
+static void where_they_lie(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+                           int64_t M, int64_t N, int64_t K, int flags) {
+    k->direct(c, a.p, b.p, M, N, K, ldc, a.row, a.col, b.row, flags & PYOPS_ADD);
+    if (bias || flags & PYOPS_RELU) bias_only(c, ldc, bias, M, N, flags | PYOPS_ADD);
+}
+
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                    int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->KC * k->NC;
-    if (!K) bias_only(c, ldc, bias, M, N, flags);
+    if (!K) return bias_only(c, ldc, bias, M, N, flags);
+    if (is_few(a, b, M)) return few_rows(k, c, ldc, a, b, bias, M, N, K, flags);
+    if (b.col == 1 && (M <= FEW_ROWS || M * N * K <= SMALL)) return where_they_lie(k, c, ldc, a, b, bias, M, N, K, flags);
     for (int64_t jc = 0; jc < N; jc += k->NC)
         for (int64_t pc = 0; pc < K; pc += k->KC) {
             const int64_t nc = pyops_min(k->NC, N - jc), kc = pyops_min(k->KC, K - pc);
@@ -109,7 +140,8 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                                     int64_t M, int64_t N, int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
-    const int64_t threads = M * N * K > PYOPS_SHARE_FMAS ? omp_get_max_threads() : 1;
+    const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);      /* or all of b is */
+    const int64_t threads = is_large ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
     const int64_t rows = pyops_round_up((M + tm - 1) / tm, k->MR), columns = pyops_round_up((N + tn - 1) / tn, k->NR);
     int failed = 0;
