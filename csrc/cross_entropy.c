@@ -18,30 +18,43 @@ pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *l
     return PYOPS_OK;
 }
 
+static pyops_status check(const char *who, int64_t R, int64_t C, float smoothing) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, want 0 <= smoothing < 1", who, (double)smoothing);
+    return PYOPS_OK;
+}
+
 pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse, const float *x, const int32_t *labels,
-                                         int64_t R, int64_t C, int32_t ignore, void *stream) {
+                                         int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_forward: R=%lld C=%lld", LL(R), LL(C));
-    const pyops_status status = pyops_count_valid(valid, "cross_entropy_forward", labels, R, C, ignore);
+    pyops_status status = check("cross_entropy_forward", R, C, smoothing);
+    if (!status) status = pyops_count_valid(valid, "cross_entropy_forward", labels, R, C, ignore);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
+    float *means = smoothing > 0.0f ? pyops_scratch((size_t)R) : NULL;        /* of the rows */
+    if (smoothing > 0.0f && R && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t r = 0; r < R; r++) {
         const float m = k->max(x + r*C, C);
         lse[r] = m + logf(k->sum_exp(x + r*C, m, C));
+        if (means) means[r] = k->sum(x + r*C, C) / (float)C;
     }
     double sum = 0.0;
-    for (int64_t r = 0; r < R; r++)
-        if (labels[r] != ignore) sum += lse[r] - x[r*C + labels[r]];
+    for (int64_t r = 0; r < R; r++) {
+        if (labels[r] == ignore) continue;
+        const float right = x[r*C + labels[r]];
+        sum += lse[r] - right + (means ? smoothing * (right - means[r]) : 0.0f);
+    }
     loss[0] = valid[0] ? (float)(sum / valid[0]) : 0.0f;
     return PYOPS_OK;
 }
 
 pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
                                           const float *lse, const int32_t *valid,
-                                          int64_t R, int64_t C, int32_t ignore, void *stream) {
+                                          int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_backward: R=%lld C=%lld", LL(R), LL(C));
+    const pyops_status status = check("cross_entropy_backward", R, C, smoothing);
+    if (status) return status;
     const pyops_kernels *k = pyops_active();
     const float scale = valid[0] ? dloss[0] / (float)valid[0] : 0.0f;
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
@@ -51,7 +64,8 @@ pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const f
             continue;
         }
         k->scaled_exp(dx + r*C, x + r*C, lse[r], scale, C);
-        dx[r*C + labels[r]] -= scale;
+        if (smoothing > 0.0f) k->add_constant(dx + r*C, -scale * smoothing / (float)C, C);
+        dx[r*C + labels[r]] -= scale * (1.0f - smoothing);
     }
     return PYOPS_OK;
 }

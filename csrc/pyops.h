@@ -351,16 +351,18 @@ PYOPS_API pyops_status pyops_sequence_lengths(
  * lse[r] = log sum_c exp(x[r,c]);   loss[0] = mean over valid r of lse[r] - x[r,labels[r]]
  * dx[r,c] = dloss[0] / valid[0] * (exp(x[r,c] - lse[r]) - [c = labels[r]]),  0 in masked rows
  * A row is masked where labels[r] = ignore.  valid[0] counts the others; loss is 0 where there are none.
+ * smoothing s, 0 <= s < 1: the target of a row is (1 - s) onehot(label) + s / C in place of onehot(label), so
+ *   loss = mean over valid r of lse - (1 - s) x[r,label] - s * mean of x[r,:], and in dx (1 - s) [c = label] + s / C
  * x, dx (R,C)   labels (R) int32 in [0,C) or = ignore   lse (R)   loss, dloss (1)   valid (1) int32
  */
 PYOPS_API pyops_status pyops_cross_entropy_forward(
     float *loss, int32_t *valid, float *lse,
     const float *x, const int32_t *labels,
-    int64_t R, int64_t C, int32_t ignore, void *stream);
+    int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream);
 PYOPS_API pyops_status pyops_cross_entropy_backward(
     float *dx, const float *dloss,
     const float *x, const int32_t *labels, const float *lse, const int32_t *valid,
-    int64_t R, int64_t C, int32_t ignore, void *stream);
+    int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream);
 
 /* ---- output layer and masked softmax cross entropy in one ---------------------------------
  * logits = x weight' + bias, then the loss above; only valid rows are computed, in blocks of rows that stay in
@@ -369,9 +371,7 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
  * dbias (V) OVERWRITTEN too, since they belong to this call; the backward pass scales and adds them (pyops_scale,
  * pyops_axpy).
  * dx, dweight, dbias NULL (all three): the loss alone, as in evaluation.
- * smoothing s, 0 <= s < 1: the target of a valid row is (1 - s) onehot(label) + s / V in place of onehot(label), so
- *   loss = mean over valid r of lse - (1 - s) logits[r,label] - s * mean of logits[r,:]
- *   gradient of logits[r,v] = 1 / valid * (exp(logits[r,v] - lse) - (1 - s) [v = label] - s / V)
+ * smoothing as above.
  * x (R,D)   weight (V,D)   bias (V)   labels (R) int32 in [0,V) or = ignore   loss (1)   valid (1) int32
  */
 PYOPS_API pyops_status pyops_linear_cross_entropy(

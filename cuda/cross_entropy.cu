@@ -1,7 +1,7 @@
 // cross_entropy.cu - masked softmax cross entropy on logits that exist.
 //
-// Forward, two launches: a team of threads for each row finds its log-sum-exp in one pass over the row; then one block adds
-// the losses of the valid rows.  Backward, one launch: a team for each row again.  A team is a warp, eight rows a block,
+// Forward, two launches: a team of threads for each row finds its log-sum-exp in one pass over the row, and where labels are
+// smoothed its mean; then one block adds the losses of the valid rows.  Backward, one launch: a team for each row again.  A team is a warp, eight rows a block,
 // or a whole block where rows are long:
 //
 //     row of 10 logits     lane 0 1 2 .. 9 | the other lanes have nothing
@@ -12,40 +12,53 @@ static constexpr int THREADS = 256;
 static constexpr int64_t LONG_ROW = 1024;               // from here on a row is worth a block
 static constexpr int SUM_THREADS = 1024;                // of the block that adds the losses
 
-// TEAM threads share a row: 32 or THREADS.
+// TEAM threads share a row: 32 or THREADS.  means: NULL, or a place for the mean of each row.
 template <int TEAM> static __global__ void __launch_bounds__(THREADS)
-rows_log_sum_exp(float *lse, const float *x, int64_t R, int64_t C) {
+rows_log_sum_exp(float *lse, float *means, const float *x, int64_t R, int64_t C) {
     constexpr int TEAMS = THREADS / TEAM, WARPS = TEAM / 32, AT_ONCE = 4;
     SHARED(float, maxima, [WARPS]);
     SHARED(float, sums, [WARPS]);
+    SHARED(float, totals, [WARPS]);
     const int member = threadIdx.x % TEAM, warp = member / 32;
     for (int64_t r = blockIdx.x * int64_t(TEAMS) + threadIdx.x / TEAM; r < R; r += int64_t(gridDim.x) * TEAMS) {
         LogSumExp found;
+        float total = 0.0f;
         for (int64_t c = member; c < C; c += AT_ONCE * TEAM) {
             float several[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) several[i] = c + i * TEAM < C ? x[r*C + c + i * TEAM] : -INFINITY;
             found.add(several);
+            if (!means) continue;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) total += c + i * TEAM < C ? several[i] : 0.0f;
         }
         found = warp_log_sum_exp(found);
+        if (means) total = warp_sum(total);
         if constexpr (WARPS > 1) {
             if (member % 32 == 0) {
                 maxima[warp] = found.max;
                 sums[warp] = found.sum;
+                totals[warp] = total;
             }
             __syncthreads();
             if (member == 0)
-                for (int w = 1; w < WARPS; w++) found.add(LogSumExp{maxima[w], sums[w]});
+                for (int w = 1; w < WARPS; w++) {
+                    found.add(LogSumExp{maxima[w], sums[w]});
+                    total += totals[w];
+                }
             __syncthreads();                            // the next row overwrites them
         }
-        if (member == 0) lse[r] = found.value();
+        if (member == 0) {
+            lse[r] = found.value();
+            if (means) means[r] = total / static_cast<float>(C);
+        }
     }
 }
 
-// loss = mean over the valid rows of lse - the label's logit.  One block, so that the order of the sum is always the same.
-static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int32_t *valid, const float *lse, const float *x,
-                                                                const int32_t *labels, FaultRecord *faults,
-                                                                int64_t R, int64_t C, int32_t ignore) {
+// loss = mean over the valid rows of lse - the target's logit.  One block, so that the order of the sum is always the same.
+static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int32_t *valid, const float *lse, const float *means,
+                                                                const float *x, const int32_t *labels, FaultRecord *faults,
+                                                                int64_t R, int64_t C, int32_t ignore, float smoothing) {
     SHARED(double, sums, [SUM_THREADS / 32]);
     SHARED(int, counts, [SUM_THREADS / 32]);
     double sum = 0.0;
@@ -57,7 +70,8 @@ static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int
             report(faults, Fault::label, Who::cross_entropy_forward, r, label, C - 1);
             continue;
         }
-        sum += lse[r] - x[r*C + label];
+        const float right = x[r*C + label];
+        sum += lse[r] - right + (means ? smoothing * (right - means[r]) : 0.0f);
         count++;
     }
     sum = block_sum(sum, sums);
@@ -70,39 +84,49 @@ static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int
 
 template <int TEAM> static __global__ void __launch_bounds__(THREADS)
 backward(float *dx, const float *dloss, const float *x, const int32_t *labels, const float *lse, const int32_t *valid,
-         int64_t R, int64_t C, int32_t ignore) {
+         int64_t R, int64_t C, int32_t ignore, float smoothing) {
     constexpr int TEAMS = THREADS / TEAM;
     const float scale = valid[0] ? dloss[0] / static_cast<float>(valid[0]) : 0.0f;
+    const float on_label = scale * (1.0f - smoothing), everywhere = scale * smoothing / static_cast<float>(C);
     for (int64_t r = blockIdx.x * int64_t(TEAMS) + threadIdx.x / TEAM; r < R; r += int64_t(gridDim.x) * TEAMS) {
         const int32_t label = labels[r];
         const float shift = lse[r];
         const bool masked = label == ignore;
 #pragma unroll 4
         for (int64_t c = threadIdx.x % TEAM; c < C; c += TEAM)
-            dx[r*C + c] = masked ? 0.0f : scale * expf(x[r*C + c] - shift) - (c == label ? scale : 0.0f);
+            dx[r*C + c] = masked ? 0.0f : scale * expf(x[r*C + c] - shift) - (c == label ? on_label : 0.0f) - everywhere;
     }
+}
+
+static pyops_status check(const char *who, int64_t R, int64_t C, float smoothing) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, want 0 <= smoothing < 1", who, static_cast<double>(smoothing));
+    return PYOPS_OK;
 }
 
 extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse,
                                                     const float *x, const int32_t *labels,
-                                                    int64_t R, int64_t C, int32_t ignore, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_forward: R=%lld C=%lld", LL(R), LL(C));
+                                                    int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
+    const pyops_status status = check("cross_entropy_forward", R, C, smoothing);
+    if (status) return status;
+    float *const means = smoothing > 0.0f ? static_cast<float *>(pyops_workspace(size_t(R) * sizeof(float))) : nullptr;
+    if (smoothing > 0.0f && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     Launches launches;
     if (R) launches << LAUNCH(team == 32 ? rows_log_sum_exp<32> : rows_log_sum_exp<THREADS>, grid_for(R * team, THREADS),
-                              THREADS, 0, stream_of(stream), lse, x, R, C);
+                              THREADS, 0, stream_of(stream), lse, means, x, R, C);
     launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream),
-                       loss, valid, lse, x, labels, pyops_faults(), R, C, ignore);
+                       loss, valid, lse, means, x, labels, pyops_faults(), R, C, ignore, smoothing);
     return pyops_launched("cross_entropy_forward", launches.error, stream);
 }
 
 extern "C" pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
                                                      const float *lse, const int32_t *valid,
-                                                     int64_t R, int64_t C, int32_t ignore, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "cross_entropy_backward: R=%lld C=%lld", LL(R), LL(C));
-    if (R == 0) return PYOPS_OK;
+                                                     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
+    const pyops_status status = check("cross_entropy_backward", R, C, smoothing);
+    if (status || R == 0) return status;
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     return pyops_launched("cross_entropy_backward",
                           LAUNCH(team == 32 ? backward<32> : backward<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
-                                 stream_of(stream), dx, dloss, x, labels, lse, valid, R, C, ignore), stream);
+                                 stream_of(stream), dx, dloss, x, labels, lse, valid, R, C, ignore, smoothing), stream);
 }

@@ -219,9 +219,9 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     logits = np.stack([x, np.zeros_like(x)], 1)
     dx, loss, valid, lse = np.empty_like(logits), np.empty(1, 'f'), np.empty(1, 'i'), np.empty(n, 'f')
     labels = np.ones(n, np.int32)
-    launch('cross_entropy_forward', loss, valid, lse, logits, labels, n, 2, -1)
+    launch('cross_entropy_forward', loss, valid, lse, logits, labels, n, 2, -1, 0.0)
     assert np.abs(lse - np.logaddexp(0, exact)).max() <= 4 * np.finfo('f').eps * 30
-    launch('cross_entropy_backward', dx, np.array([n], 'f'), logits, labels, lse, valid, n, 2, -1)
+    launch('cross_entropy_backward', dx, np.array([n], 'f'), logits, labels, lse, valid, n, 2, -1, 0.0)
     assert (np.abs(dx[:, 0] - ref.sigmoid(exact)) <= 1e-5 * ref.sigmoid(exact)).all()
 
 

@@ -418,6 +418,20 @@ class CrossEntropyRow:
         return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1).reshape(1)
 
 
+class SmoothedCrossEntropyRow(CrossEntropyRow):
+    name, sizes = 'cross_entropy-smoothed', ((1, 2), (3, 5), (33, 100), (20, 1001))
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        return Built(lambda: CrossEntropy(smoothing=0.1), built.inputs, {}, built.constants)
+
+    def reference(self, x, labels):
+        return ref.cross_entropy(x, labels, -1, 0.1)
+
+    def torch(self, torch, x, labels):
+        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1, label_smoothing=0.1).reshape(1)
+
+
 class LinearCrossEntropyRow:
     name, smoothing = 'linear_cross_entropy', 0.0
     sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
@@ -452,7 +466,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          PositionsRow(), SmoothedLinearCrossEntropyRow(),
-         *(BatchNormRow(training) for training in (True, False))]
+         *(BatchNormRow(training) for training in (True, False)),
+         SmoothedCrossEntropyRow()]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]

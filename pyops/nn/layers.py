@@ -226,7 +226,7 @@ class CrossEntropyLoss(Layer):
         return F.cross_entropy(x, labels, self.ignore_index)
 
     def by_hand(self, x, labels):
-        op = ops.CrossEntropy(self.ignore_index, self._path or 'loss')
+        op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
         loss, ctx = op.forward(x, labels)
         return loss, (op, ctx)
 

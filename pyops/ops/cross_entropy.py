@@ -10,11 +10,12 @@ class CrossEntropy:
     """The mean negative log-likelihood of the labels, over rows that are not masked.
 
     Shapes   x, dx (R, C);  labels (R,) int32 in [0, C) or = ignore;  loss, dloss (1,)
-    Forward  lse[r] = log sum_c exp(x[r, c]);  loss = mean over valid r of lse[r] - x[r, labels[r]];  0 if none is valid
-    Backward dx[r, c] = dloss / valid * (exp(x[r, c] - lse[r]) - [c = labels[r]]);  0 in masked rows
+    Forward  lse[r] = log sum_c exp(x[r, c]);  target = (1 - smoothing) onehot(labels) + smoothing / C
+             loss = mean over valid r of lse[r] - sum_c target[r, c] x[r, c];  0 if none is valid
+    Backward dx[r, c] = dloss / valid * (exp(x[r, c] - lse[r]) - target[r, c]);  0 in masked rows
     Saves    x, labels, lse (R,), valid (1,) int32: the number of valid rows
-    Errors   ValueError for a label outside the classes, with its position
-    Source   the derivative of log-sum-exp is the softmax
+    Errors   ValueError for a label outside the classes, with its position, and unless 0 <= smoothing < 1
+    Source   the derivative of log-sum-exp is the softmax; label smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7
     """
 
     class Ctx(NamedTuple):
@@ -23,8 +24,8 @@ class CrossEntropy:
         lse: np.ndarray
         valid: np.ndarray
 
-    def __init__(self, ignore=-1, name='cross_entropy'):
-        self.ignore, self.name = ignore, name
+    def __init__(self, ignore=-1, smoothing=0.0, name='cross_entropy'):
+        self.ignore, self.smoothing, self.name = ignore, smoothing, name
 
     def forward(self, x, labels):
         R, C = axes('x', x, 'R C')
@@ -32,12 +33,12 @@ class CrossEntropy:
         check('labels', labels, (R,), np.int32)
         loss = empty(1, name=f'{self.name}.loss')
         valid, lse = empty(1, np.int32, f'{self.name}.valid'), empty(R, name=f'{self.name}.lse')
-        launch('cross_entropy_forward', loss, valid, lse, x, labels, R, C, self.ignore)
+        launch('cross_entropy_forward', loss, valid, lse, x, labels, R, C, self.ignore, self.smoothing)
         return loss, self.Ctx(x, labels, lse, valid)
 
     def backward(self, dloss, ctx):
         R, C = ctx.x.shape
         check('dloss', dloss, (1,))
         dx = empty((R, C), name=f'{self.name}.dx')
-        launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.lse, ctx.valid, R, C, self.ignore)
+        launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.lse, ctx.valid, R, C, self.ignore, self.smoothing)
         return dx

@@ -66,8 +66,9 @@ def cross_entropy(dloss, ctx, parameters, op):
     labels, classes = ctx.labels, ctx.x.shape[1]
     column, valid = labels.reshape(-1, 1), (labels != op.ignore).reshape(-1, 1) * 1.0
     onehot = (column == type(labels)(range(classes), device=labels.device)) * 1.0
+    target = onehot * (1 - op.smoothing) + op.smoothing / classes
     share = valid / valid.sum().maximum(1.0)
-    return (dloss * (share * (call(Softmax, ctx.x, axis=1) - onehot)), None), {}
+    return (dloss * (share * (call(Softmax, ctx.x, axis=1) - target)), None), {}
 
 
 DERIVATIVES = {ops.Linear: linear, ops.FeedForward: feed_forward, ops.ReLU: relu, ops.Embedding: embedding,
