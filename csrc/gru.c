@@ -87,7 +87,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
                 pyops_product_packed(k, product + 2*H, 3*H, (pyops_view){gates_t + 3*H, 4*H, 1}, work + l.n, b_hh + 2*H,
                                      rows, H, K, 0, H, 0, scratch);
                 for (int64_t b = 0; b < rows; b++)
-                    k->gru_before_2(h_t + b*H, gates_t + b*4*H, product + b*3*H, h_prev + b*H, H);
+                    k->gru_before_2(h_t + b*H, gates_t + b*4*H, product + b*3*H + 2*H, h_prev + b*H, H);
             } else {
                 pyops_product_packed(k, product + 2*H, 3*H, (pyops_view){h_prev, H, 1}, work + l.n, b_hh + 2*H,
                                      rows, H, K, 0, H, 0, scratch);
@@ -183,4 +183,81 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     pyops_add_column_sums(db_hh, dgates, T*B, 2*H, 4*H);
     pyops_add_column_sums(db_hh + 2*H, d_n, T*B, H, 4*H);
     return PYOPS_OK;
+}
+
+/* ---- one step, between products of the caller's ---- */
+static pyops_status check_step(const char *who, int64_t B, int64_t H, int32_t stage) {
+    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
+    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage, PYOPS_GRU_BEFORE_2);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gru_gates_forward(float *y, float *gates, const float *a, const float *product, const float *h_prev,
+                                     int64_t B, int64_t H, int32_t stage, void *stream) {
+    (void)stream;
+    const pyops_status status = check_step("gru_gates_forward", B, H, stage);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const size_t row = (size_t)H * sizeof *gates;
+    #pragma omp parallel for schedule(static) if (B * H > PYOPS_SHARE_EXPS)
+    for (int64_t b = 0; b < B; b++) {
+        float *gates_b = gates + b*4*H, *y_b = y + b*H;
+        const float *a_b = a + b*3*H, *h_b = h_prev + b*H;
+        if (stage == PYOPS_GRU_BEFORE_2) {
+            memcpy(gates_b + 2*H, a_b + 2*H, row);
+            k->gru_before_2(y_b, gates_b, product + b*H, h_b, H);
+            continue;
+        }
+        memcpy(gates_b, a_b, 3 * row);
+        if (stage == PYOPS_GRU_AFTER) {
+            k->gru_after(y_b, gates_b, product + b*3*H, h_b, H);
+        } else {
+            k->gru_before_1(gates_b, product + b*2*H, h_b, H);
+            memcpy(y_b, gates_b + 3*H, row);
+        }
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const float *dy, const float *du,
+                                      const float *gates, const float *h_prev,
+                                      int64_t B, int64_t H, int32_t stage, void *stream) {
+    (void)stream;
+    const pyops_status status = check_step("gru_gates_backward", B, H, stage);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const size_t row = (size_t)H * sizeof *dh;
+    int failed = 0;
+    #pragma omp parallel if (B * H > PYOPS_SHARE_FLOATS)
+    {
+        float *dgates = pyops_scratch((size_t)(4 * H));         /* dr dz dn du of a row */
+        if (!dgates) {
+            #pragma omp atomic write
+            failed = 1;
+        }
+        #pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; b++) {
+            if (!dgates) continue;
+            float *dh_b = dh + b*H, *da_b = da + b*3*H;
+            const float *gates_b = gates + b*4*H, *h_b = h_prev + b*H;
+            if (stage == PYOPS_GRU_BEFORE_2) {
+                k->gru_back_reset_before(dgates, dh_b, du + b*H, gates_b, h_b, H);
+                memcpy(da_b, dgates, row);
+                memcpy(dp + b*2*H, da_b, 2 * row);
+                continue;
+            }
+            if (dy) k->add(dh_b, dy + b*H, H);
+            k->gru_back(dgates, dh_b, gates_b, h_b, H);
+            if (stage == PYOPS_GRU_AFTER) {
+                k->gru_back_reset_after(dgates, gates_b, H);
+                memcpy(da_b, dgates, 3 * row);
+                memcpy(dp + b*3*H, dgates, 2 * row);
+                memcpy(dp + b*3*H + 2*H, dgates + 3*H, row);
+            } else {
+                memcpy(da_b + H, dgates + H, 2 * row);
+                memcpy(dp + b*H, dgates + 2*H, row);
+            }
+        }
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "gru_gates_backward: no memory for a row of gates") : PYOPS_OK;
 }

@@ -315,6 +315,23 @@ PYOPS_API pyops_status pyops_gru_backward(
     float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
 PYOPS_API int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H);
+/* One step of it, for a caller that makes the products himself.  h_prev (B,H) is h[t-1], a (B,3H) as above, gates (B,4H).
+ * gates_forward   AFTER     product (B,3H) = h_prev w_hh' + b_hh:            y (B,H) = h[t], and all of gates
+ *                 BEFORE_1  product (B,2H), the same of r and z alone:       y = u = r * h_prev, and r, z, u of gates
+ *                 BEFORE_2  product (B,H) = u w_hn' + b_hn:                  y = h[t], and n of gates
+ * gates_backward  dh (B,H): the gradient of h[t] that later steps passed back, to which dy (B,H) is added unless it is NULL;
+ *                 on leaving, what of it goes to h_prev past the products.  da (B,3H): the gradient of a.  dp: that of product
+ *                 AFTER     da = dr dz dn;   dp (B,3H) = dr dz du
+ *                 BEFORE_1  dz, dn of da;    dp (B,H) = dn
+ *                 BEFORE_2  with du (B,H) = dn w_hn:   dr of da;   dp (B,2H) = dr dz;   dh += du r;   dy is not read
+ */
+typedef enum { PYOPS_GRU_AFTER = 0, PYOPS_GRU_BEFORE_1, PYOPS_GRU_BEFORE_2 } pyops_gru_stage;
+PYOPS_API pyops_status pyops_gru_gates_forward(
+    float *y, float *gates, const float *a, const float *product, const float *h_prev,
+    int64_t B, int64_t H, int32_t stage, void *stream);
+PYOPS_API pyops_status pyops_gru_gates_backward(
+    float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev,
+    int64_t B, int64_t H, int32_t stage, void *stream);
 
 /* ---- scaled dot-product attention, several heads --------------------------------------------
  * For each b, head h, query i:
@@ -342,6 +359,19 @@ PYOPS_API pyops_status pyops_attention_backward(
     const float *y, const float *lse,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
     int32_t causal, float p, uint64_t key, void *stream);
+
+/* The softmax alone, for scores that lie in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
+ * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p
+ * backward  ds[i,j] = p[i,j] (D[i,j] dw[i,j] - sum_j p[i,j] D[i,j] dw[i,j]):  the gradient of scale * s
+ * Keys that may be seen and D are those of attention_forward, whose p is `share`; w may be NULL where nothing is dropped.
+ * p may be s.   ds may be dw.
+ */
+PYOPS_API pyops_status pyops_attention_softmax_forward(
+    float *p, float *w, const float *s, const int32_t *lengths, const int64_t *step,
+    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale, float share, uint64_t key, void *stream);
+PYOPS_API pyops_status pyops_attention_softmax_backward(
+    float *ds, const float *dw, const float *p, const int64_t *step,
+    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key, void *stream);
 
 /* lengths[b] = 1 + the last t with ids[t,b] != pad, 0 where there is none.   ids (T,B) int32, lengths (B) int32 */
 PYOPS_API pyops_status pyops_sequence_lengths(

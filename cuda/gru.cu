@@ -763,3 +763,86 @@ extern "C" pyops_status pyops_gru_backward(
                                      db_ih, db_hh, dgates, T * B, H, reset_before != 0);
     return pyops_launched("gru_backward", error, stream);
 }
+
+// ---- one step, between products of the caller's ------------------------------------------------------------------------
+template <Stage STAGE> static __global__ void gates_forward(
+    float *y, float *gates, const float *a, const float *product, const float *h_prev, int64_t B, int64_t H) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t row = i / H, unit = i % H;
+        float *const gate = gates + row * 4 * H + unit;
+        const float *const in = a + row * 3 * H + unit;
+        Known k = {in[0], in[H], in[2 * H], h_prev[i]};
+        if constexpr (STAGE == Stage::after) {
+            const float *const of = product + row * 3 * H + unit;
+            after_gates(y + i, gate, H, k, of[0], of[H], of[2 * H]);
+        }
+        if constexpr (STAGE == Stage::before_1) {
+            const float *const of = product + row * 2 * H + unit;
+            before_gates_1(gate, H, k, of[0], of[H]);
+            y[i] = gate[3 * H];
+        }
+        if constexpr (STAGE == Stage::before_2) {
+            k.z = gate[H];
+            before_gates_2(y + i, gate, H, k, product[i]);
+        }
+    }
+}
+
+// The steps are those of back_gates and back_reset.
+template <Stage STAGE> static __global__ void gates_backward(
+    float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev, int64_t B, int64_t H) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t row = i / H, unit = i % H;
+        const float *const gate = gates + row * 4 * H + unit;
+        float *const da_of = da + row * 3 * H + unit;
+        const float r = gate[0], z = gate[H], n = gate[2 * H], h = h_prev[i];
+        if constexpr (STAGE == Stage::before_2) {
+            const float dr = du[i] * h * r * (1.0f - r);
+            float *const dp_of = dp + row * 2 * H + unit;
+            da_of[0] = dp_of[0] = dr;
+            dp_of[H] = da_of[H];
+            dh[i] += du[i] * r;
+        } else {
+            const float d = dy ? dh[i] + dy[i] : dh[i], dn = d * (1.0f - z) * (1.0f - n * n), dz = d * (h - n) * z * (1.0f - z);
+            da_of[H] = dz;
+            da_of[2 * H] = dn;
+            dh[i] = d * z;
+            if constexpr (STAGE == Stage::before_1) {
+                dp[i] = dn;
+            } else {
+                float *const dp_of = dp + row * 3 * H + unit;
+                da_of[0] = dp_of[0] = dn * gate[3 * H] * r * (1.0f - r);
+                dp_of[H] = dz;
+                dp_of[2 * H] = dn * r;
+            }
+        }
+    }
+}
+
+static pyops_status check_step(const char *who, int64_t B, int64_t H, int32_t stage) {
+    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
+    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage, PYOPS_GRU_BEFORE_2);
+    return PYOPS_OK;
+}
+
+extern "C" pyops_status pyops_gru_gates_forward(
+    float *y, float *gates, const float *a, const float *product, const float *h_prev,
+    int64_t B, int64_t H, int32_t stage, void *stream) {
+    const pyops_status status = check_step("gru_gates_forward", B, H, stage);
+    if (status || B == 0) return status;
+    const auto kernel = stage == PYOPS_GRU_AFTER ? gates_forward<Stage::after> :
+                        stage == PYOPS_GRU_BEFORE_1 ? gates_forward<Stage::before_1> : gates_forward<Stage::before_2>;
+    return pyops_launched("gru_gates_forward", LAUNCH(kernel, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream),
+                                                      y, gates, a, product, h_prev, B, H), stream);
+}
+
+extern "C" pyops_status pyops_gru_gates_backward(
+    float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev,
+    int64_t B, int64_t H, int32_t stage, void *stream) {
+    const pyops_status status = check_step("gru_gates_backward", B, H, stage);
+    if (status || B == 0) return status;
+    const auto kernel = stage == PYOPS_GRU_AFTER ? gates_backward<Stage::after> :
+                        stage == PYOPS_GRU_BEFORE_1 ? gates_backward<Stage::before_1> : gates_backward<Stage::before_2>;
+    return pyops_launched("gru_gates_backward", LAUNCH(kernel, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream),
+                                                       dh, da, dp, dy, du, gates, h_prev, B, H), stream);
+}

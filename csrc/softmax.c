@@ -1,0 +1,65 @@
+/* softmax.c - the softmax of attention's scores, where these lie in memory: for attention that is made of single products.
+ *
+ * A row is a query's; threads share rows.  Masks and dropout are those of attention.c.
+ */
+#include <math.h>
+#include "internal.h"
+
+static pyops_status check(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share) {
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
+                  who, LL(Tq), LL(Tk), LL(B), LL(heads));
+    PYOPS_REQUIRE(share >= 0.0f && share < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)share);
+    return PYOPS_OK;
+}
+
+/* y = D x of row r; y may be x */
+static void drop(const pyops_kernels *k, float *y, const float *x, int64_t r, int64_t Tk, const int64_t *step,
+                 float share, uint64_t key) {
+    k->dropout(y, x, r * (pyops_round_up(Tk, 4) / 4), Tk, (uint64_t)step[0], key, pyops_dropout_threshold(share),
+               1.0f / (1.0f - share));
+}
+
+pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths, const int64_t *step,
+                                             int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale,
+                                             float share, uint64_t key, void *stream) {
+    (void)stream;
+    const pyops_status status = check("attention_softmax_forward", Tq, Tk, B, heads, share);
+    if (status) return status;
+    for (int64_t b = 0; lengths && b < B; b++)
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "attention_softmax_forward: lengths[%lld]=%d, want 0 to %lld",
+                      LL(b), lengths[b], LL(Tk));
+    const int drops = step && share > 0.0f;
+    PYOPS_REQUIRE(w || !drops, "attention_softmax_forward: w: want a place for the weights that dropout leaves");
+    const pyops_kernels *k = pyops_active();
+    const int64_t rows = B * heads * Tq;
+    #pragma omp parallel for schedule(static) if (rows * Tk > PYOPS_SHARE_EXPS)
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t i = r % Tq, length = lengths ? lengths[r / (heads * Tq)] : Tk;
+        const int64_t n = causal ? pyops_max(0, pyops_min(length, i + 1 + Tk - Tq)) : length;
+        float *p_r = p + r*Tk;
+        k->scale(p_r, s + r*Tk, scale, n);
+        const float max = k->max(p_r, n), sum = k->sum_exp(p_r, max, n);
+        k->scaled_exp(p_r, p_r, max, 1.0f / sum, n);
+        k->fill(p_r + n, Tk - n, 0.0f);
+        if (drops) drop(k, w + r*Tk, p_r, r, Tk, step, share, key);
+        else if (w) k->scale(w + r*Tk, p_r, 1.0f, Tk);
+    }
+    return PYOPS_OK;
+}
+
+pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const float *p, const int64_t *step,
+                                              int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key,
+                                              void *stream) {
+    (void)stream;
+    const pyops_status status = check("attention_softmax_backward", Tq, Tk, B, heads, share);
+    if (status) return status;
+    const pyops_kernels *k = pyops_active();
+    const int64_t rows = B * heads * Tq;
+    const int drops = step && share > 0.0f;
+    #pragma omp parallel for schedule(static) if (rows * Tk > (drops ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS))
+    for (int64_t r = 0; r < rows; r++) {
+        if (drops) drop(k, ds + r*Tk, dw + r*Tk, r, Tk, step, share, key);
+        k->softmax_row_back(ds + r*Tk, (drops ? ds : dw) + r*Tk, p + r*Tk, Tk);
+    }
+    return PYOPS_OK;
+}

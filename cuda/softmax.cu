@@ -1,0 +1,128 @@
+// softmax.cu - the softmax of attention's scores, where these lie in memory: for attention that is made of single products.
+//
+// A row is a query's, and a warp has it, eight rows a block.  A lane has four neighbouring keys, the words of one counter of
+// dropout, of every 128:
+//
+//     row   | 0 1 2 3 | 4 5 6 7 | ...  | 124 ... 127 | 128 ... 131 | ...
+//           | lane 0  | lane 1  | ...  | lane 31     | lane 0      | ...
+//
+// Forward reads a row twice: for its log-sum-exp, in one pass, and for the weights.  Backward likewise: for the sum of weights
+// times gradients, and for the gradients of scores.  The second time it comes from a cache.
+#include "log_sum_exp.cuh"
+#include "philox.cuh"
+
+static constexpr int THREADS = 256, WARPS = THREADS / 32, EACH = 4;
+
+namespace {                                     // names of this file alone
+struct Call {
+    int64_t Tq, Tk, heads, rows;
+    const int64_t *step;                        // NULL: no dropout
+    uint64_t key;
+    uint32_t threshold;
+    float kept;                                 // 1 / (1 - share)
+};
+}
+
+// x[i] = D[row, j + i] x[i] for four neighbours.
+DEVICE void drop(const Call &c, float (&x)[EACH], int64_t row, int64_t j) {
+    const Words random = philox(static_cast<uint64_t>(row * ((c.Tk + 3) / 4) + j / 4), static_cast<uint64_t>(c.step[0]), c.key);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) x[i] = random.word[i] >= c.threshold ? x[i] * c.kept : 0.0f;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+forward(Call c, float *p, float *w, const float *s, const int32_t *lengths, int32_t causal, float scale, FaultRecord *faults) {
+    const int lane = threadIdx.x % 32;
+    for (int64_t row = blockIdx.x * int64_t(WARPS) + threadIdx.x / 32; row < c.rows; row += int64_t(gridDim.x) * WARPS) {
+        const int64_t i = row % c.Tq, sentence = row / (c.heads * c.Tq), given = lengths ? lengths[sentence] : c.Tk;
+        const int64_t length = min(max(given, int64_t(0)), c.Tk);
+        if (length != given && lane == 0 && faults)
+            report(faults, Fault::length, Who::attention_softmax_forward, sentence, given, c.Tk);
+        const int64_t seen = causal ? max(min(length, i + 1 + c.Tk - c.Tq), int64_t(0)) : length;
+        const float *const from = s + row * c.Tk;
+        LogSumExp found;
+        for (int64_t j = lane * EACH; j < seen; j += 32 * EACH) {
+            float score[EACH];
+#pragma unroll
+            for (int k = 0; k < EACH; k++) score[k] = j + k < seen ? scale * from[j + k] : -INFINITY;
+            found.add(score);
+        }
+        found = warp_log_sum_exp(found);
+        const float top = __shfl_sync(ALL_LANES, found.max, 0), share = 1.0f / __shfl_sync(ALL_LANES, found.sum, 0);
+        for (int64_t j = lane * EACH; j < c.Tk; j += 32 * EACH) {
+            float weight[EACH];
+#pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                weight[k] = j + k < seen ? expf(scale * from[j + k] - top) * share : 0.0f;
+                if (j + k < c.Tk) p[row * c.Tk + j + k] = weight[k];
+            }
+            if (!w) continue;
+            if (c.step) drop(c, weight, row, j);
+#pragma unroll
+            for (int k = 0; k < EACH; k++)
+                if (j + k < c.Tk) w[row * c.Tk + j + k] = weight[k];
+        }
+    }
+}
+
+// Gradients of four neighbouring weights, as far as there are so many keys; 0 for those of masked ones, whatever it is.
+DEVICE void gradients(const Call &c, float (&d)[EACH], float (&weight)[EACH], const float *dw, const float *p, int64_t row, int64_t j) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const bool there = j + k < c.Tk;
+        weight[k] = there ? p[row * c.Tk + j + k] : 0.0f;
+        d[k] = weight[k] != 0.0f ? dw[row * c.Tk + j + k] : 0.0f;
+    }
+    if (c.step) drop(c, d, row, j);
+}
+
+static __global__ void __launch_bounds__(THREADS) backward(Call c, float *ds, const float *dw, const float *p) {
+    const int lane = threadIdx.x % 32;
+    for (int64_t row = blockIdx.x * int64_t(WARPS) + threadIdx.x / 32; row < c.rows; row += int64_t(gridDim.x) * WARPS) {
+        float d[EACH], weight[EACH], sum = 0.0f;
+        for (int64_t j = lane * EACH; j < c.Tk; j += 32 * EACH) {
+            gradients(c, d, weight, dw, p, row, j);
+#pragma unroll
+            for (int k = 0; k < EACH; k++) sum += weight[k] * d[k];
+        }
+        sum = warp_sum(sum);
+        for (int64_t j = lane * EACH; j < c.Tk; j += 32 * EACH) {
+            gradients(c, d, weight, dw, p, row, j);
+#pragma unroll
+            for (int k = 0; k < EACH; k++)
+                if (j + k < c.Tk) ds[row * c.Tk + j + k] = weight[k] != 0.0f ? weight[k] * (d[k] - sum) : 0.0f;
+        }
+    }
+}
+
+static pyops_status make_call(Call *c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, const int64_t *step,
+                              float share, uint64_t key) {
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
+                  who, LL(Tq), LL(Tk), LL(B), LL(heads));
+    PYOPS_REQUIRE(share >= 0.0f && share < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(share));
+    *c = {Tq, Tk, heads, B * heads * Tq, share > 0.0f ? step : nullptr, key, dropout_threshold(share), 1.0f / (1.0f - share)};
+    return PYOPS_OK;
+}
+
+extern "C" pyops_status pyops_attention_softmax_forward(
+    float *p, float *w, const float *s, const int32_t *lengths, const int64_t *step,
+    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale, float share, uint64_t key, void *stream) {
+    Call c;
+    const pyops_status status = make_call(&c, "attention_softmax_forward", Tq, Tk, B, heads, step, share, key);
+    if (status) return status;
+    PYOPS_REQUIRE(w || !c.step, "attention_softmax_forward: w: want a place for the weights that dropout leaves");
+    if (c.rows == 0) return PYOPS_OK;
+    return pyops_launched("attention_softmax_forward",
+                          LAUNCH(forward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream),
+                                 c, p, w, s, lengths, causal, scale, pyops_faults()), stream);
+}
+
+extern "C" pyops_status pyops_attention_softmax_backward(
+    float *ds, const float *dw, const float *p, const int64_t *step,
+    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key, void *stream) {
+    Call c;
+    const pyops_status status = make_call(&c, "attention_softmax_backward", Tq, Tk, B, heads, step, share, key);
+    if (status || c.rows == 0) return status;
+    return pyops_launched("attention_softmax_backward",
+                          LAUNCH(backward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream), c, ds, dw, p), stream);
+}
