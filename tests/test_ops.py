@@ -4,6 +4,7 @@ A row says how to build the op, how to call it, and what it should compute: once
 once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
 `make test` runs this file once for each instruction set, and on the emulation of a GPU.
 """
+import inspect
 import os
 import subprocess
 import sys
@@ -36,7 +37,9 @@ from pyops.ops import (
     Residual,
     sequence_lengths,
 )
+from pyops.ops.quantized import OPS as QUANTIZED
 from pyops.params import Parameter
+from pyops.quantization import Recipe
 
 
 @dataclass
@@ -458,6 +461,26 @@ class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
     name, smoothing = 'linear_cross_entropy-smoothed', 0.1
 
 
+class InProductsRow:
+    """The op of another row as pyops.ops.quantized makes it of single products, with a recipe that rounds nothing."""
+
+    def __init__(self, row, *sizes):
+        self.row, self.name, self.sizes = row, f'{row.name}-in-products', sizes
+
+    def __getattr__(self, name):
+        return getattr(self.row, name)
+
+    def build(self, size, rng):
+        built = self.row.build(size, rng)
+
+        def op(**parameters):
+            plain = built.op(**parameters)
+            # every op is made of what it keeps under the names of its constructor's arguments
+            arguments = inspect.signature(type(plain)).parameters
+            return QUANTIZED[type(plain).__name__](**{name: getattr(plain, name) for name in arguments}, recipe=Recipe())
+        return Built(op, built.inputs, built.params, built.constants)
+
+
 TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(),
          CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
@@ -467,7 +490,14 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          PositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
-         SmoothedCrossEntropyRow()]
+         SmoothedCrossEntropyRow(),
+         *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (
+             AttentionRow(lengths='any'), AttentionRow(True, 0.3, 'any'))),
+         *(InProductsRow(GRURow(before, h0), (2, 3, 4, 5), (4, 13, 8, 33)) for before in (False, True) for h0 in (True, False)),
+         InProductsRow(SmoothedLinearCrossEntropyRow(), (3, 4, 6, 5), (3, 60, 40, 150)),
+         InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
+         InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
+         InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16))]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]

@@ -257,7 +257,7 @@ def _pointer_types():
 def _pointer_converter(function, argument, takes_strides):
     ffi, dtype = library.cpu().ffi, DTYPES[argument.type]
     kind, raw = f'{argument.type}[]', ffi.CData
-    strided = function == 'gemm' and argument.name in 'abc'     # whose strides are arguments too
+    strided = function in ('gemm', 'gemm_batched') and argument.name in 'abc'       # whose strides are arguments too
 
     def convert(array):
         if isinstance(array, raw):
@@ -337,6 +337,26 @@ def gemm(c, a, b, bias=None, accumulate=False, relu=False):
         raise ValueError(f'gemm: c: want contiguous rows, got strides {c.strides}')
     # an empty array has strides of 0
     launch('gemm', c, a, b, bias, M, N, K, max(row, N), *_element_strides(a), *_element_strides(b), accumulate, relu)
+
+
+def gemm_batched(c, a, b, accumulate=False):
+    """c (+)= a b for each place of the leading axes.  c (..., M, N) with contiguous rows, a (..., M, K), b (..., K, N), the
+    leading axes the same and of any strides."""
+    *batch, M, N = c.shape
+    K = a.shape[-1]
+    if a.shape != (*batch, M, K) or b.shape != (*batch, K, N):
+        raise ValueError(f'gemm_batched: c {c.shape}, a {a.shape} and b {b.shape} do not fit')
+    strides = [_element_strides(operand) for operand in (c, a, b)]
+    if N > 1 and strides[0][-1] != 1:
+        raise ValueError(f'gemm_batched: c: want contiguous rows, got strides {c.strides}')
+    layout = np.array(batch, np.int64), np.array([operand[:-2] for operand in strides], np.int64).reshape(-1)
+    launch('gemm_batched', c, a, b, *layout, len(batch), M, N, K, max(strides[0][-2], N), *strides[1][-2:], *strides[2][-2:],
+           accumulate)
+
+
+def copy(y, x):
+    """y = x, both C-contiguous float32 of one size; a launch, so that a plan records it."""
+    launch('strided_unary', y, x, np.array([y.size], np.int64), np.ones(2, np.int64), 1, library.cpu().lib.PYOPS_OP_COPY)
 
 
 def check_status(status):

@@ -37,6 +37,20 @@ class Attention:
         self.heads, self.causal, self.p, self.key, self.name = heads, causal, p, key, name
 
     def forward(self, q, k, v, lengths=None, step=None):
+        self.check(q, k, v, lengths, step)
+        Tq, B, _ = q.shape
+        y, lse = empty(q.shape, name=f'{self.name}.y'), empty((B, self.heads, Tq), name=f'{self.name}.lse')
+        launch('attention_forward', y, lse, q, k, v, lengths, step, *self._scalars(q, k))
+        return y, self.Ctx(q, k, v, lengths, step, y, lse)
+
+    def backward(self, dy, ctx):
+        """-> dq, dk, dv."""
+        check('dy', dy, ctx.y.shape)
+        dq, dk, dv = (empty(x.shape, name=f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
+        launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
+        return dq, dk, dv
+
+    def check(self, q, k, v, lengths, step):
         (Tq, B, D), (Tk, _, _) = axes('q', q, 'Tq B D'), axes('k', k, 'Tk B D')
         if D == 0 or D % self.heads:
             raise ValueError(f'q: want shape (Tq, B, D) with D a multiple of {self.heads} heads, got {q.shape}')
@@ -47,16 +61,6 @@ class Attention:
             check('lengths', lengths, (B,), np.int32)
         if step is not None:
             check('step', step, (1,), np.int64)
-        y, lse = empty((Tq, B, D), name=f'{self.name}.y'), empty((B, self.heads, Tq), name=f'{self.name}.lse')
-        launch('attention_forward', y, lse, q, k, v, lengths, step, *self._scalars(q, k))
-        return y, self.Ctx(q, k, v, lengths, step, y, lse)
-
-    def backward(self, dy, ctx):
-        """-> dq, dk, dv."""
-        check('dy', dy, ctx.y.shape)
-        dq, dk, dv = (empty(x.shape, name=f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
-        launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
-        return dq, dk, dv
 
     def _scalars(self, q, k):
         """Sizes and scalars, in the header's order."""

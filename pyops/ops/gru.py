@@ -42,15 +42,18 @@ class GRU:
             check_parameter(parameter, shape)
 
     def forward(self, x, h0=None):
-        I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
-        T, B, _ = axes('x', x, 'T B I')
-        check('x', x, (T, B, I))
-        if h0 is not None:
-            check('h0', h0, (B, H))
+        self.check(x, h0)
+        (T, B, I), H = x.shape, self.w_hh.value.shape[1]
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         launch('gru_forward', h, gates, x, h0, self.w_ih.value, self.w_hh.value, self.b_ih.value, self.b_hh.value,
                work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
         return h, self.Ctx(x, h0, h, gates)
+
+    def check(self, x, h0):
+        T, B, _ = axes('x', x, 'T B I')
+        check('x', x, (T, B, self.w_ih.value.shape[1]))
+        if h0 is not None:
+            check('h0', h0, (B, self.w_hh.value.shape[1]))
 
     def backward(self, dh, ctx, dh_last=None):
         """-> dx, dh0 (None where forward had no h0)."""

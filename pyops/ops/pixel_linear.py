@@ -31,13 +31,17 @@ class PixelLinear:
         check_parameter(bias, (O,))
 
     def forward(self, table, rows):
-        (I, O), (N, _), (B,) = self.weight.value.shape, axes('table', table, 'N I'), axes('rows', rows, 'B')
-        check('table', table, (N, I), np.uint8)
-        check('rows', rows, (B,), np.int64)
+        self.check(table, rows)
+        (I, O), N, B = self.weight.value.shape, len(table), len(rows)
         y = empty((B, O), name=f'{self.name}.y')
         ink, places = empty(B, np.int32, f'{self.name}.ink'), empty((B, I + 8), np.uint16, f'{self.name}.places')
         launch('pixel_linear_forward', y, ink, places, table, rows, self.weight.value, self.bias.value, N, B, I, O, self.scale)
         return y, self.Ctx(table, rows, ink, places)
+
+    def check(self, table, rows):
+        (N, _), (B,) = axes('table', table, 'N I'), axes('rows', rows, 'B')
+        check('table', table, (N, len(self.weight.value)), np.uint8)
+        check('rows', rows, (B,), np.int64)
 
     def backward(self, dy, ctx):
         (I, O), N, B = self.weight.value.shape, len(ctx.table), len(ctx.rows)
