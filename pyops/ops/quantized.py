@@ -105,8 +105,8 @@ class QuantizedLinear(Linear):
     def forward(self, x):
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I))
-        y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
-        return y, self.Ctx(x.shape, self.products.forward(as_rows(y), as_rows(x), self.weight.value, self.bias and self.bias.value))
+        y, bias = empty((*x.shape[:-1], O), name=f'{self.name}.y'), self.bias and self.bias.value
+        return y, self.Ctx(x.shape, self.products.forward(as_rows(y), as_rows(x), self.weight.value, bias))
 
     def backward(self, dy, ctx, want_dx=True, into=None):
         """-> dx, or None where nobody wants it.  into: an array to add dx to, which is then what is returned; it may be dy."""
@@ -117,16 +117,17 @@ class QuantizedLinear(Linear):
         if self.bias:
             launch('column_sums', self.bias.grad, dy, *rows.shape)
         separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
-        dx = empty(ctx.shape, name=f'{self.name}.dx') if want_dx and separate else into
-        self.products.backward(rows, ctx.kept, self.weight.grad, self.weight.value, as_rows(dx) if want_dx else None, not separate)
-        if want_dx and separate and into is not None:
+        dx = None if not want_dx else empty(ctx.shape, name=f'{self.name}.dx') if separate else into
+        self.products.backward(rows, ctx.kept, self.weight.grad, self.weight.value, None if dx is None else as_rows(dx),
+                               accumulate=not separate)
+        if separate and want_dx and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
             return into
-        return dx if want_dx else None
+        return dx
 
 
 class QuantizedFeedForward(FeedForward):
-    """FeedForward with rounded operands: two linear layers, <name>.1 and <name>.2.
+    """FeedForward with rounded operands: two linear layers, <name>.w1 and <name>.w2.
 
     Saves    h, whose signs the rectifier's backward needs, and of both layers what QuantizedLinear saves
     """
@@ -143,7 +144,7 @@ class QuantizedFeedForward(FeedForward):
 
     @staticmethod
     def layers(name):
-        return [(f'{name}.1', 'linear'), (f'{name}.2', 'linear')]
+        return [(f'{name}.w1', 'linear'), (f'{name}.w2', 'linear')]
 
     def forward(self, x):
         F, D = self.w1.value.shape
@@ -367,7 +368,7 @@ class QuantizedGRU(GRU):
 
     def forward(self, x, h0=None):
         self.check(x, h0)
-        (T, B, I), H = x.shape, self.w_hh.value.shape[1]
+        (T, B, _), H = x.shape, self.w_hh.value.shape[1]
         states, gates = empty((T + 1, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         a, product = empty((T, B, 3 * H), name=f'{self.name}.ih.y'), empty((B, 3 * H), name=f'{self.name}.hh.y')
         u = empty((T, B, H), name=f'{self.name}.u') if self.reset_before else None
@@ -404,7 +405,8 @@ class QuantizedGRU(GRU):
             copy(carry, dh_last)
 
         w, dw, db = ctx.w_hh, self.w_hh.grad, self.b_hh.grad
-        if self.reset_before:       # two linear layers in one weight: (rows of w_hh, gradient of the product, its other operand)
+        # the parts of the recurrent product: rows of w_hh, the gradient of what they make, their other operand
+        if self.reset_before:
             parts = [(slice(0, 2 * H), empty((T, B, 2 * H), name=f'{self.name}.hh.dy_rz'), ctx.states[:-1]),
                      (slice(2 * H, 3 * H), empty((T, B, H), name=f'{self.name}.hh.dy_n'), ctx.u)]
             du = empty((B, H), name=f'{self.name}.du')
