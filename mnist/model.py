@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyops import backend, init
+from pyops import backend, init, ops
 from pyops.backend import launch
-from pyops.ops import CrossEntropy, Linear, MLPGradients, PixelLinear, ReLU
+from pyops.ops import CrossEntropy, MLPGradients, ReLU
 from pyops.params import Parameters, Spec
 
 
@@ -18,6 +18,7 @@ class Config:
     pixels: int = 784
     hidden: int = 30
     classes: int = 10
+    ops: object = ops           # what has matrix products is made from it: pyops.ops, or a family of pyops.quantization
 
 
 def parameter_specs(config):
@@ -36,9 +37,9 @@ class MLP:
     def __init__(self, config=None, seed=0):
         self.config = config or Config()
         self.params = p = Parameters(parameter_specs(self.config), seed)
-        self.linear1 = PixelLinear(p['w1'], p['bias1'], name='linear1')
+        self.linear1 = self.config.ops.PixelLinear(p['w1'], p['bias1'], name='linear1')
         self.relu = ReLU()
-        self.linear2 = Linear(p['w2'], p['bias2'], name='linear2')
+        self.linear2 = self.config.ops.Linear(p['w2'], p['bias2'], name='linear2')
         self.loss = CrossEntropy(name='loss')
         self.whole = MLPGradients(p['w1'], p['bias1'], p['w2'], p['bias2'], name='mlp')
         self.one = backend.put(np.ones(1, np.float32))           # the gradient of the loss
@@ -51,7 +52,8 @@ class MLP:
         return loss, y, [c1, c2, c3, c4]
 
     def step(self, images, rows, labels, adam):
-        """-> loss (1,): zero_grads, forward, backward and adam.step() as one op, on labels (N,) of all images."""
+        """-> loss (1,): zero_grads, forward, backward and adam.step() as one op, on labels (N,) of all images; it rounds
+        nothing, whatever the layers are made from."""
         return self.whole.step(images, rows, labels, adam)
 
     def predict(self, images, classes):

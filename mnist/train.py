@@ -6,6 +6,7 @@
 """
 from mnist import program
 from pyops.errors import exits_cleanly
+from pyops.training import add_quant_flags
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
@@ -14,31 +15,38 @@ AT_ONCE = 10            # steps that a GPU is told as one: to tell it one takes 
 
 def parse(argv):
     p = program.parser(PROGRAM, 'Train a 784-30-10 MLP on handwritten digits.', 30, 'units of the hidden layer')
+    add_quant_flags(p)
     return p.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
     digits = program.load(args, 'mnist.model')
-    model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr)
-    from pyops import backend
+    from pyops import backend, quantization
+    made_from = quantization.family_of(quantization.resolve(args) | {'seed': args.seed})
+    model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from)
+    if isinstance(made_from, quantization.Family):
+        print(made_from.check())
     at_once = 1 if backend.place() is backend.HOST else AT_ONCE
     program.train(args, digits, optimizer, model.params, step, model.predict, at_once=at_once, **inputs)
 
 
-def prepare(images, labels, hidden=30, seed=0, lr=0.001):
+def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None):
     """images (N, 784) uint8, labels (N,) int32, of numpy -> model, optimizer, step(rows) -> loss, and what a plan of a step
-    has to know by name."""
+    has to know by name.  made_from: what its layers are made from, pyops.ops or a pyops.quantization.Family."""
     from mnist.model import MLP, Config
-    from pyops import backend, plan
+    from pyops import backend, ops, plan
     from pyops.data.batches import gather
     from pyops.ops import MLPGradients
     from pyops.optim import Adam
 
     images, labels = backend.put(images), backend.put(labels)
     label_table = labels.reshape(-1, 1)
-    model = MLP(Config(hidden=hidden), seed)
+    made_from = made_from or ops
+    model = MLP(Config(hidden=hidden, ops=made_from), seed)
     optimizer = Adam(model.params, lr, MAX_NORM)
+    if made_from is not ops:
+        made_from.step = optimizer.count
 
     def step(rows):
         model.params.zero_grads()
@@ -52,7 +60,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001):
         return model.step(images, rows, labels, optimizer)
 
     # on a GPU the kernels of a batch take longer to start than to run
-    if backend.place() is not backend.HOST and max(hidden, model.config.classes) <= MLPGradients.MOST:
+    if made_from is ops and backend.place() is not backend.HOST and max(hidden, model.config.classes) <= MLPGradients.MOST:
         step = step_of_one_op
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)
 

@@ -7,6 +7,7 @@ docs/quantization.md has the products, their operands and axes, and what is roun
 """
 import difflib
 import os
+import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -20,8 +21,14 @@ OPERANDS = {
     'linear': ('fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'),
     'attention': ('qk.q', 'qk.k', 'pv.p', 'pv.v', 'dp.do', 'dp.v', 'dv.p', 'dv.do', 'dq.ds', 'dq.k', 'dk.ds', 'dk.q'),
 }
+
+
+def _products(operands):
+    return tuple(dict.fromkeys(operand.partition('.')[0] for operand in operands))
+
+
 _ALL = OPERANDS['linear'] + OPERANDS['attention']
-_PRODUCTS = tuple(dict.fromkeys(operand.partition('.')[0] for operand in _ALL))
+_PRODUCTS = _products(_ALL)
 _OF_ATTENTION = tuple(dict.fromkeys(operand.partition('.')[2] for operand in OPERANDS['attention']))
 # what a recipe's text may name -> the operands that it means
 SELECTORS = (
@@ -53,6 +60,8 @@ class Recipe:
         chosen = {}
         for item in filter(None, (part.strip() for part in text.split(','))):
             selector, equals, fmt = item.partition('=')
+            if not equals and selector.strip().lower() in SELECTORS:
+                raise UserError(f'{item}: want a format behind it, as in {item}=mxfp8')
             if not equals or ':' in selector:           # a format alone, whose options have = in them
                 selector, fmt = 'all', item
             selector, fmt = selector.strip().lower(), fmt.strip()
@@ -63,7 +72,7 @@ class Recipe:
                    tuple(filter(None, (pattern.strip() for pattern in layers.split(',')))))
 
     def __str__(self):
-        """The shortest text that parse() makes these formats of; the layers are apart."""
+        """A short text that parse() makes these formats of; the layers are apart."""
         def told(selector, parts):
             """`selector`, or its parts where they differ."""
             found = {self.formats.get(operand) for operand in SELECTORS[selector]}
@@ -73,13 +82,13 @@ class Recipe:
                 return [f'{selector}={found.pop()}']
             return [text for part, rest in parts.items() for text in told(part, rest)]
 
-        tree = {kind: {product: dict.fromkeys(SELECTORS[product], {}) for product in _PRODUCTS if SELECTORS[product][0] in operands}
+        tree = {kind: {product: dict.fromkeys(SELECTORS[product], {}) for product in _products(operands)}
                 for kind, operands in OPERANDS.items()}
         return ','.join(told('all', tree)).removeprefix('all=') or NONE
 
     def of(self, layer, kind):
-        """-> operand: Format, of a 'linear' or an 'attention' layer.  A pattern is for a layer of that name and for all that are
-        parts of something of that name: encoder.0 for encoder.0.self_attention.q."""
+        """-> operand: Format, of a 'linear' or an 'attention' layer.  A pattern is for a layer of that name and for all that
+        are parts of something of that name: encoder.0 for encoder.0.self_attention.q."""
         parts = layer.split('.')
         names = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
         if self.layers and not any(fnmatchcase(name, pattern) for pattern in self.layers for name in names):
@@ -103,6 +112,24 @@ def from_environment():
         raise UserError(f'{VARIABLE}={text}: {error}') from None
 
 
+def resolve(args=None, kept=None):
+    """-> the settings `quant` and `quant_layers` of a run: what its flags say (pyops.training.add_quant_flags), else what the
+    checkpoint has (kept: its settings, None without one), else CUSTOM_QUANT_TYPE.
+
+    UserError where CUSTOM_QUANT_TYPE is no recipe, or layers are named and nothing is rounded.
+    """
+    given, only = (getattr(args, name, None) for name in ('quant', 'quant_layers'))
+    trained, environment = (kept or {}).get('quant', NONE), from_environment()
+    quant = given if given is not None else environment if kept is None else trained
+    if given is None and kept is not None and environment not in (NONE, trained):
+        print(f'{VARIABLE}={os.environ[VARIABLE]}: left aside, since the checkpoint was trained with --quant {trained}; '
+              'give --quant to change that', file=sys.stderr)
+    layers = (kept or {}).get('quant_layers', '') if only is None else only
+    if quant == NONE and only:
+        raise UserError(f'--quant-layers {only}: nothing is rounded there; say to what with --quant, as in --quant mxfp8')
+    return {'quant': quant, 'quant_layers': layers}
+
+
 class Family:
     """The names of pyops.ops, where ops that have products round their operands as a recipe says: what a model makes its layers
     from.  Ops of which the recipe says nothing are the plain ones.
@@ -120,15 +147,17 @@ class Family:
         return found
 
     def check(self):
-        """UserError where a pattern fits no layer that was made, or nothing is rounded in any."""
+        """-> a line about what is rounded where, once a model was made; UserError where a pattern fits no layer of it, or
+        nothing is rounded in any."""
         for pattern in self.recipe.layers:
             alone = Recipe(self.recipe.formats, (pattern,))
             if not any(alone.of(layer, kind) for layer in self.layers for kind in OPERANDS):
                 close = difflib.get_close_matches(pattern, self.layers, 3, 0.3)
-                raise UserError(f'--quant-layers {pattern}: no layer of that name; '
-                                + (f'did you mean {" or ".join(close)}?' if close else f'want one of: {", ".join(self.layers)}'))
+                remedy = f'did you mean {" or ".join(close)}?' if close else f'want some of: {", ".join(self.layers)}'
+                raise UserError(f'--quant-layers {pattern}: no layer of that name; {remedy}')
         if not any(self.layers.values()):
             raise UserError(f'--quant {self.recipe}: rounds nothing in this model; want operands of layers that it has')
+        return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
 
     def __getattr__(self, name):
         plain = getattr(ops, name)
@@ -148,7 +177,6 @@ def family(recipe, seed=0):
     return Family(recipe, seed) if recipe.formats else ops
 
 
-def settings(settings):
-    """The family of a program's settings `quant`, `quant_layers` and `seed`, which may lack them."""
-    recipe = Recipe.parse(settings.get('quant') or NONE, settings.get('quant_layers') or '')
-    return family(recipe, settings.get('seed') or 0)
+def family_of(settings):
+    """The family of a program's settings `quant`, `quant_layers` and `seed`; they may lack them all."""
+    return family(Recipe.parse(settings.get('quant', NONE), settings.get('quant_layers', '')), settings.get('seed', 0))

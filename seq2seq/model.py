@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyops import backend, init
+from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import GRU, ConcatContext, Dropout, Embedding, LinearCrossEntropy
+from pyops.ops import ConcatContext, Dropout, Embedding
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import greedy
 from pyops.text.vocabulary import PAD
@@ -30,6 +30,7 @@ class Config:
     sigmoid_gain: float = 1.0   # of the Xavier initialisation, for weights that feed a sigmoid
     tanh_gain: float = 4.0      # and for those that feed a tanh
     reset_before: bool = False  # the reset gate before the recurrent product instead of after it
+    ops: object = ops           # what has matrix products is made from it: pyops.ops, or a family of pyops.quantization
 
     def __post_init__(self):
         for name in ('source_size', 'target_size', 'embedding', 'hidden', 'layers', 'num_steps'):
@@ -63,7 +64,7 @@ class DeepGRU:
 
     def __init__(self, params, prefix, config):
         names = ('w_ih', 'w_hh', 'b_ih', 'b_hh')
-        self.layers = [GRU(*(params[f'{prefix}.rnn.{layer}.{name}'] for name in names), config.reset_before)
+        self.layers = [config.ops.GRU(*(params[f'{prefix}.rnn.{layer}.{name}'] for name in names), config.reset_before)
                        for layer in range(config.layers)]
         self.dropouts = [Dropout(config.dropout, key(params.seed, f'{prefix}.dropout.{layer}'), f'{prefix}.dropout.{layer}')
                          for layer in range(config.layers - 1)]
@@ -108,7 +109,7 @@ class Seq2Seq:
         self.target_embedding = Embedding(p['decoder.embedding.weight'])
         self.concat = ConcatContext()
         self.decoder = DeepGRU(p, 'decoder', config)
-        self.output = LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD)
+        self.output = config.ops.LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD)
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):

@@ -9,20 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, init
+from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import (
-    Attention,
-    Dropout,
-    Embedding,
-    FeedForward,
-    LayerNorm,
-    Linear,
-    LinearCrossEntropy,
-    Positions,
-    Residual,
-    sequence_lengths,
-)
+from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, sequence_lengths
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import greedy
 from pyops.text.vocabulary import PAD
@@ -45,6 +34,7 @@ class Config:
     positions: int = 1000       # the longest sentence that has positions
     pre_norm: bool = False      # layer norm before each sublayer instead of after its residual sum
     smoothing: float = 0.0      # of the labels
+    ops: object = ops           # what has matrix products is made from it: pyops.ops, or a family of pyops.quantization
 
     def __post_init__(self):
         for name in ('source_size', 'target_size', 'd_model', 'd_ff', 'heads', 'layers', 'num_steps', 'positions'):
@@ -110,8 +100,9 @@ class MultiHeadAttention:
     """
 
     def __init__(self, params, prefix, config, causal=False):
-        self.q, self.k, self.v, self.out = (Linear(params[f'{prefix}.{name}.weight']) for name in ('q', 'k', 'v', 'out'))
-        self.attention = Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
+        make = config.ops
+        self.q, self.k, self.v, self.out = (make.Linear(params[f'{prefix}.{name}.weight']) for name in ('q', 'k', 'v', 'out'))
+        self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
 
     def forward(self, x, memory, lengths, step):
         q, c1 = self.q.forward(x)                                       # (Tq, B, D)
@@ -179,7 +170,7 @@ class Sublayer:
 class EncoderBlock:
     def __init__(self, params, prefix, config):
         self.attention = MultiHeadAttention(params, f'{prefix}.self_attention', config)
-        self.feed_forward = feed_forward(params, f'{prefix}.feed_forward')
+        self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second = (Sublayer(params, f'{prefix}.{name}', config) for name in ('self_attention', 'feed_forward'))
 
     def forward(self, x, lengths, step):
@@ -205,7 +196,7 @@ class DecoderBlock:
         names = ('self_attention', 'cross_attention', 'feed_forward')
         self.self_attention = MultiHeadAttention(params, f'{prefix}.self_attention', config, causal=True)
         self.cross_attention = MultiHeadAttention(params, f'{prefix}.cross_attention', config)
-        self.feed_forward = feed_forward(params, f'{prefix}.feed_forward')
+        self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second, self.third = (Sublayer(params, f'{prefix}.{name}', config) for name in names)
 
     def forward(self, x, memory, lengths, step):
@@ -239,8 +230,8 @@ class DecoderBlock:
         return self.third.forward(x, self.feed_forward.forward, None)[0]
 
 
-def feed_forward(params, prefix):
-    return FeedForward(*(params[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2')))
+def feed_forward(params, prefix, config):
+    return config.ops.FeedForward(*(params[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2')))
 
 
 class Stack:
@@ -306,7 +297,7 @@ class Transformer:
         self.positions = Positions(config.d_model, config.positions, config.d_model ** 0.5)
         self.encoder = Stack(p, 'encoder', EncoderBlock, self.positions, config)
         self.decoder = Stack(p, 'decoder', DecoderBlock, self.positions, config)
-        self.output = LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD, smoothing=config.smoothing)
+        self.output = config.ops.LinearCrossEntropy(p['output.weight'], p['output.bias'], PAD, config.smoothing)
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):

@@ -17,6 +17,7 @@ from pyops.training import (
     Progress,
     add_gpu_flag,
     add_plan_flags,
+    add_quant_flags,
     asks_for_plan,
     fraction,
     int_up_to,
@@ -33,14 +34,16 @@ MAX_NORM = 1.0          # gradients longer than this are clipped
 class Architecture(NamedTuple):
     """What the model.py of a program offers."""
     sizes: tuple[str, ...]      # settings that a checkpoint must have in common with the model it is loaded into
-    config: type                # a dataclass: config(source_size, target_size, num_steps=..., ...)
+    config: type                # a dataclass: config(source_size, target_size, num_steps=..., ops=..., ...)
     model: type                 # model(config, seed): forward, backward, valid, arrays, translate, params
     parameter_specs: Callable   # parameter_specs(config) -> name: Spec
 
     def configure(self, settings, source_size=1, target_size=1):
         """The config of a model with these settings and sizes of vocabularies; UserError where they do not go together."""
+        from pyops.quantization import family_of
         fields = [field.name for field in dataclasses.fields(self.config)]
-        return self.config(source_size, target_size, **{name: settings[name] for name in fields if name in settings})
+        return self.config(source_size, target_size, **{name: settings[name] for name in fields if name in settings},
+                           ops=family_of(settings))
 
 
 class Program:
@@ -51,7 +54,8 @@ class Program:
     dropped = ''                # what -d drops, for --help
     # What a flag means that was not given, or that the program does not have; a resumed run takes the checkpoint's
     # values first.
-    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, warmup=0)
+    DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, warmup=0,
+                    quant='none', quant_layers='')
     PRESETS = {}                # --preset NAME: values in place of those in DEFAULTS; the first where it is not given
     GROWING = ()                # the settings that a model's memory grows with
     drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
@@ -126,6 +130,7 @@ class Program:
                                             for setting, value in self.PRESETS[name].items()) for name in others]
             p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
         add_gpu_flag(p)
+        add_quant_flags(p)
         self.add_flags(p)
         add_plan_flags(p)
         return p.parse_args(argv)
@@ -140,6 +145,7 @@ class Program:
 
         UserError where a size, the seed or the trial is not the checkpoint's, or the preset that was given has another size.
         """
+        from pyops import quantization
         kept, sizes = state['settings'] if state else {}, self.architecture().sizes
 
         def refuse(name, value):
@@ -163,7 +169,7 @@ class Program:
                 refuse(name, settings[name])
             if name in sizes and is_another and given is None and settings[name] != default:
                 refuse('preset', preset)
-        return settings
+        return settings | quantization.resolve(args, state and kept)
 
     def load(self, found):
         """-> tensors, state of the checkpoint that was found, which must be of this program; None, None if none was."""
@@ -187,7 +193,7 @@ class Program:
         say(self.at_start(args))
         if args.epochs == 0:
             from pyops.translator.serving import serve
-            return serve(self, args.checkpoint)
+            return serve(self, args.checkpoint, args)
         if args.checkpoint is not None:
             found = checkpoint.find(args.checkpoint)
         else:
@@ -235,6 +241,9 @@ def train(program, args, found):
     fit.needs_memory(architecture.parameter_specs(config), program.GROWING)
     model = architecture.model(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], MAX_NORM)
+    if settings['quant'] != 'none':
+        say(config.ops.check())
+        config.ops.step = optimizer.count
     run = fit.Run(settings['seed'], settings['batch_size'])
     if state:
         check_vocabularies(found.path, state, vocabularies, pairs)

@@ -3,7 +3,7 @@
 What `python -m PROGRAM.translate` does, and `python -m PROGRAM.train -e 0`.
 """
 from pyops.errors import UserError
-from pyops.training import ArgumentParser, add_gpu_flag, int_up_to, positive_int, use_gpu
+from pyops.training import ArgumentParser, add_gpu_flag, add_quant_flags, int_up_to, positive_int, use_gpu
 
 
 def parse(program, argv=None):
@@ -15,6 +15,7 @@ def parse(program, argv=None):
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
     p.add_argument('--data-dir', metavar='DIR', help='with --test: where to look for fra-eng')
     add_gpu_flag(p)
+    add_quant_flags(p)
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
     args = p.parse_args(argv)
     if args.test and args.sentence:
@@ -31,16 +32,17 @@ def main(program, argv=None):
     if args.test:
         return test(program, args)
     if not args.sentence:
-        return serve(program, args.checkpoint)
-    translator, _ = open_checkpoint(program, args.checkpoint)
+        return serve(program, args.checkpoint, args)
+    translator, _ = open_checkpoint(program, args.checkpoint, args)
     for sentence in args.sentence:
         for line in translator.answer(sentence):
             print(line)
 
 
-def open_checkpoint(program, path):
-    """-> Translator, state of the checkpoint that -c names, with the lines that tell which one it is."""
-    from pyops import checkpoint, fit
+def open_checkpoint(program, path, args=None):
+    """-> Translator, state of the checkpoint that -c names, with the lines that tell which one it is.  It rounds what it was
+    trained to round, unless args, the flags that were given, have another --quant."""
+    from pyops import checkpoint, fit, quantization
     from pyops.optim import Adam
     from pyops.text.translation import Translator
     from pyops.text.vocabulary import Vocabulary
@@ -52,17 +54,20 @@ def open_checkpoint(program, path):
     kept, state = program.load(found)
     vocabularies = [Vocabulary(state['vocabularies'][which]) for which in ('source', 'target')]
     architecture = program.architecture()
-    config = architecture.configure(state['settings'], *map(len, vocabularies))
+    settings = state['settings'] | quantization.resolve(args, state['settings'])
+    config = architecture.configure(settings, *map(len, vocabularies))
     model = architecture.model(config)
+    if settings['quant'] != 'none':
+        print(config.ops.check())
     fit.restore(model.params, Adam(model.params, 1.0), kept, found.path)
     print('loaded from checkpoint')
     return Translator(model, *vocabularies, config.num_steps, program.answer), state
 
 
-def serve(program, path):
+def serve(program, path, args=None):
     """Answer what is typed until the input ends."""
     from pyops.text.repl import serve as serve_lines
-    translator, _ = open_checkpoint(program, path)
+    translator, _ = open_checkpoint(program, path, args)
     print('serving mode', flush=True)
     serve_lines(translator.answer)
 
@@ -71,7 +76,7 @@ def test(program, args):
     """Translate and score what was held out when the checkpoint was trained."""
     from pyops.text.split import hold_out
     from pyops.text.translation import Pairs, check_vocabularies, open_corpus
-    translator, state = open_checkpoint(program, args.checkpoint)
+    translator, state = open_checkpoint(program, args.checkpoint, args)
     fraction = state['settings']['hold_out']
     if not fraction:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
