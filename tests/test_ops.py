@@ -462,10 +462,10 @@ class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
 
 
 class InProductsRow:
-    """The op of another row as pyops.ops.quantized makes it of single products, with a recipe that rounds nothing."""
+    """The op of another row as pyops.ops.quantized makes it of single products, here with a recipe that rounds nothing."""
 
-    def __init__(self, row, *sizes):
-        self.row, self.name, self.sizes = row, f'{row.name}-in-products', sizes
+    def __init__(self, row, *sizes, recipe=None):
+        self.row, self.name, self.sizes, self.recipe = row, f'{row.name}-in-products', sizes, recipe or Recipe()
 
     def __getattr__(self, name):
         return getattr(self.row, name)
@@ -477,7 +477,7 @@ class InProductsRow:
             plain = built.op(**parameters)
             # every op is made of what it keeps under the names of its constructor's arguments
             arguments = inspect.signature(type(plain)).parameters
-            return QUANTIZED[type(plain).__name__](**{name: getattr(plain, name) for name in arguments}, recipe=Recipe())
+            return QUANTIZED[type(plain).__name__](**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
         return Built(op, built.inputs, built.params, built.constants)
 
 
