@@ -4,6 +4,7 @@ A row says how to build the op, how to call it, and what it should compute: once
 once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
 `make test` runs this file once for each instruction set, and on the emulation of a GPU.
 """
+import functools
 import inspect
 import os
 import subprocess
@@ -799,6 +800,9 @@ def test_evaluation_gives_the_loss_without_smoothing_and_forms_no_gradients(row)
 
 @pytest.mark.parametrize('bad', [-0.1, 1.0, float('nan')])
 def test_smoothing_is_a_share_below_one(bad):
+    labels = put(np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match='cross_entropy_forward: smoothing=.*, want 0 <= smoothing < 1'):
+        CrossEntropy(smoothing=bad).forward(put(np.zeros((3, 2), np.float32)), labels)
     run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
     op = LinearCrossEntropy(*run.params.values(), smoothing=bad)
     with pytest.raises(ValueError, match='linear_cross_entropy: smoothing=.*, want 0 <= smoothing < 1'):
@@ -1084,6 +1088,47 @@ def test_attention_refuses_heads_and_shares_that_cannot_be():
     for p in (-0.1, 1.0, float('nan')):
         with pytest.raises(ValueError, match='attention_forward: p='):
             attend(Attention(2, p=p), q, q, q)
+
+
+attention_in_products = functools.partial(QUANTIZED['Attention'], recipe=Recipe())
+
+
+def test_attention_in_products_refuses_what_the_whole_one_refuses():
+    make, q, k = attention_in_products, np.zeros((2, 3, 4), 'f'), np.zeros((5, 3, 4), 'f')
+    with pytest.raises(ValueError, match=r'attention_softmax_forward: lengths\[2\]=6, want 0 to 5'):
+        attend(make(2), q, k, k, np.array([0, 5, 6], np.int32))
+    for p in (-0.1, 1.0, float('nan')):
+        with pytest.raises(ValueError, match='attention_softmax_forward: p='):
+            attend(make(2, p=p), q, k, k)
+
+
+@pytest.mark.parametrize('Tq,Tk,B', [(3, 0, 2), (0, 3, 2), (3, 3, 0)])
+def test_attention_in_products_of_nothing(Tq, Tk, B):
+    _, _, y, grads = attention_run(attention_in_products(2, True), (Tq, Tk, B, 4), np.zeros(B, np.int32))
+    assert not any(np.any(result) for result in (y, *grads)) and [len(grad) for grad in grads] == [Tq, Tk, Tk]
+
+
+def test_attention_in_products_survives_extreme_scores_and_passes_nan_on():
+    rng = np.random.default_rng(3)
+    q, k, v, dy = (normal(rng, T, 2, 16, scale=8) for T in (40, 150, 150, 40))
+    k[70] = k[149] = 2 * q[0]
+    op = attention_in_products(1)
+    y, ctx = attend(op, q, k, v)
+    close(y, ref.attention(*(x.astype(np.float64) for x in (q, k, v)), 1, np.full(2, 150), False), 1e-3)
+    assert all(np.isfinite(grad).all() for grad in attend_back(op, dy, ctx))
+    q[3, 1, 5] = np.nan
+    y, _ = attend(op, q, k, v)
+    assert np.isnan(y[3, 1]).all() and np.isnan(y).sum() == 16
+
+
+@pytest.mark.parametrize('kernel,count', [('gru_gates_forward', 5), ('gru_gates_backward', 7)])
+def test_gates_refuse_a_stage_that_there_is_not(kernel, count):
+    arrays = [put(np.zeros(12, np.float32)) for _ in range(count)]
+    for stage in (-1, 3):
+        with pytest.raises(ValueError, match=f'{kernel}: stage={stage}, want 0 to 2'):
+            backend.launch(kernel, *arrays, 1, 3, stage)
+    with pytest.raises(ValueError, match=f'{kernel}: B=1 H=0'):
+        backend.launch(kernel, *arrays, 1, 0, 0)
 
 
 def test_attention_of_nothing():
