@@ -71,6 +71,9 @@ class Recipe:
         return cls(MappingProxyType({operand: chosen[operand] for operand in _ALL if chosen.get(operand)}),
                    tuple(filter(None, (pattern.strip() for pattern in layers.split(',')))))
 
+    def __hash__(self):
+        return hash((str(self), self.layers))
+
     def __str__(self):
         """A short text that parse() makes these formats of; the layers are apart."""
         def told(selector, parts):
@@ -153,7 +156,9 @@ class Family:
             alone = Recipe(self.recipe.formats, (pattern,))
             if not any(alone.of(layer, kind) for layer in self.layers for kind in OPERANDS):
                 close = difflib.get_close_matches(pattern, self.layers, 3, 0.3)
-                remedy = f'did you mean {" or ".join(close)}?' if close else f'want some of: {", ".join(self.layers)}'
+                first, last = list(self.layers)[:3], list(self.layers)[-1]
+                remedy = (f'did you mean {" or ".join(close)}?' if close else
+                          f'there are {len(self.layers)}, from {", ".join(first)} to {last}')
                 raise UserError(f'--quant-layers {pattern}: no layer of that name; {remedy}')
         if not any(self.layers.values()):
             raise UserError(f'--quant {self.recipe}: rounds nothing in this model; want operands of layers that it has')

@@ -293,7 +293,7 @@ LINEAR, ATTENTION = OPERANDS['linear'], OPERANDS['attention']
 def test_a_recipe_and_its_text(text, want):
     recipe = Recipe.parse(text)
     assert {operand: str(fmt) for operand, fmt in recipe.formats.items()} == want
-    assert Recipe.parse(str(recipe)) == recipe and hash(str(recipe))
+    assert Recipe.parse(str(recipe)) == recipe and len({recipe, Recipe.parse(text)}) == 1
 
 
 @pytest.mark.parametrize('text,want', [
@@ -389,10 +389,12 @@ def test_layers_of_which_a_recipe_says_nothing_are_the_plain_ones(make):
 
 
 def test_a_pattern_without_a_layer_is_refused():
-    made_from = Family(Recipe.parse('mxfp8', layers='output,encodr.0.feed_forward'))
-    small(make_transformer, made_from)
-    with pytest.raises(UserError, match='^--quant-layers encodr.0.feed_forward: no layer of that name; did you mean encoder.0'):
-        made_from.check()
+    for pattern, remedy in (('zzz', 'there are 20, from encoder.0.self_attention.q, '),
+                            ('encodr.0.feed_forward', 'did you mean encoder.0.feed_forward.w2 or ')):
+        made_from = Family(Recipe.parse('mxfp8', layers=f'output,{pattern}'))
+        small(make_transformer, made_from)
+        with pytest.raises(UserError, match=f'^--quant-layers {pattern}: no layer of that name; {remedy}'):
+            made_from.check()
 
 
 @MODELS
