@@ -1,22 +1,48 @@
 """The reader of saved tensors: everything of a dump, and of files that nobody vouches for whatever is safe to have."""
 import dataclasses
+import json
 import os
+import pickle
+import resource
+import zipfile
 
 import numpy as np
 import pytest
 from dumps import make_dump
+from safetensors.numpy import save_file
 
-from pyops.inspect.logs import Logs
+from pyops.errors import UserError
+from pyops.inspect.logs import LogError, Logs, printable
 
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def saved(folder, name='20250908_092156_0001_linear_L0_forward_fp32_input.safetensors', array=X):
+    """A tensor that all of a bad folder's tests are to find beside what is bad."""
+    save_file({'tensor': array}, os.path.join(folder, name))
+    return name
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / 'manifest.jsonl').read_text().splitlines()]
+
+
+def reason_of(logs, file):
+    return dict(logs.skipped)[file]
+
+
+# ---- what pyops writes ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('as_', ['safetensors', 'pt'])
 def test_a_dump_is_read_bit_for_bit_with_or_without_its_manifest(tmp_path, as_, request):
     if as_ == 'pt':
         request.getfixturevalue('torch')
-    arrays = make_dump(tmp_path, as_=as_)
+    arrays = make_dump(tmp_path, steps=(0, 3), formats=('fp32', 'mxfp8:scale=rceil'), as_=as_)
     logs = Logs(tmp_path)
     assert logs.skipped == [] and {entry.file for entry in logs.entries} == arrays.keys()
     assert [(entry.step, entry.counter) for entry in logs.entries] == sorted((e.step, e.counter) for e in logs.entries)
+    assert {entry.origin for entry in logs.entries} == {'pyops'} and logs.run['settings']['quant'] == 'mxfp8:scale=rceil'
+    assert [step['step'] for step in logs.steps] == [0, 1, 2, 3] * 2 and logs.steps[0]['loss'] == 7
     for entry in logs.entries:
         array = entry.load()
         assert array.dtype == np.float32 and array.flags.c_contiguous and np.array_equal(array, arrays[entry.file])
@@ -26,3 +52,366 @@ def test_a_dump_is_read_bit_for_bit_with_or_without_its_manifest(tmp_path, as_, 
 
 def bare(entry):
     return dataclasses.replace(entry, run=0)
+
+
+def test_an_entry_says_what_its_line_says(tmp_path):
+    make_dump(tmp_path, steps=(10,), formats=('mxfp8:scale=rceil',))
+    logs = Logs(tmp_path)
+    line = next(line for line in lines_of(tmp_path) if line.get('name') == 'value')
+    entry = next(entry for entry in logs.entries if entry.name == 'value')
+    for key in ('file', 'counter', 'layer', 'layer_type', 'index', 'operation', 'step', 'format', 'options', 'axis', 'dtype',
+                'statistics'):
+        assert getattr(entry, key) == line[key], key
+    assert entry.shape == (5, 3, 2, 8) and entry.axis == 0 and entry.time is None and entry.key == 'tensor'
+    assert str(entry.fmt) == 'mxfp8:scale=rceil' and next(e for e in logs.entries if e.name == 'bias').fmt is None
+    assert entry.title == 'encoder.0.self_attention forward value, step 10, mxfp8'
+    assert len({entry.stem for entry in logs.entries}) == len(logs.entries) and entry.stem + '.safetensors' == entry.file
+
+
+def test_masks_are_true_where_there_is_a_word(tmp_path):
+    make_dump(tmp_path, steps=(0,))
+    logs = Logs(tmp_path)
+    keep = np.arange(5)[:, None] < [4, 5, 2]
+    by_name = {(entry.layer_type, entry.name): entry for entry in logs.entries}
+    assert logs.mask(by_name['linear', 'weight']) is None
+    assert np.array_equal(logs.mask(by_name['linear', 'input']), keep[:, :, None])
+    assert np.array_equal(logs.mask(by_name['attention', 'query']), keep[:, :, None, None])
+    assert np.array_equal(logs.mask(by_name['attention', 'weights'])[:, 0], keep.T[:, :, None] & keep.T[:, None, :])
+    assert logs.tokens(by_name['attention', 'weights'], 0) == (['he', 'is', 'sleeping', '<eos>', ''],) * 2
+    assert logs.tokens(by_name['attention', 'weights'], 3) is None and logs.tokens(by_name['linear', 'input'], 0) is None
+
+
+def test_masks_of_two_sides_and_of_one_time_step(tmp_path):
+    cross = np.zeros((2, 1, 4, 3), np.float32)
+    line = {'kind': 'tensor', 'counter': 1, 'layer': 'decoder.0.attention', 'layer_type': 'attention', 'index': 0,
+            'operation': 'forward', 'name': 'weights', 'step': 0, 'format': 'fp32', 'shape': [2, 1, 4, 3],
+            'mask': [{'time': 2, 'batch': 0, 'of': 'target'}, {'time': 3, 'batch': 0, 'of': 'source'}],
+            'file': saved(tmp_path, '20250908_092156_0001_attention_L0_forward_fp32_weights.safetensors', cross)}
+    gru = {**line, 'layer_type': 'linear', 'name': 'input', 'time': 2, 'shape': [2, 5],
+           'mask': [{'time': None, 'batch': 0, 'of': 'source'}],
+           'file': saved(tmp_path, '20250908_092156_0002_linear_L0_forward_fp32_input_t2.safetensors', np.ones((2, 5), 'f4'))}
+    batch = {'kind': 'batch', 'step': 0, 'lengths': {'source': [3, 2], 'target': [1, 4]},
+             'tokens': {'source': [['a', 'b', 'c'], ['d', 'e']], 'target': [['x'], ['p', 'q', 'r', 's']]}}
+    write_manifest(tmp_path, batch, line, gru)
+    logs = Logs(tmp_path)
+    weights, step = logs.entries
+    assert logs.mask(weights)[0, 0].tolist() == [[True] * 3] + [[False] * 3] * 3
+    assert logs.mask(weights)[1, 0].tolist() == [[True, True, False]] * 4
+    assert logs.tokens(weights, 0) == (['x', '', '', ''], ['a', 'b', 'c'])
+    assert logs.mask(step).tolist() == [[True], [False]] and step.title.endswith('step 0, t 2')
+    write_manifest(tmp_path, line)                      # the lengths are lost, so the padding is not known
+    with pytest.raises(LogError, match='no lengths of its 2 target sentences at step 0'):
+        logs = Logs(tmp_path)
+        logs.mask(logs.entries[0])
+    assert logs.tokens(logs.entries[0], 0) is None
+
+
+def write_manifest(folder, *lines):
+    (folder / 'manifest.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def test_refresh_reads_what_was_added_and_half_a_line_when_it_is_whole(tmp_path):
+    source, live = tmp_path / 'source', tmp_path / 'live'
+    arrays = make_dump(source, steps=(0, 1))
+    live.mkdir()
+    with pytest.raises(UserError, match='holds no saved tensor .it is empty.'):
+        Logs(live)
+    logs = Logs(live, empty=True)
+    assert logs.refresh() == [] and logs.entries == []
+    text = (source / 'manifest.jsonl').read_bytes()
+    seen = []
+    for start in range(0, len(text), 3001):             # in pieces that end in the middle of lines
+        for line in text[start:start + 3001].split(b'\n'):
+            for file in [json.loads(line)['file']] if line.startswith(b'{"kind": "tensor"') and line.endswith(b'}') else []:
+                os.link(source / file, live / file)
+        with open(live / 'manifest.jsonl', 'ab') as file:
+            file.write(text[start:start + 3001])
+        seen += logs.refresh()
+    for file in arrays.keys() - {entry.file for entry in seen}:         # those whose lines were cut
+        os.link(source / file, live / file)
+    seen += logs.refresh()
+    assert sorted(entry.file for entry in seen) == sorted(arrays) and logs.refresh() == [] and logs.skipped == []
+    assert [entry.file for entry in logs.entries] == [entry.file for entry in Logs(source).entries]
+    assert len(logs.steps) == 2
+
+
+def test_thousands_of_files_are_listed_without_being_opened(tmp_path):
+    name, lines = '20250908_092156_{:04d}_linear_L0_forward_fp32_input.safetensors', []
+    make_dump(tmp_path, steps=(0,), layers=('encoder.0.self_attention.q',))
+    line = next(line for line in lines_of(tmp_path) if line.get('name') == 'input')
+    for i in range(1000, 4000):
+        lines.append({**line, 'file': name.format(i), 'counter': i})
+        os.mknod(tmp_path / name.format(i))
+        os.truncate(tmp_path / name.format(i), 4096)
+    write_manifest(tmp_path, *lines)
+    logs = Logs(tmp_path)
+    assert len(logs.entries) == 3000 + 8 and logs.skipped == []
+    with pytest.raises(LogError, match='_1000_.*truncated|_1000_.*JSON'):
+        next(entry for entry in logs.entries if entry.counter == 1000).load()
+
+
+# ---- dumps of other programs ---------------------------------------------------------------------------------------
+
+def test_names_of_other_programs_are_read(tmp_path):
+    for name in ('0001_attention_L0_forward_hifp8_query', '0010_linear_L1_backward_hifp8_output',
+                 '0011_attention_L2_forward_pre_FA_mxfp8_value', '0012_linear_forward_bfloat16_input_t3'):
+        np.save(tmp_path / f'20250908_092156_{name}.npy', X)
+    np.save(tmp_path / 'my weight.npy', X)
+    np.save(tmp_path / 'grads.npy', X)
+    logs = Logs(tmp_path)
+    assert logs.skipped == [] and all(np.array_equal(entry.load(), X) and entry.origin == 'file' for entry in logs.entries)
+    found = [(entry.layer, entry.layer_type, entry.index, entry.operation, entry.format, entry.name, entry.time, entry.counter)
+             for entry in logs.entries]
+    assert found == [('grads', 'other', 0, 'backward', 'fp32', 'grads', None, 0),
+                     ('my weight', 'other', 0, 'forward', 'fp32', 'my weight', None, 0),
+                     ('attention_L0', 'attention', 0, 'forward', 'hifp8', 'query', None, 1),
+                     ('linear_L1', 'linear', 1, 'backward', 'hifp8', 'output', None, 10),
+                     ('attention_L2', 'attention', 2, 'forward', 'mxfp8', 'value', None, 11),
+                     ('linear', 'linear', 0, 'forward', 'bf16', 'input', 3, 12)]
+    assert logs.entries[0].timestamp == '' and logs.entries[2].timestamp == '20250908_092156'
+    assert logs.entries[4].axis == 0 and logs.entries[1].stem.startswith('my_weight-')
+
+
+def test_payloads_of_torch(tmp_path, torch):
+    name = '20250908_092156_{:04d}_linear_L1_backward_hifp8_{}.pt'
+    t = torch.from_numpy(X)
+    torch.save(t, tmp_path / name.format(1, 'bare'))
+    torch.save({'tensor': t.half(), 'pyops': None}, tmp_path / name.format(2, 'one'))
+    torch.save({'a': t.double(), 'b': t.bfloat16().t(), 'c': t.int(), 'd': 'text'}, tmp_path / name.format(3, 'several'))
+    torch.save(torch.nn.Parameter(t[:, :2]), tmp_path / os.fsdecode(b'a\xff b.pt'))
+    torch.save({'tensor': t, 'tensor_info': {'shape': [3, 4]}, 'metadata': {     # as a fork of Megatron writes them
+        'layer_type': 'attention', 'operation': 'forward', 'quant_type': 'mxfp4', 'tensor_name': 'key', 'layer_idx': 7,
+        'phase': 'pre', 'component': 'FA', 'iteration': 20}}, tmp_path / 'whatever.pt')
+    logs = Logs(tmp_path)
+    assert logs.skipped == []
+    found = {entry.name: entry for entry in logs.entries}
+    assert sorted(found) == ['a\udcff b', 'bare', 'key', 'one', 'several.a', 'several.b']
+    for name, entry in found.items():
+        want = X[:, :2] if 'ff b' in entry.title else X.T if name == 'several.b' else X
+        assert np.array_equal(entry.load(), want) and entry.shape == want.shape
+        assert entry.title.isprintable()
+    assert [found[name].dtype for name in ('bare', 'one', 'several.a', 'several.b')] == \
+        ['float32', 'float16', 'float64', 'bfloat16']
+    key = found['key']
+    assert (key.layer, key.operation, key.format, key.index, key.step) == ('attention_L7', 'forward', 'mxfp4', 7, 20)
+    assert len({entry.stem for entry in logs.entries}) == 6 and all(entry.stem.isascii() for entry in logs.entries)
+
+
+def test_kinds_of_number_are_widened_and_integers_named(tmp_path):
+    header = {'half': {'dtype': 'F16', 'shape': [2], 'data_offsets': [0, 4]},
+              'brain': {'dtype': 'BF16', 'shape': [2], 'data_offsets': [4, 8]},
+              'double': {'dtype': 'F64', 'shape': [2], 'data_offsets': [8, 24]},
+              'whole': {'dtype': 'I32', 'shape': [1], 'data_offsets': [24, 28]}}
+    values = np.array([1.5, -2.25])
+    raw = values.astype('<f2').tobytes() + (values.astype('<f4').view('<u4') >> 16).astype('<u2').tobytes() + \
+        np.array([1e300, 0.1]).tobytes() + bytes(4)
+    write_safetensors(tmp_path / 'kinds.safetensors', header, raw)
+    np.save(tmp_path / 'big-endian.npy', values.astype('>f4'))
+    np.save(tmp_path / 'whole.npy', np.arange(3))
+    np.save(tmp_path / 'truth.npy', np.ones(3, bool))
+    np.save(tmp_path / 'complex.npy', np.ones(3, complex))
+    write_safetensors(tmp_path / 'all_whole.safetensors', {'a': {'dtype': 'I8', 'shape': [1], 'data_offsets': [0, 1]}}, b'1')
+    logs = Logs(tmp_path)
+    found = {entry.name: entry for entry in logs.entries}
+    assert sorted(found) == ['big-endian', 'brain', 'double', 'half']
+    for name in ('half', 'brain', 'big-endian'):
+        assert np.array_equal(found[name].load(), values) and found[name].load().dtype == np.float32
+    assert found['double'].load().tolist() == [np.inf, np.float32(0.1)] and found['double'].dtype == 'float64'
+    want = 'want float64, float32, float16 or bfloat16'
+    assert {file: reason for file, reason in logs.skipped} == {
+        'whole.npy': f'a tensor of int64: {want}', 'truth.npy': f'a tensor of bool: {want}',
+        'complex.npy': f'a tensor of complex128: {want}', 'all_whole.safetensors': f'a tensor of I8: {want}'}
+
+
+def write_safetensors(path, header, raw):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, 'little') + text + raw)
+
+
+def test_a_folder_for_each_rank(tmp_path):
+    for rank in ('rank 0', 'rank1'):
+        make_dump(tmp_path / rank, steps=(0,), seed=len(rank))
+    (tmp_path / 'pictures' / 'deeper').mkdir(parents=True)
+    (tmp_path / 'pictures' / 'a.png').write_bytes(b'png')
+    saved(tmp_path / 'pictures' / 'deeper')                             # one level is read, and this is two down
+    logs = Logs(tmp_path)
+    assert len(logs.entries) == 50 and logs.skipped == [] and logs.run
+    assert {os.path.dirname(entry.place) for entry in logs.entries} == {'rank 0', 'rank1'}
+    assert len({entry.stem for entry in logs.entries}) == 50
+    for entry in logs.entries:
+        assert entry.load().shape == entry.shape
+        assert (logs.mask(entry) is None) == (not entry.mask)           # each with the lengths of its own folder
+    assert logs.refresh() == []
+
+
+# ---- what is not to be trusted -------------------------------------------------------------------------------------
+
+class Attack:
+    """Unpickled by anything that executes what a pickle says, it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_code_in_a_file_is_never_run(tmp_path, torch):
+    folder, proof = tmp_path / 'logs', tmp_path / 'proof'
+    folder.mkdir()
+    good = saved(folder)
+    attack = Attack(proof)
+    torch.save({'tensor': torch.ones(3), 'more': attack}, folder / 'zip.pt')
+    torch.save(attack, folder / 'old.pt', _use_new_zipfile_serialization=False)
+    (folder / 'raw.pt').write_bytes(pickle.dumps(attack))
+    (folder / 'raw.npy').write_bytes(pickle.dumps(attack))
+    np.save(folder / 'objects.npy', np.array([attack], object), allow_pickle=True)
+    line = {'kind': 'tensor', 'counter': 2, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
+            'name': 'input', 'step': 0, 'format': 'fp32', 'shape': [3]}
+    torch.save({'tensor': torch.ones(3), 'more': attack}, folder / 'named.pt')
+    write_manifest(folder, {**line, 'file': 'named.pt'})                # even where the manifest vouches for it
+    logs = Logs(folder)
+    named, = (entry for entry in logs.entries if entry.file == 'named.pt')
+    with pytest.raises(LogError, match='named.pt: holds Python objects, which could run code'):
+        named.load()
+    assert [entry.file for entry in logs.entries if entry is not named] == [good]
+    assert sorted(file for file, _ in logs.skipped) == ['objects.npy', 'old.pt', 'raw.npy', 'raw.pt', 'zip.pt']
+    assert 'could run code' in reason_of(logs, 'zip.pt') and not proof.exists()
+    pickle.loads(pickle.dumps(attack))
+    assert proof.exists()                                               # so there was something to be afraid of
+
+
+def test_headers_that_promise_more_than_there_is(tmp_path, torch):
+    good = saved(tmp_path)
+    for name, shape, offsets in (('huge', [1 << 20, 1 << 20], [0, 1 << 42]), ('negative', [-4, -4], [0, 64]),
+                                 ('backwards', [4], [16, 0]), ('truth', [True], [0, 4]), ('axes', [1] * 99, [0, 4])):
+        header = {'tensor': {'dtype': 'F32', 'shape': shape, 'data_offsets': offsets}}
+        write_safetensors(tmp_path / f'{name}.safetensors', header, bytes(64))
+    write_safetensors(tmp_path / 'list.safetensors', {'tensor': [1, 2]}, bytes(64))
+    write_safetensors(tmp_path / 'deep.safetensors', b'[' * 100_000, b'')
+    write_safetensors(tmp_path / 'noise.safetensors', b'\xff\xfe{', b'')
+    (tmp_path / 'long.safetensors').write_bytes((1 << 62).to_bytes(8, 'little') + b'{}')
+    (tmp_path / 'short.safetensors').write_bytes(b'123')
+    (tmp_path / 'nothing.safetensors').write_bytes(b'')
+    (tmp_path / 'nothing.pt').write_bytes(b'')
+    (tmp_path / 'nothing.npy').write_bytes(b'')
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1048576, 1048576), }"
+    (tmp_path / 'huge.npy').write_bytes(b'\x93NUMPY\x01\x00' + len(header).to_bytes(2, 'little') + header + bytes(64))
+    torch.save({'tensor': torch.ones(1000)}, tmp_path / 'whole.pt')
+    repack(tmp_path / 'whole.pt', tmp_path / 'huge.pt', zipfile.ZIP_STORED, b'M\xe8\x03', b'J\x00\x00\x00\x70')
+    repack(tmp_path / 'whole.pt', tmp_path / 'packed.pt', zipfile.ZIP_DEFLATED)
+    torch.save(torch.ones(1).expand(1 << 20, 1 << 20), tmp_path / 'expanded.pt')
+    (tmp_path / 'cut.pt').write_bytes((tmp_path / 'whole.pt').read_bytes()[:3000])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    logs = Logs(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10           # KiB
+    assert {entry.file for entry in logs.entries} == {good, 'whole.pt'}
+    skipped = dict(logs.skipped)
+    assert skipped.keys() == set(os.listdir(tmp_path)) - {good, 'whole.pt'}
+    assert all(reason and '\n' not in reason and len(reason) < 200 for reason in skipped.values())
+    assert 'truncated' in skipped['huge.safetensors'] and 'a file of' in skipped['expanded.pt']
+
+
+def repack(source, target, compression, old=b'', new=b''):
+    """Write a file of torch.save again, packed or with another number in its pickle."""
+    with zipfile.ZipFile(source) as reader, zipfile.ZipFile(target, 'w', compression) as writer:
+        for record in reader.infolist():
+            data = reader.read(record)
+            if old and record.filename.endswith('data.pkl'):
+                assert old in data
+                data = new.join(data.rsplit(old, 1))
+            writer.writestr(record.filename, data)
+
+
+def test_lines_that_lie_are_refused_and_the_others_read(tmp_path):
+    good = saved(tmp_path)
+    line = {'kind': 'tensor', 'counter': 1, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
+            'name': 'input', 'step': 0, 'format': 'fp32', 'shape': [3, 4], 'file': good}
+    secret = tmp_path.parent / 'secret.npy'
+    np.save(secret, X)
+    bad = [{'file': '../secret.npy'}, {'file': str(secret)}, {'file': 'a.py'}, {'file': None}, {'shape': [-3, 4]},
+           {'shape': '3x4'}, {'shape': [1] * 40}, {'step': 1.5}, {'counter': True}, {'format': 'int7'},
+           {'format': 'bf16', 'options': {'blok': 3}}, {'axis': 2}, {'axis': 'rows'}, {'operation': 'sideways'}, {'mask': [3]},
+           {'mask': [{'time': 5, 'batch': 0, 'of': 'source'}]}, {'layer': 7}, {'time': -1}, {'uses': 'all'}]
+    text = ''.join(json.dumps({**line, **change}) + '\n' for change in bad)
+    text += '{"kind": "tensor"\n[]\n\n"text"\n{"kind":"future"}\n{"kind":"step","step":"x"}\n'
+    text += json.dumps({'kind': 'batch', 'step': 0, 'lengths': {'source': [1, 'x']}}) + '\n' + '[' * 50_000 + '\n'
+    (tmp_path / 'manifest.jsonl').write_text(text + json.dumps({**line, 'statistics': {'amax': 'x'}}) + '\n{"kind":"tens')
+    logs = Logs(tmp_path)
+    entry, = logs.entries
+    assert entry.load().tolist() == X.tolist() and entry.statistics is None
+    wrong = [number for number in range(1, len(bad) + 9) if number not in (len(bad) + 3, len(bad) + 5)]
+    assert [file for file, _ in logs.skipped] == [f'manifest.jsonl:{number}' for number in wrong]
+    assert 'beside the manifest' in logs.skipped[0][1] and all(reason.isprintable() for _, reason in logs.skipped)
+    (tmp_path / 'manifest.jsonl').write_text('x\n' * 5000 + json.dumps(line) + '\n')
+    assert len(Logs(tmp_path).skipped) == 100
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path):
+    folder, outside = tmp_path / 'logs', tmp_path / 'outside'
+    folder.mkdir()
+    outside.mkdir()
+    good = saved(folder)
+    np.save(outside / 'secret.npy', X)
+    (folder / 'out.npy').symlink_to(outside / 'secret.npy')
+    (folder / 'rank0').symlink_to(outside)
+    (folder / 'dangling.pt').symlink_to(folder / 'nowhere.pt')
+    (folder / 'again.safetensors').symlink_to(good)
+    (folder / 'loop.npy').symlink_to('loop.npy')
+    os.mkfifo(folder / 'pipe.npy')
+    (folder / 'notes.txt').write_text('x')
+    logs = Logs(folder)
+    assert [entry.file for entry in logs.entries] == ['again.safetensors', good]
+    out = 'a link that leads out of the folder'
+    assert dict(logs.skipped) == {
+        'out.npy': out, 'rank0': out, 'dangling.pt': 'cannot be read (No such file or directory)',
+        'loop.npy': reason_of(logs, 'loop.npy'), 'pipe.npy': 'not a tensor: want .safetensors, .pt, .npy',
+        'notes.txt': 'not a tensor: want .safetensors, .pt, .npy'}
+    assert len(Logs(make_link(tmp_path / 'by link', folder)).entries) == 2          # the folder itself may be one
+
+
+def make_link(link, target):
+    link.symlink_to(target)
+    return link
+
+
+def test_files_that_change_after_they_were_listed(tmp_path):
+    make_dump(tmp_path, steps=(0,), layers=('encoder.0.self_attention.q',))
+    files = sorted(file for file in os.listdir(tmp_path) if file != 'manifest.jsonl')
+    os.unlink(tmp_path / files[0])
+    os.truncate(tmp_path / files[1], 200)
+    logs = Logs(tmp_path)
+    assert len(logs.entries) == len(files) - 2
+    assert reason_of(logs, files[0]) == 'the manifest names it and it is not there'
+    assert reason_of(logs, files[1]).startswith('truncated: 200 bytes for a tensor of shape')
+    first, second, third = logs.entries[:3]
+    os.unlink(first.path)
+    os.truncate(second.path, 100)
+    save_file({'tensor': np.ones((2, 2), np.float32)}, third.path)
+    for entry, reason in (first, 'there is no such file any more'), (second, 'truncated'), (third, 'its manifest says'):
+        with pytest.raises(LogError, match=f'{entry.file}: .*{reason}.*') as error:
+            entry.load()
+        assert '\n' not in str(error.value)
+
+
+def test_a_file_that_was_cut_is_tried_again_when_it_has_grown(tmp_path):
+    saved(tmp_path)
+    np.save(tmp_path / 'whole.npy', X)
+    data = (tmp_path / 'whole.npy').read_bytes()
+    (tmp_path / 'late.npy').write_bytes(data[:100])
+    logs = Logs(tmp_path)
+    assert 'late.npy' in dict(logs.skipped)
+    (tmp_path / 'late.npy').write_bytes(data)
+    assert [entry.file for entry in logs.refresh()] == ['late.npy'] and logs.skipped == []
+
+
+def test_folders_that_cannot_be_looked_into(tmp_path):
+    with pytest.raises(UserError, match='nowhere: there is no such folder; want one with saved tensors'):
+        Logs(tmp_path / 'nowhere')
+    (tmp_path / 'notes.txt').write_text('x')
+    with pytest.raises(UserError, match=r'holds no saved tensor \(notes.txt: not a tensor: want .safetensors, .pt, .npy\)'):
+        Logs(tmp_path)
+
+
+def test_what_a_name_does_to_a_terminal():
+    assert printable('a\x1b[31m\n\udcff\u202eb é') == r'a\x1b[31m\n\udcff\u202eb é'

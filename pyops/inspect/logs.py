@@ -8,11 +8,13 @@ Nothing that is read is trusted.  Headers are checked against the size of their 
 read without pickles and .pt with torch's weights_only, links and names that lead out of the folder are refused.  What
 cannot be read is listed in `Logs.skipped` with the reason, and the rest is read.
 """
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import stat
 import zipfile
@@ -338,7 +340,7 @@ class _Folder:
                      layer=layer, layer_type=layer_type, index=int(index or 0),
                      operation=found['operation'] or ('backward' if 'grad' in name else 'forward'), name=name,
                      step=found['step'], time=None if time is None else int(time),
-                     format=fmt if _known_format(fmt) else 'fp32', options={},
+                     format=_known_format(fmt) or 'fp32', options={},
                      axis=0 if layer_type == 'attention' and name == 'value' and shape else -1, uses=(), shape=shape,
                      dtype=dtype, mask=(), statistics=None, run=run)
 
@@ -473,7 +475,8 @@ def _tensor_line(line):
     if len(shape) > _AXES_LIMIT:
         raise _Refused(f'shape has {len(shape)} axes')
     fmt, options = _text(line, 'format'), line.get('options') or {}
-    if not isinstance(options, dict) or not _known_format(fmt, tuple(sorted((str(k), str(v)) for k, v in options.items()))):
+    known = isinstance(options, dict) and _known_format(fmt, tuple(sorted((key, str(options[key])) for key in options)))
+    if not known:
         raise _Refused(f'format {printable(fmt)} with options {printable(options)}: there is no such format')
     time, axis, layer_type = line.get('time'), line.get('axis', -1), _text(line, 'layer_type')
     if time is not None and not _is_whole(time):
@@ -488,7 +491,7 @@ def _tensor_line(line):
     return {'file': file, 'counter': _whole(line, 'counter'), 'timestamp': match['timestamp'] if match else '',
             'layer': _text(line, 'layer'), 'layer_type': layer_type, 'index': _whole(line, 'index'),
             'operation': line['operation'], 'name': _text(line, 'name'), 'step': _whole(line, 'step'), 'time': time,
-            'format': fmt, 'options': options, 'axis': axis, 'uses': tuple(uses), 'shape': tuple(shape),
+            'format': known, 'options': options, 'axis': axis, 'uses': tuple(uses), 'shape': tuple(shape),
             'dtype': _text(line, 'dtype', 'float32'), 'mask': tuple(mask), 'statistics': _statistics(line.get('statistics'))}
 
 
@@ -556,14 +559,14 @@ def _statistics(values):
 
 @functools.lru_cache(maxsize=256)
 def _known_format(name, options=()):
-    if name == 'fp32':
-        return not options
+    """The name that formats.parse gives a format, or None where it knows none of that name with such options."""
+    if name in ('fp32', 'float32', 'none'):
+        return None if options else 'fp32'
     from pyops import formats
     try:
-        _parse(name, dict(options))
+        return _parse(name, dict(options)).name
     except formats.FormatError:
-        return False
-    return True
+        return None
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -667,9 +670,8 @@ def _read_pt(path, key):
     tensors, _ = _load_pt(path)
     if key not in tensors:
         raise _Refused(f'has no tensor {printable(key)!r}')
-    tensor = tensors[key]
-    _describe_torch(tensor, os.path.getsize(path))
-    return np.array(tensor.detach().to(dtype=_torch().float32).numpy(), np.float32, order='C')
+    _describe_torch(tensors[key], os.path.getsize(path))
+    return np.array(tensors[key].detach().float().resolve_neg().numpy(), np.float32, order='C')
 
 
 def _describe_torch(tensor, size):
@@ -696,18 +698,23 @@ def _load_pt(path):
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError, EOFError) as error:
         raise _Refused('truncated or no file of torch.save (since torch 1.6, which made them zip files)') from error
-    if any(record.compress_type != zipfile.ZIP_STORED or record.file_size > os.path.getsize(path) or
+    size = os.path.getsize(path)
+    if sum(record.file_size for record in records) > size or any(record.compress_type != zipfile.ZIP_STORED or
            record.filename.endswith('data.pkl') and record.file_size > _HEADER_LIMIT for record in records):
         raise _Refused('its zip has packed or oversized records, which torch.save does not write')
     torch = _torch()
     try:
-        payload = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        with contextlib.ExitStack() as files:
+            # torch maps a file by its name, and a name has to be UTF-8 for that
+            mapped = _is_utf8(path)
+            source = path if mapped else files.enter_context(open(path, 'rb'))
+            payload = torch.load(source, map_location='cpu', weights_only=True, mmap=mapped)
     except OSError:
         raise
+    except pickle.UnpicklingError as error:
+        raise _Refused('holds Python objects, which could run code, or is damaged: want tensors alone') from error
     except Exception as error:          # torch raises whatever the bytes bring about
-        what = 'holds Python objects, which could run code' if 'weights_only' in str(error).lower() \
-            or 'Unsupported' in str(error) else 'damaged'
-        raise _Refused(f'{what}: want tensors alone ({type(error).__name__})') from error
+        raise _Refused(f'damaged ({type(error).__name__} in torch.load)') from error
     if isinstance(payload, torch.Tensor):
         return {'': payload}, {}
     if isinstance(payload, dict):
@@ -717,6 +724,14 @@ def _load_pt(path):
         if tensors:
             return tensors, {**metadata, 'pyops': payload.get('pyops')}
     raise _Refused('holds no tensor: want one, or a dict of tensors')
+
+
+def _is_utf8(text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _torch():
