@@ -13,7 +13,7 @@
 #include "internal.h"
 
 /* ---- work: where its parts begin, in floats ---- */
-typedef struct { int64_t rz, n, rows, dgates, total; } layout;
+typedef struct { int64_t rz, n, rows, total; } layout;
 
 static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
     layout l = {0};
@@ -24,11 +24,11 @@ static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
 }
 
 static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t H) {
-    layout l = {0};
-    l.n = pyops_packed_b_size(k, 2 * H, H);             /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
+    layout l = {0};                                     /* dgates (T,B,4H) come first: the header says that they are left */
+    l.rz = pyops_round_up(T * B * 4 * H, PYOPS_LANES);
+    l.n = l.rz + pyops_packed_b_size(k, 2 * H, H);      /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
     l.rows = l.n + pyops_packed_b_size(k, H, H);        /* dh of one step, drh, zeros: (B,H) each */
-    l.dgates = l.rows + 3 * B * H;                      /* (T,B,4H): dr dz dn before their activations, du */
-    l.total = l.dgates + T * B * 4 * H;
+    l.total = l.rows + 3 * B * H;
     return l;
 }
 
@@ -109,7 +109,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const layout l = backward_layout(k, T, B, H);
-    float *dgates = work + l.dgates;
+    float *dgates = work;
 
     /* pass 1: the gate gradients of all steps, last step first */
     pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, H, 1}, 2*H, H, 0, H);

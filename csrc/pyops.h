@@ -5,7 +5,7 @@
  *   pointers  contiguous float32 unless said otherwise, at any alignment; outputs may not alias inputs unless it is said
  *   shapes    row-major, written (T,B,H) with T slowest; time-major sequences, so that a step is contiguous
  *   memory    the caller owns every buffer; `work` holds pyops_<function>_work(...) floats of no meaning
- *             afterwards; the library keeps a few MiB a thread for packed tiles and nothing else
+ *             afterwards, unless it is said; the library keeps a few MiB a thread for packed tiles and nothing else
  *   d<param>  accumulates (+=);  d<activation> overwrites (=);  said again where it matters
  *   state     what changes from one training step to the next (step, learning rate, gradient norm) is read
  *             from memory, never passed by value, so that a recorded call can be replayed
@@ -298,6 +298,8 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  * w_ih, dw_ih (3H,I)   w_hh, dw_hh (3H,H)   b_ih, b_hh, db_ih, db_hh (3H)
  * dh is the gradient of every h[t], dh_last one more of h[T-1]; either may be NULL for zeros.
  * dx and dh0 may be NULL where nobody wants them.
+ * The backward pass leaves (T,B,4H) = dr, dz, dn, du at the beginning of `work`: the gradients of what stands in the brackets
+ * of sigmoid and tanh, and, with reset_before 0, that of u.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
  */
 PYOPS_API pyops_status pyops_gru_forward(
