@@ -118,7 +118,7 @@ class Plan:
 
     def __init__(self, params=None, /, *, run=True, **inputs):
         self._runs_while_recorded, self._place = run, backend.place()
-        self.actions = []
+        self.actions, self.replayed = [], []    # all; those that a replay runs, once it is recorded
         self.params, self.inputs = params, inputs
         self.initial = []                       # lines about what was done once before
         self._boundary = None                   # how many actions are forward
@@ -243,8 +243,8 @@ class Plan:
 
     def _compile(self):
         """Lay the calls out as pyops_replay wants them."""
-        self._replayed = [action for action in self.actions if not action.once]
-        self._calls = self._place.calls([(action.kernel, [_address(v) for v in action.values]) for action in self._replayed])
+        self.replayed = [action for action in self.actions if not action.once]
+        self._calls = self._place.calls([(action.kernel, [_address(v) for v in action.values]) for action in self.replayed])
 
     def run(self, first=0, last=None):
         """Do the step again.  ValueError names the action that a kernel refused; RuntimeError after close().
@@ -270,19 +270,24 @@ class Plan:
 
     def check(self):
         """Run action by action; FloatingPointError names the first whose result is not finite."""
-        for i, action in enumerate(self._replayed):
+        for i, action in enumerate(self.replayed):
             self.run(first=i, last=i + 1)
             for argument, tensor in action.split()[1].items():
-                if tensor.dtype == np.float32 and not np.isfinite(backend.get(self._argument(action, argument))).all():
+                if tensor.dtype == np.float32 and not np.isfinite(backend.get(self.argument(action, argument))).all():
                     raise FloatingPointError(f'action {i}, {action}: {argument} is not finite')
 
     def close(self):
         """Give the memory back; the plan cannot run any more."""
         self._closed = True
-        self.actions, self._replayed, self._blocks, self._free = [], [], [], []
+        self.actions, self.replayed, self._blocks, self._free = [], [], [], []
         self._calls.close()
 
-    def _argument(self, action, name):
+    @property
+    def forward(self):
+        """How many of the replayed actions stand before the boundary: all where there is none."""
+        return len([a for a in self.actions[:self._boundary] if not a.once])
+
+    def argument(self, action, name):
         """The array that an action's argument stands for, None where it is NULL."""
         names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
         value = action.values[names.index(name)]
@@ -347,7 +352,7 @@ class Plan:
             self.run()
             self._place.synchronize()
             whole.append(time.perf_counter() - start)
-        return Profile(self._replayed, np.array(times), np.array(whole), self._argument, self._place)
+        return Profile(self.replayed, np.array(times), np.array(whole), self.argument, self._place)
 
     def dot(self, path):
         """Write the plan as a Graphviz graph: actions are boxes, tensors ellipses, the boundary a dashed line of boxes."""
