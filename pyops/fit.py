@@ -47,7 +47,7 @@ class History:
 
     def __init__(self):
         self.log, self.written = backend.zeros((self.CAPACITY, 3)), backend.zeros(1, np.int64)
-        self._read = 0
+        self._read, self.hear = 0, None         # hear(rows): told of what is read
 
     def add(self, loss, weight, norm):
         """In a step: loss (1,), weight (1,) int32 or None for 0, norm (1,) or None for 0."""
@@ -57,18 +57,30 @@ class History:
         """-> [[loss, weight, norm]] of the n steps, at most CAPACITY, behind those that were read before."""
         places = np.arange(self._read, self._read + n) % self.CAPACITY
         self._read += n
-        return backend.get(self.log)[places].tolist()
+        rows = backend.get(self.log)[places].tolist()
+        if self.hear:
+            self.hear(rows)
+        return rows
 
     def arrays(self):
         """For a plan, by name."""
         return dict(log=self.log, written=self.written)
 
 
+def steps_left(run, samples, epochs, drop_last=False, max_steps=None):
+    """How many steps `fit` will do with these arguments."""
+    def steps(start):
+        return -(-(epoch_end(samples, run.batch_size, start, drop_last) - start) // run.batch_size)
+    whole = max(epochs - run.epoch, 0)
+    total = steps(run.position) + (whole - 1) * steps(0) if whole else 0
+    return total if max_steps is None else min(total, max_steps)
+
+
 LOOK_EVERY = 0.05           # seconds, on a GPU
 
 
 def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
-        drop_last=False, line_first=False, at_once=1):
+        drop_last=False, line_first=False, at_once=1, max_steps=None):
     """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
 
     step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place);
@@ -79,13 +91,15 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
     before or after the name of a checkpoint.
     progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
-    Returns whether all epochs were done, which a signal prevents.  UserError where the loss is no longer finite.
+    max_steps: how many steps it does at most; then it ends as on a signal.
+    Returns whether all epochs were done.  UserError where the loss is no longer finite.
     """
     def save_and_tell():
         if save:
             print(f'checkpoint saved : {save()}', flush=True)
 
     pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
+    left = math.inf if max_steps is None else max_steps
 
     def collect():
         nonlocal looked
@@ -117,12 +131,17 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                 looked = time.perf_counter()
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last,
                                        at_once=at_once):
+                    if left < at_once:
+                        indices = indices[:left * run.batch_size]
                     step(indices)
-                    pending.extend(len(batch) for batch in split(indices, run.batch_size))
-                    if stop or is_time():
+                    sizes = [len(batch) for batch in split(indices, run.batch_size)]
+                    pending.extend(sizes)
+                    left -= len(sizes)
+                    is_over = bool(stop) or left <= 0
+                    if is_over or is_time():
                         collect()
                         display.update(run.position, loss=run.loss)
-                    if stop:
+                    if is_over:
                         break
                 collect()
                 display.update(run.position, loss=run.loss)
@@ -139,11 +158,12 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             said = line(values | {'samples': end})
             if line_first:
                 print(said, flush=True)
-            if stop or run.epoch == epochs or run.epoch % save_every == 0:
+            is_over = bool(stop) or left <= 0
+            if is_over or run.epoch == epochs or run.epoch % save_every == 0:
                 save_and_tell()
             if not line_first:
                 print(said, flush=True)
-            if stop:
+            if is_over:
                 return run.epoch == epochs
     return True
 

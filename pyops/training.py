@@ -250,6 +250,11 @@ def _recipe(text):
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_max_steps_flag(parser):
+    """--max-steps N, of pyops.fit."""
+    parser.add_argument('--max-steps', type=positive_int, metavar='N', help='end after N steps, as on Ctrl-C')
+
+
 def add_plan_flags(parser):
     """--plan, --profile [FILE], --dot FILE: what a program can tell about its training step instead of training;
     --no-plan: train without one."""
