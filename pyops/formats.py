@@ -165,6 +165,19 @@ class Format:
                 self.option('shift') or 0, bool(self.option('flush_subnormal_blocks')))
 
 
+SCALARS = 'block', 'format', 'rounding', 'saturate', 'rule', 'shift', 'flush'       # of Format.scalars, as pyops.h names them
+
+
+def of_scalars(block, number, rounding, saturate, rule, shift, flush, target=None):
+    """The Format whose `scalars` these are.  target: what its numbers are scaled to, of amax_factor"""
+    element, round = _NUMBERS[number], _ROUNDINGS[rounding]
+    if block:
+        return parse('mxfp4' if element == 'e2m1' else 'mxfp8', elem=element, scale=_RULES[rule], round=round, block=block,
+                     shift=shift, flush_subnormal_blocks=flush)
+    scaled = {} if target is None else {'amax_target': target}
+    return parse(element, round=round, overflow='saturate' if saturate else 'inf', **scaled)
+
+
 def _text(value):
     return str(value).lower() if isinstance(value, bool) else f'{value:g}' if isinstance(value, float) else str(value)
 
