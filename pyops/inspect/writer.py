@@ -99,7 +99,8 @@ class Writer:
         layer: its name in the model;  layer_type, index: 'linear' or 'attention', counted in order of the forward pass;
         operation: 'forward' or 'backward';  name: 'input', 'weight', ...;  time: of a recurrent layer, the step
         format, options, axis: how it was rounded when used (the array is what was not rounded yet), uses: each time it was
-        mask: [{'time': axis, 'batch': axis, 'of': key}], where lengths[key] (B,) says what is padding; left out of statistics
+        mask: [{'time': axis, 'batch': axis, 'of': key}], where lengths[key] (B,) says what is padding; left out of statistics.
+        A time axis of None: all is of the step `time`
         owned: nobody else writes to the array, so it need not be copied
         """
         array = np.asarray(array) if owned else np.array(array, np.float32, order='C')
@@ -174,7 +175,7 @@ class Writer:
         from pyops.inspect.statistics import describe
         path = os.path.join(self.folder, entry['file'])
         try:
-            entry['statistics'] = describe(array, padding(array.shape, entry['mask'], lengths))
+            entry['statistics'] = describe(array, padding(array.shape, entry['mask'], lengths, entry['time']))
             text = json.dumps(entry)
             nbytes = _write_whole(path, self._serialise(array, text))
         except (OSError, MemoryError) as error:
@@ -236,17 +237,19 @@ def file_stem(counter, layer_type, index, operation, format, name, step=None):
             + ('' if step is None else f'_t{step}'))
 
 
-def padding(shape, mask, lengths):
+def padding(shape, mask, lengths, time=None):
     """The bool array that broadcasts to `shape` and is True where nothing is padding, or None where nothing can be.
 
-    mask: [{'time': axis, 'batch': axis, 'of': key}];  lengths: {key: (B,)}
+    mask: [{'time': axis, 'batch': axis, 'of': key}], where an axis of None means that all is of the one `time`
+    lengths: {key: (B,)}
     """
+    def along(axis, array):
+        return np.asarray(array).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
     valid = None
     for part in mask:
-        t, b = part['time'] % len(shape), part['batch'] % len(shape)
-        along_t, along_b = ([-1 if axis == own else 1 for axis in range(len(shape))] for own in (t, b))
-        length = np.asarray(lengths[part['of']]).reshape(along_b)
-        inside = np.arange(shape[t]).reshape(along_t) < length
+        t, b = part['time'], part['batch']
+        inside = (time if t is None else along(t, np.arange(shape[t]))) < along(b, lengths[part['of']])
         valid = inside if valid is None else valid & inside
     return valid
 
