@@ -2,10 +2,12 @@
 
 A program brings a training step and a way to predict.  Nothing large is imported until flags have been read.
 """
+from pyops.inspect import flags
 from pyops.training import (
     ArgumentParser,
     Progress,
     add_gpu_flag,
+    add_max_steps_flag,
     add_plan_flags,
     asks_for_plan,
     int_up_to,
@@ -19,6 +21,7 @@ from pyops.training import (
 def parser(program, description, hidden, hidden_help):
     """The flags that every program on digits has; `hidden` is the default of --hidden."""
     p = ArgumentParser(prog=f'python -m {program}', description=description)
+    p.set_defaults(program=program)
     p.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N', help='epochs (default 10)')
     p.add_argument('-l', '--lr', type=positive_float, default=0.001, metavar='X', help='learning rate of Adam (default 0.001)')
     p.add_argument('-b', '--batch-size', type=positive_int, default=100, metavar='N', help='images a step (default 100)')
@@ -30,12 +33,15 @@ def parser(program, description, hidden, hidden_help):
     p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
     p.add_argument('--report', metavar='FILE', help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
     p.add_argument('--quiet', action='store_true', help='do not list the actions')
+    add_max_steps_flag(p)
     add_plan_flags(p)
+    flags.add_saving_flags(p)
     return p
 
 
 def load(args, module):
     """-> Digits, after the lines about them.  `module`, with all that it imports, is loaded meanwhile."""
+    flags.wanted(args)                  # what is wrong with them is said before anything is loaded
     use_gpu(args)
     if args.report:
         from mnist import report
@@ -70,6 +76,8 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
     prepare(rows, epoch): what is done before each step and not recorded
     at_once: how many steps are recorded, and done, as one
     """
+    import contextlib
+
     import numpy as np
 
     from pyops import backend, fit, plan
@@ -113,12 +121,22 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
 
     if not (args.quiet or args.no_plan):
         print(planned.plan(first_batch).listing())
-    done = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line, progress=progress,
-                   at_once=at_once)
+    saving, wanted = None, flags.wanted(args)
+    if wanted:
+        from pyops.inspect.saving import Saving
+        settings = {name: value for name, value in vars(args).items() if name != 'program' and not name.startswith('save_')}
+        steps = fit.steps_left(run, len(images), args.epochs, max_steps=args.max_steps)
+        saving = Saving(wanted, planned, first_batch, 0, steps, dict(program=args.program, settings=settings))
+        run_step, history.hear = saving.step, saving.note
+    with saving or contextlib.nullcontext():
+        done = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line,
+                       progress=progress, at_once=at_once, max_steps=args.max_steps)
     if args.report:
         from mnist import report
         if not losses:
             validate()
         report.draw(args.report, losses, *map(backend.get, (evaluated, labels, predictions)))
         print(f'report drawn : {args.report}')
+    if saving:
+        saving.check()
     return done

@@ -6,6 +6,7 @@
 """
 from mnist import program
 from pyops.errors import exits_cleanly
+from pyops.inspect import flags
 from pyops.training import add_quant_flags
 
 PROGRAM = 'mnist.train'
@@ -23,17 +24,18 @@ def main(argv=None):
     args = parse(argv)
     digits = program.load(args, 'mnist.model')
     from pyops import backend, quantization
-    made_from = quantization.family_of(quantization.resolve(args) | {'seed': args.seed})
-    model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from)
+    made_from, saves = quantization.family_of(quantization.resolve(args) | {'seed': args.seed}), bool(flags.wanted(args))
+    model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from, not saves)
     if isinstance(made_from, quantization.Family):
         print(made_from.check())
-    at_once = 1 if backend.place() is backend.HOST else AT_ONCE
+    at_once = 1 if saves or backend.place() is backend.HOST else AT_ONCE
     program.train(args, digits, optimizer, model.params, step, model.predict, at_once=at_once, **inputs)
 
 
-def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None):
+def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=True):
     """images (N, 784) uint8, labels (N,) int32, of numpy -> model, optimizer, step(rows) -> loss, and what a plan of a step
-    has to know by name.  made_from: what its layers are made from, pyops.ops or a pyops.quantization.Family."""
+    has to know by name.  made_from: what its layers are made from, pyops.ops or a pyops.quantization.Family.
+    as_one: the step may be one op, of whose inside a plan sees nothing."""
     from mnist.model import MLP, Config
     from pyops import backend, ops, plan
     from pyops.data.batches import gather
@@ -60,7 +62,8 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None):
         return model.step(images, rows, labels, optimizer)
 
     # on a GPU the kernels of a batch take longer to start than to run
-    if made_from is ops and backend.place() is not backend.HOST and max(hidden, model.config.classes) <= MLPGradients.MOST:
+    if (as_one and made_from is ops and backend.place() is not backend.HOST
+            and max(hidden, model.config.classes) <= MLPGradients.MOST):
         step = step_of_one_op
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)
 

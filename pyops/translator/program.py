@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pyops.errors import UserError
+from pyops.inspect import flags
 from pyops.training import (
     ArgumentParser,
     Progress,
     add_gpu_flag,
+    add_max_steps_flag,
     add_plan_flags,
     add_quant_flags,
     asks_for_plan,
@@ -95,6 +97,14 @@ class Program:
         """The lines of a translation; read, said: the words of the sentence and the model's, <eos> among them."""
         raise NotImplementedError
 
+    @staticmethod
+    def side(layer, name):
+        """Which sentences have a row for each word in the tensor `name` of a layer that is saved: 'source' or 'target'."""
+        if layer.startswith('encoder'):
+            return 'source'
+        of_memory = layer.endswith(('.cross_attention.k', '.cross_attention.v'))
+        return 'source' if of_memory or layer.endswith('.cross_attention') and name in ('key', 'value') else 'target'
+
     # ---- what all share ----------------------------------------------------------------------------
 
     def parse(self, argv=None):
@@ -129,10 +139,12 @@ class Program:
             told = [f'{name}: ' + ', '.join(setting.replace('_', '-') + ('' if value is True else f' {value}')
                                             for setting, value in self.PRESETS[name].items()) for name in others]
             p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
+        add_max_steps_flag(p)
         add_gpu_flag(p)
         add_quant_flags(p)
         self.add_flags(p)
         add_plan_flags(p)
+        flags.add_saving_flags(p)
         return p.parse_args(argv)
 
     def add_setting(self, parser, *flags, type, help, metavar='N'):
@@ -186,19 +198,22 @@ class Program:
 
     def main(self, argv=None):
         args = self.parse(argv)
+        wanted = flags.wanted(args)
         use_gpu(args)
         from pyops import backend, checkpoint  # after parsing: --help needs no library
         if args.threads:
             backend.set_threads(args.threads)
         say(self.at_start(args))
         if args.epochs == 0:
+            if args.save_tensors is not None:
+                raise UserError('--save-tensors: -e 0 serves, and no tensor of a training step is there to be saved')
             from pyops.translator.serving import serve
             return serve(self, args.checkpoint, args)
         if args.checkpoint is not None:
             found = checkpoint.find(args.checkpoint)
         else:
             found = checkpoint.fresh('.' if asks_for_plan(args) else './checkpoints')
-        train(self, args, found)
+        train(self, args, found, wanted)
 
 
 def say(text):
@@ -207,8 +222,11 @@ def say(text):
         print(text, flush=True)
 
 
-def train(program, args, found):
-    """Train from scratch or from the checkpoint that was found, and score what was held out."""
+def train(program, args, found, wanted=None):
+    """Train from scratch or from the checkpoint that was found, and score what was held out.  wanted: the tensors to be saved,
+    if any."""
+    import contextlib
+
     from pyops import checkpoint, fit, plan
     from pyops.data.batches import epoch_order
     from pyops.optim import Adam, inverse_square_root
@@ -229,7 +247,8 @@ def train(program, args, found):
         settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
     vocabularies = corpus.vocabularies(settings['min_count'])
     training, validation, test = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
-    pairs = Pairs.encode(training, *vocabularies, settings['num_steps']).placed()
+    sentences = Pairs.encode(training, *vocabularies, settings['num_steps'])
+    pairs = sentences.placed()
     held_out = Pairs.encode(validation, *vocabularies, settings['num_steps']).placed()
     if program.drop_last and len(pairs) < settings['batch_size']:
         raise UserError(f'{corpus.name}: has {len(pairs)} pairs to train on, and a batch is {settings["batch_size"]}; '
@@ -251,6 +270,9 @@ def train(program, args, found):
         run = fit.Run(**(state['run'] | {'batch_size': settings['batch_size']}))
         print('loaded from checkpoint')
         if run.epoch >= args.epochs and not asks_for_plan(args):
+            if wanted:
+                raise UserError(f'{wanted.folder}: no tensor was saved: all {args.epochs} epochs are done ({run.epoch} in '
+                                f'{found.path}); -e {run.epoch + 10} trains on')
             print(f'all {args.epochs} epochs are done ({run.epoch} in {found.path}); '
                   f'-e {run.epoch + 10} trains on, -e 0 serves')
             return
@@ -283,6 +305,14 @@ def train(program, args, found):
         recorded = planned.plan(first_batch)
         fit.step_needs_memory(recorded)
         say(program.before_epochs(recorded))
+    saving = None
+    if wanted:
+        from pyops.inspect.saving import Saving
+        first = int(optimizer.count[0])
+        steps = fit.steps_left(run, len(pairs), args.epochs, program.drop_last, args.max_steps)
+        saving = Saving(wanted, planned, first_batch, first, first + steps, dict(program=program.name, settings=settings),
+                        program.side, lambda rows: told(sentences, vocabularies, rows))
+        run_step, history.hear = saving.step, saving.note
 
     def results(sizes):
         return [(loss, int(valid), optimizer.clips(norm)) for loss, valid, norm in history.read(len(sizes))]
@@ -294,12 +324,30 @@ def train(program, args, found):
         validation = f' validation : {values["validation"]:.5f}' if 'validation' in values else ''
         return program.epoch_line(values) + validation
 
-    done = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
-                   fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
-                   line=line, progress=program.progress, drop_last=program.drop_last,
-                   line_first=program.line_first)
+    with saving or contextlib.nullcontext():
+        done = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
+                       fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
+                       line=line, progress=program.progress, drop_last=program.drop_last,
+                       line_first=program.line_first, max_steps=args.max_steps)
     if done and len(test):
         score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
+    if saving:
+        saving.check()
+
+
+def told(pairs, vocabularies, rows):
+    """-> lengths, tokens of pairs, {'source': one for each sentence, 'target': ...}, as the manifest of saved tensors has them.
+
+    target: what the decoder reads, <bos> and all words but the last, which is <eos> unless the sentence was cut."""
+    from pyops import backend
+    from pyops.text.vocabulary import BOS, PAD, SPECIALS
+    lengths, tokens, rows = {}, {}, backend.get(rows)
+    for side, table, vocabulary in zip(('source', 'target'), (pairs.source, pairs.labels), vocabularies, strict=True):
+        sentences = [ids[ids != PAD] for ids in table[rows]]
+        lengths[side] = [len(ids) for ids in sentences]
+        words = [vocabulary.words(ids) for ids in sentences]
+        tokens[side] = [[SPECIALS[BOS], *line[:-1]] for line in words] if side == 'target' else words
+    return lengths, tokens
 
 
 def evaluate(model, pairs, batch_size):

@@ -1,0 +1,131 @@
+"""The flags that say which tensors of a training run are saved, and what the environment says where they are not given."""
+import argparse
+import difflib
+import fnmatch
+import os
+import re
+from typing import NamedTuple
+
+from pyops.errors import UserError
+
+LIMIT = '4G'
+STEPS = '0:100:10'
+FOLDER = './tensor_logs'
+_UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
+_ENDLESS = 2**62
+
+
+class Steps(NamedTuple):
+    """Numbers of training steps."""
+    text: str
+    ranges: tuple[range, ...]
+
+    def __contains__(self, step):
+        return any(step in one for one in self.ranges)
+
+    def within(self, first, last):
+        """Those from `first` to `last` - 1, in order."""
+        parts = []
+        for one in self.ranges:
+            low, high = (max(-(-(n - one.start) // one.step), 0) for n in (first, last))
+            parts.append(one[low:high])
+        return parts[0] if len(parts) == 1 else sorted(set().union(*parts))
+
+
+class Wanted(NamedTuple):
+    """What shall be saved, of which steps, where, how much at most, in which kind of file."""
+    folder: str
+    patterns: tuple[str, ...]
+    steps: Steps
+    limit: int
+    limit_text: str
+    as_: str
+
+    def choose(self, names):
+        """Those of the names of layers that a pattern fits, in their order; UserError for a pattern that fits none."""
+        chosen = set()
+        for pattern in self.patterns:
+            fits = fnmatch.filter(names, pattern)
+            if not fits:
+                near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
+                raise UserError(f'--save-layers {pattern}: fits none of the {len(names)} layers; '
+                                f'there are, among others, {", ".join(near)}')
+            chosen.update(fits)
+        return [name for name in names if name in chosen]
+
+
+def add_saving_flags(parser):
+    """--save-tensors DIR and what goes with it."""
+    parser.add_argument('--save-tensors', metavar='DIR',
+                        help='while training, save tensors of linear layers and attention there '
+                             f'(also: TENSOR_SAVE_ENABLED=true, TENSOR_SAVE_DIR, default {FOLDER})')
+    parser.add_argument('--save-layers', type=_patterns, metavar='PATTERN',
+                        help="which layers, such as 'encoder.*' or several with commas between (default *)")
+    parser.add_argument('--save-steps', type=_steps, metavar='A:B:S',
+                        help=f'which steps: from A up to B, every S; or numbers with commas between (default {STEPS})')
+    parser.add_argument('--save-max', type=_size, metavar='SIZE',
+                        help=f'end saving before it has written so much: 500M, 2G (default {LIMIT})')
+    parser.add_argument('--save-as', choices=('safetensors', 'pt'), help='kind of files (default safetensors)')
+
+
+def wanted(args, environment=os.environ):
+    """-> Wanted, or None where nothing is to be saved; UserError where a flag says how and none says that."""
+    folder = args.save_tensors
+    if folder is None and _is_enabled(environment):
+        folder = environment.get('TENSOR_SAVE_DIR') or FOLDER
+    if folder is None:
+        for name in ('save_layers', 'save_steps', 'save_max', 'save_as'):
+            if getattr(args, name) is not None:
+                raise UserError(f'--{name.replace("_", "-")}: nothing is saved without --save-tensors DIR, or '
+                                'TENSOR_SAVE_ENABLED=true')
+        return None
+    if not folder:
+        raise UserError("--save-tensors: want a folder, got ''")
+    if args.no_plan:
+        raise UserError('--no-plan: tensors are taken from the plan of a step; leave it out, or save none')
+    limit, text = args.save_max or _size(LIMIT)
+    return Wanted(folder, args.save_layers or ('*',), args.save_steps or _steps(STEPS), limit, text,
+                  args.save_as or 'safetensors')
+
+
+def _is_enabled(environment):
+    text = environment.get('TENSOR_SAVE_ENABLED', '')
+    if text.lower() in ('true', '1', 'yes', 'on'):
+        return True
+    if text.lower() in ('false', '0', 'no', 'off', ''):
+        return False
+    raise UserError(f'TENSOR_SAVE_ENABLED={text}: want true or false')
+
+
+def _patterns(text):
+    patterns = tuple(part.strip() for part in text.split(','))
+    if not all(patterns):
+        raise argparse.ArgumentTypeError(f"want patterns of layers' names with commas between, got {text!r}")
+    return patterns
+
+
+def _steps(text):
+    return Steps(text, tuple(_range(part.strip(), text) for part in text.split(',')))
+
+
+def _range(part, text):
+    numbers = part.split(':')
+    if len(numbers) > 3 or not all(re.fullmatch('[0-9]{0,15}', n) for n in numbers) or not any(numbers) and len(numbers) == 1:
+        raise argparse.ArgumentTypeError(f'want A:B:S, a number, or several with commas between, got {text!r}')
+    if len(numbers) == 1:
+        return range(int(part), int(part) + 1)
+    first, last, step, *_ = [int(n) if n else None for n in (*numbers, '')]
+    if step == 0:
+        raise argparse.ArgumentTypeError(f'{part}: want every 1st step or more, got every 0th')
+    found = range(first or 0, _ENDLESS if last is None else last, step or 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f'{part}: there is no step from {found.start} up to {found.stop}')
+    return found
+
+
+def _size(text):
+    """-> bytes, text"""
+    match = re.fullmatch(r'([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMGT]?)B?', text.strip().upper())
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"want a size such as 500M or 2G, got {text or repr('')}")
+    return int(float(match[1]) * _UNITS[match[2]]), text

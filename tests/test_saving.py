@@ -1,0 +1,809 @@
+"""Saving tensors: what is found in the plans of all programs, what a run writes, and that nothing that goes wrong ends it."""
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from places import get, on_the_cpu, put
+from safetensors import safe_open
+from test_seq2seq import assert_same_training, newest
+from translation import random_batch
+
+import mnist.resnet
+import mnist.train
+import seq2seq.train
+import transformer.train
+from mnist.mlp_resnet import MLPResNet
+from pyops import backend, nn, ops
+from pyops import plan as plans
+from pyops.autograd import Tensor
+from pyops.backend import as_rows, gemm, launch
+from pyops.errors import UserError
+from pyops.fit import Run, steps_left
+from pyops.formats import fake_quantize
+from pyops.inspect import flags, writer
+from pyops.inspect.logs import Logs
+from pyops.inspect.saving import Saving, find
+from pyops.inspect.statistics import describe
+from pyops.inspect.writer import HEADER, Writer
+from pyops.ndarray import over
+from pyops.ops import quantized
+from pyops.optim import Adam
+from pyops.params import Parameters, Spec
+from pyops.plan import Plan
+from pyops.quantization import Family, Recipe
+from pyops.translator.program import Program
+from seq2seq.model import Config as Seq2SeqConfig
+from seq2seq.model import Seq2Seq
+from transformer.model import Config as TransformerConfig
+from transformer.model import Transformer
+
+# ---- what is found in a plan, against the same step without one ------------------------------------------------------
+
+
+def kept(array):
+    return np.array(get(array), np.float32)
+
+
+class Witness:
+    """Wraps the ops that have products, and writes down what goes in and comes out of them in a step without a plan."""
+
+    def __init__(self, monkeypatch):
+        self.told, self.gradients = {}, []
+        for op in (ops.Linear, ops.FeedForward, ops.Attention, ops.GRU, ops.LinearCrossEntropy, ops.PixelLinear):
+            for way in ('forward', 'backward'):
+                self._wrap(monkeypatch, op, way, getattr(self, f'{op.__name__}_{way}'))
+
+    @staticmethod
+    def _wrap(monkeypatch, op, way, tell):
+        plain = getattr(op, way)
+
+        def told(self, *arguments, **named):
+            tell(self, *arguments)                          # before: an `into` may be the gradient itself
+            result = plain(self, *arguments, **named)
+            tell(self, *arguments, result=result)
+            return result
+        monkeypatch.setattr(op, way, told)
+
+    def tell(self, layer, operation, **tensors):
+        for name, array in tensors.items():
+            if array is not None:
+                self.told[layer, operation, name, None] = kept(array)
+
+    def parameters(self, layer, **parameters):
+        for name, parameter in parameters.items():
+            if parameter:
+                self.tell(layer, 'forward', **{name: parameter.value})
+                self.gradients.append((layer, name, parameter))
+
+    def finish(self, params):
+        """When backward is done."""
+        for layer, name, parameter in self.gradients:
+            self.tell(layer, 'backward', **{f'grad_{name}': params[parameter.name].grad})
+
+    def Linear_forward(self, op, x, result=None):
+        if result:
+            self.parameters(op.name, weight=op.weight, bias=op.bias)
+            self.tell(op.name, 'forward', input=x, output=result[0])
+
+    def Linear_backward(self, op, dy, ctx, result=None):
+        if result is None:
+            self.tell(op.name, 'backward', grad_output=dy)
+            self.product(op.name, dy, op.weight)
+
+    def product(self, layer, dy, weight):
+        dx = backend.empty((*dy.shape[:-1], weight.value.shape[1]))
+        gemm(as_rows(dx), as_rows(dy), weight.value)
+        self.tell(layer, 'backward', grad_input=dx)
+        return dx
+
+    def FeedForward_forward(self, op, x, result=None):
+        if result:
+            y, ctx = result
+            self.parameters(f'{op.name}.w1', weight=op.w1, bias=op.b1)
+            self.parameters(f'{op.name}.w2', weight=op.w2, bias=op.b2)
+            self.tell(f'{op.name}.w1', 'forward', input=x, output=ctx.h)
+            self.tell(f'{op.name}.w2', 'forward', input=ctx.h, output=y)
+
+    def FeedForward_backward(self, op, dy, ctx, *into, result=None):
+        if result is None:
+            self.tell(f'{op.name}.w2', 'backward', grad_output=dy)
+            dh = self.product(f'{op.name}.w2', dy, op.w2)
+            launch('relu_backward', dh, dh, ctx.h.reshape(dh.shape), dh.size)
+            self.tell(f'{op.name}.w1', 'backward', grad_output=dh)
+            self.product(f'{op.name}.w1', dh, op.w1)
+
+    def Attention_forward(self, op, q, k, v, lengths=None, step=None, result=None):
+        if result:
+            q, k, v, y = (self.by_head(op, x) for x in (q, k, v, result[0]))
+            lengths = None if lengths is None else get(lengths)
+            self.tell(op.name, 'forward', query=q, key=k, value=v, output=y, weights=softmax(q, k, lengths, op.causal))
+
+    def Attention_backward(self, op, dy, ctx, result=None):
+        if result:
+            dy, dq, dk, dv = (self.by_head(op, x) for x in (dy, *result))
+            self.tell(op.name, 'backward', grad_output=dy, grad_query=dq, grad_key=dk, grad_value=dv)
+
+    @staticmethod
+    def by_head(op, x):
+        T, B, D = x.shape
+        return get(x).reshape(T, B, op.heads, D // op.heads)
+
+    def GRU_forward(self, op, x, h0=None, result=None):
+        if not result:
+            return
+        h, ctx = result
+        states = np.concatenate([np.zeros((1, *h.shape[1:]), 'f') if h0 is None else get(h0)[None], get(h)[:-1]])
+        self.parameters(f'{op.name}.ih', weight=op.w_ih, bias=op.b_ih)
+        self.parameters(f'{op.name}.hh', weight=op.w_hh, bias=op.b_hh)
+        for t in range(len(states)):
+            self.told[f'{op.name}.ih', 'forward', 'input', t] = kept(x)[t]
+            self.told[f'{op.name}.hh', 'forward', 'input', t] = states[t]
+            self.later(op, t, 'forward', ['output'], ['output'])
+
+    def GRU_backward(self, op, dh, ctx, dh_last=None, result=None):
+        if result:
+            for t, dx in enumerate(kept(result[0])):
+                self.told[f'{op.name}.ih', 'backward', 'grad_input', t] = dx
+                self.later(op, t, 'backward', ['grad_output'], ['grad_output', 'grad_input'])
+
+    def later(self, op, t, operation, of_ih, of_hh):
+        """What a test of its own looks at."""
+        for layer, names in ('ih', of_ih), ('hh', of_hh):
+            for name in names:
+                self.told[f'{op.name}.{layer}', operation, name, t] = None
+
+    def LinearCrossEntropy_forward(self, op, x, labels, *gradients, result=None):
+        if result:
+            self.parameters(op.name, weight=op.weight, bias=op.bias)
+            self.tell(op.name, 'forward', input=x)
+
+    def LinearCrossEntropy_backward(self, op, dloss, ctx, result=None):
+        if result is not None:
+            self.tell(op.name, 'backward', grad_input=result)
+
+    def PixelLinear_forward(self, op, table, rows, result=None):
+        if result:
+            pixels = get(table)[get(rows)] * np.float32(op.scale)
+            self.parameters(op.name, weight=op.weight, bias=op.bias)
+            self.tell(op.name, 'forward', input=pixels, output=result[0])
+
+    def PixelLinear_backward(self, op, dy, ctx, result=None):
+        self.tell(op.name, 'backward', grad_output=dy)
+
+
+def same(a, b):
+    a, b = get(a), get(b)
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def softmax(q, k, lengths, causal):
+    """(B, heads, Tq, Tk) in float64"""
+    (Tq, B, _, C), Tk = q.shape, len(k)
+    scores = np.einsum('ibhc,jbhc->bhij', q.astype('d'), k.astype('d')) / C ** 0.5
+    sees = np.arange(Tk) < (np.full(B, Tk) if lengths is None else lengths)[:, None, None, None]
+    if causal:
+        sees = sees & (np.arange(Tk) <= np.arange(Tq)[:, None] + Tk - Tq)
+    scores = np.exp(scores - scores.max(-1, keepdims=True)) * sees
+    return scores / np.maximum(scores.sum(-1, keepdims=True), 1e-300)
+
+
+def look_at(plan, side=None):
+    """Run a plan as a step that is saved -> {(layer, operation, name, time): (Tensor, array)}"""
+    done, found = 0, {}
+    for look in find(plan, side):
+        plan.run(done, look.at)
+        done = look.at
+        for tensor, array in zip(look.tensors, look.arrays(), strict=True):
+            key = tensor.layer, tensor.operation, tensor.name, tensor.time
+            assert key not in found and array.shape == tensor.shape and array.dtype == np.float32, key
+            found[key] = tensor, array.copy()
+    plan.run(done, len(plan.replayed))
+    return found
+
+
+def translation(model, B=5):
+    """A step of a translation model, its params and inputs."""
+    batch = [put(ids) for ids in random_batch(model.config, B)]
+    adam = Adam(model.params, 0.01, max_norm=1.0)
+
+    def step():
+        model.params.zero_grads()
+        loss, ctx = model.forward(*batch, step=adam.count)
+        plans.boundary()
+        model.backward(ctx)
+    return step, adam, model.params, dict(zip(('source', 'target', 'labels'), batch, strict=True), **model.arrays())
+
+
+def of_transformer(**settings):
+    return translation(Transformer(TransformerConfig(20, 21, d_model=24, d_ff=20, heads=3, num_steps=7, **settings), 3))
+
+
+def of_seq2seq(**settings):
+    return translation(Seq2Seq(Seq2SeqConfig(20, 21, embedding=10, hidden=12, num_steps=6, **settings), 3))
+
+
+def of_mnist(made_from=None):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (40, 784)).astype(np.uint8), rng.integers(0, 10, 40).astype(np.int32)
+    images[:, ::2] = 0
+    model, adam, _, inputs = mnist.train.prepare(images, labels, hidden=16, made_from=made_from, as_one=False)
+    rows, batch = put(np.arange(3, 20)), put(labels[3:20])
+
+    def step():
+        model.params.zero_grads()
+        _, _, ctx = model.forward(inputs['images'], rows, batch)
+        plans.boundary()
+        model.backward(ctx)
+    return step, adam, model.params, dict(inputs, rows=rows, labels=batch)
+
+
+def of_resnet():
+    model = MLPResNet(20, 12, 2, norm='layer')
+    model.reset_parameters(0)
+    model.eval()                            # no dropout, whose masks count the steps
+    rng, loss_of = np.random.default_rng(0), nn.SoftmaxLoss()
+    x, labels = put(rng.standard_normal((9, 20)).astype('f')), put(rng.integers(0, 10, 9).astype('i'))
+    one = put(np.ones((), 'f'))
+
+    def step():
+        model.params.zero_grads()
+        loss = loss_of(model(Tensor(over(x))), Tensor(over(labels)))
+        plans.boundary()
+        loss.backward(Tensor(over(one)))
+    return step, Adam(model.params, 0.01), model.params, dict(x=x, labels=labels, one=one)
+
+
+MODELS = {'transformer': of_transformer, 'pre_norm': lambda: of_transformer(pre_norm=True, layers=1), 'seq2seq': of_seq2seq,
+          'reset_before': lambda: of_seq2seq(reset_before=True, layers=1), 'mnist': of_mnist, 'resnet': of_resnet}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_all_tensors_of_all_programs_are_those_of_the_step_without_a_plan(name, monkeypatch):
+    step, adam, params, inputs = MODELS[name]()
+    noise = np.random.default_rng(0).standard_normal(params.values.size).astype('f')
+    params.values[...] = put(get(params.values) + 0.01 * noise)                         # no bias is zero
+    with monkeypatch.context() as patch:
+        witness = Witness(patch)
+        step()
+        witness.finish(params)
+    with Plan(params, run=False, **inputs, **adam.arrays()) as plan:
+        step()
+        adam.step()
+    before = kept(params.values)
+    found = look_at(plan)
+    assert not same(params.values, before), 'the step was done to its end'
+    told = witness.told
+    assert set(found) == set(told)
+    for key, (_, array) in found.items():
+        if told[key] is None:
+            continue
+        if key[2] == 'weights':
+            np.testing.assert_allclose(array, told[key], rtol=1e-4, atol=1e-6, err_msg=str(key))
+        else:
+            assert same(array, told[key]), key
+        assert np.any(array) or key[2:] == ('input', 0), key            # a state before the first is zeros
+
+
+@pytest.mark.parametrize('reset_before', [False, True])
+def test_the_time_steps_of_a_gru_are_those_of_two_linear_layers_in_torch(torch, reset_before):
+    rng, (T, B, I, H) = np.random.default_rng(0), (4, 3, 5, 6)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype('f')
+    params = Parameters({'gru.w_ih': Spec((3 * H, I), lambda g, shape: normal(*shape)),
+                         'gru.w_hh': Spec((3 * H, H), lambda g, shape: normal(*shape)),
+                         'gru.b_ih': Spec((3 * H,), lambda g, shape: normal(*shape)),
+                         'gru.b_hh': Spec((3 * H,), lambda g, shape: normal(*shape))})
+    op = ops.GRU(*(params[name] for name in params), reset_before)
+    x, h0, dh, dh_last = normal(T, B, I), normal(B, H), normal(T, B, H), normal(B, H)
+    placed = [put(array) for array in (x, h0, dh, dh_last)]
+    with Plan(params, run=False, **dict(zip(('x', 'h0', 'dh', 'dh_last'), placed, strict=True))) as plan:
+        params.zero_grads()
+        _, ctx = op.forward(*placed[:2])
+        plan.boundary()
+        op.backward(placed[2], ctx, placed[3])
+    found = look_at(plan)
+
+    w_ih, w_hh, b_ih, b_hh = (torch.tensor(get(params[name].value), dtype=torch.float64) for name in params)
+    h, told, losses = torch.tensor(h0, dtype=torch.float64, requires_grad=True), {}, []
+    for t in range(T):
+        before = h * 1.0                                        # what these products alone make of the gradient
+        xt = torch.tensor(x[t], dtype=torch.float64, requires_grad=True)
+        a = xt @ w_ih.T + b_ih
+        p_rz = before @ w_hh[:2 * H].T + b_hh[:2 * H]
+        r, z = torch.sigmoid(a[:, :2 * H] + p_rz).chunk(2, 1)
+        gate = r.detach() if reset_before else 1.0              # the gate's own gradient goes another way
+        p_n = (gate * before) @ w_hh[2 * H:].T + b_hh[2 * H:]
+        if reset_before:
+            n = torch.tanh(a[:, 2 * H:] + p_n + ((r - r.detach()) * h.detach()) @ w_hh[2 * H:].T)
+        else:
+            n = torch.tanh(a[:, 2 * H:] + r * p_n)
+        h = (1 - z) * n + z * h
+        for one in (before, xt, a, p_rz, p_n):
+            one.retain_grad()
+        told[t] = before, xt, a, p_rz, p_n
+        losses.append((h * torch.tensor(dh[t])).sum())
+    (sum(losses) + (h * torch.tensor(dh_last)).sum()).backward()
+
+    def check(layer, operation, name, t, want):
+        np.testing.assert_allclose(found[f'gru.{layer}', operation, name, t][1], want.detach().numpy(), rtol=2e-4, atol=2e-5,
+                                   err_msg=f'{layer} {operation} {name} {t}')
+    for t, (before, xt, a, *p) in told.items():
+        for layer, x_, y_ in (('ih', xt, [a]), ('hh', before, p)):
+            check(layer, 'forward', 'input', t, x_)
+            check(layer, 'forward', 'output', t, torch.cat(y_, 1))
+            check(layer, 'backward', 'grad_output', t, torch.cat([part.grad for part in y_], 1))
+            check(layer, 'backward', 'grad_input', t, x_.grad)
+    assert len(found) == 2 * (4 * T + 4)
+
+
+# ---- with rounded operands: what is saved is what was not rounded yet ------------------------------------------------------
+
+RECIPE = ('fwd=mxfp8:block=4,dgrad=mxfp4:block=8:scale=even,wgrad.g=mxfp8:block=7,wgrad.x=mxfp8:elem=e5m2:block=3,'
+          'attention=mxfp8:block=5,dq=bf16,dk=bf16,dv.p=mxfp4:block=7')
+QUANTIZED = {
+    'transformer': lambda made: of_transformer(ops=made),
+    'no_dropout': lambda made: of_transformer(ops=made, dropout=0.0, layers=1),
+    'seq2seq': lambda made: of_seq2seq(ops=made, layers=1),
+    'reset_before': lambda made: of_seq2seq(ops=made, reset_before=True),
+    'mnist': lambda made: of_mnist(made_from=made)}
+
+
+@pytest.mark.parametrize('recipe', [RECIPE, 'hifp8'])
+@pytest.mark.parametrize('name', QUANTIZED)
+def test_every_rounded_operand_can_be_made_again_from_what_was_saved(name, recipe, monkeypatch):
+    made = []           # (layer, product, operand, Format, rounded)
+
+    def told(x, fmt, axis=-1, *, name, **how):
+        y = fake_quantize(x, fmt, axis, name=name, **how)
+        made.append((*name.rsplit('.', 2), fmt, kept(y)))
+        return y
+    step, adam, params, inputs = QUANTIZED[name](Family(Recipe.parse(recipe)))
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized, 'fake_quantize', told)
+        step()
+    with Plan(params, run=False, **inputs, **adam.arrays()) as plan:
+        step()
+    found = look_at(plan)
+    assert len(made) > 5
+    uses = {}           # (layer, product, operand) -> [(use, array of all time steps or of one)]
+    for (layer, *_), (tensor, array) in found.items():
+        for use in tensor.uses:
+            uses.setdefault((layer, use['product'], use['operand']), []).append((use, tensor, array))
+    for layer, product, operand, fmt, want in made:
+        names = layer, f'{layer}.0', f'{layer}.24'              # with reset_before: rows of one weight
+        layers = [key for key in uses if key[0] in names and key[1:] == (product, operand)]
+        assert layers, (layer, product, operand)
+        candidates = [one for key in layers for one in uses[key]]
+        assert all(use['format'] == str(fmt) for use, _, _ in candidates)
+        rounded = []
+        for use, tensor, array in candidates:
+            if tensor.time is not None and array.size != want.size:         # rounded for all time steps at once
+                array = np.stack([one for _, (its, one) in sorted(found.items(), key=lambda item: item[0][3] or 0)
+                                  if its[:5] == tensor[:5]])
+            rows = array.reshape(-1, array.shape[-1]) if use['axis'] == 'tokens' else array
+            rounded.append(fake_quantize(rows, use['format'], 0 if use['axis'] == 'tokens' else use['axis']))
+        if len(layers) > 1 and operand == 'w':
+            rounded.append(np.concatenate(rounded))
+        assert any(same(one.reshape(-1), want.reshape(-1)) for one in rounded), (layer, product, operand, fmt)
+
+
+# ---- what a run writes ----------------------------------------------------------------------------------------------------
+
+NAME = re.compile(r'\d{8}_\d{6}_\d{4}_(linear|attention)_L\d+_(forward|backward)_(fp32|hifp8)_[a-z_]+(_t\d+)?'
+                  r'\.(safetensors|pt)')
+TRANSLATE = ['-f', 'embedded', '-t', '1', '-b', '100', '--num-steps', '7']
+TRANSFORMER = [*TRANSLATE, '--d-model', '16', '--d-ff', '8', '--layers', '1']
+SEQ2SEQ = [*TRANSLATE, '--embedding', '8', '--hidden', '10', '--layers', '1']
+DIGITS = ['--embedded', '--quiet', '-b', '1000', '-e', '1', '--hidden', '12']
+
+
+def lines(folder, kind=None):
+    told = [json.loads(line) for line in (Path(folder) / 'manifest.jsonl').read_text().splitlines()]
+    return told if kind is None else [line for line in told if line['kind'] == kind]
+
+
+def files(folder):
+    return sorted(name for name in os.listdir(folder) if name != 'manifest.jsonl')
+
+
+@on_the_cpu
+def test_the_folder_of_a_run(tmp_path, capsys):
+    dump = tmp_path / 'dump'
+    flags = ['-e', '2', '-c', str(tmp_path / 'saved'), *TRANSFORMER]
+    transformer.train.main([*flags, '--save-tensors', str(dump), '--save-steps', '1:100:3'])
+    out = capsys.readouterr().out.splitlines()
+    transformer.train.main(['-e', '2', '-c', str(tmp_path / 'plain'), *TRANSFORMER])
+    assert_same_training(newest(tmp_path / 'saved'), newest(tmp_path / 'plain'))
+
+    tensors = lines(dump, 'tensor')
+    assert [line['counter'] for line in tensors] == list(range(1, len(tensors) + 1))
+    assert sorted(line['file'] for line in tensors) == files(dump) and all(map(NAME.fullmatch, files(dump)))
+    assert {line['step'] for line in tensors} == {1, 4, 7}                      # of 2 epochs of 4 batches
+    assert {line['layer_type'] for line in tensors} == {'linear', 'attention'}
+    assert [line['step'] for line in lines(dump, 'step')] == list(range(8))
+    assert all(line['loss'] > 0 and line['norm'] > 0 for line in lines(dump, 'step'))
+    (first,), (end,) = lines(dump, 'run'), lines(dump, 'end')
+    assert (first['program'], first['origin'], first['version']) == ('transformer', 'pyops', 1)
+    assert first['settings']['d_model'] == 16
+    nbytes = sum(os.path.getsize(dump / name) for name in files(dump))
+    assert end == {'kind': 'end', 'steps': 8, 'tensors': len(tensors), 'bytes': nbytes}
+    assert f'tensors saved : {len(tensors)} ({writer.size_text(nbytes)}) in {dump}' in out
+    (said,) = [line for line in out if line.startswith('saving tensors : ')]
+    promised = (len(tensors) * HEADER + sum(4 * np.prod(line['shape']) for line in tensors))
+    assert said == (f'saving tensors : {len({line["layer"] for line in tensors})} layers, {len(tensors) // 3} tensors and '
+                    f'{writer.size_text(promised / 3)} a step, 3 steps from 1 to 7, {writer.size_text(promised)} in {dump}')
+    assert nbytes < promised
+
+    logs = Logs(dump)
+    assert not logs.skipped and len(logs.entries) == len(tensors)
+    for entry in logs.entries:
+        array, mask = entry.load(), logs.mask(entry)
+        with safe_open(entry.path, 'np') as file:
+            assert json.loads(file.metadata()['pyops'])['file'] == entry.file and list(file.keys()) == ['tensor']
+        assert entry.statistics == describe(array, mask), entry.title
+        sides = [part['of'] for part in entry.mask]
+        if entry.name in ('weight', 'bias', 'grad_weight', 'grad_bias'):
+            assert sides == []
+        elif entry.name == 'weights':
+            assert sides == ['source' if 'encoder' in entry.layer else 'target',
+                             'target' if 'decoder.0.self' in entry.layer else 'source']
+            query, key = logs.tokens(entry, 0)
+            assert (query[0] == '<bos>') == (sides[0] == 'target') and ('<eos>' in key) == (sides[1] == 'source')
+            np.testing.assert_allclose(array.sum(-1), 1, atol=1e-5)
+            if sides[1] == 'source':            # padding of the source is seen by no query
+                assert not array[np.broadcast_to(~mask.any(2, keepdims=True), array.shape)].any()
+        else:
+            of_memory = entry.layer.endswith(('cross_attention.k', 'cross_attention.v')) or (
+                entry.layer.endswith('cross_attention') and entry.name.endswith(('key', 'value')))
+            assert sides == ['source' if 'encoder' in entry.layer or of_memory else 'target'], entry.title
+            assert mask.any() and not mask.all()
+    batches = lines(dump, 'batch')
+    kinds = [(line['kind'], line.get('step')) for line in lines(dump)]
+    for line in batches:
+        assert kinds.index(('batch', line['step'])) < kinds.index(('tensor', line['step']))
+        for side in ('source', 'target'):
+            assert list(map(len, line['tokens'][side])) == line['lengths'][side] and len(line['lengths'][side]) == 100
+
+
+@on_the_cpu
+def test_a_recurrent_run_resumed_goes_on_in_the_same_folder(tmp_path, capsys):
+    dump, flags = tmp_path / 'dump', ['-c', str(tmp_path / 'ckpt'), *SEQ2SEQ]
+    save = ['--save-tensors', str(dump), '--save-layers', 'encoder.*,output', '--save-steps', '0,6']
+    seq2seq.train.main(['-e', '1', *flags, *save])
+    seq2seq.train.main(['-e', '2', *flags, *save])
+    seq2seq.train.main(['-e', '2', '-c', str(tmp_path / 'plain'), *SEQ2SEQ])
+    assert_same_training(newest(tmp_path / 'ckpt'), newest(tmp_path / 'plain'))
+    assert [line['step'] for line in lines(dump, 'step')] == list(range(10))
+    assert len(lines(dump, 'run')) == 2 and {line['step'] for line in lines(dump, 'tensor')} == {0, 6}
+    tensors = [line for line in lines(dump, 'tensor') if line['step'] == 6]
+    for suffix in ('ih', 'hh'):
+        for name in ('input', 'output', 'grad_output', 'grad_input'):
+            times = [line for line in tensors if line['layer'] == f'encoder.rnn.0.{suffix}' and line['name'] == name]
+            assert [line['time'] for line in times] == list(range(7))
+            assert all(line['file'].endswith(f'_{name}_t{line["time"]}.safetensors') for line in times)
+            assert all(line['mask'] == [{'time': None, 'batch': 0, 'of': 'source'}] for line in times)
+            assert times[6]['statistics']['count'] < times[0]['statistics']['count']        # short sentences have ended
+    assert {line['layer'] for line in tensors} == {'encoder.rnn.0.ih', 'encoder.rnn.0.hh', 'output'}
+
+
+@on_the_cpu
+@pytest.mark.parametrize('main', [mnist.train.main, mnist.resnet.main])
+def test_digits(main, tmp_path, capsys, torch):
+    main([*DIGITS, '--save-tensors', str(tmp_path), '--save-steps', '2', '--save-as', 'pt'])
+    saved = capsys.readouterr().out.splitlines()
+    main(DIGITS)
+    plain = capsys.readouterr().out.splitlines()
+    assert [line for line in saved if 'tensors' not in line] == plain
+    assert len(lines(tmp_path, 'step')) == 10 and not lines(tmp_path, 'batch') and all(map(NAME.fullmatch, files(tmp_path)))
+    for line in lines(tmp_path, 'tensor'):
+        kept = torch.load(tmp_path / line['file'], weights_only=True)
+        assert json.loads(kept['pyops']) == line and kept['tensor'].dtype == torch.float32
+        assert list(kept['tensor'].shape) == line['shape'] and line['mask'] == []
+        assert line['statistics'] == describe(kept['tensor'].numpy())
+    axes = {line['axis'] for line in lines(tmp_path, 'tensor') if (line['name'], line['index']) == ('weight', 0)}
+    assert axes == ({0} if main is mnist.train.main else {-1})
+
+
+@on_the_cpu
+def test_a_run_with_rounded_operands_says_so(tmp_path, capsys):
+    transformer.train.main(['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--quant', 'hifp8', '--save-steps', '3',
+                            '--save-tensors', str(tmp_path / 'dump'), '--save-layers', '*self_attention*'])
+    tensors = {(line['layer'], line['name']): line for line in lines(tmp_path / 'dump', 'tensor')}
+    one = tensors['encoder.0.self_attention.q', 'input']
+    assert one['format'] == 'hifp8' and '_forward_hifp8_input' in one['file'] and one['options'] == {}
+    assert [list(use.values()) for use in one['uses']] == [['fwd', 'x', 'hifp8', -1], ['wgrad', 'x', 'hifp8', -1]]
+    assert tensors['encoder.0.self_attention.q', 'output']['format'] == 'fp32'
+    np.testing.assert_allclose(Logs(tmp_path / 'dump').entries[0].load().std(), one['statistics']['std'], rtol=0.5)
+
+
+# ---- how much, which, when ------------------------------------------------------------------------------------------------
+
+@on_the_cpu
+def test_at_the_cap_saving_ends_and_training_goes_on(tmp_path, capsys):
+    flags = ['-e', '2', *TRANSFORMER, '--save-layers', 'output', '--save-steps', '::2']
+    transformer.train.main([*flags, '-c', str(tmp_path / 'c'), '--save-tensors', str(tmp_path / 'd'), '--save-max', '0.3M'])
+    out = capsys.readouterr().out
+    each = re.search(r'tensors and ([\d.]+) KB a step, 4 steps from 0 to 6, [\d.]+ KB in .*; --save-max 0.3M ends it '
+                     'after 2 steps', out)
+    assert 100 < float(each[1]) <= 150
+    assert 'saving of tensors ended before step 4 : --save-max 0.3M is reached; training goes on\n' in out
+    assert {line['step'] for line in lines(tmp_path / 'd', 'tensor')} == {0, 2}
+    assert sum(os.path.getsize(tmp_path / 'd' / name) for name in files(tmp_path / 'd')) < 300_000
+    assert len(lines(tmp_path / 'd', 'step')) == 8 and newest(tmp_path / 'c')[0]['step'][0] == 8
+
+
+@on_the_cpu
+def test_max_steps_ends_a_run_that_goes_on_later(tmp_path, capsys):
+    for steps, saved in ((3, 3), (4, 7), (1, 8)):           # in an epoch; behind the next one's begin; at its end
+        transformer.train.main(['-e', '9', '-c', str(tmp_path / 'parts'), *TRANSFORMER, '--max-steps', str(steps)])
+        assert newest(tmp_path / 'parts')[0]['step'][0] == saved
+    transformer.train.main(['-e', '2', '-c', str(tmp_path / 'whole'), *TRANSFORMER])
+    assert_same_training(newest(tmp_path / 'parts'), newest(tmp_path / 'whole'))
+    mnist.train.main([*DIGITS, '--max-steps', '4', '--save-tensors', str(tmp_path / 'd')])
+    assert [line['step'] for line in lines(tmp_path / 'd', 'step')] == [0, 1, 2, 3]
+
+
+def test_steps_left():
+    run = Run(0, 100, epoch=1, position=250)
+    assert steps_left(run, 451, 3) == 3 + 5 and steps_left(run, 451, 3, drop_last=True) == 2 + 4
+    assert steps_left(run, 451, 3, max_steps=7) == 7 and steps_left(run, 451, 1) == 0
+
+
+def test_the_environment_asks_for_saving_and_flags_win():
+    def wanted(argv, **environment):
+        parser = mnist.train.program.parser('mnist.train', '', 30, '')
+        return flags.wanted(parser.parse_args(argv), environment)
+    assert wanted([]) is None and wanted([], TENSOR_SAVE_ENABLED='off', TENSOR_SAVE_DIR='d') is None
+    for on in ('true', '1', 'Yes', 'ON'):
+        assert wanted([], TENSOR_SAVE_ENABLED=on).folder == './tensor_logs'
+    it = wanted(['--save-max', '1.5g'], TENSOR_SAVE_ENABLED='1', TENSOR_SAVE_DIR='d')
+    assert (it.folder, it.patterns, it.limit, it.as_) == ('d', ('*',), 1_500_000_000, 'safetensors')
+    assert wanted(['--save-tensors', 'f'], TENSOR_SAVE_ENABLED='1', TENSOR_SAVE_DIR='d').folder == 'f'
+    assert list(it.steps.within(0, 45)) == [0, 10, 20, 30, 40] and list(it.steps.within(15, 1000)) == list(range(20, 100, 10))
+    steps = wanted(['--save-tensors', 'f', '--save-steps', '5,3:,3::4,7:9']).steps
+    assert 2 not in steps and 3 in steps and 10**9 in steps and list(steps.within(0, 6)) == [3, 4, 5]
+
+
+BAD = {
+    'layers': (['--save-layers', 'encoder.0.self_atention'], 'fits none of the 20 layers; there are, among others, '
+               'encoder.0.self_attention,'),
+    'one of several': (['--save-layers', 'encoder.*,x'], '--save-layers x: fits none of the 20 layers'),
+    'too large a step': (['--save-max', '1K'], r'--save-max 1K: one step is .* of 20 layers; give a larger size, or fewer'),
+    'no plan': (['--no-plan'], '--no-plan: tensors are taken from the plan of a step; leave it out, or save none'),
+    'serving': (['-e', '0'], '--save-tensors: -e 0 serves'),
+}
+
+
+@on_the_cpu
+@pytest.mark.parametrize('name', BAD)
+def test_what_cannot_be_saved_is_said_before_training(name, tmp_path, capsys):
+    argv, text = BAD[name]
+    with pytest.raises(UserError, match=text) as raised:
+        transformer.train.main(['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
+                                *argv])
+    assert '\n' not in str(raised.value) and not (tmp_path / 'd').exists()
+    assert not any(name.endswith('.safetensors') for _, _, names in os.walk(tmp_path) for name in names)
+
+
+@pytest.mark.parametrize('argv, text', [
+    (['--save-steps', '0:10'], '--save-steps: nothing is saved without --save-tensors DIR, or TENSOR_SAVE_ENABLED=true'),
+    (['--save-as', 'pt'], '--save-as: nothing is saved without'),
+    (['--save-tensors', ''], "--save-tensors: want a folder, got ''")])
+def test_flags_that_say_how_and_not_that(argv, text):
+    with pytest.raises(UserError, match=re.escape(text)):
+        transformer.train.main(argv)
+
+
+def test_an_environment_that_says_neither_yes_nor_no(monkeypatch):
+    monkeypatch.setenv('TENSOR_SAVE_ENABLED', 'maybe')
+    for main in (transformer.train.main, mnist.train.main):
+        with pytest.raises(UserError, match='^TENSOR_SAVE_ENABLED=maybe: want true or false$'):
+            main([])
+
+
+@pytest.mark.parametrize('flag, value', [
+    ('--save-steps', ''), ('--save-steps', '1:2:3:4'), ('--save-steps', 'a'), ('--save-steps', '5:5'), ('--save-steps', '::0'),
+    ('--save-steps', '-1:3'), ('--save-steps', '1,,2'), ('--save-max', '0'), ('--save-max', '2X'), ('--save-max', ''),
+    ('--save-layers', ''), ('--save-layers', 'a,,b'), ('--save-as', 'npy'), ('--max-steps', '0')])
+def test_a_malformed_flag(flag, value, capsys):
+    with pytest.raises(SystemExit) as left:
+        seq2seq.train.main(['--save-tensors', 'd', f'{flag}={value}'])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and flag in error and error.count('\n') == 1, error
+
+
+@on_the_cpu
+def test_a_folder_that_cannot_be_made_and_torch_that_is_missing(tmp_path, capsys, monkeypatch):
+    (tmp_path / 'file').write_text('')
+    argv = ['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors']
+    with pytest.raises(UserError, match='file/d: cannot save tensors there .*; name a folder that can be written with --s'):
+        transformer.train.main([*argv, str(tmp_path / 'file' / 'd')])
+    monkeypatch.setitem(sys.modules, 'torch', None)
+    with pytest.raises(UserError, match='^--save-as pt: torch is not installed: install it with: pip install torch$'):
+        transformer.train.main([*argv, str(tmp_path / 'd'), '--save-as', 'pt'])
+
+
+@on_the_cpu
+def test_a_disk_with_too_little_room_is_said_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, 'disk_usage', lambda folder: Namespace(free=2 * 10**6))
+    with pytest.raises(UserError, match=r'd: [\d.]+ MB of tensors will be saved and 2.0 MB are free; make room, or save less'):
+        transformer.train.main(['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd')])
+
+
+@on_the_cpu
+def test_a_run_that_saves_nothing_is_an_error_and_keeps_its_checkpoint(tmp_path, capsys):
+    argv = ['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'), '--save-steps', '50:60']
+    with pytest.raises(UserError, match='d: no tensor was saved: --save-steps 50:60 names none of the steps up to 4'):
+        transformer.train.main(argv)
+    assert newest(tmp_path / 'c')[0]['step'][0] == 4
+    assert 'none of the steps to come, 0 bytes' in capsys.readouterr().out
+    with pytest.raises(UserError, match=r'd: no tensor was saved: all 1 epochs are done \(1 in .*\); -e 11 trains on'):
+        transformer.train.main(argv)
+
+
+# ---- when it goes wrong in the middle -------------------------------------------------------------------------------------
+
+@on_the_cpu
+def test_a_disk_that_fills_up_ends_no_training(tmp_path, capsys, monkeypatch):
+    write, written = writer._write_whole, []
+
+    def full(path, parts):
+        written.append(path)
+        if len(written) > 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, parts)
+    monkeypatch.setattr(writer, '_write_whole', full)
+    transformer.train.main(['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
+                            '--save-steps', '0,2'])
+    out, err = capsys.readouterr()
+    lost = len(written) - 20
+    assert err.count('warning: ') == 1 and 'cannot write a tensor (No space left on device); training goes on' in err
+    assert re.search(rf'tensors saved : 20 \([\d.]+ KB\) in .*, {lost} LOST \(No space left on device\)\n', out)
+    assert len(lines(tmp_path / 'd', 'lost')) == lost
+    assert len(lines(tmp_path / 'd', 'tensor')) == len(files(tmp_path / 'd')) == 20
+    assert {line['reason'] for line in lines(tmp_path / 'd', 'lost')} == {'No space left on device'}
+    assert newest(tmp_path / 'c')[0]['step'][0] == 4
+
+
+def numbers(n):
+    return dict(layer='a', layer_type='linear', index=0, operation='forward', name='input', step=n)
+
+
+@pytest.fixture
+def smallest_files():
+    """No file may grow beyond 64 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_the_system_refuses_is_lost_and_the_rest_is_written(tmp_path, capsys, smallest_files):
+    with Writer(tmp_path, as_='safetensors') as one:
+        for n in range(4):
+            one.tensor(np.full(100 if n % 2 else 20_000, n, np.float32), **numbers(n))
+    summary = one.close()
+    assert summary[1:] == (2, summary.bytes, 2, {'File too large': 2})
+    assert [line['step'] for line in lines(tmp_path, 'tensor')] == [1, 3]
+    assert [line['step'] for line in lines(tmp_path, 'lost')] == [0, 2] and len(files(tmp_path)) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+    assert str(summary).endswith('2 LOST (File too large)')
+
+
+def test_a_manifest_that_cannot_be_written_for_a_while(tmp_path, capsys, monkeypatch):
+    with Writer(tmp_path) as one:
+        file = one._manifest
+
+        class Full:
+            left = 25                   # bytes that it takes yet: half a line
+
+            def write(self, data):
+                if not self.left:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                n = file.write(data[:self.left])
+                self.left -= n
+                return n
+
+            close = file.close
+        one._manifest = full = Full()
+        for n in range(3):
+            one.tensor(np.full(3, n, np.float32), **numbers(n))
+        wait(lambda: one.tensors == 3)
+        full.left = 10**6               # there is room again
+        one.steps([(0, float('nan'), None)])
+    told = []
+    for line in (tmp_path / 'manifest.jsonl').read_text().splitlines():
+        try:
+            told.append(json.loads(line))
+        except ValueError:
+            told.append(line)
+    assert [line['kind'] if isinstance(line, dict) else len(line) for line in told] == [
+        'run', 25, 'tensor', 'tensor', 'tensor', 'step', 'end']
+    assert told[5] == {'kind': 'step', 'step': 0, 'loss': None, 'norm': None}
+    assert len(Logs(tmp_path).entries) == 3 and not one.close().lost
+    assert capsys.readouterr().err == (f'warning: {tmp_path / "manifest.jsonl"}: cannot write the manifest (disk full); '
+                                       'training goes on\n')
+
+
+def wait(condition):
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError('it never came')
+
+
+def test_a_writer_says_when_its_thread_has_a_bug(tmp_path, monkeypatch):
+    one = Writer(tmp_path)
+    monkeypatch.setattr(one, '_write', lambda *_: 1 / 0)
+    with pytest.raises(RuntimeError, match='the thread that writes tensors failed') as raised:
+        for _ in range(500):
+            one.tensor(np.zeros(3, np.float32), **numbers(0))
+            time.sleep(0.01)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match='failed'):
+        one.close()
+
+
+def test_a_writer_that_is_ahead_of_the_disk_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, 'UNDER_WAY', 1000)
+    write, most = Writer._write, []
+    with Writer(tmp_path) as one:
+        monkeypatch.setattr(one, '_write', lambda *job: (time.sleep(0.01), most.append(one._bytes_under_way), write(one, *job)))
+        for n in range(8):
+            one.tensor(np.zeros(100, np.float32), **numbers(n))
+    assert one.close().tensors == 8 and max(most) <= 1400
+
+
+def test_the_array_may_change_when_it_was_taken_and_a_full_writer_takes_none(tmp_path):
+    with Writer(tmp_path, limit=2 * HEADER + 100) as one:
+        x = np.arange(10, dtype=np.float32).reshape(2, 5).T             # not contiguous
+        assert one.tensor(x, **numbers(0))
+        x[...] = -1
+        assert not one.tensor(np.zeros(100, np.float32), **numbers(1)) and one.is_full
+        assert not one.tensor(np.zeros(1, np.float32), **numbers(2))
+    (entry,) = Logs(tmp_path).entries
+    np.testing.assert_array_equal(entry.load(), np.arange(10).reshape(2, 5).T)
+    with pytest.raises(RuntimeError, match='this writer was closed'):
+        one.steps([])
+
+
+@on_the_cpu
+def test_ctrl_c_in_the_middle_leaves_a_whole_dump(tmp_path, capsys, monkeypatch):
+    step = Saving.step
+
+    def struck(self, rows):
+        step(self, rows)
+        if self.next == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(Saving, 'step', struck)
+    transformer.train.main(['-e', '50', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
+                            '--save-steps', '0:100:2', '--save-layers', 'output'])
+    out, err = capsys.readouterr()
+    assert 'checkpoint saved : ' in out and 'tensors saved : ' in out
+    assert [line['step'] for line in lines(tmp_path / 'd', 'step')] == [0, 1, 2]
+    assert {line['step'] for line in lines(tmp_path / 'd', 'tensor')} == {0, 2} and lines(tmp_path / 'd')[-1]['kind'] == 'end'
+    assert newest(tmp_path / 'c')[0]['step'][0] == 3
+
+
+# ---- which sentences a tensor has rows for --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('layer, name, side', [
+    ('encoder.0.self_attention', 'key', 'source'), ('encoder.rnn.1.hh', 'input', 'source'), ('output', 'input', 'target'),
+    ('decoder.0.cross_attention.k', 'output', 'source'), ('decoder.0.cross_attention.v', 'input', 'source'),
+    ('decoder.0.cross_attention.q', 'input', 'target'), ('decoder.0.cross_attention', 'query', 'target'),
+    ('decoder.0.cross_attention', 'value', 'source'), ('decoder.0.cross_attention', 'output', 'target'),
+    ('decoder.0.self_attention', 'key', 'target')])
+def test_the_side_of_a_tensor(layer, name, side):
+    assert Program.side(layer, name) == side
