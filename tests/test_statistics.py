@@ -1,0 +1,178 @@
+"""Statistics of tensors and of their rounded copies, against formulas over whole arrays in float64, and known figures."""
+import math
+
+import numpy as np
+import pytest
+
+from pyops import formats
+from pyops.inspect import statistics
+from pyops.inspect.statistics import block_quantization, block_scales, block_sqnr, decibels, describe, quantization, rounded
+
+SIZE = 131072
+DATA = {'normal': lambda rng: rng.standard_normal(SIZE), 'small': lambda rng: 1e-4 * rng.standard_normal(SIZE),
+        'laplace': lambda rng: rng.laplace(size=SIZE)}
+# dB: docs/inspect.md says where they are from
+BALLPARK = {
+    'normal': {'bf16': 55.6, 'fp16': 73.7, 'hifp8': 31.5, 'mxfp8': 30.6, 'mxfp8:scale=rceil': 31.5, 'mxfp8:scale=even': 31.2,
+               'mxfp8:elem=e5m2': 25.3, 'mxfp8:elem=e5m2:scale=rceil': 25.5, 'mxfp4': 18.8, 'mxfp4:scale=rceil': 18.8,
+               'mxfp4:scale=even': 19.1},
+    'small': {'bf16': 55.6, 'fp16': 72.6, 'hifp8': 19.7, 'mxfp8': 30.2, 'mxfp8:scale=rceil': 31.6, 'mxfp8:scale=even': 30.9,
+              'mxfp8:elem=e5m2': 25.3, 'mxfp8:elem=e5m2:scale=rceil': 25.6, 'mxfp4': 18.6, 'mxfp4:scale=rceil': 18.7,
+              'mxfp4:scale=even': 18.9},
+    'laplace': {'bf16': 55.6, 'fp16': 73.7, 'hifp8': 31.5, 'mxfp8': 30.1, 'mxfp8:scale=rceil': 31.5, 'mxfp8:scale=even': 30.8,
+                'mxfp8:elem=e5m2': 25.3, 'mxfp8:elem=e5m2:scale=rceil': 25.6, 'mxfp4': 18.0, 'mxfp4:scale=rceil': 17.6,
+                'mxfp4:scale=even': 18.1}}
+ALL = [*formats.FORMATS, *formats.ELEMENTS, 'mxfp8:elem=e5m2:scale=rceil:block=16', 'fp16:saturate', 'hifp8:amax_target=8',
+       'mxfp4:round=stochastic']
+
+
+@pytest.mark.parametrize('data', BALLPARK)
+def test_the_figures_of_the_specification(data):
+    x = DATA[data](np.random.default_rng(0)).astype(np.float32)
+    for fmt, want in BALLPARK[data].items():
+        assert abs(quantization(x, fmt)['sqnr_db'] - want) <= 0.2, fmt
+
+
+def tensor(rng, shape=(7, 5, 70), special=True):
+    """Numbers of many sizes, zeros, numbers of too small and of too large a size for all formats, infinities and NaN."""
+    x = (rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))).astype(np.float32)
+    flat = x.reshape(-1)
+    flat[rng.integers(0, x.size, 60)] = 0
+    if special:
+        flat[rng.integers(0, x.size, 40)] = [1e-38, -1e-30, 3e38, 7e4, -6e4] * 8
+        flat[rng.integers(0, x.size, 8)] = [np.inf, -np.inf, np.nan, np.nan] * 2
+    return x
+
+
+@pytest.mark.parametrize('tile', [64, 1 << 16])
+@pytest.mark.parametrize('axis', [-1, 0, 1, 'tokens'])
+@pytest.mark.parametrize('fmt', ALL)
+def test_quantization_is_the_formulas(fmt, axis, tile, monkeypatch):
+    monkeypatch.setattr(statistics, '_TILE', tile)                  # 64: pieces that end in the middle of every axis
+    rng = np.random.default_rng(1)
+    f = formats.parse(fmt)
+    for special, mask in (False, None), (True, None), (True, np.arange(7)[:, None, None] < [7, 3, 1, 0, 5][:5]):
+        mask = None if mask is None else mask.transpose(0, 2, 1)
+        x = tensor(rng, special=special)
+        got, want = quantization(x, fmt, axis, mask), formulas(x, f, axis, mask)
+        assert got.keys() == want.keys()
+        for key in want:
+            assert got[key] == pytest.approx(want[key], rel=1e-9, nan_ok=True), key
+
+
+def formulas(x, f, axis, mask):
+    """Section 10 of the specification, written over whole arrays."""
+    flat, axis = (x.reshape(-1, x.shape[-1]), 0) if axis == 'tokens' else (x, axis)
+    q = formats.fake_quantize(flat, f, axis)
+    codes = formats.encode(flat, f, axis) if f.is_block or f.option('amax_target') else None
+    scale = np.ones_like(flat, np.float64)
+    if f.is_block:
+        s = np.where(codes.scales == 255, np.nan, 2.0 ** (codes.scales.astype(float) - 127))
+        scale = np.take(s, np.arange(flat.shape[axis]) // f.block, axis)
+    elif codes:
+        scale /= codes.factor[0]
+    keep = np.ones(x.shape, bool) if mask is None else np.broadcast_to(mask, x.shape)
+    x, q, scale = (a.reshape(-1).astype(np.float64)[keep.reshape(-1)] for a in (x, q, scale))
+    fx, nz = np.isfinite(x), np.isfinite(x) & (x != 0)
+    pair = fx & np.isfinite(q)
+    a, b = x[pair], q[pair]
+    e = b - a
+    percent = [100 * (mask & what).sum() / what.sum() for mask, what in
+               ((q == 0, nz), (np.abs(x) < f.min_normal * scale, nz), (np.abs(x) > f.max * scale, fx))]
+    mse, amax, rms = (e ** 2).mean(), np.abs(a).max(), np.sqrt((a ** 2).mean())
+    return {'sqnr_db': 10 * np.log10((a ** 2).sum() / (e ** 2).sum()), 'mse': mse, 'rmse': np.sqrt(mse),
+            'max_abs_error': np.abs(e).max(), 'relative_mse': (e ** 2).sum() / (a ** 2).sum(),
+            'cosine': (a * b).sum() / np.sqrt((a ** 2).sum() * (b ** 2).sum()), 'psnr_db': 20 * np.log10(amax / np.sqrt(mse)),
+            'mean_relative_error': np.abs(e[a != 0] / a[a != 0]).mean(),
+            'underflow_pct': percent[0], 'subnormal_pct': percent[1], 'saturation_pct': percent[2],
+            'overflow': (fx & ~np.isfinite(q)).sum(), 'nan': np.isnan(x).sum(),
+            'inf': np.isinf(x).sum(), 'sum_x2': (a ** 2).sum(), 'sum_e2': (e ** 2).sum(), 'amax': amax, 'rms': rms,
+            'crest': amax / rms}
+
+
+def test_padding_is_in_no_sum():
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((6, 3, 32)).astype(np.float32)
+    mask = (np.arange(6)[:, None] < [6, 2, 4])[:, :, None]
+    noisy = np.where(mask, x, 1e6 * rng.standard_normal(x.shape)).astype(np.float32)
+    for fmt in formats.FORMATS:                                     # blocks lie within a row here, so padding is apart
+        assert quantization(noisy, fmt, -1, mask) == quantization(np.where(mask, x, 0), fmt, -1, mask)
+        assert quantization(noisy, fmt, -1, mask) != quantization(noisy, fmt, -1)
+    assert describe(noisy, mask) == describe(x[np.broadcast_to(mask, x.shape)])
+
+
+def test_what_has_no_value():
+    zeros = quantization(np.zeros((4, 40), np.float32), 'mxfp8')
+    assert (zeros['sqnr_db'], zeros['cosine'], zeros['psnr_db'], zeros['relative_mse']) == (math.inf, 1, math.inf, 0)
+    assert (zeros['underflow_pct'], zeros['saturation_pct'], zeros['amax'], zeros['rms']) == (0, 0, 0, 0)
+    assert math.isnan(zeros['crest'])
+    exact = quantization(np.float32([1, 2, -4]), 'hifp8')
+    assert exact['sqnr_db'] == math.inf and exact['cosine'] == pytest.approx(1) and exact['max_abs_error'] == 0
+    gone = quantization(np.float32([1e-30, -1e-30]), 'hifp8')
+    assert gone['sqnr_db'] == 0 and gone['cosine'] == 0 and gone['underflow_pct'] == 100 and gone['mean_relative_error'] == 1
+    for nothing in np.ones((0, 4), np.float32), np.float32([np.nan, np.inf]):
+        result = quantization(nothing, 'fp16')
+        assert math.isnan(result['sqnr_db']) and math.isnan(result['mse']) and math.isnan(result['cosine'])
+        assert result['nan'] == result['inf'] == nothing.size // 2
+    number = quantization(np.float32(3.3), 'mxfp4')                 # a tensor without axes
+    assert number['max_abs_error'] == pytest.approx(0.3) and number['saturation_pct'] == 100    # 6.6 * 2^-1
+    saturated = quantization(np.float32([7.9] * 32), 'mxfp4')
+    assert saturated['saturation_pct'] == 100 and saturated['max_abs_error'] == pytest.approx(1.9)
+    assert quantization(np.float32([1e5, 1]), 'fp16')['overflow'] == 1
+    assert (decibels(100, 1), decibels(0, 1), decibels(0, 0)) == (20, -math.inf, math.inf)
+    with pytest.raises(formats.FormatError, match='mxfp7'):
+        quantization(np.ones(3, np.float32), 'mxfp7')
+
+
+@pytest.mark.parametrize('tile', [64, 1 << 16])
+@pytest.mark.parametrize('axis', [-1, 0, 1, 'tokens'])
+@pytest.mark.parametrize('fmt', ['mxfp8', 'mxfp4:block=16', 'hifp8'])
+def test_blocks(fmt, axis, tile, monkeypatch):
+    monkeypatch.setattr(statistics, '_TILE', tile)
+    f, x = formats.parse(fmt), tensor(np.random.default_rng(3), (5, 9, 35), special=False)
+    x[2, :, 20:] = 0
+    mask = np.arange(5)[:, None, None] < 4
+    flat, along = (x.reshape(-1, 35), 0) if axis == 'tokens' else (x, axis)
+    q, keep = formats.fake_quantize(flat, f, along), np.broadcast_to(mask, x.shape).reshape(flat.shape)
+    assert np.array_equal(rounded(x, fmt, axis), q.reshape(x.shape))
+    got = block_quantization(x, fmt, axis, mask)
+    for place in np.ndindex(got['sqnr_db'].shape):                  # a block is a tensor of its own
+        numbers = list(place)
+        numbers[along] = slice(place[along] * (f.block or 32), (place[along] + 1) * (f.block or 32))
+        want = quantization(flat[tuple(numbers)], fmt, -1, keep[tuple(numbers)])
+        for name, values in got.items():
+            if keep[tuple(numbers)].any() or name in ('sqnr_db', 'cosine', 'max_abs_error'):
+                assert values[place] == pytest.approx(want[name], rel=1e-9, nan_ok=True), name
+    assert np.isnan(got['sqnr_db']).any() == (axis in (-1, 1))      # the last of 5 rows, which is padding
+    assert np.array_equal(block_sqnr(x, fmt, axis, mask), got['sqnr_db'], equal_nan=True)
+    if f.is_block:
+        codes = formats.encode(flat, f, along).scales
+        assert np.array_equal(block_scales(x, fmt, axis), codes.astype(float) - 127)
+    else:
+        with pytest.raises(ValueError, match='hifp8: has no scales'):
+            block_scales(x, fmt, axis)
+
+
+def test_a_poisoned_block_has_no_scale():
+    x = np.ones((2, 64), np.float32)
+    x[1, 40] = np.nan
+    assert np.array_equal(block_scales(x, 'mxfp8'), [[-8, -8], [-8, np.nan]], equal_nan=True)
+    assert np.array_equal(block_sqnr(x, 'mxfp8'), [[np.inf, np.inf], [np.inf, np.nan]], equal_nan=True)
+    result = quantization(x, 'mxfp8')
+    assert (result['nan'], result['overflow'], result['sqnr_db']) == (1, 31, math.inf)
+
+
+@pytest.mark.parametrize('mask', [None, np.arange(40)[:, None] < 30])
+def test_describe_is_the_formulas(mask, monkeypatch):
+    monkeypatch.setattr(statistics, '_TILE', 97)
+    x = tensor(np.random.default_rng(4), (40, 30))
+    got = describe(x, mask)
+    a = x.astype(np.float64)[np.broadcast_to(True if mask is None else mask, x.shape)]
+    f = a[np.isfinite(a)]
+    want = {'count': a.size, 'nan': np.isnan(a).sum(), 'inf': np.isinf(a).sum(), 'zeros': (a == 0).sum(),
+            'amax': np.abs(f).max(), 'mean': f.mean(), 'mean_abs': np.abs(f).mean(), 'rms': np.sqrt((f * f).mean()),
+            'std': f.std(), 'min': f.min(), 'max': f.max()}
+    assert got == pytest.approx(want, rel=1e-9) and list(got) == list(want)
+    assert all(type(value) in (int, float) for value in got.values())
+    for nothing in np.ones((0, 3), np.float32), np.full(3, np.nan, np.float32):
+        assert describe(nothing)['amax'] is None and describe(nothing)['count'] == nothing.size
