@@ -2,7 +2,10 @@
 
 A command is a module with run(options) -> exit status, imported when it is called: --help needs none of what it builds on.
 """
+import argparse
 import importlib
+
+from pyops.inspect.choice import patterns, steps
 
 
 def add_commands(parser):
@@ -26,7 +29,38 @@ def _add_serve(parser):
 
 def _add_compare(parser):
     parser.add_argument('logs', metavar='LOGS', help='where the tensors were saved')
+    parser.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
+                        help='number formats, such as mxfp8,mxfp4:scale=even (default all)')
+    parser.add_argument('--layers', type=patterns, default=('*',), metavar='PATTERN',
+                        help="layers, such as 'encoder.*' or linear_L3, or several with commas between (default *)")
+    parser.add_argument('--names', type=patterns, default=('*',), metavar='PATTERN',
+                        help="tensors, such as 'grad_*' or input,weight (default *)")
+    parser.add_argument('--steps', type=steps, metavar='A:B:S',
+                        help='steps: from A up to B, every S; or numbers with commas between (default all)')
+    parser.add_argument('--axis', type=_axis, metavar='N|tokens',
+                        help='along which axis blocks lie; tokens: all but the last, as one (default: as the run had it)')
+    parser.add_argument('--sort', choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'block'), default='sqnr',
+                        help='what the worst are the worst by; block: the SQNR of the worst block (default sqnr)')
+    parser.add_argument('--top', type=_count, metavar='N', help='how many lines (default 30; of --json all)')
+    parser.add_argument('--json', action='store_true', help='one JSON document in place of the table')
+    parser.add_argument('-o', '--output', metavar='FILE', help='write there, not to standard output')
+    parser.add_argument('--per-block', metavar='FILE', help='write a CSV file with a line for each block too')
     parser.set_defaults(run=_runs('compare'))
+
+
+def _axis(text):
+    if text == 'tokens':
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"want a number, such as -1, or tokens, got '{text}'") from None
+
+
+def _count(text):
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"want a number of lines from 1, got '{text}'")
+    return int(text)
 
 
 def _runs(module):

@@ -1,0 +1,301 @@
+"""python -m pyops inspect compare: what every number format does to the saved tensors of a folder, worst first.
+
+Nothing has to be trained again for it: what is saved was not rounded, so any format can be tried on it.
+"""
+import contextlib
+import csv
+import json
+import math
+import os
+import shutil
+import sys
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops import formats
+from pyops.errors import UserError
+from pyops.inspect.choice import select
+from pyops.inspect.logs import Entry, LogError, Logs, printable
+from pyops.inspect.statistics import block_quantization, block_scales, decibels, quantization
+
+TOP = 30                                        # lines of a table, where --top does not say how many
+
+
+class _Column(NamedTuple):
+    """A column of the table, and what --sort can rank by."""
+    title: str
+    key: str                                    # of a Row's statistics
+    is_worst_largest: bool
+    how: str                                    # it is formatted
+
+
+SORTS = {'sqnr': _Column('SQNR dB', 'sqnr_db', False, '.2f'),
+         'cosine': _Column('cosine', 'cosine', False, '.5f'),
+         'error': _Column('max error', 'max_abs_error', True, '.2e'),
+         'underflow': _Column('under %', 'underflow_pct', True, '.2f'),
+         'saturation': _Column('satur %', 'saturation_pct', True, '.2f'),
+         'block': _Column('block dB', 'worst_block_db', False, '.2f')}
+
+_DROPPED = 'block', 'cosine', 'error'           # columns that go where the terminal is narrow, these in this order
+_ROOM = 30                                      # for the name of a tensor, before columns go
+_BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturation_pct'
+
+
+class Row(NamedTuple):
+    """One tensor in one format.  statistics: those of `quantization`, and worst_block_db."""
+    entry: Entry
+    format: formats.Format
+    statistics: dict
+
+
+class Total(NamedTuple):
+    """All tensors in one format: their signal over their error, of all, of those of one operation; of single tensors."""
+    format: formats.Format
+    tensors: int
+    sqnr_db: float
+    forward_db: float
+    backward_db: float
+    median_db: float
+    worst: Row | None
+
+
+def parse_formats(text):
+    """'all', or names with options, or several with commas between -> list of Format, each once.  FormatError."""
+    names = [name for part in text.split(',') for name in (formats.FORMATS if part.strip() == 'all' else (part,))]
+    return list(dict.fromkeys(map(formats.parse, names)))
+
+
+def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter, on_blocks=None):
+    """Round every tensor to every format.  -> ([Row], [(file, reason)] of those that cannot be read)
+
+    mask_of: gives an entry's padding, as Logs.mask does.  axis: along which blocks lie, where not as the entry says.
+    on_blocks: called with (entry, format, statistics of the blocks, log2 of their scales or None).  One tensor and what
+    is made of it are in memory at a time.
+    """
+    rows, skipped = [], []
+    for entry in progress(entries):
+        try:
+            x, mask = entry.load(), mask_of(entry)
+            along = _axis(entry, axis)
+        except LogError as error:
+            skipped.append((entry.place, str(error)))
+            continue
+        for fmt in fmts:
+            blocks = block_quantization(x, fmt, along, mask)
+            worst = float(min((value for value in blocks['sqnr_db'].flat if value == value), default=math.nan))
+            rows.append(Row(entry, fmt, quantization(x, fmt, along, mask) | {'worst_block_db': worst}))
+            if on_blocks:
+                on_blocks(entry, fmt, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
+    return rows, skipped
+
+
+def totals(rows):
+    """Rows -> [Total], the worst format first.  Signal and error of many tensors are summed; decibels are not averaged."""
+    result = []
+    for fmt in dict.fromkeys(row.format for row in rows):
+        of = [row for row in rows if row.format == fmt]
+        single = [row.statistics['sqnr_db'] for row in of if not math.isnan(row.statistics['sqnr_db'])]
+        worst = min((row for row in of if not math.isnan(row.statistics['sqnr_db'])),
+                    key=lambda row: row.statistics['sqnr_db'], default=None)
+        result.append(Total(fmt, len(of), _sqnr(of), *(_sqnr([row for row in of if row.entry.operation == operation])
+                                                       for operation in ('forward', 'backward')),
+                            median(single) if single else math.nan, worst))
+    return sorted(result, key=lambda total: (math.isnan(total.sqnr_db), total.sqnr_db))
+
+
+def ranked(rows, sort='sqnr'):
+    """Rows, worst first by a key of SORTS; those without such a number last."""
+    key, sign = SORTS[sort].key, -1 if SORTS[sort].is_worst_largest else 1
+    return sorted(rows, key=lambda row: (math.isnan(row.statistics[key]), sign * row.statistics[key]))
+
+
+def _sqnr(rows):
+    sums = [(row.statistics['sum_x2'], row.statistics['sum_e2']) for row in rows if not math.isnan(row.statistics['sqnr_db'])]
+    return decibels(*map(math.fsum, zip(*sums, strict=True))) if sums else math.nan
+
+
+def _axis(entry, axis):
+    if axis is None or axis == 'tokens' or -len(entry.shape) <= axis < max(len(entry.shape), 1):
+        return entry.axis if axis is None else axis
+    raise LogError(f'{printable(entry.place)}: has the shape {entry.shape} and no axis {axis}; leave --axis out, or choose '
+                   'tensors with --names')
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+def run(options):
+    """Print a table, or one document of JSON, of what options.formats do to the tensors in options.logs.  -> 0"""
+    fmts = parse_formats(options.formats)
+    logs = Logs(options.logs)
+    entries = select(logs.entries, options.layers, options.names, options.steps)
+    with _Blocks(options.per_block) as blocks:
+        rows, unread = compare(entries, fmts, logs.mask, options.axis, _bar, blocks.add if options.per_block else None)
+    skipped = [*logs.skipped, *unread]
+    if not rows:
+        raise UserError(f'{printable(options.logs)}: none of {len(entries)} tensors can be read; {skipped[-1][1]}')
+    ordered, top = ranked(rows, options.sort), options.top
+    if options.json:
+        document = _document(options, fmts, ordered[:top], totals(rows), skipped)
+        _write(options.output, json.dumps(document, allow_nan=False) + '\n')
+    else:
+        width = None if options.output or not sys.stdout.isatty() else shutil.get_terminal_size().columns
+        shown = ordered[:TOP if top is None else top]
+        _write(options.output, '\n'.join(_table(options, rows, shown, width)) + '\n')
+    for file, reason in skipped[:5]:
+        print(f'skipped: {file}: {reason}', file=sys.stderr)
+    if len(skipped) > 5:
+        print(f'skipped: {len(skipped) - 5} more; --json names all', file=sys.stderr)
+    return 0
+
+
+def _bar(entries):
+    """The entries, with a bar on a terminal's stderr."""
+    from tqdm import tqdm
+    return tqdm(entries, desc='compare', unit=' tensors', file=sys.stderr, leave=False, disable=None, mininterval=0.3)
+
+
+def _write(path, text):
+    if path is None:
+        sys.stdout.write(text)
+        return
+    try:
+        with open(path, 'w', errors='surrogateescape') as file:
+            file.write(text)
+    except OSError as error:
+        raise _cannot_write(path, error, '--output') from error
+
+
+def _cannot_write(path, error, flag):
+    return UserError(f'{printable(path)}: cannot be written ({error.strerror or error}); name a file in a folder that exists '
+                     f'with {flag}')
+
+
+class _Blocks:
+    """A CSV file with a line for each block of each tensor in each format; nothing without a path."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __enter__(self):
+        if self.path:
+            with self._failing():
+                self._file = open(self.path, 'w', newline='', errors='surrogateescape')
+                self._csv = csv.writer(self._file)
+                self._csv.writerow(['file', 'tensor', 'step', 'layer', 'operation', 'name', 'format', 'block', *_BLOCK_COLUMNS,
+                                    'log2_scale'])
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self.path:
+            with self._failing() if kind is None else contextlib.suppress(OSError):
+                self._file.close()
+
+    def add(self, entry, fmt, blocks, scales):
+        # the place of a block, such as 3:0:17, has the axes of the tensor
+        start = [entry.place, entry.key, entry.step, entry.layer, entry.operation, entry.name, str(fmt)]
+        with self._failing():
+            for place in np.ndindex(blocks['sqnr_db'].shape):
+                figures = (f'{blocks[name][place]:.6g}' for name in _BLOCK_COLUMNS)
+                scale = '' if scales is None else f'{scales[place]:g}'
+                self._csv.writerow([*start, ':'.join(map(str, place)), *figures, scale])
+
+    @contextlib.contextmanager
+    def _failing(self):
+        try:
+            yield
+        except OSError as error:
+            raise _cannot_write(self.path, error, '--per-block') from error
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+def _table(options, rows, shown, width):
+    """The lines of the table, not wider than `width` (None: as wide as they are)."""
+    entries = {row.entry for row in rows}
+    steps = sorted({entry.step for entry in entries})
+    of = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
+    tensors = f'{len(entries)} tensor' + 's' * (len(entries) != 1)
+    yield f'{tensors} of {printable(options.logs)}, {of}; worst first by {SORTS[options.sort].title}'
+    yield ''
+    wide, digits = max(6, *(len(str(row.format)) for row in rows)), max(4, len(str(steps[-1])))
+    columns = _columns(options.sort, wide + digits, width)
+    start = '  '.join(f'{column.title:>{_size(column)}}' for column in columns)
+    yield _cut(f'{start}  {"format":<{wide}}  {"step":>{digits}}  tensor', width)
+    for row in shown:
+        start = '  '.join(f'{_text(row.statistics[column.key], column.how):>{_size(column)}}' for column in columns)
+        yield _cut_name(f'{start}  {str(row.format):<{wide}}  {row.entry.step:>{digits}}  ', _name(row.entry), width)
+    if len(shown) < len(rows):
+        yield f'... and {len(rows) - len(shown)} more (--top {len(rows)} shows all)'
+    yield ''
+    titles = ('SQNR dB', ' forward', 'backward', ' median', '  worst')
+    yield _cut(f'{"format":<{wide}}  {"  ".join(titles)}  worst tensor', width)
+    for total in totals(rows):
+        worst, name = math.nan, '-'
+        if total.worst:
+            worst, name = total.worst.statistics['sqnr_db'], f'{_name(total.worst.entry)}, step {total.worst.entry.step}'
+        values = total.sqnr_db, total.forward_db, total.backward_db, total.median_db, worst
+        figures = '  '.join(f'{_text(value):>{len(title)}}' for value, title in zip(values, titles, strict=True))
+        yield _cut_name(f'{str(total.format):<{wide}}  {figures}  ', name, width)
+
+
+def _columns(sort, others, width):
+    """The columns that there is room for beside the name; the one that is sorted by is always there."""
+    columns = list(SORTS.values())
+    for name in _DROPPED:
+        if width is None or sum(_size(column) + 2 for column in columns) + others + 4 + _ROOM <= width:
+            break
+        if name != sort:
+            columns.remove(SORTS[name])
+    return columns
+
+
+def _size(column):
+    return max(len(column.title), 7)
+
+
+def _text(value, how='.2f'):
+    return 'exact' if value == math.inf else '-' if math.isnan(value) else f'{value:{how}}'
+
+
+def _name(entry):
+    time = '' if entry.time is None else f' t {entry.time}'
+    rank = os.path.dirname(entry.place)
+    return printable(f'{rank + "/" if rank else ""}{entry.layer} {entry.name}{time}')
+
+
+def _cut(text, width):
+    return text if width is None else text[:width]
+
+
+def _cut_name(start, name, width):
+    """start + name, the middle of the name left out where it is too long: both its ends tell names apart."""
+    room = None if width is None else max(width - len(start), 9)
+    if room is None or len(name) <= room:
+        return start + name
+    head = (room - 1) // 3
+    return f'{start}{name[:head]}\N{HORIZONTAL ELLIPSIS}{name[head + 1 - room:]}'
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------
+
+def _document(options, fmts, rows, all_totals, skipped):
+    """What --json writes.  What is not finite is null: a ratio to no error (sum_e2 is 0 then) or what has no value."""
+    return {
+        'logs': os.fspath(options.logs), 'formats': [str(fmt) for fmt in fmts], 'sort': options.sort,
+        'tensors': [{'file': row.entry.place, 'key': row.entry.key, 'step': row.entry.step, 'time': row.entry.time,
+                     'layer': row.entry.layer, 'layer_type': row.entry.layer_type, 'index': row.entry.index,
+                     'operation': row.entry.operation, 'name': row.entry.name, 'shape': row.entry.shape,
+                     'axis': _axis(row.entry, options.axis), 'format': str(row.format),
+                     **{key: _finite(value) for key, value in row.statistics.items()}} for row in rows],
+        'totals': [{'format': str(total.format), 'tensors': total.tensors, 'sqnr_db': _finite(total.sqnr_db),
+                    'forward_db': _finite(total.forward_db), 'backward_db': _finite(total.backward_db),
+                    'median_db': _finite(total.median_db),
+                    'worst_db': _finite(total.worst.statistics['sqnr_db']) if total.worst else None,
+                    'worst_file': total.worst.entry.place if total.worst else None} for total in all_totals],
+        'skipped': [{'file': file, 'reason': reason} for file, reason in skipped]}
+
+
+def _finite(value):
+    return value if math.isfinite(value) else None
