@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pyops.errors import UserError
 
 _ENDLESS = 2**62
+_UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
 
 
 class Steps(NamedTuple):
@@ -45,6 +46,16 @@ def _range(part, text):
     if not found:
         raise argparse.ArgumentTypeError(f'{part}: there is no step from {found.start} up to {found.stop}')
     return found
+
+
+def size(text):
+    """'500M' -> bytes; a number is one already.  As a type of argparse."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r'([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMGT]?)B?', text.strip().upper())
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"want a size such as 500M or 2G, got {text or repr('')}")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def select(entries, layers=('*',), names=('*',), steps=None):

@@ -1,0 +1,517 @@
+"""pyops.inspect.torch: what its hooks save of a PyTorch model is what the model computes, and the model computes the same."""
+import copy
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from pyops.errors import UserError
+from pyops.inspect.logs import Logs
+
+torch = pytest.importorskip('torch', reason='torch is not installed: pip install torch')
+F, nn = torch.nn.functional, torch.nn
+
+from pyops.inspect.torch import attach  # noqa: E402  needs torch
+
+T, B, E, H = 5, 3, 8, 2
+
+
+class Block(nn.Module):
+    """A sublayer of each kind; time first."""
+
+    def __init__(self, need_weights=True, batch_first=False):
+        super().__init__()
+        self.self_attention = nn.MultiheadAttention(E, H, batch_first=batch_first)
+        self.up, self.down = nn.Linear(E, 12), nn.Linear(12, E, bias=False)
+        self.need_weights = need_weights
+
+    def forward(self, x, memory=None):
+        memory = x if memory is None else memory
+        y = x + self.self_attention(x, memory, memory, need_weights=self.need_weights)[0]
+        return y + self.down(F.relu_(self.up(y)))           # in place, as models are
+
+
+class Core(nn.Module):
+    """Attention alone, as Megatron has it: (T, B, heads, C) in, (T, B, heads*C) out, a module for the softmax."""
+
+    class FusedSoftmax(nn.Module):
+        def forward(self, scores):
+            return scores.softmax(-1)
+
+    def __init__(self):
+        super().__init__()
+        self.scale_mask_softmax = self.FusedSoftmax()
+
+    def forward(self, query, key, value, attention_mask=None):
+        p = self.scale_mask_softmax(torch.einsum('tbhc,sbhc->bhts', query, key) / query.shape[-1] ** 0.5)
+        return torch.einsum('bhts,sbhc->tbhc', p, value).flatten(2)
+
+
+class ColumnParallelLinear(nn.Module):
+    """As Megatron's: (output, bias) in return."""
+
+    def __init__(self, I, O):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(O, I)), nn.Parameter(torch.randn(O))
+
+    def forward(self, input_):
+        return input_ @ self.weight.T, self.bias
+
+
+class Megatron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.core_attention, self.proj = ColumnParallelLinear(E, 3 * E), Core(), ColumnParallelLinear(E, E)
+
+    def forward(self, x):
+        mixed, bias = self.qkv(x)
+        q, k, v = (mixed + bias).unflatten(-1, (3, H, E // H)).unbind(2)
+        y, bias = self.proj(input_=self.core_attention(q, k, attention_mask=None, value=v))
+        return y + bias
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, *inputs, **kwargs):
+    """-> the output and all gradients of a pass."""
+    model.zero_grad()
+    y = model(*inputs, **kwargs)
+    (y * data(*y.shape, seed=9)).sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def saved(folder, step=0):
+    """{(layer, name): array} of a step, no two of one name."""
+    entries = [entry for entry in Logs(folder).entries if entry.step == step]
+    result = {(entry.layer, entry.name): entry.load() for entry in entries}
+    assert len(result) == len(entries)
+    return result
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want.detach().float().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('batch_first', [False, True])
+@pytest.mark.parametrize('need_weights', [True, False])
+def test_a_transformer_block_is_saved_as_it_computes_and_computes_the_same(tmp_path, need_weights, batch_first):
+    torch.manual_seed(0)
+    model = Block(need_weights, batch_first)
+    x = data(T, B, E)
+    given = (x.transpose(0, 1) if batch_first else x).detach().requires_grad_()
+    want = trained(copy.deepcopy(model), given)
+    with attach(model, tmp_path) as handle:
+        got = trained(model, given)
+    assert all(map(torch.equal, got, want)) and handle.close().tensors == len(Logs(tmp_path).entries)
+    attention = 'self_attention'
+    tensors = saved(tmp_path)
+    linear = {'input', 'weight', 'output', 'grad_output', 'grad_input', 'grad_weight'}
+    assert {layer: {name for at, name in tensors if at == layer} for layer, _ in tensors} == {
+        f'{attention}.in_proj': linear | {'bias', 'grad_bias'}, f'{attention}.out_proj': linear | {'bias', 'grad_bias'},
+        'up': linear | {'bias', 'grad_bias'}, 'down': linear, attention: {
+            'query', 'key', 'value', 'weights', 'output', 'grad_output', 'grad_query', 'grad_key', 'grad_value'}}
+
+    # the same by hand, with autograd's own gradients
+    mha, leaf = model.self_attention, {}
+
+    def note(name, tensor):
+        tensor.retain_grad()
+        leaf[name] = tensor
+        return tensor
+    x = x.clone().requires_grad_()
+    projected = note('in_proj.output', F.linear(x, mha.in_proj_weight, mha.in_proj_bias))
+    q, k, v = (note(name, part.unflatten(-1, (H, -1)).clone()) for name, part in
+               zip(('query', 'key', 'value'), projected.chunk(3, -1), strict=True))
+    p = (torch.einsum('tbhc,sbhc->bhts', q, k) / (E // H) ** 0.5).softmax(-1)
+    o = note('output', torch.einsum('bhts,sbhc->tbhc', p, v))
+    y = x + F.linear(o.flatten(2), mha.out_proj.weight, mha.out_proj.bias)
+    up = note('up.output', F.linear(note('up.input', y.clone()), model.up.weight, model.up.bias))
+    down = note('down.output', F.linear(note('down.input', up.relu()), model.down.weight))
+    z = y + down
+    model.zero_grad()
+    weight = data(*z.shape, seed=9) if not batch_first else data(B, T, E, seed=9).transpose(0, 1)
+    (z * weight).sum().backward()
+
+    def given_back(tensor):                                 # nn.Linear saw its own layout
+        return tensor.transpose(0, 1) if batch_first and tensor.dim() == 3 else tensor
+    close(tensors[attention, 'weights'], p)
+    for name in 'query', 'key', 'value', 'output':
+        close(tensors[attention, name], leaf[name])
+        close(tensors[attention, f'grad_{name}'], leaf[name].grad)
+    close(tensors[f'{attention}.in_proj', 'output'], leaf['in_proj.output'])
+    close(tensors[f'{attention}.in_proj', 'grad_output'], leaf['in_proj.output'].grad)
+    close(tensors[f'{attention}.in_proj', 'grad_input'], leaf['in_proj.output'].grad @ mha.in_proj_weight)
+    close(tensors[f'{attention}.out_proj', 'input'], o.reshape(T * B, E))
+    for name, module in ('up', model.up), ('down', model.down), (f'{attention}.in_proj', None):
+        parameters = {'weight': mha.in_proj_weight, 'bias': mha.in_proj_bias} if module is None else module._parameters
+        for role in ('input', 'output') if module is not None else ():
+            close(tensors[name, role], given_back(leaf[f'{name}.{role}']))
+            close(tensors[name, f'grad_{role}'], given_back(leaf[f'{name}.{role}'].grad))
+        for role, parameter in parameters.items():
+            if parameter is not None:
+                close(tensors[name, role], parameter)
+                close(tensors[name, f'grad_{role}'], parameter.grad)
+
+
+def test_indices_count_in_order_of_the_forward_pass_and_names_are_those_of_programs(tmp_path):
+    with attach(Block(), tmp_path, layers='up,down,*attention', fmt='mxfp8:scale=rceil') as handle:
+        trained(handle.model, data(T, B, E))
+    entries = Logs(tmp_path).entries
+    assert {(entry.layer, entry.layer_type, entry.index) for entry in entries} == {
+        ('self_attention', 'attention', 0), ('up', 'linear', 2), ('down', 'linear', 3)}
+    by_name = {(entry.layer, entry.name): entry for entry in entries}
+    assert by_name['up', 'input'].file.split('_', 3)[3] == 'linear_L2_forward_mxfp8_input.safetensors'
+    assert str(by_name['up', 'grad_output'].fmt) == 'mxfp8:scale=rceil' and by_name['up', 'output'].fmt is None
+    assert by_name['self_attention', 'value'].axis == 0 and by_name['self_attention', 'key'].axis == -1
+    assert {entry.origin for entry in entries} == {'torch'}
+    order = [entry.operation for entry in sorted(entries, key=lambda entry: entry.counter)]
+    assert order == sorted(order, reverse=True)                     # forward, then backward
+
+
+def test_attention_between_two_sequences_has_two_projections(tmp_path):
+    model = Block()
+    with attach(model, tmp_path):
+        trained(model, data(T, B, E), data(7, B, E, seed=1))
+    tensors = saved(tmp_path)
+    assert tensors['self_attention', 'key'].shape == (7, B, H, E // H)
+    assert tensors['self_attention', 'weights'].shape == (B, H, T, 7)
+    assert tensors['self_attention.in_proj', 'weight'].shape == (E, E)
+    assert tensors['self_attention.in_proj@1', 'weight'].shape == (2 * E, E)
+    parts = [tensors[f'self_attention.in_proj{use}', 'grad_weight'] for use in ('', '@1')]
+    close(np.concatenate(parts), model.self_attention.in_proj_weight.grad)
+
+
+def test_megatron_like_modules(tmp_path):
+    torch.manual_seed(1)
+    model, x = Megatron(), data(T, B, E)
+    want = trained(copy.deepcopy(model), x)
+    with attach(model, tmp_path):
+        assert all(map(torch.equal, trained(model, x), want))
+    tensors = saved(tmp_path)
+    assert {(layer, len([1 for at, _ in tensors if at == layer])) for layer, _ in tensors} == {
+        ('qkv', 7), ('core_attention', 9), ('proj', 8)}             # x wants no gradient, so qkv has no grad_input
+    assert tensors['core_attention', 'query'].shape == tensors['core_attention', 'grad_output'].shape == (T, B, H, E // H)
+    q, k, v = (tensors['core_attention', name] for name in ('query', 'key', 'value'))
+    scores = np.einsum('tbhc,sbhc->bhts', q, k) / (E // H) ** 0.5
+    p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(tensors['core_attention', 'weights'], p, rtol=1e-5)
+    np.testing.assert_allclose(tensors['core_attention', 'output'], np.einsum('bhts,sbhc->tbhc', p, v), rtol=1e-4, atol=1e-6)
+    close(tensors['qkv', 'grad_weight'], model.qkv.weight.grad)
+    assert np.array_equal(tensors['proj', 'grad_input'], tensors['core_attention', 'grad_output'].reshape(T, B, E))
+
+
+class Fused(nn.Module):
+    """scaled_dot_product_attention in a model of its own, batch first."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.qkv, self.options = nn.Linear(E, 3 * E), options
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize('options', [
+    {}, {'is_causal': True}, {'scale': 0.3}, {'attn_mask': torch.arange(T)[:, None] != torch.arange(T) + 1},
+    {'attn_mask': data(T, T, seed=3)}], ids=['plain', 'causal', 'scale', 'bool', 'float'])
+def test_fused_attention(tmp_path, options):
+    torch.manual_seed(2)
+    model, x = Fused(**options), data(B, T, E)
+    want = trained(copy.deepcopy(model), x)
+    with attach(model, tmp_path, layers='model'):
+        assert all(map(torch.equal, trained(model, x), want))
+    tensors = saved(tmp_path)
+    assert len(tensors) == 9
+    value, output = tensors['model', 'value'], tensors['model', 'output']
+    np.testing.assert_allclose(tensors['model', 'weights'].sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.einsum('bhts,sbhc->tbhc', tensors['model', 'weights'], value), output, rtol=1e-4, atol=1e-6)
+    close(output.transpose(1, 0, 2, 3).reshape(B, T, E), want[0])
+    close(tensors['model', 'grad_output'].transpose(1, 0, 2, 3).reshape(B, T, E), data(B, T, E, seed=9))
+
+
+def test_groups_of_heads_and_rows_that_see_nothing(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv = nn.Linear(E, E), nn.Linear(E, E)
+
+        def forward(self, x):
+            q, kv = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2), self.kv(x).unflatten(-1, (2, 2, 2)).permute(2, 0, 3, 1, 4)
+            mask = torch.ones(T, T, dtype=torch.bool).tril(-1)
+            return F.scaled_dot_product_attention(q, kv[0], kv[1], mask, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    model = Model()
+    with attach(model, tmp_path, layers='model'), torch.no_grad():
+        model(data(B, T, E))
+    tensors = saved(tmp_path)
+    assert tensors['model', 'key'].shape == (T, B, 2, 2) and tensors['model', 'weights'].shape == (B, 4, T, T)
+    assert (tensors['model', 'weights'][:, :, 0] == 0).all() and np.isfinite(tensors['model', 'weights']).all()
+    np.testing.assert_allclose(tensors['model', 'weights'][:, :, 1:].sum(-1), 1, rtol=1e-5)
+
+
+# ---- which steps ---------------------------------------------------------------------------------------------------
+
+def steps_of(folder):
+    return sorted({entry.step for entry in Logs(folder).entries})
+
+
+def test_each_forward_pass_is_a_step_and_evaluation_is_none(tmp_path):
+    model = nn.Linear(E, E)
+    with attach(model, tmp_path, steps='1:8:3') as handle:
+        for _ in range(8):
+            trained(model, data(B, E))
+            model.eval()
+            model(data(B, E))
+            model.train()
+    assert steps_of(tmp_path) == [1, 4, 7] and handle.number == 7
+    assert {name for _, name in saved(tmp_path, 4)} == {'input', 'weight', 'bias', 'output', 'grad_output', 'grad_weight',
+                                                        'grad_bias'}
+
+
+@pytest.mark.parametrize('options', [{'forwards_per_step': 3}, {'forwards_per_step': 0}])
+def test_of_accumulated_gradients_the_first_is_saved(tmp_path, options):
+    model = nn.Sequential(nn.Linear(E, E), nn.Linear(E, E))
+    with attach(model, tmp_path, steps=[0, 2], **options) as handle:
+        for step in range(3):
+            model.zero_grad()
+            for micro in range(3):
+                model(data(B, E, seed=3 * step + micro)).square().sum().backward()
+                if not micro:
+                    first = model[0].weight.grad.clone()
+            if not options['forwards_per_step']:
+                handle.step(loss=step + 0.5, norm=torch.tensor(2.0))
+    assert steps_of(tmp_path) == [0, 2]
+    close(saved(tmp_path, 2)['0', 'grad_weight'], first)
+    close(saved(tmp_path, 2)['0', 'input'], data(B, E, seed=6))
+    if not options['forwards_per_step']:
+        assert Logs(tmp_path).steps == [{'step': step, 'loss': step + 0.5, 'norm': 2.0} for step in range(3)]
+
+
+def test_a_model_that_only_generates(tmp_path):
+    model = nn.Sequential(nn.Linear(E, E)).eval()
+    with attach(model, tmp_path, steps=None), torch.no_grad():
+        for seed in range(3):
+            model(data(B, E, seed=seed))
+    assert steps_of(tmp_path) == [0, 1, 2] and {name for _, name in saved(tmp_path, 1)} == {'input', 'weight', 'bias', 'output'}
+    with attach(model, tmp_path / 'inference', steps=None), torch.inference_mode():
+        close(model(data(B, E)).clone().numpy(), F.linear(data(B, E), model[0].weight, model[0].bias))
+    assert len(saved(tmp_path / 'inference')) == 4
+
+
+# ---- unusual models ------------------------------------------------------------------------------------------------
+
+def test_modules_used_twice_and_weights_of_two_modules(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(E, E), nn.Linear(E, E)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(self.a(x)))
+
+    model = Model()
+    with attach(model, tmp_path):
+        trained(model, data(B, E).requires_grad_())
+    tensors = saved(tmp_path)
+    assert {layer for layer, _ in tensors} == {'a', 'a@1', 'b'}
+    for role in 'weight', 'grad_weight':
+        assert [layer for layer, name in tensors if name == role] == ['a']
+    close(tensors['a', 'grad_weight'], model.a.weight.grad)         # of all three uses
+    for first, second in ('a', 'a@1'), ('a@1', 'b'):                # each use with gradients of its own
+        assert np.array_equal(tensors[first, 'output'], tensors[second, 'input'])
+        assert np.array_equal(tensors[first, 'grad_output'], tensors[second, 'grad_input'])
+    close(tensors['a', 'grad_input'], torch.from_numpy(tensors['a', 'grad_output']) @ model.a.weight)
+
+
+def test_layers_that_share_an_input_have_gradients_of_their_own(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(E, E), nn.Linear(E, E)
+
+        def forward(self, x):
+            return self.q(x) * self.k(input=x)
+
+    model, x = Model(), data(B, E).requires_grad_()
+    with attach(model, tmp_path):
+        trained(model, x)
+    tensors = saved(tmp_path)
+    close(tensors['q', 'grad_input'] + tensors['k', 'grad_input'], x.grad)
+    assert not np.allclose(tensors['q', 'grad_input'], tensors['k', 'grad_input'])
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
+def test_other_kinds_of_number_and_strides(tmp_path, dtype):
+    model, x = nn.Linear(E, E).to(dtype), data(E, B).to(dtype).t()
+    with attach(model, tmp_path):
+        y = model(x)
+        y.float().sum().backward()
+    tensors = saved(tmp_path)
+    close(tensors['model', 'input'], x)
+    close(tensors['model', 'output'], y)
+    close(tensors['model', 'grad_weight'], model.weight.grad)
+    assert all(array.dtype == np.float32 for array in tensors.values())
+
+
+def test_a_backward_pass_twice_over_one_graph_and_one_without_end(tmp_path):
+    model = nn.Linear(E, E)
+    with attach(model, tmp_path, steps=None):
+        y = model(data(B, E))
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        model(data(B, E))                                           # no backward pass; its weight's hook must not wait
+        model.eval()
+        model(data(B, E)).sum().backward()
+    assert len([name for _, name in saved(tmp_path, 0) if name == 'grad_weight']) == 1
+
+
+def test_nothing_is_left_of_it(tmp_path):
+    model = nn.TransformerEncoderLayer(E, H, 16)
+
+    def hooks():
+        return [len(store) for module in model.modules() for store in (
+            module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._forward_hooks_with_kwargs)] + \
+            [len(p._backward_hooks or ()) for p in model.parameters()]
+    before = hooks()
+    handle = attach(model, tmp_path)
+    trained(model, data(T, B, E))
+    assert torch.overrides._get_current_function_mode() is None
+    handle.step()
+    model(data(T, B, E))                                            # not a step that is saved: one hook before, one after
+    assert sum(hooks()) - sum(before) - sum(bool(p._backward_hooks) for p in model.parameters()) == 3
+    summary = handle.close()
+    assert hooks() == before and handle.close() == summary
+    y = model(data(T, B, E))
+    y.sum().backward()
+    assert len(Logs(tmp_path).entries) == summary.tensors
+
+
+def test_a_forward_pass_that_fails_fails_as_it_would(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.fails = nn.Linear(E, E), True
+
+        def forward(self, x):
+            x = self.linear(x)
+            return self.linear(x[:, :3]) if self.fails else x
+
+    model = Model()
+    with attach(model, tmp_path, steps=None) as handle:
+        with pytest.raises(RuntimeError, match='shapes cannot be multiplied'):
+            model(data(B, E))
+        assert torch.overrides._get_current_function_mode() is None and not model.linear._forward_hooks
+        model.fails = False
+        trained(model, data(B, E))
+    assert handle.number == 1 and steps_of(tmp_path) == [0, 1] and len(saved(tmp_path, 1)) == 7
+
+
+def test_a_disk_that_fails_is_said_once_and_training_goes_on(tmp_path, monkeypatch, capsys):
+    model, x = Block(), data(T, B, E)
+    want = trained(copy.deepcopy(model), x)
+    with attach(model, tmp_path, steps=None) as handle:
+        monkeypatch.setattr(handle._writer, 'tensor', lambda *_, **__: 1 / 0)
+        for _ in range(3):
+            assert all(map(torch.equal, trained(model, x), want))
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == ('warning: pyops.inspect.torch: tensors cannot be saved (ZeroDivisionError: division by zero); '
+                      'training goes on')
+    assert len(err) == 2 and 'no tensor was saved in' in err[1]
+
+
+def test_save_max(tmp_path, capsys):
+    model = nn.Linear(64, 64)
+    with attach(model, tmp_path, save_max='50K', steps=None) as handle:
+        for _ in range(5):
+            trained(model, data(B, 64))
+    assert 0 < handle.close().bytes <= 50_000
+    assert capsys.readouterr().err == ('warning: pyops.inspect.torch: save_max is reached; no more tensors are saved, and '
+                                       'training goes on\n')
+
+
+# ---- sentences -----------------------------------------------------------------------------------------------------
+
+WORDS = [['he', 'is', 'here', '<eos>'], ['no', '<eos>'], ['we', 'read', 'it', 'now', '<eos>']]
+
+
+@pytest.mark.parametrize('batch_first', [False, True])
+def test_words_and_padding(tmp_path, batch_first):
+    model = Block(batch_first=batch_first)
+    with attach(model, tmp_path, tokens=lambda step: {'source': WORDS}):
+        trained(model, data(B, T, E) if batch_first else data(T, B, E))
+    logs = Logs(tmp_path)
+    found = {(entry.layer, entry.name): entry for entry in logs.entries}
+    keep = np.arange(T)[:, None] < [4, 2, 5]
+    assert np.array_equal(logs.mask(found['self_attention', 'grad_key']), keep[:, :, None, None])
+    assert np.array_equal(logs.mask(found['up', 'input']), (keep.T if batch_first else keep)[:, :, None])
+    assert np.array_equal(logs.mask(found['self_attention.in_proj', 'input']), keep[:, :, None])
+    assert np.array_equal(logs.mask(found['self_attention', 'weights'])[:, 0], keep.T[:, :, None] & keep.T[:, None])
+    assert logs.mask(found['up', 'weight']) is None
+    assert logs.tokens(found['self_attention', 'weights'], 0) == ([*WORDS[0], ''],) * 2
+    assert found['up', 'input'].statistics['count'] == keep.sum() * E
+
+
+def test_words_of_two_sides_and_a_layout_that_is_told(tmp_path):
+    model = Block()
+    with attach(model, tmp_path) as handle:
+        handle.batch(tokens={'target': WORDS, 'source': [['a'] * 7, ['b'] * 3, ['c']]})
+        trained(model, data(T, B, E), data(7, B, E, seed=1))
+    logs = Logs(tmp_path)
+    weights = next(entry for entry in logs.entries if entry.name == 'weights')
+    assert [item['of'] for item in weights.mask] == ['target', 'source']
+    assert logs.tokens(weights, 1) == (['no', '<eos>', '', '', ''], ['b'] * 3 + [''] * 4)
+    square = nn.Linear(E, E)
+    with attach(square, tmp_path / 'told', batch_first=True, tokens=lambda step: {'source': [['a'] * n for n in (3, 1, 2)]}):
+        square(data(3, 3, E))                       # three sentences of three words: shapes cannot tell
+    told = Logs(tmp_path / 'told')
+    assert told.mask(told.entries[0])[..., 0].tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+def test_what_cannot_be_attached_is_one_line(tmp_path):
+    (tmp_path / 'file').write_text('x')
+    for options, want in (({'layers': 'encoder.*'}, "layers='encoder.*': fits none of the 5 layers; there are, among others, "),
+                          ({'steps': '0:x'}, "steps='0:x': want A:B:S"), ({'save_max': 'much'}, "save_max='much': want a size"),
+                          ({'fmt': 'mxfp7'}, 'mxfp7: no such number format'),
+                          ({'as_': 'npy'}, "as_='npy': want 'safetensors' or 'pt'"),
+                          ({'folder': tmp_path / 'file' / 'x'}, 'cannot save tensors there')):
+        model = Block()
+        with pytest.raises(UserError) as error:
+            attach(model, **{'folder': tmp_path / 'logs'} | options)
+        assert want in str(error.value) and '\n' not in str(error.value) and not model._forward_hooks
+    with pytest.raises(UserError, match='ReLU: has neither linear layers nor attention'):
+        attach(nn.ReLU(), tmp_path)
+
+
+def test_without_torch_there_is_one_line_that_says_what_to_install():
+    code = ('import sys; sys.modules["torch"] = None\nfrom pyops.errors import exits_cleanly\n'
+            'with exits_cleanly("train"):\n    from pyops.inspect.torch import attach')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == 'train: error: torch is not installed: install it with: pip install torch\n'
+
+
+def test_a_program_that_forgets_to_close_loses_nothing(tmp_path):
+    code = ('import sys, torch; from pyops.inspect.torch import attach\nmodel = torch.nn.Linear(64, 64)\n'
+            'attach(model, sys.argv[1], steps=None, as_="pt")\n'
+            'for _ in range(20):\n    model(torch.ones(64, 64)).sum().backward()')
+    done = subprocess.run([sys.executable, '-c', code, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stderr == ''
+    logs = Logs(tmp_path)
+    assert len(logs.entries) == 20 * 7 and logs.skipped == [] and logs.entries[0].load().shape == (64, 64)
+
+
+def test_no_warning_of_torch(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model = Block()
+        with attach(model, tmp_path):
+            trained(model, data(T, B, E))
