@@ -15,7 +15,7 @@ INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
 # sections of README.md with the flags that several programs share
-SHARED_FLAGS = 'Look into a step', 'Flags of both translators', 'On a GPU'
+SHARED_FLAGS = 'Look into a step', 'Flags of both translators', 'On a GPU', 'Look inside'
 
 
 def name_of(page):
