@@ -284,8 +284,8 @@ class Plan:
 
     @property
     def forward(self):
-        """How many of the replayed actions stand before the boundary: all where there is none."""
-        return len([a for a in self.actions[:self._boundary] if not a.once])
+        """How many of the replayed actions stand before the boundary; None where there is none."""
+        return None if self._boundary is None else len([a for a in self.actions[:self._boundary] if not a.once])
 
     def argument(self, action, name):
         """The array that an action's argument stands for, None where it is NULL."""

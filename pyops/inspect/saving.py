@@ -62,7 +62,10 @@ def find(plan, side=None):
     """-> the Looks at a plan that show all tensors of its linear layers and attention, in order of `at`.
 
     side(layer, name) -> 'source' or 'target': the sentences of which a tensor has a row for each word; None: no sentences
+    ValueError where the plan has no boundary.
     """
+    if plan.forward is None:
+        raise ValueError('this plan does not say where its forward pass ends: call pyops.plan.boundary() there')
     return _Finder(plan, side or (lambda layer, name: None)).looks()
 
 
@@ -74,7 +77,8 @@ class Saving:
     run: for the manifest, {'program': ..., 'settings': ...};  side: as for `find`
     sentences(rows) -> lengths, tokens of a batch as the manifest has them; None where there are no sentences
 
-        with Saving(...) as saving:         before training: says what will be saved; UserError where that cannot be
+        saving = Saving(...)                UserError where it cannot be saved
+        with saving:                        prints what will be saved, and in the end what was
             saving.step(rows)
             saving.note([(loss, weight, norm), ...])
         saving.check()                      UserError where nothing was saved
@@ -84,9 +88,11 @@ class Saving:
         self.wanted, self.planned, self.next, self._side, self._sentences = wanted, planned, first, side, sentences
         self._noted, self._losses, self._told = first, [], time.perf_counter()
         self._looks, self._is_over, self.summary = {}, False, None
-        looks = find(planned.plan(rows), side)
+        plan = planned.plan(rows)
+        looks = find(plan, side)
         self._layers = set(wanted.choose(list(dict.fromkeys(tensor.layer for look in looks for tensor in look.tensors))))
-        size = self._announce(self._chosen(looks), wanted.steps.within(first, last))
+        looks = self._looks[id(plan)] = self._chosen(looks)
+        self.promise, size = self._check(looks, wanted.steps.within(first, last))
         self.writer = Writer(wanted.folder, wanted.limit, wanted.as_, run)
         free = shutil.disk_usage(wanted.folder).free
         if free < size:
@@ -94,8 +100,8 @@ class Saving:
             raise UserError(f'{wanted.folder}: {size_text(size)} of tensors will be saved and {size_text(free)} are free; '
                             'make room, or save less with --save-layers, --save-steps or --save-max')
 
-    def _announce(self, looks, steps):
-        """Print what will be saved -> bytes of all."""
+    def _check(self, looks, steps):
+        """-> what to say of all that will be saved, its bytes"""
         tensors = [tensor for look in looks for tensor in look.tensors]
         each = sum(tensor.nbytes for tensor in tensors)
         layers, total = len({tensor.layer for tensor in tensors}), each * len(steps)
@@ -108,10 +114,10 @@ class Saving:
         if total > self.wanted.limit:
             fits = self.wanted.limit // each
             line += f'; --save-max {self.wanted.limit_text} ends it after {fits} step' + 's' * (fits > 1)
-        print(line, flush=True)
-        return min(total, self.wanted.limit)
+        return line, min(total, self.wanted.limit)
 
     def __enter__(self):
+        print(self.promise, flush=True)
         return self
 
     def __exit__(self, *_):
@@ -610,21 +616,13 @@ def _last(tensor):
 def _weights(plan, action):
     """P of docs/attention.md (B, heads, Tq, Tk), from the operands of attention_forward."""
     sizes = action.scalars
-    q, k, lse = (backend.get(plan.argument(action, name)) for name in ('q', 'k', 'lse'))
-    Tq, Tk, C = sizes['Tq'], sizes['Tk'], sizes['C']
-    q, k = (x.reshape(*x.shape[:2], sizes['heads'], C).transpose(1, 2, 0, 3) for x in (q, k))       # (B, heads, T, C)
-    scores = q @ k.swapaxes(-1, -2)
-    scores *= np.float32(C ** -0.5)
-    sees = np.ones((1, 1, Tq, Tk), bool)
-    if 'lengths' in action.tensors:
-        lengths = backend.get(plan.argument(action, 'lengths'))
-        sees = np.arange(Tk) < lengths[:, None, None, None]
-    if sizes['causal']:
-        sees = sees & (np.arange(Tk) <= np.arange(Tq)[:, None] + Tk - Tq)
-    with np.errstate(invalid='ignore'):                     # of queries that see no key, whose lse is -infinity
-        scores -= lse[..., None]
-    np.copyto(scores, -np.inf, where=~sees)
-    return np.exp(scores, out=scores)
+    Tq, Tk, B, heads, C = (sizes[name] for name in ('Tq', 'Tk', 'B', 'heads', 'C'))
+    q, k = (plan.argument(action, name).reshape(T, B, heads, C) for name, T in (('q', Tq), ('k', Tk)))
+    lengths = plan.argument(action, 'lengths') if 'lengths' in action.tensors else None
+    p = backend.empty((B, heads, Tq, Tk))
+    backend.gemm_batched(p, _permuted(q, (1, 2, 0, 3)), _permuted(k, (1, 2, 3, 0)))
+    backend.launch('attention_softmax_forward', p, None, p, lengths, None, Tq, Tk, B, heads, sizes['causal'], C ** -0.5, 0.0, 0)
+    return p
 
 
 class _GRU:
