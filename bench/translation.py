@@ -16,6 +16,7 @@ def planned_steps(model, pairs, lr):
     def step(rows):
         model.params.zero_grads()
         loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+        plan.boundary()
         model.backward(ctx)
         optimizer.step()
         return loss
