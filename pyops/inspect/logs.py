@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pyops.errors import UserError
+from pyops.inspect.writer import MANIFEST, VERSION, padding
 
-MANIFEST = 'manifest.jsonl'
-VERSION = 1
 SUFFIXES = '.safetensors', '.pt', '.npy'
 
 # bytes; a writer stays far below both, and what is longer would only fill our memory
@@ -178,21 +177,13 @@ class Logs:
         """
         if not entry.mask:
             return None
-        lengths = self._batch(entry).get('lengths')
-        result = np.ones((1,) * len(entry.shape), bool)
+        lengths = self._batch(entry).get('lengths') or {}
         for item in entry.mask:
-            of, batch, time = item['of'], item['batch'], item['time']
-            sentences = lengths.get(of) if lengths else None
-            if sentences is None or len(sentences) != entry.shape[batch]:
-                raise LogError(f'{printable(entry.path)}: the manifest has no lengths of its {entry.shape[batch]} {of} '
-                               f'sentences at step {entry.step}, so its padding is not known; save it again')
-            keep = np.asarray(sentences, np.int64).reshape(_along(batch, -1, entry.shape))
-            if time is None:                    # one time step of a sequence: a sentence is in it or is not
-                positions = np.int64(entry.time or 0)
-            else:
-                positions = np.arange(entry.shape[time]).reshape(_along(time, -1, entry.shape))
-            result = result & (positions < keep)
-        return result
+            of, count = item['of'], entry.shape[item['batch']]
+            if len(lengths.get(of, ())) != count:
+                raise LogError(f'{printable(entry.path)}: the manifest has no lengths of its {count} {printable(of)} sentences '
+                               f'at step {entry.step}, so its padding is not known; save it again')
+        return padding(entry.shape, entry.mask, lengths, entry.time or 0)
 
     def tokens(self, entry, sentence):
         """Words beside attention weights (B, heads, Tq, Tk), of one sentence of the batch.
@@ -226,10 +217,6 @@ def printable(text):
 
 def _order(entry):
     return entry.step, entry.counter, entry.run, entry.place, entry.key
-
-
-def _along(axis, size, shape):
-    return tuple(size if i == axis else 1 for i in range(len(shape)))
 
 
 def _digest(*texts):
