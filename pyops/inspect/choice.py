@@ -19,12 +19,20 @@ class Steps(NamedTuple):
     def __contains__(self, step):
         return any(step in one for one in self.ranges)
 
+    def within(self, first, last):
+        """Those from `first` to `last` - 1, in order."""
+        parts = []
+        for one in self.ranges:
+            low, high = (max(-(-(n - one.start) // one.step), 0) for n in (first, last))
+            parts.append(one[low:high])
+        return parts[0] if len(parts) == 1 else sorted(set().union(*parts))
+
 
 def patterns(text):
     """'encoder.*,linear_L3' -> tuple of patterns; as a type of argparse."""
     result = tuple(part.strip() for part in text.split(','))
     if not all(result):
-        raise argparse.ArgumentTypeError(f"want patterns of names with commas between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"want patterns of names of layers or tensors, with commas between, got {text!r}")
     return result
 
 

@@ -1,35 +1,15 @@
 """The flags that say which tensors of a training run are saved, and what the environment says where they are not given."""
-import argparse
 import difflib
 import fnmatch
 import os
-import re
 from typing import NamedTuple
 
 from pyops.errors import UserError
+from pyops.inspect.choice import Steps, patterns, size, steps
 
 LIMIT = '4G'
 STEPS = '0:100:10'
 FOLDER = './tensor_logs'
-_UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
-_ENDLESS = 2**62
-
-
-class Steps(NamedTuple):
-    """Numbers of training steps."""
-    text: str
-    ranges: tuple[range, ...]
-
-    def __contains__(self, step):
-        return any(step in one for one in self.ranges)
-
-    def within(self, first, last):
-        """Those from `first` to `last` - 1, in order."""
-        parts = []
-        for one in self.ranges:
-            low, high = (max(-(-(n - one.start) // one.step), 0) for n in (first, last))
-            parts.append(one[low:high])
-        return parts[0] if len(parts) == 1 else sorted(set().union(*parts))
 
 
 class Wanted(NamedTuple):
@@ -59,9 +39,9 @@ def add_saving_flags(parser):
     parser.add_argument('--save-tensors', metavar='DIR',
                         help='while training, save tensors of linear layers and attention there '
                              f'(also: TENSOR_SAVE_ENABLED=true, TENSOR_SAVE_DIR, default {FOLDER})')
-    parser.add_argument('--save-layers', type=_patterns, metavar='PATTERN',
+    parser.add_argument('--save-layers', type=patterns, metavar='PATTERN',
                         help="which layers, such as 'encoder.*' or several with commas between (default *)")
-    parser.add_argument('--save-steps', type=_steps, metavar='A:B:S',
+    parser.add_argument('--save-steps', type=steps, metavar='A:B:S',
                         help=f'which steps: from A up to B, every S; or numbers with commas between (default {STEPS})')
     parser.add_argument('--save-max', type=_size, metavar='SIZE',
                         help=f'end saving before it has written so much: 500M, 2G (default {LIMIT})')
@@ -84,7 +64,7 @@ def wanted(args, environment=os.environ):
     if args.no_plan:
         raise UserError('--no-plan: tensors are taken from the plan of a step; leave it out, or save none')
     limit, text = args.save_max or _size(LIMIT)
-    return Wanted(folder, args.save_layers or ('*',), args.save_steps or _steps(STEPS), limit, text,
+    return Wanted(folder, args.save_layers or ('*',), args.save_steps or steps(STEPS), limit, text,
                   args.save_as or 'safetensors')
 
 
@@ -97,35 +77,6 @@ def _is_enabled(environment):
     raise UserError(f'TENSOR_SAVE_ENABLED={text}: want true or false')
 
 
-def _patterns(text):
-    patterns = tuple(part.strip() for part in text.split(','))
-    if not all(patterns):
-        raise argparse.ArgumentTypeError(f"want patterns of layers' names with commas between, got {text!r}")
-    return patterns
-
-
-def _steps(text):
-    return Steps(text, tuple(_range(part.strip(), text) for part in text.split(',')))
-
-
-def _range(part, text):
-    numbers = part.split(':')
-    if len(numbers) > 3 or not all(re.fullmatch('[0-9]{0,15}', n) for n in numbers) or not any(numbers) and len(numbers) == 1:
-        raise argparse.ArgumentTypeError(f'want A:B:S, a number, or several with commas between, got {text!r}')
-    if len(numbers) == 1:
-        return range(int(part), int(part) + 1)
-    first, last, step, *_ = [int(n) if n else None for n in (*numbers, '')]
-    if step == 0:
-        raise argparse.ArgumentTypeError(f'{part}: want every 1st step or more, got every 0th')
-    found = range(first or 0, _ENDLESS if last is None else last, step or 1)
-    if not found:
-        raise argparse.ArgumentTypeError(f'{part}: there is no step from {found.start} up to {found.stop}')
-    return found
-
-
 def _size(text):
     """-> bytes, text"""
-    match = re.fullmatch(r'([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMGT]?)B?', text.strip().upper())
-    if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"want a size such as 500M or 2G, got {text or repr('')}")
-    return int(float(match[1]) * _UNITS[match[2]]), text
+    return size(text), text
