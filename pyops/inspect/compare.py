@@ -18,7 +18,7 @@ from pyops import formats
 from pyops.errors import UserError
 from pyops.inspect.choice import select
 from pyops.inspect.logs import Entry, LogError, Logs, printable
-from pyops.inspect.statistics import block_quantization, block_scales, decibels, quantization
+from pyops.inspect.statistics import block_scales, decibels, measure
 
 TOP = 30                                        # lines of a table, where --top does not say how many
 
@@ -83,9 +83,9 @@ def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter,
             skipped.append((entry.place, str(error)))
             continue
         for fmt in fmts:
-            blocks = block_quantization(x, fmt, along, mask)
-            worst = float(min((value for value in blocks['sqnr_db'].flat if value == value), default=math.nan))
-            rows.append(Row(entry, fmt, quantization(x, fmt, along, mask) | {'worst_block_db': worst}))
+            whole, blocks = measure(x, fmt, along, mask)
+            worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # of those that have one
+            rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}))
             if on_blocks:
                 on_blocks(entry, fmt, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
     return rows, skipped

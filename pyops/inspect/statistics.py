@@ -42,7 +42,7 @@ def describe(x, mask=None):
             finite += tile.size
             total += one
             total_abs += float(np.abs(tile).sum())
-            squares += float(_dot(tile, tile))
+            squares += float(np.einsum('i,i', tile, tile))     # not np.dot: its threads spin beside a training step's
             least, most = min(least, float(tile.min())), max(most, float(tile.max()))
     result = {'count': count, 'nan': nan, 'inf': inf, 'zeros': zeros}
     if not finite:
@@ -69,59 +69,7 @@ def quantization(x, fmt, axis=-1, mask=None):
     saturation_pct, overflow, nan, inf, amax, rms, crest, and sum_x2, sum_e2 to aggregate with.  A ratio to no error is inf;
     what has no value, such as the mean of nothing, is nan.  FormatError where there is no such format.
     """
-    f = formats.parse(fmt)
-    nan = inf = finite = pairs = overflow = nonzero = nonzero_pairs = underflow = subnormal = saturated = 0
-    sum_x2 = sum_q2 = sum_xq = sum_e2 = sum_relative = amax = max_error = 0.0
-    for tile in _Blocks(x, f, axis, mask).tiles():
-        x_, q, scale, keep = tile.x, tile.q, tile.scale, tile.keep
-        size = np.abs(x_)
-        in_x = keep & np.isfinite(x_)
-        in_both = in_x & np.isfinite(q)
-        is_nonzero = in_x & (size > 0)
-        nan += _count(keep & np.isnan(x_))
-        inf += _count(keep & np.isinf(x_))
-        overflow += _count(in_x & ~in_both)
-        finite += _count(in_x)
-        pairs += _count(in_both)
-        nonzero += _count(is_nonzero)
-        underflow += _count(is_nonzero & (q == 0))
-        subnormal += _count(is_nonzero & (size < f.min_normal * scale))
-        saturated += _count(in_x & (size > f.max * scale))
-        x_, q, size = x_[in_both], q[in_both], size[in_both]                # flat
-        if x_.size:
-            error, is_nonzero = np.abs(q - x_), size > 0
-            nonzero_pairs += _count(is_nonzero)
-            sum_x2 += float(_dot(x_, x_))
-            sum_q2 += float(_dot(q, q))
-            sum_xq += float(_dot(x_, q))
-            sum_e2 += float(_dot(error, error))
-            sum_relative += float(np.divide(error, size, out=np.zeros_like(error), where=is_nonzero).sum())
-            amax, max_error = max(amax, float(size.max())), max(max_error, float(error.max()))
-    mse, rms = _ratio(sum_e2, pairs, math.nan), math.sqrt(_ratio(sum_x2, pairs, math.nan))
-    both = math.sqrt(sum_x2) * math.sqrt(sum_q2)
-    result = {
-        'sqnr_db': decibels(sum_x2, sum_e2), 'mse': mse, 'rmse': math.sqrt(mse), 'max_abs_error': max_error,
-        'relative_mse': _ratio(sum_e2, sum_x2, 0.0), 'cosine': _ratio(sum_xq, both, float(sum_x2 == sum_q2)),
-        'psnr_db': decibels(amax * amax, mse), 'mean_relative_error': _ratio(sum_relative, nonzero_pairs, 0.0),
-        'underflow_pct': 100 * _ratio(underflow, nonzero, 0.0), 'subnormal_pct': 100 * _ratio(subnormal, nonzero, 0.0),
-        'saturation_pct': 100 * _ratio(saturated, finite, 0.0), 'overflow': overflow, 'nan': nan, 'inf': inf,
-        'sum_x2': sum_x2, 'sum_e2': sum_e2, 'amax': amax, 'rms': rms, 'crest': _ratio(amax, rms, math.nan)}
-    if not pairs:
-        result |= dict.fromkeys(('sqnr_db', 'max_abs_error', 'relative_mse', 'cosine', 'psnr_db', 'mean_relative_error',
-                                 'amax'), math.nan)
-    return result
-
-
-def decibels(signal, error):
-    """10 log10(signal / error) of two energies; inf where there is no error."""
-    if not error:
-        return math.inf
-    return 10 * (math.log10(signal) - math.log10(error)) if signal else -math.inf
-
-
-def block_sqnr(x, fmt, axis=-1, mask=None):
-    """The sqnr_db of each block, as block_quantization has it."""
-    return block_quantization(x, fmt, axis, mask)['sqnr_db']
+    return measure(x, fmt, axis, mask)[0]
 
 
 def block_quantization(x, fmt, axis=-1, mask=None):
@@ -131,27 +79,87 @@ def block_quantization(x, fmt, axis=-1, mask=None):
     block (for 'tokens', of x's tokens by features, so cut).  A format without blocks is cut into blocks of 32.  inf where
     there is no error, nan where a block has no finite number, or padding alone.
     """
+    return measure(x, fmt, axis, mask)[1]
+
+
+def block_sqnr(x, fmt, axis=-1, mask=None):
+    """The sqnr_db of each block, as block_quantization has it."""
+    return measure(x, fmt, axis, mask)[1]['sqnr_db']
+
+
+def measure(x, fmt, axis=-1, mask=None):
+    """-> what `quantization` gives, what `block_quantization` gives: both of one pass over the numbers"""
     f = formats.parse(fmt)
     blocks = _Blocks(x, f, axis, mask)
-    names = 'pairs', 'finite', 'nonzero', 'underflow', 'saturated', 'x2', 'q2', 'xq', 'e2', 'error'
-    sums = {name: np.zeros(blocks.blocks) for name in names}
+    sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
+    counts, relative = dict.fromkeys(('nan', 'inf', 'overflow', 'subnormal', 'nonzero_pairs'), 0), 0.0
     for tile in blocks.tiles():
-        in_x = tile.keep & np.isfinite(tile.x)
-        pair = in_x & np.isfinite(tile.q)
-        x_, q, nonzero = np.where(pair, tile.x, 0), np.where(pair, tile.q, 0), in_x & (tile.x != 0)
-        error, starts = np.abs(q - x_), np.arange(0, x_.shape[1], blocks.block)
-        for name, values in zip(names, (pair, in_x, nonzero, nonzero & (tile.q == 0),
-                                        in_x & (np.abs(tile.x) > f.max * tile.scale), x_ * x_, q * q, x_ * q, error * error),
-                                strict=False):
-            sums[name][tile.blocks] = np.add.reduceat(values, starts, axis=1, dtype=np.float64)
-        sums['error'][tile.blocks] = np.maximum.reduceat(error, starts, axis=1)
-    pairs, finite, nonzero, underflow, saturated, x2, q2, xq, e2, error = (sums[name].reshape(blocks.shape) for name in names)
+        relative += _add(sums, counts, tile, f)
+    total = {name: float(values.sum()) for name, values in sums.items()}
+    pairs, mse = total['pairs'], _ratio(total['e2'], total['pairs'], math.nan)
+    amax, rms = float(sums['amax'].max(initial=0)), math.sqrt(_ratio(total['x2'], pairs, math.nan))
+    both = math.sqrt(total['x2']) * math.sqrt(total['q2'])
+    whole = {
+        'sqnr_db': decibels(total['x2'], total['e2']), 'mse': mse, 'rmse': math.sqrt(mse),
+        'max_abs_error': float(sums['error'].max(initial=0)), 'relative_mse': _ratio(total['e2'], total['x2'], 0.0),
+        'cosine': _ratio(total['xq'], both, float(total['x2'] == total['q2'])), 'psnr_db': decibels(amax * amax, mse),
+        'mean_relative_error': _ratio(relative, counts['nonzero_pairs'], 0.0),
+        'underflow_pct': 100 * _ratio(total['underflow'], total['nonzero'], 0.0),
+        'subnormal_pct': 100 * _ratio(counts['subnormal'], total['nonzero'], 0.0),
+        'saturation_pct': 100 * _ratio(total['saturated'], total['finite'], 0.0),
+        'overflow': counts['overflow'], 'nan': counts['nan'], 'inf': counts['inf'],
+        'sum_x2': total['x2'], 'sum_e2': total['e2'], 'amax': amax, 'rms': rms, 'crest': _ratio(amax, rms, math.nan)}
+    if not pairs:
+        whole |= dict.fromkeys(('sqnr_db', 'max_abs_error', 'relative_mse', 'cosine', 'psnr_db', 'mean_relative_error',
+                                'amax'), math.nan)
+    x2, q2, e2 = (sums[name] for name in ('x2', 'q2', 'e2'))
     with np.errstate(divide='ignore', invalid='ignore'):
-        result = {'sqnr_db': np.where(e2 > 0, 10 * (np.log10(x2) - np.log10(e2)), np.inf),
-                  'cosine': np.where(q2 > 0, xq / (np.sqrt(x2) * np.sqrt(q2)), x2 == 0), 'max_abs_error': error,
-                  'underflow_pct': 100 * underflow / np.maximum(nonzero, 1),
-                  'saturation_pct': 100 * saturated / np.maximum(finite, 1)}
-    return {name: np.where(pairs > 0, values, np.nan) for name, values in result.items()}
+        parts = {'sqnr_db': np.where(e2 > 0, 10 * (np.log10(x2) - np.log10(e2)), np.inf),
+                 'cosine': np.where(q2 > 0, sums['xq'] / (np.sqrt(x2) * np.sqrt(q2)), x2 == 0), 'max_abs_error': sums['error'],
+                 'underflow_pct': 100 * sums['underflow'] / np.maximum(sums['nonzero'], 1),
+                 'saturation_pct': 100 * sums['saturated'] / np.maximum(sums['finite'], 1)}
+    return whole, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
+
+
+def _add(sums, counts, tile, f):
+    """Add the numbers of a tile to the sums of their blocks and to the counts.  -> sum |e / x|"""
+    x, q, keep = tile.x, tile.q, tile.keep
+    # No float32 is so large that a finite sum of them would not be finite in float64.
+    with np.errstate(invalid='ignore'):
+        is_whole = tile.is_full and math.isfinite(float(x.sum()) + float(q.sum()))
+    size = np.abs(x)
+    if is_whole:                                        # nothing to leave out, as of most
+        nonzero, gone, over = size > 0, q == 0, size > f.max * tile.scale
+        subnormal = size < f.min_normal * tile.scale
+        pairs = finite = np.float64(x.shape[2])
+    else:
+        in_x = keep & np.isfinite(x)
+        in_both = in_x & np.isfinite(q)
+        counts['nan'] += _count(keep & np.isnan(x))
+        counts['inf'] += _count(keep & np.isinf(x))
+        counts['overflow'] += _count(in_x & ~in_both)
+        nonzero, gone, over = in_x & (size > 0), q == 0, in_x & (size > f.max * tile.scale)
+        subnormal = in_x & (size < f.min_normal * tile.scale)
+        pairs, finite = in_both.sum(2), in_x.sum(2)
+        x, q, size = (np.where(in_both, array, 0) for array in (x, q, size))
+    error = np.abs(q - x)
+    for name, a, b in ('x2', x, x), ('q2', q, q), ('xq', x, q), ('e2', error, error):
+        sums[name][tile.blocks] = np.einsum('obki,obki->obi', a, b)
+    sums['amax'][tile.blocks], sums['error'][tile.blocks] = size.max(2), error.max(2)
+    sums['pairs'][tile.blocks], sums['finite'][tile.blocks] = pairs, finite
+    for name, truths in ('nonzero', nonzero), ('underflow', nonzero & gone), ('saturated', over):
+        if truths.any():
+            sums[name][tile.blocks] = finite if truths.all() and is_whole else truths.sum(2)
+    counts['subnormal'] += _count(nonzero & subnormal)
+    counts['nonzero_pairs'] += _count(size)
+    return float(np.divide(error, size, out=error, where=size > 0).sum())
+
+
+def decibels(signal, error):
+    """10 log10(signal / error) of two energies; inf where there is no error."""
+    if not error:
+        return math.inf
+    return 10 * (math.log10(signal) - math.log10(error)) if signal else -math.inf
 
 
 def block_scales(x, fmt, axis=-1):
@@ -162,13 +170,8 @@ def block_scales(x, fmt, axis=-1):
     f = formats.parse(fmt)
     if not f.is_block:
         raise ValueError(f'{f}: has no scales; want mxfp8 or mxfp4')
-    flat, axis = _flattened(x, axis)
-    return _exponents(formats.encode(flat, f, axis).scales)
-
-
-def _exponents(codes):
-    """What the codes of E8M0 stand for: 2 to this."""
-    return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
+    view = _Blocks(x, f, axis, None)
+    return view.exponents().reshape(view.shape)
 
 
 def _flattened(x, axis):
@@ -181,62 +184,79 @@ def _count(truths):
     return int(np.count_nonzero(truths))
 
 
-def _dot(a, b):
-    return np.einsum('i,i', a, b)       # not np.dot: its threads spin while the kernels', or a training step's, want the cores
-
-
 def _ratio(a, b, otherwise):
     return a / b if b else otherwise
 
 
+_SUMS = 'pairs', 'finite', 'nonzero', 'underflow', 'saturated', 'x2', 'q2', 'xq', 'e2', 'amax', 'error'
+
+
 class _Tile(NamedTuple):
-    """A piece of a tensor, (outer, n, inner) with blocks along n.  blocks: where its blocks are among all."""
+    """A piece of a tensor as (outer, blocks, numbers of a block, inner).  blocks: where its blocks are among all."""
     x: np.ndarray               # float64
     q: np.ndarray               # float64
-    scale: np.ndarray | float   # 2^s of each number's block
-    keep: np.ndarray            # bool, False at padding
+    scale: np.ndarray | float   # 2^s of each block
+    keep: np.ndarray            # bool, False at padding and where the last block has no numbers
+    is_full: bool               # keep is True everywhere
     blocks: tuple
 
 
 class _Blocks:
-    """A tensor, rounded, seen as (outer, n, inner) with blocks along n, in pieces of whole blocks.
+    """A tensor seen as (outer, n, inner) with blocks along n, rounded, in pieces of whole blocks.
 
-    blocks: (outer, blocks, inner).  shape: the same with the tensor's own axes.
+    shape_of_sums: (outer, blocks, inner).  shape: the same with the tensor's own axes.
     """
 
     def __init__(self, x, f, axis, mask):
-        flat, self.axis = _flattened(x, axis)
-        q = formats.fake_quantize(flat, f, self.axis)
+        flat, axis = _flattened(x, axis)
+        flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # which makes (1,) of ()
+        axis = axis % max(flat.ndim, 1)
         self.block, self.f = f.block or BLOCK, f
-        axis = self.axis % max(flat.ndim, 1)
         self.n = flat.shape[axis] if flat.ndim else 1
-        self.full = math.prod(flat.shape[:axis]), self.n, math.prod(flat.shape[axis + 1:])
         count = -(-self.n // self.block)
-        self.blocks = self.full[0], count, self.full[2]
+        self.full = math.prod(flat.shape[:axis]), self.n, math.prod(flat.shape[axis + 1:])
+        self.shape_of_sums = self.full[0], count, self.full[2]
         self.shape = (*flat.shape[:axis], count, *flat.shape[axis + 1:]) if flat.ndim else ()
-        self.x, self.q = flat.reshape(self.full), q.reshape(self.full)
+        self.x = flat.reshape(self.full)
         self.keep = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
-        self.scale = 1.0
-        codes = formats.encode(flat, f, self.axis) if f.is_block or f.option('amax_target') else None
-        if f.is_block:
-            self.scale = np.exp2(_exponents(codes.scales)).reshape(self.blocks)
-        elif codes is not None:
-            self.scale = 1 / float(codes.factor[0])
+
+    def exponents(self):
+        """log2 of each block's scale, which depends on its largest number alone: so that is all that is encoded."""
+        outer, n, inner = self.full
+        if not n:
+            return np.zeros(self.shape_of_sums)
+        largest = np.maximum.reduceat(np.abs(self.x), np.arange(0, n, self.block), axis=1)
+        codes = formats.encode(largest, self.f, block=1).scales
+        return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
 
     def tiles(self):
         outer, n, inner = self.full
+        rounded = formats.fake_quantize(self.x, self.f, 1)
+        scale = 1.0
+        if self.f.is_block:
+            scale = np.exp2(self.exponents())
+        elif self.f.option('amax_target'):
+            scale = 1 / float(formats.encode(self.x, self.f).factor[0])
         i_step = max(1, min(inner, _TILE // self.block))
-        n_step = max(1, min(-(-n // self.block), _TILE // (i_step * self.block))) * self.block
-        o_step = max(1, _TILE // (i_step * n_step))
+        b_step = max(1, min(self.shape_of_sums[1], _TILE // (i_step * self.block)))
+        o_step = max(1, _TILE // (i_step * b_step * self.block))
         for o in range(0, outer, o_step):
-            for start in range(0, n, n_step):
-                first = start // self.block
+            for b in range(0, self.shape_of_sums[1], b_step):
                 for i in range(0, inner, i_step):
-                    place = slice(o, o + o_step), slice(start, start + n_step), slice(i, i + i_step)
-                    blocks = place[0], slice(first, first + n_step // self.block), place[2]
-                    x = self.x[place].astype(np.float64, order='C')
-                    keep = np.ones(x.shape, bool) if self.keep is None else self.keep[place]
-                    scale = self.scale
-                    if isinstance(scale, np.ndarray):
-                        scale = np.repeat(scale[blocks], self.block, axis=1)[:, :x.shape[1]]
-                    yield _Tile(x, self.q[place].astype(np.float64, order='C'), scale, keep, blocks)
+                    blocks = slice(o, o + o_step), slice(b, b + b_step), slice(i, i + i_step)
+                    place = blocks[0], slice(b * self.block, (b + b_step) * self.block), blocks[2]
+                    x, is_full = self._padded(self.x[place], np.float64)
+                    keep = np.ones(self.x[place].shape, bool) if self.keep is None else self.keep[place]
+                    keep, _ = self._padded(keep, bool)
+                    yield _Tile(x, self._padded(rounded[place], np.float64)[0],
+                                scale[blocks][:, :, None] if isinstance(scale, np.ndarray) else scale,
+                                keep, is_full and self.keep is None, blocks)
+
+    def _padded(self, piece, dtype):
+        """-> a piece as (outer, blocks, block, inner), the last block filled up with zeros; whether it was full."""
+        outer, n, inner = piece.shape
+        blocks = -(-n // self.block)
+        is_full = blocks * self.block == n
+        result = (np.empty if is_full else np.zeros)((outer, blocks * self.block, inner), dtype)
+        result[:, :n] = piece
+        return result.reshape(outer, blocks, self.block, inner), is_full
