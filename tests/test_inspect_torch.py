@@ -1,5 +1,6 @@
 """pyops.inspect.torch: what its hooks save of a PyTorch model is what the model computes, and the model computes the same."""
 import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -391,6 +392,66 @@ def test_nothing_is_left_of_it(tmp_path):
     y = model(data(T, B, E))
     y.sum().backward()
     assert len(Logs(tmp_path).entries) == summary.tensors
+
+
+class Checkpointed(nn.Module):
+    """Computes its layers again in backward."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layer, self.use_reentrant = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0), use_reentrant
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+
+
+def translate(model):
+    """Both sides, masks, dropout."""
+    padding = torch.arange(7)[None, :] >= torch.tensor([7, 4, 6])[:, None]
+    return model(data(7, B, E), data(T, B, E, seed=1), src_key_padding_mask=padding, tgt_is_causal=True,
+                 tgt_mask=torch.ones(T, T, dtype=torch.bool).triu(1))
+
+
+def in_bfloat16(model):
+    with torch.autocast('cpu', torch.bfloat16):
+        return translate(model)
+
+
+def penalty(model):
+    """A gradient that is differentiated again."""
+    x = data(B, E).requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize('make, run, count', [
+    (lambda: nn.Transformer(E, H, 1, 1, 16), translate, 113), (lambda: nn.Transformer(E, H, 1, 1, 16), in_bfloat16, 113),
+    (lambda: nn.Transformer(E, H, 1, 1, 16).eval(), translate, 113),
+    (lambda: Checkpointed(False), lambda model: model(data(T, B, E).requires_grad_()), 41),
+    (lambda: Checkpointed(True), lambda model: model(data(T, B, E).requires_grad_()), 21),       # forward alone
+    (lambda: nn.Sequential(nn.Linear(E, E), nn.Tanh(), nn.Linear(E, 1)), penalty, 15)],
+    ids=['transformer', 'autocast', 'eval', 'checkpoint', 'reentrant', 'twice'])
+@pytest.mark.filterwarnings('ignore:enable_nested_tensor')
+def test_what_models_do_besides_is_done_as_ever(tmp_path, make, run, count):
+    torch.manual_seed(4)
+    model = make()
+
+    def results(model):
+        torch.manual_seed(5)
+        y = run(model)
+        y.float().square().sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    want = results(copy.deepcopy(model))
+    with attach(model, tmp_path) as handle:
+        assert all(map(torch.equal, results(model), want))
+    assert handle.close().tensors == count == len(saved(tmp_path))
+
+
+def test_a_copy_of_the_model_has_no_part_in_it(tmp_path):
+    model = nn.Sequential(nn.Linear(E, E))
+    with attach(model, tmp_path, steps=None) as handle:
+        for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+            assert torch.equal(other(data(B, E)), model(data(B, E)))
+    assert steps_of(tmp_path) == [0, 1] and handle.number == 1
 
 
 def test_a_forward_pass_that_fails_fails_as_it_would(tmp_path):

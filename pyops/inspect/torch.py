@@ -77,8 +77,8 @@ class Attachment:
         self._forwards, self._depth, self._watch, self._sentences = 0, 0, None, None
         self._numbers, self._said, self._parameter_hooks, self._is_closed = {}, set(), [], False
         self._follows_training = model.training         # else every pass is one, such as of a model that only generates
-        self._hooks = [model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-                       model.register_forward_hook(self._after, with_kwargs=True, always_call=True)]
+        self._hooks = [model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True),
+                       model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True)]
         atexit.register(self.close)                     # the writer's thread does not outlive the program
 
     def __enter__(self):
@@ -226,6 +226,19 @@ class Attachment:
             if not fnmatch.filter([*layers, *every], pattern):
                 raise UserError(f'layers={pattern!r}: fits none of the {len(layers)} layers; there are, among others, '
                                 f'{", ".join(layers[:3])}')
+
+
+class _Hook:
+    """A hook that stays behind when its model is copied or pickled: there it does nothing."""
+
+    def __init__(self, call=None):
+        self._call = call
+
+    def __call__(self, *args):
+        return self._call(*args) if self._call else None
+
+    def __reduce__(self):
+        return _Hook, ()
 
 
 # ---- one forward pass ----------------------------------------------------------------------------------------------
