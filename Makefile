@@ -212,7 +212,8 @@ asan: .venv/ready ## the op table and arrays under AddressSanitizer and Undefine
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    .venv/bin/python -m pytest -q -p no:cacheprovider $(TABLE) tests/test_ndarray.py tests/test_chains.py -k 'not torch'
 
-bench: cpu .venv/ready ## training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
+bench: cpu .venv/ready ## the machine's limits, kernels, training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
+	.venv/bin/python -m bench.kernels --save
 	.venv/bin/python -m bench.train seq2seq --vs torch
 	.venv/bin/python -m bench.train transformer --vs torch
 	.venv/bin/python -m bench.train mnist --vs torch

@@ -1,0 +1,273 @@
+"""The machine's limits, and how near to them kernels come at the programs' shapes, beside PyTorch.
+
+    python -m bench.kernels                 a table; needs torch
+    python -m bench.kernels gemm gru        cases whose names hold one of these words
+    python -m bench.kernels --save          and append the figures to bench/results/kernels.jsonl
+
+Limits are measured first: fused multiply-adds in registers for each instruction set, and copying from memory to memory, on
+one thread and on all.  Ours and PyTorch's take turns; a figure is the median, in brackets the 20th and 80th percentile.
+"""
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.errors import UserError, exits_cleanly
+from pyops.training import ArgumentParser, positive_float, positive_int
+
+PROGRAM = 'bench.kernels'
+ROOT = Path(__file__).resolve().parents[1]
+ISAS = 'generic', 'avx2', 'avx512'
+T, B, D, V, HEADS = 9, 128, 256, 13387, 4           # the translators': steps, batch, width, French words, attention heads
+
+
+class Case(NamedTuple):
+    """Something to time.  flops or nbytes, the other 0: what it has to do, and so which limit it is held against."""
+    name: str
+    flops: float
+    nbytes: float
+    ours: object
+    theirs: object
+
+
+def limits_of(isa, threads):
+    """-> (FLOP/s, B/s), in a process of its own, since an instruction set is chosen when the library is loaded; None where
+    this CPU lacks it."""
+    code = ('import sys; from pyops import backend, profile; backend.set_threads(int(sys.argv[1])); '
+            'print(*profile.machine()[:2])')
+    out = subprocess.run([sys.executable, '-c', code, str(threads)], cwd=ROOT, text=True, capture_output=True,
+                         env=os.environ | {'PYOPS_ISA': isa})
+    return tuple(map(float, out.stdout.split())) if out.returncode == 0 else None
+
+
+def roofline(threads):
+    """-> {isa: {threads: (FLOP/s, B/s)}}: the best of three turns each."""
+    found = {}
+    for _ in range(3):
+        for isa in ISAS:
+            for n in sorted({1, threads}):
+                limits = limits_of(isa, n)
+                if limits:
+                    best = found.setdefault(isa, {}).get(n, (0.0, 0.0))
+                    found[isa][n] = tuple(map(max, limits, best))
+    return found
+
+
+# ---- cases: ours on the kernels, theirs on torch -----------------------------------------------------------------------
+
+def gemm_cases(rng, torch):
+    from pyops import backend
+    for name, (M, N, K), (a_turned, b_turned) in (
+            ('gemm 1024 x 1024 x 1024', (1024, 1024, 1024), (False, False)),
+            ('gemm logits 1152 x 13387 x 256', (T * B, V, D), (False, True)),
+            ('gemm dx 1152 x 256 x 13387', (T * B, D, V), (False, False)),
+            ('gemm dweight 13387 x 256 x 1152', (V, D, T * B), (True, False)),
+            ('gemm projection 1152 x 256 x 256', (T * B, D, D), (False, True)),
+            ('gemm step 128 x 768 x 256', (B, 3 * D, D), (False, True)),
+            ('gemm digits 100 x 10 x 30', (100, 10, 30), (False, True)),
+            ('gemm one word 1 x 13387 x 256', (1, V, D), (False, True))):
+        a = rng.standard_normal((K, M) if a_turned else (M, K), np.float32)
+        b = rng.standard_normal((N, K) if b_turned else (K, N), np.float32)
+        a, b = (x.T if turned else x for x, turned in ((a, a_turned), (b, b_turned)))
+        c, x, w, y = backend.empty((M, N)), torch.from_numpy(a), torch.from_numpy(b), torch.empty(M, N)
+        reads_b = name.startswith('gemm one')           # so little is computed with it that reading it is the work
+        yield Case(name, 0 if reads_b else 2 * M * N * K, 4 * N * K if reads_b else 0,
+                   lambda c=c, a=a, b=b: backend.gemm(c, a, b), lambda x=x, w=w, y=y: torch.mm(x, w, out=y))
+
+
+def op_cases(rng, torch):
+    """Forward and backward of whole ops."""
+    from pyops import ops
+    from pyops.params import Parameters, Spec
+
+    def parameters(**shapes):
+        p = Parameters({name: Spec(shape, lambda generator, shape: generator.standard_normal(shape) * 0.05)
+                        for name, shape in shapes.items()}, 0)
+        return p, [torch.from_numpy(np.array(p[name].value)).requires_grad_() for name in shapes]
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    def tensor(x):
+        return torch.from_numpy(x).requires_grad_()
+
+    # output layer and loss, every row valid
+    p, (weight, bias) = parameters(weight=(V, D), bias=(V,))
+    output, x, labels, one = ops.LinearCrossEntropy(p['weight'], p['bias']), normal(T * B, D), rng.integers(0, V, T * B), \
+        np.ones(1, np.float32)
+    tx, tl, labels32 = tensor(x), torch.from_numpy(labels), labels.astype(np.int32)
+
+    def ours():
+        _, ctx = output.forward(x, labels32)
+        output.backward(one, ctx)
+
+    def theirs():
+        tx.grad = weight.grad = bias.grad = None
+        torch.nn.functional.cross_entropy(torch.nn.functional.linear(tx, weight, bias), tl).backward()
+    yield Case('output layer and loss, with gradients', 3 * 2 * T * B * D * V, 0, ours, theirs)
+
+    # a GRU layer
+    p, _ = parameters(w_ih=(3 * D, D), w_hh=(3 * D, D), b_ih=(3 * D,), b_hh=(3 * D,))
+    gru, module = ops.GRU(*(p[name] for name in p)), torch.nn.GRU(D, D)
+    x, dh = normal(T, B, D), normal(T, B, D)
+    tx, tdh = tensor(x), torch.from_numpy(dh)
+
+    def ours_gru():
+        _, ctx = gru.forward(x)
+        gru.backward(dh, ctx)
+
+    def theirs_gru():
+        tx.grad = None
+        module.zero_grad()
+        module(tx)[0].backward(tdh)
+    yield Case('gru 9 x 128 x 256, forward and backward', 3 * 2 * T * B * (2 * D) * 3 * D, 0, ours_gru, theirs_gru)
+
+    # attention of four heads
+    attention = ops.Attention(HEADS)
+    q, k, v, dy = (normal(T, B, D) for _ in range(4))
+    tq, tk, tv, tdy = (tensor(x) for x in (q, k, v, dy))
+
+    def split(x):
+        return x.view(T, B, HEADS, D // HEADS).permute(1, 2, 0, 3)
+
+    def ours_attention():
+        _, ctx = attention.forward(q, k, v)
+        attention.backward(dy, ctx)
+
+    def theirs_attention():
+        tq.grad = tk.grad = tv.grad = None
+        torch.nn.functional.scaled_dot_product_attention(split(tq), split(tk), split(tv)).backward(split(tdy))
+    yield Case('attention 9 x 128 x 256, forward and backward', 0, 4 * 11 * T * B * D, ours_attention, theirs_attention)
+
+    # layer norm
+    p, (weight, bias) = parameters(weight=(D,), bias=(D,))
+    norm, x, dy = ops.LayerNorm(p['weight'], p['bias']), normal(T * B, D), normal(T * B, D)
+    tx, tdy = tensor(x), torch.from_numpy(dy)
+
+    def ours_norm():
+        _, ctx = norm.forward(x)
+        norm.backward(dy, ctx)
+
+    def theirs_norm():
+        tx.grad = weight.grad = bias.grad = None
+        torch.nn.functional.layer_norm(tx, (D,), weight, bias).backward(tdy)
+    yield Case('layer norm 1152 x 256, forward and backward', 0, 4 * 5 * T * B * D, ours_norm, theirs_norm)
+
+
+def pass_cases(rng, torch):
+    """One pass over memory each."""
+    from pyops import backend, formats
+    n = 8_000_000                                               # floats: as many as seq2seq's parameters, more than a cache
+    x, y, step, lr = rng.standard_normal(n, np.float32), backend.zeros(n), np.ones(1, np.int64), np.full(1, 1e-3, np.float32)
+    one, tx, ty = np.ones(1, np.float32), torch.from_numpy(x.copy()), torch.empty(n)
+    yield Case('copy, 32 MB', 0, 8 * n, lambda: backend.launch('scale', y, x, one, n), lambda: ty.copy_(tx))
+    yield Case('dropout, 32 MB', 0, 8 * n, lambda: backend.launch('dropout', y, x, step, n, 0.2, 7),
+               lambda: torch.nn.functional.dropout(tx, 0.2))
+    m, v = backend.zeros(n), backend.zeros(n)
+    parameter = torch.nn.Parameter(tx.clone())
+    parameter.grad = tx
+    optimizer = torch.optim.Adam([parameter], 1e-3, fused=True)
+    yield Case('adam, 8 million parameters', 0, 7 * 4 * n,
+               lambda: backend.launch('adam', y, m, v, x, None, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0), optimizer.step)
+    table, ids = rng.standard_normal((V, D), np.float32), rng.integers(0, V, T * B).astype(np.int32)
+    rows, ttable, tids = backend.empty((T * B, D)), torch.from_numpy(table), torch.from_numpy(ids).long()
+    yield Case('embedding 1152 of 13387 x 256', 0, 8 * T * B * D,
+               lambda: backend.launch('embedding_forward', rows, table, ids, T * B, V, D),
+               lambda: torch.nn.functional.embedding(tids, ttable))
+    yield Case('bf16 and back, 32 MB', 0, 8 * n, lambda: formats.fake_quantize(x, 'bf16'), lambda: tx.bfloat16().float())
+    yield Case('mxfp8 and back, 32 MB', 0, 8 * n, lambda: formats.fake_quantize(x, 'mxfp8'), None)
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------------
+
+def percentiles(contestants, seconds):
+    """Seconds a call, (20th, 50th, 80th percentile) of each, in turns, within about `seconds` for all."""
+    times, repeats = [[] for _ in contestants], []
+    for run in contestants:                     # so many calls a turn that it lasts a millisecond
+        run()
+        start = time.perf_counter()
+        run()
+        repeats.append(max(1, round(1e-3 / max(time.perf_counter() - start, 1e-7))))
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for found, run, n in zip(times, contestants, repeats, strict=True):
+            start = time.perf_counter()
+            for _ in range(n):
+                run()
+            found.append((time.perf_counter() - start) / n)
+    return [np.percentile(found, (20, 50, 80)).tolist() for found in times]
+
+
+def shown(seconds):
+    unit, scale = ('us', 1e6) if seconds < 1e-3 else ('ms', 1e3)
+    return f'{scale * seconds:7.2f} {unit}'
+
+
+def save(figures):
+    """Append a line of JSON to bench/results/kernels.jsonl, with machine, commit and date."""
+    commit = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, text=True, capture_output=True).stdout.strip()
+    path = ROOT / 'bench' / 'results' / 'kernels.jsonl'
+    path.parent.mkdir(exist_ok=True)
+    line = {'date': datetime.date.today().isoformat(), 'commit': commit, 'machine': machine_name()} | figures
+    with open(path, 'a') as file:
+        file.write(json.dumps(line) + '\n')
+    print(f'appended to {path.relative_to(ROOT)}')
+
+
+def machine_name():
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        return next(line.partition(':')[2].strip() for line in lines if line.startswith('model name'))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main(argv=None):
+    p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
+    p.add_argument('words', nargs='*', metavar='WORD', help='cases whose names hold one of these words (default all)')
+    p.add_argument('--threads', type=positive_int, metavar='N', help='on both sides (default: all cores)')
+    p.add_argument('--seconds', type=positive_float, default=2.0, metavar='S', help='for each case (default 2)')
+    p.add_argument('--save', action='store_true', help='append the figures to bench/results/kernels.jsonl')
+    args = p.parse_args(argv)
+    if importlib.util.find_spec('torch') is None:
+        raise UserError(f'torch is not installed; install it with: {sys.executable} -m pip install torch')
+    import torch
+
+    from pyops import backend
+    threads = args.threads or backend.threads()
+    backend.set_threads(threads)
+    torch.set_num_threads(threads)
+    found = roofline(threads)
+    print(f'{machine_name()}; {backend.isa()} is used, {threads} threads')
+    for isa, by_threads in found.items():
+        print(f'{isa:8}', *(f'  {n} thread{"s" * (n > 1)}: {flops / 1e9:6.1f} GFLOP/s {copy / 1e9:5.1f} GB/s'
+                            for n, (flops, copy) in by_threads.items()))
+    flops, copy = found[backend.isa()][threads]
+    print(f'\n{"":46}{"ours":>10} {"20 to 80 %":>24} {"":>14} {"of limit":>8} {"PyTorch":>11} {"ratio":>7}')
+    rng, figures = np.random.default_rng(0), []
+    for case in (case for make in (gemm_cases, op_cases, pass_cases) for case in make(rng, torch)):
+        if args.words and not any(word in case.name for word in args.words):
+            continue
+        (low, median, high), *theirs = percentiles([case.ours, *([case.theirs] if case.theirs else [])], args.seconds)
+        rate = (case.flops or case.nbytes) / median
+        share = rate / (flops if case.flops else copy)
+        told = f'{shown(theirs[0][1])} {theirs[0][1] / median:6.2f}x' if theirs else ''
+        print(f'{case.name:46}{shown(median)} {shown(low):>11} - {shown(high)} {rate / 1e9:7.1f} '
+              f'{"GFLOP/s" if case.flops else "GB/s   "} {share:7.0%}  {told}', flush=True)
+        figures.append({'name': case.name, 'seconds': median, 'p20': low, 'p80': high, 'share': share}
+                       | ({'torch': theirs[0][1]} if theirs else {}))
+    if args.save:
+        save({'isa': backend.isa(), 'threads': threads, 'limits': found, 'torch': torch.__version__, 'cases': figures})
+
+
+if __name__ == '__main__':
+    with exits_cleanly(PROGRAM):
+        main()
