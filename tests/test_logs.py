@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import pickle
+import random
 import resource
 import zipfile
 
@@ -321,6 +322,43 @@ def repack(source, target, compression, old=b'', new=b''):
                 assert old in data
                 data = new.join(data.rsplit(old, 1))
             writer.writestr(record.filename, data)
+
+
+def test_files_with_bytes_that_were_changed(tmp_path, torch):
+    """Whatever a few wrong bytes say, it is a LogError or a name in `skipped`, and what can be read keeps its word."""
+    blobs, rng = {}, random.Random(0)
+    for as_ in 'safetensors', 'pt':
+        make_dump(tmp_path / as_, steps=(0,), layers=('encoder.0.self_attention.q',), as_=as_)
+        blobs |= {path.name: path.read_bytes() for path in sorted((tmp_path / as_).iterdir())}
+    np.save(tmp_path / 'x.npy', X)
+    blobs['x.npy'] = (tmp_path / 'x.npy').read_bytes()
+    outcomes = {'loaded': 0, 'refused': 0, 'skipped': 0}
+    for trial in range(150):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        (folder / 'good.npy').write_bytes(blobs['x.npy'])
+        for name in {*rng.sample(sorted(blobs), 4), 'manifest.jsonl'}:
+            data = bytearray(blobs[name])
+            for _ in range(rng.choice((0, 1, 3, 20))):
+                place = rng.randrange(rng.choice((len(data), min(len(data), 1000))))
+                length, new = rng.choice((0, 1, 1, 9)), rng.choice((b'9', b'-', b'[', b'"', b'null', b'\0', b'\xff', b''))
+                data[place:place + length] = new
+            (folder / name).write_bytes(data)
+        logs = Logs(folder)
+        logs.refresh()
+        for entry in logs.entries:
+            try:
+                x, mask = entry.load(), logs.mask(entry)
+                assert x.dtype == np.float32 and x.shape == entry.shape and entry.title.isprintable()
+                assert mask is None or np.broadcast_to(mask, x.shape).any() in (True, False)
+                logs.tokens(entry, 0)
+                outcomes['loaded'] += 1
+            except LogError:
+                outcomes['refused'] += 1
+        assert all(file.isprintable() and reason.isprintable() for file, reason in logs.skipped)
+        outcomes['skipped'] += len(logs.skipped)
+        assert 'good.npy' in {entry.file for entry in logs.entries}
+    assert min(outcomes.values()) > 50, outcomes
 
 
 def test_lines_that_lie_are_refused_and_the_others_read(tmp_path):

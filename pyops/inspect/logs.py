@@ -633,7 +633,9 @@ def _map_npy(path):
     try:
         # Mapped, so that a header that promises more than the file has allocates nothing.
         array = np.load(path, mmap_mode='r', allow_pickle=False)
-    except (ValueError, EOFError, SyntaxError, OverflowError, MemoryError) as error:
+    except OSError:
+        raise
+    except Exception as error:          # numpy reads the header with Python's tokenizer, which has errors of its own
         raise _Refused(f'truncated, of Python objects or no .npy file ({printable(error)[:100]})') from error
     if not isinstance(array, np.ndarray):
         raise _Refused('an archive of arrays: want one .npy file an array')
@@ -683,7 +685,9 @@ def _load_pt(path):
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:          # whatever the bytes bring about, below too
         raise _Refused('truncated or no file of torch.save (since torch 1.6, which made them zip files)') from error
     size = os.path.getsize(path)
     if sum(record.file_size for record in records) > size or any(record.compress_type != zipfile.ZIP_STORED or
@@ -700,7 +704,7 @@ def _load_pt(path):
         raise
     except pickle.UnpicklingError as error:
         raise _Refused('holds Python objects, which could run code, or is damaged: want tensors alone') from error
-    except Exception as error:          # torch raises whatever the bytes bring about
+    except Exception as error:
         raise _Refused(f'damaged ({type(error).__name__} in torch.load)') from error
     if isinstance(payload, torch.Tensor):
         return {'': payload}, {}
