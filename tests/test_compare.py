@@ -45,6 +45,8 @@ def test_json_has_every_tensor_in_every_format_and_sums_energies(dump, run):
         entry = entries[row['file']]
         want = quantization(entry.load(), row['format'], entry.axis, logs.mask(entry))
         assert {key: row[key] for key in want} == pytest.approx(want, nan_ok=True), row['file']
+        assert ('row_sum_error' in row) == (entry.name == 'weights') and sum(row['exponents'].values()) > 0
+        assert bool(row['scales']) == row['format'].startswith('mx') and bool(row['digits']) == (row['format'] == 'hifp8')
         blocks = block_sqnr(entry.load(), row['format'], entry.axis, logs.mask(entry))
         assert row['worst_block_db'] == pytest.approx(np.nanmin(blocks))
         assert (row['layer'], row['name'], row['step'], row['axis']) == (entry.layer, entry.name, entry.step, entry.axis)

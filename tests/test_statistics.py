@@ -6,7 +6,19 @@ import pytest
 
 from pyops import formats
 from pyops.inspect import statistics
-from pyops.inspect.statistics import block_quantization, block_scales, block_sqnr, decibels, describe, quantization, rounded
+from pyops.inspect.statistics import (
+    block_quantization,
+    block_scales,
+    block_sqnr,
+    decibels,
+    describe,
+    digits,
+    exponents,
+    quantization,
+    rounded,
+    row_sum_error,
+    scale_codes,
+)
 
 SIZE = 131072
 DATA = {'normal': lambda rng: rng.standard_normal(SIZE), 'small': lambda rng: 1e-4 * rng.standard_normal(SIZE),
@@ -160,6 +172,34 @@ def test_a_poisoned_block_has_no_scale():
     assert np.array_equal(block_sqnr(x, 'mxfp8'), [[np.inf, np.inf], [np.inf, np.nan]], equal_nan=True)
     result = quantization(x, 'mxfp8')
     assert (result['nan'], result['overflow'], result['sqnr_db']) == (1, 31, math.inf)
+
+
+def test_histograms():
+    x = np.float32([[0, 1, -1.99, 2, 0.4999, 2 ** -140, -2 ** -149, np.inf, np.nan, 3e38, 8, 5e5] + [0] * 28] * 2)
+    want = {-149: 1, -140: 1, -2: 1, 0: 2, 1: 1, 3: 1, 18: 1, 127: 1}
+    assert exponents(x, [[True], [False]]) == want and exponents(x) == {key: 2 * count for key, count in want.items()}
+    # a float32 just below a power of two, where log2 in float32 is wrong
+    assert exponents(np.nextafter(np.float32(2) ** 120, np.float32(0))) == {119: 1} and exponents(np.zeros(3)) == {}
+    assert scale_codes(x, 'mxfp8') == {255: 2, 0: 2} and scale_codes(x[:, 10:], 'mxfp4') == {18 - 2 + 127: 2}
+    assert scale_codes(x, 'hifp8') == {}
+    assert scale_codes(x, 'mxfp8', -1, [[True], [False]]) == {255: 1, 0: 1}
+    # 8 and 2 have 3 digits, 2^18 becomes 2^15, which has 1, 2^-5 has 2 and 2^-20 none; what is 0 or not finite is not counted
+    assert digits(np.float32([8, 2, 2 ** 18, -2 ** -5, 2 ** -20, 2 ** -40, 0, np.nan]), 'hifp8') == {3: 2, 2: 1, 1: 1, 0: 1}
+    assert digits(x, 'fp16') == {}
+
+
+def test_rows_of_attention_weights_no_longer_add_up_to_1():
+    rng = np.random.default_rng(5)
+    p = np.exp(rng.standard_normal((3, 2, 4, 40)))
+    p = (p / p.sum(-1, keepdims=True)).astype(np.float32)
+    p[2, :, 3] = 0                                                  # a row that sees nothing
+    mask = (np.arange(4) < [[4], [2], [4]])[:, None, :, None]
+    for fmt in 'mxfp4', 'hifp8':
+        q = formats.fake_quantize(p, fmt).astype(float)
+        errors = np.abs(q.sum(-1) - 1)
+        errors[1, :, 2:] = errors[2, :, 3] = 0
+        assert row_sum_error(p, fmt, -1, mask) == pytest.approx(errors.max()) and errors.max() > 1e-4
+    assert row_sum_error(p, 'bf16') < 0.01 and math.isnan(row_sum_error(p[2:, :, 3:], 'bf16'))
 
 
 @pytest.mark.parametrize('mask', [None, np.arange(40)[:, None] < 30])

@@ -18,7 +18,7 @@ from pyops import formats
 from pyops.errors import UserError
 from pyops.inspect.choice import select
 from pyops.inspect.logs import Entry, LogError, Logs, printable
-from pyops.inspect.statistics import block_scales, decibels, measure
+from pyops.inspect.statistics import block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
 
 TOP = 30                                        # lines of a table, where --top does not say how many
 
@@ -44,10 +44,12 @@ _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturat
 
 
 class Row(NamedTuple):
-    """One tensor in one format.  statistics: those of `quantization`, and worst_block_db."""
+    """One tensor in one format.  statistics: those of `quantization`, and worst_block_db.  histograms: counts by binade, by
+    scale and by digits, each where there is one."""
     entry: Entry
     format: formats.Format
     statistics: dict
+    histograms: dict
 
 
 class Total(NamedTuple):
@@ -82,10 +84,14 @@ def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter,
         except LogError as error:
             skipped.append((entry.place, str(error)))
             continue
+        binades = exponents(x, mask)
         for fmt in fmts:
             whole, blocks = measure(x, fmt, along, mask)
             worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # of those that have one
-            rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}))
+            if entry.layer_type == 'attention' and entry.name == 'weights' and x.ndim:
+                whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
+            histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
+            rows.append(Row(entry, fmt, whole | {'worst_block_db': worst}, histograms))
             if on_blocks:
                 on_blocks(entry, fmt, blocks, block_scales(x, fmt, along) if fmt.is_block else None)
     return rows, skipped
@@ -288,7 +294,7 @@ def _document(options, fmts, rows, all_totals, skipped):
                      'layer': row.entry.layer, 'layer_type': row.entry.layer_type, 'index': row.entry.index,
                      'operation': row.entry.operation, 'name': row.entry.name, 'shape': row.entry.shape,
                      'axis': _axis(row.entry, options.axis), 'format': str(row.format),
-                     **{key: _finite(value) for key, value in row.statistics.items()}} for row in rows],
+                     **{key: _finite(value) for key, value in row.statistics.items()}, **row.histograms} for row in rows],
         'totals': [{'format': str(total.format), 'tensors': total.tensors, 'sqnr_db': _finite(total.sqnr_db),
                     'forward_db': _finite(total.forward_db), 'backward_db': _finite(total.backward_db),
                     'median_db': _finite(total.median_db),

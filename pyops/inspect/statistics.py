@@ -162,6 +162,54 @@ def decibels(signal, error):
     return 10 * (math.log10(signal) - math.log10(error)) if signal else -math.inf
 
 
+def exponents(x, mask=None):
+    """How many numbers lie in each binade -> {floor(log2 |x|): count}, of those that are finite and not 0, and no padding."""
+    flat = np.asarray(x).reshape(-1)
+    keep = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
+    lowest, counts = -1100, np.zeros(2200, np.int64)            # float64 has room for any float
+    for start in range(0, flat.size, _TILE):
+        tile = flat[start:start + _TILE]
+        if keep is not None:
+            tile = tile[keep[start:start + _TILE]]
+        tile = tile[np.isfinite(tile) & (tile != 0)]
+        counts += np.bincount(np.frexp(tile)[1] - 1 - lowest, minlength=len(counts))      # exact, as log2 is not
+    return {int(place) + lowest: int(counts[place]) for place in np.flatnonzero(counts)}
+
+
+def scale_codes(x, fmt, axis=-1, mask=None):
+    """How many blocks have each scale -> {code of E8M0: count}: a scale of 2^(code - 127), 255 for NaN; {} without blocks.
+    Blocks of padding alone are not counted.
+    """
+    f = formats.parse(fmt)
+    if not f.is_block:
+        return {}
+    blocks = _Blocks(x, f, axis, mask)
+    codes = blocks.codes()
+    if mask is not None and codes.size:
+        codes = codes[np.logical_or.reduceat(blocks.keep, np.arange(0, blocks.n, blocks.block), axis=1)]
+    return {int(code): int(count) for code, count in zip(*np.unique(codes, return_counts=True), strict=True)}
+
+
+def digits(x, fmt, mask=None):
+    """Of a HiFloat8, whose numbers have 3, 2, 1 or 0 digits behind the point: how many have each -> {digits: count} of what
+    rounds to a finite number that is not 0.  {} for other formats.
+    """
+    if formats.parse(fmt).name != 'hifp8':
+        return {}
+    result = dict.fromkeys((3, 2, 1, 0), 0)
+    for exponent, count in exponents(rounded(x, fmt), mask).items():
+        result[3 if abs(exponent) < 4 else 2 if abs(exponent) < 8 else 1 if abs(exponent) < 16 else 0] += count
+    return result
+
+
+def row_sum_error(x, fmt, axis=-1, mask=None):
+    """Of attention weights, whose rows add up to 1: the largest |sum of a rounded row - 1|; nan where all is padding."""
+    keep = np.ones(np.shape(x), bool) if mask is None else np.broadcast_to(mask, np.shape(x))
+    sums = np.where(keep, rounded(x, fmt, axis), 0).sum(-1, dtype=np.float64)
+    errors = np.abs(sums - 1)[keep.any(-1) & (np.asarray(x) != 0).any(-1)]      # a row that sees nothing is all 0
+    return float(errors.max()) if errors.size else math.nan
+
+
 def block_scales(x, fmt, axis=-1):
     """log2 of the scale of each block, shaped as block_sqnr has it; float64, nan where the block holds NaN or an infinity.
 
@@ -220,13 +268,16 @@ class _Blocks:
         self.x = flat.reshape(self.full)
         self.keep = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
 
+    def codes(self):
+        """Of each block's scale, which depends on its largest number alone: so that is all that is encoded."""
+        if not self.n:
+            return np.zeros(self.shape_of_sums, np.uint8)
+        largest = np.maximum.reduceat(np.abs(self.x), np.arange(0, self.n, self.block), axis=1)
+        return formats.encode(largest, self.f, block=1).scales
+
     def exponents(self):
-        """log2 of each block's scale, which depends on its largest number alone: so that is all that is encoded."""
-        outer, n, inner = self.full
-        if not n:
-            return np.zeros(self.shape_of_sums)
-        largest = np.maximum.reduceat(np.abs(self.x), np.arange(0, n, self.block), axis=1)
-        codes = formats.encode(largest, self.f, block=1).scales
+        """log2 of each block's scale."""
+        codes = self.codes()
         return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
 
     def tiles(self):
