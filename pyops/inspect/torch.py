@@ -17,6 +17,7 @@ import argparse
 import atexit
 import fnmatch
 import inspect
+import math
 import sys
 import types
 from contextlib import contextmanager
@@ -104,7 +105,9 @@ class Attachment:
         self._sentences = {side: [int(n) for n in of] for side, of in lengths.items()}, tokens
 
     def close(self):
-        """Take all hooks away, wait until all is written.  -> Summary of the writer; a second time the same again."""
+        """Take all hooks away, wait until all is written.  -> Summary of the writer, None where that failed; a second time
+        the same again.
+        """
         if not self._is_closed:
             self._is_closed = True
             atexit.unregister(self.close)
@@ -112,8 +115,10 @@ class Attachment:
             self._forget_parameters()
             for hook in self._hooks:
                 hook.remove()
-        summary = self._writer.close()
-        if not summary.tensors:
+        summary = None
+        with self.harmless():
+            summary = self._writer.close()
+        if summary and not summary.tensors:
             self.say(f'no tensor was saved in {summary.folder}: no step that was asked for had a forward pass of a layer')
         return summary
 
@@ -169,7 +174,7 @@ class Attachment:
         tensor = tensor.to_local() if hasattr(tensor, 'to_local') else tensor           # a DTensor's share of this rank
         f = self._format if name in _OPERANDS else None
         taken = self._writer.tensor(
-            tensor.detach().float().cpu().numpy(), layer=layer, layer_type=layer_type, index=self.place(layer, layer_type),
+            tensor.detach().cpu().float().numpy(), layer=layer, layer_type=layer_type, index=self.place(layer, layer_type),
             operation=operation, name=name, step=step, format=f.name if f else 'fp32', options=dict(f.options) if f else {},
             axis=0 if layer_type == 'attention' and name == 'value' else -1, mask=mask, lengths=lengths)
         if not taken:
@@ -425,22 +430,22 @@ class _Watch(TorchFunctionMode):
 
     def _weights(self, save, given):
         """Compute what scaled_dot_product_attention keeps to itself: softmax(q k^T scale + mask), without dropout."""
-        query, key = given['query'].detach().float(), given['key'].detach().float()
-        if query.numel() // max(query.shape[-1], 1) * key.shape[-2] * 4 > self._owner.room():
+        query, key, mask = given['query'].detach(), given['key'].detach(), given.get('attn_mask')
+        shape = *query.shape[:-1], key.shape[-2]
+        if 4 * math.prod(shape) > self._owner.room():
             return
         with torch.no_grad():
             if given.get('enable_gqa'):
                 key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-            scale = given.get('scale') or query.shape[-1] ** -0.5
-            scores = query @ key.transpose(-2, -1) * scale
-            mask = given.get('attn_mask')
             if given.get('is_causal'):
-                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            if mask is not None:
-                scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-            # rows that see nothing have no weights, where softmax says NaN
-            weights = scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
-            save('weights', weights.reshape(-1, *weights.shape[-3:]) if weights.dim() > 3 else weights.unsqueeze(-3))
+                mask = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()
+            if mask is None:
+                mask = torch.ones((), dtype=torch.bool, device=query.device)
+            scale = query.shape[-1] ** -0.5 if given.get('scale') is None else given['scale']
+            # one sentence at a time: a device that is full of training has little room for float32 scores
+            parts = [_softmax(*operands, scale).cpu() for operands in zip(
+                *(_sentences(tensor) for tensor in (query, key, mask.detach().expand(shape))), strict=True)]
+            save('weights', torch.stack(parts))
 
     def _spied(self, function, args, kwargs):
         """-> multi_head_attention_forward, whose inner calls tell what they get.
@@ -566,11 +571,21 @@ def _with_operands(module, args, kwargs):
     return dict(zip(('query', 'key', 'value'), aliases, strict=True)), args, kwargs
 
 
+def _sentences(tensor):
+    """(..., heads, T, C), or without heads, as (B, heads, T, C)"""
+    return tensor.reshape(-1, *tensor.shape[-3:]) if tensor.dim() > 3 else tensor.reshape(-1, 1, *tensor.shape[-2:])
+
+
+def _softmax(query, key, mask, scale):
+    scores = query.float() @ key.float().transpose(-2, -1) * scale
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    # rows that see nothing have no weights, where softmax says NaN
+    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
+
+
 def _heads_second(tensor):
-    """(B, heads, T, C), or less or more axes before the last two -> (T, B, heads, C)"""
-    if tensor.dim() < 4:
-        tensor = tensor.reshape(-1, 1, *tensor.shape[-2:])
-    return tensor.reshape(-1, *tensor.shape[-3:]).permute(2, 0, 1, 3)
+    """(..., heads, T, C), or without heads -> (T, B, heads, C)"""
+    return _sentences(tensor).permute(2, 0, 1, 3)
 
 
 def _with_names(function, **names):
