@@ -1,0 +1,974 @@
+// The page of saved tensors: what is chosen stands in the address, everything on the screen follows from it.
+// In a file all data lie in the page (pyops/inspect/page.py); a server is asked for them (pyops/inspect/serve.py).
+// Names and words come from files that nobody vouches for: they reach the document as text, and Plotly through `plain`.
+'use strict';
+(() => {
+
+const $ = id => document.getElementById(id);
+const head = JSON.parse($('data').textContent);
+const NEWEST = '';
+const ROWS = 250;                       // of the table, before "Show more"
+const POLL = 1000;                      // ms between questions to the server
+
+// ---- small things ---------------------------------------------------------------------------------------------------
+
+function element(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+// Plotly reads a little HTML in its texts.
+const plain = text => String(text).replace(/[&<>"']/g, letter => `&#${letter.charCodeAt(0)};`);
+
+const number = value => value === 'inf' ? Infinity : value === '-inf' ? -Infinity : value;
+
+function shown(value, digits = 4) {
+  value = number(value);
+  if (value === null || value === undefined || Number.isNaN(value)) return '\u2013';
+  if (value === Infinity) return '\u221e';
+  if (value === -Infinity) return '\u2212\u221e';
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return String(value).replace('-', '\u2212');
+  const size = Math.abs(value);
+  const text = size >= 1e5 || size < 1e-3 ? value.toExponential(digits - 2) : String(+value.toPrecision(digits));
+  return text.replaceAll('-', '\u2212');
+}
+
+// A power of two, 2 with a raised exponent where that is shorter.
+function power(value) {
+  const exponent = Math.log2(value);
+  if (Math.abs(exponent) < 5) return shown(value);
+  const raised = {'-': '\u207b', 0: '\u2070', 1: '\u00b9', 2: '\u00b2', 3: '\u00b3', 4: '\u2074', 5: '\u2075', 6: '\u2076',
+                  7: '\u2077', 8: '\u2078', 9: '\u2079'};
+  return '2' + [...String(Math.round(exponent))].map(letter => raised[letter]).join('');
+}
+
+function bytesOf(text) {
+  return Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
+}
+
+// base64 of little-endian float16, times a scale
+function floats({values, scale}) {
+  const bytes = bytesOf(values), result = new Float32Array(bytes.length / 2);
+  for (let i = 0; i < result.length; i++) {
+    const word = bytes[2 * i] | bytes[2 * i + 1] << 8, exponent = word >> 10 & 31, fraction = word & 1023;
+    const size = exponent === 31 ? (fraction ? NaN : Infinity)
+      : exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24;
+    result[i] = (word & 0x8000 ? -size : size) * scale;
+  }
+  return result;
+}
+
+function matrix(numbers, rows, columns, start = 0) {
+  return Array.from({length: rows}, (_, row) => numbers.subarray(start + row * columns, start + (row + 1) * columns));
+}
+
+async function unpacked(text) {
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream('deflate'));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// ---- data -----------------------------------------------------------------------------------------------------------
+
+// tensors: by id;  tree: layer -> role -> step -> [tensors];  quality: format -> id -> numbers
+// serial: of the folder, where a server reads it;  edition: counts changes
+const data = {run: {}, steps: [], skipped: [], formats: head.formats, left: [], serial: '', edition: 0};
+
+function clear() {
+  Object.assign(data, {tensors: [], tree: new Map(), quality: new Map(), pictured: null, pending: 0, waiting: ''});
+}
+
+const roleOf = tensor => `${tensor.operation}.${tensor.name}`;
+
+function branch(map, key, make) {
+  if (!map.has(key)) map.set(key, make());
+  return map.get(key);
+}
+
+function add(tensor) {
+  data.tensors[tensor.id] = tensor;
+  const roles = branch(data.tree, tensor.layer, () => new Map());
+  const steps = branch(roles, roleOf(tensor), () => new Map());
+  branch(steps, tensor.step, () => []).push(tensor);
+}
+
+function addQuality(format, id, numbers) {
+  branch(data.quality, format, () => new Map()).set(id, numbers);
+}
+
+const qualityOf = (tensor, format) => data.quality.get(format)?.get(tensor.id);
+const measure = (numbers, name) => numbers ? number(numbers[head.quality.indexOf(name)]) : undefined;
+const statistic = (tensor, name) => tensor.statistics ? number(tensor.statistics[head.description.indexOf(name)]) : undefined;
+
+// What lies in the page itself.
+const embedded = {
+  async start() {
+    const all = await unpacked($('catalogue').textContent);
+    clear();
+    const {run, steps, skipped, left, tensors, quality} = all;
+    Object.assign(data, {run, steps, skipped, left, pictured: new Set(all.pictured)});
+    tensors.forEach(add);
+    for (const format in quality) quality[format].forEach((numbers, id) => addQuality(format, id, numbers));
+    redraw();
+  },
+  async detail(tensor) {
+    const part = $(`t${tensor.id}`);
+    return part ? unpacked(part.textContent) : null;
+  },
+  async attention(tensor) {
+    return (await cached(tensor)).attention;
+  },
+};
+
+// What a server tells, asked for again and again.
+const live = {
+  version: 0,
+  async start() {
+    clear();
+    for (;;) {
+      let wait = POLL;
+      try {
+        wait = await this.ask();
+        connection(true);
+      } catch {
+        connection(false);
+      }
+      await new Promise(resolve => setTimeout(resolve, wait));
+    }
+  },
+  async get(path, query) {
+    const signal = AbortSignal.timeout(30000);
+    const answer = await fetch(`${path}?${new URLSearchParams(query)}`, {cache: 'no-store', signal});
+    if (!answer.ok) throw new Error((await answer.text()).trim() || answer.statusText);
+    return answer.json();
+  },
+  async ask() {
+    const news = await this.get('changes', {serial: data.serial, after: this.version, format: choice().format});
+    if (news.serial !== data.serial) {          // another server, or the folder is another one
+      clear();
+      details.clear();
+      data.serial = news.serial;
+      delete document.documentElement.dataset.drawn;
+    }
+    const rows = news.tensors.length || news.quality.length || news.formats.length !== data.formats.length
+      || news.waiting !== data.waiting;
+    const curves = JSON.stringify(news.steps) !== JSON.stringify(data.steps);
+    this.version = news.version;
+    const {run, steps, skipped, formats, pending, waiting} = news;
+    Object.assign(data, {run, steps, skipped, formats, pending, waiting});
+    news.tensors.forEach(add);
+    for (const [format, id, numbers, statistics] of news.quality) {
+      addQuality(format, id, numbers);
+      data.tensors[id].statistics ??= statistics;
+    }
+    data.edition++;
+    if (rows || !document.documentElement.dataset.drawn) redraw();
+    else if (curves) drawTraining(choice(), resolve(choice()));
+    return news.more ? 0 : POLL;
+  },
+  detail(tensor, format) {
+    return this.get('detail', {serial: data.serial, id: tensor.id, format});
+  },
+  window(tensor, format, corners) {
+    return this.get('detail', {serial: data.serial, id: tensor.id, format, window: corners.join(',')});
+  },
+  attention(tensor, sentence) {
+    return this.get('attention', {serial: data.serial, id: tensor.id, sentence});
+  },
+};
+
+const source = head.live ? live : embedded;
+
+// The last details that were looked at, as promises.
+const details = new Map();
+
+function cached(tensor, format = '', name = 'detail', ...more) {
+  const key = [tensor.id, head.live ? format : '', name, ...(head.live ? more : [])].join();
+  if (!details.has(key)) {
+    const promise = Promise.resolve(name === 'detail' ? source.detail(tensor, format) : source[name](tensor, ...more));
+    promise.catch(() => details.delete(key));
+    details.set(key, promise);
+    if (details.size > 24) details.delete(details.keys().next().value);
+  }
+  return details.get(key);
+}
+
+function connection(works) {
+  const status = $('status');
+  const text = works ? data.waiting || (data.pending ? `live, ${data.pending} tensors to be measured` : 'live')
+    : 'connection lost; trying again';
+  status.hidden = false;
+  status.classList.toggle('lost', !works);
+  if (status.textContent !== text) status.textContent = text;
+}
+
+// ---- choice ---------------------------------------------------------------------------------------------------------
+
+// What the address says; what it does not say, or what is not there, is found by `resolve`.
+const DEFAULTS = {layer: '', role: '', step: NEWEST, copy: '', format: '', view: 'values', flow: '', attention: '',
+                  sentence: '0', head: '0', sort: 'sqnr_db', order: 'ascending', words: ''};
+
+function choice() {
+  const said = new URLSearchParams(location.hash.slice(1)), result = {...DEFAULTS};
+  for (const key in DEFAULTS) if (said.has(key)) result[key] = said.get(key);
+  if (!data.formats.some(format => format.name === result.format)) result.format = preferred();
+  return result;
+}
+
+// The format that the run used, or else the first.
+function preferred() {
+  const used = (data.tensors ?? []).find(tensor => tensor && tensor.format !== 'fp32');
+  return (data.formats.find(format => format.name === used?.format) ?? data.formats[0]).name;
+}
+
+// Change the choice.  quiet: no new entry for the back button.
+function choose(changes, quiet = false) {
+  const said = new URLSearchParams(location.hash.slice(1));
+  for (const key in changes) {
+    if (changes[key] === DEFAULTS[key]) said.delete(key);
+    else said.set(key, changes[key]);
+  }
+  const hash = `#${said}`;
+  if (hash === (location.hash || '#')) return;
+  if (quiet) {
+    history.replaceState(null, '', hash);
+    redraw();
+  } else {
+    location.hash = hash;
+  }
+}
+
+const sortedSteps = steps => [...steps.keys()].sort((a, b) => a - b);
+
+// The tensor that is chosen, with all there is to choose from.
+function resolve(chosen) {
+  const layers = [...data.tree.keys()];
+  if (!layers.length) return null;
+  const layer = data.tree.has(chosen.layer) ? chosen.layer : layers[0];
+  const roles = [...data.tree.get(layer).keys()];
+  const [operation] = chosen.role.split('.');
+  const role = roles.includes(chosen.role) ? chosen.role : roles.find(name => name.split('.')[0] === operation) ?? roles[0];
+  const steps = sortedSteps(data.tree.get(layer).get(role));
+  // a step that has not this tensor: the last one before it
+  const wanted = chosen.step === NEWEST ? Infinity : Number(chosen.step);
+  const step = steps.findLast(value => value <= wanted) ?? steps[0];
+  const copies = data.tree.get(layer).get(role).get(step);
+  const tensor = copies.find(item => copyOf(item) === chosen.copy) ?? copies.find(item => runOf(item) === runOf(copies.at(-1)));
+  return {layers, layer, roles, role, steps, step, copies, tensor};
+}
+
+// Several tensors of the same layer, role and step: time steps of a GRU, runs into the same folder, ranks in folders below.
+const runOf = tensor => `${tensor.folder}.${tensor.run}`;
+const copyOf = tensor => `${runOf(tensor)}.${tensor.time === null ? `n${tensor.counter}` : `t${tensor.time}`}`;
+
+function copyLabel(tensor, _, copies) {
+  const runs = new Set(copies.map(runOf)).size > 1 ? [tensor.folder, `run ${tensor.run + 1}`] : [];
+  return [tensor.time === null ? `number ${tensor.counter}` : `time step ${tensor.time}`, ...runs].filter(Boolean).join(', ');
+}
+
+function fill(select, options, value) {
+  const same = select.options.length === options.length
+    && options.every(([key, label], i) => select.options[i].value === key && select.options[i].text === label);
+  if (!same) select.replaceChildren(...options.map(([key, label]) => new Option(label, key)));
+  select.value = value;
+}
+
+const roleLabel = role => role.replace('.', ' \u00b7 ');
+
+function drawControls(chosen, found) {
+  for (const id of ['layer', 'role', 'step', 'format']) $(id).disabled = !found;
+  $('copies').hidden = !found || found.copies.length < 2;
+  fill($('format'), data.formats.map(format => [format.name, format.name]), chosen.format);
+  if (!found) return;
+  fill($('layer'), found.layers.map(layer => [layer, layer]), found.layer);
+  fill($('role'), found.roles.map(role => [role, roleLabel(role)]), found.role);
+  const newest = found.steps.at(-1);
+  fill($('step'), [[NEWEST, `newest (${newest})`], ...found.steps.map(step => [String(step), String(step)]).reverse()],
+       chosen.step === NEWEST ? NEWEST : String(found.step));
+  fill($('copy'), found.copies.map((tensor, ...rest) => [copyOf(tensor), copyLabel(tensor, ...rest)]), copyOf(found.tensor));
+}
+
+// ---- pictures -------------------------------------------------------------------------------------------------------
+
+const dark = matchMedia('(prefers-color-scheme: dark)');
+const colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const CONFIG = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ['lasso2d', 'select2d', 'autoScale2d']};
+
+// Colours of signed numbers: blue, the ground, orange; of shares: from the ground to blue; else Plotly's Cividis.  Each is
+// told apart by lightness alone too, so that all serve the colour-blind.
+const signed = () => dark.matches
+  ? [[0, '#a8dcff'], [0.25, '#2f86c9'], [0.5, '#161a20'], [0.75, '#c4681f'], [1, '#ffd9a8']]
+  : [[0, '#08427d'], [0.25, '#5fa2d6'], [0.5, '#ffffff'], [0.75, '#e58a3c'], [1, '#7a2f00']];
+
+const shares = () => dark.matches
+  ? [[0, '#161a20'], [0.35, '#1f4f7a'], [0.7, '#5fb0ea'], [1, '#f0f9ff']]
+  : [[0, '#ffffff'], [0.35, '#9ecae9'], [0.7, '#2f7fc1'], [1, '#08306b']];
+
+// '#rrggbb' and a share of it
+const faint = (rgb, share) => `rgba(${[1, 3, 5].map(at => parseInt(rgb.slice(at, at + 2), 16)).join()},${share})`;
+
+// Ticks of a logarithmic axis: powers of ten, or, where there are hardly any, numbers.
+function logAxis(values) {
+  const sizes = values.filter(value => value > 0);
+  const wide = sizes.length && Math.max(...sizes) > 30 * Math.min(...sizes);
+  return {type: 'log', exponentformat: 'power', ...(wide ? {dtick: 1} : {nticks: 4, tickformat: '.2~g'})};
+}
+
+// The same for counts, from a little below 1.
+function logCounts(counts) {
+  return {...logAxis([1, ...counts]), range: [-0.2, Math.log10(Math.max(2, ...counts)) + 0.1]};
+}
+
+function layout(more = {}) {
+  const axis = {gridcolor: colour('grid'), zerolinecolor: colour('line'), linecolor: colour('line'), automargin: true,
+                title: {standoff: 6}};
+  const {xaxis, yaxis, ...rest} = more;
+  return {
+    autosize: true, margin: {l: 52, r: 14, t: 12, b: 38}, paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
+    font: {family: 'system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif', size: 12, color: colour('text')},
+    hoverlabel: {bgcolor: colour('card'), bordercolor: colour('line'), font: {color: colour('text')}}, showlegend: false,
+    xaxis: {...axis, ...xaxis}, yaxis: {...axis, ...yaxis}, ...rest,
+  };
+}
+
+// Draw, or say why there is nothing to draw.  label: for those who do not see the picture.
+function plot(id, traces, format, label) {
+  const place = $(id);
+  place.querySelector('.empty')?.remove();
+  place.setAttribute('aria-label', label);
+  if (place.getAttribute('role') !== 'tabpanel') place.setAttribute('role', 'img');
+  return Plotly.react(place, traces, layout(format), CONFIG);
+}
+
+// Draw a picture unless it shows this already.  what: all that it depends on.
+const known = new Map();
+
+function show(id, what, draw) {
+  const key = [data.serial, dark.matches, ...what].join();
+  if (known.get(id) === key) return;
+  known.set(id, key);
+  draw();
+}
+
+function empty(id, reason) {
+  const place = $(id);
+  if (place.data) Plotly.purge(place);          // with its listeners
+  place.listens = false;
+  known.delete(id);
+  place.setAttribute('aria-label', reason);
+  place.replaceChildren(element('p', {className: 'empty', textContent: reason}));
+}
+
+function drawCurve(id, column, name, chosenStep) {
+  const points = data.steps.filter(point => typeof point[column] === 'number');
+  if (!points.length) return empty(id, `No ${name} was recorded.`);
+  const last = points.at(-1);
+  const logarithmic = column === 2 && points.every(point => point[2] > 0);
+  // a run that went back to an earlier step begins a line of its own
+  const line = points.flatMap((point, i) => i && point[0] <= points[i - 1][0] ? [[null, null, null], point] : [point]);
+  const x = line.map(point => point[0]), y = line.map(point => point[column]);
+  plot(id, [{
+    type: 'scatter', mode: points.length < 40 ? 'lines+markers' : 'lines', x, y,
+    line: {color: colour('accent'), width: 1.8}, marker: {size: 5}, hovertemplate: 'step %{x}<br>%{y:.5g}<extra></extra>',
+  }], {
+    xaxis: {title: {text: 'step'}}, yaxis: logarithmic ? logAxis(y) : {exponentformat: 'power'}, uirevision: 'kept',
+    shapes: chosenStep === undefined ? [] : [{
+      type: 'line', xref: 'x', yref: 'paper', x0: chosenStep, x1: chosenStep, y0: 0, y1: 1,
+      line: {color: colour('soft'), width: 1.2, dash: 'dot'},
+    }],
+  }, `${name} over ${points.length} steps; at step ${last[0]} it is ${shown(last[column])}`);
+}
+
+// rms of a gradient in every layer: a line for each step, or a map where there are many
+function drawFlow(chosen) {
+  const roles = [...new Set(data.tensors.filter(tensor => tensor.operation === 'backward').map(tensor => tensor.name))];
+  const role = roles.includes(chosen.flow) ? chosen.flow : roles.find(name => name === 'grad_weight') ?? roles[0];
+  fill($('flow-role'), roles.map(name => [name, name]), role);
+  $('flow-role').hidden = !role;
+  if (!role) return empty('flow', 'No gradients were saved.');
+  const layers = [...data.tree].filter(([, all]) => all.has(`backward.${role}`)).map(([layer]) => layer);
+  const steps = sortedSteps(new Map(layers.flatMap(layer => [...data.tree.get(layer).get(`backward.${role}`)])));
+  // several tensors of one layer and step, as the time steps of a GRU: the root of the mean of the squares
+  const rms = (layer, step) => {
+    const all = (data.tree.get(layer).get(`backward.${role}`).get(step) ?? []).map(tensor => statistic(tensor, 'rms'))
+      .filter(value => Number.isFinite(value));
+    return all.length ? Math.sqrt(all.reduce((sum, value) => sum + value * value, 0) / all.length) : null;
+  };
+  const names = layers.map(plain), label = `rms of ${role} in ${layers.length} layers at ${steps.length} steps`;
+  const labelled = range(layers.length).filter(i => i % Math.ceil(layers.length / 12) === 0);
+  const ticks = {tickvals: labelled, ticktext: labelled.map(i => plain(brief(layers[i], 16))), tickfont: {size: 10}};
+  const z = layers.map(layer => steps.map(step => rms(layer, step)));
+  if (steps.length <= 6) {
+    plot('flow', steps.map((step, i) => ({
+      type: 'scatter', mode: 'lines+markers', name: `step ${step}`, x: names.map((_, k) => k), y: z.map(line => line[i]),
+      customdata: names, hovertemplate: `%{customdata}<br>step ${step}: %{y:.4g}<extra></extra>`,
+      line: {color: shade(steps.length > 1 ? i / (steps.length - 1) : 1), width: 1.8}, marker: {size: 6, symbol: i},
+    })), {
+      xaxis: {...ticks, tickangle: layers.length > 3 ? -32 : 0}, yaxis: logAxis(z.flat()),
+      showlegend: steps.length > 1, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, font: {size: 11}},
+      margin: {l: 52, r: 14, t: 8, b: 30}, uirevision: role,
+    }, label);
+  } else {
+    plot('flow', [{
+      type: 'heatmap', x: steps.map(String), y: names.map((_, i) => i), colorscale: 'Cividis',
+      z: z.map(line => line.map(value => value > 0 ? Math.log10(value) : null)), customdata: z,
+      text: names.map(name => steps.map(() => name)), hovertemplate: '%{text}<br>step %{x}: %{customdata:.4g}<extra></extra>',
+      colorbar: {thickness: 10, outlinewidth: 0, title: {text: 'log10', side: 'right'}},
+    }], {
+      xaxis: {type: 'category', title: {text: 'step'}, nticks: 8},
+      yaxis: {...ticks, autorange: 'reversed'},
+      margin: {l: 40, r: 6, t: 8, b: 38}, uirevision: role,
+    }, label);
+  }
+}
+
+// Steps from first to last: from pale to strong.
+const shade = part => dark.matches ? `hsl(205 75% ${40 + 38 * part}%)` : `hsl(205 85% ${72 - 42 * part}%)`;
+// The middle gives way, for layers differ at their ends.
+const brief = (text, most) => text.length <= most ? text
+  : `${text.slice(0, Math.floor(most / 2) - 1)}\u2026${text.slice(text.length - Math.ceil(most / 2))}`;
+
+function drawTraining(chosen, found) {
+  show('loss', [data.edition, found?.step], () => drawCurve('loss', 1, 'loss', found?.step));
+  show('norm', [data.edition, found?.step], () => drawCurve('norm', 2, 'gradient norm', found?.step));
+  show('flow', [data.edition, chosen.flow], () => drawFlow(chosen));
+}
+
+// A map as Plotly takes it: cells that are infinite apart, and what each cell stands for.
+function heat(map, name) {
+  const [rows, columns] = map.shape, z = matrix(floats(map), rows, columns);
+  const span = (i, axis) => {
+    const first = map.origin[axis] + i * map.patch[axis];
+    const last = Math.min(first + map.patch[axis], axis ? map.columns : map.rows) - 1;
+    return last > first ? `${first}\u2013${last}` : `${first}`;
+  };
+  const across = Array.from({length: columns}, (_, i) => `column ${span(i, 1)}`);
+  const text = z.map((_, i) => across.map(column => `row ${span(i, 0)}, ${column}`));
+  const place = (axis) => ({start: map.origin[axis] + (map.patch[axis] - 1) / 2, step: map.patch[axis]});
+  const x = place(1), y = place(0);
+  let largest = 0, lost = false;
+  for (const line of z) for (const value of line) {
+    if (Math.abs(value) === Infinity) lost = true;
+    else if (Math.abs(value) > largest) largest = Math.abs(value);
+  }
+  const shared = {type: 'heatmap', x0: x.start, dx: x.step, y0: y.start, dy: y.step, hoverongaps: false, text};
+  const only = keep => z.map(line => Array.from(line, keep));
+  const traces = [{
+    ...shared, z: only(value => Number.isFinite(value) ? value : null),
+    hovertemplate: `%{text}<br>${name} %{z:.4~g}<extra></extra>`,
+    colorbar: {thickness: 12, outlinewidth: 0, exponentformat: 'power'},
+  }];
+  if (lost) {
+    traces.push({
+      ...shared, z: only(value => Math.abs(value) === Infinity ? 1 : null), showscale: false,
+      colorscale: [[0, '#ff00c8'], [1, '#ff00c8']], hovertemplate: '%{text}<br>infinite or NaN<extra></extra>',
+    });
+  }
+  return {traces, largest, lost};
+}
+
+const VIEWS = {values: 'value', rounded: 'rounded', error: 'rounded \u2212 value', scales: 'log2 of the scale:'};
+
+function drawMap(tensor, chosen, detail, zoomed = null) {
+  const {view, format} = chosen, rounded = detail.formats[format];
+  const map = view === 'values' ? detail.values : rounded[view];
+  if (!map) return empty('map', `${format} has no block scales: every number is rounded on its own.`);
+  if (!map.shape[0] || !map.shape[1]) return empty('map', 'The tensor is empty.');
+  const {traces, largest, lost} = heat(map, VIEWS[view]);
+  if (view === 'scales') traces[0].colorscale = 'Cividis';
+  else Object.assign(traces[0], {colorscale: signed(), zmid: 0, zmin: -(largest || 1), zmax: largest || 1});
+  const bare = {showgrid: false, zeroline: false};
+  const [across, down] = zoomed?.map(ends => ({range: ends, autorange: false})) ?? [];
+  plot('map', traces, {
+    plot_bgcolor: colour('hole'), margin: {l: 52, r: 8, t: 8, b: 38}, uirevision: `${tensor.id} ${view}`,
+    xaxis: {...bare, title: {text: view === 'scales' ? 'block' : 'last axis'}, ...(across ?? {autorange: true})},
+    yaxis: {...bare, title: {text: 'other axes'}, ...(down ?? {autorange: 'reversed'})},
+  }, `${VIEWS[view]} of a matrix of ${map.rows} by ${map.columns}; the largest magnitude is ${shown(largest)}`);
+  if (!$('map').listens) $('map').on('plotly_relayout', event => refine(event).catch(() => {}));
+  $('map').listens = true;
+  const [rows, columns] = map.patch, parts = [`${map.rows} \u00d7 ${map.columns}`];
+  if (rows > 1 || columns > 1) {
+    parts.push(`a cell is the element of largest magnitude of ${rows} \u00d7 ${columns}`);
+    if (head.live && view !== 'scales') parts.push('zoom in for more');
+  }
+  parts.push('grey: padding');
+  if (lost) parts.push('magenta: infinite or NaN');
+  $('map-note').textContent = parts.join(' \u00b7 ');
+}
+
+// A server is asked for what the zoom shows, where cells stand for more than one element.
+async function refine(event) {
+  const chosen = choice(), found = resolve(chosen);
+  if (!head.live || !found || chosen.view === 'scales') return;
+  const whole = await cached(found.tensor, chosen.format);
+  if (event['xaxis.autorange'] || event['yaxis.autorange']) return drawMap(found.tensor, chosen, whole);
+  const map = chosen.view === 'values' ? whole.values : whole.formats[chosen.format][chosen.view];
+  if (map.patch[0] * map.patch[1] === 1) return;
+  const {xaxis, yaxis} = $('map').layout, ranges = [xaxis.range.slice(), yaxis.range.slice()];
+  const inside = (ends, size) => [Math.max(0, Math.round(Math.min(...ends))),
+                                  Math.min(size - 1, Math.round(Math.max(...ends)))];
+  const corners = [...inside(ranges[1], map.rows), ...inside(ranges[0], map.columns)];
+  if (corners[0] > corners[1] || corners[2] > corners[3]) return;
+  const part = await cached(found.tensor, chosen.format, 'window', chosen.format, corners);
+  if (location.hash === drawnHash) drawMap(found.tensor, chosen, part, ranges);
+}
+
+function drawHistogram(detail, format) {
+  const [low, high] = detail.range.map(number), bins = detail.counts.length, width = (high - low) / bins;
+  const x = detail.counts.map((_, i) => low + (i + 0.5) * width), after = detail.formats[format.name].counts;
+  const logarithmic = $('log-counts').checked;
+  const bars = (y, name, marker) => ({
+    type: 'bar', x, y, width, name: plain(name), marker, hovertemplate: `%{x:.4g}: %{y}<extra>${plain(name)}</extra>`,
+  });
+  plot('histogram', [
+    bars(detail.counts, 'as saved', {color: colour('hole')}),
+    bars(after, `in ${format.name}`, {color: faint(format.colour, 0.3), line: {color: format.colour, width: 1.2}}),
+  ], {
+    bargap: 0, barmode: 'overlay', showlegend: true, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0},
+    xaxis: {title: {text: 'value'}, exponentformat: 'power'},
+    yaxis: {title: {text: 'elements'}, ...(logarithmic ? logCounts([...detail.counts, ...after]) : {exponentformat: 'power'})},
+  }, `Histogram of values from ${shown(low)} to ${shown(high)}, as saved and rounded to ${format.name}`);
+}
+
+// The ranges of a format on the axis of log2 |x|, and what happens to a number there.
+function rangesOf(format) {
+  const [least, normal, most] = [format.min_subnormal, format.min_normal, format.max].map(Math.log2);
+  const fill = (rgb, share) => faint(rgb, dark.matches ? 0.8 * share + 0.05 : share);
+  return [
+    {name: 'too small', from: -Infinity, to: least, fill: fill('#78828f', 0.3), text: `below ${power(format.min_subnormal)}`,
+     share: 'underflow_pct', said: 'become 0'},
+    {name: 'subnormal', from: least, to: normal, fill: fill('#e69f00', 0.3), text: `from ${power(format.min_subnormal)}`,
+     share: 'subnormal_pct', said: ''},
+    {name: 'normal', from: normal, to: most, fill: fill('#0072b2', 0.16),
+     text: `${power(format.min_normal)} to ${shown(format.max)}`},
+    {name: 'too large', from: most, to: Infinity, fill: fill('#d53e4f', 0.3), text: `above ${shown(format.max)}`,
+     share: 'saturation_pct', said: ''},
+  ];
+}
+
+function drawExponents(detail, format, numbers) {
+  const {first, counts} = detail.formats[format.name].exponents;
+  const unit = format.block ? '|x| / scale of its block' : '|x|';
+  $('exponents-title').textContent = `Magnitudes: log2 ${unit}, and the range of ${format.name}`;
+  const ranges = rangesOf(format);
+  $('ranges').replaceChildren(...ranges.map(range => {
+    const box = element('i');
+    box.style.background = range.fill;
+    const share = range.share === undefined ? undefined : measure(numbers, range.share);
+    const said = share === undefined || share === null ? '' : `: ${shown(share, 3)} % ${range.said}`;
+    return element('li', {}, box, `${range.name}, ${range.text}${said}`);
+  }));
+  if (!counts.length) return empty('exponents', 'Every number is zero, or not finite.');
+  const x = counts.map((_, i) => first + i / 2 + 0.25);
+  // the data, and those ends of the range that are near
+  const last = first + counts.length / 2, ends = [format.min_normal, format.max].map(Math.log2);
+  const near = ends.filter(end => end > first - 6 && end < last + 6);
+  const low = Math.min(first, ...near) - 1, high = Math.max(last, ...near) + 1;
+  plot('exponents', [{
+    type: 'bar', x, y: counts, width: 0.5, marker: {color: format.colour, line: {width: 0.5, color: colour('card')}},
+    hovertemplate: '2^%{x:.2f}: %{y}<extra></extra>',
+  }], {
+    bargap: 0, xaxis: {range: [low, high], title: {text: `log2 ${unit}`}, showgrid: false, zeroline: false},
+    yaxis: {title: {text: 'elements'}, exponentformat: 'power'},
+    shapes: ranges.filter(range => range.to > low && range.from < high).map(range => ({
+      type: 'rect', xref: 'x', yref: 'paper', x0: Math.max(range.from, low), x1: Math.min(range.to, high), y0: 0, y1: 1,
+      fillcolor: range.fill, line: {width: 0}, layer: 'below', name: range.name,
+    })),
+  }, `Histogram of log2 ${unit} from ${first} to ${last}; normal numbers of ${format.name} go from `
+     + `${shown(format.min_normal)} to ${shown(format.max)}`);
+}
+
+function drawTiles(tensor, format, numbers) {
+  const tile = (label, value, title = label) => element(
+    'div', {title}, element('span', {textContent: label}), element('b', {textContent: value}));
+  const of = name => shown(statistic(tensor, name));
+  const quality = (name, unit = '', digits = 4) => numbers ? shown(measure(numbers, name), digits) + unit : '\u2026';
+  const tiles = [
+    tile(`SQNR in ${format.name}`, quality('sqnr_db', ' dB'), 'power of the numbers over power of the rounding error'),
+    tile('largest error', quality('max_abs_error')), tile('cosine', quality('cosine', '', 6)),
+    tile('become 0', quality('underflow_pct', ' %', 3)), tile('subnormal', quality('subnormal_pct', ' %', 3)),
+    tile('too large', quality('saturation_pct', ' %', 3), 'above the largest number of the format'),
+    tile('largest |x|', of('amax')), tile('rms', of('rms')), tile('mean', of('mean')),
+    tile('zeros, NaN, infinite', ['zeros', 'nan', 'inf'].map(of).join(', ')),
+  ];
+  tiles[0].classList.add('first');
+  tiles[0].style.setProperty('--format', format.colour);
+  $('tiles').replaceChildren(...tiles);
+}
+
+function drawFacts(tensor) {
+  const use = ([product, operand, format, axis]) => `${product}.${operand} ${format} (axis ${axis})`;
+  $('facts').textContent = [
+    `shape ${tensor.shape.join(' \u00d7 ') || 'of a number'}`, tensor.dtype, `${tensor.type} layer ${tensor.index}`,
+    `number ${tensor.counter}`, tensor.folder && `in ${tensor.folder}`,
+    tensor.format === 'fp32' ? 'not rounded when used' : `rounded to ${tensor.format} when used`,
+    `blocks along axis ${tensor.axis}`, tensor.uses.length && `used as ${tensor.uses.map(use).join(', ')}`,
+  ].filter(Boolean).join(' \u00b7 ');
+}
+
+const VIEW_IDS = ['map', 'histogram', 'exponents'];
+
+async function drawTensor(chosen, found, isStale) {
+  for (const tab of document.querySelectorAll('[data-view]')) {
+    tab.setAttribute('aria-selected', String(tab.dataset.view === chosen.view));
+  }
+  if (!found) {
+    $('tensor-title').textContent = 'Tensor';
+    $('facts').textContent = $('map-note').textContent = '';
+    $('tiles').replaceChildren();
+    $('ranges').replaceChildren();
+    return VIEW_IDS.forEach(id => empty(id, data.waiting || 'No tensor is there yet.'));
+  }
+  const {tensor} = found, format = data.formats.find(item => item.name === chosen.format);
+  const numbers = qualityOf(tensor, chosen.format), time = tensor.time === null ? '' : `, time step ${tensor.time}`;
+  $('tensor-title').textContent = `${tensor.layer} ${tensor.operation} ${tensor.name}, step ${tensor.step}${time}`;
+  drawFacts(tensor);
+  drawTiles(tensor, format, numbers);
+  const detail = await picture(tensor, VIEW_IDS, isStale, chosen.format);
+  if (!detail || isStale()) return;
+  document.querySelector('[data-view=scales]').disabled = !detail.formats[chosen.format].scales;
+  const what = [tensor.id, chosen.format];
+  show('map', [...what, chosen.view], () => drawMap(tensor, chosen, detail));
+  show('histogram', [...what, $('log-counts').checked], () => drawHistogram(detail, format));
+  show('exponents', [...what, numbers !== undefined], () => drawExponents(detail, format, numbers));
+}
+
+// What `cached` gives, or null after saying in the places `ids` why there is none.
+async function picture(tensor, ids, isStale, ...which) {
+  let reason = 'Pictures of this step were left out of the page; the line at the top says why.';
+  if (!data.pictured || data.pictured.has(tensor.id)) {
+    try {
+      return await cached(tensor, ...which);
+    } catch (error) {
+      reason = `No picture: ${error.message}`;
+    }
+  }
+  if (!isStale()) ids.forEach(id => empty(id, reason));
+  return null;
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+// The weights to show: of the layer chosen here, or of that chosen above, or of the first that has any; of the step above.
+function resolveAttention(chosen, found) {
+  const layers = [...data.tree].filter(([, roles]) => roles.has('forward.weights')).map(([layer]) => layer);
+  if (!layers.length) return null;
+  const isPart = (one, other) => one === other || one.startsWith(`${other}.`);
+  const near = layers.find(layer => isPart(layer, found.layer) || isPart(found.layer, layer));
+  const layer = layers.includes(chosen.attention) ? chosen.attention : near ?? layers[0];
+  const steps = data.tree.get(layer).get('forward.weights'), sorted = sortedSteps(steps);
+  const step = sorted.findLast(value => value <= found.step) ?? sorted[0];
+  const tensor = steps.get(step).at(-1);
+  return tensor.shape.length === 4 && !tensor.shape.includes(0) ? {layers, layer, tensor} : null;
+}
+
+async function drawAttention(chosen, found, isStale) {
+  const weights = found && resolveAttention(chosen, found);
+  $('attention').hidden = document.querySelector('[data-part=attention]').hidden = !weights;
+  if (!weights) return;
+  const {layers, layer, tensor} = weights, sentence = within(chosen.sentence, tensor.shape[0]);
+  fill($('attention-layer'), layers.map(name => [name, name]), layer);
+  const all = await picture(tensor, ['weights', 'heads'], isStale, '', 'attention', sentence);
+  if (!all || isStale()) return;
+  const there = head.live ? all.sentences : all.maps.length, which = Math.min(sentence, there - 1);
+  const {words, ...packed} = all.maps[which - all.first], [rows, columns] = all.shape, numbers = floats(packed);
+  const chosenHead = within(chosen.head, all.heads);
+  fill($('sentence'), range(there).map(i => [String(i), sentenceLabel(i, all.maps[i - all.first]?.words)]), String(which));
+  fill($('head'), range(all.heads).map(i => [String(i), String(i)]), String(chosenHead));
+  $('weights-title').textContent = `Weights of ${layer}, head ${chosenHead}, step ${tensor.step}`;
+  const maps = range(all.heads).map(i => matrix(numbers, rows, columns, i * rows * columns));
+  const what = [tensor.id, which, chosenHead];
+  show('weights', what, () => drawWeights(maps[chosenHead], words, all.patch, chosenHead));
+  show('heads', what, () => drawHeads(maps, chosenHead));
+  const parts = ['grey: padding'];
+  if (!words) parts.push('the words were not saved');
+  if (all.patch.some(size => size > 1)) parts.push(`a cell is the largest weight of ${all.patch.join(' \u00d7 ')}`);
+  if (there < all.sentences) parts.push(`sentences 0 to ${there - 1} of ${all.sentences} are on the page`);
+  $('weights-note').textContent = parts.join(' \u00b7 ');
+}
+
+const range = count => [...Array(count).keys()];
+const within = (text, count) => Math.min(Math.max(Math.trunc(text) || 0, 0), count - 1);
+const finite = line => Array.from(line, value => Number.isFinite(value) ? value : null);
+
+function drawWeights(z, words, patch, chosenHead) {
+  const [down, across] = [0, 1].map(side => axisLabels(words?.[side], patch[side], side ? z[0].length : z.length));
+  const gap = z.length < 40 ? 1 : 0, bare = {showgrid: false, zeroline: false, constrain: 'domain'};
+  plot('weights', [{
+    type: 'heatmap', z: z.map(finite), colorscale: shares(), zmin: 0, zmax: 1, hoverongaps: false, xgap: gap, ygap: gap,
+    text: z.map((line, i) => range(line.length).map(k => `${down.full[i]} \u2192 ${across.full[k]}`)),
+    hovertemplate: '%{text}<br>weight %{z:.3f}<extra></extra>',
+    colorbar: {thickness: 12, outlinewidth: 0, title: {text: 'weight', side: 'right'}},
+  }], {
+    plot_bgcolor: colour('hole'), margin: {l: 60, r: 8, t: 8, b: 60},
+    xaxis: {...bare, tickvals: across.at, ticktext: across.short, tickangle: -40, title: {text: 'is attended to'}},
+    yaxis: {...bare, tickvals: down.at, ticktext: down.short, autorange: 'reversed', scaleanchor: 'x', title: {text: 'word'}},
+  }, `Attention weights of head ${chosenHead}: ${z.length} words attend to ${z[0].length}`);
+}
+
+// All heads side by side as one map with gaps; a click chooses a head.
+function drawHeads(maps, chosenHead) {
+  const rows = maps[0].length, columns = maps[0][0].length;
+  const beside = Math.max(1, Math.round(columns / 12)), above = Math.max(1, Math.round(rows / 5));      // room between heads
+  const wide = Math.ceil(Math.sqrt(maps.length * (rows + above) / (columns + beside) * 1.2));
+  const high = Math.ceil(maps.length / wide);
+  const z = Array.from({length: high * (rows + above)}, () => Array(wide * (columns + beside)).fill(null));
+  const corner = i => [Math.floor(i / wide) * (rows + above) + above, i % wide * (columns + beside)];
+  maps.forEach((map, i) => map.forEach((line, row) => finite(line).forEach((value, column) => {
+    z[corner(i)[0] + row][corner(i)[1] + column] = value;
+  })));
+  const axis = {visible: false, constrain: 'domain', fixedrange: true};
+  const place = $('heads');
+  plot('heads', [{type: 'heatmap', z, colorscale: shares(), zmin: 0, zmax: 1, showscale: false, hoverongaps: false,
+                  hovertemplate: '%{z:.3f}<extra></extra>'}], {
+    margin: {l: 8, r: 8, t: 8, b: 8}, xaxis: {...axis, constraintoward: 'left'},
+    yaxis: {...axis, autorange: 'reversed', scaleanchor: 'x', constraintoward: 'top'},
+    annotations: maps.map((_, i) => ({
+      x: corner(i)[1] - 0.5, y: corner(i)[0] - 0.5, xanchor: 'left', yanchor: 'bottom', showarrow: false, borderpad: 1,
+      text: i === chosenHead ? `<b>head ${i}</b>` : `head ${i}`, font: {size: 11},
+    })),
+    shapes: maps.map((_, i) => ({
+      type: 'rect', x0: corner(i)[1] - 0.5, y0: corner(i)[0] - 0.5, x1: corner(i)[1] + columns - 0.5,
+      y1: corner(i)[0] + rows - 0.5,
+      fillcolor: colour('hole'), layer: 'below',
+      line: i === chosenHead ? {width: 2.5, color: colour('accent')} : {width: 1, color: colour('line')},
+    })),
+  }, `Attention weights of all ${maps.length} heads of this sentence`);
+  place.pick = ([row, column]) => {
+    const i = Math.floor((row - above) / (rows + above)) * wide + Math.floor(column / (columns + beside));
+    if (maps[i]) choose({head: String(i)});
+  };
+  if (!place.listens) place.on('plotly_click', event => place.pick([event.points[0].y, event.points[0].x]));
+  place.listens = true;
+}
+
+function sentenceLabel(i, words) {
+  const text = words ? `${i}: ${words[0].filter(Boolean).join(' ')}` : String(i);
+  return text.length <= 60 ? text : `${text.slice(0, 59)}\u2026`;
+}
+
+// Words as labels of an axis: at each cell the word, or its number where there is none.
+function axisLabels(words, patch, cells) {
+  const full = range(cells).map(i => plain((patch === 1 && words?.[i]) || `position ${i * patch}`));
+  const short = range(cells).map(i => plain(patch === 1 && words ? words[i] ?? '' : String(i * patch)));
+  const every = Math.ceil(cells / 64);
+  const at = range(cells).filter(i => i % every === 0);
+  return {full, at, short: at.map(i => short[i])};
+}
+
+// ---- table ----------------------------------------------------------------------------------------------------------
+
+// name, heading, text or number, what it is, value of a tensor and its quality
+const COLUMNS = [
+  ['layer', 'layer', true, '', tensor => tensor.layer],
+  ['role', 'role', true, 'operation and name',
+   tensor => roleLabel(roleOf(tensor)) + (tensor.time === null ? '' : ` t${tensor.time}`)],
+  ['step', 'step', false, 'training step', tensor => tensor.step],
+  ['shape', 'shape', true, '', tensor => tensor.shape.join('\u00d7')],
+  ['used', 'used as', true, 'the format it was rounded to in the run', tensor => tensor.format],
+  ...[
+    ['sqnr_db', 'SQNR dB', '10 log10 of the sum of squares over that of the rounding errors'],
+    ['max_abs_error', 'largest error', 'largest |rounded - x|'],
+    ['rmse', 'rms error', 'root of the mean square of rounded - x'],
+    ['cosine', 'cosine', 'between the tensor and the rounded one'],
+    ['mean_relative_error', 'mean relative error', 'mean of |error / x| where x is not 0'],
+    ['underflow_pct', '% to 0', 'share of the numbers that are not 0 and become it'],
+    ['subnormal_pct', '% subnormal', 'share of the numbers that are not 0, below the smallest normal one'],
+    ['saturation_pct', '% too large', 'share above the largest number of the format'],
+  ].map(([name, label, title]) => [name, label, false, title, (tensor, numbers) => measure(numbers, name)]),
+  ...[
+    ['amax', 'largest |x|'], ['rms', 'rms'], ['mean', 'mean'], ['zeros', 'zeros'],
+  ].map(([name, label]) => [name, label, false, 'of the tensor as saved', tensor => statistic(tensor, name)]),
+  ['lost', 'NaN, inf', false, 'elements that are NaN or infinite',
+   tensor => tensor.statistics ? statistic(tensor, 'nan') + statistic(tensor, 'inf') : undefined],
+];
+let rowsShown = ROWS;
+
+function ordered(tensors, chosen) {
+  const column = wanted => COLUMNS.find(([name]) => name === wanted);
+  const [, , isText, , value] = column(chosen.sort) ?? column(DEFAULTS.sort);
+  const sign = chosen.order === 'descending' ? -1 : 1;
+  const keyed = tensors.map(tensor => [value(tensor, qualityOf(tensor, chosen.format)), tensor]);
+  const compare = isText ? (a, b) => sign * a.localeCompare(b, undefined, {numeric: true}) : (a, b) => sign * (a - b);
+  const isKnown = ([key]) => key !== undefined && key !== null, known = keyed.filter(isKnown);
+  // Infinity - Infinity is NaN
+  known.sort(([a, one], [b, other]) => (a === b ? 0 : compare(a, b)) || one.id - other.id);
+  return [...known, ...keyed.filter(pair => !isKnown(pair))].map(([, tensor]) => tensor);
+}
+
+function matches(tensor, words) {
+  const {layer, operation, name, step, format, type, folder} = tensor;
+  const text = `${layer} ${operation} ${name} step:${step} ${format} ${type} ${folder}`.toLowerCase();
+  return words.every(word => word.startsWith('step:') ? text.split(' ').includes(word) : text.includes(word));
+}
+
+function drawTable(chosen, found) {
+  const table = $('table'), format = data.formats.find(item => item.name === chosen.format);
+  const focused = document.activeElement.closest('#table tr')?.dataset.id;
+  table.tHead.replaceChildren(element('tr', {}, ...COLUMNS.map(([name, label, isText, title]) => {
+    const button = element('button', {type: 'button', textContent: label, title: title || label});
+    const cell = element('th', {scope: 'col', className: isText ? 'text' : ''}, button);
+    cell.dataset.column = name;
+    if (name === chosen.sort) cell.setAttribute('aria-sort', chosen.order);
+    return cell;
+  })));
+  const words = chosen.words.toLowerCase().split(/\s+/).filter(Boolean);
+  const kept = data.tensors.filter(tensor => matches(tensor, words)), rows = ordered(kept, chosen);
+  const lines = rows.slice(0, rowsShown).map(tensor => drawRow(tensor, format, tensor === found?.tensor));
+  table.tBodies[0].replaceChildren(...lines);
+  lines.find(line => line.dataset.id === focused)?.focus({preventScroll: true});
+  $('statistics-title').textContent = `Statistics in ${chosen.format}`;
+  $('count').textContent = `${kept.length === data.tensors.length ? '' : `${kept.length} of `}${data.tensors.length} tensors`;
+  $('more').hidden = rows.length <= rowsShown;
+}
+
+function drawRow(tensor, format, isChosen) {
+  const numbers = qualityOf(tensor, format.name), line = element('tr', {tabIndex: -1});
+  line.dataset.id = tensor.id;
+  line.setAttribute('aria-selected', String(isChosen));
+  for (const [name, , isText, , value] of COLUMNS) {
+    const given = value(tensor, numbers), text = isText ? given : given === undefined ? '\u2026' : shown(given);
+    const cell = element('td', {className: isText ? 'text' : '', textContent: text});
+    if (name === 'layer') {
+      cell.classList.add('name');
+      cell.title = given;
+    } else if (name === 'sqnr_db' && given !== undefined && given !== null) {
+      cell.classList.add('meter');                                          // full at 60 dB
+      cell.style.setProperty('--part', `${Math.min(100, Math.max(0, given / 0.6))}%`);
+      cell.style.setProperty('--format', format.colour);
+    }
+    line.append(cell);
+  }
+  return line;
+}
+
+// ---- the whole ------------------------------------------------------------------------------------------------------
+
+function drawHead() {
+  const {run} = data, isPlain = value => ['string', 'number', 'boolean'].includes(typeof value) && value;
+  $('title').textContent = run.program ? `${run.program}: ${head.title}` : head.title;
+  document.title = `${$('title').textContent} \u2013 tensors`;
+  const settings = Object.entries(run.settings ?? {}).filter(([, value]) => isPlain(value)).slice(0, 16);
+  $('run').textContent = [run.started, ...settings.map(([key, value]) => `${key} ${value}`)].filter(isPlain).join(' \u00b7 ');
+  $('notice').hidden = !data.left.length;
+  $('notice').textContent = data.left.join(' ');
+  $('skipped').hidden = !data.skipped.length;
+  $('skipped').querySelector('summary').textContent = `${data.skipped.length} files were skipped`;
+  const lines = data.skipped.map(([file, reason]) => element('li', {textContent: `${file}: ${reason}`}));
+  $('skipped').querySelector('ul').replaceChildren(...lines);
+}
+
+let drawing = 0, drawnHash = '';
+
+function redraw() {
+  const turn = ++drawing, isStale = () => turn !== drawing;
+  const chosen = choice(), found = resolve(chosen);
+  drawnHash = location.hash;
+  drawHead();
+  drawControls(chosen, found);
+  drawTraining(chosen, found);
+  drawTable(chosen, found);
+  return Promise.all([drawTensor(chosen, found, isStale), drawAttention(chosen, found, isStale)])
+    .then(() => { if (!isStale()) document.documentElement.dataset.drawn = String(turn); });
+}
+
+function jump(part) {
+  $(part).scrollIntoView({block: 'start'});
+}
+
+// The option before or after the one that is chosen.
+function step(id, by, wrap = false) {
+  const select = $(id), count = select.options.length;
+  if (!count || select.closest('[hidden]')) return;
+  const next = select.selectedIndex + by, index = wrap ? (next + count) % count : Math.min(count - 1, Math.max(0, next));
+  if (index === select.selectedIndex) return;
+  select.selectedIndex = index;
+  select.dispatchEvent(new Event('change'));
+}
+
+// The steps of the select stand newest first, behind the entry that follows the newest.
+function otherStep(by) {
+  const found = resolve(choice());
+  const index = found ? found.steps.indexOf(found.step) + by : -1;
+  if (found && index >= 0 && index < found.steps.length) choose({step: String(found.steps[index])});
+}
+
+function nextView() {
+  const tabs = [...document.querySelectorAll('[data-view]:not(:disabled)')];
+  const index = tabs.findIndex(tab => tab.dataset.view === choice().view);
+  choose({view: tabs[(index + 1) % tabs.length].dataset.view});
+}
+
+const KEYS = {
+  ArrowLeft: () => otherStep(-1), ArrowRight: () => otherStep(1),
+  ArrowUp: () => step('layer', -1), ArrowDown: () => step('layer', 1),
+  r: () => step('role', 1, true), f: () => step('format', 1, true), v: nextView,
+  s: () => step('sentence', 1, true), h: () => step('head', 1, true), '?': () => $('help').showModal(),
+};
+
+function listen() {
+  const sets = {layer: 'layer', role: 'role', step: 'step', copy: 'copy', format: 'format', 'flow-role': 'flow',
+                'attention-layer': 'attention', sentence: 'sentence', head: 'head'};
+  for (const id in sets) $(id).addEventListener('change', event => choose({[sets[id]]: event.target.value}));
+  $('controls').addEventListener('submit', event => event.preventDefault());
+  $('log-counts').addEventListener('change', redraw);
+  $('words').value = choice().words;
+  $('words').addEventListener('input', event => {
+    rowsShown = ROWS;
+    choose({words: event.target.value}, true);
+  });
+  $('more').addEventListener('click', () => { rowsShown += ROWS; redraw(); });
+  $('keys').addEventListener('click', () => $('help').showModal());
+  for (const tab of document.querySelectorAll('[data-view]')) {
+    tab.addEventListener('click', () => choose({view: tab.dataset.view}));
+  }
+  for (const link of document.querySelectorAll('[data-part]')) {
+    link.addEventListener('click', event => { event.preventDefault(); jump(link.dataset.part); });
+  }
+  $('table').tHead.addEventListener('click', event => {
+    const column = event.target.closest('th')?.dataset.column, chosen = choice();
+    if (!column) return;
+    choose({sort: column, order: column === chosen.sort && chosen.order === 'ascending' ? 'descending' : 'ascending'});
+  });
+  $('table').tBodies[0].addEventListener('click', event => pick(event.target.closest('tr')));
+  $('scroll').addEventListener('keydown', moveInTable);
+  document.addEventListener('keydown', event => {
+    const isTyped = event.target.closest('input, select, textarea, dialog, #scroll');
+    if (isTyped || event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(KEYS, event.key)) return;
+    event.preventDefault();
+    KEYS[event.key]();
+  });
+  addEventListener('hashchange', () => {
+    const {words} = choice();
+    if ($('words').value !== words) $('words').value = words;
+    redraw();
+  });
+  dark.addEventListener('change', redraw);
+}
+
+function pick(line) {
+  if (!line) return;
+  const tensor = data.tensors[line.dataset.id], role = roleOf(tensor);
+  const copy = data.tree.get(tensor.layer).get(role).get(tensor.step).length > 1 ? copyOf(tensor) : '';
+  choose({layer: tensor.layer, role, step: String(tensor.step), copy, attention: ''});
+  jump('tensor');
+}
+
+// Up and down go from row to row, Enter chooses.
+function moveInTable(event) {
+  const lines = [...$('table').tBodies[0].rows], index = lines.indexOf(document.activeElement.closest('tr'));
+  if (event.key === 'Enter' && index >= 0) pick(lines[index]);
+  else if (event.key === 'ArrowDown') lines[Math.min(lines.length - 1, index + 1)]?.focus();
+  else if (event.key === 'ArrowUp') lines[Math.max(0, index - 1)]?.focus();
+  else return;
+  event.preventDefault();
+}
+
+clear();
+listen();
+source.start().catch(error => {
+  $('notice').hidden = false;
+  $('notice').textContent = `The data of this page cannot be read (${error.message}); want a browser of 2023 or later.`;
+});
+
+})();

@@ -1,0 +1,430 @@
+"""The page of saved tensors in a browser, as a file; tests/dumps.py writes the tensors."""
+import base64
+import json
+import os
+import re
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dumps import make_dump
+
+pytest.importorskip('plotly', reason='plotly is not installed: pip install plotly')
+
+from pyops.errors import UserError
+from pyops.inspect import page, payload, statistics
+from pyops.inspect.logs import Logs
+
+CHROMIUM = '/usr/bin/chromium'
+ATTENTION = '<img src=x onerror=window.hacked=1>.attention'
+LAYERS = 'encoder.0.self_attention.q', ATTENTION, 'encoder.0.feed_forward.in'
+SCRIPT = '</script><script>window.hacked=1</script>'
+
+
+@pytest.fixture(scope='module')
+def dump(tmp_path_factory):
+    """Three layers at three steps, one with a name that would run if it were HTML, and a word like that."""
+    folder = tmp_path_factory.mktemp('dump') / 'logs'
+    make_dump(folder, steps=(0, 10, 20), formats=('mxfp8',), layers=LAYERS)
+    manifest = folder / 'manifest.jsonl'
+    manifest.write_text(manifest.read_text().replace('"sleeping"', json.dumps(SCRIPT)))
+    (folder / 'notes.txt').write_text('not a tensor')
+    return folder
+
+
+@pytest.fixture(scope='module')
+def browser():
+    playwright = pytest.importorskip('playwright.sync_api', reason='playwright is not installed: pip install playwright')
+    if not os.path.exists(CHROMIUM):
+        pytest.skip(f'there is no {CHROMIUM}: apt install chromium')
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'], headless=True)
+        yield browser
+        browser.close()
+
+
+class Page:
+    """A page of the browser with what went wrong on it."""
+
+    def __init__(self, browser, url):
+        self.tab = browser.new_page(viewport={'width': 1280, 'height': 900}, color_scheme='light')
+        self.requests, self.failures = [], []
+        self.tab.on('request', lambda request: self.requests.append(request.url))
+        self.tab.on('pageerror', lambda error: self.failures.append(str(error)))
+        self.tab.on('console', lambda message: self.failures.append(message.text) if message.type == 'error' else None)
+        self.tab.goto(url)
+
+    def ask(self, expression):
+        return self.tab.evaluate(f'() => {expression}')
+
+    def until(self, expression, want=True, seconds=10):
+        """Wait until an expression has a value."""
+        end = time.monotonic() + seconds
+        while (got := self.ask(expression)) != want:
+            assert time.monotonic() < end, f'{expression} is {got!r}, want {want!r}; {self.failures}'
+            time.sleep(0.02)
+
+    def drawn(self):
+        """Wait until everything shows what the address says."""
+        self.until('document.documentElement.dataset.drawn !== undefined')
+
+    def go(self, address):
+        """Choose by the address; wait for the drawing."""
+        turn = self.ask('document.documentElement.dataset.drawn')
+        self.ask(f'{{ location.hash = {json.dumps(address)} }}')
+        self.until(f'document.documentElement.dataset.drawn !== {json.dumps(turn)}')
+
+    def act(self, action):
+        turn = self.ask('document.documentElement.dataset.drawn')
+        action()
+        self.until(f'document.documentElement.dataset.drawn !== {json.dumps(turn)}')
+
+    def text(self, selector):
+        return self.ask(f'document.querySelector({json.dumps(selector)}).textContent')
+
+    def z(self, place='map', trace=0):
+        return self.ask(f'document.getElementById({json.dumps(place)}).data[{trace}].z.map(line => Array.from(line))')
+
+    def hash(self):
+        return self.ask('Object.fromEntries(new URLSearchParams(location.hash.slice(1)))')
+
+
+@pytest.fixture(scope='module')
+def module_page(browser, dump, tmp_path_factory):
+    shown = Page(browser, 'file://' + page.write(Logs(dump), str(tmp_path_factory.mktemp('page'))))
+    shown.drawn()
+    yield shown
+    shown.tab.close()
+
+
+@pytest.fixture
+def shown(module_page):
+    """The page as a file, as it is when it is opened; nothing may go wrong on it."""
+    if module_page.hash():
+        module_page.go('')
+    yield module_page
+    assert module_page.failures == []
+    assert [url for url in module_page.requests[1:] if not url.startswith('data:')] == []
+
+
+def choose(shown, **values):
+    for name, value in values.items():
+        shown.act(lambda name=name, value=value: shown.tab.select_option(f'#{name}', value))
+
+
+# ---- the page as a file ----------------------------------------------------------------------------------------------
+
+def test_a_file_shows_a_tensor_of_the_newest_step_without_any_request(shown, dump):
+    assert shown.text('#tensor-title') == f'{LAYERS[0]} forward input, step 20'
+    assert shown.text('h1') == 'transformer: logs'
+    assert shown.ask('document.getElementById("status").hidden')
+    entry = next(entry for entry in Logs(dump).entries if (entry.step, entry.layer, entry.name) == (20, LAYERS[0], 'input'))
+    want, mask = entry.load(), np.broadcast_to(Logs(dump).mask(entry), entry.shape)
+    got = np.array([[np.nan if value is None else value for value in line] for line in shown.z()])
+    np.testing.assert_allclose(got, np.where(mask, want, np.nan).reshape(got.shape), rtol=1e-3, atol=1e-7)
+    assert '1 files were skipped' in shown.text('#skipped') and 'notes.txt' in shown.text('#skipped')
+    assert len(shown.requests) == 1
+
+
+def test_layer_role_step_and_format_change_what_is_shown(shown):
+    seen = [shown.z()]
+    choose(shown, layer=LAYERS[2], role='backward.grad_weight', step='10')
+    assert shown.text('#tensor-title') == f'{LAYERS[2]} backward grad_weight, step 10'
+    seen.append(shown.z())
+    choose(shown, step='0')
+    seen.append(shown.z())
+    assert seen[0] != seen[1] != seen[2]
+    before = shown.text('#tiles'), shown.ask('document.getElementById("exponents").data[0].y.join()')
+    choose(shown, format='hifp8')
+    assert 'SQNR in hifp8' in shown.text('#tiles') and 'hifp8' in shown.text('#statistics-title')
+    assert before != (shown.text('#tiles'), shown.ask('document.getElementById("exponents").data[0].y.join()'))
+    assert shown.hash() == {'layer': LAYERS[2], 'role': 'backward.grad_weight', 'step': '0', 'format': 'hifp8'}
+
+
+def test_views_of_the_map(shown, dump):
+    shown.go('format=mxfp4')
+    values = shown.z()
+    for view in ('rounded', 'error', 'scales'):
+        shown.act(lambda view=view: shown.tab.click(f'[data-view={view}]'))
+        assert shown.ask(f'document.querySelector("[data-view={view}]").ariaSelected') == 'true'
+        if view == 'scales':
+            break
+        got = shown.z()
+        assert len(got) == len(values) and got != values
+    entry = next(entry for entry in Logs(dump).entries if (entry.step, entry.layer, entry.name) == (20, LAYERS[0], 'input'))
+    largest = abs(entry.load()).reshape(15, 16).max(1)                             # of a block: a row of 16
+    want = np.floor(np.log2(largest[largest > 0])) - 2
+    np.testing.assert_array_equal(np.ravel(shown.z())[largest > 0], want)
+    shown.go('format=hifp8')
+    assert shown.ask('document.querySelector("[data-view=scales]").disabled')
+    shown.go('format=hifp8&view=scales')
+    assert 'no block scales' in shown.text('#map')
+    shown.go('')
+    assert shown.z() == shown.z('map')
+
+
+def test_histograms_count_every_number_and_shade_the_range(shown):
+    shown.go(f'layer={LAYERS[2]}&role=backward.grad_weight&format=fp16')
+    total = 'document.getElementById("{}").data[{}].y.reduce((sum, count) => sum + count, 0)'
+    assert [shown.ask(total.format('histogram', trace)) for trace in (0, 1)] == [256, 256]
+    assert shown.ask(total.format('exponents', 0)) == 256
+    ranges = shown.ask('document.getElementById("exponents").layout.shapes.map(shape => [shape.name, shape.x0, shape.x1])')
+    assert [name for name, _, _ in ranges] == ['subnormal', 'normal'] and ranges[0][2] == ranges[1][1] == -14
+    assert 'normal, 2\u207b\u00b9\u2074 to 65504' in shown.text('#ranges')
+    axis = 'document.getElementById("histogram").layout.yaxis.type'
+    assert shown.ask(axis) == 'log'
+    shown.act(lambda: shown.tab.uncheck('#log-counts'))
+    assert shown.ask(axis) != 'log'
+    shown.act(lambda: shown.tab.check('#log-counts'))
+
+
+def rows(shown, column):
+    return shown.ask(f'[...document.querySelectorAll("#table tbody tr")].map(row => row.cells[{column}].textContent)')
+
+
+def test_table_is_worst_first_and_sorts_by_any_column(shown, dump):
+    shown.go('format=mxfp4')
+    columns = shown.ask('[...document.querySelectorAll("#table th")].map(cell => cell.dataset.column)')
+    count = len(Logs(dump).entries)
+    assert shown.text('#count') == f'{count} tensors' and len(rows(shown, 0)) == count
+
+    def numbers(column):
+        return [float(text.replace('\u2212', '-')) for text in rows(shown, columns.index(column)) if text[-1].isdigit()]
+    sqnr = numbers('sqnr_db')
+    assert len(sqnr) > 60 and sqnr == sorted(sqnr)
+    for column in columns:
+        for order in ('ascending', 'descending'):
+            shown.act(lambda column=column: shown.ask(f'document.querySelector("[data-column={column}] button").click()'))
+            assert shown.ask(f'document.querySelector("th[data-column={column}]").ariaSort') == order
+            if column not in ('layer', 'role', 'shape', 'used'):
+                got = numbers(column)
+                assert len(got) > 10 and got == sorted(got, reverse=order == 'descending'), column
+            elif column == 'layer':
+                assert rows(shown, 0) == sorted(rows(shown, 0), reverse=order == 'descending', key=str.casefold)
+
+
+def test_table_is_searched_and_a_row_chooses_its_tensor(shown):
+    shown.act(lambda: shown.tab.fill('#words', 'feed_forward grad_bias step:10'))
+    assert rows(shown, 0) == [LAYERS[2]] and shown.text('#count').startswith('1 of ')
+    shown.act(lambda: shown.tab.click('#table tbody tr'))
+    assert shown.text('#tensor-title') == f'{LAYERS[2]} backward grad_bias, step 10'
+    assert shown.ask('document.querySelector("#table tbody tr").ariaSelected') == 'true'
+    shown.act(lambda: shown.tab.fill('#words', ''))
+
+
+def test_attention_has_the_words_on_both_axes(shown):
+    shown.go(f'layer={ATTENTION}'.replace('=x', '%3Dx').replace('=window', '%3Dwindow').replace('=1', '%3D1'))
+    assert shown.text('#tensor-title').startswith(ATTENTION)
+    axes = 'document.getElementById("weights").layout'
+    escaped = ''.join(f'&#{ord(letter)};' if letter in '<>' else letter for letter in SCRIPT)
+    for axis in ('xaxis', 'yaxis'):
+        assert shown.ask(f'{axes}.{axis}.ticktext') == ['he', 'is', escaped, '<eos>'.translate({60: '&#60;', 62: '&#62;'}), '']
+    assert SCRIPT in shown.ask('document.querySelector("#weights").textContent')
+    first = shown.z('weights')
+    assert first[4] == [None] * 5 and [line[4] for line in first] == [None] * 5         # padding
+    assert all(abs(sum(line[:4]) - 1) < 1e-2 for line in first[:4])
+    choose(shown, head='1')
+    assert shown.z('weights') != first
+    choose(shown, sentence='1')
+    assert shown.ask(f'{axes}.yaxis.ticktext')[:2] == ['we', 'read']
+    shown.act(lambda: shown.ask('{ document.getElementById("heads").pick([2, 1]) }'))
+    assert shown.hash()['head'] == '0' if 'head' in shown.hash() else shown.text('#weights-title').find('head 0') > 0
+
+
+def test_training_shows_loss_norm_and_gradient_flow(shown):
+    for place, want in (('loss', 7 * 0.97 ** 20), ('norm', 1 + 1 / 21)):
+        x, y = shown.ask(f'[document.getElementById("{place}").data[0].x, document.getElementById("{place}").data[0].y]')
+        assert x == list(range(21)) and abs(y[-1] - want) < 1e-4
+    flow = 'document.getElementById("flow").data'
+    assert shown.ask(f'{flow}.map(line => line.name)') == ['step 0', 'step 10', 'step 20']
+    before = shown.ask(f'{flow}[0].y')
+    assert len(before) == 2 and before[0] > shown.ask(f'{flow}[2].y')[0] > 0
+    choose(shown, **{'flow-role': 'grad_output'})
+    assert len(shown.ask(f'{flow}[0].y')) == 3
+    shown.go('step=10')
+    assert shown.ask('document.getElementById("loss").layout.shapes[0].x0') == 10
+
+
+def test_address_is_a_link_and_the_back_button_goes_back(shown, browser):
+    choose(shown, layer=LAYERS[2], step='10', format='bf16')
+    title, url = shown.text('#tensor-title'), shown.ask('location.href')
+    choose(shown, layer=LAYERS[0])
+    shown.act(shown.tab.go_back)
+    assert shown.text('#tensor-title') == title
+    other = Page(browser, url)
+    other.drawn()
+    assert other.text('#tensor-title') == title and other.ask('document.getElementById("format").value') == 'bf16'
+    other.tab.close()
+    shown.go('layer=nothing&role=x.y&step=zzz&format=none&view=values&sentence=99&head=-3&sort=nonsense')
+    assert shown.text('#tensor-title').startswith(LAYERS[0])
+
+
+def test_keys_go_through_steps_layers_formats_and_views(shown):
+    def press(key):
+        shown.act(lambda: shown.tab.keyboard.press(key))
+    shown.ask('{ document.activeElement.blur() }')
+    press('ArrowLeft')
+    assert shown.hash()['step'] == '10'
+    press('ArrowLeft')
+    press('ArrowRight')
+    assert shown.hash()['step'] == '10'
+    press('ArrowDown')
+    assert shown.hash()['layer'] == ATTENTION
+    press('ArrowUp')
+    press('f')
+    press('r')
+    press('v')
+    press('h')
+    assert shown.hash() == {'layer': LAYERS[0], 'step': '10', 'format': 'mxfp4', 'role': 'forward.weight', 'view': 'rounded',
+                            'head': '1'}
+    shown.tab.keyboard.press('?')
+    assert shown.ask('document.getElementById("help").open')
+    shown.tab.keyboard.press('Escape')
+    shown.tab.focus('#words')
+    shown.act(lambda: shown.tab.keyboard.type('f'))
+    assert shown.hash()['format'] == 'mxfp4' and shown.hash()['words'] == 'f'
+
+
+def test_names_and_words_are_text_and_run_nothing(shown):
+    for word in ('x', 'step:10'):
+        shown.go(f'words=%3Cimg src%3Dx onerror%3Dhacked%3D1%3E{word}&sort=%3Cscript%3E')
+    shown.ask('{ document.body.append(Object.assign(document.createElement("script"), {textContent: "window.hacked = 2"})) }')
+    assert shown.ask('window.hacked === undefined') and shown.ask('document.querySelectorAll("img").length') == 0
+    assert len(shown.failures) == 1 and 'Content Security Policy' in shown.failures.pop()
+
+
+@pytest.mark.parametrize('width, scheme', [(1280, 'dark'), (768, 'light'), (360, 'dark')])
+def test_every_width_and_scheme(shown, width, scheme):
+    shown.tab.set_viewport_size({'width': width, 'height': 900})
+    shown.tab.emulate_media(color_scheme=scheme)
+    shown.go(f'format=bf16&head=1&step={width}')
+    assert shown.ask('document.documentElement.scrollWidth <= innerWidth')
+    luminance = 'getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).reduce((sum, part) => sum + Number(part), 0)'
+    assert (shown.ask(luminance) < 150) == (scheme == 'dark')
+    shown.until('[...document.querySelectorAll(".plot svg.main-svg")].every(svg => svg.clientWidth <= innerWidth)')
+    shown.tab.emulate_media(color_scheme='light')
+    shown.tab.set_viewport_size({'width': 1280, 'height': 900})
+
+
+def test_everything_has_a_name_for_those_who_do_not_see_it(shown):
+    assert shown.ask('[...document.querySelectorAll("select, input")].filter(item => !item.labels.length).length') == 0
+    assert shown.ask('[...document.querySelectorAll("button")].filter(item => !item.textContent.trim() && '
+                     '!item.dataset.title && !item.ariaLabel).length') == 0
+    assert shown.ask('[...document.querySelectorAll(".plot")].filter(item => !item.ariaLabel).length') == 0
+    assert shown.ask('document.documentElement.lang') == 'en'
+
+
+# ---- what is in it ---------------------------------------------------------------------------------------------------
+
+def numbers_of(packed):
+    return np.frombuffer(base64.b64decode(packed['values']), '<f2').astype(np.float64) * packed['scale']
+
+
+def test_a_cell_is_the_extreme_of_its_patch():
+    x = np.random.default_rng(0).standard_normal((7, 301)).astype(np.float32)
+    x[3, 4], x[6, 300], x[2, 100] = -50, np.nan, np.inf
+    mask = np.ones(x.shape, bool)
+    mask[:, 200:] = False
+    mask[6, 300] = True
+    detail = payload.detail(x, mask, -1, ('mxfp8',), side=64)
+    cells, patch = numbers_of(detail['values']).reshape(detail['values']['shape']), detail['values']['patch']
+    assert patch == [1, 5] and cells.shape == (7, 61)
+    for row in range(7):
+        for column in range(61):
+            part, keep = x[row, 5 * column:5 * column + 5], mask[row, 5 * column:5 * column + 5]
+            if not keep.any():
+                assert np.isnan(cells[row, column])
+            elif not np.isfinite(part[keep]).all():
+                assert cells[row, column] == np.inf
+            else:
+                assert abs(cells[row, column] - max(part[keep], key=abs)) <= 50 * 2.0 ** -11
+    assert detail['range'] == [-50.0, pytest.approx(float(x[mask & np.isfinite(x)].max()), rel=1e-5)]
+    assert sum(detail['counts']) == np.isfinite(x[mask]).sum()
+    window = payload.detail(x, mask, -1, ('mxfp8',), side=64, window=(2, 4, 0, 63))['values']
+    assert window['origin'] == [2, 0] and window['shape'] == [3, 64]
+    np.testing.assert_allclose(numbers_of(window).reshape(3, 64)[1], x[3, :64], atol=64 * 2.0 ** -11)
+
+
+@pytest.mark.parametrize('axis', [-1, 0, 1, 'tokens'])
+def test_magnitudes_of_block_formats_are_those_below_the_scale(axis):
+    x = np.random.default_rng(1).standard_normal((6, 7, 40)).astype(np.float32)
+    x[0, 0, :3] = 0, np.nan, 1e-30
+    detail = payload.detail(x, None, axis, ('mxfp4',))['formats']['mxfp4']
+    flat, along = (x.reshape(42, 40), 0) if axis == 'tokens' else (x, axis)
+    scales = np.nan_to_num(statistics.block_scales(x, 'mxfp4', axis))
+    scales = np.repeat(scales, 32, along).take(range(flat.shape[along]), along)
+    good = np.isfinite(flat) & (flat != 0)
+    want = np.floor(2 * np.log2(np.abs(flat[good].astype(np.float64)))) / 2 - scales[good]
+    counts = detail['exponents']['counts']
+    got = np.repeat(detail['exponents']['first'] + np.arange(len(counts)) / 2, counts)
+    np.testing.assert_array_equal(got, np.sort(want))
+
+
+@pytest.mark.parametrize('shape', [(), (0,), (5,), (1, 1), (3, 0), (2, 3, 4, 5)])
+def test_tensors_of_any_shape_have_a_detail(shape):
+    for fill in (0.0, 3.0, np.nan, 1e38, 1e-44):
+        detail = payload.detail(np.full(shape, fill, np.float32), None, -1, ('mxfp8', 'hifp8'))
+        json.dumps(detail, allow_nan=False)
+        assert sum(detail['counts']) == (np.prod(shape) if np.isfinite(fill) else 0)
+
+
+def test_long_curves_are_thinned_and_keep_their_ends_and_peaks():
+    steps = [{'step': i, 'loss': 1.0 + i % 7 / 100, 'norm': None} for i in range(50001)]
+    steps[12345]['loss'], steps[31] = 99.0, {'step': 31, 'loss': None, 'norm': 2.0}
+    thin = payload.thin_steps(steps)
+    assert len(thin) <= 2000 and thin[0][0] == 0 and thin[-1][0] == 50000 and [12345, 99.0, None] in thin
+    assert [line[0] for line in thin] == sorted({line[0] for line in thin})
+    assert payload.thin_steps(steps[:100]) == [[line['step'], line['loss'], line['norm']] for line in steps[:100]]
+
+
+def catalogue(path):
+    """The catalogue of a page, read without a browser."""
+    text = re.search(r'id="catalogue">([^<]*)</script>', Path(path).read_text(encoding='utf-8'))[1]
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
+def test_page_max_bounds_the_page_and_the_page_says_what_is_left_out(tmp_path):
+    make_dump(tmp_path / 'logs', steps=range(0, 40, 2))
+    logs = Logs(tmp_path / 'logs')
+    plotly = len(page.script())
+    seen = []
+    for limit in (64 << 20, 3 << 20, 1 << 20, 300 << 10):
+        path = page.write(logs, str(tmp_path / 'page'), page_max=limit)
+        assert os.path.getsize(path) < plotly + 80_000 + limit
+        entries, pictured, sides, left = page.plan(logs.entries, payload.used_formats(logs.entries, page.FORMATS), limit)
+        seen.append((len(entries), len(pictured), *sides))
+        assert bool(left) == (limit < 64 << 20) and all(len({e.step for e in entries}) >= 1 for _ in left)
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) == 4
+    assert seen[0] == (500, 500, 128, 64) and seen[-1][0] < 500 and {logs.entries[-1].step} <= {e.step for e in entries}
+    said = ' '.join(catalogue(path)['left'])
+    assert 'of 20 saved steps are on this page' in said and '--page-max than 307.2 KB' in said
+
+
+def test_a_page_that_cannot_be_written_is_said_in_a_line(tmp_path, dump, monkeypatch):
+    (tmp_path / 'file').touch()
+    with pytest.raises(UserError, match='the page cannot be written'):
+        page.write(Logs(dump), str(tmp_path / 'file'))
+
+    def full(*_):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(os, 'replace', full)
+    with pytest.raises(UserError, match='No space left'):
+        page.write(Logs(dump), str(tmp_path), formats=('bf16',))
+    assert [path.name for path in tmp_path.iterdir()] == ['file']
+    monkeypatch.setitem(sys.modules, 'plotly.offline', None)
+    with pytest.raises(UserError, match='pip install plotly'):
+        page.write(Logs(dump), str(tmp_path))
+
+
+def test_a_damaged_tensor_is_named_and_the_others_are_shown(tmp_path):
+    make_dump(tmp_path / 'logs', steps=(0,))
+    logs = Logs(tmp_path / 'logs')
+    victim = logs.entries[3]
+    (tmp_path / 'logs' / victim.file).write_bytes(b'\0' * os.path.getsize(tmp_path / 'logs' / victim.file))
+    said = catalogue(page.write(logs, str(tmp_path / 'page'), formats=('bf16',)))
+    assert victim.file in said['skipped'][0][0] and len(said['skipped']) == 1
+    assert [row is None for row in said['quality']['bf16']] == [number == 3 for number in range(len(logs.entries))]
+    assert said['pictured'] == [number for number in range(len(logs.entries)) if number != 3]
