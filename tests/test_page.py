@@ -1,21 +1,30 @@
-"""The page of saved tensors in a browser, as a file; tests/dumps.py writes the tensors."""
+"""The page of saved tensors in a browser, as a file and live, and the server behind it; tests/dumps.py writes the tensors."""
 import base64
+import http.client
 import json
 import os
 import re
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from dumps import make_dump
 
 pytest.importorskip('plotly', reason='plotly is not installed: pip install plotly')
 
+from pyops.__main__ import main
 from pyops.errors import UserError
-from pyops.inspect import page, payload, statistics
+from pyops.inspect import page, payload, serve, statistics
 from pyops.inspect.logs import Logs
 
 CHROMIUM = '/usr/bin/chromium'
@@ -428,3 +437,226 @@ def test_a_damaged_tensor_is_named_and_the_others_are_shown(tmp_path):
     assert victim.file in said['skipped'][0][0] and len(said['skipped']) == 1
     assert [row is None for row in said['quality']['bf16']] == [number == 3 for number in range(len(logs.entries))]
     assert said['pictured'] == [number for number in range(len(logs.entries)) if number != 3]
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def server(dump):
+    source = serve.Source(dump)
+    with serve.open_server(source, 'void 0', '127.0.0.1', 0) as server:
+        source.look()
+        thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server, path, method='GET', **headers):
+    connection = http.client.HTTPConnection('127.0.0.1', server.server_port, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_server_answers_four_paths_and_nothing_else(server):
+    status, text = get(server, '/')
+    assert status == 200 and text.startswith('<!doctype html>') and "connect-src 'self'" in text
+    news = json.loads(get(server, '/changes?format=bf16')[1])
+    assert len(news['tensors']) == news['pending'] == 75 and news['run']['program'] == 'transformer' and news['waiting'] == ''
+    serial = news['serial']
+    assert server.source._measure()
+    later = json.loads(get(server, f'/changes?format=bf16&serial={serial}&after={news["version"]}')[1])
+    assert later['tensors'] == [] and [line[:2] for line in later['quality']] == [['bf16', 74]] and later['pending'] == 74
+    detail = json.loads(get(server, f'/detail?serial={serial}&id=3&format=bf16')[1])
+    assert list(detail['formats']) == ['bf16'] and detail['values']['rows'] == 15
+    part = json.loads(get(server, f'/detail?serial={serial}&id=3&format=bf16&window=1,2,0,3')[1])
+    assert part['values']['shape'] == [2, 4]
+    weights = next(row for row in news['tensors'] if row['name'] == 'weights')
+    maps = json.loads(get(server, f'/attention?serial={serial}&id={weights["id"]}&sentence=2')[1])['maps']
+    assert len(maps) == 1 and maps[0]['words'][0][:2] == ['no', '<eos>']
+    known = f'/detail?serial={serial}'
+    for path, want in (('/etc/passwd', 404), ('/../manifest.jsonl', 404), ('/..%2f..%2fetc/passwd', 404), ('/logs', 404),
+                       ('//x', 404), ('/detail', 400), ('/detail?id=0', 404), (f'{known}&id=75&format=bf16', 404),
+                       (f'{known}&id=-1&format=bf16', 400), (f'{known}&id=0&format=fp7', 404),
+                       (f'{known}&id=0&format=bf16&window=0,99,0,3', 400), (f'/attention?serial={serial}&id=0&sentence=0', 404),
+                       (f'/attention?serial={serial}&id={weights["id"]}&sentence=3', 404), ('/changes?' + 'a=1&' * 50, 400)):
+        status, text = get(server, path)
+        assert status == want and len(text) < 80 and 'root' not in text, path
+    for method in ('POST', 'PUT', 'DELETE', 'OPTIONS'):
+        assert get(server, '/', method)[0] == 501
+
+
+def test_server_answers_those_who_call_it_by_its_address(server):
+    port = server.server_port
+    for host in (f'localhost:{port}', f'127.0.0.1:{port}', '[::1]', '192.168.1.2:80', 'LOCALHOST'):
+        assert get(server, '/changes', Host=host)[0] == 200, host
+    for host in ('evil.example', f'evil.example:{port}', '127.0.0.1.evil.example', '', 'localhost.evil.example', '[::1', 'a@b'):
+        status, text = get(server, '/changes', Host=host)
+        assert (status, text) == (403, f'open {server.url} instead\n'), host
+
+
+def test_answers_are_kept_within_a_bound(server, monkeypatch):
+    source = server.source
+    made = []
+    monkeypatch.setattr(payload, 'detail', lambda *arguments, **_: made.append(1) or {'x': 'y' * 1000})
+    monkeypatch.setattr(serve, '_CACHE', 3000)
+    for _ in range(2):
+        for number in range(2):
+            get(server, f'/detail?serial={source.serial}&id={number}&format=bf16')
+    assert len(made) == 2
+    for number in range(9):
+        get(server, f'/detail?serial={source.serial}&id={number}&format=bf16')
+    assert source._size == sum(map(len, source._answers.values())) <= 3000 and len(source._answers) == 2
+
+
+def test_a_folder_that_makes_way_for_another_is_begun_anew(tmp_path):
+    source = serve.Source(tmp_path / 'logs')
+    source.look()
+    assert source.waiting.endswith('there is no such folder yet; waiting for it')
+    make_dump(tmp_path / 'logs', steps=(0,))
+    source.look()
+    first = source.serial
+    assert source.waiting == '' and len(source.changes({})['tensors']) == 25
+    source.look()
+    assert source.serial == first
+    shutil.rmtree(tmp_path / 'logs')
+    source.look()
+    assert 'waiting' in source.waiting and source.changes({'serial': first, 'after': '25'})['tensors'] == []
+    make_dump(tmp_path / 'logs', steps=(0, 1))
+    source.look()
+    assert source.serial != first and len(source.changes({'serial': first, 'after': '25'})['tensors']) == 50
+
+
+def test_serve_opens_a_browser_where_it_is_asked_to(dump, monkeypatch, capsys):
+    def interrupted(server):
+        raise KeyboardInterrupt
+    opened = []
+    monkeypatch.setattr(serve._Server, 'serve_forever', interrupted)
+    monkeypatch.setattr('webbrowser.open', opened.append)
+    for wish in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            serve.run(SimpleNamespace(logs=str(dump), host='127.0.0.1', port=0, open=wish))
+    (url,) = opened
+    assert capsys.readouterr().out.splitlines()[1] == f'serving {dump} at {url} (Ctrl-C ends)'
+
+
+def test_bad_input_of_serve_is_a_line(tmp_path, capsys):
+    (tmp_path / 'file').touch()
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, want in ((['logs', '--port', port], f'--port {port}: another program listens there; end it, or give'),
+                                (['logs', '--port', '70000'], '--port: want a whole number from 0 to 65535'),
+                                (['logs', '--port', '-1'], '--port: want a whole number from 0 to 65535'),
+                                ([tmp_path / 'file'], 'file: is a file; want the folder of saved tensors'),
+                                (['logs', '--host', 'no such host'], '--host no such host: no such address'),
+                                (['logs', '--host', '8.8.8.8'], '--host 8.8.8.8: cannot listen there')):
+            with pytest.raises(SystemExit) as left:
+                main(['inspect', 'serve', *map(str, arguments)])
+            out, said = capsys.readouterr()
+            assert (left.value.code, out) == (2, '') and len(said.splitlines()) == 1 and want in said
+
+
+# ---- live ------------------------------------------------------------------------------------------------------------
+
+class Run:
+    """A training run as a server sees it: a finished dump that is copied into a folder step by step."""
+
+    def __init__(self, finished, folder):
+        self.finished, self.folder = finished, folder
+        self.lines = (finished / 'manifest.jsonl').read_text().splitlines(keepends=True)
+
+    def write_to(self, step):
+        """The files and lines of all steps up to this one."""
+        self.folder.mkdir(exist_ok=True)
+        while self.lines and json.loads(self.lines[0]).get('step', 0) <= step:
+            line = self.lines.pop(0)
+            if (file := json.loads(line).get('file')):
+                shutil.copy(self.finished / file, self.folder / file)
+            with open(self.folder / 'manifest.jsonl', 'a') as manifest:
+                manifest.write(line)
+
+
+def start(folder, port=0):
+    """-> the server, its first line."""
+    server = subprocess.Popen([sys.executable, '-m', 'pyops', 'inspect', 'serve', folder, '--port', str(port)], cwd=ROOT,
+                              text=True, stdout=subprocess.PIPE)
+    return server, server.stdout.readline()
+
+
+def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser):
+    run = Run(dump, tmp_path / 'logs')
+    server, line = start(run.folder)
+    waits = f'{run.folder}: there is no such folder yet; waiting for it'
+    shown = None
+    try:
+        url = line.split(' at ')[1].split()[0]
+        assert line == f'serving {run.folder} at {url} (Ctrl-C ends)\n' and url.startswith('http://127.0.0.1:')
+        assert server.stdout.readline() == waits + '\n'
+        shown = Page(browser, url)
+        shown.until('document.getElementById("status").textContent', waits)
+        shown.ask('{ window.kept = true }')
+        run.write_to(0)
+        shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 0')
+        shown.until('document.getElementById("count").textContent', '25 tensors')
+        shown.until('document.querySelectorAll("#table td.meter").length > 20')      # measured
+        run.write_to(9)
+        shown.until('document.getElementById("loss").data[0].x.length', 10, seconds=4)
+        shown.until('document.getElementById("norm").data[0].y.length', 10)
+        run.write_to(10)
+        shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 10', seconds=4)
+        shown.until('document.getElementById("count").textContent', '50 tensors')
+        assert len(shown.requests) > 5 and {url.split('?')[0] for url in shown.requests} == {
+            f'{url}/', f'{url}/changes', f'{url}/detail', f'{url}/attention'} and shown.failures == []
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 130
+        shown.until('document.getElementById("status").textContent', 'connection lost; trying again')
+        assert 'step 10' in shown.text('#tensor-title')
+        run.write_to(20)
+        server, again = start(run.folder, url.split(':')[-1])
+        assert again == line
+        shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 20')
+        shown.until('document.getElementById("count").textContent', '75 tensors')
+        assert shown.ask('document.getElementById("status").textContent').startswith('live')
+        assert shown.ask('window.kept === true')                                     # never loaded again
+        assert all('ERR_CONNECTION_REFUSED' in failure for failure in shown.failures)
+    finally:
+        server.kill()
+        server.wait()
+        if shown:
+            shown.tab.close()
+
+
+def test_live_zoom_asks_for_the_part_that_is_seen_and_time_steps_are_chosen_between(tmp_path, browser):
+    from safetensors.numpy import save_file
+    x = np.random.default_rng(0).standard_normal((300, 500)).astype(np.float32)
+    save_file({'tensor': x}, tmp_path / '20260101_000000_0001_linear_L0_forward_fp32_weight.safetensors')
+    for t in range(3):
+        name = f'20260101_000000_000{2 + t}_linear_L1_forward_fp32_input_t{t}.safetensors'
+        save_file({'tensor': x[t:t + 1, :7]}, tmp_path / name)
+    source = serve.Source(tmp_path)
+    source.look()
+    with serve.open_server(source, page.script(), '127.0.0.1', 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
+        thread.start()
+        shown = Page(browser, server.url)
+        shown.drawn()
+        assert np.shape(shown.z()) == (100, 125) and '3 \u00d7 4' in shown.text('#map-note')
+        zoom = '{{ Plotly.relayout("map", {}) }}'
+        shown.ask(zoom.format('{"xaxis.range": [100, 139], "yaxis.range": [59, 20]}'))
+        shown.until('document.getElementById("map").data[0].z.length', 40)
+        np.testing.assert_allclose(shown.z(), x[20:60, 100:140], atol=8 * 2.0 ** -11)
+        assert shown.ask('document.getElementById("map").layout.xaxis.range') == [100, 139]
+        shown.ask(zoom.format('{"xaxis.autorange": true, "yaxis.autorange": "reversed"}'))
+        shown.until('document.getElementById("map").data[0].z.length', 100)
+        assert shown.ask('document.getElementById("copies").hidden')
+        shown.go('layer=linear_L1')
+        assert shown.text('#copies select') == 'time step 0time step 1time step 2'
+        assert shown.text('#tensor-title').endswith('time step 0')
+        choose(shown, copy='.0.t1')
+        np.testing.assert_allclose(shown.z(), x[1:2, :7], rtol=1e-3)
+        assert shown.failures == []
+        shown.tab.close()
+        server.shutdown()
+        thread.join()

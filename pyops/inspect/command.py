@@ -23,7 +23,11 @@ def _add_draw(parser):
 
 
 def _add_serve(parser):
-    parser.add_argument('logs', metavar='LOGS', help='where the tensors are saved')
+    parser.add_argument('logs', metavar='LOGS', help='where the tensors are saved; waited for where it is not there yet')
+    parser.add_argument('--port', type=_port, default=8765, metavar='N', help='to listen on; 0: any free one (default 8765)')
+    parser.add_argument('--host', default='127.0.0.1', metavar='ADDRESS',
+                        help='to listen on (default 127.0.0.1: this machine alone)')
+    parser.add_argument('--open', action='store_true', help='show the page in a browser')
     parser.set_defaults(run=_runs('serve'))
 
 
@@ -65,3 +69,9 @@ def _count(text):
 
 def _runs(module):
     return lambda options: importlib.import_module(f'pyops.inspect.{module}').run(options)
+
+
+def _port(text):
+    if not (text.isascii() and text.isdigit() and int(text[:6]) < 65536):
+        raise argparse.ArgumentTypeError(f"want a whole number from 0 to 65535, got '{text}'")
+    return int(text)
