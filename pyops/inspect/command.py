@@ -19,6 +19,14 @@ def add_commands(parser):
 def _add_draw(parser):
     parser.add_argument('--tensor-dir', '--tensor_dir', required=True, metavar='LOGS', help='where the tensors were saved')
     parser.add_argument('--output-dir', '--output_dir', required=True, metavar='DRAW', help='where pictures and page go')
+    _add_choice(parser)
+    parser.add_argument('--sentences', type=_number(0), default=3, metavar='N',
+                        help='so many of each batch get attention maps (default 3)')
+    parser.add_argument('--limit', type=_number(0), default=200, metavar='N',
+                        help='tensors, attention maps and layers with pictures; statistics are of all (default 200, 0: all)')
+    parser.add_argument('--jobs', type=_number(0), default=0, metavar='N', help='processes that draw (default 0: one a core)')
+    parser.add_argument('--no-page', dest='page', action='store_false', help='pictures alone, without index.html')
+    parser.add_argument('--dpi', type=_number(40, 400), default=100, metavar='N', help='dots per inch, 40 to 400 (default 100)')
     parser.set_defaults(run=_runs('draw'))
 
 
@@ -33,6 +41,20 @@ def _add_serve(parser):
 
 def _add_compare(parser):
     parser.add_argument('logs', metavar='LOGS', help='where the tensors were saved')
+    _add_choice(parser)
+    parser.add_argument('--axis', type=_axis, metavar='N|tokens',
+                        help='along which axis blocks lie; tokens: all but the last, as one (default: as the run had it)')
+    parser.add_argument('--sort', choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'block'), default='sqnr',
+                        help='what the worst are the worst by; block: the SQNR of the worst block (default sqnr)')
+    parser.add_argument('--top', type=_number(1), metavar='N', help='how many lines (default 30; of --json all)')
+    parser.add_argument('--json', action='store_true', help='one JSON document in place of the table')
+    parser.add_argument('-o', '--output', metavar='FILE', help='write there, not to standard output')
+    parser.add_argument('--per-block', metavar='FILE', help='write a CSV file with a line for each block too')
+    parser.set_defaults(run=_runs('compare'))
+
+
+def _add_choice(parser):
+    """Which formats, and of which tensors."""
     parser.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
                         help='number formats, such as mxfp8,mxfp4:scale=even (default all)')
     parser.add_argument('--layers', type=patterns, default=('*',), metavar='PATTERN',
@@ -41,15 +63,6 @@ def _add_compare(parser):
                         help="tensors, such as 'grad_*' or input,weight (default *)")
     parser.add_argument('--steps', type=steps, metavar='A:B:S',
                         help='steps: from A up to B, every S; or numbers with commas between (default all)')
-    parser.add_argument('--axis', type=_axis, metavar='N|tokens',
-                        help='along which axis blocks lie; tokens: all but the last, as one (default: as the run had it)')
-    parser.add_argument('--sort', choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'block'), default='sqnr',
-                        help='what the worst are the worst by; block: the SQNR of the worst block (default sqnr)')
-    parser.add_argument('--top', type=_count, metavar='N', help='how many lines (default 30; of --json all)')
-    parser.add_argument('--json', action='store_true', help='one JSON document in place of the table')
-    parser.add_argument('-o', '--output', metavar='FILE', help='write there, not to standard output')
-    parser.add_argument('--per-block', metavar='FILE', help='write a CSV file with a line for each block too')
-    parser.set_defaults(run=_runs('compare'))
 
 
 def _axis(text):
@@ -61,10 +74,13 @@ def _axis(text):
         raise argparse.ArgumentTypeError(f"want a number, such as -1, or tokens, got '{text}'") from None
 
 
-def _count(text):
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"want a number of lines from 1, got '{text}'")
-    return int(text)
+def _number(least, most=10**6):
+    """-> an argparse type: a whole number from `least` to `most`."""
+    def convert(text):
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"want a whole number from {least} to {most}, got '{text}'")
+        return int(text)
+    return convert
 
 
 def _runs(module):

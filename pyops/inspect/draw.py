@@ -1,0 +1,428 @@
+"""python -m pyops inspect draw: a folder of pictures of saved tensors, drawn by several processes.
+
+    DRAW/quick_analysis.png     all values, and the tensors by format, layer type and operation
+    DRAW/tensor_stats.txt       a table of all tensors, and what was skipped
+    DRAW/distributions/         of each tensor: histogram, magnitudes over the range of the formats, boxes, quantiles
+    DRAW/heatmaps/              of each tensor: values, errors of each format, scales of blocks
+    DRAW/comparisons/           of each tensor: all formats side by side
+    DRAW/attention_maps/        the weights of each head for a sentence, with its words
+    DRAW/statistics/            by layer and step: magnitudes, SQNR, the flow of gradients
+    DRAW/index.html             the same, interactive
+
+A tensor is read once, for all its pictures, in one of the processes, and only numbers of it come back.  Statistics are of
+all tensors; pictures of at most `limit` in each folder, and what was left out is said.
+"""
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+
+from pyops.errors import UserError
+
+FOLDERS = 'distributions', 'heatmaps', 'comparisons', 'attention_maps', 'statistics'
+LIMIT, SENTENCES, DPI = 200, 3, 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is drawn.  formats: as of compare.parse_formats; layers, names, steps: as of choice.select; sentences: so many of a
+    batch get attention maps; limit: so many tensors get pictures, 0: all; jobs: processes, 0: one for each core; page:
+    index.html too."""
+    formats: str = 'all'
+    layers: tuple = ('*',)
+    names: tuple = ('*',)
+    steps: object = None
+    sentences: int = SENTENCES
+    limit: int = LIMIT
+    jobs: int = 0
+    dpi: int = DPI
+    page: bool = True
+
+
+@dataclasses.dataclass
+class Summary:
+    """What came of it.  foreign: files with a name that a picture wanted and that are not ours, left as they are."""
+    pictures: int = 0
+    tensors: int = 0
+    foreign: list = dataclasses.field(default_factory=list)
+    skipped: list = dataclasses.field(default_factory=list)     # (file, reason)
+    notes: list = dataclasses.field(default_factory=list)       # what was left out, in sentences
+    removed: int = 0
+    page: str = ''              # index.html, where one was written
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A tensor and what is to be drawn of it; it travels to a process."""
+    entry: object
+    mask: object
+    formats: tuple
+    pictures: tuple             # of 'distributions', 'heatmaps', 'comparisons'
+    sentences: tuple            # (index, words or None)
+    folder: str
+    stem: str
+    dpi: int
+
+
+def run(options):
+    """The command -> exit status."""
+    summary = draw(options.tensor_dir, options.output_dir, Options(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}))
+    for file, reason in summary.skipped[:10]:
+        print(f'skipped: {file}: {reason}')
+    if len(summary.skipped) > 10:
+        print(f'skipped: {len(summary.skipped) - 10} more, all in {os.path.join(options.output_dir, "tensor_stats.txt")}')
+    for path in summary.foreign[:10]:
+        print(f'not ours, left as it is: {path}')
+    if len(summary.foreign) > 10:
+        print(f'not ours, left as they are: {len(summary.foreign) - 10} more files')
+    for note in summary.notes:
+        print(note)
+    if summary.removed:
+        print(f'removed: {summary.removed} pictures of an earlier run')
+    begin = summary.page or os.path.join(options.output_dir, 'quick_analysis.png')
+    print(f'{options.output_dir}: {summary.pictures} pictures of {summary.tensors} tensors; begin with {begin}')
+    return 0
+
+
+def draw(logs, folder, options=None):
+    """Draw the tensors of the folder `logs` into `folder` -> Summary.
+
+    UserError where nothing can be drawn: no tensors, none chosen, none readable, a folder that takes no file.  With more than
+    one job the caller's module must be one that can be imported again, as multiprocessing asks for.
+    """
+    from pyops.inspect.choice import select
+    from pyops.inspect.compare import parse_formats
+    from pyops.inspect.logs import Logs
+    from pyops.inspect.pictures import style
+    options = options or Options()
+    style.require()
+    texts = tuple(map(str, parse_formats(options.formats)))
+    logs, folder = os.fspath(logs), os.fspath(folder)
+    _check_folder(folder, logs)
+    source = Logs(logs)
+    entries = select(source.entries, options.layers, options.names, options.steps)
+    _make_folders(folder)
+    summary = Summary(skipped=list(source.skipped))
+    jobs = _jobs(source, entries, folder, texts, options, summary)
+    records, written = [], set()
+    with _workers(options.jobs, len(jobs)) as work:
+        with _progress(len(jobs), 'pictures') as bar:
+            for result in work(_draw_tensor, jobs):
+                bar.update()
+                if isinstance(result.record, tuple):
+                    summary.skipped.append(result.record)
+                else:
+                    records.append(result.record)
+                _count(summary, written, result.drawn)
+        if not records:
+            file, reason = summary.skipped[-1]
+            raise UserError(f'{logs}: none of the {len(entries)} tensors can be read, the last is {file} ({reason}); '
+                            'save them again')
+        summary.tensors = len(records)
+        with style.look():
+            _count(summary, written, _draw_overview(source, records, folder, options, summary))
+        if options.page:
+            _write_page(source, entries, folder, texts, work, summary)
+    _write_table(os.path.join(folder, 'tensor_stats.txt'), logs, records, summary)
+    summary.removed = _remove_stale(folder, written)
+    return summary
+
+
+# ---- what is drawn -----------------------------------------------------------------------------------------------------
+
+def _check_folder(folder, logs):
+    inside, around = os.path.realpath(folder), os.path.realpath(logs)
+    if os.path.isdir(around) and os.path.commonpath([inside, around]) == around:
+        raise UserError(f'{folder}: lies in the folder of the tensors; want one elsewhere')
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UserError(f'{folder}: is a file; want a folder for the pictures, or a name that is free')
+
+
+def _make_folders(folder):
+    for name in ('', *FOLDERS):
+        path = os.path.join(folder, name)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f'{path}: is a file; want a folder there, or none: move it away') from error
+        except OSError as error:
+            raise UserError(f'{path}: cannot be made ({error.strerror}); want a folder that can be written') from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f'{path}: cannot be written; want a folder that you may write to')
+
+
+def _steps(steps):
+    """'step 0', or 'steps 0, 10, 20'; of many, the first and the last."""
+    steps = sorted(steps)
+    shown = ', '.join(map(str, steps if len(steps) <= 8 else [*steps[:4], '...', *steps[-3:]]))
+    return f'step {shown}' if len(steps) == 1 else f'steps {shown}'
+
+
+def _jobs(source, entries, folder, texts, options, summary):
+    """-> a _Job for each entry; which of them have pictures is decided here, and what was left out is noted."""
+    from pyops.inspect.logs import LogError
+    from pyops.inspect.pictures import style
+    stems = collections.Counter(_stem(entry) for entry in entries)
+    ranked = _by_step(entries)
+    limit = options.limit or len(entries)
+    drawn = {id(entry) for entry in ranked[:limit]}
+    if len(ranked) > limit:
+        steps = sorted({entry.step for entry in ranked[:limit]})
+        summary.notes.append(f'pictures of {limit:,} of {len(ranked):,} tensors (--limit {limit}), of {_steps(steps)}; '
+                             'draw others with --steps, --layers, --names, or all with --limit 0')
+    maps = _attention_maps(source, ranked, options, summary)
+    jobs = []
+    for entry in entries:
+        stem = _stem(entry)
+        if stems[stem] > 1:                     # the same tensor under two formats, of two runs
+            stem = f'{stem}_{style.slug(entry.stem, 60)}'
+        try:
+            mask = source.mask(entry)
+        except LogError as error:
+            summary.skipped.append((entry.place, str(error)))
+            continue
+        own = () if entry.fmt is None else (str(entry.fmt),)        # is shown first
+        jobs.append(_Job(entry, mask, tuple(dict.fromkeys((*own, *texts))), FOLDERS[:3] if id(entry) in drawn else (),
+                         tuple(maps.get(id(entry), ())), folder, stem,
+                         options.dpi))
+    return jobs
+
+
+def _stem(entry):
+    """step000010_encoder.0.self_attention.q_forward_input, with _t3 for a time step: the name of a tensor's pictures."""
+    from pyops.inspect.pictures import style
+    time = '' if entry.time is None else f'_t{entry.time}'
+    operation = style.slug(entry.operation or 'unknown', 20)
+    return f'step{entry.step:06d}_{style.slug(entry.layer, 80)}_{operation}_{style.slug(entry.name, 50)}{time}'
+
+
+def _by_step(entries):
+    """Entries in the order in which they get pictures: the last step, the first, then those halfway between, and so on."""
+    steps = sorted({entry.step for entry in entries})
+    order = [len(steps) - 1, 0]
+    parts = 2
+    while parts < 2 * len(steps):
+        order += [round(i * (len(steps) - 1) / parts) for i in range(1, parts, 2)]
+        parts *= 2
+    ranks = {}
+    for place in [*order, *range(len(steps))]:
+        ranks.setdefault(steps[place], len(ranks))
+    return sorted(entries, key=lambda entry: ranks[entry.step])
+
+
+def _attention_maps(source, ranked, options, summary):
+    """-> {id of an entry: [(sentence, words)]}: the first sentences of each batch, within the limit."""
+    weights = [entry for entry in ranked if entry.layer_type == 'attention' and entry.name == 'weights'
+               and len(entry.shape) in (3, 4) and min(entry.shape) > 0]
+    wanted = [(entry, sentence) for entry in weights for sentence in range(min(options.sentences, entry.shape[0]))]
+    limit = options.limit or len(wanted)
+    found = {}
+    for entry, sentence in wanted[:limit]:
+        found.setdefault(id(entry), []).append((sentence, source.tokens(entry, sentence)))
+    total = sum(entry.shape[0] for entry in weights)
+    if total > len(wanted[:limit]):
+        why = f', --limit {limit}' if len(wanted) > limit else ' of each batch'
+        summary.notes.append(f'attention maps of {len(wanted[:limit]):,} of {total:,} sentences (--sentences '
+                             f'{options.sentences}{why})')
+    return found
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    record: object              # overview.Record, or (file, reason) where the tensor cannot be read
+    drawn: tuple                # (path, whether it was written)
+
+
+def _draw_tensor(job):
+    """Read a tensor, draw all that the job names -> _Result."""
+    from pyops import formats
+    from pyops.inspect.logs import LogError
+    from pyops.inspect.pictures import attention, overview, style, tensors
+    try:
+        x = job.entry.load()
+    except LogError as error:
+        return _Result((job.entry.place, str(error)), ())
+    drawn = []
+    with style.look():
+        parsed = [formats.parse(text) for text in job.formats]
+        if job.pictures:
+            tensor = tensors.analyse(job.entry, x, job.mask, parsed)
+            counts, described = tensor.counts, tensor.statistics
+            losses = {str(r.format): r.statistics for r in tensor.rounded}
+            for kind in job.pictures:
+                path = os.path.join(job.folder, kind, f'{job.stem}.png')
+                drawn.append((path, tensors.DRAW[kind](tensor).save(path, job.dpi)))
+        else:
+            counts, described, losses = tensors.measure(job.entry, x, job.mask, parsed)
+        for sentence, words in job.sentences:
+            path = os.path.join(job.folder, 'attention_maps', f'{job.stem}_sentence{sentence}.png')
+            sheet = attention.draw_maps(
+                tensors.title_of(job.entry),
+                f'{tensors.subtitle_of(job.entry)}  ·  sentence {sentence} (0 to {x.shape[0] - 1})',
+                *attention.heads_of(x, job.mask, sentence, words))
+            drawn.append((path, sheet.save(path, job.dpi)))
+    entry = job.entry
+    record = overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
+                             'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.place, described, counts,
+                             losses)
+    return _Result(record, tuple(drawn))
+
+
+@contextlib.contextmanager
+def _workers(processes, tasks):
+    """-> a map, in order, over so many processes (0: one for each core) as are worth their start for the number of tasks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    processes = min(processes or cores, math.ceil(tasks / 4))
+    if processes <= 1:
+        yield map
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    def work(function, tasks):
+        waiting = collections.deque()
+        for task in tasks:                      # not all at once: what waits, and what is done, is held in memory
+            waiting.append(pool.submit(function, task))
+            if len(waiting) >= 4 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    # spawn: a fork would copy the threads of our kernels half
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), _begin)
+    try:
+        yield work
+    except BrokenProcessPool as error:
+        raise UserError('a process that draws was ended from outside, perhaps for its memory; draw with --jobs 1') from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin():
+    """In a new process: one thread, since there is one process for each core; Ctrl-C is the first process' business."""
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'):
+        os.environ[name] = '1'
+
+
+@contextlib.contextmanager
+def _progress(total, label):
+    from tqdm import tqdm
+    with tqdm(total=total, unit=' tensors', desc=label, disable=None, leave=False, dynamic_ncols=True) as bar:
+        yield bar
+
+
+def _count(summary, written, drawn):
+    for path, is_drawn in drawn:
+        written.add(path)
+        summary.pictures += is_drawn
+        if not is_drawn:
+            summary.foreign.append(path)
+
+
+def _remove_stale(folder, written):
+    """Take away pictures of an earlier run that this one did not draw; they bear our mark and the name that we gave them."""
+    from pyops.inspect.pictures import style
+    removed = 0
+    for name in FOLDERS:
+        with os.scandir(os.path.join(folder, name)) as items:
+            for path in sorted(item.path for item in items if item.name.endswith('.png')):
+                if path not in written and style.is_ours(path, as_named=True):
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                        removed += 1
+    return removed
+
+
+# ---- the whole ---------------------------------------------------------------------------------------------------------
+
+def _draw_overview(source, records, folder, options, summary):
+    """Draw quick_analysis.png and statistics/, yielding (path, whether it was written)."""
+    from pyops.inspect.pictures import overview, style
+    run = source.run
+    about = [style.plain(run.get('program') or ''), style.shortened(os.path.abspath(source.folder), 70),
+             _steps({record.step for record in records})]
+    sheets = [('quick_analysis.png', lambda: overview.draw_quick_analysis(
+        records, 'Quick analysis', '  \N{MIDDLE DOT}  '.join(filter(None, about)), len(summary.skipped)))]
+    texts = list(dict.fromkeys(text for record in records for text in record.losses))
+    if source.steps:
+        sheets.append(('statistics/training.png', lambda: overview.draw_training(source.steps)))
+    pages = {'gradient_flow': overview.draw_gradient_flow(records), 'magnitudes': overview.draw_magnitudes(records),
+             'sqnr': overview.draw_sqnr(records, texts)}
+    for name, found in pages.items():
+        for i, sheet in enumerate(found):
+            sheets.append((f'statistics/{name}{f"_{i + 1:03d}" if len(found) > 1 else ""}.png', lambda sheet=sheet: sheet))
+    layers = overview.by(records, lambda record: record.layer)
+    limit = options.limit or len(layers)
+    if len(layers) > limit:
+        summary.notes.append(f'statistics of {limit:,} of {len(layers):,} layers have a picture of their own (--limit {limit})')
+    for layer, group in list(layers.items())[:limit]:
+        sheets.append((f'statistics/layer_{style.slug(layer)}.png',
+                       lambda layer=layer, group=group: overview.draw_layer(layer, group, texts)))
+    for name, sheet in sheets:
+        path = os.path.join(folder, *name.split('/'))
+        yield path, sheet().save(path, options.dpi)
+
+
+def _write_page(source, entries, folder, texts, work, summary):
+    """index.html; without plotly it is left out, and that is said."""
+    from pyops.inspect import page
+    from pyops.inspect.pictures import style
+    path = os.path.join(folder, 'index.html')
+    try:
+        page.script()
+    except UserError as error:
+        summary.notes.append(f'no index.html: {error}')
+        return
+    if os.path.lexists(path) and not style.is_ours(path):
+        summary.foreign.append(path)
+        return
+
+    def with_bar(function, tasks):
+        with _progress(len(entries), 'index.html') as bar:
+            for result in work(function, tasks):
+                bar.update()
+                yield result
+
+    page.write(source, folder, texts, work=with_bar, entries=entries)
+    summary.page = path
+
+
+def _write_table(path, logs, records, summary):
+    """tensor_stats.txt: a line a tensor, then what was skipped and left out."""
+    from pyops.inspect.pictures import style
+    if os.path.lexists(path) and not style.is_ours(path):
+        summary.foreign.append(path)
+        return
+    texts = list(dict.fromkeys(text for record in records for text in record.losses))
+    keys = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
+    rows = [['step', 'layer', 'operation', 'tensor', 'format', 'shape', *keys, *(f'SQNR {text}' for text in texts)]]
+    for record in records:
+        time = '' if record.time is None else f'_t{record.time}'
+        rows.append([f'{record.step}', style.plain(record.layer), record.operation, style.plain(record.name) + time,
+                     record.format, 'x'.join(map(str, record.shape)) or '1', *(_cell(record.statistics[key]) for key in keys),
+                     *(_decibels(record.losses.get(text)) for text in texts)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [f'{style.SOFTWARE}: {len(records)} tensors of {style.plain(logs)}; statistics without padding, SQNR in dB', '']
+    for row in rows:
+        lines.append('  '.join(cell.ljust(width) if i in (1, 2, 3, 4, 5) else cell.rjust(width)
+                               for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip())
+    lines += ['', f'skipped: {len(summary.skipped)}']
+    lines += [f'  {style.plain(file)}: {style.plain(reason)}' for file, reason in summary.skipped]
+    lines += ['', *summary.notes] if summary.notes else []
+    style.write_whole(path, ('\n'.join(lines) + '\n').encode('utf-8', 'replace'))
+
+
+def _cell(value):
+    return '-' if value is None else f'{value}' if isinstance(value, int) else f'{value:.4g}'
+
+
+def _decibels(loss):
+    value = None if loss is None else loss['sqnr_db']
+    return '-' if value is None or math.isnan(value) else 'exact' if value == math.inf else f'{value:.2f}'

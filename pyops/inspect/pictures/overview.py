@@ -1,0 +1,478 @@
+"""Pictures of a whole dump: the quick analysis, and statistics by layer and step."""
+import dataclasses
+import math
+
+import numpy as np
+
+from pyops.inspect.pictures import numbers, style
+
+ROWS = 40                   # of a page of statistics
+_STEPS = 6                  # that a page with a mark for each step shows
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is kept of a tensor once its pictures are drawn."""
+    layer: str
+    layer_type: str
+    operation: str
+    name: str
+    step: int
+    time: int | None
+    format: str             # that it was saved under
+    shape: tuple
+    file: str
+    statistics: dict        # of pyops.inspect.statistics.describe
+    counts: np.ndarray      # of numbers.binades
+    losses: dict            # format -> pyops.inspect.statistics.quantization
+
+    @property
+    def kind(self):
+        return style.kind_of(self.operation, self.name)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------
+
+def totals(records):
+    """-> {kind: counts of numbers.binades}, number of values, of zeros, of NaN, of infinities, over all tensors."""
+    counts = {kind: np.zeros((2, 256), np.int64) for kind in style.KINDS}
+    for record in records:
+        counts[record.kind] += record.counts
+    return (counts, *(sum(record.statistics[key] for record in records) for key in ('count', 'zeros', 'nan', 'inf')))
+
+
+def shares(records, key):
+    """-> [(value, tensors that have it)], most frequent first."""
+    found = {}
+    for record in records:
+        found[key(record)] = found.get(key(record), 0) + 1
+    return sorted(found.items(), key=lambda item: (-item[1], item[0]))
+
+
+def sqnr(records, text):
+    """SQNR in dB of a format over several tensors: of the sums, not the mean of the dB; None where nothing is known."""
+    found = [record.losses[text] for record in records if text in record.losses]
+    signal, noise = (sum(loss[key] for loss in found) for key in ('sum_x2', 'sum_e2'))
+    if not found or not (math.isfinite(signal) and math.isfinite(noise)):
+        return None
+    return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
+
+
+def rms(records):
+    """Root mean square over several tensors, None where no value is finite."""
+    found = [(record.statistics['rms'], record.statistics['count'] - record.statistics['nan'] - record.statistics['inf'])
+             for record in records if record.statistics['rms'] is not None]
+    count = sum(n for _, n in found)
+    return math.sqrt(sum(value * value * n for value, n in found) / count) if count else None
+
+
+def amax(records):
+    return max((record.statistics['amax'] for record in records if record.statistics['amax'] is not None), default=None)
+
+
+def by(records, key):
+    """-> {key(record): records}, in order of first appearance."""
+    groups = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+FLOWS = {'at the output': ('grad_output',), 'at the input': ('grad_input', 'grad_query', 'grad_key', 'grad_value'),
+         'of the weight': ('grad_weight',)}
+
+
+def gradient_flow(records):
+    """-> layers in order of the forward pass, steps, {one of FLOWS: (layers, steps) rms of the gradient, NaN where none was
+    saved}."""
+    backward = [record for record in records if record.operation == 'backward']
+    known = {record.layer for record in backward}
+    forward = [record.layer for record in records if record.operation == 'forward' and record.layer in known]
+    layers = list(dict.fromkeys([*forward, *(record.layer for record in reversed(backward))]))
+    steps = sorted({record.step for record in backward})
+    flows = {flow: np.full((len(layers), len(steps)), np.nan) for flow in FLOWS}
+    for (layer, step), group in by(backward, lambda record: (record.layer, record.step)).items():
+        for flow, names in FLOWS.items():
+            value = rms([record for record in group if record.name in names])
+            flows[flow][layers.index(layer), steps.index(step)] = np.nan if value is None else value
+    return layers, steps, flows
+
+
+def some_steps(steps, most=_STEPS):
+    """At most `most` of the steps, the first, the last and others evenly between."""
+    return [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1,
+                                                                    min(most, len(steps)))})] if steps else []
+
+
+# ---- the quick analysis ------------------------------------------------------------------------------------------------
+
+def draw_quick_analysis(records, title, subtitle, skipped=0):
+    """-> Sheet of four panels: all values, and the tensors by format, layer type and operation."""
+    counts, values, zeros, nan, inf = totals(records)
+    sheet = style.Sheet(12, 7.55, title, subtitle)
+    cards = [('tensors', f'{len(records):,}'), ('layers', f'{len({r.layer for r in records}):,}'),
+             ('steps', f'{len({r.step for r in records}):,}'), ('values', f'{values:,}'),
+             ('zeros', style.percent(100 * zeros / max(values, 1))), ('NaN', f'{nan:,}'), ('Inf', f'{inf:,}'),
+             ('files skipped', f'{skipped:,}')]
+    for i, (label, value) in enumerate(cards):
+        alarm = label in ('NaN', 'Inf', 'files skipped') and value != '0'
+        sheet.text(0.35 + i * 1.42, 0.98, label, fontsize=7.5, color=style.GREY)
+        sheet.text(0.35 + i * 1.42, 1.21, value, fontsize=11.5, color=style.BROKEN if alarm else style.INK)
+    _draw_all_values(sheet.axes(0.85, 1.8, 10.8, 2.75, 'All values, by sign and magnitude'), counts)
+    pies = [('Tensors by format', shares(records, lambda r: r.format), lambda name, i: style.color_of(name)),
+            ('Tensors by layer type', shares(records, lambda r: r.layer_type), lambda name,
+             i: style.NAME_COLORS[(5, 3, 4, 7, 2, 8, 6, 1)[i]]),
+            ('Tensors by operation', shares(records, lambda r: r.operation),
+             lambda name, i: style.KINDS['gradients' if name == 'backward' else 'activations'])]
+    for i, (heading, found, color) in enumerate(pies):
+        _draw_pie(sheet, 0.6 + i * 3.85, 5.55, heading, found, color)
+    return sheet
+
+
+def _draw_all_values(axes, counts):
+    total = sum(count.sum() for count in counts.values())
+    span = numbers.span_of(sum(counts.values()))
+    spread = {kind: count[:, :numbers.BROKEN_BIN] for kind, count in counts.items()}
+    binades = sum(spread.values()).sum(0)
+    if span is None:
+        axes.text(0.5, 0.5, 'no finite value but 0', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
+        return
+    # The small ones reach down for ever; the axis begins where a thousandth of all values is left.
+    below = np.cumsum(binades)
+    low, high = int(np.searchsorted(below, 0.001 * binades.sum(), 'right')), span[1] + 127
+    hidden = 100 * (below[low - 1] if low else 0) / binades.sum()
+    width = high - low + 1
+    bottom = np.zeros(2 * width + 1)
+    edges = np.arange(-width - 0.5, width + 1.5)
+    for kind, count in spread.items():
+        part = 100 * count[:, low:high + 1] / total
+        stack = np.concatenate([part[1][::-1], [0], part[0]])                           # negative | nothing | positive
+        if stack.any():
+            axes.stairs(bottom + stack, edges, baseline=bottom, fill=True, color=style.KINDS[kind], alpha=0.85, linewidth=0)
+        bottom = bottom + stack
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, bottom.max() * 1.08)
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 40) if width / s <= 8)
+    exponents = [e for e in range(-160, 161, step) if low <= e + 127 <= high]
+    places = [e + 127 - low + 0.5 for e in exponents]
+    style.scale(axes, 'x',
+                'value' + (f'     (left out: {style.percent(hidden)} of the values, below {style.power(low - 127)})' if hidden
+                           else ''),
+                [-place for place in places[::-1]] + [0] + places,
+                [style.MINUS + style.power(e) for e in exponents[::-1]] + ['0'] + [style.power(e) for e in exponents])
+    style.scale(axes, 'y', '% of the values', most=5)
+    x, y, width, _ = axes.inches
+    for i, kind in enumerate(reversed(style.KINDS)):
+        axes.sheet.text(x + width - 1.15 * i, y - 0.09, f'\N{BLACK SQUARE} {kind}', color=style.KINDS[kind], fontsize=9,
+                        ha='right')
+
+
+def _draw_pie(sheet, x, y, heading, found, color_of):
+    """A ring with its names and numbers beside it; more than eight parts end in one for the rest."""
+    if len(found) > 8:
+        found = [*found[:7], ('others', sum(n for _, n in found[7:]))]
+    total = sum(n for _, n in found)
+    axes = sheet.axes(x, y, 1.75, 1.75)
+    colors = [style.GREY if name == 'others' else color_of(name, i) for i, (name, _) in enumerate(found)]
+    axes.pie([n for _, n in found], colors=colors, startangle=90, counterclock=False,
+             wedgeprops={'width': 0.42, 'edgecolor': style.PAPER, 'linewidth': 1.5})
+    axes.text(0, 0, f'{total:,}', ha='center', va='center', fontsize=11)
+    axes.set_axis_off()
+    sheet.text(x, y - 0.15, heading, fontsize=9.5)
+    pitch = min(0.27, 1.7 / len(found))
+    for i, (name, n) in enumerate(found):
+        down = y + 0.95 + (i - (len(found) - 1) / 2) * pitch
+        sheet.text(x + 1.95, down, '\N{BLACK SQUARE}', color=colors[i], fontsize=11)
+        sheet.text(x + 2.15, down, style.shortened(name, 12), fontsize=8.5)
+        sheet.text(x + 3.55, down, f'{100 * n / total:.0f} %', fontsize=8.5, color=style.GREY, ha='right')
+
+
+# ---- statistics by layer and step --------------------------------------------------------------------------------------
+
+def draw_training(steps):
+    """steps: as of logs.Logs.steps -> Sheet with loss and gradient norm of every training step."""
+    sheet = style.Sheet(12, 4.6, 'Training', f'{len(steps):,} steps')
+    x = np.array([line['step'] for line in steps], np.float64)
+    for i, (key, label, color) in enumerate((('loss', 'loss', style.NAME_COLORS[0]),
+                                             ('norm', 'gradient norm', style.NAME_COLORS[1]))):
+        axes = sheet.axes(1.0 + i * 5.7, 1.1, 4.8, 2.8, label.capitalize())
+        y = np.array([line.get(key) if isinstance(line.get(key), int | float) else np.nan for line in steps], np.float64)
+        keep = np.isfinite(y)
+        if not keep.any():
+            axes.text(0.5, 0.5, 'none was written', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
+            continue
+        axes.plot(x[keep], y[keep], color=color, linewidth=1.2, marker='o' if len(x) < 40 else '', markersize=3)
+        if key == 'norm' and (y[keep] > 0).all() and y[keep].max() > 20 * y[keep].min():
+            axes.set_yscale('log')
+        axes.margins(y=0.1)
+        axes.autoscale_view()
+        style.scale(axes, 'x', 'step')
+        style.scale(axes, 'y', label)
+    return sheet
+
+
+def draw_gradient_flow(records):
+    """-> Sheets, ROWS layers each: the rms of gradients at each layer's output, input and weight, a line a step; [] without
+    any."""
+    layers, steps, flows = gradient_flow(records)
+    drawn = {flow: values for flow, values in flows.items() if (values > 0).any()}
+    sheets, shown = [], some_steps(steps)
+    if not drawn:
+        return []
+    least, most = (operation([operation(values[values > 0]) for values in drawn.values()]) for operation in (np.min, np.max))
+    for start in range(0, len(layers), ROWS):
+        part = layers[start:start + ROWS]
+        room = _room(part)
+        sheet, top = _sheet_of_rows(len(part), room + len(drawn) * 3.5 + 0.3, 'Gradient flow',
+                                    _page(start, len(layers), 'layers, first above') + _steps_note(steps, shown))
+        for i, (flow, values) in enumerate(drawn.items()):
+            axes = sheet.axes(room + i * 3.5, top, 3.2, len(part) * _PITCH, f'Gradient {flow}, rms')
+            axes.set_xscale('log')
+            axes.set_xlim(least / 1.6, most * 1.6)
+            axes.set_ylim(len(part) - 0.5, -0.5)
+            for j, step in enumerate(shown):
+                y = values[start:start + ROWS, steps.index(step)]
+                keep = np.flatnonzero(y > 0)
+                axes.plot(y[keep], keep, color=_step_color(j, len(shown)), linewidth=1.1, marker='o', markersize=4,
+                          label=f'step {step}')
+            style.scale(axes, 'x', '', most=5)
+            style.scale(axes, 'y', '', range(len(part)), [_row_label(layer) for layer in part] if i == 0 else [''] * len(part))
+        _legend_of_steps(sheet, room, top, shown)
+        sheets.append(sheet)
+    return sheets
+
+
+def draw_magnitudes(records):
+    """-> Sheets, ROWS tensors each: from rms to the largest magnitude, a line a step, below the ranges of formats without
+    scale."""
+    rows = [(label, group) for label, group in by(records, _tensor).items() if any(r.statistics['amax'] for r in group)]
+    found = [value for _, group in rows for r in group for value in (r.statistics['rms'], r.statistics['amax']) if value]
+    if not found:
+        return []
+    steps = sorted({record.step for record in records})
+    shown, sheets = some_steps(steps), []
+    low, high = math.floor(math.log2(min(found))) - 1, math.ceil(math.log2(max(found))) + 1
+    ticks = _binary_ticks(low, high)
+    for start in range(0, len(rows), ROWS):
+        part = rows[start:start + ROWS]
+        room = _room([label for label, _ in part])
+        sheet, top = _sheet_of_rows(len(part), room + 8.3, 'Magnitudes',
+                                    _page(start, len(rows), 'tensors') + _steps_note(steps, shown))
+        axes = sheet.axes(room, top, 8.0, len(part) * _PITCH)
+        axes.set_xlim(low, high)
+        axes.set_ylim(len(part) - 0.5, -0.5)
+        for i, (_, group) in enumerate(part):
+            for j, step in enumerate(shown):
+                of_step = [r for r in group if r.step == step]
+                ends = rms(of_step), amax(of_step)
+                if all(ends):
+                    y = i + (j - (len(shown) - 1) / 2) * 0.7 / len(shown)
+                    color = _step_color(j, len(shown))
+                    a, b = map(math.log2, ends)
+                    axes.plot((a, b), (y, y), color=color, linewidth=1.4, solid_capstyle='butt')
+                    axes.plot(a, y, color=color, marker='o', markersize=3.5, markeredgewidth=0)
+                    axes.plot(b, y, color=color, marker='|', markersize=5, markeredgewidth=1.4)
+        style.scale(axes, 'x', '|x|     dot: rms, stroke: the largest', ticks, [style.power(tick) for tick in ticks])
+        style.scale(axes, 'y', '', range(len(part)), [_row_label(label) for label, _ in part], size=7.5)
+        _legend_of_steps(sheet, room, top, shown)
+        sheets.append(sheet)
+    return sheets
+
+
+def draw_sqnr(records, texts):
+    """-> Sheets, ROWS tensors each: SQNR of each format, over all steps, as a coloured table; [] without formats."""
+    rows = [(label, [sqnr(group, text) for text in texts]) for label, group in by(records, _tensor).items()]
+    finite = [value for _, values in rows for value in values if value is not None and math.isfinite(value)]
+    if not texts or not rows:
+        return []
+    low, high = min([*finite, 0]), max([*finite, 10])
+    cmap, sheets = style.sequential(), []
+    for start in range(0, len(rows), ROWS):
+        part = rows[start:start + ROWS]
+        room = _room([label for label, _ in part])
+        wide = 1.15
+        sheet, top = _sheet_of_rows(len(part), max(room + wide * len(texts) + 0.3, 6.5), 'SQNR by format',
+                                    _page(start, len(rows), 'tensors') + ', dB, all steps together')
+        tall = len(part) * _PITCH
+        matrix = np.array([[high if value == math.inf else low if value is None or value == -math.inf else value
+                            for value in values]
+                           for _, values in part], np.float64)
+        colors = cmap(0.85 * (matrix - low) / (high - low))
+        sheet.image(room, top, wide * len(texts), tall, (colors * 255).round().astype(np.uint8))
+        for j in range(1, len(texts)):
+            sheet.line(room + j * wide, top, room + j * wide, top + tall, style.PAPER, 1)
+        for i in range(1, len(part)):
+            sheet.line(room, top + i * _PITCH, room + wide * len(texts), top + i * _PITCH, style.PAPER, 0.5)
+        for i, (_, values) in enumerate(part):
+            for j, value in enumerate(values):
+                text = ('exact' if value == math.inf else style.MINUS if value is None or not math.isfinite(value)
+                        else f'{value:.1f}'.replace('-', style.MINUS))
+                sheet.text(room + (j + 0.5) * wide, top + (i + 0.5) * _PITCH, text, ha='center', va='center', fontsize=7.5,
+                           color=style.readable_on(colors[i, j]))
+        for j, text in enumerate(texts):
+            sheet.text(room + (j + 0.5) * wide, top - 0.1, style.shortened(text, 15), fontsize=8.5, color=style.color_of(text),
+                       ha='center')
+        sheet.ticks(room, top, wide * len(texts), tall, 'y', '', [((i + 0.5) / len(part), _row_label(label)) for i,
+                                                                  (label, _) in enumerate(part)],
+                    size=7.5)
+        sheets.append(sheet)
+    return sheets
+
+
+def draw_layer(layer, records, texts):
+    """-> Sheet of one layer: largest magnitude and rms of its tensors, SQNR of each format for each tensor, over the steps."""
+    names = by(records, lambda record: record.name)
+    steps = sorted({record.step for record in records})
+    kinds = ', '.join(dict.fromkeys(record.layer_type for record in records))
+    when = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps, {steps[0]} to {steps[-1]}'
+    about = style.plain(layer), f'{kinds}  \N{MIDDLE DOT}  {when}'
+    return _layer_at_a_step(*about, names, texts) if len(steps) == 1 else _layer_over_steps(*about, names, texts, steps)
+
+
+def _layer_at_a_step(title, subtitle, names, texts):
+    """A row for each tensor: from rms to the largest, and a dot for the SQNR of each format."""
+    tall = len(names) * 0.3
+    sheet = style.Sheet(12, 1.45 + tall + 0.75, title, subtitle)
+    room, wide = 1.6, 4.6
+    axes = sheet.axes(room, 1.3, wide, tall, 'From root mean square to the largest |x|')
+    ends = {name: (rms(group), amax(group)) for name, group in names.items()}
+    found = [value for pair in ends.values() for value in pair if value]
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    labels = [style.shortened(name, 18) for name in names]
+    if found:
+        low, high = math.floor(math.log2(min(found))) - 1, math.ceil(math.log2(max(found))) + 1
+        axes.set_xlim(low, high)
+        for i, (name, pair) in enumerate(ends.items()):
+            if all(pair):
+                color = style.KINDS[names[name][0].kind]
+                a, b = map(math.log2, pair)
+                axes.plot((a, b), (i, i), color=color, linewidth=2, solid_capstyle='butt')
+                axes.plot(a, i, color=color, marker='o', markersize=5, markeredgewidth=0)
+                axes.plot(b, i, color=color, marker='|', markersize=9, markeredgewidth=2)
+        ticks = _binary_ticks(low, high)
+        style.scale(axes, 'x', '|x|     dot: rms, stroke: the largest', ticks, [style.power(tick) for tick in ticks])
+    style.scale(axes, 'y', '', range(len(names)), labels)
+    axes = sheet.axes(room + wide + 0.4, 1.3, wide, tall, 'Signal to quantisation noise')
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    values = {text: [sqnr(group, text) for group in names.values()] for text in texts}
+    finite = [value for column in values.values() for value in column if value is not None and math.isfinite(value)]
+    axes.set_xlim(min([*finite, 0]) - 1, max([*finite, 10]) * 1.06)
+    for text, column in values.items():
+        places = [(value, i) for i, value in enumerate(column) if value is not None and math.isfinite(value)]
+        if places:
+            axes.plot(*zip(*places, strict=True), color=style.color_of(text), linestyle='', marker='o', markersize=6.5,
+                      alpha=0.9,
+                      markeredgewidth=0)
+    style.scale(axes, 'x', 'SQNR, dB (6 dB: one bit)')
+    style.scale(axes, 'y', '', range(len(names)), [''] * len(names))
+    _legend_of_formats(sheet, room + wide + 0.4, 1.0, texts)
+    return sheet
+
+
+def _layer_over_steps(title, subtitle, names, texts, steps):
+    """A line for each tensor, and for each tensor a line for each format."""
+    across = 4
+    down = -(-len(names) // across) if texts else 0
+    sheet = style.Sheet(12, 4.75 + down * 2.15 + (0.3 if down else 0), title, subtitle)
+    for i, (heading, measure) in enumerate((('Largest |x|', amax), ('Root mean square', rms))):
+        axes = sheet.axes(0.95 + i * 4.75, 1.1, 4.0, 2.75, heading)
+        drawn = False
+        for j, (_, group) in enumerate(names.items()):
+            points = [(step, value) for step, of_step in sorted(by(group, lambda r: r.step).items())
+                      if (value := measure(of_step))]
+            if points:
+                drawn = True
+                axes.plot(*zip(*points, strict=True), color=style.NAME_COLORS[j % 9], linewidth=1.2, marker='o', markersize=3.5,
+                          linestyle='-' if j < 9 else '--')
+        if drawn:
+            axes.set_yscale('log')
+            low, high = axes.get_ylim()
+            if high < 100 * low:                # at least two powers of ten, so that there are ticks
+                middle = math.sqrt(low * high)
+                low, high = 10 ** math.floor(math.log10(middle) - 0.5), 10 ** math.ceil(math.log10(middle) + 0.5)
+            axes.set_ylim(low, high)
+            _step_axis(axes, steps)
+            style.scale(axes, 'y', '', most=5)
+    for j, name in enumerate(names):
+        y = 1.2 + j * min(0.21, 2.7 / len(names))
+        sheet.text(10.1, y, '\N{BLACK SQUARE}', color=style.NAME_COLORS[j % 9], fontsize=10)
+        sheet.text(10.3, y, style.shortened(name, 20), fontsize=8.5)
+    for j, (name, group) in enumerate(names.items() if texts else ()):
+        row, column = divmod(j, across)
+        axes = sheet.axes(0.95 + column * 2.8, 5.1 + row * 2.15, 2.3, 1.35, f'SQNR of {style.shortened(name, 22)}')
+        values = []
+        for text in texts:
+            points = [(step, value) for step, of_step in sorted(by(group, lambda r: r.step).items())
+                      if (value := sqnr(of_step, text)) is not None and math.isfinite(value)]
+            values += [value for _, value in points]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=style.color_of(text), linewidth=1.2, marker='o', markersize=3)
+        if not values:
+            axes.text(0.5, 0.5, 'no error to speak of', ha='center', va='center', fontsize=8, color=style.GREY,
+                      transform=axes.transAxes)
+            continue
+        axes.set_ylim(min(0, *values) * 1.1, max(10, *values) * 1.12)
+        _step_axis(axes, steps)
+        style.scale(axes, 'y', 'dB' if column == 0 else '', most=4)
+    _legend_of_formats(sheet, 0.95, 4.6, texts)
+    return sheet
+
+
+def _legend_of_formats(sheet, x, y, texts):
+    for text in texts:
+        sheet.text(x, y, f'\N{BLACK SQUARE} {text}', color=style.color_of(text), fontsize=8.5)
+        x += 0.45 + 0.085 * len(text)
+
+
+_PITCH = 0.21               # inches of a row
+_LABEL = 46                 # characters
+
+
+def _tensor(record):
+    return f'{style.plain(record.layer)}  {style.plain(record.name)}'
+
+
+def _row_label(text):
+    return style.shortened(text, _LABEL)
+
+
+def _room(labels):
+    return 0.55 + 0.075 * min(max(map(len, labels)), _LABEL)
+
+
+def _page(start, count, what):
+    return f'{count:,} {what}' if count <= ROWS else f'{what} {start + 1} to {min(start + ROWS, count)} of {count:,}'
+
+
+def _steps_note(steps, shown):
+    if len(steps) == 1:
+        return f', step {steps[0]}'
+    return f', {len(shown)} of {len(steps)} steps' if len(shown) < len(steps) else ''
+
+
+def _sheet_of_rows(rows, width, title, subtitle):
+    top = 1.25
+    return style.Sheet(max(width, 6), top + max(rows, 2) * _PITCH + 0.65, title, subtitle), top
+
+
+def _step_color(index, count):
+    """Early steps pale, late ones dark."""
+    return style.sequential()(0.35 + 0.6 * (index / (count - 1) if count > 1 else 0.5))
+
+
+def _legend_of_steps(sheet, x, top, steps):
+    for j, step in enumerate(steps if len(steps) > 1 else ()):
+        sheet.text(x + j * 1.0, top - 0.32, f'\N{BLACK SQUARE} step {step}', fontsize=8, color=_step_color(j, len(steps)))
+
+
+def _binary_ticks(low, high):
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 40, 80) if (high - low) / s <= 12)
+    return [tick for tick in range(-160, 161, step) if low <= tick <= high]
+
+
+def _step_axis(axes, steps):
+    low, high = steps[0], steps[-1]
+    margin = 0.05 * (high - low) or 1
+    axes.set_xlim(low - margin, high + margin)
+    style.scale(axes, 'x', 'step', steps if len(steps) <= 4 else None, [str(step) for step in steps] if len(steps) <= 4
+                else None, most=4)

@@ -1,0 +1,390 @@
+"""How every picture looks: one palette, one kind of title, axes placed in inches, PNG files that know whose they are.
+
+Colours are safe for colour-blind readers: formats and roles after Okabe and Ito, colour maps with a lightness that rises
+or falls evenly, made in OKLab.  A format has the same colour in every picture and on the page.
+"""
+import contextlib
+import functools
+import io
+import math
+import os
+import re
+
+import numpy as np
+
+from pyops.errors import UserError
+from pyops.inspect import colours
+
+INK, GREY, RULE, LIGHT, PAPER = '#222222', '#666666', '#b0b0b0', '#e6e6e6', '#ffffff'
+PADDING, BROKEN = '#d9d9d9', '#d6008f'          # positions behind a sentence's end; NaN and infinities
+KINDS = {'activations': '#0072b2', 'weights': '#009e73', 'gradients': '#d55e00'}
+NAME_COLORS = ('#0072b2', '#d55e00', '#009e73', '#b8559a', '#e69f00', '#56b4e9', '#4d4d4d', '#8b5a2b', '#7a6cd0')
+ELLIPSIS, MINUS = '\N{HORIZONTAL ELLIPSIS}', '\N{MINUS SIGN}'
+
+SOFTWARE = 'pyops inspect draw'
+_FONTS = ('DejaVu Sans', 'Noto Sans CJK SC', 'Noto Sans CJK JP', 'WenQuanYi Zen Hei', 'Noto Sans Arabic',
+          'Noto Sans Devanagari')
+_SETTINGS = {
+    'font.size': 9, 'text.color': INK, 'text.parse_math': False, 'axes.linewidth': 0.7, 'axes.axisbelow': True,
+    'legend.frameon': False, 'legend.fontsize': 8, 'figure.facecolor': PAPER, 'image.interpolation': 'nearest',
+    'axes.xmargin': 0.02}
+
+
+def require():
+    """UserError where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UserError('matplotlib is not installed: install it with: pip install matplotlib') from error
+
+
+@contextlib.contextmanager
+def look():
+    """Within it, figures have the look of this file; the settings of a caller come back at its end."""
+    import warnings
+
+    import matplotlib
+    from matplotlib import font_manager
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    fonts = [font for font in _FONTS if font in installed] or ['sans-serif']
+    with matplotlib.rc_context(_SETTINGS | {'font.family': fonts}), warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'Glyph .* missing')       # a letter that no font here has is drawn as a box
+        yield
+
+
+# ---- colours -----------------------------------------------------------------------------------------------------------
+
+def color_of(fmt):
+    """The colour of a format (a Format, its text, or 'fp32'); one with options, which may stand beside the one without, has a
+    darker shade."""
+    base, options = colours.of(fmt), str(fmt).partition(':')[2]
+    share = 0.75 - 0.3 * (sum(options.encode()) % 7) / 6 if options else 1              # the same one in every process
+    return '#' + ''.join(f'{round(int(base[i:i + 2], 16) * share):02x}' for i in (1, 3, 5))
+
+
+def _oklab_map(name, stops, count=256):
+    """A colour map through (position, #rrggbb), straight in OKLab between them, so that equal steps look equal.
+
+    Source: https://bottosson.github.io/posts/oklab/
+    """
+    from matplotlib.colors import ListedColormap
+    to_lms = np.array([[.4122214708, .5363325363, .0514459929], [.2119034982, .6806995451, .1073969566],
+                       [.0883024619, .2817188376, .6299787005]])
+    to_lab = np.array([[.2104542553, .7936177850, -.0040720468], [1.9779984951, -2.4285922050, .4505937099],
+                       [.0259040371, .7827717662, -.8086757660]])
+    places = [place for place, _ in stops]
+    rgb = np.array([[int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)] for _, color in stops])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    lab = np.cbrt(linear @ to_lms.T) @ to_lab.T
+    between = np.stack([np.interp(np.linspace(0, 1, count), places, channel) for channel in lab.T], 1)
+    linear = ((between @ np.linalg.inv(to_lab).T) ** 3 @ np.linalg.inv(to_lms).T).clip(0, 1)
+    rgb = np.where(linear <= 0.0031308, linear * 12.92, 1.055 * linear ** (1 / 2.4) - 0.055)
+    return ListedColormap(rgb.clip(0, 1), name=name)
+
+
+@functools.cache
+def diverging():
+    """Blue below 0, white at 0, orange to red above."""
+    return _oklab_map('pyops_diverging', [(0, '#08306b'), (0.25, '#3f86c4'), (0.5, '#f7f7f7'), (0.75, '#e0823d'),
+                                          (1, '#7f2704')])
+
+
+@functools.cache
+def sequential():
+    """White at 0, over green and blue to a dark violet."""
+    return _oklab_map('pyops_sequential', [(0, '#fbfdfb'), (0.3, '#9bd3c4'), (0.65, '#2b7fae'), (1, '#2a1a5e')])
+
+
+def kind_of(operation, name):
+    """-> 'activations', 'weights' or 'gradients', the keys of KINDS."""
+    if operation == 'backward':
+        return 'gradients'
+    return 'weights' if name in ('weight', 'bias') else 'activations'
+
+
+def readable_on(color):
+    """Ink or paper, whichever is better read on an (r, g, b, ...) of 0 to 1."""
+    return INK if 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2] > 0.55 else PAPER
+
+
+# ---- text --------------------------------------------------------------------------------------------------------------
+
+def plain(text):
+    """A text from a dump in one line that a font can draw: no control character."""
+    return ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in str(text))
+
+
+def shortened(text, most):
+    """At most `most` characters: the middle gives way, since layers differ at their ends."""
+    text = plain(text)
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 2
+    return text[:head] + ELLIPSIS + text[len(text) - (most - 1 - head):]
+
+
+def number(value, digits=3):
+    """A number as a reader likes it: 0.0123, 1.2e-07, nan, -inf; '' for None."""
+    if value is None:
+        return ''
+    if not math.isfinite(value):
+        return f'{value}'.replace('-', MINUS)
+    text = f'{value or 0:.{digits}g}'           # no -0
+    mantissa, e, exponent = text.partition('e')
+    return (f'{mantissa}e{int(exponent)}' if e else text).replace('-', MINUS)
+
+
+def decibels(value):
+    if value is None or math.isnan(value):
+        return 'undefined'
+    return 'exact' if value == math.inf else f'{value:.1f} dB'.replace('-', MINUS)
+
+
+def percent(value):
+    """A percentage with as many digits as say something."""
+    if value is None or math.isnan(value):
+        return MINUS
+    return '0 %' if value == 0 else '<0.01 %' if value < 0.01 else f'{value:.2g} %' if value < 1 else f'{value:.1f} %'
+
+
+def shape_text(shape):
+    return ' \N{MULTIPLICATION SIGN} '.join(map(str, shape)) if shape else 'a scalar'
+
+
+def power(exponent, base=2):
+    """A base with a raised exponent, without the slowness of mathtext."""
+    digits = str(round(exponent)).translate(str.maketrans('-0123456789', '\N{SUPERSCRIPT MINUS}'
+        '\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}\N{SUPERSCRIPT THREE}\N{SUPERSCRIPT FOUR}'
+        '\N{SUPERSCRIPT FIVE}\N{SUPERSCRIPT SIX}\N{SUPERSCRIPT SEVEN}\N{SUPERSCRIPT EIGHT}\N{SUPERSCRIPT NINE}'))
+    return f'{base}{digits}'
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------------
+
+class Sheet:
+    """A figure whose parts are placed in inches from its left and its top: faster than a layout engine, and nothing jumps
+    between two pictures that are looked at one after the other.
+
+    Texts, lines and maps lie on one page, for axes of matplotlib's take 5 ms each and their ticks 3 ms each, most of the time
+    of a picture; `axes` are for what needs a scale.
+    """
+
+    def __init__(self, width, height, title, subtitle=''):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        self.width, self.height = width, height
+        self.figure = Figure(figsize=(width, height))
+        FigureCanvasAgg(self.figure)
+        self.page = self._axes(0, 0, width, height)
+        self.page.set_xlim(0, width)
+        self.page.set_ylim(height, 0)
+        self._lines = []
+        for text, y, size, color, weight in ((title, 0.34, 14, INK, 'bold'), (subtitle, 0.60, 9, GREY, 'normal')):
+            # a bold letter of DejaVu Sans is 0.69 of its height wide on average, a normal one 0.6
+            em = 0.69 if weight == 'bold' else 0.6
+            size = max(min(size, (width - 0.7) * 72 / (em * max(len(text), 1))), 8)
+            fits = int((width - 0.7) * 72 / (em * size)) + 1
+            self.text(0.35, y, shortened(text, fits), fontsize=size, color=color, fontweight=weight)
+
+    def text(self, x, y, text, **style):
+        """Text whose baseline begins x, y inches from the upper left corner."""
+        return self.page.text(x, y, text, **style) if text else None
+
+    def line(self, x0, y0, x1, y1, color, width=0.7):
+        self._lines.append((((x0, y0), (x1, y1)), color, width))
+
+    def image(self, x, y, width, height, colors):
+        """uint8 (rows, columns, 4) as a picture of that size."""
+        from matplotlib.image import AxesImage
+        image = AxesImage(self.page, extent=(x, x + width, y + height, y), interpolation='nearest')
+        image.set_data(colors)
+        self.page.add_image(image)
+
+    def heading(self, x, y, width, title, note='', color=INK):
+        """What stands above a part whose upper left corner is x, y."""
+        self.text(x, y - 0.09, title, fontsize=9.5, color=color)
+        self.text(x + width, y - 0.09, note, fontsize=7.5, color=GREY, ha='right')
+
+    def axes(self, x, y, width, height, title='', note=''):
+        """Axes whose upper left corner lies x, y inches from that of the sheet, without ticks: `scale` draws those."""
+        axes = self._axes(x, y, width, height)
+        axes.inches = x, y, width, height
+        axes.sheet = self
+        self.heading(x, y, width, title, note)
+        return axes
+
+    def _axes(self, x, y, width, height):
+        axes = self.figure.add_axes((x / self.width, 1 - (y + height) / self.height, width / self.width, height / self.height))
+        axes.patch.set_visible(False)
+        for part in (axes.xaxis, axes.yaxis, *axes.spines.values()):
+            part.set_visible(False)
+        return axes
+
+    def ticks(self, x, y, width, height, side, label, shown, rotation=0, size=8):
+        """Ticks and label below ('x') or to the left ('y') of a part.  shown: [(place from 0 to 1, text)], from left or from
+        above."""
+        is_x = side == 'x'
+        corner = x, y + height
+        self.line(*corner, *((x + width, y + height) if is_x else (x, y)), RULE, 0.8)
+        for place, text in shown:
+            if is_x:
+                at = x + place * width
+                self.line(at, y + height, at, y + height + 0.04, RULE)
+                style = {'ha': 'right', 'rotation': rotation, 'rotation_mode': 'anchor'} if rotation else {'ha': 'center'}
+                self.text(at, y + height + 0.07, text, fontsize=size, color=GREY, va='top', **style)
+            else:
+                at = y + place * height
+                self.line(x - 0.04, at, x, at, RULE)
+                self.text(x - 0.07, at, text, fontsize=size, color=GREY, ha='right', va='center')
+        if label:
+            longest = max((len(text) for _, text in shown), default=0) * 0.62 * size / 72
+            if is_x:
+                down = 0.24 + longest * abs(math.sin(math.radians(rotation))) if rotation else 0.14 + size / 72
+                self.text(x + width / 2, y + height + down, label, fontsize=8.5, color=GREY, ha='center', va='top')
+            else:
+                self.text(x - 0.12 - longest, y + height / 2, label, fontsize=8.5, color=GREY, ha='right', va='center',
+                          rotation=90)
+
+    def save(self, path, dpi):
+        """Write the PNG: whole or not at all.  -> False where a file that is not ours has the name: it stays.
+
+        UserError where the folder or the disk takes no file.
+        """
+        from PIL import Image, PngImagePlugin
+        if os.path.lexists(path) and not is_ours(path):
+            return False
+        canvas = self.figure.canvas
+        self.figure.set_dpi(dpi)
+        if self._lines:
+            from matplotlib.collections import LineCollection
+            segments, colors, widths = zip(*self._lines, strict=True)
+            self.page.add_collection(LineCollection(segments, colors=colors, linewidths=widths, zorder=2, clip_on=False),
+                                     autolim=False)
+            self._lines = []
+        canvas.draw()
+        image = Image.fromarray(np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3]))
+        about = PngImagePlugin.PngInfo()
+        about.add_text('Software', SOFTWARE)
+        about.add_text('Title', os.path.basename(path))
+        file = io.BytesIO()
+        image.save(file, 'png', compress_level=3, pnginfo=about, dpi=(dpi, dpi))
+        write_whole(path, file.getbuffer())
+        return True
+
+
+def write_whole(path, data):
+    """Write bytes under a hidden name, then give them theirs.  UserError where that fails."""
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f'.{os.getpid()}.tmp')
+    try:
+        try:
+            with open(temporary, 'wb') as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise UserError(f'{path}: cannot be written ({error.strerror or error}); want a folder with room that you may write to'
+                        ) from error
+
+
+def is_ours(path, as_named=False):
+    """Whether a file is a picture, a table or a page of ours, by the mark in its head; as_named: and still has the name that we
+    gave it."""
+    try:
+        with open(path, 'rb') as file:
+            head = file.read(1024)
+    except OSError:
+        return False
+    name = b'tEXtTitle\0' + os.path.basename(path).encode('latin-1', 'replace')
+    is_page = head.startswith(b'<!doctype html>') and b'<meta name="generator" content="%s">' % SOFTWARE.encode() in head
+    is_picture = head.startswith(b'\x89PNG') and b'tEXtSoftware\0' + SOFTWARE.encode() in head
+    return not os.path.islink(path) and (head.startswith(SOFTWARE.encode()) or is_page or is_picture
+                                         and (not as_named or name in head))
+
+
+def painted(matrix, low, high, cmap, hidden=None):
+    """-> uint8 (rows, columns, 4): the colours of a map from low to high, NaN and infinities in BROKEN, hidden cells in
+    PADDING."""
+    from matplotlib.colors import to_rgba
+    with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
+        place = (matrix.astype(np.float64) - low) / ((high - low) or 1.0)
+    is_finite = np.isfinite(matrix)
+    colors = (cmap(np.where(is_finite, place, 0).clip(0, 1)) * 255).round().astype(np.uint8)
+    colors[~is_finite] = [round(255 * c) for c in to_rgba(BROKEN)]
+    if hidden is not None:
+        colors[hidden] = [round(255 * c) for c in to_rgba(PADDING)]
+    return colors
+
+
+def color_bar(sheet, x, y, width, cmap, low, high, is_beyond, label=None):
+    """A bar of the colours from low to high with its ends and middle, pointed where values lie beyond.  label: number ->
+    text."""
+    sheet.image(x, y, width, 0.09, (cmap(np.linspace(0, 1, 256))[None] * 255).round().astype(np.uint8))
+    if is_beyond:
+        ends = [(((x + width, y), (x + width + 0.11, y + 0.045), (x + width, y + 0.09)), 1.0)]
+        ends += [(((x, y), (x - 0.11, y + 0.045), (x, y + 0.09)), 0.0)] if low < 0 else []
+        for corners, place in ends:
+            sheet.page.fill(*zip(*corners, strict=True), facecolor=cmap(place), linewidth=0)
+    label = label or number
+    marks = [low, (low + high) / 2, high] if high > low else [low]
+    if label is power:                          # whole exponents
+        marks = [low, round((low + high) / 2), high] if high - low >= 2 else [low, high]
+    if sum(len(label(mark)) for mark in marks) * 0.07 > width + 0.2:
+        marks = [marks[0], marks[-1]]
+    for mark in dict.fromkeys(marks):
+        sheet.text(x + width * ((mark - low) / (high - low) if high > low else 0.5), y + 0.22, label(mark), fontsize=7.5,
+                   color=GREY,
+                   ha='center')
+
+
+def scale(axes, side, label='', ticks=None, labels=None, most=6, grid=True, rotation=0, size=8):
+    """Ticks, grid and label of one side of axes, 'x' (below) or 'y' (left), for the limits that they have by now.
+
+    ticks: where, by default at about `most` round numbers, or powers of ten of a logarithmic scale.
+    """
+    is_x = side == 'x'
+    limits = axes.get_xlim() if is_x else axes.get_ylim()
+    low, high = sorted(limits)
+    is_log = (axes.get_xscale() if is_x else axes.get_yscale()) == 'log'
+    if ticks is None:
+        ticks, labels = (_decades if is_log else _round_numbers)(low, high, most)
+    elif labels is None:
+        labels = [number(tick, 6) for tick in ticks]
+    (axes.set_xlim if is_x else axes.set_ylim)(limits)
+    found = [(tick, text) for tick, text in zip(ticks, labels, strict=True)
+             if low - 1e-9 * (high - low) <= tick <= high + 1e-9 * (high - low)]
+    if grid and found:
+        places = [tick for tick, _ in found]
+        (axes.vlines if is_x else axes.hlines)(places, 0, 1, color=LIGHT, linewidth=0.6, zorder=0,
+                                               transform=axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform())
+    start, end, moved = (*map(math.log, limits), math.log) if is_log else (*limits, float)
+    shown = [((moved(tick) - start) / (end - start), text) for tick, text in found]
+    axes.sheet.ticks(*axes.inches, side, label, [(place if is_x else 1 - place, text) for place, text in shown], rotation, size)
+
+
+def _round_numbers(low, high, most):
+    from matplotlib.ticker import MaxNLocator
+    ticks = MaxNLocator(most, steps=(1, 2, 2.5, 5, 10)).tick_values(low, high)
+    ticks = [float(tick) for tick in ticks if low - 1e-9 * (high - low) <= tick <= high + 1e-9 * (high - low)]
+    step = min((b - a for a, b in zip(ticks, ticks[1:], strict=False)), default=abs(high - low) or 1)
+    largest = max(map(abs, ticks), default=0)
+    digits = max(1, math.ceil(math.log10(largest / step)) + 2) if largest and step else 3
+    return ticks, [number(0.0 if abs(tick) < step * 1e-6 else tick, min(digits, 7)) for tick in ticks]
+
+
+def _decades(low, high, most):
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    decades = list(range(first, last + 1, max(1, math.ceil((last - first + 1) / most))))
+    return [10.0 ** d for d in decades], [str(10 ** d) if 0 <= d <= 3 else power(d, 10) for d in decades]
+
+
+def slug(text, most=150):
+    """A safe part of a file's name: letters, digits, `.`, `_`, `-`; of a longer one the head and a checksum."""
+    import zlib
+    safe = re.sub(r'[^A-Za-z0-9._-]+', '-', text).strip('.-') or 'tensor'
+    if len(safe) > most:
+        safe = f'{safe[:most - 9]}-{zlib.crc32(text.encode("utf-8", "surrogatepass")):08x}'
+    return safe

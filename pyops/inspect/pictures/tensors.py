@@ -1,0 +1,495 @@
+"""The three pictures of a tensor: how its values are distributed, the tensor and its errors as maps, all formats side by side.
+
+`analyse` reads everything from the tensor once; the pictures are drawn from what it returns, which is small.
+"""
+import dataclasses
+import math
+
+import numpy as np
+
+from pyops import formats as number_formats
+from pyops.inspect import statistics
+from pyops.inspect.pictures import numbers, style
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """What a format does to a tensor."""
+    format: number_formats.Format
+    statistics: dict            # of pyops.inspect.statistics.quantization
+    error: np.ndarray           # q - x as a small matrix, like Tensor.values
+    scales: np.ndarray | None   # exponents of the blocks' scales as a matrix of the same shape
+    exponents: tuple            # the smallest, median and largest of them; (0, 0, 0) without scales
+    patch: np.ndarray           # q within the window Tensor.patch
+    relative: tuple             # edges, shares of numbers.relative_errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """All that the pictures of a tensor show."""
+    title: str
+    subtitle: str
+    kind: str                   # of style.KINDS
+    format: str                 # that it was saved under, or 'fp32'
+    shape: tuple
+    statistics: dict            # of pyops.inspect.statistics.describe
+    is_sampled: bool            # boxes and quantiles are of a sample
+    counts: np.ndarray          # of numbers.binades
+    histogram: tuple | None
+    normal: tuple | None
+    boxes: list
+    boxes_of: str
+    view: numbers.View
+    values: np.ndarray          # x as a small matrix, 0 where padding is
+    padding: np.ndarray | None  # bool, of the same shape
+    window: tuple               # (first row, first column) of patch
+    patch: np.ndarray           # x within a window around its largest value
+    patch_padding: np.ndarray | None
+    rounded: list               # of Rounded
+
+    @property
+    def parts(self):
+        """How many elements a cell of `values` stands for at most: rows, columns."""
+        return tuple(-(-full // max(small, 1)) for full, small in zip(self.view.matrix, self.values.shape, strict=True))
+
+
+def subtitle_of(entry):
+    """What stands in grey below a title: when, what, how large, rounded how."""
+    time = '' if entry.time is None else f', time step {entry.time}'
+    fmt = 'saved unquantised' if entry.fmt is None else f'trained with {entry.fmt}'
+    return f'step {entry.step}{time}  ·  {entry.operation}  ·  {style.shape_text(entry.shape)}  ·  {fmt}'
+
+
+def title_of(entry):
+    return f'{style.plain(entry.layer)}  ·  {style.plain(entry.name)}'
+
+
+def analyse(entry, x, mask, wanted):
+    """x (the tensor of a logs.Entry), mask (bool, True = not padding, or None), formats -> Tensor."""
+    x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector of one
+    values = numbers.valid(x, mask)
+    is_heads = entry.layer_type == 'attention' and x.ndim == 4
+    heads_axis = (1 if entry.name == 'weights' else 2) if is_heads else None
+    view = numbers.view_of(x.shape, entry.layer_type, entry.name, entry.axis)
+    hidden = None if mask is None else view.of(~np.asarray(mask))
+    matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
+    rows, columns = numbers.patch_of(matrix)
+    sampled = numbers.sample(values)
+    rounded = [_round(x, mask, fmt, _axis(entry, x), view, hidden, (rows, columns), sampled) for fmt in wanted]
+    return Tensor(
+        title=title_of(entry), subtitle=subtitle_of(entry), kind=style.kind_of(entry.operation, entry.name),
+        format='fp32' if entry.fmt is None else str(entry.fmt), shape=x.shape,
+        statistics=entry.statistics or statistics.describe(x, mask), is_sampled=len(values) > numbers.SAMPLE,
+        counts=numbers.binades(values), histogram=numbers.histogram(values), normal=numbers.normal_quantiles(sampled),
+        boxes=numbers.boxes(x, mask, heads_axis), boxes_of='head' if is_heads else 'feature' if x.ndim > 1 else '',
+        view=view, values=numbers.shrink(matrix),
+        padding=None if hidden is None else numbers.reduced(np.logical_and, hidden), window=(rows.start, columns.start),
+        patch=np.array(matrix[rows, columns]),
+        patch_padding=None if hidden is None else np.array(hidden[rows, columns]), rounded=rounded)
+
+
+def measure(entry, x, mask, wanted):
+    """What the statistics need of a tensor that has no pictures -> counts, statistics, {format: quantization}."""
+    x = np.atleast_1d(np.asarray(x, np.float32))
+    losses = {str(fmt): statistics.quantization(x, fmt, _axis(entry, x), mask) for fmt in wanted}
+    return numbers.binades(numbers.valid(x, mask)), entry.statistics or statistics.describe(x, mask), losses
+
+
+def _axis(entry, x):
+    """Along which blocks lie; the last one where a dump does not say, or says nonsense."""
+    return entry.axis if isinstance(entry.axis, int) and -x.ndim <= entry.axis < x.ndim else -1
+
+
+def _round(x, mask, fmt, axis, view, hidden, window, sampled):
+    q = number_formats.fake_quantize(x, fmt, axis)
+    with np.errstate(invalid='ignore', over='ignore'):
+        error = view.of(q - x)
+    scales, exponents = None, (0, 0, 0)
+    if fmt.is_block and x.size:
+        found = statistics.block_scales(x, fmt, axis).astype(np.float32)
+        along = axis % x.ndim
+        spread = np.repeat(found, fmt.block, along).take(range(x.shape[along]), along)
+        scales = view.of(spread)
+        scales = numbers.reduced(np.maximum, scales if hidden is None else np.where(hidden, -128, scales))
+        used = numbers.valid(spread, mask)
+        used = used[np.isfinite(used) & (used > -127)]          # -127: a block of zeros
+        exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
+    elif fmt.option('amax_target') and (amax := float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))):
+        exponents = (math.log2(amax / fmt.option('amax_target')),) * 3
+    picked = numbers.sample(numbers.valid(q, mask))
+    error = numbers.shrink(error if hidden is None else np.where(hidden, 0, error))
+    return Rounded(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, exponents, np.array(view.of(q)[window]),
+                   numbers.relative_errors(sampled, picked))
+
+
+# ---- distributions -----------------------------------------------------------------------------------------------------
+
+def draw_distribution(tensor):
+    """-> Sheet with histogram, exponents over the range of the formats, boxes, and quantiles against a normal distribution."""
+    sheet = style.Sheet(12, 8.45, tensor.title, tensor.subtitle)
+    color = style.KINDS[tensor.kind]
+    _facts(sheet, tensor)
+    note = f'of a sample of {numbers.SAMPLE:,} values' if tensor.is_sampled else ''
+    left, right, width, top, bottom, height = 0.85, 6.85, 4.85, 1.75, 5.35, 2.75
+    _draw_histogram(sheet.axes(left, top, width, height, 'Values'), tensor, color)
+    lanes = min(0.175 * len(tensor.rounded), 1.6)
+    _draw_exponents(sheet, (right, top, width, height), lanes, tensor, color)
+    grouped = len(tensor.boxes) > 2
+    _draw_boxes(sheet.axes(left, bottom, width, height - 0.55, f'Boxes by {tensor.boxes_of}' if grouped else 'Box', note),
+                tensor, color)
+    _draw_quantiles(sheet.axes(right, bottom, width, height - 0.55, 'Quantiles', note), tensor, color)
+    return sheet
+
+
+def _facts(sheet, tensor):
+    """A row of the numbers that one looks for first."""
+    s = tensor.statistics
+    count = s['count']
+    cards = [('values', f'{count:,}'), ('largest |x|', style.number(s['amax'])), ('rms', style.number(s['rms'])),
+             ('mean', style.number(s['mean'])), ('std', style.number(s['std'])), ('smallest', style.number(s['min'])),
+             ('largest', style.number(s['max'])), ('zeros', style.percent(100 * s['zeros'] / count if count else 0))]
+    if s['nan'] or s['inf']:
+        cards.append(('NaN, Inf', f'{s["nan"]:,}, {s["inf"]:,}'))
+    if tensor.padding is not None:
+        cards.append(('padding', style.percent(100 * (1 - count / max(math.prod(tensor.shape), 1)))))
+    for i, (label, value) in enumerate(cards):
+        x = 0.35 + i * min(1.42, (sheet.width - 0.7) / len(cards))
+        sheet.text(x, 0.98, label, fontsize=7.5, color=style.GREY)
+        sheet.text(x, 1.19, value or '\N{EM DASH}', fontsize=10.5, color=style.BROKEN if label == 'NaN, Inf' else style.INK)
+
+
+def _nothing(axes, text):
+    axes.text(0.5, 0.5, text, ha='center', va='center', color=style.GREY, transform=axes.transAxes)
+
+
+def _draw_histogram(axes, tensor, color):
+    if tensor.histogram is None:
+        return _nothing(axes, 'no finite value')
+    edges, counts = tensor.histogram
+    axes.stairs(counts, edges, fill=True, color=color, alpha=0.85, linewidth=0)
+    mean, std = tensor.statistics['mean'], tensor.statistics['std']
+    top, is_log = counts.max(), counts.max() > 20
+    if len(counts) > 10 and mean is not None and std:
+        x = np.linspace(edges[0], edges[-1], 200)
+        bell = counts.sum() * (edges[1] - edges[0]) / (std * math.sqrt(2 * math.pi)) * np.exp(-0.5 * ((x - mean) / std) ** 2)
+        axes.plot(x, bell, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), label='normal, same mean and std')
+        axes.legend(loc='upper right', borderaxespad=0)
+        top = max(top, bell.max())
+    if is_log:
+        axes.set_yscale('log')
+    axes.set_ylim((0.7, top ** 1.25) if is_log else (0, max(top * 1.25, 1)))
+    middle = (edges[0] + edges[-1]) / 2
+    if len(counts) == 1:                        # a constant: its value is the only tick worth having
+        axes.set_xlim(middle - 2 * (edges[1] - edges[0]), middle + 2 * (edges[1] - edges[0]))
+        style.scale(axes, 'x', 'value', [middle], [style.number(middle, 6)])
+    else:
+        style.scale(axes, 'x', 'value')
+    style.scale(axes, 'y', 'values in a bin', most=5)
+    return None
+
+
+def _reach(rounded, which=1):
+    """-> log2 of the smallest value a format has, the smallest with all its digits, and the largest, under the smallest (which
+    = 0), median (1) or largest (2) scale among the blocks."""
+    f = rounded.format
+    return tuple(math.log2(edge) + rounded.exponents[which] for edge in (f.min_subnormal, f.min_normal, f.max))
+
+
+def _draw_exponents(sheet, box, lanes, tensor, color):
+    x, y, width, height = box
+    span, counts = numbers.span_of(tensor.counts), tensor.counts.sum(0)
+    rounded = tensor.rounded
+    low, high = span or (-8, 8)
+    if rounded:             # the ends of the first format too, where they are not far away
+        sub, normal, top = _reach(rounded[0])
+        low, high = min(low, max(sub - 2, low - 14)), max(high, min(top + 1, high + 12))
+    low, high = low - 1, high + 2
+    ticks = [t for t in range(-160, 161, next(s for s in (1, 2, 4, 5, 10, 20, 40, 80) if (high - low) / s <= 9))
+             if low <= t <= high]
+    labels = [style.power(t) for t in ticks]
+    gap = 0.08 if rounded else 0
+    axes = sheet.axes(x, y, width, height - lanes - gap, 'Magnitudes by binade')
+    axes.stairs(100 * counts / max(counts.sum(), 1), np.arange(257) - 127, fill=True, color=color, alpha=0.85, linewidth=0)
+    axes.set_xlim(low, high)
+    axes.set_ylim(0, max(100 * counts.max() / max(counts.sum(), 1), 1) * 1.2)
+    if span is None:
+        _nothing(axes, 'no finite value but 0')
+    if rounded:
+        _shade(axes, rounded[0], low, high)
+    style.scale(axes, 'y', '% of values that are not 0', most=5)
+    style.scale(axes, 'x', '' if rounded else '|x|', ticks, [''] * len(ticks) if rounded else labels)
+    if not rounded:
+        return
+    lane = sheet.axes(x, y + height - lanes, width, lanes)
+    for i, r in enumerate(rounded):
+        sub, normal, top = np.clip(_reach(r), low, high)
+        tint = style.color_of(r.format)
+        lane.barh((i, i), (normal - sub, top - normal), left=(sub, normal), height=0.5, color=[(tint, 0.35), (tint, 1)],
+                  linewidth=0)
+        if sub >= high or top <= low:
+            text, place = ('above \N{BLACK RIGHT-POINTING SMALL TRIANGLE}', 0.995) if sub >= high else (
+                '\N{BLACK LEFT-POINTING SMALL TRIANGLE} below', 0.005)
+            lane.text(place, i, text, color=tint, fontsize=7.5, ha='right' if sub >= high else 'left', va='center',
+                      transform=lane.get_yaxis_transform())
+        if r.exponents[0] < r.exponents[2]:
+            ends = np.clip((_reach(r, 0)[0], _reach(r, 2)[2]), low, high)
+            lane.plot(ends, (i, i), color=tint, linewidth=1, zorder=1)
+        lane.text(-0.015, i, style.shortened(r.format, 16), fontsize=7.5, color=tint, ha='right', va='center',
+                  transform=lane.get_yaxis_transform())
+    lane.set_xlim(low, high)
+    lane.set_ylim(len(rounded) - 0.5, -0.5)
+    blocks = ', at the median scale; line: all blocks' if any(r.exponents[0] < r.exponents[2] for r in rounded) else ''
+    style.scale(lane, 'x', f'|x|     ranges: normal, pale subnormal{blocks}', ticks, labels)
+
+
+def _shade(axes, rounded, low, high):
+    """Where a format is subnormal, normal, and beyond its ends."""
+    sub, normal, top = _reach(rounded)
+    tint = style.color_of(rounded.format)
+    across = axes.get_xaxis_transform()
+    for start, end, alpha in ((sub - 1, normal, 0.07), (normal, top, 0.16)):        # half of the smallest is still rounded up
+        start, end = max(start, low), min(end, high)
+        if end > start:
+            axes.axvspan(start, end, color=tint, alpha=alpha, linewidth=0, zorder=0)
+    for place, align, text in ((top, 'left', ' overflow'), (sub - 1, 'right', 'to 0 ')):
+        if low < place < high:
+            axes.axvline(place, color=tint, linewidth=1)
+        if ((high - place) if align == 'left' else (place - low)) / (high - low) * axes.inches[2] > 0.085 * len(text):
+            axes.text(place, 0.97, text, color=tint, fontsize=7.5, ha=align, va='top', transform=across, clip_on=True)
+    for start, end, text in ((sub - 1, normal, 'subnormal'), (normal, top, f'{rounded.format}: normal')):
+        start, end = max(start, low), min(end, high)
+        if (end - start) / (high - low) * axes.inches[2] > 0.072 * len(text):
+            axes.text((start + end) / 2, 0.97, text, color=tint, fontsize=7.5, ha='center', va='top', transform=across)
+
+
+def _draw_boxes(axes, tensor, color):
+    from matplotlib.collections import LineCollection, PolyCollection
+    found = tensor.boxes if len(tensor.boxes) > 2 else tensor.boxes[:1]
+    if not found:
+        return _nothing(axes, 'no finite value')
+    lines, medians, bodies = [], [], []
+    for i, box in enumerate(found):
+        bodies.append([(i - 0.32, box.q1), (i + 0.32, box.q1), (i + 0.32, box.q3), (i - 0.32, box.q3)])
+        medians.append([(i - 0.32, box.median), (i + 0.32, box.median)])
+        lines += [[(i, box.low), (i, box.q1)], [(i, box.q3), (i, box.high)]]
+        lines += [[(i - 0.16, edge), (i + 0.16, edge)] for edge in (box.low, box.high)]
+    axes.add_collection(PolyCollection(bodies, facecolors=[(style.GREY if i == 0 and len(found) > 1 else color, 0.45)
+                                                           for i in range(len(found))],
+                                       linewidth=0))
+    axes.add_collection(LineCollection(lines, colors=style.GREY, linewidths=0.8))
+    axes.add_collection(LineCollection(medians, colors=style.INK, linewidths=1.4))
+    axes.plot(np.concatenate([np.full(len(box.beyond), i) for i, box in enumerate(found)]),
+              np.concatenate([box.beyond for box in found]), linestyle='', marker='.', markersize=3, color=color, alpha=0.5,
+              markeredgewidth=0)
+    axes.autoscale_view()
+    axes.set_xlim(-0.6, len(found) - 0.4) if len(found) > 1 else axes.set_xlim(-2, 2)
+    style.scale(axes, 'y', 'value', most=5)
+    labels = [box.label for box in found]
+    crowded = sum(map(len, labels)) * 0.085 > axes.inches[2] * 0.85
+    style.scale(axes, 'x', tensor.boxes_of if len(found) > 1 else '', range(len(found)), labels, grid=False,
+                rotation=35 if crowded else 0)
+    return None
+
+
+def _draw_quantiles(axes, tensor, color):
+    if tensor.normal is None:
+        return _nothing(axes, 'needs three values that differ')
+    expected, observed = tensor.normal
+    low, high = min(expected[0], observed[0]), max(expected[-1], observed[-1])
+    axes.axline((0, 0), slope=1, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), label='if it were normal')
+    axes.plot(expected, observed, linestyle='', marker='o', markersize=2.8, color=color, markeredgewidth=0)
+    axes.set_xlim(expected[0] - 0.03 * np.ptp(expected), expected[-1] + 0.03 * np.ptp(expected))
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    style.scale(axes, 'x', 'quantile of a normal distribution with the same mean and std')
+    style.scale(axes, 'y', 'quantile of the values', most=5)
+    axes.legend(loc='upper left', borderaxespad=0)
+    return None
+
+
+# ---- heatmaps ----------------------------------------------------------------------------------------------------------
+
+_PANELS, _PANEL_WIDTH, _PANEL_HEIGHT, _PITCH = 4, 2.85, 2.55, 3.6       # in a row; inches
+
+
+def draw_heatmap(tensor):
+    """-> Sheet with the tensor as a map, the error q - x of each format, and the scales of those with blocks."""
+    panels = [('x', style.INK, '', tensor.values, None)]
+    for r in tensor.rounded:
+        tint = style.color_of(r.format)
+        panels.append((f'{style.shortened(r.format, 17)}:  error q {style.MINUS} x', tint,
+                       style.decibels(r.statistics['sqnr_db']), r.error, None))
+        if r.scales is not None:
+            panels.append((f'{style.shortened(r.format, 17)}:  scales', tint, f'blocks of {r.format.block}', r.scales,
+                           style.power))
+    across = min(len(panels), _PANELS)
+    down = -(-len(panels) // across)
+    height = 1.25 + down * _PITCH + 0.15
+    sheet = style.Sheet(max(0.85 + across * (_PANEL_WIDTH + 0.35) + 0.1, 7.5), height, tensor.title, tensor.subtitle)
+    broken = is_beyond = False
+    for i, (title, color, note, matrix, format_tick) in enumerate(panels):
+        row, column = divmod(i, across)
+        place = 0.85 + column * (_PANEL_WIDTH + 0.35), 1.15 + row * _PITCH
+        if not matrix.size:
+            sheet.text(place[0], place[1] + 0.3, 'no value', color=style.GREY)
+            continue
+        low, high, beyond, signed = numbers.limits(matrix) if format_tick is None else (*_whole_limits(matrix, tensor.padding),
+                                                                                        0, False)
+        cmap = style.diverging() if signed else style.sequential()
+        box = *place, _PANEL_WIDTH, _PANEL_HEIGHT
+        sheet.heading(*box[:3], title, note, color)
+        sheet.image(*box, style.painted(matrix, low, high, cmap, tensor.padding))
+        is_beyond |= beyond > 0
+        broken |= bool((~np.isfinite(matrix) & (True if tensor.padding is None else ~tensor.padding)).any())
+        _draw_parts(sheet, box, tensor.view)
+        first = i == 0
+        sheet.ticks(*box, 'y', tensor.view.rows if first else '', _element_ticks(tensor.view.matrix[0], 5, column == 0))
+        sheet.ticks(*box, 'x', tensor.view.columns if first else '', _element_ticks(tensor.view.matrix[1], 6))
+        style.color_bar(sheet, place[0] + 0.55, place[1] + _PANEL_HEIGHT + 0.48, _PANEL_WIDTH - 1.1, cmap, low, high,
+                        beyond > 0, format_tick)
+    sheet.text(0.35, height - 0.14, _legend_of_maps(tensor, broken, is_beyond), fontsize=7.5, color=style.GREY)
+    return sheet
+
+
+def _legend_of_maps(tensor, broken, is_beyond):
+    part = style.shape_text(tensor.parts)
+    remarks = [f'a cell shows the value of largest magnitude of {part}'] if math.prod(tensor.parts) > 1 else []
+    remarks += ['grey: padding'] if tensor.padding is not None and tensor.padding.any() else []
+    remarks += ['magenta: NaN or Inf'] if broken else []
+    remarks += ['arrows: the largest values lie beyond the end of the colours'] if is_beyond else []
+    remarks += ['q: x in the format'] if tensor.rounded else []
+    return '   \N{MIDDLE DOT}   '.join(remarks)
+
+
+def _whole_limits(matrix, padding):
+    found = matrix[np.isfinite(matrix) & (True if padding is None else ~padding)]
+    return (float(found.min()), float(found.max())) if len(found) else (0.0, 0.0)
+
+
+def _element_ticks(count, most, labelled=True, first=0):
+    """Of `count` elements from number `first` on, some: [(place from 0 to 1, number)], in the middle of their cells."""
+    step = next(s * 10 ** p for p in range(12) for s in (1, 2, 5) if count <= most * s * 10 ** p) if count else 1
+    return [((place + 0.5 - first) / count, str(place) if labelled else '') for place in range(first, first + count)
+            if place % step == 0]
+
+
+def _draw_parts(sheet, box, view):
+    x, y, width, height = box
+    rows, columns = view.matrix
+    if len(view.row_lines) <= 48:
+        for row in view.row_lines:
+            sheet.line(x, y + height * row / rows, x + width, y + height * row / rows, style.RULE, 0.6)
+    if len(view.column_lines) <= 48:
+        for column in view.column_lines:
+            sheet.line(x + width * column / columns, y, x + width * column / columns, y + height, style.RULE, 0.6)
+
+
+# ---- comparisons -------------------------------------------------------------------------------------------------------
+
+def draw_comparison(tensor):
+    """-> Sheet with a window of the tensor under every format side by side, its errors on one scale, and what is lost."""
+    rounded = tensor.rounded
+    columns = len(rounded) + 1
+    wide = max(12.0, 0.75 + columns * 1.55)
+    pitch = (wide - 0.85 - 0.35 + 0.16) / columns
+    side = pitch - 0.16
+    sheet = style.Sheet(wide, 7.7, tensor.title, tensor.subtitle)
+    top, high = 1.2, 1.45
+    if tensor.patch.size:
+        low, most, _, signed = numbers.limits(tensor.patch)
+        cmap = style.diverging() if signed else style.sequential()
+        with np.errstate(invalid='ignore', over='ignore'):
+            errors = [r.patch - tensor.patch for r in rounded]
+        found = np.concatenate([np.abs(e[np.isfinite(e)]) for e in errors]) if errors else np.zeros(0)
+        worst = float(found.max(initial=0))
+        for i in range(columns):
+            x = 0.85 + i * pitch
+            box = x, top, side, high
+            fmt = rounded[i - 1].format if i else None
+            sheet.heading(*box[:3], style.shortened(fmt, int(side / 0.085)) if i else 'x',
+                          color=style.color_of(fmt) if i else style.INK)
+            sheet.image(*box, style.painted(rounded[i - 1].patch if i else tensor.patch, low, most, cmap, tensor.patch_padding))
+            _window_ticks(sheet, box, tensor, i == 0, i == 0)
+            if i:
+                box = x, top + high + 0.16, side, high
+                sheet.image(*box, style.painted(errors[i - 1], -worst, worst, style.diverging(), tensor.patch_padding))
+                _window_ticks(sheet, box, tensor, False, True)
+        bar = 0.85, side - 0.1
+        sheet.text(bar[0], top + high + 0.55, 'values', fontsize=8, color=style.GREY)
+        style.color_bar(sheet, bar[0] + 0.05, top + high + 0.62, bar[1], cmap, low, most, False)
+        sheet.text(bar[0], top + high + 1.1, f'errors q {style.MINUS} x', fontsize=8, color=style.GREY)
+        style.color_bar(sheet, bar[0] + 0.05, top + high + 1.17, bar[1], style.diverging(), -worst, worst, False)
+    else:
+        sheet.text(0.85, top + 0.3, 'no value', color=style.GREY)
+    if rounded:
+        y, tall = top + 2 * high + 0.95, 2.0
+        _draw_sqnr(sheet.axes(1.15, y, 2.45, tall, 'Signal to quantisation noise'), rounded)
+        _draw_relative(sheet.axes(4.55, y, 2.75, tall, 'Relative error of a value',
+                                  'of a sample' if tensor.is_sampled else ''), rounded)
+        _table(sheet, 7.7, y - 0.09, wide - 7.7 - 0.35, tall, rounded)
+    return sheet
+
+
+def _window_ticks(sheet, box, tensor, with_rows, with_columns):
+    (row, column), (rows, columns) = tensor.window, tensor.patch.shape
+    sheet.ticks(*box, 'y', '', _element_ticks(rows, 4, with_rows, row), size=7.5)
+    sheet.ticks(*box, 'x', '', _element_ticks(columns, 4, with_columns, column), size=7.5)
+
+
+def _draw_sqnr(axes, rounded):
+    found = [r.statistics['sqnr_db'] for r in rounded]
+    finite = [value for value in found if value is not None and math.isfinite(value)]
+    most, least = max([*finite, 10]), min([*finite, 0])
+    for i, (r, value) in enumerate(zip(rounded, found, strict=True)):
+        tint = style.color_of(r.format)
+        length = most if value == math.inf else value if value is not None and math.isfinite(value) else 0
+        axes.barh(i, length, height=0.62, color=tint, alpha=0.35 if value == math.inf else 1, linewidth=0)
+        axes.text(max(length, 0) + 0.02 * (most - least), i, style.decibels(value), va='center', fontsize=8.5, color=style.INK)
+    axes.set_xlim(min(least * 1.15, 0), most * 1.32)
+    axes.set_ylim(len(rounded) - 0.4, -0.6)
+    style.scale(axes, 'x', 'SQNR, dB (6 dB: one bit)', most=5)
+    style.scale(axes, 'y', '', range(len(rounded)), [style.shortened(r.format, 12) for r in rounded], grid=False)
+
+
+def _draw_relative(axes, rounded):
+    drawn = False
+    for r in rounded:
+        edges, shares = r.relative
+        if shares.any():
+            drawn = True
+            axes.stairs(100 * shares, edges, color=style.color_of(r.format), linewidth=1.4, baseline=None)
+    if not drawn:
+        return _nothing(axes, 'no error')
+    top = max(100 * r.relative[1].max() for r in rounded)
+    axes.set_ylim(0, top * 1.12)
+    edges = rounded[0].relative[0]
+    axes.set_xlim(edges[0], edges[-1])
+    ticks = range(int(edges[0]), int(edges[-1]) + 1, 4)
+    style.scale(axes, 'x', f'|(q {style.MINUS} x) / x|', ticks, [style.power(tick) for tick in ticks])
+    style.scale(axes, 'y', '% of values', most=5)
+    return None
+
+
+_COLUMNS = (('cosine', 'cosine', lambda v: '' if v is None else f'{v:.6f}'),
+            ('max |q\N{MINUS SIGN}x|', 'max_abs_error', style.number),
+            ('to 0', 'underflow_pct', style.percent), ('subnormal', 'subnormal_pct', style.percent),
+            ('saturated', 'saturation_pct', style.percent))
+
+
+def _table(sheet, x, y, width, height, rounded):
+    """What is lost, a row a format."""
+    pitch = min(height / (len(rounded) + 1), 0.36)
+    ends = [x + width * share for share in (0.37, 0.56, 0.70, 0.85, 1.0)]
+    for (label, _, _), end in zip(_COLUMNS, ends, strict=True):
+        sheet.text(end, y, label, fontsize=7.5, color=style.GREY, ha='right')
+    for i, r in enumerate(rounded):
+        below = y + (i + 1) * pitch
+        sheet.text(x, below, style.shortened(r.format, 9), fontsize=8.5, color=style.color_of(r.format))
+        for (_, key, text), end in zip(_COLUMNS, ends, strict=True):
+            sheet.text(end, below, text(r.statistics[key]) or '\N{EM DASH}', fontsize=8, color=style.INK, ha='right')
+    overflow = [f'{r.format}: {r.statistics["overflow"]:,}' for r in rounded if r.statistics['overflow']]
+    if overflow:
+        sheet.text(x, y + (len(rounded) + 1) * pitch, style.shortened(f'overflowed to Inf: {", ".join(overflow)}', 70),
+                   fontsize=8, color=style.BROKEN)
+
+
+DRAW = {'distributions': draw_distribution, 'heatmaps': draw_heatmap, 'comparisons': draw_comparison}
