@@ -30,7 +30,7 @@ from pyops.inspect.logs import Logs
 CHROMIUM = '/usr/bin/chromium'
 ATTENTION = '<img src=x onerror=window.hacked=1>.attention'
 LAYERS = 'encoder.0.self_attention.q', ATTENTION, 'encoder.0.feed_forward.in'
-SCRIPT = '</script><script>window.hacked=1</script>'
+SCRIPT = '<script>hacked=1</script>'
 
 
 @pytest.fixture(scope='module')
@@ -63,7 +63,7 @@ class Page:
         self.requests, self.failures = [], []
         self.tab.on('request', lambda request: self.requests.append(request.url))
         self.tab.on('pageerror', lambda error: self.failures.append(str(error)))
-        self.tab.on('console', lambda message: self.failures.append(message.text) if message.type == 'error' else None)
+        self.tab.on('console', lambda message: self.failures.append(message.text))
         self.tab.goto(url)
 
     def ask(self, expression):

@@ -315,6 +315,8 @@ function logAxis(values) {
 }
 
 // The same for counts, from a little below 1.
+const COUNTS = {title: {text: 'elements'}, automargin: false};
+
 function logCounts(counts) {
   return {...logAxis([1, ...counts]), range: [-0.2, Math.log10(Math.max(2, ...counts)) + 0.1]};
 }
@@ -361,7 +363,7 @@ function empty(id, reason) {
 
 function drawCurve(id, column, name, chosenStep) {
   const points = data.steps.filter(point => typeof point[column] === 'number');
-  if (!points.length) return empty(id, `No ${name} was recorded.`);
+  if (!points.length) return empty(id, head.live ? `No ${name} yet.` : `No ${name} was recorded.`);
   const last = points.at(-1);
   const logarithmic = column === 2 && points.every(point => point[2] > 0);
   // a run that went back to an earlier step begins a line of its own
@@ -385,7 +387,7 @@ function drawFlow(chosen) {
   const role = roles.includes(chosen.flow) ? chosen.flow : roles.find(name => name === 'grad_weight') ?? roles[0];
   fill($('flow-role'), roles.map(name => [name, name]), role);
   $('flow-role').hidden = !role;
-  if (!role) return empty('flow', 'No gradients were saved.');
+  if (!role) return empty('flow', head.live ? 'No gradients yet.' : 'No gradients were saved.');
   const layers = [...data.tree].filter(([, all]) => all.has(`backward.${role}`)).map(([layer]) => layer);
   const steps = sortedSteps(new Map(layers.flatMap(layer => [...data.tree.get(layer).get(`backward.${role}`)])));
   // several tensors of one layer and step, as the time steps of a GRU: the root of the mean of the squares
@@ -404,9 +406,9 @@ function drawFlow(chosen) {
       customdata: names, hovertemplate: `%{customdata}<br>step ${step}: %{y:.4g}<extra></extra>`,
       line: {color: shade(steps.length > 1 ? i / (steps.length - 1) : 1), width: 1.8}, marker: {size: 6, symbol: i},
     })), {
-      xaxis: {...ticks, tickangle: layers.length > 3 ? -32 : 0}, yaxis: logAxis(z.flat()),
+      xaxis: {...ticks, tickangle: layers.length > 3 ? -32 : 0, automargin: false}, yaxis: logAxis(z.flat()),
       showlegend: steps.length > 1, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0, font: {size: 11}},
-      margin: {l: 52, r: 14, t: 8, b: 30}, uirevision: role,
+      margin: {l: 52, r: 14, t: 8, b: layers.length > 3 ? 66 : 30}, uirevision: role,
     }, label);
   } else {
     plot('flow', [{
@@ -526,7 +528,7 @@ function drawHistogram(detail, format) {
   ], {
     bargap: 0, barmode: 'overlay', showlegend: true, legend: {orientation: 'h', y: 1.02, yanchor: 'bottom', x: 0},
     xaxis: {title: {text: 'value'}, exponentformat: 'power'},
-    yaxis: {title: {text: 'elements'}, ...(logarithmic ? logCounts([...detail.counts, ...after]) : {exponentformat: 'power'})},
+    yaxis: {...COUNTS, ...(logarithmic ? logCounts([...detail.counts, ...after]) : {tickformat: '~s'})},
   }, `Histogram of values from ${shown(low)} to ${shown(high)}, as saved and rounded to ${format.name}`);
 }
 
@@ -569,7 +571,7 @@ function drawExponents(detail, format, numbers) {
     hovertemplate: '2^%{x:.2f}: %{y}<extra></extra>',
   }], {
     bargap: 0, xaxis: {range: [low, high], title: {text: `log2 ${unit}`}, showgrid: false, zeroline: false},
-    yaxis: {title: {text: 'elements'}, exponentformat: 'power'},
+    yaxis: {...COUNTS, tickformat: '~s'},
     shapes: ranges.filter(range => range.to > low && range.from < high).map(range => ({
       type: 'rect', xref: 'x', yref: 'paper', x0: Math.max(range.from, low), x1: Math.min(range.to, high), y0: 0, y1: 1,
       fillcolor: range.fill, line: {width: 0}, layer: 'below', name: range.name,
@@ -617,7 +619,7 @@ async function drawTensor(chosen, found, isStale) {
     $('facts').textContent = $('map-note').textContent = '';
     $('tiles').replaceChildren();
     $('ranges').replaceChildren();
-    return VIEW_IDS.forEach(id => empty(id, data.waiting || 'No tensor is there yet.'));
+    return VIEW_IDS.forEach(id => empty(id, id === 'map' && data.waiting || 'No tensor is there yet.'));
   }
   const {tensor} = found, format = data.formats.find(item => item.name === chosen.format);
   const numbers = qualityOf(tensor, chosen.format), time = tensor.time === null ? '' : `, time step ${tensor.time}`;
@@ -693,14 +695,15 @@ const finite = line => Array.from(line, value => Number.isFinite(value) ? value 
 
 function drawWeights(z, words, patch, chosenHead) {
   const [down, across] = [0, 1].map(side => axisLabels(words?.[side], patch[side], side ? z[0].length : z.length));
-  const gap = z.length < 40 ? 1 : 0, bare = {showgrid: false, zeroline: false, constrain: 'domain'};
+  const gap = z.length < 40 ? 1 : 0, bare = {showgrid: false, zeroline: false, constrain: 'domain', automargin: false};
+  const room = (words, least) => least + Math.min(120, 7 * Math.max(...words.map(word => word.length)));      // for labels
   plot('weights', [{
     type: 'heatmap', z: z.map(finite), colorscale: shares(), zmin: 0, zmax: 1, hoverongaps: false, xgap: gap, ygap: gap,
     text: z.map((line, i) => range(line.length).map(k => `${down.full[i]} \u2192 ${across.full[k]}`)),
     hovertemplate: '%{text}<br>weight %{z:.3f}<extra></extra>',
     colorbar: {thickness: 12, outlinewidth: 0, title: {text: 'weight', side: 'right'}},
   }], {
-    plot_bgcolor: colour('hole'), margin: {l: 60, r: 8, t: 8, b: 60},
+    plot_bgcolor: colour('hole'), margin: {l: room(down.words, 30), r: 8, t: 8, b: room(across.words, 40)},
     xaxis: {...bare, tickvals: across.at, ticktext: across.short, tickangle: -40, title: {text: 'is attended to'}},
     yaxis: {...bare, tickvals: down.at, ticktext: down.short, autorange: 'reversed', scaleanchor: 'x', title: {text: 'word'}},
   }, `Attention weights of head ${chosenHead}: ${z.length} words attend to ${z[0].length}`);
@@ -717,7 +720,7 @@ function drawHeads(maps, chosenHead) {
   maps.forEach((map, i) => map.forEach((line, row) => finite(line).forEach((value, column) => {
     z[corner(i)[0] + row][corner(i)[1] + column] = value;
   })));
-  const axis = {visible: false, constrain: 'domain', fixedrange: true};
+  const axis = {visible: false, constrain: 'domain', fixedrange: true, automargin: false};
   const place = $('heads');
   plot('heads', [{type: 'heatmap', z, colorscale: shares(), zmin: 0, zmax: 1, showscale: false, hoverongaps: false,
                   hovertemplate: '%{z:.3f}<extra></extra>'}], {
@@ -748,12 +751,10 @@ function sentenceLabel(i, words) {
 }
 
 // Words as labels of an axis: at each cell the word, or its number where there is none.
-function axisLabels(words, patch, cells) {
-  const full = range(cells).map(i => plain((patch === 1 && words?.[i]) || `position ${i * patch}`));
-  const short = range(cells).map(i => plain(patch === 1 && words ? words[i] ?? '' : String(i * patch)));
-  const every = Math.ceil(cells / 64);
-  const at = range(cells).filter(i => i % every === 0);
-  return {full, at, short: at.map(i => short[i])};
+function axisLabels(all, patch, cells) {
+  const known = patch === 1 && all, name = i => known ? all[i] ?? '' : String(i * patch);
+  const at = range(cells).filter(i => i % Math.ceil(cells / 64) === 0), words = at.map(i => brief(name(i), 28));
+  return {at, words, short: words.map(plain), full: range(cells).map(i => plain(known && all[i] || `position ${i * patch}`))};
 }
 
 // ---- table ----------------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ def run(options):
     if os.path.exists(options.logs) and not os.path.isdir(options.logs):
         raise UserError(f'{printable(options.logs)}: is a file; want the folder of saved tensors, such as --save-tensors or '
                         'TENSOR_SAVE_DIR names')
+    # One thread for our kernels, which are loaded when the first tensor is measured: a training run wants the cores.
+    os.environ.setdefault('OMP_NUM_THREADS', '1')
     plotly = page.script()
     source = Source(options.logs)
     with open_server(source, plotly, options.host, options.port) as server:
