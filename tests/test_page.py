@@ -25,6 +25,7 @@ pytest.importorskip('plotly', reason='plotly is not installed: pip install plotl
 from pyops.__main__ import main
 from pyops.errors import UserError
 from pyops.inspect import page, payload, serve, statistics
+from pyops.inspect.draw import Summary
 from pyops.inspect.logs import Logs
 
 CHROMIUM = '/usr/bin/chromium'
@@ -410,6 +411,19 @@ def test_page_max_bounds_the_page_and_the_page_says_what_is_left_out(tmp_path):
     assert seen[0] == (500, 500, 128, 64) and seen[-1][0] < 500 and {logs.entries[-1].step} <= {e.step for e in entries}
     said = ' '.join(catalogue(path)['left'])
     assert 'of 20 saved steps are on this page' in said and '--page-max than 307.2 KB' in said
+
+
+def test_draw_bounds_its_page(tmp_path, dump, monkeypatch):
+    seen = []
+    monkeypatch.setattr('pyops.inspect.draw.draw', lambda *arguments: seen.append(arguments[-1].page_max) or Summary())
+    draw = ['inspect', 'draw', '--tensor-dir', str(dump), '--output-dir', str(tmp_path)]
+    for more, want in ([], page.PAGE_MAX), (['--page-max', '2.5M'], 2_500_000):
+        with pytest.raises(SystemExit):
+            main([*draw, *more])
+        assert seen.pop() == want
+    with pytest.raises(SystemExit):
+        main([*draw, '--page-max', 'much'])
+    assert not seen
 
 
 def test_a_page_that_cannot_be_written_is_said_in_a_line(tmp_path, dump, monkeypatch):

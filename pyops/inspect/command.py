@@ -5,7 +5,7 @@ A command is a module with run(options) -> exit status, imported when it is call
 import argparse
 import importlib
 
-from pyops.inspect.choice import patterns, steps
+from pyops.inspect.choice import patterns, size, steps
 
 
 def add_commands(parser):
@@ -26,6 +26,8 @@ def _add_draw(parser):
                         help='tensors, attention maps and layers with pictures; statistics are of all (default 200, 0: all)')
     parser.add_argument('--jobs', type=_number(0), default=0, metavar='N', help='processes that draw (default 0: one a core)')
     parser.add_argument('--no-page', dest='page', action='store_false', help='pictures alone, without index.html')
+    parser.add_argument('--page-max', type=size, default='64M', metavar='SIZE',
+                        help='of the data in index.html; of more, maps get coarser and steps are left out (default 64M)')
     parser.add_argument('--dpi', type=_number(40, 400), default=100, metavar='N', help='dots per inch, 40 to 400 (default 100)')
     parser.set_defaults(run=_runs('draw'))
 

@@ -28,7 +28,7 @@ LIMIT, SENTENCES, DPI = 200, 3, 100
 class Options:
     """What is drawn.  formats: as of compare.parse_formats; layers, names, steps: as of choice.select; sentences: so many of a
     batch get attention maps; limit: so many tensors get pictures, 0: all; jobs: processes, 0: one for each core; page:
-    index.html too."""
+    index.html too, with data of page_max bytes."""
     formats: str = 'all'
     layers: tuple = ('*',)
     names: tuple = ('*',)
@@ -38,6 +38,7 @@ class Options:
     jobs: int = 0
     dpi: int = DPI
     page: bool = True
+    page_max: int = 64_000_000
 
 
 @dataclasses.dataclass
@@ -124,7 +125,7 @@ def draw(logs, folder, options=None):
         with style.look():
             _count(summary, written, _draw_overview(source, records, folder, options, summary))
         if options.page:
-            _write_page(source, entries, folder, texts, work, summary)
+            _write_page(source, entries, folder, texts, work, summary, options.page_max)
     _write_table(os.path.join(folder, 'tensor_stats.txt'), logs, records, summary)
     summary.removed = _remove_stale(folder, written)
     return summary
@@ -370,7 +371,7 @@ def _draw_overview(source, records, folder, options, summary):
         yield path, sheet().save(path, options.dpi)
 
 
-def _write_page(source, entries, folder, texts, work, summary):
+def _write_page(source, entries, folder, texts, work, summary, page_max):
     """index.html; without plotly it is left out, and that is said."""
     from pyops.inspect import page
     from pyops.inspect.pictures import style
@@ -390,7 +391,7 @@ def _write_page(source, entries, folder, texts, work, summary):
                 bar.update()
                 yield result
 
-    page.write(source, folder, texts, work=with_bar, entries=entries)
+    page.write(source, folder, texts, page_max, with_bar, entries)
     summary.page = path
 
 
