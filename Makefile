@@ -198,7 +198,7 @@ test: cpu .venv/ready ## run the tests
 # What takes arrays wherever they are made, on the CUDA library, emulated; then the table again with other orders of threads.
 # EMULATED_TESTS=all brings the tape, functions, layers and random chains, too, in minutes.
 ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1 PYOPS_CHAINS=500
-EVERYWHERE := $(patsubst %,tests/test_%.py,plan mlp_step \
+EVERYWHERE := $(patsubst %,tests/test_%.py,plan mlp_step saving \
               $(if $(filter all,$(EMULATED_TESTS)),chains autograd functional nn manual_gradients gradcheck))
 test-emulated: .venv/ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
 	$(MAKE) -j$$(getconf _NPROCESSORS_ONLN) cpu emulated emulator

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from test_seq2seq import assert_same_training, newest
 from translation import random_batch
 
+import bench.saving
 import mnist.resnet
 import mnist.train
 import seq2seq.train
@@ -345,6 +346,33 @@ def test_the_time_steps_of_a_gru_are_those_of_two_linear_layers_in_torch(torch, 
             check(layer, 'backward', 'grad_output', t, torch.cat([part.grad for part in y_], 1))
             check(layer, 'backward', 'grad_input', t, x_.grad)
     assert len(found) == 2 * (4 * T + 4)
+
+
+def test_a_plan_that_does_not_say_where_forward_ends():
+    step, adam, params, inputs = of_mnist()
+    with Plan(params, run=False, **inputs) as plan:
+        params.zero_grads()
+    with pytest.raises(ValueError, match='does not say where its forward pass ends'):
+        find(plan)
+
+
+def test_steps_that_are_not_saved_are_whole_replays(tmp_path, monkeypatch):
+    step, adam, params, inputs = of_mnist()
+    rows = inputs.pop('rows')
+    steps = plans.Steps(lambda rows: step(), params, **inputs)
+    saving = Saving(flags.Wanted(str(tmp_path), ('*',), flags.Steps('1', (range(1, 2),)), 10**8, '100M', 'safetensors'),
+                    steps, rows, 0, 3, {})
+    run, ran = Plan.run, []
+    monkeypatch.setattr(Plan, 'run', lambda self, first=0, last=None: (ran.append((first, last)), run(self, first, last)))
+    for number in range(3):
+        saving.step(rows)
+        pieces, whole = list(ran), (0, None)
+        ran.clear()
+        assert (pieces == [whole]) == (number != 1)
+        if number == 1:             # no action is left out and none is done twice
+            assert [first for first, _ in pieces[1:]] == [last for _, last in pieces[:-1]]
+            assert (pieces[0][0], pieces[-1][1]) == (0, len(steps.plan(rows).replayed))
+    assert saving.writer.close().tensors == 15
 
 
 # ---- with rounded operands: what is saved is what was not rounded yet ------------------------------------------------------
@@ -795,6 +823,14 @@ def test_ctrl_c_in_the_middle_leaves_a_whole_dump(tmp_path, capsys, monkeypatch)
     assert [line['step'] for line in lines(tmp_path / 'd', 'step')] == [0, 1, 2]
     assert {line['step'] for line in lines(tmp_path / 'd', 'tensor')} == {0, 2} and lines(tmp_path / 'd')[-1]['kind'] == 'end'
     assert newest(tmp_path / 'c')[0]['step'][0] == 3
+
+
+@on_the_cpu
+def test_the_benchmark(tmp_path, capsys):
+    bench.saving.main(['mnist', '--turns', '1', '--steps', '20', '--folder', str(tmp_path), '--json'])
+    told = json.loads(capsys.readouterr().out)
+    assert (told['program'], told['layers'], told['tensors_a_turn']) == ('mnist', 2, 30) and told['plain_s'] > 0
+    assert not os.listdir(tmp_path)
 
 
 # ---- which sentences a tensor has rows for --------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Saving:
         if not self.summary.tensors:
             why = (f'{self.summary.lost} could not be written' if self.summary.lost else
                    f'--save-steps {self.wanted.steps.text} names none of the steps up to {self.next}')
-            raise UserError(f'{self.wanted.folder}: no tensor was saved: {why}; the training itself is done and kept')
+            raise UserError(f'{self.wanted.folder}: no tensor was saved: {why}; training itself went as ever')
 
     def step(self, rows):
         """Do the next step."""
