@@ -552,6 +552,7 @@ def test_a_run_with_rounded_operands_says_so(tmp_path, capsys):
     assert one['format'] == 'hifp8' and '_forward_hifp8_input' in one['file'] and one['options'] == {}
     assert [list(use.values()) for use in one['uses']] == [['fwd', 'x', 'hifp8', -1], ['wgrad', 'x', 'hifp8', -1]]
     assert tensors['encoder.0.self_attention.q', 'output']['format'] == 'fp32'
+    assert all('_hifp8_' in line['file'] for line in tensors.values())          # what all of it was calculated with
     np.testing.assert_allclose(Logs(tmp_path / 'dump').entries[0].load().std(), one['statistics']['std'], rtol=0.5)
 
 

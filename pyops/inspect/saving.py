@@ -38,6 +38,7 @@ class Tensor(NamedTuple):
     axis: int                   # that its blocks lie along, in formats that have some
     uses: tuple[dict, ...]      # how it is rounded when used
     mask: tuple[dict, ...]
+    quant_type: str             # the name of the format that the layer calculates with
 
     @property
     def nbytes(self):
@@ -170,7 +171,8 @@ class Saving:
             fmt, options, axis = one.name, dict(one.options), tensor.uses[0]['axis']
         self.writer.tensor(array, layer=tensor.layer, layer_type=tensor.layer_type, index=tensor.index,
                            operation=tensor.operation, name=tensor.name, step=number, time=tensor.time, format=fmt,
-                           options=options, axis=axis, uses=tensor.uses, mask=tensor.mask, lengths=lengths, owned=owned)
+                           quant_type=fmt if tensor.uses else tensor.quant_type, options=options, axis=axis, uses=tensor.uses,
+                           mask=tensor.mask, lengths=lengths, owned=owned)
 
     def note(self, values):
         """(loss, weight, norm) of the steps behind those that were noted before, as pyops.fit.History reads them."""
@@ -562,6 +564,8 @@ class _Finder:
         """The Looks at a layer."""
         for uses in layer.uses.values():
             uses.sort(key=lambda use: use['product'] == 'wgrad')        # whose sums run along the rows; names tell the first
+        first = next((use for name in ('input', 'query', *layer.uses) for use in layer.uses.get(name, ())), None)
+        quant_type = first['format'].partition(':')[0] if first else 'fp32'
         seen, counts = dict(layer.seen), len(layer.seen.get(('forward', 'output'), [None]))
         made_with_weight = seen.pop(('backward', 'grad_output of weight'), None)
         # a better place is the product that makes the gradient of the input; but there may be none, or none at some steps
@@ -575,7 +579,8 @@ class _Finder:
                 elif counts > 1 and name not in _PARAMETERS:
                     times = [n if operation == 'forward' else counts - 1 - n]       # backward meets the last use first
                 tensors = [Tensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis,
-                                  tuple(layer.uses.get(name, ())), self._mask(layer, name, shape, step)) for step in times]
+                                  tuple(layer.uses.get(name, ())), self._mask(layer, name, shape, step), quant_type)
+                           for step in times]
                 yield Look(one.at, tuple(tensors), one.read, one.is_fresh)
 
     def _mask(self, layer, name, shape, step):

@@ -92,13 +92,14 @@ class Writer:
         """Before the tensors of a step.  lengths {'source': [B], 'target': [B]}, tokens {'source': [[words] x B], ...}."""
         self._put(lambda: self._line(kind='batch', step=step, lengths=lengths, tokens=tokens))
 
-    def tensor(self, array, *, layer, layer_type, index, operation, name, step, time=None, format='fp32', options=None, axis=-1,
-               uses=(), mask=(), lengths=None, owned=False):
+    def tensor(self, array, *, layer, layer_type, index, operation, name, step, time=None, format='fp32', quant_type=None,
+               options=None, axis=-1, uses=(), mask=(), lengths=None, owned=False):
         """Take a float32 array -> whether it was taken: not where it would go beyond the limit.
 
         layer: its name in the model;  layer_type, index: 'linear' or 'attention', counted in order of the forward pass;
         operation: 'forward' or 'backward';  name: 'input', 'weight', ...;  time: of a recurrent layer, the step
         format, options, axis: how it was rounded when used (the array is what was not rounded yet), uses: each time it was
+        quant_type: for the file's name, where that is another: the format that the layer calculates with
         mask: [{'time': axis, 'batch': axis, 'of': key}], where lengths[key] (B,) says what is padding; left out of statistics.
         A time axis of None: all is of the step `time`
         owned: nobody else writes to the array, so it need not be copied
@@ -110,7 +111,7 @@ class Writer:
             return False
         self.taken += array.nbytes + HEADER
         self.counter += 1
-        stem = file_stem(self.counter, layer_type, index, operation, format, name, time)
+        stem = file_stem(self.counter, layer_type, index, operation, quant_type or format, name, time)
         entry = dict(kind='tensor', file=f'{stem}.{self.suffix}', counter=self.counter, layer=layer, layer_type=layer_type,
                      index=index, operation=operation, name=name, step=step, time=time, shape=list(array.shape),
                      dtype='float32', format=format, options=dict(options or {}), axis=axis, uses=list(uses), mask=list(mask))
