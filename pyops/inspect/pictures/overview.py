@@ -267,7 +267,7 @@ def draw_magnitudes(records):
                 ends = rms(of_step), amax(of_step)
                 if all(ends):
                     y = i + (j - (len(shown) - 1) / 2) * 0.7 / len(shown)
-                    color = _step_color(j, len(shown))
+                    color = _step_color(j, len(shown)) if len(shown) > 1 else style.KINDS[group[0].kind]
                     a, b = map(math.log2, ends)
                     axes.plot((a, b), (y, y), color=color, linewidth=1.4, solid_capstyle='butt')
                     axes.plot(a, y, color=color, marker='o', markersize=3.5, markeredgewidth=0)

@@ -413,11 +413,11 @@ def draw_comparison(tensor):
                 box = x, top + high + 0.16, side, high
                 sheet.image(*box, style.painted(errors[i - 1], -worst, worst, style.diverging(), tensor.patch_padding))
                 _window_ticks(sheet, box, tensor, False, True)
-        bar = 0.85, side - 0.1
-        sheet.text(bar[0], top + high + 0.55, 'values', fontsize=8, color=style.GREY)
-        style.color_bar(sheet, bar[0] + 0.05, top + high + 0.62, bar[1], cmap, low, most, False)
-        sheet.text(bar[0], top + high + 1.1, f'errors q {style.MINUS} x', fontsize=8, color=style.GREY)
-        style.color_bar(sheet, bar[0] + 0.05, top + high + 1.17, bar[1], style.diverging(), -worst, worst, False)
+        bar = 0.95, side - 0.55
+        sheet.text(0.85, top + high + 0.55, 'values', fontsize=8, color=style.GREY)
+        style.color_bar(sheet, bar[0] + 0.1, top + high + 0.62, bar[1], cmap, low, most, False)
+        sheet.text(0.85, top + high + 1.1, f'errors q {style.MINUS} x', fontsize=8, color=style.GREY)
+        style.color_bar(sheet, bar[0] + 0.1, top + high + 1.17, bar[1], style.diverging(), -worst, worst, False)
     else:
         sheet.text(0.85, top + 0.3, 'no value', color=style.GREY)
     if rounded:
