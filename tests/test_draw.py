@@ -15,7 +15,7 @@ from dumps import make_dump
 from pyops import __main__ as program
 from pyops import formats
 from pyops.inspect import statistics
-from pyops.inspect.draw import FOLDERS, Options, _by_step, draw
+from pyops.inspect.draw import FOLDERS, Options, _by_step, _choose, draw
 from pyops.inspect.logs import Logs
 from pyops.inspect.pictures import attention, numbers, overview, style, tensors
 
@@ -362,6 +362,18 @@ def test_statistics_of_many_layers_come_in_pages(tmp_path):
 def test_the_last_and_the_first_step_come_first():
     entries = [SimpleNamespace(step=step) for step in (0, 10, 20, 30, 40, 40)]
     assert [entry.step for entry in _by_step(entries)] == [40, 40, 0, 20, 10, 30]
+
+
+def test_pictures_are_spread_over_what_there_is():
+    entries = [SimpleNamespace(step=step, layer=layer, operation='forward', name='input', time=time)
+               for step in (0, 10, 20) for time in (0, 1, 2) for layer in 'abcd']
+
+    def chosen(limit):
+        return [(entry.step, entry.layer, entry.time) for entry in _choose(entries, limit)]
+    assert chosen(2) == [(20, 'a', 0), (20, 'c', 0)]
+    assert chosen(6) == [(20, layer, 0) for layer in 'abcd'] + [(20, 'a', 1), (20, 'c', 1)]
+    assert {step for step, _, _ in chosen(12)} == {20} and {step for step, _, _ in chosen(13)} == {0, 20}
+    assert len(set(chosen(36))) == len(chosen(100)) == 36
 
 
 # ---- a folder ----------------------------------------------------------------------------------------------------------

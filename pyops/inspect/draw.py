@@ -166,14 +166,13 @@ def _jobs(source, entries, folder, texts, options, summary):
     from pyops.inspect.logs import LogError
     from pyops.inspect.pictures import style
     stems = collections.Counter(_stem(entry) for entry in entries)
-    ranked = _by_step(entries)
-    limit = options.limit or len(entries)
-    drawn = {id(entry) for entry in ranked[:limit]}
-    if len(ranked) > limit:
-        steps = sorted({entry.step for entry in ranked[:limit]})
-        summary.notes.append(f'pictures of {limit:,} of {len(ranked):,} tensors (--limit {limit}), of {_steps(steps)}; '
-                             'draw others with --steps, --layers, --names, or all with --limit 0')
-    maps = _attention_maps(source, ranked, options, summary)
+    chosen = _choose(entries, options.limit or len(entries))
+    drawn = set(map(id, chosen))
+    if len(chosen) < len(entries):
+        summary.notes.append(f'pictures of {len(chosen):,} of {len(entries):,} tensors (--limit {options.limit}), of '
+                             f'{_steps({entry.step for entry in chosen})}; draw others with --steps, --layers, --names, or all '
+                             'with --limit 0')
+    maps = _attention_maps(source, _by_step(entries), options, summary)
     jobs = []
     for entry in entries:
         stem = _stem(entry)
@@ -211,6 +210,21 @@ def _by_step(entries):
     for place in [*order, *range(len(steps))]:
         ranks.setdefault(steps[place], len(ranks))
     return sorted(entries, key=lambda entry: ranks[entry.step])
+
+
+def _choose(entries, limit):
+    """Those that get pictures: step by step, and of a step each tensor's first time step before the second ones; where not all
+    of these fit, evenly many of them."""
+    seen, groups = collections.Counter(), {}
+    for entry in _by_step(entries):
+        tensor = entry.step, entry.layer, entry.operation, entry.name
+        groups.setdefault((entry.step, seen[tensor]), []).append(entry)
+        seen[tensor] += 1
+    chosen = []
+    for group in groups.values():
+        room = limit - len(chosen)
+        chosen += group if len(group) <= room else [group[i * len(group) // room] for i in range(room)]
+    return chosen
 
 
 def _attention_maps(source, ranked, options, summary):
