@@ -397,20 +397,27 @@ def catalogue(path):
 
 
 def test_page_max_bounds_the_page_and_the_page_says_what_is_left_out(tmp_path):
-    make_dump(tmp_path / 'logs', steps=range(0, 40, 2))
+    make_dump(tmp_path / 'logs', steps=range(0, 40, 5))
     logs = Logs(tmp_path / 'logs')
     plotly = len(page.script())
     seen = []
-    for limit in (64 << 20, 3 << 20, 1 << 20, 300 << 10):
+    for limit in (64_000_000, 2_000_000, 1_000_000, 400_000, 60_000):
         path = page.write(logs, str(tmp_path / 'page'), page_max=limit)
         assert os.path.getsize(path) < plotly + 80_000 + limit
         entries, pictured, sides, left = page.plan(logs.entries, payload.used_formats(logs.entries, page.FORMATS), limit)
+        said = catalogue(path)
+        assert (len(said['tensors']), said['pictured'], said['left']) == (len(entries), sorted(pictured), left)
         seen.append((len(entries), len(pictured), *sides))
-        assert bool(left) == (limit < 64 << 20) and all(len({e.step for e in entries}) >= 1 for _ in left)
-    assert seen == sorted(seen, reverse=True) and len(set(seen)) == 4
-    assert seen[0] == (500, 500, 128, 64) and seen[-1][0] < 500 and {logs.entries[-1].step} <= {e.step for e in entries}
-    said = ' '.join(catalogue(path)['left'])
-    assert 'of 20 saved steps are on this page' in said and '--page-max than 307.2 KB' in said
+        assert bool(left) == (limit < 64_000_000)
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) == 5 and seen[0] == (200, 200, 128, 64)
+    assert {entry.step for entry in entries} == {35} and 0 < len(entries) < 25      # of one step, not all
+    assert left[0] == f'This page has {len(entries)} of 200 tensors, of 1 of 8 steps.' and '--page-max than 60.0 KB' in left[-1]
+
+
+def test_steps_that_are_kept_are_spread_evenly():
+    assert page._spread([]) == [] and page._spread([7]) == [7]
+    assert page._spread(list(range(0, 90, 10)))[:5] == [80, 0, 40, 20, 60]
+    assert sorted(page._spread(list(range(1000)))) == list(range(1000))
 
 
 def test_draw_bounds_its_page(tmp_path, dump, monkeypatch):

@@ -2,7 +2,7 @@
 
 The page is page.html with page.css, page.js and plotly's JavaScript in it.  Its data lie in it too, deflated: a catalogue
 (rows of the table, statistics, loss) and one detail for each tensor.  What would make it larger than `page_max` is left
-out, first the resolution of maps, then pictures of whole steps, then whole steps; the page says so.
+out, first the resolution of maps, then pictures, then tensors, by steps that are spread evenly; the page says so.
 """
 import base64
 import collections
@@ -93,57 +93,55 @@ def render(data, blobs, plotly):
 def plan(entries, formats, page_max):
     """What fits into page_max bytes.  -> entries, numbers of those with pictures, cells of their maps as in _SIDES, lines
     that say what is left out."""
-    left = []
-    counts = collections.Counter(entry.step for entry in entries)
-    rows = {step: count * _ROW * (1 + len(formats)) for step, count in counts.items()}
-    steps = _fit(rows, page_max / 2)
-    if len(steps) < len(rows):
-        left.append(f'{len(steps)} of {len(rows)} saved steps are on this page.')
-    entries = [entry for entry in entries if entry.step in steps]
-    room = page_max - sum(rows[step] for step in steps)
+    row = _ROW * (1 + len(formats))
+    everything = entries
+    entries = [entries[number] for number in sorted(_fit(entries, lambda _: row, page_max / 2))]
+    room = page_max - row * len(entries)
     for sides in _SIDES:
-        needs = dict.fromkeys(steps, 0)
-        for entry in entries:
-            needs[entry.step] += _bytes(entry, len(formats), *sides)
-        if sum(needs.values()) <= room:
+        if sum(_bytes(entry, len(formats), *sides) for entry in entries) <= room:
             break
-    pictured = _fit(needs, room)
-    if len(pictured) < len(needs):
-        left.append(f'Pictures of {len(pictured)} of {len(needs)} steps are on it.')
+    pictured = _fit(entries, lambda entry: _bytes(entry, len(formats), *sides), room)
+    left = []
+    if len(entries) < len(everything):
+        left.append(f'This page has {_count(entries, everything)}.')
+    if len(pictured) < len(entries):
+        left.append(f'It has pictures of {_count([entries[number] for number in pictured], entries)}.')
     for cells, whole, what in zip(sides, _SIDES[0], ('values', 'rounded numbers and errors'), strict=True):
         if cells < whole:
             left.append(f'Maps of {what} have at most {cells} cells either way instead of {whole}.')
     if left:
         left.append(f'A larger --page-max than {size_text(page_max)} takes more; python -m pyops inspect serve shows all.')
-    return entries, {number for number, entry in enumerate(entries) if entry.step in pictured}, sides, left
+    return entries, pictured, sides, left
 
 
-def _fit(needs, room):
-    """Steps whose needs fit: the last, the first, then those in the middle of the widest gaps.  At least the last one."""
-    steps, chosen = sorted(needs), set()
-    for step in _spread(steps):
-        room -= needs[step]
-        if room < 0 and chosen:
-            break
-        chosen.add(step)
-    return chosen
+def _count(some, entries):
+    steps, all_steps = ({entry.step for entry in those} for those in (some, entries))
+    return f'{len(some)} of {len(entries)} tensors, of {len(steps)} of {len(all_steps)} steps'
+
+
+def _fit(entries, need, room):
+    """Numbers of entries that fit: those of the last step, of the first, then of those in the middle of the widest gaps."""
+    by_step, fitting = collections.defaultdict(list), set()
+    for number, entry in enumerate(entries):
+        by_step[entry.step].append(number)
+    for step in _spread(sorted(by_step)):
+        for number in by_step[step]:
+            room -= need(entries[number])
+            if room < 0:
+                return fitting
+            fitting.add(number)
+    return fitting
 
 
 def _spread(steps):
     """The steps in an order of which every beginning is spread over all."""
-    if not steps:
-        return []
-    ends = [len(steps) - 1, 0]
-    order, gaps = list(dict.fromkeys(ends)), [(0, len(steps) - 1)]
+    order = dict.fromkeys((*steps[-1:], *steps[:1]))
+    gaps = [(0, len(steps) - 1)]
     while gaps:
-        wider = []
-        for low, high in gaps:
-            middle = (low + high) // 2
-            if middle > low:
-                order.append(middle)
-                wider += [(low, middle), (middle, high)]
-        gaps = wider
-    return [steps[place] for place in order]
+        middles = [(low, (low + high) // 2, high) for low, high in gaps]
+        order |= dict.fromkeys(steps[middle] for low, middle, _ in middles if middle > low)
+        gaps = [gap for low, middle, high in middles if middle > low for gap in ((low, middle), (middle, high))]
+    return list(order)
 
 
 def _bytes(entry, formats, side, half):
