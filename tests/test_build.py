@@ -14,6 +14,7 @@ from conftest import ROOT
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
 PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'cuda', 'scripts')
+SOURCES = '*.py', '*.html', '*.css', '*.js'         # of a package
 BUILT = ('*.so', '*.o', '__pycache__', '*.egg-info')
 
 
@@ -69,8 +70,8 @@ def test_the_wheel_holds_the_library_its_header_and_every_package(wheel):
         assert archive.read('pyops/libpyops.so')[:4] in (b'\x7fELF', b'\xcf\xfa\xed\xfe')
     assert len(packages()) >= 6
     for package in packages():
-        for module in (ROOT / package).glob('*.py'):
-            assert f'{package.as_posix()}/{module.name}' in names, 'see packages in pyproject.toml'
+        for source in (path for kind in SOURCES for path in (ROOT / package).glob(kind)):
+            assert f'{package.as_posix()}/{source.name}' in names, 'see packages and package-data in pyproject.toml'
     assert not [name for name in names if name.split('/')[0] in DEVELOPMENT or name.endswith(('.o', '.c'))]
 
 
@@ -108,6 +109,8 @@ def test_a_source_archive_holds_what_make_needs_and_not_what_it_makes(tree, whee
         names = {name.partition('/')[2] for name in file.getnames()}
     sources = {path.relative_to(ROOT).as_posix() for top in ('csrc', 'cuda')
                for path in (ROOT / top).rglob('*') if path.is_file()}
+    sources |= {path.relative_to(ROOT).as_posix() for package in packages() for kind in SOURCES
+                for path in (ROOT / package).glob(kind)}
     assert len(sources) > 10 and names >= sources | {'Makefile', 'setup.py', 'pyproject.toml'}
     assert not names & {'pyops/libpyops.so', 'pyops/pyops.h', 'pyops/device.h'}
     assert not [name for name in names if name.endswith('.o')]
