@@ -46,7 +46,7 @@ def drawn(dump, tmp_path_factory):
 def entry_of(shape, fmt=None, **more):
     return SimpleNamespace(**{'layer': LINEAR, 'layer_type': 'linear', 'operation': 'forward', 'name': 'input', 'step': 10,
                               'time': None, 'fmt': fmt and formats.parse(fmt), 'axis': -1, 'statistics': None, 'shape': shape,
-                              **more})
+                              'origin': 'pyops', 'mask': (), **more})
 
 
 def assert_picture(path):
@@ -145,6 +145,9 @@ def test_a_view_lays_out_each_kind_of_tensor():
     assert (view.of(np.ones((6, 1, 3, 4), bool))).all()                                 # what broadcasts, a mask, goes along
     tokens = np.arange(24, dtype=np.float32).reshape(3, 2, 4)
     assert numbers.view_of((3, 2, 4)).of(tokens)[3 + 2].tolist() == tokens[2, 1].tolist()
+    view = numbers.view_of((3, 2, 4), batch=0)
+    assert view.of(tokens)[2 + 1].tolist() == tokens[1, 1].tolist() and view.row_lines == (2, 4)
+    assert numbers.view_of((3, 2, 4), batch=None).row_lines == () and 'token' not in numbers.view_of((3, 2, 4), batch=None).rows
     assert numbers.view_of((3, 2), name='weight').rows == 'output' == numbers.view_of((3, 2), name='weight', axis=0).columns
     bias = np.arange(70, dtype=np.float32)
     folded = numbers.view_of((70,)).of(bias)
@@ -469,6 +472,21 @@ def test_a_dump_of_other_programs(tmp_path):
         np.save(tmp_path / 'dump' / f'20250908_092156_{i:04d}_linear_L{i}_forward_hifp8_input.npy', RNG.standard_normal(shape))
     summary = draw(tmp_path / 'dump', tmp_path / 'draw', Options(formats='mxfp8', limit=1, jobs=1, dpi=40, page=False))
     assert summary.tensors == 3 and (tmp_path / 'draw/heatmaps/step000000_linear_L0_forward_input.png').exists()
+
+
+def test_a_dump_of_a_torch_model(tmp_path, torch):
+    from pyops.inspect.torch import attach
+    model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    words = [['the', 'cat', 'sleeps'], ['no']]
+    with attach(model, tmp_path / 'dump', batch_first=True, tokens=lambda step: {'source': words}):
+        model(torch.randn(2, 3, 16)).sum().backward()
+    entries = Logs(tmp_path / 'dump').entries
+    (entry,) = [entry for entry in entries if entry.name == 'input' and entry.layer.endswith('linear1')]
+    tensor = tensors.analyse(entry, entry.load(), Logs(tmp_path / 'dump').mask(entry), [])
+    assert tensor.padding.all(1).tolist() == [False, False, False, False, True, True] and tensor.view.row_lines == (3,)
+    summary = draw(tmp_path / 'dump', tmp_path / 'draw', Options(names=('weights',), formats='mxfp8', jobs=1, dpi=40,
+                                                                 page=False))
+    assert summary.tensors == 1 and len(os.listdir(tmp_path / 'draw' / 'attention_maps')) == 2
 
 
 def test_the_page_comes_with_the_pictures(dump, tmp_path, monkeypatch):

@@ -153,13 +153,13 @@ class View:
         return x[:self.first].transpose(self.order).reshape(self.matrix)
 
 
-def view_of(shape, layer_type='linear', name='', axis=-1, sentences=4):
+def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
     """-> View of a tensor of this shape.
 
     One axis is folded to rows of 32, the block of the MX formats, or more; (tokens, features) stays; of (time, batch, features)
     the rows are the tokens sentence by sentence; attention's (time, batch, heads, C) has its heads side by side; attention
     weights (batch, heads, Tq, Tk) are a sheet of maps, a row a sentence, of the first `sentences`.  Any other shape: leading
-    axes down, the last across.
+    axes down, the last across.  batch: which of three axes counts sentences, None where that is not known.
     """
     shape = tuple(shape)
     n = len(shape)
@@ -174,8 +174,11 @@ def view_of(shape, layer_type='linear', name='', axis=-1, sentences=4):
             return View(shape, (0, 1), shape, *(('input', 'output') if axis in (0, -2) else ('output', 'input')))
         return View(shape, (0, 1), shape, 'row', 'column' if name.endswith('weight') else 'feature')
     if n == 3:
-        T, B, C = shape
-        return View(shape, (1, 0, 2), (T * B, C), 'token, sentence by sentence', 'feature', tuple(range(T, T * B, T)))
+        rows, C = shape[0] * shape[1], shape[2]
+        if batch is None:
+            return View(shape, (0, 1, 2), (rows, C), 'row, the first two axes as one', 'feature')
+        T = shape[1 - batch]
+        return View(shape, (batch, 1 - batch, 2), (rows, C), 'token, sentence by sentence', 'feature', tuple(range(T, rows, T)))
     if n == 4 and layer_type == 'attention' and name == 'weights':
         B, H, Tq, Tk = shape
         rows = 'query, sentence by sentence' if B <= sentences else f'query, the first {sentences} of {B} sentences'

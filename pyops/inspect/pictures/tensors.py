@@ -70,7 +70,9 @@ def analyse(entry, x, mask, wanted):
     values = numbers.valid(x, mask)
     is_heads = entry.layer_type == 'attention' and x.ndim == 4
     heads_axis = (1 if entry.name == 'weights' else 2) if is_heads else None
-    view = numbers.view_of(x.shape, entry.layer_type, entry.name, entry.axis)
+    # what a manifest says of padding tells which axis is which; pyops' own have time first
+    batch = next((item['batch'] for item in entry.mask), 1 if entry.origin == 'pyops' else None)
+    view = numbers.view_of(x.shape, entry.layer_type, entry.name, entry.axis, batch)
     hidden = None if mask is None else view.of(~np.asarray(mask))
     matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
     rows, columns = numbers.patch_of(matrix)
