@@ -70,7 +70,7 @@ class Page:
     def ask(self, expression):
         return self.tab.evaluate(f'() => {expression}')
 
-    def until(self, expression, want=True, seconds=10):
+    def until(self, expression, want=True, seconds=20):
         """Wait until an expression has a value."""
         end = time.monotonic() + seconds
         while (got := self.ask(expression)) != want:
@@ -623,10 +623,10 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
         shown.until('document.getElementById("count").textContent', '25 tensors')
         shown.until('document.querySelectorAll("#table td.meter").length > 20')      # measured
         run.write_to(9)
-        shown.until('document.getElementById("loss").data[0].x.length', 10, seconds=4)
+        shown.until('document.getElementById("loss").data[0].x.length', 10)
         shown.until('document.getElementById("norm").data[0].y.length', 10)
         run.write_to(10)
-        shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 10', seconds=4)
+        shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 10')
         shown.until('document.getElementById("count").textContent', '50 tensors')
         assert len(shown.requests) > 5 and {url.split('?')[0] for url in shown.requests} == {
             f'{url}/', f'{url}/changes', f'{url}/detail', f'{url}/attention'} and shown.failures == []

@@ -307,11 +307,13 @@ const shares = () => dark.matches
 // '#rrggbb' and a share of it
 const faint = (rgb, share) => `rgba(${[1, 3, 5].map(at => parseInt(rgb.slice(at, at + 2), 16)).join()},${share})`;
 
-// Ticks of a logarithmic axis: powers of ten, or, where there are hardly any, numbers.
+// Ticks of a logarithmic axis: powers of ten; where there are hardly any, 1, 2 and 5 times those, or what Plotly finds.
 function logAxis(values) {
   const sizes = values.filter(value => value > 0);
-  const wide = sizes.length && Math.max(...sizes) > 30 * Math.min(...sizes);
-  return {type: 'log', exponentformat: 'power', ...(wide ? {dtick: 1} : {nticks: 4, tickformat: '.2~g'})};
+  const largest = Math.max(...sizes), decades = sizes.length ? Math.log10(largest / Math.min(...sizes)) : 0;
+  const numbers = {nticks: 4, tickformat: largest < 0.01 ? '.2~e' : '.3~g'};
+  const ticks = decades > 1.5 ? {dtick: 1, exponentformat: 'power'} : decades > 0.5 ? {...numbers, dtick: 'D2'} : numbers;
+  return {type: 'log', ...ticks};
 }
 
 // The same for counts, from a little below 1.
@@ -398,7 +400,7 @@ function drawFlow(chosen) {
   };
   const names = layers.map(plain), label = `rms of ${role} in ${layers.length} layers at ${steps.length} steps`;
   const labelled = range(layers.length).filter(i => i % Math.ceil(layers.length / 12) === 0);
-  const ticks = {tickvals: labelled, ticktext: labelled.map(i => plain(brief(layers[i], 16))), tickfont: {size: 10}};
+  const ticks = {tickvals: labelled, ticktext: labelled.map(i => plain(briefLayer(layers[i], 16))), tickfont: {size: 10}};
   const z = layers.map(layer => steps.map(step => rms(layer, step)));
   if (steps.length <= 6) {
     plot('flow', steps.map((step, i) => ({
@@ -426,9 +428,19 @@ function drawFlow(chosen) {
 
 // Steps from first to last: from pale to strong.
 const shade = part => dark.matches ? `hsl(205 75% ${40 + 38 * part}%)` : `hsl(205 85% ${72 - 42 * part}%)`;
-// The middle gives way, for layers differ at their ends.
 const brief = (text, most) => text.length <= most ? text
   : `${text.slice(0, Math.floor(most / 2) - 1)}\u2026${text.slice(text.length - Math.ceil(most / 2))}`;
+
+// Of encoder.0.self_attention.q the longest parts give way: encoder.0.self.q
+function briefLayer(layer, most) {
+  const parts = layer.split('.');
+  while (parts.join('.').length > most) {
+    const longest = parts.reduce((one, other) => other.length > one.length ? other : one);
+    if (longest.length <= 3) break;
+    parts[parts.indexOf(longest)] = longest.slice(0, -1);
+  }
+  return brief(parts.length > 1 ? parts.join('.') : layer, most);
+}
 
 function drawTraining(chosen, found) {
   show('loss', [data.edition, found?.step], () => drawCurve('loss', 1, 'loss', found?.step));
