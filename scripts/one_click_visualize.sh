@@ -27,7 +27,7 @@ logs='' draw='' flags=()
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --*=*) flags+=("$1") ;;
+        --*=* | --no-page) flags+=("$1") ;;
         --*)
             (($# >= 2)) || die "$1: want a value behind it; see --help"
             flags+=("$1" "$2")

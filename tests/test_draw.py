@@ -601,11 +601,14 @@ def run_script(*arguments, cwd=None):
 def test_one_click(dump, tmp_path):
     logs = tmp_path / 'my logs'
     shutil.copytree(dump, logs)
-    result = run_script(logs, 'a draw', '--names', 'bias', '--steps=10', '--formats', 'bf16', '--dpi', 40, cwd=tmp_path)
+    few = '--names', 'bias', '--steps=10', '--formats', 'bf16', '--dpi', 40
+    result = run_script(logs, 'a draw', *few, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert_picture(tmp_path / 'a draw' / 'quick_analysis.png')
     assert (tmp_path / 'a draw' / 'index.html').read_text().startswith('<!doctype html>')
     assert result.stdout.splitlines()[-1] == 'a draw: 8 pictures of 1 tensors; begin with a draw/index.html'
+    result = run_script('--no-page', logs, 'no page', *few, cwd=tmp_path)           # a flag without a value
+    assert result.returncode == 0 and not (tmp_path / 'no page' / 'index.html').exists(), result.stderr
 
 
 @pytest.mark.parametrize('arguments,says', [
