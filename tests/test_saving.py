@@ -773,6 +773,17 @@ def wait(condition):
     raise AssertionError('it never came')
 
 
+def test_two_writers_at_once_do_not_share_a_folder(tmp_path):
+    with Writer(tmp_path) as one:
+        with pytest.raises(UserError, match='another run is saving tensors there; wait until it is done, or name another f'):
+            Writer(tmp_path)
+        one.tensor(np.zeros(3, np.float32), **numbers(0))
+    with Writer(tmp_path) as two:
+        two.tensor(np.zeros(3, np.float32), **numbers(0))
+    kinds = [json.loads(line)['kind'] for line in (tmp_path / 'manifest.jsonl').read_text().splitlines()]
+    assert kinds == ['run', 'tensor', 'end'] * 2 and len(list(tmp_path.glob('*.safetensors'))) == 2
+
+
 def test_a_writer_says_when_its_thread_has_a_bug(tmp_path, monkeypatch):
     one = Writer(tmp_path)
     monkeypatch.setattr(one, '_write', lambda *_: 1 / 0)

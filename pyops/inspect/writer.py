@@ -9,6 +9,8 @@ kinds of lines.  The names of files are made of what they hold:
 Nothing that happens to the disk ends a training run: what could not be written is counted, warned about once, noted in the
 manifest if that still takes a line, and told at the end.
 """
+import contextlib
+import fcntl
 import io
 import json
 import os
@@ -51,7 +53,7 @@ class Writer:
     limit: bytes of tensors, HEADER for each included, after which no more are taken; None: no limit
     as_: 'safetensors' or 'pt', PyTorch's own format, readable by torch.load(weights_only=True)
     run: {'program': name, 'origin': 'pyops' or 'torch', 'settings': {...}} for the manifest
-    UserError where the folder cannot be written, or torch is missing for 'pt'.
+    UserError where the folder cannot be written, another writer is at work there, or torch is missing for 'pt'.
     """
 
     def __init__(self, folder, limit=None, as_='safetensors', run=None):
@@ -67,6 +69,7 @@ class Writer:
             os.makedirs(self.folder, exist_ok=True)
             self._begin_a_second()
             self._manifest = open(os.path.join(self.folder, MANIFEST), 'a+b', buffering=0)
+            self._claim()
             if size := self._manifest.seek(0, os.SEEK_END):
                 self._manifest.seek(size - 1)
                 self._is_whole = self._manifest.read(1) == b'\n'
@@ -131,8 +134,11 @@ class Writer:
             closes, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
         self._thread.join()
-        if closes and self._failure is None:
-            self._line(kind='end', steps=self._steps, tensors=self.tensors, bytes=self.written)
+        if closes:
+            if self._failure is None:
+                self._line(kind='end', steps=self._steps, tensors=self.tensors, bytes=self.written)
+            with contextlib.suppress(OSError):      # a child process, of a loader of data, may hold the file open
+                fcntl.flock(self._manifest, fcntl.LOCK_UN)
             self._manifest.close()
         self._raise()
         return Summary(self.folder, self.tensors, self.written, self._lost.total(), dict(self._lost))
@@ -222,6 +228,18 @@ class Writer:
                 self._pending.popleft()
             self._is_whole = data[n - 1:n] == b'\n'
         self._warn(f'{os.path.join(self.folder, MANIFEST)}: cannot write the manifest ({reason}); training goes on')
+
+    def _claim(self):
+        """Hold the folder: files of two writers could have one name, and lines of a manifest belong to the run above them.
+        The kernel lets go however a process ends; where a file system has no locks there is no guard."""
+        try:
+            fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._manifest.close()
+            raise UserError(f'{self.folder}: another run is saving tensors there; wait until it is done, or name another '
+                            'folder') from error
+        except OSError:
+            pass
 
     def _begin_a_second(self):
         """Let the second go in which an earlier run wrote here, so that no two files have one name."""
