@@ -180,7 +180,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(dump, run, tmp_path):
             ((dump, '--formats', 'mxfp8:scal=even'), 'scal: mxfp8 has no such option; did you mean scale'),
             ((dump, '--layers', 'enconder.*'), 'enconder.*: fits no saved tensor; there are, among others, encoder.0'),
             ((dump, '--names', 'inputs'), 'inputs: fits no saved tensor; there are, among others, input'),
-            ((dump, '--steps', '5'), 'no saved tensor is of such a step; there are 0, 10, 20'),
+            ((dump, '--steps', '5'), 'no saved tensor is of such a step; there are those of 0, 10, 20'),
             ((dump, '--steps', 'x'), '--steps: want A:B:S, a number, or several'),
             ((dump, '--top', '0'), "--top: want a whole number from 1 to 1000000, got '0'"),
             ((dump, '--axis', 'x'), "--axis: want a number, such as -1, or tokens, got 'x'"),

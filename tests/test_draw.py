@@ -519,7 +519,7 @@ def fails(capsys, *arguments):
 
 @pytest.mark.parametrize('flags,says', [
     (['--formats', 'mxfp9'], 'mxfp8'), (['--layers', 'decoder.*'], 'decoder.*: fits no saved tensor'),
-    (['--names', 'inputs'], 'input'), (['--steps', '3:9'], 'there are 0, 10'), (['--steps', 'x'], 'want A:B:S'),
+    (['--names', 'inputs'], 'input'), (['--steps', '3:9'], 'there are those of 0, 10'), (['--steps', 'x'], 'want A:B:S'),
     (['--dpi', '4000'], 'from 40 to 400'), (['--limit', '-1'], 'want a whole number'),
     (['--jobs', 'all'], 'want a whole number')])
 def test_flags_that_make_no_sense(flags, says, dump, tmp_path, capsys):

@@ -88,6 +88,6 @@ def select(entries, layers=('*',), names=('*',), steps=None):
         found = [entry for entry in found if entry.step in steps]
     if not found:
         raise UserError('no saved tensor is of all that was asked for' if steps is None or not saved else
-                        f'no saved tensor is of such a step; there are {", ".join(map(str, saved[:6]))}' +
+                        f'no saved tensor is of such a step; there are those of {", ".join(map(str, saved[:6]))}' +
                         (f' up to {saved[-1]}' if len(saved) > 6 else ''))
     return found
