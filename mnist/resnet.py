@@ -5,6 +5,7 @@
     python -m mnist.resnet --plan                   every kernel of a training step
 """
 import argparse
+import sys
 
 from mnist import program
 from pyops.errors import UserError, exits_cleanly
@@ -43,13 +44,17 @@ def main(argv=None):
     import numpy as np
 
     from mnist.mlp_resnet import MLPResNet
-    from pyops import backend, nn, plan
+    from pyops import backend, nn, plan, quantization
     from pyops.autograd import Tensor, no_grad
     from pyops.backend import launch
     from pyops.data import MNISTDataset, RandomCrop, RandomFlipHorizontal
     from pyops.data.batches import gather, gather_pixels
     from pyops.ndarray import over
     from pyops.optim import Adam
+
+    if (recipe := quantization.from_environment()) != quantization.NONE:
+        print(f'{quantization.VARIABLE}={recipe}: left aside, since the layers of {PROGRAM} round nothing; mnist.train does',
+              file=sys.stderr)
 
     # data
     (images, labels), _ = digits.parts()
