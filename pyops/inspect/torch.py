@@ -92,7 +92,8 @@ class Attachment:
         """End a training step: the next forward pass is of the next one.  loss, norm: numbers to draw, or tensors of one."""
         with self.harmless():
             if loss is not None or norm is not None:
-                self._writer.steps([(self.number, *(None if value is None else float(value) for value in (loss, norm)))])
+                values = (value.detach() if isinstance(value, torch.Tensor) else value for value in (loss, norm))
+                self._writer.steps([(self.number, *(None if value is None else float(value) for value in values))])
         self.number += 1
         self._forwards, self._per_step = 0, 0
 
@@ -176,6 +177,7 @@ class Attachment:
         taken = self._writer.tensor(
             tensor.detach().cpu().float().numpy(), layer=layer, layer_type=layer_type, index=self.place(layer, layer_type),
             operation=operation, name=name, step=step, format=f.name if f else 'fp32', options=dict(f.options) if f else {},
+            quant_type=self._format and self._format.name,
             axis=0 if layer_type == 'attention' and name == 'value' else -1, mask=mask, lengths=lengths)
         if not taken:
             self.say('save_max is reached; no more tensors are saved, and training goes on')
