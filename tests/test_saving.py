@@ -607,6 +607,7 @@ def test_the_environment_asks_for_saving_and_flags_win():
 BAD = {
     'layers': (['--save-layers', 'encoder.0.self_atention'], 'fits none of the 20 layers; there are, among others, '
                'encoder.0.self_attention,'),
+    'what has parts': (['--save-layers', 'encoder.0'], 'there are, among others, encoder.0.*, '),
     'one of several': (['--save-layers', 'encoder.*,x'], '--save-layers x: fits none of the 20 layers'),
     'too large a step': (['--save-max', '1K'], r'--save-max 1K: one step is .* of 20 layers; give a larger size, or fewer'),
     'no plan': (['--no-plan'], '--no-plan: tensors are taken from the plan of a step; leave it out, or save none'),
@@ -656,7 +657,7 @@ def test_a_malformed_flag(flag, value, capsys):
 def test_a_folder_that_cannot_be_made_and_torch_that_is_missing(tmp_path, capsys, monkeypatch):
     (tmp_path / 'file').write_text('')
     argv = ['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors']
-    with pytest.raises(UserError, match='file/d: cannot save tensors there .*; name a folder that can be written with --s'):
+    with pytest.raises(UserError, match='file/d: cannot save tensors there .*; name a folder that can be written$'):
         transformer.train.main([*argv, str(tmp_path / 'file' / 'd')])
     monkeypatch.setitem(sys.modules, 'torch', None)
     with pytest.raises(UserError, match='^--save-as pt: torch is not installed: install it with: pip install torch$'):
@@ -744,7 +745,7 @@ def test_a_manifest_that_cannot_be_written_for_a_while(tmp_path, capsys, monkeyp
                 self.left -= n
                 return n
 
-            close = file.close
+            close, fileno = file.close, file.fileno
         one._manifest = full = Full()
         for n in range(3):
             one.tensor(np.full(3, n, np.float32), **numbers(n))

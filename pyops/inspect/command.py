@@ -17,8 +17,10 @@ def add_commands(parser):
 
 
 def _add_draw(parser):
-    parser.add_argument('--tensor-dir', '--tensor_dir', required=True, metavar='LOGS', help='where the tensors were saved')
-    parser.add_argument('--output-dir', '--output_dir', required=True, metavar='DRAW', help='where pictures and page go')
+    parser.add_argument('--tensor-dir', '--tensor_dir', required=True, type=_path, metavar='LOGS',
+                        help='where the tensors were saved')
+    parser.add_argument('--output-dir', '--output_dir', required=True, type=_path, metavar='DRAW',
+                        help='where pictures and page go')
     _add_choice(parser)
     parser.add_argument('--sentences', type=_number(0), default=3, metavar='N',
                         help='so many of each batch get attention maps (default 3)')
@@ -33,7 +35,8 @@ def _add_draw(parser):
 
 
 def _add_serve(parser):
-    parser.add_argument('logs', metavar='LOGS', help='where the tensors are saved; waited for where it is not there yet')
+    parser.add_argument('logs', type=_path, metavar='LOGS',
+                        help='where the tensors are saved; waited for where it is not there yet')
     parser.add_argument('--port', type=_port, default=8765, metavar='N', help='to listen on; 0: any free one (default 8765)')
     parser.add_argument('--host', default='127.0.0.1', metavar='ADDRESS',
                         help='to listen on (default 127.0.0.1: this machine alone)')
@@ -42,7 +45,7 @@ def _add_serve(parser):
 
 
 def _add_compare(parser):
-    parser.add_argument('logs', metavar='LOGS', help='where the tensors were saved')
+    parser.add_argument('logs', type=_path, metavar='LOGS', help='where the tensors were saved')
     _add_choice(parser)
     parser.add_argument('--axis', type=_axis, metavar='N|tokens',
                         help='along which axis blocks lie; tokens: all but the last, as one (default: as the run had it)')
@@ -50,8 +53,8 @@ def _add_compare(parser):
                         help='what the worst are the worst by; block: the SQNR of the worst block (default sqnr)')
     parser.add_argument('--top', type=_number(1), metavar='N', help='how many lines (default 30; of --json all)')
     parser.add_argument('--json', action='store_true', help='one JSON document in place of the table')
-    parser.add_argument('-o', '--output', metavar='FILE', help='write there, not to standard output')
-    parser.add_argument('--per-block', metavar='FILE', help='write a CSV file with a line for each block too')
+    parser.add_argument('-o', '--output', type=_path, metavar='FILE', help='write there, not to standard output')
+    parser.add_argument('--per-block', type=_path, metavar='FILE', help='write a CSV file with a line for each block too')
     parser.set_defaults(run=_runs('compare'))
 
 
@@ -65,6 +68,12 @@ def _add_choice(parser):
                         help="tensors, such as 'grad_*' or input,weight (default *)")
     parser.add_argument('--steps', type=steps, metavar='A:B:S',
                         help='steps: from A up to B, every S; or numbers with commas between (default all)')
+
+
+def _path(text):
+    if not text:
+        raise argparse.ArgumentTypeError("want a name, got ''")
+    return text
 
 
 def _axis(text):
@@ -90,6 +99,6 @@ def _runs(module):
 
 
 def _port(text):
-    if not (text.isascii() and text.isdigit() and int(text[:6]) < 65536):
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65536):
         raise argparse.ArgumentTypeError(f"want a whole number from 0 to 65535, got '{text}'")
     return int(text)

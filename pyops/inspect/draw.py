@@ -118,9 +118,7 @@ def draw(logs, folder, options=None):
                     records.append(result.record)
                 _count(summary, written, result.drawn)
         if not records:
-            file, reason = summary.skipped[-1]
-            raise UserError(f'{logs}: none of the {len(entries)} tensors can be read, the last is {file} ({reason}); '
-                            'save them again')
+            raise UserError(f'{logs}: none of {len(entries)} tensors can be read; {summary.skipped[-1][1]}')
         summary.tensors = len(records)
         with style.look():
             _count(summary, written, _draw_overview(source, records, folder, options, summary))

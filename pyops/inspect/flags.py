@@ -27,7 +27,8 @@ class Wanted(NamedTuple):
         for pattern in self.patterns:
             fits = fnmatch.filter(names, pattern)
             if not fits:
-                near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
+                parts = [f'{pattern}.*'] if any(name.startswith(f'{pattern}.') for name in names) else []
+                near = parts + (difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3])
                 raise UserError(f'--save-layers {pattern}: fits none of the {len(names)} layers; '
                                 f'there are, among others, {", ".join(near)}')
             chosen.update(fits)

@@ -112,6 +112,8 @@ class Entry:
         """-> float32, C-contiguous, of `shape`.  LogError where the file is gone, damaged or another one than it was."""
         try:
             array = _READERS[os.path.splitext(self.file)[1]](self.path, self.key)
+        except _NoTorch as error:
+            raise LogError(f'{printable(self.path)}: {error}') from error
         except _Refused as error:
             raise LogError(f'{printable(self.path)}: {error}; save it again or take it away') from error
         except OSError as error:
@@ -232,6 +234,10 @@ def _parse(name, options):
 
 class _Refused(Exception):
     """Why a file or a line is skipped."""
+
+
+class _NoTorch(_Refused):
+    """It is not the file that is wrong."""
 
 
 class _Folder:
@@ -729,9 +735,9 @@ def _torch():
     try:
         import torch
     except ImportError as error:
-        raise _Refused('torch is not installed, which reads .pt: install it with: pip install torch') from error
+        raise _NoTorch('torch is not installed, which reads .pt: install it with: pip install torch') from error
     if tuple(int(part) for part in re.findall(r'\d+', torch.__version__)[:2]) < _SAFE_TORCH:
-        raise _Refused(f'torch {torch.__version__} can be made to run code by a .pt file: want torch '
+        raise _NoTorch(f'torch {torch.__version__} can be made to run code by a .pt file: want torch '
                        f'{".".join(map(str, _SAFE_TORCH))} or newer')
     return torch
 

@@ -109,7 +109,8 @@ class Saving:
         if each > self.wanted.limit:
             raise UserError(f'--save-max {self.wanted.limit_text}: one step is {size_text(each)} of {layers} layers; give a '
                             'larger size, or fewer layers with --save-layers')
-        which = f'{len(steps)} steps from {steps[0]} to {steps[-1]}' if steps else 'none of the steps to come'
+        which = ('none of the steps to come' if not steps else f'step {steps[0]}' if len(steps) == 1 else
+                 f'{len(steps)} steps from {steps[0]} to {steps[-1]}')
         line = (f'saving tensors : {layers} layers, {len(tensors)} tensors and {size_text(each)} a step, {which}, '
                 f'{size_text(total)} in {self.wanted.folder}')
         if total > self.wanted.limit:

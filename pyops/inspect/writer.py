@@ -74,8 +74,8 @@ class Writer:
                 self._manifest.seek(size - 1)
                 self._is_whole = self._manifest.read(1) == b'\n'
         except OSError as error:
-            raise UserError(f'{self.folder}: cannot save tensors there ({error.strerror}); name a folder that can be written '
-                            'with --save-tensors') from error
+            raise UserError(f'{self.folder}: cannot save tensors there ({error.strerror}); name a folder that can be '
+                            'written') from error
         self._queue, self._bytes_under_way, self._failure = deque(), 0, None
         self._changed, self._is_closed = threading.Condition(), False
         self._line(kind='run', version=VERSION, **({'program': '', 'origin': 'pyops', 'settings': {}} | (run or {})),
