@@ -1,5 +1,6 @@
 """Saving tensors: what is found in the plans of all programs, what a run writes, and that nothing that goes wrong ends it."""
 import errno
+import functools
 import json
 import os
 import re
@@ -68,10 +69,12 @@ class Witness:
     def _wrap(monkeypatch, op, way, tell):
         plain = getattr(op, way)
 
+        @functools.wraps(plain)                             # with its signature, at which the tape looks
         def told(self, *arguments, **named):
-            tell(self, *arguments)                          # before: an `into` may be the gradient itself
+            wanted = {name: value for name, value in named.items() if name == 'want_dx'}
+            tell(self, *arguments, **wanted)                # before: an `into` may be the gradient itself
             result = plain(self, *arguments, **named)
-            tell(self, *arguments, result=result)
+            tell(self, *arguments, **wanted, result=result)
             return result
         monkeypatch.setattr(op, way, told)
 
@@ -96,10 +99,11 @@ class Witness:
             self.parameters(op.name, weight=op.weight, bias=op.bias)
             self.tell(op.name, 'forward', input=x, output=result[0])
 
-    def Linear_backward(self, op, dy, ctx, result=None):
+    def Linear_backward(self, op, dy, ctx, want_dx=None, result=None):
         if result is None:
             self.tell(op.name, 'backward', grad_output=dy)
-            self.product(op.name, dy, op.weight)
+            if want_dx is not False:
+                self.product(op.name, dy, op.weight)
 
     def product(self, layer, dy, weight):
         dx = backend.empty((*dy.shape[:-1], weight.value.shape[1]))
