@@ -81,10 +81,12 @@ pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, 
         #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
         for (int64_t i = 0; i < all; i += CHUNK) quantize_numbers(&c, y, x, i, pyops_min(CHUNK, all - i));
     } else if (inner == 1) {
-        const int64_t piece = CHUNK / block * block;        /* whole blocks */
+        const int64_t piece = CHUNK / block * block, pieces = (n + piece - 1) / piece;     /* whole blocks */
         #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
-        for (int64_t r = 0; r < outer; r++)
-            for (int64_t i = 0; i < n; i += piece) quantize_numbers(&c, y, x, r*n + i, pyops_min(piece, n - i));
+        for (int64_t task = 0; task < outer * pieces; task++) {
+            const int64_t i = task % pieces * piece;
+            quantize_numbers(&c, y, x, task / pieces * n + i, pyops_min(piece, n - i));
+        }
     } else if (inner) {
         const int64_t blocks = (n + block - 1) / block, strips = (inner + COLUMNS - 1) / COLUMNS;
         #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)

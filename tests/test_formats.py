@@ -348,6 +348,13 @@ def test_the_same_bits_for_any_number_of_threads_and_at_any_address(fmt):
                 part[...] = x[:-1].reshape(300, 601)
                 results.append(fake_quantize(part, fmt, axis))
             assert all(same(result, results[0]).all() for result in results)
+        backend.set_threads(1)                          # one long row, whose blocks threads share
+        row = fake_quantize(x, fmt)
+        backend.set_threads(3)
+        assert same(fake_quantize(x, fmt), row).all()
+        if parse(fmt).is_block and not parse(fmt).is_stochastic:
+            blocks = x[:x.size // 32 * 32].reshape(-1, 32)
+            assert same(row[:blocks.size], fake_quantize(blocks, fmt).reshape(-1)).all()
     finally:
         backend.set_threads(threads)
 
