@@ -11,36 +11,43 @@
 
 static float rectified(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
 
-/* c (mc,nc) = packed a (mc,kc) x packed b (kc,nc): all tiles; edge tiles go through a buffer. */
-static void block(const pyops_kernels *k, float *c, int64_t ldc, const float *a, const float *b, const float *bias,
-                  int64_t mc, int64_t nc, int64_t kc, int flags) {
+/* Where the sums of a block of c are while K is gone through: beside PYOPS_ADD and PYOPS_RELU. */
+enum { FROM_SUMS = 4, TO_SUMS = 8 };
+
+/* c (mc,nc) = packed a (mc,kc) x packed b (kc,nc): all tiles.  Sums of tiles that are not ready yet go to `sums`, one tile
+ * after the other, where neither a page nor the sets of a cache are short; those at the edge of c go through a buffer. */
+static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, const float *a, const float *b,
+                  const float *bias, int64_t mc, int64_t nc, int64_t kc, int flags) {
     const int64_t MR = k->MR, NR = k->NR;
+    const int64_t share = (NR * MR + mc - 1) / mc;        /* of a row of the next panel of b: what each tile of this one fetches */
     float edge[16 * 32], edge_bias[32];
     for (int64_t j = 0; j < nc; j += NR) {
         const int64_t n = pyops_min(NR, nc - j);
-        const float *b_j = b + j * kc, *bias_j = bias ? bias + j : NULL;
+        const float *bias_j = bias ? bias + j : NULL;
         if (bias && n < NR) {
             for (int64_t l = 0; l < NR; l++) edge_bias[l] = l < n ? bias_j[l] : 0.0f;
             bias_j = edge_bias;
         }
-        for (int64_t i = 0; i < mc; i += MR) {
+        for (int64_t i = 0; i < mc; i += MR, sums += MR * NR) {
             const int64_t m = pyops_min(MR, mc - i);
-            float *c_ij = c + i * ldc + j;
-            if (m == MR && n == NR) {
-                k->gemm(c_ij, a + i * kc, b_j, bias_j, kc, ldc, flags);
-                continue;
-            }
-            k->gemm(edge, a + i * kc, b_j, bias_j, kc, NR, 0);
-            for (int64_t r = 0; r < m; r++)
-                for (int64_t s = 0; s < n; s++) {
-                    const float sum = flags & PYOPS_ADD ? edge[r*NR + s] + c_ij[r*ldc + s] : edge[r*NR + s];
-                    c_ij[r*ldc + s] = flags & PYOPS_RELU ? rectified(sum) : sum;
-                }
+            float *c_ij = c + i * ldc + j, *at = n < NR ? edge : c_ij, *to = flags & TO_SUMS ? sums : at;
+            const float *before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
+            const int64_t ld = n < NR ? NR : ldc, ld_to = flags & TO_SUMS ? NR : ld, ld_before = flags & FROM_SUMS ? NR : ld;
+            if (before == edge)
+                for (int64_t r = 0; r < m; r++)
+                    for (int64_t s = 0; s < NR; s++) edge[r*NR + s] = s < n ? c_ij[r*ldc + s] : 0.0f;
+            k->gemm(to, ld_to, before, ld_before, a + i * kc, b + j * kc, bias_j, kc, m, flags & PYOPS_RELU,
+                    b + (j + NR) * kc + i / MR * share * kc, share);
+            if (to == edge)
+                for (int64_t r = 0; r < m; r++) memcpy(c_ij + r*ldc, edge + r*NR, (size_t)n * sizeof *c);
         }
     }
 }
 
-size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->KC * k->NC + k->MC * k->KC); }
+/* Columns of the sums of a block of c. */
+enum { SUMS = 512 };
+
+size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->B + k->MC * (k->KC + SUMS)); }
 
 /* Without a sum (K = 0) there is only the bias. */
 static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int flags) {
@@ -49,12 +56,6 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
             const float sum = (bias ? bias[n] : 0.0f) + (flags & PYOPS_ADD ? c[m*ldc + n] : 0.0f);
             c[m*ldc + n] = flags & PYOPS_RELU ? rectified(sum) : sum;
         }
-}
-
-/* What is left to the block of K that begins at pc: all but the first add to c, and the last rectifies it. */
-static int block_flags(int flags, int64_t pc, int64_t kc, int64_t K) {
-    if (pc) flags |= PYOPS_ADD;
-    return pc + kc < K ? flags & ~PYOPS_RELU : flags;
 }
 
 /* ---- products that packing would not repay: few rows, where all of b would be packed to be used but once or twice, and small
@@ -88,20 +89,19 @@ static void where_they_lie(const pyops_kernels *k, float *c, int64_t ldc, pyops_
 
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                    int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
-    float *packed_b = scratch, *packed_a = scratch + k->KC * k->NC;
+    float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
     if (is_few(a, b, M)) return few_rows(k, c, ldc, a, b, bias, M, N, K, flags);
     if (b.col == 1 && (M <= FEW_ROWS || M * N * K <= SMALL)) return where_they_lie(k, c, ldc, a, b, bias, M, N, K, flags);
-    for (int64_t jc = 0; jc < N; jc += k->NC)
-        for (int64_t pc = 0; pc < K; pc += k->KC) {
-            const int64_t nc = pyops_min(k->NC, N - jc), kc = pyops_min(k->KC, K - pc);
-            k->pack_b(packed_b, b.p + pc*b.row + jc*b.col, b.col, b.row, nc, kc);
-            for (int64_t ic = 0; ic < M; ic += k->MC) {
-                const int64_t mc = pyops_min(k->MC, M - ic);
-                k->pack_a(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
-                block(k, c + ic*ldc + jc, ldc, packed_a, packed_b, bias && !pc ? bias + jc : NULL, mc, nc, kc,
-                      block_flags(flags, pc, kc, K));
-            }
+    /* of b that are packed at a time */
+    const int64_t steps = pyops_min(K, k->KB), columns = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
+    for (int64_t jc = 0; jc < N; jc += columns)
+        for (int64_t pb = 0; pb < K; pb += steps) {
+            const int64_t nc = pyops_min(columns, N - jc), kb = pyops_min(steps, K - pb);
+            pyops_pack_b(k, packed_b, (pyops_view){b.p + pb*b.row + jc*b.col, b.row, b.col}, kb, nc, 0, nc);
+            pyops_product_packed(k, c + jc, ldc, (pyops_view){a.p + pb*a.col, a.row, a.col}, packed_b,
+                                 bias && !pb ? bias + jc : NULL, M, nc, kb, 0, nc,
+                                 (pb ? PYOPS_ADD : flags & PYOPS_ADD) | (pb + kb < K ? 0 : flags & PYOPS_RELU), packed_a);
         }
 }
 
@@ -113,20 +113,23 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     }
 }
 
+/* Rows of c outside, blocks of K inside: the sums of a block of c stay in L2, and c is touched once. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
                           const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
                           float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR);
+    float *packed_a = scratch, *sums = scratch + k->MC * k->KC;
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
-    for (int64_t pc = 0; pc < K; pc += k->KC) {
-        const int64_t kc = pyops_min(k->KC, K - pc);
-        for (int64_t ic = 0; ic < M; ic += k->MC) {
-            const int64_t mc = pyops_min(k->MC, M - ic);
-            k->pack_a(scratch, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
-            block(k, c + ic*ldc + from, ldc, scratch, packed_b + pc*padded + from*kc,
-                  bias && !pc ? bias + from : NULL, mc, to - from, kc, block_flags(flags, pc, kc, K));
-        }
-    }
+    for (int64_t ic = 0; ic < M; ic += k->MC)
+        for (int64_t jc = from; jc < to; jc += K > k->KC ? SUMS : to - from)
+            for (int64_t pc = 0; pc < K; pc += k->KC) {
+                const int64_t mc = pyops_min(k->MC, M - ic), kc = pyops_min(k->KC, K - pc);
+                const int64_t nc = K > k->KC ? pyops_min(SUMS, to - jc) : to - from;
+                const int more = (pc ? FROM_SUMS : flags & PYOPS_ADD) | (pc + kc < K ? TO_SUMS : flags & PYOPS_RELU);
+                k->pack_a(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
+                block(k, c + ic*ldc + jc, ldc, sums, packed_a, packed_b + pc*padded + jc*kc, bias && !pc ? bias + jc : NULL,
+                      mc, nc, kc, more);
+            }
 }
 
 /* Rows of the grid of threads: tm * tn threads pack A tn times and B tm times. */
@@ -143,7 +146,7 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
     const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);      /* or all of b is */
     const int64_t threads = is_large ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
-    const int64_t rows = pyops_round_up((M + tm - 1) / tm, k->MR), columns = pyops_round_up((N + tn - 1) / tn, k->NR);
+    const int64_t rows = (M + tm - 1) / tm, columns = pyops_round_up((N + tn - 1) / tn, k->NR);
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t t = 0; t < threads; t++) {

@@ -36,6 +36,7 @@ typedef struct {
     ROW(float,  sum,          (const float *x, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
     ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
+    ROW(float,  exp_sum,      (float *y, const float *x, float shift, int64_t n)) \
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
     ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
                                uint64_t key, uint32_t threshold, float scale)) \
@@ -106,9 +107,14 @@ enum {
 typedef struct {
     const char *name;               /* "avx2" */
     const char *tile;               /* "6x16" = MR x NR */
-    int64_t MR, NR, MC, KC, NC;     /* tile, and the blocks that stay in L2 (MC x KC) and L3 (KC x NC) */
-    /* c (MR,NR), rows ldc apart, (+)= sum_k a[k,:] b[k,:] (+ bias[:]), a packed (K,MR), b packed (K,NR) */
-    void (*gemm)(float *c, const float *a, const float *b, const float *bias, int64_t K, int64_t ldc, int flags);
+    int64_t MR, NR;                 /* a tile */
+    int64_t MC, KC;                 /* the block of a that stays in L2 */
+    int64_t KB, B;                  /* of b, at most KB rows and B floats are packed at a time, and stay in L3 */
+    /* c (rows,NR), rows ldc apart, = sum_k a[k,:] b[k,:] + bias[:] + before (rows,NR), rectified where relu is not 0; a packed
+     * (K,MR), b packed (K,NR), 1 <= rows <= MR; bias and before may be NULL, before may be c; on the way `share` floats a
+     * step of K from `next` on are fetched into L2 */
+    void (*gemm)(float *c, int64_t ldc, const float *before, int64_t ld_before, const float *a, const float *b,
+                 const float *bias, int64_t K, int64_t rows, int relu, const float *next, int64_t share);
     /* n rows of A, or columns of B, `step` floats apart, (n,kc) along K with stride `along`, into panels */
     void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
     void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
