@@ -2,10 +2,13 @@
  *
  * Only valid rows are gathered and computed.  A block of ROWS rows goes through four phases while its logits
  * (ROWS x V) are in cache:
- *   1  logits = x weight' + bias            threads share columns of the vocabulary
- *   2  softmax, loss, gradient of logits    threads share rows
+ *   1  logits = x weight' + bias, maxima    threads share columns of the vocabulary
+ *   2  e = exp(logits - max), loss          threads share rows
  *   3  dx = dlogits weight                  threads share rows
  *   4  dweight += dlogits' x, dbias         threads share rows of weight
+ * A row of dlogits is a number times (e - sum(e) target).  That number, 1 / (valid sum(e)), is never multiplied into the
+ * row: phase 3 multiplies dx with it, and phase 4 takes an x that has been multiplied.  So there is one exponential and one
+ * pass over the logits between the products.
  * Three products instead of the four that a separate backward would need (it would form the logits again), and no
  * (R,V) matrix.  weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows or
  * of the vocabulary, never by threads.
@@ -16,21 +19,23 @@
 #include "internal.h"
 
 /* Rows in a block: 192 x 13387 logits are 10 MB of L3, and weight and dweight are read once for 192 rows. */
-enum { ROWS = 192 };
+enum { ROWS = 252 };
 
 /* The logits of a block lie in chunks of COLUMNS words, (ROWS, COLUMNS) each, rows LD apart: a row of all V words would
  * put every row on a page of its own, and a stride of 2 KiB would put all of them into the same sets of a cache. */
 enum { COLUMNS = 512, LD = COLUMNS + 16 };
 _Static_assert(COLUMNS % PYOPS_KC == 0, "a chunk of weight must be whole packed blocks");
 
-typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, total; } layout;
+typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, maxima, factors, total; } layout;
 
 static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t V, int gradients) {
     const int64_t block = pyops_min(R, ROWS);
     layout l = {0};
     l.x = l.rows + R;                                   /* numbers of the valid rows, int32 (R) */
     l.losses = l.x + block * D;                         /* x: the rows of a block (ROWS,D) */
-    l.logits = l.losses + block;                        /* losses of its rows (ROWS) */
+    l.factors = l.losses + block;                       /* losses of its rows (ROWS) */
+    l.maxima = l.factors + block;                       /* what a row of dlogits is still to be multiplied with (ROWS) */
+    l.logits = l.maxima + (V + COLUMNS - 1) / COLUMNS * block;  /* largest logits of each chunk (V/COLUMNS,ROWS) */
     l.w_logits = l.logits + (V + COLUMNS - 1) / COLUMNS * block * LD;   /* chunks of logits (ROWS,COLUMNS) */
     l.total = l.w_logits + pyops_packed_b_size(k, D, V);        /* weight' packed (D,V) */
     if (!gradients) return l;
@@ -79,6 +84,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
 
     const pyops_view weight_t = {weight, 1, D}, weight_n = {weight, D, 1};
     float *const x_b = work + l.x, *const dx_b = work + l.dx, *const logits = work + l.logits, *const losses = work + l.losses;
+    float *const maxima = work + l.maxima, *const factors = work + l.factors;
     const float scale = n_valid ? 1.0f / (float)n_valid : 0.0f;
     double sum = 0.0;
     int failed = 0;
@@ -108,9 +114,13 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
 
             /* phase 1 */
             #pragma omp for schedule(dynamic)
-            for (int64_t v = 0; v < V; v += COLUMNS)
+            for (int64_t v = 0; v < V; v += COLUMNS) {
+                const int64_t n = pyops_min(COLUMNS, V - v);
+                const float *z = chunk(logits, block, v);
                 pyops_product_packed(k, chunk(logits, block, v) - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias,
-                                     rows, V, D, v, pyops_min(v + COLUMNS, V), 0, scratch);
+                                     rows, V, D, v, v + n, 0, scratch);
+                for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r*LD, n);
+            }
             /* phase 2 */
             #pragma omp for schedule(dynamic, 8)
             for (int64_t r = 0; r < rows; r++) {
@@ -118,22 +128,24 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS;
                 float max = -INFINITY, sum_exp = 0.0f, sum_z = 0.0f;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
-                    const float *z = chunk(logits, block, v) + r*LD, m = k->max(z, pyops_min(COLUMNS, V - v));
+                    const float m = maxima[v / COLUMNS * block + r];
                     if (max == max && !(m <= max)) max = m;     /* a NaN stays */
-                    if (smoothing > 0.0f) sum_z += k->sum(z, pyops_min(COLUMNS, V - v));
+                    if (smoothing > 0.0f) sum_z += k->sum(chunk(logits, block, v) + r*LD, pyops_min(COLUMNS, V - v));
                 }
-                for (int64_t v = 0; v < V; v += COLUMNS)
-                    sum_exp += k->sum_exp(chunk(logits, block, v) + r*LD, max, pyops_min(COLUMNS, V - v));
-                const float lse = max + logf(sum_exp);
-                losses[r] = lse - *z_label;
-                if (smoothing > 0.0f) losses[r] += smoothing * (*z_label - sum_z / (float)V);
-                if (!gradients) continue;
+                const float target_z = *z_label;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     float *z = chunk(logits, block, v) + r*LD;
-                    k->scaled_exp(z, z, lse, scale, pyops_min(COLUMNS, V - v));
-                    if (smoothing > 0.0f) k->add_constant(z, -scale * smoothing / (float)V, pyops_min(COLUMNS, V - v));
+                    sum_exp += k->exp_sum(z, z, max, pyops_min(COLUMNS, V - v));
                 }
-                *z_label -= scale * (1.0f - smoothing);
+                losses[r] = max + logf(sum_exp) - target_z;
+                if (smoothing > 0.0f) losses[r] += smoothing * (target_z - sum_z / (float)V);
+                if (!gradients) continue;
+                if (smoothing > 0.0f)
+                    for (int64_t v = 0; v < V; v += COLUMNS)
+                        k->add_constant(chunk(logits, block, v) + r*LD, -smoothing / (float)V * sum_exp, pyops_min(COLUMNS, V - v));
+                *z_label -= (1.0f - smoothing) * sum_exp;
+                factors[r] = scale / sum_exp;
+                k->scale(x_b + r*D, x_b + r*D, factors[r], D);
             }
             #pragma omp single nowait
             for (int64_t r = 0; r < rows; r++) sum += losses[r];
@@ -152,7 +164,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                     pyops_product_packed(k, dx_b + r*D, D, (pyops_view){chunk(logits, block, v) + r*LD, LD, 1},
                                          work + l.w_dx + v * pyops_round_up(D, k->NR), NULL,
                                          n, D, pyops_min(COLUMNS, V - v), 0, D, v ? PYOPS_ADD : 0, scratch);
-                for (int64_t i = r; i < r + n; i++) memcpy(dx + row[r0 + i]*D, dx_b + i*D, (size_t)D * sizeof *dx);
+                for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i]*D, dx_b + i*D, factors[i], D);
             }
             /* phase 4 */
             #pragma omp for schedule(dynamic)
@@ -162,7 +174,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 pyops_product_packed(k, dweight + v*D, D, (pyops_view){dz, 1, LD}, work + l.x_packed, NULL,
                                      n, D, rows, 0, D, r0 ? PYOPS_ADD : 0, scratch);
                 if (!r0) k->fill(dbias + v, n, 0.0f);
-                for (int64_t r = 0; r < rows; r++) k->add(dbias + v, dz + r*LD, n);
+                for (int64_t r = 0; r < rows; r++) k->axpy(dbias + v, dz + r*LD, factors[r], n);
             }
         }
     }
