@@ -177,7 +177,7 @@ def memory(gpu, torch, sizes):
     mean, rstd = backend.zeros(n // C), backend.zeros(n // C)
     kernels = {     # bytes that have to move, and the launch
         'copy (scale)': (8 * n, ('scale', y, x, one, n)),
-        'adam': (28 * n, ('adam', x, m, v, g, norm, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0)),
+        'adam': (28 * n, ('adam', x, m, v, g, None, norm, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0)),
         'dropout': (8 * n, ('dropout', y, x, step, n, 0.2, 7)),
         'layer_norm_forward': (8 * n, ('layer_norm_forward', y, mean, rstd, x, weight, bias, n // C, C, 1e-5)),
         'embedding_forward': (8 * n, ('embedding_forward', y, m, ids, n // C, n // C, C)),

@@ -24,12 +24,13 @@ pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_
     return PYOPS_OK;
 }
 
-pyops_status pyops_embedding_backward(float *dweight, const float *dy, const int32_t *ids,
+pyops_status pyops_embedding_backward(float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
                                       int64_t R, int64_t V, int64_t E, void *stream) {
     (void)stream;
     const pyops_status status = check("embedding_backward", ids, R, V, E);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
+    for (int64_t r = 0; r < R; r++) pyops_touch(touched, ids[r]*E, ids[r]*E + E);
     #pragma omp parallel if (R * E > PYOPS_SHARE_FLOATS)
     {
         const int32_t threads = omp_get_num_threads(), thread = omp_get_thread_num();

@@ -200,6 +200,14 @@ void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64
 /* ---- dropout: an element is kept where its random word is not below this ------------------- */
 static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
+/* ---- which blocks of a gradient are not 0, see pyops_zero_touched ---------------------------- */
+static inline int pyops_is_touched(const int32_t *touched, int64_t i) { return !touched || touched[i / PYOPS_GRAD_BLOCK]; }
+/* Something is added to grad[from, to).  One thread says so, for two rows may lie in one block. */
+static inline void pyops_touch(int32_t *touched, int64_t from, int64_t to) {
+    if (!touched) return;
+    for (int64_t b = from / PYOPS_GRAD_BLOCK; b * PYOPS_GRAD_BLOCK < to; b++) touched[b] |= PYOPS_TOUCHED;
+}
+
 /* ---- labels with masked rows, for both cross entropies --------------------------------------- */
 pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C,
                                int32_t ignore);

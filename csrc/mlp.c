@@ -98,12 +98,12 @@ pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *para
     TRY(pyops_mlp_gradients(loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
                             param + w1, param + b1, param + w2, param + b2, work, N, B, I, H, C, scale, stream));
     if (norm) {                                         /* the length of all is that of the lengths of each */
-        for (int i = 0; i < 4; i++) TRY(pyops_grad_norm(norms + i, grad + at[i], rest, size[i], stream));
-        TRY(pyops_grad_norm(norm, norms, rest, 4, stream));
+        for (int i = 0; i < 4; i++) TRY(pyops_grad_norm(norms + i, grad + at[i], NULL, rest, size[i], stream));
+        TRY(pyops_grad_norm(norm, norms, NULL, rest, 4, stream));
     }
     TRY(pyops_increment(step, stream));
     for (int i = 0; i < 4; i++)
-        TRY(pyops_adam(param + at[i], m + at[i], v + at[i], grad + at[i], norm, step, lr,
+        TRY(pyops_adam(param + at[i], m + at[i], v + at[i], grad + at[i], NULL, norm, step, lr,
                        size[i], max_norm, beta1, beta2, eps, weight_decay, stream));
     return PYOPS_OK;
 }

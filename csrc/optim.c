@@ -1,4 +1,4 @@
-/* optim.c - gradient norm, clipping, Adam and gradient descent over one flat buffer of all parameters.
+/* optim.c - zeroing, gradient norm, clipping, Adam and gradient descent over one flat buffer of all parameters.
  *
  * The norm is summed in double over 64 KiB chunks whose partial sums are added in order: float would lose the small
  * gradients of ten million, and the order must not depend on the threads.  Adam clips on the fly, so that a clipped
@@ -8,18 +8,50 @@
 #include <string.h>
 #include "internal.h"
 
-enum { CHUNK = 16384, ADAM_CHUNK = 4096 };        /* Adam has a root and a division an element: smaller shares */
+/* Adam has a root and a division an element: smaller shares.  A thread takes a turn of several: where little is touched it is
+ * soon done, and takes the next. */
+enum { CHUNK = 16384, ADAM_CHUNK = 4096, TURN = 65536 };
+
+_Static_assert(ADAM_CHUNK % PYOPS_GRAD_BLOCK == 0 && CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
+
+/* The first place behind `from`, at most `to`, whose block is touched where that of `from` is not, or the reverse. */
+static int64_t end_of_run(const int32_t *touched, int64_t from, int64_t to) {
+    if (!touched) return to;
+    int64_t i = from / PYOPS_GRAD_BLOCK * PYOPS_GRAD_BLOCK + PYOPS_GRAD_BLOCK;
+    while (i < to && !pyops_is_touched(touched, i) == !pyops_is_touched(touched, from)) i += PYOPS_GRAD_BLOCK;
+    return pyops_min(i, to);
+}
+
+pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream) {
+    (void)stream;
+    PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld", LL(n));
+    const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(dynamic, TURN / CHUNK) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += CHUNK) {
+        const int64_t end = pyops_min(i + CHUNK, n);
+        for (int64_t from = i, to; from < end; from = to) {
+            to = end_of_run(touched, from, end);
+            if (!pyops_is_touched(touched, from)) continue;
+            k->fill(grad + from, to - from, 0.0f);
+            for (int64_t b = from; touched && b < to; b += PYOPS_GRAD_BLOCK) touched[b / PYOPS_GRAD_BLOCK] &= ~PYOPS_TOUCHED;
+        }
+    }
+    return PYOPS_OK;
+}
 
 int64_t pyops_grad_norm_work(int64_t n) { return 2 * ((n + CHUNK - 1) / CHUNK); }
 
-pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_t n, void *stream) {
+pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld", LL(n));
     const pyops_kernels *k = pyops_active();
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(dynamic, TURN / CHUNK) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < chunks; i++) {
-        const double s = k->sum_squares(grad + i*CHUNK, pyops_min(CHUNK, n - i*CHUNK));
+        const int64_t end = pyops_min(i*CHUNK + CHUNK, n);
+        double s = 0.0;
+        for (int64_t b = i*CHUNK; b < end; b += PYOPS_GRAD_BLOCK)
+            if (pyops_is_touched(touched, b)) s += k->sum_squares(grad + b, pyops_min(PYOPS_GRAD_BLOCK, end - b));
         memcpy(work + 2*i, &s, sizeof s);           /* a double in the space of two floats */
     }
     double sum = 0.0;
@@ -45,7 +77,7 @@ pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_nor
 }
 
 pyops_status pyops_adam(float *param, float *m, float *v,
-                        const float *grad, const float *norm, const int64_t *step, const float *lr,
+                        const float *grad, const int32_t *touched, const float *norm, const int64_t *step, const float *lr,
                         int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
@@ -59,10 +91,15 @@ pyops_status pyops_adam(float *param, float *m, float *v,
     const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
     const float root_correction = (float)(1.0 / sqrt(1.0 - pow(beta2, t)));
     const float clip = clip_factor(norm, max_norm);
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
-    for (int64_t i = 0; i < n; i += ADAM_CHUNK)
-        k->adam(param + i, m + i, v + i, grad + i, pyops_min(ADAM_CHUNK, n - i), clip, beta1, beta2,
-                step_size, root_correction, eps, weight_decay);
+    #pragma omp parallel for schedule(dynamic, TURN / ADAM_CHUNK) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += ADAM_CHUNK) {
+        const int64_t end = pyops_min(i + ADAM_CHUNK, n);
+        for (int64_t from = i, to; from < end; from = to) {
+            to = end_of_run(touched, from, end);
+            k->adam(param + from, m + from, v + from, pyops_is_touched(touched, from) ? grad + from : NULL, to - from,
+                    clip, beta1, beta2, step_size, root_correction, eps, weight_decay);
+        }
+    }
     return PYOPS_OK;
 }
 

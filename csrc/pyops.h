@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 5
+#define PYOPS_ABI_VERSION 6
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -209,12 +209,13 @@ PYOPS_API pyops_status pyops_concat_context_backward(
 /* ---- embedding -------------------------------------------------------------------
  * y[r,:] = weight[ids[r],:]          dweight[ids[r],:] += dy[r,:]   in the order of r
  * ids (R) int32 in [0,V)   weight, dweight (V,E)   y, dy (R,E)
+ * touched (V*E / PYOPS_GRAD_BLOCK rounded up) int32 or NULL: says which rows were added to, see pyops_zero_touched
  */
 PYOPS_API pyops_status pyops_embedding_forward(
     float *y, const float *weight, const int32_t *ids,
     int64_t R, int64_t V, int64_t E, void *stream);
 PYOPS_API pyops_status pyops_embedding_backward(
-    float *dweight, const float *dy, const int32_t *ids,
+    float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
     int64_t R, int64_t V, int64_t E, void *stream);
 
 /* ---- dropout -----------------------------------------------------------------------
@@ -495,6 +496,19 @@ PYOPS_API pyops_status pyops_decode(
     int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream);
 PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream);
 
+/* ---- gradients most of which are 0 ---------------------------------------------------------
+ * A batch looks up some rows of an embedding; the gradient of the others stays 0, and no pass need go over it.  So a buffer of
+ * gradients (n) may have touched (n / PYOPS_GRAD_BLOCK rounded up) int32 beside it, a word for each block of floats:
+ *   0              nothing was added to the block since it became 0: it holds zeros
+ *   PYOPS_TOUCHED  something may have been
+ *   PYOPS_DENSE    nobody says whether; a bit of its own, which stays
+ * Whoever adds to blocks that are not dense says so.  touched NULL, here and below: all are dense.
+ * zero_touched  grad[i] = 0 in all blocks that are touched or dense, so in all there are;  PYOPS_TOUCHED goes
+ */
+enum { PYOPS_GRAD_BLOCK = 256, PYOPS_TOUCHED = 1, PYOPS_DENSE = 2 };
+
+PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream);
+
 /* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------
  * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)
  * clip       grad[i] *= min(1, max_norm / norm[0])
@@ -503,14 +517,16 @@ PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t 
  *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
  * sgd        g as above;   velocity = momentum velocity + g     (velocity NULL: none, as with momentum 0)
  *            param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
+ * touched: NULL, or says which blocks of grad need not be read, since they are 0; the results are the same bits.
  * norm (1)   lr (1)   step (1) int64.   Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
  */
-PYOPS_API pyops_status pyops_grad_norm(float *norm, const float *grad, float *work, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_grad_norm(
+    float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream);
 PYOPS_API int64_t pyops_grad_norm_work(int64_t n);
 PYOPS_API pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream);
 PYOPS_API pyops_status pyops_adam(
     float *param, float *m, float *v,
-    const float *grad, const float *norm, const int64_t *step, const float *lr,
+    const float *grad, const int32_t *touched, const float *norm, const int64_t *step, const float *lr,
     int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
 PYOPS_API pyops_status pyops_sgd(
     float *param, float *velocity,

@@ -123,8 +123,8 @@ template <int N> DEVICE float add_rows(float sum, const float *column, int32_t a
 }
 
 // dy begins at the first position of the chunk.  A warp for each place in `order` and each 32 columns, a slice.
-static __global__ void __launch_bounds__(THREADS) add(float *dweight, const Groups *groups, const float *dy, const int32_t *ids,
-                                                      int R, int64_t E, int slices) {
+static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *touched, const Groups *groups, const float *dy,
+                                                      const int32_t *ids, int R, int64_t E, int slices) {
     const int64_t index = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32;
     const int p = static_cast<int>(index / slices), lane = threadIdx.x & 31;
     const int n = p < R ? groups->length[p] : 0;
@@ -133,7 +133,11 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, const Grou
     const int64_t e = index % slices * 32 + lane;
     const bool inside = e < E;
     int32_t next = lane < n ? order[lane] : 0;
-    float *const to = dweight + ids[__shfl_sync(ALL_LANES, next, 0)] * E + e;
+    const int64_t place = ids[__shfl_sync(ALL_LANES, next, 0)] * E + e;
+    // the first and the last of the 32 columns; rows of other warps may lie in the same block
+    if (touched && inside && (lane == 0 || lane == 31 || e == E - 1))
+        atomicOr(&touched[place / PYOPS_GRAD_BLOCK], PYOPS_TOUCHED);
+    float *const to = dweight + place;
     float sum = inside ? *to : 0.0f;
     for (int i = 0; i < n; i += 32) {
         const int32_t now = next;
@@ -157,7 +161,7 @@ extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, c
                                                       y, weight, ids, pyops_faults(), R, V, E), stream);
 }
 
-extern "C" pyops_status pyops_embedding_backward(float *dweight, const float *dy, const int32_t *ids,
+extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
                                                  int64_t R, int64_t V, int64_t E, void *stream) {
     const pyops_status status = check("embedding_backward", R, V, E);
     if (status || R == 0) return status;
@@ -172,7 +176,7 @@ extern "C" pyops_status pyops_embedding_backward(float *dweight, const float *dy
         launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream),
                            groups, ids + first, pyops_faults(), first, rows, V, bits);
         if (E) launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0,
-                                  stream_of(stream), dweight, groups, dy + first * E, ids + first, rows, E,
+                                  stream_of(stream), dweight, touched, groups, dy + first * E, ids + first, rows, E,
                                   static_cast<int>(slices));
     }
     return pyops_launched("embedding_backward", launches.error, stream);

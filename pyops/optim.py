@@ -59,22 +59,23 @@ class Optimizer:
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off after the optimizer was made; '
                                    'make it anew')
-        ready = [(unit.values, unit.grads, moments) for unit, moments in self._units if unit.grads is not None]
+        ready = [(unit, moments) for unit, moments in self._units if unit.grads is not None]
         if self.max_norm:
-            self._find_norm([grads for _, grads, _ in ready])
+            self._find_norm([unit for unit, _ in ready])
         backend.launch('increment', self.count)
-        for values, grads, moments in ready:
-            self._update(values, grads, self.norm if self.max_norm else None, *moments)
+        for unit, moments in ready:
+            self._update(unit, self.norm if self.max_norm else None, *moments)
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # a graph that still needs the old values shall notice
 
-    def _find_norm(self, gradients):
-        """The length of all of them: that of the lengths of each."""
-        alone = len(gradients) == 1
-        for i, grads in enumerate(gradients):
-            backend.launch('grad_norm', self.norm if alone else self._norms[i:i + 1], grads, self._work, grads.size)
+    def _find_norm(self, units):
+        """The length of all their gradients: that of the lengths of each."""
+        alone = len(units) == 1
+        for i, unit in enumerate(units):
+            grads, norm = unit.grads, self.norm if alone else self._norms[i:i + 1]
+            backend.launch('grad_norm', norm, grads, unit.touched, self._work, grads.size)
         if not alone:
-            backend.launch('grad_norm', self.norm, self._norms, self._work, len(gradients))
+            backend.launch('grad_norm', self.norm, self._norms, None, self._work, len(units))
 
     def zero_grad(self):
         """Forget the gradients, as before a backward pass."""
@@ -104,8 +105,9 @@ class Adam(Optimizer):
         self._check(eps=eps)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
-    def _update(self, values, grads, norm, m, v):
-        backend.launch('adam', values, m, v, grads, norm, self.count, self.lr,
+    def _update(self, unit, norm, m, v):
+        values = unit.values
+        backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, self.lr,
                        values.size, self.max_norm or 1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
 
 
@@ -120,13 +122,15 @@ class SGD(Optimizer):
         self._check(momentum=momentum)
         self.momentum, self.nesterov = momentum, nesterov
 
-    def _update(self, values, grads, norm, velocity):
-        backend.launch('sgd', values, velocity if self.momentum else None, grads, norm, self.lr,
+    def _update(self, unit, norm, velocity):
+        values = unit.values
+        backend.launch('sgd', values, velocity if self.momentum else None, unit.grads, norm, self.lr,
                        values.size, self.max_norm or 1.0, self.momentum, self.weight_decay, self.nesterov)
 
 
 class _Alone:
     """A Tensor that is updated by itself, with the names of a Parameters."""
+    touched = None
 
     def __init__(self, tensor):
         self.tensor = tensor

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops import backend
+from pyops.backend import library
 
 ALIGN = 16      # floats: every parameter begins on its own cache line
 
@@ -17,6 +18,7 @@ class Parameter(NamedTuple):
     name: str
     value: np.ndarray
     grad: np.ndarray        # backward passes add to it
+    touched: np.ndarray | None = None       # int32, a word for each PYOPS_GRAD_BLOCK floats of a sparse gradient, see Spec
 
     @property
     def owner(self):
@@ -25,9 +27,15 @@ class Parameter(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a parameter is before it has memory: its shape, and init(generator, shape) -> float32 array."""
+    """What a parameter is before it has memory: its shape, and init(generator, shape) -> float32 array.
+
+    sparse: a step adds to few rows of its gradient, as to those of an embedding, and whatever adds to it says in `touched`
+    which (pyops_zero_touched in pyops.h).  Zeroing, the gradient norm and Adam then leave the gradient of the others alone,
+    which is 0: the same bits, without reading them.
+    """
     shape: tuple[int, ...]
     init: object
+    sparse: bool = False
 
 
 def generator(seed, name):
@@ -41,14 +49,22 @@ def key(seed, name):
 
 
 class Parameters:
-    """specs: {name: Spec}.  params[name] is a Parameter; values, grads, m and v are the flat float32 buffers (n,)."""
+    """specs: {name: Spec}.  params[name] is a Parameter; values, grads, m and v are the flat float32 buffers (n,).
+
+    touched: int32, a word for each PYOPS_GRAD_BLOCK floats of grads; None where no parameter is sparse.
+    """
 
     def __init__(self, specs, seed=0):
         self.seed, self._places, n = seed, {}, 0
+        self._block = library.cpu().lib.PYOPS_GRAD_BLOCK
         for name, spec in specs.items():
-            self._places[name] = (n, spec.shape)
-            n += -(-int(np.prod(spec.shape)) // ALIGN) * ALIGN
+            align = self._block if spec.sparse else ALIGN       # the first of its blocks is its own
+            start = -(-n // align) * align
+            self._places[name] = (start, spec.shape)
+            n = start + -(-int(np.prod(spec.shape)) // ALIGN) * ALIGN
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
+        self._sparse = {name for name, spec in specs.items() if spec.sparse}
+        self.touched = backend.put(self._untouched(n)) if self._sparse else None
         for name, spec in specs.items():
             self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
         self._inits = {name: spec.init for name, spec in specs.items()}
@@ -58,8 +74,21 @@ class Parameters:
         start, shape = self._places[name]
         return flat[start:start + int(np.prod(shape))].reshape(shape)
 
+    def _untouched(self, n):
+        """What `touched` begins as: 0 for the blocks of sparse parameters that no other parameter reaches into."""
+        touched = np.zeros(-(-n // self._block), np.int32)
+        for name in self._places.keys() - self._sparse:
+            touched[self._blocks(name)] = library.cpu().lib.PYOPS_DENSE
+        return touched
+
     def __getitem__(self, name):
-        return Parameter(name, self.view(self.values, name), self.view(self.grads, name))
+        touched = self.touched[self._blocks(name)] if name in self._sparse else None
+        return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched)
+
+    def _blocks(self, name):
+        """Which blocks of the flat buffers a parameter has a part in."""
+        start, shape = self._places[name]
+        return slice(start // self._block, -(-(start + int(np.prod(shape))) // self._block))
 
     def __iter__(self):
         return iter(self._places)
@@ -80,4 +109,7 @@ class Parameters:
         return getattr(self._inits[name], '__doc__', None) or 'given values'
 
     def zero_grads(self):
-        backend.launch('fill', self.grads, self.grads.size, 0.0)
+        if self.touched is None:
+            backend.launch('fill', self.grads, self.grads.size, 0.0)
+        else:
+            backend.launch('zero_touched', self.grads, self.touched, self.grads.size)

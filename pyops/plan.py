@@ -143,11 +143,23 @@ class Plan:
                     tensor = Tensor(name + suffix, part.shape, part.dtype, kind)
                     self._named[location(part), part.shape] = tensor
                     self._parts.append((location(part), location(part) + part.nbytes, tensor))
+            if params.touched is not None:
+                self._know_touched(params)
             self.initial = [f'[once]InitAction: {self._named[location(params[name].value), params[name].value.shape]} '
                             f'= {params.initial(name)}' for name in params]
         for name, array in inputs.items():
             start = location(array)
             self._regions.append((start, start + array.nbytes, Tensor(name, array.shape, array.dtype, 'input')))
+
+    def _know_touched(self, params):
+        """What says which blocks of sparse gradients are not 0; it counts as one of them."""
+        flat = params.touched
+        whole = Tensor('touched', flat.shape, flat.dtype, 'gradient')
+        self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
+        for name in params:
+            part = params[name].touched
+            if part is not None:
+                self._named[location(part), part.shape] = Tensor(f'{name}_touched', part.shape, part.dtype, 'gradient')
 
     # ---- recording ---------------------------------------------------------------------------------
 

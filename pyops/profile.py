@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops import backend
+from pyops.backend import library
 from pyops.errors import UserError
 
 
@@ -108,9 +109,12 @@ class Profile:
                             flops, bytes_ / seconds, flops / best.flops if flops else bytes_ / seconds / best.bandwidth))
         return rows
 
-    @staticmethod
-    def _operand_bytes(action):
-        return sum(tensor.nbytes for name, tensor in action.tensors.items() if name != 'work')
+    def _operand_bytes(self, action):
+        count = sum(tensor.nbytes for name, tensor in action.tensors.items() if name != 'work')
+        if 'touched' in action.tensors:             # less the blocks of the gradient that the last step left alone
+            untouched = backend.get(self._array(action, 'touched')) == 0
+            count -= int(untouched.sum()) * library.cpu().lib.PYOPS_GRAD_BLOCK * action.tensors['grad'].dtype.itemsize
+        return count
 
     def __str__(self):
         best, rows = machine(self.place), self.rows()

@@ -49,10 +49,10 @@ def gru_specs(prefix, inputs, config):
 def parameter_specs(config):
     """name -> shape and initial value of everything that is learned."""
     E, H = config.embedding, config.hidden
-    specs = {'encoder.embedding.weight': Spec((config.source_size, E), init.uniform(-0.1, 0.1))}
+    specs = {'encoder.embedding.weight': Spec((config.source_size, E), init.uniform(-0.1, 0.1), sparse=True)}
     for layer in range(config.layers):
         specs |= gru_specs(f'encoder.rnn.{layer}', H if layer else E, config)
-    specs |= {'decoder.embedding.weight': Spec((config.target_size, E), init.uniform(-0.1, 0.1))}
+    specs |= {'decoder.embedding.weight': Spec((config.target_size, E), init.uniform(-0.1, 0.1), sparse=True)}
     for layer in range(config.layers):
         specs |= gru_specs(f'decoder.rnn.{layer}', H if layer else E + H, config)
     return specs | {'output.weight': Spec((config.target_size, H), init.xavier_normal()),

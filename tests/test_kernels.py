@@ -11,11 +11,12 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, cpu_has
-from places import gemm, get, launch, of_threads, on_the_cpu, put
+from places import ON_GPU, gemm, get, launch, of_threads, on_the_cpu, put
 
 from pyops import backend, init
 from pyops import references as ref
 from pyops.backend import library
+from pyops.ops import Embedding, Linear
 from pyops.optim import SGD, Adam
 from pyops.params import Parameters, Spec
 
@@ -231,7 +232,7 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
 def test_grad_norm_and_clip(n):
     grad = np.random.default_rng(8).standard_normal(n).astype('f') + np.float32(0.1)
     norm, want = np.empty(1, 'f'), np.sqrt((grad.astype('d') ** 2).sum())
-    launch('grad_norm', norm, grad, backend.work('grad_norm', n), n)
+    launch('grad_norm', norm, grad, None, backend.work('grad_norm', n), n)
     assert abs(norm[0] - want) <= 2 * np.finfo('f').eps * want              # summed in double
     for limit in (0.5 * want, 2 * want):
         clipped = grad.copy()
@@ -301,6 +302,71 @@ def test_optimisers_equal_torch(torch, make, twin, max_norm):
     assert not get(params.grads).any() and get(ours.count)[0] == 10
 
 
+# ---- sparse gradients
+
+BLOCK, TOUCHED, DENSE = (getattr(library.cpu().lib, f'PYOPS_{name}') for name in ('GRAD_BLOCK', 'TOUCHED', 'DENSE'))
+
+
+def words_and_gradient(n, rng):
+    """-> random words of all kinds, for each of n elements whether they call it touched, a gradient that is 0 at the others."""
+    words = rng.choice(np.array([0, TOUCHED, DENSE, TOUCHED | DENSE], np.int32), -(-n // BLOCK), p=[0.7, 0.1, 0.1, 0.1])
+    here = np.repeat(words != 0, BLOCK)[:n]
+    return words, here, np.where(here, rng.standard_normal(n), 0).astype('f')
+
+
+@pytest.mark.parametrize('n', (1, 255, 256, 257, 8192, 50_000, 300_007))
+def test_zero_touched_and_grad_norm_go_where_something_was_added(n):
+    words, here, grad = words_and_gradient(n, np.random.default_rng(n))
+    norms = np.empty((2, 1), 'f')
+    launch('grad_norm', norms[0], grad, None, backend.work('grad_norm', n), n)
+    grad[~here] = np.nan                            # which nobody reads
+    launch('grad_norm', norms[1], grad, words, backend.work('grad_norm', n), n)
+    assert norms[0] == norms[1] and np.isfinite(norms).all()
+    after = words.copy()
+    launch('zero_touched', grad, after, n)
+    assert (grad[here] == 0).all() and np.isnan(grad[~here]).all() and (after == words & ~TOUCHED).all()
+    launch('zero_touched', grad, None, n)
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize('max_norm', (None, 1.0))
+@pytest.mark.parametrize('weight_decay', (0.0, 0.3))
+@pytest.mark.parametrize('n', (200, 5000, 300_007))         # the last is worth several threads
+def test_adam_gives_the_same_bits_where_it_reads_no_gradient(n, weight_decay, max_norm):
+    rng = np.random.default_rng(4)
+    dense = [rng.standard_normal(n).astype('f') for _ in range(2)] + [rng.random(n).astype('f')]
+    for array in dense:                             # an infinity and NaN flow on as ever, and so does -0
+        array[[3, n // 2, n - 1]] = np.inf, np.nan, -0.0
+    sparse, lr = [array.copy() for array in dense], np.full(1, 0.01, 'f')
+    for t in range(1, 7):
+        words, here, grad = words_and_gradient(n, rng)
+        norm = np.full(1, 3.0, 'f') if max_norm else None
+        numbers = n, max_norm or 1.0, 0.9, 0.999, 1e-8, weight_decay
+        launch('adam', *dense, grad, None, norm, np.array([t]), lr, *numbers)
+        if not ON_GPU:
+            grad[~here] = np.nan
+        launch('adam', *sparse, grad, words, norm, np.array([t]), lr, *numbers)
+    for a, b in zip(dense, sparse, strict=True):
+        assert (a.view(np.int32) == b.view(np.int32)).all()
+
+
+def test_a_sparse_parameter_has_blocks_of_its_own_and_others_are_dense():
+    specs = {'a': Spec((5,), init.zeros()), 'table': Spec((7, 90), init.zeros(), sparse=True), 'b': Spec((700,), init.zeros()),
+             'empty': Spec((0, 4), init.zeros(), sparse=True), 'last': Spec((3, 256), init.zeros(), sparse=True)}
+    params = Parameters(specs)
+    assert get(params.touched).tolist() == [DENSE, 0, 0, *4 * [DENSE], 0, 0, 0]
+    assert [params[name].touched is None for name in specs] == [True, False, True, False, False]
+    op, dy = Embedding(params['table']), put(np.ones((2, 90), 'f'))
+    _, ctx = op.forward(put(np.array([2, 2], np.int32)))
+    op.backward(dy, ctx)                            # elements 180 to 270
+    assert get(params['table'].touched).tolist() == [TOUCHED, TOUCHED, DENSE]
+    assert get(params['table'].grad).any(1).tolist() == [False, False, True, False, False, False, False]
+    params.zero_grads()
+    assert not get(params.grads).any() and get(params.touched).tolist() == [DENSE, 0, 0, *4 * [DENSE], 0, 0, 0]
+    with pytest.raises(ValueError, match='table: its gradient is sparse, and this op adds to all of it; make it of a Spec'):
+        Linear(params['table'], None)
+
+
 def unchecked(optimizer, **settings):
     """The optimizer with settings that it would have refused, so that the kernel has to."""
     vars(optimizer).update(settings)
@@ -329,6 +395,27 @@ def test_adam_refuses_a_step_before_the_first():
     adam.count[0] = -1
     with pytest.raises(ValueError, match='adam: step=0, want at least 1'):
         adam.step()
+
+
+@of_threads
+def test_sparse_gradients_give_the_same_bits_for_any_number_of_threads():
+    before, results = backend.threads(), []
+    rng = np.random.default_rng(12)
+    ids, dy = rng.integers(0, 4001, 1200).astype(np.int32), rng.standard_normal((1200, 250)).astype('f')
+    try:
+        for threads in (1, 2, 5):
+            backend.set_threads(threads)
+            params = Parameters({'table': Spec((4001, 250), init.normal(1), sparse=True), 'other': Spec((300,), init.zeros())})
+            adam, op = Adam(params, lr=0.01, max_norm=1.0), Embedding(params['table'])
+            for step in range(3):
+                params.zero_grads()
+                _, ctx = op.forward(ids[step * 400:][:400])
+                op.backward(dy[step * 400:][:400], ctx)
+                adam.step()
+            results.append([params.values, params.m, params.v, params.touched, params.grads, adam.norm])
+    finally:
+        backend.set_threads(before)
+    assert all((a == b).all() for result in results for a, b in zip(result, results[0], strict=True))
 
 
 @of_threads

@@ -19,6 +19,7 @@ from places import get, launch, of_threads, put
 
 from pyops import backend
 from pyops import references as ref
+from pyops.backend import library
 from pyops.ops import (
     GRU,
     Attention,
@@ -258,6 +259,18 @@ class EmbeddingRow:
         return torch.nn.functional.embedding(ids.long(), weight)
 
 
+class SparseEmbeddingRow(EmbeddingRow):
+    """An embedding that also says which rows it adds to; several share a block, or, in the third size, have two."""
+    name = 'embedding-sparse'
+    sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (3, 4, 90, 99), (9, 64, 50, 64))
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        words = np.zeros(-(-built.params['weight'].size // library.cpu().lib.PYOPS_GRAD_BLOCK), np.int32)
+        built.op = lambda weight: Embedding(weight._replace(touched=put(words)))
+        return built
+
+
 class DropoutRow:
     name = 'dropout'
     wants_op = True
@@ -482,8 +495,8 @@ class InProductsRow:
         return Built(op, built.inputs, built.params, built.constants)
 
 
-TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), DropoutRow(), ConcatContextRow(),
-         CrossEntropyRow(), LinearCrossEntropyRow(),
+TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
+         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),

@@ -14,11 +14,13 @@ from places import ON_GPU, get, on_the_cpu, put
 from pyops import backend
 from pyops.backend import library
 from pyops.ops import Attention, CrossEntropy, Linear, ReLU
-from pyops.optim import Adam
+from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
 from pyops.profile import BYTES, FLOPS, machine
 from seq2seq.model import Config, Seq2Seq
+from transformer.model import Config as TransformerConfig
+from transformer.model import Transformer
 
 
 def normal(generator, shape):
@@ -105,6 +107,64 @@ def test_replay_of_seq2seq_equals_eager_execution_bit_for_bit(dropout):
         plan.run()
         assert same(loss, step(models[1], adams[1], **batch))
     assert same(models[0].params.values, models[1].params.values)
+
+
+MODELS = {
+    'seq2seq': lambda: Seq2Seq(Config(90, 70, embedding=20, hidden=16, num_steps=4, dropout=0.2), 2),
+    'transformer': lambda: Transformer(TransformerConfig(90, 70, d_model=20, d_ff=8, num_steps=4), 2),
+}
+
+
+@pytest.mark.parametrize('max_norm, weight_decay', [(0.5, 0.0), (None, 0.0), (0.5, 0.1)])
+@pytest.mark.parametrize('name', MODELS)
+def test_sparse_gradients_of_embeddings_are_dense_training_bit_for_bit(name, max_norm, weight_decay):
+    """Two replayed plans, one of them of a model whose blocks all count as touched; words are absent for long, and the rate
+    follows a schedule."""
+    models, rng, losses, plans = [MODELS[name]() for _ in range(2)], np.random.default_rng(5), [], []
+    models[1].params.touched[...] = library.cpu().lib.PYOPS_DENSE
+    for model in models:
+        adam = Adam(model.params, 0.01, max_norm, weight_decay=weight_decay)
+        batch = {name: put(np.ones((4, 6), np.int32)) for name in ('source', 'target', 'labels')}
+        with Plan(model.params, run=False, **batch, **adam.arrays(), **model.arrays()) as plan:
+            inverse_square_root(adam, 0.02, 10)
+            model.params.zero_grads()
+            loss, ctx = model.forward(*batch.values(), step=adam.count)
+            model.backward(ctx)
+            adam.step()
+        plans.append(plan)
+        losses.append(loss)
+    few = 0
+    for step in range(12 if ON_GPU else 120):
+        first = 2 + 40 * (step // 10 % 2)           # the words of either half come for ten steps, and stay away for ten
+        words = rng.integers(first, first + 28, (3, 4, 6)).astype(np.int32)
+        for plan in plans:
+            plan.feed(source=words[0], target=words[1], labels=words[2])
+            plan.run()
+        assert same(*losses)
+        few += (get(models[0].params.touched) == 0).any()
+    for array in ('values', 'm', 'v', 'grads'):
+        assert same(*(getattr(model.params, array) for model in models)), array
+    assert few and (get(models[1].params.touched) != 0).all()
+
+
+def test_a_plan_tells_what_is_touched_of_sparse_gradients():
+    model = Seq2Seq(Config(400, 300, embedding=256, hidden=8, num_steps=3))
+    adam, words = Adam(model.params, 0.01, max_norm=1.0), put(np.array([[2, 3, 2]] * 3, np.int32))
+    with Plan(model.params, words=words, **adam.arrays(), **model.arrays()) as plan:
+        model.params.zero_grads()
+        _, ctx = model.forward(words, words, words)
+        model.backward(ctx)
+        adam.step()
+    n, touched = model.params.values.size, model.params.touched.size
+    listing = plan.listing()
+    assert f'ZeroTouchedAction: -> grad Tensor(all_grad)({n}), touched Tensor(INT32)(touched)({touched})  [n={n}]' in listing
+    assert 'touched Tensor(INT32)(decoder.embedding.weight_touched)(300)' in listing
+    assert plan.memory().gradients == 4 * (n + touched)
+    rows = {row.name: row for row in plan.profile(runs=2).rows()}
+    read = 4 * (n - 256 * (400 - 2) - 256 * (300 - 2))              # of the gradient: two words of either side
+    for name, bytes_ in (('zero_touched -> all_grad', read + 4 * touched), ('grad_norm -> norm', read + 4 * (touched + 1)),
+                         ('adam -> parameters', read + 4 * (3 * n + touched + 4))):
+        assert rows[name].bandwidth * rows[name].seconds == pytest.approx(bytes_), name
 
 
 @pytest.mark.parametrize('masked', [True, False])

@@ -74,7 +74,7 @@ def norm_specs(prefix, config):
 def side_specs(side, words, attentions, config):
     """All of the encoder or the decoder: its embedding, and a block of `attentions` and a feed-forward layer a layer."""
     # times sqrt(D), the embedding of a word begins with variance 1, as its position's code has variance 1/2
-    specs = {f'{side}.embedding.weight': Spec((words, config.d_model), init.normal(config.d_model ** -0.5))}
+    specs = {f'{side}.embedding.weight': Spec((words, config.d_model), init.normal(config.d_model ** -0.5), sparse=True)}
     for layer in range(config.layers):
         block = f'{side}.{layer}'
         for attention in attentions:

@@ -219,8 +219,11 @@ def axes(name, array, names):
     return array.shape
 
 
-def check_parameter(parameter, shape):
-    """`check` for the value and the gradient of a Parameter."""
+def check_parameter(parameter, shape, sparse=False):
+    """`check` for the value and the gradient of a Parameter.  sparse: whether the op says which rows of it were touched."""
+    if parameter.touched is not None and not sparse:
+        raise ValueError(f'{parameter.name}: its gradient is sparse, and this op adds to all of it; make it of a Spec '
+                         'without sparse=True')
     check(parameter.name, parameter.value, shape)
     check(f'gradient of {parameter.name}', parameter.grad, shape)
 

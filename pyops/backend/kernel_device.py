@@ -84,6 +84,6 @@ class KernelDevice(Device):
 
     def add_at(self, y, ids, rows):
         try:
-            self.launch('embedding_backward', y, rows, ids, ids.size, *y.shape)
+            self.launch('embedding_backward', y, None, rows, ids, ids.size, *y.shape)
         except ValueError as error:
             raise IndexError(f'add_at: {error}') from None

@@ -12,7 +12,7 @@ from cffi import FFI
 
 from pyops.errors import UserError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 PACKAGE = Path(__file__).resolve().parents[1]
 REMEDY = 'run `make` in the source tree, or `pip install .`'
 CUDA_REMEDY = 'run `make cuda` in the source tree (it needs nvcc), or train on the CPU with -g 0'

@@ -12,6 +12,7 @@ class Embedding:
     Shapes   ids (...) int32 in [0, V);  y, dy (..., E);  weight (V, E)
     Forward  y[r] = weight[ids[r]]
     Backward dweight[ids[r]] += dy[r], in the order of r;  ids have no gradient: None
+             a weight with a sparse gradient (pyops.params.Spec) is told which rows these are
     Saves    ids
     Errors   ValueError for an id outside the table, with its position; TypeError for a wrong dtype or strides
     Source   a product with a one-hot matrix whose zeros are not computed
@@ -23,7 +24,7 @@ class Embedding:
     def __init__(self, weight, name=None):
         self.weight, self.name = weight, name or weight.owner
         axes(weight.name, weight.value, 'V E')
-        check_parameter(weight, weight.value.shape)
+        check_parameter(weight, weight.value.shape, sparse=True)
 
     def forward(self, ids):
         V, E = self.weight.value.shape
@@ -35,4 +36,4 @@ class Embedding:
     def backward(self, dy, ctx):
         V, E = self.weight.value.shape
         check('dy', dy, (*ctx.ids.shape, E))
-        launch('embedding_backward', self.weight.grad, dy, ctx.ids, ctx.ids.size, V, E)
+        launch('embedding_backward', self.weight.grad, self.weight.touched, dy, ctx.ids, ctx.ids.size, V, E)
