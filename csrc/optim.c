@@ -31,10 +31,10 @@ pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *
         const int64_t end = pyops_min(i + CHUNK, n);
         for (int64_t from = i, to; from < end; from = to) {
             to = end_of_run(touched, from, end);
-            if (!pyops_is_touched(touched, from)) continue;
-            k->fill(grad + from, to - from, 0.0f);
-            for (int64_t b = from; touched && b < to; b += PYOPS_GRAD_BLOCK) touched[b / PYOPS_GRAD_BLOCK] &= ~PYOPS_TOUCHED;
+            if (pyops_is_touched(touched, from)) k->fill(grad + from, to - from, 0.0f);
         }
+        if (!touched) continue;
+        for (int64_t from = i; from < end; from += PYOPS_GRAD_BLOCK) touched[from / PYOPS_GRAD_BLOCK] &= ~PYOPS_TOUCHED;
     }
     return PYOPS_OK;
 }

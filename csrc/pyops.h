@@ -503,7 +503,7 @@ PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t 
  *   PYOPS_TOUCHED  something may have been
  *   PYOPS_DENSE    nobody says whether; a bit of its own, which stays
  * Whoever adds to blocks that are not dense says so.  touched NULL, here and below: all are dense.
- * zero_touched  grad[i] = 0 in all blocks that are touched or dense, so in all there are;  PYOPS_TOUCHED goes
+ * zero_touched  grad[i] = 0 in the blocks whose word is not 0, so that all of it is 0;  PYOPS_TOUCHED goes from the words
  */
 enum { PYOPS_GRAD_BLOCK = 256, PYOPS_TOUCHED = 1, PYOPS_DENSE = 2 };
 
