@@ -1,67 +1,93 @@
 /* gru.c - a gated recurrent unit over a whole sequence.
  *
- * The input product of all steps is one product.  Then the rows of the batch are independent, so each thread takes
- * its rows through all T steps and no thread waits for another; the recurrent weights are packed once for all steps.
- * Backward walks the steps in reverse the same way and leaves the gate gradients of all steps in `work`, from which
+ * The input product of all steps is one product, or the caller's.  Then the rows of the batch are independent, so each thread
+ * takes its rows through all T steps and no thread waits for another; the recurrent weights are packed once for all steps.
+ * Backward walks the steps in reverse the same way and leaves the gate gradients of all steps in `dgates`, from which
  * dx and the weight gradients come as one product each over all steps.
  *
- * w_hh is used in two parts, [r z] (2H,H) and n (H,H), because with the reset gate before the product they are
- * multiplied with different things (h and r * h).
+ * w_hh is used in two parts, [r z] (2H,H) and n (H,H), where they are multiplied with different things: in backward, and in
+ * forward with the reset gate before the product (h and r * h).
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
+/* ---- recurrent products: w (K,N), packed, or where it lies for as few rows as pyops_product takes without packing ---- */
+enum { FEW_ROWS = 3 };
+typedef struct { pyops_view at; int64_t K, N; float *packed; } weight;
+
+static weight weight_of(pyops_view at, int64_t K, int64_t N, float *packed, int64_t B) {
+    return (weight){at, K, N, B > FEW_ROWS ? packed : NULL};
+}
+
+/* By all threads, each its share; they have to meet before it is used. */
+static void pack(const pyops_kernels *k, const weight *w) {
+    if (!w->packed) return;
+    #pragma omp for schedule(static) nowait
+    for (int64_t j = 0; j < w->N; j += k->NR) pyops_pack_b(k, w->packed, w->at, w->K, w->N, j, pyops_min(j + k->NR, w->N));
+}
+
+/* c (M,N) = a w + bias; K is that of w, or 0 where a is zeros, of which nothing comes but the bias */
+static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const weight *w, const float *bias,
+                     int64_t M, int64_t K, int flags, float *scratch) {
+    if (w->packed) pyops_product_packed(k, c, ldc, a, w->packed, bias, M, w->N, K, 0, w->N, flags, scratch);
+    else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
+}
+
 /* ---- work: where its parts begin, in floats ---- */
 typedef struct { int64_t rz, n, rows, total; } layout;
 
-static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
-    layout l = {0};
-    l.n = pyops_packed_b_size(k, H, 2 * H);             /* w_hh[r z]' packed (H,2H), then w_hh[n]' (H,H) */
-    l.rows = l.n + pyops_packed_b_size(k, H, H);        /* recurrent products of one step (B,3H) */
+static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H, int before) {
+    layout l = {0};                                     /* packed: w_hh[r z]' (H,2H) and w_hh[n]' (H,H), or w_hh' (H,3H) */
+    l.n = pyops_packed_b_size(k, H, before ? 2 * H : 3 * H);
+    l.rows = l.n + (before ? pyops_packed_b_size(k, H, H) : 0);         /* recurrent products of one step (B,3H) */
     l.total = l.rows + B * 3 * H;
     return l;
 }
 
-static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t H) {
-    layout l = {0};                                     /* dgates (T,B,4H) come first: the header says that they are left */
-    l.rz = pyops_round_up(T * B * 4 * H, PYOPS_LANES);
-    l.n = l.rz + pyops_packed_b_size(k, 2 * H, H);      /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
-    l.rows = l.n + pyops_packed_b_size(k, H, H);        /* dh of one step, drh, zeros: (B,H) each */
-    l.total = l.rows + 3 * B * H;
+static layout backward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
+    layout l = {0};
+    l.n = pyops_packed_b_size(k, 2 * H, H);             /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
+    l.rows = l.n + pyops_packed_b_size(k, H, H);        /* dh of one step, zeros: (B,H) each */
+    l.total = l.rows + 2 * B * H;
     return l;
 }
 
 int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
     (void)T, (void)I;
-    return forward_layout(pyops_active(), B, H).total;
+    const pyops_kernels *k = pyops_active();
+    return pyops_max(forward_layout(k, B, H, 0).total, forward_layout(k, B, H, 1).total);
 }
 
 int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
-    (void)I;
-    return backward_layout(pyops_active(), T, B, H).total;
+    (void)T, (void)I;
+    return backward_layout(pyops_active(), B, H).total;
 }
 
-static pyops_status check(const char *who, int64_t T, int64_t B, int64_t I, int64_t H) {
-    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 1 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+static pyops_status check(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, want 0 where there is no x, and only there", who, LL(I));
     return PYOPS_OK;
 }
 
-pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *h0,
+pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0,
                                const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
                                float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
-    pyops_status status = check("gru_forward", T, B, I, H);
+    pyops_status status = check("gru_forward", x, T, B, I, H);
     if (status) return status;
+    PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
     const pyops_kernels *k = pyops_active();
-    const layout l = forward_layout(k, B, H);
+    const layout l = forward_layout(k, B, H, reset_before);
 
-    /* a = x w_ih' + b_ih for all steps, into the first three quarters of gates */
-    status = pyops_product_threaded(gates, 4*H, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, T*B, 3*H, I, 0);
-    if (status) return status;
-
-    pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, 1, H}, H, 2*H, 0, 2*H);
-    pyops_pack_b(k, work + l.n, (pyops_view){w_hh + 2*H*H, 1, H}, H, H, 0, H);
+    int64_t lda = 3*H;
+    if (I) {                                            /* a = x w_ih' + b_ih for all steps, where r, z, n will be */
+        status = pyops_product_threaded(gates, 4*H, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, T*B, 3*H, I, 0);
+        if (status) return status;
+        a = gates, lda = 4*H;
+    }
+    const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);      /* or all three */
+    const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, 1, H}, H, H, work + l.n, B);
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
@@ -72,27 +98,28 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             #pragma omp atomic write
             failed = 1;
         }
+        pack(k, &w_rz);
+        if (reset_before) pack(k, &w_n);
+        #pragma omp barrier
         for (int64_t t = 0; t < T && scratch && rows; t++) {
             float *h_t = h + (t*B + from) * H, *gates_t = gates + (t*B + from) * 4 * H;
+            const float *a_t = a + (t*B + from) * lda;
             const float *h_prev = t ? h_t - B*H : h0 ? h0 + from*H : NULL;
-            const int64_t K = h_prev ? H : 0;           /* nothing comes out of a product with zeros but the bias */
+            const int64_t K = h_prev ? H : 0;
             if (!h_prev) {
                 k->fill(h_t, rows * H, 0.0f);
                 h_prev = h_t;                           /* read before it is written, element by element */
             }
-            pyops_product_packed(k, product, 3*H, (pyops_view){h_prev, H, 1}, work + l.rz, b_hh, rows, 2*H, K, 0, 2*H, 0, scratch);
+            multiply(k, product, 3*H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
                 for (int64_t b = 0; b < rows; b++)
-                    k->gru_before_1(gates_t + b*4*H, product + b*3*H, h_prev + b*H, H);
-                pyops_product_packed(k, product + 2*H, 3*H, (pyops_view){gates_t + 3*H, 4*H, 1}, work + l.n, b_hh + 2*H,
-                                     rows, H, K, 0, H, 0, scratch);
+                    k->gru_before_1(gates_t + b*4*H, a_t + b*lda, product + b*3*H, h_prev + b*H, H);
+                multiply(k, product + 2*H, 3*H, (pyops_view){gates_t + 3*H, 4*H, 1}, &w_n, b_hh + 2*H, rows, K, 0, scratch);
                 for (int64_t b = 0; b < rows; b++)
-                    k->gru_before_2(h_t + b*H, gates_t + b*4*H, product + b*3*H + 2*H, h_prev + b*H, H);
+                    k->gru_before_2(h_t + b*H, gates_t + b*4*H, a_t + b*lda, product + b*3*H + 2*H, h_prev + b*H, H);
             } else {
-                pyops_product_packed(k, product + 2*H, 3*H, (pyops_view){h_prev, H, 1}, work + l.n, b_hh + 2*H,
-                                     rows, H, K, 0, H, 0, scratch);
                 for (int64_t b = 0; b < rows; b++)
-                    k->gru_after(h_t + b*H, gates_t + b*4*H, product + b*3*H, h_prev + b*H, H);
+                    k->gru_after(h_t + b*H, gates_t + b*4*H, a_t + b*lda, product + b*3*H, h_prev + b*H, H);
             }
         }
     }
@@ -100,37 +127,38 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
 }
 
 pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
-                                const float *dh, const float *dh_last,
+                                float *dgates, const float *dh, const float *dh_last,
                                 const float *x, const float *h0, const float *w_ih, const float *w_hh,
                                 const float *h, const float *gates, float *work,
                                 int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
-    pyops_status status = check("gru_backward", T, B, I, H);
+    pyops_status status = check("gru_backward", x, T, B, I, H);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const layout l = backward_layout(k, T, B, H);
-    float *dgates = work;
+    const layout l = backward_layout(k, B, H);
 
     /* pass 1: the gate gradients of all steps, last step first */
-    pyops_pack_b(k, work + l.rz, (pyops_view){w_hh, H, 1}, 2*H, H, 0, H);
-    pyops_pack_b(k, work + l.n, (pyops_view){w_hh + 2*H*H, H, 1}, H, H, 0, H);
+    const weight w_rz = weight_of((pyops_view){w_hh, H, 1}, 2*H, H, work + l.rz, B);
+    const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, H, 1}, H, H, work + l.n, B);
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;
         float *scratch = pyops_scratch(pyops_product_scratch(k));
-        float *carry = work + l.rows + from * H;        /* the gradient of h[t] */
-        float *drh = carry + B * H, *zeros = drh + B * H;
+        float *carry = work + l.rows + from * H, *zeros = carry + B * H;        /* carry: the gradient of h[t] */
         if (!scratch) {
             #pragma omp atomic write
             failed = 1;
         }
+        pack(k, &w_rz);
+        pack(k, &w_n);
         if (dh_last && rows) memcpy(carry, dh_last + from*H, (size_t)(rows * H) * sizeof *carry);
         else k->fill(carry, rows * H, 0.0f);
+        #pragma omp barrier
         for (int64_t t = T - 1; t >= 0 && scratch && rows; t--) {
             const float *gates_t = gates + (t*B + from) * 4 * H;
-            float *dgates_t = dgates + (t*B + from) * 4 * H;
+            float *dgates_t = dgates + (t*B + from) * 4 * H, *du = dgates_t + 3*H;
             const float *h_prev = t ? h + ((t - 1)*B + from) * H : h0 ? h0 + from*H : NULL;
             const int carry_on = t || dh0;              /* does anyone want the gradient of h[t-1]? */
             if (!h_prev) {
@@ -141,17 +169,15 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             for (int64_t b = 0; b < rows; b++)
                 k->gru_back(dgates_t + b*4*H, carry + b*H, gates_t + b*4*H, h_prev + b*H, H);
             if (reset_before) {
-                pyops_product_packed(k, drh, H, (pyops_view){dgates_t + 2*H, 4*H, 1}, work + l.n, NULL, rows, H, H, 0, H, 0, scratch);
+                multiply(k, du, 4*H, (pyops_view){dgates_t + 2*H, 4*H, 1}, &w_n, NULL, rows, H, 0, scratch);
                 for (int64_t b = 0; b < rows; b++)
-                    k->gru_back_reset_before(dgates_t + b*4*H, carry + b*H, drh + b*H, gates_t + b*4*H, h_prev + b*H, H);
+                    k->gru_back_reset_before(dgates_t + b*4*H, carry + b*H, gates_t + b*4*H, h_prev + b*H, H);
             } else {
                 for (int64_t b = 0; b < rows; b++)
                     k->gru_back_reset_after(dgates_t + b*4*H, gates_t + b*4*H, H);
-                if (carry_on)
-                    pyops_product_packed(k, carry, H, (pyops_view){dgates_t + 3*H, 4*H, 1}, work + l.n, NULL, rows, H, H, 0, H, PYOPS_ADD, scratch);
+                if (carry_on) multiply(k, carry, H, (pyops_view){du, 4*H, 1}, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
             }
-            if (carry_on)
-                pyops_product_packed(k, carry, H, (pyops_view){dgates_t, 4*H, 1}, work + l.rz, NULL, rows, H, 2*H, 0, H, PYOPS_ADD, scratch);
+            if (carry_on) multiply(k, carry, H, (pyops_view){dgates_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
         }
         if (dh0 && rows) memcpy(dh0 + from*H, carry, (size_t)(rows * H) * sizeof *dh0);
     }
@@ -161,9 +187,9 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
      * du x h[t-1] with the reset gate after the product, dn x u with the reset gate before it. */
     const pyops_view dgates_t = {dgates, 1, 4*H};       /* (3H,TB), transposed */
     const float *d_n = dgates + (reset_before ? 2*H : 3*H);
-    if (dx)
+    if (I && dx)
         status = pyops_product_threaded(dx, I, (pyops_view){dgates, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, T*B, I, 3*H, 0);
-    if (!status)
+    if (!status && I)
         status = pyops_product_threaded(dw_ih, I, dgates_t, (pyops_view){x, I, 1}, NULL, 3*H, I, T*B, PYOPS_ADD);
     if (!status && h0)
         status = pyops_product_threaded(dw_hh, H, dgates_t, (pyops_view){h0, H, 1}, NULL, 2*H, H, B, PYOPS_ADD);
@@ -179,7 +205,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, H, H, (T - 1)*B, PYOPS_ADD);
     }
     if (status) return status;
-    pyops_add_column_sums(db_ih, dgates, T*B, 3*H, 4*H);
+    if (I) pyops_add_column_sums(db_ih, dgates, T*B, 3*H, 4*H);
     pyops_add_column_sums(db_hh, dgates, T*B, 2*H, 4*H);
     pyops_add_column_sums(db_hh + 2*H, d_n, T*B, H, 4*H);
     return PYOPS_OK;
@@ -198,22 +224,17 @@ pyops_status pyops_gru_gates_forward(float *y, float *gates, const float *a, con
     const pyops_status status = check_step("gru_gates_forward", B, H, stage);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const size_t row = (size_t)H * sizeof *gates;
     #pragma omp parallel for schedule(static) if (B * H > PYOPS_SHARE_EXPS)
     for (int64_t b = 0; b < B; b++) {
         float *gates_b = gates + b*4*H, *y_b = y + b*H;
         const float *a_b = a + b*3*H, *h_b = h_prev + b*H;
-        if (stage == PYOPS_GRU_BEFORE_2) {
-            memcpy(gates_b + 2*H, a_b + 2*H, row);
-            k->gru_before_2(y_b, gates_b, product + b*H, h_b, H);
-            continue;
-        }
-        memcpy(gates_b, a_b, 3 * row);
         if (stage == PYOPS_GRU_AFTER) {
-            k->gru_after(y_b, gates_b, product + b*3*H, h_b, H);
+            k->gru_after(y_b, gates_b, a_b, product + b*3*H, h_b, H);
+        } else if (stage == PYOPS_GRU_BEFORE_1) {
+            k->gru_before_1(gates_b, a_b, product + b*2*H, h_b, H);
+            memcpy(y_b, gates_b + 3*H, (size_t)H * sizeof *y_b);
         } else {
-            k->gru_before_1(gates_b, product + b*2*H, h_b, H);
-            memcpy(y_b, gates_b + 3*H, row);
+            k->gru_before_2(y_b, gates_b, a_b, product + b*H, h_b, H);
         }
     }
     return PYOPS_OK;
@@ -241,7 +262,8 @@ pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const flo
             float *dh_b = dh + b*H, *da_b = da + b*3*H;
             const float *gates_b = gates + b*4*H, *h_b = h_prev + b*H;
             if (stage == PYOPS_GRU_BEFORE_2) {
-                k->gru_back_reset_before(dgates, dh_b, du + b*H, gates_b, h_b, H);
+                memcpy(dgates + 3*H, du + b*H, row);
+                k->gru_back_reset_before(dgates, dh_b, gates_b, h_b, H);
                 memcpy(da_b, dgates, row);
                 memcpy(dp + b*2*H, da_b, 2 * row);
                 continue;

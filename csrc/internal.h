@@ -60,13 +60,14 @@ typedef struct {
                                const float *rstd, int64_t n)) \
     ROW(void,   batch_norm_back, (float *dx, const float *dy, const float *x, const float *mean, const float *rstd, \
                                   const float *weight, const float *share, const float *share_normed, int64_t n)) \
-    ROW(void,   gru_after,    (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \
-    ROW(void,   gru_before_1, (float *gates, const float *product, const float *h_prev, int64_t H)) \
-    ROW(void,   gru_before_2, (float *h, float *gates, const float *product, const float *h_prev, int64_t H)) \
+    ROW(void,   gru_after,    (float *h, float *gates, const float *a, const float *product, const float *h_prev, \
+                               int64_t H)) \
+    ROW(void,   gru_before_1, (float *gates, const float *a, const float *product, const float *h_prev, int64_t H)) \
+    ROW(void,   gru_before_2, (float *h, float *gates, const float *a, const float *product, const float *h_prev, \
+                               int64_t H)) \
     ROW(void,   gru_back,     (float *dgates, float *dh, const float *gates, const float *h_prev, int64_t H)) \
     ROW(void,   gru_back_reset_after,  (float *dgates, const float *gates, int64_t H)) \
-    ROW(void,   gru_back_reset_before, (float *dgates, float *dh, const float *drh, const float *gates, \
-                                        const float *h_prev, int64_t H)) \
+    ROW(void,   gru_back_reset_before, (float *dgates, float *dh, const float *gates, const float *h_prev, int64_t H)) \
     /* c (M,N), rows ldc apart, (+)= sum_k a[m,k] b[k,n]: a with any strides, b with rows ldb apart, nothing packed */ \
     ROW(void,   direct,       (float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc, \
                                int64_t a_row, int64_t a_col, int64_t ldb, int add)) \

@@ -218,6 +218,26 @@ PYOPS_API pyops_status pyops_embedding_backward(
     float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
     int64_t R, int64_t V, int64_t E, void *stream);
 
+/* ---- embedding, a context and a linear layer over both ------------------------------
+ * y[t,b,:] = [table[ids[t,b],:], context[b,:]] weight' + bias
+ * With weight = [w_e w_c] that is table[id] w_e' + bias, the same for each distinct token, plus context[b] w_c', the same at
+ * every step.  backward, with u[v] the sum of dy over the positions of token v, and s[b] = sum_t dy[t,b]:
+ *   dtable[v] += u[v] w_e;   dcontext[b] = s[b] w_c;   dweight += [sum_v u[v]' table[v], sum_b s[b]' context[b]];   dbias += sum dy
+ * ids (T,B) int32 in [0,V)   table, dtable (V,E)   context, dcontext (B,C), both NULL and C = 0 where there is none
+ * weight, dweight (O,E+C)   bias, dbias (O)   y (T,B,O)   dy (T,B,O), rows ld floats apart
+ */
+PYOPS_API pyops_status pyops_embedding_linear_forward(
+    float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias,
+    float *work,
+    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream);
+PYOPS_API int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O);
+PYOPS_API pyops_status pyops_embedding_linear_backward(
+    float *dtable, float *dcontext, float *dweight, float *dbias,
+    const float *dy, const float *table, const int32_t *ids, const float *context, const float *weight,
+    float *work,
+    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream);
+PYOPS_API int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O);
+
 /* ---- dropout -----------------------------------------------------------------------
  * y[i] = x[i] * keep[i] / (1 - p),   keep[i] = word (i mod 4) of Philox4x32-10(counter, key) >= p * 2^32
  * counter = (i / 4, step[0]), 64 bits each; nothing is saved: backward is the same call on dy.
@@ -297,21 +317,23 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  *   h[t] = (1 - z) * n + z * h[t-1]
  * x, dx (T,B,I)   h, dh (T,B,H)   h0, dh0, dh_last (B,H)   gates (T,B,4H) = r, z, n, u, saved for backward
  * w_ih, dw_ih (3H,I)   w_hh, dw_hh (3H,H)   b_ih, b_hh, db_ih, db_hh (3H)
+ * dgates (T,B,4H) = dr, dz, dn, du: the gradients of what stands in the brackets of sigmoid and tanh, which are those of a,
+ * and that of u
  * dh is the gradient of every h[t], dh_last one more of h[T-1]; either may be NULL for zeros.
  * dx and dh0 may be NULL where nobody wants them.
- * The backward pass leaves (T,B,4H) = dr, dz, dn, du at the beginning of `work`: the gradients of what stands in the brackets
- * of sigmoid and tanh, and, with reset_before 0, that of u.
+ * The caller may form the input product and give it as a (T,B,3H), NULL otherwise.  Then I = 0, x, w_ih, b_ih and their
+ * gradients are NULL, and the gradient of a is what dgates says.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
  */
 PYOPS_API pyops_status pyops_gru_forward(
     float *h, float *gates,
-    const float *x, const float *h0,
+    const float *x, const float *a, const float *h0,
     const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
     float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
 PYOPS_API int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H);
 PYOPS_API pyops_status pyops_gru_backward(
-    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
+    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
     const float *dh, const float *dh_last,
     const float *x, const float *h0, const float *w_ih, const float *w_hh,
     const float *h, const float *gates,

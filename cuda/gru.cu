@@ -359,13 +359,13 @@ DEVICE void walk(const Plan &p, const Place &place, int64_t items, int phases, f
 }
 
 // ---- gates of one unit in one row; the numbers are those of docs/gru.md ---------------------------------------
-// gate: the row's r, which has z, n and u H floats apart behind it, and a in their place before they are known.
+// gate: the row's r, which has z, n and u H floats apart behind it; a: its a_r, a_z, a_n, which may lie in the same places.
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 struct Known {                              // before the product: a's parts and h[t-1]; for before_gates_2, z itself
     float r, z, n, h;
 };
-DEVICE Known known(const float *gate, const float *h, int64_t H) { return {gate[0], gate[H], gate[2 * H], h ? *h : 0.0f}; }
+DEVICE Known known(const float *a, const float *h, int64_t H) { return {a[0], a[H], a[2 * H], h ? *h : 0.0f}; }
 
 // The product of h[t-1], with its bias, is given.
 DEVICE void after_gates(float *h, float *gate, int64_t H, Known k, float product_r, float product_z, float u) {
@@ -393,7 +393,8 @@ DEVICE void before_gates_2(float *h, float *gate, int64_t H, Known k, float prod
 // ---- forward ----------------------------------------------------------------------------------------------------
 struct Forward {
     float *h, *gates;
-    const float *h0, *w_hh, *b_hh;
+    const float *a, *h0, *w_hh, *b_hh;
+    int64_t a_row;                          // floats from row to row of a
     unsigned *counters;
 };
 
@@ -429,7 +430,10 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     const auto fetch_row = [&](const Item &item, Span rows, int row) {
         if (!mine || row >= rows.count) return Known{};
         const float *const h = h_before(item.step, rows.from + row);
-        return known(f.gates + (item.step * B + rows.from + row) * 4 * H + place.unit, h ? h + place.unit : nullptr, H);
+        const int64_t at = item.step * B + rows.from + row;
+        Known k = known(f.a + at * f.a_row + place.unit, h ? h + place.unit : nullptr, H);
+        if (BEFORE && item.phase) k.z = f.gates[(at * 4 + 1) * H + place.unit];
+        return k;
     };
     walk(p, place, p.T * PHASES * place.chunks, PHASES, buffer,
         [&](const Item &item) { return fetch_row(item, rows_of(p, place, item.chunk), threadIdx.x / U); },
@@ -498,7 +502,9 @@ DEVICE void back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, 
 }
 // The rest with reset before: du = dn w_hn is the gradient of u = r * h[t-1].
 DEVICE void back_reset(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float du) {
-    b.dgates[(t * b.B + row) * 4 * b.H + unit] = du * s.h * s.r * (1.0f - s.r);        // 3, 1
+    float *const dgate = b.dgates + (t * b.B + row) * 4 * b.H + unit;
+    dgate[0] = du * s.h * s.r * (1.0f - s.r);                          // 3, 1
+    dgate[3 * b.H] = du;
     b.carry[row * b.H + unit] += du * s.r;                                             // 3
 }
 
@@ -578,11 +584,13 @@ enum class Stage { after, before_1, before_2 };
 
 // product (B,3H): of h[t-1], or of u in the last third, with the biases
 template <Stage STAGE>
-static __global__ void forward_step(float *h, float *gates, const float *h_before, const float *product, int64_t B, int64_t H) {
+static __global__ void forward_step(float *h, float *gates, const float *a, int64_t a_row, const float *h_before,
+                                    const float *product, int64_t B, int64_t H) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
         float *const gate = gates + i / H * 4 * H + i % H;
         const float *const of = product + i / H * 3 * H + i % H;
-        const Known k = known(gate, h_before ? h_before + i : nullptr, H);
+        Known k = known(a + i / H * a_row + i % H, h_before ? h_before + i : nullptr, H);
+        if constexpr (STAGE == Stage::before_2) k.z = gate[H];
         if constexpr (STAGE == Stage::after) after_gates(h + i, gate, H, k, of[0], of[H], of[2 * H]);
         if constexpr (STAGE == Stage::before_1) before_gates_1(gate, H, k, of[0], of[H]);
         if constexpr (STAGE == Stage::before_2) before_gates_2(h + i, gate, H, k, of[2 * H]);
@@ -596,19 +604,20 @@ static pyops_status forward_by_steps(const Forward &f, float *product, int64_t T
     Launches launches;
     for (int64_t t = 0; t < T; t++) {
         float *const h = f.h + t * B * H, *const gates = f.gates + t * B * 4 * H;
+        const float *const a = f.a + t * B * f.a_row;
         const float *const h_before = t ? h - B * H : f.h0, *const rows = h_before ? h_before : h;
         const int64_t K = h_before ? H : 0, N = before ? 2 * H : 3 * H;        // nothing comes of zeros but the bias
         pyops_status status = pyops_gemm(product, rows, f.w_hh, f.b_hh, B, N, K, 3 * H, H, 1, 1, H, 0, 0, stream);
         if (status) return status;
         if (!before) {
-            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, h, gates, h_before, product, B, H);
+            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B, H);
             continue;
         }
-        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, h, gates, h_before, product, B, H);
+        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B, H);
         status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H,
                             4 * H, 1, 1, H, 0, 0, stream);
         if (status) return status;
-        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, h, gates, h_before, product, B, H);
+        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B, H);
     }
     return pyops_launched("gru_forward", launches.error, stream);
 }
@@ -658,7 +667,7 @@ static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const floa
     const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, columns = before ? 3 * H : 4 * H;
     const float sum = column_sum(dgates, rows, 4 * H, column, columns);
     if (threadIdx.y || column >= columns) return;
-    if (column < 3 * H) db_ih[column] += sum;
+    if (db_ih && column < 3 * H) db_ih[column] += sum;
     if (before || column < 2 * H) db_hh[column] += sum;
     else if (column >= 3 * H) db_hh[column - H] += sum;
 }
@@ -692,8 +701,9 @@ template <class Launch> static cudaError_t with_constants(int units, bool before
     }
 }
 
-static pyops_status check(const char *who, int64_t T, int64_t B, int64_t I, int64_t H) {
-    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 1 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+static pyops_status check(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, want 0 where there is no x, and only there", who, LL(I));
     return PYOPS_OK;
 }
 
@@ -703,18 +713,19 @@ static int64_t counters_or(int64_t floats, int64_t B) { return std::max(blocks_f
 extern "C" int64_t pyops_gru_forward_work(int64_t, int64_t B, int64_t, int64_t H) { return counters_or(B * 3 * H, B); }
 
 extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_t H) {
-    return T * B * 4 * H + T * B * H + B * H + counters_or(B * H, B);
+    return T * B * H + B * H + counters_or(B * H, B);
 }
 
 extern "C" pyops_status pyops_gru_forward(
-    float *h, float *gates, const float *x, const float *h0, const float *w_ih, const float *w_hh, const float *b_ih,
-    const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
-    pyops_status status = check("gru_forward", T, B, I, H);
+    float *h, float *gates, const float *x, const float *a, const float *h0, const float *w_ih, const float *w_hh,
+    const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    pyops_status status = check("gru_forward", x, T, B, I, H);
     if (status || B == 0) return status;
-    // a = x w_ih' + b_ih of all steps, into the first three quarters of gates
-    status = pyops_gemm(gates, x, w_ih, b_ih, T * B, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
+    PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
+    // a = x w_ih' + b_ih of all steps, where r, z, n will be
+    if (I) status = pyops_gemm(gates, x, w_ih, b_ih, T * B, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
     if (status) return status;
-    const Forward f = {h, gates, h0, w_hh, b_hh, reinterpret_cast<unsigned *>(work)};
+    const Forward f = {h, gates, I ? gates : a, h0, w_hh, b_hh, I ? 4 * H : 3 * H, reinterpret_cast<unsigned *>(work)};
     const Plan p = forward_plan(T, B, H, reset_before);
     if (!p.teams) return forward_by_steps(f, work, T, B, H, reset_before, stream);
     const cudaError_t error = with_constants(p.units, reset_before, [&](auto units, auto precision, auto before) {
@@ -724,13 +735,12 @@ extern "C" pyops_status pyops_gru_forward(
 }
 
 extern "C" pyops_status pyops_gru_backward(
-    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, const float *dh, const float *dh_last,
-    const float *x, const float *h0, const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
+    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates, const float *dh,
+    const float *dh_last, const float *x, const float *h0, const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
-    pyops_status status = check("gru_backward", T, B, I, H);
+    pyops_status status = check("gru_backward", x, T, B, I, H);
     if (status || B == 0) return status;
-    float *const dgates = work, *const states = dgates + T * B * 4 * H, *const carry = states + T * B * H;
-    float *const rest = carry + B * H;
+    float *const states = work, *const carry = states + T * B * H, *const rest = carry + B * H;
 
     const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H,
                         reinterpret_cast<unsigned *>(rest)};
@@ -752,8 +762,8 @@ extern "C" pyops_status pyops_gru_backward(
     };
     const int64_t skipped = h0 ? 0 : B, rows = T * B - skipped;
     const float *const d = dgates + skipped * 4 * H, *const h_before = h0 ? states : h;
-    if (!status && dx) status = pyops_gemm(dx, dgates, w_ih, nullptr, T * B, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
-    add_weight_gradient(dw_ih, dgates, 3 * H, x, I, I, T * B);
+    if (!status && I && dx) status = pyops_gemm(dx, dgates, w_ih, nullptr, T * B, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
+    if (I) add_weight_gradient(dw_ih, dgates, 3 * H, x, I, I, T * B);
     add_weight_gradient(dw_hh, d, 2 * H, h_before, H, H, rows);
     if (reset_before) add_weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, T * B);
     else add_weight_gradient(dw_hh + 2 * H * H, d + 3 * H, H, h_before, H, H, rows);

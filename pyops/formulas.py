@@ -34,6 +34,18 @@ def gru_example(normal):
             dict(w_ih=normal(3 * H, I), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
 
 
+def embedding_gru(ids, context=None, h0=None, *, table, **named):
+    x = ref.embedding(table, ids)
+    return gru(x if context is None else ref.concat_context(x, context), h0, **named)
+
+
+def embedding_gru_example(normal):
+    B, V, E, C, H = 2, 4, 3, 2, 5
+    ids = np.array([[1, 0], [3, 1], [1, 1]], np.int32)
+    return ([ids, normal(B, C), normal(B, H)],
+            dict(table=normal(V, E), w_ih=normal(3 * H, E + C), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
+
+
 def attention(q, k, v, lengths=None, step=None, *, heads, causal=False, p=0.0, key=0):
     lengths = np.full(q.shape[1], len(k)) if lengths is None else lengths
     keep = 1.0 if step is None or not p else ref.attention_keep(q.shape[1], heads, len(q), len(k), p, int(step[0]), key)
@@ -77,6 +89,7 @@ KERNEL_OPS = {
         lambda n: ([n(7, 3)], dict(weight=n(3), bias=n(3)))),
     ops.ConcatContext: Case(ref.concat_context, lambda n: ([n(3, 2, 4), n(2, 5)], {})),
     ops.GRU: Case(gru, gru_example),
+    ops.EmbeddingGRU: Case(embedding_gru, embedding_gru_example),
     ops.Attention: Case(
         attention,
         lambda n: ([n(3, 2, 4), n(5, 2, 4), n(5, 2, 4), np.array([5, 3], np.int32)], dict(heads=2, causal=True))),

@@ -20,6 +20,11 @@ def _scores(s, array):
     return int(np.broadcast_to(keys, (s['B'], s['Tq'])).sum()) * s['heads']
 
 
+def _inputs(s, array):
+    """How many numbers the distinct rows have that embedding_linear multiplies: of tokens, and of contexts."""
+    return len(np.unique(backend.get(array('ids')))) * s['E'] + s['B'] * s['C']
+
+
 # kernel -> operations of its matrix products (two for a multiply-add), from the header's sizes s and a look into the
 # arrays of the arguments; kernels that are not here are bound by memory
 FLOPS = {
@@ -32,6 +37,8 @@ FLOPS = {
     'mlp_step': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
     'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
+    'embedding_linear_forward': lambda s, array: 2 * s['O'] * _inputs(s, array),
+    'embedding_linear_backward': lambda s, array: 4 * s['O'] * _inputs(s, array),
     'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],
 }
 # kernel -> bytes that cross memory, where that is not every operand once

@@ -8,7 +8,7 @@ import numpy as np
 
 from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import ConcatContext, Dropout, Embedding
+from pyops.ops import Dropout
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import greedy
 from pyops.text.vocabulary import PAD
@@ -60,38 +60,43 @@ def parameter_specs(config):
 
 
 class DeepGRU:
-    """GRU layers one above another, with dropout between them."""
+    """GRU layers one above another, with dropout between them.  The first one reads words, beside a context if there is one."""
 
     def __init__(self, params, prefix, config):
-        names = ('w_ih', 'w_hh', 'b_ih', 'b_hh')
-        self.layers = [config.ops.GRU(*(params[f'{prefix}.rnn.{layer}.{name}'] for name in names), config.reset_before)
-                       for layer in range(config.layers)]
+        def of_layer(layer):
+            return *(params[f'{prefix}.rnn.{layer}.{name}'] for name in ('w_ih', 'w_hh', 'b_ih', 'b_hh')), config.reset_before
+        self.layers = [config.ops.EmbeddingGRU(params[f'{prefix}.embedding.weight'], *of_layer(0)),
+                       *(config.ops.GRU(*of_layer(layer)) for layer in range(1, config.layers))]
         self.dropouts = [Dropout(config.dropout, key(params.seed, f'{prefix}.dropout.{layer}'), f'{prefix}.dropout.{layer}')
                          for layer in range(config.layers - 1)]
 
-    def forward(self, x, states=None, step=None):
-        """x (T, B, I), states: the first h (B, H) of each layer or None for zeros, step: None for no dropout
-        -> h of the top layer (T, B, H), the last h (B, H) of each layer, ctx."""
-        ctx, last = [], []
-        for i, layer in enumerate(self.layers):
+    def forward(self, ids, context=None, states=None, step=None):
+        """ids (T, B), context (B, H) or None, states: the first h (B, H) of each layer or None for zeros, step: None for no
+        dropout -> h of the top layer (T, B, H), the last h (B, H) of each layer, ctx."""
+        states = states or [None] * len(self.layers)
+        h, saved = self.layers[0].forward(ids, context, states[0])
+        ctx, last = [(None, saved)], [h[-1]]
+        for layer, dropout, state in zip(self.layers[1:], self.dropouts, states[1:], strict=True):
             dropped = None
-            if i and step is not None:
-                x, dropped = self.dropouts[i - 1].forward(x, step)
-            x, saved = layer.forward(x, states and states[i])
-            last.append(x[-1])
+            if step is not None:
+                h, dropped = dropout.forward(h, step)
+            h, saved = layer.forward(h, state)
+            last.append(h[-1])
             ctx.append((dropped, saved))
-        return x, last, ctx
+        return h, last, ctx
 
-    def backward(self, dx, dlast, ctx):
-        """dx (T, B, H) or None, dlast: gradients (B, H) of the last h of each layer, or None
-        -> gradients of x and of each layer's first h (None where forward had none).  Uses ctx up."""
+    def backward(self, dh, dlast, ctx):
+        """dh (T, B, H) or None, dlast: gradients (B, H) of the last h of each layer, or None
+        -> gradients of the context and of each layer's first h (None where forward had none).  Uses ctx up."""
         dstates = [None] * len(self.layers)
-        for i, layer in reversed(list(enumerate(self.layers))):
+        for i in reversed(range(1, len(self.layers))):
             dropped, saved = ctx.pop()
-            dx, dstates[i] = layer.backward(dx, saved, dlast and dlast[i])
+            dh, dstates[i] = self.layers[i].backward(dh, saved, dlast and dlast[i])
             if dropped:
-                dx = self.dropouts[i - 1].backward(dx, dropped)
-        return dx, dstates
+                dh = self.dropouts[i - 1].backward(dh, dropped)
+        _, saved = ctx.pop()
+        _, dcontext, dstates[0] = self.layers[0].backward(dh, saved, dlast and dlast[0])
+        return dcontext, dstates
 
 
 class Seq2Seq:
@@ -104,33 +109,24 @@ class Seq2Seq:
     def __init__(self, config, seed=0):
         self.config = config
         self.params = p = Parameters(parameter_specs(config), seed)
-        self.source_embedding = Embedding(p['encoder.embedding.weight'])
         self.encoder = DeepGRU(p, 'encoder', config)
-        self.target_embedding = Embedding(p['decoder.embedding.weight'])
-        self.concat = ConcatContext()
         self.decoder = DeepGRU(p, 'decoder', config)
         self.output = config.ops.LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD)
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):
         """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""
-        s,       c1 = self.source_embedding.forward(source)                # (T, B, E)
-        _, last, c2 = self.encoder.forward(s, None, step)                  # (B, H) a layer
-        t,       c3 = self.target_embedding.forward(target)                # (T, B, E)
-        tc,      c4 = self.concat.forward(t, last[-1])                     # (T, B, E + H)
-        h, _,    c5 = self.decoder.forward(tc, last, step)                 # (T, B, H)
-        loss,    c6 = self.output.forward(h, labels, gradients)            # (1,)
-        return loss, [c1, c2, c3, c4, c5, c6]
+        _, last, c1 = self.encoder.forward(source, step=step)              # (B, H) a layer
+        h, _,    c2 = self.decoder.forward(target, last[-1], last, step)   # (T, B, H)
+        loss,    c3 = self.output.forward(h, labels, gradients)            # (1,)
+        return loss, [c1, c2, c3]
 
     def backward(self, ctx):
         """Adds to params.grads and uses ctx up, so that what a layer saved can go as soon as it has served."""
-        dh           = self.output.backward(self.one, ctx.pop())
-        dtc, dlast   = self.decoder.backward(dh, None, ctx.pop())
-        dt, dcontext = self.concat.backward(dtc, ctx.pop())
-        self.target_embedding.backward(dt, ctx.pop())
+        dh              = self.output.backward(self.one, ctx.pop())
+        dcontext, dlast = self.decoder.backward(dh, None, ctx.pop())
         backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)       # the context is the top layer's last h
-        ds, _        = self.encoder.backward(None, dlast, ctx.pop())
-        self.source_embedding.backward(ds, ctx.pop())
+        self.encoder.backward(None, dlast, ctx.pop())
 
     @staticmethod
     def valid(ctx):
@@ -143,16 +139,13 @@ class Seq2Seq:
 
     def start(self, source):
         """source (T, B) -> what decoding begins with: the context (B, H) and the decoder's first states."""
-        s, _ = self.source_embedding.forward(source)
-        _, last, _ = self.encoder.forward(s)
+        _, last, _ = self.encoder.forward(source)
         return last[-1], last
 
     def next(self, word, state):
         """word (B,) int32 -> h (B, H), from which the output layer tells the word after it, and the next state."""
         context, states = state
-        t, _ = self.target_embedding.forward(word[None])
-        tc, _ = self.concat.forward(t, context)
-        h, states, _ = self.decoder.forward(tc, states)
+        h, states, _ = self.decoder.forward(word[None], context, states)
         return h[0], (context, states)
 
     def translate(self, source):

@@ -28,6 +28,7 @@ from pyops.ops import (
     CrossEntropy,
     Dropout,
     Embedding,
+    EmbeddingGRU,
     FeedForward,
     LayerNorm,
     Linear,
@@ -51,6 +52,10 @@ class Built:
     inputs: dict
     params: dict
     constants: dict = field(default_factory=dict)
+
+    def arguments(self):
+        """What forward takes, in its order: ids come first, other constants last."""
+        return dict(sorted((self.inputs | self.constants).items(), key=lambda item: item[0] != 'ids'))
 
 
 def normal(rng, *shape, scale=1.0):
@@ -370,6 +375,45 @@ class GRURow:
         return torch.stack(out)
 
 
+class EmbeddingGRURow:
+    """context and with_h0 False leave them out."""
+    sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
+             (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
+    large = (9, 251, 300, 24, 16, 64)
+
+    def __init__(self, reset_before, context, with_h0):
+        self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}'
+                     f'{"" if context else "-no-context"}{"" if with_h0 else "-no-h0"}')
+        self.gru, self.context, self.with_h0 = GRURow(reset_before, with_h0), context, with_h0
+        # of ids any shape will do where nothing stands beside them
+        self.wrong_axis = {} if context or with_h0 else {'ids': None}
+
+    def build(self, size, rng):
+        T, B, V, E, C, H = size
+        built = self.gru.build((T, B, E + C if self.context else E, H), rng)
+        constants = dict(ids=rng.integers(0, V, (T, B)).astype(np.int32))
+        constants['ids'][T // 2:, B // 2:] = V - 1              # as padding, which is the token of many positions
+        inputs = dict(context=normal(rng, B, C)) if self.context else {}
+        if self.with_h0:
+            inputs['h0'] = built.inputs['h0']
+
+        def make(**parameters):
+            return EmbeddingGRU(**parameters, reset_before=self.gru.reset_before)
+        return Built(make, inputs, dict(table=normal(rng, V, E)) | built.params, constants)
+
+    def input_of(self, table, ids, context, concatenate):
+        x = table[ids]
+        return x if context is None else concatenate([x, context + 0 * x[..., :1]], -1)
+
+    def reference(self, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None):
+        x = self.input_of(table, ids, context, np.concatenate)
+        return self.gru.reference(x, w_ih, w_hh, b_ih, b_hh, h0)
+
+    def torch(self, torch, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None):
+        x = self.input_of(table, ids.long(), context, torch.cat)
+        return self.gru.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0)
+
+
 class AttentionRow:
     """lengths None leaves them out, with step; 'full' masks nothing; 'any' has sentences of 0 and of all words."""
     sizes = ((1, 1, 1, 1, 1), (3, 5, 2, 2, 4), (5, 3, 2, 1, 7), (6, 6, 1, 2, 4), (4, 9, 3, 2, 16), (9, 9, 3, 4, 64),
@@ -500,6 +544,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
+         *(EmbeddingGRURow(before, True, h0) for before in (False, True) for h0 in (True, False)),
+         EmbeddingGRURow(False, False, False),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          PositionsRow(), SmoothedLinearCrossEntropyRow(),
@@ -508,6 +554,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (
              AttentionRow(lengths='any'), AttentionRow(True, 0.3, 'any'))),
          *(InProductsRow(GRURow(before, h0), (2, 3, 4, 5), (4, 13, 8, 33)) for before in (False, True) for h0 in (True, False)),
+         InProductsRow(EmbeddingGRURow(False, True, True), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
+         InProductsRow(EmbeddingGRURow(True, False, False), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
          InProductsRow(SmoothedLinearCrossEntropyRow(), (3, 4, 6, 5), (3, 60, 40, 150)),
          InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
          InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
@@ -548,7 +596,7 @@ class Run:
         self.noise = {name: normal(rng, *value.shape) for name, value in b.params.items()}
         self.params = {name: Parameter(name, place(value), put(self.noise[name].copy())) for name, value in b.params.items()}
         self.op = b.op(**self.params)
-        self.placed = {name: place(value) for name, value in (b.inputs | b.constants).items()}
+        self.placed = {name: place(value) for name, value in b.arguments().items()}
         y, self.ctx = self.op.forward(*self.placed.values())
         self.y = get(y)
         self.dy = normal(rng, *self.y.shape)
@@ -680,7 +728,7 @@ def test_same_bits_for_any_number_of_threads(row, size):
 def test_bad_arguments_are_refused_by_name(row, size):
     built = row.build(size, np.random.default_rng(0))
     op = built.op(**{name: parameter(name, value) for name, value in built.params.items()})
-    arguments = built.inputs | built.constants
+    arguments = built.arguments()
     placed = {name: put(array) for name, array in arguments.items()}
     for name, array in arguments.items():
         def call(bad, name=name):
@@ -708,6 +756,9 @@ def test_ids_outside_the_table_are_refused_with_their_position():
     for bad in (-1, 4):
         with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, want 0 to 3'):
             Embedding(of_zeros('weight', 4, 2)).forward(put(np.array([0, 3, bad], np.int32)))
+        gru = EmbeddingGRU(*(of_zeros(str(shape), *shape) for shape in ((4, 2), (9, 2), (9, 3), (9,), (9,))))
+        with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, want 0 to 3'):
+            gru.forward(put(np.array([[0, 3, bad]], np.int32)))
 
 
 @pytest.mark.parametrize('bad', [-2, 5])
@@ -956,11 +1007,13 @@ def test_layer_norm_wants_a_column():
         layer_norm(0).forward(put(np.zeros((2, 0), np.float32)))
 
 
-@pytest.mark.parametrize('reset_before', [False, True])
+@pytest.mark.parametrize('row,size', [(GRURow(before, True), (4, 13, 8, 33)) for before in (False, True)]
+                         + [(EmbeddingGRURow(before, True, True), (4, 13, 30, 8, 5, 33)) for before in (False, True)],
+                         ids=lambda value: getattr(value, 'name', None))
 @pytest.mark.parametrize('which', ['dh', 'dh_last', 'both'])
-def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
+def test_gru_takes_the_gradient_of_the_last_state_apart(row, size, which):
     """dh_last is one more gradient of h[T-1]; None is zeros."""
-    run = Run(GRURow(reset_before, True), (4, 13, 8, 33), backward=False)
+    run = Run(row, size, backward=False)
     dh, last = (run.dy, run.dy[0] * 3)
     whole = np.zeros_like(dh) if which == 'dh_last' else dh.copy()
     if which != 'dh':
@@ -968,7 +1021,58 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(reset_before, which):
     want = run.op.backward(put(whole), run.ctx)
     got = run.op.backward(None if which == 'dh_last' else put(dh), run.ctx, None if which == 'dh' else put(last))
     for a, b in zip(got, want, strict=True):
-        close(get(a), get(b), 1e-6)
+        if b is not None:                       # ids have no gradient
+            close(get(a), get(b), 1e-6)
+
+
+def test_an_embedding_gru_is_an_embedding_a_context_and_a_gru():
+    """The same numbers but for the order of sums, with words that occur often, once and never."""
+    run, (T, B, C) = Run(EmbeddingGRURow(False, True, True), (9, 24, 40, 24, 16, 64)), (9, 24, 16)
+    table, *weights = (parameter(name, value) for name, value in run.built.params.items())
+    embedding, concat, gru = Embedding(table), ConcatContext(), GRU(*weights)
+    x, c1 = embedding.forward(run.placed['ids'])
+    both, c2 = concat.forward(x, run.placed['context'])
+    h, c3 = gru.forward(both, run.placed['h0'])
+    close(run.y, get(h), 1e-6)
+    dboth, dh0 = gru.backward(put(run.dy), c3)
+    dx, dcontext = concat.backward(dboth, c2)
+    embedding.backward(dx, c1)
+    assert get(dcontext).shape == (B, C) and len(np.unique(run.built.constants['ids'])) < T * B
+    grads = dict(context=dcontext, h0=dh0) | {p.name: p.grad for p in (table, *weights)}
+    for name, want in grads.items():
+        close(run.grads[name], get(want), 1e-5)
+
+
+def test_an_embedding_gru_says_what_it_wants():
+    def make(table=(4, 2), w_ih=(9, 5)):
+        return EmbeddingGRU(*(of_zeros(name, *shape) for name, shape in dict(
+            table=table, w_ih=w_ih, w_hh=(9, 3), b_ih=(9,), b_hh=(9,)).items()))
+    ids = put(np.zeros((2, 3), np.int32))
+    with pytest.raises(ValueError, match=r'w_ih: want shape \(3H, E \+ C\) with E = 6 as in table, got \(9, 5\)'):
+        make(table=(4, 6))
+    with pytest.raises(ValueError, match=r'context: want shape \(3, 3\), got None'):
+        make().forward(ids)
+    with pytest.raises(ValueError, match=r'context: want shape \(3, 0\), got \(3, 2\)'):
+        make(w_ih=(9, 2)).forward(ids, put(np.zeros((3, 2), np.float32)))
+    with pytest.raises(ValueError, match=r'h0: want shape \(3, 3\)'):
+        make(w_ih=(9, 2)).forward(ids, None, put(np.zeros((3, 2), np.float32)))
+
+
+def test_kernels_refuse_an_input_product_that_is_half_given():
+    x = [put(np.zeros(64, np.float32)) for _ in range(12)]
+    ids = put(np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match='gru_forward: I=0, want 0 where there is no x, and only there'):
+        launch('gru_forward', *x[:3], None, None, *x[3:8], 1, 1, 0, 2, 0)
+    with pytest.raises(ValueError, match='gru_forward: I=0, want a where it is 0, and only there'):
+        launch('gru_forward', *x[:2], None, None, None, *x[3:8], 1, 1, 0, 2, 0)
+    with pytest.raises(ValueError, match='gru_backward: I=3, want 0 where there is no x, and only there'):
+        launch('gru_backward', None, None, *x[:5], None, None, None, None, *x[5:10], 1, 1, 3, 2, 0)
+    with pytest.raises(ValueError, match='embedding_linear_forward: C=2, want 0 where there is no context, and only there'):
+        launch('embedding_linear_forward', x[0], x[1], ids, None, *x[2:5], 1, 2, 3, 2, 2, 2)
+    with pytest.raises(ValueError, match='embedding_linear_backward: ld=1, want at least O=2'):
+        launch('embedding_linear_backward', x[0], None, *x[1:5], ids, None, *x[5:7], 1, 2, 3, 2, 0, 2, 1)
+    with pytest.raises(ValueError, match='embedding_linear_forward: T=1 B=2 V=0 E=2 C=0 O=2'):
+        launch('embedding_linear_forward', x[0], x[1], ids, None, *x[2:5], 1, 2, 0, 2, 0, 2)
 
 
 # ---- attention ----------------------------------------------------------------------------------

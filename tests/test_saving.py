@@ -61,7 +61,8 @@ class Witness:
 
     def __init__(self, monkeypatch):
         self.told, self.gradients = {}, []
-        for op in (ops.Linear, ops.FeedForward, ops.Attention, ops.GRU, ops.LinearCrossEntropy, ops.PixelLinear):
+        for op in (ops.Linear, ops.FeedForward, ops.Attention, ops.GRU, ops.EmbeddingGRU, ops.LinearCrossEntropy,
+                   ops.PixelLinear):
             for way in ('forward', 'backward'):
                 self._wrap(monkeypatch, op, way, getattr(self, f'{op.__name__}_{way}'))
 
@@ -160,6 +161,18 @@ class Witness:
             for t, dx in enumerate(kept(result[0])):
                 self.told[f'{op.name}.ih', 'backward', 'grad_input', t] = dx
                 self.later(op, t, 'backward', ['grad_output'], ['grad_output', 'grad_input'])
+
+    def EmbeddingGRU_forward(self, op, ids, context=None, h0=None, result=None):
+        if result:
+            x = get(op.table.value)[get(ids)]
+            if context is not None:
+                x = np.concatenate([x, np.broadcast_to(get(context), (len(x), *context.shape))], -1)
+            self.GRU_forward(op, x, h0, result)
+
+    def EmbeddingGRU_backward(self, op, dh, ctx, dh_last=None, result=None):
+        if result:
+            for t in range(len(ctx.ids)):
+                self.later(op, t, 'backward', ['grad_output', 'grad_input'], ['grad_output', 'grad_input'])
 
     def later(self, op, t, operation, of_ih, of_hh):
         """What a test of its own looks at."""
@@ -300,26 +313,39 @@ def test_all_tensors_of_all_programs_are_those_of_the_step_without_a_plan(name, 
 
 
 @pytest.mark.parametrize('reset_before', [False, True])
-def test_the_time_steps_of_a_gru_are_those_of_two_linear_layers_in_torch(torch, reset_before):
+@pytest.mark.parametrize('context_size', [None, 0, 2])
+def test_the_time_steps_of_a_gru_are_those_of_two_linear_layers_in_torch(torch, reset_before, context_size):
+    """context_size None: a GRU whose input is an array;  else one that reads words, beside so large a context."""
     rng, (T, B, I, H) = np.random.default_rng(0), (4, 3, 5, 6)
 
     def normal(*shape):
         return rng.standard_normal(shape).astype('f')
-    params = Parameters({'gru.w_ih': Spec((3 * H, I), lambda g, shape: normal(*shape)),
-                         'gru.w_hh': Spec((3 * H, H), lambda g, shape: normal(*shape)),
-                         'gru.b_ih': Spec((3 * H,), lambda g, shape: normal(*shape)),
-                         'gru.b_hh': Spec((3 * H,), lambda g, shape: normal(*shape))})
-    op = ops.GRU(*(params[name] for name in params), reset_before)
+    shapes = {'gru.w_ih': (3 * H, I), 'gru.w_hh': (3 * H, H), 'gru.b_ih': (3 * H,), 'gru.b_hh': (3 * H,)}
     x, h0, dh, dh_last = normal(T, B, I), normal(B, H), normal(T, B, H), normal(B, H)
-    placed = [put(array) for array in (x, h0, dh, dh_last)]
-    with Plan(params, run=False, **dict(zip(('x', 'h0', 'dh', 'dh_last'), placed, strict=True))) as plan:
+    if context_size is None:
+        inputs, op_of = dict(x=x, h0=h0), ops.GRU
+    else:
+        ids, op_of = rng.integers(0, 4, (T, B)).astype(np.int32), ops.EmbeddingGRU
+        inputs = dict(ids=ids, context=normal(B, context_size) if context_size else None, h0=h0)
+        shapes = {'embedding.weight': (4, I - context_size)} | shapes
+    params = Parameters({name: Spec(shape, lambda g, shape: normal(*shape)) for name, shape in shapes.items()})
+    if context_size is not None:
+        x = get(params['embedding.weight'].value)[ids]
+        if context_size:
+            x = np.concatenate([x, np.broadcast_to(inputs['context'], (T, B, context_size))], -1)
+    op = op_of(*(params[name] for name in params), reset_before)
+    inputs = {name: array if array is None else put(array) for name, array in inputs.items()}
+    dh_, dh_last_ = put(dh), put(dh_last)
+    arrays = {name: array for name, array in inputs.items() if array is not None}
+    with Plan(params, run=False, dh=dh_, dh_last=dh_last_, **arrays) as plan:
         params.zero_grads()
-        _, ctx = op.forward(*placed[:2])
+        _, ctx = op.forward(*inputs.values())
         plan.boundary()
-        op.backward(placed[2], ctx, placed[3])
+        op.backward(dh_, ctx, dh_last_)
     found = look_at(plan)
 
-    w_ih, w_hh, b_ih, b_hh = (torch.tensor(get(params[name].value), dtype=torch.float64) for name in params)
+    w_ih, w_hh, b_ih, b_hh = (torch.tensor(get(params[f'gru.{name}'].value), dtype=torch.float64)
+                              for name in ('w_ih', 'w_hh', 'b_ih', 'b_hh'))
     h, told, losses = torch.tensor(h0, dtype=torch.float64, requires_grad=True), {}, []
     for t in range(T):
         before = h * 1.0                                        # what these products alone make of the gradient

@@ -126,18 +126,21 @@ def test_bug_1_the_concatenation_passes_gradient_to_context_and_target_embedding
     config = Config(20, 21, layers=1, **SMALL)
     model = Seq2Seq(config)
     source, target, labels = random_batch(config, 5)
-    s, _ = model.source_embedding.forward(source)
-    _, last, _ = model.encoder.forward(s)
-    t, c3 = model.target_embedding.forward(target)
-    tc, c4 = model.concat.forward(t, last[-1])
-    h, _, c5 = model.decoder.forward(tc)                # no states
-    _, c6 = model.output.forward(h, labels)
-    dtc, _ = model.decoder.backward(model.output.backward(model.one, c6), None, c5)
-    dt, dcontext = model.concat.backward(dtc, c4)
-    model.target_embedding.backward(dt, c3)
-    said = target[labels != PAD]
+    _, last, _ = model.encoder.forward(source)
+    h, _, c1 = model.decoder.forward(target, last[-1])          # no states
+    _, c2 = model.output.forward(h, labels)
+    dh = model.output.backward(model.one, c2)
+    dcontext, _ = model.decoder.backward(dh, None, c1)
     assert (np.abs(dcontext).max(1) > 0).all()
-    assert np.abs(dcontext - dtc[:, :, config.embedding:].sum(0)).max() <= 1e-6
+    p = {name: torch.tensor(model.params[f'decoder.{name}'].value, dtype=torch.float64)
+         for name in ('embedding.weight', 'rnn.0.w_ih', 'rnn.0.w_hh', 'rnn.0.b_ih', 'rnn.0.b_hh')}
+    context = torch.tensor(last[-1], dtype=torch.float64, requires_grad=True)
+    x = torch.cat([p['embedding.weight'][target], context.expand(len(target), -1, -1)], -1)
+    weights = [p[f'rnn.0.{name}'] for name in ('w_ih', 'w_hh', 'b_ih', 'b_hh')]
+    twin = torch.gru(x, torch.zeros(1, 5, config.hidden, dtype=torch.float64), weights, True, 1, 0.0, False, False, False)[0]
+    twin.backward(torch.tensor(dh, dtype=torch.float64))
+    assert np.abs(dcontext - context.grad.numpy()).max() <= 1e-6
+    said = target[labels != PAD]
     assert (np.abs(model.params['decoder.embedding.weight'].grad[said]).max(1) > 0).all()
 
 
@@ -149,9 +152,9 @@ def test_bug_2_the_encoder_reads_the_tokens_in_their_order():
     assert source[:, 0].tolist() == [a, b, c, EOS, PAD] and source[:, 1].tolist() == [d, EOS, PAD, PAD, PAD]
     assert labels[:, 1].tolist() == [c, d, a, EOS, PAD] and target[:, 1].tolist() == [BOS, c, d, a, EOS]
     model = Seq2Seq(Config(8, 8, **SMALL | {'num_steps': 5}))
-    embedded_words, _ = model.source_embedding.forward(source)
-    weight = model.params['encoder.embedding.weight'].value
-    assert (embedded_words[0, 0] == weight[a]).all() and (embedded_words[2, 0] == weight[c]).all()
+    h, _, _ = model.encoder.forward(source)
+    again, _, _ = model.encoder.forward(source[:1])
+    assert np.abs(h[0] - again[0]).max() <= 1e-6 and np.abs(h[0, 0] - h[0, 1]).max() > 1e-3
     assert model.forward(source, target, labels)[0] != model.forward(source[::-1].copy(), target, labels)[0]
 
 
@@ -160,10 +163,8 @@ def test_bug_3_labels_lie_step_by_step_as_the_logits_do():
     config = Config(20, 21, **SMALL)
     model = Seq2Seq(config)
     source, target, labels = random_batch(config, 5)
-    s, _ = model.source_embedding.forward(source)
-    _, last, _ = model.encoder.forward(s)
-    t, _ = model.target_embedding.forward(target)
-    h, _, _ = model.decoder.forward(model.concat.forward(t, last[-1])[0], last)
+    _, last, _ = model.encoder.forward(source)
+    h, _, _ = model.decoder.forward(target, last[-1], last)
     weight, bias = (model.params[f'output.{name}'].value.astype(np.float64) for name in ('weight', 'bias'))
     losses = []
     for step in range(config.num_steps):
@@ -227,11 +228,9 @@ def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
     corpus = embedded.Corpus.load(folder / 'pairs.txt').first(20)
     source = np.ascontiguousarray(Pairs.encode(corpus, vocabulary, translator.target_vocabulary, 9).source.T)
     said = model.translate(source)
-    s, _ = model.source_embedding.forward(source)
-    _, last, _ = model.encoder.forward(s)
+    _, last, _ = model.encoder.forward(source)
     target = np.concatenate([np.full((1, 20), BOS, np.int32), said[:-1]])
-    t, _ = model.target_embedding.forward(target)
-    h, _, _ = model.decoder.forward(model.concat.forward(t, last[-1])[0], last)
+    h, _, _ = model.decoder.forward(target, last[-1], last)
     again = model.output.predict(h.reshape(-1, h.shape[-1])).reshape(said.shape)
     inside = said != PAD
     assert (again[inside] == said[inside]).all() and inside.sum() > 60

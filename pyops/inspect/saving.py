@@ -347,25 +347,41 @@ class _Finder:
             layer.saw('backward', 'grad_output', i + 1, self.whole(_Operand(i, 'dy', i + 1)))
 
     def _gru_forward(self, i, action):
-        if not all(self.is_parameter(_Operand(i, name, i + 1)) for name in ('w_ih', 'w_hh')):
-            return
         gru = _GRU(self.plan, action)
-        for suffix, x, product in (('ih', gru.x, gru.input_product), ('hh', gru.h, gru.state_product)):
-            weight = _Operand(i, f'w_{suffix}', i + 1)
-            layer = self.linear(weight)
+        if gru.x is not None:
+            self._product_of_steps(i, 'w_ih', 'b_ih', gru.x, None, gru.like_gates, gru.input_product)
+        self._product_of_steps(i, 'w_hh', 'b_hh', gru.h, gru.states, gru.like_gates, gru.state_product)
+
+    def _embedding_linear_forward(self, i, action):
+        layer = _EmbeddingLinear(self.plan, action)
+        self._product_of_steps(i, 'weight', 'bias', layer.like_input, layer.input, layer.like_output, layer.output)
+
+    def _product_of_steps(self, i, weight, bias, x, make_x, y, make_y):
+        """A linear layer that takes all steps of a sequence at once; its tensors are saved step by step."""
+        operand = _Operand(i, weight, i + 1)
+        if self.is_parameter(operand):
+            layer = self.linear(operand)
             layer.is_recurrent = True
-            layer.saw('forward', 'input', i + 1, x, gru.states if suffix == 'hh' else None)
-            self.parameters(layer, i, weight, f'b_{suffix}')
-            layer.saw('forward', 'output', i + 1, gru.like_gates, product)
+            layer.saw('forward', 'input', i + 1, x, make_x)
+            self.parameters(layer, i, operand, bias)
+            layer.saw('forward', 'output', i + 1, y, make_y)
+
+    def _embedding_linear_backward(self, i, action):
+        layer, found = self.layers.get(_key(self.plan.argument(action, 'weight'))), _EmbeddingLinear(self.plan, action)
+        if layer is not None:
+            layer.saw('backward', 'grad_output', i + 1, found.like_output, found.gradients)
+            layer.saw('backward', 'grad_input', i + 1, found.like_input, found.input_gradients)
 
     def _gru_backward(self, i, action):
         gru = _GRU(self.plan, action)
-        ih, hh = (self.layers.get(_key(self.plan.argument(action, name))) for name in ('w_ih', 'w_hh'))
-        if ih is None or hh is None:
+        ih, hh = (self.layers.get(_key(self.plan.argument(action, name))) if name in action.tensors else None
+                  for name in ('w_ih', 'w_hh'))
+        if ih is not None:
+            ih.saw('backward', 'grad_output', i + 1, gru.like_gates, gru.input_gradients)
+            if 'dx' in action.tensors:
+                ih.saw('backward', 'grad_input', i + 1, self.plan.argument(action, 'dx'))
+        if hh is None:
             return
-        ih.saw('backward', 'grad_output', i + 1, gru.like_gates, gru.input_gradients)
-        if 'dx' in action.tensors:
-            ih.saw('backward', 'grad_input', i + 1, self.plan.argument(action, 'dx'))
         hh.saw('backward', 'grad_output', i + 1, gru.like_gates, gru.state_gradients)
         hh.saw('backward', 'grad_input', i + 1, gru.h, gru.state_input_gradients)
 
@@ -686,11 +702,47 @@ class _GRU:
         return backend.get(self._product(rows[:, :2 * H], w[:2 * H], None, H)) + r * through_u
 
     def _gradients(self):
-        """(T, B, 4H), where the header says that they are left"""
-        n = self.T * self.B * 4 * self.H
-        return backend.get(self.array('work').reshape(-1)[:n]).reshape(self.T, self.B, 4 * self.H)
+        return backend.get(self.array('dgates'))
 
     def _product(self, a, b, bias, N):
-        y = backend.empty((self.T * self.B, N))
-        backend.gemm(y, a, b, bias)
-        return y.reshape(self.T, self.B, N)
+        return _product(a, b, bias).reshape(self.T, self.B, N)
+
+
+class _EmbeddingLinear:
+    """The linear layer of embedding_linear_forward or _backward, whose input and output are made again, for all positions."""
+
+    def __init__(self, plan, action):
+        self.sizes = action.scalars
+        T, B, E, C, O = (self.sizes[name] for name in 'TBECO')
+        self.array = lambda name: plan.argument(action, name) if name in action.tensors else None
+        self.like_input, self.like_output = (np.broadcast_to(np.float32(0), (T, B, n)) for n in (E + C, O))
+
+    def input(self):
+        """[table[ids[t,b]], context[b]]"""
+        (T, B, _), E, C = self.like_input.shape, self.sizes['E'], self.sizes['C']
+        x = backend.empty((T, B, E))
+        backend.launch('embedding_forward', x, self.array('table'), self.array('ids'), T * B, self.sizes['V'], E)
+        if not C:
+            return x
+        both = backend.empty(self.like_input.shape)
+        backend.launch('concat_context_forward', both, x, self.array('context'), T, B, E, C)
+        return both
+
+    def output(self):
+        product = _product(backend.as_rows(self.input()), self.array('weight').T, self.array('bias'))
+        return product.reshape(self.like_output.shape)
+
+    def gradients(self):
+        """Of the output; where a GRU made them, they have more in their rows."""
+        T, B, O = self.like_output.shape
+        return np.ascontiguousarray(backend.get(self.array('dy')).reshape(T, B, self.sizes['ld'])[..., :O])
+
+    def input_gradients(self):
+        gradients = backend.put(self.gradients())
+        return _product(backend.as_rows(gradients), self.array('weight'), None).reshape(self.like_input.shape)
+
+
+def _product(a, b, bias):
+    y = backend.empty((a.shape[0], b.shape[1]))
+    backend.gemm(y, a, b, bias)
+    return y

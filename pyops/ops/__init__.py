@@ -9,6 +9,7 @@ from pyops.ops.batch_norm import BatchNorm
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.dropout import Dropout
 from pyops.ops.embedding import Embedding
+from pyops.ops.embedding_gru import EmbeddingGRU
 from pyops.ops.feed_forward import FeedForward
 from pyops.ops.gru import GRU
 from pyops.ops.join import ConcatContext
@@ -21,5 +22,6 @@ from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 
-__all__ = ['GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'FeedForward', 'LayerNorm',
-           'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU', 'Residual', 'sequence_lengths']
+__all__ = ['GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU',
+           'FeedForward', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU',
+           'Residual', 'sequence_lengths']

@@ -45,7 +45,7 @@ class GRU:
         self.check(x, h0)
         (T, B, I), H = x.shape, self.w_hh.value.shape[1]
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
-        launch('gru_forward', h, gates, x, h0, self.w_ih.value, self.w_hh.value, self.b_ih.value, self.b_hh.value,
+        launch('gru_forward', h, gates, x, None, h0, self.w_ih.value, self.w_hh.value, self.b_ih.value, self.b_hh.value,
                work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
         return h, self.Ctx(x, h0, h, gates)
 
@@ -59,13 +59,17 @@ class GRU:
         """-> dx, dh0 (None where forward had no h0)."""
         I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
         T, B, _ = ctx.x.shape
-        if dh is not None:
-            check('dh', dh, (T, B, H))
-        if dh_last is not None:
-            check('dh_last', dh_last, (B, H))
+        self.check_gradients(dh, dh_last, T, B)
         dx = empty((T, B, I), name=f'{self.name}.dx')
         dh0 = None if ctx.h0 is None else empty((B, H), name=f'{self.name}.dh0')
-        launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad,
+        dgates = empty((T, B, 4 * H), name=f'{self.name}.dgates')
+        launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad, dgates,
                dh, dh_last, ctx.x, ctx.h0, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)
         return dx, dh0
+
+    def check_gradients(self, dh, dh_last, T, B):
+        H = self.w_hh.value.shape[1]
+        for name, gradient, shape in (('dh', dh, (T, B, H)), ('dh_last', dh_last, (B, H))):
+            if gradient is not None:
+                check(name, gradient, shape)

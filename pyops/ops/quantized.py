@@ -16,8 +16,11 @@ import numpy as np
 from pyops.backend import as_rows, check, copy, empty, gemm, gemm_batched, launch, may_overlap, put
 from pyops.formats import fake_quantize
 from pyops.ops.attention import Attention
+from pyops.ops.embedding import Embedding
+from pyops.ops.embedding_gru import EmbeddingGRU
 from pyops.ops.feed_forward import FeedForward
 from pyops.ops.gru import GRU
+from pyops.ops.join import ConcatContext
 from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.pixel_linear import PixelLinear
@@ -395,9 +398,7 @@ class QuantizedGRU(GRU):
     def backward(self, dh, ctx, dh_last=None):
         """-> dx, dh0 (None where forward had no h0)."""
         (T, B, I), H = ctx.shape, self.w_hh.value.shape[1]
-        for name, gradient, shape in (('dh', dh, (T, B, H)), ('dh_last', dh_last, (B, H))):
-            if gradient is not None:
-                check(name, gradient, shape)
+        self.check_gradients(dh, dh_last, T, B)
         carry, da = empty((B, H), name=f'{self.name}.dh0'), empty((T, B, 3 * H), name=f'{self.name}.ih.dy')
         if dh_last is None:
             launch('fill', carry, B * H, 0.0)
@@ -436,6 +437,40 @@ class QuantizedGRU(GRU):
         return dx, carry if ctx.has_h0 else None
 
 
+class QuantizedEmbeddingGRU(EmbeddingGRU):
+    """EmbeddingGRU with rounded operands: Embedding, ConcatContext and QuantizedGRU, one after the other.
+
+    Saves    what they save
+    """
+
+    class Ctx(NamedTuple):
+        embedding: Embedding.Ctx
+        concat: ConcatContext.Ctx | None
+        gru: QuantizedGRU.Ctx
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        self.embedding, self.concat = Embedding(self.table), ConcatContext()
+        self.gru = QuantizedGRU(self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.reset_before, self.name, recipe=recipe)
+
+    layers = QuantizedGRU.layers
+
+    def forward(self, ids, context=None, h0=None):
+        self.check(ids, context, h0)
+        x, embedding = self.embedding.forward(ids)
+        x, concat = (x, None) if context is None else self.concat.forward(x, context)
+        h, gru = self.gru.forward(x, h0)
+        return h, self.Ctx(embedding, concat, gru)
+
+    def backward(self, dh, ctx, dh_last=None):
+        """-> None, since ids have no gradient, dcontext (None where forward had no context), dh0 (None where it had no h0)."""
+        dx, dh0 = self.gru.backward(dh, ctx.gru, dh_last)
+        dx, dcontext = (dx, None) if ctx.concat is None else self.concat.backward(dx, ctx.concat)
+        self.embedding.backward(dx, ctx.embedding)
+        return None, dcontext, dh0
+
+
 # the name in pyops.ops -> what takes its place where a recipe says something about the layers that it is
-OPS = {'Attention': QuantizedAttention, 'FeedForward': QuantizedFeedForward, 'GRU': QuantizedGRU, 'Linear': QuantizedLinear,
-       'LinearCrossEntropy': QuantizedLinearCrossEntropy, 'PixelLinear': QuantizedPixelLinear}
+OPS = {'Attention': QuantizedAttention, 'EmbeddingGRU': QuantizedEmbeddingGRU, 'FeedForward': QuantizedFeedForward,
+       'GRU': QuantizedGRU, 'Linear': QuantizedLinear, 'LinearCrossEntropy': QuantizedLinearCrossEntropy,
+       'PixelLinear': QuantizedPixelLinear}

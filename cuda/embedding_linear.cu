@@ -1,0 +1,63 @@
+// embedding_linear.cu - rows of a table by number, a context beside them, and a linear layer over both.
+//
+// The rows and the context are put side by side in `work`, and the products are formed of all positions: to find the distinct
+// tokens first, as the CPU does, the device would have to be asked for their number before a product could be launched.
+#include "reduce.cuh"
+
+static pyops_status check(const char *who, const float *context, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C,
+                          int64_t O) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1, "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld",
+                  who, LL(T), LL(B), LL(V), LL(E), LL(C), LL(O));
+    PYOPS_REQUIRE(!C == !context, "%s: C=%lld, want 0 where there is no context, and only there", who, LL(C));
+    return PYOPS_OK;
+}
+
+// rows (T,B,E), and behind them, where there is a context, the same with the context beside it (T,B,E+C)
+static int64_t work_of(int64_t T, int64_t B, int64_t E, int64_t C) { return T * B * (C ? 2 * E + C : E); }
+
+extern "C" int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t, int64_t E, int64_t C, int64_t) {
+    return work_of(T, B, E, C);
+}
+extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t, int64_t E, int64_t C, int64_t) {
+    return work_of(T, B, E, C);
+}
+
+// Fills `work` -> the input of the linear layer (T,B,E+C), a part of it.
+static float *input_of(pyops_status &status, float *work, const float *table, const int32_t *ids, const float *context,
+                       int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, void *stream) {
+    float *const both = work + T * B * E;
+    status = pyops_embedding_forward(work, table, ids, T * B, V, E, stream);
+    if (!status && C) status = pyops_concat_context_forward(both, work, context, T, B, E, C, stream);
+    return C ? both : work;
+}
+
+extern "C" pyops_status pyops_embedding_linear_forward(
+    float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias, float *work,
+    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
+    pyops_status status = check("embedding_linear_forward", context, T, B, V, E, C, O);
+    if (status) return status;
+    const int64_t I = E + C;
+    const float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
+    return status ? status : pyops_gemm(y, x, weight, bias, T * B, O, I, O, I, 1, 1, I, 0, 0, stream);
+}
+
+extern "C" pyops_status pyops_embedding_linear_backward(
+    float *dtable, float *dcontext, float *dweight, float *dbias, const float *dy, const float *table, const int32_t *ids,
+    const float *context, const float *weight, float *work,
+    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
+    pyops_status status = check("embedding_linear_backward", context, T, B, V, E, C, O);
+    if (status) return status;
+    PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, want at least O=%lld", LL(ld), LL(O));
+    const int64_t I = E + C, R = T * B;
+    float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
+    if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
+    if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);       // the input has served
+    if (!status && C) status = pyops_concat_context_backward(work, dcontext, x, T, B, E, C, stream);
+    if (!status) status = pyops_embedding_backward(dtable, work, ids, R, V, E, stream);
+    if (status) return status;
+    Space columns, rows;
+    columns.add({O, {1, 1}});
+    rows.add({R, {ld}});
+    return reduce_axes<SumOf<float, double>, SumOf<double>>("embedding_linear_backward", dbias, dy, columns, rows, false, true,
+                                                            stream);
+}
