@@ -123,7 +123,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, float *dcontext, flo
     /* of tokens, then of contexts: gradient' x input for the weight, gradient x weight for the input */
     const pyops_view w_e = {weight, I, 1}, w_c = {weight + E, I, 1}, u = {by_token, O, 1}, u_t = {by_token, 1, O};
     status = pyops_product_threaded(dweight, I, u_t, (pyops_view){rows, E, 1}, NULL, O, E, count, PYOPS_ADD);
-    if (!status) status = pyops_product_threaded(rows, E, u, w_e, NULL, count, E, O, 0);        /* the tokens' rows have served */
+    if (!status) status = pyops_product_threaded(rows, E, u, w_e, NULL, count, E, O, 0);     /* the tokens' rows have served */
     if (!status) status = pyops_embedding_backward(dtable, rows, tokens, count, V, E, stream);
     if (C) {
         const pyops_view c = {context, C, 1}, s = {by_sentence, O, 1}, s_t = {by_sentence, 1, O};

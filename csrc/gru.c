@@ -35,7 +35,7 @@ static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
 }
 
 /* ---- work: where its parts begin, in floats ---- */
-typedef struct { int64_t rz, n, rows, total; } layout;
+typedef struct { int64_t rz, n, rows, sums, total; } layout;
 
 static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H, int before) {
     layout l = {0};                                     /* packed: w_hh[r z]' (H,2H) and w_hh[n]' (H,H), or w_hh' (H,3H) */
@@ -49,7 +49,8 @@ static layout backward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
     layout l = {0};
     l.n = pyops_packed_b_size(k, 2 * H, H);             /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
     l.rows = l.n + pyops_packed_b_size(k, H, H);        /* dh of one step, zeros: (B,H) each */
-    l.total = l.rows + 2 * B * H;
+    l.sums = l.rows + 2 * B * H;                        /* of dgates, for the biases */
+    l.total = l.sums + 4 * H;
     return l;
 }
 
@@ -86,7 +87,8 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
         if (status) return status;
         a = gates, lda = 4*H;
     }
-    const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);      /* or all three */
+    /* of r and z, or of all three */
+    const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);
     const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, 1, H}, H, H, work + l.n, B);
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
@@ -205,9 +207,12 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, H, H, (T - 1)*B, PYOPS_ADD);
     }
     if (status) return status;
-    if (I) pyops_add_column_sums(db_ih, dgates, T*B, 3*H, 4*H);
-    pyops_add_column_sums(db_hh, dgates, T*B, 2*H, 4*H);
-    pyops_add_column_sums(db_hh + 2*H, d_n, T*B, H, 4*H);
+    float *sums = work + l.sums;
+    k->fill(sums, 4*H, 0.0f);
+    pyops_add_column_sums(sums, dgates, T*B, 4*H, 4*H);
+    if (I) k->add(db_ih, sums, 3*H);
+    k->add(db_hh, sums, 2*H);
+    k->add(db_hh + 2*H, sums + (d_n - dgates), H);
     return PYOPS_OK;
 }
 
