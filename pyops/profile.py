@@ -45,6 +45,10 @@ FLOPS = {
 BYTES = {
     'embedding_forward': lambda s: 2 * s['R'] * s['E'] * 4 + s['R'] * 4,
     'embedding_backward': lambda s: 3 * s['R'] * s['E'] * 4 + s['R'] * 4,
+    'embedding_linear_forward': lambda s: 4 * (s['T'] * s['B'] * (1 + s['E'] + s['O']) + s['B'] * s['C']
+                                               + (s['E'] + s['C'] + 1) * s['O']),
+    'embedding_linear_backward': lambda s: 4 * (s['T'] * s['B'] * (1 + 3 * s['E'] + s['O']) + 2 * s['B'] * s['C']
+                                                + (3 * (s['E'] + s['C']) + 2) * s['O']),
     'gather_pixels': lambda s: s['B'] * s['C'] * 5 + s['B'] * 8,
     'pixel_linear_forward': lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O']),
     'pixel_linear_backward': lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O']),
