@@ -1025,6 +1025,22 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(row, size, which):
             close(get(a), get(b), 1e-6)
 
 
+@of_threads
+@pytest.mark.parametrize('reset_before', [False, True])
+def test_a_gru_of_few_long_rows_gives_the_same_bits_for_any_number_of_threads(reset_before):
+    """Its recurrent weights are not packed, and threads have one row each, or two, or all three."""
+    row, size, before, runs = GRURow(reset_before, True), (3, 3, 5, 1000), backend.threads(), []
+    try:
+        for threads in (1, 2, 3):
+            backend.set_threads(threads)
+            runs.append(Run(row, size))
+    finally:
+        backend.set_threads(before)
+    close(runs[0].y, runs[0].reference(runs[0].variables()))
+    for run in runs[1:]:
+        assert (run.y == runs[0].y).all() and all((grad == runs[0].grads[name]).all() for name, grad in run.grads.items())
+
+
 def test_an_embedding_gru_is_an_embedding_a_context_and_a_gru():
     """The same numbers but for the order of sums, with words that occur often, once and never."""
     run, (T, B, C) = Run(EmbeddingGRURow(False, True, True), (9, 24, 40, 24, 16, 64)), (9, 24, 16)
