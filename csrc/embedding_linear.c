@@ -88,9 +88,9 @@ static void add_or_set(const pyops_kernels *k, float *sum, const float *x, int64
     else k->add(sum, x, n);
 }
 
-pyops_status pyops_embedding_linear_backward(float *dtable, float *dcontext, float *dweight, float *dbias, const float *dy,
-                                             const float *table, const int32_t *ids, const float *context, const float *weight,
-                                             float *work, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O,
+pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
+                                             const float *dy, const float *table, const int32_t *ids, const float *context,
+                                             const float *weight, float *work, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O,
                                              int64_t ld, void *stream) {
     pyops_status status = check("embedding_linear_backward", ids, context, T, B, V, E, C, O);
     if (status) return status;
@@ -124,7 +124,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, float *dcontext, flo
     const pyops_view w_e = {weight, I, 1}, w_c = {weight + E, I, 1}, u = {by_token, O, 1}, u_t = {by_token, 1, O};
     status = pyops_product_threaded(dweight, I, u_t, (pyops_view){rows, E, 1}, NULL, O, E, count, PYOPS_ADD);
     if (!status) status = pyops_product_threaded(rows, E, u, w_e, NULL, count, E, O, 0);     /* the tokens' rows have served */
-    if (!status) status = pyops_embedding_backward(dtable, rows, tokens, count, V, E, stream);
+    if (!status) status = pyops_embedding_backward(dtable, touched, rows, tokens, count, V, E, stream);
     if (C) {
         const pyops_view c = {context, C, 1}, s = {by_sentence, O, 1}, s_t = {by_sentence, 1, O};
         if (!status) status = pyops_product_threaded(dweight + E, I, s_t, c, NULL, O, C, T ? B : 0, PYOPS_ADD);

@@ -225,6 +225,7 @@ PYOPS_API pyops_status pyops_embedding_backward(
  *   dtable[v] += u[v] w_e;   dcontext[b] = s[b] w_c;   dweight += [sum_v u[v]' table[v], sum_b s[b]' context[b]];   dbias += sum dy
  * ids (T,B) int32 in [0,V)   table, dtable (V,E)   context, dcontext (B,C), both NULL and C = 0 where there is none
  * weight, dweight (O,E+C)   bias, dbias (O)   y (T,B,O)   dy (T,B,O), rows ld floats apart
+ * touched: as in pyops_embedding_backward, of table
  */
 PYOPS_API pyops_status pyops_embedding_linear_forward(
     float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias,
@@ -232,7 +233,7 @@ PYOPS_API pyops_status pyops_embedding_linear_forward(
     int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream);
 PYOPS_API int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O);
 PYOPS_API pyops_status pyops_embedding_linear_backward(
-    float *dtable, float *dcontext, float *dweight, float *dbias,
+    float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
     const float *dy, const float *table, const int32_t *ids, const float *context, const float *weight,
     float *work,
     int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream);

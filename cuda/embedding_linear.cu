@@ -42,8 +42,8 @@ extern "C" pyops_status pyops_embedding_linear_forward(
 }
 
 extern "C" pyops_status pyops_embedding_linear_backward(
-    float *dtable, float *dcontext, float *dweight, float *dbias, const float *dy, const float *table, const int32_t *ids,
-    const float *context, const float *weight, float *work,
+    float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias, const float *dy, const float *table,
+    const int32_t *ids, const float *context, const float *weight, float *work,
     int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
     pyops_status status = check("embedding_linear_backward", context, T, B, V, E, C, O);
     if (status) return status;
@@ -53,7 +53,7 @@ extern "C" pyops_status pyops_embedding_linear_backward(
     if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
     if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);       // the input has served
     if (!status && C) status = pyops_concat_context_backward(work, dcontext, x, T, B, E, C, stream);
-    if (!status) status = pyops_embedding_backward(dtable, work, ids, R, V, E, stream);
+    if (!status) status = pyops_embedding_backward(dtable, touched, work, ids, R, V, E, stream);
     if (status) return status;
     Space columns, rows;
     columns.add({O, {1, 1}});

@@ -34,7 +34,7 @@ class EmbeddingGRU(GRU):
         super().__init__(w_ih, w_hh, b_ih, b_hh, reset_before, name)
         self.table = table
         (_, E), (_, I) = axes(table.name, table.value, 'V E'), w_ih.value.shape
-        check_parameter(table, table.value.shape)
+        check_parameter(table, table.value.shape, sparse=True)
         if E > I:
             raise ValueError(f'{w_ih.name}: want shape (3H, E + C) with E = {E} as in {table.name}, got {w_ih.value.shape}')
 
@@ -77,7 +77,7 @@ class EmbeddingGRU(GRU):
         launch('gru_backward', None, dh0, None, self.w_hh.grad, None, self.b_hh.grad, dgates,
                dh, dh_last, None, ctx.h0, None, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, 0, H), T, B, 0, H, self.reset_before)
-        launch('embedding_linear_backward', self.table.grad, dcontext, self.w_ih.grad, self.b_ih.grad,
+        launch('embedding_linear_backward', self.table.grad, self.table.touched, dcontext, self.w_ih.grad, self.b_ih.grad,
                dgates, self.table.value, ctx.ids, ctx.context, self.w_ih.value,
                work('embedding_linear_backward', *sizes), *sizes, 4 * H)
         return None, dcontext, dh0
