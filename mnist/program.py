@@ -17,6 +17,8 @@ from pyops.training import (
     use_gpu,
 )
 
+MODULES = 'pyops.quantization', 'pyops.plan', 'pyops.fit', 'pyops.optim', 'numpy.random'    # what `train` will want
+
 
 def parser(program, description, hidden, hidden_help):
     """The flags that every program on digits has; `hidden` is the default of --hidden."""
@@ -48,24 +50,45 @@ def load(args, module):
         report.check(args.report)
 
     import importlib
-    from concurrent.futures import ThreadPoolExecutor
 
     from pyops.data import mnist
 
-    # zlib lets other threads run: the images are inflated while modules and the library are loaded
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(mnist.load, args.data_dir, args.embedded)
-        importlib.import_module(module)
-        from pyops import backend
-        backend.isa()
+    # zlib lets other threads run: the images are inflated while numpy, modules and the library are loaded
+    loaded = _meanwhile(mnist.load, args.data_dir, args.embedded)
+    for name in (module, *MODULES):
+        importlib.import_module(name)
+    from pyops import backend
+    backend.isa()
     if args.threads:
         backend.set_threads(args.threads)
-    digits = loading.result()
+    digits = loaded()
     if digits.line:
         print(digits.line)
     print(f'images magic : {digits.images_magic}\nlabel magic : {digits.labels_magic}\n'
           f'lables_num : {len(digits.train_labels)}\ndata loaded.', flush=True)
     return digits
+
+
+def _meanwhile(function, *arguments):
+    """Call it in a thread -> a function that waits for what it returns, or raises what it raised."""
+    import threading
+    outcome = {}
+
+    def call():
+        try:
+            outcome['value'] = function(*arguments)
+        except BaseException as error:
+            outcome['error'] = error
+
+    def wait():
+        thread.join()
+        if 'error' in outcome:
+            raise outcome['error']
+        return outcome['value']
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return wait
 
 
 def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=1, **inputs):

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from pyops import formats, ops
+from pyops import ops
 from pyops.errors import UserError
-from pyops.ops import quantized
 
 # product.operand of a layer, in the order of a training step
 OPERANDS = {
@@ -67,7 +66,7 @@ class Recipe:
             selector, fmt = selector.strip().lower(), fmt.strip()
             if selector not in SELECTORS:
                 raise UserError(f'{selector or item}: no such operand; {_nearest(selector)}')
-            chosen |= dict.fromkeys(SELECTORS[selector], None if fmt.lower() == NONE else formats.parse(fmt))
+            chosen |= dict.fromkeys(SELECTORS[selector], _format(fmt))
         return cls(MappingProxyType({operand: chosen[operand] for operand in _ALL if chosen.get(operand)}),
                    tuple(filter(None, (pattern.strip() for pattern in layers.split(',')))))
 
@@ -97,6 +96,13 @@ class Recipe:
         if self.layers and not any(fnmatchcase(name, pattern) for pattern in self.layers for name in names):
             return {}
         return {operand: self.formats[operand] for operand in OPERANDS[kind] if operand in self.formats}
+
+
+def _format(text):
+    if text.lower() == NONE:
+        return None
+    from pyops import formats  # not above: most runs round nothing
+    return formats.parse(text)
 
 
 def _nearest(name):
@@ -165,6 +171,7 @@ class Family:
         return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
 
     def __getattr__(self, name):
+        from pyops.ops import quantized
         plain = getattr(ops, name)
         made = quantized.OPS.get(name)
         if made is None:

@@ -2,6 +2,7 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / 'tests'))
+_cache = tempfile.TemporaryDirectory(prefix='pyops-cache-')         # gone when we are
+os.environ['PYOPS_CACHE'] = _cache.name
 
 if os.environ.get('PYOPS_BACKEND') == 'gpu':
     import pyops.ndarray  # noqa: F401  from here on arrays are made on the GPU

@@ -138,3 +138,25 @@ def test_a_file_that_cannot_be_read(tmp_path):
 def test_write_takes_images_and_labels_only(tmp_path, array):
     with pytest.raises(ValueError, match='want uint8'):
         idx.write(tmp_path / 'file', np.asarray(array))
+
+
+def test_a_large_gzipped_file_is_inflated_once(tmp_path, monkeypatch):
+    monkeypatch.setenv('PYOPS_CACHE', str(tmp_path / 'cache'))
+    images = np.random.default_rng(0).integers(0, 256, (3, 1000, 1000), np.uint8)
+    idx.write(tmp_path / 'file.gz', images)
+    assert (idx.read(tmp_path / 'file.gz') == images).all()
+    with monkeypatch.context() as patch:
+        patch.setattr(idx, '_inflate', None)                        # whoever calls it fails
+        kept = idx.read(tmp_path / 'file.gz')
+        assert (kept == images).all() and kept.flags.writeable and kept.flags.c_contiguous
+        kept[:] = 0
+        assert (idx.read(tmp_path / 'file.gz', idx.IMAGES_MAGIC) == images).all()
+        assert 'want 2049 (labels)' in error_of(tmp_path / 'file.gz', idx.LABELS_MAGIC)
+    images[1, 2, 3] ^= 1
+    idx.write(tmp_path / 'file.gz', images)
+    assert (idx.read(tmp_path / 'file.gz') == images).all(), 'what was kept of another file was taken'
+    for file in (tmp_path / 'cache').iterdir():
+        with open(file, 'r+b') as stream:
+            stream.seek(-1, 2)
+            stream.write(b'\x99')
+    assert (idx.read(tmp_path / 'file.gz') == images).all(), 'what was kept and then harmed was taken'

@@ -12,8 +12,8 @@ import math
 import os
 import weakref
 
+import _cffi_backend
 import numpy as np
-from cffi import FFI
 
 from pyops.backend import library
 
@@ -26,7 +26,7 @@ ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
 ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
-_ffi = FFI()
+_ffi = _cffi_backend.FFI()
 _ADDRESS, _cast, _from_buffer, _BYTE = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.from_buffer, np.dtype(np.uint8)
 
 

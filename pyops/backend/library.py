@@ -1,15 +1,19 @@
 """Open the kernel libraries.  pyops.h is the only place where a prototype is written: cffi parses it for the CPU library,
 and names, types and constness of every argument come from the same text, and so do the ctypes prototypes of the CUDA
-library, which has those of device.h beside them."""
+library, which has those of device.h beside them.
+
+To parse it takes longer than all else that a start needs, so what came of it is kept, beside the whole text (pyops.cache)."""
 import ctypes
 import functools
+import json
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from cffi import FFI
+import _cffi_backend  # the part of cffi that calls C; the part that parses C is imported when it is needed
 
+from pyops import cache
 from pyops.errors import UserError
 
 ABI_VERSION = 6
@@ -56,7 +60,7 @@ def functions(header):
 
 
 class Library(NamedTuple):
-    ffi: FFI
+    ffi: object         # cffi's FFI, which knows the types of the header
     lib: object
     functions: dict[str, Function]
 
@@ -68,6 +72,36 @@ def _let_idle_threads_sleep():
         os.environ.setdefault('GOMP_SPINCOUNT', '20000')
 
 
+def _parsed(header):
+    """-> cffi's FFI and the functions of the header's text."""
+    key = f'{_cffi_backend.__version__}\n{Path(__file__).read_text()}\n{header}'.encode()
+    if kept := cache.read('header', key):
+        kept = json.loads(bytes(kept))
+        return _from_tables(kept['tables']), {
+            name: Function(result, tuple(Argument(*argument) for argument in arguments))
+            for name, (result, arguments) in kept['functions'].items()}
+    from cffi import FFI
+    ffi, known = FFI(), functions(header)
+    ffi.cdef(declarations(header))
+    if cache.takes_files():
+        import tempfile
+        ffi.set_source('tables', None)          # no C source: a Python module with the types in cffi's own code
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                tables = Path(ffi.compile(folder)).read_text()
+        except OSError:
+            return ffi, known
+        cache.write('header', key, json.dumps({'tables': tables, 'functions': known}).encode())
+    return ffi, known
+
+
+def _from_tables(module):
+    """The FFI of a module that cffi has written."""
+    names = {}
+    exec(compile(module, 'pyops.h', 'exec'), names)
+    return names['ffi']
+
+
 @functools.cache
 def cpu():
     """The CPU library; a UserError says what to do if it is not built, does not fit or cannot obey PYOPS_ISA."""
@@ -75,10 +109,8 @@ def cpu():
     header, path = PACKAGE / 'pyops.h', Path(os.environ.get('PYOPS_LIBRARY') or PACKAGE / 'libpyops.so')
     if not path.exists() or not header.exists():
         raise UserError(f'{path}: the kernel library is not built; {REMEDY}')
-    text = header.read_text()
     _let_idle_threads_sleep()
-    ffi = FFI()
-    ffi.cdef(declarations(text))
+    ffi, known = _parsed(header.read_text())
     try:
         lib = ffi.dlopen(str(path))
         version = lib.pyops_abi_version()
@@ -90,7 +122,7 @@ def cpu():
     if want and want != runs:
         raise UserError(f'PYOPS_ISA={want}: this CPU cannot run it or it is unknown (generic, avx2, avx512); '
                         f'unset it to let the library choose')
-    return Library(ffi, lib, functions(text))
+    return Library(ffi, lib, known)
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------

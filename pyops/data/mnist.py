@@ -1,10 +1,13 @@
 """MNIST: 60,000 + 10,000 handwritten digits, from four idx files; where there are none, the digits drawn here."""
-from typing import NamedTuple
+from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyops.data import idx, locate
 from pyops.errors import UserError
+
+if TYPE_CHECKING:       # what programs load first must not wait for it
+    import numpy as np
 
 SIDE = 28               # pixels
 CLASSES = 10
@@ -29,8 +32,8 @@ class Digits(NamedTuple):
         Of a training file with more than TRAINED images the first TRAINED train and the others evaluate, and the test file
         is left for the end; else the test images evaluate.
         """
-        train = self.train_images, self.train_labels.astype(np.int32)
-        test = self.test_images, self.test_labels.astype(np.int32)
+        train = self.train_images, self.train_labels.astype('int32')
+        test = self.test_images, self.test_labels.astype('int32')
         if len(self.train_images) <= TRAINED:
             return train, test
         return tuple(a[:TRAINED] for a in train), tuple(a[TRAINED:] for a in train)
