@@ -7,6 +7,7 @@ content was made from, or a hash of it, and the version of what made it.
 PYOPS_CACHE=DIR chooses the folder, PYOPS_CACHE=0 does without; else it is $XDG_CACHE_HOME/pyops or ~/.cache/pyops.
 """
 import contextlib
+import io
 import mmap
 import os
 import stat
@@ -85,14 +86,35 @@ def write(kind, key, *parts):
             os.unlink(temporary)
 
 
+def read_arrays(kind, key):
+    """The list of numpy arrays that write_arrays was given, or None."""
+    content = read(kind, key)
+    if content is None:
+        return None
+    import numpy as np
+    stream, arrays = io.BytesIO(content), []
+    while stream.tell() < len(content):
+        arrays.append(np.load(stream, allow_pickle=False))
+    return arrays
+
+
+def write_arrays(kind, key, arrays):
+    """Keep numpy arrays, in the form of .npy files one behind the other."""
+    import numpy as np
+    stream = io.BytesIO()
+    for array in arrays:
+        np.save(stream, array, allow_pickle=False)
+    write(kind, key, stream.getbuffer())
+
+
 def digest(stream, *modules):
-    """A key: a hash of a file's bytes, which is read from where it stands, of the texts of the modules whose work is kept, and
-    of the Python that did it.  None where it cannot be had, as of modules without a text."""
+    """A key: a hash of a file's bytes, which is read from where it stands, of the texts of the modules of those names, whose
+    work is kept, and of the Python that did it.  None where it cannot be had, as of modules without a text."""
     import hashlib
     hashed = hashlib.sha256(sys.version.encode())
     try:
-        for module in modules:
-            with open(module.__file__, 'rb') as source:
+        for name in modules:
+            with open(sys.modules[name].__file__, 'rb') as source:
                 hashed.update(source.read() + b'\0')
         while chunk := stream.read(_CHUNK):
             hashed.update(chunk)

@@ -245,3 +245,12 @@ def test_the_real_labels_have_the_checksums_of_the_table(real):
     paths = locate.find_files('mnist', os.environ['PYOPS_DATA'])
     for path, file in list(zip(paths, fetch.DATASETS['mnist'].files, strict=True))[1::2]:
         fetch.check(path, file)
+
+
+def test_the_embedded_digits_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv('PYOPS_CACHE', str(tmp_path))
+    drawn = mnist.load(embedded=True)
+    monkeypatch.setattr(digits, 'digits', None)
+    kept = mnist.load(embedded=True)
+    for one, other in zip(drawn[1:5], kept[1:5], strict=True):
+        assert one.dtype == other.dtype and (one == other).all() and not other.flags.writeable

@@ -1,16 +1,21 @@
 """Preprocessing, vocabularies, corpora, splits and scores, on small text and on the real corpus where it lies."""
 import builtins
 import os
+import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pyops.data import locate
 from pyops.errors import UserError
-from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, encode, preprocess, tokenize
+from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, embedded, encode, preprocess, tokenize
+from pyops.text import corpus as corpus_module
+from pyops.text.corpus import tokenized
 from pyops.text.decoding import greedy
 from pyops.text.score import bleu, exact_match
+from pyops.text.sentences import Sentences
 from pyops.text.split import hold_out, references
 
 # ---- preprocess ------------------------------------------------------------------------------------------------------
@@ -267,6 +272,122 @@ def test_bleu_names_the_extra_that_is_missing(monkeypatch):
         bleu(['a'], [['a']])
 
 
+# ---- the same as arrays, and kept ------------------------------------------------------------------------------------
+
+# tokens of other spaces, specials as text, a letter whose lower case is two, and counts that are equal
+ODD = [('b a', 'x'), ('a\u2028b <eos>', 'y x'), ('İ <pad> a', 'y . !'), ('c c c c c c c c c c', 'z'), ('b a', 'x y')]
+
+
+def as_lists(corpus):
+    return Corpus(corpus.name, list(corpus.sources), list(corpus.targets))
+
+
+def assert_same(corpus, listed):
+    """In all that programs do with a corpus."""
+    for n in (1, 2, 3, 1500, None):
+        one, other = corpus.first(n), listed.first(n)
+        assert one.sources == other.sources and one.targets == other.targets
+        assert one.sources[-1] == other.sources[-1] and one.sources[::2] == other.sources[::2]
+        for min_count in (1, 2, 3):
+            vocabularies = one.vocabularies(min_count)
+            assert vocabularies == other.vocabularies(min_count)
+            for side in ('sources', 'targets'):
+                for num_steps in (1, 4, 9, 12):
+                    got, want = (encode(getattr(c, side), vocabularies[side == 'targets'], num_steps) for c in (one, other))
+                    assert got.dtype == want.dtype and got.shape == want.shape and (got == want).all()
+    for fraction in (0, 0.5):
+        for part, wanted in zip(hold_out(corpus, fraction), hold_out(listed, fraction), strict=True):
+            assert part.sources == wanted.sources and part.targets == wanted.targets
+            assert part.vocabularies(1) == wanted.vocabularies(1)
+        assert references(part) == references(wanted)
+
+
+def test_a_corpus_as_arrays_is_the_same(monkeypatch):
+    monkeypatch.setattr(corpus_module, '_MANY', 0)
+    pairs = ODD * 30 + [(f'{n} {n % 7} {n % 3}', f'{n % 11}') for n in range(2000)]
+    assert_same(Corpus('x', *map(Sentences.of, tokenized(pairs))), Corpus('x', *tokenized(pairs)))
+
+
+def test_sentences():
+    sentences = Sentences.of(['a b', [], ['b', 'c'], 'a'])
+    assert list(sentences) == ['a b', '', 'b c', 'a'] == sentences and len(sentences) == 4
+    assert sentences != ['a b'] and sentences != ['a b', '', 'b c', 'b'] and sentences[1:3] == ['', 'b c']
+    assert sentences[-1] == 'a' and sentences.take(np.array([3, 0])) == ['a', 'a b']
+    assert list(sentences[2:].counts().items()) == [('b', 1), ('c', 1), ('a', 1)]
+    assert list(sentences.take(np.array([3, 2])).counts().items()) == [('a', 1), ('b', 1), ('c', 1)]
+    assert list(sentences[::-1]) == ['a', 'b c', '', 'a b'] and sentences[:0].counts() == {}
+    with pytest.raises(IndexError):
+        sentences[4]
+    assert list(Sentences.of(str(n) for n in range(70_000))[69_998:]) == ['69998', '69999']
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """A file that is large enough to be kept, and a folder that takes it."""
+    monkeypatch.setenv('PYOPS_CACHE', str(tmp_path / 'cache'))
+    path = tmp_path / 'pairs.txt'
+    path.write_text(''.join(f'{a}\t{b}\n' for a, b in ODD) + ''.join(f'Go {n} {n % 7}.\tVa {n} !\n' for n in range(5000)))
+    return path
+
+
+def test_what_is_kept_of_a_corpus_is_the_same(large, monkeypatch):
+    parsed = Corpus.load(large)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, '_parse', None)                # whoever calls it fails
+        kept = Corpus.load(large)
+    monkeypatch.setenv('PYOPS_CACHE', '0')
+    without = as_lists(Corpus.load(large))
+    assert without.sources[:2] == ['b a', 'a b <eos>'] and parsed.sources == without.sources
+    assert_same(kept, without)
+
+
+def test_another_corpus_is_read_anew(large, monkeypatch):
+    first = Corpus.load(large)
+    text = large.read_text()
+    large.write_text(text.replace('Va 7 !', 'Va 8 !'))
+    assert Corpus.load(large).targets[12] == 'va 8 !' != first.targets[12]
+    large.write_text(text.replace('Va 7 !', ''))
+    with pytest.raises(UserError, match='line 13: want two sentences'):
+        Corpus.load(large)
+    archive = write_zip(large.with_name('pairs.zip'), {'pairs.txt': text})
+    with zipfile.ZipFile(archive, 'a', zipfile.ZIP_STORED) as file:
+        file.writestr('more', os.urandom(1 << 17))
+    assert Corpus.load(archive).targets == Corpus.load(archive).targets == first.targets
+    with pytest.raises(UserError, match='want UTF-8 text'):         # what is kept of these bytes is of a zip
+        Corpus.load(archive.rename(large.with_name('zip.txt')))
+
+
+def test_other_code_makes_a_corpus_anew(large, monkeypatch, tmp_path):
+    Corpus.load(large)
+    for module in ('corpus', 'preprocess', 'sentences'):
+        with monkeypatch.context() as patch:
+            module = sys.modules[f'pyops.text.{module}']
+            changed = tmp_path / 'changed.py'
+            changed.write_text(Path(module.__file__).read_text() + '#')
+            patch.setattr(module, '__file__', str(changed))
+            patch.setattr(corpus_module, '_parse', lambda raw, name: (['parsed'], ['anew']))
+            assert Corpus.load(large).sources == ['parsed']
+
+
+def test_a_corpus_whose_cache_was_harmed_is_read_anew(large):
+    want = as_lists(Corpus.load(large))
+    (file,) = (large.parent / 'cache').iterdir()
+    whole = file.read_bytes()
+    for harmed in (b'', whole[:100], whole[:-1], whole[:5000] + b'x' + whole[5001:], whole + b'x'):
+        file.write_bytes(harmed)
+        assert Corpus.load(large).sources == want.sources
+        assert file.read_bytes() == whole, 'it was not written again'
+
+
+def test_the_embedded_corpus_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv('PYOPS_CACHE', '0')
+    without = embedded.corpus()
+    monkeypatch.setenv('PYOPS_CACHE', str(tmp_path))
+    assert embedded.corpus().sources == without.sources
+    monkeypatch.setattr(embedded, '_collect', None)
+    assert embedded.corpus().sources == without.sources and embedded.corpus().targets == without.targets
+
+
 # ---- the real corpus -------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -292,6 +413,14 @@ def test_real_corpus_has_many_references_a_source(real):
     found = references(real)
     assert len(found) == 116_827
     assert max(map(len, found.values())) == 32
+
+
+def test_real_corpus_as_lists_is_the_same(real):
+    listed = as_lists(real)
+    vocabularies = real.vocabularies()
+    assert vocabularies == listed.vocabularies()
+    for side, vocabulary in zip(('sources', 'targets'), vocabularies, strict=True):
+        assert (encode(getattr(real, side), vocabulary, 9) == encode(getattr(listed, side), vocabulary, 9)).all()
 
 
 def test_real_corpus_splits_by_source(real):

@@ -60,8 +60,7 @@ def digits():
     """Return train images uint8 (10000, 784), their labels uint8 (10000,), test images (2000, 784) and their labels.
 
     0 is paper, 255 ink; rows from above.  Each digit occurs 1,000 times in training and 200 times in the test.
-    The arrays are read-only: they are the same ones at each call.  The first call draws them, in less than a second;
-    that is why no file keeps them.
+    The arrays are read-only: they are the same ones at each call.  The first call draws them, in less than a second.
     """
     labels = _labels()
     images = _draw(labels)

@@ -6,7 +6,6 @@ sizes that follow.  Format: http://yann.lecun.com/exdb/mnist/.
 import contextlib
 import mmap
 import struct
-import sys
 import zlib
 from functools import partial
 from math import prod
@@ -46,7 +45,7 @@ def _content(path, magic):
             gzipped = stream.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
             size = stream.seek(0, 2)
             stream.seek(0)
-            key = cache.digest(stream, sys.modules[__name__]) if gzipped and size >= _LARGE else None
+            key = cache.digest(stream, __name__) if gzipped and size >= _LARGE else None
             if key and (kept := cache.read('inflated', key)):
                 shape, start = _shape(kept, path, magic)
                 return kept[start:], shape

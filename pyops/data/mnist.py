@@ -1,8 +1,10 @@
 """MNIST: 60,000 + 10,000 handwritten digits, from four idx files; where there are none, the digits drawn here."""
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, NamedTuple
 
+from pyops import cache
 from pyops.data import idx, locate
 from pyops.errors import UserError
 
@@ -60,12 +62,27 @@ def load(data_dir=None, embedded=False):
         if data_dir:
             raise UserError(f'--data-dir {data_dir}: holds no mnist; '
                             f'get it with: python -m pyops.data get mnist --data-dir {data_dir}')
-    from pyops.data import digits
-    arrays = digits.digits()
+    arrays = _drawn()
     line = f'embedded digits : {len(arrays[0])} train, {len(arrays[2])} test'
     if not embedded:
         line = f'no MNIST found, using the {line}; get the real one with: python -m pyops.data get mnist'
     return Digits(EMBEDDED, *arrays, line)
+
+
+def _drawn():
+    """The embedded digits, which are drawn once and kept."""
+    import numpy as np
+
+    from pyops.data import digits
+    key = cache.digest(io.BytesIO(np.__version__.encode()), digits.__name__)
+    arrays = cache.read_arrays('digits', key) if key else None
+    if arrays is None:
+        arrays = digits.digits()
+        if key:
+            cache.write_arrays('digits', key, arrays)
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
 def _check(paths, arrays):

@@ -7,12 +7,13 @@ Each English sentence has exactly one French one, so a count of exact matches is
 Forms that English does not tell apart (`I read`: present or past) are left out.
 French elision (`j'ai`, `l'eau`), contraction (`au`), agreement and word order are all there to be learned.
 """
+import io
 from functools import cache
 from itertools import product
 from math import gcd, prod
 from typing import NamedTuple
 
-from pyops.text.corpus import Corpus
+from pyops.text.corpus import Corpus, tokenized
 from pyops.text.preprocess import tokenize
 
 MAX_TOKENS = 8                      # with <eos> they fill 9 steps
@@ -588,4 +589,4 @@ def pairs():
 
 def corpus():
     """Return the sentences as a Corpus named 'embedded'."""
-    return Corpus.from_pairs('embedded', _collect())
+    return Corpus.kept('embedded', io.BytesIO(), lambda: tokenized(_collect()), __name__)

@@ -6,8 +6,9 @@ sentence is held out of every corpus, in any order, on any machine.
 """
 from hashlib import blake2b
 
+import numpy as np
+
 from pyops.errors import UserError
-from pyops.text.corpus import Corpus
 
 
 def hold_out(corpus, fraction):
@@ -18,13 +19,18 @@ def hold_out(corpus, fraction):
     """
     if not 0 <= fraction <= 0.5:
         raise UserError(f'--hold-out: want a fraction from 0 to 0.5, got {fraction}; 0.1 holds out a tenth')
-    place = {source: _place(source, fraction) for source in set(corpus.sources)}
-    parts = tuple(Corpus(corpus.name, [], []) for _ in range(3))
-    for source, target in zip(corpus.sources, corpus.targets, strict=True):
-        part = parts[place[source]]
-        part.sources.append(source)
-        part.targets.append(target)
-    if fraction and not all(map(len, parts)):
+    if not fraction:
+        return corpus, *(corpus.take(np.empty(0, np.int64)) for _ in range(2))
+    place = {}
+
+    def part_of(source):
+        if source not in place:
+            place[source] = _place(source, fraction)
+        return place[source]
+
+    places = np.fromiter(map(part_of, corpus.sources), np.int8, len(corpus))
+    parts = tuple(corpus.take(np.flatnonzero(places == part)) for part in range(3))
+    if not all(map(len, parts)):
         raise UserError(f'--hold-out: {fraction} of the {len(place)} distinct sources of {corpus.name} leaves '
                         f'{len(parts[0])} pairs to train, {len(parts[1])} to validate, {len(parts[2])} to test; '
                         'take a larger fraction or more pairs')

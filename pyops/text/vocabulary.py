@@ -3,6 +3,7 @@ from collections import Counter
 from itertools import chain
 
 from pyops.errors import UserError
+from pyops.text.sentences import Sentences
 
 PAD, EOS, UNK, BOS = range(4)
 SPECIALS = ('<pad>', '<eos>', '<unk>', '<bos>')
@@ -38,10 +39,11 @@ class Vocabulary:
     def build(cls, sentences, min_count=3):
         """Return the vocabulary of the tokens that occur `min_count` times or more.
 
-        `sentences` is an iterable of sentences, each a list of tokens or its tokens joined by spaces.  The most
-        frequent token comes first; of two that are equally frequent, the one that was seen first.
+        `sentences` is a Sentences, or an iterable of sentences, each a list of tokens or its tokens joined by spaces.  The
+        most frequent token comes first; of two that are equally frequent, the one that was seen first.
         """
-        counts = Counter(chain.from_iterable(map(tokens_of, sentences)))
+        counts = Counter(sentences.counts() if isinstance(sentences, Sentences) else
+                         chain.from_iterable(map(tokens_of, sentences)))
         for special in SPECIALS:
             counts.pop(special, None)
         return cls([*SPECIALS, *(token for token, count in counts.most_common() if count >= min_count)])
@@ -61,6 +63,10 @@ class Vocabulary:
         """Return the ids of a list of tokens, `UNK` for what is not known."""
         get = self._ids.get
         return [get(token, UNK) for token in tokens]
+
+    def id(self, token):
+        """Return the id of a token, `UNK` if it is not known."""
+        return self._ids.get(token, UNK)
 
     def words(self, ids):
         """Return the tokens of an iterable of ids, specials included.  IndexError for an id outside 0..len-1."""
