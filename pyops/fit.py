@@ -168,16 +168,19 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     return True
 
 
-def tensors(params, optimizer):
-    """What a checkpoint keeps of parameters and Adam: name -> array."""
-    groups = dict(parameter=params.values, adam_m=params.m, adam_v=params.v)
+def tensors(params, optimizer=None):
+    """What a checkpoint keeps of parameters and Adam: name -> array; without an optimizer that of the parameters alone."""
+    groups = dict(parameter=params.values) | (dict(adam_m=params.m, adam_v=params.v) if optimizer else {})
     kept = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
-    return kept | {'step': optimizer.count}
+    return kept | ({'step': optimizer.count} if optimizer else {})
 
 
 def restore(params, optimizer, kept, path):
-    """Copy what `tensors` gave back into place; UserError names the first tensor that is missing or of another shape."""
+    """Copy what `tensors` gave back into place; UserError names the first tensor that is missing or of another shape.
+    optimizer None: the parameters alone, to serve them."""
     places = tensors(params, optimizer)
+    if not optimizer:
+        kept = {name: tensor for name, tensor in kept.items() if name.startswith('parameter/')}
     for name, place in places.items():
         if name not in kept or kept[name].shape != place.shape:
             got = kept[name].shape if name in kept else 'none'

@@ -50,6 +50,7 @@ def key(seed, name):
 
 class Parameters:
     """specs: {name: Spec}.  params[name] is a Parameter; values, grads, m and v are the flat float32 buffers (n,).
+    seed None: all are zero, for values that come from elsewhere.
 
     touched: int32, a word for each PYOPS_GRAD_BLOCK floats of grads; None where no parameter is sparse.
     """
@@ -65,7 +66,7 @@ class Parameters:
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
         self._sparse = {name for name, spec in specs.items() if spec.sparse}
         self.touched = backend.put(self._untouched(n)) if self._sparse else None
-        for name, spec in specs.items():
+        for name, spec in specs.items() if seed is not None else ():
             self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
         self._inits = {name: spec.init for name, spec in specs.items()}
 

@@ -43,7 +43,6 @@ def open_checkpoint(program, path, args=None):
     """-> Translator, state of the checkpoint that -c names, with the lines that tell which one it is.  It rounds what it was
     trained to round, unless args, the flags that were given, have another --quant."""
     from pyops import checkpoint, fit, quantization
-    from pyops.optim import Adam
     from pyops.text.translation import Translator
     from pyops.text.vocabulary import Vocabulary
 
@@ -56,10 +55,10 @@ def open_checkpoint(program, path, args=None):
     architecture = program.architecture()
     settings = state['settings'] | quantization.resolve(args, state['settings'])
     config = architecture.configure(settings, *map(len, vocabularies))
-    model = architecture.model(config)
+    model = architecture.model(config, seed=None)           # nothing is drawn that is overwritten
     if settings['quant'] != 'none':
         print(config.ops.check())
-    fit.restore(model.params, Adam(model.params, 1.0), kept, found.path)
+    fit.restore(model.params, None, kept, found.path)
     print('loaded from checkpoint')
     return Translator(model, *vocabularies, config.num_steps, program.answer), state
 
