@@ -26,10 +26,12 @@ typedef struct {
     ROW(void,   relu,         (float *y, const float *x, int64_t n)) \
     ROW(void,   relu_back,    (float *dx, const float *dy, const float *y, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
-    ROW(int32_t, pixels_times, (float *y, uint16_t *places, const uint8_t *x, const float *w, const float *bias, \
-                                int64_t I, int64_t O, float scale)) \
-    ROW(void,   pixels_outer, (float *dw, const uint8_t *x, const uint16_t *places, int64_t ink, const float *dy, \
-                               int64_t O, float scale)) \
+    ROW(int32_t, pixels_find, (uint16_t *places, const uint8_t *x, int64_t I)) \
+    ROW(void,   pixels_pack,  (float *packed, const float *w, int64_t n, int64_t step, int64_t readable)) \
+    ROW(void,   pixels_times, (float *sums, const uint16_t *places, int64_t ink, const uint8_t *x, const float *values, \
+                               const float *w)) \
+    ROW(void,   pixels_outer, (float *dw, const uint16_t *places, int64_t ink, const uint8_t *x, const float *values, \
+                               const float *dy, int64_t O)) \
     ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldx)) \
     ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \

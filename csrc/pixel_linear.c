@@ -1,14 +1,14 @@
 /* pixel_linear.c - a linear layer whose input is rows of a table of bytes, most of which are 0 (in MNIST four of five).
  *
  * Gathering, conversion and product are one: for each pixel that is not 0 a row of weight is added up, so the work is
- * that of the ink.  Forward shares images among the threads, backward ranges of pixels, so that every sum runs in the
- * order of the pixels or of the images whatever the number of threads.
+ * that of the ink.  Forward shares images among the threads, backward ranges of pixels, so that every sum runs in the order
+ * of the pixels or of the images whatever the number of threads.
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
-enum { AHEAD = 6 };     /* images */
+enum { AHEAD = 12, GROUP = 128 };        /* images: fetched before they are needed; taken by a thread at a time */
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
@@ -24,6 +24,36 @@ static void prefetch_row(const uint8_t *row, int64_t I) {
     for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i);
 }
 
+static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
+
+/* What a pixel of each value is as a float. */
+static void list_values(float *values, float scale) {
+    for (int v = 0; v < 256; v++) values[v] = scale * (float)v;
+}
+
+/* Forward of some images; work: (I + 1) PYOPS_PIXEL_BLOCK floats. */
+static void forward_group(const pyops_kernels *k, float *y, int32_t *ink, uint16_t *places, const uint8_t *table,
+                          const int64_t *rows, const float *weight, const float *bias, const float *values, float *work,
+                          int64_t B, int64_t I, int64_t O) {
+    float *const w = work, *const sums = work + I * PYOPS_PIXEL_BLOCK;
+    for (int64_t b = 0; b < pyops_min(AHEAD, B); b++) prefetch_row(table + rows[b]*I, I);
+    for (int64_t o = 0; o < O; o += PYOPS_PIXEL_BLOCK) {
+        const size_t size = (size_t)pyops_min(PYOPS_PIXEL_BLOCK, O - o) * sizeof *sums;
+        k->pixels_pack(w, weight + o, I, O, I*O - o);
+        for (int64_t b = 0; b < B; b++) {
+            uint16_t *const places_b = places + b*(I + 8);
+            const uint8_t *const x = table + rows[b]*I;
+            if (o == 0) {
+                if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
+                ink[b] = k->pixels_find(places_b, x, I);
+            }
+            memcpy(sums, bias + o, size);
+            k->pixels_times(sums, places_b, ink[b], x, values, w);
+            memcpy(y + b*O + o, sums, size);
+        }
+    }
+}
+
 pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places,
                                         const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
                                         int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
@@ -31,16 +61,22 @@ pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places
     const pyops_status status = check("pixel_linear_forward", rows, N, B, I, O, scale);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    for (int64_t b = 0; b < pyops_min(AHEAD, B); b++) prefetch_row(table + rows[b]*I, I);
+    float values[256];
+    list_values(values, scale);
+    int failed = 0;
     #pragma omp parallel for schedule(static) if (B * I > PYOPS_SHARE_FLOATS)
-    for (int64_t b = 0; b < B; b++) {
-        if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
-        ink[b] = k->pixels_times(y + b*O, places + b*(I + 8), table + rows[b]*I, weight, bias, I, O, scale);
+    for (int64_t b = 0; b < B; b += GROUP) {
+        float *const work = pyops_scratch((size_t)((I + 1) * PYOPS_PIXEL_BLOCK));
+        if (work) {
+            forward_group(k, y + b*O, ink + b, places + b*(I + 8), table, rows + b, weight, bias, values, work,
+                          pyops_min(GROUP, B - b), I, O);
+        } else {
+            #pragma omp atomic write
+            failed = 1;
+        }
     }
-    return PYOPS_OK;
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "pixel_linear_forward: no memory for %lld pixels", LL(I)) : PYOPS_OK;
 }
-
-static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
 
 /* the sums of dweight (I,O padded), then dy (B,O padded): rows of whole blocks */
 int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O) { return (I + B) * padded(O); }
@@ -69,6 +105,8 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
         memcpy(d + b*P, dy + b*O, (size_t)O * sizeof *d);
         memset(d + b*P + O, 0, (size_t)(P - O) * sizeof *d);
     }
+    float values[256];
+    list_values(values, scale);
     #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -77,7 +115,7 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
         for (int64_t b = 0; b < B; b++) {
             const uint16_t *places_b = places + b*(I + 8);
             const int64_t first = before(places_b, ink[b], from), last = before(places_b, ink[b], to);
-            k->pixels_outer(dw, table + rows[b]*I, places_b + first, last - first, d + b*P, P, scale);
+            k->pixels_outer(dw, places_b + first, last - first, table + rows[b]*I, values, d + b*P, P);
         }
         k->add_rows(dweight + from*O, dw + from*P, to - from, O, P);
     }
