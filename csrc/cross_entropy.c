@@ -33,11 +33,18 @@ pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse
     const pyops_kernels *k = pyops_active();
     float *means = smoothing > 0.0f ? pyops_scratch((size_t)R) : NULL;        /* of the rows */
     if (smoothing > 0.0f && R && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
+    const int64_t each = C <= PYOPS_NARROW ? 256 : 1;           /* rows */
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
-    for (int64_t r = 0; r < R; r++) {
-        const float m = k->max(x + r*C, C);
-        lse[r] = m + logf(k->sum_exp(x + r*C, m, C));
-        if (means) means[r] = k->sum(x + r*C, C) / (float)C;
+    for (int64_t first = 0; first < R; first += each) {
+        const int64_t end = pyops_min(first + each, R);
+        if (C <= PYOPS_NARROW) k->narrow_lse(lse + first, x + first*C, end - first, C);
+        for (int64_t r = first; r < end; r++) {
+            if (C > PYOPS_NARROW) {
+                const float m = k->max(x + r*C, C);
+                lse[r] = m + logf(k->sum_exp(x + r*C, m, C));
+            }
+            if (means) means[r] = k->sum(x + r*C, C) / (float)C;
+        }
     }
     double sum = 0.0;
     for (int64_t r = 0; r < R; r++) {

@@ -39,6 +39,7 @@ typedef struct {
     ROW(float,  max,          (const float *x, int64_t n)) \
     ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
     ROW(float,  exp_sum,      (float *y, const float *x, float shift, int64_t n)) \
+    ROW(void,   narrow_lse,   (float *lse, const float *x, int64_t R, int64_t C)) \
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
     ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
                                uint64_t key, uint32_t threshold, float scale)) \
@@ -155,6 +156,9 @@ enum { PYOPS_LANES = 16 };
 
 /* Outputs of a linear layer on pixels come in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
+
+/* columns of a row that is too short for its own loop */
+enum { PYOPS_NARROW = 16 };
 
 /* The operations on strided arrays that get vectorised loops of their own: all but the power. */
 #define PYOPS_UNARY_OPS(OP) OP(PYOPS_OP_COPY) OP(PYOPS_OP_NEGATE) OP(PYOPS_OP_ABS) OP(PYOPS_OP_SQRT) OP(PYOPS_OP_EXP) \
