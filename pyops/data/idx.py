@@ -46,7 +46,7 @@ def _content(path, magic):
             size = stream.seek(0, 2)
             stream.seek(0)
             key = cache.digest(stream, __name__) if gzipped and size >= _LARGE else None
-            if key and (kept := cache.read('inflated', key)):
+            if key and (kept := cache.read('inflated', key, _memory)):
                 shape, start = _shape(kept, path, magic)
                 return kept[start:], shape
             stream.seek(0)
@@ -136,10 +136,10 @@ def _memory(size):
     if size < _LARGE:
         return bytearray(size)
     try:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)     # of shared pages no large ones are made
     except OSError as error:
         raise MemoryError(f'{size} bytes') from error
-    if hasattr(mmap, 'MADV_HUGEPAGE'):                      # rows of a shuffled batch lie anywhere
+    if hasattr(mmap, 'MADV_HUGEPAGE'):          # rows of a shuffled batch lie anywhere, each on a page of its own
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
