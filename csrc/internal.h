@@ -76,6 +76,11 @@ typedef struct {
                                int64_t a_row, int64_t a_col, int64_t ldb, int add)) \
     ROW(void,   dots,         (float *y, const float *a, const float *b, float scale, int64_t R, int64_t C, \
                                int64_t lda, int64_t ldb)) \
+    ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
+    ROW(float,  to_int8,      (int8_t *y, const float *x, float scale, int64_t n)) \
+    ROW(void,   to_int16,     (int16_t *y, const float *x, float scale, int64_t n)) \
+    ROW(int64_t, next_not_below, (const int32_t *sums, const float *scales, const float *margins, const float *tops, \
+                                  float scale, float norm, float least, int64_t from, int64_t n)) \
     ROW(void,   scale_rows,   (float *y, const float *x, float scale, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
     ROW(void,   fill_rows,    (float *y, int64_t R, int64_t C, int64_t ldy, float value)) \
     ROW(void,   transpose,    (float *y, const float *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
@@ -101,6 +106,9 @@ typedef struct {
                                        int op)) \
     ROW(void,   strided_reduce_int32, (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
                                        int op))
+
+/* Words in a panel of rounded ones: see kernels/screen_body.inc. */
+enum { PYOPS_PANEL = 16 };
 
 /* What a product does with c beside overwriting it. */
 enum {

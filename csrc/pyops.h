@@ -437,6 +437,20 @@ PYOPS_API pyops_status pyops_linear_cross_entropy(
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);
 
+/* ---- the word with the largest logit ------------------------------------------------------
+ * index[r] = the first v with the largest logits[r,v], logits = x weight' + bias; NaN is largest.
+ * prepared, from linear_argmax_prepare for this weight and bias, says of most words that they are not it, and those are not
+ * computed; the result is the same.  NULL: all are.  A GPU computes all, writes them to `work`, and does not read prepared.
+ * x (R,D)   weight (V,D)   bias (V)   index (R) int32   prepared: pyops_linear_argmax_prepare_work(D, V) floats
+ */
+PYOPS_API pyops_status pyops_linear_argmax_prepare(
+    float *prepared, const float *weight, const float *bias, int64_t D, int64_t V, void *stream);
+PYOPS_API int64_t pyops_linear_argmax_prepare_work(int64_t D, int64_t V);
+PYOPS_API pyops_status pyops_linear_argmax(
+    int32_t *index, const float *x, const float *weight, const float *bias, const float *prepared,
+    float *work, int64_t R, int64_t D, int64_t V, void *stream);
+PYOPS_API int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V);
+
 /* ---- a network of two linear layers on pixels, its loss and all its gradients, as one operation -----------------
  * a = scale * table[rows] w1 + b1;  r = max(a, 0);  logits = r w2' + b2;  loss[0] = mean over b of the softmax cross
  * entropy of logits[b,:] with labels[rows[b]].   The gradients of a loss whose own gradient is 1 OVERWRITE dw1, db1, dw2, db2.

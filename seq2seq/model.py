@@ -10,7 +10,7 @@ from pyops import backend, init, ops
 from pyops.errors import UserError
 from pyops.ops import Dropout
 from pyops.params import Parameters, Spec, key
-from pyops.text.decoding import greedy
+from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
 
 # what a checkpoint must have in common with the model that it is loaded into
@@ -151,3 +151,7 @@ class Seq2Seq:
     def translate(self, source):
         """source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
         return greedy(self, source, self.config.num_steps)
+
+    def decoding(self):
+        """-> decode(source), which is `translate`, sooner from call to call, for as long as the weights stay as they are."""
+        return Decoder(self, self.config.num_steps)

@@ -206,6 +206,77 @@ def test_argmax_takes_the_first_of_equals_and_nan_as_largest(R, C):
     assert (index == x.argmax(-1)).all()
 
 
+def linear_argmax(x, weight, bias, prepare=True):
+    (V, D), R = weight.shape, len(x)
+    index, prepared = np.full(R, -1, np.int32), None
+    if prepare:
+        prepared = np.full(backend.work_size('linear_argmax_prepare', D, V), np.nan, 'f')
+        launch('linear_argmax_prepare', prepared, weight, bias, D, V)
+    launch('linear_argmax', index, x, weight, bias, prepared, backend.work('linear_argmax', R, D, V), R, D, V)
+    return index
+
+
+@pytest.mark.parametrize('R,D,V', [(0, 3, 5), (1, 1, 1), (3, 2, 17), (5, 7, 33), (70, 31, 300), (65, 300, 2000),
+                                   (1, 256, 13387), (2, 5000, 40)])
+@pytest.mark.parametrize('kind', ['normal', 'ascending', 'whole', 'zeros', 'tiny', 'huge', 'wide'])
+def test_linear_argmax(R, D, V, kind):
+    """The screened product says the same as all logits."""
+    rng = np.random.default_rng(8)
+    x, weight, bias = (rng.standard_normal(shape).astype('f') for shape in ((R, D), (V, D), V))
+    if kind == 'ascending':                                     # every word is larger than those before it
+        bias += np.arange(V, dtype='f')
+    if kind == 'whole':                                         # exact, and many ties
+        x, weight, bias = np.round(x), np.round(weight), np.round(bias)
+    if kind == 'zeros':
+        x[rng.random(R) < 0.5], weight[rng.random(V) < 0.5], bias[:] = 0, 0, 0
+    if kind == 'tiny':                                          # beyond what is rounded; the squares underflow
+        x *= np.float32(1e-25)
+        bias[:] = 0
+    if kind == 'huge':
+        weight *= np.float32(1e25)
+    if kind == 'wide':                                          # numbers of all sizes in a row
+        x, weight = (a * np.exp(5 * rng.standard_normal(a.shape)).astype('f') for a in (x, weight))
+    logits = x.astype('d') @ weight.T.astype('d') + bias
+    index = linear_argmax(x, weight, bias)
+    assert (index == linear_argmax(x, weight, bias, prepare=False)).all()
+    if kind in ('whole', 'zeros'):
+        assert (index == logits.argmax(1)).all()
+    slack = 1e-6 * (np.abs(x.astype('d')) @ np.abs(weight.T.astype('d')) + np.abs(bias))
+    assert (logits.max(1) - logits[np.arange(R), index] <= slack.max(1)).all()
+
+
+def test_linear_argmax_with_nan_and_infinities():
+    rng = np.random.default_rng(9)
+    x, weight, bias = (rng.standard_normal(shape).astype('f') for shape in ((6, 20), (700, 20), 700))
+    clean = linear_argmax(x, weight, bias)
+    spoiled = weight.copy()
+    spoiled[600, 3] = np.nan                                    # in every row the largest, of those the first
+    spoiled[650] = np.nan
+    assert (linear_argmax(x, spoiled, bias) == 600).all()
+    spoiled = x.copy()
+    spoiled[2, 0], spoiled[4, 1] = np.nan, np.inf
+    index = linear_argmax(spoiled, weight, bias)
+    assert index[2] == 0 and index[4] == np.flatnonzero(weight[:, 1] > 0)[0] and (np.delete(index - clean, (2, 4)) == 0).all()
+    for value, want in ((np.inf, 333), (np.nan, 333), (-np.inf, None)):
+        spoiled = bias.copy()
+        spoiled[333] = value
+        index = linear_argmax(x, weight, spoiled)
+        assert (index == want).all() if want else (index != 333).all()
+
+
+def test_linear_argmax_has_the_same_words_on_any_number_of_threads():
+    rng = np.random.default_rng(10)
+    x, weight, bias = (rng.integers(-2, 3, shape).astype('f') for shape in ((33, 300), (5000, 300), 5000))
+    before, found = backend.threads(), {}
+    try:
+        for threads in (1, 2, 8):
+            backend.set_threads(threads)
+            found[threads] = linear_argmax(x, weight, bias).tolist()
+    finally:
+        backend.set_threads(before)
+    assert found[1] == found[2] == found[8] == (x @ weight.T + bias).argmax(1).tolist()
+
+
 def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     """Seen through the kernels that use them: a GRU without recurrence, and cross entropy of two classes."""
     x = np.concatenate([np.linspace(-30, 30, 4001), np.geomspace(1e-6, 1, 500), -np.geomspace(1e-6, 1, 500)]).astype('f')

@@ -897,8 +897,8 @@ def test_masked_rows_do_not_influence_the_loss():
 def test_predict_is_the_argmax_of_the_logits():
     run = Run(LinearCrossEntropyRow(), (3, 60, 40, 150))
     x = run.built.inputs['x'][0]
-    got = get(run.op.predict(put(x)))
-    assert (got == ref.linear(x.astype(np.float64), *run.built.params.values()).argmax(-1)).all()
+    want = ref.linear(x.astype(np.float64), *run.built.params.values()).argmax(-1)
+    assert (get(run.op.predict(put(x))) == want).all() and (get(run.op.predict(put(x), run.op.prepare())) == want).all()
 
 
 @pytest.mark.parametrize('row,size', [(LinearOfSequencesRow(), (5, 60, 300, 300)), (LinearOfSequencesRow(), (2, 3, 7, 7)),

@@ -15,6 +15,7 @@ from translation import assert_same_gradients, assert_same_training, newest, ran
 from pyops import backend
 from pyops import references as ref
 from pyops.text import embedded
+from pyops.text.corpus import encode
 from pyops.text.translation import Pairs, Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
 from pyops.translator.serving import open_checkpoint
@@ -247,6 +248,16 @@ def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
     long = list(translator.answer('I sleep here now with my brother and his father .'))
     assert any(line.startswith('too long : only the first 8 of 11') for line in long)
     assert list(translator.answer(' . '))[0] == '. <eos>' and list(translator.answer('<eos>')) == []
+
+
+def test_decoding_is_translation_when_it_is_recorded_and_replayed_too(trained):
+    folder, _ = trained
+    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
+    source = encode(embedded.Corpus.load(folder / 'pairs.txt').sources[:24], translator.source_vocabulary, 9)
+    decode = translator.model.decoding()
+    for first in (0, 8, 16, 0):                         # by hand, recorded, replayed
+        some = np.ascontiguousarray(source[first:first + 8].T)
+        assert (decode(some) == translator.model.translate(some)).all()
 
 
 def test_a_model_without_a_word_to_say_stops_after_num_steps():

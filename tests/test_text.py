@@ -446,7 +446,11 @@ class Scripted:
         self.heard.append(word.tolist())
         return self.script[state].astype(np.float32)[:, None], state + 1
 
-    def predict(self, h):
+    def prepare(self):
+        return 'prepared'
+
+    def predict(self, h, prepared):
+        assert prepared == 'prepared'
         return h[:, 0].astype(np.int32)
 
 

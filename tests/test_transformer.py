@@ -205,6 +205,14 @@ def test_decoding_with_cached_keys_and_values_equals_a_full_forward_pass_at_each
         said = np.concatenate([said, np.where(done, PAD, word)[None].astype(np.int32)])
         done |= word == EOS
     assert len(said) > 5 and len(np.unique(said)) > 5 and done.any(), 'too little was said: the check is vacuous'
+    decode = model.decoding()
+    for _ in range(3):                                  # by hand, recorded, replayed
+        assert (decode(source) == said[1:]).all()
+        assert (decode(source[:, ::-1].copy()) == said[1:, ::-1]).all()
+        for words in (3, 1):                            # fewer sentences, and some that end before all plans are recorded
+            for first in range(0, 6, words):
+                some = slice(first, first + words)
+                assert (decode(source[:, some].copy()) == model.translate(source[:, some].copy())).all()
     assert (model.translate(source) == said[1:]).all()
 
 

@@ -202,7 +202,7 @@ def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
     program.main(['-e', '1', '-c', str(tmp_path), *SMALL])
     translator, _ = serving.open_checkpoint(program, tmp_path)
     vocabulary = translator.target_vocabulary
-    monkeypatch.setattr(Seq2Seq, 'translate', lambda self, source: np.array([[4], [5], [EOS], [PAD]]))
+    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: np.array([[4], [5], [EOS], [PAD]]))
     said = ' '.join(vocabulary.words([4, 5]))
     assert list(translator.answer('I sleep.')) == [f'i sleep . -> {said}']
     notes = list(translator.answer('Zzz i sleep here now with my brother and his father.'))

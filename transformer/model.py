@@ -13,7 +13,7 @@ from pyops import backend, init, ops
 from pyops.errors import UserError
 from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, sequence_lengths
 from pyops.params import Parameters, Spec, key
-from pyops.text.decoding import greedy
+from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
 
 # what a checkpoint must have in common with the model that it is loaded into
@@ -221,7 +221,8 @@ class DecoderBlock:
     def next(self, x, t, cache, lengths):
         """x (1, B, D), word t of the target -> the block's output for it; its keys and values join the cache."""
         def look_back(n):
-            cache.k[t], cache.v[t] = self.self_attention.k.forward(n)[0][0], self.self_attention.v.forward(n)[0][0]
+            backend.copy(cache.k[t], self.self_attention.k.forward(n)[0])
+            backend.copy(cache.v[t], self.self_attention.v.forward(n)[0])
             return self.self_attention.look_up(n, cache.k[:t + 1], cache.v[:t + 1])
 
         x, _ = self.first.forward(x, look_back, None)
@@ -329,6 +330,10 @@ class Transformer:
     def translate(self, source):
         """Greedy decoding: source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
         return greedy(self, source, self.config.num_steps)
+
+    def decoding(self):
+        """-> decode(source), which is `translate`, sooner from call to call, for as long as the weights stay as they are."""
+        return Decoder(self, self.config.num_steps)
 
     def start(self, source):
         """Read the sources (T, B) -> the State before the first word."""

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, gemm, launch, work
+from pyops.backend import axes, check, check_parameter, empty, launch, work, work_size
 
 
 class LinearCrossEntropy:
@@ -58,12 +58,19 @@ class LinearCrossEntropy:
         launch('axpy', self.bias.grad, ctx.dbias, dloss, ctx.dbias.size)
         return dx
 
-    def predict(self, x):
-        """x (B, D) -> the index (B,) int32 of the largest logit."""
+    def prepare(self):
+        """-> what `predict` reads of weight and bias as they are now, rounded, to say of most words that they are not the one;
+        to be made again when they change."""
+        V, D = self.weight.value.shape
+        prepared = empty(work_size('linear_argmax_prepare', D, V), name=f'{self.name}.prepared')
+        launch('linear_argmax_prepare', prepared, self.weight.value, self.bias.value, D, V)
+        return prepared
+
+    def predict(self, x, prepared=None):
+        """x (B, D) -> the index (B,) int32 of the largest logit.  prepared: from `prepare`, for the same result sooner."""
         V, D = self.weight.value.shape
         check('x', x, (len(x), D))
-        logits = empty((len(x), V), name=f'{self.name}.logits')
         index = empty(len(x), np.int32, f'{self.name}.index')
-        gemm(logits, x, self.weight.value.T, self.bias.value)
-        launch('argmax', index, logits, len(x), V)
+        launch('linear_argmax', index, x, self.weight.value, self.bias.value, prepared, work('linear_argmax', len(x), D, V),
+               len(x), D, V)
         return index

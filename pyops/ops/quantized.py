@@ -247,7 +247,10 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         self.products.backward(dlogits, ctx.kept, self.weight.grad, self.weight.value, as_rows(dx))
         return dx
 
-    def predict(self, x):
+    def prepare(self):
+        """-> None: what weight is rounded to is found in every call."""
+
+    def predict(self, x, prepared=None):
         """x (B, D) -> the index (B,) int32 of the largest logit."""
         check('x', x, (len(x), self.weight.value.shape[1]))
         logits, _ = self._logits(x)

@@ -1,4 +1,5 @@
 """What the translation programs share: which corpus, its pairs as arrays, batches, answering a line of text."""
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,13 +80,17 @@ def sentence(words):
 
 @dataclass(frozen=True)
 class Translator:
-    """A model with `translate(source (T, B)) -> (T', B)` ids, its two vocabularies, the sentence length, and how an
-    answer is put: lines(words that were read, words of the translation), <eos> among them."""
+    """A model with `decoding() -> decode(source (T, B)) -> (T', B)` ids, whose weights stay as they are; its two vocabularies,
+    the sentence length, and how an answer is put: lines(words that were read, words of the translation), <eos> among them."""
     model: object
     source_vocabulary: Vocabulary
     target_vocabulary: Vocabulary
     num_steps: int
     lines: Callable
+
+    @functools.cached_property
+    def _decode(self):
+        return self.model.decoding()
 
     def sentences(self, sources, batch_size=128):
         """Translate sentences as a Corpus keeps them; the result is such a list too, without <eos>."""
@@ -94,7 +99,7 @@ class Translator:
     def _words(self, sources, batch_size):
         for first in range(0, len(sources), batch_size):
             source = encode(sources[first:first + batch_size], self.source_vocabulary, self.num_steps)
-            said = self.model.translate(backend.put(np.ascontiguousarray(source.T)))
+            said = self._decode(backend.put(np.ascontiguousarray(source.T)))
             for ids in said.T:
                 yield self.target_vocabulary.words(ids[ids != PAD])
 
