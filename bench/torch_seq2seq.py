@@ -5,6 +5,7 @@ It has nn.GRU with its own dropout, nn.Linear over all positions, and cross entr
 import torch
 from torch import nn
 
+from bench.torch_step import greedy
 from pyops.text.vocabulary import PAD
 
 
@@ -26,6 +27,17 @@ class TorchSeq2Seq(nn.Module):
         h, _ = self.decoder(torch.cat([t, last[-1].expand(len(t), -1, -1)], -1), last)
         logits = self.output(h)
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+    def translate(self, source, num_steps):
+        """source (T, B) int64 -> (at most num_steps, B) int64, <pad> after <eos>; of a sentence its states are kept."""
+        _, states = self.encoder(self.source_embedding(source))
+        context = states[-1:]
+
+        def say(said):
+            nonlocal states
+            h, states = self.decoder(torch.cat([self.target_embedding(said[-1:]), context], -1), states)
+            return self.output(h[-1])
+        return greedy(say, source.shape[1], num_steps)
 
     def named(self):
         """Our parameter name -> this module's parameter."""

@@ -1,6 +1,8 @@
-"""What the PyTorch contestants share: a training step as in our programs, and taking over our weights."""
+"""What the PyTorch contestants share: a training step as in our programs, greedy decoding, and taking over our weights."""
 import torch
 from torch import nn
+
+from pyops.text.vocabulary import BOS, EOS, PAD
 
 
 @torch.no_grad()
@@ -24,3 +26,13 @@ def make_step(model, lr, max_norm=1.0, on_gpu=False):
         optimizer.step()
         return loss.detach()
     return step
+
+
+def greedy(say, sentences, num_steps):
+    """say(said (t, B), <bos> first) -> logits (B, V) of the next words  ->  (at most num_steps, B) int64, <pad> after <eos>."""
+    said, done = torch.full((1, sentences), BOS), torch.zeros(sentences, dtype=torch.bool)
+    while len(said) <= num_steps and not done.all():
+        word = say(said).argmax(-1).masked_fill(done, PAD)
+        said = torch.cat([said, word[None]])
+        done = done | (word == EOS)
+    return said[1:]

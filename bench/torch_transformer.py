@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bench.torch_step import greedy
 from pyops.text.vocabulary import PAD
 
 
@@ -70,16 +71,29 @@ class TorchTransformer(nn.Module):
     def forward(self, source, target, labels):
         """source, target, labels (T, B) int64 -> mean loss over the labels that are not padding."""
         source, target, labels = source.T, target.T, labels.T
-        source_mask = (source != PAD)[:, None, None, :]
-        memory = self.embed(self.source_embedding, source)
+        logits = self.output(self.decode(target, *self.encode(source)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.config.smoothing)
+
+    def encode(self, source):
+        """source (B, T) -> what its words are to the decoder (B, T, D), and which of them are words."""
+        mask = (source != PAD)[:, None, None, :]
+        x = self.embed(self.source_embedding, source)
         for block in self.encoder:
-            memory = block(memory, source_mask)
-        memory = self.encoder_norm(memory)
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+    def decode(self, target, memory, source_mask):
+        """target (B, T) -> (B, T, D), from which the output layer tells the words behind each."""
         x = self.embed(self.target_embedding, target)
         for block in self.decoder:
             x = block(x, source_mask, memory)
-        logits = self.output(self.decoder_norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.config.smoothing)
+        return self.decoder_norm(x)
+
+    def translate(self, source, num_steps):
+        """source (T, B) int64 -> (at most num_steps, B) int64, <pad> after <eos>.  The source is read once; a word looks
+        back at the words before it by reading them again, and only the last one goes through the output layer."""
+        seen = self.encode(source.T)
+        return greedy(lambda said: self.output(self.decode(said.T, *seen)[:, -1]), source.shape[1], num_steps)
 
     def named(self):
         """Our parameter name -> this module's parameter."""
