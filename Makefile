@@ -212,11 +212,16 @@ asan: .venv/ready ## the op table and arrays under AddressSanitizer and Undefine
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
 	    .venv/bin/python -m pytest -q -p no:cacheprovider $(TABLE) tests/test_ndarray.py tests/test_chains.py -k 'not torch'
 
-bench: cpu .venv/ready ## the machine's limits, kernels, training steps and runs beside PyTorch's (needs torch: .venv/bin/pip install torch)
-	.venv/bin/python -m bench.kernels --save
-	.venv/bin/python -m bench.train seq2seq --vs torch
-	.venv/bin/python -m bench.train transformer --vs torch
-	.venv/bin/python -m bench.train mnist --vs torch
+BENCH := .venv/bin/python -m bench
+bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)
+	$(BENCH).kernels --save
+	$(BENCH).train seq2seq --vs torch --save
+	$(BENCH).train transformer --vs torch --save
+	$(BENCH).train mnist --vs torch --save
+	$(BENCH).translate seq2seq --save
+	$(BENCH).translate transformer --save
+	$(BENCH).train seq2seq --scaling --save
+	$(BENCH).table
 
 gpu-check: ## on a machine with a GPU: build, test, compare with the emulator, time beside PyTorch; nine minutes at most
 	$(PYTHON) -m bench.gpu_check

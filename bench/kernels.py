@@ -5,37 +5,36 @@
     python -m bench.kernels --save          and append the figures to bench/results/kernels.jsonl
 
 Limits are measured first: fused multiply-adds in registers for each instruction set, and copying from memory to memory, on
-one thread and on all.  Ours and PyTorch's take turns; a figure is the median, in brackets the 20th and 80th percentile.
+one thread and on all.  Ours, PyTorch's and, of large products, numpy's take turns; a figure is the median, beside it the 20th
+and 80th percentile.
 """
-import datetime
 import importlib.util
-import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from bench import results
 from pyops.errors import UserError, exits_cleanly
 from pyops.training import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.kernels'
-ROOT = Path(__file__).resolve().parents[1]
 ISAS = 'generic', 'avx2', 'avx512'
 T, B, D, V, HEADS = 9, 128, 256, 13387, 4           # the translators': steps, batch, width, French words, attention heads
 
 
 class Case(NamedTuple):
-    """Something to time.  flops or nbytes, the other 0: what it has to do, and so which limit it is held against."""
+    """Something to time.  flops or nbytes, the other 0: what it has to do, and so which limit it is held against.
+    theirs: PyTorch's, numpy: numpy's, where there is one."""
     name: str
     flops: float
     nbytes: float
     ours: object
     theirs: object
+    numpy: object = None
 
 
 def limits_of(isa, threads):
@@ -43,7 +42,7 @@ def limits_of(isa, threads):
     this CPU lacks it."""
     code = ('import sys; from pyops import backend, profile; backend.set_threads(int(sys.argv[1])); '
             'print(*profile.machine()[:2])')
-    out = subprocess.run([sys.executable, '-c', code, str(threads)], cwd=ROOT, text=True, capture_output=True,
+    out = subprocess.run([sys.executable, '-c', code, str(threads)], cwd=results.ROOT, text=True, capture_output=True,
                          env=os.environ | {'PYOPS_ISA': isa})
     return tuple(map(float, out.stdout.split())) if out.returncode == 0 else None
 
@@ -79,8 +78,11 @@ def gemm_cases(rng, torch):
         a, b = (x.T if turned else x for x, turned in ((a, a_turned), (b, b_turned)))
         c, x, w, y = backend.empty((M, N)), torch.from_numpy(a), torch.from_numpy(b), torch.empty(M, N)
         reads_b = name.startswith('gemm one')           # so little is computed with it that reading it is the work
+        is_large = M * N * K >= 2**30                   # those that numpy shares between threads, too
+        out = np.empty((M, N), np.float32) if is_large else None
         yield Case(name, 0 if reads_b else 2 * M * N * K, 4 * N * K if reads_b else 0,
-                   lambda c=c, a=a, b=b: backend.gemm(c, a, b), lambda x=x, w=w, y=y: torch.mm(x, w, out=y))
+                   lambda c=c, a=a, b=b: backend.gemm(c, a, b), lambda x=x, w=w, y=y: torch.mm(x, w, out=y),
+                   (lambda a=a, b=b, out=out: np.matmul(a, b, out=out)) if is_large else None)
 
 
 def op_cases(rng, torch):
@@ -113,6 +115,15 @@ def op_cases(rng, torch):
         tx.grad = weight.grad = bias.grad = None
         torch.nn.functional.cross_entropy(torch.nn.functional.linear(tx, weight, bias), tl).backward()
     yield Case('output layer and loss, with gradients', 3 * 2 * T * B * D * V, 0, ours, theirs)
+
+    # the likeliest words
+    with torch.no_grad():
+        for R in (1, B):
+            rows = normal(R, D)
+            trows, prepared = torch.from_numpy(rows), output.prepare()
+            yield Case(f'likeliest of {V} words, {R} row{"s" * (R > 1)}', 2 * R * D * V, 0,
+                       lambda rows=rows, prepared=prepared: output.predict(rows, prepared),
+                       lambda trows=trows: torch.nn.functional.linear(trows, weight, bias).argmax(-1))
 
     # a GRU layer
     p, _ = parameters(w_ih=(3 * D, D), w_hh=(3 * D, D), b_ih=(3 * D,), b_hh=(3 * D,))
@@ -211,25 +222,6 @@ def shown(seconds):
     return f'{scale * seconds:7.2f} {unit}'
 
 
-def save(figures):
-    """Append a line of JSON to bench/results/kernels.jsonl, with machine, commit and date."""
-    commit = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, text=True, capture_output=True).stdout.strip()
-    path = ROOT / 'bench' / 'results' / 'kernels.jsonl'
-    path.parent.mkdir(exist_ok=True)
-    line = {'date': datetime.date.today().isoformat(), 'commit': commit, 'machine': machine_name()} | figures
-    with open(path, 'a') as file:
-        file.write(json.dumps(line) + '\n')
-    print(f'appended to {path.relative_to(ROOT)}')
-
-
-def machine_name():
-    try:
-        lines = Path('/proc/cpuinfo').read_text().splitlines()
-        return next(line.partition(':')[2].strip() for line in lines if line.startswith('model name'))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def main(argv=None):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('words', nargs='*', metavar='WORD', help='cases whose names hold one of these words (default all)')
@@ -246,26 +238,29 @@ def main(argv=None):
     backend.set_threads(threads)
     torch.set_num_threads(threads)
     found = roofline(threads)
-    print(f'{machine_name()}; {backend.isa()} is used, {threads} threads')
+    print(f'{results.machine_name()}; {backend.isa()} is used, {threads} threads')
     for isa, by_threads in found.items():
         print(f'{isa:8}', *(f'  {n} thread{"s" * (n > 1)}: {flops / 1e9:6.1f} GFLOP/s {copy / 1e9:5.1f} GB/s'
                             for n, (flops, copy) in by_threads.items()))
     flops, copy = found[backend.isa()][threads]
-    print(f'\n{"":46}{"ours":>10} {"20 to 80 %":>24} {"":>14} {"of limit":>8} {"PyTorch":>11} {"ratio":>7}')
+    print(f'\n{"":46}{"ours":>10} {"20 to 80 %":>24} {"":>14} {"of limit":>8} {"PyTorch":>11} {"ratio":>7} '
+          f'{"numpy":>10} {"ratio":>7}')
     rng, figures = np.random.default_rng(0), []
     for case in (case for make in (gemm_cases, op_cases, pass_cases) for case in make(rng, torch)):
         if args.words and not any(word in case.name for word in args.words):
             continue
-        (low, median, high), *theirs = percentiles([case.ours, *([case.theirs] if case.theirs else [])], args.seconds)
+        others = {name: run for name, run in (('torch', case.theirs), ('numpy', case.numpy)) if run}
+        (low, median, high), *theirs = percentiles([case.ours, *others.values()], args.seconds)
+        medians = {name: times[1] for name, times in zip(others, theirs, strict=True)}
         rate = (case.flops or case.nbytes) / median
         share = rate / (flops if case.flops else copy)
-        told = f'{shown(theirs[0][1])} {theirs[0][1] / median:6.2f}x' if theirs else ''
+        told = ' '.join(f'{shown(seconds)} {seconds / median:6.2f}x' for seconds in medians.values())
         print(f'{case.name:46}{shown(median)} {shown(low):>11} - {shown(high)} {rate / 1e9:7.1f} '
               f'{"GFLOP/s" if case.flops else "GB/s   "} {share:7.0%}  {told}', flush=True)
-        figures.append({'name': case.name, 'seconds': median, 'p20': low, 'p80': high, 'share': share}
-                       | ({'torch': theirs[0][1]} if theirs else {}))
+        figures.append({'name': case.name, 'seconds': median, 'p20': low, 'p80': high, 'share': share,
+                        'unit': 'GFLOP/s' if case.flops else 'GB/s', 'rate': rate / 1e9} | medians)
     if args.save:
-        save({'isa': backend.isa(), 'threads': threads, 'limits': found, 'torch': torch.__version__, 'cases': figures})
+        results.save('kernels', {'isa': backend.isa(), 'threads': threads, 'limits': found, 'cases': figures})
 
 
 if __name__ == '__main__':

@@ -1,6 +1,8 @@
 """The contest of mnist training steps: what all contestants share, our step, PyTorch's step."""
 import numpy as np
 
+from bench.translation import job
+
 UNIT = 'images'
 BATCH_SIZE = 100
 
@@ -19,6 +21,11 @@ def prepare(args, folder):
              images=digits.train_images[:n], labels=digits.train_labels[:n].astype(np.int32))
     np.savez(folder / 'weights.npz', **model.params.arrays())
     return f'784-30-10, {n} images'
+
+
+def train(folder, kind):
+    """-> turn, tell of a contestant in training steps."""
+    return job(make_ours(folder) if kind == 'ours' else make_torch(folder, kind == 'torch-compile'))
 
 
 def make_ours(folder):

@@ -1,4 +1,4 @@
-"""The contest of seq2seq training steps."""
+"""The contests of seq2seq: training steps, greedy translation."""
 from bench.translation import Contest
 
 UNIT = 'pairs'
@@ -16,4 +16,5 @@ def theirs():
 
 
 contest = Contest(ours, theirs, lr=0.005)
-prepare, make_ours, make_torch = contest.prepare, contest.make_ours, contest.make_torch
+prepare, train = contest.prepare, contest.train
+prepare_sentences, translate = contest.prepare_sentences, contest.translate

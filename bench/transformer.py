@@ -1,4 +1,4 @@
-"""The contest of transformer training steps."""
+"""The contests of transformer: training steps, greedy translation."""
 from bench.translation import Contest
 
 UNIT = 'pairs'
@@ -16,4 +16,5 @@ def theirs():
 
 
 contest = Contest(ours, theirs, lr=0.001)
-prepare, make_ours, make_torch = contest.prepare, contest.make_ours, contest.make_torch
+prepare, train = contest.prepare, contest.train
+prepare_sentences, translate = contest.prepare_sentences, contest.translate

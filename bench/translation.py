@@ -1,4 +1,5 @@
-"""A contest of training steps between translation models: what all contestants share, our step, PyTorch's step.
+"""Contests between translation models, in training steps and in greedy translation: what all contestants share, what ours do,
+what PyTorch's do.
 
 bench/seq2seq.py and bench/transformer.py say whose.
 """
@@ -22,6 +23,22 @@ def planned_steps(model, pairs, lr):
         return loss
 
     return plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+
+
+def flops_of(plan):
+    """How many operations the matrix products of a plan are, as it ran last."""
+    from pyops.profile import FLOPS
+    return sum(FLOPS[action.kernel](action.scalars, lambda name, a=action: plan.argument(a, name))
+               for action in plan.replayed if action.kernel in FLOPS)
+
+
+def job(step, tell=lambda: {}):
+    """step(k) -> loss  ->  turn(first, last) does the steps on these batches, and what a worker tells of it."""
+    def turn(first, last):
+        for k in range(first, last):
+            loss = step(k)
+        return loss
+    return turn, lambda loss: dict(loss=loss, **tell())
 
 
 class Contest:
@@ -49,32 +66,73 @@ class Contest:
         rows = np.stack(chosen[:args.warmup + args.steps])
         model = Model(config)
         np.savez(folder / 'data.npz', rows=rows, source=pairs.source, labels=pairs.labels)
+        self._write_model(folder, config, model)
+        return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}, {len(pairs)} pairs'
+
+    @staticmethod
+    def _write_model(folder, config, model):
         np.savez(folder / 'weights.npz', **model.params.arrays())
         (folder / 'config.json').write_text(json.dumps({name: value for name, value in vars(config).items() if name != 'ops'}))
-        return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}, {len(pairs)} pairs'
 
     def _load(self, folder):
         """-> configuration, pairs, rows of each batch."""
         from pyops.text.translation import Pairs
-        Config, _ = self.ours()
         with np.load(folder / 'data.npz') as file:
-            return (Config(**json.loads((folder / 'config.json').read_text())), Pairs(file['source'], file['labels']),
-                    file['rows'])
+            return self._config(folder), Pairs(file['source'], file['labels']), file['rows']
 
-    def make_ours(self, folder):
-        """-> step(k): our training step on batch k, replayed from a plan as in training; returns its loss."""
+    def _config(self, folder):
+        return self.ours()[0](**json.loads((folder / 'config.json').read_text()))
+
+    def train(self, folder, kind):
+        """-> turn, tell of a contestant in training steps: on batch k, from the same weights."""
         config, pairs, rows = self._load(folder)
-        steps = planned_steps(self.ours()[1](config), pairs, self.lr)     # the same seed as in prepare: the same weights
-        return lambda k: float(steps(rows[k])[0])
-
-    def make_torch(self, folder, compiled):
-        """-> step(k): PyTorch's, on the same batch from the same weights."""
+        if kind == 'ours':          # replayed from a plan as in training; the same seed as in prepare, so the same weights
+            steps = planned_steps(self.ours()[1](config), pairs, self.lr)
+            return job(lambda k: float(steps(rows[k])[0]), lambda: dict(flops=flops_of(steps.plan(rows[0]))))
         import torch
 
-        from bench.torch_step import copy_weights, make_step
-        config, pairs, rows = self._load(folder)
-        with np.load(folder / 'weights.npz') as weights:
-            model = copy_weights(self.theirs()(config), weights)
-        run = make_step(torch.compile(model) if compiled else model, self.lr)
+        from bench.torch_step import make_step
+        model = self._twin(config, folder)
+        run = make_step(torch.compile(model) if kind == 'torch-compile' else model, self.lr)
         batches = [[torch.from_numpy(ids).long() for ids in pairs.batch(indices)] for indices in rows]     # not timed
-        return lambda k: run(*batches[k]).item()
+        return job(lambda k: run(*batches[k]).item())
+
+    def _twin(self, config, folder):
+        from bench.torch_step import copy_weights
+        with np.load(folder / 'weights.npz') as weights:
+            return copy_weights(self.theirs()(config), weights)
+
+    # ---- translation
+
+    def prepare_sentences(self, args, folder):
+        """Write sentences of the corpus, configuration and initial weights.  -> a line about the data."""
+        from pyops.text.translation import Pairs, open_corpus
+        Config, Model = self.ours()
+        corpus, _ = open_corpus(data_dir=args.data_dir)
+        vocabularies = corpus.vocabularies()
+        config = Config(*map(len, vocabularies))
+        pairs = Pairs.encode(corpus, *vocabularies, config.num_steps)
+        chosen = np.random.default_rng(0).integers(0, len(pairs), args.sentences)
+        np.savez(folder / 'data.npz', source=np.ascontiguousarray(pairs.source[chosen].T))
+        self._write_model(folder, config, Model(config))
+        return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}'
+
+    def translate(self, folder, kind):
+        """-> turn(first, last, size), which translates these sentences, `size` at a time, and what a worker tells of it: the
+        words.  Ours keep plans from turn to turn, as they do when sentences are served."""
+        config = self._config(folder)
+        with np.load(folder / 'data.npz') as file:
+            source = file['source']
+        if kind == 'ours':
+            decode = self.ours()[1](config).decoding()
+        else:
+            import torch
+            model, source = self._twin(config, folder).eval(), torch.from_numpy(source).long()
+            decode = torch.inference_mode()(lambda source: model.translate(source, config.num_steps).numpy())
+            if kind == 'torch-compile':
+                model.translate = torch.compile(model.translate)
+
+        def turn(first, last, size):
+            parts = (source[:, at:min(at + size, last)] for at in range(first, last, size))
+            return [decode(part.copy() if kind == 'ours' else part.contiguous()) for part in parts]
+        return turn, lambda said: dict(words=[column.tolist() for words in said for column in words.T])

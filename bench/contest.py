@@ -1,0 +1,75 @@
+"""What contests share: contestants in processes of their own that take turns, and how their figures are told.
+
+Each contestant (bench/worker.py) waits while another works, so that a slow minute of the machine falls on all of them.
+"""
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+
+from bench.results import ROOT
+from pyops.errors import UserError
+from pyops.training import positive_int
+
+NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
+
+
+def add_flags(p):
+    p.add_argument('--no-compile', action='store_true', help='leave out torch.compile, which takes a minute to warm up')
+    p.add_argument('--json', action='store_true', help='print one JSON object and nothing else')
+    p.add_argument('--save', action='store_true', help='append the figures to bench/results')
+    p.add_argument('--threads', type=positive_int, metavar='N', help='for every contestant (default: all cores)')
+    p.add_argument('--data-dir', metavar='DIR', help='where to look for the data (default $PYOPS_DATA, then ./data)')
+
+
+def kinds_of(args, beside_torch):
+    """-> the contestants; UserError where PyTorch is wanted and not there."""
+    if not beside_torch:
+        return ['ours']
+    if importlib.util.find_spec('torch') is None:
+        raise UserError(f'torch is not installed; install it with: {sys.executable} -m pip install torch')
+    return ['ours', 'torch'] + ['torch-compile'] * (not args.no_compile)
+
+
+class Contestant:
+    """A worker process: turn(*numbers) lets it do its job -> its answer, with `seconds` and `peak_mib`."""
+
+    def __init__(self, program, job, kind, folder, threads):
+        self.kind, self.threads = kind, threads
+        command = [sys.executable, '-m', 'bench.worker', program, job, kind, str(folder), str(threads)]
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.answer()                                   # ready
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise UserError(f'{NAMES[self.kind]}: its process ended, see above')
+        return json.loads(line)
+
+    def turn(self, *numbers):
+        print(*numbers, file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def percentiles(seconds):
+    """-> p20_s, median_s and p80_s of several measurements."""
+    return dict(zip(('p20_s', 'median_s', 'p80_s'), np.percentile(seconds, (20, 50, 80)).round(7).tolist(), strict=True))
+
+
+def print_figures(title, figures, amount, unit, names=NAMES):
+    """A line for each contestant, beside the first.  amount: how many `unit` a measurement is of."""
+    print(f'{title:16} {"median":>10} {"p20":>10} {"p80":>10} {unit + "/s":>12} {"peak MiB":>9} {"to first":>9}')
+    first = next(iter(figures.values()))
+    for kind, f in figures.items():
+        times = ''.join(f'{1e3 * f[name]:8.2f} ms' for name in ('median_s', 'p20_s', 'p80_s'))
+        print(f'{names[kind]:16}{times} {amount / f["median_s"]:12.0f} {f["peak_mib"]:9.0f} '
+              f'{f["median_s"] / first["median_s"]:8.2f}x')

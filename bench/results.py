@@ -1,0 +1,46 @@
+"""Figures that are kept: bench/results/NAME.jsonl, one JSON object a line, the newest last."""
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / 'bench' / 'results'
+
+
+def machine_name():
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        return next(line.partition(':')[2].strip() for line in lines if line.startswith('model name'))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def commit():
+    found = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, text=True, capture_output=True)
+    return found.stdout.strip()
+
+
+def torch_version():
+    try:
+        return importlib.metadata.version('torch')
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def save(name, figures):
+    """Append figures, with date, commit, machine and PyTorch's version, to NAME.jsonl."""
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f'{name}.jsonl'
+    about = {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': machine_name(), 'torch': torch_version()}
+    with open(path, 'a') as file:
+        file.write(json.dumps(about | figures) + '\n')
+    print(f'appended to {path.relative_to(ROOT)}')
+
+
+def load(name, folder=FOLDER):
+    """-> what was saved under that name, oldest first."""
+    path = folder / f'{name}.jsonl'
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,96 @@
+"""The table of the README: from figures that are made up."""
+import json
+
+import pytest
+
+from bench import results, table
+from pyops.errors import UserError
+
+PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
+
+
+def timed(seconds, mib, **more):
+    return {'p20_s': seconds, 'median_s': seconds, 'p80_s': seconds, 'peak_mib': mib} | more
+
+
+def kernels(date, seconds, **place):
+    return {'date': date, 'limits': {'avx2': {'1': [1e11, 1e10], '2': [2e11, 2e10]}}, 'cases': [
+        {'name': 'gemm 1024 x 1024 x 1024', 'seconds': seconds, 'share': 0.9, 'rate': 180.0, 'unit': 'GFLOP/s', 'torch': 0.02,
+         'numpy': 0.015}, {'name': 'not in the table', 'seconds': 1.0, 'share': 0.1}]} | PLACE | place
+
+
+def step(program, date, ours, **place):
+    contestants = {'ours': timed(ours, 300.0, flops=2e10), 'torch': timed(0.4, 700.4), 'torch-compile': timed(0.3, 900.0)}
+    return {'date': date, 'program': program, 'batch_size': 128, 'contestants': contestants, 'runs': {}} | PLACE | place
+
+
+@pytest.fixture
+def files(tmp_path):
+    """-> README, results; the newest of each program counts, of the machine that was measured last."""
+    scaling = {'date': '2030-01-02', 'program': 'seq2seq', 'scaling': {'2 threads': timed(0.1, 1), '1 thread': timed(0.19, 1)}}
+    lines = {
+        'kernels': [kernels('2030-01-01', 0.5), kernels('2030-01-02', 0.01)],
+        'train': [step('seq2seq', '2030-01-01', 0.2), step('transformer', '2030-01-01', 0.15),
+                  step('transformer', '2029-01-01', 0.001, isa='avx512'), step('seq2seq', '2030-01-02', 0.1), scaling | PLACE,
+                  step('mnist', '2030-01-03', 0.000104) | {'runs': {'ours': 1.0, 'torch': 9.0, 'torch-compile': 12.5}}],
+        'translate': [{'date': '2030-01-02', 'program': 'seq2seq', 'sentences': 1000, 'one': {
+            'ours': timed(0.002, 150.0), 'torch': timed(0.01, 280.0)}, 'batches': {
+            'ours': timed(0.5, 160.0, batch_size=128), 'torch': timed(1.25, 290.0, batch_size=256)}} | PLACE]}
+    for name, of_name in lines.items():
+        (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in of_name))
+    readme = tmp_path / 'README.md'
+    readme.write_text('before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n')
+    return readme, tmp_path
+
+
+def run(files, *flags):
+    table.main(['--readme', str(files[0]), '--results', str(files[1]), *flags])
+
+
+def test_the_table(files):
+    run(files)
+    text = files[0].read_text()
+    assert text.startswith('before\n<!-- bench -->\n2 threads of a machine, avx2 kernels, PyTorch 9.9; 2030-01-01 to 2030-01-03.')
+    assert text.endswith('|\n\n<!-- /bench -->\nafter\n') and max(map(len, text.splitlines()[:6])) <= 128
+    memory = '300 MiB, 700 MiB |'
+    assert [line for line in text.splitlines() if line.startswith('|')][2:] == [
+        '| product 1024 x 1024 x 1024 | 10.0 ms | 180 GFLOP/s | 90% | 15.0 ms, numpy | 1.50 x |  |',
+        '| seq2seq, training step, batch 128 | 100 ms | 200 GFLOP/s | 100% | 300 ms, PyTorch compiled | 3.00 x | ' + memory,
+        '| transformer, training step, batch 128 | 150 ms | 133 GFLOP/s | 67% | 300 ms, PyTorch compiled | 2.00 x | ' + memory,
+        '| mnist, training step, batch 128 | 104 us | 192308 GFLOP/s | 96154% | 300 ms, PyTorch compiled | 2884.62 x | ' + memory,
+        '| mnist, whole run with its start-up | 1.00 s |  |  | 9.00 s, PyTorch eager | 9.00 x |  |',
+        '| seq2seq, greedy translation of one sentence | 2.00 ms |  |  | 10.0 ms, PyTorch eager | 5.00 x | 150 MiB, 280 MiB |',
+        '| seq2seq, of 1000 in batches | 500 ms | 2000 sentences/s |  | 1.25 s, PyTorch eager | 2.50 x | 160 MiB, 290 MiB |',
+        '| seq2seq, training step on 2 threads against 1 thread | 100 ms |  |  | 190 ms, pyops on 1 thread | 1.90 x |  |']
+
+
+def test_a_check_passes_once_the_table_is_written(files):
+    with pytest.raises(UserError, match=r'README.md: its table is not that of .*; write it with: python -m bench.table'):
+        run(files, '--check')
+    assert 'old' in files[0].read_text()
+    run(files)
+    run(files, '--check')
+    with open(files[1] / 'kernels.jsonl', 'a') as file:
+        file.write(json.dumps(kernels('2030-01-04', 0.02)) + '\n')
+    with pytest.raises(UserError, match='its table is not'):
+        run(files, '--check')
+
+
+def test_what_it_cannot_work_on(files, tmp_path):
+    with pytest.raises(UserError, match='nowhere.md: cannot be read .* name another file with --readme'):
+        table.main(['--readme', str(tmp_path / 'nowhere.md')])
+    with pytest.raises(UserError, match='no figures to make a table of; measure some with: make bench'):
+        table.main(['--readme', str(files[0]), '--results', str(tmp_path / 'none')])
+    files[0].write_text('no marks')
+    with pytest.raises(UserError, match='has no lines <!-- bench --> and <!-- /bench -->'):
+        run(files)
+
+
+def test_figures_are_appended_with_where_they_are_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, 'FOLDER', tmp_path / 'results')
+    monkeypatch.setattr(results, 'ROOT', tmp_path)
+    for n in (1, 2):
+        results.save('some', {'n': n})
+    lines = results.load('some', tmp_path / 'results')
+    assert [line['n'] for line in lines] == [1, 2] and set(lines[0]) == {'date', 'commit', 'machine', 'torch', 'n'}
+    assert capsys.readouterr().out.splitlines()[-1] == 'appended to results/some.jsonl'
