@@ -95,9 +95,9 @@ def table(folder):
     days = sorted({line['date'] for line in used if line})
     about = (f'{last["threads"]} threads of {last["machine"]}, {last["isa"]} kernels, PyTorch {last["torch"]}; '
              f'{" to ".join(dict.fromkeys((days[0], days[-1])))}')
-    explained = ('Medians of interleaved turns; beside them the faster of PyTorch eager and compiled, of large products that of '
-                 "PyTorch's and numpy's. Memory is the peak of a process, PyTorch's the lower of the two. The limit is what fused "
-                 'multiply-adds in registers reach on as many threads, of what has none copying.')
+    explained = ('Medians of interleaved turns; beside them the faster of PyTorch eager and compiled, of large products that '
+                 "of PyTorch's and numpy's. Memory is the peak of a process, PyTorch's the lower of the two. The limit is what "
+                 'fused multiply-adds in registers reach on as many threads, of what has none copying.')
     return '\n'.join([
         *textwrap.wrap(f'{about}. {explained}', 120), '',
         '| | pyops | rate | of the limit | beside | ratio | peak memory: pyops, PyTorch |', '|---|---|---|---|---|---|---|',
