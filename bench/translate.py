@@ -18,7 +18,7 @@ from pyops.errors import exits_cleanly
 from pyops.training import ArgumentParser, positive_int
 
 PROGRAM = 'bench.translate'
-ALONE = 5               # sentences, one after the other, in a turn of them
+ALONE = 20              # sentences, one after the other, in a turn of them: threads spin for a while when a turn has ended
 SIZES = 64, 128, 256    # of batches that are tried
 
 
@@ -27,8 +27,8 @@ def parse(argv):
     p.add_argument('program', choices=('seq2seq', 'transformer'))
     p.add_argument('--no-torch', action='store_true', help='ours alone')
     p.add_argument('--sentences', type=positive_int, default=1000, metavar='N', help='in batches (default 1000)')
-    p.add_argument('--turns', type=positive_int, default=7, metavar='N', help='timed turns with all of them (default 7); '
-                   'five times as many with a few one by one')
+    p.add_argument('--turns', type=positive_int, default=7, metavar='N', help='timed turns with all of them (default 7), '
+                   f'and twice as many with {ALONE} one by one')
     add_flags(p)
     return p.parse_args(argv)
 
@@ -45,7 +45,7 @@ def contest(args, kinds, threads):
             for _ in range(3):
                 worker.turn(0, few, 1)
         alone = {kind: [] for kind in kinds}
-        for turn in range(5 * args.turns):
+        for turn in range(2 * args.turns):
             first = turn * few % (args.sentences - few + 1)
             for kind, worker in workers.items():
                 alone[kind].append(worker.turn(first, first + few, 1))
