@@ -1,9 +1,9 @@
-"""The table of the README: from figures that are made up."""
+"""Contests of ours alone, and the table of the README, from figures that are made up."""
 import json
 
 import pytest
 
-from bench import results, table
+from bench import results, table, train, translate
 from pyops.errors import UserError
 
 PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
@@ -95,3 +95,24 @@ def test_figures_are_appended_with_where_they_are_from(tmp_path, monkeypatch, ca
     lines = results.load('some', tmp_path / 'results')
     assert [line['n'] for line in lines] == [1, 2] and set(lines[0]) == {'date', 'commit', 'machine', 'torch', 'n'}
     assert capsys.readouterr().out.splitlines()[-1] == 'appended to results/some.jsonl'
+
+
+# ---- contests, of ours alone -----------------------------------------------------------------------------------------
+
+def test_the_contest_of_training_steps(capsys):
+    train.main(['mnist', '--turns', '2', '--warmup', '1', '--json', '--threads', '1'])
+    told = json.loads(capsys.readouterr().out)
+    assert told['program'] == 'mnist' and told['steps'] == 100 and told['threads'] == 1 and 'vs' not in told
+    assert 0 < told['p20_s'] <= told['median_s'] <= told['p80_s'] < 1 and told['peak_mib'] > 10
+
+
+def test_the_contest_of_translation(capsys):
+    translate.main(['transformer', '--no-torch', '--turns', '1', '--sentences', '3', '--json'])
+    told = json.loads(capsys.readouterr().out)
+    assert told['sentences'] == 3 and told['differ'] == {} and set(told['one']) == set(told['batches']) == {'ours'}
+    assert 0 < told['one']['ours']['median_s'] < 10 and told['batches']['ours']['batch_size'] in translate.SIZES
+
+
+def test_scaling_is_of_ours_alone():
+    with pytest.raises(UserError, match='--scaling times ours alone; leave out --vs'):
+        train.main(['mnist', '--scaling', '--vs', 'torch'])
