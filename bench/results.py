@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,7 @@ def save(name, figures):
     about = {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': machine_name(), 'torch': torch_version()}
     with open(path, 'a') as file:
         file.write(json.dumps(about | figures) + '\n')
-    print(f'appended to {path.relative_to(ROOT)}')
+    print(f'appended to {path.relative_to(ROOT)}', file=sys.stderr)      # standard output may be JSON
 
 
 def load(name, folder=FOLDER):

@@ -94,7 +94,7 @@ def test_figures_are_appended_with_where_they_are_from(tmp_path, monkeypatch, ca
         results.save('some', {'n': n})
     lines = results.load('some', tmp_path / 'results')
     assert [line['n'] for line in lines] == [1, 2] and set(lines[0]) == {'date', 'commit', 'machine', 'torch', 'n'}
-    assert capsys.readouterr().out.splitlines()[-1] == 'appended to results/some.jsonl'
+    assert capsys.readouterr().err.splitlines() == 2 * ['appended to results/some.jsonl']
 
 
 # ---- contests, of ours alone -----------------------------------------------------------------------------------------
