@@ -6,7 +6,7 @@
  */
 #include "internal.h"
 
-enum { CHUNK = 4096 };                  /* a multiple of the four words of a counter */
+enum { CHUNK = 6144 };                  /* a multiple of what any table draws at a time */
 
 static pyops_status check(const char *who, int64_t n, float p) {
     PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
