@@ -1,24 +1,30 @@
 /* attention.c - scaled dot-product attention of several heads, and the lengths of padded sequences.
  *
- * A task is one head of one sentence: threads share tasks, and a task runs the same way on any of them.  It goes through
- * tiles of QUERIES x KEYS scores, so that the whole matrix of scores is never in memory; tiles that no query may see are
- * left out.  y and lse are, after each tile, those of attention over the keys so far (the online softmax of Milakov and
- * Gimelshein 2018, arXiv:1805.02867), so any number of keys takes one pass.  Backward makes the weights again from lse.
+ * A task is one head of one sentence.  It goes through tiles of scores, so that the whole matrix of scores is never in memory;
+ * tiles that no query may see are left out.  y and lse are, after each tile, those of attention over the keys so far (the
+ * online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so any number of keys takes one pass.  Backward makes the
+ * weights again from lse.
+ *
+ * A tile has a row for each key and a column for each query.  Where sequences are short, the queries of several tasks share
+ * the columns of one tile, or most lanes of the softmax would be empty; products are still those of one task each.  Threads
+ * share such groups of tasks, and a group runs the same way on any of them.
  *
  * The rows of a head lie a whole step (B,D) apart, often a power of two that maps them to the same few sets of a cache: so
- * the rows of a tile are copied side by side first.  All products then have one form, `direct`, and nothing is packed.
+ * the rows of a tile are copied side by side first.
  */
 #include <math.h>
 #include <string.h>
 #include "internal.h"
 
-enum { QUERIES = 32, KEYS = 64 };
-enum { FEW = 3 };           /* queries that are not worth tiles, as in incremental decoding */
+enum { QUERIES = 32, KEYS = 64 };           /* of a task, in a tile */
+enum { COLUMNS = 48 };                      /* of a tile at most: queries of several tasks */
+enum { FEW = 3 };                           /* queries that are not worth tiles, as in incremental decoding */
 
 /* What all tasks of a call share.  Rows of q, k, v, y are `row` floats apart, their copies `ld`. */
 typedef struct {
     const pyops_kernels *k;
     int64_t Tq, Tk, B, heads, C, row, ld;
+    int64_t group, columns, keys;   /* tasks of a group, columns and keys of a tile at most */
     const int32_t *lengths;
     const int64_t *step;            /* NULL where p is 0 */
     int32_t causal;
@@ -38,13 +44,16 @@ static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, 
         .k = pyops_active(), .Tq = Tq, .Tk = Tk, .B = B, .heads = heads, .C = C, .row = B * heads * C,
         .ld = pyops_round_up(C, PYOPS_LANES), .lengths = lengths, .step = p > 0.0f ? step : NULL, .causal = causal,
         .p = p, .scale = 1.0f / sqrtf((float)C), .key = key,
+        .group = pyops_max(1, pyops_min(B * heads, COLUMNS / pyops_max(1, pyops_max(Tq, Tk)))), .keys = pyops_min(Tk, KEYS),
     };
+    c->columns = pyops_round_up(c->group * pyops_min(Tq, QUERIES), PYOPS_LANES);
     return PYOPS_OK;
 }
 
-/* Are so many products worth several threads? */
+/* Are so many products worth several threads?  The rows are moved, too, which is more than the products of short ones. */
 static int shared(const call *c, int64_t products) {
-    return c->B * c->heads * c->Tq * c->Tk * c->C * products > PYOPS_SHARE_FMAS;
+    const int64_t moved = (c->Tq + c->Tk) * (PYOPS_SHARE_FMAS / PYOPS_SHARE_FLOATS);
+    return c->B * c->heads * c->C * (c->Tq * c->Tk * products + moved) > PYOPS_SHARE_FMAS;
 }
 
 /* How many keys query i of sentence b may see: the first ones. */
@@ -53,10 +62,16 @@ static int64_t seen(const call *c, int64_t b, int64_t i) {
     return c->causal ? pyops_max(0, pyops_min(length, i + 1 + c->Tk - c->Tq)) : length;
 }
 
-/* keep (rows,n) / (1 - p) of the queries from i on and the keys from j on, a multiple of 4; returns the distance of its
- * rows.  Where n is all keys, rows lie side by side in the count of elements too, and are drawn at once. */
+/* How many of the keys of a tile from j on query i of a task may see; none before the first query. */
+static int64_t seen_from(const call *c, int64_t task, int64_t i, int64_t j) {
+    return i < 0 ? 0 : pyops_max(0, pyops_min(c->keys, seen(c, task / c->heads, i) - j));
+}
+
+/* keep (rows,n) / (1 - p) of the queries from i on (also those of the next tasks) and the keys from j on, a multiple of 4;
+ * returns the distance of its rows.  Whole rows lie side by side in the count of elements too, and are drawn at once, with
+ * what nobody sees if they are short. */
 static int64_t draw(const call *c, float *keep, int64_t task, int64_t i, int64_t rows, int64_t j, int64_t n) {
-    const int64_t Tk4 = pyops_round_up(c->Tk, 4), ld = pyops_round_up(n, 4), at_once = ld == Tk4;
+    const int64_t Tk4 = pyops_round_up(c->Tk, 4), ld = Tk4 <= KEYS ? Tk4 : pyops_round_up(n, 4), at_once = ld == Tk4;
     const int64_t first = ((task * c->Tq + i) * Tk4 + j) / 4, count = at_once ? rows * ld : ld;
     for (int64_t r = 0; r < (at_once ? 1 : rows); r++) {
         c->k->fill(keep + r*ld, count, 1.0f);
@@ -66,74 +81,103 @@ static int64_t draw(const call *c, float *keep, int64_t task, int64_t i, int64_t
     return ld;
 }
 
-/* ---- a tile of scores: (KEYS,QUERIES), so that a vector holds one score each of several queries --------------- */
+/* ---- a tile of scores (KEYS,columns), so that a vector holds one score each of several queries ----------------- */
 typedef struct {
-    int64_t i, rows, width, j, n;       /* queries [i, i + rows), padded to width; keys [j, j + n) */
-    int32_t seen[QUERIES];              /* how many of these keys each of them may see */
+    int64_t task, tasks, i, rows;       /* queries [i, i + rows) of each of these tasks */
+    int64_t columns, width;             /* tasks * rows, and the same padded */
+    int64_t j, n;                       /* keys [j, j + n), the most that any of the tasks sees */
+    int32_t seen[COLUMNS];              /* how many of these keys each query may see */
     const float *keep;                  /* keep' / (1 - p), or one row of ones for all keys, */
     int64_t ld_keep;                    /* which are this far apart */
 } tile;
 
+/* How many keys of the tile any query of task g sees: its last one sees most. */
+static int64_t keys_of(const tile *t, int64_t g) { return t->seen[(g + 1) * t->rows - 1]; }
+
 /* The tile of the queries from i on and the keys from j on; 0 if none of them may see any of these. */
-static int make_tile(const call *c, tile *t, int64_t task, int64_t i, int64_t j) {
-    const int64_t b = task / c->heads;
-    *t = (tile){.i = i, .rows = pyops_min(QUERIES, c->Tq - i), .j = j};
-    t->width = pyops_round_up(t->rows, PYOPS_LANES);
-    t->n = pyops_max(0, pyops_min(KEYS, seen(c, b, i + t->rows - 1) - j));
-    for (int64_t r = 0; r < t->rows; r++) t->seen[r] = (int32_t)pyops_max(0, pyops_min(t->n, seen(c, b, i + r) - j));
+static int make_tile(const call *c, tile *t, int64_t task, int64_t tasks, int64_t i, int64_t j) {
+    *t = (tile){.task = task, .tasks = tasks, .i = i, .rows = pyops_min(QUERIES, c->Tq - i), .j = j};
+    t->columns = tasks * t->rows;
+    t->width = pyops_round_up(t->columns, PYOPS_LANES);
+    for (int64_t g = 0; g < tasks; g++) {
+        for (int64_t r = 0; r < t->rows; r++) t->seen[g * t->rows + r] = (int32_t)seen_from(c, task + g, i + r, j);
+        t->n = pyops_max(t->n, keys_of(t, g));
+    }
     return t->n > 0;
 }
 
 /* Its dropout; drawn and keep are scratch. */
-static void keep_tile(const call *c, tile *t, int64_t task, float *keep, float *drawn) {
+static void keep_tile(const call *c, tile *t, float *keep, float *drawn) {
     t->keep = keep;
     if (c->step) {
-        t->ld_keep = QUERIES;
-        c->k->transpose(keep, drawn, t->rows, t->n, QUERIES, draw(c, drawn, task, t->i, t->rows, t->j, t->n));
+        t->ld_keep = c->columns;
+        c->k->transpose(keep, drawn, t->columns, t->n, c->columns, draw(c, drawn, t->task, t->i, t->columns, t->j, t->n));
     } else {
         c->k->fill(keep, t->width, 1.0f);
     }
 }
 
+/* s (n,rows), the part of a tile that is one task's, = a b' of rows a (n,C), copied, and b (rows,C), ldb apart.  Rows that
+ * fill lanes are transposed to them; of fewer, copied too, lanes take a part of each sum.  turned is scratch. */
+static void scores(const call *c, float *s, const float *a, const float *b, int64_t ldb, int64_t n, int64_t rows,
+                   float *turned) {
+    if (rows < PYOPS_LANES) {
+        c->k->dot_products(s, a, b, n, rows, c->ld, c->columns, c->ld);
+    } else {
+        c->k->transpose(turned, b, rows, c->C, QUERIES, ldb);
+        c->k->direct(s, a, turned, n, rows, c->C, c->columns, c->ld, 1, QUERIES, 0);
+    }
+}
+
 /* ---- forward ---- */
-typedef struct { int64_t k, v, q_t, s, keep, drawn, total; } forward_layout;
+typedef struct { int64_t k, v, q, turned, s, keep, drawn, total; } forward_layout;
 
 static forward_layout lay_out_forward(const call *c) {
+    const int64_t copied = c->group * c->keys * c->ld;
     forward_layout l = {0};
-    l.v = l.k + KEYS * c->ld;                           /* k / sqrt(C), v (KEYS,C) */
-    l.q_t = l.v + KEYS * c->ld;                         /* q' (C,QUERIES) */
-    l.s = l.q_t + c->C * QUERIES;                       /* scores, then weights (KEYS,QUERIES) */
-    l.keep = l.s + KEYS * QUERIES;                      /* (KEYS,QUERIES) */
-    l.drawn = l.keep + KEYS * QUERIES;                  /* (QUERIES,KEYS) */
-    l.total = l.drawn + QUERIES * KEYS;
+    l.v = l.k + copied;                                 /* k, v of each task (keys,C) */
+    l.q = l.v + copied;                                 /* q of a task (QUERIES,C) */
+    l.turned = l.q + QUERIES * c->ld;                   /* (C,QUERIES) */
+    l.s = l.turned + c->C * QUERIES;                    /* scores, then weights (KEYS,columns) */
+    l.keep = l.s + KEYS * c->columns;                   /* (KEYS,columns) */
+    l.drawn = l.keep + KEYS * c->columns;               /* (columns,KEYS) */
+    l.total = l.drawn + c->columns * KEYS;
     return l;
 }
 
-static void forward(const call *c, float *work, int64_t task, float *y, float *lse,
+static void forward(const call *c, float *work, int64_t task, int64_t tasks, float *y, float *lse,
                     const float *q, const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     const forward_layout l = lay_out_forward(c);
-    const int64_t row = c->row, ld = c->ld, all = seen(c, task / c->heads, c->Tq - 1);
+    const int64_t C = c->C, row = c->row, ld = c->ld, copied = c->keys * ld;
     float *const s = work + l.s;
-    for (int64_t j = 0; j == 0 || j < all; j += KEYS) {
-        const int64_t keys = pyops_min(KEYS, all - j);
-        kernels->scale_rows(work + l.k, k + j*row, c->scale, keys, c->C, ld, row);
-        kernels->scale_rows(work + l.v, v + j*row, 1.0f, keys, c->C, ld, row);
+    for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
+        for (int64_t g = 0; g < tasks; g++) {
+            const int64_t n = seen_from(c, task + g, c->Tq - 1, j);
+            kernels->scale_rows(work + l.k + g * copied, k + j*row + g*C, 1.0f, n, C, ld, row);
+            kernels->scale_rows(work + l.v + g * copied, v + j*row + g*C, 1.0f, n, C, ld, row);
+        }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
-            float lse_i[QUERIES] = {0}, before[QUERIES];
-            if (!make_tile(c, &t, task, i, j)) {
-                if (!j) kernels->fill_rows(y + i*row, t.rows, c->C, row, 0.0f), kernels->fill(lse + i, t.rows, -INFINITY);
-                continue;
+            float lse_i[COLUMNS] = {0}, before[COLUMNS];
+            if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
+            for (int64_t g = 0; g < tasks; g++) {
+                const float *q_g = q + i*row + g*C;
+                const int copy = t.rows < PYOPS_LANES;
+                if (copy) kernels->scale_rows(work + l.q, q_g, 1.0f, t.rows, C, ld, row), q_g = work + l.q;
+                scores(c, s + g * t.rows, work + l.k + g * copied, q_g, copy ? ld : row, keys_of(&t, g), t.rows,
+                       work + l.turned);
             }
-            kernels->transpose(work + l.q_t, q + i*row, t.rows, c->C, QUERIES, row);
-            kernels->direct(s, work + l.k, work + l.q_t, t.n, t.width, c->C, QUERIES, ld, 1, QUERIES, 0);
-            keep_tile(c, &t, task, work + l.keep, work + l.drawn);
-            if (j) memcpy(lse_i, lse + i, (size_t)t.rows * sizeof *lse);
-            kernels->softmax_online(s, lse_i, before, t.keep, t.seen, t.n, t.width, QUERIES, t.ld_keep, j > 0);
-            memcpy(lse + i, lse_i, (size_t)t.rows * sizeof *lse);
-            for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y + (i + r)*row, y + (i + r)*row, before[r], c->C);
-            kernels->direct(y + i*row, s, work + l.v, t.rows, c->C, t.n, row, 1, QUERIES, ld, j > 0);
+            keep_tile(c, &t, work + l.keep, work + l.drawn);
+            if (j) memcpy(lse_i, lse + i, (size_t)t.columns * sizeof *lse);
+            kernels->softmax_online(s, lse_i, before, t.keep, t.seen, c->scale, t.n, t.width, c->columns, t.ld_keep, j > 0);
+            memcpy(lse + i, lse_i, (size_t)t.columns * sizeof *lse);
+            for (int64_t g = 0; g < tasks; g++) {
+                float *const y_g = y + i*row + g*C;
+                for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y_g + r*row, y_g + r*row, before[r], C);
+                kernels->direct(y_g, s + g * t.rows, work + l.v + g * copied, t.rows, C, keys_of(&t, g), row, 1, c->columns, ld,
+                                j > 0);
+            }
         }
     }
 }
@@ -165,6 +209,7 @@ pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const
     call c;
     const pyops_status status = make_call(&c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status) return status;
+    const int64_t group = Tq <= FEW ? 1 : c.group;
     const int64_t floats = Tq <= FEW ? 2 * pyops_round_up(Tk + 1, 4) : lay_out_forward(&c).total;      /* never 0 */
     int failed = 0;
     #pragma omp parallel if (shared(&c, 2))
@@ -174,70 +219,76 @@ pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const
             #pragma omp atomic write
             failed = 1;
         }
+        if (work && Tq > FEW && c.ld > C) c.k->fill(work, lay_out_forward(&c).turned, 0.0f);      /* beyond the copied rows */
         #pragma omp for schedule(static)
-        for (int64_t task = 0; task < B * heads; task++)
-            if (work)
-                (Tq <= FEW ? forward_few : forward)(&c, work, task, y + task * C, lse + task * Tq, q + task * C, k + task * C,
-                                                    v + task * C);
+        for (int64_t task = 0; task < B * heads; task += group) {
+            if (!work) continue;
+            if (Tq <= FEW) forward_few(&c, work, task, y + task * C, lse + task * Tq, q + task * C, k + task * C, v + task * C);
+            else forward(&c, work, task, pyops_min(group, B * heads - task), y + task * C, lse + task * Tq, q + task * C,
+                         k + task * C, v + task * C);
+        }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_forward: no memory for tiles") : PYOPS_OK;
 }
 
 /* ---- backward ---- */
-typedef struct { int64_t k, v, q, dy, q_t, dy_t, s, ds, keep, drawn, dsum, total; } backward_layout;
+typedef struct { int64_t k, v, q, dy, turned, s, ds, keep, drawn, dsum, total; } backward_layout;
 
 static backward_layout lay_out_backward(const call *c) {
+    const int64_t keys = c->group * c->keys * c->ld, queries = c->group * pyops_min(c->Tq, QUERIES) * c->ld;
     backward_layout l = {0};
-    l.v = l.k + KEYS * c->ld;                           /* k / sqrt(C), v (KEYS,C) */
-    l.q = l.v + KEYS * c->ld;                           /* q / sqrt(C), dy (QUERIES,C) */
-    l.dy = l.q + QUERIES * c->ld;
-    l.q_t = l.dy + QUERIES * c->ld;                     /* q', dy' (C,QUERIES) */
-    l.dy_t = l.q_t + c->C * QUERIES;
-    l.s = l.dy_t + c->C * QUERIES;                      /* scores, then weights times keep (KEYS,QUERIES) */
-    l.ds = l.s + KEYS * QUERIES;                        /* their gradients (KEYS,QUERIES) */
-    l.keep = l.ds + KEYS * QUERIES;                     /* (KEYS,QUERIES) */
-    l.drawn = l.keep + KEYS * QUERIES;                  /* (QUERIES,KEYS) */
-    l.dsum = l.drawn + QUERIES * KEYS;                  /* dy . y (Tq) */
-    l.total = l.dsum + pyops_round_up(c->Tq, QUERIES);
+    l.v = l.k + keys;                                   /* k, v of each task (keys,C) */
+    l.q = l.v + keys;                                   /* q, dy of each task (queries,C) */
+    l.dy = l.q + queries;
+    l.turned = l.dy + queries;                          /* (C,QUERIES) */
+    l.s = l.turned + c->C * QUERIES;                    /* scores, then weights times keep (KEYS,columns) */
+    l.ds = l.s + KEYS * c->columns;                        /* their gradients (KEYS,columns) */
+    l.keep = l.ds + KEYS * c->columns;                     /* (KEYS,columns) */
+    l.drawn = l.keep + KEYS * c->columns;               /* (columns,KEYS) */
+    l.dsum = l.drawn + c->columns * KEYS;               /* dy . y (tasks,Tq) */
+    l.total = l.dsum + pyops_round_up(c->group * c->Tq, COLUMNS);
     return l;
 }
 
-static void backward(const call *c, float *work, int64_t task, float *dq, float *dk, float *dv, const float *dy,
+static void backward(const call *c, float *work, int64_t task, int64_t tasks, float *dq, float *dk, float *dv, const float *dy,
                      const float *q, const float *k, const float *v, const float *y, const float *lse) {
     const pyops_kernels *kernels = c->k;
     const backward_layout l = lay_out_backward(c);
-    const int64_t C = c->C, row = c->row, ld = c->ld;
-    const int64_t first = c->Tq ? seen(c, task / c->heads, pyops_min(QUERIES, c->Tq) - 1) : 0;
-    const int64_t all = c->Tq ? seen(c, task / c->heads, c->Tq - 1) : 0;
+    const int64_t C = c->C, row = c->row, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
     float *const s = work + l.s, *const ds = work + l.ds, *const dsum = work + l.dsum;
-    kernels->dots(dsum, dy, y, 1.0f, c->Tq, C, row, row);
-    kernels->fill(dsum + c->Tq, l.total - l.dsum - c->Tq, 0.0f);
+    for (int64_t g = 0; g < tasks; g++) kernels->dots(dsum + g * c->Tq, dy + g*C, y + g*C, 1.0f, c->Tq, C, row, row);
+    kernels->fill(dsum + tasks * c->Tq, l.total - l.dsum - tasks * c->Tq, 0.0f);
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
-        const int64_t keys = pyops_min(KEYS, c->Tk - j);
-        const int64_t used = pyops_max(0, pyops_min(KEYS, all - j)), written = pyops_max(0, pyops_min(KEYS, first - j));
-        kernels->scale_rows(work + l.k, k + j*row, c->scale, used, C, ld, row);
-        kernels->scale_rows(work + l.v, v + j*row, 1.0f, used, C, ld, row);
-        kernels->fill_rows(dk + (j + written)*row, keys - written, C, row, 0.0f);      /* the first queries write the others, */
-        kernels->fill_rows(dv + (j + written)*row, keys - written, C, row, 0.0f);      /* and later ones add */
+        for (int64_t g = 0; g < tasks; g++) {
+            const int64_t all = pyops_min(KEYS, c->Tk - j), used = seen_from(c, task + g, c->Tq - 1, j);
+            const int64_t written = seen_from(c, task + g, pyops_min(QUERIES, c->Tq) - 1, j), others = j + written;
+            kernels->scale_rows(work + l.k + g * keys, k + j*row + g*C, 1.0f, used, C, ld, row);
+            kernels->scale_rows(work + l.v + g * keys, v + j*row + g*C, 1.0f, used, C, ld, row);
+            kernels->fill_rows(dk + others*row + g*C, all - written, C, row, 0.0f);     /* the first queries write the rest, */
+            kernels->fill_rows(dv + others*row + g*C, all - written, C, row, 0.0f);     /* and later ones add */
+        }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
-            float lse_i[QUERIES] = {0};
-            if (!make_tile(c, &t, task, i, j)) {
-                if (!j) kernels->fill_rows(dq + i*row, t.rows, C, row, 0.0f);
-                continue;
+            float lse_i[COLUMNS] = {0};
+            if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
+            for (int64_t g = 0; g < tasks; g++) {
+                float *const q_g = work + l.q + g * queries, *const dy_g = work + l.dy + g * queries;
+                const int64_t n = keys_of(&t, g), at = g * t.rows;
+                kernels->scale_rows(q_g, q + i*row + g*C, 1.0f, t.rows, C, ld, row);
+                kernels->scale_rows(dy_g, dy + i*row + g*C, 1.0f, t.rows, C, ld, row);
+                scores(c, s + at, work + l.k + g * keys, q_g, ld, n, t.rows, work + l.turned);
+                scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.turned);
             }
-            kernels->scale_rows(work + l.q, q + i*row, c->scale, t.rows, C, ld, row);
-            kernels->scale_rows(work + l.dy, dy + i*row, 1.0f, t.rows, C, ld, row);
-            kernels->transpose(work + l.q_t, q + i*row, t.rows, C, QUERIES, row);
-            kernels->transpose(work + l.dy_t, work + l.dy, t.rows, C, QUERIES, ld);
-            kernels->direct(s, work + l.k, work + l.q_t, t.n, t.width, C, QUERIES, ld, 1, QUERIES, 0);
-            kernels->direct(ds, work + l.v, work + l.dy_t, t.n, t.width, C, QUERIES, ld, 1, QUERIES, 0);
-            keep_tile(c, &t, task, work + l.keep, work + l.drawn);
-            memcpy(lse_i, lse + i, (size_t)t.rows * sizeof *lse);
-            kernels->softmax_back(s, ds, lse_i, dsum + i, t.keep, t.seen, t.n, t.width, QUERIES, t.ld_keep);
-            kernels->direct(dv + j*row, s, work + l.dy, t.n, C, t.rows, row, QUERIES, 1, ld, i > 0);
-            kernels->direct(dk + j*row, ds, work + l.q, t.n, C, t.rows, row, QUERIES, 1, ld, i > 0);
-            kernels->direct(dq + i*row, ds, work + l.k, t.rows, C, t.n, row, 1, QUERIES, ld, j > 0);
+            keep_tile(c, &t, work + l.keep, work + l.drawn);
+            memcpy(lse_i, lse + i, (size_t)t.columns * sizeof *lse);
+            kernels->softmax_back(s, ds, lse_i, dsum + i, t.keep, t.seen, c->scale, t.n, t.width, c->columns, t.ld_keep);
+            for (int64_t g = 0; g < tasks; g++) {
+                const int64_t n = keys_of(&t, g), at = g * t.rows;
+                float *const dq_g = dq + i*row + g*C, *const dk_g = dk + j*row + g*C, *const dv_g = dv + j*row + g*C;
+                kernels->direct(dv_g, s + at, work + l.dy + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
+                kernels->direct(dk_g, ds + at, work + l.q + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
+                kernels->direct(dq_g, ds + at, work + l.k + g * keys, t.rows, C, n, row, 1, c->columns, ld, j > 0);
+            }
         }
     }
 }
@@ -259,11 +310,12 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
             #pragma omp atomic write
             failed = 1;
         }
+        if (work && c.ld > C) c.k->fill(work, lay_out_backward(&c).turned, 0.0f);      /* beyond the copied rows */
         #pragma omp for schedule(static)
-        for (int64_t task = 0; task < B * heads; task++)
+        for (int64_t task = 0; task < B * heads; task += c.group)
             if (work)
-                backward(&c, work, task, dq + task * C, dk + task * C, dv + task * C, dy + task * C, q + task * C, k + task * C,
-                         v + task * C, y + task * C, lse + task * Tq);
+                backward(&c, work, task, pyops_min(c.group, B * heads - task), dq + task * C, dk + task * C, dv + task * C,
+                         dy + task * C, q + task * C, k + task * C, v + task * C, y + task * C, lse + task * Tq);
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_backward: no memory for tiles") : PYOPS_OK;
 }

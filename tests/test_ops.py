@@ -708,7 +708,8 @@ def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=3
 
 
 @of_threads
-@pytest.mark.parametrize('row,size', [pytest.param(row, row.large, id=row.name) for row in TABLE])
+@pytest.mark.parametrize('row,size', [*(pytest.param(row, row.large, id=row.name) for row in TABLE),
+                                      pytest.param(AttentionRow(True, 0.3, 'any'), (9, 7, 65, 4, 64), id='short attention')])
 def test_same_bits_for_any_number_of_threads(row, size):
     before = backend.threads()
     try:
