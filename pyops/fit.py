@@ -101,7 +101,8 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
 
     pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
     left = math.inf if max_steps is None else max_steps
-    look_every = LOOK_EVERY_ON_CPU if backend.place() is backend.HOST else LOOK_EVERY
+    on_cpu = backend.place() is backend.HOST            # where to look now and then for the sake of a line costs nothing
+    look_every = LOOK_EVERY_ON_CPU if on_cpu else LOOK_EVERY
 
     def collect():
         nonlocal looked
@@ -139,7 +140,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                     pending.extend(sizes)
                     left -= len(sizes)
                     is_over = bool(stop) or left <= 0
-                    if is_over or is_time():
+                    if is_over or is_time() or on_cpu and display.is_due(run.position + sum(pending)):
                         collect()
                         display.update(run.position, loss=run.loss)
                     if is_over:

@@ -170,12 +170,16 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
-        elif self._lines_by(done) > self._printed and (done < self.total or self.at_end):
+        elif self.is_due(done) and (done < self.total or self.at_end):
             self._printed = self._lines_by(done)
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
             minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
             timing = f'({rate:.0f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
             print(f'{self.label}[{done}/{self.total}]', *filter(None, [_shown(values)]), timing, flush=True)
+
+    def is_due(self, done):
+        """Whether a plain line is to be printed when so many are done: a bar may miss some, a line not."""
+        return self._bar is None and self._lines_by(done) > self._printed
 
     def print(self, line):
         """Print another line, above the bar where there is one."""

@@ -88,3 +88,10 @@ def test_another_batch_size_in_the_middle_of_an_epoch_that_drops_its_last_batch(
     assert sum([seen, *shown], []) == epoch_order(11, 1, 0)[:samples].tolist()
     assert lines[0]['samples'] == samples and lines[0]['loss'] == 2.0
     assert run == fit.Run(1, batch_size, epoch=1)
+
+
+def test_every_plain_line_of_an_epoch_is_printed_however_seldom_results_are_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(fit, 'LOOK_EVERY_ON_CPU', 1e9)
+    run_epochs(fit.Run(1, 10), 100, 1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('[')]
+    assert [line.split('/')[0] for line in lines] == [f'[{done}' for done in range(10, 101, 10)]
