@@ -19,7 +19,7 @@ enum { FROM_SUMS = 4, TO_SUMS = 8 };
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, const float *a, const float *b,
                   const float *bias, int64_t mc, int64_t nc, int64_t kc, int flags) {
     const int64_t MR = k->MR, NR = k->NR;
-    const int64_t share = (NR * MR + mc - 1) / mc;        /* of a row of the next panel of b: what each tile of this one fetches */
+    const int64_t share = (NR * MR + mc - 1) / mc;        /* of a step of the next panel of b: what each tile fetches */
     float edge[16 * 32], edge_bias[32];
     for (int64_t j = 0; j < nc; j += NR) {
         const int64_t n = pyops_min(NR, nc - j);
@@ -60,9 +60,9 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
 
 /* ---- products that packing would not repay: few rows, where all of b would be packed to be used but once or twice, and small
  * ones ---- */
-enum { FEW_ROWS = 3, SMALL = 32768, DOTS = 64 };          /* SMALL: multiply-adds; DOTS: columns at a time */
+enum { SMALL = 32768, DOTS = 64 };                        /* multiply-adds; columns at a time */
 
-static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= FEW_ROWS && a.col == 1 && b.row == 1; }
+static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
 
 /* Each column of b lies along memory: its dot products with the rows of a. */
 static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
@@ -92,7 +92,7 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
     if (is_few(a, b, M)) return few_rows(k, c, ldc, a, b, bias, M, N, K, flags);
-    if (b.col == 1 && (M <= FEW_ROWS || M * N * K <= SMALL)) return where_they_lie(k, c, ldc, a, b, bias, M, N, K, flags);
+    if (b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL)) return where_they_lie(k, c, ldc, a, b, bias, M, N, K, flags);
     /* of b that are packed at a time */
     const int64_t steps = pyops_min(K, k->KB), columns = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
     for (int64_t jc = 0; jc < N; jc += columns)
@@ -143,7 +143,7 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                                     int64_t M, int64_t N, int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
-    const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);      /* or all of b is */
+    const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);      /* or all of b is */
     const int64_t threads = is_large ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
     const int64_t rows = (M + tm - 1) / tm, columns = pyops_round_up((N + tn - 1) / tn, k->NR);

@@ -12,12 +12,11 @@
 #include <string.h>
 #include "internal.h"
 
-/* ---- recurrent products: w (K,N), packed, or where it lies for as few rows as pyops_product takes without packing ---- */
-enum { FEW_ROWS = 3 };
+/* ---- recurrent products: w (K,N), packed, or where it lies for few rows ---- */
 typedef struct { pyops_view at; int64_t K, N; float *packed; } weight;
 
 static weight weight_of(pyops_view at, int64_t K, int64_t N, float *packed, int64_t B) {
-    return (weight){at, K, N, B > FEW_ROWS ? packed : NULL};
+    return (weight){at, K, N, B > PYOPS_FEW_ROWS ? packed : NULL};
 }
 
 /* By all threads, each its share; they have to meet before it is used. */

@@ -198,6 +198,9 @@ static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int
 }
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
 
+/* Up to so many rows a product takes b where it lies, without packing, if its columns lie along memory or its rows do. */
+enum { PYOPS_FEW_ROWS = 3 };
+
 /* Floats that pyops_product_* need as scratch for one thread. */
 size_t pyops_product_scratch(const pyops_kernels *k);
 
