@@ -10,9 +10,9 @@
  * most.  Only where that is not below the largest logit seen so far is it computed, from weight itself: of 13387 words that
  * is some tens.  The result is that of computing them all, of equals the first, whatever the order and the threads.
  *
- * |f| is at most half a unit, |x| / levels, times sqrt(D), since no |x[d]| exceeds |x|; rounding within the sums of floats is bounded by
- * D eps |w| |x|.  So the bound is |x| margin + top, with two numbers a word.  Where a row or a word has NaN, an infinity, or
- * numbers too small or large for these formulas, its bound is infinite or NaN, and its logits are all computed.
+ * |f| is at most half a unit, |x| / levels, times sqrt(D), since no |x[d]| exceeds |x|; rounding within the sums of floats is
+ * bounded by D eps |w| |x|.  So the bound is |x| margin + top, with two numbers a word.  Where a row or a word has NaN, an
+ * infinity, or numbers too small or large for these formulas, its bound is infinite or NaN, and its logits are all computed.
  */
 #include <float.h>
 #include <math.h>

@@ -117,8 +117,8 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             #pragma omp for schedule(dynamic)
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
-                const float *z = chunk(logits, block, v);
-                pyops_product_packed(k, chunk(logits, block, v) - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias,
+                float *z = chunk(logits, block, v);
+                pyops_product_packed(k, z - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias,
                                      rows, V, D, v, v + n, 0, scratch);
                 for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r*LD, n);
             }
