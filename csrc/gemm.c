@@ -1,9 +1,10 @@
-/* gemm.c - matrix products: packed, blocked for three levels of cache, threads share the result.
+/* gemm.c - matrix products: blocked for three levels of cache, threads share the result.
  *
  * The loops of BLIS (Van Zee and van de Geijn 2015, doi:10.1145/2764454) around the tile of kernels/gemm_body.inc:
- * columns by NC, K by KC, rows by MC, then tiles.  Each thread owns a rectangle of c and packs what it needs for
- * it, so threads never wait for each other; the rectangles are chosen so that little is packed twice.  Every
- * element is summed in the same order whatever the rectangle: in blocks of KC, and in a block one by one.
+ * columns by NC, K by KC, rows by MC, then tiles.  b is packed; a is read where it lies, and packed only where that would
+ * be slow.  Each thread owns a rectangle of c and packs what it needs for it, so threads never wait for each other; the
+ * rectangles are chosen so that little is packed twice.  Every element is summed in the same order whatever the rectangle:
+ * in blocks of KC, and in a block one by one.
  */
 #include <omp.h>
 #include <string.h>
@@ -14,32 +15,47 @@ static float rectified(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN sta
 /* Where the sums of a block of c are while K is gone through: beside PYOPS_ADD and PYOPS_RELU. */
 enum { FROM_SUMS = 4, TO_SUMS = 8 };
 
-/* c (mc,nc) = packed a (mc,kc) x packed b (kc,nc): all tiles.  Sums of tiles that are not ready yet go to `sums`, one tile
- * after the other, where neither a page nor the sets of a cache are short; those at the edge of c go through a buffer. */
-static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, const float *a, const float *b,
-                  const float *bias, int64_t mc, int64_t nc, int64_t kc, int flags) {
-    const int64_t MR = k->MR, NR = k->NR;
-    const int64_t share = (NR * MR + mc - 1) / mc;        /* of a step of the next panel of b: what each tile fetches */
+/* c (mc,nc) = a (mc,kc) x packed b (kc,nc): all tiles; what they have in common is in `t`, and panels of a are `panel` floats
+ * apart.  Sums of tiles that are not ready yet go to `sums`, one tile after the other, where neither a page nor the sets of a
+ * cache are short; those at the edge of c go through a buffer. */
+static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int64_t panel, const float *bias,
+                  int64_t mc, int64_t nc, int flags) {
+    const int64_t MR = k->MR, NR = k->NR, kc = t.K;
+    const float *const a = t.a, *const b = t.b;
+    /* what a tile fetches of the next panel of b, and how much of it at each step */
+    const int64_t share = NR * kc * MR / pyops_round_up(mc, MR), far = (share + kc - 1) / kc;
     float edge[16 * 32], edge_bias[32];
+    t.relu = flags & PYOPS_RELU;
     for (int64_t j = 0; j < nc; j += NR) {
-        const int64_t n = pyops_min(NR, nc - j);
-        const float *bias_j = bias ? bias + j : NULL;
+        const int64_t n = pyops_min(NR, nc - j), ld = n < NR ? NR : ldc;
+        t.b = b + j * kc;
+        t.bias = bias ? bias + j : NULL;
         if (bias && n < NR) {
-            for (int64_t l = 0; l < NR; l++) edge_bias[l] = l < n ? bias_j[l] : 0.0f;
-            bias_j = edge_bias;
+            for (int64_t l = 0; l < NR; l++) edge_bias[l] = l < n ? bias[j + l] : 0.0f;
+            t.bias = edge_bias;
         }
+        t.ldc = flags & TO_SUMS ? NR : ld;
+        t.ld_before = flags & FROM_SUMS ? NR : ld;
         for (int64_t i = 0; i < mc; i += MR, sums += MR * NR) {
-            const int64_t m = pyops_min(MR, mc - i);
-            float *c_ij = c + i * ldc + j, *at = n < NR ? edge : c_ij, *to = flags & TO_SUMS ? sums : at;
-            const float *before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
-            const int64_t ld = n < NR ? NR : ldc, ld_to = flags & TO_SUMS ? NR : ld, ld_before = flags & FROM_SUMS ? NR : ld;
-            if (before == edge)
-                for (int64_t r = 0; r < m; r++)
+            float *const c_ij = c + i * ldc + j, *const at = n < NR ? edge : c_ij;
+            t.c = flags & TO_SUMS ? sums : at;
+            t.before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
+            t.a = a + i / MR * panel;
+            t.rows = pyops_min(MR, mc - i);
+            if (!j && panel != MR * kc) {               /* its next rows, for a is not packed and may be far away */
+                t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
+                t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
+                t.jump = t.a_row == 1 ? 0 : t.a_row - PYOPS_RUN * PYOPS_RUN;
+            } else {
+                t.next = b + (j + NR) * kc + i / MR * share;
+                t.far = far, t.jump = 0;
+            }
+            if (t.before == edge)
+                for (int64_t r = 0; r < t.rows; r++)
                     for (int64_t s = 0; s < NR; s++) edge[r*NR + s] = s < n ? c_ij[r*ldc + s] : 0.0f;
-            k->gemm(to, ld_to, before, ld_before, a + i * kc, b + j * kc, bias_j, kc, m, flags & PYOPS_RELU,
-                    b + (j + NR) * kc + i / MR * share * kc, share);
-            if (to == edge)
-                for (int64_t r = 0; r < m; r++) memcpy(c_ij + r*ldc, edge + r*NR, (size_t)n * sizeof *c);
+            k->gemm(&t);
+            if (t.c == edge)
+                for (int64_t r = 0; r < t.rows; r++) memcpy(c_ij + r*ldc, edge + r*NR, (size_t)n * sizeof *c);
         }
     }
 }
@@ -113,6 +129,12 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     }
 }
 
+/* Is a read where it lies as fast as a packed copy would be?  Its rows along K must not all want one set of L1, which has 8
+ * places. */
+static int lies_well(const pyops_kernels *k, pyops_view a) {
+    return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
+}
+
 /* Rows of c outside, blocks of K inside: the sums of a block of c stay in L2, and c is touched once. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
                           const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
@@ -126,9 +148,14 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 const int64_t mc = pyops_min(k->MC, M - ic), kc = pyops_min(k->KC, K - pc);
                 const int64_t nc = K > k->KC ? pyops_min(SUMS, to - jc) : to - from;
                 const int more = (pc ? FROM_SUMS : flags & PYOPS_ADD) | (pc + kc < K ? TO_SUMS : flags & PYOPS_RELU);
-                k->pack_a(packed_a, a.p + ic*a.row + pc*a.col, a.row, a.col, mc, kc);
-                block(k, c + ic*ldc + jc, ldc, sums, packed_a, packed_b + pc*padded + jc*kc, bias && !pc ? bias + jc : NULL,
-                      mc, nc, kc, more);
+                const float *a_part = a.p + ic*a.row + pc*a.col;
+                pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .b = packed_b + pc*padded + jc*kc, .K = kc};
+                int64_t panel = k->MR * a.row;
+                if (!lies_well(k, a)) {
+                    k->pack_a(packed_a, a_part, a.row, a.col, mc, kc);
+                    t.a = packed_a, t.a_row = 1, t.a_col = k->MR, panel = k->MR * kc;
+                }
+                block(k, c + ic*ldc + jc, ldc, sums, t, panel, bias && !pc ? bias + jc : NULL, mc, nc, more);
             }
 }
 

@@ -119,17 +119,30 @@ enum {
     PYOPS_RELU = 2                  /* c = max(c, 0) at the very end */
 };
 
+/* One tile of a product: c (rows,NR) = a (rows,K) b (K,NR) + bias (NR) + before (rows,NR), rectified where relu is not 0. */
+typedef struct {
+    const float *a, *b, *bias, *before;     /* b packed; bias and before may be NULL, before may be c */
+    float *c;
+    int64_t a_row, a_col;           /* one of the two is 1; packed: 1, MR */
+    int64_t ldc, ld_before;
+    int64_t K, rows;                /* 1 <= rows <= MR */
+    int relu;
+    /* Fetched into L2 on the way, a line at each step of K: `next`, next + far, ..., and where a_col is 1, after each PYOPS_RUN
+     * steps `jump` floats beyond that. */
+    const float *next;
+    int64_t far, jump;
+} pyops_tile;
+
+enum { PYOPS_RUN = 16 };            /* lines of a row of KC floats */
+
 typedef struct {
     const char *name;               /* "avx2" */
     const char *tile;               /* "6x16" = MR x NR */
     int64_t MR, NR;                 /* a tile */
     int64_t MC, KC;                 /* the block of a that stays in L2 */
     int64_t KB, B;                  /* of b, at most KB rows and B floats are packed at a time, and stay in L3 */
-    /* c (rows,NR), rows ldc apart, = sum_k a[k,:] b[k,:] + bias[:] + before (rows,NR), rectified where relu is not 0; a packed
-     * (K,MR), b packed (K,NR), 1 <= rows <= MR; bias and before may be NULL, before may be c; on the way `share` floats a
-     * step of K from `next` on are fetched into L2 */
-    void (*gemm)(float *c, int64_t ldc, const float *before, int64_t ld_before, const float *a, const float *b,
-                 const float *bias, int64_t K, int64_t rows, int relu, const float *next, int64_t share);
+    int any_col;                    /* whether a tile with a_row 1 takes any a_col, or MR alone: a packed a */
+    void (*gemm)(const pyops_tile *t);
     /* n rows of A, or columns of B, `step` floats apart, (n,kc) along K with stride `along`, into panels */
     void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
     void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
