@@ -250,14 +250,28 @@ static backward_layout lay_out_backward(const call *c) {
     return l;
 }
 
+/* Asks for n rows of a task that will be wanted soon: what forward left is in main memory by now, and rows are too short and
+ * too far apart for the hardware to see them coming.  Always inline, since gcc leaves out a call of what only does this. */
+static inline __attribute__((always_inline)) void fetch(const call *c, const float *x, int64_t n) {
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < c->C; i += PYOPS_LANES) __builtin_prefetch(x + r * c->row + i, 0, 2);
+}
+
+/* The same of the task that stands in the next group, if there is one, where this one does in its own. */
+static inline __attribute__((always_inline)) void fetch_next(const call *c, const float *x, int64_t n, int64_t task,
+                                                             int64_t g) {
+    if (task + c->group + g < c->B * c->heads) fetch(c, x + (c->group + g) * c->C, n);
+}
+
 static void backward(const call *c, float *work, int64_t task, int64_t tasks, float *dq, float *dk, float *dv, const float *dy,
                      const float *q, const float *k, const float *v, const float *y, const float *lse) {
     const pyops_kernels *kernels = c->k;
     const backward_layout l = lay_out_backward(c);
     const int64_t C = c->C, row = c->row, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
     float *const s = work + l.s, *const ds = work + l.ds, *const dsum = work + l.dsum;
-    for (int64_t g = 0; g < tasks; g++) kernels->dots(dsum + g * c->Tq, dy + g*C, y + g*C, 1.0f, c->Tq, C, row, row);
-    kernels->fill(dsum + tasks * c->Tq, l.total - l.dsum - tasks * c->Tq, 0.0f);
+    const int whole = c->Tk <= KEYS;                      /* a tile has all keys, and dsum follows from it */
+    for (int64_t g = 0; !whole && g < tasks; g++) kernels->dots(dsum + g * c->Tq, dy + g*C, y + g*C, 1.0f, c->Tq, C, row, row);
+    if (!whole) kernels->fill(dsum + tasks * c->Tq, l.total - l.dsum - tasks * c->Tq, 0.0f);
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
         for (int64_t g = 0; g < tasks; g++) {
             const int64_t all = pyops_min(KEYS, c->Tk - j), used = seen_from(c, task + g, c->Tq - 1, j);
@@ -270,22 +284,28 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
             float lse_i[COLUMNS] = {0};
+            const int first = i == 0 && j == 0;
             if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
             for (int64_t g = 0; g < tasks; g++) {
                 float *const q_g = work + l.q + g * queries, *const dy_g = work + l.dy + g * queries;
                 const int64_t n = keys_of(&t, g), at = g * t.rows;
                 kernels->scale_rows(q_g, q + i*row + g*C, 1.0f, t.rows, C, ld, row);
                 kernels->scale_rows(dy_g, dy + i*row + g*C, 1.0f, t.rows, C, ld, row);
+                if (first) fetch_next(c, k, c->keys, task, g), fetch(c, dv + g*C, n);
                 scores(c, s + at, work + l.k + g * keys, q_g, ld, n, t.rows, work + l.turned);
+                if (first) fetch_next(c, v, c->keys, task, g), fetch(c, dk + g*C, n), fetch(c, dq + g*C, t.rows);
                 scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.turned);
             }
             keep_tile(c, &t, work + l.keep, work + l.drawn);
             memcpy(lse_i, lse + i, (size_t)t.columns * sizeof *lse);
-            kernels->softmax_back(s, ds, lse_i, dsum + i, t.keep, t.seen, c->scale, t.n, t.width, c->columns, t.ld_keep);
+            kernels->softmax_back(s, ds, lse_i, whole ? NULL : dsum + i, t.keep, t.seen, c->scale, t.n, t.width, c->columns,
+                                  t.ld_keep);
             for (int64_t g = 0; g < tasks; g++) {
                 const int64_t n = keys_of(&t, g), at = g * t.rows;
                 float *const dq_g = dq + i*row + g*C, *const dk_g = dk + j*row + g*C, *const dv_g = dv + j*row + g*C;
+                if (first) fetch_next(c, q, t.rows, task, g);
                 kernels->direct(dv_g, s + at, work + l.dy + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
+                if (first) fetch_next(c, dy, t.rows, task, g);
                 kernels->direct(dk_g, ds + at, work + l.q + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
                 kernels->direct(dq_g, ds + at, work + l.k + g * keys, t.rows, C, n, row, 1, c->columns, ld, j > 0);
             }
