@@ -190,9 +190,9 @@ static void forward_few(const call *c, float *work, int64_t task, float *y, floa
     for (int64_t i = 0; i < c->Tq; i++) {
         const int64_t n = seen(c, task / c->heads, i);
         kernels->dots(s, k, q + i * c->row, c->scale, n, c->C, c->row, 0);
-        const float max = kernels->max(s, n);
-        lse[i] = max + logf(kernels->sum_exp(s, max, n));
-        kernels->scaled_exp(s, s, lse[i], 1.0f, n);
+        const float max = kernels->max(s, n), sum = kernels->exp_sum(s, s, max, n);
+        lse[i] = max + logf(sum);
+        kernels->scale(s, s, 1.0f / sum, n);
         if (c->step) {
             draw(c, keep, task, i, 1, 0, n);
             kernels->mul(s, keep, n);

@@ -38,8 +38,8 @@ pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s,
         const int64_t n = causal ? pyops_max(0, pyops_min(length, i + 1 + Tk - Tq)) : length;
         float *p_r = p + r*Tk;
         k->scale(p_r, s + r*Tk, scale, n);
-        const float max = k->max(p_r, n), sum = k->sum_exp(p_r, max, n);
-        k->scaled_exp(p_r, p_r, max, 1.0f / sum, n);
+        const float max = k->max(p_r, n), sum = k->exp_sum(p_r, p_r, max, n);
+        k->scale(p_r, p_r, 1.0f / sum, n);
         k->fill(p_r + n, Tk - n, 0.0f);
         if (drops) drop(k, w + r*Tk, p_r, r, Tk, step, share, key);
         else if (w) k->scale(w + r*Tk, p_r, 1.0f, Tk);
