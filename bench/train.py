@@ -23,8 +23,8 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.training import ArgumentParser, non_negative_int, positive_int
 
 PROGRAM = 'bench.train'
-# program -> turns of a contest, training steps in a turn: a turn must be long against waking a process
-TURNS = {'seq2seq': (60, 1), 'transformer': (60, 1), 'mnist': (60, 50)}
+# program -> turns of a contest, training steps in a turn, which must be long against waking a process and filling the caches
+TURNS = {'seq2seq': (20, 3), 'transformer': (20, 3), 'mnist': (60, 50)}
 # program -> whole runs to time, by contestant
 RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mnist'],
                   'torch-compile': ['bench.torch_mnist', '--compile']}}
@@ -35,7 +35,7 @@ def parse(argv):
     p.add_argument('program', choices=sorted(TURNS))
     p.add_argument('--vs', choices=['torch'], help='beside PyTorch, eager and compiled')
     p.add_argument('--scaling', action='store_true', help='ours on one thread beside ours on all')
-    p.add_argument('--turns', type=positive_int, metavar='N', help='timed turns of each (default 60)')
+    p.add_argument('--turns', type=positive_int, metavar='N', help='timed turns of each (default 20; mnist 60)')
     p.add_argument('--warmup', type=non_negative_int, default=3, metavar='N', help='turns before, not timed (default 3)')
     p.add_argument('--runs', type=non_negative_int, default=3, metavar='N', help='whole runs of each (default 3)')
     p.add_argument('--batch-size', type=positive_int, metavar='N', help="default: the program's")
