@@ -22,6 +22,7 @@ static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64
  * much to wait for as to multiply. */
 static void prefetch_row(const uint8_t *row, int64_t I) {
     for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i);
+    __builtin_prefetch(row + I - 1);            /* it need not begin on a cache line */
 }
 
 static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
