@@ -18,7 +18,7 @@ import zlib
 
 KEPT = 4                # files of a kind
 _MAGIC, _SIZES = b'pyops cache\n', struct.Struct('<IQI')    # checksum, bytes of the content, bytes of the key
-_CHUNK = 1 << 18
+_CHUNK = 1 << 24        # hashed at a time: after each the thread waits for Python's lock, 5 ms where another is busy
 _ABANDONED = 3600       # seconds after which a temporary file belongs to nobody
 
 
@@ -41,12 +41,9 @@ def takes_files():
     return bool(place) and os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)
 
 
-def read(kind, key, memory=None):
-    """What was last written for this kind (a word) and key (bytes): a memoryview that can be written, though nothing of that
-    goes to the file; None if it is not there unharmed.
-
-    memory(n): a buffer of n bytes for it, in place of pages of the file.
-    """
+def read(kind, key):
+    """What was last written for this kind (a word) and key (bytes): a memoryview of pages of the file, which can be written,
+    though nothing of that goes to the file; None if it is not there unharmed."""
     place = folder()
     if place is None:
         return None
@@ -57,28 +54,14 @@ def read(kind, key, memory=None):
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 return None
-            size = len(_MAGIC) + _SIZES.size + len(key)
-            if memory:
-                head = os.read(descriptor, size)
-                payload = memoryview(memory(max(status.st_size - size, 0)))
-                if _fill(descriptor, payload) < len(payload):
-                    return None
-            else:
-                content = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
-                head, payload = content[:size], content[size:]
+            content = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
         finally:
             os.close(descriptor)
     except (OSError, ValueError):                       # ValueError: it is empty
         return None
+    size = len(_MAGIC) + _SIZES.size + len(key)
+    head, payload = content[:size], content[size:]
     return payload if head == _head(key, [payload]) else None
-
-
-def _fill(descriptor, place):
-    """Read until the buffer is full or the file ends -> how many bytes there were."""
-    done = 0
-    while got := os.readv(descriptor, [place[done:done + (1 << 30)]]):
-        done += got
-    return done
 
 
 def write(kind, key, *parts):

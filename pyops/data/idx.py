@@ -46,7 +46,7 @@ def _content(path, magic):
             size = stream.seek(0, 2)
             stream.seek(0)
             key = cache.digest(stream, __name__) if gzipped and size >= _LARGE else None
-            if key and (kept := cache.read('inflated', key, _memory)):
+            if key and (kept := cache.read('inflated', key)):
                 shape, start = _shape(kept, path, magic)
                 return kept[start:], shape
             stream.seek(0)
