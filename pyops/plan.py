@@ -14,6 +14,7 @@ there is no way to record its value.
 Arrays that ops ask for while the plan records lie in blocks of the plan.  When the last reference to an array goes,
 its block is handed out again, so the plan's memory is what a step needs at its widest point.
 """
+import bisect
 import contextlib
 import json
 import math
@@ -126,7 +127,8 @@ class Plan:
         self._named = {}                        # address -> Tensor, of arrays that outlive the step
         self._regions = []                      # (start, end, Tensor) of the same, and of the parts that have names
         self._parts = []
-        self._blocks, self._free = [], []       # all memory of the plan; the part that no array holds
+        self._blocks, self._starts = [], []     # all memory of the plan in the order of its addresses, and these
+        self._free = []                         # the part that no array holds
         self._live = {}                         # address -> Tensor of arrays handed out
         self._asked = 0                         # bytes handed out, reuse or not
         self._closed = False
@@ -201,7 +203,9 @@ class Plan:
             self._free = [b for b in self._free if b is not block]
         else:
             block = self._place.block(nbytes)
-            self._blocks.append(block)
+            place = bisect.bisect(self._starts, _start(block))
+            self._starts.insert(place, _start(block))
+            self._blocks.insert(place, block)
         kind = 'scratch' if name == 'work' else 'gradient' if _GRADIENT.search(name) else 'intermediate'
         self._live[_start(block)] = Tensor(name, shape, np.dtype(dtype), kind)
         # what is computed once must outlive the step
@@ -228,9 +232,9 @@ class Plan:
 
     def _block_of(self, array):
         start = location(array)
-        for block in self._blocks:
-            if _start(block) <= start < _start(block) + block.nbytes:
-                return block
+        place = bisect.bisect(self._starts, start) - 1
+        if place >= 0 and start < self._starts[place] + self._blocks[place].nbytes:
+            return self._blocks[place]
         return None
 
     def _tensor(self, array, fallback):
@@ -291,7 +295,7 @@ class Plan:
     def close(self):
         """Give the memory back; the plan cannot run any more."""
         self._closed = True
-        self.actions, self.replayed, self._blocks, self._free = [], [], [], []
+        self.actions, self.replayed, self._blocks, self._starts, self._free = [], [], [], [], []
         self._calls.close()
 
     @property
