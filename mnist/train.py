@@ -11,7 +11,8 @@ from pyops.training import add_quant_flags
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
-AT_ONCE = 10            # steps that a GPU is told as one: to tell it one takes longer than to do it
+AT_ONCE = 10            # steps that are told as one: to tell a GPU one takes longer than to do it, on the CPU a tenth of it,
+SMALL = 2**17           # where it is small: up to so many hidden units times images it takes a few milliseconds
 
 
 def parse(argv):
@@ -28,7 +29,8 @@ def main(argv=None):
     model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from, not saves)
     if isinstance(made_from, quantization.Family):
         print(made_from.check())
-    at_once = 1 if saves or backend.place() is backend.HOST else AT_ONCE
+    is_large = backend.place() is backend.HOST and args.hidden * args.batch_size > SMALL
+    at_once = 1 if saves or is_large else AT_ONCE
     program.train(args, digits, optimizer, model.params, step, model.predict, at_once=at_once, **inputs)
 
 
