@@ -8,7 +8,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AHEAD = 12, GROUP = 128 };        /* images: fetched before they are needed; taken by a thread at a time */
+enum { AHEAD = 12 };        /* images that are fetched before they are needed */
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
@@ -32,24 +32,24 @@ static void list_values(float *values, float scale) {
     for (int v = 0; v < 256; v++) values[v] = scale * (float)v;
 }
 
-/* Forward of some images; work: (I + 1) PYOPS_PIXEL_BLOCK floats. */
-static void forward_group(const pyops_kernels *k, float *y, int32_t *ink, uint16_t *places, const uint8_t *table,
+/* Forward of the images [from, to).  work: (I + 1) PYOPS_PIXEL_BLOCK floats, and room for the places of an image. */
+static void forward_share(const pyops_kernels *k, float *y, int32_t *ink, uint16_t *places, const uint8_t *table,
                           const int64_t *rows, const float *weight, const float *bias, const float *values, float *work,
-                          int64_t B, int64_t I, int64_t O) {
-    float *const w = work, *const sums = work + I * PYOPS_PIXEL_BLOCK;
-    for (int64_t b = 0; b < pyops_min(AHEAD, B); b++) prefetch_row(table + rows[b]*I, I);
+                          int64_t from, int64_t to, int64_t I, int64_t O) {
+    float *const w = work, *const sums = w + I * PYOPS_PIXEL_BLOCK;
+    uint16_t *const own_places = (uint16_t *)(sums + PYOPS_PIXEL_BLOCK);
+    for (int64_t b = from; b < pyops_min(from + AHEAD, to); b++) prefetch_row(table + rows[b]*I, I);
     for (int64_t o = 0; o < O; o += PYOPS_PIXEL_BLOCK) {
         const size_t size = (size_t)pyops_min(PYOPS_PIXEL_BLOCK, O - o) * sizeof *sums;
         k->pixels_pack(w, weight + o, I, O, I*O - o);
-        for (int64_t b = 0; b < B; b++) {
-            uint16_t *const places_b = places + b*(I + 8);
+        for (int64_t b = from; b < to; b++) {
+            uint16_t *const places_b = places ? places + b*(I + 8) : own_places;
             const uint8_t *const x = table + rows[b]*I;
-            if (o == 0) {
-                if (b + AHEAD < B) prefetch_row(table + rows[b + AHEAD]*I, I);
-                ink[b] = k->pixels_find(places_b, x, I);
-            }
+            if (o == 0 && b + AHEAD < to) prefetch_row(table + rows[b + AHEAD]*I, I);
+            const int32_t ink_b = o > 0 && places ? ink[b] : k->pixels_find(places_b, x, I);
+            if (places) ink[b] = ink_b;
             memcpy(sums, bias + o, size);
-            k->pixels_times(sums, places_b, ink[b], x, values, w);
+            k->pixels_times(sums, places_b, ink_b, x, values, w);
             memcpy(y + b*O + o, sums, size);
         }
     }
@@ -61,16 +61,18 @@ pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places
     (void)stream;
     const pyops_status status = check("pixel_linear_forward", rows, N, B, I, O, scale);
     if (status) return status;
+    PYOPS_REQUIRE(!ink == !places, "pixel_linear_forward: want both ink and places, or neither");
     const pyops_kernels *k = pyops_active();
     float values[256];
     list_values(values, scale);
     int failed = 0;
-    #pragma omp parallel for schedule(static) if (B * I > PYOPS_SHARE_FLOATS)
-    for (int64_t b = 0; b < B; b += GROUP) {
-        float *const work = pyops_scratch((size_t)((I + 1) * PYOPS_PIXEL_BLOCK));
+    #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
+    {
+        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        float *const work = pyops_scratch((size_t)((I + 1) * PYOPS_PIXEL_BLOCK + I + 8));
         if (work) {
-            forward_group(k, y + b*O, ink + b, places + b*(I + 8), table, rows + b, weight, bias, values, work,
-                          pyops_min(GROUP, B - b), I, O);
+            forward_share(k, y, ink, places, table, rows, weight, bias, values, work,
+                          B * thread / threads, B * (thread + 1) / threads, I, O);
         } else {
             #pragma omp atomic write
             failed = 1;

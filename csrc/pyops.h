@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 6
+#define PYOPS_ABI_VERSION 7
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -182,7 +182,8 @@ PYOPS_API pyops_status pyops_gather_sequences(
  * dweight[i,:] += sum_b scale * table[rows[b],i] * dy[b,:];   dbias += sum_b dy[b,:]
  * Batch, conversion to float and product in one; pixels have no gradient.
  * table (N,I) uint8   rows (B) int64 in [0,N)   weight, dweight (I,O)   bias, dbias (O)   y, dy (B,O)   I < 65536
- * ink (B) int32, saved: how many pixels of an image are not 0;  places (B,I+8) uint16, saved: which, in their order
+ * ink (B) int32, saved: how many pixels of an image are not 0;  places (B,I+8) uint16, saved: which, in their order;
+ * both NULL in forward where no backward follows
  */
 PYOPS_API pyops_status pyops_pixel_linear_forward(
     float *y, int32_t *ink, uint16_t *places,

@@ -53,7 +53,7 @@ forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table, const in
     for (int64_t job = blockIdx.x; job < B * slices; job += gridDim.x) {
         const int64_t b = job / slices, first = job % slices * OUTPUTS;
         const int width = static_cast<int>(min(O - first, int64_t(OUTPUTS)));
-        const bool saves = first == 0;
+        const bool saves = places && first == 0;
         const int64_t row = rows[b];
         const uint8_t *image = image_of(table, row, N, I);
         if (!image && threadIdx.x == 0) report(faults, Fault::row, Who::pixel_linear_forward, b, row, N - 1);

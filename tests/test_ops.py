@@ -1301,11 +1301,20 @@ def test_parameters_of_the_wrong_shape_are_refused_by_name():
         Embedding(parameter('w', np.zeros((4, 3), np.float32), np.zeros((3, 4), np.float32)))
 
 
-def test_backward_without_gradients_says_why():
-    run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
-    _, ctx = run.op.forward(*run.placed.values(), gradients=False)
+@pytest.mark.parametrize('row,size', [(LinearCrossEntropyRow(), (3, 4, 6, 5)), (PixelLinearRow(), (9, 7, 17, 33))],
+                         ids=lambda value: getattr(value, 'name', ''))
+def test_backward_without_gradients_says_why(row, size):
+    run = Run(row, size, backward=False)
+    y, ctx = run.op.forward(*run.placed.values(), gradients=False)
     with pytest.raises(ValueError, match='gradients=False'):
-        run.op.backward(put(np.ones(1, np.float32)), ctx)
+        run.op.backward(put(np.ones(y.shape, np.float32)), ctx)
+
+
+@pytest.mark.parametrize('size', (*PixelLinearRow.sizes, PixelLinearRow.large))
+def test_pixels_that_are_not_saved_give_the_same(size):
+    run = Run(PixelLinearRow(), size, backward=False)
+    y, ctx = run.op.forward(*run.placed.values(), gradients=False)
+    assert np.array_equal(get(y), run.y) and ctx.ink is None and ctx.places is None
 
 
 def batch_norm(C, weight=1.0, bias=0.0, **settings):

@@ -241,6 +241,12 @@ def check(name, array, shape, dtype=np.float32):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
 
 
+def check_kept(saved):
+    """Raise ValueError where `saved`, of the ctx that a backward pass got, is None: forward was told gradients=False."""
+    if saved is None:
+        raise ValueError('ctx: it comes from forward(..., gradients=False), which keeps nothing for backward')
+
+
 def _is_contiguous(array):
     return array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_compact()
 

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, work, work_size
+from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work, work_size
 
 
 class LinearCrossEntropy:
@@ -50,8 +50,7 @@ class LinearCrossEntropy:
 
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
-        if ctx.dx is None:
-            raise ValueError('ctx: it comes from forward(..., gradients=False), which keeps nothing for backward')
+        check_kept(ctx.dx)
         dx = empty(ctx.dx.shape, name=f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
         launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)

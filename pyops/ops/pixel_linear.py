@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, work
+from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work
 
 
 class PixelLinear:
@@ -12,8 +12,8 @@ class PixelLinear:
     Shapes   table (N, I) uint8;  rows (B,) int64;  y, dy (B, O);  weight (I, O);  bias (O,)
     Forward  x = scale table[rows];  y = x weight + bias
     Backward dweight += x' dy;  dbias += sum_b dy[b];  pixels have no gradient: None
-    Saves    table and rows; ink (B,) int32 and places (B, I + 8) uint16: how many pixels are not 0, and which;
-             x is never in memory
+    Saves    table and rows; ink (B,) int32 and places (B, I + 8) uint16: how many pixels are not 0, and which, but with
+             gradients=False, as in evaluation, neither; x is never in memory
     Errors   ValueError for a row outside the table, with its position; TypeError and ValueError naming the argument
     Source   Linear with the batch's gathering fused in; pixels that are 0 are not computed
     """
@@ -21,8 +21,8 @@ class PixelLinear:
     class Ctx(NamedTuple):
         table: np.ndarray
         rows: np.ndarray
-        ink: np.ndarray
-        places: np.ndarray
+        ink: np.ndarray | None
+        places: np.ndarray | None
 
     def __init__(self, weight, bias, scale=1 / 255, name=None):
         self.weight, self.bias, self.scale, self.name = weight, bias, scale, name or weight.owner
@@ -30,11 +30,12 @@ class PixelLinear:
         check_parameter(weight, weight.value.shape)
         check_parameter(bias, (O,))
 
-    def forward(self, table, rows):
+    def forward(self, table, rows, gradients=True):
         self.check(table, rows)
         (I, O), N, B = self.weight.value.shape, len(table), len(rows)
-        y = empty((B, O), name=f'{self.name}.y')
-        ink, places = empty(B, np.int32, f'{self.name}.ink'), empty((B, I + 8), np.uint16, f'{self.name}.places')
+        y, ink, places = empty((B, O), name=f'{self.name}.y'), None, None
+        if gradients:
+            ink, places = empty(B, np.int32, f'{self.name}.ink'), empty((B, I + 8), np.uint16, f'{self.name}.places')
         launch('pixel_linear_forward', y, ink, places, table, rows, self.weight.value, self.bias.value, N, B, I, O, self.scale)
         return y, self.Ctx(table, rows, ink, places)
 
@@ -45,6 +46,7 @@ class PixelLinear:
 
     def backward(self, dy, ctx):
         (I, O), N, B = self.weight.value.shape, len(ctx.table), len(ctx.rows)
+        check_kept(ctx.places)
         check('dy', dy, (B, O))
         launch('pixel_linear_backward', self.weight.grad, self.bias.grad, dy, ctx.table, ctx.rows,
                ctx.ink, ctx.places,

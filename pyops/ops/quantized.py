@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, check, copy, empty, gemm, gemm_batched, launch, may_overlap, put
+from pyops.backend import as_rows, check, check_kept, copy, empty, gemm, gemm_batched, launch, may_overlap, put
 from pyops.formats import fake_quantize
 from pyops.ops.attention import Attention
 from pyops.ops.embedding import Embedding
@@ -176,11 +176,11 @@ class QuantizedFeedForward(FeedForward):
 class QuantizedPixelLinear(PixelLinear):
     """PixelLinear with rounded operands: the batch is gathered as floats first, and all its pixels are computed.
 
-    Saves    what QuantizedLinear saves
+    Saves    what QuantizedLinear saves, nothing with gradients=False
     """
 
     class Ctx(NamedTuple):
-        kept: Kept
+        kept: Kept | None
 
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
@@ -188,14 +188,16 @@ class QuantizedPixelLinear(PixelLinear):
 
     layers = QuantizedLinear.layers
 
-    def forward(self, table, rows):
+    def forward(self, table, rows, gradients=True):
         self.check(table, rows)
         (I, O), N, B = self.weight.value.shape, len(table), len(rows)
         x, y = empty((B, I), name=f'{self.name}.x'), empty((B, O), name=f'{self.name}.y')
         launch('gather_pixels', x, table, rows, N, B, I, self.scale)
-        return y, self.Ctx(self.products.forward(y, x, self.weight.value, self.bias.value))
+        kept = self.products.forward(y, x, self.weight.value, self.bias.value)
+        return y, self.Ctx(kept if gradients else None)
 
     def backward(self, dy, ctx):
+        check_kept(ctx.kept)
         check('dy', dy, (len(ctx.kept.x), len(self.bias.value)))
         launch('column_sums', self.bias.grad, dy, *dy.shape)
         self.products.backward(dy, ctx.kept, self.weight.grad, self.weight.value)
@@ -238,8 +240,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
 
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
-        if ctx.kept is None:
-            raise ValueError('ctx: it comes from forward(..., gradients=False), which keeps nothing for backward')
+        check_kept(ctx.kept)
         dlogits, dx = empty(ctx.logits.shape, name=f'{self.name}.dlogits'), empty(ctx.shape, name=f'{self.name}.dx')
         launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.lse, ctx.valid, *ctx.logits.shape,
                self.ignore, self.smoothing)
