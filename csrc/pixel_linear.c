@@ -8,7 +8,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AHEAD = 12 };        /* images that are fetched before they are needed */
+enum { AHEAD = 16 };        /* images that are fetched before they are needed */
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
@@ -19,10 +19,10 @@ static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64
 }
 
 /* The rows of a shuffled batch lie anywhere: fetch one while others are computed.  Out of the cache, an image costs as
- * much to wait for as to multiply. */
+ * much to wait for as to multiply.  It goes to the second cache, for the first is full of weights. */
 static void prefetch_row(const uint8_t *row, int64_t I) {
-    for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i);
-    __builtin_prefetch(row + I - 1);            /* it need not begin on a cache line */
+    for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i, 0, 2);
+    __builtin_prefetch(row + I - 1, 0, 2);      /* it need not begin on a cache line */
 }
 
 static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
