@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
 # found it builds the CUDA library, too.
 .DEFAULT_GOAL := all
-.PHONY: all cpu cuda emulated emulator conformance test-emulated emulated-asan emulated-tsan ladder venv demo test asan bench gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated emulator conformance test-emulated emulated-asan emulated-tsan ladder venv demo test asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -33,7 +33,12 @@ GPUS := $(if $(shell command -v $(NVCC)),$(shell nvidia-smi --query-gpu=compute_
             awk '/^[0-9]+[.][0-9]+ *$$/ && $$1 >= 8 {sub("[.]", "", $$1); print $$1 == "90" ? "90a" : $$1}' | sort -u))
 all: cpu $(if $(GPUS),cuda) ## build what this machine can use: a bare `make` does this
 
-cpu: $(LIBRARY) pyops/pyops.h ## build the CPU library, pyops/libpyops.so
+cpu: $(LIBRARY) pyops/pyops.h bytecode ## build the CPU library, pyops/libpyops.so
+
+# Every start compiles all modules where Python is told to write no bytecode (PYTHONDONTWRITEBYTECODE), as in containers, and
+# else the first one does.  Without a Python all is well, too.
+bytecode: ## compile the modules of Python, so that no start has to
+	@$(PYTHON) -m compileall -q $(sort $(dir $(wildcard */__init__.py))) >/dev/null 2>&1 || true
 
 # OpenMP's threads outlive the last call: unloading the library would pull their code away under them
 NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
