@@ -5,8 +5,11 @@
  * Backward walks the steps in reverse the same way and leaves the gate gradients of all steps in `dgates`, from which
  * dx and the weight gradients come as one product each over all steps.
  *
- * w_hh is used in two parts, [r z] (2H,H) and n (H,H), where they are multiplied with different things: in backward, and in
- * forward with the reset gate before the product (h and r * h).
+ * Where sentences have lengths, rows of operands are moved together, so that a product has as many rows as there are positions;
+ * in the order in which they lie, so that sums do not depend on threads.  The states of a thread's sentences close up when one
+ * has ended, and in backward make room where one begins.
+ *
+ * With the reset gate before the product w_hh is used in two parts, [r z] (2H,H) and n (H,H), which meet different things.
  */
 #include <omp.h>
 #include <string.h>
@@ -33,35 +36,105 @@ static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
     else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
 }
 
-/* ---- work: where its parts begin, in floats ---- */
-typedef struct { int64_t rz, n, rows, sums, total; } layout;
+static void copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
 
-static layout forward_layout(const pyops_kernels *k, int64_t B, int64_t H, int before) {
+/* ---- which positions there are: in their order, step after step ---- */
+typedef struct {
+    const int32_t *lengths;                             /* NULL: all have all steps */
+    const int32_t *first, *place;                       /* (T+1): the first one of a step; (first[T]): t*B + b of each */
+    int64_t count;
+    int whole;                                          /* there are all, and place[v] = v */
+} positions;
+
+typedef struct { int64_t from, to; } range;
+
+static int64_t places_size(int64_t T, int64_t B) { return T + 1 + T * B; }
+static int64_t length_of(const positions *p, int64_t b, int64_t T) { return p->lengths ? p->lengths[b] : T; }
+
+static pyops_status positions_of(positions *p, const char *who, const int32_t *lengths, float *work, int64_t T, int64_t B) {
+    int32_t *first = (int32_t *)work, *place = first + T + 1;
+    PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, want less than 2^31 positions", who, LL(T), LL(B));
+    for (int64_t b = 0; lengths && b < B; b++)
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, want 0 to %lld", who, LL(b), lengths[b], LL(T));
+    *p = (positions){.lengths = lengths, .first = first, .place = place};
+    for (int64_t t = 0; t < T; t++) {
+        first[t] = (int32_t)p->count;
+        for (int64_t b = 0; b < B; b++)
+            if (t < length_of(p, b, T)) place[p->count++] = (int32_t)(t*B + b);
+    }
+    first[T] = (int32_t)p->count;
+    p->whole = p->count == T * B;
+    return PYOPS_OK;
+}
+
+/* A thread's sentences, which have as many positions as any other thread's. */
+static range share_of(const positions *p, int64_t T, int64_t B) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    range share = {0, B};
+    for (int64_t b = 0, before = 0; b < B; before += length_of(p, b++, T)) {
+        if (before * threads < p->count * thread) share.from = b + 1;
+        if (before * threads >= p->count * (thread + 1) && thread < threads - 1 && b < share.to) share.to = b;
+    }
+    return share;
+}
+
+/* Which positions they have at step t. */
+static range positions_at(const positions *p, int64_t t, range share, int64_t B) {
+    range at = {p->first[t], p->first[t + 1]};
+    while (at.from < at.to && p->place[at.from] < t*B + share.from) at.from++;
+    while (at.from < at.to && p->place[at.to - 1] >= t*B + share.to) at.to--;
+    return at;
+}
+
+/* y (count,C) = the rows of x, ldx apart, that are positions */
+static void gather(float *y, const float *x, const positions *p, int64_t C, int64_t ldx) {
+    #pragma omp parallel for schedule(static) if (p->count * C > PYOPS_SHARE_FLOATS)
+    for (int64_t v = 0; v < p->count; v++) copy(y + v*C, x + p->place[v]*ldx, C);
+}
+
+/* x (T,B,C) of a thread's sentences: 0 where there is no position */
+static void clear_rest(const pyops_kernels *k, float *x, const int32_t *lengths, int64_t T, int64_t B, int64_t C, range share) {
+    for (int64_t b = share.from; b < share.to; b++)
+        for (int64_t t = lengths[b]; t < T; t++) k->fill(x + (t*B + b)*C, C, 0.0f);
+}
+
+/* ---- work: where its parts begin, in floats ---- */
+typedef struct { int64_t rz, n, rows, state, sums, h, gates, x, dx, places, total; } layout;
+
+static layout forward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t I, int64_t H, int before) {
     layout l = {0};                                     /* packed: w_hh[r z]' (H,2H) and w_hh[n]' (H,H), or w_hh' (H,3H) */
     l.n = pyops_packed_b_size(k, H, before ? 2 * H : 3 * H);
     l.rows = l.n + (before ? pyops_packed_b_size(k, H, H) : 0);         /* recurrent products of one step (B,3H) */
-    l.total = l.rows + B * 3 * H;
+    l.places = l.rows + B * 3 * H;
+    l.state = l.places + places_size(T, B);             /* where rows are moved: h[t-1] of one step (B,H), x (TB,I), a (TB,3H) */
+    l.x = l.state + B * H;
+    l.gates = l.x + T * B * I;
+    l.total = l.gates + (I ? T * B * 3 * H : 0);
     return l;
 }
 
-static layout backward_layout(const pyops_kernels *k, int64_t B, int64_t H) {
+static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t I, int64_t H) {
     layout l = {0};
-    l.n = pyops_packed_b_size(k, 2 * H, H);             /* w_hh[r z] packed (2H,H), then w_hh[n] (H,H) */
-    l.rows = l.n + pyops_packed_b_size(k, H, H);        /* dh of one step, zeros: (B,H) each */
-    l.sums = l.rows + 2 * B * H;                        /* of dgates, for the biases */
-    l.total = l.sums + 4 * H;
+    l.n = pyops_packed_b_size(k, 2 * H, H);             /* packed: w_hh[r z] (2H,H) and w_hh[n] (H,H), or w_hh (3H,H) */
+    l.state = l.n + pyops_packed_b_size(k, H, H);       /* dh of one step (B,H), then zeros (H) */
+    l.rows = l.state + (B + 1) * H;                     /* dr dz du of one step (B,3H) */
+    l.sums = l.rows + B * 3 * H;                        /* of dgates, for the biases */
+    l.places = l.sums + 4 * H;
+    l.h = l.places + places_size(T, B);                 /* h[t-1] (TB,H), where there is an h0 or rows are moved */
+    l.gates = l.h + T * B * H;                          /* where rows are moved: dgates (TB,4H), x, dx (TB,I) */
+    l.x = l.gates + T * B * 4 * H;
+    l.dx = l.x + T * B * I;
+    l.total = l.dx + T * B * I;
     return l;
 }
 
 int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
-    (void)T, (void)I;
     const pyops_kernels *k = pyops_active();
-    return pyops_max(forward_layout(k, B, H, 0).total, forward_layout(k, B, H, 1).total);
+    return pyops_max(forward_layout(k, T, B, I, H, 0).total, forward_layout(k, T, B, I, H, 1).total);
 }
 
 int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
-    (void)T, (void)I;
-    return backward_layout(pyops_active(), B, H).total;
+    return backward_layout(pyops_active(), T, B, I, H).total;
 }
 
 static pyops_status check(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
@@ -70,7 +143,7 @@ static pyops_status check(const char *who, const float *x, int64_t T, int64_t B,
     return PYOPS_OK;
 }
 
-pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0,
+pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths,
                                const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
                                float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
@@ -78,13 +151,23 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     if (status) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
     const pyops_kernels *k = pyops_active();
-    const layout l = forward_layout(k, B, H, reset_before);
+    const layout l = forward_layout(k, T, B, I, H, reset_before);
+    positions p;
+    status = positions_of(&p, "gru_forward", lengths, work + l.places, T, B);
+    if (status) return status;
 
-    int64_t lda = 3*H;
-    if (I) {                                            /* a = x w_ih' + b_ih for all steps, where r, z, n will be */
-        status = pyops_product_threaded(gates, 4*H, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, T*B, 3*H, I, 0);
+    float *ours = p.whole ? gates : work + l.gates;     /* a = x w_ih' + b_ih for all steps: where r, z, n will be, or moved */
+    const int64_t lda = I && p.whole ? 4*H : 3*H;
+    if (I) {
+        int64_t rows = p.count;
+        if (!p.whole) {
+            rows = pyops_max(rows, pyops_min(T*B, PYOPS_FEW_ROWS + 1));         /* of fewer, sums have another order */
+            gather(work + l.x, x, &p, I, I);
+            k->fill(work + l.x + p.count*I, (rows - p.count) * I, 0.0f);
+            x = work + l.x;
+        }
+        status = pyops_product_threaded(ours, lda, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, rows, 3*H, I, 0);
         if (status) return status;
-        a = gates, lda = 4*H;
     }
     /* of r and z, or of all three */
     const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);
@@ -92,9 +175,8 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;
-        float *scratch = pyops_scratch(pyops_product_scratch(k)), *product = work + l.rows + from * 3 * H;
+        const range share = share_of(&p, T, B);
+        float *scratch = pyops_scratch(pyops_product_scratch(k)), *product = work + l.rows + share.from*3*H;
         if (!scratch) {
             #pragma omp atomic write
             failed = 1;
@@ -102,26 +184,37 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
         pack(k, &w_rz);
         if (reset_before) pack(k, &w_n);
         #pragma omp barrier
-        for (int64_t t = 0; t < T && scratch && rows; t++) {
-            float *h_t = h + (t*B + from) * H, *gates_t = gates + (t*B + from) * 4 * H;
-            const float *a_t = a + (t*B + from) * lda;
-            const float *h_prev = t ? h_t - B*H : h0 ? h0 + from*H : NULL;
-            const int64_t K = h_prev ? H : 0;
-            if (!h_prev) {
-                k->fill(h_t, rows * H, 0.0f);
-                h_prev = h_t;                           /* read before it is written, element by element */
-            }
+        for (int64_t t = 0; t < T && scratch; t++) {
+            const range at = positions_at(&p, t, share, B);
+            const int64_t rows = at.to - at.from, K = t || h0 ? H : 0;
+            if (!rows) break;
+            const int32_t *place = p.place + at.from;
+            float *state = (p.whole ? h : work + l.state) + share.from*H;       /* h[-1] or moved states, else where h[t-1] lies */
+            const float *h_prev = p.whole && t ? state + (t - 1)*B*H : p.whole && h0 ? h0 + share.from*H : state;
+            if (!K) k->fill(state, rows * H, 0.0f);
+            else if (!t && !p.whole)
+                for (int64_t i = 0; i < rows; i++) copy(state + i*H, h0 + place[i]*H, H);
             multiply(k, product, 3*H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
-                for (int64_t b = 0; b < rows; b++)
-                    k->gru_before_1(gates_t + b*4*H, a_t + b*lda, product + b*3*H, h_prev + b*H, H);
-                multiply(k, product + 2*H, 3*H, (pyops_view){gates_t + 3*H, 4*H, 1}, &w_n, b_hh + 2*H, rows, K, 0, scratch);
-                for (int64_t b = 0; b < rows; b++)
-                    k->gru_before_2(h_t + b*H, gates_t + b*4*H, a_t + b*lda, product + b*3*H + 2*H, h_prev + b*H, H);
-            } else {
-                for (int64_t b = 0; b < rows; b++)
-                    k->gru_after(h_t + b*H, gates_t + b*4*H, a_t + b*lda, product + b*3*H, h_prev + b*H, H);
+                for (int64_t i = 0; i < rows; i++) {
+                    const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda;
+                    float *gates_i = gates + place[i]*4*H, *product_i = product + i*3*H;
+                    k->gru_before_1(gates_i, a_i, product_i, h_prev + i*H, H);
+                    copy(product_i, gates_i + 3*H, H);
+                }
+                multiply(k, product + 2*H, 3*H, (pyops_view){product, 3*H, 1}, &w_n, b_hh + 2*H, rows, K, 0, scratch);
             }
+            for (int64_t i = 0, next = 0; i < rows; i++) {
+                const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda, *product_i = product + i*3*H;
+                float *h_i = h + place[i]*H, *gates_i = gates + place[i]*4*H;
+                if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2*H, h_prev + i*H, H);
+                else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i*H, H);
+                if (!p.whole && t + 1 < lengths[place[i] - t*B]) copy(state + next++*H, h_i, H);
+            }
+        }
+        if (!p.whole) {
+            clear_rest(k, h, lengths, T, B, H, share);
+            clear_rest(k, gates, lengths, T, B, 4*H, share);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "gru_forward: no memory for packed tiles") : PYOPS_OK;
@@ -129,89 +222,114 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
 
 pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
                                 float *dgates, const float *dh, const float *dh_last,
-                                const float *x, const float *h0, const float *w_ih, const float *w_hh,
+                                const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
                                 const float *h, const float *gates, float *work,
                                 int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
     pyops_status status = check("gru_backward", x, T, B, I, H);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const layout l = backward_layout(k, B, H);
+    const layout l = backward_layout(k, T, B, I, H);
+    positions p;
+    status = positions_of(&p, "gru_backward", lengths, work + l.places, T, B);
+    if (status) return status;
+    float *ours = p.whole ? dgates : work + l.gates;    /* dgates in the order of the positions */
+    const int moves_h = !p.whole || h0;                 /* h[t-1] does not lie as they do */
 
     /* pass 1: the gate gradients of all steps, last step first */
     const weight w_rz = weight_of((pyops_view){w_hh, H, 1}, 2*H, H, work + l.rz, B);
     const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, H, 1}, H, H, work + l.n, B);
+    float *zeros = work + l.state + B*H;
+    k->fill(zeros, H, 0.0f);
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t from = B * thread / threads, rows = B * (thread + 1) / threads - from;
-        float *scratch = pyops_scratch(pyops_product_scratch(k));
-        float *carry = work + l.rows + from * H, *zeros = carry + B * H;        /* carry: the gradient of h[t] */
+        const range share = share_of(&p, T, B);
+        float *scratch = pyops_scratch(pyops_product_scratch(k)), *carry = work + l.state + share.from*H;    /* carry: the gradient of h[t] */
         if (!scratch) {
             #pragma omp atomic write
             failed = 1;
         }
         pack(k, &w_rz);
         pack(k, &w_n);
-        if (dh_last && rows) memcpy(carry, dh_last + from*H, (size_t)(rows * H) * sizeof *carry);
-        else k->fill(carry, rows * H, 0.0f);
         #pragma omp barrier
-        for (int64_t t = T - 1; t >= 0 && scratch && rows; t--) {
-            const float *gates_t = gates + (t*B + from) * 4 * H;
-            float *dgates_t = dgates + (t*B + from) * 4 * H, *du = dgates_t + 3*H;
-            const float *h_prev = t ? h + ((t - 1)*B + from) * H : h0 ? h0 + from*H : NULL;
+        int64_t later = 0;                              /* rows at step t + 1 */
+        for (int64_t t = T - 1; t >= 0 && scratch; t--) {
+            const range at = positions_at(&p, t, share, B);
+            const int64_t rows = at.to - at.from;
+            const int32_t *place = p.place + at.from;
+            float *ours_t = ours + at.from*4*H;
             const int carry_on = t || dh0;              /* does anyone want the gradient of h[t-1]? */
-            if (!h_prev) {
-                k->fill(zeros, rows * H, 0.0f);
-                h_prev = zeros;
+            for (int64_t i = rows - 1; i >= 0; i--) {
+                const int64_t v = at.from + i, r = place[i];
+                float *d = ours + v*4*H, *carry_i = carry + i*H;
+                const float *gates_r = gates + r*4*H, *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
+                if (t + 1 >= length_of(&p, r - t*B, T)) copy(carry_i, dh_last && t == T - 1 ? dh_last + (r - t*B)*H : zeros, H);
+                else if (--later < i) copy(carry_i, carry + later*H, H);
+                if (dh) k->add(carry_i, dh + r*H, H);
+                k->gru_back(d, carry_i, gates_r, h_prev, H);
+                if (moves_h) copy(work + l.h + v*H, h_prev, H);
+                if (I && !p.whole) copy(work + l.x + v*I, x + r*I, I);
+                if (reset_before) continue;
+                k->gru_back_reset_after(d, gates_r, H);
+                if (!p.whole) copy(dgates + r*4*H, d, 4*H);
             }
-            if (dh) k->add(carry, dh + (t*B + from) * H, rows * H);
-            for (int64_t b = 0; b < rows; b++)
-                k->gru_back(dgates_t + b*4*H, carry + b*H, gates_t + b*4*H, h_prev + b*H, H);
-            if (reset_before) {
-                multiply(k, du, 4*H, (pyops_view){dgates_t + 2*H, 4*H, 1}, &w_n, NULL, rows, H, 0, scratch);
-                for (int64_t b = 0; b < rows; b++)
-                    k->gru_back_reset_before(dgates_t + b*4*H, carry + b*H, gates_t + b*4*H, h_prev + b*H, H);
-            } else {
-                for (int64_t b = 0; b < rows; b++)
-                    k->gru_back_reset_after(dgates_t + b*4*H, gates_t + b*4*H, H);
-                if (carry_on) multiply(k, carry, H, (pyops_view){du, 4*H, 1}, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
+            later = rows;
+            if (!reset_before) {
+                if (carry_on) multiply(k, carry, H, (pyops_view){ours_t + 3*H, 4*H, 1}, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
+                if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
+                continue;
             }
-            if (carry_on) multiply(k, carry, H, (pyops_view){dgates_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
+            multiply(k, ours_t + 3*H, 4*H, (pyops_view){ours_t + 2*H, 4*H, 1}, &w_n, NULL, rows, H, 0, scratch);
+            for (int64_t i = 0; i < rows; i++) {
+                const int64_t r = place[i];
+                const float *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
+                k->gru_back_reset_before(ours_t + i*4*H, carry + i*H, gates + r*4*H, h_prev, H);
+                if (!p.whole) copy(dgates + r*4*H, ours_t + i*4*H, 4*H);
+            }
+            if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
         }
-        if (dh0 && rows) memcpy(dh0 + from*H, carry, (size_t)(rows * H) * sizeof *dh0);
+        const int32_t *sentences = p.place + positions_at(&p, 0, share, B).from;
+        for (int64_t i = 0; dh0 && i < later; i++) copy(dh0 + sentences[i]*H, carry + i*H, H);
+        if (!p.whole) {
+            clear_rest(k, dgates, lengths, T, B, 4*H, share);
+            if (I && dx) clear_rest(k, dx, lengths, T, B, I, share);
+            if (dh0) clear_rest(k, dh0, lengths, 1, B, H, share);
+        }
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gru_backward: no memory for packed tiles");
 
     /* pass 2: one product each over all steps.  For the n part of w_hh, gradient x input is
      * du x h[t-1] with the reset gate after the product, dn x u with the reset gate before it. */
-    const pyops_view dgates_t = {dgates, 1, 4*H};       /* (3H,TB), transposed */
-    const float *d_n = dgates + (reset_before ? 2*H : 3*H);
-    if (I && dx)
-        status = pyops_product_threaded(dx, I, (pyops_view){dgates, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, T*B, I, 3*H, 0);
-    if (!status && I)
-        status = pyops_product_threaded(dw_ih, I, dgates_t, (pyops_view){x, I, 1}, NULL, 3*H, I, T*B, PYOPS_ADD);
-    if (!status && h0)
-        status = pyops_product_threaded(dw_hh, H, dgates_t, (pyops_view){h0, H, 1}, NULL, 2*H, H, B, PYOPS_ADD);
-    if (!status)
-        status = pyops_product_threaded(dw_hh, H, (pyops_view){dgates + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, 2*H, H, (T - 1)*B, PYOPS_ADD);
-    if (reset_before) {
-        if (!status)
-            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){gates + 3*H, 4*H, 1}, NULL, H, H, T*B, PYOPS_ADD);
-    } else {
-        if (!status && h0)
-            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, (pyops_view){h0, H, 1}, NULL, H, H, B, PYOPS_ADD);
-        if (!status)
-            status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + B*4*H, 1, 4*H}, (pyops_view){h, H, 1}, NULL, H, H, (T - 1)*B, PYOPS_ADD);
+    const int64_t V = p.count, first = h0 ? 0 : p.first[1];      /* nothing comes of h[-1] where it is zeros */
+    const pyops_view ours_t = {ours, 1, 4*H};           /* (3H,V), transposed */
+    const float *d_n = ours + (reset_before ? 2*H : 3*H);
+    const float *h_prev = moves_h ? work + l.h + first*H : h;
+    if (I && dx) {
+        float *to = p.whole ? dx : work + l.dx;
+        status = pyops_product_threaded(to, I, (pyops_view){ours, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, V, I, 3*H, 0);
+        #pragma omp parallel for schedule(static) if (V * I > PYOPS_SHARE_FLOATS)
+        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) copy(dx + p.place[v]*I, to + v*I, I);
     }
+    if (!status && I)
+        status = pyops_product_threaded(dw_ih, I, ours_t, (pyops_view){p.whole ? x : work + l.x, I, 1}, NULL, 3*H, I, V, PYOPS_ADD);
+    if (!status)
+        status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first*4*H, 1, 4*H}, (pyops_view){h_prev, H, 1}, NULL, 2*H, H, V - first, PYOPS_ADD);
+    if (!status && reset_before) {
+        float *u = work + l.h;                          /* where h[t-1] has served */
+        if (!p.whole) gather(u, gates + 3*H, &p, H, 4*H);
+        const pyops_view us = p.whole ? (pyops_view){gates + 3*H, 4*H, 1} : (pyops_view){u, H, 1};
+        status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, us, NULL, H, H, V, PYOPS_ADD);
+    }
+    if (!status && !reset_before)
+        status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + first*4*H, 1, 4*H}, (pyops_view){h_prev, H, 1}, NULL, H, H, V - first, PYOPS_ADD);
     if (status) return status;
     float *sums = work + l.sums;
     k->fill(sums, 4*H, 0.0f);
-    pyops_add_column_sums(sums, dgates, T*B, 4*H, 4*H);
+    pyops_add_column_sums(sums, ours, V, 4*H, 4*H);
     if (I) k->add(db_ih, sums, 3*H);
     k->add(db_hh, sums, 2*H);
-    k->add(db_hh + 2*H, sums + (d_n - dgates), H);
+    k->add(db_hh + 2*H, sums + (d_n - ours), H);
     return PYOPS_OK;
 }
 

@@ -318,18 +318,20 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  *   n = tanh(a_n + u w_hn' + b_hn),  u = r * h[t-1]        reset_before 1: before it
  *   h[t] = (1 - z) * n + z * h[t-1]
  * x, dx (T,B,I)   h, dh (T,B,H)   h0, dh0, dh_last (B,H)   gates (T,B,4H) = r, z, n, u, saved for backward
- * w_ih, dw_ih (3H,I)   w_hh, dw_hh (3H,H)   b_ih, b_hh, db_ih, db_hh (3H)
+ * w_ih, dw_ih (3H,I)   w_hh, dw_hh (3H,H)   b_ih, b_hh, db_ih, db_hh (3H)   lengths (B) int32 in [0,T]
  * dgates (T,B,4H) = dr, dz, dn, du: the gradients of what stands in the brackets of sigmoid and tanh, which are those of a,
  * and that of u
  * dh is the gradient of every h[t], dh_last one more of h[T-1]; either may be NULL for zeros.
  * dx and dh0 may be NULL where nobody wants them.
+ * Sentence b has the steps before lengths[b], NULL: all T.  Behind them h and gates are 0, and so are dgates and dx, whatever dh
+ * and dh_last say of the h there; x and a are not looked at, but for that they have to be finite on a GPU.
  * The caller may form the input product and give it as a (T,B,3H), NULL otherwise.  Then I = 0, x, w_ih, b_ih and their
  * gradients are NULL, and the gradient of a is what dgates says.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
  */
 PYOPS_API pyops_status pyops_gru_forward(
     float *h, float *gates,
-    const float *x, const float *a, const float *h0,
+    const float *x, const float *a, const float *h0, const int32_t *lengths,
     const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
     float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
@@ -337,7 +339,7 @@ PYOPS_API int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_
 PYOPS_API pyops_status pyops_gru_backward(
     float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
     const float *dh, const float *dh_last,
-    const float *x, const float *h0, const float *w_ih, const float *w_hh,
+    const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
     const float *h, const float *gates,
     float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);

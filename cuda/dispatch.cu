@@ -45,7 +45,7 @@ FaultRecord *pyops_faults() {
 static const char *const WHO[] = {
     "embedding_forward", "embedding_backward", "gather_pixels", "gather_sequences", "pixel_linear_forward",
     "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients",
-    "strided_binary_int32", "mlp_step", "attention_softmax_forward"};
+    "strided_binary_int32", "mlp_step", "attention_softmax_forward", "gru_forward"};
 
 // Ask for a fault, after the stream has been waited for, and forget it.
 pyops_status pyops_check_faults() {

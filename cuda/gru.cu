@@ -472,7 +472,8 @@ struct Backward {
     float *dh0;
     float *dgates, *states, *carry;         // dgates (T,B,4H): dr dz dn du;   states (T,B,H): h[t-1], where there is an h0
     const float *dh, *dh_last, *h0, *w_hh, *h, *gates;          // carry (B,H): the part of h[t-1]'s gradient that comes from
-    int64_t T, B, H;                                            // no product
+    const int32_t *lengths;                                     // no product
+    int64_t T, B, H;
     unsigned *counters;
 };
 struct Saved {                              // by forward; and the gradient of h[t] but for a product's part
@@ -483,7 +484,9 @@ DEVICE Saved saved(const Backward &b, int64_t t, int64_t row, int64_t unit) {
     const float *const gate = b.gates + (t * b.B + row) * 4 * H + unit;
     const float h = t ? b.h[(t - 1) * step + state] : b.h0 ? b.h0[state] : 0.0f;
     const float carry = t < b.T - 1 ? b.carry[state] : b.dh_last ? b.dh_last[state] : 0.0f;
-    return {gate[0], gate[H], gate[2 * H], gate[3 * H], h, b.dh ? carry + b.dh[t * step + state] : carry};
+    float d = b.dh ? carry + b.dh[t * step + state] : carry;
+    if (b.lengths && t >= b.lengths[row]) d = 0.0f;                     // and so is all that comes of it, back to the last step
+    return {gate[0], gate[H], gate[2 * H], gate[3 * H], h, d};
 }
 
 // Steps 5, 4, 2 backwards, and with reset after also 1, for the gradient d of h[t].
@@ -672,6 +675,19 @@ static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const floa
     else if (column >= 3 * H) db_hh[column - H] += sum;
 }
 
+// 0 where a sentence has no more steps.  These were computed as the others: they wait for nobody, and nobody for them.
+static __global__ void clear_rest(float *h, float *gates, const int32_t *lengths, int64_t T, int64_t B, int64_t H, FaultRecord *faults) {
+    const int64_t step = int64_t(gridDim.x) * blockDim.x, first = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+    for (int64_t b = first; b < B && faults; b += step)
+        if (lengths[b] < 0 || lengths[b] > T) report(faults, Fault::length, Who::gru_forward, b, lengths[b], T);
+    for (int64_t i = first; i < T * B * H; i += step) {
+        const int64_t row = i / H;
+        if (row / B < lengths[row % B]) continue;
+        h[i] = 0.0f;
+        for (int gate = 0; gate < 4; gate++) gates[(row * 4 + gate) * H + i % H] = 0.0f;
+    }
+}
+
 // Run a kernel of all steps.  Blocks that wait for each other have to be there all at once.
 template <class Arguments>
 static cudaError_t launch_steps(void (*kernel)(Arguments, Plan), const Arguments &arguments, const Plan &p, bool exchange,
@@ -717,8 +733,8 @@ extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_
 }
 
 extern "C" pyops_status pyops_gru_forward(
-    float *h, float *gates, const float *x, const float *a, const float *h0, const float *w_ih, const float *w_hh,
-    const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths, const float *w_ih,
+    const float *w_hh, const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     pyops_status status = check("gru_forward", x, T, B, I, H);
     if (status || B == 0) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
@@ -727,22 +743,27 @@ extern "C" pyops_status pyops_gru_forward(
     if (status) return status;
     const Forward f = {h, gates, I ? gates : a, h0, w_hh, b_hh, I ? 4 * H : 3 * H, reinterpret_cast<unsigned *>(work)};
     const Plan p = forward_plan(T, B, H, reset_before);
-    if (!p.teams) return forward_by_steps(f, work, T, B, H, reset_before, stream);
-    const cudaError_t error = with_constants(p.units, reset_before, [&](auto units, auto precision, auto before) {
+    Launches launches;
+    if (!p.teams) status = forward_by_steps(f, work, T, B, H, reset_before, stream);
+    else launches << with_constants(p.units, reset_before, [&](auto units, auto precision, auto before) {
         return launch_steps(forward_steps<units, precision, before>, f, p, T > 1 || before, stream);
     });
-    return pyops_launched("gru_forward", error, stream);
+    if (status) return status;
+    if (lengths) launches << LAUNCH(clear_rest, grid_for(T * B * H, THREADS), THREADS, 0, stream_of(stream),
+                                    h, gates, lengths, T, B, H, pyops_faults());
+    return pyops_launched("gru_forward", launches.error, stream);
 }
 
 extern "C" pyops_status pyops_gru_backward(
     float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates, const float *dh,
-    const float *dh_last, const float *x, const float *h0, const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
+    const float *dh_last, const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
+    const float *h, const float *gates, float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     pyops_status status = check("gru_backward", x, T, B, I, H);
     if (status || B == 0) return status;
     float *const states = work, *const carry = states + T * B * H, *const rest = carry + B * H;
 
-    const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, T, B, H,
+    const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, lengths, T, B, H,
                         reinterpret_cast<unsigned *>(rest)};
     const Plan p = backward_plan(T, B, H, reset_before);
     if (p.teams) {

@@ -36,7 +36,7 @@ struct FaultRecord {
 enum class Who : int32_t {              // the function that a text begins with
     embedding_forward, embedding_backward, gather_pixels, gather_sequences, pixel_linear_forward, pixel_linear_backward,
     cross_entropy_forward, linear_cross_entropy, attention_forward, adam, mlp_gradients,
-    strided_binary_int32, mlp_step, attention_softmax_forward
+    strided_binary_int32, mlp_step, attention_softmax_forward, gru_forward
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if there is none left
 pyops_status pyops_check_faults();      // of streams that were waited for: the text of what a kernel found, once

@@ -24,25 +24,25 @@ def kept(x, step, p, key):
     return x * ref.dropout_keep(x.size, p, int(step[0]), key).reshape(x.shape) / (1 - np.float64(np.float32(p)))
 
 
-def gru(x, h0=None, *, w_ih, w_hh, b_ih, b_hh, reset_before=False):
-    return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before)
+def gru(x, h0=None, lengths=None, *, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+    return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before, lengths)
 
 
 def gru_example(normal):
     T, B, I, H = 3, 2, 4, 5
-    return ([normal(T, B, I), normal(B, H)],
+    return ([normal(T, B, I), normal(B, H), np.array([3, 2], np.int32)],
             dict(w_ih=normal(3 * H, I), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
 
 
-def embedding_gru(ids, context=None, h0=None, *, table, **named):
+def embedding_gru(ids, context=None, h0=None, lengths=None, *, table, **named):
     x = ref.embedding(table, ids)
-    return gru(x if context is None else ref.concat_context(x, context), h0, **named)
+    return gru(x if context is None else ref.concat_context(x, context), h0, lengths, **named)
 
 
 def embedding_gru_example(normal):
     B, V, E, C, H = 2, 4, 3, 2, 5
     ids = np.array([[1, 0], [3, 1], [1, 1]], np.int32)
-    return ([ids, normal(B, C), normal(B, H)],
+    return ([ids, normal(B, C), normal(B, H), np.array([2, 3], np.int32)],
             dict(table=normal(V, E), w_ih=normal(3 * H, E + C), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
 
 

@@ -293,10 +293,13 @@ def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=Fa
     return y if bias is None else y + tensor(bias, x).reshape(shape)
 
 
-def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False):
-    """-> h (T, B, H), of which h[-1] is the last state;  x (T, B, I), h0 (B, H) or None; see pyops.ops.GRU."""
+def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False, lengths=None):
+    """-> h (T, B, H), of which h[-1] is the last state;  x (T, B, I), h0 (B, H) or None, lengths (B,) int32 or None: how many
+    steps each sentence has, behind which h is 0; see pyops.ops.GRU."""
     parameters = dict(w_ih=tensor(w_ih), w_hh=tensor(w_hh), b_ih=tensor(b_ih), b_hh=tensor(b_hh))
-    return apply(GRU, tensor(x), None if h0 is None else tensor(h0), **parameters, reset_before=reset_before)
+    x = tensor(x)
+    return apply(GRU, x, None if h0 is None else tensor(h0, x), None if lengths is None else tensor(lengths, x),
+                 **parameters, reset_before=reset_before)
 
 
 def attention(q, k, v, heads, causal=False, lengths=None, p=0.0, training=True, key=0, step=None):

@@ -35,6 +35,7 @@ FLOPS = {
     'gemm_bf16': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
     'mlp_gradients': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
     'mlp_step': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
+    # of a GRU all positions count, those behind the lengths, too, although they are not computed
     'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
     'embedding_linear_forward': lambda s, array: 2 * s['O'] * _inputs(s, array),

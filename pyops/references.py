@@ -86,7 +86,7 @@ def attention_keep(B, heads, Tq, Tk, p, step, key):
     return kept / (1 - np.float64(np.float32(p)))
 
 
-def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before):
+def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before, lengths=None):
     H = w_hh.shape[1]
     h = np.zeros((x.shape[1], H)) if h0 is None else h0
     out = []
@@ -97,7 +97,8 @@ def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before):
         n = np.tanh(a[:, 2*H:] + p_n)
         h = (1 - z) * n + z * h
         out.append(h)
-    return np.stack(out)
+    h = np.stack(out)
+    return h if lengths is None else h * (np.arange(len(x))[:, None, None] < lengths[:, None])
 
 
 def philox4x32(counter, key):

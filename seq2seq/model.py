@@ -8,7 +8,7 @@ import numpy as np
 
 from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import Dropout
+from pyops.ops import Dropout, sequence_lengths
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
@@ -70,17 +70,18 @@ class DeepGRU:
         self.dropouts = [Dropout(config.dropout, key(params.seed, f'{prefix}.dropout.{layer}'), f'{prefix}.dropout.{layer}')
                          for layer in range(config.layers - 1)]
 
-    def forward(self, ids, context=None, states=None, step=None):
+    def forward(self, ids, context=None, states=None, step=None, lengths=None):
         """ids (T, B), context (B, H) or None, states: the first h (B, H) of each layer or None for zeros, step: None for no
-        dropout -> h of the top layer (T, B, H), the last h (B, H) of each layer, ctx."""
+        dropout, lengths (B,) of the sentences, behind which h is 0, or None: T of all
+        -> h of the top layer (T, B, H), the last h (B, H) of each layer, ctx."""
         states = states or [None] * len(self.layers)
-        h, saved = self.layers[0].forward(ids, context, states[0])
+        h, saved = self.layers[0].forward(ids, context, states[0], lengths)
         ctx, last = [(None, saved)], [h[-1]]
         for layer, dropout, state in zip(self.layers[1:], self.dropouts, states[1:], strict=True):
             dropped = None
             if step is not None:
                 h, dropped = dropout.forward(h, step)
-            h, saved = layer.forward(h, state)
+            h, saved = layer.forward(h, state, lengths)
             last.append(h[-1])
             ctx.append((dropped, saved))
         return h, last, ctx
@@ -116,8 +117,9 @@ class Seq2Seq:
 
     def forward(self, source, target, labels, step=None, gradients=True):
         """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""
+        lengths = sequence_lengths(labels, PAD)                            # (B,): behind them nobody reads the decoder's h
         _, last, c1 = self.encoder.forward(source, step=step)              # (B, H) a layer
-        h, _,    c2 = self.decoder.forward(target, last[-1], last, step)   # (T, B, H)
+        h, _,    c2 = self.decoder.forward(target, last[-1], last, step, lengths)      # (T, B, H)
         loss,    c3 = self.output.forward(h, labels, gradients)            # (1,)
         return loss, [c1, c2, c3]
 

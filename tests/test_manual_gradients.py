@@ -79,7 +79,7 @@ def test_mnist_by_hand_and_from_formulas():
 
 # ---- seq2seq -----------------------------------------------------------------------------------------------------------
 
-def deep_gru(p, prefix, config, seed, ids, context, states, step, fused):
+def deep_gru(p, prefix, config, seed, ids, context, states, step, fused, lengths=None):
     """seq2seq.model.DeepGRU.forward;  fused: with the op that it has, else with an embedding, a concatenation and a GRU"""
     last, x = [], None
     for i in range(config.layers):
@@ -89,19 +89,19 @@ def deep_gru(p, prefix, config, seed, ids, context, states, step, fused):
         state = states and states[i]
         if i == 0 and fused:
             named = dict(zip(('w_ih', 'w_hh', 'b_ih', 'b_hh'), weights, strict=True), reset_before=config.reset_before)
-            x = apply(EmbeddingGRU, ids, context, state, table=p[f'{prefix}.embedding.weight'], **named)
+            x = apply(EmbeddingGRU, ids, context, state, lengths, table=p[f'{prefix}.embedding.weight'], **named)
         else:
             if i == 0:
                 x = F.embedding(ids, p[f'{prefix}.embedding.weight'])
                 x = x if context is None else F.concat_context(x, context)
-            x = F.gru(x, state, *weights, reset_before=config.reset_before)
+            x = F.gru(x, state, *weights, reset_before=config.reset_before, lengths=lengths)
         last.append(x[-1])
     return x, last
 
 
 def seq2seq_loss(p, config, seed, source, target, labels, step, fused=True):
     _, last = deep_gru(p, 'encoder', config, seed, source, None, None, step, fused)
-    h, _ = deep_gru(p, 'decoder', config, seed, target, last[-1], last, step, fused)
+    h, _ = deep_gru(p, 'decoder', config, seed, target, last[-1], last, step, fused, sequence_lengths(labels, PAD))
     return F.linear_cross_entropy(h, p['output.weight'], p['output.bias'], labels, ignore_index=PAD)
 
 

@@ -342,9 +342,10 @@ class GRURow:
     sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
     large = (9, 251, 40, 64)
 
-    def __init__(self, reset_before, with_h0):
-        self.name = f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
-        self.reset_before, self.with_h0 = reset_before, with_h0
+    def __init__(self, reset_before, with_h0, with_lengths=False):
+        self.name = (f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
+                     f'{"-lengths" if with_lengths else ""}')
+        self.reset_before, self.with_h0, self.with_lengths = reset_before, with_h0, with_lengths
 
     def build(self, size, rng):
         T, B, I, H = size
@@ -354,12 +355,22 @@ class GRURow:
         inputs = dict(x=normal(rng, T, B, I))
         if self.with_h0:
             inputs['h0'] = normal(rng, B, H)
-        return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params)
+        return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params, self.lengths(T, B, rng))
 
-    def reference(self, x, w_ih, w_hh, b_ih, b_hh, h0=None):
-        return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, self.reset_before)
+    def lengths(self, T, B, rng):
+        """One sentence with all steps, one with none, and the others between."""
+        if not self.with_lengths:
+            return {}
+        lengths = rng.integers(0, T + 1, B).astype(np.int32)
+        lengths[0], lengths[1:2] = T, 0
+        return dict(lengths=lengths)
 
-    def torch(self, torch, x, w_ih, w_hh, b_ih, b_hh, h0=None):
+    def reference(self, x, w_ih, w_hh, b_ih, b_hh, h0=None, lengths=None):
+        return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, self.reset_before, lengths)
+
+    def torch(self, torch, x, w_ih, w_hh, b_ih, b_hh, h0=None, lengths=None):
+        if lengths is not None:
+            return self.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0) * (torch.arange(len(x))[:, None, None] < lengths[:, None])
         H = w_hh.shape[1]
         if not self.reset_before:
             twin = torch.nn.GRU(x.shape[2], H, dtype=torch.float64)
@@ -376,17 +387,17 @@ class GRURow:
 
 
 class EmbeddingGRURow:
-    """context and with_h0 False leave them out."""
+    """context, with_h0 and with_lengths False leave them out."""
     sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
              (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
     large = (9, 251, 300, 24, 16, 64)
 
-    def __init__(self, reset_before, context, with_h0):
-        self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}'
-                     f'{"" if context else "-no-context"}{"" if with_h0 else "-no-h0"}')
-        self.gru, self.context, self.with_h0 = GRURow(reset_before, with_h0), context, with_h0
+    def __init__(self, reset_before, context, with_h0, with_lengths=False):
+        self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}{"" if context else "-no-context"}'
+                     f'{"" if with_h0 else "-no-h0"}{"-lengths" if with_lengths else ""}')
+        self.gru, self.context, self.with_h0 = GRURow(reset_before, with_h0, with_lengths), context, with_h0
         # of ids any shape will do where nothing stands beside them
-        self.wrong_axis = {} if context or with_h0 else {'ids': None}
+        self.wrong_axis = {} if context or with_h0 or with_lengths else {'ids': None}
 
     def build(self, size, rng):
         T, B, V, E, C, H = size
@@ -399,19 +410,19 @@ class EmbeddingGRURow:
 
         def make(**parameters):
             return EmbeddingGRU(**parameters, reset_before=self.gru.reset_before)
-        return Built(make, inputs, dict(table=normal(rng, V, E)) | built.params, constants)
+        return Built(make, inputs, dict(table=normal(rng, V, E)) | built.params, constants | built.constants)
 
     def input_of(self, table, ids, context, concatenate):
         x = table[ids]
         return x if context is None else concatenate([x, context + 0 * x[..., :1]], -1)
 
-    def reference(self, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None):
+    def reference(self, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None, lengths=None):
         x = self.input_of(table, ids, context, np.concatenate)
-        return self.gru.reference(x, w_ih, w_hh, b_ih, b_hh, h0)
+        return self.gru.reference(x, w_ih, w_hh, b_ih, b_hh, h0, lengths)
 
-    def torch(self, torch, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None):
+    def torch(self, torch, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None, lengths=None):
         x = self.input_of(table, ids.long(), context, torch.cat)
-        return self.gru.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0)
+        return self.gru.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0, lengths)
 
 
 class AttentionRow:
@@ -546,6 +557,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(EmbeddingGRURow(before, True, h0) for before in (False, True) for h0 in (True, False)),
          EmbeddingGRURow(False, False, False),
+         *(GRURow(before, True, True) for before in (False, True)), *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
          *(ResidualRow(with_dropout) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          PositionsRow(), SmoothedLinearCrossEntropyRow(),
@@ -1042,6 +1054,43 @@ def test_a_gru_of_few_long_rows_gives_the_same_bits_for_any_number_of_threads(re
         assert (run.y == runs[0].y).all() and all((grad == runs[0].grads[name]).all() for name, grad in run.grads.items())
 
 
+@pytest.mark.parametrize('lengths', [(4, 2, 0, 3, 4, 1, 1), (0, 0, 1, 0, 0, 0, 0), (0,) * 7, (4,) * 7, (2,), (3, 1, 2)],
+                         ids=lambda lengths: '-'.join(map(str, lengths)))
+@pytest.mark.parametrize('with_h0', [True, False])
+@pytest.mark.parametrize('reset_before', [False, True])
+def test_a_gru_of_sentences_with_lengths_is_one_of_all_steps_that_is_not_looked_at_behind_them(reset_before, with_h0, lengths):
+    """The same bits of h, and the gradients of a dh that is 0 behind the lengths, whatever stands there in dh and dh_last."""
+    T, B, I, H = 4, len(lengths), 8, 33
+    row, before = GRURow(reset_before, with_h0), np.array(lengths, np.int32)
+    run = Run(row, (T, B, I, H), backward=False)
+    has = np.arange(T)[:, None, None] < before[:, None]
+    x, h0 = run.placed['x'], run.placed.get('h0')
+    dh, last = run.dy, normal(np.random.default_rng(3), B, H)
+    want = run.op.backward(put(dh * has), run.ctx, put(last * has[-1]))
+    sums = [get(p.grad).copy() for p in run.params.values()]
+    h, ctx = run.op.forward(x, h0, put(before))
+    assert (get(h) == run.y * has).all() and (get(ctx.gates) == get(run.ctx.gates) * has).all()
+    for (name, noise), p in zip(run.noise.items(), run.params.values(), strict=True):
+        p.grad[...] = put(noise)
+    dx, dh0 = run.op.backward(put(dh), ctx, put(last))
+    close(get(dx), get(want[0]), 1e-5)
+    assert (get(dx) * ~has == 0).all() and (dh0 is None) == (not with_h0)
+    if with_h0:
+        close(get(dh0), get(want[1]), 1e-5)
+    for p, sum_ in zip(run.params.values(), sums, strict=True):
+        close(get(p.grad), sum_, 1e-5)
+
+
+def test_a_gru_refuses_a_length_that_is_none():
+    row = GRURow(False, True)
+    run = Run(row, (4, 3, 8, 5), backward=False)
+    for bad in (-1, 5):
+        with pytest.raises(ValueError, match=rf'gru_forward: lengths\[1\]={bad}, want 0 to 4'):
+            run.op.forward(*run.placed.values(), put(np.array([4, bad, 0], np.int32)))
+    with pytest.raises(ValueError, match=r'lengths: want shape \(3,\)'):
+        run.op.forward(*run.placed.values(), put(np.zeros(4, np.int32)))
+
+
 def test_an_embedding_gru_is_an_embedding_a_context_and_a_gru():
     """The same numbers but for the order of sums, with words that occur often, once and never."""
     run, (T, B, C) = Run(EmbeddingGRURow(False, True, True), (9, 24, 40, 24, 16, 64)), (9, 24, 16)
@@ -1079,11 +1128,11 @@ def test_kernels_refuse_an_input_product_that_is_half_given():
     x = [put(np.zeros(64, np.float32)) for _ in range(12)]
     ids = put(np.zeros(2, np.int32))
     with pytest.raises(ValueError, match='gru_forward: I=0, want 0 where there is no x, and only there'):
-        launch('gru_forward', *x[:3], None, None, *x[3:8], 1, 1, 0, 2, 0)
+        launch('gru_forward', *x[:3], None, None, None, *x[3:8], 1, 1, 0, 2, 0)
     with pytest.raises(ValueError, match='gru_forward: I=0, want a where it is 0, and only there'):
-        launch('gru_forward', *x[:2], None, None, None, *x[3:8], 1, 1, 0, 2, 0)
+        launch('gru_forward', *x[:2], None, None, None, None, *x[3:8], 1, 1, 0, 2, 0)
     with pytest.raises(ValueError, match='gru_backward: I=3, want 0 where there is no x, and only there'):
-        launch('gru_backward', None, None, *x[:5], None, None, None, None, *x[5:10], 1, 1, 3, 2, 0)
+        launch('gru_backward', None, None, *x[:5], None, None, None, None, None, *x[5:10], 1, 1, 3, 2, 0)
     with pytest.raises(ValueError, match='embedding_linear_forward: C=2, want 0 where there is no context, and only there'):
         launch('embedding_linear_forward', x[0], x[1], ids, None, *x[2:5], 1, 2, 3, 2, 2, 2)
     with pytest.raises(ValueError, match='embedding_linear_backward: ld=1, want at least O=2'):

@@ -144,7 +144,7 @@ class Witness:
         T, B, D = x.shape
         return get(x).reshape(T, B, op.heads, D // op.heads)
 
-    def GRU_forward(self, op, x, h0=None, result=None):
+    def GRU_forward(self, op, x, h0=None, lengths=None, result=None):
         if not result:
             return
         h, ctx = result
@@ -162,12 +162,12 @@ class Witness:
                 self.told[f'{op.name}.ih', 'backward', 'grad_input', t] = dx
                 self.later(op, t, 'backward', ['grad_output'], ['grad_output', 'grad_input'])
 
-    def EmbeddingGRU_forward(self, op, ids, context=None, h0=None, result=None):
+    def EmbeddingGRU_forward(self, op, ids, context=None, h0=None, lengths=None, result=None):
         if result:
             x = get(op.table.value)[get(ids)]
             if context is not None:
                 x = np.concatenate([x, np.broadcast_to(get(context), (len(x), *context.shape))], -1)
-            self.GRU_forward(op, x, h0, result)
+            self.GRU_forward(op, x, h0, lengths, result)
 
     def EmbeddingGRU_backward(self, op, dh, ctx, dh_last=None, result=None):
         if result:

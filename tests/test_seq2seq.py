@@ -67,6 +67,27 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, dropout):
     assert_same_gradients(model.params, leaves)
 
 
+@pytest.mark.parametrize('reset_before', [False, True])
+def test_positions_behind_the_last_label_are_left_out_and_nothing_changes(monkeypatch, reset_before):
+    """The loss to the bit; gradients but for the order of their sums."""
+    def run():
+        model = Seq2Seq(Config(50, 61, reset_before=reset_before, **SMALL), seed=3)
+        loss, ctx = model.forward(*batch, step=np.array([5]))
+        h = ctx[-1].dx
+        model.backward(ctx)
+        return loss[0], h, model.params
+    batch = random_batch(Config(50, 61, **SMALL), 13)
+    assert (batch[2][-1] == PAD).any() and (batch[2][-1] != PAD).any()
+    loss, dh, params = run()
+    monkeypatch.setattr('seq2seq.model.sequence_lengths', lambda labels, pad: None)
+    want, dh_of_all, all_positions = run()
+    assert loss == want and (dh == dh_of_all).all()
+    for name in all_positions:
+        p = all_positions[name]
+        scale = np.abs(p.grad).max()
+        assert scale > 0 and np.abs(params[name].grad - p.grad).max() <= 1e-5 * scale, name
+
+
 def test_the_benchmarks_twin_is_the_same_model(torch):
     from bench.torch_seq2seq import TorchSeq2Seq
     from bench.torch_step import copy_weights

@@ -10,15 +10,15 @@ from pyops.ops.gru import GRU
 class EmbeddingGRU(GRU):
     """Look up a row for each word, put a context beside it, and run a GRU over all T steps.
 
-    Shapes   ids (T, B) int32 in [0, V);  context, dcontext (B, C);  h, dh (T, B, H);  h0, dh0, dh_last (B, H)
+    Shapes   ids (T, B) int32 in [0, V);  context, dcontext (B, C);  h, dh (T, B, H);  h0, dh0, dh_last (B, H);  lengths (B,)
              table (V, E);  w_ih (3H, E + C), or (3H, E) where there is no context;  w_hh, b_ih, b_hh as in GRU
     Forward  x[t, b] = [table[ids[t, b]], context[b]], then as in GRU
     Backward da = [dr dz dn] as in GRU, and with w_ih = [w_e w_c]:
              u[v] = sum of da over the positions of token v;  s[b] = sum_t da[t, b]
              dtable[v] += u[v] w_e;  dcontext = s w_c;  dw_ih += [sum_v u[v]' table[v], sum_b s[b]' context[b]]
              ids have no gradient
-    Saves    ids, context, h0, h, gates;  x is never formed
-    Errors   TypeError and ValueError naming the argument; ValueError for an id outside the table, with its position
+    Saves    ids, context, h0, lengths, h, gates;  x is never formed
+    Errors   TypeError and ValueError naming the argument; ValueError for an id outside the table and a length outside [0, T]
     Source   Embedding, ConcatContext and GRU, one after the other
     Notes    x w_ih' is table[v] w_e' of each distinct token plus context[b] w_c' of each sentence: two small products
     """
@@ -27,6 +27,7 @@ class EmbeddingGRU(GRU):
         ids: np.ndarray
         context: np.ndarray | None
         h0: np.ndarray | None
+        lengths: np.ndarray | None
         h: np.ndarray
         gates: np.ndarray
 
@@ -43,19 +44,19 @@ class EmbeddingGRU(GRU):
         (V, E), (gates, I) = self.table.value.shape, self.w_ih.value.shape
         return (*ids.shape, V, E, I - E, gates)
 
-    def forward(self, ids, context=None, h0=None):
-        self.check(ids, context, h0)
+    def forward(self, ids, context=None, h0=None, lengths=None):
+        self.check(ids, context, h0, lengths)
         T, B, H = *ids.shape, self.w_hh.value.shape[1]
         sizes = self.sizes(ids)
         a = empty((T, B, 3 * H), name=f'{self.name}.a')
         launch('embedding_linear_forward', a, self.table.value, ids, context, self.w_ih.value, self.b_ih.value,
                work('embedding_linear_forward', *sizes), *sizes)
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
-        launch('gru_forward', h, gates, None, a, h0, None, self.w_hh.value, None, self.b_hh.value,
+        launch('gru_forward', h, gates, None, a, h0, lengths, None, self.w_hh.value, None, self.b_hh.value,
                work('gru_forward', T, B, 0, H), T, B, 0, H, self.reset_before)
-        return h, self.Ctx(ids, context, h0, h, gates)
+        return h, self.Ctx(ids, context, h0, lengths, h, gates)
 
-    def check(self, ids, context, h0):
+    def check(self, ids, context, h0, lengths):
         T, B = axes('ids', ids, 'T B')
         check('ids', ids, (T, B), np.int32)
         *_, C, _ = self.sizes(ids)
@@ -63,8 +64,7 @@ class EmbeddingGRU(GRU):
             check('context', context, (B, C))
         elif C:
             raise ValueError(f'context: want shape {(B, C)}, got None')
-        if h0 is not None:
-            check('h0', h0, (B, self.w_hh.value.shape[1]))
+        self.check_sentences(h0, lengths, B)
 
     def backward(self, dh, ctx, dh_last=None):
         """-> None, since ids have no gradient, dcontext (None where forward had no context), dh0 (None where it had no h0)."""
@@ -75,7 +75,7 @@ class EmbeddingGRU(GRU):
         dcontext = None if ctx.context is None else empty(ctx.context.shape, name=f'{self.name}.dcontext')
         dgates = empty((T, B, 4 * H), name=f'{self.name}.dgates')
         launch('gru_backward', None, dh0, None, self.w_hh.grad, None, self.b_hh.grad, dgates,
-               dh, dh_last, None, ctx.h0, None, self.w_hh.value, ctx.h, ctx.gates,
+               dh, dh_last, None, ctx.h0, ctx.lengths, None, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, 0, H), T, B, 0, H, self.reset_before)
         launch('embedding_linear_backward', self.table.grad, self.table.touched, dcontext, self.w_ih.grad, self.b_ih.grad,
                dgates, self.table.value, ctx.ids, ctx.context, self.w_ih.value,

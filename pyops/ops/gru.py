@@ -9,7 +9,7 @@ from pyops.backend import axes, check, check_parameter, empty, launch, work
 class GRU:
     """Run a gated recurrent unit over all T steps.
 
-    Shapes   x, dx (T, B, I);  h, dh (T, B, H);  h0, dh0, dh_last (B, H)
+    Shapes   x, dx (T, B, I);  h, dh (T, B, H);  h0, dh0, dh_last (B, H);  lengths (B,) int32
              w_ih (3H, I), w_hh (3H, H), b_ih (3H,), b_hh (3H,): gates stacked in the order r, z, n
     Forward  with h[-1] = h0, zeros where h0 is None, for t = 0 .. T-1:
              r = sigmoid(x[t] w_ir' + b_ir + h[t-1] w_hr' + b_hr)
@@ -22,8 +22,9 @@ class GRU:
              reset_before False:  dr = dn u r (1 - r);  du = dn r;  dh[t-1] = d z + [dr dz du] w_hh
              reset_before True:   e = dn w_hn;  dr = e h[t-1] r (1 - r);  dh[t-1] = d z + e r + [dr dz] w_h[rz]
              then over all steps at once  dx = [dr dz dn] w_ih;  dw_ih += [dr dz dn]' x;  dw_hh likewise; biases: sums
-    Saves    x, h0, h, and gates (T, B, 4H) = r, z, n, u
-    Errors   TypeError and ValueError naming the argument
+             a sentence has lengths[b] of the steps, all where lengths is None: behind them h is 0, and no gradient comes back
+    Saves    x, h0, lengths, h, and gates (T, B, 4H) = r, z, n, u
+    Errors   ValueError for a length outside [0, T], with its position; TypeError and ValueError naming the argument
     Source   Cho et al. 2014, arXiv:1406.1078 (reset before the product); cuDNN's and PyTorch's form resets after it
     Notes    h[-1] of one GRU is the h0 of another: pass its gradient back as dh_last.  A gradient that is None is zero.
     """
@@ -31,6 +32,7 @@ class GRU:
     class Ctx(NamedTuple):
         x: np.ndarray
         h0: np.ndarray | None
+        lengths: np.ndarray | None
         h: np.ndarray
         gates: np.ndarray
 
@@ -41,19 +43,24 @@ class GRU:
         for parameter, shape in ((w_ih, (3 * H, I)), (w_hh, (3 * H, H)), (b_ih, (3 * H,)), (b_hh, (3 * H,))):
             check_parameter(parameter, shape)
 
-    def forward(self, x, h0=None):
-        self.check(x, h0)
+    def forward(self, x, h0=None, lengths=None):
+        self.check(x, h0, lengths)
         (T, B, I), H = x.shape, self.w_hh.value.shape[1]
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
-        launch('gru_forward', h, gates, x, None, h0, self.w_ih.value, self.w_hh.value, self.b_ih.value, self.b_hh.value,
-               work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
-        return h, self.Ctx(x, h0, h, gates)
+        launch('gru_forward', h, gates, x, None, h0, lengths, self.w_ih.value, self.w_hh.value, self.b_ih.value,
+               self.b_hh.value, work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
+        return h, self.Ctx(x, h0, lengths, h, gates)
 
-    def check(self, x, h0):
+    def check(self, x, h0, lengths):
         T, B, _ = axes('x', x, 'T B I')
         check('x', x, (T, B, self.w_ih.value.shape[1]))
+        self.check_sentences(h0, lengths, B)
+
+    def check_sentences(self, h0, lengths, B):
         if h0 is not None:
             check('h0', h0, (B, self.w_hh.value.shape[1]))
+        if lengths is not None:
+            check('lengths', lengths, (B,), np.int32)
 
     def backward(self, dh, ctx, dh_last=None):
         """-> dx, dh0 (None where forward had no h0)."""
@@ -64,7 +71,7 @@ class GRU:
         dh0 = None if ctx.h0 is None else empty((B, H), name=f'{self.name}.dh0')
         dgates = empty((T, B, 4 * H), name=f'{self.name}.dgates')
         launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad, dgates,
-               dh, dh_last, ctx.x, ctx.h0, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
+               dh, dh_last, ctx.x, ctx.h0, ctx.lengths, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)
         return dx, dh0
 

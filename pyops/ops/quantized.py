@@ -353,6 +353,8 @@ class QuantizedGRU(GRU):
     Backward of each step  hh dgrad: [dr dz du] w_hh, over 3H;  with reset_before dn w_hn, over H, then [dr dz] w_h[rz], over 2H
              over all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
     Saves    h with h0 before it, gates, u, and of the layers what QuantizedLinear saves
+    Notes    all steps of all sentences are computed, whatever their lengths.  Behind these h is not 0, but nobody should read it:
+             where dh and dh_last are 0 there, gradients are those of GRU
     """
 
     class Ctx(NamedTuple):
@@ -373,8 +375,8 @@ class QuantizedGRU(GRU):
     def layers(name):
         return [(f'{name}.ih', 'linear'), (f'{name}.hh', 'linear')]
 
-    def forward(self, x, h0=None):
-        self.check(x, h0)
+    def forward(self, x, h0=None, lengths=None):
+        self.check(x, h0, lengths)
         (T, B, _), H = x.shape, self.w_hh.value.shape[1]
         states, gates = empty((T + 1, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         a, product = empty((T, B, 3 * H), name=f'{self.name}.ih.y'), empty((B, 3 * H), name=f'{self.name}.hh.y')
@@ -459,11 +461,11 @@ class QuantizedEmbeddingGRU(EmbeddingGRU):
 
     layers = QuantizedGRU.layers
 
-    def forward(self, ids, context=None, h0=None):
-        self.check(ids, context, h0)
+    def forward(self, ids, context=None, h0=None, lengths=None):
+        self.check(ids, context, h0, lengths)
         x, embedding = self.embedding.forward(ids)
         x, concat = (x, None) if context is None else self.concat.forward(x, context)
-        h, gru = self.gru.forward(x, h0)
+        h, gru = self.gru.forward(x, h0, lengths)
         return h, self.Ctx(embedding, concat, gru)
 
     def backward(self, dh, ctx, dh_last=None):
