@@ -10,7 +10,7 @@
 #include "internal.h"
 
 /* ---- work: where its parts begin, in floats ---- */
-typedef struct { int64_t tokens, place, seen, rows, by_token, by_sentence, total; } layout;
+typedef struct { int64_t tokens, place, seen, rows, drows, by_token, by_sentence, total; } layout;
 
 static layout layout_of(int64_t R, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O) {
     const int64_t most = pyops_min(R, V);               /* distinct tokens */
@@ -18,7 +18,8 @@ static layout layout_of(int64_t R, int64_t B, int64_t V, int64_t E, int64_t C, i
     l.place = pyops_round_up(most, PYOPS_LANES);        /* the distinct tokens (most), then which of them a position has (R), */
     l.seen = l.place + pyops_round_up(R, PYOPS_LANES);  /* and which of them a token of the table is (V); all int32 */
     l.rows = l.seen + pyops_round_up(V, PYOPS_LANES);   /* their rows of the table (most,E) */
-    l.by_token = l.rows + pyops_round_up(most * E, PYOPS_LANES);        /* products, or sums of gradients (most,O) */
+    l.drows = l.rows + pyops_round_up(most * E, PYOPS_LANES);           /* and the gradients of these, in backward */
+    l.by_token = l.drows + pyops_round_up(most * E, PYOPS_LANES);       /* products, or sums of gradients (most,O) */
     l.by_sentence = l.by_token + pyops_round_up(most * O, PYOPS_LANES); /* the same (B,O), where there is a context */
     l.total = l.by_sentence + (C ? B * O : 0);
     return l;
@@ -58,10 +59,37 @@ static int64_t distinct(int32_t *tokens, int32_t *place, int32_t *seen, const in
     return count;
 }
 
+static void copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
+
+/* ---- what a thread has of n: neighbours, whole units but for the last ---- */
+typedef struct { int64_t from, to; } range;
+
+static range share_of(int64_t n, int64_t unit) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    return (range){pyops_min(n, pyops_round_up(n * thread / threads, unit)),
+                   pyops_min(n, pyops_round_up(n * (thread + 1) / threads, unit))};
+}
+
+static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p + from*b.col, b.row, b.col}; }
+static pyops_view turned(pyops_view a) { return (pyops_view){a.p, a.col, a.row}; }
+
+/* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, or of few rows, whose sums would
+ * have another order in parts. */
+static range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N, int64_t K,
+                      int flags, float *scratch) {
+    const int shared = M * N * K > PYOPS_SHARE_FMAS && M > PYOPS_FEW_ROWS * omp_get_num_threads();
+    const range own = shared ? share_of(M, 1) : (range){0, omp_get_thread_num() ? 0 : M};
+    if (own.from < own.to)
+        pyops_product(k, c + own.from*ldc, ldc, (pyops_view){a.p + own.from*a.row, a.row, a.col}, b, NULL, own.to - own.from,
+                      N, K, flags, scratch);
+    return own;
+}
+
 pyops_status pyops_embedding_linear_forward(float *y, const float *table, const int32_t *ids, const float *context,
                                             const float *weight, const float *bias, float *work,
                                             int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
-    pyops_status status = check("embedding_linear_forward", ids, context, T, B, V, E, C, O);
+    (void)stream;
+    const pyops_status status = check("embedding_linear_forward", ids, context, T, B, V, E, C, O);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const int64_t R = T * B, I = E + C;
@@ -71,20 +99,35 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
 
     const pyops_view w_e = {weight, 1, I}, w_c = {weight + E, 1, I};           /* transposed */
     const int64_t count = distinct(tokens, place, (int32_t *)(work + l.seen), ids, R, V);
-    status = pyops_embedding_forward(rows, table, tokens, count, V, E, stream);
-    if (!status) status = pyops_product_threaded(by_token, O, (pyops_view){rows, E, 1}, w_e, bias, count, O, E, 0);
-    if (!status && C) status = pyops_product_threaded(by_sentence, O, (pyops_view){context, C, 1}, w_c, NULL, B, O, C, 0);
-    if (status) return status;
-    #pragma omp parallel for schedule(static) if (R * O > PYOPS_SHARE_FLOATS)
-    for (int64_t r = 0; r < R; r++) {
-        if (C) k->residual(y + r*O, by_token + place[r]*O, by_sentence + r % B * O, O);
-        else memcpy(y + r*O, by_token + place[r]*O, (size_t)O * sizeof *y);
+    int failed = 0;
+    #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
+    {
+        const range own = share_of(O, k->NR);
+        const int64_t j = own.from, n = own.to - own.from;
+        float *scratch = pyops_scratch(pyops_product_scratch(k));
+        if (!scratch) {
+            #pragma omp atomic write
+            failed = 1;
+        }
+        #pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++) copy(rows + i*E, table + tokens[i]*E, E);
+        if (scratch && n) {
+            pyops_product(k, by_token + j, O, (pyops_view){rows, E, 1}, columns(w_e, j), bias + j, count, n, E, 0, scratch);
+            if (C)
+                pyops_product(k, by_sentence + j, O, (pyops_view){context, C, 1}, columns(w_c, j), NULL, B, n, C, 0, scratch);
+        }
+        #pragma omp barrier
+        #pragma omp for schedule(static) nowait
+        for (int64_t r = 0; r < R; r++) {
+            if (C) k->residual(y + r*O, by_token + place[r]*O, by_sentence + r % B * O, O);
+            else copy(y + r*O, by_token + place[r]*O, O);
+        }
     }
-    return PYOPS_OK;
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_forward: no memory for packed tiles") : PYOPS_OK;
 }
 
 static void add_or_set(const pyops_kernels *k, float *sum, const float *x, int64_t n, int is_first) {
-    if (is_first) memcpy(sum, x, (size_t)n * sizeof *sum);
+    if (is_first) copy(sum, x, n);
     else k->add(sum, x, n);
 }
 
@@ -92,44 +135,56 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
                                              const float *dy, const float *table, const int32_t *ids, const float *context,
                                              const float *weight, float *work, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O,
                                              int64_t ld, void *stream) {
-    pyops_status status = check("embedding_linear_backward", ids, context, T, B, V, E, C, O);
+    (void)stream;
+    const pyops_status status = check("embedding_linear_backward", ids, context, T, B, V, E, C, O);
     if (status) return status;
     PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, want at least O=%lld", LL(ld), LL(O));
     const pyops_kernels *k = pyops_active();
     const int64_t R = T * B, I = E + C;
     const layout l = layout_of(R, B, V, E, C, O);
     int32_t *const tokens = (int32_t *)(work + l.tokens), *const place = (int32_t *)(work + l.place);
-    float *const rows = work + l.rows, *const by_token = work + l.by_token, *const by_sentence = work + l.by_sentence;
+    float *const rows = work + l.rows, *const drows = work + l.drows;
+    float *const by_token = work + l.by_token, *const by_sentence = work + l.by_sentence;
 
     const int64_t count = distinct(tokens, place, (int32_t *)(work + l.seen), ids, R, V);
-    status = pyops_embedding_forward(rows, table, tokens, count, V, E, stream);
-    if (status) return status;
-    #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < count; i++) pyops_touch(touched, tokens[i]*E, tokens[i]*E + E);
+    const int64_t sentences = T ? B : 0;                /* of which there is a gradient */
+    const pyops_view c = {context, C, 1}, u = {by_token, O, 1}, s = {by_sentence, O, 1};
+    int failed = 0;
+    #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
     {
         /* threads share columns, so that every sum is in the order of the positions */
-        const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t from = pyops_min(O, pyops_round_up(O * thread / threads, PYOPS_LANES));
-        const int64_t n = pyops_min(O, pyops_round_up(O * (thread + 1) / threads, PYOPS_LANES)) - from;
+        const range own = share_of(O, k->NR);
+        const int64_t j = own.from, n = own.to - own.from;
+        float *scratch = pyops_scratch((size_t)pyops_max((int64_t)pyops_product_scratch(k), n));
+        if (!scratch) {
+            #pragma omp atomic write
+            failed = 1;
+        }
+        #pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < count; i++) copy(rows + i*E, table + tokens[i]*E, E);
         int32_t before = 0;                             /* tokens that have been met */
         for (int64_t r = 0; r < R && n; r++) {
-            const float *dy_r = dy + r*ld + from;
+            const float *dy_r = dy + r*ld + j;
             const int is_new = place[r] == before;
-            add_or_set(k, by_token + place[r]*O + from, dy_r, n, is_new);
-            if (C) add_or_set(k, by_sentence + r % B * O + from, dy_r, n, r < B);
+            add_or_set(k, by_token + place[r]*O + j, dy_r, n, is_new);
+            if (C) add_or_set(k, by_sentence + r % B * O + j, dy_r, n, r < B);
             before += is_new;
         }
+        if (scratch && n) {
+            k->fill(scratch, n, 0.0f);
+            for (int64_t i = 0; i < count; i++) k->add(scratch, by_token + i*O + j, n);
+            k->add(dbias + j, scratch, n);
+        }
+        #pragma omp barrier
+        if (scratch) {
+            /* of tokens, then of contexts: gradient' x input for the weight, gradient x weight for the input */
+            multiply(k, dweight, I, turned(u), (pyops_view){rows, E, 1}, O, E, count, PYOPS_ADD, scratch);
+            if (C) multiply(k, dweight + E, I, turned(s), c, O, C, sentences, PYOPS_ADD, scratch);
+            const range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
+            for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i]*E, drows + i*E, E);
+            if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, T ? O : 0, 0, scratch);
+        }
     }
-
-    /* of tokens, then of contexts: gradient' x input for the weight, gradient x weight for the input */
-    const pyops_view w_e = {weight, I, 1}, w_c = {weight + E, I, 1}, u = {by_token, O, 1}, u_t = {by_token, 1, O};
-    status = pyops_product_threaded(dweight, I, u_t, (pyops_view){rows, E, 1}, NULL, O, E, count, PYOPS_ADD);
-    if (!status) status = pyops_product_threaded(rows, E, u, w_e, NULL, count, E, O, 0);     /* the tokens' rows have served */
-    if (!status) status = pyops_embedding_backward(dtable, touched, rows, tokens, count, V, E, stream);
-    if (C) {
-        const pyops_view c = {context, C, 1}, s = {by_sentence, O, 1}, s_t = {by_sentence, 1, O};
-        if (!status) status = pyops_product_threaded(dweight + E, I, s_t, c, NULL, O, C, T ? B : 0, PYOPS_ADD);
-        if (!status) status = pyops_product_threaded(dcontext, C, s, w_c, NULL, B, C, T ? O : 0, 0);
-    }
-    if (!status) pyops_add_column_sums(dbias, by_token, count, O, O);
-    return status;
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_backward: no memory for packed tiles") : PYOPS_OK;
 }
