@@ -75,8 +75,8 @@ static pyops_view turned(pyops_view a) { return (pyops_view){a.p, a.col, a.row};
 
 /* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, or of few rows, whose sums would
  * have another order in parts. */
-static range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N, int64_t K,
-                      int flags, float *scratch) {
+static range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
+                      int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M > PYOPS_FEW_ROWS * omp_get_num_threads();
     const range own = shared ? share_of(M, 1) : (range){0, omp_get_thread_num() ? 0 : M};
     if (own.from < own.to)
@@ -133,8 +133,8 @@ static void add_or_set(const pyops_kernels *k, float *sum, const float *x, int64
 
 pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
                                              const float *dy, const float *table, const int32_t *ids, const float *context,
-                                             const float *weight, float *work, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O,
-                                             int64_t ld, void *stream) {
+                                             const float *weight, float *work, int64_t T, int64_t B, int64_t V, int64_t E,
+                                             int64_t C, int64_t O, int64_t ld, void *stream) {
     (void)stream;
     const pyops_status status = check("embedding_linear_backward", ids, context, T, B, V, E, C, O);
     if (status) return status;

@@ -48,14 +48,15 @@ typedef struct {
 
 typedef struct { int64_t from, to; } range;
 
-static int64_t places_size(int64_t T, int64_t B) { return T + 1 + T * B; }
+static int64_t places_size(int64_t T, int64_t B) { return pyops_round_up(T + 1 + T * B, PYOPS_LANES); }
 static int64_t length_of(const positions *p, int64_t b, int64_t T) { return p->lengths ? p->lengths[b] : T; }
 
 static pyops_status positions_of(positions *p, const char *who, const int32_t *lengths, float *work, int64_t T, int64_t B) {
     int32_t *first = (int32_t *)work, *place = first + T + 1;
     PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, want less than 2^31 positions", who, LL(T), LL(B));
     for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, want 0 to %lld", who, LL(b), lengths[b], LL(T));
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, want 0 to %lld",
+                      who, LL(b), lengths[b], LL(T));
     *p = (positions){.lengths = lengths, .first = first, .place = place};
     for (int64_t t = 0; t < T; t++) {
         first[t] = (int32_t)p->count;
@@ -106,8 +107,8 @@ static layout forward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64
     l.n = pyops_packed_b_size(k, H, before ? 2 * H : 3 * H);
     l.rows = l.n + (before ? pyops_packed_b_size(k, H, H) : 0);         /* recurrent products of one step (B,3H) */
     l.places = l.rows + B * 3 * H;
-    l.state = l.places + places_size(T, B);             /* where rows are moved: h[t-1] of one step (B,H), x (TB,I), a (TB,3H) */
-    l.x = l.state + B * H;
+    l.state = l.places + places_size(T, B);             /* where rows are moved: h[t-1] of one step (B,H), */
+    l.x = l.state + B * H;                              /* x (TB,I), a (TB,3H) */
     l.gates = l.x + T * B * I;
     l.total = l.gates + (I ? T * B * 3 * H : 0);
     return l;
@@ -115,10 +116,9 @@ static layout forward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64
 
 static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t I, int64_t H) {
     layout l = {0};
-    l.n = pyops_packed_b_size(k, 2 * H, H);             /* packed: w_hh[r z] (2H,H) and w_hh[n] (H,H), or w_hh (3H,H) */
+    l.n = pyops_packed_b_size(k, 2 * H, H);             /* packed: w_hh[r z] (2H,H) and w_hh[n] (H,H) */
     l.state = l.n + pyops_packed_b_size(k, H, H);       /* dh of one step (B,H), then zeros (H) */
-    l.rows = l.state + (B + 1) * H;                     /* dr dz du of one step (B,3H) */
-    l.sums = l.rows + B * 3 * H;                        /* of dgates, for the biases */
+    l.sums = l.state + (B + 1) * H;                     /* of dgates, for the biases */
     l.places = l.sums + 4 * H;
     l.h = l.places + places_size(T, B);                 /* h[t-1] (TB,H), where there is an h0 or rows are moved */
     l.gates = l.h + T * B * H;                          /* where rows are moved: dgates (TB,4H), x, dx (TB,I) */
@@ -189,7 +189,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             const int64_t rows = at.to - at.from, K = t || h0 ? H : 0;
             if (!rows) break;
             const int32_t *place = p.place + at.from;
-            float *state = (p.whole ? h : work + l.state) + share.from*H;       /* h[-1] or moved states, else where h[t-1] lies */
+            float *state = (p.whole ? h : work + l.state) + share.from*H;
             const float *h_prev = p.whole && t ? state + (t - 1)*B*H : p.whole && h0 ? h0 + share.from*H : state;
             if (!K) k->fill(state, rows * H, 0.0f);
             else if (!t && !p.whole)
@@ -245,7 +245,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const range share = share_of(&p, T, B);
-        float *scratch = pyops_scratch(pyops_product_scratch(k)), *carry = work + l.state + share.from*H;    /* carry: the gradient of h[t] */
+        float *scratch = pyops_scratch(pyops_product_scratch(k));
+        float *carry = work + l.state + share.from*H;   /* the gradient of h[t] */
         if (!scratch) {
             #pragma omp atomic write
             failed = 1;
@@ -260,12 +261,15 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             const int32_t *place = p.place + at.from;
             float *ours_t = ours + at.from*4*H;
             const int carry_on = t || dh0;              /* does anyone want the gradient of h[t-1]? */
-            for (int64_t i = rows - 1; i >= 0; i--) {
+            for (int64_t i = rows - 1; i >= 0; i--) {   /* it begins where a sentence ends, for which the others make room */
+                const int64_t b = place[i] - t*B;
+                if (t + 1 >= length_of(&p, b, T)) copy(carry + i*H, dh_last && t == T - 1 ? dh_last + b*H : zeros, H);
+                else if (--later < i) copy(carry + i*H, carry + later*H, H);
+            }
+            for (int64_t i = 0; i < rows; i++) {
                 const int64_t v = at.from + i, r = place[i];
                 float *d = ours + v*4*H, *carry_i = carry + i*H;
                 const float *gates_r = gates + r*4*H, *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
-                if (t + 1 >= length_of(&p, r - t*B, T)) copy(carry_i, dh_last && t == T - 1 ? dh_last + (r - t*B)*H : zeros, H);
-                else if (--later < i) copy(carry_i, carry + later*H, H);
                 if (dh) k->add(carry_i, dh + r*H, H);
                 k->gru_back(d, carry_i, gates_r, h_prev, H);
                 if (moves_h) copy(work + l.h + v*H, h_prev, H);
@@ -277,11 +281,10 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             later = rows;
             if (!reset_before) {
                 if (carry_on) multiply(k, carry, H, (pyops_view){ours_t + 3*H, 4*H, 1}, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
-                if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
-                continue;
+            } else {
+                multiply(k, ours_t + 3*H, 4*H, (pyops_view){ours_t + 2*H, 4*H, 1}, &w_n, NULL, rows, H, 0, scratch);
             }
-            multiply(k, ours_t + 3*H, 4*H, (pyops_view){ours_t + 2*H, 4*H, 1}, &w_n, NULL, rows, H, 0, scratch);
-            for (int64_t i = 0; i < rows; i++) {
+            for (int64_t i = 0; i < rows && reset_before; i++) {
                 const int64_t r = place[i];
                 const float *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
                 k->gru_back_reset_before(ours_t + i*4*H, carry + i*H, gates + r*4*H, h_prev, H);
@@ -302,9 +305,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     /* pass 2: one product each over all steps.  For the n part of w_hh, gradient x input is
      * du x h[t-1] with the reset gate after the product, dn x u with the reset gate before it. */
     const int64_t V = p.count, first = h0 ? 0 : p.first[1];      /* nothing comes of h[-1] where it is zeros */
-    const pyops_view ours_t = {ours, 1, 4*H};           /* (3H,V), transposed */
     const float *d_n = ours + (reset_before ? 2*H : 3*H);
-    const float *h_prev = moves_h ? work + l.h + first*H : h;
+    const pyops_view h_prev = {moves_h ? work + l.h + first*H : h, H, 1};
     if (I && dx) {
         float *to = p.whole ? dx : work + l.dx;
         status = pyops_product_threaded(to, I, (pyops_view){ours, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, V, I, 3*H, 0);
@@ -312,9 +314,11 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         for (int64_t v = 0; v < (p.whole ? 0 : V); v++) copy(dx + p.place[v]*I, to + v*I, I);
     }
     if (!status && I)
-        status = pyops_product_threaded(dw_ih, I, ours_t, (pyops_view){p.whole ? x : work + l.x, I, 1}, NULL, 3*H, I, V, PYOPS_ADD);
+        status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4*H}, (pyops_view){p.whole ? x : work + l.x, I, 1}, NULL,
+                                        3*H, I, V, PYOPS_ADD);
     if (!status)
-        status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first*4*H, 1, 4*H}, (pyops_view){h_prev, H, 1}, NULL, 2*H, H, V - first, PYOPS_ADD);
+        status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first*4*H, 1, 4*H}, h_prev, NULL, 2*H, H, V - first,
+                                        PYOPS_ADD);
     if (!status && reset_before) {
         float *u = work + l.h;                          /* where h[t-1] has served */
         if (!p.whole) gather(u, gates + 3*H, &p, H, 4*H);
@@ -322,7 +326,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, us, NULL, H, H, V, PYOPS_ADD);
     }
     if (!status && !reset_before)
-        status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + first*4*H, 1, 4*H}, (pyops_view){h_prev, H, 1}, NULL, H, H, V - first, PYOPS_ADD);
+        status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + first*4*H, 1, 4*H}, h_prev, NULL, H, H, V - first,
+                                        PYOPS_ADD);
     if (status) return status;
     float *sums = work + l.sums;
     k->fill(sums, 4*H, 0.0f);

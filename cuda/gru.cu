@@ -676,7 +676,8 @@ static __global__ void add_bias_gradients(float *db_ih, float *db_hh, const floa
 }
 
 // 0 where a sentence has no more steps.  These were computed as the others: they wait for nobody, and nobody for them.
-static __global__ void clear_rest(float *h, float *gates, const int32_t *lengths, int64_t T, int64_t B, int64_t H, FaultRecord *faults) {
+static __global__ void clear_rest(float *h, float *gates, const int32_t *lengths, int64_t T, int64_t B, int64_t H,
+                                  FaultRecord *faults) {
     const int64_t step = int64_t(gridDim.x) * blockDim.x, first = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
     for (int64_t b = first; b < B && faults; b += step)
         if (lengths[b] < 0 || lengths[b] > T) report(faults, Fault::length, Who::gru_forward, b, lengths[b], T);
@@ -734,7 +735,8 @@ extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_
 
 extern "C" pyops_status pyops_gru_forward(
     float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths, const float *w_ih,
-    const float *w_hh, const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+    const float *w_hh, const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H,
+    int32_t reset_before, void *stream) {
     pyops_status status = check("gru_forward", x, T, B, I, H);
     if (status || B == 0) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));

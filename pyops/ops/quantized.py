@@ -353,8 +353,8 @@ class QuantizedGRU(GRU):
     Backward of each step  hh dgrad: [dr dz du] w_hh, over 3H;  with reset_before dn w_hn, over H, then [dr dz] w_h[rz], over 2H
              over all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
     Saves    h with h0 before it, gates, u, and of the layers what QuantizedLinear saves
-    Notes    all steps of all sentences are computed, whatever their lengths.  Behind these h is not 0, but nobody should read it:
-             where dh and dh_last are 0 there, gradients are those of GRU
+    Notes    all steps are computed, whatever the lengths.  Behind these h is not 0, but nobody should read it: where dh and
+             dh_last are 0 there, no gradient comes back
     """
 
     class Ctx(NamedTuple):
