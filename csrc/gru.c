@@ -279,11 +279,9 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
                 if (!p.whole) copy(dgates + r*4*H, d, 4*H);
             }
             later = rows;
-            if (!reset_before) {
-                if (carry_on) multiply(k, carry, H, (pyops_view){ours_t + 3*H, 4*H, 1}, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
-            } else {
-                multiply(k, ours_t + 3*H, 4*H, (pyops_view){ours_t + 2*H, 4*H, 1}, &w_n, NULL, rows, H, 0, scratch);
-            }
+            const pyops_view dn = {ours_t + 2*H, 4*H, 1}, du = {ours_t + 3*H, 4*H, 1};
+            if (reset_before) multiply(k, ours_t + 3*H, 4*H, dn, &w_n, NULL, rows, H, 0, scratch);
+            else if (carry_on) multiply(k, carry, H, du, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
             for (int64_t i = 0; i < rows && reset_before; i++) {
                 const int64_t r = place[i];
                 const float *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
@@ -314,8 +312,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         for (int64_t v = 0; v < (p.whole ? 0 : V); v++) copy(dx + p.place[v]*I, to + v*I, I);
     }
     if (!status && I)
-        status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4*H}, (pyops_view){p.whole ? x : work + l.x, I, 1}, NULL,
-                                        3*H, I, V, PYOPS_ADD);
+        status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4*H}, (pyops_view){p.whole ? x : work + l.x, I, 1},
+                                        NULL, 3*H, I, V, PYOPS_ADD);
     if (!status)
         status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first*4*H, 1, 4*H}, h_prev, NULL, 2*H, H, V - first,
                                         PYOPS_ADD);

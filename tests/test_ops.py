@@ -1071,7 +1071,7 @@ def test_a_gru_of_sentences_with_lengths_is_one_of_all_steps_that_is_not_looked_
     sums = [get(p.grad).copy() for p in run.params.values()]
     h, ctx = run.op.forward(x, h0, put(before))
     assert (get(h) == run.y * has).all() and (get(ctx.gates) == get(run.ctx.gates) * has).all()
-    for (name, noise), p in zip(run.noise.items(), run.params.values(), strict=True):
+    for noise, p in zip(run.noise.values(), run.params.values(), strict=True):
         p.grad[...] = put(noise)
     dx, dh0 = run.op.backward(put(dh), ctx, put(last))
     close(get(dx), get(want[0]), 1e-5)
