@@ -73,11 +73,11 @@ static range share_of(int64_t n, int64_t unit) {
 static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p + from*b.col, b.row, b.col}; }
 static pyops_view turned(pyops_view a) { return (pyops_view){a.p, a.col, a.row}; }
 
-/* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, or of few rows, whose sums would
- * have another order in parts. */
+/* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, and of one whose parts would have
+ * but few rows, since sums of these may have another order. */
 static range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
                       int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
-    const int shared = M * N * K > PYOPS_SHARE_FMAS && M > PYOPS_FEW_ROWS * omp_get_num_threads();
+    const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;
     const range own = shared ? share_of(M, 1) : (range){0, omp_get_thread_num() ? 0 : M};
     if (own.from < own.to)
         pyops_product(k, c + own.from*ldc, ldc, (pyops_view){a.p + own.from*a.row, a.row, a.col}, b, NULL, own.to - own.from,

@@ -159,10 +159,11 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
             }
 }
 
-/* Rows of the grid of threads: tm * tn threads pack A tn times and B tm times. */
+/* Rows of the grid of threads: tm * tn threads pack A tn times and B tm times.  Each has more rows of c than a few, whose sums
+ * would have another order. */
 static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
     int64_t best = 1;
-    for (int64_t tm = 2; tm <= threads; tm++)
+    for (int64_t tm = 2; tm <= threads && M / tm > PYOPS_FEW_ROWS; tm++)
         if (threads % tm == 0 && (threads / tm) * M + tm * N < (threads / best) * M + best * N) best = tm;
     return best;
 }
@@ -170,15 +171,16 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                                     int64_t M, int64_t N, int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
-    const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);      /* or all of b is */
+    /* by its sums, or by b alone, which few rows read once */
+    const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);
     const int64_t threads = is_large ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
-    const int64_t rows = (M + tm - 1) / tm, columns = pyops_round_up((N + tn - 1) / tn, k->NR);
+    const int64_t columns = pyops_round_up((N + tn - 1) / tn, k->NR);
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t t = 0; t < threads; t++) {
-        const int64_t i = t / tn * rows, j = t % tn * columns;
-        if (i >= M || j >= N) continue;
+        const int64_t i = M * (t / tn) / tm, rows = M * (t / tn + 1) / tm - i, j = t % tn * columns;
+        if (!rows || j >= N) continue;
         float *scratch = pyops_scratch(pyops_product_scratch(k));
         if (!scratch) {
             #pragma omp atomic write
@@ -187,7 +189,7 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
         }
         pyops_product(k, c + i*ldc + j, ldc, (pyops_view){a.p + i*a.row, a.row, a.col},
                       (pyops_view){b.p + j*b.col, b.row, b.col}, bias ? bias + j : NULL,
-                      pyops_min(rows, M - i), pyops_min(columns, N - j), K, flags, scratch);
+                      rows, pyops_min(columns, N - j), K, flags, scratch);
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats a thread", pyops_product_scratch(k));
     return PYOPS_OK;
