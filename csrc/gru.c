@@ -198,7 +198,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             if (reset_before) {
                 for (int64_t i = 0; i < rows; i++) {
                     const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda;
-                    float *gates_i = gates + place[i]*4*H, *product_i = product + i*3*H;
+                    float *gates_i = gates + place[i]*(4*H), *product_i = product + i*3*H;
                     k->gru_before_1(gates_i, a_i, product_i, h_prev + i*H, H);
                     copy(product_i, gates_i + 3*H, H);
                 }
@@ -206,7 +206,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             }
             for (int64_t i = 0, next = 0; i < rows; i++) {
                 const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda, *product_i = product + i*3*H;
-                float *h_i = h + place[i]*H, *gates_i = gates + place[i]*4*H;
+                float *h_i = h + place[i]*H, *gates_i = gates + place[i]*(4*H);
                 if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2*H, h_prev + i*H, H);
                 else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i*H, H);
                 if (!p.whole && t + 1 < lengths[place[i] - t*B]) copy(state + next++*H, h_i, H);
