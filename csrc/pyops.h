@@ -324,7 +324,7 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  * dh is the gradient of every h[t], dh_last one more of h[T-1]; either may be NULL for zeros.
  * dx and dh0 may be NULL where nobody wants them.
  * Sentence b has the steps before lengths[b], NULL: all T.  Behind them h and gates are 0, and so are dgates and dx,
- * whatever dh and dh_last say of the h there; x and a are not looked at, but for that they have to be finite on a GPU.
+ * whatever dh and dh_last say of the h there.  x and a are not looked at there on a CPU, and on a GPU have to be finite.
  * The caller may form the input product and give it as a (T,B,3H), NULL otherwise.  Then I = 0, x, w_ih, b_ih and their
  * gradients are NULL, and the gradient of a is what dgates says.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.

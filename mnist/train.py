@@ -11,8 +11,8 @@ from pyops.training import add_quant_flags
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
-AT_ONCE = 10            # steps that are told as one: to tell a GPU one takes longer than to do it, on the CPU a tenth of it,
-SMALL = 2**17           # where it is small: up to so many hidden units times images it takes a few milliseconds
+AT_ONCE = 10            # steps that are told as one: telling takes a GPU longer than doing, the CPU a tenth of a small one
+SMALL = 2**17           # hidden units times images up to which a step is small on the CPU: it takes a few milliseconds
 
 
 def parse(argv):
