@@ -159,8 +159,8 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
             }
 }
 
-/* Rows of the grid of threads: tm * tn threads read A tn times and pack B tm times.  Each has more rows of c than a few, whose sums
- * would have another order. */
+/* Rows of the grid of threads: tm * tn threads read A tn times and pack B tm times.  Each has more rows of c than a few,
+ * whose sums would have another order. */
 static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
     int64_t best = 1;
     for (int64_t tm = 2; tm <= threads && M / tm > PYOPS_FEW_ROWS; tm++)
