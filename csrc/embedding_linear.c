@@ -59,15 +59,11 @@ static int64_t distinct(int32_t *tokens, int32_t *place, int32_t *seen, const in
     return count;
 }
 
-static void copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
-
 /* ---- what a thread has of n: neighbours, whole units but for the last ---- */
-typedef struct { int64_t from, to; } range;
-
-static range share_of(int64_t n, int64_t unit) {
+static pyops_range share_of(int64_t n, int64_t unit) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    return (range){pyops_min(n, pyops_round_up(n * thread / threads, unit)),
-                   pyops_min(n, pyops_round_up(n * (thread + 1) / threads, unit))};
+    return (pyops_range){pyops_min(n, pyops_round_up(n * thread / threads, unit)),
+                         pyops_min(n, pyops_round_up(n * (thread + 1) / threads, unit))};
 }
 
 static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p + from*b.col, b.row, b.col}; }
@@ -75,10 +71,10 @@ static pyops_view turned(pyops_view a) { return (pyops_view){a.p, a.col, a.row};
 
 /* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, and of one whose parts would have
  * but few rows, since sums of these may have another order. */
-static range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
+static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
                       int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;
-    const range own = shared ? share_of(M, 1) : (range){0, omp_get_thread_num() ? 0 : M};
+    const pyops_range own = shared ? share_of(M, 1) : (pyops_range){0, omp_get_thread_num() ? 0 : M};
     if (own.from < own.to)
         pyops_product(k, c + own.from*ldc, ldc, (pyops_view){a.p + own.from*a.row, a.row, a.col}, b, NULL, own.to - own.from,
                       N, K, flags, scratch);
@@ -102,7 +98,7 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
     int failed = 0;
     #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
     {
-        const range own = share_of(O, k->NR);
+        const pyops_range own = share_of(O, k->NR);
         const int64_t j = own.from, n = own.to - own.from;
         float *scratch = pyops_scratch(pyops_product_scratch(k));
         if (!scratch) {
@@ -110,7 +106,7 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
             failed = 1;
         }
         #pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++) copy(rows + i*E, table + tokens[i]*E, E);
+        for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
         if (scratch && n) {
             pyops_product(k, by_token + j, O, (pyops_view){rows, E, 1}, columns(w_e, j), bias + j, count, n, E, 0, scratch);
             if (C)
@@ -120,14 +116,14 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
         #pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < R; r++) {
             if (C) k->residual(y + r*O, by_token + place[r]*O, by_sentence + r % B * O, O);
-            else copy(y + r*O, by_token + place[r]*O, O);
+            else pyops_copy(y + r*O, by_token + place[r]*O, O);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_forward: no memory for packed tiles") : PYOPS_OK;
 }
 
 static void add_or_set(const pyops_kernels *k, float *sum, const float *x, int64_t n, int is_first) {
-    if (is_first) copy(sum, x, n);
+    if (is_first) pyops_copy(sum, x, n);
     else k->add(sum, x, n);
 }
 
@@ -154,7 +150,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
     #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
     {
         /* threads share columns, so that every sum is in the order of the positions */
-        const range own = share_of(O, k->NR);
+        const pyops_range own = share_of(O, k->NR);
         const int64_t j = own.from, n = own.to - own.from;
         float *scratch = pyops_scratch((size_t)pyops_max((int64_t)pyops_product_scratch(k), n));
         if (!scratch) {
@@ -162,7 +158,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
             failed = 1;
         }
         #pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < count; i++) copy(rows + i*E, table + tokens[i]*E, E);
+        for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
         int32_t before = 0;                             /* tokens that have been met */
         for (int64_t r = 0; r < R && n; r++) {
             const float *dy_r = dy + r*ld + j;
@@ -181,7 +177,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
             /* of tokens, then of contexts: gradient' x input for the weight, gradient x weight for the input */
             multiply(k, dweight, I, turned(u), (pyops_view){rows, E, 1}, O, E, count, PYOPS_ADD, scratch);
             if (C) multiply(k, dweight + E, I, turned(s), c, O, C, sentences, PYOPS_ADD, scratch);
-            const range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
+            const pyops_range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
             for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i]*E, drows + i*E, E);
             if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, T ? O : 0, 0, scratch);
         }

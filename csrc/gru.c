@@ -36,8 +36,6 @@ static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
     else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
 }
 
-static void copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
-
 /* ---- which positions there are: in their order, step after step ---- */
 typedef struct {
     const int32_t *lengths;                             /* NULL: all have all steps */
@@ -45,8 +43,6 @@ typedef struct {
     int64_t count;
     int whole;                                          /* there are all, and place[v] = v */
 } positions;
-
-typedef struct { int64_t from, to; } range;
 
 static int64_t places_size(int64_t T, int64_t B) { return pyops_round_up(T + 1 + T * B, PYOPS_LANES); }
 static int64_t length_of(const positions *p, int64_t b, int64_t T) { return p->lengths ? p->lengths[b] : T; }
@@ -69,9 +65,9 @@ static pyops_status positions_of(positions *p, const char *who, const int32_t *l
 }
 
 /* A thread's sentences, which have as many positions as any other thread's. */
-static range share_of(const positions *p, int64_t T, int64_t B) {
+static pyops_range share_of(const positions *p, int64_t T, int64_t B) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    range share = {0, B};
+    pyops_range share = {0, B};
     for (int64_t b = 0, before = 0; b < B; before += length_of(p, b++, T)) {
         if (before * threads < p->count * thread) share.from = b + 1;
         if (before * threads >= p->count * (thread + 1) && thread < threads - 1 && b < share.to) share.to = b;
@@ -80,8 +76,8 @@ static range share_of(const positions *p, int64_t T, int64_t B) {
 }
 
 /* Which positions they have at step t. */
-static range positions_at(const positions *p, int64_t t, range share, int64_t B) {
-    range at = {p->first[t], p->first[t + 1]};
+static pyops_range positions_at(const positions *p, int64_t t, pyops_range share, int64_t B) {
+    pyops_range at = {p->first[t], p->first[t + 1]};
     while (at.from < at.to && p->place[at.from] < t*B + share.from) at.from++;
     while (at.from < at.to && p->place[at.to - 1] >= t*B + share.to) at.to--;
     return at;
@@ -90,11 +86,12 @@ static range positions_at(const positions *p, int64_t t, range share, int64_t B)
 /* y (count,C) = the rows of x, ldx apart, that are positions */
 static void gather(float *y, const float *x, const positions *p, int64_t C, int64_t ldx) {
     #pragma omp parallel for schedule(static) if (p->count * C > PYOPS_SHARE_FLOATS)
-    for (int64_t v = 0; v < p->count; v++) copy(y + v*C, x + p->place[v]*ldx, C);
+    for (int64_t v = 0; v < p->count; v++) pyops_copy(y + v*C, x + p->place[v]*ldx, C);
 }
 
 /* x (T,B,C) of a thread's sentences: 0 where there is no position */
-static void clear_rest(const pyops_kernels *k, float *x, const int32_t *lengths, int64_t T, int64_t B, int64_t C, range share) {
+static void clear_rest(const pyops_kernels *k, float *x, const int32_t *lengths, int64_t T, int64_t B, int64_t C,
+                       pyops_range share) {
     for (int64_t b = share.from; b < share.to; b++)
         for (int64_t t = lengths[b]; t < T; t++) k->fill(x + (t*B + b)*C, C, 0.0f);
 }
@@ -175,7 +172,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
-        const range share = share_of(&p, T, B);
+        const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch(pyops_product_scratch(k)), *product = work + l.rows + share.from*3*H;
         if (!scratch) {
             #pragma omp atomic write
@@ -185,7 +182,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
         if (reset_before) pack(k, &w_n);
         #pragma omp barrier
         for (int64_t t = 0; t < T && scratch; t++) {
-            const range at = positions_at(&p, t, share, B);
+            const pyops_range at = positions_at(&p, t, share, B);
             const int64_t rows = at.to - at.from, K = t || h0 ? H : 0;
             if (!rows) break;
             const int32_t *place = p.place + at.from;
@@ -193,14 +190,14 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             const float *h_prev = p.whole && t ? state + (t - 1)*B*H : p.whole && h0 ? h0 + share.from*H : state;
             if (!K) k->fill(state, rows * H, 0.0f);
             else if (!t && !p.whole)
-                for (int64_t i = 0; i < rows; i++) copy(state + i*H, h0 + place[i]*H, H);
+                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i*H, h0 + place[i]*H, H);
             multiply(k, product, 3*H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
                 for (int64_t i = 0; i < rows; i++) {
                     const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda;
                     float *gates_i = gates + place[i]*(4*H), *product_i = product + i*3*H;
                     k->gru_before_1(gates_i, a_i, product_i, h_prev + i*H, H);
-                    copy(product_i, gates_i + 3*H, H);
+                    pyops_copy(product_i, gates_i + 3*H, H);
                 }
                 multiply(k, product + 2*H, 3*H, (pyops_view){product, 3*H, 1}, &w_n, b_hh + 2*H, rows, K, 0, scratch);
             }
@@ -209,7 +206,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
                 float *h_i = h + place[i]*H, *gates_i = gates + place[i]*(4*H);
                 if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2*H, h_prev + i*H, H);
                 else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i*H, H);
-                if (!p.whole && t + 1 < lengths[place[i] - t*B]) copy(state + next++*H, h_i, H);
+                if (!p.whole && t + 1 < lengths[place[i] - t*B]) pyops_copy(state + next++*H, h_i, H);
             }
         }
         if (!p.whole) {
@@ -244,7 +241,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
-        const range share = share_of(&p, T, B);
+        const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch(pyops_product_scratch(k));
         float *carry = work + l.state + share.from*H;   /* the gradient of h[t] */
         if (!scratch) {
@@ -256,15 +253,15 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         #pragma omp barrier
         int64_t later = 0;                              /* rows at step t + 1 */
         for (int64_t t = T - 1; t >= 0 && scratch; t--) {
-            const range at = positions_at(&p, t, share, B);
+            const pyops_range at = positions_at(&p, t, share, B);
             const int64_t rows = at.to - at.from;
             const int32_t *place = p.place + at.from;
             float *ours_t = ours + at.from*4*H;
             const int carry_on = t || dh0;              /* does anyone want the gradient of h[t-1]? */
             for (int64_t i = rows - 1; i >= 0; i--) {   /* it begins where a sentence ends, for which the others make room */
                 const int64_t b = place[i] - t*B;
-                if (t + 1 >= length_of(&p, b, T)) copy(carry + i*H, dh_last && t == T - 1 ? dh_last + b*H : zeros, H);
-                else if (--later < i) copy(carry + i*H, carry + later*H, H);
+                if (t + 1 >= length_of(&p, b, T)) pyops_copy(carry + i*H, dh_last && t == T - 1 ? dh_last + b*H : zeros, H);
+                else if (--later < i) pyops_copy(carry + i*H, carry + later*H, H);
             }
             for (int64_t i = 0; i < rows; i++) {
                 const int64_t v = at.from + i, r = place[i];
@@ -272,11 +269,11 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
                 const float *gates_r = gates + r*4*H, *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
                 if (dh) k->add(carry_i, dh + r*H, H);
                 k->gru_back(d, carry_i, gates_r, h_prev, H);
-                if (moves_h) copy(work + l.h + v*H, h_prev, H);
-                if (I && !p.whole) copy(work + l.x + v*I, x + r*I, I);
+                if (moves_h) pyops_copy(work + l.h + v*H, h_prev, H);
+                if (I && !p.whole) pyops_copy(work + l.x + v*I, x + r*I, I);
                 if (reset_before) continue;
                 k->gru_back_reset_after(d, gates_r, H);
-                if (!p.whole) copy(dgates + r*4*H, d, 4*H);
+                if (!p.whole) pyops_copy(dgates + r*4*H, d, 4*H);
             }
             later = rows;
             const pyops_view dn = {ours_t + 2*H, 4*H, 1}, du = {ours_t + 3*H, 4*H, 1};
@@ -286,12 +283,12 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
                 const int64_t r = place[i];
                 const float *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
                 k->gru_back_reset_before(ours_t + i*4*H, carry + i*H, gates + r*4*H, h_prev, H);
-                if (!p.whole) copy(dgates + r*4*H, ours_t + i*4*H, 4*H);
+                if (!p.whole) pyops_copy(dgates + r*4*H, ours_t + i*4*H, 4*H);
             }
             if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
         }
         const int32_t *sentences = p.place + positions_at(&p, 0, share, B).from;
-        for (int64_t i = 0; dh0 && i < later; i++) copy(dh0 + sentences[i]*H, carry + i*H, H);
+        for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sentences[i]*H, carry + i*H, H);
         if (!p.whole) {
             clear_rest(k, dgates, lengths, T, B, 4*H, share);
             if (I && dx) clear_rest(k, dx, lengths, T, B, I, share);
@@ -309,7 +306,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         float *to = p.whole ? dx : work + l.dx;
         status = pyops_product_threaded(to, I, (pyops_view){ours, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, V, I, 3*H, 0);
         #pragma omp parallel for schedule(static) if (V * I > PYOPS_SHARE_FLOATS)
-        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) copy(dx + p.place[v]*I, to + v*I, I);
+        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) pyops_copy(dx + p.place[v]*I, to + v*I, I);
     }
     if (!status && I)
         status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4*H}, (pyops_view){p.whole ? x : work + l.x, I, 1},
@@ -339,7 +336,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
 /* ---- one step, between products of the caller's ---- */
 static pyops_status check_step(const char *who, int64_t B, int64_t H, int32_t stage) {
     PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
-    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage, PYOPS_GRU_BEFORE_2);
+    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage,
+                  PYOPS_GRU_BEFORE_2);
     return PYOPS_OK;
 }
 

@@ -2,6 +2,7 @@
 #ifndef PYOPS_INTERNAL_H
 #define PYOPS_INTERNAL_H
 #include <stddef.h>
+#include <string.h>
 #include "pyops.h"
 
 /* How numbers are rounded to a narrow format: see pyops_fake_quantize. */
@@ -204,6 +205,9 @@ typedef struct { const float *p; int64_t row, col; } pyops_view;      /* strides
 static inline int64_t pyops_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t pyops_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t pyops_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
+
+typedef struct { int64_t from, to; } pyops_range;                    /* without `to` */
 
 /* Floats of a whole packed B (K,N), and packing of its columns [from, to), `from` a multiple of NR. */
 static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) {
