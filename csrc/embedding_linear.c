@@ -72,7 +72,7 @@ static pyops_view turned(pyops_view a) { return (pyops_view){a.p, a.col, a.row};
 /* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, and of one whose parts would have
  * but few rows, since sums of these may have another order. */
 static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
-                      int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
+                            int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;
     const pyops_range own = shared ? share_of(M, 1) : (pyops_range){0, omp_get_thread_num() ? 0 : M};
     if (own.from < own.to)

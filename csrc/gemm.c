@@ -15,12 +15,12 @@ static float rectified(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN sta
 /* Where the sums of a block of c are while K is gone through: beside PYOPS_ADD and PYOPS_RELU. */
 enum { FROM_SUMS = 4, TO_SUMS = 8 };
 
-/* c (mc,nc) = a (mc,kc) x packed b (kc,nc): all tiles; what they have in common is in `t`, and panels of a are `panel` floats
- * apart.  Sums of tiles that are not ready yet go to `sums`, one tile after the other, where neither a page nor the sets of a
- * cache are short; those at the edge of c go through a buffer. */
-static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int64_t panel, const float *bias,
+/* c (mc,nc) = a (mc,kc) x packed b (kc,nc): all tiles; what they share is in `t`, of a and b where they begin.  Sums of
+ * tiles that are not ready yet go to `sums`, one tile after the other, where neither a page nor the sets of a cache are short;
+ * those at the edge of c go through a buffer. */
+static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
                   int64_t mc, int64_t nc, int flags) {
-    const int64_t MR = k->MR, NR = k->NR, kc = t.K;
+    const int64_t MR = k->MR, NR = k->NR, kc = t.K, panel = MR * (is_packed ? kc : t.a_row);        /* of a */
     const float *const a = t.a, *const b = t.b;
     /* what a tile fetches of the next panel of b, and how much of it at each step */
     const int64_t share = NR * kc * MR / pyops_round_up(mc, MR), far = (share + kc - 1) / kc;
@@ -42,7 +42,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             t.before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
             t.a = a + i / MR * panel;
             t.rows = pyops_min(MR, mc - i);
-            if (!j && panel != MR * kc) {               /* its next rows, for a is not packed and may be far away */
+            if (!j && !is_packed) {                     /* the next rows of a, which may be far away */
                 t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
                 t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
                 t.jump = t.a_row == 1 ? 0 : t.a_row - PYOPS_RUN * PYOPS_RUN;
@@ -140,6 +140,7 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                           const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
                           float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR);
+    const int packs = !lies_well(k, a);
     float *packed_a = scratch, *sums = scratch + k->MC * k->KC;
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
     for (int64_t ic = 0; ic < M; ic += k->MC)
@@ -150,12 +151,11 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 const int more = (pc ? FROM_SUMS : flags & PYOPS_ADD) | (pc + kc < K ? TO_SUMS : flags & PYOPS_RELU);
                 const float *a_part = a.p + ic*a.row + pc*a.col;
                 pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .b = packed_b + pc*padded + jc*kc, .K = kc};
-                int64_t panel = k->MR * a.row;
-                if (!lies_well(k, a)) {
+                if (packs) {
                     k->pack_a(packed_a, a_part, a.row, a.col, mc, kc);
-                    t.a = packed_a, t.a_row = 1, t.a_col = k->MR, panel = k->MR * kc;
+                    t.a = packed_a, t.a_row = 1, t.a_col = k->MR;
                 }
-                block(k, c + ic*ldc + jc, ldc, sums, t, panel, bias && !pc ? bias + jc : NULL, mc, nc, more);
+                block(k, c + ic*ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
             }
 }
 

@@ -197,8 +197,8 @@ enum { PYOPS_NARROW = 16 };
 enum { PYOPS_REDUCE_COLUMNS = 4096 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------
- * A packed A holds, for each block of KC columns, panels of MR rows; a packed B, for each block of KC rows,
- * panels of NR columns; the last panel is padded with zeros.  Both are addressed with the helpers below.
+ * A packed A holds, of a block of KC columns, panels of MR rows; a packed B, for each block of KC rows, panels of NR columns;
+ * the last panel is padded with zeros.  Only gemm.c packs A.
  */
 typedef struct { const float *p; int64_t row, col; } pyops_view;      /* strides in floats */
 
