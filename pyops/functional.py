@@ -294,8 +294,8 @@ def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=Fa
 
 
 def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False, lengths=None):
-    """-> h (T, B, H), of which h[-1] is the last state;  x (T, B, I), h0 (B, H) or None, lengths (B,) int32 or None: how many
-    steps each sentence has, behind which h is 0; see pyops.ops.GRU."""
+    """-> h (T, B, H), of which h[-1] is the last state, without lengths;  x (T, B, I), h0 (B, H) or None, lengths (B,) int32 or
+    None: how many steps each sentence has, behind which h is 0; see pyops.ops.GRU."""
     parameters = dict(w_ih=tensor(w_ih), w_hh=tensor(w_hh), b_ih=tensor(b_ih), b_hh=tensor(b_hh))
     x = tensor(x)
     return apply(GRU, x, None if h0 is None else tensor(h0, x), None if lengths is None else tensor(lengths, x),

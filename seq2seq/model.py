@@ -73,7 +73,7 @@ class DeepGRU:
     def forward(self, ids, context=None, states=None, step=None, lengths=None):
         """ids (T, B), context (B, H) or None, states: the first h (B, H) of each layer or None for zeros, step: None for no
         dropout, lengths (B,) of the sentences, behind which h is 0, or None: T of all
-        -> h of the top layer (T, B, H), the last h (B, H) of each layer, ctx."""
+        -> h of the top layer (T, B, H), h[T-1] (B, H) of each layer, ctx."""
         states = states or [None] * len(self.layers)
         h, saved = self.layers[0].forward(ids, context, states[0], lengths)
         ctx, last = [(None, saved)], [h[-1]]
