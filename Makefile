@@ -1,10 +1,19 @@
 # pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
 # found it builds the CUDA library, too.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated emulator conformance test-emulated emulated-asan emulated-tsan ladder venv demo test asan bench gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated emulator conformance test-emulated lint emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
+endif
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+# Use all cores unless -j is given.
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
+MAKEFLAGS += -j$(CORES)
+endif
+# V=1 prints the commands of the compilers.
+ifneq ($(V),1)
+Q = $(info   $(notdir $(firstword $(1))) $@)@
 endif
 PYTHON ?= python3
 NVCC ?= nvcc
@@ -44,7 +53,7 @@ bytecode: ## compile the modules of Python, so that no start has to
 NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
 
 $(LIBRARY): $(OBJ)
-	$(CC) -shared -fopenmp $(EXTRA_CFLAGS) $(NODELETE) -o $@ $^ -lm
+	$(call Q,$(CC))$(CC) -shared -fopenmp $(EXTRA_CFLAGS) $(NODELETE) -o $@ $^ -lm
 
 pyops/pyops.h: csrc/pyops.h
 	cp $< $@
@@ -54,7 +63,7 @@ pyops/device.h: cuda/device.h
 
 $(BUILD)/%.o: csrc/%.c Makefile | $(PROBE)
 	@mkdir -p $(dir $@)
-	$(CC) $(CFLAGS) -c -o $@ $<
+	$(call Q,$(CC))$(CC) $(CFLAGS) -c -o $@ $<
 
 $(BUILD)/replay.o: CFLAGS += -I$(BUILD)
 $(BUILD)/replay.o: $(BUILD)/replay_calls.inc
@@ -92,14 +101,14 @@ EMULATED_FLAGS ?= -O2
 cuda: $(CUDA_LIBRARY) pyops/device.h ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
 
 $(CUDA_LIBRARY): $(CU:cuda/%.cu=$(CUDA_BUILD)/%.o)
-	$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
+	$(call Q,$(NVCC))$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
 
 $(CUDA_BUILD)/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
 $(CUDA_FOR):
 	@mkdir -p $(dir $@) && rm -f $(CUDA_BUILD)/for-* && touch $@
 $(CUDA_BUILD)/%.o: cuda/%.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
-	$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
+	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
 
 emulated: $(EMULATED) $(EMULATED_BUILD)/ladder pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
 
@@ -109,15 +118,15 @@ EMULATED_CXX := $(CXX) -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknow
 EMULATED_LIBS := -Wl,-Bsymbolic -lpthread -ldl
 
 $(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(EMULATOR)
-	$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -o $@ $^ $(EMULATED_LIBS)
+	$(call Q,$(CXX))$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -o $@ $^ $(EMULATED_LIBS)
 
 $(EMULATED_BUILD)/%.o: cuda/%.cu Makefile
 	@mkdir -p $(dir $@)
-	$(EMULATED_CXX) $(EMULATED_FLAGS) -x c++ -c -o $@ $<
+	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(EMULATED_FLAGS) -x c++ -c -o $@ $<
 
 build/emulator/%.o: cuda/emu/%.cpp Makefile
 	@mkdir -p $(dir $@)
-	$(EMULATED_CXX) -Wextra -O2 -c -o $@ $<
+	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) -Wextra -O2 -c -o $@ $<
 
 # how a matrix product gets fast, step by step: timed on a GPU, checked on the emulator
 LADDER_SIZE ?= 8192 8192 8192
@@ -126,11 +135,11 @@ ladder: $(CUDA_BUILD)/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladde
 
 $(CUDA_BUILD)/ladder: cuda/dev/ladder.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
-	$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
+	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
 
 $(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
-	$(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(EMULATOR) $(EMULATED_LIBS)
+	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(EMULATOR) $(EMULATED_LIBS)
 
 # what tests/test_emulator.py runs: kernels that are right and kernels with a bug, without and with each sanitizer; and
 # a kernel for each wrapper, whose results on a GPU tests/conformance.py compares
@@ -146,39 +155,43 @@ build/emulator/asan/%: SANITIZE := $(ASAN)
 build/emulator/tsan/%: SANITIZE := $(TSAN)
 $(PROGRAMS): build/emulator/%: $(EMULATOR) tests/cuda/common.h Makefile
 	@mkdir -p $(dir $@)
-	$(EMULATED_CXX) $(SANITIZE) -x c++ -c -o $@.o tests/cuda/$(notdir $@).cu
-	$(CXX) $(SANITIZE) -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
+	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(SANITIZE) -x c++ -c -o $@.o tests/cuda/$(notdir $@).cu
+	$(call Q,$(CXX))$(CXX) $(SANITIZE) -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
 
 build/conformance/emulated.so: cuda/conformance.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
-	$(EMULATED_CXX) $(PLAIN) -x c++ -c -o $@.o $<
-	$(CXX) -shared -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
+	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(PLAIN) -x c++ -c -o $@.o $<
+	$(call Q,$(CXX))$(CXX) -shared -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
 
 build/conformance/cuda.so: cuda/conformance.cu cuda/gpu.cuh cuda/hopper.cuh Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
-	$(NVCC) $(NVCCFLAGS) -shared -o $@ $<
+	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -shared -o $@ $<
 
 # The op table on the emulator under a sanitizer (gcc's).  Python is not instrumented, so the sanitizer must be loaded first.
 EMULATED_TABLE ?= $(TABLE)
 OF_THE_CPU := requested_kernels or PYOPS_ISA or only_the_abi
-emulated-asan: .venv/ready ## the op table on the emulator under AddressSanitizer and UndefinedBehaviorSanitizer
+emulated-asan: .venv/test-ready ## the op table on the emulator under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(MAKE) build/emulated-asan/libpyops.so EMULATED_BUILD=build/emulated-asan EMULATED=build/emulated-asan/libpyops.so EMULATED_FLAGS='$(ASAN)'
 	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
 	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not (torch or $(OF_THE_CPU))'
 
 # ThreadSanitizer wants its addresses where randomised ones might lie
-emulated-tsan: .venv/ready ## the op table on the emulator under ThreadSanitizer
+emulated-tsan: .venv/test-ready ## the op table on the emulator under ThreadSanitizer
 	$(MAKE) build/emulated-tsan/libpyops.so EMULATED_BUILD=build/emulated-tsan EMULATED=build/emulated-tsan/libpyops.so EMULATED_FLAGS='$(TSAN)'
 	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-tsan/libpyops.so OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 	    TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 LD_PRELOAD=$$($(CXX) -print-file-name=libtsan.so) setarch -R \
 	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not (torch or $(OF_THE_CPU))'
 
-venv: .venv/ready ## make .venv and install the package there, editable, with what tests need
+venv: .venv/test-ready ## make .venv and install the package there, editable, with the packages that the tests use
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: error: $(PYTHON) is too old or missing: want Python 3.11 or later, name one with make PYTHON=..." >&2; exit 2; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
+.venv/test-ready: .venv/ready
 	.venv/bin/python -m pip install -q --disable-pip-version-check -e '.[test]'
 	touch $@
 
@@ -187,35 +200,43 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 	.venv/bin/python -m seq2seq.train -f embedded -e $(DEMO_EPOCHS) -c demo
 	.venv/bin/python -m seq2seq.translate -f embedded -c demo --test 10
 
-# The op table once for each instruction set, then everything.  The AVX-512 tiles are written in the compiler's vector
-# types, so a CPU without AVX-512 runs the very same code, compiled for AVX2 ("lowered").
+# Tests run in a process for each core.  WORKERS=0 runs them in one process, as a debugger needs it.
+WORKERS ?= $(CORES)
+PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := tests/test_ops.py tests/test_kernels.py tests/test_strided.py tests/test_formats.py
 LOWERED := build/lowered/libpyops.so
-test: cpu .venv/ready ## run the tests
+
+lint: .venv/test-ready ## check the Python code with ruff
 	.venv/bin/python -m ruff check
+
+test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
+	$(PYTEST) tests
+
+# The op table once for each instruction set, then everything.  The AVX-512 tiles use the compiler's vector types, so a CPU
+# without AVX-512 runs the same code, compiled for AVX2 ("lowered").
+test-all: cpu .venv/test-ready lint ## run the op table on each instruction set and on the emulated CUDA library, then all tests
 	$(if $(X86),$(MAKE) cpu BUILD=build/lowered LIBRARY=$(LOWERED) EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma')
-	PYOPS_ISA=generic .venv/bin/python -m pytest -q -rs $(TABLE)
-	$(if $(X86),PYOPS_ISA=avx512 $(if $(shell grep -ls avx512dq /proc/cpuinfo),,PYOPS_LIBRARY=$(LOWERED)) \
-	    .venv/bin/python -m pytest -q -rs $(TABLE))
+	PYOPS_ISA=generic $(PYTEST) $(TABLE)
+	$(if $(X86),PYOPS_ISA=avx512 $(if $(shell grep -ls avx512dq /proc/cpuinfo),,PYOPS_LIBRARY=$(LOWERED)) $(PYTEST) $(TABLE))
 	$(MAKE) test-emulated
-	.venv/bin/python -m pytest -q -rs tests
+	$(PYTEST) tests
 
 # What takes arrays wherever they are made, on the CUDA library, emulated; then the table again with other orders of threads.
 # EMULATED_TESTS=all brings the tape, functions, layers and random chains, too, in minutes.
 ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1 PYOPS_CHAINS=500
 EVERYWHERE := $(patsubst %,tests/test_%.py,plan mlp_step saving \
               $(if $(filter all,$(EMULATED_TESTS)),chains autograd functional nn manual_gradients gradcheck))
-test-emulated: .venv/ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
-	$(MAKE) -j$$(getconf _NPROCESSORS_ONLN) cpu emulated emulator
-	$(ON_EMULATION) .venv/bin/python -m pytest -q -rs $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
-	$(ON_EMULATION) .venv/bin/python -m pytest -q tests/test_ndarray.py -k gpu
-	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order .venv/bin/python -m pytest -q $(TABLE) \
+test-emulated: .venv/test-ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
+	$(MAKE) cpu emulated emulator
+	$(ON_EMULATION) $(PYTEST) $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
+	$(ON_EMULATION) $(PYTEST) tests/test_ndarray.py -k gpu
+	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order $(PYTEST) $(TABLE) \
 	    -k 'overwrite or large_gemm or grad_norm or argmax' || exit 1; done
 
-asan: .venv/ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
+asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
-	    .venv/bin/python -m pytest -q -p no:cacheprovider $(TABLE) tests/test_ndarray.py tests/test_chains.py -k 'not torch'
+	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/test_ndarray.py tests/test_chains.py -k 'not torch'
 
 BENCH := .venv/bin/python -m bench
 bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)

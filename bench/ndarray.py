@@ -1,13 +1,15 @@
 """Time array operations beside numpy's: python -m bench.ndarray [--size N] [--threads N]
 
-Element-wise operations, reductions and products on matrices of N x N, new results on both sides, and the cost of an
-operation on a few numbers.  Both take turns; a figure is the shortest of many.  numpy uses one thread, but for products.
+Element-wise operations, reductions and products on matrices of N x N, with new results on both sides, and the overhead
+of an operation on a few numbers, on arrays and on Tensors.  The contestants take turns; a figure is the shortest of many
+runs.  numpy uses one thread, except for products.
 """
 import time
 
 import numpy as np
 
 from pyops import backend, ndarray
+from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
 from pyops.training import ArgumentParser, positive_int
 
@@ -91,6 +93,8 @@ def main(argv=None):
                       ('a.sum(1) of 3 x 4', lambda a, b: a.sum(1)), ('a[1:, ::2] of 3 x 4', lambda a, b: a[1:, ::2]),
                       ('a @ b.T of 3 x 4', lambda a, b: a @ b.T)):
         contest(name, run, run, few, few)
+    x, y = Tensor(few, requires_grad=True), Tensor(few)
+    contest('x * y of 3 x 4, Tensors', lambda _a, _b: x * y, lambda a, b: a * b, few, few)
 
 
 if __name__ == '__main__':

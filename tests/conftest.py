@@ -1,4 +1,4 @@
-"""Shared by all tests: the tree on the path, and a clear answer where PYOPS_ISA asks for what this CPU lacks."""
+"""Shared by all tests: the tree on the path, the cores of a worker, and a reasoned skip where this CPU lacks PYOPS_ISA."""
 import os
 import signal
 import sys
@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / 'tests'))
+# Workers of pytest-xdist share the cores; without this each would start a thread for every core.
+if workers := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
+    os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // workers)))
 _cache = tempfile.TemporaryDirectory(prefix='pyops-cache-')         # gone when we are
 os.environ['PYOPS_CACHE'] = _cache.name
 
@@ -21,6 +24,12 @@ if os.environ.get('PYOPS_BACKEND') == 'gpu':
 # what -g 1 says where PYOPS_CUDA_LIBRARY=/nowhere.so
 NO_CUDA = ('-g 1: /nowhere.so: the CUDA library is not built; run `make cuda` in the source tree (it needs nvcc), '
            'or train on the CPU with -g 0')
+
+def environment_without(*names, **values):
+    """The environment for a process, without `names` and without what an outer make hands to an inner one."""
+    dropped = {'MAKEFLAGS', 'MAKELEVEL', 'MFLAGS', *names}
+    return {name: value for name, value in os.environ.items() if name not in dropped} | values
+
 
 # what /proc/cpuinfo calls the feature that each instruction set cannot do without
 FEATURE = {'generic': '', 'avx2': 'avx2', 'avx512': 'avx512dq'}

@@ -3,7 +3,6 @@ import copy
 import gc
 import pickle
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -14,8 +13,8 @@ from places import get, on_the_cpu, put, share_memory
 from test_ops import close, normal
 
 import pyops
+from pyops import backend, ndarray
 from pyops import functional as F
-from pyops import ndarray
 from pyops.autograd import Node, Tensor, apply, backward, enable_grad, grad, is_grad_enabled, no_grad
 from pyops.ops import GRU, Dropout, Linear, Residual
 from pyops.ops.array import ArrayOp
@@ -626,29 +625,20 @@ def test_deep_graphs_need_no_deep_stack(without_gc):
 
 
 def test_the_gradient_of_one_step_of_many_is_added_in_place():
-    """x[t] for all t: each adds to its own part, so the work is that of one array and not of T."""
-    x = leaf(2000, 50)
+    """Backward through x[t] for all t adds to the rows of one array: its work grows with T, not with T * T."""
+    x = leaf(500, 50)
     total = Tensor(0.0)
     for t in range(len(x)):
         total = total + (x[t] * x[t]).sum()
-    start = time.perf_counter()
-    total.backward()
-    assert time.perf_counter() - start < 2.0            # 0.1 s; with an array of zeros for each step, 400 MB are written
+    touched = []
+
+    def listen(_name, values):
+        touched.extend(value.size for value in values if backend.is_array(value))
+        return True
+    with backend.hooks(listen=listen):
+        total.backward()
+    assert len(x) * 50 < sum(touched) < 20 * len(x) * 50        # an array of zeros a step would write 500 times as much
     close(x.grad.numpy(), 2 * x.numpy())
-
-
-def test_a_small_op_costs_microseconds():
-    x, y = leaf(4), Tensor(np.ones(4))
-
-    def best(f, n=300):
-        times = []
-        for _ in range(15):
-            start = time.perf_counter()
-            for _ in range(n):
-                f()
-            times.append((time.perf_counter() - start) / n)
-        return min(times)
-    assert best(lambda: x * y) - best(lambda: x.array * y.array) < 15e-6
 
 
 # ---- programs at random ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment_without
 
 from pyops import checkpoint, fit
 from pyops.data import __main__ as data
@@ -607,8 +607,7 @@ def bare(tmp_path):
         copy(ROOT / name, tree / name)
     (tree / 'README.md').write_text('pyops\n')
     subprocess.run(['make', 'clean'], cwd=tree, capture_output=True, check=True)
-    environment = {name: value for name, value in os.environ.items() if name not in ('CC', 'MAKEFLAGS', 'MAKELEVEL')}
-    return tree, environment | {'PATH': str(tools)}
+    return tree, environment_without('CC', PATH=str(tools))
 
 
 @pytest.mark.parametrize('arguments, named', [([], 'cc'), (['CC=nonsense'], 'nonsense'),

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment_without
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
 PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'cuda', 'scripts')
@@ -25,14 +25,10 @@ def packages():
     return sorted(path for path in found if path.parts[0] not in DEVELOPMENT)
 
 
-def environment(**values):
-    """Ours without what would lead a process back to this tree or to other flags of make."""
-    names = ('PYTHONPATH', 'PYOPS_LIBRARY', 'PYOPS_ISA', 'PYOPS_DATA', 'MAKEFLAGS', 'MAKELEVEL', 'MFLAGS')
-    return {name: value for name, value in os.environ.items() if name not in names} | values
-
-
 def run(*command, cwd, **values):
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment(**values), capture_output=True, text=True)
+    # a variable that leads back to this tree
+    environment = environment_without('PYTHONPATH', 'PYOPS_LIBRARY', 'PYOPS_ISA', 'PYOPS_DATA', **values)
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -2,6 +2,7 @@
 
 Programs and libraries are built by `make emulator`, for the tests of this file alone.
 """
+import fcntl
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import conformance
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment_without
 
 BUILD = ROOT / 'build'
 WRAPPERS = ('cuda/gpu.cuh', 'cuda/hopper.cuh')
@@ -21,7 +22,10 @@ VARIANTS = ('plain', 'asan', 'tsan')
 def make(*targets):
     if not all(map(shutil.which, ('make', 'g++'))):
         pytest.skip('make and g++ are needed')
-    done = subprocess.run(['make', '-j2', *targets], cwd=ROOT, capture_output=True, text=True)
+    BUILD.mkdir(exist_ok=True)
+    with open(BUILD / 'emulator.lock', 'w') as lock:            # several workers of pytest-xdist may get here
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(['make', *targets], cwd=ROOT, env=environment_without(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'warning:' not in done.stderr, done.stderr
 

@@ -2,7 +2,7 @@
 
 A row says how to build the op, how to call it, and what it should compute: once in float64 numpy from the formula,
 once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
-`make test` runs this file once for each instruction set, and on the emulation of a GPU.
+`make test-all` runs this file on each instruction set and on the emulated CUDA library.
 """
 import functools
 import inspect
