@@ -11,7 +11,6 @@ import functools
 import gc
 import math
 import operator
-import os
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from pyops.backend import row_major
 from pyops.backend.cpu_array import CPU
 from pyops.backend.device import Buffer
 from pyops.backend.numpy_array import Numpy
+from pyops.environment import backend_name
 from pyops.errors import UserError
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
@@ -51,12 +51,8 @@ def gpu():
 
 @functools.cache
 def _chosen_device():
-    """That of $PYOPS_BACKEND: cpu, numpy or gpu."""
-    name = os.environ.get('PYOPS_BACKEND') or 'cpu'
-    devices = {'cpu': cpu, 'numpy': numpy_device, 'gpu': gpu}
-    if name not in devices:
-        raise UserError(f'PYOPS_BACKEND={name}: there is no such device; want cpu, numpy or gpu, or unset it')
-    return devices[name]()
+    """Return the device that $PYOPS_BACKEND names."""
+    return {'cpu': cpu, 'numpy': numpy_device, 'gpu': gpu}[backend_name()]()
 
 
 def default_device():
@@ -991,7 +987,7 @@ def pad(a, widths, value=0):
     return y
 
 
-if os.environ.get('PYOPS_BACKEND') == 'gpu':    # now, so that what is made from here on lies there
+if backend_name() == 'gpu':     # at import, before the first array is allocated
     try:
         use_gpu()
     except UserError as error:

@@ -22,6 +22,7 @@ import sys
 import time
 
 from pyops import PRECISIONS
+from pyops.environment import backend_name
 from pyops.errors import UserError
 
 
@@ -218,20 +219,33 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def add_gpu_flag(parser):
     """-g, --gpu 1 or 0; --precision."""
-    parser.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1, default=0,
-                        help='1: on a GPU (default 0)')
+    parser.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
+                        help='1: on a GPU; 0: on the CPU (default 0, or 1 if $PYOPS_BACKEND is gpu)')
     parser.add_argument('--precision', choices=PRECISIONS, help='on a GPU: what the factors of matrix products are rounded '
                         f'to; sums and parameters stay float32 (default {PRECISIONS[0]})')
 
 
 def use_gpu(args):
-    """Do what the flags of `add_gpu_flag` say; UserError where there is no GPU, or --precision is given without one."""
+    """Select the device from the flags of `add_gpu_flag`, else from $PYOPS_BACKEND, and set args.gpu to 0 or 1.
+
+    UserError if there is no GPU, --precision is given without one, or $PYOPS_BACKEND is unknown or, without -g, numpy.
+    """
+    name, source = backend_name(), 'PYOPS_BACKEND=gpu' if args.gpu is None else '-g 1'
+    if args.gpu is None:
+        if name == 'numpy':
+            raise UserError('PYOPS_BACKEND=numpy: training and translation need the kernels of the library; '
+                            'set it to cpu or gpu, or unset it')
+        args.gpu = int(name == 'gpu')
+    elif not args.gpu and name != 'cpu':
+        os.environ['PYOPS_BACKEND'] = 'cpu'             # -g 0 wins; pyops.ndarray reads the variable when it is imported
+        from pyops import backend
+        backend.use(backend.HOST)
     if args.gpu:
         from pyops.ndarray import use_gpu
         try:
             use_gpu(args.precision or PRECISIONS[0])
         except UserError as error:
-            raise UserError(f'-g 1: {error}') from error
+            raise UserError(f'{source}: {error}') from error
     elif args.precision:
         raise UserError(f'--precision {args.precision}: the CPU calculates in float32; leave it out, or give -g 1')
 

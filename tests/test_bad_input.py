@@ -475,6 +475,34 @@ def test_an_instruction_set_that_this_cpu_lacks(place, tmp_path):
     assert_one_line(TRAIN, error, 'PYOPS_ISA=avx512: this CPU cannot run it or it is unknown .*; unset it .*')
 
 
+@pytest.mark.parametrize('arguments', [
+    f'-m seq2seq.train {FRESH} -f pairs.txt', '-m seq2seq.translate -c ckpt Go.',
+    '-m transformer.train -e 1 -f pairs.txt -c new', '-m mnist.train --embedded -e 1',
+    '-m mnist.resnet --embedded -e 1', '-m pyops gradcheck relu'])
+def test_a_backend_that_does_not_exist(place, arguments):
+    before = contents(place)
+    status, _, error = outcome(start(*arguments.split(), environment={'PYOPS_BACKEND': 'cuda'}))
+    assert status == 2 and contents(place) == before
+    assert_one_line(arguments.split()[1], error,
+                    'PYOPS_BACKEND=cuda: no such backend; set it to cpu, numpy or gpu, or unset it')
+
+
+@pytest.mark.parametrize('program, arguments', [
+    (TRAIN, f'{FRESH} -f pairs.txt'), (TRANSLATE, '-c ckpt Go.'), ('mnist.train', '--embedded -e 0 --quiet'),
+    ('mnist.resnet', '--embedded -e 0 --quiet')])
+def test_programs_obey_the_backend_of_the_environment_unless_a_flag_says_otherwise(place, program, arguments):
+    wants = {'gpu': r'PYOPS_BACKEND=gpu: /nowhere\.so: the CUDA library is not built; .*',
+             'numpy': 'PYOPS_BACKEND=numpy: training and translation need the kernels .*; set it to cpu or gpu, or unset it'}
+    for name, want in wants.items():
+        environment = {'PYOPS_BACKEND': name, 'PYOPS_CUDA_LIBRARY': '/nowhere.so'}
+        status, out, error = outcome(start('-m', program, *arguments.split(), environment=environment))
+        assert (status, out) == (2, '')
+        assert_one_line(program, error, want)
+        status, out, error = outcome(start('-m', program, '-g', '0', *arguments.split(), environment=environment))
+        assert (status, error) == (0, '') and out
+        shutil.rmtree('new', ignore_errors=True)
+
+
 RUN_WITHOUT = """
 import importlib.abc, runpy, sys
 missing, program, *sys.argv[1:] = sys.argv[1:]

@@ -278,6 +278,16 @@ def test_a_checkpoint_is_resumed_elsewhere(trained, first, then, tmp_path):
         assert_same_training(resumed, whole)
 
 
+@pytest.mark.parametrize('flags, same_as', [((), 1), (('-g', 0), 0)])
+def test_the_environment_chooses_the_gpu_and_the_flag_wins(trained, flags, same_as, tmp_path, monkeypatch):
+    folder, train, _, shared = trained
+    monkeypatch.setenv('PYOPS_BACKEND', 'gpu')
+    run(train.main, *flags, '-e', 2, '-c', tmp_path, *shared)
+    assert_same_training(newest(tmp_path), newest(folder / str(same_as)))
+    tensors, others = (newest(folder / name)[0] for name in '01')
+    assert any(tensors[name].tobytes() != others[name].tobytes() for name in tensors), 'the check is vacuous'
+
+
 def test_a_checkpoint_translates_alike_on_both(trained, capsys):
     folder, _, translate, _ = trained
     said = []

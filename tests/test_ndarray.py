@@ -725,7 +725,7 @@ def test_a_plan_that_records_array_operations_replays_them_to_the_bit(run):
 def test_an_unknown_backend_is_a_clear_error():
     out = subprocess.run([sys.executable, '-c', 'from pyops import ndarray; ndarray.zeros(3)'], cwd=ROOT, text=True,
                          env=os.environ | {'PYOPS_BACKEND': 'tpu'}, capture_output=True)
-    assert 'PYOPS_BACKEND=tpu: there is no such device; want cpu, numpy or gpu, or unset it' in out.stderr
+    assert 'PYOPS_BACKEND=tpu: no such backend; set it to cpu, numpy or gpu, or unset it' in out.stderr
 
 
 def test_the_oracle_needs_no_kernels():
