@@ -137,15 +137,16 @@ CASES = [
          file('bad.zip', b'PK\3\4 and no more')),
     Case('damaged zip', TRAIN, f'-f bad.zip {FRESH}', r'bad\.zip: want a zip file, but it cannot be read .*; fetch .*',
          damaged_zip),
-    Case('no name for a corpus', TRAIN, f"-f '' {FRESH}", "-f/--corpus: want a file or 'embedded', got ''"),
+    Case('no name for a corpus', TRAIN, f"-f '' {FRESH}", "corpus '': no such file; give a file or 'embedded'"),
     Case('data directory without a corpus', TRAIN, f'--data-dir ckpt {FRESH}',
-         '--data-dir ckpt: holds no fra-eng; get it with: python -m pyops.data get fra-eng --data-dir ckpt'),
+         'data directory ckpt: holds no fra-eng; get it with: python -m pyops.data get fra-eng --data-dir ckpt'),
     Case('no such data directory', TRAIN, f'--data-dir none {FRESH}',
-         '--data-dir: want a directory that exists, got none; make it or give another'),
+         'data directory none: no such directory; make it or give another'),
     Case('nothing left to train', TRAIN, f'-f pairs.txt --hold-out 0.9 {FRESH}',
-         '--hold-out: want a fraction from 0 to 0.5, got 0.9; .*'),
+         'held-out fraction 0.9: out of range; give 0 to 0.5, .*'),
     Case('nothing held out of so few', TRAIN, f'-f pairs.txt --hold-out 1e-9 {FRESH}',
-         '--hold-out: 1e-09 of the .* distinct sources of pairs.txt leaves .*; take a larger fraction or more pairs'),
+         'held-out fraction 1e-09: of the .* distinct sources of pairs.txt, it leaves .*; '
+         'give a larger fraction or more pairs'),
 
     # the checkpoint
     Case('truncated', TRAIN, '-e 2 -c x.safetensors',
@@ -164,10 +165,12 @@ CASES = [
     Case('another program served', TRANSLATE, '-c x.safetensors Go.',
          r'x\.safetensors: a checkpoint of mnist, not of seq2seq; give another with -c', foreign),
     Case('another corpus', TRAIN, '-e 2 -c ckpt -f other.txt',
-         rf'{SAVED}: its \w+ vocabulary has \d+ words, that of the corpus \d+ other ones; '
-         r'give the corpus it was trained on, .*/pairs\.txt, with -f, or another folder with -c'),
+         rf'{SAVED}: its \w+ vocabulary of \d+ words is not that of the corpus, \d+ words; '
+         r'give the corpus it was trained on, .*/pairs\.txt, or start from scratch in another folder'),
+    Case('another share held out', TRAIN, resumed('--hold-out 0.3'),
+         f'--hold-out 0.3: {SAVED} was trained with 0.0; leave --hold-out out, or give another folder with -c'),
     Case('other pairs of the same words', TRAIN, resumed(''),
-         rf'{SAVED}: was trained on other pairs .*; give the corpus it was trained on, .*/pairs\.txt, with -f, or .*',
+         rf'{SAVED}: was trained on other pairs .*; give the corpus it was trained on, .*/pairs\.txt, or start .*',
          lambda: restate(pairs='another digest')),
     Case('another size', TRAIN, resumed('--hidden 24'),
          f'--hidden 24: {SAVED} was trained with 16; leave --hidden out, or give another folder with -c'),
@@ -221,12 +224,12 @@ CASES = [
     Case('test of nothing', TRANSLATE, '-c ckpt --test 0', f'--test: want a whole number >= 1, got 0{SEE}'),
     Case('no data set', DATA, 'get', f'the following arguments are required: name{SEE}'),
     Case('unknown data set', DATA, 'get deu-eng',
-         "data set deu-eng: want one of fra-eng.*; 'python -m pyops.data list' describes them"),
+         "data set deu-eng: no such data set; give one of fra-eng.*; 'python -m pyops.data list' describes them"),
     Case('unknown command', DATA, 'fetch', f"command: invalid choice: 'fetch' .*{SEE}"),
     Case('list of no directory', DATA, 'list --data-dir none',
-         '--data-dir: want a directory that exists, got none; make it or give another'),
+         'data directory none: no such directory; make it or give another'),
     Case('data below a file', DATA, 'get fra-eng --data-dir pairs.txt/x',
-         r'pairs\.txt/x: cannot be written: .*; give another directory with --data-dir'),
+         r'pairs\.txt/x: cannot be written: .*; give another directory'),
 ]
 
 

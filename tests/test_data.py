@@ -1,7 +1,9 @@
 """Finding, fetching and ordering data.  The downloads come from a server in this process."""
+import ast
 import hashlib
 import http.server
 import io
+import re
 import subprocess
 import sys
 import threading
@@ -9,11 +11,13 @@ import zipfile
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
-from pyops.data import fetch, locate
+from pyops.data import fetch, locate, mnist
 from pyops.data.__main__ import main
 from pyops.data.batches import batches, epoch_end, epoch_order, split
 from pyops.errors import UserError
+from pyops.text.translation import open_corpus
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
@@ -94,7 +98,7 @@ def put(path, content=b'x'):
     return path
 
 
-def test_find_looks_in_the_flag_then_the_environment_then_here(nowhere, monkeypatch):
+def test_find_looks_in_the_given_directory_alone_else_in_the_environments_then_here(nowhere, monkeypatch):
     assert locate.find('fra-eng') is None
     here = put(nowhere / 'data/fra.txt')
     assert locate.find('fra-eng').resolve() == here
@@ -104,14 +108,51 @@ def test_find_looks_in_the_flag_then_the_environment_then_here(nowhere, monkeypa
     flag = put(nowhere / 'flag/fra-eng.zip')
     assert locate.find('fra-eng', nowhere / 'flag') == flag
     (nowhere / 'empty').mkdir()
-    assert locate.find('fra-eng', 'empty') == environment / 'fra-eng/fra.txt'
+    assert locate.find('fra-eng', 'empty') is None
+    monkeypatch.setenv('PYOPS_DATA', 'empty')
+    assert locate.find('fra-eng').resolve() == here
 
 
-def test_find_rejects_a_directory_and_a_name(nowhere):
-    with pytest.raises(UserError, match='--data-dir: .*none'):
-        locate.find('fra-eng', nowhere / 'none')
-    with pytest.raises(UserError, match='data set deu-eng: want one of fra-eng'):
+@pytest.mark.parametrize('directory, named', [('none', 'none'), ('', "''"), ('file', 'file')])
+def test_find_rejects_a_directory_that_does_not_exist(nowhere, directory, named):
+    put(nowhere / 'file')
+    with pytest.raises(UserError, match=f'^data directory {named}: no such directory; make it or give another$'):
+        locate.find('fra-eng', directory)
+
+
+def test_find_rejects_a_name(nowhere):
+    with pytest.raises(UserError, match='^data set deu-eng: no such data set; give one of fra-eng, mnist; '):
         locate.find('deu-eng')
+
+
+def test_an_environment_that_names_no_directory_is_an_error_wherever_it_would_be_searched(nowhere, monkeypatch):
+    put(nowhere / 'data/fra.txt', b'Go.\tVa !\n')
+    monkeypatch.setenv('PYOPS_DATA', 'none')
+    for search in (lambda: locate.find('fra-eng'), mnist.load, open_corpus, fetch.describe):
+        with pytest.raises(UserError, match='^PYOPS_DATA=none: no such directory; make it, name another, or unset PYOPS_DATA$'):
+            search()
+    assert locate.find('fra-eng', 'data').name == 'fra.txt' and len(open_corpus('data/fra.txt')[0]) == 1
+    assert mnist.load(embedded=True).name == 'embedded' and open_corpus('embedded')[0].name == 'embedded'
+
+
+def test_a_given_directory_without_the_corpus_is_an_error_whatever_the_environment_has(nowhere, monkeypatch):
+    (nowhere / 'a b').mkdir()
+    monkeypatch.setenv('PYOPS_DATA', str(put(nowhere / 'full/fra.txt', b'Go.\tVa !\n').parent))
+    assert open_corpus()[1] == f'corpus : {nowhere}/full/fra.txt'
+    with pytest.raises(UserError, match="^data directory a b: holds no fra-eng; "
+                                        "get it with: python -m pyops.data get fra-eng --data-dir 'a b'$"):
+        open_corpus(data_dir='a b')
+
+
+def test_no_error_of_the_library_names_a_flag_of_a_program():
+    """Commands that are the remedy aside."""
+    texts = []
+    for path in [*ROOT.glob('pyops/data/*.py'), *ROOT.glob('pyops/text/*.py')]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, 'id', '') == 'UserError':
+                texts += [part.value for part in ast.walk(call) if isinstance(getattr(part, 'value', None), str)]
+    assert len(texts) > 50
+    assert [text for text in texts if re.search(r'(?<![\w-])--?[a-z]', text) and 'python -m' not in text] == []
 
 
 # ---- fetch -----------------------------------------------------------------------------------------------------------
@@ -295,7 +336,7 @@ def test_all_mirrors_dead(server, nowhere):
     assert '\n' not in text
     for words in (f'{dead}: ', 'refused', "nonsense: unknown url type: 'nonsense'", '/missing/fra-eng.zip: HTTP 404',
                   '/wrong/fra-eng.zip: wrong checksum: SHA-256 of fra.txt (12 bytes)', 'the zip holds no fra.txt',
-                  '/page/fra-eng.zip: not a whole zip file', '--mirror URL'):
+                  '/page/fra-eng.zip: not a whole zip file', 'the URL of another mirror'):
         assert words in text
     assert list((nowhere / 'to').iterdir()) == []
 
@@ -336,7 +377,7 @@ def test_a_spoiled_file_survives_when_nothing_better_comes(server, nowhere):
 def test_a_directory_that_cannot_be_made(server, nowhere):
     put(nowhere / 'to')
     server.use('good')
-    with pytest.raises(UserError, match='cannot be written: .*--data-dir'):
+    with pytest.raises(UserError, match='cannot be written: .*; give another directory$'):
         get()
 
 
@@ -373,8 +414,9 @@ def test_list_says_licence_and_place(nowhere, capsys):
 
 
 @pytest.mark.parametrize('arguments, words', [
-    (['get', 'deu-eng'], 'data set deu-eng: want one of fra-eng'),
-    (['list', '--data-dir', 'none'], '--data-dir: want a directory that exists, got none'),
+    (['get', 'deu-eng'], 'data set deu-eng: no such data set; give one of fra-eng'),
+    (['list', '--data-dir', 'none'], 'data directory none: no such directory'),
+    (['get', 'fra-eng', '--data-dir', ''], "data directory '': no such directory"),
     (['get', 'fra-eng', '--mirror', 'nonsense'], 'nonsense: unknown url type'),
 ])
 def test_bad_input_is_one_line_and_status_2(server, capsys, arguments, words):

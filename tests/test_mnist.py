@@ -238,7 +238,7 @@ def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
     (['-b', '0'], '-b/--batch-size: want a whole number >= 1, got 0'),
     (['-e', '-1'], '-e/--epochs: want a whole number >= 0, got -1'),
     (['-l', 'nan'], '-l/--lr: want a number'),
-    (['--data-dir', 'nowhere'], '--data-dir: want a directory that exists, got nowhere'),
+    (['--data-dir', 'nowhere'], 'data directory nowhere: no such directory; make it or give another'),
     (['--embedded', '-e', '0', '--quiet', '--report', 'no/such/out.png'], 'no/such/out.png'),
     (['--embedded', '-e', '3', '-l', '1e38'], 'the loss is'),
 ])
@@ -260,13 +260,14 @@ def test_what_can_be_refused_at_once_is_refused_before_images_are_loaded(flags, 
     assert loads == []
 
 
-def test_broken_files_end_with_one_line(tmp_path):
+def test_a_run_prints_the_folder_it_reads_and_broken_files_end_with_one_line(tmp_path, capsys):
     from pyops.data import idx
     digits = mnist.load(embedded=True)
     names = ('train-images-idx3-ubyte', 'train-labels-idx1-ubyte', 't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')
     for name, array in zip(names, digits[1:5], strict=True):
         idx.write(tmp_path / name, array[:50].reshape(-1, 28, 28) if array.ndim == 2 else array[:50])
     train.main(['--data-dir', str(tmp_path), '-e', '1', '-b', '10', '--quiet'])
+    assert capsys.readouterr().out.startswith(f'mnist : {tmp_path}\nimages magic : 2051\n')
     whole = (tmp_path / names[0]).read_bytes()
     for broken, text in ((b'\0\0\7\7' + whole[4:], 'magic'), (whole[:-100], 'cut short|want|bytes')):
         (tmp_path / names[0]).write_bytes(broken)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyops.data import digits, fetch, idx, locate, mnist
+from pyops.data import MNISTDataset, digits, fetch, idx, locate, mnist
 from pyops.data.__main__ import main
 from pyops.errors import UserError
 
@@ -49,7 +49,7 @@ def error_of(*arguments, **more):
 def test_load_finds_four_files(nowhere, folder, ending):
     put(nowhere / folder, ending=ending)
     got = mnist.load()
-    assert Path(got.name) == Path(folder) and got.line is None
+    assert Path(got.name) == Path(folder) and got.line == f'mnist : {folder}'
     assert (got.images_magic, got.labels_magic) == (2051, 2049)
     for array, want in zip(got[1:5], ARRAYS, strict=True):
         assert array.dtype == np.uint8
@@ -81,16 +81,20 @@ def test_one_of_four_is_missing(nowhere, name):
     put(nowhere / 'data/mnist', leave_out=[name])
     assert locate.find('mnist') is None and locate.find_files('mnist') is None
     text = error_of()
-    assert f'data: holds mnist without {name}.gz: want all four files' in text
+    assert f'data: mnist is incomplete, {name}.gz missing; get it with' in text
     assert 'python -m pyops.data get mnist --data-dir data' in text
-    (nowhere / 'other').mkdir()
-    assert f'without {name}.gz' in error_of('other')
+    put(nowhere / 'other', leave_out=[name])
+    assert f'other: mnist is incomplete, {name}.gz missing' in error_of('other')
     assert len(mnist.load(embedded=True).train_images) == digits.TRAIN
 
 
 def test_a_given_directory_without_mnist(nowhere):
-    assert '--data-dir .: holds no mnist; get it with: python -m pyops.data get mnist --data-dir .' in error_of('.')
-    assert '--data-dir: want a directory that exists, got none' in error_of('none')
+    put(nowhere / 'data')
+    want = 'data directory .: holds no mnist; get it with: python -m pyops.data get mnist --data-dir .'
+    assert error_of('.') == want
+    with pytest.raises(UserError, match=want):
+        MNISTDataset(data_dir='.')
+    assert 'data directory none: no such directory' in error_of('none')
     assert mnist.load('.', embedded=True).name == 'embedded'
 
 

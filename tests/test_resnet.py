@@ -120,7 +120,7 @@ def test_ten_epochs_of_mnist_reach_97_percent(capsys):
     (['--blocks', '0'], '--blocks: want a whole number from 1 to 1000, got 0'),
     (['--embedded', '-b', '1'], '-b 1: leaves a batch of one image of 10000'),
     (['--embedded', '-b', '9999'], '-b 9999: leaves a batch of one image of 10000'),
-    (['--data-dir', 'nowhere'], '--data-dir: want a directory that exists, got nowhere'),
+    (['--data-dir', 'nowhere'], 'data directory nowhere: no such directory; make it or give another'),
 ])
 def test_bad_input_ends_with_one_line(flags, text, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != 'PYOPS_DATA'}

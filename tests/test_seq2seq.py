@@ -369,7 +369,7 @@ def test_held_out_sentences_are_not_trained_on_and_are_scored(tmp_path, capsys):
     assert 'held-out test : ' in out and 'validation : ' in out
     translate.main(['-c', str(tmp_path / 'ckpt'), '-f', 'embedded', '--test', '3'])
     out = capsys.readouterr().out
-    assert 'of 3 unseen sentences are right' in out and out.count('->') == 3
+    assert 'of 3 unseen sentences are right' in out and out.count('->') == 3 and 'embedded corpus : 12516 pairs\n' in out
     assert ('BLEU : ' in out) == bool(find_spec('sacrebleu'))
 
 

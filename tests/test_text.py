@@ -223,12 +223,12 @@ def test_hold_out_nothing():
 
 @pytest.mark.parametrize('fraction', [-0.1, 0.51, float('nan')])
 def test_hold_out_rejects_a_fraction(fraction):
-    with pytest.raises(UserError, match='--hold-out: want a fraction from 0 to 0.5'):
+    with pytest.raises(UserError, match='held-out fraction .*: out of range; give 0 to 0.5'):
         hold_out(numbered(10), fraction)
 
 
 def test_hold_out_rejects_a_part_without_sentences():
-    with pytest.raises(UserError, match='--hold-out: 0.001 of the 10 distinct sources'):
+    with pytest.raises(UserError, match='held-out fraction 0.001: of the 10 distinct sources'):
         hold_out(numbered(10), 0.001)
 
 

@@ -79,8 +79,7 @@ class Rejected(Exception):
 def dataset(name):
     """Return the Dataset of this name.  UserError if there is none."""
     if name not in DATASETS:
-        raise UserError(f'data set {name}: want one of {", ".join(DATASETS)}; '
-                        "'python -m pyops.data list' describes them")
+        raise locate.unknown(name)
     return DATASETS[name]
 
 
@@ -89,16 +88,18 @@ def get(name, data_dir=None, mirrors=(), timeout=TIMEOUT, report=print):
 
     `data_dir` (made if missing) is by default $PYOPS_DATA, or else ./data.  `mirrors` are URLs to try first: of the
     file itself, or of the folder that holds it if the URL ends in a slash.  `report` gets a line for each file.
-    UserError if a file can be had from no mirror (with each mirror and why), or cannot be written.
+    UserError if no mirror has a file (with the reason for each mirror), a file cannot be written, or `data_dir` is empty.
     """
     wanted = dataset(name)
+    if data_dir == '':
+        raise UserError("data directory '': no such directory; give the name of one")
     directory = Path(data_dir or os.environ.get('PYOPS_DATA') or 'data')
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return [_get_file(wanted, file, directory, mirrors, timeout, report) for file in wanted.files]
     except OSError as error:
         raise UserError(f'{error.filename or directory}: cannot be written: {error.strerror or error}; '
-                        'give another directory with --data-dir') from error
+                        'give another directory') from error
 
 
 def check(path, file):
@@ -160,7 +161,7 @@ def _get_file(wanted, file, directory, mirrors, timeout, report):
         report(f'{path}: fetched from {url}, checksum right')
         return path
     raise UserError(f'{wanted.name}: no mirror has {file.path}: {"; ".join(failures)}; '
-                    'try again later, or give another with --mirror URL')
+                    'try again later, or give the URL of another mirror')
 
 
 def _download_checked(url, part, file, timeout):

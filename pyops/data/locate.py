@@ -1,5 +1,6 @@
 """Find a data set that is already on this machine."""
 import os
+import shlex
 from itertools import chain
 from pathlib import Path
 
@@ -16,20 +17,45 @@ CANDIDATES = {name: tuple(chain.from_iterable(files)) for name, files in FILES.i
 
 
 def directories(data_dir=None):
-    """Return the directories to look in, in order: `data_dir` (--data-dir), $PYOPS_DATA, ./data.
+    """Return the directories to search, in order: `data_dir` alone if it is given, else $PYOPS_DATA and ./data.
 
-    UserError if `data_dir` is given and is no directory.
+    UserError if `data_dir` or $PYOPS_DATA names no directory.
     """
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise UserError(f'--data-dir: want a directory that exists, got {data_dir}; make it or give another')
-    return [Path(place) for place in (data_dir, os.environ.get('PYOPS_DATA'), 'data') if place]
+    if data_dir is not None:
+        if not os.path.isdir(data_dir):
+            raise UserError(f"data directory {str(data_dir) or repr('')}: no such directory; make it or give another")
+        return [Path(data_dir)]
+    chosen = os.environ.get('PYOPS_DATA')
+    if chosen and not os.path.isdir(chosen):
+        raise UserError(f'PYOPS_DATA={chosen}: no such directory; make it, name another, or unset PYOPS_DATA')
+    return [Path(place) for place in (chosen, 'data') if place]
+
+
+def unknown(name):
+    """Return the UserError for a name that no data set has."""
+    return UserError(f'data set {name}: no such data set; give one of {", ".join(FILES)}; '
+                     "'python -m pyops.data list' describes them")
+
+
+def missing(name, data_dir):
+    """Return the UserError for a data set that `data_dir` does not hold."""
+    return UserError(f'data directory {data_dir}: holds no {name}; {_remedy(name, data_dir)}')
+
+
+def incomplete(name, directory, lacking):
+    """Return the UserError for a data set of which `directory` lacks the files `lacking`."""
+    return UserError(f'{directory}: {name} is incomplete, {", ".join(lacking)} missing; {_remedy(name, directory)}')
+
+
+def _remedy(name, directory):
+    return f'get it with: python -m pyops.data get {name} --data-dir {shlex.quote(str(directory))}'
 
 
 def find(name, data_dir=None):
     """Return the path of data set `name`: of its file, or of the folder that holds its files.
 
     None if it is in none of `directories(data_dir)`.
-    UserError if there is no data set of this name, or `data_dir` is given and is no directory.
+    UserError if there is no data set of this name, and as of `directories`.
     """
     paths = find_files(name, data_dir)
     if paths is None:
@@ -40,7 +66,7 @@ def find(name, data_dir=None):
 def find_files(name, data_dir=None):
     """Return the paths of all files of data set `name` in the order of FILES, None if no directory holds them all.
 
-    All lie in the same one of `directories(data_dir)`: parts of two copies are not mixed.  Errors as of `find`.
+    All are in the same one of `directories(data_dir)`: parts of two copies are not mixed.  Errors as of `find`.
     """
     for _, paths in _places(name, data_dir):
         if None not in paths:
@@ -63,8 +89,7 @@ def find_incomplete(name, data_dir=None):
 def _places(name, data_dir):
     """For each directory: itself, and for each file of the data set its path there or None."""
     if name not in FILES:
-        raise UserError(f'data set {name}: want one of {", ".join(FILES)}; '
-                        "'python -m pyops.data list' describes them")
+        raise unknown(name)
     for directory in directories(data_dir):
         yield directory, [next((directory / candidate for candidate in candidates if (directory / candidate).is_file()),
                                None) for candidates in FILES[name]]

@@ -24,7 +24,7 @@ class Digits(NamedTuple):
     train_labels: np.ndarray            # uint8 (N,)
     test_images: np.ndarray             # uint8 (M, 784)
     test_labels: np.ndarray             # uint8 (M,)
-    line: str | None = None             # what to print about where they come from, if anything
+    line: str = ''                      # where they come from, for the user
     images_magic: int = idx.IMAGES_MAGIC
     labels_magic: int = idx.LABELS_MAGIC
 
@@ -44,8 +44,8 @@ class Digits(NamedTuple):
 def load(data_dir=None, embedded=False):
     """Return the Digits of MNIST where `locate` finds it, else, or if `embedded`, those of `pyops.data.digits`.
 
-    UserError if `data_dir` is given and nothing is found, if one of the four files is missing or broken, images and
-    labels differ in number, there are none, images are not 28 x 28, or a label is no digit.
+    UserError if `data_dir` is given and does not hold MNIST, $PYOPS_DATA names no directory, one of the four files is
+    missing or broken, images and labels differ in number, there are none, images are not 28 x 28, or a label is no digit.
     """
     paths = None if embedded else locate.find_files('mnist', data_dir)
     if paths is not None:
@@ -53,15 +53,13 @@ def load(data_dir=None, embedded=False):
                   zip(paths, (idx.IMAGES_MAGIC, idx.LABELS_MAGIC) * 2, strict=True)]
         _check(paths, arrays)
         arrays[::2] = [images.reshape(len(images), -1) for images in arrays[::2]]
-        return Digits(str(locate.find('mnist', data_dir)), *arrays)
+        folder = str(locate.find('mnist', data_dir))
+        return Digits(folder, *arrays, f'mnist : {folder}')
     if not embedded:
-        if incomplete := locate.find_incomplete('mnist', data_dir):
-            directory, lacking = incomplete
-            raise UserError(f'{directory}: holds mnist without {", ".join(lacking)}: want all four files; '
-                            f'get them with: python -m pyops.data get mnist --data-dir {directory}')
-        if data_dir:
-            raise UserError(f'--data-dir {data_dir}: holds no mnist; '
-                            f'get it with: python -m pyops.data get mnist --data-dir {data_dir}')
+        if found := locate.find_incomplete('mnist', data_dir):
+            raise locate.incomplete('mnist', *found)
+        if data_dir is not None:
+            raise locate.missing('mnist', data_dir)
     arrays = _drawn()
     line = f'embedded digits : {len(arrays[0])} train, {len(arrays[2])} test'
     if not embedded:

@@ -37,6 +37,6 @@ def _check(hypotheses, references_list):
     if len(hypotheses) != len(references_list):
         raise ValueError(f'{len(hypotheses)} hypotheses and {len(references_list)} lists of references')
     if not hypotheses:
-        raise UserError('no sentences to score: hold some out with --hold-out, or give a larger corpus')
+        raise UserError('no sentences to score; hold some out of training, or give a larger corpus')
     if not all(references_list):
         raise ValueError('a hypothesis has no reference')

@@ -18,7 +18,7 @@ def hold_out(corpus, fraction):
     UserError if the fraction is outside [0, 0.5], or so small that a part which was asked for has no sentence.
     """
     if not 0 <= fraction <= 0.5:
-        raise UserError(f'--hold-out: want a fraction from 0 to 0.5, got {fraction}; 0.1 holds out a tenth')
+        raise UserError(f'held-out fraction {fraction}: out of range; give 0 to 0.5, such as 0.1 for a tenth')
     if not fraction:
         return corpus, *(corpus.take(np.empty(0, np.int64)) for _ in range(2))
     place = {}
@@ -31,9 +31,9 @@ def hold_out(corpus, fraction):
     places = np.fromiter(map(part_of, corpus.sources), np.int8, len(corpus))
     parts = tuple(corpus.take(np.flatnonzero(places == part)) for part in range(3))
     if not all(map(len, parts)):
-        raise UserError(f'--hold-out: {fraction} of the {len(place)} distinct sources of {corpus.name} leaves '
+        raise UserError(f'held-out fraction {fraction}: of the {len(place)} distinct sources of {corpus.name}, it leaves '
                         f'{len(parts[0])} pairs to train, {len(parts[1])} to validate, {len(parts[2])} to test; '
-                        'take a larger fraction or more pairs')
+                        'give a larger fraction or more pairs')
     return parts
 
 

@@ -19,15 +19,17 @@ EMBEDDED = 'embedded'   # in place of a file's name
 
 
 def open_corpus(path=None, data_dir=None, tiny=False):
-    """The Corpus to work on and a line to print about it, or None: the file `path` ('embedded': the embedded corpus),
-    else the real corpus where it is found, else the embedded one.  tiny: its first 512 pairs."""
+    """Return a Corpus and a line that names it for the user: the file `path` ('embedded': the embedded corpus),
+    else fra-eng where `locate` finds it, else the embedded corpus.  tiny: its first 512 pairs.
+
+    UserError if the file cannot be read, `path` is empty, `data_dir` is given and does not hold fra-eng, or $PYOPS_DATA
+    names no directory."""
     if path == '':
-        raise UserError("-f/--corpus: want a file or 'embedded', got ''")
+        raise UserError("corpus '': no such file; give a file or 'embedded'")
     chosen = path or locate.find('fra-eng', data_dir) or EMBEDDED
     if chosen == EMBEDDED:
-        if data_dir and not path:
-            raise UserError(f'--data-dir {data_dir}: holds no fra-eng; '
-                            f'get it with: python -m pyops.data get fra-eng --data-dir {data_dir}')
+        if data_dir is not None and not path:
+            raise locate.missing('fra-eng', data_dir)
         from pyops.text import embedded
         corpus = embedded.corpus()
         line = f'embedded corpus : {len(corpus)} pairs'
@@ -118,13 +120,12 @@ class Translator:
 
 
 def check_vocabularies(path, state, vocabularies, pairs):
-    """UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
+    """Raise a UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
+    remedy = f'give the corpus it was trained on, {state["corpus"]}, or start from scratch in another folder'
     for which, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
         kept = Vocabulary(state['vocabularies'][which])
         if kept != vocabulary:
-            raise UserError(f'{path}: its {which} vocabulary has {len(kept)} words, that of the corpus {len(vocabulary)} '
-                            f'other ones; give the corpus it was trained on, {state["corpus"]}, with -f, '
-                            'or another folder with -c')
+            raise UserError(f'{path}: its {which} vocabulary of {len(kept)} words is not that of the corpus, '
+                            f'{len(vocabulary)} words; {remedy}')
     if state['pairs'] != pairs.digest():
-        raise UserError(f'{path}: was trained on other pairs (or another --hold-out) of the same vocabulary; '
-                        f'give the corpus it was trained on, {state["corpus"]}, with -f, or another folder with -c')
+        raise UserError(f'{path}: was trained on other pairs of the same vocabulary; {remedy}')

@@ -116,7 +116,7 @@ class Program:
                             '(without it: from scratch, into ./checkpoints)')
         p.add_argument('-f', '--corpus', metavar='FILE',
                        help="sentence pairs, one a line, tab between; .txt or .zip; 'embedded': the embedded ones")
-        p.add_argument('--data-dir', metavar='DIR', help='where to look for fra-eng (default $PYOPS_DATA, then ./data)')
+        p.add_argument('--data-dir', metavar='DIR', help='search fra-eng there alone (default: in $PYOPS_DATA, then ./data)')
         self.add_setting(p, '-b', '--batch-size', type=positive_int, help='pairs a step')
         self.add_setting(p, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
         self.add_setting(p, '-d', '--dropout', type=fraction, metavar='P', help=self.dropped)
@@ -177,7 +177,8 @@ class Program:
         for name, default in defaults.items():
             given = getattr(args, name, None)
             settings[name] = kept.get(name, default) if given is None else given
-            if name in (*sizes, 'seed', 'tiny', 'pairs', 'min_count') and name in kept and settings[name] != kept[name]:
+            is_fixed = name in (*sizes, 'seed', 'tiny', 'pairs', 'min_count', 'hold_out')
+            if is_fixed and name in kept and settings[name] != kept[name]:
                 refuse(name, settings[name])
             if name in sizes and is_another and given is None and settings[name] != default:
                 refuse('preset', preset)

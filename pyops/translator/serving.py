@@ -13,7 +13,7 @@ def parse(program, argv=None):
     p.add_argument('-c', '--checkpoint', required=True, metavar='PATH', help='a checkpoint, or a folder: its newest one')
     p.add_argument('--test', type=positive_int, metavar='N', help='translate N held-out sentences and score all of them')
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
-    p.add_argument('--data-dir', metavar='DIR', help='with --test: where to look for fra-eng')
+    p.add_argument('--data-dir', metavar='DIR', help='with --test: search fra-eng there alone')
     add_gpu_flag(p)
     add_quant_flags(p)
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
@@ -79,7 +79,8 @@ def test(program, args):
     fraction = state['settings']['hold_out']
     if not fraction:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
-    corpus, _ = open_corpus(args.corpus, args.data_dir, state['settings'].get('tiny'))
+    corpus, line = open_corpus(args.corpus, args.data_dir, state['settings'].get('tiny'))
+    print(line)
     training, _, held_out = hold_out(corpus.first(state['settings'].get('pairs') or None), fraction)
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
     check_vocabularies(args.checkpoint, state, corpus.vocabularies(state['settings'].get('min_count', 3)),
