@@ -2,6 +2,7 @@
 no traceback; and whatever was there before is still there, byte for byte."""
 import contextlib
 import errno
+import gzip
 import os
 import re
 import shlex
@@ -95,6 +96,12 @@ def damaged_zip():
     Path('bad.zip').write_bytes(content)
 
 
+def zip_of_two():
+    with zipfile.ZipFile('two.zip', 'w') as archive:
+        archive.write('pairs.txt', 'a/pairs.txt')
+        archive.write('other.txt', 'b.txt')
+
+
 def foreign():
     checkpoint.save('x.safetensors', {'w': np.zeros(3, np.float32)}, {'program': 'mnist'})
 
@@ -115,28 +122,36 @@ SEE = '; see --help'
 CASES = [
     # the corpus
     Case('empty corpus', TRAIN, f'-f empty.txt {FRESH}',
-         r'empty\.txt: want sentence pairs, one a line with a tab between, got an empty file; give another corpus',
+         r'empty\.txt: no sentence pairs; give a file with one pair a line and a tab between its sentences',
          file('empty.txt', b'')),
-    Case('blank corpus', TRAIN, f'-f blank.txt {FRESH}', r'blank\.txt: want sentence pairs, .*; give another corpus',
+    Case('blank corpus', TRAIN, f'-f blank.txt {FRESH}', r'blank\.txt: no sentence pairs; give .*',
          file('blank.txt', b'\n \n\n')),
     Case('line without a tab', TRAIN, f'-f bad.txt {FRESH}',
-         r'bad\.txt: line 3: want two sentences with a tab between, got no tab; mend or remove the line',
+         r'bad\.txt: line 3: no tab; a line is two sentences with a tab between: correct or remove the line',
          file('bad.txt', b'Go.\tVa !\n\nHi.  Salut !\n')),
     Case('line without a second sentence', TRAIN, f'-f bad.txt {FRESH}',
-         r'bad\.txt: line 1: want two sentences .*, got an empty one; mend or remove the line',
+         r'bad\.txt: line 1: an empty sentence; a line is two sentences .*: correct or remove the line',
          file('bad.txt', b'Go.\t\n')),
     Case('not UTF-8', TRAIN, f'-f bad.txt {FRESH}',
-         r'bad\.txt: line 2: want UTF-8 text, got byte 0xe9 at offset \d+; convert the file to UTF-8',
+         r'bad\.txt: line 2: not UTF-8 text, byte 0xe9 at offset \d+; convert the file to UTF-8',
          file('bad.txt', b'Go.\tVa !\nRun.\tFuyez, caf\xe9 !\n')),
-    Case('UTF-16', TRAIN, f'-f bad.txt {FRESH}', r'bad\.txt: line 1: want UTF-8 text, got byte 0xff .*; convert .*',
+    Case('UTF-16', TRAIN, f'-f bad.txt {FRESH}', r'bad\.txt: line 1: not UTF-8 text, byte 0xff .*; convert .*',
          file('bad.txt', 'Go.\tVa !\n'.encode('utf-16-le').join([b'\xff\xfe', b'']))),
     Case('missing corpus', TRAIN, f'-f none.txt {FRESH}',
          r"none\.txt: no such file; give a \.txt or \.zip of sentence pairs, or fetch one with '.*'"),
-    Case('folder for a corpus', TRAIN, f'-f ckpt {FRESH}', 'ckpt: want a readable file .*; give another path'),
-    Case('broken zip', TRAIN, f'-f bad.zip {FRESH}', r'bad\.zip: want a zip file, but it cannot be read .*; fetch .*',
+    Case('folder for a corpus', TRAIN, f'-f ckpt {FRESH}', r'ckpt: cannot be read \(.*\); give another file of sentence pairs'),
+    Case('broken zip', TRAIN, f'-f bad.zip {FRESH}', r'bad\.zip: truncated or damaged zip file \(.*\); get the file again',
          file('bad.zip', b'PK\3\4 and no more')),
-    Case('damaged zip', TRAIN, f'-f bad.zip {FRESH}', r'bad\.zip: want a zip file, but it cannot be read .*; fetch .*',
+    Case('damaged zip', TRAIN, f'-f bad.zip {FRESH}', r'bad\.zip: truncated or damaged zip file \(.*\); get the file again',
          damaged_zip),
+    Case('zip of two texts', TRAIN, f'-f two.zip {FRESH}',
+         r'two\.zip: holds 2 \.txt files, a/pairs\.txt, b\.txt; unpack it and give one of them', zip_of_two),
+    Case('truncated gzip', TRAIN, f'-f pairs.txt.gz {FRESH}',
+         r'pairs\.txt\.gz: truncated or damaged gzip file \(.*\); get the file again',
+         lambda: Path('pairs.txt.gz').write_bytes(gzip.compress(Path('pairs.txt').read_bytes())[:-20])),
+    Case('more columns than three', TRAIN, f'-f bad.txt {FRESH}',
+         r'bad\.txt: more than three columns in line 2; .*: remove the other columns',
+         file('bad.txt', b'Go.\tVa !\tCC-BY\nRun.\tCours !\tCC-BY\t7\n')),
     Case('no name for a corpus', TRAIN, f"-f '' {FRESH}", "corpus '': no such file; give a file or 'embedded'"),
     Case('data directory without a corpus', TRAIN, f'--data-dir ckpt {FRESH}',
          'data directory ckpt: holds no fra-eng; get it with: python -m pyops.data get fra-eng --data-dir ckpt'),

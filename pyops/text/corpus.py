@@ -4,6 +4,7 @@ To cut a large file into tokens takes longer than all else that a program does b
 (pyops.cache).
 """
 import contextlib
+import importlib
 import io
 import zlib
 from pathlib import Path
@@ -17,6 +18,9 @@ from pyops.text.sentences import Sentences
 from pyops.text.vocabulary import EOS, PAD, Vocabulary, tokens_of
 
 _LARGE = 1 << 16        # bytes of a file whose tokens are kept: a smaller one is read as fast
+# first bytes of a file -> its kind, and the module that unpacks it
+_COMPRESSED = {b'\x1f\x8b': ('gzip', 'gzip'), b'BZh': ('bz2', 'bz2'), b'\xfd7zXZ\0': ('xz', 'lzma')}
+_UNREADABLE = {b'\x28\xb5\x2f\xfd': 'zstd', b'7z\xbc\xaf\x27\x1c': '7z', b'Rar!\x1a\7': 'RAR'}
 _MANY = 1000            # sentences for which it is worth while to look up every token of their corpus
 
 
@@ -36,23 +40,23 @@ class Corpus:
 
     @classmethod
     def load(cls, path):
-        """Read a .txt file with one pair a line, a tab between, or a .zip that holds such a file.
+        """Read sentence pairs from a text, or from a zip, gzip, bz2 or xz file with one text.
 
-        Columns after the second (attributions, in newer Tatoeba files) and blank lines are passed over.
-        UserError if the file is missing, broken, empty, not UTF-8, or has a line without two sentences.
+        A line is a source, a tab and a target; a third column (the attribution of newer Tatoeba files) is ignored, and so
+        are blank lines.  The kind of the file is taken from its first bytes.
+        UserError if the file is missing, damaged, empty, not UTF-8, a zip with several texts, or if a line lacks a sentence
+        or has more than three columns.
         """
         path = Path(path)
         with _errors(path):
             raw = path.read_bytes()
-        is_zip = path.suffix.lower() == '.zip'
 
         def parse():
-            text, name = _inside(raw, path) if is_zip else (raw, str(path))
-            return _parse(text, name)
+            return _parse(*_unpack(raw, path))
 
         if len(raw) < _LARGE:
             return cls(path, *map(Sentences.of, parse()))
-        return cls.kept(path, io.BytesIO(b'zip' * is_zip + raw), parse)
+        return cls.kept(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), parse)
 
     @classmethod
     def kept(cls, name, stream, make, *modules):
@@ -118,38 +122,66 @@ def _errors(path):
         raise UserError(f'{path}: no such file; give a .txt or .zip of sentence pairs, '
                         "or fetch one with 'python -m pyops.data get fra-eng'") from error
     except OSError as error:
-        raise UserError(f'{path}: want a readable file of sentence pairs, got: {error.strerror or error}; '
-                        'give another path') from error
+        raise UserError(f'{path}: cannot be read ({error.strerror or error}); give another file of sentence pairs') from error
 
 
-def _inside(raw, path):
-    """Return the bytes of the text in the zip at `path`, whose bytes are `raw`, and the name to call it in errors."""
+def _unpack(raw, path):
+    """Return the text in the file at `path`, whose bytes are `raw`, and the name to call it in errors."""
+    if _is_zip(raw, path):
+        return _member(raw, path)
+    kind, module = next((found for magic, found in _COMPRESSED.items() if raw.startswith(magic)), (None, None))
+    if kind:
+        try:
+            raw = importlib.import_module(module).decompress(raw)
+        except ImportError as error:                        # not every Python is built with all of them
+            raise UserError(f'{path}: this Python has no module {module} to unpack it; unpack it and give the text') from error
+        except _damages() as error:
+            raise UserError(f'{path}: truncated or damaged {kind} file ({error}); get the file again') from error
+    kind = next((name for magic, name in _UNREADABLE.items() if raw.startswith(magic)), None)
+    if kind or raw[257:262] == b'ustar':
+        raise UserError(f'{path}: holds a {kind or "tar"} archive, which cannot be read; unpack it and give the text')
+    return raw, str(path)
+
+
+def _member(raw, path):
+    """`_unpack` of a zip."""
     import zipfile
     try:
-        from lzma import LZMAError
-    except ImportError:             # not every Python is built with that way of packing
-        LZMAError = zlib.error
-    try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            inner = _text_member(archive)
-            if inner is None:
-                raise UserError(f'{path}: want a zip that holds a .txt file of sentence pairs, '
-                                f'got {len(archive.namelist())} other files; give the corpus itself')
-            return archive.read(inner), f'{path}:{inner}'
-    except (zipfile.BadZipFile, zlib.error, LZMAError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f'{path}: want a zip file, but it cannot be read ({error}); fetch it again') from error
+            texts = list(filter(_is_text, archive.namelist()))
+            if not texts:
+                raise UserError(f'{path}: holds no .txt file of sentence pairs, only {len(archive.namelist())} other files; '
+                                'give the corpus itself')
+            if len(texts) > 1:
+                raise UserError(f'{path}: holds {len(texts)} .txt files, {_listed(texts)}; unpack it and give one of them')
+            return archive.read(texts[0]), f'{path}:{texts[0]}'
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, *_damages()) as error:
+        raise UserError(f'{path}: truncated or damaged zip file ({error}); get the file again') from error
 
 
-def _text_member(archive):
-    """Return the name of the corpus inside an open ZipFile, None if there is none.
+def _is_zip(raw, path):
+    return raw.startswith(b'PK\3\4') or path.suffix.lower() == '.zip'
 
-    It is the first .txt that is neither a note (`_about.txt`) nor a shadow file of the Mac's (`__MACOSX/`).
-    """
-    for name in archive.namelist():
-        folders, _, file = name.rpartition('/')
-        if file.endswith('.txt') and not file.startswith(('_', '.')) and '__MACOSX' not in folders.split('/'):
-            return name
-    return None
+
+def _damages():
+    """Return the exceptions that truncated or damaged compressed data raises."""
+    try:
+        from lzma import LZMAError
+    except ImportError:
+        LZMAError = zlib.error
+    return OSError, EOFError, ValueError, zlib.error, LZMAError
+
+
+def _is_text(name):
+    """Whether a member of a zip is a text, and neither a note (`_about.txt`) nor a shadow file of macOS (`__MACOSX/`)."""
+    folders, _, file = name.rpartition('/')
+    return file.endswith('.txt') and not file.startswith(('_', '.')) and '__MACOSX' not in folders.split('/')
+
+
+def _listed(things, most=5):
+    """Return the first of them as text, and the number of the others."""
+    others = len(things) - most
+    return ', '.join(map(str, things[:most])) + (f' and {others} more' if others > 0 else '')
 
 
 def tokenized(pairs):
@@ -166,21 +198,26 @@ def _parse(raw, name):
         text = raw.decode('utf-8-sig')                      # a byte order mark is no part of the first word
     except UnicodeDecodeError as error:
         line = raw.count(b'\n', 0, error.start) + 1
-        raise UserError(f'{name}: line {line}: want UTF-8 text, got byte 0x{raw[error.start]:02x} '
+        raise UserError(f'{name}: line {line}: not UTF-8 text, byte 0x{raw[error.start]:02x} '
                         f'at offset {error.start}; convert the file to UTF-8') from error
     sources, targets = [], []
+    wide = []                                               # numbers of lines with too many columns
     # Not splitlines: some sentences hold exotic line separators, which are white space inside a line.
     for number, line in enumerate(preprocess(text).split('\n'), 1):
-        source, tab, rest = line.partition('\t')
-        source, target = source.split(), rest.partition('\t')[0].split()
+        source, *rest = line.split('\t')
+        source, target = source.split(), rest[0].split() if rest else []
         if source and target:
             sources.append(' '.join(source))
             targets.append(' '.join(target))
-        elif tab or source:
-            got = 'an empty one' if tab else 'no tab'
-            raise UserError(f'{name}: line {number}: want two sentences with a tab between, got {got}; '
-                            'mend or remove the line')
+        elif rest or source:
+            got = 'an empty sentence' if rest else 'no tab'
+            raise UserError(f'{name}: line {number}: {got}; a line is two sentences with a tab between: '
+                            'correct or remove the line')
+        if len(rest) > 2:
+            wide.append(number)
+    if wide:
+        raise UserError(f'{name}: more than three columns in line {_listed(wide)}; a line is two sentences and at most an '
+                        'attribution, with tabs between: remove the other columns')
     if not sources:
-        raise UserError(f'{name}: want sentence pairs, one a line with a tab between, got an empty file; '
-                        'give another corpus')
+        raise UserError(f'{name}: no sentence pairs; give a file with one pair a line and a tab between its sentences')
     return sources, targets

@@ -115,7 +115,7 @@ class Program:
                        help='a checkpoint, or a folder: its newest one is resumed, new ones go there '
                             '(without it: from scratch, into ./checkpoints)')
         p.add_argument('-f', '--corpus', metavar='FILE',
-                       help="sentence pairs, one a line, tab between; .txt or .zip; 'embedded': the embedded ones")
+                       help="sentence pairs, one a line, tab between; .txt, .zip or .gz; 'embedded': the embedded ones")
         p.add_argument('--data-dir', metavar='DIR', help='search fra-eng there alone (default: in $PYOPS_DATA, then ./data)')
         self.add_setting(p, '-b', '--batch-size', type=positive_int, help='pairs a step')
         self.add_setting(p, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
