@@ -19,6 +19,7 @@ from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, embedde
 from pyops.text import corpus as corpus_module
 from pyops.text.corpus import tokenized
 from pyops.text.decoding import greedy
+from pyops.text.preprocess import plain_quotes
 from pyops.text.score import bleu, exact_match
 from pyops.text.sentences import Sentences
 from pyops.text.split import hold_out, references
@@ -37,6 +38,12 @@ from pyops.text.split import hold_out, references
 ])
 def test_preprocess(text, want):
     assert preprocess(text) == want
+
+
+def test_plain_quotes():
+    assert plain_quotes('‘can’t’ “you” «je» ‚a‘ „b“ ʼ ´ – …') == '\'can\'t\' "you" "je" \'a\' "b" \' \' – …'
+    text = ''.join(map(chr, range(128)))
+    assert plain_quotes(text) == text
 
 
 def test_tokenize_splits_on_any_white_space():
@@ -67,6 +74,15 @@ def test_vocabulary_ids_words_and_unknown():
         vocabulary.words([6])
     with pytest.raises(IndexError):
         vocabulary.words([-1])
+
+
+def test_known_forms_differ_in_quotes_alone():
+    vocabulary = Vocabulary([*SPECIALS, "can't", 'c’est', "c'est", 'j’ai', 'you', '."', "'", 'dogs', 'can’t'])
+    same = [*SPECIALS, "can't", 'c’est', "c'est", 'j’ai', 'you', '."', "'", 'cat', '"you', "dogs'", '"', '“']
+    assert [vocabulary.known_form(token) for token in same] == same
+    forms = {'can’t': "can't", 'canʼt': "can't", 'cʼest': 'c’est', "j'ai": 'j’ai', '“you': 'you', '«you»': 'you', '.”': '."',
+             '‘': "'", 'dogs’': 'dogs', '“can’t': "can't", '“cat”': '“cat”', '““': '““'}
+    assert {token: vocabulary.known_form(token) for token in forms} == forms
 
 
 def test_text_never_becomes_a_control_token():
@@ -446,6 +462,17 @@ def test_real_corpus_has_its_published_sizes(real):
              for sentences, vocabulary in ((real.sources, source), (real.targets, target))]
     assert [round(float(mean), 2) for mean in valid] == [7.56, 7.66]
     assert (real.sources[0], real.targets[0]) == ('go .', 'va !')
+
+
+def test_the_real_vocabularies_read_plain_text_as_it_is(real):
+    """Of all tokens of the corpus, only those with typographic quotes have another form than themselves."""
+    for side, vocabulary in zip((real.sources, real.targets), real.vocabularies(), strict=True):
+        changed = [token for token in side.tokens if vocabulary.known_form(token) != token]
+        assert changed and all(plain_quotes(token) != token for token in changed)
+
+
+def test_real_corpus_cut_to_nine(real):
+    assert real.count_cut(9) == (40_600, 51_304, 58_834)
 
 
 def test_real_corpus_has_many_references_a_source(real):

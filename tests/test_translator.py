@@ -16,8 +16,12 @@ from pyops.errors import UserError
 from pyops.init import zeros
 from pyops.optim import Adam, inverse_square_root
 from pyops.params import Spec
-from pyops.text.vocabulary import EOS, PAD
+from pyops.text import Corpus
+from pyops.text.sentences import Sentences
+from pyops.text.translation import Pairs
+from pyops.text.vocabulary import EOS, PAD, UNK
 from pyops.translator import serving
+from pyops.translator.program import cut_line
 from seq2seq.model import Config as ModelConfig
 from seq2seq.model import Seq2Seq
 from seq2seq.train import Seq2SeqProgram
@@ -206,12 +210,89 @@ def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
     said = ' '.join(vocabulary.words([4, 5]))
     assert list(translator.answer('I sleep.')) == [f'i sleep . -> {said}']
     notes = list(translator.answer('Zzz i sleep here now with my brother and his father.'))
-    assert [note.partition(' : ')[0] for note in notes[:-1]] == ['unknown words', 'too long']
-    assert notes[-1] == f'zzz i sleep here now with my brother -> {said}'
+    assert notes == ['unknown words : zzz now with and', f'zzz i sleep here now with my brother and -> {said}']
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'I sleep.\n')))
     capsys.readouterr()
     program.main(['-e', '0', '-c', str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[-2:] == ['serving mode', f'i sleep . -> {said}']
+
+
+# ---- sentences that are cut ------------------------------------------------------------------------------------------
+
+def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, capsys, monkeypatch):
+    """Of num_steps tokens or more, the first num_steps; of fewer, all and the end mark."""
+    corpus = tmp_path / 'pairs.txt'
+    sentences = [' '.join(('I can sleep here now with my brother and his old father .').split()[:n]) for n in range(1, 13)]
+    corpus.write_text(''.join(f'{sentence}\tJe dors .\n' for sentence in sentences))
+    flags = ['-f', str(corpus), '--min-count', '1', '--num-steps', '6', '-b', '4', '--embedding', '8', '--hidden', '8']
+    Seq2SeqProgram().main(['-e', '1', '-c', str(tmp_path / 'ckpt'), *flags])
+    assert ('cut to --num-steps 6 tokens, end mark included : 7 sources, 0 targets, 7 of 12 pairs (58.3%); '
+            'a larger --num-steps cuts fewer\n') in capsys.readouterr().out
+    translator, _ = serving.open_checkpoint(Seq2SeqProgram(), tmp_path / 'ckpt')
+    read = []
+    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
+    trained = Pairs.encode(Corpus.load(corpus), translator.source_vocabulary, translator.target_vocabulary, 6).source
+    translator.sentences(list(Corpus.load(corpus).sources))
+    capsys.readouterr()
+    shown = [next(iter(translator.answer(sentence))) for sentence in sentences]
+    assert read == [*trained.tolist(), *trained.tolist()]
+    assert shown[3:7] == ['i can sleep here <eos>', 'i can sleep here now <eos>', *['i can sleep here now with'] * 2]
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 7                                           # one for each sentence that is cut
+    assert warnings[0] == ("warning: too long, only the first 6 of 7 tokens, end mark included, are read: "
+                           "'I can sleep here now with'")
+
+
+def test_a_corpus_that_is_not_cut_prints_no_line_about_it():
+    corpus = Corpus('x', ['a b', 'a b c', 'a'], ['a', 'a', 'a b c d'])
+    assert cut_line(corpus, 5) is None
+    assert cut_line(corpus, 4).startswith('cut to --num-steps 4 tokens, end mark included : 0 sources, 1 targets, 1 of 3 pairs')
+    for side in (list, Sentences.of):
+        assert Corpus('x', side(corpus.sources), side(corpus.targets)).count_cut(3) == (1, 1, 2)
+
+
+def test_a_score_tells_of_references_that_are_longer_than_an_output(capsys):
+    class Echo:
+        num_steps = 3
+
+        def sentences(self, sources):
+            return sources
+    serving.score(Echo(), Corpus('x', ['a b', 'a b', 'c'], ['a b', 'a b c d', 'c d e']))
+    assert ('held-out test : 50.0% of 2 unseen sentences translated exactly; '
+            '1 of 3 references are longer than 3 tokens, the longest output\n') in capsys.readouterr().out
+    serving.score(Echo(), Corpus('x', ['a'], ['a']))
+    assert 'held-out test : 100.0% of 1 unseen sentences translated exactly\n' in capsys.readouterr().out
+
+
+# ---- typographic quotes ----------------------------------------------------------------------------------------------
+
+def test_typographic_quotes_are_read_in_the_forms_that_were_trained(tmp_path, monkeypatch):
+    program = Seq2SeqProgram()
+    program.main(['-e', '1', '-c', str(tmp_path), *TINY])
+    translator, _ = serving.open_checkpoint(program, tmp_path)
+    plain = list(translator.answer("I don't sleep."))
+    assert plain[0] == "i don't sleep . <eos>"
+    for typed in ('I don’t sleep.', '“I don’t sleep.”', '‘I donʼt sleep.’', '«I don’t sleep.»', '„I don‘t sleep.“'):
+        assert list(translator.answer(typed)) == plain
+    read = []
+    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
+    translator, _ = serving.open_checkpoint(program, tmp_path)
+    translator.sentences(['i don’t sleep .', "i don't sleep ."])
+    assert read[0] == read[1] and UNK not in read[0]
+    assert list(translator.answer('"I don\'t sleep."'))[0] == 'unknown words : "i ."'           # plain text is read as ever
+
+
+# ---- what can be learned ---------------------------------------------------------------------------------------------
+
+def test_a_vocabulary_without_words_is_an_error(tmp_path):
+    corpus = tmp_path / 'pairs.txt'
+    corpus.write_text('Go.\tVa !\nGo.\tMarche.\nGo.\tPars ?\n')
+    arguments = ['-e', '1', '-c', str(tmp_path / 'ckpt'), '-f', str(corpus), *TINY[4:]]
+    with pytest.raises(UserError, match=f'^{corpus}: no word of one language occurs 3 times; '
+                                        'give --min-count 1 or a larger corpus$'):
+        Seq2SeqProgram().main(arguments)
+    assert not list((tmp_path / 'ckpt').iterdir())
+    Seq2SeqProgram().main([*arguments, '--min-count', '1'])
 
 
 def test_every_setting_of_the_transformer_has_a_flag_and_a_preset_can_be_undone():

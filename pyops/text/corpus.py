@@ -89,9 +89,21 @@ class Corpus:
         return Corpus(self.name, *(side.take(index) if isinstance(side, Sentences) else [side[i] for i in index.tolist()]
                                    for side in (self.sources, self.targets)))
 
+    def count_cut(self, num_steps):
+        """Return how many sources, targets and pairs `encode` cuts to num_steps."""
+        sources, targets = (_lengths(side) >= num_steps for side in (self.sources, self.targets))
+        return int(sources.sum()), int(targets.sum()), int((sources | targets).sum())
+
     def vocabularies(self, min_count=3):
         """Return the Vocabulary of the sources and that of the targets."""
         return Vocabulary.build(self.sources, min_count), Vocabulary.build(self.targets, min_count)
+
+
+def _lengths(sentences):
+    """Return the number of tokens of each sentence, (N,)."""
+    if isinstance(sentences, Sentences):
+        return sentences.lengths
+    return np.array([len(tokens_of(sentence)) for sentence in sentences], np.int32)
 
 
 def encode(sentences, vocabulary, num_steps):

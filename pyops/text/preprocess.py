@@ -2,6 +2,7 @@
 import re
 
 _UNSPACED_PUNCTUATION = re.compile('(?<! )(?=[,.!?])')
+_PLAIN_QUOTES = str.maketrans(dict.fromkeys('‘’‚‛ʼʹ′´＇‹›', "'") | dict.fromkeys('“”„‟″＂«»', '"'))
 
 
 def preprocess(text):
@@ -11,6 +12,11 @@ def preprocess(text):
     tabs too, so that a whole file can be preprocessed in one call.
     """
     return _UNSPACED_PUNCTUATION.sub(' ', text.replace('\u202f', ' ').replace('\xa0', ' ').lower())
+
+
+def plain_quotes(text):
+    """Return `text` with typographic apostrophes and quotation marks as ' and "."""
+    return text.translate(_PLAIN_QUOTES)
 
 
 def tokenize(text):

@@ -1,6 +1,7 @@
 """What the translation programs share: which corpus, its pairs as arrays, batches, answering a line of text."""
 import functools
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,10 +13,11 @@ from pyops.data.batches import gather
 from pyops.errors import UserError
 from pyops.text.corpus import Corpus, encode
 from pyops.text.preprocess import tokenize
-from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
+from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary, tokens_of
 
 TINY = 512              # pairs
 EMBEDDED = 'embedded'   # in place of a file's name
+_SHOWN = 60             # characters of a sentence in a warning
 
 
 def open_corpus(path=None, data_dir=None, tiny=False):
@@ -100,23 +102,29 @@ class Translator:
 
     def _words(self, sources, batch_size):
         for first in range(0, len(sources), batch_size):
-            source = encode(sources[first:first + batch_size], self.source_vocabulary, self.num_steps)
+            source = encode(list(map(self._read, sources[first:first + batch_size])), self.source_vocabulary, self.num_steps)
             said = self._decode(backend.put(np.ascontiguousarray(source.T)))
             for ids in said.T:
                 yield self.target_vocabulary.words(ids[ids != PAD])
 
+    def _read(self, source):
+        """Return the tokens of a sentence in the forms that the vocabulary knows."""
+        return [self.source_vocabulary.known_form(token) for token in tokens_of(source)]
+
     def answer(self, line):
-        """The lines to print for a line of raw text: unknown words, what is not read, the translation."""
-        tokens = [token for token in tokenize(line) if token != SPECIALS[EOS]]
+        """Yield the lines to print for a line of raw text: unknown words, the translation.  Warn on stderr if it is cut."""
+        tokens = self._read(token for token in tokenize(line) if token != SPECIALS[EOS])
         if not tokens:
             return
         if unknown := self.source_vocabulary.unknown(tokens):
             yield f'unknown words : {" ".join(dict.fromkeys(unknown))}'
-        if len(tokens) > self.num_steps - 1:
-            yield f'too long : only the first {self.num_steps - 1} of {len(tokens)} tokens are read'
-            tokens = tokens[:self.num_steps - 1]
+        read = [*tokens, SPECIALS[EOS]]
+        if len(read) > self.num_steps:
+            start = line if len(line) <= _SHOWN else line[:_SHOWN] + '...'
+            print(f'warning: too long, only the first {self.num_steps} of {len(read)} tokens, end mark included, are read: '
+                  f'{start!r}', file=sys.stderr, flush=True)
         (words,) = self._words([tokens], 1)
-        yield from self.lines([*tokens, SPECIALS[EOS]], words)
+        yield from self.lines(read[:self.num_steps], words)
 
 
 def check_vocabularies(path, state, vocabularies, pairs):

@@ -1,8 +1,10 @@
 """Words and their numbers."""
 from collections import Counter
+from functools import cached_property
 from itertools import chain
 
 from pyops.errors import UserError
+from pyops.text.preprocess import plain_quotes
 from pyops.text.sentences import Sentences
 
 PAD, EOS, UNK, BOS = range(4)
@@ -67,6 +69,23 @@ class Vocabulary:
     def id(self, token):
         """Return the id of a token, `UNK` if it is not known."""
         return self._ids.get(token, UNK)
+
+    def known_form(self, token):
+        """Return the form of a token that is in the vocabulary, or the token itself if it has none.
+
+        A known token without typographic quotes is its own form.  For any other it is the most frequent token that differs
+        in the kind of quotes alone: can't for can’t, or can’t for can't if only that is known.  If there is none, and a
+        quote of the token is typographic, it is the token without the quotes around it: you for “you.
+        """
+        plain = plain_quotes(token)
+        if plain == token:
+            return token if token in self._ids else self._forms.get(token, token)
+        return self._forms.get(plain) or self._forms.get(plain.strip('\'"'), token)
+
+    @cached_property
+    def _forms(self):
+        """{token with plain quotes: the most frequent token of that form}"""
+        return {plain_quotes(token): token for token in reversed(self._ids)}
 
     def words(self, ids):
         """Return the tokens of an iterable of ids, specials included.  IndexError for an id outside 0..len-1."""

@@ -223,6 +223,14 @@ def say(text):
         print(text, flush=True)
 
 
+def cut_line(corpus, num_steps):
+    """Return a line with the number of sentences that training cuts, None if it cuts none."""
+    sources, targets, pairs = corpus.count_cut(num_steps)
+    if pairs:
+        return (f'cut to --num-steps {num_steps} tokens, end mark included : {sources} sources, {targets} targets, '
+                f'{pairs} of {len(corpus)} pairs ({pairs / len(corpus):.1%}); a larger --num-steps cuts fewer')
+
+
 def train(program, args, found, wanted=None):
     """Train from scratch or from the checkpoint that was found, and score what was held out.  wanted: the tensors to be saved,
     if any."""
@@ -233,6 +241,7 @@ def train(program, args, found, wanted=None):
     from pyops.optim import Adam, inverse_square_root
     from pyops.text.split import hold_out
     from pyops.text.translation import EMBEDDED, Pairs, Translator, check_vocabularies, open_corpus
+    from pyops.text.vocabulary import SPECIALS
     from pyops.translator.serving import score
 
     # settings
@@ -247,7 +256,11 @@ def train(program, args, found, wanted=None):
     if settings['hold_out'] is None:
         settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
     vocabularies = corpus.vocabularies(settings['min_count'])
+    if min(map(len, vocabularies)) == len(SPECIALS):
+        raise UserError(f'{corpus.name}: no word of one language occurs {settings["min_count"]} times; '
+                        'give --min-count 1 or a larger corpus')
     training, validation, test = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
+    say(cut_line(training, settings['num_steps']))
     sentences = Pairs.encode(training, *vocabularies, settings['num_steps'])
     pairs = sentences.placed()
     held_out = Pairs.encode(validation, *vocabularies, settings['num_steps']).placed()

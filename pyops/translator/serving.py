@@ -89,8 +89,8 @@ def test(program, args):
 
 
 def score(translator, test, show=0):
-    """Translate all test sentences; print `show` of them with their references, how many are right, and BLEU where
-    sacrebleu is installed."""
+    """Translate all test sentences; print `show` of them with their references, how many are right, how many references
+    are longer than an output, and BLEU if sacrebleu is installed."""
     from importlib.util import find_spec
 
     from pyops.text.score import bleu, exact_match
@@ -105,6 +105,9 @@ def score(translator, test, show=0):
     if shown:
         print(f'{sum(said[source] in known[source] for source in shown)} of {len(shown)} unseen sentences are right')
     share = exact_match(list(said.values()), list(known.values()))
-    print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly', flush=True)
+    lengths = [len(reference.split()) for references in known.values() for reference in references]
+    longer = sum(length > translator.num_steps for length in lengths)
+    note = f'; {longer} of {len(lengths)} references are longer than {translator.num_steps} tokens, the longest output'
+    print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly' + note * bool(longer), flush=True)
     if find_spec('sacrebleu'):
         print(f'BLEU : {bleu(list(said.values()), list(known.values())):.2f}', flush=True)
