@@ -31,7 +31,7 @@ def parser(program, description, hidden, hidden_help):
     p.add_argument('--hidden', type=int_up_to(65536), default=hidden, metavar='N', help=f'{hidden_help} (default {hidden})')
     p.add_argument('--seed', type=non_negative_int, default=0, metavar='N', help='of weights and data order (default 0)')
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='results do not depend on it (default: all cores)')
-    p.add_argument('--data-dir', metavar='DIR', help='search MNIST there alone (default: in $PYOPS_DATA, then ./data)')
+    p.add_argument('--data-dir', metavar='DIR', help='search for MNIST there only (default: $PYOPS_DATA, ./data)')
     p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
     p.add_argument('--report', metavar='FILE', help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
     p.add_argument('--quiet', action='store_true', help='do not list the actions')

@@ -288,7 +288,7 @@ def test_a_vocabulary_without_words_is_an_error(tmp_path):
     corpus = tmp_path / 'pairs.txt'
     corpus.write_text('Go.\tVa !\nGo.\tMarche.\nGo.\tPars ?\n')
     arguments = ['-e', '1', '-c', str(tmp_path / 'ckpt'), '-f', str(corpus), *TINY[4:]]
-    with pytest.raises(UserError, match=f'^{corpus}: no word of one language occurs 3 times; '
+    with pytest.raises(UserError, match=f'^{corpus}: no target word occurs 3 times or more; '
                                         'give --min-count 1 or a larger corpus$'):
         Seq2SeqProgram().main(arguments)
     assert not list((tmp_path / 'ckpt').iterdir())

@@ -116,7 +116,7 @@ class Program:
                             '(without it: from scratch, into ./checkpoints)')
         p.add_argument('-f', '--corpus', metavar='FILE',
                        help="sentence pairs, one a line, tab between; .txt, .zip or .gz; 'embedded': the embedded ones")
-        p.add_argument('--data-dir', metavar='DIR', help='search fra-eng there alone (default: in $PYOPS_DATA, then ./data)')
+        p.add_argument('--data-dir', metavar='DIR', help='search for fra-eng there only (default: $PYOPS_DATA, ./data)')
         self.add_setting(p, '-b', '--batch-size', type=positive_int, help='pairs a step')
         self.add_setting(p, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
         self.add_setting(p, '-d', '--dropout', type=fraction, metavar='P', help=self.dropped)
@@ -256,9 +256,10 @@ def train(program, args, found, wanted=None):
     if settings['hold_out'] is None:
         settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
     vocabularies = corpus.vocabularies(settings['min_count'])
-    if min(map(len, vocabularies)) == len(SPECIALS):
-        raise UserError(f'{corpus.name}: no word of one language occurs {settings["min_count"]} times; '
-                        'give --min-count 1 or a larger corpus')
+    for side, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
+        if len(vocabulary) == len(SPECIALS):
+            raise UserError(f'{corpus.name}: no {side} word occurs {settings["min_count"]} times or more; '
+                            'give --min-count 1 or a larger corpus')
     training, validation, test = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
     say(cut_line(training, settings['num_steps']))
     sentences = Pairs.encode(training, *vocabularies, settings['num_steps'])

@@ -13,7 +13,7 @@ def parse(program, argv=None):
     p.add_argument('-c', '--checkpoint', required=True, metavar='PATH', help='a checkpoint, or a folder: its newest one')
     p.add_argument('--test', type=positive_int, metavar='N', help='translate N held-out sentences and score all of them')
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
-    p.add_argument('--data-dir', metavar='DIR', help='with --test: search fra-eng there alone')
+    p.add_argument('--data-dir', metavar='DIR', help='with --test: search for fra-eng there only')
     add_gpu_flag(p)
     add_quant_flags(p)
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
