@@ -505,7 +505,7 @@ def _relevant(parents, leaves, captured):
 # ---- the tensor --------------------------------------------------------------------------------------------------------
 
 def _as_array(data, device=None):
-    """Anything that is made of numbers, as an NDArray: float32, or int32 where it has no fraction."""
+    """Anything made of numbers as an NDArray: floats as float32, integers as int32, bools as a mask."""
     if isinstance(data, Tensor):
         data = data.array
     if isinstance(data, NDArray):
@@ -515,7 +515,7 @@ def _as_array(data, device=None):
     data = np.asarray(data)
     if data.dtype.kind not in 'fiub':
         raise TypeError(f'data: want real numbers, got {data.dtype}')
-    return ndarray.array(data, np.float32 if data.dtype.kind == 'f' else np.int32, device)
+    return ndarray.array(data, {'f': np.float32, 'b': None}.get(data.dtype.kind, np.int32), device)
 
 
 def constant(array):
@@ -771,9 +771,16 @@ class Tensor:
         return apply(shapes.Flip, self, axes=_several(axes))
 
     def __getitem__(self, index):
-        """Numbers, slices, ... and None: a view.  An int32 Tensor or array: rows along the first axis."""
+        """Numbers, slices, ... and None: a view.  Integers in a Tensor, an array or a list: rows along the first axis.  A mask
+        or bools in the shape of the first axes: the elements of these axes where it is true."""
         if isinstance(index, (Tensor, NDArray, np.ndarray, list)):
-            return apply(shapes.Take, self, _as_array(index, self.device))
+            index = index.array if isinstance(index, Tensor) else index
+            mask = ndarray.mask_in(index)
+            if mask is None:
+                return apply(shapes.Take, self, _as_array(index, self.device))
+            ids = ndarray.selected(mask, self.shape)
+            rows = self if mask.ndim == 1 else self.reshape(mask.size, *self.shape[mask.ndim:])
+            return apply(shapes.Take, rows, _as_array(ids, self.device))
         return apply(shapes.GetItem, self, index=index)
 
     # -- in place

@@ -22,17 +22,19 @@ FLOAT32_TOLERANCE = 1e-3
 
 class Double(np.ndarray):
     """float64 where a Tensor has an NDArray: as much of that as functions of Tensors use beside ops."""
-    device = None
+    device, is_mask = None, False
 
     def numpy(self):
         return np.asarray(self)
+
+    stored = numpy
 
 
 def _double(x):
     """A Tensor as the formulas take it, int32 as it is; what is no Tensor is a constant that the op takes as it is."""
     if not isinstance(x, Tensor):
         return x
-    x = x.array.numpy()
+    x = x.array.stored()
     return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
@@ -51,7 +53,9 @@ def in_float64(op, inputs, constants):
 
 def _result(y):
     y = np.asarray(y)
-    return autograd.constant((y if y.dtype.kind == 'i' else y.astype(np.float64)).view(Double))
+    array = (y if y.dtype.kind == 'i' else y.astype(np.float64)).view(Double)
+    array.is_mask = y.dtype.kind == 'b'
+    return autograd.constant(array)
 
 
 class Row(NamedTuple):

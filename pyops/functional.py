@@ -321,8 +321,8 @@ def concat_context(x, context):
 def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
     """softmax(q k' / sqrt(E) + mask) v;  q (..., L, E), k (..., S, E), v (..., S, V).
 
-    attn_mask (..., L, S): bool or int, 0 where a query may not see a key; or float32, added.  is_causal: query i sees keys
-    0 to i.
+    attn_mask (..., L, S): bool, int or a comparison of Tensors, 0 where a query may not see a key; or float32, added.
+    is_causal: query i sees keys 0 to i.
     """
     q, k, v = tensor(q), tensor(k), tensor(v)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -331,7 +331,7 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
         scores = scores + Tensor(np.where(allowed, 0.0, -np.inf), device=q.device)
     if attn_mask is not None:
         mask = tensor(attn_mask, q)
-        if mask.dtype == np.int32:
+        if mask.dtype == np.int32 or mask.array.is_mask:
             mask = Tensor(np.where(mask.numpy(), 0.0, -np.inf), device=q.device)
         scores = scores + mask
     return softmax(scores) @ v

@@ -26,6 +26,10 @@ FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
 MAX_AXES = 8
 _INT_RANGE = range(-2**31, 2**31)
 _NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.floating)
+_COMPARISONS = frozenset(('equal', 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal'))
+# on two masks: the first give a mask, as on bools in numpy; a sum or difference of them could be a mask or row numbers
+_KEEPS_MASKS, _MIXES_MASKS = frozenset(('multiply', 'maximum', 'minimum')), frozenset(('add', 'subtract'))
+_UNSURE = -1            # Buffer.mask of such a result; never a version
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -72,10 +76,11 @@ def use_gpu(precision='fp32'):
     return device
 
 
-def _remade(values, device):
+def _remade(values, device, is_mask=False):
     device = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]()
     # what an op has on a GPU may be of other numbers, a step count, say
-    return array(values, device=device) if values.dtype in (FLOAT, INT) else device.put(values)
+    made = array(values, device=device) if values.dtype in (FLOAT, INT) else device.put(values)
+    return _as_mask(made) if is_mask else made
 
 
 def live_buffers():
@@ -206,10 +211,23 @@ class NDArray:
     def _freed(self):
         return ValueError(f'array of shape {self.shape}: its memory was freed')
 
+    @property
+    def is_mask(self):
+        """Whether its elements are truth values: the result of a comparison, made of bools, or a view or copy of such an array.
+
+        As an index it selects, in place of giving row numbers.  Writing 0, 1, bools or a mask into it leaves it a mask.
+        """
+        return self.buffer.mask == self.buffer.version
+
     # ---- to Python and numpy -----------------------------------------------------------------------
 
     def numpy(self):
-        """A numpy array over the same memory; of an array on a GPU a copy, for which the device is waited for."""
+        """A numpy array over the same memory; of a mask, a copy as bools; from a GPU, a copy that waits for the device."""
+        found = self.stored()
+        return found.astype(bool) if self.is_mask else found
+
+    def stored(self):
+        """`numpy`, but a mask as it is stored: 1 and 0 in its dtype."""
         if self.buffer.owner is None:
             raise self._freed()
         return self.device.numpy(self)
@@ -245,7 +263,7 @@ class NDArray:
 
     def __reduce__(self):
         """copy and pickle: an array of its own on the same device."""
-        return _remade, (np.array(self.numpy()), self.device.name)
+        return _remade, (np.array(self.stored()), self.device.name, self.is_mask)
 
     def __float__(self):
         return float(self.item())
@@ -254,8 +272,8 @@ class NDArray:
         return int(self.item())
 
     def __index__(self):
-        if self.dtype is not INT or self.ndim:
-            raise TypeError(f'only an int32 array of shape () is an index, got {self.dtype} {self.shape}')
+        if self.dtype is not INT or self.ndim or self.is_mask:
+            raise TypeError(f'only an int32 array of shape () is an index, got {self._kind()} {self.shape}')
         return self.item()
 
     def __bool__(self):
@@ -279,7 +297,10 @@ class NDArray:
         text = np.array2string(self.numpy(), separator=', ', prefix='NDArray(')
         shape = '' if self.size else f'shape={self.shape}, '
         device = '' if isinstance(self.device, CPU) else f', device={self.device}'
-        return f'NDArray({text}, {shape}dtype={self.dtype}{device})'
+        return f'NDArray({text}, {shape}{"" if self.is_mask else "dtype="}{self._kind()}{device})'
+
+    def _kind(self):
+        return f'mask of {self.dtype}' if self.is_mask else str(self.dtype)
 
     def __str__(self):
         return str(self.numpy())
@@ -360,9 +381,15 @@ class NDArray:
         return NDArray(self.buffer, offset, self.shape, tuple(strides), self.dtype)
 
     def __getitem__(self, index):
-        """A view, for integers, slices, Ellipsis and None; for an array or list of integers, `take` of the first axis."""
-        if isinstance(index, list | np.ndarray) or isinstance(index, NDArray) and index.shape:
-            return self.take(index)
+        """A view, for integers, slices, Ellipsis and None; for an array or list of integers, `take` of the first axis; for a
+        mask or bools in the shape of the first axes, a copy of the elements of these axes where it is true."""
+        is_array = isinstance(index, NDArray) and (index.shape or index.buffer.mask is not None)
+        if is_array or isinstance(index, list | np.ndarray):
+            mask = mask_in(index)
+            if mask is None:
+                return self.take(index)
+            ids = selected(mask, self.shape)
+            return self.reshape(mask.size, *self.shape[mask.ndim:]).take(ids)
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
@@ -410,8 +437,8 @@ class NDArray:
                 raise TypeError
             i = operator.index(item)
         except TypeError:
-            raise IndexError('only integers, slices (`:`), ellipsis (`...`), None, and, alone, arrays of integers are valid '
-                             f'indices, got {type(item).__name__}') from None
+            raise IndexError('only integers, slices (`:`), ellipsis (`...`) and None are valid indices, and to read also one '
+                             f'array or list, of integers or bools, alone; got {type(item).__name__}') from None
         if not -n <= i < n:
             raise IndexError(f'index {i} is out of bounds for axis {axis} with size {n}')
         return i + n if i < 0 else i
@@ -422,15 +449,22 @@ class NDArray:
         """The same elements in a compact array of its own."""
         y = _new(self.shape, self.dtype, self.buffer.device, 'copy')
         self.buffer.device.unary('copy', y, self)
-        return y
+        return _as_mask(y) if self.is_mask else y
 
     def compact(self):
         """This array if it is compact, else a copy that is."""
         return self if self.is_compact() else self.copy()
 
     def astype(self, dtype):
-        """The same numbers as float32 or int32 (towards 0); this very array if it has that dtype."""
-        dtype = _dtype(dtype)
+        """The same numbers as float32 or int32 (towards 0); this very array if it has that dtype and is no mask."""
+        y = self._cast(_dtype(dtype))
+        if y.buffer.mask is None:
+            return y
+        y = y.copy()
+        y.buffer.mask = None            # numbers from now on
+        return y
+
+    def _cast(self, dtype):
         if dtype is self.dtype:
             return self
         y = _new(self.shape, dtype, self.device, 'astype')
@@ -439,7 +473,7 @@ class NDArray:
 
     def to(self, device):
         """This array if it lies on that device, else a copy there."""
-        return self if device is self.device else array(self.numpy(), device=device)
+        return self if device is self.device else array(self, device=device)
 
     def take(self, ids):
         """The elements of axis 0 with these numbers (from the end where they are negative): a copy."""
@@ -457,7 +491,7 @@ class NDArray:
             if wrong is None:
                 raise
             raise IndexError(f'index {wrong} is out of bounds for axis 0 with size {n}') from None
-        return y
+        return _as_mask(y) if self.is_mask else y
 
     def add_at(self, ids, rows):
         """self[ids[r]] += rows[r] in the order of r, where numbers may repeat: in place, float32, compact."""
@@ -465,7 +499,7 @@ class NDArray:
             raise TypeError(f'add_at: want a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
                             f'strides {self.strides}')
         ids = _ids(ids, self.shape[0], self.device)
-        rows = _operand(rows, self).astype(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
+        rows = _operand(rows, self)._cast(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
         width = math.prod(self.shape[1:])
         self.device.add_at(self.reshape(self.shape[0], width), ids.reshape(ids.size), rows.reshape(ids.size, width))
         self.buffer.version += 1
@@ -481,6 +515,12 @@ class NDArray:
         self._assign(value)
 
     def _assign(self, value):
+        stays_mask = self.is_mask and _is_boolean(value)
+        self._write(value)
+        if stays_mask:
+            self.buffer.mask = self.buffer.version
+
+    def _write(self, value):
         self._check_writable()
         if self.dtype is not FLOAT and self.dtype is not INT and isinstance(value, _NUMBERS):
             value = np.full(self.shape, value, self.dtype)      # of an op on a GPU: a step count, rows, pixels
@@ -524,6 +564,8 @@ class NDArray:
         device = x.buffer.device
         y = _new(x.shape, x.dtype, device, op)
         device.unary(op, y, x)
+        if op in ('negate', 'abs') and x.is_mask:
+            y.buffer.mask = _UNSURE if op == 'negate' else y.buffer.version
         return y
 
     def _binary(self, op, other, reflected=False):
@@ -534,20 +576,25 @@ class NDArray:
             if other is NotImplemented:
                 return NotImplemented
         a, b = (other, self) if reflected else (self, other)
+        both_masks = a.is_mask and b.is_mask
         device = a.buffer.device
         if device is not b.buffer.device:
             _same_device(a, b)
         if a.dtype is not b.dtype or op == 'divide':
-            a, b = a.astype(FLOAT), b.astype(FLOAT)
+            a, b = a._cast(FLOAT), b._cast(FLOAT)
         y = _new(a.shape if a.shape == b.shape else broadcast_shape(a.shape, b.shape), a.dtype, device, op)
         device.binary(op, y, a, b)
+        if op in _COMPARISONS or op in _KEEPS_MASKS and both_masks:
+            return _as_mask(y)
+        if op in _MIXES_MASKS and both_masks:
+            y.buffer.mask = _UNSURE
         return y
 
     def _scalar(self, op, value, reflected, y=None):
         x = self
         if x.dtype is INT:
             if op == 'divide' or isinstance(value, _FLOATS):
-                x = x.astype(FLOAT)
+                x = x._cast(FLOAT)
             else:
                 value = _int32(int(value))
         if x.dtype is FLOAT:
@@ -556,7 +603,7 @@ class NDArray:
         if y is None:
             y = _new(x.shape, x.dtype, device, op)
         device.scalar(op, y, x, value, reflected)
-        return y
+        return _as_mask(y) if op in _COMPARISONS else y
 
     def _in_place(self, op, other):
         self._check_writable()
@@ -576,7 +623,7 @@ class NDArray:
         if other.shape != self.shape and broadcast_shape(self.shape, other.shape) != self.shape:
             raise ValueError(f'non-broadcastable output operand with shape {self.shape}: the result with an operand of shape '
                              f'{other.shape} has shape {broadcast_shape(self.shape, other.shape)}')
-        other = other.astype(self.dtype)
+        other = other._cast(self.dtype)
         if _overlap(self, other) and not _identical(self, other):
             other = other.copy()
         self.device.binary(op, self, self, other)
@@ -709,6 +756,8 @@ class NDArray:
             raise ValueError(f'{op} of an array of shape {self.shape} over axes {axes}: no elements have none')
         if 0 not in kept:
             self.buffer.device.reduce(op, y, self)
+        if op != 'sum' and self.is_mask:
+            _as_mask(y)
         if keepdims:
             return y
         shape = tuple([n for d, n in enumerate(kept) if d not in axes])
@@ -728,7 +777,7 @@ class NDArray:
 
     def mean(self, axis=None, keepdims=False):
         """The mean over one axis, several or all, as float32; NaN of no elements."""
-        y = self.astype(FLOAT).sum(axis, keepdims)
+        y = self._cast(FLOAT).sum(axis, keepdims)
         return y / (self.size / y.size if y.size else 1)
 
     def argmax(self, axis=None, keepdims=False):
@@ -789,12 +838,49 @@ def _operand(other, like):
 
 def _ids(ids, n, device):
     """Numbers of rows as a compact int32 array; those below 0 count from the end of n rows."""
-    if isinstance(ids, NDArray) and ids.dtype is INT:
+    if isinstance(ids, NDArray) and ids.dtype is INT and not ids.is_mask:
         return (ids + (ids < 0) * n).compact()
     ids = np.asarray(ids)
     if ids.size and ids.dtype.kind not in 'iu':
         raise IndexError(f'arrays used as indices must be of integers, got {ids.dtype}')
     return array(np.where(ids < 0, ids + n, ids), INT, device)
+
+
+def _as_mask(a):
+    """The same array, whose elements are truth values from now on."""
+    a.buffer.mask = a.buffer.version
+    return a
+
+
+def _is_boolean(value):
+    if isinstance(value, NDArray):
+        return value.is_mask
+    return value in (0, 1) if isinstance(value, _NUMBERS) else np.asarray(value).dtype.kind == 'b'
+
+
+def mask_in(index):
+    """An array or list used as an index, as a numpy array of bools; None if it holds row numbers.  IndexError if it was
+    computed from masks and can be either; RuntimeError for a mask whose values a plan is yet to compute."""
+    if not isinstance(index, NDArray):
+        found = np.asarray(index)
+        return found.astype(bool) if found.dtype.kind == 'b' or getattr(index, 'is_mask', False) else None
+    if index.buffer.mask is None:
+        return None
+    if not index.is_mask:
+        raise IndexError(f'the index of shape {index.shape} was computed from masks, or is a mask that was changed in place: '
+                         'it can be a mask or row numbers; use x[index != 0] to select, x[index * 1] for row numbers')
+    if backend.is_recorded():
+        raise RuntimeError(f'a mask of shape {index.shape} cannot select rows while a plan records: their number would depend '
+                           'on the data; multiply by the mask instead')
+    return index.numpy()
+
+
+def selected(mask, shape):
+    """The numbers of the elements of the first axes of an array of that shape where a mask, a numpy array, is true."""
+    if not mask.ndim or mask.shape != shape[:mask.ndim]:
+        raise IndexError(f'a mask of shape {mask.shape} cannot index an array of shape {shape}: it must have the shape of the '
+                         "array's first axes, at least one")
+    return np.flatnonzero(mask)
 
 
 def _same_device(a, b):
@@ -830,7 +916,7 @@ def _matmul(a, b):
     if not a.shape or not b.shape:
         raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: want at least one axis each')
     if a.dtype is not b.dtype:
-        a, b = a.astype(FLOAT), b.astype(FLOAT)
+        a, b = a._cast(FLOAT), b._cast(FLOAT)
     left, right = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f'matmul: shapes {a.shape} and {b.shape} do not fit: {left.shape[-1]} and {right.shape[-2]}')
@@ -850,16 +936,19 @@ def array(obj, dtype=None, device=None):
     """A compact array of its own with the numbers of obj: an NDArray, a numpy array, a list, a number.
 
     dtype float32 or int32; without one, that of an array, and of Python's numbers float32 where one is a float, else int32.
+    Bools become a mask, stored as int32; with a dtype, numbers.
     """
+    is_mask = False
     if isinstance(obj, NDArray):
         if device is None or device is obj.device:
-            return obj.copy() if dtype is None or _dtype(dtype) is obj.dtype else obj.astype(dtype)
-        obj = obj.numpy()
-    if isinstance(obj, np.ndarray):
-        found = obj
-        dtype = _dtype(found.dtype if dtype is None else dtype)
+            y = obj if dtype is None else obj.astype(dtype)
+            return obj.copy() if y is obj else y
+        is_mask, obj = obj.is_mask, obj.stored()
+    found = obj if isinstance(obj, np.ndarray) else np.array(obj)
+    is_mask = dtype is None and (is_mask or found.dtype.kind == 'b')
+    if found is obj:
+        dtype = _dtype(dtype if dtype is not None else INT if found.dtype.kind == 'b' else found.dtype)
     else:
-        found = np.array(obj)
         if found.dtype.kind not in 'biuf':
             raise TypeError(f'array: want numbers, got {found.dtype}')
         dtype = _dtype(dtype) if dtype is not None else INT if found.dtype.kind in 'biu' and found.size else FLOAT
@@ -871,7 +960,8 @@ def array(obj, dtype=None, device=None):
     memory = backend.HOST.zeros(shape, dtype)
     with np.errstate(invalid='ignore', over='ignore'):
         memory[...] = found
-    return NDArray((device or default_device()).wrap(memory), 0, shape, row_major(shape), dtype)
+    y = NDArray((device or default_device()).wrap(memory), 0, shape, row_major(shape), dtype)
+    return _as_mask(y) if is_mask else y
 
 
 def empty(shape, dtype=FLOAT, device=None):
@@ -880,11 +970,12 @@ def empty(shape, dtype=FLOAT, device=None):
 
 
 def full(shape, value, dtype=None, device=None):
-    """A compact array of one value; without a dtype, int32 for an int."""
-    dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer) else FLOAT
+    """A compact array of one value; without a dtype, int32 for an int, and a mask for a bool."""
+    is_mask = dtype is None and isinstance(value, bool | np.bool_)
+    dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer | np.bool_) else FLOAT
     y = empty(shape, dtype, device)
     y.fill(value)
-    return y
+    return _as_mask(y) if is_mask else y
 
 
 def zeros(shape, dtype=FLOAT, device=None):
@@ -960,7 +1051,7 @@ def concatenate(arrays, axis=0):
     for a in arrays:
         y[(slice(None),) * d + (slice(start, start + a.shape[d]),)] = a
         start += a.shape[d]
-    return y
+    return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
 def stack(arrays, axis=0):
@@ -974,7 +1065,7 @@ def stack(arrays, axis=0):
     y = _new(_checked(first.shape[:d] + (len(arrays),) + first.shape[d:]), dtype, first.device, 'stack')
     for i, a in enumerate(arrays):
         y[(slice(None),) * d + (i,)] = a
-    return y
+    return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
 def pad(a, widths, value=0):
@@ -984,7 +1075,7 @@ def pad(a, widths, value=0):
         raise ValueError(f'pad: widths {widths}: want none below 0')
     y = full(tuple(n + before + after for n, (before, after) in zip(a.shape, widths, strict=True)), value, a.dtype, a.device)
     y[tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, widths, strict=True))] = a
-    return y
+    return _as_mask(y) if a.is_mask and value in (0, 1) else y
 
 
 if backend_name() == 'gpu':     # at import, before the first array is allocated

@@ -313,6 +313,17 @@ def join_step(r, pool, device):
     return None
 
 
+def mask_step(r, pool, device):
+    a = r.choice(pool)
+    if not a.theirs.ndim:
+        return None
+    of, value = a.theirs[(...,) + (0,) * r.randrange(a.theirs.ndim)] if a.theirs.size else a.theirs, r.choice((-1, 0, 2))
+    mask = of > value
+    given = mask if r.random() < 0.3 else array(mask, device=device) if r.random() < 0.3 else array(
+        of, a.theirs.dtype, device) > value
+    return made(a.ours[given], a.theirs[mask])
+
+
 def matmul_step(r, pool, device):
     a = r.choice([p for p in pool if small(p.theirs)] or [fresh(r, device, (3, 4), 'int32')])
     if not a.theirs.ndim or a.theirs.ndim > 4:
@@ -323,7 +334,7 @@ def matmul_step(r, pool, device):
 
 
 STEPS = (view_step, view_step, view_step, assign_step, assign_step, overlap_step, binary_step, scalar_step, unary_step,
-         in_place_step, reduce_step, reduce_step, join_step, matmul_step)
+         in_place_step, reduce_step, reduce_step, join_step, mask_step, matmul_step)
 
 
 def run_chain(seeds, device):

@@ -97,12 +97,12 @@ def test_filled_arrays():
 
 @pytest.mark.parametrize('make, text', [
     (lambda: array(np.ones(3)), 'float64: want float32 or int32'),
-    (lambda: array(np.ones(3, bool)), 'bool: want float32 or int32'),
     (lambda: array('text'), 'want numbers'),
     (lambda: array([1j]), 'want numbers, got complex128'),
     (lambda: ndarray.zeros(3, dtype='float64'), 'float64: want float32 or int32'),
     (lambda: from_numpy([1, 2]), 'want a numpy array, got list'),
     (lambda: from_numpy(np.ones(3)), 'float64: want float32 or int32'),
+    (lambda: from_numpy(np.ones(3, bool)), 'bool: want float32 or int32'),
     (lambda: ndarray.zeros('ab'), "shape: want integers, got 'ab'"),
     (lambda: ndarray.zeros(2.5), 'shape: want integers, got 2.5'),
 ])
@@ -567,6 +567,85 @@ def test_gathering_rows(dtype):
             array(x).take(bad)
         with pytest.raises(IndexError, match=f'index {index} is out of bounds for axis 0 with size 5'):
             Tensor(x)[bad]                                              # -6 is not the last row but one
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_a_mask_as_an_index_selects_as_numpys(dtype):
+    x = numbers(5, 3, 2, dtype=dtype)
+    a = array(x)
+    row, pair, whole = x[:, 0, 0] > 0, x[..., 1] > 2, x < 0
+    for mask in (row, pair, whole, np.zeros(5, bool), np.ones((5, 3), bool)):
+        assert mask.shape == (5,) or mask.any()
+        for index in (mask, mask.tolist(), array(mask), array(mask.tolist()), array(mask.astype(int), 'float32') == 1):
+            same(a[index], x[mask])
+            same(from_numpy(np.asfortranarray(x))[index], x[mask])
+    same(a[a < 0], x[whole])
+    same(a[a[:, 0, 0] > 0], x[row])
+    same(a[:0][np.zeros(0, bool)], x[:0])
+    ids = array(x[:, 0, 0].astype('int32'))
+    same(ids[ids > 0], x[row, 0, 0].astype('int32'))
+
+
+def test_what_numpy_gives_bools_for_is_a_mask():
+    x, z = numbers(4, 3, dtype='int32'), numbers(4, 3, dtype='int32', seed=1)
+    a, b = array(x), array(z)
+    assert (x > 0).any() and (x <= 0).any()
+    for mask, want in (((a > 0) * (b > 0), (x > 0) & (z > 0)), ((a > 0).maximum(b > 0), (x > 0) | (z > 0)),
+                       ((a > 0) == (b > 0), (x > 0) == (z > 0)), ((a > 0) == 0, x <= 0), ((a > 0).T.copy().T, x > 0),
+                       (-1 < a, x > -1), (stack([a > 0, b > 0])[1], z > 0), (concatenate([(a > 0)[:2], (b > 0)[2:]]),
+                       np.concatenate([x[:2] > 0, z[2:] > 0])), (pad((a > 0)[1:, 1:], ((1, 0), (1, 0))),
+                       np.pad(x[1:, 1:] > 0, ((1, 0), (1, 0)))), ((a > 0)[[3, 1, 2, 0]], (x > 0)[[3, 1, 2, 0]]),
+                       (pickle.loads(pickle.dumps(a > 0)), x > 0), (abs(a > 0), x > 0), (ndarray.full((4, 3), True), x == x)):
+        assert mask.is_mask and mask.numpy().dtype == bool and mask.tolist() == want.tolist()
+        same(a[mask], x[want])
+    same(a[(a > 0).max(1)], x[(x > 0).any(1)])
+    same(a[(a > -9).min(1)], x[(x > -9).all(1)])
+    assert (a > 0)[0, 0].item() is bool(x[0, 0] > 0) and x[a > 0].tolist() == x[x > 0].tolist()       # numpy's array, our mask
+    assert repr((a > 0)[0]).startswith(f'NDArray({np.array2string(x[0] > 0, separator=", ")}, mask of int32')
+    assert not (a + 0).is_mask and not ((a > 0) * 2).is_mask
+
+
+def test_a_mask_stays_one_while_truth_values_are_written_to_it():
+    x = numbers(6, dtype='int32')
+    for value in (0, 1, True, np.array([True, False]), array([True, False]), [False, True]):
+        mask, want = array(x) > 0, x > 0
+        mask[1:3] = value
+        want[1:3] = value if not isinstance(value, NDArray) else value.numpy()
+        same(array(x)[mask], x[want])
+
+
+def test_an_index_that_may_be_a_mask_or_row_numbers_is_refused():
+    x = numbers(6, dtype='int32')
+    a, changed = array(x), array(x) > 0
+    changed[0] = 5
+    for index in (changed, (a > 0) + (a > 2), (a > 0) - (a > 2), -(a > 0)):
+        with pytest.raises(IndexError, match=r'the index of shape \(6,\) was computed from masks.* x\[index != 0\] to select, '
+                                             r'x\[index \* 1\] for row numbers'):
+            a[index]
+        same(a[index != 0], x[index.numpy() != 0])
+        same(a[index * 1], x[index.numpy()])
+    same(a[(a > 0).astype('int32')], x[(x > 0).astype('int32')])
+    same(a[array([True, False], 'int32')], x[[1, 0]])
+    for index in (a[:1] > 0, (a > 0).max(), [[True] * 6], np.array(True), ndarray.full((6, 1), True)):
+        with pytest.raises(IndexError, match=r'a mask of shape \(.*\) cannot index an array of shape \(6,\)'):
+            a[index]
+    with pytest.raises(IndexError, match='arrays used as indices must be of integers, got bool'):
+        a.take(a > 0)
+    for index in (a > 0, [True] * 6, (slice(None), a > 0)):
+        with pytest.raises(IndexError, match='only integers, slices|too many indices'):
+            a[index] = 0
+    with pytest.raises(TypeError, match=r'only an int32 array of shape \(\) is an index, got mask of int32 \(\)'):
+        [1, 2][(a > 0)[0]]
+
+
+@pytest.mark.parametrize('device', [name for name in DEVICES if name != 'numpy'], indirect=True)
+def test_a_plan_does_not_record_a_number_of_rows_that_depends_on_data():
+    x = array(numbers(6))
+    with Plan(run=False), pytest.raises(RuntimeError, match=r'a mask of shape \(6,\) cannot select rows while a plan records'):
+        x[x > 0]
+    with Plan():
+        y = x[np.arange(6) < 3]                                         # known before: as constant as a slice
+    same(y, x.numpy()[:3])
 
 
 def test_adding_to_rows_that_repeat():

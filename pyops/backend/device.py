@@ -10,12 +10,13 @@ class Buffer:
     pointer   to its first element, as kernels want it; None on a device that has no use for it
     foreign   whether somebody else may have other arrays over the same memory
     version   how often an array over it was changed in place
+    mask      the version at which it holds a mask, see NDArray.is_mask; None: it never held one
     """
-    __slots__ = ('device', 'owner', 'nbytes', 'pointer', 'foreign', 'version', '__weakref__')
+    __slots__ = ('device', 'owner', 'nbytes', 'pointer', 'foreign', 'version', 'mask', '__weakref__')
 
     def __init__(self, device, owner, pointer=None, foreign=False):
         self.device, self.owner, self.nbytes, self.pointer = device, owner, owner.nbytes, pointer
-        self.foreign, self.version = foreign, 0
+        self.foreign, self.version, self.mask = foreign, 0, None
 
     @property
     def address(self):

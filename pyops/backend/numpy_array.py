@@ -26,41 +26,41 @@ class Numpy(HostDevice):
 
     def unary(self, op, y, x):
         with _quiet():
-            _UNARY[op](np.broadcast_to(x.numpy(), y.shape), out=y.numpy())
+            _UNARY[op](np.broadcast_to(x.stored(), y.shape), out=y.stored())
 
     def binary(self, op, y, a, b):
         with _quiet():
-            _BINARY[op](a.numpy(), b.numpy(), out=y.numpy())
+            _BINARY[op](a.stored(), b.stored(), out=y.stored())
 
     def scalar(self, op, y, x, value, reflected):
-        x, value = x.numpy(), y.dtype.type(value)
+        x, value = x.stored(), y.dtype.type(value)
         with _quiet():
-            _BINARY[op](*((value, x) if reflected else (x, value)), out=y.numpy())
+            _BINARY[op](*((value, x) if reflected else (x, value)), out=y.stored())
 
     def fill(self, y, value):
-        y.numpy()[...] = value
+        y.stored()[...] = value
 
     def convert(self, y, x):
         with _quiet():
-            y.numpy()[...] = x.numpy()
+            y.stored()[...] = x.stored()
 
     def reduce(self, op, y, x):
         axes = tuple(d for d, (kept, n) in enumerate(zip(y.shape, x.shape, strict=True)) if kept != n)
         with _quiet():
-            _REDUCE[op].reduce(x.numpy(), axes, dtype=y.dtype, out=y.numpy(), keepdims=True)
+            _REDUCE[op].reduce(x.stored(), axes, dtype=y.dtype, out=y.stored(), keepdims=True)
 
     def argmax(self, y, x):
-        y.numpy()[...] = x.numpy().argmax(-1)
+        y.stored()[...] = x.stored().argmax(-1)
 
     def matmul(self, y, a, b):
         with _quiet():
-            np.matmul(a.numpy(), b.numpy(), out=y.numpy())
+            np.matmul(a.stored(), b.stored(), out=y.stored())
 
     def take(self, y, x, ids):
-        rows = ids.numpy()
+        rows = ids.stored()
         if rows.size and not (0 <= rows.min() and rows.max() < len(x)):
             raise IndexError(f'take: ids from {rows.min()} to {rows.max()}, want 0 to {len(x) - 1}')
-        y.numpy()[...] = x.numpy()[rows]
+        y.stored()[...] = x.stored()[rows]
 
     def add_at(self, y, ids, rows):
-        np.add.at(y.numpy(), ids.numpy(), rows.numpy())
+        np.add.at(y.stored(), ids.stored(), rows.stored())
