@@ -768,7 +768,9 @@ class Tensor:
     expand = broadcast_to
 
     def flip(self, *axes):
-        return apply(shapes.Flip, self, axes=_several(axes))
+        """In reverse order along these axes: numbers or one tuple; without any, or for None, along all."""
+        axes = None if axes in ((), (None,)) else _several(axes)
+        return apply(shapes.Flip, self, axes=normal_axes(axes, self.ndim))
 
     def __getitem__(self, index):
         """Numbers, slices, ... and None: a view.  Integers in a Tensor, an array or a list: rows along the first axis.  A mask

@@ -29,7 +29,7 @@ from pyops.ops.convolution import Windows, positions
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
-from pyops.ops.shapes import BroadcastTo, Concatenate, Flip, GetItem, Pad, Permute, Place, Reshape, Split, Stack, Unbind
+from pyops.ops.shapes import BroadcastTo, Concatenate, GetItem, Pad, Permute, Place, Reshape, Split, Stack, Unbind
 
 
 def tensor(x, like=None):
@@ -137,8 +137,8 @@ def broadcast_to(x, shape):
 
 
 def flip(x, axis=None):
-    x = tensor(x)
-    return apply(Flip, x, axes=normal_axes(axis, x.ndim))
+    """In reverse order along an axis, several, or all where axis is None."""
+    return tensor(x).flip(axis)
 
 
 def stack(tensors, axis=0):

@@ -372,8 +372,9 @@ class NDArray:
         steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
         return NDArray(self.buffer, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps), self.dtype)
 
-    def flip(self, axes=None):
-        """A view that runs backwards along these axes (default: all)."""
+    def flip(self, *axes):
+        """A view in reverse order along these axes: numbers or one tuple; without any, or for None, along all."""
+        axes = axes[0] if len(axes) == 1 else axes or None
         offset, strides = self.offset, list(self.strides)
         for d in _axes(tuple(axes) if isinstance(axes, list) else axes, self.ndim):
             offset += max(self.shape[d] - 1, 0) * strides[d]

@@ -75,6 +75,17 @@ def test_comparisons_are_constants():
     assert {x: 'can be a key'}[x]
 
 
+def test_flip_without_axes_reverses_all_of_them_everywhere():
+    x = normal(np.random.default_rng(0), 2, 3, 4)
+    for axes in ((), (None,), (1,), (-1, 0), ((0, 2),), ([0, 2],), ((),)):
+        want = np.flip(x, *axes if len(axes) < 2 else [axes])
+        for y in (Tensor(x).flip(*axes), ndarray.array(x).flip(*axes), F.flip(x, *axes if len(axes) < 2 else [axes])):
+            assert (y.numpy() == want).all()
+    y = leaf(2, 3)
+    (y.flip() * Tensor([[1.0, 2, 3], [4, 5, 6]])).sum().backward()
+    assert y.grad.tolist() == [[6, 5, 4], [3, 2, 1]]
+
+
 def test_numbers_arrays_and_lists_stand_on_either_side_of_an_operator():
     x, a = leaf(3), np.float32([1, 2, 3])
     for y in (x + a, a + x, x + a.tolist(), np.float32(1) * (x + a), Tensor(a) + x, ndarray.array(a) + x, x + ndarray.array(a)):
