@@ -48,7 +48,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=
     label_table = labels.reshape(-1, 1)
     made_from = made_from or ops
     model = MLP(Config(hidden=hidden, ops=made_from), seed)
-    optimizer = Adam(model.params, lr, MAX_NORM)
+    optimizer = Adam(model.params, lr, max_norm=MAX_NORM)
     if made_from is not ops:
         made_from.step = optimizer.count
 

@@ -1,6 +1,8 @@
 """Optimisers, one call over all parameters, with clipping by the global norm: Adam (Kingma and Ba 2014, arXiv:1412.6980),
 gradient descent with momentum; and a schedule of the learning rate."""
+import inspect
 import math
+import numbers
 
 import numpy as np
 
@@ -13,6 +15,7 @@ class Optimizer:
 
     params: a pyops.params.Parameters, or Tensors, such as module.parameters().  All Tensors of one flat buffer take one
     call; others take a call each, and one without a gradient is left as it is.
+    Only params and lr may be given by position: libraries order the other arguments differently.
     max_norm: a gradient longer than that is clipped on the fly; None: never.  Gradients stay as backward left them.
     weight_decay: this times the parameter is added to its (clipped) gradient.
     """
@@ -39,8 +42,17 @@ class Optimizer:
             self._own['norms'] = self._norms = backend.zeros(len(units))
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
+    def _check_positional(self, more):
+        """TypeError if values were given by position behind lr."""
+        if more:
+            names = [p.name for p in inspect.signature(type(self)).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            raise TypeError(f'{type(self).__name__}: only params and lr may be given by position, got {len(more)} more: '
+                            f'{", ".join(map(repr, more))}; give the rest by name: {", ".join(names)}')
+
     def _check(self, below=math.inf, **settings):
         for name, value in settings.items():
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f'{type(self).__name__}: {name}: want a number, got {type(value).__name__}')
             if not 0 <= value < below:
                 raise ValueError(f'{type(self).__name__}: {name}: want 0 <= {name} < {below}, got {value}')
 
@@ -96,10 +108,18 @@ class Optimizer:
 
 
 class Adam(Optimizer):
-    """Moments m and v with bias correction; see docs/optimiser.md."""
+    """Moments m and v with bias correction; see docs/optimiser.md.  betas: PyTorch's name for (beta1, beta2)."""
     MOMENTS = 'm', 'v'
 
-    def __init__(self, params, lr=0.001, max_norm=None, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    def __init__(self, params, lr=0.001, *more, max_norm=None, beta1=None, beta2=None, betas=None, eps=1e-8, weight_decay=0.0):
+        self._check_positional(more)
+        if betas is not None:
+            if not isinstance(betas, tuple | list) or len(betas) != 2:
+                raise TypeError(f'Adam: betas: want two numbers, as (0.9, 0.999), got {betas!r}')
+            if (beta1, beta2) != (None, None):
+                raise TypeError('Adam: got betas and also beta1 or beta2; give one of the two forms')
+            beta1, beta2 = betas
+        beta1, beta2 = 0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2
         super().__init__(params, lr, max_norm, weight_decay)
         self._check(1, beta1=beta1, beta2=beta2)
         self._check(eps=eps)
@@ -115,7 +135,8 @@ class SGD(Optimizer):
     """velocity = momentum velocity + g;  param -= lr velocity, or with nesterov  lr (g + momentum velocity)."""
     MOMENTS = 'm',
 
-    def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0, nesterov=False, max_norm=None):
+    def __init__(self, params, lr=0.01, *more, momentum=0.0, weight_decay=0.0, nesterov=False, max_norm=None):
+        self._check_positional(more)
         if nesterov and not momentum:
             raise ValueError('SGD: nesterov: want a momentum > 0, got 0')
         super().__init__(params, lr, max_norm, weight_decay)

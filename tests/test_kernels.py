@@ -352,8 +352,8 @@ def test_adam_with_clipping_equals_torch(torch, scale):
 @pytest.mark.parametrize('make, twin', [
     (lambda p, **more: SGD(p, 0.1, **more), lambda torch, p: torch.optim.SGD(p, 0.1)),
     (lambda p, **more: SGD(p, 0.1, weight_decay=0.3, **more), lambda torch, p: torch.optim.SGD(p, 0.1, weight_decay=0.3)),
-    (lambda p, **more: SGD(p, 0.1, 0.9, **more), lambda torch, p: torch.optim.SGD(p, 0.1, 0.9)),
-    (lambda p, **more: SGD(p, 0.1, 0.9, 0.3, nesterov=True, **more),
+    (lambda p, **more: SGD(p, 0.1, momentum=0.9, **more), lambda torch, p: torch.optim.SGD(p, 0.1, 0.9)),
+    (lambda p, **more: SGD(p, 0.1, momentum=0.9, weight_decay=0.3, nesterov=True, **more),
      lambda torch, p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.3, nesterov=True)),
     (lambda p, **more: Adam(p, 0.01, weight_decay=0.3, **more), lambda torch, p: torch.optim.Adam(p, 0.01, weight_decay=0.3)),
 ], ids=['sgd', 'sgd-decay', 'momentum', 'nesterov-decay', 'adam-decay'])

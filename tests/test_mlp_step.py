@@ -257,7 +257,7 @@ labels = rng.integers(0, C, N).astype(np.int32)
 found = hashlib.sha256()
 for max_norm in (None, 0.05):
     model = MLP(Config(I, H, C), seed=1)
-    adam = optim.Adam(model.params, 0.01, max_norm)
+    adam = optim.Adam(model.params, 0.01, max_norm=max_norm)
     for k in range(3):
         found.update(model.step(images, rng.integers(0, N, B), labels, adam))
     for array in (model.params.values, model.params.grads, model.params.m, model.params.v, adam.norm, adam.count):

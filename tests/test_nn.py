@@ -510,7 +510,8 @@ def test_other_errors_name_what_is_wrong():
 
 # ---- optimisers on Tensors -------------------------------------------------------------------------------------------
 
-OPTIMISERS = [(lambda p: optim.SGD(p, 0.1, 0.9, 0.01), lambda t, p: t.SGD(p, 0.1, 0.9, weight_decay=0.01), None),
+OPTIMISERS = [(lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
+               lambda t, p: t.SGD(p, 0.1, 0.9, weight_decay=0.01), None),
               (lambda p: optim.Adam(p, 0.01, weight_decay=0.01), lambda t, p: t.Adam(p, 0.01, weight_decay=0.01), None),
               (lambda p: optim.Adam(p, 0.01, max_norm=0.1), lambda t, p: t.Adam(p, 0.01), 0.1)]
 
@@ -577,10 +578,33 @@ def test_an_optimiser_says_when_there_is_nothing_to_train():
     (lambda x: optim.Adam([x], weight_decay=-1), ValueError, 'Adam: weight_decay: want 0 <= weight_decay < inf, got -1'),
     (lambda x: optim.Adam([x], beta2=1), ValueError, 'Adam: beta2: want 0 <= beta2 < 1, got 1'),
     (lambda x: optim.Adam([x], max_norm=-1), ValueError, 'Adam: max_norm: want 0 <= max_norm < inf, got -1'),
+    (lambda x: optim.Adam([x], 0.01, 0.9, 0.999), TypeError,
+     r'^Adam: only params and lr may be given by position, got 2 more: 0.9, 0.999; give the rest by name: max_norm, beta1, '
+     r'beta2, betas, eps, weight_decay$'),
+    (lambda x: optim.Adam([x], 0.01, (0.9, 0.999)), TypeError, r'Adam: only params and lr .* got 1 more: \(0.9, 0.999\)'),
+    (lambda x: optim.SGD([x], 0.01, 0.9), TypeError,
+     'SGD: only params and lr may .* by name: momentum, weight_decay, nesterov, max_norm$'),
+    (lambda x: optim.Adam([x], betas=0.9), TypeError, r'Adam: betas: want two numbers, as \(0.9, 0.999\), got 0.9'),
+    (lambda x: optim.Adam([x], betas=(0.9, 0.99), beta2=0.9), TypeError, 'Adam: got betas and also beta1 or beta2'),
+    (lambda x: optim.Adam([x], betas=(0.9, 1)), ValueError, 'Adam: beta2: want 0 <= beta2 < 1, got 1'),
+    (lambda x: optim.Adam([x], (0.9, 0.999)), TypeError, 'Adam: lr: want a number, got tuple'),
 ])
 def test_an_optimiser_refuses_what_it_cannot_train_with(make, error, text):
     with pytest.raises(error, match=text):
         make(Tensor(normal(2), requires_grad=True))
+
+
+def test_betas_are_beta1_and_beta2():
+    x, y = (Tensor([1.0, -2.0], requires_grad=True) for _ in range(2))
+    one, other = optim.Adam([x], 0.1, betas=(0.5, 0.6)), optim.Adam([y], 0.1, beta1=0.5, beta2=0.6)
+    assert (one.beta1, one.beta2, other.beta1, other.beta2) == (0.5, 0.6, 0.5, 0.6)
+    assert (optim.Adam([x]).beta1, optim.Adam([x]).beta2, optim.Adam([x]).max_norm) == (0.9, 0.999, None)
+    for factor in (1.0, 3.0):
+        for tensor, optimizer in ((x, one), (y, other)):
+            optimizer.zero_grad()
+            (tensor * tensor * factor).sum().backward()
+            optimizer.step()
+    assert x.tolist() == y.tolist() != [1.0, -2.0]
 
 
 def test_the_learning_rate_can_be_set():

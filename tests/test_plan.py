@@ -123,7 +123,7 @@ def test_sparse_gradients_of_embeddings_are_dense_training_bit_for_bit(name, max
     models, rng, losses, plans = [MODELS[name]() for _ in range(2)], np.random.default_rng(5), [], []
     models[1].params.touched[...] = library.cpu().lib.PYOPS_DENSE
     for model in models:
-        adam = Adam(model.params, 0.01, max_norm, weight_decay=weight_decay)
+        adam = Adam(model.params, 0.01, max_norm=max_norm, weight_decay=weight_decay)
         batch = {name: put(np.ones((4, 6), np.int32)) for name in ('source', 'target', 'labels')}
         with Plan(model.params, run=False, **batch, **adam.arrays(), **model.arrays()) as plan:
             inverse_square_root(adam, 0.02, 10)

@@ -404,7 +404,7 @@ def test_a_plan_replays_the_bits_of_single_steps(make, text):
     (_, corpus), values = pairs(), []
     for planned in (False, True):
         model = small(make, family(Recipe.parse(text)))
-        optimizer = Adam(model.params, 0.005, 1.0)
+        optimizer = Adam(model.params, 0.005, max_norm=1.0)
         if model.config.ops is not ops:
             model.config.ops.step = optimizer.count
 

@@ -274,7 +274,7 @@ def train(program, args, found, wanted=None):
     config = architecture.configure(settings, *map(len, vocabularies))
     fit.needs_memory(architecture.parameter_specs(config), program.GROWING)
     model = architecture.model(config, settings['seed'])
-    optimizer = Adam(model.params, settings['lr'], MAX_NORM)
+    optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
     if settings['quant'] != 'none':
         say(config.ops.check())
         config.ops.step = optimizer.count
