@@ -14,6 +14,7 @@ _FROM = {
     'grad': 'pyops.autograd',
     'no_grad': 'pyops.autograd',
     'gradcheck': 'pyops.differences',
+    'seed': 'pyops.params',
 }
 
 

@@ -4,6 +4,8 @@ So zeroing, the gradient norm, an Adam step and a checkpoint are one call each. 
 (seed, name, shape) alone: building layers in another order changes nothing.
 """
 import hashlib
+import itertools
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +48,25 @@ def generator(seed, name):
 def key(seed, name):
     """64 bits from (seed, name)."""
     return int.from_bytes(hashlib.blake2b(f'{seed}/{name}'.encode(), digest_size=8).digest(), 'little')
+
+
+_seed, _draws = 0, {}
+
+
+def seed(value):
+    """Seed the random numbers of the process, for what has neither a name in a tree of modules nor a seed of its own: layers
+    and parameters that belong to no module, in the order in which they are made, and transforms called on a single image.
+
+    The seed is 0 unless this is called, so a program repeats its numbers in every run.
+    """
+    global _seed
+    _seed = operator.index(value)
+    _draws.clear()
+
+
+def next_key(kind):
+    """Return 64 bits from (the seed of the process, kind, the number of earlier calls for that kind)."""
+    return key(_seed, f'{kind}.{next(_draws.setdefault(kind, itertools.count()))}')
 
 
 class Parameters:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from places import get, put
 
-from pyops import init, nn, optim
+import pyops
+from pyops import init, nn, ops, optim
 from pyops.autograd import Tensor, grad, no_grad
 from pyops.backend import location
+from pyops.params import generator, key
 
 RNG = np.random.default_rng(0)
 
@@ -220,7 +222,7 @@ def test_attention_to_sentences_of_unlike_lengths(is_causal, torch):
 @pytest.mark.parametrize('make', [lambda: nn.MultiHeadAttention(8, 2, dropout=0.5), lambda: nn.GRU(8, 6, 2, 0.5),
                                   lambda: nn.LSTM(8, 6, 2, 0.5), lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.5)])
 def test_layers_with_dropout_inside_drop_in_training_alone(make):
-    layer, plain, x = make(), make(), Tensor(normal(5, 3, 8))
+    layer, plain, x = make().reset_parameters(1), make().reset_parameters(1), Tensor(normal(5, 3, 8))
     first, second = (flat(layer(x))[0].numpy() for _ in range(2))
     still = flat(layer.eval()(x))[0].numpy()
     assert (first != second).any() and (first != still).any()
@@ -310,7 +312,7 @@ def test_layers_made_and_even_used_before_the_tree_is_whole():
     a, b = layers()
     want = nn.Sequential(a, b).state_dict()
     a, b = layers()
-    assert (b.weight.numpy() == a.weight.numpy()).all()             # both are called `weight`
+    assert (b.weight.numpy() != a.weight.numpy()).any() and a.weight.name == b.weight.name == 'weight'
     model = nn.Sequential(a, b)
     assert all((value == want[name]).all() for name, value in model.state_dict().items())
     assert [p.name for p in model.parameters()] == list(want)
@@ -330,6 +332,80 @@ def test_a_part_remembers_the_tree_that_it_was_made_in():
     gone = weakref.ref(model)
     del model
     assert gone() is None                                           # a built tree is freed at once, not by the collector
+
+
+@pytest.fixture
+def seeded():
+    yield pyops.seed
+    pyops.seed(0)
+
+
+LONE = [lambda: nn.Linear(3, 3), lambda: nn.Embedding(4, 3), lambda: nn.Conv2d(2, 3, 3), lambda: nn.GRU(3, 4),
+        lambda: nn.MultiHeadAttention(4, 2), lambda: nn.TransformerEncoderLayer(4, 2, 6)]
+
+
+@pytest.mark.parametrize('make', LONE)
+def test_layers_that_belong_to_no_module_differ_and_a_seed_repeats_them(make, seeded):
+    class Plain:
+        def __init__(self):
+            self.layers = [make() for _ in range(3)]
+
+    def values():
+        return [{name: value for name, value in layer.state_dict().items() if value.std() > 0 and 'norm' not in name}
+                for layer in Plain().layers]
+    seeded(5)
+    first = values()
+    later = values()
+    seeded(5)
+    again = values()
+    seeded(6)
+    other = values()
+    assert all(first[0]) and len(first[0]) >= 1
+    for name in first[0]:
+        drawn = [state[name].tobytes() for state in (*first, *later, *other)]
+        assert len(set(drawn)) == 9, name
+        assert [state[name].tobytes() for state in again] == drawn[:3]
+
+
+def test_dropouts_that_belong_to_no_module_have_masks_of_their_own(seeded):
+    x = np.ones((20, 30), np.float32)
+    seeded(1)
+    masks = [nn.Dropout(0.5)(Tensor(x)).numpy() for _ in range(3)]
+    seeded(1)
+    again = [nn.Dropout(0.5)(Tensor(x)).numpy() for _ in range(3)]
+    assert all((a == b).all() for a, b in zip(masks, again, strict=True))
+    assert all((masks[i] != masks[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_a_layer_alone_has_its_values_from_when_it_was_made(seeded):
+    seeded(3)
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    want = one.weight.numpy().copy(), other.weight.numpy().copy()
+    seeded(3)
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    twin = copy.deepcopy(one)
+    other.weight.numpy()                                            # used first
+    Net().parameters()
+    assert (one.weight.numpy() == want[0]).all() and (other.weight.numpy() == want[1]).all()
+    assert (twin.weight.numpy() == want[0]).all()
+    fixed = [nn.Linear(3, 3).reset_parameters(7).weight.numpy() for _ in range(2)]
+    assert (fixed[0] == fixed[1]).all()
+
+
+def test_values_in_a_tree_depend_on_nothing_but_seed_and_name(seeded):
+    for seed in (0, 9):
+        seeded(seed)
+        nn.Linear(3, 3).parameters()
+        tree = Net()
+        for name, parameter in tree.named_parameters():
+            want = parameter.init(generator(0, name), parameter.shape)
+            assert (parameter.numpy() == want).all(), name
+        model = nn.Sequential(nn.Dropout(0.5), nn.Residual(nn.Linear(3, 3)))
+        want = init.kaiming_uniform()(generator(0, '1.module.weight'), (3, 3))
+        assert (model[1].module.weight.numpy() == want).all()
+        y = nn.Sequential(nn.Dropout(0.5))(Tensor(np.ones((5, 4)))).numpy()
+        want, _ = ops.Dropout(0.5, key(0, '0')).forward(put(np.ones((5, 4), np.float32)), put(np.array([1])))
+        assert (y == get(want)).all()
 
 
 def test_initial_values_are_those_of_the_seed():

@@ -18,6 +18,7 @@ def _module(module):
 
 class Sequential(Layer):
     """One module after another; their names are '0', '1', ..."""
+    seed = 0
 
     def __init__(self, *modules):
         self.layers = list(map(_module, modules))
@@ -55,6 +56,7 @@ class Sequential(Layer):
 
 class Residual(Layer):
     """y = x + module(x)"""
+    seed = 0
 
     def __init__(self, module):
         self.module = _module(module)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
-from pyops.params import Parameters, Spec, generator
+from pyops.params import Parameters, Spec, generator, next_key
 
 
 class Parameter(Tensor):
@@ -108,7 +108,7 @@ class Module:
     to it.  A subclass has forward(x, ...) on Tensors, and is called: y = module(x).
 
     training    whether layers such as Dropout do what they do in training; train() and eval() set it in the whole tree
-    seed        of the initial values, 0 unless reset_parameters(seed) says otherwise
+    seed        of the initial values: that of reset_parameters(seed), else 0; see Layer for a layer that belongs to no module
     """
     training, seed = True, 0
     _parent, _path, _is_built = None, None, False
@@ -321,7 +321,16 @@ class Layer(Module):
     arrays.  A subclass has on_tensors(x, ...), and by_hand and backward where the tape shall not do it.
 
     Errors about arguments begin with the layer's name.
+    A layer is made with a seed of its own, from that of the process (pyops.seed), and draws from it while it belongs to no
+    module: two such layers differ.  Sequential and Residual are trees; their seed is 0.
     """
+    seed = None             # a subclass that is a tree has a number
+
+    def __new__(cls, *_, **__):
+        layer = super().__new__(cls)
+        if cls.seed is None:
+            vars(layer)['seed'] = next_key('layer')
+        return layer
 
     def forward(self, *inputs, **named):
         if any(isinstance(x, Tensor) for x in inputs):
