@@ -526,8 +526,17 @@ def constant(array):
 def _result(array, origin):
     """The Tensor of an op's output."""
     tensor = Tensor.__new__(Tensor)
-    tensor.array, tensor.origin, tensor.requires_grad, tensor.grad = array, origin, origin is not None, None
+    tensor.array, tensor.origin, tensor.requires_grad, tensor._grad = array, origin, origin is not None, None
     return tensor
+
+
+def gradient_for(tensor, value):
+    """Return value, a Tensor, an array or a list, as a Tensor that can be the gradient of `tensor`."""
+    if not isinstance(value, Tensor):
+        value = Tensor(value if isinstance(value, NDArray) else np.asarray(value, np.float32), device=tensor.device)
+    if value.shape != tensor.shape or value.dtype != np.float32:
+        raise ValueError(f'grad: want shape {tensor.shape} and float32, got {value.shape} and {value.dtype}')
+    return value
 
 
 def _remade(array, requires_grad, grad):
@@ -546,12 +555,12 @@ class Tensor:
     .origin         (node, which of its outputs): how it came about; None for a leaf
     Names are PyTorch's; axes are called `axis` and `keepdims`, as in numpy, which PyTorch understands, too.
     """
-    __slots__ = ('array', 'origin', 'requires_grad', 'grad', '__weakref__')
+    __slots__ = ('array', 'origin', 'requires_grad', '_grad', '__weakref__')
     __array_ufunc__ = None          # numpy array + Tensor is for Tensor to compute
     tape = staticmethod(apply)      # for formulas that shall do with and without one (pyops/ops/array.py)
 
     def __init__(self, data, requires_grad=False, device=None):
-        self.array, self.origin, self.requires_grad, self.grad = _as_array(data, device), None, False, None
+        self.array, self.origin, self.requires_grad, self._grad = _as_array(data, device), None, False, None
         self.requires_grad_(requires_grad)
 
     # -- what it is
@@ -578,6 +587,9 @@ class Tensor:
         return (self[i] for i in range(len(self)))
 
     def __bool__(self):
+        if self.size != 1:
+            raise ValueError(f'the truth value of a tensor of shape {self.shape} is ambiguous: it has {self.size} elements; '
+                             'use .max() for any of them, .min() for all')
         return bool(self.item())
 
     def __float__(self):
@@ -648,6 +660,15 @@ class Tensor:
     def clone(self):
         """A copy in memory of its own, through which gradients flow."""
         return apply(shapes.Copy, self)
+
+    @property
+    def grad(self):
+        """The gradient that backward() added up: a Tensor, or None."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, value):
+        self._grad = None if value is None else gradient_for(self, value)
 
     def zero_grad(self):
         self.grad = None

@@ -278,7 +278,8 @@ class NDArray:
 
     def __bool__(self):
         if self.size != 1:
-            raise ValueError(f'the truth value of an array of shape {self.shape} is ambiguous')
+            raise ValueError(f'the truth value of an array of shape {self.shape} is ambiguous: it has {self.size} elements; '
+                             'use .max() for any of them, .min() for all')
         return bool(self.item())
 
     def __len__(self):

@@ -62,9 +62,14 @@ def test_numbers_and_text_of_a_tensor():
     assert x.sum().item() == 3.0 and float(x.sum()) == 3.0 and int(x.sum()) == 3 and bool(x.sum() > 2)
     assert len(x) == 1 and [row.tolist() for row in x] == [[1.0, 2.0]]
     assert f'{x.sum():.2f}' == '3.00' and f'{x}' == repr(x)
-    for call, error in ((lambda: x.item(), ValueError), (lambda: bool(x), ValueError), (lambda: len(x.sum()), TypeError)):
-        with pytest.raises(error):
+    for call, error, text in ((lambda: x.item(), ValueError, r'item: want a tensor of one element, got shape \(1, 2\)'),
+                              (lambda: bool(x), ValueError, r'^the truth value of a tensor of shape \(1, 2\) is ambiguous: it '
+                               r'has 2 elements; use .max\(\) for any of them, .min\(\) for all$'),
+                              (lambda: bool(x != x), ValueError, 'truth value .* is ambiguous'),
+                              (lambda: len(x.sum()), TypeError, 'len')):
+        with pytest.raises(error, match=text):
             call()
+    assert (x == x).min() and not (x != x).max()
 
 
 def test_comparisons_are_constants():
@@ -118,6 +123,18 @@ def test_a_gradient_can_be_given():
         x.zero_grad()
         (2 * x).backward(given_as)
         close(x.grad.numpy(), 2 * dy)
+
+
+def test_grad_can_be_assigned():
+    x = leaf(2, 3)
+    for value in (np.ones((2, 3)), Tensor(np.ones((2, 3))), ndarray.ones((2, 3)), [[1, 1, 1], [1, 1, 1]]):
+        x.grad = value
+        (2 * x).sum().backward()
+        assert isinstance(x.grad, Tensor) and (x.grad.numpy() == 3).all()
+    with pytest.raises(ValueError, match=r'^grad: want shape \(2, 3\) and float32, got \(3,\) and float32$'):
+        x.grad = np.ones(3)
+    x.grad = None
+    assert x.grad is None
 
 
 def test_a_gradient_that_is_handed_on_is_never_added_to():

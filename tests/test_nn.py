@@ -10,7 +10,7 @@ import pytest
 from places import get, put
 
 import pyops
-from pyops import init, nn, ops, optim
+from pyops import init, ndarray, nn, ops, optim
 from pyops.autograd import Tensor, grad, no_grad
 from pyops.backend import location
 from pyops.params import generator, key
@@ -455,9 +455,75 @@ def test_a_parameter_in_two_places_is_one():
     close(model.embedding.weight.grad.numpy(), e)
 
 
-def test_a_parameter_without_a_module_says_so():
-    with pytest.raises(RuntimeError, match=r'a parameter of shape \(3,\) belongs to no module yet'):
-        nn.Parameter((3,), init.zeros()).numpy()
+def test_a_parameter_without_a_module_can_be_trained():
+    given, drawn, other = nn.Parameter(np.arange(3)), nn.Parameter((3,), init.normal(1)), nn.Parameter((3,), init.normal(1))
+    assert given.tolist() == [0, 1, 2] and given.grad.tolist() == [0, 0, 0] and given.name == 'parameter'
+    before = drawn.numpy().copy()
+    assert (before != other.numpy()).any()
+    optimizer = optim.SGD([given, drawn], 0.5)
+    ((given * given).sum() + drawn.sum()).backward()
+    optimizer.step()
+    assert given.tolist() == [0, 0, 0] and (drawn.numpy() == before - 0.5).all()
+
+    class Holder(nn.Module):
+        def __init__(self):
+            self.given, self.drawn, self.other = given, drawn, other
+    holder = Holder()
+    want = init.normal(1)(generator(0, 'other'), (3,))
+    assert [name for name, _ in holder.named_parameters()] == ['given', 'drawn', 'other']
+    assert (drawn.numpy() == before - 0.5).all() and (other.numpy() == want).all() and other.name == 'other'
+
+
+def test_values_assigned_to_a_parameter_are_copied_into_it():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    layer, rng = model[0], np.random.default_rng(3)
+    weight, optimizer = layer.weight, optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    for values in (np.ones((2, 3)), Tensor(normal(2, 3)), Tensor(normal(2, 3), requires_grad=True), [[1, 2, 3], [4, 5, 6]],
+                   ndarray.array(normal(2, 3))):
+        layer.weight = values
+        want = np.asarray(values, np.float32)
+        assert layer.weight is weight and (weight.numpy() == want).all() and len(model.parameters()) == 4
+        optimizer.zero_grad()
+        model(Tensor(rng.standard_normal((4, 3)))).sum().backward()
+        optimizer.step()
+        assert (weight.numpy() != want).any()
+    for value, error, text in ((np.ones(3), ValueError, r'^Linear.weight: want shape \(2, 3\), got \(3,\)$'),
+                               (3.0, ValueError, r'^Linear.weight: want shape \(2, 3\), got \(\)$'),
+                               ('x', TypeError, '^Linear.weight: want real numbers, got str'),
+                               (weight * 2, TypeError, '^Linear.weight: Multiply made this tensor, and its history')):
+        before = weight.numpy().copy()
+        with pytest.raises(error, match=text):
+            layer.weight = value
+        assert layer.weight is weight and (weight.numpy() == before).all()
+    layer.bias = None
+    assert [name for name, _ in model.named_parameters()] == ['0.weight', '1.weight', '1.bias']
+
+
+def test_values_can_be_assigned_before_the_tree_is_whole():
+    class Identities(nn.Module):
+        def __init__(self):
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.one.weight = np.eye(2)
+
+        def forward(self, x):
+            return self.other(self.one(x))
+    model = Identities()
+    assert model.params.count() == 12 and model.one.weight.tolist() == [[1, 0], [0, 1]]
+    assert copy.deepcopy(Identities()).one.weight.tolist() == [[1, 0], [0, 1]]
+    for drawn in (model.reset_parameters(0), Identities().reset_parameters(0)):
+        assert (drawn.one.weight.numpy() == init.kaiming_uniform()(generator(0, 'one.weight'), (2, 2))).all()
+
+
+def test_a_gradient_can_be_assigned_to_a_parameter():
+    weight = nn.Linear(3, 2).weight
+    for value in (np.ones((2, 3)), Tensor(normal(2, 3)), [[1.0, 2, 3], [4, 5, 6]]):
+        weight.grad = value
+        assert (weight.grad.numpy() == np.asarray(value, np.float32)).all()
+    weight.grad = None
+    assert weight.grad.tolist() == [[0, 0, 0], [0, 0, 0]]
+    for value in (np.ones(3), Tensor([[1, 2, 3], [4, 5, 6]])):
+        with pytest.raises(ValueError, match=r'^grad: want shape \(2, 3\) and float32, got \(.*\) and (float|int)32$'):
+            weight.grad = value
 
 
 def test_parameters_of_given_values():

@@ -13,7 +13,10 @@ import numpy as np
 
 from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
+from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key
+
+_ALONE = 'parameter'        # the name of a parameter that belongs to no module
 
 
 class Parameter(Tensor):
@@ -22,20 +25,21 @@ class Parameter(Tensor):
     Parameter(shape, init)      init(generator, shape) -> float32 array, as in pyops.init, is asked when the tree is used
     Parameter(values)           begins as a copy of these
 
+    One that belongs to no module works, too: it has memory of its own, and the name 'parameter'.
     .grad is part of the flat buffer of gradients: zeros before the first backward, which adds to it; None where
     requires_grad is off.
     """
-    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn')
+    __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed', '_given')
 
     def __init__(self, shape, init=None):
         if init is None:
-            values = np.array(shape.numpy() if isinstance(shape, Tensor) else shape, np.float32)
+            values = _float32(shape)
             shape, init = values.shape, lambda generator, shape: values
         self._shape, self.init = tuple(map(operator.index, shape)), init
         if min(self._shape, default=1) < 1:
             raise ValueError(f'Parameter: shape {self._shape}: want sizes of 1 or more')
-        self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = None
-        self.origin, self.requires_grad = None, True
+        self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = self._given = None
+        self.origin, self.requires_grad, self._seed = None, True, next_key('parameter')
 
     shape = property(lambda self: self._shape)
 
@@ -60,7 +64,9 @@ class Parameter(Tensor):
         self._settle()
         if value is None:
             self.entry.grad[...] = 0
-        elif value.array is not self._gradient.array:
+            return
+        value = autograd.gradient_for(self, value)
+        if value.array is not self._gradient.array:
             self.entry.grad[...] = value.device.plain(value.array)
 
     def zero_grad(self):
@@ -75,14 +81,28 @@ class Parameter(Tensor):
         if self._array is None:
             owner = _up(self._owner)
             if owner is None:
-                raise RuntimeError(f'a parameter of shape {self.shape} belongs to no module yet, so it has no name and no '
-                                   'value; make it an attribute of a Module')
-            owner.root().build()
+                self._bind(Parameters({_ALONE: Spec(self.shape, self.init)}, self._seed), _ALONE)
+            else:
+                owner.root().build()
 
     def _bind(self, home, name):
         self.home, self.name, self.entry, self._drawn = home, name, home[name], (home.seed, name)
         self._array = ndarray.over(self.entry.value)
         self._gradient = Tensor(ndarray.over(self.entry.grad))
+        if self._given is not None:
+            self.assign(self._given)
+
+    def assign(self, values):
+        """Copy an array, a Tensor or nested lists of this shape into the parameter, which keeps its memory and its name."""
+        if isinstance(values, Tensor) and values.origin is not None:
+            raise TypeError(f'{values.origin[0].name} made this tensor, and its history would be lost; assign its detach()')
+        values = _float32(values)
+        if values.shape != self.shape:
+            raise ValueError(f'want shape {self.shape}, got {values.shape}')
+        if self._array is None:
+            self._given = values            # the tree is not whole yet
+        else:
+            self.array, self._given = ndarray.from_numpy(values), None
 
     def _draw(self, seed, name):
         """The initial value of that seed and name."""
@@ -93,7 +113,7 @@ class Parameter(Tensor):
 
     def __deepcopy__(self, memo):
         twin = memo[id(self)] = Parameter(self.shape, self.init) if self._array is None else Parameter(self)
-        twin.requires_grad = self.requires_grad
+        twin.requires_grad, twin._given, twin._seed = self.requires_grad, self._given, self._seed
         return twin
 
     def __reduce__(self):
@@ -152,6 +172,13 @@ class Module:
     # ---- the tree ----------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name, value):
+        held = vars(self).get(name)
+        if isinstance(held, Parameter) and not (value is None or isinstance(value, Parameter | Module)):
+            try:
+                held.assign(value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f'{type(self).__name__}.{name}: {error}') from None
+            return
         object.__setattr__(self, name, value)
         if _adopt(self, value, self):
             module = self
@@ -225,7 +252,7 @@ class Module:
         for name, parameter in self._named_parameters():
             if parameter._array is None:
                 fresh[name] = parameter
-            elif name.endswith(f'.{parameter.name}') and parameter._is_untouched():
+            elif (parameter.name == _ALONE != name or name.endswith(f'.{parameter.name}')) and parameter._is_untouched():
                 parameter._draw(self.seed, name)
                 parameter.name, parameter.entry = name, parameter.entry._replace(name=name)
         if fresh:
@@ -240,6 +267,7 @@ class Module:
         for module in self.modules():
             module.seed = seed
         for _, parameter in self._named_parameters():
+            parameter._given = None
             if parameter._array is not None:
                 parameter._draw(seed, parameter.name)
         return self
@@ -381,6 +409,14 @@ class KernelLayer(Layer):
     def backward(self, dy, ctx):
         op, ctx = ctx
         return self._naming(op.backward, dy, ctx)
+
+
+def _float32(values):
+    """A copy of real numbers in a Tensor, an array or nested lists, as a numpy array."""
+    found = np.asarray(values.numpy() if isinstance(values, Tensor | NDArray) else values)
+    if found.dtype.kind not in 'biuf':
+        raise TypeError(f'want real numbers, got {type(values).__name__} of {found.dtype}')
+    return np.array(found, np.float32)
 
 
 def _members(name, value):
