@@ -234,9 +234,12 @@ def check_parameter(parameter, shape, sparse=False):
 
 def check(name, array, shape, dtype=np.float32):
     """Raise TypeError or ValueError, naming the argument, unless it is a C-contiguous array of that shape and dtype."""
-    if not is_array(array) or array.dtype != dtype or not _is_contiguous(array):
-        got = f'{array.dtype}, strides {array.strides}' if is_array(array) else type(array).__name__
-        raise TypeError(f'{name}: want a C-contiguous {np.dtype(dtype)} array, got {got}')
+    if not is_array(array):
+        raise TypeError(f'{name}: want a {np.dtype(dtype)} array, got {type(array).__name__}')
+    if array.dtype != dtype:
+        raise TypeError(f'{name}: want dtype {np.dtype(dtype)}, got {array.dtype}')
+    if not _is_contiguous(array):
+        raise TypeError(f'{name}: want a C-contiguous array, got shape {array.shape} with strides {array.strides}; copy it')
     if array.shape != tuple(shape):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
 
