@@ -233,7 +233,7 @@ def feed_forward(x, w1, b1, w2, b2):
 
 
 def embedding(ids, weight):
-    """y[...] = weight[ids[...]];  ids int32, weight (V, E)."""
+    """y[...] = weight[ids[...]];  ids of any integers, weight (V, E)."""
     weight = tensor(weight)
     return apply(Embedding, tensor(ids, weight), weight=weight)
 

@@ -10,10 +10,12 @@ import pytest
 from places import get, put
 
 import pyops
+from pyops import functional as F
 from pyops import init, ndarray, nn, ops, optim
 from pyops.autograd import Tensor, grad, no_grad
 from pyops.backend import location
 from pyops.params import generator, key
+from pyops.plan import Plan
 
 RNG = np.random.default_rng(0)
 
@@ -230,6 +232,92 @@ def test_layers_with_dropout_inside_drop_in_training_alone(make):
     assert (flat(plain.train()(x))[0].numpy() == first).all()
 
 
+@pytest.mark.parametrize('row', [row for row in TABLE if not row.options], ids=lambda row: row.name)
+def test_a_call_with_arrays_gives_tensors_and_forward_the_protocol_by_hand(row):
+    layer = shaken(row.make()).eval()
+    want = flat(layer(*map(Tensor, row.inputs)))
+    for inputs in (row.inputs, tuple(x.astype(np.float64) if x.dtype == np.float32 else x.astype(np.int64) for x in row.inputs),
+                   tuple(x.tolist() for x in row.inputs), (Tensor(row.inputs[0]), *row.inputs[1:]),
+                   tuple(ndarray.array(x) for x in row.inputs)):
+        got = flat(layer(*inputs))
+        assert all(isinstance(y, Tensor) and (y.numpy() == u.numpy()).all() for y, u in zip(got, want, strict=True))
+    y, ctx = layer.forward(*map(put, row.inputs))
+    assert all((get(a) == u.numpy().reshape(a.shape)).all() for a, u in zip(flat(y), want, strict=True))
+
+
+def test_a_call_keeps_the_history_of_tensors_in_a_list():
+    class Sum(nn.Layer):
+        def on_tensors(self, parts):
+            return sum(parts[1:], parts[0])
+    x = Tensor(normal(3), requires_grad=True)
+    Sum()([x, 2 * x]).sum().backward()
+    assert x.grad.tolist() == [3, 3, 3]
+    lstm, h = nn.LSTM(4, 5), Tensor(normal(1, 3, 5), requires_grad=True)
+    y, _ = lstm(normal(2, 3, 4), [h, 2 * h])
+    y.sum().backward()
+    assert h.grad.numpy().all()
+
+
+def test_a_call_without_an_array_says_what_it_takes():
+    layer = nn.Linear(3, 2)
+    for arguments, named, given in (((5,), {}, 'int'), ((), {}, 'nothing'), (('x',), {}, 'str'), ((None,), {}, 'NoneType')):
+        with pytest.raises(TypeError, match=rf'^Linear\(3, 2\): want a Tensor or an array, got {given}$'):
+            layer(*arguments, **named)
+    y = nn.MultiHeadAttention(4, 2)(query=Tensor(normal(3, 2, 4)))
+    assert y.shape == (3, 2, 4)
+    x = normal(4, 3)
+    told = (r'^Linear\(3, 2\): got ndarray while a plan records, which would replay a copy of it; give '
+            r'Tensor\(ndarray.from_numpy\(x\)\)')
+    with Plan(x=put(x)), pytest.raises(TypeError, match=told):
+        layer(x)
+
+
+def test_an_lstm_cell_takes_the_states_as_an_lstm_does():
+    cell, x, h, c = shaken(nn.LSTMCell(4, 5)), normal(3, 4), normal(3, 5), normal(3, 5)
+    want = [y.numpy() for y in cell(Tensor(x), Tensor(h), Tensor(c))]
+    for states in (((h, c),), ((Tensor(h), Tensor(c)),), (h, c)):
+        assert all((y.numpy() == u).all() for y, u in zip(cell(x, *states), want, strict=True))
+    zeros = [y.numpy() for y in cell(x)]
+    assert all((y.numpy() == u).all() for y, u in zip(cell(x, None), zeros, strict=True))
+    lstm, sequence = nn.LSTM(4, 5), normal(2, 3, 4)
+    for call in (lambda: cell(x, h), lambda: lstm(sequence, h[None])):
+        with pytest.raises(TypeError, match=r'state: want \(h, c\), got Tensor alone'):
+            call()
+    with pytest.raises(TypeError, match=r'GRUCell\(4, 5\): state: want a Tensor of shape \(3, 5\), got tuple'):
+        nn.GRUCell(4, 5)(x, (h, c))
+    with pytest.raises(TypeError, match=r'GRU\(4, 5\): want x and at most 1 state, got 2 states'):
+        nn.GRU(4, 5)(sequence, h[None], c[None])
+
+
+def test_ids_of_any_integers_find_their_rows():
+    layer = nn.Embedding(7, 5)
+    want = layer.weight.numpy()[IDS]
+    for ids in (IDS.astype(dtype) for dtype in (np.int64, np.uint8, np.int16, np.uint64)):
+        assert (layer(ids).numpy() == want).all() and (F.embedding(ids, layer.weight).numpy() == want).all()
+        y, ctx = layer.forward(ids)
+        assert (get(y) == want).all()
+        layer.zero_grad()
+        layer.backward(put(np.ones(y.shape, np.float32)), ctx)
+        assert layer.weight.grad.numpy().sum(1).tolist() == (5 * np.bincount(IDS.reshape(-1), minlength=7)).tolist()
+    for call in (layer, layer.forward, lambda ids: F.embedding(ids, layer.weight)):
+        with pytest.raises(OverflowError, match='4294967297 out of bounds for int32'):
+            call(np.array([1, 2**32 + 1]))
+        with pytest.raises(ValueError, match=r'ids\[1\]=7, want 0 to 6'):
+            call(np.array([1, 7]))
+        with pytest.raises(TypeError, match='ids: want dtype int32, got float'):
+            call(np.array([1.0, 2.0]))
+
+
+def test_a_wrong_dtype_is_not_called_a_matter_of_strides():
+    layer = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want dtype float32, got int32$'):
+        layer(Tensor([[1, 2, 3]]))
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a float32 array, got list$'):
+        layer.forward([[1.0, 2, 3]])
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a C-contiguous array, got shape \(4, 3\) with strides \('):
+        layer.forward(put(normal(3, 4)).T)
+
+
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 def test_dropout_is_another_mask_at_each_call_and_each_place():
@@ -370,9 +458,9 @@ def test_layers_that_belong_to_no_module_differ_and_a_seed_repeats_them(make, se
 def test_dropouts_that_belong_to_no_module_have_masks_of_their_own(seeded):
     x = np.ones((20, 30), np.float32)
     seeded(1)
-    masks = [nn.Dropout(0.5)(Tensor(x)).numpy() for _ in range(3)]
+    masks = [nn.Dropout(0.5)(x).numpy() for _ in range(3)]
     seeded(1)
-    again = [nn.Dropout(0.5)(Tensor(x)).numpy() for _ in range(3)]
+    again = [nn.Dropout(0.5)(x).numpy() for _ in range(3)]
     assert all((a == b).all() for a, b in zip(masks, again, strict=True))
     assert all((masks[i] != masks[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
 
@@ -403,7 +491,7 @@ def test_values_in_a_tree_depend_on_nothing_but_seed_and_name(seeded):
         model = nn.Sequential(nn.Dropout(0.5), nn.Residual(nn.Linear(3, 3)))
         want = init.kaiming_uniform()(generator(0, '1.module.weight'), (3, 3))
         assert (model[1].module.weight.numpy() == want).all()
-        y = nn.Sequential(nn.Dropout(0.5))(Tensor(np.ones((5, 4)))).numpy()
+        y = nn.Sequential(nn.Dropout(0.5))(np.ones((5, 4))).numpy()
         want, _ = ops.Dropout(0.5, key(0, '0')).forward(put(np.ones((5, 4), np.float32)), put(np.array([1])))
         assert (y == get(want)).all()
 
@@ -484,7 +572,7 @@ def test_values_assigned_to_a_parameter_are_copied_into_it():
         want = np.asarray(values, np.float32)
         assert layer.weight is weight and (weight.numpy() == want).all() and len(model.parameters()) == 4
         optimizer.zero_grad()
-        model(Tensor(rng.standard_normal((4, 3)))).sum().backward()
+        model(rng.standard_normal((4, 3))).sum().backward()
         optimizer.step()
         assert (weight.numpy() != want).any()
     for value, error, text in ((np.ones(3), ValueError, r'^Linear.weight: want shape \(2, 3\), got \(3,\)$'),

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from pyops import autograd, backend, init, ops, params
+from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
 from pyops.nn.module import KernelLayer, Layer, Parameter
 
@@ -175,7 +175,7 @@ class BatchNorm1d(KernelLayer):
 
 
 class Embedding(KernelLayer):
-    """y = weight[ids];  ids (...) int32, y (..., dim).  weight (number, dim) begins as normal(1)."""
+    """y = weight[ids];  ids (...) of any integers, y (..., dim).  weight (number, dim) begins as normal(1)."""
 
     def __init__(self, number, dim):
         self.number, self.dim = number, dim
@@ -183,6 +183,11 @@ class Embedding(KernelLayer):
 
     def op(self):
         return ops.Embedding, {'weight': self.weight}, {}
+
+    def by_hand(self, ids):
+        if isinstance(ids, np.ndarray) and ids.dtype.kind in 'iu' and not backend.is_recorded():
+            ids = ids if ids.dtype == np.int32 else backend.put(ndarray.array(ids, np.int32, ndarray.cpu()).numpy())
+        return super().by_hand(ids)
 
     def settings(self):
         return f'{self.number}, {self.dim}'

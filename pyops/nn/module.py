@@ -345,8 +345,9 @@ class Module:
 
 
 class Layer(Module):
-    """A module that serves both ways: layer(x) on Tensors and  y, ctx = layer.forward(x);  dx = layer.backward(dy, ctx)  on
-    arrays.  A subclass has on_tensors(x, ...), and by_hand and backward where the tape shall not do it.
+    """A module for both ways: layer(x) gives Tensors and records on the tape;  y, ctx = layer.forward(x)  and
+    dx = layer.backward(dy, ctx)  work on arrays.  A call copies arrays and lists into Tensors.  A subclass has
+    on_tensors(x, ...), and by_hand and backward unless the tape is to compute them.
 
     Errors about arguments begin with the layer's name.
     A layer is made with a seed of its own, from that of the process (pyops.seed), and draws from it while it belongs to no
@@ -360,8 +361,13 @@ class Layer(Module):
             vars(layer)['seed'] = next_key('layer')
         return layer
 
+    def __call__(self, *inputs, **named):
+        if not inputs or not all([isinstance(x, Tensor) for x in inputs]):
+            inputs = self._naming(_as_tensors, inputs, named)
+        return super().__call__(*inputs, **named)
+
     def forward(self, *inputs, **named):
-        if any(isinstance(x, Tensor) for x in inputs):
+        if _tensors((inputs, *named.values())):
             return self._naming(self.on_tensors, *inputs, **named)
         if named:
             raise TypeError(f'{self.label()}: by hand there are no named arguments, got {", ".join(named)}')
@@ -379,7 +385,7 @@ class Layer(Module):
         """function(...), whose complaints about arguments get the name of the innermost layer."""
         try:
             return function(*inputs, **named)
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
             if not getattr(error, 'names_layer', False):
                 error.args, error.names_layer = (f'{self.label()}: {error}',), True
             raise
@@ -451,6 +457,35 @@ def _up(link):
 def _in_order(name):
     """A key that sorts 'blocks.9.x' before 'blocks.10.x'."""
     return [(0, int(part), '') if part.isdigit() else (1, 0, part) for part in re.split(r'\.', name)]
+
+
+def _tensors(values):
+    """The Tensors in a tuple or list, and in tuples and lists inside it."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
+
+
+def _as_tensors(inputs, named):
+    """The inputs of a call with arrays and lists, also those in tuples, as Tensors; TypeError if there is no Tensor then."""
+    device = next((x.device for x in _tensors(inputs)), None)
+
+    def convert(value):
+        if isinstance(value, list) and _tensors(value):
+            return value                    # an array made of Tensors would have no history
+        if isinstance(value, np.ndarray | list) and backend.is_recorded():
+            raise TypeError(f'got {type(value).__name__} while a plan records, which would replay a copy of it; give '
+                            'Tensor(ndarray.from_numpy(x)) for an input of the plan, Tensor(x) for a constant')
+        return Tensor(value, device=device) if isinstance(value, np.ndarray | NDArray | list) else value
+    converted = _each(convert, inputs)
+    if not _tensors((converted, *named.values())):
+        raise TypeError('want a Tensor or an array, got '
+                        + (', '.join(type(x).__name__ for x in (*inputs, *named.values())) or 'nothing'))
+    return converted
 
 
 def _each(function, value):

@@ -19,9 +19,29 @@ def _zeros(x, hidden_size):
     return Tensor(ndarray.zeros((x.shape[0], hidden_size), device=x.device))
 
 
+def _check_states(states, shape, most):
+    """Raise TypeError or ValueError unless there are at most so many states, each a Tensor of this shape or None."""
+    if len(states) > most:
+        raise TypeError(f'want x and at most {most} state{"s" * (most > 1)}, got {len(states)} states')
+    for state in states:
+        if state is not None and not isinstance(state, Tensor):
+            raise TypeError(f'state: want a Tensor of shape {shape}, got {type(state).__name__}')
+        if state is not None and state.shape != shape:
+            raise ValueError(f'state: want shape {shape}, got {state.shape}')
+
+
+def _pair(states):
+    """The states h and c of an LSTM as a tuple of at most two: from (h, c) or None in one argument, or from two arguments."""
+    if len(states) == 1 and (states[0] is None or isinstance(states[0], tuple | list)):
+        return tuple(states[0] or ())
+    if len(states) == 1:
+        raise TypeError(f'state: want (h, c), got {type(states[0]).__name__} alone; c may be None')
+    return states
+
+
 class _Cell(Layer):
     """One step; a subclass says how many gates it has and what it does with a = x weight_ih' + bias_ih."""
-    GATES = 1
+    GATES, STATES = 1, 1
 
     def __init__(self, input_size, hidden_size):
         self.input_size, self.hidden_size = input_size, hidden_size
@@ -30,9 +50,7 @@ class _Cell(Layer):
     def on_tensors(self, x, *states):
         if x.ndim != 2 or x.shape[1] != self.input_size:
             raise ValueError(f'x: want shape (B, {self.input_size}), got {x.shape}')
-        for state in states:
-            if state is not None and state.shape != (x.shape[0], self.hidden_size):
-                raise ValueError(f'state: want shape {(x.shape[0], self.hidden_size)}, got {state.shape}')
+        _check_states(states, (x.shape[0], self.hidden_size), self.STATES)
         return self.step(x, *states)
 
     def settings(self):
@@ -56,8 +74,11 @@ class GRUCell(_Cell):
 
 
 class LSTMCell(_Cell):
-    """(h', c') of x (B, I), h (B, H) and c (B, H), zeros where they are None; the formulas are LSTM's."""
-    GATES = 4
+    """(h', c') = cell(x (B, I), (h, c) or None), states (B, H); the formulas are LSTM's; by hand cell.forward(x, h, c)."""
+    GATES, STATES = 4, 2
+
+    def on_tensors(self, x, *states):
+        return super().on_tensors(x, *_pair(states))
 
     def step(self, x, h=None, c=None):
         h, c = (_zeros(x, self.hidden_size) if state is None else state for state in (h, c))
@@ -91,10 +112,7 @@ class _Recurrent(Layer):
     def on_tensors(self, x, *states):
         if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[0]:
             raise ValueError(f'x: want shape (T, B, {self.input_size}) with T >= 1, got {x.shape}')
-        want = self.num_layers, x.shape[1], self.hidden_size
-        for state in states:
-            if state is not None and state.shape != want:
-                raise ValueError(f'state: want shape {want}, got {state.shape}')
+        _check_states(states, (self.num_layers, x.shape[1], self.hidden_size), self.STATES)
         states = [*states, *[None] * (self.STATES - len(states))]
         last = []
         for layer in range(self.num_layers):
@@ -132,7 +150,7 @@ class LSTM(_Recurrent):
     GATES, STATES = 4, 2
 
     def on_tensors(self, x, *states):
-        output, h_n, c_n = super().on_tensors(x, *(states[0] or () if len(states) == 1 else states))
+        output, h_n, c_n = super().on_tensors(x, *_pair(states))
         return output, (h_n, c_n)
 
     def run(self, layer, x, h, c):
