@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+import pyops
 from pyops import params
 from pyops import references as ref
 from pyops.data import ArrayDataset, DataLoader, Dataset, MNISTDataset, RandomCrop, RandomFlipHorizontal, mnist
@@ -65,7 +66,13 @@ def test_crops_shift_evenly_and_bring_zeros_in():
 
 def test_an_image_alone_is_changed_at_random():
     x = RNG.random((8, 8, 1), np.float32)
-    assert len({RandomCrop(3)(x).tobytes() for _ in range(30)}) > 5
+    pyops.seed(1)
+    first = [RandomCrop(3)(x).tobytes() for _ in range(30)]
+    pyops.seed(1)
+    again = [RandomCrop(3)(x).tobytes() for _ in range(30)]
+    pyops.seed(0)
+    assert first == again and first != [RandomCrop(3)(x).tobytes() for _ in range(30)]
+    assert len(set(first)) > 5
 
 
 @pytest.mark.parametrize('make, text', [
@@ -128,9 +135,32 @@ def test_arrays_make_a_dataset():
     dataset = ArrayDataset(IMAGES, np.arange(20), transforms=[RandomFlipHorizontal(1)])
     images, numbers = dataset.batch(np.array([4, 2]))
     assert (images == IMAGES[[4, 2], :, ::-1]).all() and numbers.tolist() == [4, 2] and len(dataset) == 20
-    assert (dataset[3][0] == IMAGES[3]).all()
     with pytest.raises(ValueError, match=r'equal length, got \[\(20, 6, 5, 2\), \(3,\)\]'):
         ArrayDataset(IMAGES, np.arange(3))
+
+
+@pytest.mark.parametrize('make', [lambda *t: ArrayDataset(IMAGES, np.arange(20), transforms=t), lambda *t: digits(20, t)],
+                         ids=['arrays', 'digits'])
+def test_a_single_sample_is_that_of_a_batch_with_its_transforms(make):
+    plain, changed = make(), make(RandomCrop(2), RandomFlipHorizontal(0.5), lambda x: x * 2)
+    images, labels = changed.batch(np.arange(20))
+    assert (images != plain.batch(np.arange(20))[0]).any()
+    for i in (0, 3, 19, -1, np.int64(4)):
+        image, label = changed[i]
+        assert image.shape == images.shape[1:] and (image == images[i]).all() and label == labels[i]
+        assert (plain[i][0] == plain.batch(np.array([i % 20]))[0][0]).all()
+    for index in (slice(2, 9, 3), [5, -1, 5], labels > 7):
+        found, numbers = changed[index]
+        assert (found == images[index]).all() and (numbers == labels[index]).all()
+    for index in (20, -21):
+        with pytest.raises(IndexError, match=f'Dataset: index {index} is out of bounds for 20 samples'):
+            changed[index]
+
+
+def test_files_are_not_taken_for_the_choice_of_training_or_test():
+    with pytest.raises(TypeError, match="^MNISTDataset: train: want True or False, got 'a.gz'; data_dir is the directory of "
+                                        r'the files, and MNISTDataset.of\(images, labels\) takes arrays of other files$'):
+        MNISTDataset('a.gz', 'b.gz')
 
 
 def test_digits_are_images_from_0_to_1():
@@ -142,7 +172,7 @@ def test_digits_are_images_from_0_to_1():
     image, label = dataset[-1]
     assert image.shape == (28, 28, 1) and (image == images[2]).all() and label == labels[2]
     for index in (23, -24):
-        with pytest.raises(IndexError, match='of 23 images'):
+        with pytest.raises(IndexError, match='MNISTDataset: index .* is out of bounds for 23 samples'):
             dataset[index]
 
 

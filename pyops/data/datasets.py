@@ -11,7 +11,8 @@ from pyops.data.transforms import apply_all
 class Dataset:
     """len(dataset) samples; dataset[i] is one of them, a tuple of arrays and numbers.
 
-    A subclass has __len__ and __getitem__; one that can make many samples at once overrides `batch`.
+    A subclass has __len__ and __getitem__, which returns a sample without transforms: `batch` applies them.  One that makes
+    many samples at once overrides `batch` and returns at(index) from __getitem__: the same samples, transformed.
     transforms: functions of one image (H, W, C), the first member of a sample; see pyops.data.transforms.
     """
 
@@ -27,13 +28,23 @@ class Dataset:
         raise NotImplementedError(f'{type(self).__name__}.__getitem__')
 
     def batch(self, rows, seed=0, epoch=0):
-        """The samples of these rows, (B,) int64: a tuple of arrays (B, ...), the first after its transforms."""
+        """Return the samples of these rows, (B,) int64: a tuple of arrays (B, ...), the first one transformed."""
         samples = [self[int(row)] for row in rows]
         for row, sample in zip(rows, samples, strict=True):
             if not isinstance(sample, tuple | list):
                 raise TypeError(f'{type(self).__name__}[{row}]: want a tuple, as (image, label), got {type(sample).__name__}')
         first, *rest = (np.stack(column) for column in zip(*samples, strict=True))
         return apply_all(self.transforms, first, seed, epoch, rows), *rest
+
+    def at(self, index):
+        """Return what `batch` makes, with seed 0 and epoch 0, of a number, without the first axis; of a slice or numbers."""
+        try:
+            row = operator.index(index)
+        except TypeError:
+            return self.batch(np.ascontiguousarray(np.arange(len(self))[index]))
+        if not -len(self) <= row < len(self):
+            raise IndexError(f'{type(self).__name__}: index {row} is out of bounds for {len(self)} samples')
+        return tuple(column[0] for column in self.batch(np.array([row % len(self)])))
 
 
 class ArrayDataset(Dataset):
@@ -49,7 +60,7 @@ class ArrayDataset(Dataset):
         return len(self.arrays[0])
 
     def __getitem__(self, index):
-        return tuple(array[index] for array in self.arrays)
+        return self.at(index)
 
     def batch(self, rows, seed=0, epoch=0):
         first, *rest = (array[rows] for array in self.arrays)
@@ -65,6 +76,9 @@ class MNISTDataset(Dataset):
     SHAPE = (mnist.SIDE, mnist.SIDE, 1)
 
     def __init__(self, train=True, data_dir=None, embedded=False, transforms=()):
+        if not isinstance(train, int | np.bool_):
+            raise TypeError(f'MNISTDataset: train: want True or False, got {train!r}; data_dir is the directory of the files, '
+                            'and MNISTDataset.of(images, labels) takes arrays of other files')
         digits = mnist.load(data_dir, embedded)
         self._set(*(digits[1:3] if train else digits[3:5]), transforms)
 
@@ -83,10 +97,7 @@ class MNISTDataset(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        if not -len(self) <= index < len(self):
-            raise IndexError(f'MNISTDataset: index {index} of {len(self)} images')
-        images, labels = self.batch(np.array([index % len(self)]))
-        return images[0], labels[0]
+        return self.at(index)
 
     def batch(self, rows, seed=0, epoch=0):
         images = batches.gather_pixels(self.images, rows).reshape(len(rows), *self.SHAPE)

@@ -29,15 +29,15 @@ def random_words(seed, name, epoch, indices):
 class Transform:
     """transform(x) of one image (H, W, C);  transform.batch(x, words) of many (B, H, W, C), with four words for each.
 
-    Without words an image gets those of numpy's unseeded generator.
+    Without words, the n-th such call in a process draws them from n and the seed of the process, which pyops.seed sets.
     """
 
     def __call__(self, x, words=None):
         x = np.asarray(x)
         if x.ndim != 3:
             raise ValueError(f'{self!r}: want an image (H, W, C), got shape {x.shape}')
-        words = np.random.default_rng().integers(0, 2**32, 4, np.uint32) if words is None else np.asarray(words)
-        return self.batch(x[None], words[None])[0]
+        words = random_words(params.next_key('transform'), 'alone', 0, [0]) if words is None else np.asarray(words)[None]
+        return self.batch(x[None], words)[0]
 
     def batch(self, x, words):
         raise NotImplementedError(f'{type(self).__name__}.batch(x, words)')
