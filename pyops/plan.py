@@ -392,7 +392,7 @@ class Plan:
             with open(path, 'w') as file:
                 file.write('\n'.join([*lines, '}', '']))
         except OSError as error:
-            raise UserError(f'{path}: cannot write the graph ({error.strerror}); name another file with --dot') from error
+            raise UserError(f'{path}: cannot write the graph ({error.strerror}); name another file') from error
 
 
 class Steps:

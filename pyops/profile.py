@@ -152,4 +152,4 @@ class Profile:
             with open(path, 'w') as file:
                 json.dump({'traceEvents': events, 'displayTimeUnit': 'ms'}, file)
         except OSError as error:
-            raise UserError(f'{path}: cannot write the profile ({error.strerror}); name another file with --profile') from error
+            raise UserError(f'{path}: cannot write the profile ({error.strerror}); name another file') from error
