@@ -298,7 +298,7 @@ def test_references():
 
 def test_exact_match():
     assert exact_match(['a b', 'c', 'd'], [['x', 'a b'], ['c d'], ['d']]) == pytest.approx(2 / 3)
-    with pytest.raises(UserError, match='^no sentences to score: hold some out of the training'):
+    with pytest.raises(UserError, match='^no sentences to score; hold some out of training'):
         exact_match([], [])
     with pytest.raises(ValueError, match='2 hypotheses and 1 lists'):
         exact_match(['a', 'b'], [['a']])
