@@ -1,7 +1,8 @@
 /* cross_entropy.c - masked softmax cross entropy on logits that exist, and the counting of valid rows.
  *
- * Rows are independent; threads share them, and the losses of the rows are added in order.  The log-sum-exp of a row
- * is saved, so backward needs one exponential an element and no second maximum.
+ * Rows are independent; threads share them, and the losses of the rows are added in order.  Backward gets the maximum and the
+ * sum of exponentials of each row, so it computes one exponential per element and no second maximum.  The two are saved apart:
+ * max + log(sum) would round log(sum) to the last digit of a large maximum.
  */
 #include <math.h>
 #include "internal.h"
@@ -24,45 +25,44 @@ static pyops_status check(const char *who, int64_t R, int64_t C, float smoothing
     return PYOPS_OK;
 }
 
-pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse, const float *x, const int32_t *labels,
+pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *stats, const float *x, const int32_t *labels,
                                          int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
     pyops_status status = check("cross_entropy_forward", R, C, smoothing);
     if (!status) status = pyops_count_valid(valid, "cross_entropy_forward", labels, R, C, ignore);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    float *means = smoothing > 0.0f ? pyops_scratch((size_t)R) : NULL;        /* of the rows */
-    if (smoothing > 0.0f && R && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
+    float *const max = stats, *const sum = stats + R;
+    float *terms = pyops_scratch((size_t)R);                    /* of the losses of the rows: all but the label's */
+    if (R && !terms) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
     const int64_t each = C <= PYOPS_NARROW ? 256 : 1;           /* rows */
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t first = 0; first < R; first += each) {
         const int64_t end = pyops_min(first + each, R);
-        if (C <= PYOPS_NARROW) k->narrow_lse(lse + first, x + first*C, end - first, C);
-        for (int64_t r = first; r < end; r++) {
-            if (C > PYOPS_NARROW) {
-                const float m = k->max(x + r*C, C);
-                lse[r] = m + logf(k->sum_exp(x + r*C, m, C));
-            }
-            if (means) means[r] = k->sum(x + r*C, C) / (float)C;
+        if (C <= PYOPS_NARROW) k->narrow_softmax(max + first, sum + first, terms + first, x + first*C, end - first, C);
+        for (int64_t r = first; r < end && C > PYOPS_NARROW; r++) {
+            max[r] = k->max(x + r*C, C);
+            sum[r] = k->sum_exp(x + r*C, max[r], C);
+            terms[r] = logf(sum[r]);
         }
+        for (int64_t r = first; r < end && smoothing > 0.0f; r++)
+            terms[r] -= smoothing * (k->sum_shifted(x + r*C, max[r], C) / (float)C);
     }
-    double sum = 0.0;
-    for (int64_t r = 0; r < R; r++) {
-        if (labels[r] == ignore) continue;
-        const float right = x[r*C + labels[r]];
-        sum += lse[r] - right + (means ? smoothing * (right - means[r]) : 0.0f);
-    }
-    loss[0] = valid[0] ? (float)(sum / valid[0]) : 0.0f;
+    double total = 0.0;
+    for (int64_t r = 0; r < R; r++)
+        if (labels[r] != ignore) total += terms[r] + (1.0f - smoothing) * (max[r] - x[r*C + labels[r]]);
+    loss[0] = valid[0] ? (float)(total / valid[0]) : 0.0f;
     return PYOPS_OK;
 }
 
 pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
-                                          const float *lse, const int32_t *valid,
+                                          const float *stats, const int32_t *valid,
                                           int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
     const pyops_status status = check("cross_entropy_backward", R, C, smoothing);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
+    const float *const max = stats, *const sum = stats + R;
     const float scale = valid[0] ? dloss[0] / (float)valid[0] : 0.0f;
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t r = 0; r < R; r++) {
@@ -70,7 +70,7 @@ pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const f
             k->fill(dx + r*C, C, 0.0f);
             continue;
         }
-        k->scaled_exp(dx + r*C, x + r*C, lse[r], scale, C);
+        k->scaled_exp(dx + r*C, x + r*C, max[r], scale / sum[r], C);
         if (smoothing > 0.0f) k->add_constant(dx + r*C, -scale * smoothing / (float)C, C);
         dx[r*C + labels[r]] -= scale * (1.0f - smoothing);
     }

@@ -36,11 +36,11 @@ typedef struct {
     ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldx)) \
     ROW(double, fma_loop,     (int64_t n)) \
     ROW(double, sum_squares,  (const float *x, int64_t n)) \
-    ROW(float,  sum,          (const float *x, int64_t n)) \
+    ROW(float,  sum_shifted,  (const float *x, float shift, int64_t n)) \
     ROW(float,  max,          (const float *x, int64_t n)) \
     ROW(float,  sum_exp,      (const float *x, float shift, int64_t n)) \
     ROW(float,  exp_sum,      (float *y, const float *x, float shift, int64_t n)) \
-    ROW(void,   narrow_lse,   (float *lse, const float *x, int64_t R, int64_t C)) \
+    ROW(void,   narrow_softmax, (float *max, float *sum, float *log_sum, const float *x, int64_t R, int64_t C)) \
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
     ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
                                uint64_t key, uint32_t threshold, float scale)) \

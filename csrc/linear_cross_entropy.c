@@ -127,19 +127,20 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t r = 0; r < rows; r++) {
                 const int32_t label = labels[row[r0 + r]];
                 float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS;
-                float max = -INFINITY, sum_exp = 0.0f, sum_z = 0.0f;
+                float max = -INFINITY, sum_exp = 0.0f, below = 0.0f;     /* below: sum of z - max */
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const float m = maxima[v / COLUMNS * block + r];
                     if (max == max && !(m <= max)) max = m;     /* a NaN stays */
-                    if (smoothing > 0.0f) sum_z += k->sum(chunk(logits, block, v) + r*LD, pyops_min(COLUMNS, V - v));
                 }
-                const float target_z = *z_label;
+                const float missing = max - *z_label;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
+                    const int64_t n = pyops_min(COLUMNS, V - v);
                     float *z = chunk(logits, block, v) + r*LD;
-                    sum_exp += k->exp_sum(z, z, max, pyops_min(COLUMNS, V - v));
+                    if (smoothing > 0.0f) below += k->sum_shifted(z, max, n);
+                    sum_exp += k->exp_sum(z, z, max, n);
                 }
-                losses[r] = max + logf(sum_exp) - target_z;
-                if (smoothing > 0.0f) losses[r] += smoothing * (target_z - sum_z / (float)V);
+                losses[r] = logf(sum_exp) + (1.0f - smoothing) * missing;
+                if (smoothing > 0.0f) losses[r] -= smoothing * (below / (float)V);
                 if (!gradients) continue;
                 if (smoothing > 0.0f)
                     for (int64_t v = 0; v < V; v += COLUMNS)

@@ -7,7 +7,7 @@
 #include "internal.h"
 
 /* Places in `work`, in floats. */
-typedef struct { int64_t labels, valid, one, a, da, logits, dlogits, lse, ink, places, rest, size; } layout;
+typedef struct { int64_t labels, valid, one, a, da, logits, dlogits, stats, ink, places, rest, size; } layout;
 
 static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
     layout l;
@@ -19,7 +19,7 @@ static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
     l.da = at;          at += B * H;
     l.logits = at;      at += B * C;
     l.dlogits = at;     at += B * C;
-    l.lse = at;         at += B;
+    l.stats = at;       at += 2 * B;
     l.ink = at;         at += B;
     l.places = at;      at += (B * (I + 8) + 1) / 2;        /* two uint16 in the space of a float */
     l.rest = at;        at += pyops_pixel_linear_backward_work(B, I, H);
@@ -60,10 +60,11 @@ pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2
     for (int64_t b = 0; b < B; b++) batch_labels[b] = labels[rows[b]];
     TRY(pyops_relu_forward(a, a, B * H, stream));
     TRY(pyops_gemm(logits, a, w2, b2, B, C, H, C, H, 1, 1, H, 0, 0, stream));
-    TRY(pyops_cross_entropy_forward(loss, (int32_t *)(work + l.valid), work + l.lse, logits, batch_labels, B, C, -1, 0.0f, stream));
+    TRY(pyops_cross_entropy_forward(loss, (int32_t *)(work + l.valid), work + l.stats, logits, batch_labels, B, C, -1, 0.0f,
+                                    stream));
     work[l.one] = 1.0f;
-    TRY(pyops_cross_entropy_backward(dlogits, work + l.one, logits, batch_labels, work + l.lse, (int32_t *)(work + l.valid),
-                                     B, C, -1, 0.0f, stream));
+    TRY(pyops_cross_entropy_backward(dlogits, work + l.one, logits, batch_labels, work + l.stats,
+                                     (int32_t *)(work + l.valid), B, C, -1, 0.0f, stream));
     TRY(pyops_gemm(dw2, dlogits, a, NULL, C, H, B, H, 1, C, H, 1, 0, 0, stream));
     memset(db2, 0, (size_t)C * sizeof *db2);
     TRY(pyops_column_sums(db2, dlogits, B, C, stream));

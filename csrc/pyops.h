@@ -20,7 +20,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 7
+#define PYOPS_ABI_VERSION 8
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -407,20 +407,23 @@ PYOPS_API pyops_status pyops_sequence_lengths(
     int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream);
 
 /* ---- masked softmax cross entropy ------------------------------------------------------
- * lse[r] = log sum_c exp(x[r,c]);   loss[0] = mean over valid r of lse[r] - x[r,labels[r]]
- * dx[r,c] = dloss[0] / valid[0] * (exp(x[r,c] - lse[r]) - [c = labels[r]]),  0 in masked rows
- * A row is masked where labels[r] = ignore.  valid[0] counts the others; loss is 0 where there are none.
+ * max[r] = max_c x[r,c];   sum[r] = sum_c exp(x[r,c] - max[r]);   saved as stats[0,r] and stats[1,r]
+ * loss[0] = mean over valid r of log sum[r] + (max[r] - x[r,labels[r]])
+ * dx[r,c] = dloss[0] / valid[0] * (exp(x[r,c] - max[r]) / sum[r] - [c = labels[r]]),  0 in masked rows
+ * Only differences of x enter, so the loss and dx are as exact for large x as for small ones.
+ * A row is masked where labels[r] = ignore.  valid[0] counts the others; loss is 0 if there are none.
  * smoothing s, 0 <= s < 1: the target of a row is (1 - s) onehot(label) + s / C in place of onehot(label), so
- *   loss = mean over valid r of lse - (1 - s) x[r,label] - s * mean of x[r,:], and in dx (1 - s) [c = label] + s / C
- * x, dx (R,C)   labels (R) int32 in [0,C) or = ignore   lse (R)   loss, dloss (1)   valid (1) int32
+ *   loss = mean over valid r of log sum + (1 - s) (max - x[r,label]) + s * mean over c of (max - x[r,c]),
+ *   and in dx (1 - s) [c = label] + s / C
+ * x, dx (R,C)   labels (R) int32 in [0,C) or = ignore   stats (2,R)   loss, dloss (1)   valid (1) int32
  */
 PYOPS_API pyops_status pyops_cross_entropy_forward(
-    float *loss, int32_t *valid, float *lse,
+    float *loss, int32_t *valid, float *stats,
     const float *x, const int32_t *labels,
     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream);
 PYOPS_API pyops_status pyops_cross_entropy_backward(
     float *dx, const float *dloss,
-    const float *x, const int32_t *labels, const float *lse, const int32_t *valid,
+    const float *x, const int32_t *labels, const float *stats, const int32_t *valid,
     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream);
 
 /* ---- output layer and masked softmax cross entropy in one ---------------------------------

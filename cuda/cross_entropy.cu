@@ -1,8 +1,8 @@
 // cross_entropy.cu - masked softmax cross entropy on logits that exist.
 //
-// Forward, two launches: a team of threads for each row finds its log-sum-exp in one pass over the row, and where labels are
-// smoothed its mean; then one block adds the losses of the valid rows.  Backward, one launch: a team for each row again.  A team is a warp, eight rows a block,
-// or a whole block where rows are long:
+// Forward, two launches: a team of threads per row finds the maximum and the sum of exponentials in one pass over the row and,
+// where labels are smoothed, how far the row is below its maximum on average; then one block adds the losses of the valid rows.
+// Backward, one launch: a team per row again.  A team is a warp, eight rows a block, or a whole block where rows are long:
 //
 //     row of 10 logits     lane 0 1 2 .. 9 | the other lanes have nothing
 //     row of 50000         thread 0 1 2 .. 255 | 0 1 2 .. 255 | 0 1 2 ..         neighbours read neighbours
@@ -12,56 +12,78 @@ static constexpr int THREADS = 256;
 static constexpr int64_t LONG_ROW = 1024;               // from here on a row is worth a block
 static constexpr int SUM_THREADS = 1024;                // of the block that adds the losses
 
-// TEAM threads share a row: 32 or THREADS.  means: NULL, or a place for the mean of each row.
+namespace {                                             // names of this file alone
+// The sum of x - max over n logits, and how it changes with a larger max.  No term is positive, so there is no cancellation.
+struct Below {
+    float sum = 0.0f, n = 0.0f;
+    __device__ void raise(float max, float to) { if (n > 0.0f) sum += n * (max - to); }
+};
+}
+
+// TEAM threads share a row: 32 or THREADS.  means: NULL, or (R) for the mean of x - max of each row.
 template <int TEAM> static __global__ void __launch_bounds__(THREADS)
-rows_log_sum_exp(float *lse, float *means, const float *x, int64_t R, int64_t C) {
+row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_t C) {
     constexpr int TEAMS = THREADS / TEAM, WARPS = TEAM / 32, AT_ONCE = 4;
     SHARED(float, maxima, [WARPS]);
     SHARED(float, sums, [WARPS]);
-    SHARED(float, totals, [WARPS]);
+    SHARED(float, below_sums, [WARPS]);
+    SHARED(float, counts, [WARPS]);
     const int member = threadIdx.x % TEAM, warp = member / 32;
     for (int64_t r = blockIdx.x * int64_t(TEAMS) + threadIdx.x / TEAM; r < R; r += int64_t(gridDim.x) * TEAMS) {
         LogSumExp found;
-        float total = 0.0f;
+        Below below;
         for (int64_t c = member; c < C; c += AT_ONCE * TEAM) {
             float several[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) several[i] = c + i * TEAM < C ? x[r*C + c + i * TEAM] : -INFINITY;
+            const float before = found.max;
             found.add(several);
             if (!means) continue;
+            below.raise(before, found.max);
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) total += c + i * TEAM < C ? several[i] : 0.0f;
+            for (int i = 0; i < AT_ONCE; i++)
+                if (c + i * TEAM < C) below.sum += several[i] - found.max, below.n += 1.0f;
         }
-        found = warp_log_sum_exp(found);
-        if (means) total = warp_sum(total);
+        const float own = found.max;
+        found = warp_log_sum_exp(found);                // max is the same in all lanes
+        if (means) {
+            below.raise(own, found.max);
+            below = {warp_sum(below.sum), warp_sum(below.n)};
+        }
         if constexpr (WARPS > 1) {
             if (member % 32 == 0) {
                 maxima[warp] = found.max;
                 sums[warp] = found.sum;
-                totals[warp] = total;
+                below_sums[warp] = below.sum;
+                counts[warp] = below.n;
             }
             __syncthreads();
             if (member == 0)
                 for (int w = 1; w < WARPS; w++) {
+                    const float before = found.max;
+                    Below other = {below_sums[w], counts[w]};
                     found.add(LogSumExp{maxima[w], sums[w]});
-                    total += totals[w];
+                    below.raise(before, found.max);
+                    other.raise(maxima[w], found.max);
+                    below = {below.sum + other.sum, below.n + other.n};
                 }
             __syncthreads();                            // the next row overwrites them
         }
         if (member == 0) {
-            lse[r] = found.value();
-            if (means) means[r] = total / static_cast<float>(C);
+            max[r] = found.max;
+            sum[r] = found.total();
+            if (means) means[r] = below.sum / below.n;
         }
     }
 }
 
-// loss = mean over the valid rows of lse - the target's logit.  One block, so that the order of the sum is always the same.
-static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int32_t *valid, const float *lse, const float *means,
-                                                                const float *x, const int32_t *labels, FaultRecord *faults,
-                                                                int64_t R, int64_t C, int32_t ignore, float smoothing) {
+// The mean of the losses of the valid rows.  One block, so that the order of the sum is always the same.
+static __global__ void __launch_bounds__(SUM_THREADS)
+mean_loss(float *loss, int32_t *valid, const float *max, const float *sum, const float *means, const float *x,
+          const int32_t *labels, FaultRecord *faults, int64_t R, int64_t C, int32_t ignore, float smoothing) {
     SHARED(double, sums, [SUM_THREADS / 32]);
     SHARED(int, counts, [SUM_THREADS / 32]);
-    double sum = 0.0;
+    double total = 0.0;
     int count = 0;
     for (int64_t r = threadIdx.x; r < R; r += SUM_THREADS) {
         const int32_t label = labels[r];
@@ -70,31 +92,30 @@ static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, int
             report(faults, Fault::label, Who::cross_entropy_forward, r, label, C - 1);
             continue;
         }
-        const float right = x[r*C + label];
-        sum += lse[r] - right + (means ? smoothing * (right - means[r]) : 0.0f);
+        total += logf(sum[r]) + (1.0f - smoothing) * (max[r] - x[r*C + label]) - (means ? smoothing * means[r] : 0.0f);
         count++;
     }
-    sum = block_sum(sum, sums);
+    total = block_sum(total, sums);
     count = block_sum(count, counts);
     if (threadIdx.x == 0) {
         valid[0] = count;
-        loss[0] = count ? static_cast<float>(sum / count) : 0.0f;
+        loss[0] = count ? static_cast<float>(total / count) : 0.0f;
     }
 }
 
 template <int TEAM> static __global__ void __launch_bounds__(THREADS)
-backward(float *dx, const float *dloss, const float *x, const int32_t *labels, const float *lse, const int32_t *valid,
-         int64_t R, int64_t C, int32_t ignore, float smoothing) {
+backward(float *dx, const float *dloss, const float *x, const int32_t *labels, const float *max, const float *sum,
+         const int32_t *valid, int64_t R, int64_t C, int32_t ignore, float smoothing) {
     constexpr int TEAMS = THREADS / TEAM;
     const float scale = valid[0] ? dloss[0] / static_cast<float>(valid[0]) : 0.0f;
     const float on_label = scale * (1.0f - smoothing), everywhere = scale * smoothing / static_cast<float>(C);
     for (int64_t r = blockIdx.x * int64_t(TEAMS) + threadIdx.x / TEAM; r < R; r += int64_t(gridDim.x) * TEAMS) {
         const int32_t label = labels[r];
-        const float shift = lse[r];
+        const float top = max[r], factor = scale / sum[r];
         const bool masked = label == ignore;
 #pragma unroll 4
         for (int64_t c = threadIdx.x % TEAM; c < C; c += TEAM)
-            dx[r*C + c] = masked ? 0.0f : scale * expf(x[r*C + c] - shift) - (c == label ? on_label : 0.0f) - everywhere;
+            dx[r*C + c] = masked ? 0.0f : factor * expf(x[r*C + c] - top) - (c == label ? on_label : 0.0f) - everywhere;
     }
 }
 
@@ -104,7 +125,7 @@ static pyops_status check(const char *who, int64_t R, int64_t C, float smoothing
     return PYOPS_OK;
 }
 
-extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *lse,
+extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *stats,
                                                     const float *x, const int32_t *labels,
                                                     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     const pyops_status status = check("cross_entropy_forward", R, C, smoothing);
@@ -113,20 +134,20 @@ extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid,
     if (smoothing > 0.0f && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     Launches launches;
-    if (R) launches << LAUNCH(team == 32 ? rows_log_sum_exp<32> : rows_log_sum_exp<THREADS>, grid_for(R * team, THREADS),
-                              THREADS, 0, stream_of(stream), lse, means, x, R, C);
+    if (R) launches << LAUNCH(team == 32 ? row_sums<32> : row_sums<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
+                              stream_of(stream), stats, stats + R, means, x, R, C);
     launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream),
-                       loss, valid, lse, means, x, labels, pyops_faults(), R, C, ignore, smoothing);
+                       loss, valid, stats, stats + R, means, x, labels, pyops_faults(), R, C, ignore, smoothing);
     return pyops_launched("cross_entropy_forward", launches.error, stream);
 }
 
 extern "C" pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
-                                                     const float *lse, const int32_t *valid,
+                                                     const float *stats, const int32_t *valid,
                                                      int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     const pyops_status status = check("cross_entropy_backward", R, C, smoothing);
     if (status || R == 0) return status;
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     return pyops_launched("cross_entropy_backward",
                           LAUNCH(team == 32 ? backward<32> : backward<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
-                                 stream_of(stream), dx, dloss, x, labels, lse, valid, R, C, ignore, smoothing), stream);
+                                 stream_of(stream), dx, dloss, x, labels, stats, stats + R, valid, R, C, ignore, smoothing), stream);
 }

@@ -4,17 +4,17 @@
 // gradient never is: both products that need it form it from the logits while these are on their way to the sums.
 //
 //   gather      x_valid = the valid rows of x, close together, in order; 0 in the masked rows of dx
-//   logits      tiles of x_valid weight' + bias, and of each row in each tile: the largest, the sum of exponentials, the sum
-//   row_losses  from those: the log-sum-exp of each row, its label's logit, its loss
+//   logits      tiles of x_valid weight' + bias; per row and tile the maximum, the sum of exponentials, the sum of logit - maximum
+//   row_losses  from those: the maximum and the sum of exponentials of each row, its label's logit, its loss
 //   mean_loss   of the losses, in order
 //   dx          tiles of dlogits weight, each in parts of the vocabulary where there are few tiles
 //   add_parts   the parts, in order; then rows go back to their places
 //   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
 //
-//                   V, in tiles of 128                       dlogits[p,v] = scale * (exp(logits[p,v] - lse[p]) - target[p,v])
+//                   V, in tiles of 128                   dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
 //              +-----+-----+--  --+---+
-//   valid rows |     |     |      |   |  logits, rows ldv apart      lse[p] comes from all tiles of a row, so that nobody
-//   p in tiles +-----+-----+--  --+---+                              can go on before all of them are there
+//   valid rows |     |     |      |   |  logits, rows ldv apart      max and sum come from all tiles of a row, so no gradient
+//   p in tiles +-----+-----+--  --+---+                              can be formed before the last tile of the row is done
 //   of 128     |     |     |      |   |
 //              +-----+-----+--  --+---+
 //
@@ -42,8 +42,8 @@ template <> struct Shapes<Precision::fp32> {
     using Gradients = Logits;
 };
 
-struct alignas(8) ValidRow { float lse; int32_t label; };
-struct Piece { LogSumExp exps; float sum; };            // of the logits of a row in a tile
+struct alignas(16) ValidRow { float max, factor; int32_t label; };      // factor = scale / sum, see above
+struct Piece { LogSumExp exps; float below; };          // of the logits of a row in a tile;  below: the sum of logit - max
 
 struct Call {                                           // what all kernels get
     float *dx, *dweight, *dbias;
@@ -108,19 +108,22 @@ static __global__ void __launch_bounds__(THREADS) row_losses(Call c) {
     const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32, p = c.first + m;
     if (m >= c.rows()) return;
     const int lane = threadIdx.x & 31;
+    const Piece *const pieces = c.pieces + m * c.tiles;
     LogSumExp exps;
-    float sum = 0.0f;
-    for (int64_t tile = lane; tile < c.tiles; tile += 32) {
-        exps.add(c.pieces[m * c.tiles + tile].exps);
-        sum += c.pieces[m * c.tiles + tile].sum;
+    for (int64_t tile = lane; tile < c.tiles; tile += 32) exps.add(pieces[tile].exps);
+    exps = warp_log_sum_exp(exps);                      // max is the same in all lanes
+    float below = 0.0f;
+    for (int64_t tile = lane; c.smoothing > 0.0f && tile < c.tiles; tile += 32) {
+        const int64_t words = c.V - tile * TILE < TILE ? c.V - tile * TILE : TILE;
+        below += pieces[tile].below + static_cast<float>(words) * (pieces[tile].exps.max - exps.max);
     }
-    exps = warp_log_sum_exp(exps);
-    sum = warp_sum(sum);
+    below = warp_sum(below);
     if (lane) return;
-    const ValidRow row = {exps.value(), c.labels[c.position[p]]};
-    const float right = c.logits[m * c.ldv + row.label];
-    c.row[p] = row;
-    c.losses[p] = row.lse - right + (c.smoothing > 0.0f ? c.smoothing * (right - sum / static_cast<float>(c.V)) : 0.0f);
+    const float sum = exps.total();
+    const int32_t label = c.labels[c.position[p]];
+    c.row[p] = {exps.max, 1.0f / static_cast<float>(c.valid[0]) / sum, label};
+    c.losses[p] = logf(sum) + (1.0f - c.smoothing) * (exps.max - c.logits[m * c.ldv + label]);
+    if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(c.V));
 }
 
 static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Call c) {
@@ -155,26 +158,25 @@ logits(Call c, int64_t tiles_m) {
         bias[i] = v < c.V ? c.bias[v] : -INFINITY;      // beyond the vocabulary: adds nothing to a sum of exponentials
     }
     for (int m = threadIdx.x / ACROSS; m < S::M; m += S::THREADS / ACROSS) {
-        float several[4 * WIDE], sum = 0.0f;
+        float several[4 * WIDE], below = 0.0f;
 #pragma unroll
         for (int w = 0; w < WIDE; w++) {
             const int n = w * 4 * ACROSS + 4 * t;
             load<4>(several + 4 * w, shared + m * T::STRIDE + n);
 #pragma unroll
-            for (int i = 4 * w; i < 4 * w + 4; i++) {
-                several[i] += bias[i];
-                sum += v0 + n + i % 4 < c.V ? several[i] : 0.0f;
-            }
+            for (int i = 4 * w; i < 4 * w + 4; i++) several[i] += bias[i];
             if (m0 + m < rows)
                 *reinterpret_cast<float4 *>(c.logits + (m0 + m) * c.ldv + v0 + n) =
                     make_float4(several[4 * w], several[4 * w + 1], several[4 * w + 2], several[4 * w + 3]);
         }
         LogSumExp exps;
         exps.add(several);
-        exps = warp_log_sum_exp<ACROSS>(exps);
+        exps = warp_log_sum_exp<ACROSS>(exps);          // max is the same in all lanes of the row
 #pragma unroll
-        for (int step = ACROSS / 2; step; step >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-        if (t == 0 && m0 + m < rows) c.pieces[(m0 + m) * c.tiles + place.n] = {exps, sum};
+        for (int i = 0; i < 4 * WIDE; i++) below += v0 + i / 4 * 4 * ACROSS + 4 * t + i % 4 < c.V ? several[i] - exps.max : 0.0f;
+#pragma unroll
+        for (int step = ACROSS / 2; step; step >>= 1) below += __shfl_xor_sync(ALL_LANES, below, step);
+        if (t == 0 && m0 + m < rows) c.pieces[(m0 + m) * c.tiles + place.n] = {exps, below};
     }
 }
 
@@ -185,20 +187,22 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     static constexpr Way way = Way::formed;
     using Line = ValidRow;
     const ValidRow *row;
-    float scale, on_label, everywhere;                  // dlogits = scale * p - everywhere - (v is the label ? on_label : 0)
+    float on_label, everywhere;                         // dlogits = factor * exp - everywhere - (v is the label ? on_label : 0)
     mutable float column_sum[4] = {};                   // of what this thread made; of the same four words always, in dweight
 
     __device__ __forceinline__ DLogits(const Call &c, int64_t rows)
-        : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true}, row(c.row + c.first),
-          scale(1.0f / static_cast<float>(c.valid[0])), on_label(scale * (1.0f - c.smoothing)),
-          everywhere(scale * c.smoothing / static_cast<float>(c.V)) {}
+        : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true}, row(c.row + c.first) {
+        const float scale = 1.0f / static_cast<float>(c.valid[0]);
+        on_label = scale * (1.0f - c.smoothing);
+        everywhere = scale * c.smoothing / static_cast<float>(c.V);
+    }
     __device__ __forceinline__ Line line(int64_t p) const { return row[p]; }
     __device__ __forceinline__ void form(float (&four)[4], const Line &at, int64_t v) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             // what is rounded to 11 bits or 8 for the product needs no exponential that is right to the last of 24
-            const float p = P == Precision::fp32 ? expf(four[i] - at.lse) : __expf(four[i] - at.lse);
-            four[i] = scale * p - everywhere - (v + i == at.label ? on_label : 0.0f);
+            const float e = P == Precision::fp32 ? expf(four[i] - at.max) : __expf(four[i] - at.max);
+            four[i] = at.factor * e - everywhere - (v + i == at.label ? on_label : 0.0f);
             column_sum[i] += four[i];
         }
     }

@@ -1,4 +1,5 @@
-// log_sum_exp.cuh - log sum exp(x) in one pass over x, by any number of threads.
+// log_sum_exp.cuh - the maximum of x and the sum of exp(x - max) in one pass over x, by any number of threads.  Callers keep
+// the two apart: max + log(sum) would round log(sum) to the last digit of a large maximum.
 #pragma once
 #include <cfloat>
 #include "block.cuh"
@@ -25,8 +26,8 @@ struct LogSumExp {
         max = top;
     }
 
-    // As the C library has it: NaN too where every x is -infinity, which is where nothing was added to the sum.
-    __device__ float value() const { return sum > 0.0f ? max + logf(sum) : NAN; }
+    // NaN if every x is -infinity, as in the C library.
+    __device__ float total() const { return sum > 0.0f ? sum : NAN; }
 };
 
 // Lane 0 gets the result: the rounding of a + b and b + a differs in the last bit, so the others may not have the same.

@@ -51,9 +51,8 @@ def cross_entropy(x, labels, ignore, smoothing=0.0):
         return np.zeros(1)
     x, labels = x[valid], labels[valid]
     top = x.max(-1, keepdims=True)
-    lse = np.log(np.exp(x - top).sum(-1)) + top[:, 0]
     target = (1 - smoothing) * np.eye(x.shape[1])[labels] + smoothing / x.shape[1]
-    return np.array([(target * (lse[:, None] - x)).sum(-1).mean()])
+    return np.array([(np.log(np.exp(x - top).sum(-1)) + (target * (top - x)).sum(-1)).mean()])
 
 
 def linear_cross_entropy(x, weight, bias, labels, ignore, smoothing=0.0):

@@ -6,6 +6,7 @@ once in PyTorch.  `large` is a size that is worth several threads.  Adding an op
 """
 import functools
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -472,36 +473,55 @@ class AttentionRow:
 
 
 class CrossEntropyRow:
-    name = 'cross_entropy'
+    name, smoothing = 'cross_entropy', 0.0
     wrong_axis = {'x': 0}
     sizes = ((1, 2), (3, 5), (8, 17), (33, 100), (20, 1001))                                      # R, C
     large = (81, 1001)
 
     def build(self, size, rng):
-        R, C = size
+        R, C, *_ = size
         labels = labels_with_masked_rows(rng, R, C, -1)
         labels[0] = C - 1
-        return Built(CrossEntropy, dict(x=normal(rng, R, C, scale=3)), {}, dict(labels=labels))
+        return Built(lambda: CrossEntropy(smoothing=self.smoothing), dict(x=self.logits(size, labels, rng)), {},
+                     dict(labels=labels))
+
+    def logits(self, size, labels, rng):
+        return normal(rng, *size, scale=3)
 
     def reference(self, x, labels):
-        return ref.cross_entropy(x, labels, -1)
+        return ref.cross_entropy(x, labels, -1, self.smoothing)
 
     def torch(self, torch, x, labels):
-        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1).reshape(1)
+        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1, label_smoothing=self.smoothing).reshape(1)
 
 
 class SmoothedCrossEntropyRow(CrossEntropyRow):
-    name, sizes = 'cross_entropy-smoothed', ((1, 2), (3, 5), (33, 100), (20, 1001))
+    name, smoothing, sizes = 'cross_entropy-smoothed', 0.1, ((1, 2), (3, 5), (33, 100), (20, 1001))
 
-    def build(self, size, rng):
-        built = super().build(size, rng)
-        return Built(lambda: CrossEntropy(smoothing=0.1), built.inputs, {}, built.constants)
 
-    def reference(self, x, labels):
-        return ref.cross_entropy(x, labels, -1, 0.1)
+def below(top, shape, rng):
+    """float32 numbers from 0 to 3 below top, exact, and many of them equal; where floats are farther apart, 24 of these."""
+    step = max(np.spacing(np.float32(top)), np.float32(0.125))
+    return np.float32(top) - step * rng.integers(0, 25, shape).astype(np.float32)
 
-    def torch(self, torch, x, labels):
-        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1, label_smoothing=0.1).reshape(1)
+
+class LargeCrossEntropyRow(CrossEntropyRow):
+    """Rows just below a large number; every fifth from the second on is all equal, has one huge logit, is as far below 0."""
+    sizes = ((1, 2, 1e2), (3, 2, 1e2), (9, 5, 1e4), (12, 17, 1e9), (33, 100, 1e4), (20, 1001, 1e2))       # R, C, top
+    large = (81, 1001, 1e4)
+
+    def __init__(self, smoothing=0.0):
+        self.name, self.smoothing = f'cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
+
+    def logits(self, size, labels, rng):
+        R, C, top = size
+        x = below(top, (R, C), rng)
+        x[1::5] = top
+        x[2::5] = normal(rng, *x[2::5].shape)
+        x[2::5, 0] = top
+        labels[2::5][labels[2::5] >= 0] = 0         # a loss of 1e9 would hide those of the other rows
+        x[3::5] *= -1
+        return x
 
 
 class LinearCrossEntropyRow:
@@ -528,6 +548,20 @@ class LinearCrossEntropyRow:
 
 class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
     name, smoothing = 'linear_cross_entropy-smoothed', 0.1
+
+
+class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
+    """Biases just below 1e4.  All numbers are multiples of powers of 2 for which logits have no rounding in float32."""
+
+    def __init__(self, smoothing=0.0):
+        self.name, self.smoothing = f'linear_cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        for arrays, step in ((built.inputs, 4), (built.params, 8)):
+            arrays |= {name: np.rint(step * value) / np.float32(step) for name, value in arrays.items()}
+        built.params['bias'] = below(1e4, size[-1], rng)
+        return built
 
 
 class InProductsRow:
@@ -564,12 +598,14 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          PositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
          SmoothedCrossEntropyRow(),
+         *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
          *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (
              AttentionRow(lengths='any'), AttentionRow(True, 0.3, 'any'))),
          *(InProductsRow(GRURow(before, h0), (2, 3, 4, 5), (4, 13, 8, 33)) for before in (False, True) for h0 in (True, False)),
          InProductsRow(EmbeddingGRURow(False, True, True), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
          InProductsRow(EmbeddingGRURow(True, False, False), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
-         InProductsRow(SmoothedLinearCrossEntropyRow(), (3, 4, 6, 5), (3, 60, 40, 150)),
+         *(InProductsRow(row, (3, 4, 6, 5), (3, 60, 40, 150)) for row in (
+             SmoothedLinearCrossEntropyRow(), LargeLinearCrossEntropyRow(0.1))),
          InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
          InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
          InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16))]
@@ -858,6 +894,63 @@ def test_cross_entropy_of_extreme_rows(op):
         assert get(ctx.valid)[0] == (now >= 0).sum()
         if (now < 0).all():
             assert loss[0] == 0 and (dx == 0).all()
+
+
+def large_rows(C, top):
+    """(row of C logits, its label) of many kinds, whose largest logit is about top."""
+    rng = np.random.default_rng(6)
+    x, step = below(top, C, rng), max(np.spacing(np.float32(top)), np.float32(0.125))
+    huge = normal(rng, C)
+    huge[C // 2] = top
+    rising = (top - step * np.arange(C)[::-1]).astype(np.float32)       # every tile of logits has another maximum
+    pair = np.zeros(C, np.float32)
+    pair[[0, -1]] = top
+    return {'near': (x, C // 3), 'far below zero': (-x, C // 3), 'all tied': (np.full(C, top, np.float32), C - 1),
+            'one huge': (huge, C // 2), 'one huge, not the label': (huge, C - 1 if C > 2 else 0),
+            'rising': (rising, C - 1), 'falling': (rising[::-1].copy(), C - 1), 'two tied': (pair, 0)}
+
+
+def loss_of_one_row(op, x, label, smoothing):
+    """-> logits (C,) as the op has them, loss, gradient of the logits (C,).  A second row is ignored."""
+    C, rows, ignored = len(x), np.stack([x, x[::-1]]), np.array([label, -1], np.int32)
+    one = put(np.ones(1, np.float32))
+    if op == 'cross_entropy':
+        op = CrossEntropy(smoothing=smoothing)
+        loss, ctx = op.forward(put(rows), put(ignored))
+        dx = get(op.backward(one, ctx))
+        assert (dx[1] == 0).all()
+        return x, get(loss)[0], dx[0]
+    if op == 'mlp_gradients':                           # whose hidden layer is 0, so that the biases are the logits
+        bias = parameter('b2', x)
+        op = MLPGradients(of_zeros('w1', 2, 3), of_zeros('b1', 3), of_zeros('w2', C, 3), bias)
+        loss, ctx = op.forward(put(np.ones((1, 2), np.uint8)), put(np.zeros(1, np.int64)), put(ignored[:1]))
+        op.backward(one, ctx)
+        return x, get(loss)[0], get(bias.grad)
+    make = LinearCrossEntropy if op == 'linear_cross_entropy' else functools.partial(
+        QUANTIZED['LinearCrossEntropy'], recipe=Recipe())
+    bias, difference = parameter('bias', np.full(C, x.max(), np.float32)), rows - x.max()
+    op = make(parameter('weight', np.ascontiguousarray(difference.T)), bias, smoothing=smoothing)
+    loss, ctx = op.forward(put(np.eye(2, dtype=np.float32)), put(ignored))
+    op.backward(one, ctx)
+    return difference[0] + x.max(), get(loss)[0], get(bias.grad)
+
+
+@pytest.mark.parametrize('op,smoothing,C', [
+    *itertools.product(['cross_entropy', 'linear_cross_entropy', 'linear_cross_entropy-in-products'], [0.0, 0.1],
+                       [2, 5, 16, 17, 100, 1100]),
+    *itertools.product(['mlp_gradients'], [0.0], [2, 10, 17, 128])])
+def test_a_large_maximum_costs_no_digit_of_the_loss_or_its_gradient(op, smoothing, C):
+    """Rounding errors are those of exponentials, logarithm and sums, all relative to the loss and not to the logits."""
+    rtol = (3 + np.sqrt(C) / 2) * np.finfo(np.float32).eps
+    for top in (1.0, 1e2, 1e4, 1e9):
+        for kind, (x, label) in large_rows(C, top).items():
+            logits, loss, dx = loss_of_one_row(op, x, label, smoothing)
+            logits = logits.astype(np.float64)
+            want = ref.cross_entropy(logits[None], np.array([label]), -1, smoothing)[0]
+            assert abs(loss - want) <= rtol * (1 + want), (kind, top, loss, want)
+            e, target = np.exp(logits - logits.max()), (1 - smoothing) * np.eye(C)[label] + smoothing / C
+            assert np.abs(dx - (e / e.sum() - target)).max() <= rtol, (kind, top)
+            assert abs(dx.astype(np.float64).sum()) <= rtol, (kind, top)
 
 
 def test_a_nan_logit_is_seen_in_the_loss():

@@ -197,7 +197,7 @@ def test_the_printed_plan_names_every_tensor_with_its_shape():
     plan, _ = Tiny().record()
     lines = str(plan).splitlines()
     want = {'x': '(6, 5)', 'w1': '(4, 5)', 'bias1': '(4)', 'layer1.y': '(6, 4)', 'relu.y': '(6, 4)', 'w2': '(3, 4)',
-            'bias2': '(3)', 'layer2.y': '(6, 3)', 'loss.loss': '(1)', 'loss.lse': '(6)', 'loss.dx': '(6, 3)',
+            'bias2': '(3)', 'layer2.y': '(6, 3)', 'loss.loss': '(1)', 'loss.stats': '(2, 6)', 'loss.dx': '(6, 3)',
             'layer2.dx': '(6, 4)', 'relu.dx': '(6, 4)', 'w1_grad': '(4, 5)', 'bias1_grad': '(4)', 'w2_grad': '(3, 4)',
             'bias2_grad': '(3)', 'norm': '(1)', 'lr': '(1)', 'one': '(1)',
             'w1_view': '(5, 4)', 'w2_view': '(4, 3)', 'loss.dx_view': '(3, 6)', 'relu.dx_view': '(4, 6)'}     # transposed

@@ -206,7 +206,7 @@ class QuantizedPixelLinear(PixelLinear):
 class QuantizedLinearCrossEntropy(LinearCrossEntropy):
     """LinearCrossEntropy with rounded operands: all logits lie in memory, those of masked rows too.
 
-    Saves    logits, labels, log-sum-exps, and what QuantizedLinear saves; nothing with gradients=False
+    Saves    logits, labels, stats of CrossEntropy, and what QuantizedLinear saves; nothing with gradients=False
     """
 
     class Ctx(NamedTuple):
@@ -214,7 +214,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         shape: tuple[int, ...]
         logits: np.ndarray | None
         labels: np.ndarray | None
-        lse: np.ndarray | None
+        stats: np.ndarray | None
         kept: Kept | None
 
     def __init__(self, *arguments, recipe, **named):
@@ -232,17 +232,17 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, self.weight.value.shape[1]))
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
-        lse = empty(labels.size, name=f'{self.name}.lse')
+        stats = empty((2, labels.size), name=f'{self.name}.stats')
         logits, kept = self._logits(as_rows(x))
-        launch('cross_entropy_forward', loss, valid, lse, logits, labels, *logits.shape, self.ignore,
+        launch('cross_entropy_forward', loss, valid, stats, logits, labels, *logits.shape, self.ignore,
                self.smoothing if gradients else 0.0)
-        return loss, self.Ctx(valid, x.shape, *((logits, labels, lse, kept) if gradients else [None] * 4))
+        return loss, self.Ctx(valid, x.shape, *((logits, labels, stats, kept) if gradients else [None] * 4))
 
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
         check_kept(ctx.kept)
         dlogits, dx = empty(ctx.logits.shape, name=f'{self.name}.dlogits'), empty(ctx.shape, name=f'{self.name}.dx')
-        launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.lse, ctx.valid, *ctx.logits.shape,
+        launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.stats, ctx.valid, *ctx.logits.shape,
                self.ignore, self.smoothing)
         launch('column_sums', self.bias.grad, dlogits, *dlogits.shape)
         self.products.backward(dlogits, ctx.kept, self.weight.grad, self.weight.value, as_rows(dx))
