@@ -242,6 +242,48 @@ def test_values_and_gradients_are_those_of_torch(torch, case):
     run(torch, case)
 
 
+def value_and_gradient(f, x):
+    x = Tensor(x, requires_grad=True)
+    y = f(x)
+    y.backward()
+    return y.numpy(), x.grad.numpy()
+
+
+LARGE = pytest.mark.parametrize('c', [1e2, 1e3, 1e4, 1e5, 1e9, -1e9])
+LOSSES = {
+    'cross_entropy': lambda logits: F.cross_entropy(logits.reshape(1, -1), [0]),
+    'linear_cross_entropy': lambda logits: F.linear_cross_entropy([[0.0]], [[0.0]] * logits.size, logits, [0]),
+    'log_softmax': lambda logits: -F.log_softmax(logits)[0],
+}
+
+
+@LARGE
+@pytest.mark.parametrize('loss', LOSSES)
+def test_two_equal_logits_have_the_loss_log_2_however_large_they_are(loss, c):
+    y, dx = value_and_gradient(LOSSES[loss], [c, c])
+    assert abs(y - np.log(2)) <= np.spacing(np.float32(np.log(2))) and dx.tolist() == [-0.5, 0.5]
+
+
+@LARGE
+def test_logsumexp_of_two_equal_numbers_has_the_gradient_one_half_however_large_they_are(c):
+    y, dx = value_and_gradient(F.logsumexp, [c, c])
+    assert abs(y - (np.float64(c) + np.log(2))) <= np.spacing(np.float32(abs(c))) and dx.tolist() == [0.5, 0.5]
+
+
+@LARGE
+@pytest.mark.parametrize('function', [*LOSSES, 'logsumexp'])
+def test_gradients_of_large_logits_are_those_of_their_differences(function, c):
+    """The gradient of a loss sums to 0 over a row, that of logsumexp to 1."""
+    eps, n = np.finfo(np.float32).eps, 40
+    x = np.float32(c) - max(np.spacing(np.float32(abs(c))), 0.125) * np.random.default_rng(3).integers(0, 25, n)
+    x = x.astype(np.float32)
+    e = np.exp(x.astype(np.float64) - x.max())
+    want = e / e.sum() - (np.eye(n)[0] if function in LOSSES else 0)
+    _, dx = value_and_gradient(LOSSES.get(function, F.logsumexp), x)
+    assert np.abs(dx - want).max() <= 4 * eps
+    assert abs(dx.sum(dtype=np.float64) - want.sum()) <= 4 * eps
+
+
 @pytest.mark.parametrize('case', [pytest.param(c, id=i) for c, i in zip(CASES, IDENTITIES, strict=True) if c.second])
 def test_second_derivatives_are_those_of_torch(torch, case):
     xs, ts, ours, theirs = run(torch, case, create_graph=True)

@@ -66,21 +66,27 @@ class Min(ArrayOp):
 
 
 class LogSumExp(ArrayOp):
-    """y = log sum exp(x);  dx = dy exp(x - y).
+    """y = log sum exp(x);  dx = dy exp(x - max) / sum exp(x - max).
 
-    The largest x is taken out of the exponentials, so that none overflows.
+    Subtracting the largest x keeps the exponentials from overflowing.  The gradient is not exp(x - y): beside a large maximum,
+    y has lost digits of log sum exp(x - max).
     """
 
     def forward(x, axis=None, keepdims=False):
         top = bounded(x.max(axis, keepdims=True))
-        y = (x - top).exp().sum(axis, keepdims=True).log() + top
-        y = y if keepdims else y.reshape(top.sum(axis).shape)
-        return y, (x, y, axis)
+        total = (x - top).exp().sum(axis, keepdims=True)
+        y = total.log() + top
+        if not keepdims:
+            axes = normal_axes(axis, x.ndim)
+            y = y.reshape(tuple(n for i, n in enumerate(x.shape) if i not in axes))
+        return y, (x, top, total, axis)
 
     def backward(dy, ctx):
-        x, y, axis = ctx
-        small = kept(x.shape, axis)
-        return dy.reshape(small) * (x - y.reshape(small)).exp()
+        x, top, total, axis = ctx
+        e = (x - top).exp()
+        if getattr(x, 'tape', None):            # a saved array is a constant for second derivatives: sum again
+            total = e.sum(axis, keepdims=True)
+        return e * (dy.reshape(top.shape) / total)
 
 
 class LogSoftmax(ArrayOp):
