@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from pyops.text import repl
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAM = '''
 import sys
@@ -155,16 +157,56 @@ def test_terminal_answers_and_leaves_at_end_of_input(tmp_path):
         assert terminal.leave() == '\r\nleft\r\n'           # on a line of its own
 
 
-def test_ctrl_c_gives_a_fresh_prompt_and_a_second_leaves(tmp_path):
+CTRL_C = '(Ctrl-C again, Ctrl-D or quit leaves)\r\n? '
+
+
+def test_ctrl_c_clears_the_line_and_two_on_an_empty_line_leave(tmp_path):
+    pytest.importorskip('readline', reason='without readline Ctrl-C never leaves: install a Python that has it')
     with Terminal(tmp_path) as terminal:
         terminal.read_until('? ')
         terminal.write(b'half a li')
         terminal.read_until('half a li')
-        terminal.interrupt('(Ctrl-C again or Ctrl-D leaves)\r\n? ')
-        assert 'read <whole>' in terminal.enter('whole')                # and nothing of the half line
-        terminal.interrupt('(Ctrl-C again or Ctrl-D leaves)\r\n? ')     # the line between them starts the count anew
+        assert 'leaves' not in terminal.interrupt('\n? ')         # the line is gone, and this one does not count
+        terminal.interrupt(CTRL_C)
+        assert 'read <whole>' in terminal.enter('whole')        # and nothing of the half line
+        terminal.interrupt(CTRL_C)                              # a line between two of them restarts the count
+        terminal.write(b'x')
+        terminal.read_until('x')
+        assert 'leaves' not in terminal.interrupt('\n? ')         # so does one that is not empty
+        terminal.interrupt(CTRL_C)
         terminal.interrupt('left\r\n')
         assert terminal.child.wait(60) == 0
+
+
+def test_the_terminal_prints_how_to_leave_before_the_first_prompt(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        assert terminal.read_until('? ') == f'{repl.HINT}\r\n? '
+    assert 'quit' in repl.HINT and 'Ctrl-D' in repl.HINT and 'help' in repl.HINT
+
+
+@pytest.mark.parametrize('word', ['quit', 'exit', 'quit  '])
+def test_quit_and_exit_leave(word, tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.read_until('? ')
+        terminal.write(f'{word}\n'.encode())
+        assert 'read' not in terminal.read_until('left\r\n')
+        assert terminal.child.wait(60) == 0
+
+
+def test_help_prints_the_commands_and_a_space_or_punctuation_makes_a_command_a_sentence(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.read_until('? ')
+        text = terminal.enter('help')
+        assert text == 'help\r\n' + repl.HELP.replace('\n', '\r\n') + '\r\n? ' and 'read <' not in text
+        assert all(word in repl.HELP for word in ('help', 'quit', 'exit', 'Ctrl-D', 'Ctrl-C', 'a space before it'))
+        for line in (' quit', 'exit .', 'help!', 'Help', 'help me'):
+            assert f'read <{line}>' in terminal.enter(line)
+        terminal.leave()
+
+
+def test_commands_in_a_pipe_are_sentences():
+    out, _ = run_in_pipe(b'help\nquit\nexit\n')
+    assert out == ['read <help>', 'HELP', 'read <quit>', 'QUIT', 'read <exit>', 'EXIT', 'left']
 
 
 def test_ctrl_c_gives_up_a_translation(tmp_path):
@@ -172,7 +214,7 @@ def test_ctrl_c_gives_up_a_translation(tmp_path):
         terminal.read_until('? ')
         terminal.write(b'for ever\n')
         terminal.read_until('read <for ever>\r\n')
-        terminal.interrupt('leaves)\r\n? ')
+        assert 'leaves' not in terminal.interrupt('\n? ')
         assert 'GO .' in terminal.enter('go .')
         terminal.leave()
 
@@ -211,7 +253,8 @@ def test_without_readline(tmp_path):
     with Terminal(tmp_path, 'without readline') as terminal:
         terminal.read_until('? ')
         assert 'GO .' in terminal.enter('go .')
-        terminal.interrupt('leaves)\r\n? ')
+        for _ in range(3):                                  # whether the line was empty is not known, so it does not leave
+            assert 'leaves' not in terminal.interrupt('\n? ')
         terminal.write(b'caf\xe9 !\n')
         assert 'read' not in terminal.read_until('not UTF-8: want text in UTF-8, skipped\r\n? ')
         assert 'GO .' in terminal.enter('go .')

@@ -3,18 +3,26 @@ import contextlib
 import os
 import sys
 
+HINT = 'type a sentence and press Enter; help lists the commands, quit or Ctrl-D leaves'
+HELP = """\
+Each line is translated when you press Enter, except
+  help          to print this text
+  quit, exit    to leave, as does Ctrl-D, or Ctrl-C twice on an empty line
+To translate one of these words, type a space before it or a punctuation mark after it.
+Ctrl-C clears the line, or stops a translation. The up arrow recalls earlier lines."""
+
 
 def serve(translate, prompt='> '):
-    """Hand each line of standard input to `translate` (str -> iterable of lines) and print what it returns.
+    """Pass each line of standard input to `translate` (str -> iterable of lines) and print the lines that it returns.
 
-    On a terminal: a prompt, line editing and a history kept between sessions.  End of input (Ctrl-D) leaves; Ctrl-C
-    gives up the line, or the translation under way, for a fresh prompt, and a second one in a row leaves.
-    In a pipe: line by line, flushed after each; what is not UTF-8 is named on stderr and the next line goes on.
+    On a terminal: a prompt, line editing and a history kept between sessions.  `quit`, `exit`, end of input (Ctrl-D), and
+    Ctrl-C twice on an empty line leave; `help` prints HELP.  Ctrl-C clears the line, or stops the translation.
+    In a pipe: line by line, flushed after each, without commands; a line that is not UTF-8 is reported on stderr and skipped.
     Blank lines are skipped in both.
     """
-    if sys.stdin is None:                                   # closed by whoever started us
+    if sys.stdin is None:                                   # closed by the parent process
         return
-    sys.stdout.reconfigure(errors='replace')                # a word that the terminal's encoding lacks
+    sys.stdout.reconfigure(errors='replace')                # for words that the terminal's encoding lacks
     if sys.stdin.isatty() and sys.stdout.isatty():
         with _history():
             _serve_terminal(translate, prompt)
@@ -23,26 +31,41 @@ def serve(translate, prompt='> '):
 
 
 def _serve_terminal(translate, prompt):
-    interrupted = False                                     # by the line before
+    print(HINT)
+    is_last_warning = False                                 # the line before was an empty one that Ctrl-C ended
     while True:
+        line = None
         try:
             line = _read_line(prompt)
-            if line.strip():
+            command = line.rstrip()                         # a space before it makes it a sentence
+            if command in ('quit', 'exit'):
+                return
+            if command == 'help':
+                print(HELP)
+            elif command:
                 _answer(translate, line)
-            interrupted = False
+            is_last_warning = False
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
-            if interrupted:
+            is_empty = line is None and _is_empty()
+            if is_empty and is_last_warning:
                 return
-            interrupted = True
-            print('(Ctrl-C again or Ctrl-D leaves)')
+            is_last_warning = is_empty
+            if is_empty:
+                print('(Ctrl-C again, Ctrl-D or quit leaves)')
+
+
+def _is_empty():
+    """Return whether nothing is typed at the prompt.  Only readline knows, so without it no line counts as empty."""
+    readline = sys.modules.get('readline')
+    return readline is not None and not readline.get_line_buffer()
 
 
 def _read_line(prompt):
-    """A line typed at the prompt; blank, and named, where it is not UTF-8."""
+    """Return a line typed at the prompt, or '' with a message if it is not UTF-8."""
     try:
         line = input(prompt)
         line.encode()                                       # undecodable bytes may come as lone surrogates
