@@ -14,7 +14,8 @@ TENSOR_SAVE_DIR names), DRAW is ./draw.
   FLAGS     those of `python -m pyops inspect draw`, such as --steps 0:100:10 --layers 'encoder.*' --formats mxfp8,bf16
   --help    this text
 
-The Python that runs is $PYTHON, else that of an active virtual environment, of .venv beside the scripts, or python3.
+The Python is $PYTHON, else the first that has all packages that it needs: of an active virtual environment, of .venv in
+the source tree, then python3 and python.
 END
 }
 
@@ -47,14 +48,26 @@ draw=${draw:-./draw}
 [[ -d $logs ]] || die "$logs: there is no such folder; want the one that tensors were saved in"
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+packages=(numpy cffi safetensors tqdm matplotlib)
+has_packages() {
+    "$1" -c 'import sys
+from importlib.util import find_spec
+sys.exit(sys.version_info < (3, 11) or not all(map(find_spec, sys.argv[1:])))' "${packages[@]}" 2>/dev/null
+}
+
 python=${PYTHON:-}
 if [[ -z $python ]]; then
-    if [[ -n ${VIRTUAL_ENV:-} && -x $VIRTUAL_ENV/bin/python3 ]]; then python=$VIRTUAL_ENV/bin/python3
-    elif [[ -x $root/.venv/bin/python3 ]]; then python=$root/.venv/bin/python3
-    else python=python3
-    fi
+    first=
+    for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python3"} "$root/.venv/bin/python3" python3 python; do
+        command -v "$candidate" >/dev/null || continue
+        if has_packages "$candidate"; then python=$candidate; break; fi
+        first=${first:-$candidate}
+    done
+    [[ -n $python || -z $first ]] || die "no Python 3.11 or newer with ${packages[*]} was found; install them with \
+'$first -m pip install ${packages[*]}', or name another Python with PYTHON=..."
+    python=${python:-python3}
 fi
-command -v "$python" >/dev/null || die "$python: there is no such program; want Python 3.11 or newer, or name one with PYTHON=..."
+command -v "$python" >/dev/null || die "$python: no such program; install Python 3.11 or newer, or name one with PYTHON=..."
 
 # from anywhere: this tree's package comes before one that is installed
 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m pyops inspect draw --tensor-dir="$logs" --output-dir="$draw" ${flags[@]+"${flags[@]}"}

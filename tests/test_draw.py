@@ -593,9 +593,57 @@ def test_without_matplotlib(dump, tmp_path, capsys, monkeypatch):
 SCRIPT = ROOT / 'scripts' / 'one_click_visualize.sh'
 
 
-def run_script(*arguments, cwd=None):
-    return subprocess.run([SCRIPT, *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
-                          env={**os.environ, 'PYTHON': sys.executable})
+def run_script(*arguments, cwd=None, script=SCRIPT, **environment):
+    return subprocess.run([script, *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, 'PYTHON': sys.executable, **environment})
+
+
+def fake_python(path, has_packages):
+    """A Python that has all packages or none, and prints its own path in place of drawing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\n[ "$1" != -c ] || exit {int(not has_packages)}\necho "{path}"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_one_click_takes_the_first_python_that_has_what_it_needs(tmp_path):
+    tree = tmp_path / 'a tree'
+    (tree / 'logs').mkdir(parents=True)
+    script = shutil.copy(SCRIPT, (tree / 'scripts').mkdir() or tree / 'scripts')
+    active, own, on_path = tmp_path / 'active env', tree / '.venv', tmp_path / 'on path'
+
+    def chosen(**more):
+        done = run_script(tree / 'logs', script=script, PYTHON='', VIRTUAL_ENV=str(active),
+                          PATH=f'{on_path}:/usr/bin:/bin', **more)
+        return done.stdout.strip() if done.returncode == 0 else done
+    pythons = [fake_python(path, True) for path in (active / 'bin/python3', own / 'bin/python3', on_path / 'python3',
+                                                    on_path / 'python')]
+    for python in pythons:
+        assert chosen() == str(python)
+        fake_python(python, False)
+    failed = chosen()
+    packages = 'numpy cffi safetensors tqdm matplotlib'
+    assert failed.returncode == 2 and failed.stderr == (
+        f'one_click_visualize.sh: error: no Python 3.11 or newer with {packages} was found; install them with '
+        f"'{pythons[0]} -m pip install {packages}', or name another Python with PYTHON=...\n")
+    shutil.rmtree(active)                                   # VIRTUAL_ENV may name one that is gone
+    fake_python(pythons[1], True)
+    assert chosen() == str(pythons[1])
+    assert run_script(tree / 'logs', script=script, PYTHON=str(pythons[2])).stdout.strip() == str(pythons[2])      # as told
+    done = run_script(tree / 'logs', script=script, PYTHON='no such python')
+    assert done.returncode == 2 and 'error: no such python: no such program; install Python 3.11' in done.stderr
+
+
+def test_one_click_has_a_python_with_these_packages(tmp_path):
+    """The question that the script asks is one that this Python can answer."""
+    (tmp_path / 'logs').mkdir()
+    bin_ = tmp_path / 'env' / 'bin'
+    bin_.mkdir(parents=True)
+    (bin_ / 'python3').write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (bin_ / 'python3').chmod(0o755)
+    result = run_script(tmp_path / 'logs', PYTHON='', VIRTUAL_ENV=str(tmp_path / 'env'), PATH='/usr/bin:/bin')
+    assert result.returncode == 2 and 'python -m pyops: error: ' not in result.stderr and 'pip install' not in result.stderr
+    assert result.stderr.startswith('pyops: error: ')       # it got as far as an empty folder
 
 
 def test_one_click(dump, tmp_path):
