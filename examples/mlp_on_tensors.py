@@ -1,9 +1,13 @@
 """The MLP of mnist/model.py on Tensors: nobody writes its backward pass, and its gradients are those by hand, bit for bit.
 
-    python -m examples.mlp_on_tensors
+    python examples/mlp_on_tensors.py
 """
+import sys
+from pathlib import Path
+
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # this source tree, whatever the current folder
 from mnist.model import MLP
 from pyops import functional as F
 from pyops import nn
