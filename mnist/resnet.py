@@ -5,7 +5,6 @@
     python -m mnist.resnet --plan                   every kernel of a training step
 """
 import argparse
-import sys
 
 from mnist import program
 from pyops.errors import UserError, exits_cleanly
@@ -52,9 +51,7 @@ def main(argv=None):
     from pyops.ndarray import over
     from pyops.optim import Adam
 
-    if (recipe := quantization.from_environment()) != quantization.NONE:
-        print(f'{quantization.VARIABLE}={recipe}: left aside, since the layers of {PROGRAM} round nothing; mnist.train does',
-              file=sys.stderr)
+    quantization.ignore_environment(f'the layers of {PROGRAM} round nothing; those of mnist.train do')
 
     # data
     (images, labels), _ = digits.parts()

@@ -17,7 +17,7 @@ SMALL = 2**17           # hidden units times images up to which a step is small 
 
 def parse(argv):
     p = program.parser(PROGRAM, 'Train a 784-30-10 MLP on handwritten digits.', 30, 'units of the hidden layer')
-    add_quant_flags(p)
+    add_quant_flags(p, '$CUSTOM_QUANT_TYPE, then none')
     return p.parse_args(argv)
 
 
@@ -25,7 +25,8 @@ def main(argv=None):
     args = parse(argv)
     digits = program.load(args, 'mnist.model')
     from pyops import backend, quantization
-    made_from, saves = quantization.family_of(quantization.resolve(args) | {'seed': args.seed}), bool(flags.wanted(args))
+    vars(args).update(quantization.resolve(args))       # so that the manifest of saved tensors names the recipe that was used
+    made_from, saves = quantization.family_of(vars(args)), bool(flags.wanted(args))
     model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from, not saves)
     if isinstance(made_from, quantization.Family):
         print(made_from.check())

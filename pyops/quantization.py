@@ -113,7 +113,7 @@ def _nearest(name):
 
 
 def from_environment():
-    """-> the text of the recipe that CUSTOM_QUANT_TYPE names, NONE where it is not set or empty; UserError where it is none."""
+    """Return the text of the recipe in CUSTOM_QUANT_TYPE, NONE if it is not set or empty.  UserError if it is no recipe."""
     text = os.environ.get(VARIABLE, '')
     try:
         return str(Recipe.parse(text))
@@ -121,18 +121,30 @@ def from_environment():
         raise UserError(f'{VARIABLE}={text}: {error}') from None
 
 
-def resolve(args=None, kept=None):
-    """-> the settings `quant` and `quant_layers` of a run: what its flags say (pyops.training.add_quant_flags), else what the
-    checkpoint has (kept: its settings, None without one), else CUSTOM_QUANT_TYPE.
+def ignore_environment(reason, recipe=NONE):
+    """Print that CUSTOM_QUANT_TYPE is ignored, and why, if it is set to anything but `recipe`, which is used instead."""
+    try:
+        is_another = from_environment() not in (NONE, recipe)
+    except UserError:               # no recipe, which is no error where it is not used
+        is_another = True
+    if is_another:
+        print(f'{VARIABLE}={os.environ[VARIABLE]}: ignored, since {reason}', file=sys.stderr)
 
-    UserError where CUSTOM_QUANT_TYPE is no recipe, or layers are named and nothing is rounded.
+
+def resolve(args=None, kept=None):
+    """Return the settings `quant` and `quant_layers` of a run: those of its flags (pyops.training.add_quant_flags), else of the
+    checkpoint (kept: its settings, None without one), else of CUSTOM_QUANT_TYPE.
+
+    UserError if CUSTOM_QUANT_TYPE is used and is no recipe, or if layers are named and nothing is rounded.
     """
     given, only = (getattr(args, name, None) for name in ('quant', 'quant_layers'))
-    trained, environment = (kept or {}).get('quant', NONE), from_environment()
-    quant = given if given is not None else environment if kept is None else trained
-    if given is None and kept is not None and environment not in (NONE, trained):
-        print(f'{VARIABLE}={os.environ[VARIABLE]}: left aside, since the checkpoint was trained with --quant {trained}; '
-              'give --quant to change that', file=sys.stderr)
+    if given is not None:
+        quant = given
+    elif kept is None:
+        quant = from_environment()
+    else:
+        quant = kept.get('quant', NONE)
+        ignore_environment(f'the checkpoint was trained with --quant {quant}; give --quant to change that', quant)
     layers = (kept or {}).get('quant_layers', '') if only is None else only
     if quant == NONE and only:
         raise UserError(f'--quant-layers {only}: nothing is rounded there; say to what with --quant, as in --quant mxfp8')

@@ -250,12 +250,13 @@ def use_gpu(args):
         raise UserError(f'--precision {args.precision}: the CPU calculates in float32; leave it out, or give -g 1')
 
 
-def add_quant_flags(parser):
-    """--quant, --quant-layers: which operands of matrix products are rounded to which number format (pyops.quantization)."""
+def add_quant_flags(parser, default):
+    """--quant, --quant-layers: which operands of matrix products are rounded to which number format (pyops.quantization).
+    default: the recipe without --quant, for --help."""
     parser.add_argument('--quant', type=_recipe, metavar='RECIPE',
                         help='round what matrix products take to a number format: hifp8, mxfp8, mxfp4, bf16 or fp16, or '
                         'operand=format with commas between, as in fwd=mxfp8,dgrad.g=hifp8,attention=none; see '
-                        'docs/quantization.md (default: $CUSTOM_QUANT_TYPE, then none)')
+                        f'docs/quantization.md (default: {default})')
     parser.add_argument('--quant-layers', metavar='PATTERN', help="only in layers of these names, as in 'encoder.*,output'")
 
 

@@ -3,7 +3,9 @@
 That the ops are the plain ones where nothing is rounded is in the table of tests/test_ops.py (rows `-in-products`).
 """
 import itertools
+import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -453,7 +455,7 @@ def test_a_resumed_and_a_served_model_are_the_one_that_was_trained(program, tiny
     program.main(['-e', '2', '-c', str(parts), *tiny])
     told = capsys.readouterr()
     assert line in told.out
-    assert re.fullmatch(r'CUSTOM_QUANT_TYPE=bf16: left aside, .* was trained with --quant \S+; .*\n', told.err)
+    assert re.fullmatch(r'CUSTOM_QUANT_TYPE=bf16: ignored, .* was trained with --quant \S+; .*\n', told.err)
     monkeypatch.delenv('CUSTOM_QUANT_TYPE')
     assert_same_training(newest(whole), newest(parts))
 
@@ -485,7 +487,7 @@ def test_what_a_run_rounds_is_the_flag_then_the_checkpoint_then_the_environment(
     kept = {'quant': 'hifp8', 'quant_layers': 'output'}
     assert quant('', kept) == ('hifp8', 'output') and quant('--quant bf16', kept) == ('bf16', 'output')
     assert quant('--quant-layers encoder', kept) == ('hifp8', 'encoder')
-    assert capsys.readouterr().err.count('CUSTOM_QUANT_TYPE=mxfp4:scale=even: left aside') == 2
+    assert capsys.readouterr().err.count('CUSTOM_QUANT_TYPE=mxfp4:scale=even: ignored, since') == 2
     assert quant('', {}) == ('none', '')                                    # a checkpoint of before there was a recipe
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', '')
     assert quant() == ('none', '')
@@ -494,6 +496,42 @@ def test_what_a_run_rounds_is_the_flag_then_the_checkpoint_then_the_environment(
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'mxfp5')
     with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=mxfp5: mxfp5: no such number format; did you mean mxfp8 or mxfp4'):
         quant()
+    assert quant('--quant none') == ('none', '') and quant('', kept) == ('hifp8', 'output')        # where it is not used
+    assert 'CUSTOM_QUANT_TYPE=mxfp5: ignored, since the checkpoint was trained with --quant hifp8' in capsys.readouterr().err
+
+
+@PROGRAMS
+def test_a_variable_that_is_no_recipe_stops_no_checkpoint_from_serving(program, tiny, tmp_path, capsys, monkeypatch):
+    program.main(['-e', '1', '-c', str(tmp_path), *tiny])
+    monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'rubbish')
+    capsys.readouterr()
+    serving.main(program, ['-c', str(tmp_path), 'I sleep.'])
+    told = capsys.readouterr()
+    assert told.err == ('CUSTOM_QUANT_TYPE=rubbish: ignored, since the checkpoint was trained with --quant none; '
+                        'give --quant to change that\n')
+    assert 'i sleep .' in told.out
+    with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=rubbish: rubbish: no such number format'):
+        program.main(['-e', '1', '-c', str(tmp_path / 'new'), *tiny])       # here it is used
+
+
+def test_help_names_the_default_of_quant(capsys):
+    texts = {}
+    for parse in (mnist_train.parse, Seq2SeqProgram().parse, partial(serving.parse, Seq2SeqProgram())):
+        with pytest.raises(SystemExit):
+            parse(['--help'])
+        text = ' '.join(capsys.readouterr().out.split())
+        texts[re.search('usage: python -m (\\S+)', text)[1]] = re.search(r'docs/quantization.md \(default: (.*?)\)', text)[1]
+    assert texts == {'mnist.train': '$CUSTOM_QUANT_TYPE, then none', 'seq2seq.translate': 'that of the checkpoint',
+                     'seq2seq.train': 'that of the checkpoint; of a new run $CUSTOM_QUANT_TYPE, then none'}
+
+
+@pytest.mark.parametrize('environment, flags, quant', [('hifp8', [], 'hifp8'), ('hifp8', ['--quant', 'mxfp4'], 'mxfp4'),
+                                                       ('', [], 'none')])
+def test_the_manifest_of_mnist_names_the_recipe_that_was_used(environment, flags, quant, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('CUSTOM_QUANT_TYPE', environment)
+    mnist_train.main(['--embedded', '-e', '1', '--max-steps', '1', '--quiet', '--save-tensors', str(tmp_path), *flags])
+    first = json.loads((tmp_path / 'manifest.jsonl').read_text().splitlines()[0])
+    assert (first['kind'], first['settings']['quant'], first['settings']['quant_layers']) == ('run', quant, '')
 
 
 def test_mnist_rounds_what_its_flags_and_the_environment_say(monkeypatch, capsys):

@@ -141,7 +141,7 @@ class Program:
             p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
         add_max_steps_flag(p)
         add_gpu_flag(p)
-        add_quant_flags(p)
+        add_quant_flags(p, 'that of the checkpoint; of a new run $CUSTOM_QUANT_TYPE, then none')
         self.add_flags(p)
         add_plan_flags(p)
         flags.add_saving_flags(p)

@@ -15,7 +15,7 @@ def parse(program, argv=None):
     p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
     p.add_argument('--data-dir', metavar='DIR', help='with --test: search for fra-eng there only')
     add_gpu_flag(p)
-    add_quant_flags(p)
+    add_quant_flags(p, 'that of the checkpoint')
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
     args = p.parse_args(argv)
     if args.test and args.sentence:
