@@ -12,6 +12,7 @@ from pyops.training import (
     asks_for_plan,
     int_up_to,
     non_negative_int,
+    output_file,
     positive_float,
     positive_int,
     use_gpu,
@@ -33,7 +34,8 @@ def parser(program, description, hidden, hidden_help):
     p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='results do not depend on it (default: all cores)')
     p.add_argument('--data-dir', metavar='DIR', help='search for MNIST there only (default: $PYOPS_DATA, ./data)')
     p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
-    p.add_argument('--report', metavar='FILE', help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
+    p.add_argument('--report', type=output_file, metavar='FILE',
+                   help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
     p.add_argument('--quiet', action='store_true', help='do not list the actions')
     add_max_steps_flag(p)
     add_plan_flags(p)
@@ -47,7 +49,7 @@ def load(args, module):
     use_gpu(args)
     if args.report:
         from mnist import report
-        report.check(args.report)
+        report.check()
 
     import importlib
 

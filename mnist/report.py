@@ -1,6 +1,5 @@
 """A picture of a training run: the loss, which digits are taken for which, and those that were misread."""
 import math
-import os
 
 import numpy as np
 
@@ -12,12 +11,9 @@ _ARROW = '\N{RIGHTWARDS ARROW}'
 _BLUE, _RED, _GREY = '#2a6fbb', '#c0392b', '#777777'
 
 
-def check(path):
-    """UserError, before hours of training, where `draw` could not do its work: no matplotlib, or no such folder."""
+def check():
+    """Raise UserError, before the training, if matplotlib, which `draw` needs, is not installed."""
     _matplotlib()
-    folder = os.path.dirname(path) or '.'
-    if not os.path.isdir(folder) or os.path.isdir(path):
-        raise UserError(f'{path}: cannot draw the report there; name a file in a folder that exists with --report')
 
 
 def _matplotlib():

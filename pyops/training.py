@@ -279,14 +279,31 @@ def add_plan_flags(parser):
     --no-plan: train without one."""
     parser.add_argument('--no-plan', action='store_true', help='run every step from Python: slower, the same numbers')
     parser.add_argument('--plan', action='store_true', help='print every kernel of a training step and what memory it needs')
-    parser.add_argument('--profile', nargs='?', const='', metavar='FILE',
+    parser.add_argument('--profile', nargs='?', const=False, type=output_file, metavar='FILE',
                         help='time every kernel of a training step; FILE: also as Chrome trace JSON')
-    parser.add_argument('--dot', metavar='FILE', help='draw the training step as a Graphviz file')
+    parser.add_argument('--dot', type=output_file, metavar='FILE', help='draw the training step as a Graphviz file')
 
 
 def asks_for_plan(args):
     """Whether the flags of `add_plan_flags` ask about the step."""
     return bool(args.plan or args.profile is not None or args.dot is not None)
+
+
+def output_file(text):
+    """An argparse type: a file that can be written, checked before the work whose result it gets.  What is in it stays."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file, got ''")
+    if not os.path.exists(text) or os.path.isfile(text) or os.path.isdir(text):     # not a pipe, whose reader would notice
+        is_new = not os.path.exists(text)
+        try:
+            with open(text, 'ab'):
+                pass
+            if is_new:
+                os.unlink(os.path.realpath(text))
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f'{text}: cannot be written ({error.strerror}); '
+                                             'name a file in a folder that exists') from None
+    return text
 
 
 def positive_int(text):

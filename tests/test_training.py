@@ -1,4 +1,5 @@
 """What the training programs share: leaving on a signal, metrics.jsonl, the progress display and the flags."""
+import argparse
 import errno
 import json
 import math
@@ -271,6 +272,29 @@ def test_a_bad_flag_is_one_line(arguments, want, capsys):
         parser().parse_args(arguments)
     out, error = capsys.readouterr()
     assert (left.value.code, out, error) == (2, '', f'python -m program: error: {want}\n')
+
+
+@pytest.mark.parametrize('name, problem', [('no/such/file', 'No such file or directory'), ('folder', 'Is a directory'),
+                                           ('/proc/1/x', '.*')])
+def test_an_output_that_cannot_be_written_is_refused_when_flags_are_read(name, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir('folder')
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        training.output_file(name)
+    assert re.fullmatch(rf'{name}: cannot be written \({problem}\); name a file in a folder that exists', str(refused.value))
+    assert os.listdir() == ['folder']
+
+
+def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'there').write_text('precious')
+    os.symlink('new target', 'link')
+    os.mkfifo('pipe')                                       # opened, it would wait for a reader
+    for name in ('there', 'new', 'link', 'pipe', os.devnull):
+        assert training.output_file(name) == name
+    assert sorted(os.listdir()) == ['link', 'pipe', 'there'] and (tmp_path / 'there').read_text() == 'precious'
+    with pytest.raises(argparse.ArgumentTypeError, match="expected the name of a file, got ''"):
+        training.output_file('')
 
 
 def test_good_flags():

@@ -6,6 +6,7 @@ import argparse
 import importlib
 
 from pyops.inspect.choice import patterns, size, steps
+from pyops.training import output_file
 
 
 def add_commands(parser):
@@ -53,8 +54,8 @@ def _add_compare(parser):
                         help='what the worst are the worst by; block: the SQNR of the worst block (default sqnr)')
     parser.add_argument('--top', type=_number(1), metavar='N', help='how many lines (default 30; of --json all)')
     parser.add_argument('--json', action='store_true', help='one JSON document in place of the table')
-    parser.add_argument('-o', '--output', type=_path, metavar='FILE', help='write there, not to standard output')
-    parser.add_argument('--per-block', type=_path, metavar='FILE', help='write a CSV file with a line for each block too')
+    parser.add_argument('-o', '--output', type=output_file, metavar='FILE', help='write there, not to standard output')
+    parser.add_argument('--per-block', type=output_file, metavar='FILE', help='write a CSV file with a line for each block too')
     parser.set_defaults(run=_runs('compare'))
 
 
