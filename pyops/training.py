@@ -306,6 +306,9 @@ def output_file(text):
     return text
 
 
+LARGEST_INT = 10**18 - 1        # fits C's int64_t
+
+
 def positive_int(text):
     """An argparse type: a whole number >= 1."""
     return _int(text, 1)
@@ -317,27 +320,18 @@ def non_negative_int(text):
 
 
 def int_up_to(most):
-    """-> an argparse type: a whole number from 1 to `most`, for sizes that a slip of the keyboard makes absurd."""
-    def convert(text):
-        try:
-            value = _int(text, 1)
-        except argparse.ArgumentTypeError:
-            value = math.inf
-        if value > most:
-            raise _unwanted(text, f'a whole number from 1 to {most}')
-        return value
-    return convert
+    """Return an argparse type: a whole number from 1 to `most`, for sizes where a typing error asks for too much memory."""
+    return lambda text: _int(text, 1, most)
 
 
 def positive_float(text):
     """An argparse type: a number > 0 that is neither zero nor infinite as float32, which kernels calculate in."""
-    _float(text, 'a number > 0', lambda value: 0 < value < math.inf)
     return _float(text, 'a number from 1e-37 to 1e38', lambda value: 1e-37 <= value <= 1e38)
 
 
 def non_negative_float(text):
     """An argparse type: a finite number >= 0."""
-    return _float(text, 'a number >= 0', lambda value: 0 <= value < math.inf)
+    return _float(text, 'a finite number >= 0', lambda value: 0 <= value < math.inf)
 
 
 def fraction(text):
@@ -345,21 +339,22 @@ def fraction(text):
     return _float(text, 'a number >= 0 and < 1', lambda value: 0 <= value < 1)
 
 
-def _int(text, least):
-    if re.fullmatch(r'[+-]?[0-9]{1,18}', text) and int(text) >= least:      # 18 digits: it fits C's int64_t
+def _int(text, least, most=LARGEST_INT):
+    if re.fullmatch(r'[+-]?[0-9]{1,18}', text) and least <= int(text) <= most:
         return int(text)
-    raise _unwanted(text, f'a whole number >= {least}')
+    has_bound = most < LARGEST_INT or re.fullmatch(r'\+?[0-9]{19,}', text)     # else it is no part of the problem
+    raise _unexpected(text, f'a whole number from {least} to {most}' if has_bound else f'a whole number >= {least}')
 
 
-def _float(text, want, is_good):
+def _float(text, expected, is_good):
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not is_good(value):
-        raise _unwanted(text, want)
+        raise _unexpected(text, expected)
     return value
 
 
-def _unwanted(text, want):
-    return argparse.ArgumentTypeError(f'want {want}, got ' + (text or "''"))
+def _unexpected(text, expected):
+    return argparse.ArgumentTypeError(f'expected {expected}, got ' + (text or "''"))

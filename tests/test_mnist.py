@@ -235,9 +235,9 @@ def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
 
 @pytest.mark.parametrize('flags,text', [
     (['-g', '1'], NO_CUDA),
-    (['-b', '0'], '-b/--batch-size: want a whole number >= 1, got 0'),
-    (['-e', '-1'], '-e/--epochs: want a whole number >= 0, got -1'),
-    (['-l', 'nan'], '-l/--lr: want a number'),
+    (['-b', '0'], '-b/--batch-size: expected a whole number >= 1, got 0'),
+    (['-e', '-1'], '-e/--epochs: expected a whole number >= 0, got -1'),
+    (['-l', 'nan'], '-l/--lr: expected a number'),
     (['--data-dir', 'nowhere'], 'data directory nowhere: no such directory; make it or give another'),
     (['--embedded', '-e', '0', '--quiet', '--report', 'no/such/out.png'], 'no/such/out.png'),
     (['--embedded', '-e', '3', '-l', '1e38'], 'the loss is'),

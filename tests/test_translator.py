@@ -332,10 +332,10 @@ def test_what_a_checkpoint_was_trained_with_is_told_in_flags(before, flags, want
 
 
 @pytest.mark.parametrize('arguments, want', [
-    ('--num-steps 0', '--num-steps: want a whole number from 1 to 1000, got 0'),
-    ('--heads 0', '--heads: want a whole number from 1 to 1024, got 0'),
-    ('--smoothing 1', '--smoothing: want a number >= 0 and < 1, got 1'),
-    ('--warmup -1', '--warmup: want a whole number >= 0, got -1'),
+    ('--num-steps 0', '--num-steps: expected a whole number from 1 to 1000, got 0'),
+    ('--heads 0', '--heads: expected a whole number from 1 to 1024, got 0'),
+    ('--smoothing 1', '--smoothing: expected a number >= 0 and < 1, got 1'),
+    ('--warmup -1', '--warmup: expected a whole number >= 0, got -1'),
     ('-g 2', '-g/--gpu: invalid choice: 2 .*'),
     ('--preset large', "--preset: invalid choice: 'large' .*")])
 def test_flags_that_the_transformer_refuses(arguments, want, capsys):
