@@ -19,8 +19,9 @@ def run(arguments):
     # not above: a package that is missing is to be named in one line
     from pyops.inspect import command
     from pyops.training import ArgumentParser
-    parser = ArgumentParser(prog='python -m pyops', description='Tools of the package.')
-    commands = parser.add_subparsers(dest='command', required=True)
+    parser = ArgumentParser(prog='python -m pyops', description='Tools of the package.',
+                            epilog='Data sets: python -m pyops.data.  Programs: python -m mnist, seq2seq or transformer.')
+    commands = parser.add_commands()
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
     check.add_argument('ops', metavar='OP', nargs='*', help='linear, gru, softmax, ...; default: all')
     check.set_defaults(run=gradcheck)

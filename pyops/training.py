@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 
-from pyops import PRECISIONS
+from pyops import PRECISIONS, __version__
 from pyops.environment import backend_name
 from pyops.errors import UserError
 
@@ -205,16 +205,66 @@ def _shown(values):
 # ---- flags ---------------------------------------------------------------------------------------------------------
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are one line, `PROGRAM: error: -e/--epochs: want ..., got -1; see --help`, and status 2."""
+    """argparse with --version and without abbreviated flags, since a flag that is added later may change their meaning.
+
+    An error is one line, `PROGRAM: error: -e/--epochs: expected ..., got -1; see --help`, and exit status 2.  For an unknown
+    flag it names the nearest ones.
+    """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
         # So that `-l -1e-3` is a flag with a bad value and not two flags; argparse itself knows only -1 and -1.5.
         self._negative_number_matcher = re.compile(r'-(\d|\.\d|inf|nan)')
+        self.add_argument('--version', action='version', version=f'pyops {__version__}', help='print the version and exit')
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As of argparse, but unknown arguments are an error here: a subcommand reports them under its own name."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f'unrecognized arguments: {" ".join(unknown)}{self._nearest_flags(unknown)}')
+        return namespace, unknown
+
+    def _nearest_flags(self, unknown):
+        typed = next((text.partition('=')[0] for text in unknown if re.match('--[a-z]', text)), None)
+        if typed is None:
+            return ''
+        import difflib  # not above: only an error needs it
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        alike = [flag for flag in flags if flag.startswith(typed[:6])]          # the same first four letters
+        near = difflib.get_close_matches(typed, alike, 3, 0) or difflib.get_close_matches(typed, flags, 1, 0.75)
+        return f'; did you mean {" or ".join(near)}?' if near else ''
 
     def error(self, message):
         message = ' '.join(message.removeprefix('argument ').split())
-        self.exit(2, f'{self.prog}: error: {message}; see --help\n')
+        self.exit(2, f'{self.prog}: error: {message}{" See" if message.endswith("?") else "; see"} --help\n')
+
+    def add_commands(self):
+        """Return the object to which subcommands are added.  Each sets `run` with set_defaults(); without a subcommand `run`
+        prints the help and exits with status 2."""
+        def no_command(_):
+            self.print_help(sys.stderr)
+            self.exit(2)
+        self.set_defaults(run=no_command)
+        return self.add_subparsers(title='commands', metavar='COMMAND')
+
+
+def list_programs(package, description, programs, arguments=None):
+    """Run `python -m PACKAGE` for a package that only contains programs: print a usage that lists them, and exit with status 2,
+    or 0 for --help.
+
+    programs: {name: one line}, for `python -m PACKAGE.NAME`.
+    """
+    wide = max(map(len, programs))
+    lines = [f'  python -m {package}.{name:{wide}}  {text}' for name, text in programs.items()]
+    parser = ArgumentParser(prog=f'python -m {package}', usage=f'python -m {package}.PROGRAM [FLAGS]',
+                            description='\n'.join([description, '', *lines]),
+                            epilog=f'python -m {package}.PROGRAM --help lists the flags of a program.',
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in ('-h', '--help', '--version'):
+        parser.parse_args(arguments[:1])
+    parser.print_help(sys.stderr)
+    parser.exit(2)
 
 
 def add_gpu_flag(parser):

@@ -1,6 +1,7 @@
 """What the training programs share: leaving on a signal, metrics.jsonl, the progress display and the flags."""
 import argparse
 import errno
+import importlib
 import json
 import math
 import os
@@ -10,10 +11,12 @@ import signal
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import pyops
 from pyops import training
 from pyops.errors import UserError
 
@@ -268,12 +271,97 @@ def parser():
     (['-d', '-.5'], '-d/--dropout: expected a number >= 0 and < 1, got -.5; see --help'),
     (['-g', '-0.1'], '-g/--gain: expected a finite number >= 0, got -0.1; see --help'),
     (['--unknown'], 'unrecognized arguments: --unknown; see --help'),
+    (['-x', '5'], 'unrecognized arguments: -x 5; see --help'),
+    (['--epcohs', '5'], 'unrecognized arguments: --epcohs 5; did you mean --epochs? See --help'),
+    (['--epoch-count=5'], 'unrecognized arguments: --epoch-count=5; did you mean --epochs? See --help'),
+    (['--ep', '5'], 'unrecognized arguments: --ep 5; did you mean --epochs? See --help'),       # no abbreviations
     (['two\nlines'], 'unrecognized arguments: two lines; see --help')])
 def test_a_bad_flag_is_one_line(arguments, want, capsys):
     with pytest.raises(SystemExit) as left:
         parser().parse_args(arguments)
     out, error = capsys.readouterr()
     assert (left.value.code, out, error) == (2, '', f'python -m program: error: {want}\n')
+
+
+def run_subcommand(arguments):
+    whole = training.ArgumentParser(prog='python -m tools', description='Tools.')
+    commands = whole.add_commands()
+    for name in ('draw', 'serve'):
+        command = commands.add_parser(name, help=f'to {name}')
+        command.add_argument('--port')
+        command.set_defaults(run=lambda options, name=name: f'{name} {options.port}')
+    options = whole.parse_args(arguments)
+    return options.run(options)
+
+
+def test_without_a_command_the_commands_are_listed_with_status_2(capsys):
+    assert run_subcommand(['serve', '--port', '3']) == 'serve 3'
+    with pytest.raises(SystemExit) as left:
+        run_subcommand([])
+    out, error = capsys.readouterr()
+    assert (left.value.code, out) == (2, '') and error.startswith('usage: python -m tools ') and 'Tools.' in error
+    assert re.search('draw +to draw\n +serve +to serve', error)
+
+
+def test_an_unknown_flag_of_a_command_is_reported_under_its_name(capsys):
+    with pytest.raises(SystemExit) as left:
+        run_subcommand(['draw', '--prot', '3'])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == ('python -m tools draw: error: unrecognized arguments: --prot 3; did you mean --port? '
+                                       'See --help\n')
+
+
+def run_program(program, *arguments):
+    """-> exit status, standard output, standard error; the output ends with whether numpy was imported."""
+    code = ('import runpy, sys\nprogram, *sys.argv[1:] = sys.argv[1:]\n'
+            'try:\n    runpy.run_module(program, None, "__main__", True)\nfinally:\n    print("numpy" in sys.modules)')
+    done = subprocess.run([sys.executable, '-c', code, program, *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+PACKAGES = {'mnist': ['train', 'resnet'], 'seq2seq': ['train', 'translate'], 'transformer': ['train', 'translate']}
+PROGRAMS = [f'{package}.{name}' for package, names in PACKAGES.items() for name in names]
+TOOLS = ['pyops', 'pyops.data', 'pyops.inspect']
+
+
+@pytest.mark.parametrize('program', [*PROGRAMS, *PACKAGES, *TOOLS])
+def test_every_program_prints_its_version_without_numpy(program):
+    assert run_program(program, '--version') == (0, f'pyops {pyops.__version__}\nFalse\n', '')
+
+
+@pytest.mark.parametrize('package', PACKAGES)
+def test_a_package_of_programs_lists_them(package):
+    lines = []
+    for arguments, want in ([], 2), (['-e', '3'], 2), (['train'], 2), (['--help'], 0):
+        status, out, error = run_program(package, *arguments)
+        assert status == want and out.endswith('False\n') and 'Traceback' not in error
+        lines.append((error if want else out.removesuffix('False\n')).splitlines())
+        assert lines[-1][0] == f'usage: python -m {package}.PROGRAM [FLAGS]' and max(map(len, lines[-1])) <= 80
+    assert lines[0] == lines[1] == lines[2] == lines[3]
+    modules = [path.stem for path in Path(ROOT, package).glob('*.py') if "__name__ == '__main__'" in path.read_text()]
+    assert sorted(modules) == sorted(['__main__', *PACKAGES[package]])          # all programs that there are
+    listed = [line.split()[2] for line in lines[0] if line.startswith('  python -m ')]
+    assert listed == [f'{package}.{name}' for name in PACKAGES[package]]
+
+
+@pytest.mark.parametrize('program, words', [('pyops', ['gradcheck', 'inspect']), ('pyops.data', ['list', 'get']),
+                                            ('pyops.inspect', ['draw', 'serve', 'compare'])])
+def test_a_tool_without_a_command_lists_its_commands(program, words):
+    status, out, error = run_program(program)
+    assert (status, out) == (2, 'False\n') and error.startswith('usage: python -m ')
+    assert [line.split()[0] for line in error.splitlines() if re.match(' {4}[a-z]', line)] == words
+
+
+def test_inspect_is_a_program_and_a_command():
+    assert run_program('pyops.inspect', 'draw', '--help') == run_program('pyops', 'inspect', 'draw', '--help')
+
+
+def test_every_program_of_training_refuses_abbreviated_flags(capsys):
+    for program in PROGRAMS:
+        required = ['-c', 'x'] if program.endswith('translate') else []
+        with pytest.raises(SystemExit):
+            importlib.import_module(program).parse([*required, '--thread', '1'])
+        assert re.search(r'error: unrecognized arguments: --thread( 1)?; did you mean --threads\? See', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize('name, problem', [('no/such/file', 'No such file or directory'), ('folder', 'Is a directory'),

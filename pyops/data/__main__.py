@@ -17,7 +17,7 @@ def run(arguments):
     from pyops.data import fetch
     from pyops.training import ArgumentParser
     parser = ArgumentParser(prog='python -m pyops.data', description='Fetch data sets.')
-    commands = parser.add_subparsers(dest='command', required=True)
+    commands = parser.add_commands()
     show = commands.add_parser('list', help='say what there is, under which licence, and what is here already')
     load = commands.add_parser('get', help='download a data set, or check the one that is here')
     load.add_argument('name', help=f'one of: {", ".join(fetch.DATASETS)}')
@@ -25,11 +25,10 @@ def run(arguments):
                       help='try this first: the URL of the file, or of its folder with a slash at the end')
     for command in (show, load):
         command.add_argument('--data-dir', metavar='DIR', help='default: $PYOPS_DATA, or else ./data')
+    show.set_defaults(run=lambda options: print('\n'.join(fetch.describe(options.data_dir))))
+    load.set_defaults(run=lambda options: fetch.get(options.name, options.data_dir, options.mirror))
     options = parser.parse_args(arguments)
-    if options.command == 'list':
-        print('\n'.join(fetch.describe(options.data_dir)))
-    else:
-        fetch.get(options.name, options.data_dir, options.mirror)
+    options.run(options)
 
 
 if __name__ == '__main__':

@@ -11,7 +11,7 @@ from pyops.training import output_file
 
 def add_commands(parser):
     """Declare draw, serve and compare as subcommands of an ArgumentParser."""
-    commands = parser.add_subparsers(dest='inspect', required=True)
+    commands = parser.add_commands()
     _add_draw(commands.add_parser('draw', help='pictures, statistics and an interactive page of saved tensors'))
     _add_serve(commands.add_parser('serve', help='the interactive page, live, while a training run writes'))
     _add_compare(commands.add_parser('compare', help='what every number format does to saved tensors, worst first'))

@@ -1,0 +1,8 @@
+"""List the programs of this package."""
+from pyops.training import list_programs
+
+if __name__ == '__main__':
+    list_programs('transformer', 'A transformer that translates English to French.', {
+        'train': 'train, go on with a checkpoint, or serve one',
+        'translate': 'translate with a checkpoint, or score it',
+    })
