@@ -432,7 +432,8 @@ def tell(args, plan):
         print(plan.memory())
     if args.profile is not None:
         profile = plan.profile()
-        print(profile)
+        import shutil  # not above: it takes milliseconds, which a training run of mnist would notice
+        print(profile.table(shutil.get_terminal_size().columns))        # 80 if it is no terminal
         if args.profile:
             profile.trace(args.profile)
             print(f'trace written : {args.profile}')

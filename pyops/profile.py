@@ -50,6 +50,7 @@ BYTES = {
                                                + (s['E'] + s['C'] + 1) * s['O']),
     'embedding_linear_backward': lambda s: 4 * (s['T'] * s['B'] * (1 + 3 * s['E'] + s['O']) + 2 * s['B'] * s['C']
                                                 + (3 * (s['E'] + s['C']) + 2) * s['O']),
+    'log_step': lambda s: 40,           # one row of the log
     'gather_pixels': lambda s: s['B'] * s['C'] * 5 + s['B'] * 8,
     'pixel_linear_forward': lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O']),
     'pixel_linear_backward': lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O']),
@@ -92,9 +93,26 @@ def _measure(place):
     return Machine(flops[0] / fma, 2 * x.nbytes / copy)
 
 
+_TITLES = 'time/us', 'share', 'GFLOP/s', 'GB/s', 'of peak'
+_FIGURES = ' {:>8} {:>6} {:>8} {:>6} {:>7}'
+
+
+def _shortened(name, most):
+    """At most `most` characters of `kernel -> output`: of the kernel its start, of the output both ends, which tell layers
+    apart."""
+    kernel, arrow, output = name.partition(' -> ')
+    room = max(most - len(arrow + output), 15)
+    if len(kernel) > room:
+        kernel = f'{kernel[:room - 1]}\N{HORIZONTAL ELLIPSIS}'
+    room = most - len(kernel + arrow)
+    if len(output) > room:
+        head = (room - 1) // 2
+        output = f'{output[:head]}\N{HORIZONTAL ELLIPSIS}{output[head + 1 - room:]}'
+    return kernel + arrow + output
+
+
 class Row(NamedTuple):
     name: str
-    calls: int              # of this action in the measured runs
     seconds: float          # median of a call
     share: float            # of the step
     flops: float            # per second, 0 where the kernel has no products
@@ -117,7 +135,7 @@ class Profile:
             flops = FLOPS.get(action.kernel, lambda s, array: 0)(sizes, lambda name, a=action: self._array(a, name)) / seconds
             bytes_ = BYTES[action.kernel](sizes) if action.kernel in BYTES else self._operand_bytes(action)
             output = next(iter(action.split()[1].values()))
-            rows.append(Row(f'{action.kernel} -> {output.name}', len(self.times), seconds, seconds / medians.sum(),
+            rows.append(Row(f'{action.kernel} -> {output.name}', seconds, seconds / medians.sum(),
                             flops, bytes_ / seconds, flops / best.flops if flops else bytes_ / seconds / best.bandwidth))
         return rows
 
@@ -129,15 +147,24 @@ class Profile:
         return count
 
     def __str__(self):
+        return self.table()
+
+    def table(self, width=80):
+        """Return a table with a line for each action, at most `width` columns wide, or 72 if that is more."""
         best, rows = machine(self.place), self.rows()
-        lines = [f'{"action":52} {"calls":>5} {"time":>10} {"share":>6} {"GFLOP/s":>8} {"GB/s":>7} {"of peak":>8}']
-        for row in rows:
-            flops = f'{row.flops / 1e9:8.1f}' if row.flops else ' ' * 8
-            lines.append(f'{row.name[:52]:52} {row.calls:5d} {1e6 * row.seconds:7.1f} us {row.share:6.1%} {flops} '
-                         f'{row.bandwidth / 1e9:7.1f} {row.of_peak:8.1%}')
+        room = max(width, 72) - len(_FIGURES.format(*_TITLES))
+        names = [_shortened(row.name, room) for row in rows]
+        wide = max(map(len, [*names, 'action']))
+        lines = [f'{"action":{wide}}' + _FIGURES.format(*_TITLES)]
+        for name, row in zip(names, rows, strict=True):
+            figures = (f'{1e6 * row.seconds:.1f}', f'{row.share:.1%}', f'{row.flops / 1e9:.1f}' if row.flops else '',
+                       f'{row.bandwidth / 1e9:.1f}', f'{row.of_peak:.1%}')
+            lines.append(f'{name:{wide}}' + _FIGURES.format(*figures))
         total = sum(row.seconds for row in rows)
-        lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; a replay of all: {1e3 * np.median(self.whole):.3f} ms')
-        on = f'{backend.threads()} threads' if self.place is backend.HOST else self.place.model
+        lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; a replay of all: {1e3 * np.median(self.whole):.3f} ms; '
+                     f'medians of {len(self.times)}')
+        threads = f'{backend.threads()} thread' + 's' * (backend.threads() != 1)
+        on = threads if self.place is backend.HOST else self.place.model
         lines.append(f'this machine: {best.flops / 1e9:.1f} GFLOP/s, {best.bandwidth / 1e9:.1f} GB/s on {on}')
         return '\n'.join(lines)
 

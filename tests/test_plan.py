@@ -30,12 +30,12 @@ def normal(generator, shape):
 class Tiny:
     """Two linear layers and a loss: small enough to know every tensor of its plan."""
 
-    def __init__(self, B=6, I=5, H=4, C=3, seed=0):
+    def __init__(self, B=6, I=5, H=4, C=3, seed=0, prefix=''):
         self.params = Parameters({'w1': Spec((H, I), normal), 'bias1': Spec((H,), normal),
                                   'w2': Spec((C, H), normal), 'bias2': Spec((C,), normal)}, seed)
         self.adam = Adam(self.params, lr=0.01, max_norm=1.0)
         p = self.params
-        self.first, self.second = Linear(p['w1'], p['bias1'], 'layer1'), Linear(p['w2'], p['bias2'], 'layer2')
+        self.first, self.second = Linear(p['w1'], p['bias1'], f'{prefix}layer1'), Linear(p['w2'], p['bias2'], f'{prefix}layer2')
         self.relu, self.loss = ReLU('relu'), CrossEntropy(name='loss')
         rng = np.random.default_rng(seed)
         self.x, self.labels = put(rng.standard_normal((B, I)).astype('f')), put(rng.integers(0, C, B).astype('i'))
@@ -396,12 +396,27 @@ def test_profile_measures_every_action():
     rows = profile.rows()
     assert len(rows) == len(plan.actions) and abs(sum(row.share for row in rows) - 1) <= 1e-9
     gemm = next(row for row in rows if row.name == 'gemm -> layer1.y')
-    assert gemm.calls == 3 and gemm.flops == pytest.approx(2 * 64 * 300 * 200 / gemm.seconds)
+    assert gemm.flops == pytest.approx(2 * 64 * 300 * 200 / gemm.seconds)
     assert gemm.bandwidth == pytest.approx(4 * (64 * 300 + 300 * 200 + 200 + 64 * 200) / gemm.seconds)
     assert gemm.of_peak == pytest.approx(gemm.flops / machine(backend.place()).flops)
     text = str(profile)
-    assert text.splitlines()[0].split() == ['action', 'calls', 'time', 'share', 'GFLOP/s', 'GB/s', 'of', 'peak']
-    assert 'gemm -> layer1.y' in text and 'this machine: ' in text and 'a replay of all: ' in text
+    assert text.splitlines()[0].split() == ['action', 'time/us', 'share', 'GFLOP/s', 'GB/s', 'of', 'peak']
+    assert 'gemm -> layer1.y' in text and 'this machine: ' in text and 'a replay of all: ' in text and 'medians of 3' in text
+
+
+@pytest.mark.parametrize('width, most', [(80, 80), (100, 100), (72, 72), (20, 72), (1000, 200)])
+def test_the_table_of_a_profile_is_as_wide_as_the_terminal_at_most(width, most):
+    plan, _ = Tiny(prefix='decoder.13.cross_attention.output.').record()
+    profile = plan.profile(runs=1)
+    head, *lines, total, machine_ = profile.table(width).splitlines()
+    assert {len(line) for line in (head, *lines)} == {len(head)} and len(head) <= most and len(lines) == len(plan.actions)
+    assert max(len(total), len(machine_)) <= 80
+    if width <= 80:
+        assert '\N{HORIZONTAL ELLIPSIS}' in ''.join(lines)
+        (product,) = [line.split('  ')[0] for line in lines if line.startswith('gemm -> ') and '.layer2.y' in line]
+        assert product.startswith('gemm -> decoder.13.cr') or width < 80    # both ends of the name
+    else:
+        assert '\N{HORIZONTAL ELLIPSIS}' not in ''.join(lines) or width == 100
 
 
 @pytest.mark.parametrize('Tq,Tk,causal', [(4, 6, False), (4, 6, True), (6, 4, True)])
