@@ -15,6 +15,7 @@ from pyops.training import (
     output_file,
     positive_float,
     positive_int,
+    say,
     use_gpu,
 )
 
@@ -36,7 +37,8 @@ def parser(program, description, hidden, hidden_help):
     p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
     p.add_argument('--report', type=output_file, metavar='FILE',
                    help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
-    p.add_argument('--quiet', action='store_true', help='do not list the actions')
+    p.add_argument('--quiet', dest='listing', action='store_const', const='nothing', default='summary',
+                   help='print nothing about the kernels of a step')
     add_max_steps_flag(p)
     add_plan_flags(p)
     flags.add_saving_flags(p)
@@ -143,8 +145,8 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
         return (f'epoch : {values["epoch"] - 1} [{len(images)}/{len(images)}] loss : {values["loss"]:.6f}\n'
                 f'evaluating :  [{len(predictions)}/{len(predictions)}] correct : {values["correct"]}')
 
-    if not (args.quiet or args.no_plan):
-        print(planned.plan(first_batch).listing())
+    if not args.no_plan:
+        say(plan.before_training(args, planned.plan(first_batch)))
     saving, wanted = None, flags.wanted(args)
     if wanted:
         from pyops.inspect.saving import Saving

@@ -346,6 +346,18 @@ class Plan:
             lines.append(str(action))
         return '\n'.join(lines)
 
+    def summary(self):
+        """Return one line: the number of kernels in each part of the step, and its peak memory.  The update begins after the
+        last kernel that writes a gradient."""
+        replayed, forward = self.replayed, self.forward
+        count = f'{len(replayed)} kernel' + 's' * (len(replayed) != 1)
+        if forward is not None:
+            last = max((i for i, action in enumerate(replayed, 1)
+                        if any(tensor.kind == 'gradient' for tensor in action.split()[1].values())), default=forward)
+            update = max(last, forward)
+            count += f' ({forward} forward, {update - forward} backward, {len(replayed) - update} update)'
+        return f'step : {count}, peak memory {self.memory().peak / 2**20:.1f} MiB'
+
     def memory(self):
         """-> Memory: what the step needs."""
         kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input')}
@@ -425,8 +437,16 @@ class Steps:
         return plan, results
 
 
+def before_training(args, plan):
+    """Return the text about a step that is printed before training: a summary, with -v all its actions, with --quiet none."""
+    if args.listing == 'kernels':
+        return plan.listing()
+    if args.listing == 'summary':
+        return f'{plan.summary()}\n-v lists its kernels; --plan, --profile and --dot describe it instead of training'
+
+
 def tell(args, plan):
-    """Answer what the flags of pyops.training.add_plan_flags ask."""
+    """Print and write the descriptions of a step that the flags of pyops.training.add_plan_flags ask for."""
     if args.plan:
         print(plan)
         print(plan.memory())

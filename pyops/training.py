@@ -202,6 +202,12 @@ def _shown(values):
     return ' '.join(f'{key} : {value:.5f}' for key, value in values.items())
 
 
+def say(text):
+    """Print the text, unless it is empty or None."""
+    if text:
+        print(text, flush=True)
+
+
 # ---- flags ---------------------------------------------------------------------------------------------------------
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -325,17 +331,23 @@ def add_max_steps_flag(parser):
 
 
 def add_plan_flags(parser):
-    """--plan, --profile [FILE], --dot FILE: what a program can tell about its training step instead of training;
-    --no-plan: train without one."""
-    parser.add_argument('--no-plan', action='store_true', help='run every step from Python: slower, the same numbers')
-    parser.add_argument('--plan', action='store_true', help='print every kernel of a training step and what memory it needs')
+    """--plan, --profile [FILE], --dot FILE: describe the training step instead of training;  -v: list its kernels first;
+    --no-plan: train without a plan.
+
+    args.listing: 'kernels' with -v, 'summary' without it; a program may add flags with other values, and the last one counts.
+    """
+    exclusive = parser.add_mutually_exclusive_group()
+    exclusive.add_argument('--no-plan', action='store_true', help='run every step from Python: slower, the same numbers')
+    exclusive.add_argument('-v', '--verbose', dest='listing', action='store_const', const='kernels', default='summary',
+                           help='before training, list every kernel of a step')
+    parser.add_argument('--plan', action='store_true', help='print every kernel of a training step and its memory, and end')
     parser.add_argument('--profile', nargs='?', const=False, type=output_file, metavar='FILE',
-                        help='time every kernel of a training step; FILE: also as Chrome trace JSON')
-    parser.add_argument('--dot', type=output_file, metavar='FILE', help='draw the training step as a Graphviz file')
+                        help='time every kernel of a training step, and end; FILE: also as Chrome trace JSON')
+    parser.add_argument('--dot', type=output_file, metavar='FILE', help='draw the training step as a Graphviz file, and end')
 
 
 def asks_for_plan(args):
-    """Whether the flags of `add_plan_flags` ask about the step."""
+    """Return whether the flags of `add_plan_flags` ask for a description of the step instead of training."""
     return bool(args.plan or args.profile is not None or args.dot is not None)
 
 

@@ -1,5 +1,6 @@
 """The MLP and its program: against PyTorch, by plan and by hand, what it prints, how it refuses."""
 import os
+import re
 import subprocess
 import sys
 
@@ -181,12 +182,33 @@ def test_the_lines_of_a_run_and_its_report(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith('embedded digits : ')
     assert lines[1:5] == ['images magic : 2051', 'label magic : 2049', 'lables_num : 10000', 'data loaded.']
-    assert lines[5] == 'Actions:' and lines[6] == '[once]InitAction: Tensor(w1)(784, 30) = normal(0, 0.0357143)'
+    assert lines[5:7] == ['step : 16 kernels (6 forward, 6 backward, 4 update), peak memory 8.2 MiB',
+                          '-v lists its kernels; --plan, --profile and --dot describe it instead of training']
+    assert len(lines) == 7 + 2 * 2 + 1
     assert lines[-5].startswith('epoch : 0 [10000/10000] loss : ')
     assert lines[-4].startswith('evaluating :  [2000/2000] correct : ')
     assert int(lines[-2].split()[-1]) >= 1500 and float(lines[-3].split()[-1]) < float(lines[-5].split()[-1])
     assert lines[-1] == f'report drawn : {tmp_path / "out.png"}'
     assert (tmp_path / 'out.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+@pytest.mark.parametrize('flags, count', [([], 2), (['-v'], 22), (['--verbose', '--quiet'], 0), (['--quiet', '-v'], 22),
+                                          (['--no-plan'], 0)])
+def test_how_much_is_printed_about_the_kernels_of_a_step(flags, count, capsys):
+    """-v: the list of --plan; of -v and --quiet the last one counts."""
+    train.main(['--embedded', '-e', '0', *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4] == 'data loaded.' and len(lines) == 5 + count
+    if count > 2:
+        train.main(['--embedded', '--plan'])
+        assert '\n'.join(lines[5:]) in capsys.readouterr().out and lines[5] == 'Actions:'
+        assert lines[6] == '[once]InitAction: Tensor(w1)(784, 30) = normal(0, 0.0357143)' and 'BoundaryAction' in lines[16]
+
+
+def test_a_list_of_kernels_without_a_plan_is_refused(capsys):
+    with pytest.raises(SystemExit) as left:
+        train.main(['--embedded', '-v', '--no-plan'])
+    assert left.value.code == 2 and '--no-plan: not allowed with argument -v/--verbose' in capsys.readouterr().err
 
 
 def test_plan_or_not_and_threads_change_no_digit(capsys):

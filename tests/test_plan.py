@@ -387,6 +387,23 @@ def test_large_keys_pass_through_replay():
     assert same(y, before) and before.any()
 
 
+def test_the_summary_counts_the_kernels_of_each_part_and_the_memory():
+    tiny = Tiny()
+    plan, _ = tiny.record()
+    # zero_grads, 2 products, relu, loss; loss, 2 for each layer with parameters, dx of the second, relu; norm, count, Adam
+    peak = f'peak memory {plan.memory().peak / 2**20:.1f} MiB'
+    assert plan.summary() == f'step : {len(plan.actions)} kernels (5 forward, 7 backward, 3 update), {peak}'
+    with Plan(tiny.params) as whole:                    # without a boundary, as where a step is one kernel
+        tiny.params.zero_grads()
+        with whole.once():
+            tiny.params.zero_grads()
+    assert whole.summary().startswith('step : 1 kernel, peak memory ')
+    with Plan(tiny.params) as forward:                  # without an update
+        tiny.first.forward(tiny.x)
+        forward.boundary()
+    assert forward.summary().startswith('step : 1 kernel (1 forward, 0 backward, 0 update), ')
+
+
 # ---- profile, trace, graph --------------------------------------------------------------------------
 
 def test_profile_measures_every_action():

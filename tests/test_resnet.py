@@ -1,5 +1,6 @@
 """The residual network and its program: against PyTorch, by plan and without, its flags, and how well it reads digits."""
 import os
+import re
 import subprocess
 import sys
 
@@ -58,8 +59,11 @@ def test_the_lines_of_a_run_and_its_report(tmp_path, capsys):
     resnet.main(['-e', '2', '--embedded', '--report', str(tmp_path / 'out.png')])
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith('embedded digits : ')
-    assert out[1:6] == ['images magic : 2051', 'label magic : 2049', 'lables_num : 10000', 'data loaded.', 'Actions:']
-    assert '[once]InitAction: Tensor(blocks.2.0.module.norm1.weight)(50) = ones' in out
+    assert out[1:5] == ['images magic : 2051', 'label magic : 2049', 'lables_num : 10000', 'data loaded.']
+    assert re.fullmatch(r'step : \d+ kernels \(\d+ forward, \d+ backward, \d+ update\), peak memory \d+\.\d MiB', out[5])
+    resnet.main(['-e', '0', '--embedded', '-v'])
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[5] == 'Actions:' and '[once]InitAction: Tensor(blocks.2.0.module.norm1.weight)(50) = ones' in listed
     assert out[-5].startswith('epoch : 0 [10000/10000] loss : ') and out[-4].startswith('evaluating :  [2000/2000] correct : ')
     assert int(out[-2].split()[-1]) >= 1800 and float(out[-3].split()[-1]) < float(out[-5].split()[-1])
     assert out[-1] == f'report drawn : {tmp_path / "out.png"}' and (tmp_path / 'out.png').stat().st_size > 1000

@@ -27,6 +27,25 @@ from seq2seq.model import Seq2Seq
 from seq2seq.train import Seq2SeqProgram
 from transformer.train import TransformerProgram
 
+# ---- the kernels of a step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('program', [Seq2SeqProgram(), TransformerProgram()], ids=lambda program: program.name)
+def test_a_summary_of_the_step_is_printed_before_training_and_with_v_the_list_of_plan(program, tmp_path, capsys):
+    arguments = ['-f', 'embedded', '-t', '1', '-c', str(tmp_path), '-e', '1', '--max-steps', '1']
+    program.main([*arguments, '--plan'])
+    planned = capsys.readouterr().out
+    program.main(arguments)
+    summary = [line for line in capsys.readouterr().out.splitlines() if line.startswith(('step : ', '-v ', 'Actions'))]
+    assert [line.split()[0] for line in summary] == ['step', '-v'] and max(map(len, summary)) <= 100
+    peak = int(re.search(r'^peak +([\d,]+) bytes', planned, re.M)[1].replace(',', ''))
+    assert summary[0].endswith(f', peak memory {peak / 2**20:.1f} MiB')
+    program.main([*arguments, '-v'])
+    out = capsys.readouterr().out
+    listing = planned[planned.index('Actions:'):planned.index('parameters  ')]
+    assert listing in out and listing.count('\n') > 30 and 'step : ' not in out
+
+
 # ---- batches that are dropped ---------------------------------------------------------------------------------------
 
 
@@ -194,7 +213,8 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
                 for line in progress] == ['100', '200', '300', '400']
     path = checkpoint.find(tmp_path, serving=True).path
     assert lines[-2].startswith('epoch 1 :  [500/500]') and lines[-1] == f'checkpoint saved : {path}'
-    assert len(lines) == 13 + 2 * 5 + 1
+    assert lines[13].startswith('step : ') and lines[14].startswith('-v lists its kernels; ')
+    assert len(lines) == 15 + 2 * 5 + 1
     program.main(['-e', '3', *ckpt, '--no-plan', *SMALL])
     out = capsys.readouterr().out
     assert f'checkpoint : {path}\n' in out and 'loaded from checkpoint\nepoch 2 :  [100/500] ' in out

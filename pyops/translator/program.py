@@ -26,6 +26,7 @@ from pyops.training import (
     non_negative_int,
     positive_float,
     positive_int,
+    say,
     use_gpu,
 )
 
@@ -217,12 +218,6 @@ class Program:
         train(self, args, found, wanted)
 
 
-def say(text):
-    """Print what a program says, if it says anything."""
-    if text:
-        print(text, flush=True)
-
-
 def cut_line(corpus, num_steps):
     """Return a line with the number of sentences that training cuts, None if it cuts none."""
     sources, targets, pairs = corpus.count_cut(num_steps)
@@ -320,6 +315,7 @@ def train(program, args, found, wanted=None):
         recorded = planned.plan(first_batch)
         fit.step_needs_memory(recorded)
         say(program.before_epochs(recorded))
+        say(plan.before_training(args, recorded))
     saving = None
     if wanted:
         from pyops.inspect.saving import Saving
