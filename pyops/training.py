@@ -140,22 +140,26 @@ def _plain(value):
 
 
 class Progress:
-    """How far an epoch is: on a terminal a bar with the rate, the time left and the running loss; redirected,
-    plain lines at even distances: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
+    """The progress of an epoch, or of other work: on a terminal a bar with the rate, the time left and the running loss;
+    redirected, plain lines at even distances: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
 
-    total: how many `unit` an epoch has; initial: how many of them an earlier run did; label: what stands before;
-    lines: how many plain lines, 0 for none; at_end: whether the last of them, for all that there is, is printed too.
+    total: number of `unit` in an epoch; initial: how many of them an earlier run did; label: the text before the numbers;
+    lines: the number of plain lines, 0 for none; at_end: whether the last one, for the whole total, is printed too.
+    file: standard output unless given.  after: print nothing in the first `after` seconds, then a plain line at most every
+    `every` seconds instead of `lines`, and none at the end.
     """
 
-    def __init__(self, total, unit='pairs', initial=0, label='', lines=10, at_end=True):
-        self.total, self.unit, self.label, self.lines, self.at_end = total, unit, label, lines, at_end
+    def __init__(self, total, unit='pairs', initial=0, label='', lines=10, at_end=True, file=None, after=0.0, every=0.0):
+        self.total, self.unit, self.label, self.lines, self.at_end = total, unit, label, lines, at_end and not every
+        self._file, self._every = file or sys.stdout, every
         self._start, self._initial = time.perf_counter(), initial
+        self._next = self._start + after            # time of the next plain line, with `every`
         self._printed = self._lines_by(initial)
         self._bar = None
-        if sys.stdout.isatty():
+        if self._file.isatty():
             from tqdm import tqdm
-            has_width = os.get_terminal_size(sys.stdout.fileno()).columns > 0     # a bare pseudo-terminal says 0
-            self._bar = tqdm(total=total, initial=initial, unit=f' {unit}', desc=label, file=sys.stdout,
+            has_width = os.get_terminal_size(self._file.fileno()).columns > 0     # a bare pseudo-terminal reports 0
+            self._bar = tqdm(total=total, initial=initial, unit=f' {unit}', desc=label, file=self._file, delay=after,
                              leave=False, miniters=1, dynamic_ncols=has_width, ncols=None if has_width else 80,
                              bar_format='{desc}[{n_fmt}/{total_fmt}] {percentage:3.0f}%|{bar}| '
                                         '{rate_noinv_fmt}, {remaining} left{postfix}')
@@ -167,35 +171,45 @@ class Progress:
         self.close()
 
     def update(self, done, **values):
-        """`done` of the total are done (not: more); values, such as loss=1.5, are shown with five decimals."""
+        """Show that `done` of the total are done (not: more); values, such as loss=1.5, have five decimals."""
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
         elif self.is_due(done) and (done < self.total or self.at_end):
-            self._printed = self._lines_by(done)
+            self._printed, self._next = self._lines_by(done), time.perf_counter() + self._every
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
             minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
-            timing = f'({rate:.0f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
-            print(f'{self.label}[{done}/{self.total}]', *filter(None, [_shown(values)]), timing, flush=True)
+            timing = f'({rate:.{0 if rate >= 10 else 1}f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
+            print(f'{self.label}[{done}/{self.total}]', *filter(None, [_shown(values)]), timing, file=self._file, flush=True)
 
     def is_due(self, done):
-        """Whether a plain line is to be printed when so many are done: a bar may miss some, a line not."""
-        return self._bar is None and self._lines_by(done) > self._printed
+        """Return whether a plain line is due when so many are done: a bar may skip some values, a line may not."""
+        if self._bar is not None:
+            return False
+        return time.perf_counter() >= self._next if self._every else self._lines_by(done) > self._printed
 
     def print(self, line):
-        """Print another line, above the bar where there is one."""
+        """Print another line, above the bar if there is one."""
         if self._bar is not None:
-            self._bar.write(line, file=sys.stdout)
+            self._bar.write(line, file=self._file)
         else:
-            print(line, flush=True)
+            print(line, file=self._file, flush=True)
 
     def close(self):
-        """Take the bar away; what was printed stays."""
+        """Remove the bar; printed lines stay."""
         if self._bar is not None:
             self._bar.close()
 
     def _lines_by(self, done):
         return self.lines * done // max(self.total, 1)
+
+
+def watch(items, total, label, unit='tensors'):
+    """Yield the items; if that takes longer than two seconds, show on standard error how many of the total are done."""
+    with Progress(total, unit, label=f'{label} ', file=sys.stderr, after=2.0, every=5.0) as progress:
+        for done, item in enumerate(items, 1):
+            yield item
+            progress.update(done)
 
 
 def _shown(values):

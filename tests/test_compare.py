@@ -1,19 +1,28 @@
 """python -m pyops inspect compare: every format on the tensors of a dump, ranked, summed and as JSON."""
 import csv
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from dumps import make_dump
 
-from pyops import __main__, formats
+from pyops import __main__, formats, training
 from pyops.inspect import compare
 from pyops.inspect.logs import Logs
 from pyops.inspect.statistics import block_sqnr, quantization
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """No time passes in the eyes of training.Progress, or a slow machine would print lines that others do not."""
+    monkeypatch.setattr(training, 'time', SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 @pytest.fixture(scope='module')
@@ -170,6 +179,15 @@ def test_numbers_that_json_has_not(tmp_path, run):
     assert rows['zeros']['sum_e2'] == 0 and rows['nothing']['nan'] == 3 and status == 0
     status, out, _ = run(tmp_path, '--formats', 'mxfp8')
     assert status == 0 and ' exact ' in out and '\x1b' not in out and r'a\udcff\x1b[31m' in out
+
+
+def test_slow_work_shows_its_progress_on_stderr(dump, run, monkeypatch):
+    quick = run(dump, '--formats', 'bf16')
+    assert quick[2] == ''
+    monkeypatch.setattr(training, 'time', SimpleNamespace(perf_counter=itertools.count(0.0, 0.25).__next__))
+    status, out, err = run(dump, '--formats', 'bf16')
+    assert (status, out) == quick[:2] and len(err.splitlines()) > 3
+    assert all(re.fullmatch(r'compare \[\d+/75\] \([\d.]+ tensors/s, \d\d:\d\d left\)', line) for line in err.splitlines())
 
 
 def test_bad_input_is_one_line_that_says_what_to_do(dump, run, tmp_path):

@@ -1,7 +1,9 @@
 """inspect draw: the numbers behind every picture, pictures of all kinds of tensors, and a folder of them from one command."""
 import errno
+import itertools
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from conftest import ROOT
 from dumps import make_dump
 
 from pyops import __main__ as program
-from pyops import formats
+from pyops import formats, training
 from pyops.inspect import statistics
 from pyops.inspect.draw import FOLDERS, Options, _by_step, _choose, draw
 from pyops.inspect.logs import Logs
@@ -27,6 +29,12 @@ DRAWN = 'input', 'weights', 'grad_weight'
 @pytest.fixture(scope='module', autouse=True)
 def matplotlib():
     return pytest.importorskip('matplotlib', reason='matplotlib is not installed: pip install matplotlib')
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """No time passes in the eyes of training.Progress, or a slow machine would print lines that others do not."""
+    monkeypatch.setattr(training, 'time', SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 @pytest.fixture(scope='module')
@@ -504,6 +512,16 @@ def test_the_page_comes_with_the_pictures(dump, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'plotly.offline', None)
     summary = draw(dump, tmp_path / 'draw', options)
     assert [note for note in summary.notes if 'index.html' in note][0].endswith('pip install plotly')
+
+
+def test_slow_drawing_shows_its_progress_on_stderr(dump, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training, 'time', SimpleNamespace(perf_counter=itertools.count(0.0, 1.5).__next__))
+    summary = draw(dump, tmp_path / 'draw', small(names=('*',), steps=None, limit=1, page=True))
+    out, err = capsys.readouterr()
+    shown = [re.fullmatch(r'(pictures|index\.html) \[(\d+)/(\d+)\] \([\d.]+ tensors/s, \d\d:\d\d left\)', line)
+             for line in err.splitlines()]
+    assert out == '' and all(shown) and {match[1] for match in shown} == {'pictures', 'index.html'}
+    assert {int(match[3]) for match in shown} == {summary.tensors} and all(int(match[2]) < summary.tensors for match in shown)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------------

@@ -217,6 +217,37 @@ def test_plain_line_as_it_is(capsys):
     assert third.startswith('epoch 1 [50000/50000] loss : 1.25000 (') and third.endswith('00:00 left)')
 
 
+def watched(monkeypatch, seconds):
+    """The items of training.watch, each of which takes so many seconds of a clock of its own."""
+    clock = [100.0]
+    monkeypatch.setattr(training.time, 'perf_counter', lambda: clock[0])
+    found = []
+    for item in training.watch(iter(range(len(seconds))), len(seconds), 'compare'):
+        clock[0] += seconds[item]
+        found.append(item)
+    assert found == list(range(len(seconds)))
+
+
+def test_quick_work_is_watched_in_silence(monkeypatch, capsys):
+    watched(monkeypatch, [0.19] * 10)
+    watched(monkeypatch, [])
+    watched(monkeypatch, [30])                              # one item: there is nothing to say on the way
+    assert capsys.readouterr() == ('', '')
+
+
+def test_work_of_more_than_two_seconds_is_reported_every_five_seconds_on_stderr(monkeypatch, capsys):
+    watched(monkeypatch, [0.5] * 40)
+    out, error = capsys.readouterr()
+    assert out == '' and error.splitlines() == [
+        f'compare [{done}/40] (2.0 tensors/s, 00:{left} left)' for done, left in ((4, 18), (14, 13), (24, '08'), (34, '03'))]
+
+
+def test_work_on_a_terminal_has_a_bar_after_two_seconds():
+    text = run_on_terminal('import time\nfrom pyops.training import watch\n'
+                           "for i in watch(range(5), 5, 'compare'): time.sleep(0.7)", 100)
+    assert re.search(r'compare \[[345]/5\] +\d+%.*tensors/s', text) and text.rsplit('\r', 1)[-1].strip() == ''
+
+
 def test_nothing_to_do(capsys):
     with training.Progress(0) as progress:
         progress.print('done')

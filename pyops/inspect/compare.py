@@ -19,6 +19,7 @@ from pyops.errors import UserError
 from pyops.inspect.choice import select
 from pyops.inspect.logs import Entry, LogError, Logs, printable
 from pyops.inspect.statistics import block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
+from pyops.training import watch
 
 TOP = 30                                        # lines of a table, where --top does not say how many
 
@@ -137,7 +138,8 @@ def run(options):
     logs = Logs(options.logs)
     entries = select(logs.entries, options.layers, options.names, options.steps)
     with _Blocks(options.per_block) as blocks:
-        rows, unread = compare(entries, fmts, logs.mask, options.axis, _bar, blocks.add if options.per_block else None)
+        rows, unread = compare(entries, fmts, logs.mask, options.axis, lambda entries: watch(entries, len(entries), 'compare'),
+                               blocks.add if options.per_block else None)
     skipped = [*logs.skipped, *unread]
     if not rows:
         raise UserError(f'{printable(options.logs)}: none of {len(entries)} tensors can be read; {skipped[-1][1]}')
@@ -154,12 +156,6 @@ def run(options):
     if len(skipped) > 5:
         print(f'skipped: {len(skipped) - 5} more; --json names all', file=sys.stderr)
     return 0
-
-
-def _bar(entries):
-    """The entries, with a bar on a terminal's stderr."""
-    from tqdm import tqdm
-    return tqdm(entries, desc='compare', unit=' tensors', file=sys.stderr, leave=False, disable=None, mininterval=0.3)
 
 
 def _write(path, text):

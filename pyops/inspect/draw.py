@@ -19,6 +19,7 @@ import math
 import os
 
 from pyops.errors import UserError
+from pyops.training import watch
 
 FOLDERS = 'distributions', 'heatmaps', 'comparisons', 'attention_maps', 'statistics'
 LIMIT, SENTENCES, DPI = 200, 3, 100
@@ -109,14 +110,12 @@ def draw(logs, folder, options=None):
     jobs = _jobs(source, entries, folder, texts, options, summary)
     records, written = [], set()
     with _workers(options.jobs, len(jobs)) as work:
-        with _progress(len(jobs), 'pictures') as bar:
-            for result in work(_draw_tensor, jobs):
-                bar.update()
-                if isinstance(result.record, tuple):
-                    summary.skipped.append(result.record)
-                else:
-                    records.append(result.record)
-                _count(summary, written, result.drawn)
+        for result in watch(work(_draw_tensor, jobs), len(jobs), 'pictures'):
+            if isinstance(result.record, tuple):
+                summary.skipped.append(result.record)
+            else:
+                records.append(result.record)
+            _count(summary, written, result.drawn)
         if not records:
             raise UserError(f'{logs}: none of {len(entries)} tensors can be read; {summary.skipped[-1][1]}')
         summary.tensors = len(records)
@@ -324,13 +323,6 @@ def _begin():
         os.environ[name] = '1'
 
 
-@contextlib.contextmanager
-def _progress(total, label):
-    from tqdm import tqdm
-    with tqdm(total=total, unit=' tensors', desc=label, disable=None, leave=False, dynamic_ncols=True) as bar:
-        yield bar
-
-
 def _count(summary, written, drawn):
     for path, is_drawn in drawn:
         written.add(path)
@@ -397,13 +389,8 @@ def _write_page(source, entries, folder, texts, work, summary, page_max):
         summary.foreign.append(path)
         return
 
-    def with_bar(function, tasks):
-        with _progress(len(entries), 'index.html') as bar:
-            for result in work(function, tasks):
-                bar.update()
-                yield result
-
-    page.write(source, folder, texts, page_max, with_bar, entries)
+    page.write(source, folder, texts, page_max,
+               lambda function, tasks: watch(work(function, tasks), len(entries), 'index.html'), entries)
     summary.page = path
 
 
