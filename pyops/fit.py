@@ -148,6 +148,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                 collect()
                 display.update(run.position, loss=run.loss)
             if run.position < end:
+                display.stopped(run.position, loss=run.loss)
                 save_and_tell()
                 return False
             values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,

@@ -154,7 +154,7 @@ class Progress:
         self._file, self._every = file or sys.stdout, every
         self._start, self._initial = time.perf_counter(), initial
         self._next = self._start + after            # time of the next plain line, with `every`
-        self._printed = self._lines_by(initial)
+        self._printed, self._last = self._lines_by(initial), None       # plain lines, and what is done in the last one
         self._bar = None
         if self._file.isatty():
             from tqdm import tqdm
@@ -176,7 +176,7 @@ class Progress:
             self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
         elif self.is_due(done) and (done < self.total or self.at_end):
-            self._printed, self._next = self._lines_by(done), time.perf_counter() + self._every
+            self._printed, self._last, self._next = self._lines_by(done), done, time.perf_counter() + self._every
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
             minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
             timing = f'({rate:.{0 if rate >= 10 else 1}f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
@@ -187,6 +187,12 @@ class Progress:
         if self._bar is not None:
             return False
         return time.perf_counter() >= self._next if self._every else self._lines_by(done) > self._printed
+
+    def stopped(self, done, **values):
+        """Print a last line, unless update() just did: the work ended early, after `done` of the total."""
+        self.close()
+        if done != self._last:
+            print(f'{self.label}[{done}/{self.total}]', *filter(None, [_shown(values)]), file=self._file, flush=True)
 
     def print(self, line):
         """Print another line, above the bar if there is one."""

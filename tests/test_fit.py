@@ -64,6 +64,14 @@ def test_a_stopped_run_goes_on_with_what_it_has_not_seen(drop_last, stop_after, 
     assert done and first + rest == whole
 
 
+@pytest.mark.parametrize('stopping', [dict(stop_after=2), dict(max_steps=2)], ids=['signal', 'max_steps'])
+def test_a_run_that_ends_within_an_epoch_prints_its_loss_before_the_checkpoint(stopping, capfd):
+    _, lines, done = run_epochs(fit.Run(1, 30), 1000, 2, save=lambda: 'PATH', **stopping)
+    assert capfd.readouterr().out == '[60/1000] loss : 2.00000\ncheckpoint saved : PATH\n' and not done and lines == []
+    _, lines, done = run_epochs(fit.Run(1, 500), 1000, 2, max_steps=2)                  # at its end
+    assert capfd.readouterr().out.splitlines()[-1] == 'epoch 1' and not done and len(lines) == 1
+
+
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_several_steps_at_once_are_counted_one_by_one(drop_last, capfd):
     one, several = fit.Run(1, 3), fit.Run(1, 3)

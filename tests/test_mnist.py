@@ -211,6 +211,12 @@ def test_a_list_of_kernels_without_a_plan_is_refused(capsys):
     assert left.value.code == 2 and '--no-plan: not allowed with argument -v/--verbose' in capsys.readouterr().err
 
 
+def test_a_run_that_ends_early_prints_its_loss(capsys):
+    train.main(['--embedded', '-e', '1', '--max-steps', '3', '--quiet'])
+    whole = capsys.readouterr().out.splitlines()[5:]
+    assert len(whole) == 1 and re.fullmatch(r'\[300/10000\] loss : 2\.\d{5}', whole[0])
+
+
 def test_plan_or_not_and_threads_change_no_digit(capsys):
     outputs = []
     for flags in ([], ['--no-plan'], ['--threads', '1']):

@@ -217,6 +217,18 @@ def test_plain_line_as_it_is(capsys):
     assert third.startswith('epoch 1 [50000/50000] loss : 1.25000 (') and third.endswith('00:00 left)')
 
 
+def test_work_that_ends_early_says_where(capsys):
+    with training.Progress(1000, label='epoch 1 ', lines=0) as progress:
+        progress.update(300, loss=0.5)
+        progress.stopped(300, loss=0.5)
+    assert capsys.readouterr().out == 'epoch 1 [300/1000] loss : 0.50000\n'
+    with training.Progress(1000) as progress:
+        progress.update(300, loss=0.5)
+        progress.stopped(300, loss=0.5)                     # where a plain line was due anyway
+    (line,) = capsys.readouterr().out.splitlines()
+    assert LINE.fullmatch(line)
+
+
 def watched(monkeypatch, seconds):
     """The items of training.watch, each of which takes so many seconds of a clock of its own."""
     clock = [100.0]

@@ -208,7 +208,7 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
     pairs = r'\d+ pairs/s, \d\d:\d\d left'
     for epoch in (0, 1):
         *progress, last = [line for line in lines if line.startswith(f'epoch {epoch} :  ')]
-        assert re.fullmatch(rf'epoch {epoch} :  \[500/500\]loss : \d\.\d{{5}}', last)
+        assert re.fullmatch(rf'epoch {epoch} :  \[500/500\] loss : \d\.\d{{5}}', last)
         assert [re.fullmatch(rf'epoch {epoch} :  \[(\d+)/500\] loss : \d\.\d{{5}} \({pairs}\)', line)[1]
                 for line in progress] == ['100', '200', '300', '400']
     path = checkpoint.find(tmp_path, serving=True).path

@@ -59,7 +59,7 @@ class TransformerProgram(Program):
 
     def epoch_line(self, values):
         epoch, samples = values['epoch'] - 1, values['samples']
-        return f'epoch {epoch} :  [{samples}/{samples}]loss : {values["loss"]:.5f}'
+        return f'epoch {epoch} :  [{samples}/{samples}] loss : {values["loss"]:.5f}'
 
     def answer(self, read, said):
         from pyops.text.translation import sentence
