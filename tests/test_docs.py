@@ -1,6 +1,7 @@
 """README.md and docs/: links lead somewhere, examples print what stands below them, flags are those of the programs."""
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -100,6 +101,61 @@ def test_outputs_are_compared_by_words_and_numbers():
     for got in ('dx 1e-10 largest 1.56', 'dy 1e-10 largest 1.55', 'dx 1e-3 largest 1.55', 'dx 1e-10 largest -1.55', 'dx 1e-10'):
         with pytest.raises(AssertionError):
             assert_same_output(got, 'dx 9e-11 largest 1.55')
+
+
+# ---- what commands print ---------------------------------------------------------------------------------------------
+
+DECIMAL = re.compile(r'\d+\.\d+(e[+-]?\d+)?%?(?=\s|$)')
+
+
+def without_decimals(line):
+    return ' '.join(DECIMAL.sub('#', line).split())
+
+
+# page, command, whether its decimals are compared (losses to 1e-3), and not times and rates of a machine
+SAMPLES = [('README.md', 'mnist.train --quiet -e 2', True), ('README.md', 'mnist.train --embedded --plan', True),
+           ('README.md', 'mnist.train --embedded --profile', False),
+           ('docs/plan.md', 'seq2seq.train -f embedded --profile', False)]
+
+
+def sample(page, command):
+    """The lines of the block below the first mention of a command, without those that say that something is left out."""
+    text = (ROOT / page).read_text()
+    start = text.index(f'python -m {command}')
+    block = next(match[2] for match in FENCE.finditer(text) if match.start() > start)
+    return [line for line in block.splitlines() if line != '...']
+
+
+def assert_printed(output, lines, decimals):
+    """The lines are among those of the output, in their order: words, whole numbers and, if wanted, decimals."""
+    rest = iter(output)
+    for want in lines:
+        got = next((line for line in rest if without_decimals(line) == without_decimals(want)), None)
+        assert got is not None, f'not in the output, or not at this place: {want}'
+        if decimals:
+            assert_same_output(got, want)
+
+
+@pytest.mark.parametrize('page, command, decimals', SAMPLES, ids=[command for _, command, _ in SAMPLES])
+def test_samples_are_what_the_command_prints(page, command, decimals, tmp_path):
+    lines = sample(page, command)
+    assert len(lines) >= 7
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(('PYOPS_', 'COLUMNS'))}
+    threads = re.search(r'on (\d+) threads?$', lines[-1])
+    done = subprocess.run([sys.executable, '-m', *command.split()], cwd=tmp_path, text=True, capture_output=True,
+                          env=environment | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': threads[1] if threads else '2'})
+    assert done.returncode == 0, done.stderr
+    assert_printed(done.stdout.splitlines(), lines, decimals)
+
+
+def test_a_sample_that_is_stale_is_noticed():
+    output = ['fill -> y 1.5 2.5%', 'gemm -> y  0.1', '16 actions, 0.119 ms', 'loss : 1.2334', 'peak 8,592,268 bytes']
+    assert_printed(output, ['gemm -> y 7.25', '16 actions, 1.00 ms'], False)
+    assert_printed(output, ['fill -> y 1.5 2.5%', 'loss : 1.2335', 'peak  8,592,268 bytes'], True)
+    for stale, decimals in (['15 actions, 0.119 ms'], False), (['gemm -> y 0.1', 'fill -> y 1.5 2.5%'], False), \
+            (['loss : 1.2434'], True), (['peak 8,592,000 bytes'], True), (['gelu -> y 0.1'], False):
+        with pytest.raises(AssertionError):
+            assert_printed(output, stale, decimals)
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
