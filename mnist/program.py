@@ -95,7 +95,8 @@ def _meanwhile(function, *arguments):
 
 
 def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=1, **inputs):
-    """Train and evaluate, or tell what the flags ask about a step.  -> whether all epochs were done
+    """Train and evaluate, or tell what the flags ask about a step.  -> whether all epochs were done; Interrupted if a signal
+    ended them
 
     step(rows) -> the loss, an array: one training step that can be recorded, and what `inputs` name outlives it
     predict(images, classes): write the class of each image, (N, 784) uint8, into classes (N,) int32
@@ -155,8 +156,8 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
         saving = Saving(wanted, planned, first_batch, 0, steps, dict(program=args.program, settings=settings))
         run_step, history.hear = saving.step, saving.note
     with saving or contextlib.nullcontext():
-        done = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line,
-                       progress=progress, at_once=at_once, max_steps=args.max_steps)
+        ended = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line,
+                        progress=progress, at_once=at_once, max_steps=args.max_steps)
     if args.report:
         from mnist import report
         if not losses:
@@ -165,4 +166,5 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
         print(f'report drawn : {args.report}')
     if saving:
         saving.check()
-    return done
+    ended.leave()
+    return ended.done

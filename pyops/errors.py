@@ -15,16 +15,26 @@ class UserError(Exception):
     """Bad input: a file, a flag, a missing tool.  The text is one line: what, what was expected, what to do."""
 
 
+class Interrupted(Exception):
+    """A signal ended a training run, which has saved what it saves; `signal` is the signal.Signals.
+    `exits_cleanly` turns it into exit status 128 + signal."""
+
+    def __init__(self, signal):
+        super().__init__(signal.name)
+        self.signal = signal
+
+
 @contextlib.contextmanager
 def exits_cleanly(program):
     """Wrap a program's main: a UserError becomes `program: error: ...` on stderr and exit status 2.
 
     So do exhausted memory, an output that cannot be written, and a package of ours that is not installed; any other
     exception is a bug and keeps its traceback.  A reader that closes our output (`| head`) ends the program quietly,
-    as it ends any other Unix filter, and so does Ctrl-C where nothing is left to be saved.
+    as it ends any other Unix filter.  Interrupted becomes exit status 128 + signal, and so does a Ctrl-C that nothing
+    has handled.
     """
     _mend_streams()
-    status, line, failure = 0, '', None
+    status, line, failure, at_prompt = 0, '', None, True
     try:
         yield
     except UserError as error:
@@ -38,8 +48,10 @@ def exits_cleanly(program):
     except MemoryError as error:
         status, line = 2, (f'not enough memory ({error or "no size known"}); '
                            'give smaller sizes or a smaller batch, or end other programs')
+    except Interrupted as error:
+        status = 128 + error.signal
     except KeyboardInterrupt:
-        status = 130                                        # 128 + SIGINT
+        status, at_prompt = 130, False                      # 128 + SIGINT
     except OSError as error:
         # Without a file's name it comes from a stream that was open already: an output that takes no more.
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
@@ -56,8 +68,8 @@ def exits_cleanly(program):
     with contextlib.suppress(OSError):                      # of a stderr that cannot be written either
         if line:
             print(f'{program}: error: {" ".join(line.split())}', file=sys.stderr)
-        elif status == 130 and sys.stderr.isatty():
-            print(file=sys.stderr)                          # the shell's prompt begins a line of its own, below the ^C
+        elif not at_prompt and sys.stderr.isatty():
+            print(file=sys.stderr)                          # start a new line below the terminal's ^C
     if status:
         sys.exit(status)
 

@@ -5,15 +5,17 @@ last steps.  Results are asked for now and then: on a GPU steps are only told to
 """
 import contextlib
 import math
+import signal
 import time
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pyops import backend, checkpoint
 from pyops.data.batches import batches, epoch_end, split
-from pyops.errors import UserError
-from pyops.training import Interrupt, Metrics
+from pyops.errors import Interrupted, UserError
+from pyops.training import Interrupt, Metrics, Output
 
 
 @dataclass
@@ -76,41 +78,56 @@ def steps_left(run, samples, epochs, drop_last=False, max_steps=None):
     return total if max_steps is None else min(total, max_steps)
 
 
+class Ended(NamedTuple):
+    """How `fit` ended."""
+    done: bool                          # all epochs
+    signal: signal.Signals | None       # the one that ended it; None: the epochs or --max-steps
+
+    def leave(self):
+        """Raise Interrupted if a signal ended the run, for exit status 128 + signal."""
+        if self.signal is not None:
+            raise Interrupted(self.signal)
+
+
 LOOK_EVERY = 0.05           # seconds, on a GPU
 LOOK_EVERY_ON_CPU = 0.002   # where a small step takes a tenth of a millisecond, and to look a tenth of that
 
 
 def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
         drop_last=False, line_first=False, at_once=1, max_steps=None):
-    """Train until `epochs` epochs are done.  Every `save_every`th, the last, and on a signal: save() -> path.
+    """Train until `epochs` epochs are done -> Ended.
 
     step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place);
     at_once: so many steps, one for each batch that pyops.data.batches.split finds in the indices.
     results(sizes) -> (loss, weight, clipped) of each of the last len(sizes) <= History.CAPACITY steps, on so many samples.
     samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
     folder: where metrics.jsonl and checkpoints go; None: neither is written.
+    save() -> path of a checkpoint, called after each `save_every`th epoch, after the last one, and before the run is left on
+    a signal or a failed output.
     validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
     before or after the name of a checkpoint.
     progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
-    max_steps: how many steps it does at most; then it ends as on a signal.
-    Returns whether all epochs were done.  UserError where the loss is no longer finite.
+    max_steps: how many steps it does at most; then it saves and ends.
+    UserError if the loss is not finite.  OSError, after saving, if standard output fails (Output).
     """
-    def save_and_tell():
-        if save:
-            print(f'checkpoint saved : {save()}', flush=True)
-
     pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
     left = math.inf if max_steps is None else max_steps
     on_cpu = backend.place() is backend.HOST            # where to look now and then for the sake of a line costs nothing
     look_every = LOOK_EVERY_ON_CPU if on_cpu else LOOK_EVERY
 
+    def check(loss):
+        if not math.isfinite(loss):                     # epochs done: programs count the running one from 0 or from 1
+            raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
+                            'lower the learning rate with -l' + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
+
+    def keep_and_print():
+        if save:
+            print(f'checkpoint saved : {save()}', flush=True)
+
     def collect():
         nonlocal looked
         for size, (loss, weight, clipped) in zip(pending, results(pending), strict=True):
-            if not math.isfinite(loss):                 # epochs done: programs count the running one from 0 or from 1
-                raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
-                                'lower the learning rate with -l'
-                                + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
+            check(loss)
             run.position += size
             run.loss_sum += loss * weight
             run.weight_sum += weight
@@ -123,11 +140,13 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
         return time.perf_counter() - looked > look_every or len(pending) + at_once > History.CAPACITY
 
     with contextlib.ExitStack() as stack:
+        output = stack.enter_context(Output())
         if folder is not None:
             stack.enter_context(checkpoint.claim(folder))
         stop = stack.enter_context(Interrupt(saves=save is not None))
         metrics = stack.enter_context(Metrics(folder, run.epoch)) if folder is not None else None
-        while run.epoch < epochs:
+        is_over = False
+        while run.epoch < epochs and not is_over:
             end = epoch_end(samples, run.batch_size, run.position, drop_last)
             with progress(run.epoch, end, run.position) as display:
                 looked = time.perf_counter()
@@ -139,7 +158,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                     sizes = [len(batch) for batch in split(indices, run.batch_size)]
                     pending.extend(sizes)
                     left -= len(sizes)
-                    is_over = bool(stop) or left <= 0
+                    is_over = bool(stop or output.failure) or left <= 0
                     if is_over or is_time() or on_cpu and display.is_due(run.position + sum(pending)):
                         collect()
                         display.update(run.position, loss=run.loss)
@@ -149,8 +168,8 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                 display.update(run.position, loss=run.loss)
             if run.position < end:
                 display.stopped(run.position, loss=run.loss)
-                save_and_tell()
-                return False
+                keep_and_print()
+                break
             values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
                           samples_per_second=end / run.seconds)
             if validate:
@@ -161,14 +180,14 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             said = line(values | {'samples': end})
             if line_first:
                 print(said, flush=True)
-            is_over = bool(stop) or left <= 0
+            is_over = bool(stop or output.failure) or left <= 0
             if is_over or run.epoch == epochs or run.epoch % save_every == 0:
-                save_and_tell()
+                keep_and_print()
             if not line_first:
                 print(said, flush=True)
-            if is_over:
-                return run.epoch == epochs
-    return True
+        if output.failure and not stop:
+            raise output.failure
+    return Ended(run.epoch >= epochs, stop.signal)
 
 
 def tensors(params, optimizer=None):

@@ -1,8 +1,8 @@
-"""What every training program shares: leaving on a signal, a log of metrics, a progress display, its flags.
+"""What every training program shares: leaving on a signal, output that may fail, a log of metrics, progress, flags.
 
 Nothing here knows a model.  The loop of a program looks like this:
 
-    with Interrupt() as stop, Metrics(folder, epochs_done) as metrics:
+    with Output(), Interrupt() as stop, Metrics(folder, epochs_done) as metrics:
         with Progress(len(pairs), unit='pairs') as progress:
             for batch in ...:
                 loss = step(batch)
@@ -13,11 +13,13 @@ Nothing here knows a model.  The loop of a program looks like this:
 """
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import signal
+import stat
 import sys
 import time
 
@@ -27,12 +29,13 @@ from pyops.errors import UserError
 
 
 class Interrupt:
-    """Context manager that turns the first SIGINT (Ctrl-C) or SIGTERM into a flag, read at the end of a step.
+    """Context manager that turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP (closed terminal) into a flag.
 
-    True once a signal came; `signal` is then the signal.Signals (None before).  A Ctrl-C after that raises
-    KeyboardInterrupt at once; a further SIGTERM changes nothing, for supervisors like to send two.  The handlers
-    of before come back at exit.  To be entered in the main thread, as Python wants of everything with signals.
-    saves: whether the program saves before it leaves, for the line that is printed.
+    Programs read the flag at the end of a step.  It is true once a signal has arrived; `signal` is then the
+    signal.Signals (None before).  A later Ctrl-C raises KeyboardInterrupt at once; later SIGTERMs and SIGHUPs change
+    nothing: supervisors often send two.  SIGHUP stays ignored if it is on entry (nohup).  The previous handlers are
+    restored on exit.  Enter it in the main thread: Python allows signal handlers only there.
+    saves: whether the program saves before it leaves; the printed line mentions it.
     """
 
     def __init__(self, saves=True):
@@ -42,7 +45,10 @@ class Interrupt:
         return self.signal is not None
 
     def __enter__(self):
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_):
@@ -55,10 +61,63 @@ class Interrupt:
                 raise KeyboardInterrupt
             return
         self.signal = signal.Signals(number)
-        # os.write, because print may not be entered again from a handler that struck inside a print.
+        # os.write: a handler that interrupts a print may not call print.  OSError: the terminal is gone.
         with contextlib.suppress(OSError):
             below_the_bar = b'\n' if os.isatty(2) else b''
             os.write(2, below_the_bar + b'finishing this step' + self._promise + b' (Ctrl-C again leaves at once)\n')
+
+
+class Output:
+    """Context manager that keeps a failing standard output or standard error from interrupting a training run.
+
+    After a terminal is closed, every write to it fails with EIO.  Such a stream is redirected to /dev/null and the run
+    continues: SIGHUP decides whether it ends.  Any other failed write to standard output (a reader of a pipe that is
+    gone, a full disk) is kept as `failure`, an OSError, and later output is dropped; the program saves, leaves, and
+    raises it.  A failed write to standard error is ignored.
+    """
+
+    def __enter__(self):
+        self._before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = map(_Stream, self._before)
+        self._out = sys.stdout
+        return self
+
+    def __exit__(self, *_):
+        sys.stdout, sys.stderr = self._before
+
+    @property
+    def failure(self):
+        return self._out.failure
+
+
+class _Stream:
+    """A text stream whose write and flush raise no OSError."""
+
+    def __init__(self, stream):
+        self._stream, self.failure = stream, None
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        self._attempt('write', text)
+        return len(text)
+
+    def flush(self):
+        self._attempt('flush')
+
+    def _attempt(self, method, *arguments):
+        if self.failure:
+            return
+        try:
+            getattr(self._stream, method)(*arguments)
+        except OSError as error:
+            if error.errno == errno.EIO and stat.S_ISCHR(os.fstat(self._stream.fileno()).st_mode):  # no isatty: it is gone
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+            else:
+                self.failure = error
 
 
 class Metrics:
@@ -158,7 +217,9 @@ class Progress:
         self._bar = None
         if self._file.isatty():
             from tqdm import tqdm
-            has_width = os.get_terminal_size(self._file.fileno()).columns > 0     # a bare pseudo-terminal reports 0
+            has_width = False
+            with contextlib.suppress(OSError):          # a terminal that was just closed
+                has_width = os.get_terminal_size(self._file.fileno()).columns > 0     # a bare pseudo-terminal reports 0
             self._bar = tqdm(total=total, initial=initial, unit=f' {unit}', desc=label, file=self._file, delay=after,
                              leave=False, miniters=1, dynamic_ncols=has_width, ncols=None if has_width else 80,
                              bar_format='{desc}[{n_fmt}/{total_fmt}] {percentage:3.0f}%|{bar}| '
@@ -347,7 +408,7 @@ def _recipe(text):
 
 def add_max_steps_flag(parser):
     """--max-steps N, of pyops.fit."""
-    parser.add_argument('--max-steps', type=positive_int, metavar='N', help='end after N steps, as on Ctrl-C')
+    parser.add_argument('--max-steps', type=positive_int, metavar='N', help='stop after N steps, with exit status 0')
 
 
 def add_plan_flags(parser):

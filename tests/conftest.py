@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # A shell that starts us in the background has Ctrl-C ignored, and children inherit that; a handler they do not inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: the same for children, and we live on
+    signal.signal(signal.SIGHUP, lambda *_: None)
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / 'tests'))
 # Workers of pytest-xdist share the cores; without this each would start a thread for every core.

@@ -1,12 +1,15 @@
-"""The training loop, with a step that only notes what it is shown."""
+"""The training loop, with a step that only notes its samples."""
+import io
 import json
 import os
 import signal
+import sys
 
 import pytest
 
 from pyops import fit
 from pyops.data.batches import epoch_order
+from pyops.errors import exits_cleanly
 from pyops.training import Progress
 
 
@@ -25,9 +28,22 @@ def run_epochs(run, samples, epochs, stop_after=None, **options):
     def line(values):
         lines.append(values)
         return f'epoch {values["epoch"]}'
-    done = fit.fit(run, samples, epochs, step, results, line=line,
+    ended = fit.fit(run, samples, epochs, step, results, line=line,
                    progress=lambda epoch, total, initial: Progress(total, 'pairs', initial), **options)
-    return shown, lines, done
+    assert ended.signal == (signal.SIGTERM if stop_after else None)
+    return shown, lines, ended.done
+
+
+class Saves:
+    """Stands in for a Saver; `saved`: epochs done and samples done, of each checkpoint."""
+
+    def __init__(self, run, last='BEFORE'):
+        self.run, self.last, self.saved = run, last, []
+
+    def __call__(self):
+        self.saved.append((self.run.epoch, self.run.position))
+        self.last = 'PATH'
+        return self.last
 
 
 @pytest.mark.parametrize('drop_last, sizes, samples', [(False, [4, 4, 2], 10), (True, [4, 4], 8)])
@@ -44,7 +60,8 @@ def test_an_epoch_with_and_without_its_incomplete_batch(drop_last, sizes, sample
 
 @pytest.mark.parametrize('line_first', [False, True])
 def test_the_line_of_an_epoch_stands_before_or_after_its_checkpoint(line_first, capsys):
-    run_epochs(fit.Run(1, 4), 10, 3, save=lambda: 'PATH', save_every=2, line_first=line_first)
+    run = fit.Run(1, 4)
+    run_epochs(run, 10, 3, save=Saves(run), save_every=2, line_first=line_first)
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith('[')]
     saved = 'checkpoint saved : PATH'
     if line_first:
@@ -103,3 +120,38 @@ def test_every_plain_line_of_an_epoch_is_printed_however_seldom_results_are_aske
     run_epochs(fit.Run(1, 10), 100, 1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('[')]
     assert [line.split('/')[0] for line in lines] == [f'[{done}' for done in range(10, 101, 10)]
+
+
+# ---- how a run ends ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('number, status', [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_a_signal_ended_has_a_status_of_its_own(number, status, capsys):
+    with pytest.raises(SystemExit) as left, exits_cleanly('program'):
+        fit.Ended(True, None).leave()                           # returns
+        fit.Ended(False, number).leave()
+    assert left.value.code == status and capsys.readouterr() == ('', '')
+
+
+class Refusing(io.StringIO):
+    """An output that takes `room` characters and then fails like a pipe without a reader."""
+
+    def __init__(self, room):
+        super().__init__()
+        self.room = room
+
+    def write(self, text):
+        if self.tell() + len(text) > self.room:
+            raise BrokenPipeError('gone')
+        return super().write(text)
+
+
+@pytest.mark.parametrize('line_first', [False, True])
+@pytest.mark.parametrize('room', [0, 100, 300])
+def test_an_output_that_fails_ends_a_run_after_it_was_saved(room, line_first, monkeypatch):
+    run = fit.Run(1, 4)
+    save, out = Saves(run), Refusing(room)
+    monkeypatch.setattr(sys, 'stdout', out)
+    with pytest.raises(BrokenPipeError):
+        run_epochs(run, 40, 100, save=save, line_first=line_first)
+    assert len(save.saved) == 1 and save.saved[0] == (run.epoch, run.position) and out.tell() > room - 100
+    assert (run.epoch, run.position) > (0, 0) and run.epoch < 10

@@ -1,6 +1,7 @@
 """The MLP and its program: against PyTorch, by plan and by hand, what it prints, how it refuses."""
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -268,13 +269,31 @@ def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
     (['-l', 'nan'], '-l/--lr: expected a number'),
     (['--data-dir', 'nowhere'], 'data directory nowhere: no such directory; make it or give another'),
     (['--embedded', '-e', '0', '--quiet', '--report', 'no/such/out.png'], 'no/such/out.png'),
-    (['--embedded', '-e', '3', '-l', '1e38'], 'the loss is'),
+    (['--embedded', '-e', '3', '-l', '1e38'], 'the loss is nan'),
 ])
 def test_bad_input_ends_with_one_line(flags, text, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != 'PYOPS_DATA'}
     out = subprocess.run([sys.executable, '-m', 'mnist.train', *flags], cwd=tmp_path, text=True, capture_output=True,
                          env=environment | {'PYTHONPATH': str(ROOT), 'PYOPS_CUDA_LIBRARY': '/nowhere.so'})
     assert out.returncode == 2 and len(out.stderr.splitlines()) == 1 and text in out.stderr, out.stderr
+
+
+@pytest.mark.parametrize('program', ['mnist.train', 'mnist.resnet'])
+@pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_signal_ended_is_not_a_success(program, number):
+    command = [sys.executable, '-m', program, '--embedded', '-e', '100000', '--quiet']
+    environment = os.environ | {'PYTHONUNBUFFERED': '1'}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        while 'evaluating' not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + number, 'finishing this step (Ctrl-C again leaves at once)\n')
+
+
+def test_max_steps_is_a_success(capsys):
+    train.main(['--embedded', '-e', '1', '--quiet', '--max-steps', '3'])            # raises nothing
 
 
 @pytest.mark.parametrize('flags, text', [

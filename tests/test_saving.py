@@ -29,7 +29,7 @@ from pyops import backend, nn, ops
 from pyops import plan as plans
 from pyops.autograd import Tensor
 from pyops.backend import as_rows, gemm, launch
-from pyops.errors import UserError
+from pyops.errors import Interrupted, UserError
 from pyops.fit import Run, steps_left
 from pyops.formats import fake_quantize
 from pyops.inspect import flags, writer
@@ -859,8 +859,9 @@ def test_ctrl_c_in_the_middle_leaves_a_whole_dump(tmp_path, capsys, monkeypatch)
         if self.next == 3:
             os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setattr(Saving, 'step', struck)
-    transformer.train.main(['-e', '50', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
-                            '--save-steps', '0:100:2', '--save-layers', 'output'])
+    with pytest.raises(Interrupted):
+        transformer.train.main(['-e', '50', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
+                                '--save-steps', '0:100:2', '--save-layers', 'output'])
     out, err = capsys.readouterr()
     assert 'checkpoint saved : ' in out and 'tensors saved : ' in out
     assert [line['step'] for line in lines(tmp_path / 'd', 'step')] == [0, 1, 2]

@@ -1,9 +1,12 @@
 """The whole model: against PyTorch with the same weights, on stored losses, resumed, decoded; the known bugs of its kind."""
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from importlib.util import find_spec
 
@@ -329,21 +332,80 @@ def start(*arguments):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+PAIRS_OF_TWO = ['-f', 'embedded', '-t', '1', '--embedding', '16', '--hidden', '24', '-b', '2']
+
+
+def assert_resumed_equals_whole(folder):
+    """A run that was ended in folder/parts, and an uninterrupted one, end with the same bits an epoch later."""
+    run = newest(folder / 'parts')[1]['run']
+    assert run['epoch'] < 900 and run['position'] % 2 == 0
+    epochs = str(run['epoch'] + 1)
+    train.main(['-e', epochs, '-c', str(folder / 'parts'), *PAIRS_OF_TWO])
+    train.main(['-e', epochs, '-c', str(folder / 'whole'), *PAIRS_OF_TWO])
+    assert_same_training(newest(folder / 'whole'), newest(folder / 'parts'))
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_the_resumed_run_equals_an_uninterrupted_one(tmp_path, number):
-    flags = ['-f', 'embedded', '-t', '1', '--embedding', '16', '--hidden', '24', '-b', '2']
-    process = start('-e', '3', '-c', str(tmp_path / 'parts'), *flags)
+    process = start('-e', '1000', '-c', str(tmp_path / 'parts'), *PAIRS_OF_TWO)
     while '[' not in process.stdout.readline():         # an epoch is under way
         assert process.poll() is None
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and 'checkpoint saved : ' in out and 'Traceback' not in err
+    assert process.returncode == 128 + number and 'checkpoint saved : ' in out and 'Traceback' not in err
     assert 'finishing this step, then saving' in err
-    position = newest(tmp_path / 'parts')[1]['run']
-    assert position['epoch'] < 3 and position['position'] % 2 == 0
-    train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *flags])
-    train.main(['-e', '3', '-c', str(tmp_path / 'whole'), *flags])
-    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
+    assert_resumed_equals_whole(tmp_path)
+
+
+def train_on_a_terminal(folder, epochs, sighup=signal.SIG_DFL):
+    """Exit status of a run whose terminal is closed when it has begun."""
+    def child():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, sighup)
+
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (25, 80))               # a terminal of no size has no progress bar
+    process = subprocess.Popen([sys.executable, '-m', 'seq2seq.train', '-e', epochs, '-c', folder, *PAIRS_OF_TWO], cwd=ROOT,
+                               stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=child)
+    os.close(slave)
+    shown = b''
+    while b'starting from scratch' not in shown:
+        shown += os.read(master, 4096)
+    while not (folder / 'metrics.jsonl').exists():      # training, and its handlers, are under way
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.close(master)
+    return process.wait(timeout=60)
+
+
+def test_a_closed_terminal_saves_and_the_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """The kernel sends SIGHUP, and every write fails from then on."""
+    assert train_on_a_terminal(tmp_path / 'parts', '1000') == 128 + signal.SIGHUP
+    assert_resumed_equals_whole(tmp_path)
+
+
+def test_a_run_that_ignores_sighup_survives_its_terminal(tmp_path):
+    """As under nohup, or after disown."""
+    assert train_on_a_terminal(tmp_path / 'ckpt', '30', signal.SIG_IGN) == 0
+    assert newest(tmp_path / 'ckpt')[1]['run']['epoch'] == 30
+
+
+def test_a_reader_that_goes_away_loses_no_step(tmp_path):
+    process = start('-e', '1000', '-c', str(tmp_path / 'parts'), *PAIRS_OF_TWO)
+    while '[' not in process.stdout.readline():
+        assert process.poll() is None
+    process.stdout.close()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGPIPE and err == ''
+    assert newest(tmp_path / 'parts')[0]['step'][0] > 0
+
+
+def test_max_steps_is_what_was_asked_for_and_no_interruption(tmp_path):
+    process = start('-e', '1000', '-c', str(tmp_path / 'parts'), *PAIRS_OF_TWO, '--max-steps', '7')
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, '') and 'checkpoint saved : ' in out
+    assert newest(tmp_path / 'parts')[1]['run']['position'] == 14
+    assert_resumed_equals_whole(tmp_path)
 
 
 def test_killed_at_any_moment_the_next_start_finds_a_complete_checkpoint(tmp_path):

@@ -41,18 +41,21 @@ def run_on_terminal(code, columns):
 
 # ---- signals -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.mark.parametrize('number', SIGNALS)
 def test_first_signal_sets_the_flag(number, capfd):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = list(map(signal.getsignal, SIGNALS))
     with training.Interrupt() as stop:
         assert not stop and stop.signal is None
         os.kill(os.getpid(), number)
         assert stop and stop.signal is number
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert list(map(signal.getsignal, SIGNALS)) == before
     assert capfd.readouterr().err == 'finishing this step, then saving (Ctrl-C again leaves at once)\n'
 
 
-@pytest.mark.parametrize('first', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('first', SIGNALS)
 def test_ctrl_c_after_a_signal_leaves_at_once(first, capfd):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), training.Interrupt() as stop:
@@ -61,12 +64,27 @@ def test_ctrl_c_after_a_signal_leaves_at_once(first, capfd):
     assert stop.signal is first and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_sigterm_changes_nothing(capfd):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_sigterm_or_sighup_changes_nothing(number, capfd):
     with training.Interrupt() as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal is signal.SIGTERM
+        os.kill(os.getpid(), number)
+        for later in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), later)
+        assert stop.signal is number
     assert capfd.readouterr().err.count('\n') == 1
+
+
+def test_sighup_that_is_ignored_at_the_start_stays_ignored(capfd):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with training.Interrupt() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert capfd.readouterr().err == ''
 
 
 INSIDE_A_PRINT = '''
@@ -88,6 +106,60 @@ def test_interrupted_inside_a_print():
     """A signal may strike while stderr's own buffer is held, where another print would raise RuntimeError."""
     result = subprocess.run([sys.executable, '-c', INSIDE_A_PRINT], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == 'SIGTERM\n' and 'finishing this step' in result.stderr, result.stderr
+
+
+# ---- output that fails -----------------------------------------------------------------------------------------------
+
+PRINTING = '''
+import os, sys
+from pyops.training import Output
+with Output() as output:
+    sys.stdin.readline()                                    # whoever reads our output has gone by now
+    for n in range(3):
+        print('x' * 10000, flush=True)
+        print('y' * 10000, file=sys.stderr, flush=True)
+os.write(int(sys.argv[1]), repr(output.failure).encode())
+'''
+
+
+def failure_of_output(close, **streams):
+    """What Output().failure is in a child that prints after close() has been called."""
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, '-c', PRINTING, str(writer)], cwd=ROOT, stdin=subprocess.PIPE,
+                          pass_fds=[writer], start_new_session=True, **streams) as child:
+        os.close(writer)
+        close()
+        child.communicate(b'\n')
+    with open(reader) as file:
+        return file.read()
+
+
+def test_output_to_a_terminal_that_was_closed_goes_nowhere():
+    master, slave = pty.openpty()
+
+    def close():
+        os.close(slave)
+        os.close(master)
+    assert failure_of_output(close, stdout=slave, stderr=slave) == 'None'
+
+
+def test_output_to_a_pipe_without_a_reader_is_a_failure_and_raises_nothing():
+    reader, writer = os.pipe()
+
+    def close():
+        os.close(reader)
+        os.close(writer)
+    failure = failure_of_output(close, stdout=writer, stderr=writer)
+    assert failure == "BrokenPipeError(32, 'Broken pipe')".replace('32', str(errno.EPIPE))
+
+
+def test_output_that_works_is_left_alone(capsys):
+    before = sys.stdout, sys.stderr
+    with training.Output() as output:
+        print('one', flush=True)
+        print('two', file=sys.stderr)
+    assert output.failure is None and capsys.readouterr() == ('one\n', 'two\n')
+    assert (sys.stdout, sys.stderr) == before
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------

@@ -336,14 +336,15 @@ def train(program, args, found, wanted=None):
         return program.epoch_line(values) + validation
 
     with saving or contextlib.nullcontext():
-        done = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
-                       fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
-                       line=line, progress=program.progress, drop_last=program.drop_last,
-                       line_first=program.line_first, max_steps=args.max_steps)
-    if done and len(test):
+        ended = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
+                        fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
+                        line=line, progress=program.progress, drop_last=program.drop_last,
+                        line_first=program.line_first, max_steps=args.max_steps)
+    if ended.done and ended.signal is None and len(test):
         score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
     if saving:
         saving.check()
+    ended.leave()
 
 
 def told(pairs, vocabularies, rows):
