@@ -5,9 +5,10 @@ last steps.  Results are asked for now and then: on a GPU steps are only told to
 """
 import contextlib
 import math
+import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ class Run:
     weight_sum: float = 0.0
     clips: int = 0
     seconds: float = 0.0
+    id: str = field(default='', compare=False)      # names this run in metrics.jsonl; '' until it has a folder
 
     asdict = asdict
 
@@ -141,10 +143,13 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
 
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(Output())
+        metrics = None
         if folder is not None:
+            run.id = run.id or os.urandom(4).hex()
             stack.enter_context(checkpoint.claim(folder))
         stop = stack.enter_context(Interrupt(saves=save is not None))
-        metrics = stack.enter_context(Metrics(folder, run.epoch)) if folder is not None else None
+        if folder is not None:
+            metrics = stack.enter_context(Metrics(folder, run.epoch, run.id))
         is_over = False
         while run.epoch < epochs and not is_over:
             end = epoch_end(samples, run.batch_size, run.position, drop_last)

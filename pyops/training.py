@@ -13,6 +13,7 @@ Nothing here knows a model.  The loop of a program looks like this:
 """
 import argparse
 import contextlib
+import datetime
 import errno
 import json
 import math
@@ -123,20 +124,23 @@ class _Stream:
 class Metrics:
     """Appends one JSON object a line to `metrics.jsonl` in `folder`: numbers and strings by name.
 
-    The file tells one run's story.  Opened after `epoch` epochs were done (0: from scratch), it drops the lines whose
-    "epoch" is later than that: they will be trained, and written, again.  Lines count epochs done, so the first has
-    "epoch" 1.  A half line, left by a kill or a full disk, is dropped as well and never glued to the next.
+    The file holds the epochs of one run.  run: its id, which each line gets as "run"; epoch: how many epochs it has done
+    (0: from scratch).  Lines count epochs done, so the first has "epoch" 1.  Opening the file keeps the lines that the run
+    continues: whole ones of epochs up to `epoch`, with the same id or, from older versions, without one.  If there are
+    others, of another run or of later epochs that will be trained again, the old file is copied to
+    metrics_DATE_TIME.jsonl first, and one line is printed.  Half lines, left by a kill or a full disk, are dropped.
 
-    UserError where the file cannot be opened.  A line that later cannot be written is only warned about, once: the
-    training is worth more than its log.
+    UserError if the file cannot be opened or the copy cannot be written.  A line that later cannot be written causes one
+    warning: the training is worth more than its log.
     """
 
-    def __init__(self, folder, epoch=0):
+    def __init__(self, folder, epoch=0, run=''):
         self.path = os.path.join(folder, 'metrics.jsonl')
+        self._run = {'run': run} if run else {}
         self._is_whole = True               # the file ends with a whole line
         self._warned = False
         try:
-            self._drop_after(epoch)
+            self._keep_own_lines(epoch)
             self._file = open(self.path, 'ab', buffering=0)
         except OSError as error:
             raise UserError(f'{self.path}: cannot write the metrics ({error.strerror}); '
@@ -150,7 +154,7 @@ class Metrics:
 
     def write(self, **values):
         """Append one line.  A value is a str, int, float, None or numpy scalar; JSON has no NaN: it becomes null."""
-        line = json.dumps({key: _plain(value) for key, value in values.items()}).encode() + b'\n'
+        line = json.dumps({key: _plain(value) for key, value in (values | self._run).items()}).encode() + b'\n'
         if not self._is_whole:
             line = b'\n' + line
         try:
@@ -165,32 +169,63 @@ class Metrics:
     def close(self):
         self._file.close()
 
-    def _drop_after(self, epoch):
+    def _keep_own_lines(self, epoch):
         try:
             with open(self.path, 'rb') as file:
                 before = file.read()
         except FileNotFoundError:
             return
-        kept = b''.join(line for line in before.splitlines(keepends=True) if _is_kept(line, epoch))
-        if kept != before:
+        own, others = b'', 0
+        for line in before.split(b'\n'):
+            kind = self._kind(line, epoch)
+            own += line + b'\n' if kind == 'own' else b''
+            others += kind == 'other'
+        if others:
+            now = datetime.datetime.now()
+            while True:
+                aside = f'{self.path.removesuffix(".jsonl")}_{now:%Y%m%d_%H%M%S}.jsonl'
+                try:
+                    _write_new(aside, before)
+                    break
+                except FileExistsError:
+                    now += datetime.timedelta(seconds=1)
+            lines = '1 line' if others == 1 else f'{others} lines'
+            print(f'{self.path}: has {lines} that this run does not continue; the old file is kept as {aside}', flush=True)
+        if own != before:
             temporary = f'{self.path}.{os.getpid()}.tmp'
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)                # of a process that had our process id
+            _write_new(temporary, own)
             try:
-                with open(temporary, 'wb') as file:
-                    file.write(kept)
                 os.replace(temporary, self.path)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                os.unlink(temporary)
                 raise
 
+    def _kind(self, line, epoch):
+        """'own', 'other' or 'half' (bytes without meaning: half a line, or nothing) for a line of metrics.jsonl (bytes)."""
+        if not line.strip(b'\0 \t\r'):
+            return 'half'
+        try:
+            values = json.loads(line)
+            is_own = 1 <= values['epoch'] <= epoch and values.get('run') in (None, *self._run.values())
+            return 'own' if is_own else 'other'
+        except ValueError:
+            return 'half' if line.startswith(b'{"') else 'other'
+        except (KeyError, AttributeError, TypeError, RecursionError):
+            return 'other'
 
-def _is_kept(line, epoch):
-    """Whether a line of metrics.jsonl (bytes) is whole and tells of no epoch after `epoch`."""
-    try:
-        values = json.loads(line)
-        return line.endswith(b'\n') and values.get('epoch', 0) <= epoch
-    except (ValueError, AttributeError, TypeError, RecursionError):     # whatever lies there, it ends no training
-        return False
+
+def _write_new(path, content):
+    """Write a file that does not exist yet, durably or not at all."""
+    with open(path, 'xb') as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(path)
+            raise
 
 
 def _plain(value):

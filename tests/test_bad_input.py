@@ -3,6 +3,7 @@ no traceback; and whatever was there before is still there, byte for byte."""
 import contextlib
 import errno
 import gzip
+import json
 import os
 import re
 import shlex
@@ -379,9 +380,12 @@ def test_a_metrics_file_of_any_bytes_ends_no_training(tmp_path):
     path = tmp_path / 'metrics.jsonl'
     odd = [b'[' * 200_000, b'9' * 9000, b'\0\xff', b'{"epoch": 1e400}', b'{"epoch": []}', b'']
     path.write_bytes(b'{"epoch": 1}\n' + b'\n'.join(odd))
+    before = path.read_bytes()
     with Metrics(tmp_path, 1) as metrics:
         metrics.write(epoch=2)
     assert path.read_bytes() == b'{"epoch": 1}\n{"epoch": 2}\n'
+    (kept,) = tmp_path.glob('metrics_*.jsonl')
+    assert kept.read_bytes() == before
 
 
 def test_another_batch_size_in_the_middle_of_an_epoch(place, capsys):
@@ -402,6 +406,25 @@ def test_a_folder_of_damaged_checkpoints_is_told_of_and_trained_into(place, caps
     out, error = capsys.readouterr()
     assert 'ckpt : no checkpoint, starting from scratch' in out
     assert error.startswith(f'warning: passed over {SAVED}: truncated checkpoint') and error.count('\n') == 1
+
+
+def test_runs_without_a_folder_keep_each_others_metrics(place, capsys):
+    """Both go to ./checkpoints; then the first of them goes on."""
+    flags = ['-f', 'pairs.txt', *SIZES]
+
+    def metrics(pattern):
+        return [[(line['run'], line['epoch']) for line in map(json.loads, path.read_text().splitlines())]
+                for path in sorted(Path('checkpoints').glob(pattern))]
+    runs = []
+    for epochs in ('2', '1'):
+        train.main(['-e', epochs, *flags])
+        runs.append(checkpoint.find('checkpoints', serving=True))
+    first, second = (checkpoint.load(found.path)[1]['run']['id'] for found in runs)
+    of_first, of_second = [(first, 1), (first, 2)], [(second, 1)]
+    assert first != second and metrics('metrics_*') == [of_first] and metrics('metrics.jsonl') == [of_second]
+    assert capsys.readouterr().out.count('that this run does not continue') == 1
+    train.main(['-e', '3', '-c', runs[0].path, *flags])
+    assert metrics('metrics_*') == [of_first, of_second] and metrics('metrics.jsonl') == [[(first, 3)]]
 
 
 def test_a_trial_is_resumed_and_tested_as_a_trial(tmp_path, monkeypatch, capsys):

@@ -177,26 +177,96 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
                                   {'epoch': 2, 'loss': None, 'worst': None}]
 
 
+def aside(folder):
+    """The content of each file that was moved aside, oldest first."""
+    assert {path.name for path in folder.iterdir() if not re.fullmatch(r'metrics_\d{8}_\d{6}\.jsonl', path.name)} \
+        <= {'metrics.jsonl'}
+    return [path.read_bytes() for path in sorted(folder.glob('metrics_*'))]
+
+
 @pytest.mark.parametrize('epoch, left', [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 2, 3])])
-def test_metrics_after_a_resume(tmp_path, epoch, left):
-    with training.Metrics(tmp_path) as metrics:
+def test_metrics_after_a_resume(tmp_path, epoch, left, capsys):
+    """Lines of later epochs will be written again; the old ones are kept in another file."""
+    with training.Metrics(tmp_path, 0, 'one') as metrics:
         for n in (1, 2, 3):
             metrics.write(epoch=n)
-    with training.Metrics(tmp_path, epoch) as metrics:
+    whole = (tmp_path / 'metrics.jsonl').read_bytes()
+    with training.Metrics(tmp_path, epoch, 'one') as metrics:
         assert [line['epoch'] for line in lines_of(tmp_path)] == left
         metrics.write(epoch=epoch + 1)
     assert [line['epoch'] for line in lines_of(tmp_path)] == [*left, epoch + 1]
-    assert os.listdir(tmp_path) == ['metrics.jsonl']
+    assert {line['run'] for line in lines_of(tmp_path)} == {'one'}
+    assert aside(tmp_path) == ([whole] if epoch < 3 else [])
+    out = capsys.readouterr().out
+    if epoch < 3:
+        lines = '1 line' if epoch == 2 else f'{3 - epoch} lines'
+        assert out == (f'{tmp_path}/metrics.jsonl: has {lines} that this run does not continue; '
+                       f'the old file is kept as {next(tmp_path.glob("metrics_*"))}\n')
+    else:
+        assert out == ''
 
 
-@pytest.mark.parametrize('garbage', [b'{"epoch": 2, "lo', b'{"epoch": 2}', b'\xff\xfe\n', b'\0\0\0', b'[1]\n', b'\n',
-                                     b'{"epoch": "two"}\n'])
-def test_metrics_after_a_kill(tmp_path, garbage):
+@pytest.mark.parametrize('epoch', [0, 2])
+def test_metrics_of_another_run_are_kept_in_another_file(tmp_path, epoch, capsys):
+    for run, first in (('one', 0), ('two', 0), ('one', epoch)):
+        with training.Metrics(tmp_path, first, run) as metrics:
+            metrics.write(epoch=first + 1, loss=0.5)
+    assert [(line['run'], line['epoch']) for line in lines_of(tmp_path)] == [('one', epoch + 1)]
+    assert [json.loads(text)['run'] for text in aside(tmp_path)] == ['one', 'two']      # in one second, under two names
+    assert capsys.readouterr().out.count('\n') == 2
+
+
+def test_metrics_without_an_id_belong_to_the_run_that_is_resumed(tmp_path):
+    """As older versions wrote them."""
+    (tmp_path / 'metrics.jsonl').write_bytes(b'{"epoch": 1}\n{"epoch": 2}\n')
+    with training.Metrics(tmp_path, 2, 'one') as metrics:
+        metrics.write(epoch=3)
+    assert [line.get('run') for line in lines_of(tmp_path)] == [None, None, 'one'] and aside(tmp_path) == []
+
+
+HALF = [b'{"epoch": 2, "lo', b'\0\0\0', b'\n', b'{"epoch": 2, "lo\n', b'{"epoch": 2\0\0']
+
+
+@pytest.mark.parametrize('half', HALF)
+def test_half_lines_after_a_kill_are_dropped(tmp_path, half, capsys):
     path = tmp_path / 'metrics.jsonl'
-    path.write_bytes(b'{"epoch": 1}\n' + garbage)
+    path.write_bytes(b'{"epoch": 1}\n' + half)
     with training.Metrics(tmp_path, 5) as metrics:
         metrics.write(epoch=6)
     assert path.read_bytes() == b'{"epoch": 1}\n{"epoch": 6}\n'
+    assert aside(tmp_path) == [] and capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize('foreign', [b'\xff\xfe\n', b'[1]\n', b'{"epoch": "two"}\n', b'{"loss": 1}\n', b'a note', b'{}',
+                                     b'{"epoch": 0}\n', b'{"epoch": 9}'])
+def test_lines_of_something_else_are_kept_in_another_file(tmp_path, foreign, capsys):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_bytes(b'{"epoch": 1}\n' + foreign)
+    with training.Metrics(tmp_path, 5) as metrics:
+        metrics.write(epoch=6)
+    assert path.read_bytes() == b'{"epoch": 1}\n{"epoch": 6}\n'
+    assert aside(tmp_path) == [b'{"epoch": 1}\n' + foreign] and 'has 1 line that' in capsys.readouterr().out
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    path.write_bytes(b'{"epoch": 1}\n{"epoch": 2}')
+    with training.Metrics(tmp_path, 5) as metrics:
+        metrics.write(epoch=6)
+    assert path.read_bytes() == b'{"epoch": 1}\n{"epoch": 2}\n{"epoch": 6}\n' and aside(tmp_path) == []
+
+
+@pytest.mark.parametrize('fails', ['fsync', 'replace'])
+def test_metrics_that_cannot_be_moved_aside_stay(tmp_path, fails, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+    path = tmp_path / 'metrics.jsonl'
+    path.write_bytes(b'{"epoch": 1}\n')
+    monkeypatch.setattr(os, fails, full)
+    with pytest.raises(UserError, match='metrics.jsonl: cannot write the metrics .No space left'):
+        training.Metrics(tmp_path)
+    assert path.read_bytes() == b'{"epoch": 1}\n'
+    assert not any(name.endswith('.tmp') for name in os.listdir(tmp_path))
 
 
 class FullDisk:

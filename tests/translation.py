@@ -61,11 +61,11 @@ def newest(folder):
 
 
 def assert_same_training(one, other):
-    """Two checkpoints are equal bit for bit but for the time they took."""
+    """Two checkpoints are equal bit for bit but for the time they took and the id of their run."""
     (tensors, state), (other_tensors, other_state) = one, other
     assert set(tensors) == set(other_tensors) and len(tensors) > 3 * 10
     for name, tensor in tensors.items():
         assert tensor.tobytes() == other_tensors[name].tobytes(), name
     for state_ in (state, other_state):
-        assert state_['run'].pop('seconds') >= 0
+        assert state_['run'].pop('seconds') >= 0 and len(state_['run'].pop('id')) == 8
     assert state == other_state
