@@ -1,8 +1,9 @@
 """Checkpoints: one safetensors file with all that a bit-exact continuation needs, complete or not there at all.
 
 A file holds tensors and a `state` (anything JSON can say: epoch, step, data order, vocabularies, configuration).
-The state lies in the file's metadata, beside a format name, a format version and a SHA-256 over the state and every
-tensor (0.08 s of the 0.7 s that a save of 125 MB takes), so that a damaged file is noticed and not trained on.
+The state is stored in the file's metadata, with a format name, a format version, the name under which it was saved, and
+a SHA-256 over the state and every tensor (0.08 s of the 0.7 s that a save of 125 MB takes), so that a damaged file is
+noticed and not trained on.
 
 A save goes to a hidden temporary file in the same folder, is synced, and only then gets its name: whatever kills
 the process, a file under a checkpoint's name is complete.
@@ -10,6 +11,7 @@ the process, a file under a checkpoint's name is complete.
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,11 +26,13 @@ from pyops.errors import UserError
 
 SUFFIX = '.safetensors'
 FORMAT = 'pyops checkpoint'
-VERSION = 1
+VERSION = 2             # 1: a run without an id, and no name in the metadata
 
 _NAME = re.compile(r'checkpoint_(\d{8}_\d{6})_(\d+)' + re.escape(SUFFIX))
+_PART = re.compile(r'.+' + re.escape(SUFFIX) + r'_part_[a-z]+')         # of scripts/split_checkpoint.sh
 _TEMPORARY = re.compile(r'\..+' + re.escape(SUFFIX) + r'\.(\d+)\.tmp')
 _TIME = '%Y%m%d_%H%M%S'
+_MOST_OTHERS = 3                    # files of other programs that get a line each
 _HEADER_LIMIT = 100_000_000         # bytes; safetensors itself refuses a longer header
 
 
@@ -46,11 +50,13 @@ def save(path, tensors, state):
     # which makes (1,) of ().  The file is little-endian, and so is what the checksum is taken of.
     tensors = {key: np.asarray(tensor, tensor.dtype.newbyteorder('<'), order='C') for key, tensor in tensors.items()}
     text = json.dumps(state)
-    metadata = {'format': FORMAT, 'version': str(VERSION), 'state': text, 'sha256': _digest(tensors, text)}
+    folder, base = os.path.split(path)
+    name_text = os.fsencode(base).decode(errors='replace')
+    metadata = {'format': FORMAT, 'version': str(VERSION), 'name': name_text, 'state': text,
+                'sha256': _digest(tensors, text + name_text)}
     # Serialised here and written below, because the library's own save_file does not sync and, when killed, leaves
     # a temporary whose name tells nothing of its owner.
     data = serialize(tensors, metadata=metadata)
-    folder, base = os.path.split(path)
     temporary = os.path.join(folder, f'.{base}.{os.getpid()}.tmp')
     try:
         _write(temporary, data)
@@ -60,8 +66,8 @@ def save(path, tensors, state):
             os.unlink(temporary)
         if not isinstance(error, OSError):
             raise
-        raise UserError(f'{path}: cannot save the checkpoint ({_reason(error)}): it needs {len(data)} bytes and '
-                        f'{_free_text(folder)}; make room or name another folder with -c') from error
+        raise UserError(f'{path}: cannot save the checkpoint ({_reason(error)}){_remedy(error, folder, len(data))} '
+                        'or name another folder with -c') from error
     _sync_folder(folder)
 
 
@@ -77,10 +83,9 @@ def load(path):
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f'{path}: damaged checkpoint ({error}); take an older one') from error
-    if _digest(tensors, metadata['state']) != metadata.get('sha256'):
-        raise UserError(f'{path}: damaged checkpoint: its content does not have the SHA-256 noted when it was saved; '
-                        'take an older one')
+        raise _Damaged(f'{path}: damaged checkpoint ({error})') from error
+    if _digest(tensors, metadata['state'] + metadata.get('name', '')) != metadata.get('sha256'):
+        raise _Damaged(f'{path}: damaged checkpoint: its content does not have the SHA-256 noted when it was saved')
     return tensors, json.loads(metadata['state'])
 
 
@@ -91,7 +96,7 @@ def name(epoch, now=None):
 
 
 def _digest(tensors, text):
-    """SHA-256 (hex) over the state's text and every tensor's name, dtype, shape and bytes; the order is by name."""
+    """SHA-256 (hex) over text (state and file name) and each tensor's name, dtype, shape and bytes; the order is by name."""
     digest = hashlib.sha256(text.encode())
     for key in sorted(tensors):
         tensor = tensors[key]
@@ -101,9 +106,10 @@ def _digest(tensors, text):
 
 
 def _read_metadata(path):
-    """The metadata of a complete checkpoint, read from its header alone, so that a folder is looked through quickly.
+    """The metadata of a complete checkpoint, read from its header alone.
 
-    UserError says what is wrong otherwise.  `_TooNew` where only the version is.
+    UserError if it is something else: `_Damaged` for a file that may have been a checkpoint, `_Foreign` for a safetensors
+    file of another program, `_TooNew` if only the version is wrong.
     """
     try:
         with open(path, 'rb') as file:
@@ -116,31 +122,42 @@ def _read_metadata(path):
         raise UserError(f'{path}: cannot read the checkpoint ({_reason(error)}); name a file that can be read') \
             from error
     if size < 9 or (text[:1] == b'{' and len(text) < length <= _HEADER_LIMIT):
-        raise UserError(f'{path}: truncated checkpoint ({size} bytes, not even its header); take an older one')
+        raise _Damaged(f'{path}: truncated checkpoint ({size} bytes, not even its header)')
     try:
         header = json.loads(text)
         metadata = header.pop('__metadata__', {})
         want = 8 + length + max((tensor['data_offsets'][1] for tensor in header.values()), default=0)
         ours = metadata.get('format') == FORMAT
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise UserError(f'{path}: not a safetensors file; want a checkpoint that this program saved') from error
-    if size < want:
-        raise UserError(f'{path}: truncated checkpoint: want {want} bytes, got {size}; take an older one')
-    if size > want:
-        raise UserError(f'{path}: damaged checkpoint: want {want} bytes, got {size}; take an older one')
+        raise _Damaged(f'{path}: not a safetensors file', 'want a checkpoint that this program saved') from error
+    if size != want:
+        kind = 'truncated' if size < want else 'damaged'
+        raise _Damaged(f'{path}: {kind} checkpoint: want {want} bytes, got {size}')
     if not ours:
-        raise UserError(f'{path}: a safetensors file, but not a {FORMAT}; want one that this program saved')
+        raise _Foreign(f'{path}: a safetensors file, but not a {FORMAT}; want one that this program saved')
     version = str(metadata.get('version'))
     if re.fullmatch('[0-9]{1,9}', version) and int(version) > VERSION:
         raise _TooNew(f'{path}: checkpoint of format version {version}, and this program reads up to {VERSION}; '
                       'update pyops or take an older checkpoint')
-    if version != str(VERSION) or 'state' not in metadata:
-        raise UserError(f'{path}: damaged checkpoint (no valid version and state in its header); take an older one')
+    if version not in map(str, range(1, VERSION + 1)) or 'state' not in metadata:
+        raise _Damaged(f'{path}: damaged checkpoint (no valid version and state in its header)')
     return metadata
 
 
+class _Damaged(UserError):
+    """What is left of a checkpoint; `problem` is the text without the remedy."""
+
+    def __init__(self, problem, remedy='take an older one'):
+        super().__init__(f'{problem}; {remedy}')
+        self.problem = problem
+
+
+class _Foreign(UserError):
+    """A safetensors file of another program."""
+
+
 class _TooNew(UserError):
-    """A complete checkpoint of a later format: nothing to skip in silence, it may be the best one there is."""
+    """A complete checkpoint of a later format: never passed over, it may be the best one there is."""
 
 
 def _write(path, data):
@@ -167,39 +184,45 @@ def _sync_folder(folder):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What `-c PATH` means.  path: the checkpoint to load, or None; folder: where to save; line: what to print;
-    warnings: lines about newer files that were passed over."""
+    """What `-c PATH` means.
+
+    path: the checkpoint, or None; folder: where to save; line: what to print; warnings: lines about files that were passed
+    over; tensors, state: the content of the checkpoint, as `load` returns it, or None.
+    """
     path: str | None
     folder: str
     line: str
     warnings: tuple[str, ...] = ()
+    tensors: dict | None = dataclasses.field(default=None, compare=False, repr=False)
+    state: object = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def find(path, serving=False):
-    """What `-c PATH` means: a checkpoint, or a folder of which the newest complete one is taken -> Found.
+    """Load what `-c PATH` names: a checkpoint, or a folder of which the newest intact one is taken -> Found.
 
-    A folder that does not exist yet is created.  A missing file (PATH ends in .safetensors) is an error, and so is a
-    folder that cannot be written: that shows here and not after hours of training.  Temporaries of processes that
-    are gone are removed.  With `serving` nothing is created, removed or written, and no checkpoint is an error.
+    A folder that does not exist yet is created.  A missing or damaged file (PATH ends in .safetensors, or is a file) is
+    an error, and so is a folder that cannot be read or written: that shows here and not after hours of training.
+    Temporaries of processes that are gone are removed.  With `serving` nothing is created, removed or written, and no
+    checkpoint is an error.
     """
     path = os.fspath(path)
     if not path:
         raise UserError("-c/--checkpoint: want a checkpoint or a folder, got ''")
-    if not os.path.isdir(path) and os.path.lexists(path):
+    is_new = not _exists(path)
+    if not os.path.isdir(path) and not is_new:
         if not os.path.isfile(path):
             raise UserError(f'{path}: want a checkpoint or a folder, and it is neither')
         folder = os.path.dirname(path) or '.'
         if not serving:
             _prepare(folder)
-        return Found(path, folder, f'loading from checkpoint : {path}')
-    if not os.path.isdir(path) and path.endswith(SUFFIX):
-        newest, _ = _newest(os.path.dirname(path) or '.')
+        return Found(path, folder, f'loading from checkpoint : {path}', (), *_load_or_name_another(path))
+    if is_new and path.endswith(SUFFIX):
+        newest = _newest_beside(path)
         remedy = f'the newest one there is {newest}' if newest else 'name a folder to start from scratch'
         raise UserError(f'{path}: no such checkpoint; {remedy}')
-    is_new = not os.path.isdir(path)
     if not serving:
         _prepare(path)
-    newest, warnings = _newest(path)
+    newest, content, warnings = (None, (None, None), ()) if is_new else _newest(path)
     if newest:
         line = f'loading from checkpoint : {newest}'
     elif serving:
@@ -209,27 +232,49 @@ def find(path, serving=False):
         line = f'{path} : new folder, starting from scratch'
     else:
         line = f'{path} : no checkpoint, starting from scratch'
-    return Found(newest, path, line, warnings)
+    return Found(newest, path, line, warnings, *content)
+
+
+def _exists(path):
+    """Whether there is such a path, be it a dangling link; UserError if a folder on the way there cannot be searched."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(f'{path}: cannot be reached ({_reason(error)}); make the folders on the way there readable, '
+                        'or name another with -c') from error
+    return True
+
+
+def _load_or_name_another(path):
+    """load(path), whose error for a damaged file names the newest intact checkpoint of the same folder, if any."""
+    try:
+        return load(path)
+    except _Damaged as error:
+        newest = _newest_beside(path)
+        if newest is None:
+            raise
+        raise UserError(f'{error.problem}; the newest intact one there is {newest}') from error
 
 
 def fresh(folder):
-    """What a run without `-c` does -> Found: it saves into `folder` and starts from scratch whatever lies there."""
+    """What a run without `-c` does -> Found: it saves into `folder` and starts from scratch, whatever that contains."""
     _prepare(folder)
     return Found(None, folder, 'starting from scratch')
 
 
-def last(folder):
-    """Words for an error: which checkpoint of `folder` a run can go on from."""
-    newest, _ = _newest(folder)
-    return f'the last complete checkpoint is {newest}' if newest else 'there is no earlier checkpoint'
+def last(path):
+    """Words for an error: the checkpoint that a run can go on from; path: its path, or None."""
+    return f'the last complete checkpoint is {path}' if path else 'there is no earlier checkpoint'
 
 
 @contextlib.contextmanager
 def claim(folder):
     """Hold `folder` for one training run; UserError while another one, of this or another process, holds it.
 
-    Two runs in one folder would drop each other's metrics, and a resume would take whichever saved last.  The kernel
-    lets go of the lock however a process ends.  Where a file system offers no locks there is no guard.
+    Two runs in one folder would mix their metrics, and a resume would take whichever saved last.  The kernel releases the
+    lock however a process ends.  File systems without locks have no guard.
     """
     descriptor = os.open(folder or '.', os.O_RDONLY)
     try:
@@ -265,17 +310,18 @@ def free_path(folder, epoch, now=None):
     back (every autumn, with local time) hide a checkpoint behind another.
     """
     now = now or datetime.datetime.now()
-    last = max((key for key, _ in _listed(folder)), default=None)
-    if last and (now.strftime(_TIME), epoch) <= last:
-        now = datetime.datetime.strptime(last[0], _TIME) + datetime.timedelta(seconds=1)
+    with contextlib.suppress(OSError):                  # a folder that cannot be read: saving will say so
+        latest = max((key for key, _ in _listed(folder)), default=None)
+        if latest and (now.strftime(_TIME), epoch) <= latest:
+            now = datetime.datetime.strptime(latest[0], _TIME) + datetime.timedelta(seconds=1)
     return os.path.join(folder, name(epoch, now))
 
 
-def save_or_rescue(folder, epoch, tensors, state, now=None):
+def save_or_rescue(folder, epoch, tensors, state, now=None, last_path=None):
     """Save under the next free name in `folder` and return the path.
 
-    Where that fails (a full disk), the checkpoint goes to the folder for temporary files, so that no step is lost,
-    and a UserError says where it lies and how to go on; where that fails too, which checkpoint is the last.
+    If that fails (a full disk), the checkpoint goes to the folder for temporary files, so that no step is lost, and a
+    UserError names it and how to go on; if that fails too, it names last_path, the last checkpoint of the run.
     """
     try:
         path = free_path(folder, epoch, now)
@@ -288,42 +334,88 @@ def save_or_rescue(folder, epoch, tensors, state, now=None):
         path = free_path(rescue, epoch, now)
         save(path, tensors, state)
     except UserError as error:
-        raise UserError(f'{first}; {rescue} did not take it either; {last(folder)}') from error
+        raise UserError(f'{first}; {rescue} did not take it either; {last(last_path)}') from error
     raise UserError(f'{first}; this one was saved as {path}: go on from it with -c {path}')
 
 
 def _listed(folder):
-    """((date and time, epoch), path) of each entry of `folder` with a checkpoint's name; none where it cannot be read.
+    """((date and time, epoch), path) of each file of `folder` that may be a checkpoint; OSError if it cannot be read.
+
+    These are all .safetensors files.  A file without a checkpoint's name gets the key of the name under which it was
+    saved, so that a renamed or copied one keeps its place; checkpoints of format 1 and other files have none, and get the
+    time of their last change, and -1.
     """
-    try:
-        names = os.listdir(folder or '.')
-    except OSError:
-        return []
-    matches = [match for match in map(_NAME.fullmatch, names) if match and _is_time(match[1])]
-    return [((match[1], int(match[2])), os.path.join(folder, match[0])) for match in matches]
+    with os.scandir(folder or '.') as entries:
+        for entry in entries:
+            if not entry.name.endswith(SUFFIX) or entry.name.startswith('.'):
+                continue
+            path = os.path.join(folder, entry.name)
+            if key := _key(entry.name):
+                yield key, path
+            elif entry.is_file():
+                yield _key_inside(path) or _key_of_change(path), path
 
 
-def _is_time(text):
+def _key(file_name):
+    """(date and time, epoch) in the name of a checkpoint; None for another name."""
+    match = _NAME.fullmatch(file_name)
     try:
-        datetime.datetime.strptime(text, _TIME)
+        datetime.datetime.strptime(match[1] if match else '', _TIME)
     except ValueError:
-        return False
-    return True
+        return None
+    return match[1], int(match[2])
+
+
+def _key_inside(path):
+    try:
+        return _key(str(_read_metadata(path).get('name')))
+    except UserError:
+        return None
+
+
+def _key_of_change(path):
+    try:
+        return datetime.datetime.fromtimestamp(os.stat(path).st_mtime).strftime(_TIME), -1
+    except (OSError, ValueError, OverflowError):
+        return '00010101_000000', -1
 
 
 def _newest(folder):
-    """(path or None, warnings): the newest complete checkpoint, and a line for each newer one that is not."""
-    warnings = []
-    for _, path in sorted(_listed(folder), reverse=True):
+    """(path, (tensors, state), warnings): the newest intact checkpoint, None and (None, None) if there is none, and a line
+    for each newer file that was passed over.  Files of other programs are worth a line only if there is no checkpoint.
+
+    UserError for a folder that cannot be read, and for a newer checkpoint of a later format.
+    """
+    warnings, others = [], []
+    try:
+        listed = sorted(_listed(folder), reverse=True)
+        parts = sorted(filter(_PART.fullmatch, os.listdir(folder or '.')))
+    except OSError as error:
+        raise UserError(f'{folder}: cannot read the folder ({_reason(error)}); make it readable, or name another with -c') \
+            from error
+    for _, path in listed:
         try:
-            _read_metadata(path)
+            return path, load(path), tuple(warnings)
         except _TooNew:
             raise
+        except _Foreign as error:
+            (warnings if _key(os.path.basename(path)) else others).append(f'warning: passed over {error}')
         except UserError as error:
             warnings.append(f'warning: passed over {error}')
-        else:
-            return path, tuple(warnings)
-    return None, tuple(warnings)
+    if parts:
+        others.append(f'warning: passed over {os.path.join(folder, parts[0])}: a part of a split file; '
+                      f'put all {len(parts)} together with scripts/restore_checkpoint.sh')
+    if len(others) > _MOST_OTHERS:
+        others[_MOST_OTHERS:] = [f'warning: passed over {len(others) - _MOST_OTHERS} more of that kind']
+    return None, (None, None), (*warnings, *others)
+
+
+def _newest_beside(path):
+    """The path of the newest intact checkpoint in the folder of `path`, or None."""
+    try:
+        return _newest(os.path.dirname(path) or '.')[0]
+    except UserError:
+        return None
 
 
 def _prepare(folder):
@@ -359,6 +451,17 @@ def _is_running(pid):
 
 def _reason(error):
     return error.strerror or type(error).__name__
+
+
+def _remedy(error, folder, nbytes):
+    """What to do when a file of nbytes could not be written; ' or name another folder with -c' follows."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f': it needs {nbytes} bytes and {_free_text(folder)}; make room'
+    if error.errno == errno.EFBIG:
+        return f': it needs {nbytes} bytes; raise the limit on the size of a file (ulimit -f)'
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return '; make the folder writable'
+    return '; mend the folder'
 
 
 def _free_text(folder):

@@ -104,8 +104,8 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     results(sizes) -> (loss, weight, clipped) of each of the last len(sizes) <= History.CAPACITY steps, on so many samples.
     samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
     folder: where metrics.jsonl and checkpoints go; None: neither is written.
-    save() -> path of a checkpoint, called after each `save_every`th epoch, after the last one, and before the run is left on
-    a signal or a failed output.
+    save: a Saver, called after each `save_every`th epoch, after the last one, and before the run is left on a signal or a
+    failed output.
     validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
     before or after the name of a checkpoint.
     progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
@@ -120,7 +120,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     def check(loss):
         if not math.isfinite(loss):                     # epochs done: programs count the running one from 0 or from 1
             raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
-                            'lower the learning rate with -l' + (f'; {checkpoint.last(folder)}' if folder is not None else ''))
+                            'lower the learning rate with -l' + (f'; {checkpoint.last(save.last)}' if save else ''))
 
     def keep_and_print():
         if save:
@@ -247,16 +247,27 @@ def room(params):
     return 3 * params.values.nbytes + 2 ** 20
 
 
-def saver(folder, params, optimizer, run, state):
-    """A save() for `fit`: the next checkpoint of the run, in `folder`.
+class Saver:
+    """Saves the checkpoints of a run, for `fit`.
 
-    UserError in place of a checkpoint of parameters that are not finite: a step can spoil them after its loss was
-    taken, and nobody wants to resume, or serve, from there.
+    found: the checkpoint.Found that the run began with; state: what its checkpoints hold besides `run`.
+    last: the path of the newest checkpoint that the run can go on from, None if there is none yet.
     """
-    def save():
-        if not np.isfinite(backend.get(params.values)).all():
-            raise UserError(f'after {run.epoch} epochs parameters are no longer finite, and they are not saved; '
-                            f'lower the learning rate with -l; {checkpoint.last(folder)}')
-        kept = {name: backend.get(tensor) for name, tensor in tensors(params, optimizer).items()}
-        return checkpoint.save_or_rescue(folder, run.epoch, kept, state | {'run': run.asdict()})
-    return save
+
+    def __init__(self, found, params, optimizer, run, state):
+        self._folder, self.last = found.folder, found.path
+        self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
+
+    def __call__(self):
+        """Save the next checkpoint -> its path.
+
+        UserError instead of a checkpoint of parameters that are not finite: a step can make them so after its loss was
+        calculated, and such a checkpoint is worth nothing.
+        """
+        if not np.isfinite(backend.get(self._params.values)).all():
+            raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
+                            f'lower the learning rate with -l; {checkpoint.last(self.last)}')
+        kept = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
+        state = self._state | {'run': self._run.asdict()}
+        self.last = checkpoint.save_or_rescue(self._folder, self._run.epoch, kept, state, last_path=self.last)
+        return self.last

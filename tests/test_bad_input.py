@@ -300,13 +300,13 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_checkpoint(pla
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     params = Parameters({'w': Spec((3,), zeros())})
-    save = fit.saver(str(tmp_path), params, Adam(params, 0.1), fit.Run(0, 1), {})
+    save = fit.Saver(checkpoint.fresh(tmp_path), params, Adam(params, 0.1), fit.Run(0, 1), {})
     whole = save()
     for value in (np.nan, np.inf):
         params['w'].value[1] = value
         with pytest.raises(UserError, match=f'parameters are no longer finite.* -l; .* checkpoint is {whole}'):
             save()
-    assert [str(path) for path in tmp_path.iterdir()] == [whole]
+    assert list(map(str, tmp_path.iterdir())) == [whole]
 
 
 @pytest.fixture
@@ -408,6 +408,28 @@ def test_a_folder_of_damaged_checkpoints_is_told_of_and_trained_into(place, caps
     assert error.startswith(f'warning: passed over {SAVED}: truncated checkpoint') and error.count('\n') == 1
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_when_a_run_goes_on_and_when_it_is_served(place, capsys):
+    train.main(resumed('').split())
+    (newest,) = Path('ckpt').glob('*_2.safetensors')
+    newest.write_bytes(flipped(newest.read_bytes()))
+    for program, arguments in ((TRAIN, resumed('')), (TRANSLATE, '-c ckpt Go.')):
+        capsys.readouterr()
+        PROGRAMS[program](arguments.split())
+        out, error = capsys.readouterr()
+        assert f'loading from checkpoint : {SAVED}\n' in out
+        assert error.startswith(f'warning: passed over {newest}: damaged checkpoint: ') and error.count('\n') == 1
+        for later in set(Path('ckpt').glob('*_2.safetensors')) - {newest}:
+            later.unlink()
+
+
+def test_a_renamed_checkpoint_is_resumed(place, capsys):
+    os.rename(SAVED, 'ckpt/best.safetensors')
+    train.main(resumed('').split())
+    assert 'loading from checkpoint : ckpt/best.safetensors\n' in capsys.readouterr().out
+    newest = checkpoint.find('ckpt')
+    assert newest.path.endswith('_2.safetensors') and newest.state['run']['epoch'] == 2
+
+
 def test_runs_without_a_folder_keep_each_others_metrics(place, capsys):
     """Both go to ./checkpoints; then the first of them goes on."""
     flags = ['-f', 'pairs.txt', *SIZES]
@@ -419,7 +441,7 @@ def test_runs_without_a_folder_keep_each_others_metrics(place, capsys):
     for epochs in ('2', '1'):
         train.main(['-e', epochs, *flags])
         runs.append(checkpoint.find('checkpoints', serving=True))
-    first, second = (checkpoint.load(found.path)[1]['run']['id'] for found in runs)
+    first, second = (found.state['run']['id'] for found in runs)
     of_first, of_second = [(first, 1), (first, 2)], [(second, 1)]
     assert first != second and metrics('metrics_*') == [of_first] and metrics('metrics.jsonl') == [of_second]
     assert capsys.readouterr().out.count('that this run does not continue') == 1

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -136,7 +138,7 @@ def foreign_files():
             'no state': (save({}, metadata={'format': checkpoint.FORMAT, 'version': '1'}), 'damaged'),
             'no version': (save({}, metadata={'format': checkpoint.FORMAT, 'state': '{}'}), 'damaged'),
             'no checksum': (save({}, metadata={'format': checkpoint.FORMAT, 'version': '1', 'state': '{}'}), 'SHA-256'),
-            'newer': (save({}, metadata={'format': checkpoint.FORMAT, 'version': '2', 'state': '{}'}), 'version 2')}
+            'newer': (save({}, metadata={'format': checkpoint.FORMAT, 'version': '3', 'state': '{}'}), 'version 3')}
 
 
 @pytest.mark.parametrize('kind', foreign_files())
@@ -146,6 +148,17 @@ def test_foreign_files(tmp_path, kind):
     path.write_bytes(data)
     message = error_of(checkpoint.load, path)
     assert want in message and str(path) in message
+
+
+def test_a_checkpoint_of_format_1_is_read(tmp_path):
+    """It has no name, and its SHA-256 is taken without one."""
+    from safetensors.numpy import save
+    tensors, text = some_tensors(), json.dumps(STATE)
+    (tmp_path / 'a.safetensors').write_bytes(save(tensors, metadata={
+        'format': checkpoint.FORMAT, 'version': '1', 'state': text, 'sha256': checkpoint._digest(tensors, text)}))
+    got, state = checkpoint.load(tmp_path / 'a.safetensors')
+    assert_same(got, tensors)
+    assert state == STATE
 
 
 def test_load_what_is_not_a_file(tmp_path):
@@ -179,6 +192,20 @@ def test_interrupt_in_a_save_leaves_the_old_file(tmp_path, monkeypatch):
         checkpoint.save(path, {'x': np.zeros(10)}, {'epoch': 2})
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ['a.safetensors'] and checkpoint.load(path)[1] == {'epoch': 1}
+
+
+@pytest.mark.parametrize('number, want', [
+    (errno.EACCES, r'\(Permission denied\); make the folder writable or name another folder with -c'),
+    (errno.EROFS, r'\(Read-only file system\); make the folder writable or name another folder with -c'),
+    (errno.EFBIG, r'\(File too large\): it needs \d+ bytes; raise the limit on the size of a file \(ulimit -f\) or name .*'),
+    (errno.ENOSPC, r'\(No space left on device\): it needs \d+ bytes and \d+ are free; make room or name another .*'),
+    (errno.EIO, r'\(Input/output error\); mend the folder or name another folder with -c')])
+def test_the_remedy_goes_with_the_reason(tmp_path, number, want, monkeypatch):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(checkpoint, '_write', fail)
+    message = error_of(checkpoint.save, tmp_path / 'a.safetensors', {}, {})
+    assert re.fullmatch(rf'{tmp_path}/a\.safetensors: cannot save the checkpoint {want}', message), message
 
 
 def test_folder_that_vanished(tmp_path):
@@ -306,10 +333,9 @@ def test_a_full_disk_and_no_rescue(tmp_path, rescue, monkeypatch):
     folder = str(tmp_path)
     first = checkpoint.save_or_rescue(folder, 1, {}, {'epoch': 1}, NOON)
     refuse(monkeypatch, folder, rescue)
-    message = error_of(checkpoint.save_or_rescue, folder, 2, some_tensors(), STATE, NOON)
+    message = error_of(checkpoint.save_or_rescue, folder, 2, some_tensors(), STATE, NOON, first)
     assert f'the last complete checkpoint is {first}' in message and str(rescue) in message
     assert sorted(os.listdir(tmp_path)) == sorted([os.path.basename(first), 'rescue']) and os.listdir(rescue) == []
-    os.unlink(first)
     assert 'no earlier checkpoint' in error_of(checkpoint.save_or_rescue, folder, 2, {}, {}, NOON)
 
 
@@ -367,8 +393,6 @@ def test_a_clock_that_was_set_back(tmp_path):
 def test_find_takes_the_newest(tmp_path, names):
     for name in reversed(names):
         checkpoint.save(tmp_path / f'{name}.safetensors', {}, {})
-    for name in ('checkpoint_20991301_000000_1', 'checkpoint_2099_1', 'last'):          # no date, no name of ours
-        checkpoint.save(tmp_path / f'{name}.safetensors', {}, {})
     found = checkpoint.find(tmp_path)
     assert found.path == str(tmp_path / f'{names[-1]}.safetensors') and found.folder == str(tmp_path)
     assert found.line == f'loading from checkpoint : {found.path}' and found.warnings == ()
@@ -387,6 +411,130 @@ def test_find_passes_over_what_is_incomplete(tmp_path):
     assert [path in warning and '\n' not in warning
             for path, warning in zip(paths[:1:-1], found.warnings, strict=True)] == [True] * 3
     assert all(os.path.exists(path) for path in paths)                      # nothing of the user's is removed
+
+
+def flip(path):
+    """One bit of the last tensor, which only the SHA-256 notices."""
+    content = bytearray(open(path, 'rb').read())
+    content[-1] ^= 1
+    with open(path, 'wb') as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize('serving', [False, True])
+def test_find_passes_over_a_flipped_bit(tmp_path, serving):
+    paths = [checkpoint.save_or_rescue(tmp_path, n, {'x': np.full(100, n)}, {'epoch': n}, NOON) for n in range(3)]
+    flip(paths[2])
+    found = checkpoint.find(tmp_path, serving)
+    assert found.path == paths[1] and found.state == {'epoch': 1} and (found.tensors['x'] == 1).all()
+    (warning,) = found.warnings
+    assert warning.startswith(f'warning: passed over {paths[2]}: damaged checkpoint: ') and 'SHA-256' in warning
+
+
+def test_a_damaged_file_that_was_named_is_an_error_with_the_newest_intact_one(tmp_path):
+    paths = [checkpoint.save_or_rescue(tmp_path, n, {'x': np.full(100, n)}, {}, NOON) for n in range(4)]
+    flip(paths[3])
+    flip(paths[2])
+    for damage in (lambda: None, lambda: os.truncate(paths[3], 300), lambda: os.truncate(paths[3], 0)):
+        damage()
+        for serving in (False, True):
+            message = error_of(checkpoint.find, paths[3], serving)
+            assert message.startswith(paths[3]) and message.endswith(f'; the newest intact one there is {paths[1]}')
+            assert message.count('; ') == 1
+    for path in paths[:2]:
+        os.unlink(path)
+    assert error_of(checkpoint.find, paths[3]).endswith('; take an older one')
+
+
+def test_a_renamed_or_copied_checkpoint_keeps_its_place(tmp_path):
+    """By the name under which it was saved, whenever it was copied."""
+    def names():
+        return checkpoint.find(tmp_path).path.removeprefix(f'{tmp_path}/')
+    first, second, third = (checkpoint.save_or_rescue(tmp_path, n, {'x': np.full(100, n)}, {}, NOON) for n in range(3))
+    os.rename(second, tmp_path / 'best.safetensors')
+    assert names() == os.path.basename(third)
+    shutil.copyfile(first, tmp_path / 'start.safetensors')
+    assert names() == os.path.basename(third)
+    os.unlink(third)
+    assert names() == 'best.safetensors'
+    later = checkpoint.save_or_rescue(tmp_path, 0, {}, {}, NOON - datetime.timedelta(days=1))
+    assert names() == os.path.basename(later)           # a save is later than all there, renamed ones included
+    flip(later)
+    assert names() == 'best.safetensors'
+
+
+def test_a_checkpoint_without_a_name_of_ours_is_ordered_by_its_change(tmp_path):
+    for path, when in (('run 1.safetensors', 2), ('run 2.safetensors', 3), ('run 3.safetensors', 1)):
+        checkpoint.save(tmp_path / path, {}, {})
+        os.utime(tmp_path / path, ((NOON + datetime.timedelta(hours=when)).timestamp(),) * 2)
+    assert checkpoint.find(tmp_path).path == str(tmp_path / 'run 2.safetensors')
+    checkpoint.save(tmp_path / checkpoint.name(1, NOON), {}, {})
+    assert checkpoint.find(tmp_path).path == str(tmp_path / 'run 2.safetensors')
+    checkpoint.save(tmp_path / checkpoint.name(1, NOON + datetime.timedelta(hours=4)), {}, {})
+    assert checkpoint.find(tmp_path).path.endswith(checkpoint.name(1, NOON + datetime.timedelta(hours=4)))
+    for name in ('checkpoint_20991301_000000_1', 'checkpoint_2099_1'):          # no date: no name of ours
+        checkpoint.save(tmp_path / f'{name}.safetensors', {}, {})
+        os.utime(tmp_path / f'{name}.safetensors', (0, 0))
+    assert checkpoint.find(tmp_path).path.endswith(checkpoint.name(1, NOON + datetime.timedelta(hours=4)))
+
+
+def test_files_of_other_programs_are_worth_a_line_only_without_a_checkpoint(tmp_path):
+    from safetensors.numpy import save
+    for n in range(5):
+        (tmp_path / f'{n}.safetensors').write_bytes(save({'x': np.zeros(3)}))
+    os.mkdir(tmp_path / 'folder.safetensors')
+    found = checkpoint.find(tmp_path)
+    assert found.path is None and found.line.endswith('no checkpoint, starting from scratch')
+    assert [warning.partition(': a safe')[0] for warning in found.warnings[:3]] == [
+        f'warning: passed over {tmp_path}/{n}.safetensors' for n in (4, 3, 2)]
+    assert found.warnings[3:] == ('warning: passed over 2 more of that kind',)
+    assert '4.safetensors: a safetensors file, but not a pyops checkpoint' in error_of(checkpoint.find, tmp_path, serving=True)
+    checkpoint.save(tmp_path / checkpoint.name(1, NOON), {}, {})
+    assert checkpoint.find(tmp_path).warnings == ()
+
+
+def test_the_parts_of_a_split_checkpoint_are_worth_a_line(tmp_path):
+    for part in ('aa', 'ab'):
+        (tmp_path / f'{checkpoint.name(1, NOON)}_part_{part}').write_bytes(b'x')
+    (warning,) = checkpoint.find(tmp_path).warnings
+    assert warning == (f'warning: passed over {tmp_path}/{checkpoint.name(1, NOON)}_part_aa: a part of a split file; '
+                       'put all 2 together with scripts/restore_checkpoint.sh')
+
+
+def deny(monkeypatch, folder):
+    """Make reading this folder fail as one of mode 000 does, which root can read."""
+    scandir = os.scandir
+
+    def denied(path='.'):
+        if os.fspath(path) == str(folder):
+            raise PermissionError(errno.EACCES, 'Permission denied')
+        return scandir(path)
+    monkeypatch.setattr(os, 'scandir', denied)
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path / checkpoint.name(1, NOON), {}, {})
+    want = f'{tmp_path}: cannot read the folder (Permission denied); make it readable, or name another with -c'
+    if os.geteuid():
+        tmp_path.chmod(0)
+        try:
+            assert error_of(checkpoint.find, tmp_path, serving=True) == want
+            assert 'cannot be reached (Permission denied)' in error_of(checkpoint.find, tmp_path / 'ckpt', serving=True)
+        finally:
+            tmp_path.chmod(0o700)
+    deny(monkeypatch, tmp_path)
+    for serving in (False, True):
+        assert error_of(checkpoint.find, tmp_path, serving) == want
+
+
+def test_a_path_that_cannot_be_reached_is_not_a_new_one(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(errno.EACCES, 'Permission denied')
+    monkeypatch.setattr(os, 'lstat', denied)
+    for path in (tmp_path / 'ckpt', tmp_path / 'a.safetensors'):
+        assert error_of(checkpoint.find, path, serving=True) == (
+            f'{path}: cannot be reached (Permission denied); make the folders on the way there readable, '
+            'or name another with -c')
 
 
 def test_find_does_not_pass_over_a_newer_format(tmp_path):
@@ -470,18 +618,11 @@ def test_stale_temporaries(tmp_path):
     assert set(os.listdir(tmp_path)) == kept
 
 
-def bytes_read():
-    with open('/proc/self/io') as file:
-        return int(file.readline().split()[1])
-
-
-@pytest.mark.skipif(not os.path.exists('/proc/self/io'), reason='counts the bytes read as Linux tells them')
-def test_find_reads_headers_only(tmp_path):
-    path = tmp_path / checkpoint.name(1, NOON)
-    header = json.dumps({'__metadata__': {'format': checkpoint.FORMAT, 'version': '1', 'state': '{}'},
-                         'x': {'dtype': 'U8', 'shape': [2**31], 'data_offsets': [0, 2**31]}}).encode()
-    path.write_bytes(struct.pack('<Q', len(header)) + header)
-    os.truncate(path, 8 + len(header) + 2**31)              # a hole takes no room
-    before = bytes_read()
-    assert checkpoint.find(tmp_path).path == str(path)
-    assert bytes_read() - before < 1_000_000
+def test_find_reads_the_newest_checkpoint_once_and_no_older_one(tmp_path, monkeypatch):
+    paths = [checkpoint.save_or_rescue(tmp_path, n, {'x': np.full(9, n)}, {}, NOON) for n in range(3)]
+    read, hashed = [], []
+    read_metadata, digest = checkpoint._read_metadata, checkpoint._digest
+    monkeypatch.setattr(checkpoint, '_read_metadata', lambda path: read.append(path) or read_metadata(path))
+    monkeypatch.setattr(checkpoint, '_digest', lambda *content: hashed.append(content) or digest(*content))
+    assert checkpoint.find(tmp_path).path == paths[2]
+    assert read == [paths[2]] and len(hashed) == 1

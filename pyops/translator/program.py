@@ -187,16 +187,12 @@ class Program:
 
     def load(self, found):
         """-> tensors, state of the checkpoint that was found, which must be of this program; None, None if none was."""
-        from pyops import checkpoint
         for warning in found.warnings:
             print(warning, file=sys.stderr)
-        if found.path is None:
-            return None, None
-        kept, state = checkpoint.load(found.path)
-        if state.get('program') != self.name:
-            raise UserError(f'{found.path}: a checkpoint of {state.get("program")}, not of {self.name}; '
+        if found.path is not None and found.state.get('program') != self.name:
+            raise UserError(f'{found.path}: a checkpoint of {found.state.get("program")}, not of {self.name}; '
                             'give another with -c')
-        return kept, state
+        return found.tensors, found.state
 
     def main(self, argv=None):
         args = self.parse(argv)
@@ -277,6 +273,7 @@ def train(program, args, found, wanted=None):
     if state:
         check_vocabularies(found.path, state, vocabularies, pairs)
         fit.restore(model.params, optimizer, kept, found.path)
+        kept.clear()                                    # a second copy of the model is not needed for hours
         run = fit.Run(**(state['run'] | {'batch_size': settings['batch_size']}))
         print('loaded from checkpoint')
         if run.epoch >= args.epochs and not asks_for_plan(args):
@@ -337,7 +334,7 @@ def train(program, args, found, wanted=None):
 
     with saving or contextlib.nullcontext():
         ended = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
-                        fit.saver(found.folder, model.params, optimizer, run, state), args.save_every, validate,
+                        fit.Saver(found, model.params, optimizer, run, state), args.save_every, validate,
                         line=line, progress=program.progress, drop_last=program.drop_last,
                         line_first=program.line_first, max_steps=args.max_steps)
     if ended.done and ended.signal is None and len(test):
