@@ -187,7 +187,8 @@ class Found:
     """What `-c PATH` means.
 
     path: the checkpoint, or None; folder: where to save; line: what to print; warnings: lines about files that were passed
-    over; tensors, state: the content of the checkpoint, as `load` returns it, or None.
+    over; tensors, state: the content of the checkpoint, as `load` returns it, or None; by_time: the next checkpoint of the
+    run replaces it, because it was saved by time (state['by_time']) and nobody has named or renamed it.
     """
     path: str | None
     folder: str
@@ -195,6 +196,7 @@ class Found:
     warnings: tuple[str, ...] = ()
     tensors: dict | None = dataclasses.field(default=None, compare=False, repr=False)
     state: object = dataclasses.field(default=None, compare=False, repr=False)
+    by_time: bool = False
 
 
 def find(path, serving=False):
@@ -232,7 +234,9 @@ def find(path, serving=False):
         line = f'{path} : new folder, starting from scratch'
     else:
         line = f'{path} : no checkpoint, starting from scratch'
-    return Found(newest, path, line, warnings, *content)
+    _, state = content
+    by_time = isinstance(state, dict) and state.get('by_time') is True and _key(os.path.basename(newest)) is not None
+    return Found(newest, path, line, warnings, *content, by_time)
 
 
 def _exists(path):

@@ -96,7 +96,7 @@ LOOK_EVERY_ON_CPU = 0.002   # where a small step takes a tenth of a millisecond,
 
 
 def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
-        drop_last=False, line_first=False, at_once=1, max_steps=None):
+        drop_last=False, line_first=False, at_once=1, max_steps=None, save_minutes=0):
     """Train until `epochs` epochs are done -> Ended.
 
     step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place);
@@ -105,7 +105,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
     folder: where metrics.jsonl and checkpoints go; None: neither is written.
     save: a Saver, called after each `save_every`th epoch, after the last one, and before the run is left on a signal or a
-    failed output.
+    failed output; also, if save_minutes > 0, at the end of a step when the last checkpoint is that many minutes old.
     validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
     before or after the name of a checkpoint.
     progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
@@ -113,6 +113,8 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     UserError if the loss is not finite.  OSError, after saving, if standard output fails (Output).
     """
     pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
+    saved = looked
+    save_after = 60 * save_minutes if save and save_minutes else math.inf
     left = math.inf if max_steps is None else max_steps
     on_cpu = backend.place() is backend.HOST            # where to look now and then for the sake of a line costs nothing
     look_every = LOOK_EVERY_ON_CPU if on_cpu else LOOK_EVERY
@@ -122,9 +124,18 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
                             'lower the learning rate with -l' + (f'; {checkpoint.last(save.last)}' if save else ''))
 
-    def keep_and_print():
+    def keep(by_time=False):
+        """Save a checkpoint, if the run has any -> the line about it, or None."""
+        nonlocal saved
         if save:
-            print(f'checkpoint saved : {save()}', flush=True)
+            path = save(by_time)
+            saved = time.perf_counter()
+            return f'checkpoint saved : {path}'
+        return None
+
+    def keep_and_print(by_time=False):
+        if text := keep(by_time):
+            print(text, flush=True)
 
     def collect():
         nonlocal looked
@@ -140,6 +151,9 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
 
     def is_time():
         return time.perf_counter() - looked > look_every or len(pending) + at_once > History.CAPACITY
+
+    def is_save_due():
+        return time.perf_counter() - saved > save_after
 
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(Output())
@@ -169,6 +183,11 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                         display.update(run.position, loss=run.loss)
                     if is_over:
                         break
+                    if is_save_due():
+                        collect()
+                        if run.position < end:          # else see below
+                            display.print(keep(by_time=True))
+                            looked = time.perf_counter()
                 collect()
                 display.update(run.position, loss=run.loss)
             if run.position < end:
@@ -188,6 +207,8 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             is_over = bool(stop or output.failure) or left <= 0
             if is_over or run.epoch == epochs or run.epoch % save_every == 0:
                 keep_and_print()
+            elif is_save_due():
+                keep_and_print(by_time=True)
             if not line_first:
                 print(said, flush=True)
         if output.failure and not stop:
@@ -257,10 +278,14 @@ class Saver:
     def __init__(self, found, params, optimizer, run, state):
         self._folder, self.last = found.folder, found.path
         self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
+        self._replaced = found.path if found.by_time else None
 
-    def __call__(self):
+    def __call__(self, by_time=False):
         """Save the next checkpoint -> its path.
 
+        by_time: it is saved because time has passed, and the next checkpoint replaces it, of the same or of a resumed
+        run: once that one is durable, this file is removed.  So the number of files does not grow with time.  No other
+        file is ever removed.
         UserError instead of a checkpoint of parameters that are not finite: a step can make them so after its loss was
         calculated, and such a checkpoint is worth nothing.
         """
@@ -268,6 +293,10 @@ class Saver:
             raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
                             f'lower the learning rate with -l; {checkpoint.last(self.last)}')
         kept = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
-        state = self._state | {'run': self._run.asdict()}
+        state = self._state | {'run': self._run.asdict(), 'by_time': by_time}
         self.last = checkpoint.save_or_rescue(self._folder, self._run.epoch, kept, state, last_path=self.last)
+        if self._replaced:
+            with contextlib.suppress(OSError):
+                os.unlink(self._replaced)
+        self._replaced = self.last if by_time else None
         return self.last

@@ -4,26 +4,32 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 
-from pyops import fit
+from pyops import checkpoint, fit
 from pyops.data.batches import epoch_order
-from pyops.errors import exits_cleanly
+from pyops.errors import UserError, exits_cleanly
+from pyops.init import zeros
+from pyops.optim import Adam
+from pyops.params import Parameters, Spec
 from pyops.training import Progress
 
 
-def run_epochs(run, samples, epochs, stop_after=None, **options):
-    """-> rows of each step, lines of the epochs, whether all were done; a signal comes with step `stop_after`."""
-    shown, lines = [], []
+def run_epochs(run, samples, epochs, stop_after=None, losses=(), after_step=lambda: None, **options):
+    """-> rows of each step, lines of the epochs, whether all were done; a signal comes with step `stop_after`.
+    losses: those of the steps (2.0 after the last of them)."""
+    shown, lines, losses = [], [], iter(losses)
 
     def step(rows):
         shown.append(rows.tolist())
         if len(shown) == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
+        after_step()
 
     def results(sizes):
-        return [(2.0, size, False) for size in sizes]
+        return [(next(losses, 2.0), size, False) for size in sizes]
 
     def line(values):
         lines.append(values)
@@ -35,13 +41,13 @@ def run_epochs(run, samples, epochs, stop_after=None, **options):
 
 
 class Saves:
-    """Stands in for a Saver; `saved`: epochs done and samples done, of each checkpoint."""
+    """Stands in for a Saver; `saved`: epochs done, samples done and whether it was by time, of each checkpoint."""
 
     def __init__(self, run, last='BEFORE'):
         self.run, self.last, self.saved = run, last, []
 
-    def __call__(self):
-        self.saved.append((self.run.epoch, self.run.position))
+    def __call__(self, by_time=False):
+        self.saved.append((self.run.epoch, self.run.position, by_time))
         self.last = 'PATH'
         return self.last
 
@@ -153,5 +159,88 @@ def test_an_output_that_fails_ends_a_run_after_it_was_saved(room, line_first, mo
     monkeypatch.setattr(sys, 'stdout', out)
     with pytest.raises(BrokenPipeError):
         run_epochs(run, 40, 100, save=save, line_first=line_first)
-    assert len(save.saved) == 1 and save.saved[0] == (run.epoch, run.position) and out.tell() > room - 100
+    assert len(save.saved) == 1 and save.saved[0] == (run.epoch, run.position, False) and out.tell() > room - 100
     assert (run.epoch, run.position) > (0, 0) and run.epoch < 10
+
+
+# ---- checkpoints by time -------------------------------------------------------------------------------------------
+
+def saved_by_a_clock(monkeypatch, samples, epochs, **options):
+    """What is saved where a step of four samples takes a minute."""
+    run, now = fit.Run(1, 4), [0.0]
+    save = Saves(run)
+
+    def tick():
+        now[0] += 60
+    monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+    run_epochs(run, samples, epochs, save=save, after_step=tick, **options)
+    return save.saved
+
+
+def test_a_checkpoint_is_saved_when_the_last_one_is_so_many_minutes_old(monkeypatch, capsys):
+    saved = saved_by_a_clock(monkeypatch, 40, 2, save_every=2, save_minutes=3)
+    assert saved == [(0, 16, True), (0, 32, True), (1, 8, True), (1, 24, True), (2, 0, False)]
+    assert capsys.readouterr().out.count('checkpoint saved : PATH') == len(saved)
+
+
+def test_a_checkpoint_of_an_epoch_counts_too(monkeypatch, capsys):
+    saved = saved_by_a_clock(monkeypatch, 20, 4, save_every=1, save_minutes=3)
+    assert saved == [place for epoch in range(4) for place in ((epoch, 16, True), (epoch + 1, 0, False))]
+
+
+def test_epochs_shorter_than_that_are_saved_at_their_end(monkeypatch, capsys):
+    saved = saved_by_a_clock(monkeypatch, 8, 7, save_every=100, save_minutes=3)
+    assert saved == [(2, 0, True), (4, 0, True), (6, 0, True), (7, 0, False)]
+
+
+def test_without_minutes_only_epochs_are_saved(monkeypatch, capsys):
+    assert saved_by_a_clock(monkeypatch, 40, 4, save_every=2) == [(2, 0, False), (4, 0, False)]
+
+
+def small_saver(path):
+    """That of a run with -c PATH."""
+    params = Parameters({'w': Spec((3,), zeros())})
+    return fit.Saver(checkpoint.find(path), params, Adam(params, 0.1), fit.Run(0, 1), {})
+
+
+def test_a_checkpoint_by_time_is_replaced_by_the_next_one_and_nothing_else_is_removed(tmp_path):
+    (tmp_path / 'notes.txt').write_text('mine')
+    save = small_saver(tmp_path)
+    older = save()
+
+    def files():
+        return {str(path) for path in tmp_path.glob('*.safetensors')}
+    first = save()
+    second = save(by_time=True)
+    assert files() == {older, first, second}
+    third = save(by_time=True)
+    assert files() == {older, first, third}
+    last = save()
+    assert files() == {older, first, last} and save.last == last
+    assert checkpoint.find(tmp_path).path == last and (tmp_path / 'notes.txt').exists()
+
+
+def test_a_resumed_run_replaces_a_checkpoint_by_time_too_unless_it_was_named_or_renamed(tmp_path):
+    first = small_saver(tmp_path)(by_time=True)
+    second = small_saver(tmp_path)(by_time=True)
+    assert not os.path.exists(first)
+    third = small_saver(second)(by_time=True)
+    assert os.path.exists(second)
+    os.rename(third, tmp_path / 'mine.safetensors')
+    fourth = small_saver(tmp_path)()
+    assert sorted(map(str, tmp_path.iterdir())) == sorted([second, str(tmp_path / 'mine.safetensors'), fourth])
+    small_saver(tmp_path)()
+    assert os.path.exists(fourth)
+
+
+def test_a_checkpoint_by_time_stays_until_the_next_one_is_saved(tmp_path, monkeypatch):
+    save = small_saver(tmp_path / 'ckpt')
+    first = save(by_time=True)
+
+    def refuse(*_):
+        assert os.path.exists(first)
+        raise UserError('full')
+    monkeypatch.setattr(checkpoint, 'save', refuse)
+    with pytest.raises(UserError, match=f'full; .* did not take it either; the last complete checkpoint is {first}$'):
+        save(by_time=True)
+    assert os.listdir(tmp_path / 'ckpt') == [os.path.basename(first)]

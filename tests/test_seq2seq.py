@@ -408,6 +408,17 @@ def test_max_steps_is_what_was_asked_for_and_no_interruption(tmp_path):
     assert_resumed_equals_whole(tmp_path)
 
 
+def test_a_run_goes_on_from_a_checkpoint_that_was_saved_by_time(tmp_path, capsys):
+    flags = ['-c', str(tmp_path / 'parts'), *PAIRS_OF_TWO, '--save-minutes', '1e-9']
+    process = start('-e', '1000', *flags)
+    while 'checkpoint saved : ' not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()                                      # as when the machine goes down
+    process.communicate()
+    assert len(list(tmp_path.glob('parts/*.safetensors'))) <= 2     # the old one goes once the new one is durable
+    assert_resumed_equals_whole(tmp_path)
+
+
 def test_killed_at_any_moment_the_next_start_finds_a_complete_checkpoint(tmp_path):
     rng, epochs = np.random.default_rng(0), 0
     flags = ['-c', str(tmp_path / 'ckpt'), '--save-every', '1', *TINY]

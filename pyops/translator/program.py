@@ -23,6 +23,7 @@ from pyops.training import (
     asks_for_plan,
     fraction,
     int_up_to,
+    non_negative_float,
     non_negative_int,
     positive_float,
     positive_int,
@@ -134,6 +135,9 @@ class Program:
                        help='results do not depend on it (default: all cores)')
         p.add_argument('--save-every', type=positive_int, default=10, metavar='N',
                        help='epochs between checkpoints (default 10)')
+        p.add_argument('--save-minutes', type=non_negative_float, default=10, metavar='M',
+                       help='also save when the last checkpoint is M minutes old; the next one replaces it; 0: do not '
+                            '(default 10)')
         self.add_setting(p, '--num-steps', type=int_up_to(1000), help='tokens a sentence is cut or padded to')
         if self.PRESETS:
             first, *others = self.PRESETS
@@ -336,7 +340,7 @@ def train(program, args, found, wanted=None):
         ended = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
                         fit.Saver(found, model.params, optimizer, run, state), args.save_every, validate,
                         line=line, progress=program.progress, drop_last=program.drop_last,
-                        line_first=program.line_first, max_steps=args.max_steps)
+                        line_first=program.line_first, max_steps=args.max_steps, save_minutes=args.save_minutes)
     if ended.done and ended.signal is None and len(test):
         score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
     if saving:
