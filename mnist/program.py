@@ -2,6 +2,8 @@
 
 A program brings a training step and a way to predict.  Nothing large is imported until flags have been read.
 """
+import math
+
 from pyops.inspect import flags
 from pyops.training import (
     ArgumentParser,
@@ -20,6 +22,7 @@ from pyops.training import (
 )
 
 MODULES = 'pyops.quantization', 'pyops.plan', 'pyops.fit', 'pyops.optim', 'numpy.random'    # what `train` will want
+CLASSES = 10
 
 
 def parser(program, description, hidden, hidden_help):
@@ -157,7 +160,7 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
         run_step, history.hear = saving.step, saving.note
     with saving or contextlib.nullcontext():
         ended = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line,
-                        progress=progress, at_once=at_once, max_steps=args.max_steps)
+                        progress=progress, at_once=at_once, max_steps=args.max_steps, chance_loss=math.log(CLASSES))
     if args.report:
         from mnist import report
         if not losses:

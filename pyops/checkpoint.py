@@ -26,7 +26,7 @@ from pyops.errors import UserError
 
 SUFFIX = '.safetensors'
 FORMAT = 'pyops checkpoint'
-VERSION = 2             # 1: a run without an id, and no name in the metadata
+VERSION = 2             # 1: a run without first_loss and id, and no name in the metadata
 
 _NAME = re.compile(r'checkpoint_(\d{8}_\d{6})_(\d+)' + re.escape(SUFFIX))
 _PART = re.compile(r'.+' + re.escape(SUFFIX) + r'_part_[a-z]+')         # of scripts/split_checkpoint.sh

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Run:
     weight_sum: float = 0.0
     clips: int = 0
     seconds: float = 0.0
+    first_loss: float = 0.0     # of the first step; 0 in checkpoints of format 1, then of the first step after those
     id: str = field(default='', compare=False)      # names this run in metrics.jsonl; '' until it has a folder
 
     asdict = asdict
@@ -91,12 +93,60 @@ class Ended(NamedTuple):
             raise Interrupted(self.signal)
 
 
+class Watch:
+    """Recognises an exploding loss: its median over the last STEPS steps exceeds FACTOR times that of an untrained model.
+
+    An untrained model is represented by the loss of the run's first step, but at least by `chance_loss`.  At twice that
+    the right class gets the probability 1 / classes**2 on average, far less than a guess gives it.
+    The limits come from runs of all models here, with learning rates from 0.001 to 1e30 and batches of 1 to 100.  Runs
+    that learn have a median over 100 steps of at most 1.2 times the first loss, whatever single steps reach (20 times);
+    rates so high that a run falls back to guessing give at most 1.7, with one exception of 2.3; rates from which no run
+    comes back give 2.9 to 1e30.
+    Before a checkpoint is written, and at the end of a run, the last STEPS_AT_SAVE steps decide, or all of a shorter run
+    that has at least FEWEST: a run that is about to be stopped should not put its checkpoint over a good one.
+    """
+    FACTOR = 2
+    STEPS, STEPS_AT_SAVE, FEWEST = 100, 20, 3
+
+    def __init__(self, run, chance_loss):
+        self._run, self._chance_loss = run, chance_loss
+        self._last = deque(maxlen=self.STEPS)
+        self._limit = self._limit_of(run.first_loss) if run.first_loss else math.inf
+
+    def _limit_of(self, first_loss):
+        return self.FACTOR * max(first_loss, self._chance_loss)
+
+    def add(self, loss):
+        """Note the loss of a step -> what is wrong, or None."""
+        if not math.isfinite(loss):
+            return f'the loss is {loss}'
+        if not self._run.first_loss:
+            self._run.first_loss = loss
+            self._limit = self._limit_of(loss)
+        self._last.append(loss)
+        if loss > self._limit and len(self._last) == self.STEPS:        # costs a comparison where all is well
+            return self._judge(self.STEPS)
+        return None
+
+    def at_save(self):
+        """-> what is wrong with the last few steps, or None."""
+        return self._judge(self.STEPS_AT_SAVE)
+
+    def _judge(self, steps):
+        last = list(self._last)[-steps:]
+        median = sorted(last)[(len(last) - 1) // 2] if last else 0.0
+        if len(last) < self.FEWEST or median <= self._limit:
+            return None
+        return (f'the loss has exploded to {median:.6g} (median of the last {len(last)} steps; '
+                f'an untrained model has {self._limit / self.FACTOR:.6g})')
+
+
 LOOK_EVERY = 0.05           # seconds, on a GPU
 LOOK_EVERY_ON_CPU = 0.002   # where a small step takes a tenth of a millisecond, and to look a tenth of that
 
 
 def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
-        drop_last=False, line_first=False, at_once=1, max_steps=None, save_minutes=0):
+        drop_last=False, line_first=False, at_once=1, max_steps=None, save_minutes=0, chance_loss=0.0):
     """Train until `epochs` epochs are done -> Ended.
 
     step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place);
@@ -110,8 +160,10 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     before or after the name of a checkpoint.
     progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
     max_steps: how many steps it does at most; then it saves and ends.
-    UserError if the loss is not finite.  OSError, after saving, if standard output fails (Output).
+    chance_loss: the loss of a model that gives all classes the same probability.
+    UserError if the loss is not finite or explodes (Watch).  OSError, after saving, if standard output fails (Output).
     """
+    watch = Watch(run, chance_loss)
     pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
     saved = looked
     save_after = 60 * save_minutes if save and save_minutes else math.inf
@@ -119,14 +171,15 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     on_cpu = backend.place() is backend.HOST            # where to look now and then for the sake of a line costs nothing
     look_every = LOOK_EVERY_ON_CPU if on_cpu else LOOK_EVERY
 
-    def check(loss):
-        if not math.isfinite(loss):                     # epochs done: programs count the running one from 0 or from 1
-            raise UserError(f'the loss is {loss} at [{run.position}/{end}] after {run.epoch} epochs; '
+    def check(problem):
+        if problem:                                     # epochs done: programs count the running one from 0 or from 1
+            raise UserError(f'{problem} at [{run.position}/{end}] after {run.epoch} epochs; '
                             'lower the learning rate with -l' + (f'; {checkpoint.last(save.last)}' if save else ''))
 
     def keep(by_time=False):
-        """Save a checkpoint, if the run has any -> the line about it, or None."""
+        """Save a checkpoint, if the run has any -> the line about it, or None.  Never one of an exploded loss."""
         nonlocal saved
+        check(watch.at_save())
         if save:
             path = save(by_time)
             saved = time.perf_counter()
@@ -140,7 +193,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     def collect():
         nonlocal looked
         for size, (loss, weight, clipped) in zip(pending, results(pending), strict=True):
-            check(loss)
+            check(watch.add(loss))
             run.position += size
             run.loss_sum += loss * weight
             run.weight_sum += weight
@@ -185,7 +238,8 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                         break
                     if is_save_due():
                         collect()
-                        if run.position < end:          # else see below
+                        # a checkpoint by time waits while the loss may be exploding; after the last step see below
+                        if run.position < end and not watch.at_save():
                             display.print(keep(by_time=True))
                             looked = time.perf_counter()
                 collect()
@@ -207,7 +261,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             is_over = bool(stop or output.failure) or left <= 0
             if is_over or run.epoch == epochs or run.epoch % save_every == 0:
                 keep_and_print()
-            elif is_save_due():
+            elif is_save_due() and not watch.at_save():
                 keep_and_print(by_time=True)
             if not line_first:
                 print(said, flush=True)

@@ -298,6 +298,18 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_checkpoint(pla
     assert contents(place) == before
 
 
+@pytest.mark.parametrize('rate', ['30', '1e30'])
+def test_a_loss_that_explodes_ends_the_run_and_keeps_the_last_checkpoint(rate, place, capsys):
+    before = contents(place)
+    arguments = ['-e', '90', '-c', 'ckpt', '-f', 'pairs.txt', '-l', rate, '--save-every', '1']
+    status, error = leave(TRAIN, arguments, capsys)
+    assert status == 2
+    assert_one_line(TRAIN, error, r'the loss has exploded to [\d.e+]+ \(median of the last \d+ steps; an untrained model has '
+                                  rf'[\d.]+\) at \[0/40\] after \d epochs; lower the learning rate with -l; '
+                                  rf'the last complete checkpoint is {SAVED}')
+    assert contents(place) == before
+
+
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     params = Parameters({'w': Spec((3,), zeros())})
     save = fit.Saver(checkpoint.fresh(tmp_path), params, Adam(params, 0.1), fit.Run(0, 1), {})

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from pyops import checkpoint, fit
@@ -118,7 +119,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_that_drops_its_last_batch(
     samples = 3 + sum(rest)
     assert sum([seen, *shown], []) == epoch_order(11, 1, 0)[:samples].tolist()
     assert lines[0]['samples'] == samples and lines[0]['loss'] == 2.0
-    assert run == fit.Run(1, batch_size, epoch=1)
+    assert run == fit.Run(1, batch_size, epoch=1, first_loss=2.0)
 
 
 def test_every_plain_line_of_an_epoch_is_printed_however_seldom_results_are_asked_for(monkeypatch, capsys):
@@ -244,3 +245,96 @@ def test_a_checkpoint_by_time_stays_until_the_next_one_is_saved(tmp_path, monkey
     with pytest.raises(UserError, match=f'full; .* did not take it either; the last complete checkpoint is {first}$'):
         save(by_time=True)
     assert os.listdir(tmp_path / 'ckpt') == [os.path.basename(first)]
+
+
+# ---- a loss that explodes ------------------------------------------------------------------------------------------
+
+GOOD = {
+    'learns': np.geomspace(9.5, 0.1, 400),
+    'spikes': [1e6 if n % 3 == 1 else 9.0 for n in range(400)],
+    'bad initial values': np.geomspace(80, 9, 400),
+    'a format without scales': np.linspace(9.5, 11.6, 400),
+    'a rate too high, and back to guessing': [9.5, *[2e4] * 30, *[12.0] * 400],
+    'learned, and back to guessing': [9.5, *[0.01] * 200, *[9.5] * 200],
+    'a lucky first step': [0.01, *[9.5] * 400],
+    'two steps': [9.5, 1e30],
+}
+BAD = {
+    'at once': [9.1, *[59.2] * 400],
+    'astronomic': [9.5, *np.geomspace(1e9, 1e32, 400)],
+    'slowly': np.geomspace(9.5, 200, 400),
+    'with better steps between': [9.5] + [59.0, 9.0, 59.0] * 133,
+    'four steps': [9.5, 1e30, 1e30, 1e30],
+    'bad initial values': [40.0, *[200.0] * 400],
+}
+
+
+def train_on(losses, run=None, save_every=10**6, steps=4, **options):
+    """A run of one loss after the other, `steps` an epoch -> Saves"""
+    run = run or fit.Run(1, 4)
+    save = Saves(run)
+    options = dict(save=save, chance_loss=9.5) | options
+    try:
+        run_epochs(run, 4 * steps, len(losses) // steps, losses=[float(loss) for loss in losses], save_every=save_every,
+                   max_steps=len(losses), **options)
+    except UserError as error:
+        save.error = str(error)
+    else:
+        save.error = None
+    return save
+
+
+@pytest.mark.parametrize('name', GOOD)
+def test_what_is_no_explosion_of_the_loss(name, capsys):
+    for epochs, steps in ((1, len(GOOD[name])), (len(GOOD[name]), 1)):
+        save = train_on(GOOD[name], steps=steps)
+        assert save.error is None and save.saved == [(epochs, 0, False)]
+
+
+@pytest.mark.parametrize('name', BAD)
+@pytest.mark.parametrize('steps', [1, 4])
+def test_an_exploding_loss_ends_a_run(name, steps, capsys):
+    save = train_on(BAD[name], steps=steps)
+    assert save.saved == [] and save.error.startswith('the loss has exploded to ')
+    assert ' after ' in save.error and '; lower the learning rate with -l; the last complete checkpoint is BEFORE' in save.error
+
+
+def test_the_line_about_an_exploding_loss(capsys):
+    error = train_on(BAD['at once'], steps=400).error
+    assert error == ('the loss has exploded to 59.2 (median of the last 100 steps; an untrained model has 9.5) at [396/1600] '
+                     'after 0 epochs; lower the learning rate with -l; the last complete checkpoint is BEFORE')
+    error = train_on(BAD['bad initial values'], steps=400, save=None).error          # as mnist, which saves nothing
+    assert error == ('the loss has exploded to 200 (median of the last 100 steps; an untrained model has 40) at [396/1600] '
+                     'after 0 epochs; lower the learning rate with -l')
+
+
+@pytest.mark.parametrize('save_every', [1, 3])
+def test_no_checkpoint_is_saved_once_a_loss_explodes(save_every, monkeypatch, capsys):
+    """Long before that is certain, and by time as well."""
+    good = 200
+    losses = [*np.geomspace(9.5, 0.5, good), *[59.0] * 200]
+    for options in (dict(save_every=save_every), dict(save_minutes=1e-12)):
+        save = train_on(losses, **options)
+        done = [epoch * 4 + position // 4 for epoch, position, _ in save.saved]
+        assert good - 12 <= max(done) <= good + fit.Watch.STEPS_AT_SAVE / 2 and 'exploded to 59 ' in save.error
+        assert save.error.endswith('the last complete checkpoint is PATH')
+
+
+def test_a_spike_in_the_last_steps_before_a_checkpoint_does_not_keep_it_from_being_saved(capsys):
+    save = train_on([9.5, *[1.0] * 4, *[1e9] * 3, *[1.0] * 4], save_every=2)
+    assert save.error is None and [epoch for epoch, *_ in save.saved] == [2, 3]
+
+
+def test_a_resumed_run_is_judged_by_its_first_loss(capsys):
+    run = fit.Run(1, 4)
+    train_on([40.0, *[9.0] * 7], run)
+    for loss, want in ((70.0, None), (90.0, 'an untrained model has 40)')):
+        resumed = fit.Run(**json.loads(json.dumps(run.asdict())))
+        error = train_on([loss] * 200, resumed, steps=20).error
+        assert resumed.first_loss == 40 and (want in error if want else error is None)
+
+
+def test_a_run_of_an_older_checkpoint_is_judged_by_guessing(capsys):
+    older = {name: value for name, value in fit.Run(1, 4).asdict().items() if name not in ('first_loss', 'id')}
+    assert train_on([0.01, *[9.0] * 200], fit.Run(**older), steps=201).error is None
+    assert 'an untrained model has 9.5)' in train_on([0.01, *[59.0] * 200], fit.Run(**older), steps=201).error

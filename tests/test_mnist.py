@@ -270,6 +270,8 @@ def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
     (['--data-dir', 'nowhere'], 'data directory nowhere: no such directory; make it or give another'),
     (['--embedded', '-e', '0', '--quiet', '--report', 'no/such/out.png'], 'no/such/out.png'),
     (['--embedded', '-e', '3', '-l', '1e38'], 'the loss is nan'),
+    (['--embedded', '-e', '3', '-l', '100', '--quiet'], 'the loss has exploded to '),
+    (['--embedded', '-e', '1', '-l', '100', '--quiet', '--max-steps', '30'], ' (median of the last 20 steps; an untrained '),
 ])
 def test_bad_input_ends_with_one_line(flags, text, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != 'PYOPS_DATA'}

@@ -7,6 +7,7 @@
 numpy, the library and the model are imported when they are needed, so that --help is quick and needs none of them.
 """
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -340,7 +341,8 @@ def train(program, args, found, wanted=None):
         ended = fit.fit(run, len(pairs), args.epochs, run_step, results, found.folder,
                         fit.Saver(found, model.params, optimizer, run, state), args.save_every, validate,
                         line=line, progress=program.progress, drop_last=program.drop_last,
-                        line_first=program.line_first, max_steps=args.max_steps, save_minutes=args.save_minutes)
+                        line_first=program.line_first, max_steps=args.max_steps, save_minutes=args.save_minutes,
+                        chance_loss=math.log(len(vocabularies[1])))
     if ended.done and ended.signal is None and len(test):
         score(Translator(model, *vocabularies, settings['num_steps'], program.answer), test)
     if saving:
