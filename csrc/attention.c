@@ -1,9 +1,10 @@
 /* attention.c - scaled dot-product attention of several heads, and the lengths of padded sequences.
  *
  * A task is one head of one sentence.  It goes through tiles of scores, so that the whole matrix of scores is never in memory;
- * tiles that no query may see are left out.  y and lse are, after each tile, those of attention over the keys so far (the
- * online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so any number of keys takes one pass.  Backward makes the
- * weights again from lse.
+ * tiles that no query may see are left out.  y and stats are, after each tile, those of attention over the keys so far (the
+ * online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so any number of keys takes one pass.  Backward computes
+ * the weights again from stats: the largest score of each query and the sum of exponentials, which a log-sum-exp would round
+ * to the last digit of a large score.
  *
  * A tile has a row for each key and a column for each query.  Where sequences are short, the queries of several tasks share
  * the columns of one tile, or most lanes of the softmax would be empty; products are still those of one task each.  Threads
@@ -145,7 +146,7 @@ static forward_layout lay_out_forward(const call *c) {
     return l;
 }
 
-static void forward(const call *c, float *work, int64_t task, int64_t tasks, float *y, float *lse,
+static void forward(const call *c, float *work, int64_t task, int64_t tasks, float *y, float *max, float *sum,
                     const float *q, const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     const forward_layout l = lay_out_forward(c);
@@ -159,7 +160,7 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
-            float lse_i[COLUMNS] = {0}, before[COLUMNS];
+            float max_i[COLUMNS] = {0}, sum_i[COLUMNS] = {0}, before[COLUMNS];
             if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
             for (int64_t g = 0; g < tasks; g++) {
                 const float *q_g = q + i*row + g*C;
@@ -169,9 +170,11 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
                        work + l.turned);
             }
             keep_tile(c, &t, work + l.keep, work + l.drawn);
-            if (j) memcpy(lse_i, lse + i, (size_t)t.columns * sizeof *lse);
-            kernels->softmax_online(s, lse_i, before, t.keep, t.seen, c->scale, t.n, t.width, c->columns, t.ld_keep, j > 0);
-            memcpy(lse + i, lse_i, (size_t)t.columns * sizeof *lse);
+            if (j) pyops_copy(max_i, max + i, t.columns), pyops_copy(sum_i, sum + i, t.columns);
+            kernels->softmax_online(s, max_i, sum_i, before, t.keep, t.seen, c->scale, t.n, t.width, c->columns, t.ld_keep,
+                                    j > 0);
+            pyops_copy(max + i, max_i, t.columns);
+            pyops_copy(sum + i, sum_i, t.columns);
             for (int64_t g = 0; g < tasks; g++) {
                 float *const y_g = y + i*row + g*C;
                 for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y_g + r*row, y_g + r*row, before[r], C);
@@ -183,16 +186,16 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
 }
 
 /* The same for few queries: each has a row of scores, and k and v are read where they lie, since each row is read once. */
-static void forward_few(const call *c, float *work, int64_t task, float *y, float *lse,
+static void forward_few(const call *c, float *work, int64_t task, float *y, float *max, float *sum,
                         const float *q, const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     float *const s = work, *const keep = work + pyops_round_up(c->Tk, 4);
     for (int64_t i = 0; i < c->Tq; i++) {
         const int64_t n = seen(c, task / c->heads, i);
         kernels->dots(s, k, q + i * c->row, c->scale, n, c->C, c->row, 0);
-        const float max = kernels->max(s, n), sum = kernels->exp_sum(s, s, max, n);
-        lse[i] = max + logf(sum);
-        kernels->scale(s, s, 1.0f / sum, n);
+        max[i] = kernels->max(s, n);
+        sum[i] = kernels->exp_sum(s, s, max[i], n);
+        kernels->scale(s, s, 1.0f / sum[i], n);
         if (c->step) {
             draw(c, keep, task, i, 1, 0, n);
             kernels->mul(s, keep, n);
@@ -201,7 +204,7 @@ static void forward_few(const call *c, float *work, int64_t task, float *y, floa
     }
 }
 
-pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const float *k, const float *v,
+pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
                                      const int32_t *lengths, const int64_t *step,
                                      int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                      int32_t causal, float p, uint64_t key, void *stream) {
@@ -210,6 +213,7 @@ pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const
     const pyops_status status = make_call(&c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status) return status;
     const int64_t group = Tq <= FEW ? 1 : c.group;
+    float *const max = stats, *const sum = stats + B * heads * Tq;
     const int64_t floats = Tq <= FEW ? 2 * pyops_round_up(Tk + 1, 4) : lay_out_forward(&c).total;      /* never 0 */
     int failed = 0;
     #pragma omp parallel if (shared(&c, 2))
@@ -223,9 +227,10 @@ pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += group) {
             if (!work) continue;
-            if (Tq <= FEW) forward_few(&c, work, task, y + task * C, lse + task * Tq, q + task * C, k + task * C, v + task * C);
-            else forward(&c, work, task, pyops_min(group, B * heads - task), y + task * C, lse + task * Tq, q + task * C,
-                         k + task * C, v + task * C);
+            if (Tq <= FEW) forward_few(&c, work, task, y + task * C, max + task * Tq, sum + task * Tq, q + task * C,
+                                       k + task * C, v + task * C);
+            else forward(&c, work, task, pyops_min(group, B * heads - task), y + task * C, max + task * Tq, sum + task * Tq,
+                         q + task * C, k + task * C, v + task * C);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_forward: no memory for tiles") : PYOPS_OK;
@@ -264,7 +269,7 @@ static inline __attribute__((always_inline)) void fetch_next(const call *c, cons
 }
 
 static void backward(const call *c, float *work, int64_t task, int64_t tasks, float *dq, float *dk, float *dv, const float *dy,
-                     const float *q, const float *k, const float *v, const float *y, const float *lse) {
+                     const float *q, const float *k, const float *v, const float *y, const float *max, const float *sum) {
     const pyops_kernels *kernels = c->k;
     const backward_layout l = lay_out_backward(c);
     const int64_t C = c->C, row = c->row, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
@@ -283,7 +288,7 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
-            float lse_i[COLUMNS] = {0};
+            float max_i[COLUMNS] = {0}, sum_i[COLUMNS] = {0};
             const int first = i == 0 && j == 0;
             if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
             for (int64_t g = 0; g < tasks; g++) {
@@ -297,8 +302,9 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
                 scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.turned);
             }
             keep_tile(c, &t, work + l.keep, work + l.drawn);
-            memcpy(lse_i, lse + i, (size_t)t.columns * sizeof *lse);
-            kernels->softmax_back(s, ds, lse_i, whole ? NULL : dsum + i, t.keep, t.seen, c->scale, t.n, t.width, c->columns,
+            pyops_copy(max_i, max + i, t.columns);
+            pyops_copy(sum_i, sum + i, t.columns);
+            kernels->softmax_back(s, ds, max_i, sum_i, whole ? NULL : dsum + i, t.keep, t.seen, c->scale, t.n, t.width, c->columns,
                                   t.ld_keep);
             for (int64_t g = 0; g < tasks; g++) {
                 const int64_t n = keys_of(&t, g), at = g * t.rows;
@@ -315,7 +321,7 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
 
 pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy,
                                       const float *q, const float *k, const float *v, const int32_t *lengths,
-                                      const int64_t *step, const float *y, const float *lse,
+                                      const int64_t *step, const float *y, const float *stats,
                                       int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                       int32_t causal, float p, uint64_t key, void *stream) {
     (void)stream;
@@ -335,7 +341,8 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
         for (int64_t task = 0; task < B * heads; task += c.group)
             if (work)
                 backward(&c, work, task, pyops_min(c.group, B * heads - task), dq + task * C, dk + task * C, dv + task * C,
-                         dy + task * C, q + task * C, k + task * C, v + task * C, y + task * C, lse + task * Tq);
+                         dy + task * C, q + task * C, k + task * C, v + task * C, y + task * C, stats + task * Tq,
+                         stats + (B * heads + task) * Tq);
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_backward: no memory for tiles") : PYOPS_OK;
 }

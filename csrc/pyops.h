@@ -366,26 +366,27 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
  * For each b, head h, query i:
  *   s[i,j] = q[i,b,h,:] . k[j,b,h,:] / sqrt(C)     over the keys j that i may see: j < lengths[b], and with causal
  *                                                  j <= i + Tk - Tq: the last query sees all, whatever Tq and Tk are
- *   lse[b,h,i] = log sum_j exp(s[i,j]);   P[i,j] = exp(s[i,j] - lse[b,h,i])
+ *   max[i] = max_j s[i,j];   sum[i] = sum_j exp(s[i,j] - max[i]);   saved as stats[0,b,h,i] and stats[1,b,h,i]
+ *   P[i,j] = exp(s[i,j] - max[i]) / sum[i]
  *   y[i,b,h,:] = sum_j keep[i,j] / (1 - p) P[i,j] v[j,b,h,:]
- * A query that may see no key has y = 0 and lse = -infinity, and no gradient flows through it.
+ * A query that may see no key has y = 0, max = -infinity and sum = 0, and no gradient flows through it.
  * keep as in pyops_dropout, of element ((b*heads + h)*Tq + i)*Tk4 + j, where Tk4 is Tk rounded up to a multiple of 4.
  * backward, with D[i,j] = keep[i,j] / (1 - p):
  *   dsum[i] = dy[i,b,h,:] . y[i,b,h,:];   dS[i,j] = P[i,j] (D[i,j] dy[i,b,h,:] . v[j,b,h,:] - dsum[i])
  *   dq = dS k / sqrt(C);   dk = dS' q / sqrt(C);   dv = (D P)' dy;   0 for keys that no query sees
  * q, dq, y, dy (Tq,B,heads*C)   k, v, dk, dv (Tk,B,heads*C): head h of a row is its floats [h*C, h*C + C)
- * lse (B,heads,Tq), saved   lengths (B) int32 in [0,Tk]; NULL: Tk   step (1) int64; NULL: no dropout   0 <= p < 1
+ * stats (2,B,heads,Tq)   lengths (B) int32 in [0,Tk]; NULL: Tk   step (1) int64; NULL: no dropout   0 <= p < 1
  * Vaswani et al. 2017, arXiv:1706.03762; in tiles: Dao et al. 2022, arXiv:2205.14135.
  */
 PYOPS_API pyops_status pyops_attention_forward(
-    float *y, float *lse,
+    float *y, float *stats,
     const float *q, const float *k, const float *v, const int32_t *lengths, const int64_t *step,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
     int32_t causal, float p, uint64_t key, void *stream);
 PYOPS_API pyops_status pyops_attention_backward(
     float *dq, float *dk, float *dv,
     const float *dy, const float *q, const float *k, const float *v, const int32_t *lengths, const int64_t *step,
-    const float *y, const float *lse,
+    const float *y, const float *stats,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
     int32_t causal, float p, uint64_t key, void *stream);
 

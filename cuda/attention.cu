@@ -19,8 +19,10 @@
 //   backward_keys  a block has 64 keys: along the queries, and sums dk and dv; if these are all keys, dq is complete as well
 //   backward_queries   if not, dq as in forward: that forms the scores twice, but no block has to wait for another
 //
-// No sum is shared by blocks, so all have one order.  What no query of a tile may see is left out.  Backward makes the weights
-// again from lse.  Operands of products are rounded to TF32 or bf16 where the precision says so, in registers.
+// No sum is shared by blocks, so all have one order.  What no query of a tile may see is left out.  Backward computes the
+// weights again from stats, the largest score of each query and the sum of exponentials.  Both round scores before they
+// subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or bf16 where the
+// precision says so, in registers.
 #include "block.cuh"
 #include "philox.cuh"
 
@@ -357,7 +359,7 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const Place &p, int64_
 // multiprocessor in place of three.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
-forward(Call c, float *y, float *lse, const float *q, const float *k, const float *v) {
+forward(Call c, float *y, float *stats, const float *q, const float *k, const float *v) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, q_tile);
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
@@ -400,7 +402,7 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
-                    s[n][e] *= c.scale;
+                    s[n][e] = __fmul_rn(s[n][e], c.scale);
                     if (mask.sees(n, e)) now = fmaxf(now, s[n][e]);             // steps over NaN, whose weight is NaN
                 }
             now = row_max(now);
@@ -430,12 +432,16 @@ forward(Call c, float *y, float *lse, const float *q, const float *k, const floa
     write_rows(y + head + p.channel + (p.first + above) * c.row, result, factor, c.row, queries - above, p.width, c.whole);
     if (p.chunk == 0 && lane_pair() == 0)
         for (int r = 0; r < 2; r++)
-            if (i + 8 * r < c.Tq) lse[p.pair * c.Tq + i + 8 * r] = top[r] + logf(sum[r]);
+            if (i + 8 * r < c.Tq) {
+                const int64_t at = p.pair * c.Tq + i + 8 * r;
+                stats[at] = top[r];
+                stats[c.B * c.heads * c.Tq + at] = sum[r];
+            }
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
 namespace {
-struct Saved { const float *dy, *q, *k, *v, *y, *lse; };             // what both kernels read
+struct Saved { const float *dy, *q, *k, *v, *y, *stats; };           // what both kernels read
 struct Tiles { float *q, *dy, *k, *v; };
 }
 
@@ -467,8 +473,13 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
     const int queries = in_tile(c.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
     const int64_t from_query = p.pair * c.C + i * c.row, from_key = p.pair * c.C + j * c.row, mine = i + above + lane_row();
     Mask mask = {};
-    float lse[2];
-    for (int r = 0; r < 2; r++) lse[r] = mine + 8 * r < c.Tq ? x.lse[p.pair * c.Tq + mine + 8 * r] : 0.0f;
+    float top[2], share[2];
+    for (int r = 0; r < 2; r++) {
+        const bool there = mine + 8 * r < c.Tq;
+        const int64_t at = p.pair * c.Tq + mine + 8 * r;
+        top[r] = there ? x.stats[at] : 0.0f;
+        share[r] = there ? 1.0f / x.stats[c.B * c.heads * c.Tq + at] : 0.0f;
+    }
     zero(w);
     zero(ds);
     for (unsigned n = 0; n < c.chunks; n++) {
@@ -497,7 +508,7 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; e++) {
-                w[n][e] = mask.sees(n, e) ? expf(w[n][e] * c.scale - lse[r]) : 0.0f;
+                w[n][e] = mask.sees(n, e) ? expf(__fmul_rn(w[n][e], c.scale) - top[r]) * share[r] : 0.0f;
                 ds[n][e] = mask.sees(n, e) && mask.keeps(n, e) ? ds[n][e] * c.kept : 0.0f;
                 sum += w[n][e] * ds[n][e];
             }
@@ -623,14 +634,14 @@ static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles,
 }
 
 template <Precision P, int WARPS>
-static pyops_status run_forward(const Call &c, float *y, float *lse, const float *q, const float *k, const float *v,
+static pyops_status run_forward(const Call &c, float *y, float *stats, const float *q, const float *k, const float *v,
                                 void *stream) {
     unsigned blocks = 0;
     const pyops_status status = count_blocks(blocks, "attention_forward", c, c.Tq, Tile<WARPS>::ROWS);
     if (status) return status;
     Launches launches;
-    if (c.Tk <= Tile<WARPS>::ROWS) launches << launch<WARPS>(forward<P, WARPS, true>, blocks, 3, stream, c, y, lse, q, k, v);
-    else if constexpr (WARPS > 1) launches << launch<WARPS>(forward<P, WARPS, false>, blocks, 3, stream, c, y, lse, q, k, v);
+    if (c.Tk <= Tile<WARPS>::ROWS) launches << launch<WARPS>(forward<P, WARPS, true>, blocks, 3, stream, c, y, stats, q, k, v);
+    else if constexpr (WARPS > 1) launches << launch<WARPS>(forward<P, WARPS, false>, blocks, 3, stream, c, y, stats, q, k, v);
     return pyops_launched("attention_forward", launches.error, stream);
 }
 
@@ -661,7 +672,7 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 #define FOR_SIZE(run, c, ...) \
     ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
 
-extern "C" pyops_status pyops_attention_forward(float *y, float *lse, const float *q, const float *k, const float *v,
+extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
                                                 const int32_t *lengths, const int64_t *step,
                                                 int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                                 int32_t causal, float p, uint64_t key, void *stream) {
@@ -669,19 +680,19 @@ extern "C" pyops_status pyops_attention_forward(float *y, float *lse, const floa
     const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status || Tq == 0 || B == 0) return status;
     c.whole = c.whole && aligned(y, q, k, v);
-    return FOR_SIZE(run_forward, c, y, lse, q, k, v, stream);
+    return FOR_SIZE(run_forward, c, y, stats, q, k, v, stream);
 }
 
 extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy,
                                                  const float *q, const float *k, const float *v, const int32_t *lengths,
-                                                 const int64_t *step, const float *y, const float *lse,
+                                                 const int64_t *step, const float *y, const float *stats,
                                                  int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                                  int32_t causal, float p, uint64_t key, void *stream) {
     Call c;
     const pyops_status status = make_call(c, "attention_backward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status || (Tq == 0 && Tk == 0) || B == 0) return status;
     c.whole = c.whole && aligned(dq, dk, dv, dy, q, k, v, y);
-    return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, lse}, stream);
+    return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, stats}, stream);
 }
 
 // ---- lengths of padded sequences --------------------------------------------------------------------------------------

@@ -1262,7 +1262,8 @@ def test_a_sentence_of_padding_alone_gives_zeros_and_disturbs_no_other(Tq, Tk, c
     (q, k, v), dy, y, grads = attention_run(op, (Tq, Tk, 3, 6), lengths)
     for result in (y, *grads):
         assert np.isfinite(result).all() and (result[:, 1] == 0).all()
-    assert (get(attend(op, q, k, v, lengths)[1].lse)[1] == -np.inf).all()
+    top, total = get(attend(op, q, k, v, lengths)[1].stats)
+    assert (top[1] == -np.inf).all() and (total[1] == 0).all()
     others = [np.ascontiguousarray(x[:, [0, 2]]) for x in (q, k, v, dy)]
     y2, ctx = attend(op, *others[:3], lengths[[0, 2]])
     for got, want in zip((y, *grads), (y2, *attend_back(op, others[3], ctx)), strict=True):
@@ -1327,7 +1328,7 @@ def test_attention_to_extreme_scores(Tq, Tk):
     y, ctx = attend(op, q, k, v)
     close(y, ref.attention(*(x.astype(np.float64) for x in (q, k, v)), 1, np.full(2, Tk), False), 1e-3)
     assert np.abs(y[0] - (v[Tk // 2] + v[Tk - 1]) / 2).max() < 1e-3
-    assert np.abs(get(ctx.lse)).max() > 400 and all(np.isfinite(grad).all() for grad in attend_back(op, dy, ctx))
+    assert np.abs(get(ctx.stats)[0]).max() > 400 and all(np.isfinite(grad).all() for grad in attend_back(op, dy, ctx))
 
 
 @pytest.mark.parametrize('Tq,Tk', [(1, 5), (6, 20), (40, 150)])
@@ -1338,17 +1339,36 @@ def test_attention_passes_nan_on(Tq, Tk, which):
     y, ctx = attend(op, *arrays.values())
     bad = np.zeros(y.shape, bool)
     bad[-1 if which == 'q' else slice(None), 1, 5 if which == 'v' else slice(4, 8)] = True
-    assert (np.isnan(y) == bad).all() and np.isnan(get(ctx.lse)).any() == (which != 'v')
+    assert (np.isnan(y) == bad).all() and np.isnan(get(ctx.stats)[1]).any() == (which != 'v')
 
 
 @pytest.mark.parametrize('Tk', [1, 9, 64, 65, 300])
 @pytest.mark.parametrize('Tq', [1, 4, 33])
-def test_log_sum_exp_of_attention_is_exact(Tq, Tk):
+def test_maxima_and_sums_of_attention_are_exact(Tq, Tk):
     rng = np.random.default_rng(4)
     q, k = normal(rng, Tq, 1, 8, scale=2), normal(rng, Tk, 1, 8, scale=2)
     _, ctx = attend(Attention(1), q, k, k)
     scores = q[:, 0].astype('d') @ k[:, 0].T.astype('d') / np.sqrt(8)
-    assert np.abs(get(ctx.lse)[0, 0] - np.logaddexp.reduce(scores, -1)).max() <= 1e-6 * np.abs(scores).max()
+    (top,), (total,) = get(ctx.stats)[:, 0].astype('d')
+    assert np.abs(top - scores.max(-1)).max() <= 1e-6 * np.abs(scores).max()
+    assert np.abs(top + np.log(total) - np.logaddexp.reduce(scores, -1)).max() <= 1e-6 * np.abs(scores).max()
+
+
+@pytest.mark.parametrize('in_products', [False, True])
+@pytest.mark.parametrize('Tq,Tk,C', [(1, 5, 1), (1, 70, 3), (4, 2, 3), (5, 7, 4), (20, 130, 3), (70, 200, 1)])
+@pytest.mark.parametrize('score', [1e2, 1e4, 1e9])
+def test_attention_to_large_scores_has_the_weights_of_their_differences(score, Tq, Tk, C, in_products):
+    """Scores have one channel, so dot products are exact; 1 / sqrt(C) rounds them, as it rounds those of the reference."""
+    rng = np.random.default_rng(7)
+    q, k, v = np.zeros((Tq, 1, C), 'f'), np.zeros((Tk, 1, C), 'f'), normal(rng, Tk, 1, C)
+    q[..., 0], k[..., 0] = 1, below(score * np.sqrt(C), (Tk, 1), rng)
+    op, dy = (attention_in_products if in_products else Attention)(1), normal(rng, Tq, 1, C)
+    y, ctx = attend(op, q, k, v)
+    _, _, dv = attend_back(op, dy, ctx)
+    s = (k[:, 0, 0] * (np.float32(1) / np.sqrt(np.float32(C)))).astype(np.float64)
+    weights = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+    close(y[:, 0], np.tile(weights @ v[:, 0], (Tq, 1)), 1e-5)
+    close(dv[:, 0], weights[:, None] * dy[:, 0].sum(0, dtype=np.float64), 1e-5)
 
 
 @pytest.mark.parametrize('bad', [-1, 6])

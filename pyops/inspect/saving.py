@@ -396,7 +396,7 @@ class _Finder:
         layer.saw('forward', 'weights', i + 1, np.broadcast_to(np.float32(0), shape), lambda: _weights(self.plan, action))
 
     def _attention_backward(self, i, action):
-        layer = self.layers.get(_owner(action.tensors['lse']))
+        layer = self.layers.get(_owner(action.tensors['stats']))
         if layer is not None:
             for role, argument in (('output', 'dy'), ('query', 'dq'), ('key', 'dk'), ('value', 'dv')):
                 layer.saw('backward', f'grad_{role}', i + 1, self._by_head(self.plan.argument(action, argument), layer))

@@ -16,7 +16,8 @@ class Attention:
              P[i] = softmax(s[i]) over these j;  W[i, j] = keep[i, j] / (1 - p) P[i, j];  y = W v
     Backward dsum[i] = dy[i] . y[i];  dS[i, j] = P[i, j] (keep[i, j] / (1 - p) dy[i] . v[j] - dsum[i])
              dq = dS k / sqrt(C);  dk = dS' q / sqrt(C);  dv = W' dy
-    Saves    q, k, v, lengths, step, y, and lse (B, heads, Tq) = log sum_j exp(s[i, j]); backward makes P again
+    Saves    q, k, v, lengths, step, y, and stats (2, B, heads, Tq): the largest s[i, j], and the sum of
+             exp(s[i, j] - largest) over j; backward computes P again
     Errors   ValueError where D is no multiple of heads, unless 0 <= p < 1, and for a length outside [0, Tk], with its position;
              TypeError and ValueError naming the argument
     Source   Vaswani et al. 2017, arXiv:1706.03762; in tiles, Dao et al. 2022, arXiv:2205.14135; docs/attention.md derives it
@@ -31,7 +32,7 @@ class Attention:
         lengths: np.ndarray | None
         step: np.ndarray | None
         y: np.ndarray
-        lse: np.ndarray
+        stats: np.ndarray
 
     def __init__(self, heads, causal=False, p=0.0, key=0, name='attention'):
         self.heads, self.causal, self.p, self.key, self.name = heads, causal, p, key, name
@@ -39,9 +40,9 @@ class Attention:
     def forward(self, q, k, v, lengths=None, step=None):
         self.check(q, k, v, lengths, step)
         Tq, B, _ = q.shape
-        y, lse = empty(q.shape, name=f'{self.name}.y'), empty((B, self.heads, Tq), name=f'{self.name}.lse')
-        launch('attention_forward', y, lse, q, k, v, lengths, step, *self._scalars(q, k))
-        return y, self.Ctx(q, k, v, lengths, step, y, lse)
+        y, stats = empty(q.shape, name=f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
+        launch('attention_forward', y, stats, q, k, v, lengths, step, *self._scalars(q, k))
+        return y, self.Ctx(q, k, v, lengths, step, y, stats)
 
     def backward(self, dy, ctx):
         """-> dq, dk, dv."""
