@@ -716,14 +716,14 @@ def test_a_run_that_saves_nothing_is_an_error_and_keeps_its_checkpoint(tmp_path,
 
 @on_the_cpu
 def test_a_disk_that_fills_up_ends_no_training(tmp_path, capsys, monkeypatch):
-    write, written = writer._write_whole, []
+    write, written = writer.write_atomically, []
 
-    def full(path, parts):
+    def full(path, *parts):
         written.append(path)
         if len(written) > 20:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, parts)
-    monkeypatch.setattr(writer, '_write_whole', full)
+        return write(path, *parts)
+    monkeypatch.setattr(writer, 'write_atomically', full)
     transformer.train.main(['-e', '1', '-c', str(tmp_path / 'c'), *TRANSFORMER, '--save-tensors', str(tmp_path / 'd'),
                             '--save-steps', '0,2'])
     out, err = capsys.readouterr()

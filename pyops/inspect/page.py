@@ -6,17 +6,16 @@ out, first the resolution of maps, then pictures, then tensors, by steps that ar
 """
 import base64
 import collections
-import contextlib
 import hashlib
 import importlib.resources
 import json
 import math
 import os
 import re
-import tempfile
 import zlib
 
 from pyops.errors import UserError
+from pyops.files import open_atomically
 from pyops.formats import FORMATS
 from pyops.inspect import payload
 from pyops.inspect.writer import size_text
@@ -45,8 +44,8 @@ def write(logs, folder, formats=FORMATS, page_max=PAGE_MAX, work=map, entries=No
     path = os.path.join(folder, 'index.html')
     try:
         os.makedirs(folder, exist_ok=True)
-        with _appears(path) as file:
-            file.writelines(render({'live': False, **head(logs.folder, formats)}, blobs, plotly))
+        with open_atomically(path) as file:
+            file.writelines(part.encode() for part in render({'live': False, **head(logs.folder, formats)}, blobs, plotly))
     except OSError as error:
         raise UserError(f'{path}: the page cannot be written ({error.strerror or error}); want a folder that you may write '
                         'to, with room in it') from error
@@ -208,24 +207,3 @@ def _packed(value):
 def _json(value):
     """JSON in ASCII that may stand in a <script>: no `<` ends it."""
     return json.dumps(value, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
-
-
-@contextlib.contextmanager
-def _appears(path):
-    """A text file that takes its name when it is complete."""
-    handle, temporary = tempfile.mkstemp(prefix='.page-', suffix='.html', dir=os.path.dirname(path) or '.')
-    try:
-        with os.fdopen(handle, 'w', encoding='utf-8') as file:
-            yield file
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.errors import UserError
+from pyops.files import write_atomically
 
 VERSION = 1
 MANIFEST = 'manifest.jsonl'
@@ -184,7 +185,7 @@ class Writer:
         try:
             entry['statistics'] = describe(array, padding(array.shape, entry['mask'], lengths, entry['time']))
             text = json.dumps(entry)
-            nbytes = _write_whole(path, self._serialise(array, text))
+            nbytes = write_atomically(path, *self._serialise(array, text))
         except (OSError, MemoryError) as error:
             self._lose(entry, getattr(error, 'strerror', None) or 'no memory')
             return
@@ -302,29 +303,6 @@ def _pt(array, text):
     file = io.BytesIO()
     torch.save({'tensor': torch.from_numpy(array), 'pyops': text}, file)
     return [file.getbuffer()]
-
-
-def _write_whole(path, parts):
-    """Write a file that appears under its name only when it is complete -> its bytes."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f'.{name}.{os.getpid()}.tmp')
-    try:
-        with open(temporary, 'wb', buffering=0) as file:
-            nbytes = 0
-            for part in parts:
-                data = memoryview(part).cast('B') if memoryview(part).nbytes else memoryview(b'')
-                while data:
-                    n = file.write(data)
-                    data = data[n:]
-                    nbytes += n
-        os.replace(temporary, path)
-    except BaseException:
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass
-        raise
-    return nbytes
 
 
 def _plain(value):

@@ -13,6 +13,7 @@ import re
 import numpy as np
 
 from pyops.errors import UserError
+from pyops.files import write_atomically
 from pyops.inspect import colours
 
 INK, GREY, RULE, LIGHT, PAPER = '#222222', '#666666', '#b0b0b0', '#e6e6e6', '#ffffff'
@@ -273,18 +274,9 @@ class Sheet:
 
 
 def write_whole(path, data):
-    """Write bytes under a hidden name, then give them theirs.  UserError where that fails."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f'.{os.getpid()}.tmp')
+    """Replace the file `path` by one with the bytes `data`, completely or not at all.  UserError if that fails."""
     try:
-        try:
-            with open(temporary, 'wb') as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_atomically(path, data)
     except OSError as error:
         raise UserError(f'{path}: cannot be written ({error.strerror or error}); want a folder with room that you may write to'
                         ) from error

@@ -1,0 +1,53 @@
+"""Atomic file replacement: other processes see the previous file or the complete new one, never a part."""
+import contextlib
+import os
+
+
+def write_atomically(path, *parts, mode=0o666, fsync=False):
+    """Write the parts (bytes or contiguous arrays) to `path` in order and return the number of bytes.
+
+    See open_atomically for the other arguments and the errors.
+    """
+    with open_atomically(path, mode, fsync) as file:
+        return sum(file.write(part) for part in parts)
+
+
+@contextlib.contextmanager
+def open_atomically(path, mode=0o666, fsync=False):
+    """Yield a binary file that replaces `path` when the block ends.
+
+    mode: permissions of the new file; the umask applies.
+    fsync: flush the data to disk before the rename and the directory after it, so that the file survives a power failure.
+
+    If the block raises, or a system call fails (OSError), `path` keeps its previous content and the temporary file is
+    removed.  The temporary file is named .NAME.PID.tmp and is in the same directory; only a killed process leaves one behind.
+    Two threads of one process must not write the same path at the same time.
+    """
+    folder, name = os.path.split(os.fspath(path))
+    stem = os.fsdecode(os.fsencode(name)[:200])         # names are limited to 255 bytes
+    temporary = os.path.join(folder, f'.{stem}.{os.getpid()}.tmp')
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)                            # from a killed process that had our process ID
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), 'wb') as file:
+            yield file
+            if fsync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    if fsync:
+        _sync_folder(folder)
+
+
+def _sync_folder(folder):
+    """Make a rename durable.  Some network file systems cannot sync a directory; the file's data is on disk in any case."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder or '.', os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
