@@ -163,7 +163,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_compared(tmp_path, run):
     (tmp_path / 'notes.txt').write_text('x')
     status, out, err = run(tmp_path, '--formats', 'fp16', '-o', tmp_path / 'table.txt')
     assert status == 0 and out == '' and (tmp_path / 'table.txt').read_text().startswith('24 tensors of')
-    assert err.splitlines()[0] == 'skipped: notes.txt: not a tensor: want .safetensors, .pt, .npy'
+    assert err.splitlines()[0] == 'skipped: notes.txt: not a tensor file; expected .safetensors, .pt, .npy'
     assert cut in err.splitlines()[1]
     document = json.loads(run(tmp_path, '--formats', 'fp16', '--json')[1])
     assert [line['file'] for line in document['skipped']] == ['notes.txt', 'table.txt', cut]
@@ -192,8 +192,8 @@ def test_slow_work_shows_its_progress_on_stderr(dump, run, monkeypatch):
 
 def test_bad_input_is_one_line_that_says_what_to_do(dump, run, tmp_path):
     for arguments, want in (
-            ((tmp_path / 'nowhere',), 'nowhere: there is no such folder; want one with saved tensors'),
-            ((tmp_path,), 'holds no saved tensor (it is empty)'),
+            ((tmp_path / 'nowhere',), 'nowhere: no such folder; give the folder of saved tensors'),
+            ((tmp_path,), 'contains no saved tensor (it is empty)'),
             ((dump, '--formats', 'mxfp7'), 'mxfp7: no such number format; did you mean mxfp8'),
             ((dump, '--formats', 'mxfp8:scal=even'), 'scal: mxfp8 has no such option; did you mean scale'),
             ((dump, '--layers', 'enconder.*'), 'enconder.*: fits no saved tensor; there are, among others, encoder.0'),

@@ -550,7 +550,7 @@ def test_folders_that_cannot_be(dump, tmp_path, capsys):
         return fails(capsys, '--tensor-dir', logs, '--output-dir', folder)
     assert 'no such folder' in text(tmp_path / 'nowhere', tmp_path / 'draw')
     (tmp_path / 'empty').mkdir()
-    assert 'holds no saved tensor' in text(tmp_path / 'empty', tmp_path / 'draw')
+    assert 'contains no saved tensor' in text(tmp_path / 'empty', tmp_path / 'draw')
     (tmp_path / 'foreign').mkdir()
     (tmp_path / 'foreign' / 'readme.txt').write_text('?')
     (tmp_path / 'foreign' / 'x.safetensors').write_bytes(b'\xff' * 100)

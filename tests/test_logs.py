@@ -1,4 +1,4 @@
-"""The reader of saved tensors: everything of a dump, and of files that nobody vouches for whatever is safe to have."""
+"""The reader of saved tensors: complete dumps, and untrusted files, of which only the safe parts are read."""
 import dataclasses
 import json
 import os
@@ -19,7 +19,7 @@ X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def saved(folder, name='20250908_092156_0001_linear_L0_forward_fp32_input.safetensors', array=X):
-    """A tensor that all of a bad folder's tests are to find beside what is bad."""
+    """Save a valid tensor, which must be found among invalid files, and return its file name."""
     save_file({'tensor': array}, os.path.join(folder, name))
     return name
 
@@ -32,7 +32,7 @@ def reason_of(logs, file):
     return dict(logs.skipped)[file]
 
 
-# ---- what pyops writes ---------------------------------------------------------------------------------------------
+# ---- dumps of pyops ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('as_', ['safetensors', 'pt'])
 def test_a_dump_is_read_bit_for_bit_with_or_without_its_manifest(tmp_path, as_, request):
@@ -55,7 +55,7 @@ def bare(entry):
     return dataclasses.replace(entry, run=0)
 
 
-def test_an_entry_says_what_its_line_says(tmp_path):
+def test_an_entry_has_the_fields_of_its_manifest_line(tmp_path):
     make_dump(tmp_path, steps=(10,), formats=('mxfp8:scale=rceil',))
     logs = Logs(tmp_path)
     line = next(line for line in lines_of(tmp_path) if line.get('name') == 'value')
@@ -100,8 +100,8 @@ def test_masks_of_two_sides_and_of_one_time_step(tmp_path):
     assert logs.mask(weights)[1, 0].tolist() == [[True, True, False]] * 4
     assert logs.tokens(weights, 0) == (['x', '', '', ''], ['a', 'b', 'c'])
     assert logs.mask(step).tolist() == [[True], [False]] and step.title.endswith('step 0, t 2')
-    write_manifest(tmp_path, line)                      # the lengths are lost, so the padding is not known
-    with pytest.raises(LogError, match='no lengths of its 2 target sentences at step 0'):
+    write_manifest(tmp_path, line)                      # without the batch line the padding is unknown
+    with pytest.raises(LogError, match='no lengths of the 2 target sentences at step 0'):
         logs = Logs(tmp_path)
         logs.mask(logs.entries[0])
     assert logs.tokens(logs.entries[0], 0) is None
@@ -115,20 +115,20 @@ def test_refresh_reads_what_was_added_and_half_a_line_when_it_is_whole(tmp_path)
     source, live = tmp_path / 'source', tmp_path / 'live'
     arrays = make_dump(source, steps=(0, 1))
     live.mkdir()
-    with pytest.raises(UserError, match='holds no saved tensor .it is empty.'):
+    with pytest.raises(UserError, match='contains no saved tensor .it is empty.'):
         Logs(live)
     logs = Logs(live, empty=True)
     assert logs.refresh() == [] and logs.entries == []
     text = (source / 'manifest.jsonl').read_bytes()
     seen = []
-    for start in range(0, len(text), 3001):             # in pieces that end in the middle of lines
+    for start in range(0, len(text), 3001):             # pieces that end within a line
         for line in text[start:start + 3001].split(b'\n'):
             for file in [json.loads(line)['file']] if line.startswith(b'{"kind": "tensor"') and line.endswith(b'}') else []:
                 os.link(source / file, live / file)
         with open(live / 'manifest.jsonl', 'ab') as file:
             file.write(text[start:start + 3001])
         seen += logs.refresh()
-    for file in arrays.keys() - {entry.file for entry in seen}:         # those whose lines were cut
+    for file in arrays.keys() - {entry.file for entry in seen}:         # files whose lines were split
         os.link(source / file, live / file)
     seen += logs.refresh()
     assert sorted(entry.file for entry in seen) == sorted(arrays) and logs.refresh() == [] and logs.skipped == []
@@ -173,7 +173,7 @@ def test_names_of_other_programs_are_read(tmp_path):
     assert logs.entries[4].axis == 0 and logs.entries[1].stem.startswith('my_weight-')
 
 
-def test_payloads_of_torch(tmp_path, torch):
+def test_files_of_torch_save_are_read(tmp_path, torch):
     name = '20250908_092156_{:04d}_linear_L1_backward_hifp8_{}.pt'
     t = torch.from_numpy(X)
     torch.save(t, tmp_path / name.format(1, 'bare'))
@@ -198,7 +198,7 @@ def test_payloads_of_torch(tmp_path, torch):
     assert len({entry.stem for entry in logs.entries}) == 6 and all(entry.stem.isascii() for entry in logs.entries)
 
 
-def test_kinds_of_number_are_widened_and_integers_named(tmp_path):
+def test_floating_point_dtypes_are_widened_and_others_refused(tmp_path):
     header = {'half': {'dtype': 'F16', 'shape': [2], 'data_offsets': [0, 4]},
               'brain': {'dtype': 'BF16', 'shape': [2], 'data_offsets': [4, 8]},
               'double': {'dtype': 'F64', 'shape': [2], 'data_offsets': [8, 24]},
@@ -218,7 +218,7 @@ def test_kinds_of_number_are_widened_and_integers_named(tmp_path):
     for name in ('half', 'brain', 'big-endian'):
         assert np.array_equal(found[name].load(), values) and found[name].load().dtype == np.float32
     assert found['double'].load().tolist() == [np.inf, np.float32(0.1)] and found['double'].dtype == 'float64'
-    want = 'want float64, float32, float16 or bfloat16'
+    want = 'expected float64, float32, float16 or bfloat16'
     assert {file: reason for file, reason in logs.skipped} == {
         'whole.npy': f'a tensor of int64: {want}', 'truth.npy': f'a tensor of bool: {want}',
         'complex.npy': f'a tensor of complex128: {want}', 'all_whole.safetensors': f'a tensor of I8: {want}'}
@@ -234,21 +234,21 @@ def test_a_folder_for_each_rank(tmp_path):
         make_dump(tmp_path / rank, steps=(0,), seed=len(rank))
     (tmp_path / 'pictures' / 'deeper').mkdir(parents=True)
     (tmp_path / 'pictures' / 'a.png').write_bytes(b'png')
-    saved(tmp_path / 'pictures' / 'deeper')                             # one level is read, and this is two down
+    saved(tmp_path / 'pictures' / 'deeper')                             # two levels deep: not read
     logs = Logs(tmp_path)
     assert len(logs.entries) == 50 and logs.skipped == [] and logs.run
     assert {os.path.dirname(entry.place) for entry in logs.entries} == {'rank 0', 'rank1'}
     assert len({entry.stem for entry in logs.entries}) == 50
     for entry in logs.entries:
         assert entry.load().shape == entry.shape
-        assert (logs.mask(entry) is None) == (not entry.mask)           # each with the lengths of its own folder
+        assert (logs.mask(entry) is None) == (not entry.mask)           # uses the lengths of the entry's own folder
     assert logs.refresh() == []
 
 
-# ---- what is not to be trusted -------------------------------------------------------------------------------------
+# ---- untrusted files -----------------------------------------------------------------------------------------------
 
 class Attack:
-    """Unpickled by anything that executes what a pickle says, it makes a file."""
+    """An object whose pickle creates a directory when it is loaded."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -270,19 +270,19 @@ def test_code_in_a_file_is_never_run(tmp_path, torch):
     line = {'kind': 'tensor', 'counter': 2, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
             'name': 'input', 'step': 0, 'format': 'fp32', 'shape': [3]}
     torch.save({'tensor': torch.ones(3), 'more': attack}, folder / 'named.pt')
-    write_manifest(folder, {**line, 'file': 'named.pt'})                # even where the manifest vouches for it
+    write_manifest(folder, {**line, 'file': 'named.pt'})                # even if the manifest lists the file
     logs = Logs(folder)
     named, = (entry for entry in logs.entries if entry.file == 'named.pt')
-    with pytest.raises(LogError, match='named.pt: holds Python objects, which could run code'):
+    with pytest.raises(LogError, match='named.pt: damaged, or contains Python objects, which could run code'):
         named.load()
     assert [entry.file for entry in logs.entries if entry is not named] == [good]
     assert sorted(file for file, _ in logs.skipped) == ['objects.npy', 'old.pt', 'raw.npy', 'raw.pt', 'zip.pt']
     assert 'could run code' in reason_of(logs, 'zip.pt') and not proof.exists()
     pickle.loads(pickle.dumps(attack))
-    assert proof.exists()                                               # so there was something to be afraid of
+    assert proof.exists(), 'the check is vacuous'
 
 
-def test_headers_that_promise_more_than_there_is(tmp_path, torch):
+def test_headers_larger_than_their_file_allocate_nothing(tmp_path, torch):
     good = saved(tmp_path)
     for name, shape, offsets in (('huge', [1 << 20, 1 << 20], [0, 1 << 42]), ('negative', [-4, -4], [0, 64]),
                                  ('backwards', [4], [16, 0]), ('truth', [True], [0, 4]), ('axes', [1] * 99, [0, 4])):
@@ -314,7 +314,7 @@ def test_headers_that_promise_more_than_there_is(tmp_path, torch):
 
 
 def repack(source, target, compression, old=b'', new=b''):
-    """Write a file of torch.save again, packed or with another number in its pickle."""
+    """Rewrite a file of torch.save with another compression, or with `new` in place of `old` in its pickle."""
     with zipfile.ZipFile(source) as reader, zipfile.ZipFile(target, 'w', compression) as writer:
         for record in reader.infolist():
             data = reader.read(record)
@@ -324,8 +324,8 @@ def repack(source, target, compression, old=b'', new=b''):
             writer.writestr(record.filename, data)
 
 
-def test_files_with_bytes_that_were_changed(tmp_path, torch):
-    """Whatever a few wrong bytes say, it is a LogError or a name in `skipped`, and what can be read keeps its word."""
+def test_files_with_changed_bytes_cause_no_other_error_than_logerror(tmp_path, torch):
+    """A few wrong bytes cause a LogError or an item of `skipped`; a tensor that can be read has the listed shape."""
     blobs, rng = {}, random.Random(0)
     for as_ in 'safetensors', 'pt':
         make_dump(tmp_path / as_, steps=(0,), layers=('encoder.0.self_attention.q',), as_=as_)
@@ -340,9 +340,9 @@ def test_files_with_bytes_that_were_changed(tmp_path, torch):
         for name in {*rng.sample(sorted(blobs), 4), 'manifest.jsonl'}:
             data = bytearray(blobs[name])
             for _ in range(rng.choice((0, 1, 3, 20))):
-                place = rng.randrange(rng.choice((len(data), min(len(data), 1000))))
+                at = rng.randrange(rng.choice((len(data), min(len(data), 1000))))
                 length, new = rng.choice((0, 1, 1, 9)), rng.choice((b'9', b'-', b'[', b'"', b'null', b'\0', b'\xff', b''))
-                data[place:place + length] = new
+                data[at:at + length] = new
             (folder / name).write_bytes(data)
         logs = Logs(folder)
         logs.refresh()
@@ -361,7 +361,7 @@ def test_files_with_bytes_that_were_changed(tmp_path, torch):
     assert min(outcomes.values()) > 50, outcomes
 
 
-def test_lines_that_lie_are_refused_and_the_others_read(tmp_path):
+def test_invalid_manifest_lines_are_refused_and_the_others_read(tmp_path):
     good = saved(tmp_path)
     line = {'kind': 'tensor', 'counter': 1, 'layer': 'a', 'layer_type': 'linear', 'index': 0, 'operation': 'forward',
             'name': 'input', 'step': 0, 'format': 'fp32', 'shape': [3, 4], 'file': good}
@@ -380,7 +380,7 @@ def test_lines_that_lie_are_refused_and_the_others_read(tmp_path):
     assert entry.load().tolist() == X.tolist() and entry.statistics is None
     wrong = [number for number in range(1, len(bad) + 9) if number not in (len(bad) + 3, len(bad) + 5)]
     assert [file for file, _ in logs.skipped] == [f'manifest.jsonl:{number}' for number in wrong]
-    assert 'beside the manifest' in logs.skipped[0][1] and all(reason.isprintable() for _, reason in logs.skipped)
+    assert 'in the folder of the manifest' in logs.skipped[0][1] and all(reason.isprintable() for _, reason in logs.skipped)
     (tmp_path / 'manifest.jsonl').write_text('x\n' * 5000 + json.dumps(line) + '\n')
     assert len(Logs(tmp_path).skipped) == 100
 
@@ -403,9 +403,9 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
     out = 'a link that leads out of the folder'
     assert dict(logs.skipped) == {
         'out.npy': out, 'rank0': out, 'dangling.pt': 'cannot be read (No such file or directory)',
-        'loop.npy': reason_of(logs, 'loop.npy'), 'pipe.npy': 'not a tensor: want .safetensors, .pt, .npy',
-        'notes.txt': 'not a tensor: want .safetensors, .pt, .npy'}
-    assert len(Logs(make_link(tmp_path / 'by link', folder)).entries) == 2          # the folder itself may be one
+        'loop.npy': reason_of(logs, 'loop.npy'), 'pipe.npy': 'not a tensor file; expected .safetensors, .pt, .npy',
+        'notes.txt': 'not a tensor file; expected .safetensors, .pt, .npy'}
+    assert len(Logs(make_link(tmp_path / 'by link', folder)).entries) == 2          # the folder itself may be a link
 
 
 def make_link(link, target):
@@ -420,19 +420,19 @@ def test_files_that_change_after_they_were_listed(tmp_path):
     os.truncate(tmp_path / files[1], 200)
     logs = Logs(tmp_path)
     assert len(logs.entries) == len(files) - 2
-    assert reason_of(logs, files[0]) == 'the manifest names it and it is not there'
+    assert reason_of(logs, files[0]) == 'the manifest lists this file, but it does not exist'
     assert reason_of(logs, files[1]).startswith('truncated: 200 bytes for a tensor of shape')
     first, second, third = logs.entries[:3]
     os.unlink(first.path)
     os.truncate(second.path, 100)
     save_file({'tensor': np.ones((2, 2), np.float32)}, third.path)
-    for entry, reason in (first, 'there is no such file any more'), (second, 'truncated'), (third, 'its manifest says'):
+    for entry, reason in (first, 'the file no longer exists'), (second, 'truncated'), (third, 'but the manifest lists'):
         with pytest.raises(LogError, match=f'{entry.file}: .*{reason}.*') as error:
             entry.load()
         assert '\n' not in str(error.value)
 
 
-def test_a_file_that_was_cut_is_tried_again_when_it_has_grown(tmp_path):
+def test_a_truncated_file_is_read_again_when_it_has_grown(tmp_path):
     saved(tmp_path)
     np.save(tmp_path / 'whole.npy', X)
     data = (tmp_path / 'whole.npy').read_bytes()
@@ -443,13 +443,13 @@ def test_a_file_that_was_cut_is_tried_again_when_it_has_grown(tmp_path):
     assert [entry.file for entry in logs.refresh()] == ['late.npy'] and logs.skipped == []
 
 
-def test_folders_that_cannot_be_looked_into(tmp_path):
-    with pytest.raises(UserError, match='nowhere: there is no such folder; want one with saved tensors'):
+def test_a_missing_folder_and_one_without_tensors_are_user_errors(tmp_path):
+    with pytest.raises(UserError, match='nowhere: no such folder; give the folder of saved tensors'):
         Logs(tmp_path / 'nowhere')
     (tmp_path / 'notes.txt').write_text('x')
-    with pytest.raises(UserError, match=r'holds no saved tensor \(notes.txt: not a tensor: want .safetensors, .pt, .npy\)'):
+    with pytest.raises(UserError, match=r'contains no saved tensor \(notes.txt: not a tensor file; expected'):
         Logs(tmp_path)
 
 
-def test_what_a_name_does_to_a_terminal():
+def test_control_characters_of_names_are_escaped():
     assert printable('a\x1b[31m\n\udcff\u202eb é') == r'a\x1b[31m\n\udcff\u202eb é'

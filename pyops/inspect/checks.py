@@ -1,29 +1,30 @@
-"""Checks shared by the readers of saved tensors, whose files may come from anywhere."""
+"""Checks shared by the readers of saved tensors.  The files may come from anyone, so nothing in them is trusted."""
 import json
 
-AXES_LIMIT = 32                     # numpy's own in version 1
+AXES_LIMIT = 32                     # numpy 1 supports no more
 
 
 class Refused(Exception):
-    """Why a file or a line is skipped."""
+    """The reason for skipping a file or a line."""
 
 
 def printable(text):
-    """`text` in one line that a terminal shows as it is: control characters and broken encodings as \\x1b and the like."""
+    """Return `text` as one line that is safe to print: control characters and invalid bytes become \\x1b and the like."""
     return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode()
                    for letter in str(text))
 
 
 def parse_json(text):
-    """-> dict.  What is not finite becomes None."""
+    """Parse a JSON object and return the dict.  NaN and infinities become None."""
     try:
         line = json.loads(text, parse_constant=lambda name: None)
     except (ValueError, RecursionError) as error:           # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise Refused('not a line of JSON') from error
+        raise Refused('not valid JSON') from error
     if not isinstance(line, dict):
         raise Refused('not a JSON object')
     return line
 
 
-def is_whole(value):
-    return type(value) is int and 0 <= value < 1 << 53      # bool is an int too
+def is_count(value):
+    """Return whether `value` is an integer from 0 to 2^53 - 1, which is exact in every JSON parser."""
+    return type(value) is int and 0 <= value < 1 << 53      # bool is a subclass of int

@@ -1,41 +1,41 @@
-"""A folder of saved tensors, read: what pyops' programs and torch.attach write, and dumps of other programs.
+"""Reader of a folder of saved tensors: dumps of pyops' programs, of torch.attach and of other programs.
 
-The folder and its folders are read, one level deep (a folder for each rank).  Where a manifest.jsonl names a tensor, its
-line tells all there is to know and the file is opened by `load` alone.  A file that no line names is asked itself: for the
-line in its metadata, or else for its shape, with the rest taken from its name.
+The folder and its direct subfolders (one per rank) are read.  For a tensor listed in manifest.jsonl, the manifest line has
+all the metadata, and only `load` opens the file.  A file missing from the manifest is inspected directly: the manifest line
+embedded in its metadata is used or, without one, the shape in its header and the fields in its file name.
 
-Nothing that is read is trusted.  Headers are checked against the size of their file before anything is allocated, .npy is
-read without pickles and .pt with torch's weights_only, links and names that lead out of the folder are refused.  What
-cannot be read is listed in `Logs.skipped` with the reason, and the rest is read.
+No file is trusted: readers.py checks headers before it allocates memory, and links and names that lead out of the folder are
+refused.  `Logs.skipped` lists every unreadable file with the reason; the others are still read.
 """
 import hashlib
-import math
 import os
 import re
 import stat
 from dataclasses import dataclass, field
 
 from pyops.errors import UserError
-from pyops.inspect.checks import Refused, is_whole, parse_json, printable
+from pyops.inspect.checks import Refused, is_count, parse_json, printable
 from pyops.inspect.manifest import NAME, Manifest, known_format, parse_format, tensor_line
-from pyops.inspect.readers import DESCRIBERS, READERS, SIZES, SUFFIXES, NoTorch
+from pyops.inspect.readers import SUFFIXES, NoTorch, describe, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding
 
 _TIME = re.compile(r'(.+)_t(\d{1,9})', re.S)
 
 
 class LogError(UserError):
-    """A saved tensor that cannot be read: the file and the reason."""
+    """A saved tensor cannot be read.  The message has the file and the reason."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One saved tensor; the numbers come with `load`.
+    """The metadata of one saved tensor.  `load` reads the values.
 
-    key: its name within the file, '' where the file is a bare tensor.  origin: pyops, torch or file (no manifest).
-    layer: its name in the model, e.g. encoder.0.self_attention.q, or linear_L3.  index: counts layers of that type.
-    format, options, axis: how it was rounded when it was used; what is stored is not rounded.  uses: every rounding, as
-    in the manifest.  mask: which axes hold padding, as in the manifest.  run: which run of the folder it comes from.
+    key: name within the file; '' if the file is a bare tensor
+    origin: pyops, torch or file (not in a manifest)
+    layer: name in the model, such as encoder.0.self_attention.q, or linear_L3;  index: number among the layers of its type
+    format, options, axis: the rounding that the run applied when it used the tensor; the stored values are not rounded
+    uses: all roundings, as in the manifest;  mask: the axes with padding, as in the manifest
+    run: number of the training run in the folder's manifest
     """
     folder: str
     file: str
@@ -58,7 +58,7 @@ class Entry:
     dtype: str
     mask: tuple = field(hash=False)
     statistics: dict | None = field(hash=False)
-    place: str = ''                 # the path of the file below the folder that was opened
+    place: str = ''                 # path of the file relative to the folder given to Logs
     run: int = 0
 
     @property
@@ -67,106 +67,107 @@ class Entry:
 
     @property
     def fmt(self):
-        """The Format that it was rounded to when used, None for fp32."""
+        """The Format to which the run rounded the tensor, None for fp32."""
         return None if self.format == 'fp32' else parse_format(self.format, self.options)
 
     @property
     def title(self):
-        """E.g. 'encoder.0.self_attention.q forward input, step 10', with ', t 3' for a time step and the format."""
+        """Such as 'encoder.0.self_attention.q forward input, step 10'; ', t 3' and ', mxfp8' are appended if they apply."""
         time = '' if self.time is None else f', t {self.time}'
         fmt = '' if self.format == 'fp32' else f', {self.format}'
         return printable(f'{self.layer} {self.operation} {self.name}, step {self.step}{time}{fmt}')
 
     @property
     def stem(self):
-        """A name for files made of this tensor: letters, digits and -_. only, another one for each tensor."""
+        """A base name for files about this tensor.  It is unique and consists of letters, digits and -_. only."""
         base = os.path.splitext(self.place)[0] + (f'.{self.key}' if self.key not in ('', 'tensor') else '')
         safe = re.sub(r'[^A-Za-z0-9_.-]', '_', base).lstrip('.')[:150]
         return safe if safe == base else f'{safe}-{_digest(self.place, self.key)}'
 
     def load(self):
-        """-> float32, C-contiguous, of `shape`.  LogError where the file is gone, damaged or another one than it was."""
+        """Return the values as a C-contiguous float32 array.  LogError if the file is missing, damaged or was replaced."""
         try:
-            array = READERS[os.path.splitext(self.file)[1]](self.path, self.key)
+            array = read(self.path, self.key)
         except NoTorch as error:
             raise LogError(f'{printable(self.path)}: {error}') from error
         except Refused as error:
-            raise LogError(f'{printable(self.path)}: {error}; save it again or take it away') from error
+            raise LogError(f'{printable(self.path)}: {error}; save the tensor again or remove the file') from error
         except OSError as error:
-            raise LogError(f'{printable(self.path)}: cannot be read ({error.strerror or error}); save it again or take it '
-                           'away') from error
+            raise LogError(f'{printable(self.path)}: cannot be read ({error.strerror or error}); save the tensor again or '
+                           'remove the file') from error
         if array.shape != self.shape:
-            raise LogError(f'{printable(self.path)}: holds a tensor of shape {array.shape}, its manifest says {self.shape}; '
-                           'save it again or take it away')
+            raise LogError(f'{printable(self.path)}: the tensor has shape {array.shape}, but the manifest lists {self.shape}; '
+                           'save the tensor again or remove the file')
         return array
 
 
 class Logs:
-    """The tensors of a folder and what its manifests say about them.
+    """The tensors of a folder with the metadata of its manifests.
 
-    entries: list of Entry, in order of (step, counter).  skipped: list of (file, reason).  steps: a dict with step, loss
-    and norm for each training step.  run: the last run line, {} without one.
-    UserError where the folder cannot be read or holds no tensor; `empty=True` takes one in which they are still to appear.
+    entries: list of Entry, ordered by (step, counter);  skipped: list of (file, reason)
+    steps: a dict with step, loss and norm per training step;  run: the last run line of the manifest, {} without one
+    empty: accept a folder without tensors, because a run may still add them
+    UserError if the folder cannot be read, or is empty without `empty`.
     """
 
     def __init__(self, folder, empty=False):
         self.folder = os.fspath(folder)
         if not os.path.isdir(self.folder):
-            raise UserError(f'{printable(self.folder)}: there is no such folder; want one with saved tensors, such as '
-                            '--save-tensors or TENSOR_SAVE_DIR names')
+            raise UserError(f'{printable(self.folder)}: no such folder; give the folder of saved tensors, the value of '
+                            '--save-tensors or TENSOR_SAVE_DIR')
         self.entries, self.steps, self.run = [], [], {}
         self._root = os.path.realpath(self.folder)
-        self._folders = {}              # path below the root -> _Folder
+        self._folders = {}              # path relative to the root -> _Folder
         self.refresh()
         if not self.entries and not empty:
             reasons = '; '.join(f'{file}: {reason}' for file, reason in self.skipped[:3])
-            raise UserError(f'{printable(self.folder)}: holds no saved tensor ({reasons or "it is empty"}); want the '
-                            f'{", ".join(SUFFIXES)} files that --save-tensors or torch.attach writes')
+            raise UserError(f'{printable(self.folder)}: contains no saved tensor ({reasons or "it is empty"}); expected '
+                            f'{", ".join(SUFFIXES)} files, as written by --save-tensors or torch.attach')
 
     @property
     def skipped(self):
-        return [(file, reason) for below in sorted(self._folders) for file, reason in self._folders[below].skipped()]
+        return [(file, reason) for name in sorted(self._folders) for file, reason in self._folders[name].skipped()]
 
     def refresh(self):
-        """Read what was added since the last time.  -> the new entries, in order.  Costs a listing of the folder."""
+        """Read the tensors added since the last call and return their entries, in order.  The folder is listed anew."""
         new = []
-        top = self._refresh('', new)
-        for name in sorted(top):
+        subfolders = self._refresh('', new)
+        for name in sorted(subfolders):
             self._refresh(name, new)
-        new.sort(key=_order)
+        new.sort(key=_sort_key)
         if new:
-            self.entries = sorted(self.entries + new, key=_order)
+            self.entries = sorted(self.entries + new, key=_sort_key)
         return new
 
-    def _refresh(self, below, new):
-        """Read one folder.  -> the names of the folders in it."""
-        state = self._folders.get(below) or _Folder(self._root, below, self.folder)
-        names = state.refresh(new)
-        if below in self._folders or not below or state.known or state.manifest.lines or state.manifest.refused:
-            self._folders[below] = state        # a folder of pictures is no part of the logs and nothing to complain of
+    def _refresh(self, name, new):
+        """Read one folder, append its new entries to `new` and return the names of its subfolders."""
+        state = self._folders.get(name) or _Folder(self._root, name, self.folder)
+        subfolders = state.refresh(new)
+        if name in self._folders or not name or state.known or state.manifest.lines or state.manifest.refused:
+            self._folders[name] = state         # other subfolders, such as one of pictures, are ignored without a report
         self.steps += state.manifest.take_steps()
         self.run = state.manifest.run or self.run
-        return names
+        return subfolders
 
     def mask(self, entry):
-        """-> bool array that broadcasts to the tensor, True where it is not padding; None where there is no padding.
+        """Return a bool array that broadcasts to the tensor and is False at padding, or None for a tensor without padding.
 
-        LogError where the manifest has a mask and not the lengths it speaks of.
+        LogError if the manifest lacks the lengths to which the mask refers.
         """
         if not entry.mask:
             return None
         lengths = self._batch(entry).get('lengths') or {}
         for item in entry.mask:
-            of, count = item['of'], entry.shape[item['batch']]
-            if len(lengths.get(of, ())) != count:
-                raise LogError(f'{printable(entry.path)}: the manifest has no lengths of its {count} {printable(of)} sentences '
-                               f'at step {entry.step}, so its padding is not known; save it again')
+            side, count = item['of'], entry.shape[item['batch']]
+            if len(lengths.get(side, ())) != count:
+                raise LogError(f'{printable(entry.path)}: unknown padding: the manifest has no lengths of the {count} '
+                               f'{printable(side)} sentences at step {entry.step}; save the tensor again')
         return padding(entry.shape, entry.mask, lengths, entry.time or 0)
 
     def tokens(self, entry, sentence):
-        """Words beside attention weights (B, heads, Tq, Tk), of one sentence of the batch.
+        """Return the words of one sentence of the batch for attention weights of shape (B, heads, Tq, Tk).
 
-        -> (Tq words, Tk words), '' at padding; None where the words are not known.
+        The result is (Tq query words, Tk key words) with '' at padding, or None if the manifest has no words.
         """
         sides = {item['time']: item['of'] for item in entry.mask}
         words = self._batch(entry).get('tokens')
@@ -182,12 +183,12 @@ class Logs:
         return tuple(result)
 
     def _batch(self, entry):
-        below = os.path.relpath(entry.folder, self.folder)
-        state = self._folders.get('' if below == '.' else below)
+        name = os.path.relpath(entry.folder, self.folder)
+        state = self._folders.get('' if name == '.' else name)
         return state.manifest.batches.get((entry.run, entry.step), {}) if state else {}
 
 
-def _order(entry):
+def _sort_key(entry):
     return entry.step, entry.counter, entry.run, entry.place, entry.key
 
 
@@ -198,129 +199,133 @@ def _digest(*texts):
 # ---- a folder --------------------------------------------------------------------------------------------------------
 
 class _Folder:
-    """One folder of tensors: its manifest, which of its files are entries, which are not and why."""
+    """One folder of tensors: its manifest, and the state of each file.
 
-    def __init__(self, root, below, shown):
-        self.root, self.below = root, below
-        self.path = os.path.join(shown, below) if below else shown
+    root: real path of the folder given to Logs;  name: the folder relative to it, '' for the folder itself;
+    opened: the folder given to Logs, as the user wrote it
+    """
+
+    def __init__(self, root, name, opened):
+        self.root, self.name = root, name
+        self.path = os.path.join(opened, name) if name else opened
         self.manifest = Manifest(os.path.join(self.path, MANIFEST))
-        self.known = set()              # files that are entries
-        self.refused = {}               # file -> (reason, size and time when it was read)
-        self.waiting = {}               # file -> its line, until the file is there
+        self.known = set()              # files with entries
+        self.refused = {}               # file -> (reason, (size, mtime) at the last attempt)
+        self.missing = {}               # file -> its manifest line, until the file exists
 
     def skipped(self):
-        prefix = self.below and self.below + '/'
-        missing = ((file, 'the manifest names it and it is not there') for file in self.waiting)
+        prefix = self.name and self.name + '/'
+        missing = ((file, 'the manifest lists this file, but it does not exist') for file in self.missing)
         refused = ((file, reason) for file, (reason, _) in self.refused.items())
         return [(printable(prefix + file), reason) for file, reason in (*self.manifest.refused, *sorted(refused), *missing)]
 
     def refresh(self, new):
-        """Append new entries to `new`.  -> the names of the folders in this one."""
-        # The manifest first: a file is there before its line.
+        """Append new entries to `new` and return the names of the subfolders."""
+        # Manifest first: writers create a file before its line.
         for line in self.manifest.read():
-            self.waiting.setdefault(line['file'], line)
-        names, folders = self._list(), []
-        for item in names:
+            self.missing.setdefault(line['file'], line)
+        subfolders = []
+        for item in self._list():
             try:
                 if item.name == MANIFEST or item.name.startswith('.') or item.name in self.known:
-                    self.waiting.pop(item.name, None)
+                    self.missing.pop(item.name, None)
                     continue
-                if not _inside(item, self.root):
+                if not _is_inside(item, self.root):
                     raise Refused('a link that leads out of the folder')
                 status = item.stat()
                 if stat.S_ISDIR(status.st_mode):
-                    folders.append(item.name)
+                    subfolders.append(item.name)
                     continue
-                seen = status.st_size, status.st_mtime_ns
-                if self.refused.get(item.name, (None, None))[1] != seen or item.name in self.waiting:
-                    self._take(item.name, status, new)
+                version = status.st_size, status.st_mtime_ns
+                if self.refused.get(item.name, (None, None))[1] != version or item.name in self.missing:
+                    self._add(item.name, status, new)
                 if item.name in self.known:
                     self.refused.pop(item.name, None)
             except Refused as error:
-                self.refused[item.name] = str(error), _seen(item)
+                self.refused[item.name] = str(error), _version(item)
             except OSError as error:
-                self.refused[item.name] = f'cannot be read ({error.strerror or error})', _seen(item)
-        return folders
+                self.refused[item.name] = f'cannot be read ({error.strerror or error})', _version(item)
+        return subfolders
 
     def _list(self):
         try:
             with os.scandir(self.path) as items:
                 return sorted(items, key=lambda item: item.name)
         except OSError as error:
-            if not self.below:
-                raise UserError(f'{printable(self.path)}: cannot be read ({error.strerror}); want a folder of saved tensors '
-                                'that you may read') from error
+            if not self.name:
+                raise UserError(f'{printable(self.path)}: cannot be read ({error.strerror}); give a readable folder of saved '
+                                'tensors') from error
             self.manifest.refused[:] = [('', f'cannot be read ({error.strerror})')]
             return []
 
-    def _take(self, file, status, new):
-        suffix = os.path.splitext(file)[1]
-        if not stat.S_ISREG(status.st_mode) or suffix not in SUFFIXES:
-            raise Refused(f'not a tensor: want {", ".join(SUFFIXES)}')
-        line = self.waiting.pop(file, None)
-        path, place = os.path.join(self.path, file), os.path.join(self.below, file)
-        shared = {'folder': self.path, 'file': file, 'place': place}
+    def _add(self, file, status, new):
+        """Append the entries of one file to `new`."""
+        if not stat.S_ISREG(status.st_mode) or os.path.splitext(file)[1] not in SUFFIXES:
+            raise Refused(f'not a tensor file; expected {", ".join(SUFFIXES)}')
+        line = self.missing.pop(file, None)
+        shared = {'folder': self.path, 'file': file, 'place': os.path.join(self.name, file)}
         if line is not None:
-            if math.prod(line['shape']) * SIZES.get(line['dtype'], 2) > status.st_size:
+            if nbytes(line['shape'], line['dtype']) > status.st_size:
                 raise Refused(f'truncated: {status.st_size} bytes for a tensor of shape {tuple(line["shape"])}')
-            found = [Entry(**{**line, **shared}, key='tensor', origin=self.manifest.origin(line['run']))]
+            entries = [Entry(**{**line, **shared}, key='tensor', origin=self.manifest.origin(line['run']))]
         else:
-            found = [self._ask(shared, *tensor) for tensor in DESCRIBERS[suffix](path)]
+            entries = [self._inspect(shared, *tensor) for tensor in describe(os.path.join(self.path, file))]
         self.known.add(file)
-        new += found
+        new += entries
 
-    def _ask(self, shared, key, shape, dtype, metadata):
-        """An Entry of what a file says about itself, in its metadata (a dict, maybe with a manifest line) or its name."""
+    def _inspect(self, shared, key, shape, dtype, metadata):
+        """Return the Entry of a tensor that the manifest does not list, from the file's metadata (a dict) and its name."""
         run = max(self.manifest.runs - 1, 0)
         if isinstance(metadata.get('pyops'), str) and key == 'tensor':
             line = tensor_line({**parse_json(metadata['pyops']), 'file': shared['file']})
             if line['shape'] != shape:
-                raise Refused(f'holds a tensor of shape {shape}, its metadata says {line["shape"]}')
+                raise Refused(f'the tensor has shape {shape}, but the metadata of the file has {line["shape"]}')
             return Entry(**{**line, **shared, 'dtype': dtype}, run=run, key=key, origin=self.manifest.origin(run))
         stem = os.path.splitext(shared['file'])[0]
-        found = _foreign(stem, metadata)
-        name, time = found['name'], None
+        fields = _fields(stem, metadata)
+        name, time = fields['name'], None
         if key not in ('', 'tensor', 'data'):
             name = f'{name}.{key}' if name != stem else key
         elif _TIME.fullmatch(name):
             name, time = _TIME.fullmatch(name).groups()
-        layer_type, index, fmt = found['layer_type'].lower(), found['index'], found['format'].lower()
-        layer = found['layer'] or (layer_type if index is None else f'{layer_type}_L{index}')
-        return Entry(**shared, key=key, origin='file', counter=int(found['counter']), timestamp=found['timestamp'],
+        layer_type, index, fmt = fields['layer_type'].lower(), fields['index'], fields['format'].lower()
+        layer = fields['layer'] or (layer_type if index is None else f'{layer_type}_L{index}')
+        return Entry(**shared, key=key, origin='file', counter=int(fields['counter']), timestamp=fields['timestamp'],
                      layer=layer, layer_type=layer_type, index=int(index or 0),
-                     operation=found['operation'] or ('backward' if 'grad' in name else 'forward'), name=name,
-                     step=found['step'], time=None if time is None else int(time),
+                     operation=fields['operation'] or ('backward' if 'grad' in name else 'forward'), name=name,
+                     step=fields['step'], time=None if time is None else int(time),
                      format=known_format(fmt) or 'fp32', options={},
                      axis=0 if layer_type == 'attention' and name == 'value' and shape else -1, uses=(), shape=shape,
                      dtype=dtype, mask=(), statistics=None, run=run)
 
 
-def _foreign(stem, metadata):
-    """What the name of a file without a manifest tells; `metadata`, as dumps of Megatron have it, knows better."""
+def _fields(stem, metadata):
+    """Return the fields in a file's name.  `metadata`, as in dumps of Megatron, takes precedence."""
     match = NAME.fullmatch(stem)
-    found = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other', 'index': None,
+    fields = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other', 'index': None,
              'operation': '', 'format': 'fp32', 'name': stem, 'step': 0} | (match.groupdict() if match else {})
     for key, name in (('layer_type', 'layer_type'), ('operation', 'operation'), ('format', 'quant_type'),
                       ('name', 'tensor_name')):
         value = metadata.get(name)
         if isinstance(value, str) and value and (key != 'operation' or value in ('forward', 'backward')):
-            found[key] = value
+            fields[key] = value
     if metadata.get('layer_type') and not match:
-        found['layer'] = ''
-    if is_whole(metadata.get('layer_idx')):
-        found['index'] = metadata['layer_idx']
+        fields['layer'] = ''
+    if is_count(metadata.get('layer_idx')):
+        fields['index'] = metadata['layer_idx']
     for name in ('step', 'iteration'):
-        if is_whole(metadata.get(name)):
-            found['step'] = metadata[name]
-    return found
+        if is_count(metadata.get(name)):
+            fields['step'] = metadata[name]
+    return fields
 
 
-def _inside(item, root):
-    """Whether a directory's item is no link, or one that stays in the folder that was opened."""
+def _is_inside(item, root):
+    """Return whether a directory item is not a link, or is a link to a target inside `root`."""
     return not item.is_symlink() or os.path.realpath(item.path).startswith(os.path.join(root, ''))
 
 
-def _seen(item):
+def _version(item):
+    """Return (size, mtime) of a directory item, by which a changed file is recognized."""
     try:
         status = item.stat(follow_symlinks=False)
     except OSError:

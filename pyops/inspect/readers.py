@@ -1,10 +1,9 @@
 """The readers of the three file formats of saved tensors: .safetensors, .npy and PyTorch's .pt.
 
-Nothing that is read is trusted.  Headers are checked against the size of their file before anything is allocated, .npy is
-read without pickles and .pt with torch's weights_only.
+`describe` lists the tensors of a file, `read` returns one of them as float32.  Both raise Refused or OSError.
 
-A describer gives (key, shape, dtype, metadata) of each tensor of a file, a reader one tensor as float32.  Either raises
-Refused or OSError.
+No file is trusted.  Headers are checked against the file size before any allocation, .npy files are read without pickle
+support, and .pt files with torch's weights_only.
 """
 import contextlib
 import math
@@ -15,53 +14,67 @@ import zipfile
 
 import numpy as np
 
-from pyops.inspect.checks import AXES_LIMIT, Refused, is_whole, parse_json, printable
+from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json, printable
 
 SUFFIXES = '.safetensors', '.pt', '.npy'
 
-_HEADER_LIMIT = 16 << 20            # bytes; a writer stays far below, and what is longer would only fill our memory
-_SAFE_TORCH = 2, 6                  # before it weights_only could be made to run code (CVE-2025-32434)
+_HEADER_LIMIT = 16 << 20            # bytes; far more than any writer needs, so a longer header is an attack or damage
+_SAFE_TORCH = 2, 6                  # in older versions a file could run code despite weights_only (CVE-2025-32434)
 
-# What a safetensors file calls the kinds of number that fit a float32 -> how they lie in the file, their name
-_KINDS = {'F64': ('<f8', 'float64'), 'F32': ('<f4', 'float32'), 'F16': ('<f2', 'float16'), 'BF16': ('<u2', 'bfloat16')}
-SIZES = {'float64': 8, 'float32': 4}   # bytes; 2 of all others
-_WANT = 'want float64, float32, float16 or bfloat16'
+# safetensors dtype -> numpy dtype of the stored bytes, name of the dtype
+_DTYPES = {'F64': ('<f8', 'float64'), 'F32': ('<f4', 'float32'), 'F16': ('<f2', 'float16'), 'BF16': ('<u2', 'bfloat16')}
+_EXPECTED = 'expected float64, float32, float16 or bfloat16'
 
 
 class NoTorch(Refused):
-    """It is not the file that is wrong."""
+    """The file may be fine, but PyTorch is missing or too old to read it."""
+
+
+def describe(path):
+    """Return [(key, shape, dtype, metadata)] for the tensors of a file.  Its numbers are not read."""
+    return _DESCRIBERS[os.path.splitext(path)[1]](path)
+
+
+def read(path, key):
+    """Return one tensor of a file as a contiguous float32 array."""
+    return _READERS[os.path.splitext(path)[1]](path, key)
+
+
+def nbytes(shape, dtype):
+    """Return the number of bytes that a tensor of the named dtype needs in a file."""
+    return math.prod(shape) * {'float64': 8, 'float32': 4}.get(dtype, 2)
 
 
 def _safetensors_header(file):
-    """-> header, where the tensors begin, how many bytes they have.
+    """Return the parsed header, the offset of the data and its size in bytes.
 
-    Read here and not by the library: its numpy side knows no bfloat16, and of a large file only one tensor may be wanted.
+    The safetensors library is not used: its numpy API does not support bfloat16.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, 'little')
     if len(start) < 8 or length > size - 8:
-        raise Refused(f'truncated or no safetensors file: {size} bytes')
+        raise Refused(f'truncated, or not a safetensors file: {size} bytes')
     if length > _HEADER_LIMIT:
-        raise Refused(f'a header of {length} bytes: want at most {_HEADER_LIMIT}')
+        raise Refused(f'the header has {length} bytes; expected at most {_HEADER_LIMIT}')
     header = file.read(length)
     return parse_json(header), 8 + length, size - 8 - length
 
 
 def _safetensors_tensor(key, value, size):
-    """-> shape, kind, first byte of a tensor of the header."""
+    """Check one tensor of the header and return its shape, safetensors dtype and offset in the data."""
     try:
-        shape, kind, (begin, end) = tuple(value['shape']), value['dtype'], value['data_offsets']
-        right = all(map(is_whole, (*shape, begin, end))) and len(shape) <= AXES_LIMIT and begin <= end
+        shape, dtype, (begin, end) = tuple(value['shape']), value['dtype'], value['data_offsets']
+        is_valid = all(map(is_count, (*shape, begin, end))) and len(shape) <= AXES_LIMIT and begin <= end
     except (TypeError, KeyError, ValueError):
-        right = False
-    if not right or not isinstance(kind, str):
-        raise Refused(f'its header is damaged at {printable(key)[:80]}')
-    if kind not in _KINDS:
-        raise Refused(f'a tensor of {printable(kind)[:20]}: {_WANT}')
-    if end > size or end - begin != math.prod(shape) * np.dtype(_KINDS[kind][0]).itemsize:
-        raise Refused(f'truncated or damaged: {size} bytes of numbers, a tensor of shape {shape} in {begin}:{end}')
-    return shape, kind, begin
+        is_valid = False
+    if not is_valid or not isinstance(dtype, str):
+        raise Refused(f'the header is damaged at {printable(key)[:80]}')
+    if dtype not in _DTYPES:
+        raise Refused(f'a tensor of {printable(dtype)[:20]}: {_EXPECTED}')
+    if end > size or end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype][0]).itemsize:
+        raise Refused(f'truncated or damaged: {size} bytes of data, a tensor of shape {shape} in {begin}:{end}')
+    return shape, dtype, begin
 
 
 def _describe_safetensors(path):
@@ -72,24 +85,24 @@ def _describe_safetensors(path):
     result, reasons = [], []
     for key, value in header.items():
         try:
-            shape, kind, _ = _safetensors_tensor(key, value, size)
-            result.append((key, shape, _KINDS[kind][1], metadata))
+            shape, dtype, _ = _safetensors_tensor(key, value, size)
+            result.append((key, shape, _DTYPES[dtype][1], metadata))
         except Refused as error:
             reasons.append(str(error))
-    return _some(result, reasons)
+    return _require_tensors(result, reasons)
 
 
 def _read_safetensors(path, key):
-    with _open(path) as file:
+    with _open_regular(path) as file:
         header, start, size = _safetensors_header(file)
         if key not in header:
-            raise Refused(f'has no tensor {printable(key)!r}')
-        shape, kind, begin = _safetensors_tensor(key, header[key], size)
+            raise Refused(f'contains no tensor {printable(key)!r}')
+        shape, dtype, begin = _safetensors_tensor(key, header[key], size)
         file.seek(start + begin)
-        array = np.fromfile(file, _KINDS[kind][0], math.prod(shape))
+        array = np.fromfile(file, _DTYPES[dtype][0], math.prod(shape))
     if array.size != math.prod(shape):
-        raise Refused('truncated while it was read')
-    return _widen(array, kind == 'BF16').reshape(shape)
+        raise Refused('truncated during the read')
+    return _widen(array, dtype == 'BF16').reshape(shape)
 
 
 def _describe_npy(path):
@@ -103,16 +116,16 @@ def _read_npy(path, key):
 
 def _map_npy(path):
     try:
-        # Mapped, so that a header that promises more than the file has allocates nothing.
+        # Memory-mapped, so that a header with a wrong shape cannot cause a large allocation.
         array = np.load(path, mmap_mode='r', allow_pickle=False)
     except OSError:
         raise
-    except Exception as error:          # numpy reads the header with Python's tokenizer, which has errors of its own
-        raise Refused(f'truncated, of Python objects or no .npy file ({printable(error)[:100]})') from error
+    except Exception as error:          # numpy parses the header with Python's tokenizer, which raises its own errors
+        raise Refused(f'truncated, an array of Python objects, or not a .npy file ({printable(error)[:100]})') from error
     if not isinstance(array, np.ndarray):
-        raise Refused('an archive of arrays: want one .npy file an array')
+        raise Refused('an .npz archive; expected one .npy file per array')
     if array.dtype.kind != 'f' or array.dtype.itemsize > 8:
-        raise Refused(f'a tensor of {printable(array.dtype)[:40]}: {_WANT}')
+        raise Refused(f'a tensor of {printable(array.dtype)[:40]}: {_EXPECTED}')
     return array
 
 
@@ -124,58 +137,59 @@ def _describe_pt(path):
             result.append((key, *_describe_torch(tensor, os.path.getsize(path)), metadata))
         except Refused as error:
             reasons.append(str(error))
-    return _some(result, reasons)
+    return _require_tensors(result, reasons)
 
 
 def _read_pt(path, key):
     tensors, _ = _load_pt(path)
     if key not in tensors:
-        raise Refused(f'has no tensor {printable(key)!r}')
+        raise Refused(f'contains no tensor {printable(key)!r}')
     _describe_torch(tensors[key], os.path.getsize(path))
     return np.array(tensors[key].detach().float().resolve_neg().numpy(), np.float32, order='C')
 
 
 def _describe_torch(tensor, size):
-    """-> shape, dtype of a tensor that is dense and not larger than its file."""
+    """Check that a tensor is dense and not larger than its file, and return its shape and dtype."""
     torch = _torch()
-    kind = str(tensor.dtype).removeprefix('torch.')
+    dtype = str(tensor.dtype).removeprefix('torch.')
     if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        raise Refused(f'a tensor of {kind}: {_WANT}')
+        raise Refused(f'a tensor of {dtype}: {_EXPECTED}')
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != 'cpu':
-        raise Refused('a tensor that is sparse, quantised or without numbers: want a dense one')
+        raise Refused('a sparse, quantized or meta tensor; expected a dense one')
     if tensor.numel() * tensor.element_size() > size or tensor.dim() > AXES_LIMIT:
         raise Refused(f'a tensor of shape {tuple(tensor.shape)} in a file of {size} bytes')
-    return tuple(tensor.shape), kind
+    return tuple(tensor.shape), dtype
 
 
 def _load_pt(path):
-    """-> ({key: tensor}, metadata) of a file of torch.save.  Its pickle may build tensors and nothing else.
+    """Return ({key: tensor}, metadata) of a file written by torch.save.  Its pickle can create tensors only.
 
-    The zip is looked at first: packed records could unfold to any size, and a file of before torch 1.6 is one pickle whose
-    tensors would be allocated at the size that it claims.  Mapped storages cannot grow.
+    The zip directory is checked first: a compressed record can expand to any size, and a file in the format before torch
+    1.6 is one pickle, whose tensors torch would allocate at the size that the pickle states.  Memory-mapped storages
+    cannot exceed the file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
     except OSError:
         raise
-    except Exception as error:          # whatever the bytes bring about, below too
-        raise Refused('truncated or no file of torch.save (since torch 1.6, which made them zip files)') from error
+    except Exception as error:          # damaged bytes can raise anything, also below
+        raise Refused('truncated, or not a zip file of torch.save (torch 1.6 or newer)') from error
     size = os.path.getsize(path)
     if sum(record.file_size for record in records) > size or any(record.compress_type != zipfile.ZIP_STORED or
            record.filename.endswith('data.pkl') and record.file_size > _HEADER_LIMIT for record in records):
-        raise Refused('its zip has packed or oversized records, which torch.save does not write')
+        raise Refused('the zip has compressed or oversized records, which torch.save never writes')
     torch = _torch()
     try:
         with contextlib.ExitStack() as files:
-            # torch maps a file by its name, and a name has to be UTF-8 for that
-            mapped = _is_utf8(path)
-            source = path if mapped else files.enter_context(open(path, 'rb'))
-            payload = torch.load(source, map_location='cpu', weights_only=True, mmap=mapped)
+            # torch can only map a file whose name is valid UTF-8
+            can_map = _is_utf8(path)
+            source = path if can_map else files.enter_context(open(path, 'rb'))
+            payload = torch.load(source, map_location='cpu', weights_only=True, mmap=can_map)
     except OSError:
         raise
     except pickle.UnpicklingError as error:
-        raise Refused('holds Python objects, which could run code, or is damaged: want tensors alone') from error
+        raise Refused('damaged, or contains Python objects, which could run code; expected tensors only') from error
     except Exception as error:
         raise Refused(f'damaged ({type(error).__name__} in torch.load)') from error
     if isinstance(payload, torch.Tensor):
@@ -186,7 +200,7 @@ def _load_pt(path):
         tensors = {str(key): value for key, value in payload.items() if isinstance(value, torch.Tensor)}
         if tensors:
             return tensors, {**metadata, 'pyops': payload.get('pyops')}
-    raise Refused('holds no tensor: want one, or a dict of tensors')
+    raise Refused('contains no tensor; expected a tensor or a dict of tensors')
 
 
 def _is_utf8(text):
@@ -201,33 +215,33 @@ def _torch():
     try:
         import torch
     except ImportError as error:
-        raise NoTorch('torch is not installed, which reads .pt: install it with: pip install torch') from error
+        raise NoTorch('reading .pt files requires torch, which is not installed; install it with: pip install torch') from error
     if tuple(int(part) for part in re.findall(r'\d+', torch.__version__)[:2]) < _SAFE_TORCH:
-        raise NoTorch(f'torch {torch.__version__} can be made to run code by a .pt file: want torch '
-                       f'{".".join(map(str, _SAFE_TORCH))} or newer')
+        raise NoTorch(f'torch {torch.__version__} has a security hole in reading .pt files; install torch '
+                      f'{".".join(map(str, _SAFE_TORCH))} or newer')
     return torch
 
 
-def _open(path):
-    """A plain file, opened; anything else could keep us waiting for ever."""
+def _open_regular(path):
+    """Open a regular file.  Opening anything else, such as a FIFO, could block forever."""
     if not os.path.isfile(path):
-        raise Refused('there is no such file any more')
+        raise Refused('the file no longer exists')
     return open(path, 'rb')
 
 
 def _widen(array, bfloat16=False):
-    """float32 of float16 or bfloat16 (exact) and of float64 (rounded; beyond float32's range infinite)."""
+    """Convert float16 and bfloat16 exactly, and float64 with rounding (out of range: infinity), to float32."""
     if bfloat16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(over='ignore', invalid='ignore'):
         return np.array(array, np.float32, order='C')
 
 
-def _some(result, reasons):
-    if not result:
-        raise Refused(reasons[0] if reasons else 'holds no tensor')
-    return result
+def _require_tensors(tensors, reasons):
+    if not tensors:
+        raise Refused(reasons[0] if reasons else 'contains no tensor')
+    return tensors
 
 
-DESCRIBERS = {'.safetensors': _describe_safetensors, '.npy': _describe_npy, '.pt': _describe_pt}
-READERS = {'.safetensors': _read_safetensors, '.npy': _read_npy, '.pt': _read_pt}
+_DESCRIBERS = {'.safetensors': _describe_safetensors, '.npy': _describe_npy, '.pt': _describe_pt}
+_READERS = {'.safetensors': _read_safetensors, '.npy': _read_npy, '.pt': _read_pt}
