@@ -815,10 +815,10 @@ def test_two_writers_at_once_do_not_share_a_folder(tmp_path):
     assert kinds == ['run', 'tensor', 'end'] * 2 and len(list(tmp_path.glob('*.safetensors'))) == 2
 
 
-def test_a_writer_says_when_its_thread_has_a_bug(tmp_path, monkeypatch):
+def test_a_bug_in_the_writer_thread_is_raised_in_the_caller(tmp_path, monkeypatch):
     one = Writer(tmp_path)
     monkeypatch.setattr(one, '_write', lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError, match='the thread that writes tensors failed') as raised:
+    with pytest.raises(RuntimeError, match='the tensor writer thread failed') as raised:
         for _ in range(500):
             one.tensor(np.zeros(3, np.float32), **numbers(0))
             time.sleep(0.01)
@@ -828,10 +828,10 @@ def test_a_writer_says_when_its_thread_has_a_bug(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_is_ahead_of_the_disk_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, 'UNDER_WAY', 1000)
+    monkeypatch.setattr(writer, 'QUEUE_LIMIT', 1000)
     write, most = Writer._write, []
     with Writer(tmp_path) as one:
-        monkeypatch.setattr(one, '_write', lambda *job: (time.sleep(0.01), most.append(one._bytes_under_way), write(one, *job)))
+        monkeypatch.setattr(one, '_write', lambda *job: (time.sleep(0.01), most.append(one._queued_bytes), write(one, *job)))
         for n in range(8):
             one.tensor(np.zeros(100, np.float32), **numbers(n))
     assert one.close().tensors == 8 and max(most) <= 1400
@@ -846,7 +846,7 @@ def test_the_array_may_change_when_it_was_taken_and_a_full_writer_takes_none(tmp
         assert not one.tensor(np.zeros(1, np.float32), **numbers(2))
     (entry,) = Logs(tmp_path).entries
     np.testing.assert_array_equal(entry.load(), np.arange(10).reshape(2, 5).T)
-    with pytest.raises(RuntimeError, match='this writer was closed'):
+    with pytest.raises(RuntimeError, match='the writer is closed'):
         one.steps([])
 
 

@@ -1,4 +1,4 @@
-"""Statistics of tensors and of their rounded copies, against formulas over whole arrays in float64, and known figures."""
+"""Statistics of tensors and of their quantization error, compared with float64 formulas over whole arrays and known values."""
 import math
 
 import numpy as np
@@ -23,8 +23,8 @@ from pyops.inspect.statistics import (
 SIZE = 131072
 DATA = {'normal': lambda rng: rng.standard_normal(SIZE), 'small': lambda rng: 1e-4 * rng.standard_normal(SIZE),
         'laplace': lambda rng: rng.laplace(size=SIZE)}
-# dB: docs/inspect.md says where they are from
-BALLPARK = {
+# SQNR in dB, as in the table of docs/inspect.md
+EXPECTED_SQNR = {
     'normal': {'bf16': 55.6, 'fp16': 73.7, 'hifp8': 31.5, 'mxfp8': 30.6, 'mxfp8:scale=rceil': 31.5, 'mxfp8:scale=even': 31.2,
                'mxfp8:elem=e5m2': 25.3, 'mxfp8:elem=e5m2:scale=rceil': 25.5, 'mxfp4': 18.8, 'mxfp4:scale=rceil': 18.8,
                'mxfp4:scale=even': 19.1},
@@ -38,15 +38,15 @@ ALL = [*formats.FORMATS, *formats.ELEMENTS, 'mxfp8:elem=e5m2:scale=rceil:block=1
        'mxfp4:round=stochastic']
 
 
-@pytest.mark.parametrize('data', BALLPARK)
-def test_the_figures_of_the_specification(data):
+@pytest.mark.parametrize('data', EXPECTED_SQNR)
+def test_sqnr_is_within_a_fifth_of_a_decibel_of_the_specification(data):
     x = DATA[data](np.random.default_rng(0)).astype(np.float32)
-    for fmt, want in BALLPARK[data].items():
-        assert abs(quantization(x, fmt)['sqnr_db'] - want) <= 0.2, fmt
+    for fmt, expected in EXPECTED_SQNR[data].items():
+        assert abs(quantization(x, fmt)['sqnr_db'] - expected) <= 0.2, fmt
 
 
 def tensor(rng, shape=(7, 5, 70), special=True):
-    """Numbers of many sizes, zeros, numbers of too small and of too large a size for all formats, infinities and NaN."""
+    """Return values of many magnitudes with zeros and, if special, values that under- and overflow, infinities and NaN."""
     x = (rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))).astype(np.float32)
     flat = x.reshape(-1)
     flat[rng.integers(0, x.size, 60)] = 0
@@ -59,21 +59,21 @@ def tensor(rng, shape=(7, 5, 70), special=True):
 @pytest.mark.parametrize('tile', [64, 1 << 16])
 @pytest.mark.parametrize('axis', [-1, 0, 1, 'tokens'])
 @pytest.mark.parametrize('fmt', ALL)
-def test_quantization_is_the_formulas(fmt, axis, tile, monkeypatch):
-    monkeypatch.setattr(statistics, '_TILE', tile)                  # 64: pieces that end in the middle of every axis
+def test_quantization_agrees_with_the_formulas(fmt, axis, tile, monkeypatch):
+    monkeypatch.setattr(statistics, '_TILE', tile)                  # 64: tiles that end within every axis
     rng = np.random.default_rng(1)
     f = formats.parse(fmt)
     for special, mask in (False, None), (True, None), (True, np.arange(7)[:, None, None] < [7, 3, 1, 0, 5][:5]):
         mask = None if mask is None else mask.transpose(0, 2, 1)
         x = tensor(rng, special=special)
-        got, want = quantization(x, fmt, axis, mask), formulas(x, f, axis, mask)
-        assert got.keys() == want.keys()
-        for key in want:
-            assert got[key] == pytest.approx(want[key], rel=1e-9, nan_ok=True), key
+        got, expected = quantization(x, fmt, axis, mask), formulas(x, f, axis, mask)
+        assert got.keys() == expected.keys()
+        for key in expected:
+            assert got[key] == pytest.approx(expected[key], rel=1e-9, nan_ok=True), key
 
 
 def formulas(x, f, axis, mask):
-    """Section 10 of the specification, written over whole arrays."""
+    """The formulas of docs/inspect.md over whole arrays."""
     flat, axis = (x.reshape(-1, x.shape[-1]), 0) if axis == 'tokens' else (x, axis)
     q = formats.fake_quantize(flat, f, axis)
     codes = formats.encode(flat, f, axis) if f.is_block or f.option('amax_target') else None
@@ -83,13 +83,13 @@ def formulas(x, f, axis, mask):
         scale = np.take(s, np.arange(flat.shape[axis]) // f.block, axis)
     elif codes:
         scale /= codes.factor[0]
-    keep = np.ones(x.shape, bool) if mask is None else np.broadcast_to(mask, x.shape)
-    x, q, scale = (a.reshape(-1).astype(np.float64)[keep.reshape(-1)] for a in (x, q, scale))
+    valid = np.ones(x.shape, bool) if mask is None else np.broadcast_to(mask, x.shape)
+    x, q, scale = (a.reshape(-1).astype(np.float64)[valid.reshape(-1)] for a in (x, q, scale))
     fx, nz = np.isfinite(x), np.isfinite(x) & (x != 0)
     pair = fx & np.isfinite(q)
     a, b = x[pair], q[pair]
     e = b - a
-    percent = [100 * (mask & what).sum() / what.sum() for mask, what in
+    percent = [100 * (flags & all_values).sum() / all_values.sum() for flags, all_values in
                ((q == 0, nz), (np.abs(x) < f.min_normal * scale, nz), (np.abs(x) > f.max * scale, fx))]
     mse, amax, rms = (e ** 2).mean(), np.abs(a).max(), np.sqrt((a ** 2).mean())
     return {'sqnr_db': 10 * np.log10((a ** 2).sum() / (e ** 2).sum()), 'mse': mse, 'rmse': np.sqrt(mse),
@@ -107,27 +107,27 @@ def test_padding_is_in_no_sum():
     x = rng.standard_normal((6, 3, 32)).astype(np.float32)
     mask = (np.arange(6)[:, None] < [6, 2, 4])[:, :, None]
     noisy = np.where(mask, x, 1e6 * rng.standard_normal(x.shape)).astype(np.float32)
-    for fmt in formats.FORMATS:                                     # blocks lie within a row here, so padding is apart
+    for fmt in formats.FORMATS:                                     # a block is a row here, so no block mixes in padding
         assert quantization(noisy, fmt, -1, mask) == quantization(np.where(mask, x, 0), fmt, -1, mask)
         assert quantization(noisy, fmt, -1, mask) != quantization(noisy, fmt, -1)
     assert describe(noisy, mask) == describe(x[np.broadcast_to(mask, x.shape)])
 
 
-def test_what_has_no_value():
+def test_values_of_empty_zero_and_exact_tensors():
     zeros = quantization(np.zeros((4, 40), np.float32), 'mxfp8')
     assert (zeros['sqnr_db'], zeros['cosine'], zeros['psnr_db'], zeros['relative_mse']) == (math.inf, 1, math.inf, 0)
     assert (zeros['underflow_pct'], zeros['saturation_pct'], zeros['amax'], zeros['rms']) == (0, 0, 0, 0)
     assert math.isnan(zeros['crest'])
     exact = quantization(np.float32([1, 2, -4]), 'hifp8')
     assert exact['sqnr_db'] == math.inf and exact['cosine'] == pytest.approx(1) and exact['max_abs_error'] == 0
-    gone = quantization(np.float32([1e-30, -1e-30]), 'hifp8')
-    assert gone['sqnr_db'] == 0 and gone['cosine'] == 0 and gone['underflow_pct'] == 100 and gone['mean_relative_error'] == 1
-    for nothing in np.ones((0, 4), np.float32), np.float32([np.nan, np.inf]):
-        result = quantization(nothing, 'fp16')
+    tiny = quantization(np.float32([1e-30, -1e-30]), 'hifp8')
+    assert tiny['sqnr_db'] == 0 and tiny['cosine'] == 0 and tiny['underflow_pct'] == 100 and tiny['mean_relative_error'] == 1
+    for empty in np.ones((0, 4), np.float32), np.float32([np.nan, np.inf]):
+        result = quantization(empty, 'fp16')
         assert math.isnan(result['sqnr_db']) and math.isnan(result['mse']) and math.isnan(result['cosine'])
-        assert result['nan'] == result['inf'] == nothing.size // 2
-    number = quantization(np.float32(3.3), 'mxfp4')                 # a tensor without axes
-    assert number['max_abs_error'] == pytest.approx(0.3) and number['saturation_pct'] == 100    # 6.6 * 2^-1
+        assert result['nan'] == result['inf'] == empty.size // 2
+    scalar = quantization(np.float32(3.3), 'mxfp4')
+    assert scalar['max_abs_error'] == pytest.approx(0.3) and scalar['saturation_pct'] == 100    # 6.6 * 2^-1
     saturated = quantization(np.float32([7.9] * 32), 'mxfp4')
     assert saturated['saturation_pct'] == 100 and saturated['max_abs_error'] == pytest.approx(1.9)
     assert quantization(np.float32([1e5, 1]), 'fp16')['overflow'] == 1
@@ -139,23 +139,23 @@ def test_what_has_no_value():
 @pytest.mark.parametrize('tile', [64, 1 << 16])
 @pytest.mark.parametrize('axis', [-1, 0, 1, 'tokens'])
 @pytest.mark.parametrize('fmt', ['mxfp8', 'mxfp4:block=16', 'hifp8'])
-def test_blocks(fmt, axis, tile, monkeypatch):
+def test_every_block_has_the_statistics_of_a_tensor_of_its_values(fmt, axis, tile, monkeypatch):
     monkeypatch.setattr(statistics, '_TILE', tile)
     f, x = formats.parse(fmt), tensor(np.random.default_rng(3), (5, 9, 35), special=False)
     x[2, :, 20:] = 0
     mask = np.arange(5)[:, None, None] < 4
     flat, along = (x.reshape(-1, 35), 0) if axis == 'tokens' else (x, axis)
-    q, keep = formats.fake_quantize(flat, f, along), np.broadcast_to(mask, x.shape).reshape(flat.shape)
+    q, valid = formats.fake_quantize(flat, f, along), np.broadcast_to(mask, x.shape).reshape(flat.shape)
     assert np.array_equal(rounded(x, fmt, axis), q.reshape(x.shape))
     got = block_quantization(x, fmt, axis, mask)
-    for place in np.ndindex(got['sqnr_db'].shape):                  # a block is a tensor of its own
-        numbers = list(place)
-        numbers[along] = slice(place[along] * (f.block or 32), (place[along] + 1) * (f.block or 32))
-        want = quantization(flat[tuple(numbers)], fmt, -1, keep[tuple(numbers)])
+    for block in np.ndindex(got['sqnr_db'].shape):
+        index = list(block)
+        index[along] = slice(block[along] * (f.block or 32), (block[along] + 1) * (f.block or 32))
+        expected = quantization(flat[tuple(index)], fmt, -1, valid[tuple(index)])
         for name, values in got.items():
-            if keep[tuple(numbers)].any() or name in ('sqnr_db', 'cosine', 'max_abs_error'):
-                assert values[place] == pytest.approx(want[name], rel=1e-9, nan_ok=True), name
-    assert np.isnan(got['sqnr_db']).any() == (axis in (-1, 1))      # the last of 5 rows, which is padding
+            if valid[tuple(index)].any() or name in ('sqnr_db', 'cosine', 'max_abs_error'):
+                assert values[block] == pytest.approx(expected[name], rel=1e-9, nan_ok=True), name
+    assert np.isnan(got['sqnr_db']).any() == (axis in (-1, 1))      # the last of 5 rows is padding
     assert np.array_equal(block_sqnr(x, fmt, axis, mask), got['sqnr_db'], equal_nan=True)
     if f.is_block:
         codes = formats.encode(flat, f, along).scales
@@ -165,7 +165,7 @@ def test_blocks(fmt, axis, tile, monkeypatch):
             block_scales(x, fmt, axis)
 
 
-def test_a_poisoned_block_has_no_scale():
+def test_a_block_with_nan_has_no_scale():
     x = np.ones((2, 64), np.float32)
     x[1, 40] = np.nan
     assert np.array_equal(block_scales(x, 'mxfp8'), [[-8, -8], [-8, np.nan]], equal_nan=True)
@@ -174,25 +174,25 @@ def test_a_poisoned_block_has_no_scale():
     assert (result['nan'], result['overflow'], result['sqnr_db']) == (1, 31, math.inf)
 
 
-def test_histograms():
+def test_counts_of_binades_scales_and_mantissa_widths():
     x = np.float32([[0, 1, -1.99, 2, 0.4999, 2 ** -140, -2 ** -149, np.inf, np.nan, 3e38, 8, 5e5] + [0] * 28] * 2)
-    want = {-149: 1, -140: 1, -2: 1, 0: 2, 1: 1, 3: 1, 18: 1, 127: 1}
-    assert exponents(x, [[True], [False]]) == want and exponents(x) == {key: 2 * count for key, count in want.items()}
-    # a float32 just below a power of two, where log2 in float32 is wrong
+    once = {-149: 1, -140: 1, -2: 1, 0: 2, 1: 1, 3: 1, 18: 1, 127: 1}
+    assert exponents(x, [[True], [False]]) == once and exponents(x) == {key: 2 * count for key, count in once.items()}
+    # just below a power of two the float32 log2 is wrong
     assert exponents(np.nextafter(np.float32(2) ** 120, np.float32(0))) == {119: 1} and exponents(np.zeros(3)) == {}
     assert scale_codes(x, 'mxfp8') == {255: 2, 0: 2} and scale_codes(x[:, 10:], 'mxfp4') == {18 - 2 + 127: 2}
     assert scale_codes(x, 'hifp8') == {}
     assert scale_codes(x, 'mxfp8', -1, [[True], [False]]) == {255: 1, 0: 1}
-    # 8 and 2 have 3 digits, 2^18 becomes 2^15, which has 1, 2^-5 has 2 and 2^-20 none; what is 0 or not finite is not counted
+    # 8 and 2 have 3 bits, 2^-5 has 2, 2^18 becomes 2^15 and has 1, 2^-20 has 0; zeros and NaN are not counted
     assert digits(np.float32([8, 2, 2 ** 18, -2 ** -5, 2 ** -20, 2 ** -40, 0, np.nan]), 'hifp8') == {3: 2, 2: 1, 1: 1, 0: 1}
     assert digits(x, 'fp16') == {}
 
 
-def test_rows_of_attention_weights_no_longer_add_up_to_1():
+def test_row_sum_error_is_the_largest_deviation_from_1():
     rng = np.random.default_rng(5)
     p = np.exp(rng.standard_normal((3, 2, 4, 40)))
     p = (p / p.sum(-1, keepdims=True)).astype(np.float32)
-    p[2, :, 3] = 0                                                  # a row that sees nothing
+    p[2, :, 3] = 0                                                  # a fully masked row
     mask = (np.arange(4) < [[4], [2], [4]])[:, None, :, None]
     for fmt in 'mxfp4', 'hifp8':
         q = formats.fake_quantize(p, fmt).astype(float)
@@ -203,16 +203,16 @@ def test_rows_of_attention_weights_no_longer_add_up_to_1():
 
 
 @pytest.mark.parametrize('mask', [None, np.arange(40)[:, None] < 30])
-def test_describe_is_the_formulas(mask, monkeypatch):
+def test_describe_agrees_with_the_formulas(mask, monkeypatch):
     monkeypatch.setattr(statistics, '_TILE', 97)
     x = tensor(np.random.default_rng(4), (40, 30))
     got = describe(x, mask)
     a = x.astype(np.float64)[np.broadcast_to(True if mask is None else mask, x.shape)]
     f = a[np.isfinite(a)]
-    want = {'count': a.size, 'nan': np.isnan(a).sum(), 'inf': np.isinf(a).sum(), 'zeros': (a == 0).sum(),
-            'amax': np.abs(f).max(), 'mean': f.mean(), 'mean_abs': np.abs(f).mean(), 'rms': np.sqrt((f * f).mean()),
-            'std': f.std(), 'min': f.min(), 'max': f.max()}
-    assert got == pytest.approx(want, rel=1e-9) and list(got) == list(want)
+    expected = {'count': a.size, 'nan': np.isnan(a).sum(), 'inf': np.isinf(a).sum(), 'zeros': (a == 0).sum(),
+                'amax': np.abs(f).max(), 'mean': f.mean(), 'mean_abs': np.abs(f).mean(), 'rms': np.sqrt((f * f).mean()),
+                'std': f.std(), 'min': f.min(), 'max': f.max()}
+    assert got == pytest.approx(expected, rel=1e-9) and list(got) == list(expected)
     assert all(type(value) in (int, float) for value in got.values())
-    for nothing in np.ones((0, 3), np.float32), np.full(3, np.nan, np.float32):
-        assert describe(nothing)['amax'] is None and describe(nothing)['count'] == nothing.size
+    for empty in np.ones((0, 3), np.float32), np.full(3, np.nan, np.float32):
+        assert describe(empty)['amax'] is None and describe(empty)['count'] == empty.size

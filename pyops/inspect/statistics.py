@@ -1,7 +1,7 @@
-"""Statistics of a tensor, and of what a number format leaves of it.  docs/inspect.md has the formulas.
+"""Statistics of a tensor and of its quantization error.  docs/inspect.md has the formulas.
 
-All sums are float64 and over finite numbers; padding is left out where a mask says what it is.  Work goes in tiles of half a
-MiB, so that the memory needed is that of the tensor and of its rounded copy.
+All sums are float64, over finite values, without padding.  Tensors are processed in tiles of 0.5 MiB, so memory use is that
+of the tensor and its rounded copy.
 """
 import math
 from typing import NamedTuple
@@ -10,85 +10,86 @@ import numpy as np
 
 from pyops import formats
 
-BLOCK = 32                          # numbers of a block in the pictures of formats that have none
+BLOCK = 32                          # block size in statistics of formats without blocks
 
-_TILE = 1 << 16                     # numbers; 0.5 MiB of float64 stay in a cache
+_TILE = 1 << 16                     # values; 0.5 MiB of float64 fit in the L2 cache
 _MOMENTS = 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
 
 
 def describe(x, mask=None):
-    """What a manifest says of a tensor: count, nan, inf, zeros, and of finite numbers amax, mean, mean_abs, rms, std, min, max.
+    """Return a dict with count, nan, inf, zeros and, of the finite values, amax, mean, mean_abs, rms, std, min, max.
 
-    x: float32 of any shape.  mask: bool that broadcasts to it, False at padding.  None where no number is finite.
+    x: float32 of any shape;  mask: bool that broadcasts to x, False at padding.  Without finite values, amax to max are None.
     """
     count = nan = inf = zeros = finite = 0
     total = total_abs = squares = 0.0
-    least, most = math.inf, -math.inf
+    low, high = math.inf, -math.inf
     flat = np.asarray(x).reshape(-1)
-    keep = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
+    valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
     for start in range(0, flat.size, _TILE):
         tile = flat[start:start + _TILE].astype(np.float64)
-        if keep is not None:
-            tile = tile[keep[start:start + _TILE]]
+        if valid is not None:
+            tile = tile[valid[start:start + _TILE]]
         count += tile.size
         zeros += tile.size - int(np.count_nonzero(tile))
-        with np.errstate(invalid='ignore'):             # Inf - Inf
-            one = float(tile.sum())
-        if not math.isfinite(one):
-            bad, before = int(np.isnan(tile).sum()), tile.size
+        with np.errstate(invalid='ignore'):             # inf - inf
+            tile_sum = float(tile.sum())
+        if not math.isfinite(tile_sum):
+            n_nan, before = int(np.isnan(tile).sum()), tile.size
             tile = tile[np.isfinite(tile)]
-            nan, inf, one = nan + bad, inf + before - tile.size - bad, float(tile.sum())
+            nan, inf, tile_sum = nan + n_nan, inf + before - tile.size - n_nan, float(tile.sum())
         if tile.size:
             finite += tile.size
-            total += one
+            total += tile_sum
             total_abs += float(np.abs(tile).sum())
-            squares += float(np.einsum('i,i', tile, tile))     # not np.dot: its threads spin beside a training step's
-            least, most = min(least, float(tile.min())), max(most, float(tile.max()))
+            squares += float(np.einsum('i,i', tile, tile))      # not np.dot, whose BLAS threads would slow the training step
+            low, high = min(low, float(tile.min())), max(high, float(tile.max()))
     result = {'count': count, 'nan': nan, 'inf': inf, 'zeros': zeros}
     if not finite:
         return result | dict.fromkeys(_MOMENTS)
     mean = total / finite
-    return result | {'amax': max(-least, most), 'mean': mean, 'mean_abs': total_abs / finite,
+    return result | {'amax': max(-low, high), 'mean': mean, 'mean_abs': total_abs / finite,
                      'rms': math.sqrt(squares / finite), 'std': math.sqrt(max(squares / finite - mean * mean, 0.0)),
-                     'min': least, 'max': most}
+                     'min': low, 'max': high}
 
 
 def rounded(x, fmt, axis=-1):
-    """fake_quantize where axis may also be 'tokens': blocks along all leading axes, flattened.  -> float32 of x's shape."""
+    """Return x rounded to fmt, as float32.  Like fake_quantize, but axis may be 'tokens': the flattened leading axes."""
     flat, axis = _flattened(x, axis)
     return formats.fake_quantize(flat, fmt, axis).reshape(np.shape(x))
 
 
 def quantization(x, fmt, axis=-1, mask=None):
-    """What is left of x in a number format -> dict of floats, and of the whole numbers overflow, nan, inf.
+    """Return a dict of error measures of x rounded to a number format.
 
-    x: float32 of any shape.  fmt: a name, a text or a Format.  axis: along which blocks lie, or 'tokens' for all leading axes,
-    flattened.  mask: bool that broadcasts to x, False at padding; padding takes part in blocks and in no sum.
+    x: float32 of any shape;  fmt: a Format or its text, such as 'mxfp8:scale=rceil'
+    axis: the axis that is divided into blocks, or 'tokens' for the flattened leading axes
+    mask: bool that broadcasts to x, False at padding, which belongs to blocks but to no sum
 
-    sqnr_db, mse, rmse, max_abs_error, relative_mse, cosine, psnr_db, mean_relative_error, underflow_pct, subnormal_pct,
-    saturation_pct, overflow, nan, inf, amax, rms, crest, and sum_x2, sum_e2 to aggregate with.  A ratio to no error is inf;
-    what has no value, such as the mean of nothing, is nan.  FormatError where there is no such format.
+    Keys: sqnr_db, mse, rmse, max_abs_error, relative_mse, cosine, psnr_db, mean_relative_error, underflow_pct,
+    subnormal_pct, saturation_pct, amax, rms, crest, sum_x2 and sum_e2 (to aggregate tensors), and the counts overflow, nan
+    and inf.  Without error, sqnr_db and psnr_db are inf; a mean of no values is nan.  FormatError for an unknown format.
     """
     return measure(x, fmt, axis, mask)[0]
 
 
 def block_quantization(x, fmt, axis=-1, mask=None):
-    """What is left of each block of x; arguments as of `quantization`.
+    """Return the error measures of each block; arguments as for `quantization`.
 
-    -> sqnr_db, cosine, max_abs_error, underflow_pct, saturation_pct, each float64 of x's shape with `axis` cut to one place a
-    block (for 'tokens', of x's tokens by features, so cut).  A format without blocks is cut into blocks of 32.  inf where
-    there is no error, nan where a block has no finite number, or padding alone.
+    Keys: sqnr_db, cosine, max_abs_error, underflow_pct, saturation_pct.  Each array is float64 and has x's shape (for
+    'tokens', tokens by features) with `axis` reduced to the number of blocks.  Formats without blocks use blocks of 32.
+    sqnr_db is inf for a block without error; a block without finite values, or of padding only, has nan.
     """
     return measure(x, fmt, axis, mask)[1]
 
 
 def block_sqnr(x, fmt, axis=-1, mask=None):
-    """The sqnr_db of each block, as block_quantization has it."""
+    """Return the sqnr_db of each block; see block_quantization."""
     return measure(x, fmt, axis, mask)[1]['sqnr_db']
 
 
 def measure(x, fmt, axis=-1, mask=None):
-    """-> what `quantization` gives, what `block_quantization` gives: both of one pass over the numbers"""
+    """Return the results of `quantization` and `block_quantization`, both computed in one pass."""
     f = formats.parse(fmt)
     blocks = _Blocks(x, f, axis, mask)
     sums = {name: np.zeros(blocks.shape_of_sums) for name in _SUMS}
@@ -122,63 +123,64 @@ def measure(x, fmt, axis=-1, mask=None):
 
 
 def _add(sums, counts, tile, f):
-    """Add the numbers of a tile to the sums of their blocks and to the counts.  -> sum |e / x|"""
-    x, q, keep = tile.x, tile.q, tile.keep
-    # No float32 is so large that a finite sum of them would not be finite in float64.
+    """Add the values of a tile to the sums of their blocks and to the counts.  Return sum |e / x|."""
+    x, q, valid = tile.x, tile.q, tile.valid
+    # A float64 sum of finite float32 values cannot overflow.
     with np.errstate(invalid='ignore'):
-        is_whole = tile.is_full and math.isfinite(float(x.sum()) + float(q.sum()))
+        all_valid = tile.is_full and math.isfinite(float(x.sum()) + float(q.sum()))
     size = np.abs(x)
-    if is_whole:                                        # nothing to leave out, as of most
-        nonzero, gone, over = size > 0, q == 0, size > f.max * tile.scale
+    if all_valid:                                       # fast path without masks
+        nonzero, flushed, over = size > 0, q == 0, size > f.max * tile.scale
         subnormal = size < f.min_normal * tile.scale
         pairs = finite = np.float64(x.shape[2])
     else:
-        in_x = keep & np.isfinite(x)
-        in_both = in_x & np.isfinite(q)
-        counts['nan'] += _count(keep & np.isnan(x))
-        counts['inf'] += _count(keep & np.isinf(x))
-        counts['overflow'] += _count(in_x & ~in_both)
-        nonzero, gone, over = in_x & (size > 0), q == 0, in_x & (size > f.max * tile.scale)
-        subnormal = in_x & (size < f.min_normal * tile.scale)
-        pairs, finite = in_both.sum(2), in_x.sum(2)
-        x, q, size = (np.where(in_both, array, 0) for array in (x, q, size))
+        is_finite = valid & np.isfinite(x)
+        both_finite = is_finite & np.isfinite(q)
+        counts['nan'] += _count(valid & np.isnan(x))
+        counts['inf'] += _count(valid & np.isinf(x))
+        counts['overflow'] += _count(is_finite & ~both_finite)
+        nonzero, flushed, over = is_finite & (size > 0), q == 0, is_finite & (size > f.max * tile.scale)
+        subnormal = is_finite & (size < f.min_normal * tile.scale)
+        pairs, finite = both_finite.sum(2), is_finite.sum(2)
+        x, q, size = (np.where(both_finite, array, 0) for array in (x, q, size))
     error = np.abs(q - x)
     for name, a, b in ('x2', x, x), ('q2', q, q), ('xq', x, q), ('e2', error, error):
         sums[name][tile.blocks] = np.einsum('obki,obki->obi', a, b)
     sums['amax'][tile.blocks], sums['error'][tile.blocks] = size.max(2), error.max(2)
     sums['pairs'][tile.blocks], sums['finite'][tile.blocks] = pairs, finite
-    for name, truths in ('nonzero', nonzero), ('underflow', nonzero & gone), ('saturated', over):
-        if truths.any():
-            sums[name][tile.blocks] = finite if truths.all() and is_whole else truths.sum(2)
+    for name, flags in ('nonzero', nonzero), ('underflow', nonzero & flushed), ('saturated', over):
+        if flags.any():
+            sums[name][tile.blocks] = finite if flags.all() and all_valid else flags.sum(2)
     counts['subnormal'] += _count(nonzero & subnormal)
     counts['nonzero_pairs'] += _count(size)
     return float(np.divide(error, size, out=error, where=size > 0).sum())
 
 
 def decibels(signal, error):
-    """10 log10(signal / error) of two energies; inf where there is no error."""
+    """Return 10 log10(signal / error) of two energies, inf for an error of 0."""
     if not error:
         return math.inf
     return 10 * (math.log10(signal) - math.log10(error)) if signal else -math.inf
 
 
 def exponents(x, mask=None):
-    """How many numbers lie in each binade -> {floor(log2 |x|): count}, of those that are finite and not 0, and no padding."""
+    """Return the number of values per binade, {floor(log2 |x|): count}, of finite nonzero values without padding."""
     flat = np.asarray(x).reshape(-1)
-    keep = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
-    lowest, counts = -1100, np.zeros(2200, np.int64)            # float64 has room for any float
+    valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
+    lowest, counts = -1100, np.zeros(2200, np.int64)            # the exponents of float64
     for start in range(0, flat.size, _TILE):
         tile = flat[start:start + _TILE]
-        if keep is not None:
-            tile = tile[keep[start:start + _TILE]]
+        if valid is not None:
+            tile = tile[valid[start:start + _TILE]]
         tile = tile[np.isfinite(tile) & (tile != 0)]
-        counts += np.bincount(np.frexp(tile)[1] - 1 - lowest, minlength=len(counts))      # exact, as log2 is not
-    return {int(place) + lowest: int(counts[place]) for place in np.flatnonzero(counts)}
+        counts += np.bincount(np.frexp(tile)[1] - 1 - lowest, minlength=len(counts))      # frexp is exact, log2 is not
+    return {int(index) + lowest: int(counts[index]) for index in np.flatnonzero(counts)}
 
 
 def scale_codes(x, fmt, axis=-1, mask=None):
-    """How many blocks have each scale -> {code of E8M0: count}: a scale of 2^(code - 127), 255 for NaN; {} without blocks.
-    Blocks of padding alone are not counted.
+    """Return the number of blocks per scale, {E8M0 code: count}; {} for a format without blocks.
+
+    The scale of a code is 2^(code - 127); code 255 is NaN.  Blocks of padding only are not counted.
     """
     f = formats.parse(fmt)
     if not f.is_block:
@@ -186,13 +188,14 @@ def scale_codes(x, fmt, axis=-1, mask=None):
     blocks = _Blocks(x, f, axis, mask)
     codes = blocks.codes()
     if mask is not None and codes.size:
-        codes = codes[np.logical_or.reduceat(blocks.keep, np.arange(0, blocks.n, blocks.block), axis=1)]
+        codes = codes[np.logical_or.reduceat(blocks.valid, np.arange(0, blocks.n, blocks.block), axis=1)]
     return {int(code): int(count) for code, count in zip(*np.unique(codes, return_counts=True), strict=True)}
 
 
 def digits(x, fmt, mask=None):
-    """Of a HiFloat8, whose numbers have 3, 2, 1 or 0 digits behind the point: how many have each -> {digits: count} of what
-    rounds to a finite number that is not 0.  {} for other formats.
+    """Return the number of values per HiFloat8 mantissa width, {bits: count}, where bits is 3, 2, 1 or 0.
+
+    Values that round to 0 or to infinity are not counted.  {} for other formats.
     """
     if formats.parse(fmt).name != 'hifp8':
         return {}
@@ -203,61 +206,61 @@ def digits(x, fmt, mask=None):
 
 
 def row_sum_error(x, fmt, axis=-1, mask=None):
-    """Of attention weights, whose rows add up to 1: the largest |sum of a rounded row - 1|; nan where all is padding."""
-    keep = np.ones(np.shape(x), bool) if mask is None else np.broadcast_to(mask, np.shape(x))
-    sums = np.where(keep, rounded(x, fmt, axis), 0).sum(-1, dtype=np.float64)
-    errors = np.abs(sums - 1)[keep.any(-1) & (np.asarray(x) != 0).any(-1)]      # a row that sees nothing is all 0
+    """Return the largest |sum - 1| of the rounded rows of attention weights; nan if all rows are padding."""
+    valid = np.ones(np.shape(x), bool) if mask is None else np.broadcast_to(mask, np.shape(x))
+    sums = np.where(valid, rounded(x, fmt, axis), 0).sum(-1, dtype=np.float64)
+    errors = np.abs(sums - 1)[valid.any(-1) & (np.asarray(x) != 0).any(-1)]     # a fully masked row is all 0
     return float(errors.max()) if errors.size else math.nan
 
 
 def block_scales(x, fmt, axis=-1):
-    """log2 of the scale of each block, shaped as block_sqnr has it; float64, nan where the block holds NaN or an infinity.
+    """Return log2 of each block's scale as float64, in the shape of block_sqnr; nan for a block with NaN or infinity.
 
     ValueError for a format without blocks.
     """
     f = formats.parse(fmt)
     if not f.is_block:
-        raise ValueError(f'{f}: has no scales; want mxfp8 or mxfp4')
+        raise ValueError(f'{f}: has no scales; expected mxfp8 or mxfp4')
     view = _Blocks(x, f, axis, None)
     return view.exponents().reshape(view.shape)
 
 
 def _flattened(x, axis):
-    """-> x as tokens by features for an axis of 'tokens', and the axis as a number."""
+    """Return x and the axis as a number.  For 'tokens', x is reshaped to tokens by features."""
     x = np.asarray(x)
     return (x.reshape(-1, x.shape[-1] if x.ndim else 1), 0) if axis == 'tokens' else (x, axis)
 
 
-def _count(truths):
-    return int(np.count_nonzero(truths))
+def _count(flags):
+    return int(np.count_nonzero(flags))
 
 
-def _ratio(a, b, otherwise):
-    return a / b if b else otherwise
+def _ratio(a, b, default):
+    return a / b if b else default
 
 
 _SUMS = 'pairs', 'finite', 'nonzero', 'underflow', 'saturated', 'x2', 'q2', 'xq', 'e2', 'amax', 'error'
 
 
 class _Tile(NamedTuple):
-    """A piece of a tensor as (outer, blocks, numbers of a block, inner).  blocks: where its blocks are among all."""
+    """A part of a tensor, of shape (outer, blocks, values of a block, inner).  blocks: slices of the sums of its blocks."""
     x: np.ndarray               # float64
     q: np.ndarray               # float64
     scale: np.ndarray | float   # 2^s of each block
-    keep: np.ndarray            # bool, False at padding and where the last block has no numbers
-    is_full: bool               # keep is True everywhere
+    valid: np.ndarray           # bool, False at padding and beyond the end of the last block
+    is_full: bool               # valid is True everywhere
     blocks: tuple
 
 
 class _Blocks:
-    """A tensor seen as (outer, n, inner) with blocks along n, rounded, in pieces of whole blocks.
+    """A tensor as (outer, n, inner) with blocks along n, which yields its values and their rounded copies tile by tile.
 
-    shape_of_sums: (outer, blocks, inner).  shape: the same with the tensor's own axes.
+    shape_of_sums: (outer, blocks, inner);  shape: the same with the axes of the tensor
     """
 
     def __init__(self, x, f, axis, mask):
         flat, axis = _flattened(x, axis)
-        flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # which makes (1,) of ()
+        flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # ascontiguousarray changes () to (1,)
         axis = axis % max(flat.ndim, 1)
         self.block, self.f = f.block or BLOCK, f
         self.n = flat.shape[axis] if flat.ndim else 1
@@ -266,17 +269,17 @@ class _Blocks:
         self.shape_of_sums = self.full[0], count, self.full[2]
         self.shape = (*flat.shape[:axis], count, *flat.shape[axis + 1:]) if flat.ndim else ()
         self.x = flat.reshape(self.full)
-        self.keep = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
+        self.valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
 
     def codes(self):
-        """Of each block's scale, which depends on its largest number alone: so that is all that is encoded."""
+        """Return the E8M0 code of each block's scale.  Only the largest value is encoded, since it determines the scale."""
         if not self.n:
             return np.zeros(self.shape_of_sums, np.uint8)
         largest = np.maximum.reduceat(np.abs(self.x), np.arange(0, self.n, self.block), axis=1)
         return formats.encode(largest, self.f, block=1).scales
 
     def exponents(self):
-        """log2 of each block's scale."""
+        """Return log2 of each block's scale."""
         codes = self.codes()
         return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
 
@@ -295,19 +298,19 @@ class _Blocks:
             for b in range(0, self.shape_of_sums[1], b_step):
                 for i in range(0, inner, i_step):
                     blocks = slice(o, o + o_step), slice(b, b + b_step), slice(i, i + i_step)
-                    place = blocks[0], slice(b * self.block, (b + b_step) * self.block), blocks[2]
-                    x, is_full = self._padded(self.x[place], np.float64)
-                    keep = np.ones(self.x[place].shape, bool) if self.keep is None else self.keep[place]
-                    keep, _ = self._padded(keep, bool)
-                    yield _Tile(x, self._padded(rounded[place], np.float64)[0],
+                    values = blocks[0], slice(b * self.block, (b + b_step) * self.block), blocks[2]
+                    x, is_full = self._padded(self.x[values], np.float64)
+                    valid = np.ones(self.x[values].shape, bool) if self.valid is None else self.valid[values]
+                    valid, _ = self._padded(valid, bool)
+                    yield _Tile(x, self._padded(rounded[values], np.float64)[0],
                                 scale[blocks][:, :, None] if isinstance(scale, np.ndarray) else scale,
-                                keep, is_full and self.keep is None, blocks)
+                                valid, is_full and self.valid is None, blocks)
 
-    def _padded(self, piece, dtype):
-        """-> a piece as (outer, blocks, block, inner), the last block filled up with zeros; whether it was full."""
-        outer, n, inner = piece.shape
+    def _padded(self, part, dtype):
+        """Return a part as (outer, blocks, block, inner), zero-padded to whole blocks, and whether it needed no padding."""
+        outer, n, inner = part.shape
         blocks = -(-n // self.block)
         is_full = blocks * self.block == n
         result = (np.empty if is_full else np.zeros)((outer, blocks * self.block, inner), dtype)
-        result[:, :n] = piece
+        result[:, :n] = part
         return result.reshape(outer, blocks, self.block, inner), is_full

@@ -1,13 +1,13 @@
-"""What writes a dump: one file a tensor and a manifest, by a thread, so that a training step waits for no disk.
+"""Writer of a dump: one file per tensor and a manifest, written by a thread so that training does not wait for the disk.
 
-A dump is a folder.  Its manifest.jsonl is appended a line at a time and says what the files hold; docs/saving.md has the
-kinds of lines.  The names of files are made of what they hold:
+A dump is a folder.  Its manifest.jsonl, appended line by line, describes the files; docs/saving.md lists the kinds of lines.
+File names contain the most important fields:
 
     20250908_092156_0001_attention_L0_forward_hifp8_query.safetensors
     timestamp       counter  layer type  operation  format  tensor
 
-Nothing that happens to the disk ends a training run: what could not be written is counted, warned about once, noted in the
-manifest if that still takes a line, and told at the end.
+Disk errors never end a training run.  A tensor that cannot be written is counted, recorded in the manifest if possible and
+included in the summary; the first one also prints a warning.
 """
 import contextlib
 import fcntl
@@ -28,14 +28,14 @@ from pyops.files import write_atomically
 VERSION = 1
 MANIFEST = 'manifest.jsonl'
 FORMATS = 'safetensors', 'pt'
-HEADER = 4096                   # bytes that a tensor takes beside its numbers, at most: its file's header, its line
-UNDER_WAY = 256 * 2**20         # bytes of tensors that wait for the disk before the writer lets its caller wait
-_PENDING = 10_000               # lines that are kept for a disk that takes none
+HEADER = 4096                   # most bytes per tensor in addition to its values: file header and manifest line
+QUEUE_LIMIT = 256 * 2**20       # bytes of queued tensors above which `tensor` blocks until the disk catches up
+_PENDING = 10_000               # manifest lines buffered while the disk is full
 _TIME = '%Y%m%d_%H%M%S'
 
 
 class Summary(NamedTuple):
-    """What a Writer did.  bytes: of the files; lost: how many tensors; reasons: {why: how many of them}."""
+    """Result of a Writer.  tensors, lost: number written and not written; bytes: total file size; reasons: {error: number}."""
     folder: str
     tensors: int
     bytes: int
@@ -43,18 +43,18 @@ class Summary(NamedTuple):
     reasons: dict
 
     def __str__(self):
-        why = '; '.join(f'{n} for {reason}' if len(self.reasons) > 1 else reason for reason, n in self.reasons.items())
+        reasons = '; '.join(f'{n} for {reason}' if len(self.reasons) > 1 else reason for reason, n in self.reasons.items())
         return (f'tensors saved : {self.tensors} ({size_text(self.bytes)}) in {self.folder}'
-                + (f', {self.lost} LOST ({why})' if self.lost else ''))
+                + (f', {self.lost} LOST ({reasons})' if self.lost else ''))
 
 
 class Writer:
-    """Writes tensors into a folder, which is made where it is missing.
+    """Write tensors to a folder, which is created if missing.
 
-    limit: bytes of tensors, HEADER for each included, after which no more are taken; None: no limit
-    as_: 'safetensors' or 'pt', PyTorch's own format, readable by torch.load(weights_only=True)
+    limit: total bytes, with HEADER per tensor, beyond which no tensor is accepted; None: no limit
+    as_: 'safetensors' or 'pt' (PyTorch's format, readable by torch.load with weights_only=True)
     run: {'program': name, 'origin': 'pyops' or 'torch', 'settings': {...}} for the manifest
-    UserError where the folder cannot be written, another writer is at work there, or torch is missing for 'pt'.
+    UserError if the folder cannot be written, another writer uses it, or 'pt' is given and torch is not installed.
     """
 
     def __init__(self, folder, limit=None, as_='safetensors', run=None):
@@ -62,22 +62,24 @@ class Writer:
         self._serialise = {'safetensors': _safetensors, 'pt': _pt}[as_]
         if as_ == 'pt':
             need_torch()
-        self.taken = self.written = self.tensors = self.counter = 0     # bytes taken and written, tensors written, and taken
-        self.is_full = False                # a tensor went beyond the limit
+        self.taken = self.written = 0       # bytes accepted, bytes written
+        self.counter = self.tensors = 0     # tensors accepted, tensors written
+        self.is_full = False                # a tensor exceeded the limit
         self._lost, self._warned, self._steps = Counter(), False, 0
-        self._pending, self._is_whole = deque(maxlen=_PENDING), True    # lines to be written; the manifest ends with a line
+        self._pending = deque(maxlen=_PENDING)      # manifest lines not yet written
+        self._ends_line = True                      # the manifest is empty or ends with a newline
         try:
             os.makedirs(self.folder, exist_ok=True)
-            self._begin_a_second()
+            self._wait_for_unused_second()
             self._manifest = open(os.path.join(self.folder, MANIFEST), 'a+b', buffering=0)
-            self._claim()
+            self._lock_folder()
             if size := self._manifest.seek(0, os.SEEK_END):
                 self._manifest.seek(size - 1)
-                self._is_whole = self._manifest.read(1) == b'\n'
+                self._ends_line = self._manifest.read(1) == b'\n'
         except OSError as error:
             raise UserError(f'{self.folder}: cannot save tensors there ({error.strerror}); name a folder that can be '
                             'written') from error
-        self._queue, self._bytes_under_way, self._failure = deque(), 0, None
+        self._queue, self._queued_bytes, self._failure = deque(), 0, None
         self._changed, self._is_closed = threading.Condition(), False
         self._line(kind='run', version=VERSION, **({'program': '', 'origin': 'pyops', 'settings': {}} | (run or {})),
                    started=time.strftime(_TIME))
@@ -90,23 +92,26 @@ class Writer:
     def __exit__(self, *_):
         self.close()
 
-    # ---- what a caller says ------------------------------------------------------------------------
+    # ---- called by the program -------------------------------------------------------------------------
 
     def batch(self, step, lengths, tokens):
-        """Before the tensors of a step.  lengths {'source': [B], 'target': [B]}, tokens {'source': [[words] x B], ...}."""
+        """Record the sentences of a step, before its tensors.
+
+        lengths: {'source': [B], 'target': [B]};  tokens: {'source': [[words] x B], ...}
+        """
         self._put(lambda: self._line(kind='batch', step=step, lengths=lengths, tokens=tokens))
 
     def tensor(self, array, *, layer, layer_type, index, operation, name, step, time=None, format='fp32', quant_type=None,
                options=None, axis=-1, uses=(), mask=(), lengths=None, owned=False):
-        """Take a float32 array -> whether it was taken: not where it would go beyond the limit.
+        """Queue a float32 array for writing.  Return False if it would exceed the limit.
 
-        layer: its name in the model;  layer_type, index: 'linear' or 'attention', counted in order of the forward pass;
-        operation: 'forward' or 'backward';  name: 'input', 'weight', ...;  time: of a recurrent layer, the step
-        format, options, axis: how it was rounded when used (the array is what was not rounded yet), uses: each time it was
-        quant_type: for the file's name, where that is another: the format that the layer calculates with
-        mask: [{'time': axis, 'batch': axis, 'of': key}], where lengths[key] (B,) says what is padding; left out of statistics.
-        A time axis of None: all is of the step `time`
-        owned: nobody else writes to the array, so it need not be copied
+        layer: name in the model;  layer_type, index: 'linear' or 'attention', numbered in order of the forward pass
+        operation: 'forward' or 'backward';  name: 'input', 'weight', ...;  time: time step of a recurrent layer
+        format, options, axis: the rounding applied when the layer used the array, which itself is not rounded;
+        uses: the roundings of all uses;  quant_type: the format of the layer, for the file name (default: format)
+        mask: [{'time': axis, 'batch': axis, 'of': key}]; lengths[key] (B,) has the lengths without padding.  Padding is
+        excluded from the statistics.  A time axis of None means that the whole array belongs to time step `time`
+        owned: the caller will not modify the array, so it is not copied
         """
         array = np.asarray(array) if owned else np.array(array, np.float32, order='C')
         if self.limit is not None and self.taken + array.nbytes + HEADER > self.limit:
@@ -123,37 +128,37 @@ class Writer:
         return True
 
     def steps(self, values):
-        """values: (step, loss, norm) of several training steps."""
+        """Record training steps.  values: an iterable of (step, loss, gradient norm)."""
         values = list(values)
-        self._put(lambda: self._lines([dict(kind='step', step=step, loss=_plain(loss), norm=_plain(norm))
+        self._put(lambda: self._lines([dict(kind='step', step=step, loss=_finite(loss), norm=_finite(norm))
                                        for step, loss, norm in values]))
         self._steps += len(values)
 
     def close(self):
-        """Wait until everything is written -> Summary.  A second time: the same again."""
+        """Wait until everything is written and return the Summary.  May be called again, with the same result."""
         with self._changed:
-            closes, self._is_closed = not self._is_closed, True
+            is_first, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
         self._thread.join()
-        if closes:
+        if is_first:
             if self._failure is None:
                 self._line(kind='end', steps=self._steps, tensors=self.tensors, bytes=self.written)
-            with contextlib.suppress(OSError):      # a child process, of a loader of data, may hold the file open
+            with contextlib.suppress(OSError):      # unlock explicitly: a child process may still have the file open
                 fcntl.flock(self._manifest, fcntl.LOCK_UN)
             self._manifest.close()
         self._raise()
         return Summary(self.folder, self.tensors, self.written, self._lost.total(), dict(self._lost))
 
-    # ---- the thread ----------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------------
 
     def _put(self, job, nbytes=0):
         with self._changed:
             if self._is_closed:
-                raise RuntimeError('this writer was closed')
-            self._changed.wait_for(lambda: self._failure or self._bytes_under_way < UNDER_WAY)
+                raise RuntimeError('the writer is closed')
+            self._changed.wait_for(lambda: self._failure or self._queued_bytes < QUEUE_LIMIT)
             self._raise()
             self._queue.append((job, nbytes))
-            self._bytes_under_way += nbytes
+            self._queued_bytes += nbytes
             self._changed.notify_all()
 
     def _work(self):
@@ -165,19 +170,19 @@ class Writer:
                 job, nbytes = self._queue.popleft()
             try:
                 job()
-            except BaseException as error:          # a bug; who waits for this thread must hear of it
+            except BaseException as error:          # a bug: re-raised in the caller's thread
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
                 return
-            del job                                 # and the array with it
+            del job                                 # frees the array
             with self._changed:
-                self._bytes_under_way -= nbytes
+                self._queued_bytes -= nbytes
                 self._changed.notify_all()
 
     def _raise(self):
         if self._failure is not None:
-            raise RuntimeError('the thread that writes tensors failed') from self._failure
+            raise RuntimeError('the tensor writer thread failed') from self._failure
 
     def _write(self, entry, array, lengths):
         from pyops.inspect.statistics import describe
@@ -187,16 +192,16 @@ class Writer:
             text = json.dumps(entry)
             nbytes = write_atomically(path, *self._serialise(array, text))
         except (OSError, MemoryError) as error:
-            self._lose(entry, getattr(error, 'strerror', None) or 'no memory')
+            self._count_lost(entry, getattr(error, 'strerror', None) or 'no memory')
             return
         self.tensors += 1
         self.written += nbytes
-        self._text(text)
+        self._append(text)
 
-    def _lose(self, entry, reason):
+    def _count_lost(self, entry, reason):
         self._lost[reason] += 1
         self._warn(f'{os.path.join(self.folder, entry["file"])}: cannot write a tensor ({reason}); training goes on, and '
-                   'what cannot be written is lost')
+                   'tensors that cannot be written are lost')
         self._line(kind='lost', step=entry['step'], file=entry['file'], reason=reason)
 
     def _warn(self, text):
@@ -208,31 +213,33 @@ class Writer:
         self._lines([values])
 
     def _lines(self, lines):
-        self._text(*map(json.dumps, lines))
+        self._append(*map(json.dumps, lines))
 
-    def _text(self, *lines):
-        """Append lines to the manifest, and before them those that it would not take."""
+    def _append(self, *lines):
+        """Append lines to the manifest, after those that could not be written earlier."""
         self._pending.extend(lines)
-        data = '\n'.join(([] if self._is_whole else ['']) + [*self._pending, '']).encode()
+        data = '\n'.join(([] if self._ends_line else ['']) + [*self._pending, '']).encode()
         try:
             n = self._manifest.write(data)
             if n == len(data):
                 self._pending.clear()
-                self._is_whole = True
+                self._ends_line = True
                 return
             reason = 'disk full'
         except OSError as error:
             n, reason = 0, error.strerror
-        if n:                                       # what was whole was taken; the rest comes again, from the line that broke
-            done = data[:n].count(b'\n') - (not self._is_whole)
+        if n:                                       # drop the complete lines; a partial one is written again as a whole
+            done = data[:n].count(b'\n') - (not self._ends_line)
             for _ in range(done):
                 self._pending.popleft()
-            self._is_whole = data[n - 1:n] == b'\n'
+            self._ends_line = data[n - 1:n] == b'\n'
         self._warn(f'{os.path.join(self.folder, MANIFEST)}: cannot write the manifest ({reason}); training goes on')
 
-    def _claim(self):
-        """Hold the folder: files of two writers could have one name, and lines of a manifest belong to the run above them.
-        The kernel lets go however a process ends; where a file system has no locks there is no guard."""
+    def _lock_folder(self):
+        """Lock the folder against other writers, whose file names and manifest lines would mix with ours.
+
+        The kernel releases the lock when the process ends in any way.  On a file system without locks nothing is checked.
+        """
         try:
             fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -242,25 +249,25 @@ class Writer:
         except OSError:
             pass
 
-    def _begin_a_second(self):
-        """Let the second go in which an earlier run wrote here, so that no two files have one name."""
+    def _wait_for_unused_second(self):
+        """Wait until the current second is in no file name of an earlier run, so that names are unique."""
         names = os.listdir(self.folder)
         while any(name.startswith(time.strftime(_TIME)) for name in names):
             time.sleep(0.05)
 
 
-# ---- names, files --------------------------------------------------------------------------------------------------
+# ---- names, files ------------------------------------------------------------------------------------------------------
 
 def file_stem(counter, layer_type, index, operation, format, name, step=None):
-    """The name of a tensor's file, without what says how it is stored; step: of time, in a recurrent layer."""
+    """Return the name of a tensor's file without its suffix.  step: time step of a recurrent layer."""
     return (f'{time.strftime(_TIME)}_{counter:04d}_{layer_type}_L{index}_{operation}_{format}_{name}'
             + ('' if step is None else f'_t{step}'))
 
 
 def padding(shape, mask, lengths, time=None):
-    """The bool array that broadcasts to `shape` and is True where nothing is padding, or None where nothing can be.
+    """Return a bool array that broadcasts to `shape` and is False at padding, or None if `mask` is empty.
 
-    mask: [{'time': axis, 'batch': axis, 'of': key}], where an axis of None means that all is of the one `time`
+    mask: [{'time': axis, 'batch': axis, 'of': key}]; a time axis of None means that the whole tensor belongs to step `time`
     lengths: {key: (B,)}
     """
     def along(axis, array):
@@ -283,7 +290,7 @@ def size_text(nbytes):
 
 
 def need_torch():
-    """UserError where torch is not installed."""
+    """Raise UserError if torch is not installed."""
     try:
         import torch  # noqa: F401
     except ImportError as error:
@@ -291,7 +298,7 @@ def need_torch():
 
 
 def _safetensors(array, text):
-    """The parts of a safetensors file.  By hand: the library would copy the numbers twice."""
+    """Return the parts of a safetensors file.  The library's own function would copy the values twice."""
     header = json.dumps({'__metadata__': {'pyops': text},
                          'tensor': {'dtype': 'F32', 'shape': array.shape, 'data_offsets': [0, array.nbytes]}}).encode()
     header += b' ' * (-len(header) % 8)
@@ -305,6 +312,6 @@ def _pt(array, text):
     return [file.getbuffer()]
 
 
-def _plain(value):
-    """A number for JSON, which has no NaN."""
+def _finite(value):
+    """Return a float, or None for NaN and infinities, which JSON does not support."""
     return float(value) if value is not None and np.isfinite(value) else None
