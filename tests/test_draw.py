@@ -536,8 +536,8 @@ def fails(capsys, *arguments):
 
 
 @pytest.mark.parametrize('flags,says', [
-    (['--formats', 'mxfp9'], 'mxfp8'), (['--layers', 'decoder.*'], 'decoder.*: fits no saved tensor'),
-    (['--names', 'inputs'], 'input'), (['--steps', '3:9'], 'there are those of 0, 10'), (['--steps', 'x'], 'want A:B:S'),
+    (['--formats', 'mxfp9'], 'mxfp8'), (['--layers', 'decoder.*'], 'decoder.*: matches no saved tensor'),
+    (['--names', 'inputs'], 'input'), (['--steps', '3:9'], 'saved steps: 0, 10'), (['--steps', 'x'], 'expected a number'),
     (['--dpi', '4000'], 'from 40 to 400'), (['--limit', '-1'], 'want a whole number'),
     (['--jobs', 'all'], 'want a whole number')])
 def test_flags_that_make_no_sense(flags, says, dump, tmp_path, capsys):

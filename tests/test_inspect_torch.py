@@ -1,4 +1,4 @@
-"""pyops.inspect.torch: what its hooks save of a PyTorch model is what the model computes, and the model computes the same."""
+"""pyops.inspect.torch: the hooks save exactly the tensors that a PyTorch model computes, and do not change its results."""
 import copy
 import pickle
 import subprocess
@@ -21,7 +21,7 @@ T, B, E, H = 5, 3, 8, 2
 
 
 class Block(nn.Module):
-    """A sublayer of each kind; time first."""
+    """One sublayer of each kind, time first by default."""
 
     def __init__(self, need_weights=True, batch_first=False):
         super().__init__()
@@ -32,11 +32,11 @@ class Block(nn.Module):
     def forward(self, x, memory=None):
         memory = x if memory is None else memory
         y = x + self.self_attention(x, memory, memory, need_weights=self.need_weights)[0]
-        return y + self.down(F.relu_(self.up(y)))           # in place, as models are
+        return y + self.down(F.relu_(self.up(y)))           # in place, as in many models
 
 
 class Core(nn.Module):
-    """Attention alone, as Megatron has it: (T, B, heads, C) in, (T, B, heads*C) out, a module for the softmax."""
+    """A pure attention module like Megatron's: input (T, B, heads, C), output (T, B, heads*C), a submodule for softmax."""
 
     class FusedSoftmax(nn.Module):
         def forward(self, scores):
@@ -52,7 +52,7 @@ class Core(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """As Megatron's: (output, bias) in return."""
+    """Like Megatron's: returns (output, bias)."""
 
     def __init__(self, I, O):
         super().__init__()
@@ -79,7 +79,7 @@ def data(*shape, seed=0):
 
 
 def trained(model, *inputs, **kwargs):
-    """-> the output and all gradients of a pass."""
+    """Run forward and backward; return the output and all gradients."""
     model.zero_grad()
     y = model(*inputs, **kwargs)
     (y * data(*y.shape, seed=9)).sum().backward()
@@ -87,28 +87,28 @@ def trained(model, *inputs, **kwargs):
 
 
 def saved(folder, step=0):
-    """{(layer, name): array} of a step, no two of one name."""
+    """Return {(layer, name): array} of a step, and check that the names are unique."""
     entries = [entry for entry in Logs(folder).entries if entry.step == step]
     result = {(entry.layer, entry.name): entry.load() for entry in entries}
     assert len(result) == len(entries)
     return result
 
 
-def close(got, want):
-    np.testing.assert_allclose(got, want.detach().float().numpy(), rtol=1e-5, atol=1e-6)
+def close(got, expected):
+    np.testing.assert_allclose(got, expected.detach().float().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('batch_first', [False, True])
 @pytest.mark.parametrize('need_weights', [True, False])
-def test_a_transformer_block_is_saved_as_it_computes_and_computes_the_same(tmp_path, need_weights, batch_first):
+def test_the_saved_tensors_of_a_transformer_block_are_exact_and_its_results_unchanged(tmp_path, need_weights, batch_first):
     torch.manual_seed(0)
     model = Block(need_weights, batch_first)
     x = data(T, B, E)
-    given = (x.transpose(0, 1) if batch_first else x).detach().requires_grad_()
-    want = trained(copy.deepcopy(model), given)
+    inputs = (x.transpose(0, 1) if batch_first else x).detach().requires_grad_()
+    expected = trained(copy.deepcopy(model), inputs)
     with attach(model, tmp_path) as handle:
-        got = trained(model, given)
-    assert all(map(torch.equal, got, want)) and handle.close().tensors == len(Logs(tmp_path).entries)
+        got = trained(model, inputs)
+    assert all(map(torch.equal, got, expected)) and handle.close().tensors == len(Logs(tmp_path).entries)
     attention = 'self_attention'
     tensors = saved(tmp_path)
     linear = {'input', 'weight', 'output', 'grad_output', 'grad_input', 'grad_weight'}
@@ -117,7 +117,7 @@ def test_a_transformer_block_is_saved_as_it_computes_and_computes_the_same(tmp_p
         'up': linear | {'bias', 'grad_bias'}, 'down': linear, attention: {
             'query', 'key', 'value', 'weights', 'output', 'grad_output', 'grad_query', 'grad_key', 'grad_value'}}
 
-    # the same by hand, with autograd's own gradients
+    # the same computation spelled out, with autograd's gradients
     mha, leaf = model.self_attention, {}
 
     def note(name, tensor):
@@ -138,7 +138,7 @@ def test_a_transformer_block_is_saved_as_it_computes_and_computes_the_same(tmp_p
     weight = data(*z.shape, seed=9) if not batch_first else data(B, T, E, seed=9).transpose(0, 1)
     (z * weight).sum().backward()
 
-    def given_back(tensor):                                 # nn.Linear saw its own layout
+    def in_layout(tensor):                                  # the layout in which nn.Linear received it
         return tensor.transpose(0, 1) if batch_first and tensor.dim() == 3 else tensor
     close(tensors[attention, 'weights'], p)
     for name in 'query', 'key', 'value', 'output':
@@ -151,15 +151,15 @@ def test_a_transformer_block_is_saved_as_it_computes_and_computes_the_same(tmp_p
     for name, module in ('up', model.up), ('down', model.down), (f'{attention}.in_proj', None):
         parameters = {'weight': mha.in_proj_weight, 'bias': mha.in_proj_bias} if module is None else module._parameters
         for role in ('input', 'output') if module is not None else ():
-            close(tensors[name, role], given_back(leaf[f'{name}.{role}']))
-            close(tensors[name, f'grad_{role}'], given_back(leaf[f'{name}.{role}'].grad))
+            close(tensors[name, role], in_layout(leaf[f'{name}.{role}']))
+            close(tensors[name, f'grad_{role}'], in_layout(leaf[f'{name}.{role}'].grad))
         for role, parameter in parameters.items():
             if parameter is not None:
                 close(tensors[name, role], parameter)
                 close(tensors[name, f'grad_{role}'], parameter.grad)
 
 
-def test_indices_count_in_order_of_the_forward_pass_and_names_are_those_of_programs(tmp_path):
+def test_indices_follow_the_forward_pass_and_file_names_the_convention_of_dumps(tmp_path):
     with attach(Block(), tmp_path, layers='up,down,*attention', fmt='mxfp8:scale=rceil') as handle:
         trained(handle.model, data(T, B, E))
     entries = Logs(tmp_path).entries
@@ -191,12 +191,12 @@ def test_attention_between_two_sequences_has_two_projections(tmp_path):
 def test_megatron_like_modules(tmp_path):
     torch.manual_seed(1)
     model, x = Megatron(), data(T, B, E)
-    want = trained(copy.deepcopy(model), x)
+    expected = trained(copy.deepcopy(model), x)
     with attach(model, tmp_path):
-        assert all(map(torch.equal, trained(model, x), want))
+        assert all(map(torch.equal, trained(model, x), expected))
     tensors = saved(tmp_path)
     assert {(layer, len([1 for at, _ in tensors if at == layer])) for layer, _ in tensors} == {
-        ('qkv', 7), ('core_attention', 9), ('proj', 8)}             # x wants no gradient, so qkv has no grad_input
+        ('qkv', 7), ('core_attention', 9), ('proj', 8)}             # x requires no gradient, so qkv has no grad_input
     assert tensors['core_attention', 'query'].shape == tensors['core_attention', 'grad_output'].shape == (T, B, H, E // H)
     q, k, v = (tensors['core_attention', name] for name in ('query', 'key', 'value'))
     scores = np.einsum('tbhc,sbhc->bhts', q, k) / (E // H) ** 0.5
@@ -208,7 +208,7 @@ def test_megatron_like_modules(tmp_path):
 
 
 class Fused(nn.Module):
-    """scaled_dot_product_attention in a model of its own, batch first."""
+    """A model that calls scaled_dot_product_attention, batch first."""
 
     def __init__(self, **options):
         super().__init__()
@@ -225,19 +225,19 @@ class Fused(nn.Module):
 def test_fused_attention(tmp_path, options):
     torch.manual_seed(2)
     model, x = Fused(**options), data(B, T, E)
-    want = trained(copy.deepcopy(model), x)
+    expected = trained(copy.deepcopy(model), x)
     with attach(model, tmp_path, layers='model'):
-        assert all(map(torch.equal, trained(model, x), want))
+        assert all(map(torch.equal, trained(model, x), expected))
     tensors = saved(tmp_path)
     assert len(tensors) == 9
     value, output = tensors['model', 'value'], tensors['model', 'output']
     np.testing.assert_allclose(tensors['model', 'weights'].sum(-1), 1, rtol=1e-5)
     np.testing.assert_allclose(np.einsum('bhts,sbhc->tbhc', tensors['model', 'weights'], value), output, rtol=1e-4, atol=1e-6)
-    close(output.transpose(1, 0, 2, 3).reshape(B, T, E), want[0])
+    close(output.transpose(1, 0, 2, 3).reshape(B, T, E), expected[0])
     close(tensors['model', 'grad_output'].transpose(1, 0, 2, 3).reshape(B, T, E), data(B, T, E, seed=9))
 
 
-def test_groups_of_heads_and_rows_that_see_nothing(tmp_path):
+def test_grouped_query_attention_and_fully_masked_rows(tmp_path):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -263,7 +263,7 @@ def steps_of(folder):
     return sorted({entry.step for entry in Logs(folder).entries})
 
 
-def test_each_forward_pass_is_a_step_and_evaluation_is_none(tmp_path):
+def test_each_training_forward_pass_is_a_step_and_eval_passes_do_not_count(tmp_path):
     model = nn.Linear(E, E)
     with attach(model, tmp_path, steps='1:8:3') as handle:
         for _ in range(8):
@@ -288,7 +288,7 @@ def test_of_accumulated_gradients_the_first_is_saved(tmp_path, options):
                     first = model[0].weight.grad.clone()
             if not options['forwards_per_step']:
                 with warnings.catch_warnings():
-                    warnings.simplefilter('error')          # torch warns of a loss that is made a number with its graph
+                    warnings.simplefilter('error')          # torch warns if float() is applied to a tensor with a graph
                     handle.step(loss=model[0].weight.sum() * 0 + step + 0.5, norm=torch.tensor(2.0))
     assert steps_of(tmp_path) == [0, 2]
     close(saved(tmp_path, 2)['0', 'grad_weight'], first)
@@ -310,7 +310,7 @@ def test_a_model_that_only_generates(tmp_path):
 
 # ---- unusual models ------------------------------------------------------------------------------------------------
 
-def test_modules_used_twice_and_weights_of_two_modules(tmp_path):
+def test_modules_used_twice_and_weights_shared_by_two_modules(tmp_path):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -327,14 +327,14 @@ def test_modules_used_twice_and_weights_of_two_modules(tmp_path):
     assert {layer for layer, _ in tensors} == {'a', 'a@1', 'b'}
     for role in 'weight', 'grad_weight':
         assert [layer for layer, name in tensors if name == role] == ['a']
-    close(tensors['a', 'grad_weight'], model.a.weight.grad)         # of all three uses
-    for first, second in ('a', 'a@1'), ('a@1', 'b'):                # each use with gradients of its own
+    close(tensors['a', 'grad_weight'], model.a.weight.grad)         # the sum over all three uses
+    for first, second in ('a', 'a@1'), ('a@1', 'b'):                # the activations have one gradient per use
         assert np.array_equal(tensors[first, 'output'], tensors[second, 'input'])
         assert np.array_equal(tensors[first, 'grad_output'], tensors[second, 'grad_input'])
     close(tensors['a', 'grad_input'], torch.from_numpy(tensors['a', 'grad_output']) @ model.a.weight)
 
 
-def test_layers_that_share_an_input_have_gradients_of_their_own(tmp_path):
+def test_layers_that_share_an_input_have_separate_input_gradients(tmp_path):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -352,7 +352,7 @@ def test_layers_that_share_an_input_have_gradients_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
-def test_other_kinds_of_number_and_strides(tmp_path, dtype):
+def test_other_dtypes_and_strides(tmp_path, dtype):
     model, x = nn.Linear(E, E).to(dtype), data(E, B).to(dtype).t()
     with attach(model, tmp_path):
         y = model(x)
@@ -364,19 +364,19 @@ def test_other_kinds_of_number_and_strides(tmp_path, dtype):
     assert all(array.dtype == np.float32 for array in tensors.values())
 
 
-def test_a_backward_pass_twice_over_one_graph_and_one_without_end(tmp_path):
+def test_a_second_backward_on_one_graph_and_a_forward_without_backward(tmp_path):
     model = nn.Linear(E, E)
     with attach(model, tmp_path, steps=None):
         y = model(data(B, E))
         y.sum().backward(retain_graph=True)
         y.sum().backward()
-        model(data(B, E))                                           # no backward pass; its weight's hook must not wait
+        model(data(B, E))                                           # no backward: the weight's hook must be removed
         model.eval()
         model(data(B, E)).sum().backward()
     assert len([name for _, name in saved(tmp_path, 0) if name == 'grad_weight']) == 1
 
 
-def test_nothing_is_left_of_it(tmp_path):
+def test_close_removes_every_hook(tmp_path):
     model = nn.TransformerEncoderLayer(E, H, 16)
 
     def hooks():
@@ -388,7 +388,7 @@ def test_nothing_is_left_of_it(tmp_path):
     trained(model, data(T, B, E))
     assert torch.overrides._get_current_function_mode() is None
     handle.step()
-    model(data(T, B, E))                                            # not a step that is saved: one hook before, one after
+    model(data(T, B, E))                                            # not a saved step: the hooks of the model only
     assert sum(hooks()) - sum(before) - sum(bool(p._backward_hooks) for p in model.parameters()) == 3
     summary = handle.close()
     assert hooks() == before and handle.close() == summary
@@ -398,7 +398,7 @@ def test_nothing_is_left_of_it(tmp_path):
 
 
 class Checkpointed(nn.Module):
-    """Computes its layers again in backward."""
+    """Recomputes its layers in backward."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -409,7 +409,7 @@ class Checkpointed(nn.Module):
 
 
 def translate(model):
-    """Both sides, masks, dropout."""
+    """Run a model with encoder and decoder, masks and dropout."""
     padding = torch.arange(7)[None, :] >= torch.tensor([7, 4, 6])[:, None]
     return model(data(7, B, E), data(T, B, E, seed=1), src_key_padding_mask=padding, tgt_is_causal=True,
                  tgt_mask=torch.ones(T, T, dtype=torch.bool).triu(1))
@@ -421,7 +421,7 @@ def in_bfloat16(model):
 
 
 def penalty(model):
-    """A gradient that is differentiated again."""
+    """Return a gradient that can be differentiated again."""
     x = data(B, E).requires_grad_()
     return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
 
@@ -430,11 +430,11 @@ def penalty(model):
     (lambda: nn.Transformer(E, H, 1, 1, 16), translate, 113), (lambda: nn.Transformer(E, H, 1, 1, 16), in_bfloat16, 113),
     (lambda: nn.Transformer(E, H, 1, 1, 16).eval(), translate, 113),
     (lambda: Checkpointed(False), lambda model: model(data(T, B, E).requires_grad_()), 41),
-    (lambda: Checkpointed(True), lambda model: model(data(T, B, E).requires_grad_()), 21),       # forward alone
+    (lambda: Checkpointed(True), lambda model: model(data(T, B, E).requires_grad_()), 21),       # forward only
     (lambda: nn.Sequential(nn.Linear(E, E), nn.Tanh(), nn.Linear(E, 1)), penalty, 15)],
     ids=['transformer', 'autocast', 'eval', 'checkpoint', 'reentrant', 'twice'])
 @pytest.mark.filterwarnings('ignore:enable_nested_tensor')
-def test_what_models_do_besides_is_done_as_ever(tmp_path, make, run, count):
+def test_results_are_unchanged_under_masks_autocast_eval_checkpointing_and_double_backward(tmp_path, make, run, count):
     torch.manual_seed(4)
     model = make()
 
@@ -443,13 +443,13 @@ def test_what_models_do_besides_is_done_as_ever(tmp_path, make, run, count):
         y = run(model)
         y.float().square().sum().backward()
         return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    want = results(copy.deepcopy(model))
+    expected = results(copy.deepcopy(model))
     with attach(model, tmp_path) as handle:
-        assert all(map(torch.equal, results(model), want))
+        assert all(map(torch.equal, results(model), expected))
     assert handle.close().tensors == count == len(saved(tmp_path))
 
 
-def test_a_copy_of_the_model_has_no_part_in_it(tmp_path):
+def test_a_copy_of_the_model_is_not_recorded(tmp_path):
     model = nn.Sequential(nn.Linear(E, E))
     with attach(model, tmp_path, steps=None) as handle:
         for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
@@ -457,7 +457,7 @@ def test_a_copy_of_the_model_has_no_part_in_it(tmp_path):
     assert steps_of(tmp_path) == [0, 1] and handle.number == 1
 
 
-def test_a_forward_pass_that_fails_fails_as_it_would(tmp_path):
+def test_an_exception_of_the_forward_pass_is_passed_on(tmp_path):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -477,20 +477,20 @@ def test_a_forward_pass_that_fails_fails_as_it_would(tmp_path):
     assert handle.number == 1 and steps_of(tmp_path) == [0, 1] and len(saved(tmp_path, 1)) == 7
 
 
-def test_a_disk_that_fails_is_said_once_and_training_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_failing_writer_is_reported_once_and_training_goes_on(tmp_path, monkeypatch, capsys):
     model, x = Block(), data(T, B, E)
-    want = trained(copy.deepcopy(model), x)
+    expected = trained(copy.deepcopy(model), x)
     with attach(model, tmp_path, steps=None) as handle:
         monkeypatch.setattr(handle._writer, 'tensor', lambda *_, **__: 1 / 0)
         for _ in range(3):
-            assert all(map(torch.equal, trained(model, x), want))
+            assert all(map(torch.equal, trained(model, x), expected))
     err = capsys.readouterr().err.splitlines()
     assert err[0] == ('warning: pyops.inspect.torch: tensors cannot be saved (ZeroDivisionError: division by zero); '
                       'training goes on')
     assert len(err) == 2 and 'no tensor was saved in' in err[1]
 
 
-def test_save_max(tmp_path, capsys):
+def test_save_max_limits_the_bytes_and_is_reported(tmp_path, capsys):
     model = nn.Linear(64, 64)
     with attach(model, tmp_path, save_max='50K', steps=None) as handle:
         for _ in range(5):
@@ -506,23 +506,23 @@ WORDS = [['he', 'is', 'here', '<eos>'], ['no', '<eos>'], ['we', 'read', 'it', 'n
 
 
 @pytest.mark.parametrize('batch_first', [False, True])
-def test_words_and_padding(tmp_path, batch_first):
+def test_words_and_padding_are_saved_with_the_tensors(tmp_path, batch_first):
     model = Block(batch_first=batch_first)
     with attach(model, tmp_path, tokens=lambda step: {'source': WORDS}):
         trained(model, data(B, T, E) if batch_first else data(T, B, E))
     logs = Logs(tmp_path)
     found = {(entry.layer, entry.name): entry for entry in logs.entries}
-    keep = np.arange(T)[:, None] < [4, 2, 5]
-    assert np.array_equal(logs.mask(found['self_attention', 'grad_key']), keep[:, :, None, None])
-    assert np.array_equal(logs.mask(found['up', 'input']), (keep.T if batch_first else keep)[:, :, None])
-    assert np.array_equal(logs.mask(found['self_attention.in_proj', 'input']), keep[:, :, None])
-    assert np.array_equal(logs.mask(found['self_attention', 'weights'])[:, 0], keep.T[:, :, None] & keep.T[:, None])
+    valid = np.arange(T)[:, None] < [4, 2, 5]
+    assert np.array_equal(logs.mask(found['self_attention', 'grad_key']), valid[:, :, None, None])
+    assert np.array_equal(logs.mask(found['up', 'input']), (valid.T if batch_first else valid)[:, :, None])
+    assert np.array_equal(logs.mask(found['self_attention.in_proj', 'input']), valid[:, :, None])
+    assert np.array_equal(logs.mask(found['self_attention', 'weights'])[:, 0], valid.T[:, :, None] & valid.T[:, None])
     assert logs.mask(found['up', 'weight']) is None
     assert logs.tokens(found['self_attention', 'weights'], 0) == ([*WORDS[0], ''],) * 2
-    assert found['up', 'input'].statistics['count'] == keep.sum() * E
+    assert found['up', 'input'].statistics['count'] == valid.sum() * E
 
 
-def test_words_of_two_sides_and_a_layout_that_is_told(tmp_path):
+def test_words_of_two_sides_and_an_explicit_layout(tmp_path):
     model = Block()
     with attach(model, tmp_path) as handle:
         handle.batch(tokens={'target': WORDS, 'source': [['a'] * 7, ['b'] * 3, ['c']]})
@@ -532,30 +532,33 @@ def test_words_of_two_sides_and_a_layout_that_is_told(tmp_path):
     assert [item['of'] for item in weights.mask] == ['target', 'source']
     assert logs.tokens(weights, 1) == (['no', '<eos>', '', '', ''], ['b'] * 3 + [''] * 4)
     square = nn.Linear(E, E)
-    with attach(square, tmp_path / 'told', batch_first=True, tokens=lambda step: {'source': [['a'] * n for n in (3, 1, 2)]}):
-        square(data(3, 3, E))                       # three sentences of three words: shapes cannot tell
-    told = Logs(tmp_path / 'told')
-    assert told.mask(told.entries[0])[..., 0].tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+    tokens = {'source': [['a'] * n for n in (3, 1, 2)]}
+    with attach(square, tmp_path / 'square', batch_first=True, tokens=lambda step: tokens):
+        square(data(3, 3, E))                       # three sentences of three words: the shape is ambiguous
+    logs = Logs(tmp_path / 'square')
+    assert logs.mask(logs.entries[0])[..., 0].tolist() == [[True] * 3, [True, False, False], [True, True, False]]
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
-def test_what_cannot_be_attached_is_one_line(tmp_path):
+def test_bad_arguments_of_attach_are_user_errors_of_one_line(tmp_path):
     (tmp_path / 'file').write_text('x')
-    for options, want in (({'layers': 'encoder.*'}, "layers='encoder.*': fits none of the 5 layers; there are, among others, "),
-                          ({'steps': '0:x'}, "steps='0:x': want A:B:S"), ({'save_max': 'much'}, "save_max='much': want a size"),
-                          ({'fmt': 'mxfp7'}, 'mxfp7: no such number format'),
-                          ({'as_': 'npy'}, "as_='npy': want 'safetensors' or 'pt'"),
-                          ({'folder': tmp_path / 'file' / 'x'}, 'cannot save tensors there')):
+    for options, message in (
+            ({'layers': 'encoder.*'}, "layers='encoder.*': matches none of the 5 layers; the names include "),
+            ({'steps': '0:x'}, "steps='0:x': expected a number"),
+            ({'save_max': 'much'}, "save_max='much': expected a size"),
+            ({'fmt': 'mxfp7'}, 'mxfp7: no such number format'),
+            ({'as_': 'npy'}, "as_='npy': expected 'safetensors' or 'pt'"),
+            ({'folder': tmp_path / 'file' / 'x'}, 'cannot save tensors there')):
         model = Block()
         with pytest.raises(UserError) as error:
             attach(model, **{'folder': tmp_path / 'logs'} | options)
-        assert want in str(error.value) and '\n' not in str(error.value) and not model._forward_hooks
+        assert message in str(error.value) and '\n' not in str(error.value) and not model._forward_hooks
     with pytest.raises(UserError, match='ReLU: has neither linear layers nor attention'):
         attach(nn.ReLU(), tmp_path)
 
 
-def test_without_torch_there_is_one_line_that_says_what_to_install():
+def test_without_torch_the_error_is_one_line_with_the_install_command():
     code = ('import sys; sys.modules["torch"] = None\nfrom pyops.errors import exits_cleanly\n'
             'with exits_cleanly("train"):\n    from pyops.inspect.torch import attach')
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
@@ -563,7 +566,7 @@ def test_without_torch_there_is_one_line_that_says_what_to_install():
     assert done.stderr == 'train: error: torch is not installed: install it with: pip install torch\n'
 
 
-def test_a_program_that_forgets_to_close_loses_nothing(tmp_path):
+def test_tensors_are_written_at_exit_without_a_call_of_close(tmp_path):
     code = ('import sys, torch; from pyops.inspect.torch import attach\nmodel = torch.nn.Linear(64, 64)\n'
             'attach(model, sys.argv[1], steps=None, as_="pt")\n'
             'for _ in range(20):\n    model(torch.ones(64, 64)).sum().backward()')
@@ -573,7 +576,7 @@ def test_a_program_that_forgets_to_close_loses_nothing(tmp_path):
     assert len(logs.entries) == 20 * 7 and logs.skipped == [] and logs.entries[0].load().shape == (64, 64)
 
 
-def test_no_warning_of_torch(tmp_path):
+def test_torch_issues_no_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         model = Block()

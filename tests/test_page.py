@@ -1,4 +1,4 @@
-"""The page of saved tensors in a browser, as a file and live, and the server behind it; tests/dumps.py writes the tensors."""
+"""The page of saved tensors in a headless browser, as a file and live, and its server; tests/dumps.py writes the tensors."""
 import base64
 import http.client
 import json
@@ -36,7 +36,7 @@ SCRIPT = '<script>hacked=1</script>'
 
 @pytest.fixture(scope='module')
 def dump(tmp_path_factory):
-    """Three layers at three steps, one with a name that would run if it were HTML, and a word like that."""
+    """Three layers at three steps.  The name of one layer and one word would run code if they were inserted as HTML."""
     folder = tmp_path_factory.mktemp('dump') / 'logs'
     make_dump(folder, steps=(0, 10, 20), formats=('mxfp8',), layers=LAYERS)
     manifest = folder / 'manifest.jsonl'
@@ -49,7 +49,7 @@ def dump(tmp_path_factory):
 def browser():
     playwright = pytest.importorskip('playwright.sync_api', reason='playwright is not installed: pip install playwright')
     if not os.path.exists(CHROMIUM):
-        pytest.skip(f'there is no {CHROMIUM}: apt install chromium')
+        pytest.skip(f'{CHROMIUM} is not installed: apt install chromium')
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox', '--disable-gpu'], headless=True)
         yield browser
@@ -57,7 +57,7 @@ def browser():
 
 
 class Page:
-    """A page of the browser with what went wrong on it."""
+    """A page of the browser with its requests and its errors."""
 
     def __init__(self, browser, url):
         self.tab = browser.new_page(viewport={'width': 1280, 'height': 900}, color_scheme='light', reduced_motion='reduce')
@@ -70,19 +70,19 @@ class Page:
     def ask(self, expression):
         return self.tab.evaluate(f'() => {expression}')
 
-    def until(self, expression, want=True, seconds=20):
+    def until(self, expression, expected=True, seconds=20):
         """Wait until an expression has a value."""
         end = time.monotonic() + seconds
-        while (got := self.ask(expression)) != want:
-            assert time.monotonic() < end, f'{expression} is {got!r}, want {want!r}; {self.failures}'
+        while (got := self.ask(expression)) != expected:
+            assert time.monotonic() < end, f'{expression} is {got!r}, expected {expected!r}; {self.failures}'
             time.sleep(0.02)
 
     def drawn(self):
-        """Wait until everything shows what the address says."""
+        """Wait until the page has been drawn."""
         self.until('document.documentElement.dataset.drawn !== undefined')
 
     def go(self, address):
-        """Choose by the address; wait for the drawing."""
+        """Change the hash of the address and wait until the page has been drawn."""
         turn = self.ask('document.documentElement.dataset.drawn')
         self.ask(f'{{ location.hash = {json.dumps(address)} }}')
         self.until(f'document.documentElement.dataset.drawn !== {json.dumps(turn)}')
@@ -95,8 +95,8 @@ class Page:
     def text(self, selector):
         return self.ask(f'document.querySelector({json.dumps(selector)}).textContent')
 
-    def z(self, place='map', trace=0):
-        return self.ask(f'document.getElementById({json.dumps(place)}).data[{trace}].z.map(line => Array.from(line))')
+    def z(self, plot='map', trace=0):
+        return self.ask(f'document.getElementById({json.dumps(plot)}).data[{trace}].z.map(line => Array.from(line))')
 
     def hash(self):
         return self.ask('Object.fromEntries(new URLSearchParams(location.hash.slice(1)))')
@@ -114,7 +114,7 @@ def module_page(browser, dump, tmp_path_factory):
 
 @pytest.fixture
 def shown(module_page):
-    """The page as a file, as it is when it is opened; nothing may go wrong on it."""
+    """The page as a file in its initial state.  The test fails if the page logs an error or sends a request."""
     if module_page.hash():
         module_page.go('')
     yield module_page
@@ -134,10 +134,10 @@ def test_a_file_shows_a_tensor_of_the_newest_step_without_any_request(shown, dum
     assert shown.text('h1') == 'transformer: logs'
     assert shown.ask('document.getElementById("status").hidden')
     entry = next(entry for entry in Logs(dump).entries if (entry.step, entry.layer, entry.name) == (20, LAYERS[0], 'input'))
-    want, mask = entry.load(), np.broadcast_to(Logs(dump).mask(entry), entry.shape)
+    x, mask = entry.load(), np.broadcast_to(Logs(dump).mask(entry), entry.shape)
     got = np.array([[np.nan if value is None else value for value in line] for line in shown.z()])
-    np.testing.assert_allclose(got, np.where(mask, want, np.nan).reshape(got.shape), rtol=1e-3, atol=1e-7)
-    assert '1 files were skipped' in shown.text('#skipped') and 'notes.txt' in shown.text('#skipped')
+    np.testing.assert_allclose(got, np.where(mask, x, np.nan).reshape(got.shape), rtol=1e-3, atol=1e-7)
+    assert 'Skipped files: 1' in shown.text('#skipped') and 'notes.txt' in shown.text('#skipped')
     assert len(shown.requests) == 1
 
 
@@ -168,8 +168,8 @@ def test_views_of_the_map(shown, dump):
         assert len(got) == len(values) and got != values
     entry = next(entry for entry in Logs(dump).entries if (entry.step, entry.layer, entry.name) == (20, LAYERS[0], 'input'))
     largest = abs(entry.load()).reshape(15, 16).max(1)                             # of a block: a row of 16
-    want = np.floor(np.log2(largest[largest > 0])) - 2
-    np.testing.assert_array_equal(np.ravel(shown.z())[largest > 0], want)
+    exponents = np.floor(np.log2(largest[largest > 0])) - 2
+    np.testing.assert_array_equal(np.ravel(shown.z())[largest > 0], exponents)
     shown.go('format=hifp8')
     assert shown.ask('document.querySelector("[data-view=scales]").disabled')
     shown.go('format=hifp8&view=scales')
@@ -247,9 +247,9 @@ def test_attention_has_the_words_on_both_axes(shown):
 
 
 def test_training_shows_loss_norm_and_gradient_flow(shown):
-    for place, want in (('loss', 7 * 0.97 ** 20), ('norm', 1 + 1 / 21)):
-        x, y = shown.ask(f'[document.getElementById("{place}").data[0].x, document.getElementById("{place}").data[0].y]')
-        assert x == list(range(21)) and abs(y[-1] - want) < 1e-4
+    for curve, last in (('loss', 7 * 0.97 ** 20), ('norm', 1 + 1 / 21)):
+        x, y = shown.ask(f'[document.getElementById("{curve}").data[0].x, document.getElementById("{curve}").data[0].y]')
+        assert x == list(range(21)) and abs(y[-1] - last) < 1e-4
     flow = 'document.getElementById("flow").data'
     assert shown.ask(f'{flow}.map(line => line.name)') == ['step 0', 'step 10', 'step 20']
     before = shown.ask(f'{flow}[0].y')
@@ -261,7 +261,7 @@ def test_training_shows_loss_norm_and_gradient_flow(shown):
 
 
 def test_address_is_a_link_and_the_back_button_goes_back(shown):
-    assert shown.linked_to == (f'{LAYERS[2]} forward input, step 10', 'bf16')        # where it was opened
+    assert shown.linked_to == (f'{LAYERS[2]} forward input, step 10', 'bf16')        # from the address it was opened with
     choose(shown, layer=LAYERS[2], step='10', format='bf16')
     title = shown.text('#tensor-title')
     choose(shown, layer=LAYERS[0])
@@ -318,7 +318,7 @@ def test_every_width_and_scheme(shown, width, scheme):
     shown.tab.set_viewport_size({'width': 1280, 'height': 900})
 
 
-def test_everything_has_a_name_for_those_who_do_not_see_it(shown):
+def test_every_control_and_plot_has_an_accessible_name(shown):
     assert shown.ask('[...document.querySelectorAll("select, input")].filter(item => !item.labels.length).length') == 0
     assert shown.ask('[...document.querySelectorAll("button")].filter(item => !item.textContent.trim() && '
                      '!item.dataset.title && !item.ariaLabel).length') == 0
@@ -326,7 +326,7 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(shown):
     assert shown.ask('document.documentElement.lang') == 'en'
 
 
-# ---- what is in it ---------------------------------------------------------------------------------------------------
+# ---- data of the page ------------------------------------------------------------------------------------------------
 
 def numbers_of(packed):
     return np.frombuffer(base64.b64decode(packed['values']), '<f2').astype(np.float64) * packed['scale']
@@ -343,13 +343,13 @@ def test_a_cell_is_the_extreme_of_its_patch():
     assert patch == [1, 5] and cells.shape == (7, 61)
     for row in range(7):
         for column in range(61):
-            part, keep = x[row, 5 * column:5 * column + 5], mask[row, 5 * column:5 * column + 5]
-            if not keep.any():
+            part, valid = x[row, 5 * column:5 * column + 5], mask[row, 5 * column:5 * column + 5]
+            if not valid.any():
                 assert np.isnan(cells[row, column])
-            elif not np.isfinite(part[keep]).all():
+            elif not np.isfinite(part[valid]).all():
                 assert cells[row, column] == np.inf
             else:
-                assert abs(cells[row, column] - max(part[keep], key=abs)) <= 50 * 2.0 ** -11
+                assert abs(cells[row, column] - max(part[valid], key=abs)) <= 50 * 2.0 ** -11
     assert detail['range'] == [-50.0, pytest.approx(float(x[mask & np.isfinite(x)].max()), rel=1e-5)]
     assert sum(detail['counts']) == np.isfinite(x[mask]).sum()
     window = payload.detail(x, mask, -1, ('mxfp8',), side=64, window=(2, 4, 0, 63))['values']
@@ -358,18 +358,18 @@ def test_a_cell_is_the_extreme_of_its_patch():
 
 
 @pytest.mark.parametrize('axis', [-1, 0, 1, 'tokens'])
-def test_magnitudes_of_block_formats_are_those_below_the_scale(axis):
+def test_magnitudes_of_block_formats_are_relative_to_the_block_scale(axis):
     x = np.random.default_rng(1).standard_normal((6, 7, 40)).astype(np.float32)
     x[0, 0, :3] = 0, np.nan, 1e-30
     detail = payload.detail(x, None, axis, ('mxfp4',))['formats']['mxfp4']
     flat, along = (x.reshape(42, 40), 0) if axis == 'tokens' else (x, axis)
     scales = np.nan_to_num(statistics.block_scales(x, 'mxfp4', axis))
     scales = np.repeat(scales, 32, along).take(range(flat.shape[along]), along)
-    good = np.isfinite(flat) & (flat != 0)
-    want = np.floor(2 * np.log2(np.abs(flat[good].astype(np.float64)))) / 2 - scales[good]
+    counted = np.isfinite(flat) & (flat != 0)
+    expected = np.floor(2 * np.log2(np.abs(flat[counted].astype(np.float64)))) / 2 - scales[counted]
     counts = detail['exponents']['counts']
     got = np.repeat(detail['exponents']['first'] + np.arange(len(counts)) / 2, counts)
-    np.testing.assert_array_equal(got, np.sort(want))
+    np.testing.assert_array_equal(got, np.sort(expected))
 
 
 @pytest.mark.parametrize('shape', [(), (0,), (5,), (1, 1), (3, 0), (2, 3, 4, 5)])
@@ -390,12 +390,12 @@ def test_long_curves_are_thinned_and_keep_their_ends_and_peaks():
 
 
 def catalogue(path):
-    """The catalogue of a page, read without a browser."""
+    """Return the catalogue of a page, read without a browser."""
     text = re.search(r'id="catalogue">([^<]*)</script>', Path(path).read_text(encoding='utf-8'))[1]
     return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
-def test_page_max_bounds_the_page_and_the_page_says_what_is_left_out(tmp_path):
+def test_page_max_bounds_the_page_and_the_page_lists_the_omissions(tmp_path):
     make_dump(tmp_path / 'logs', steps=range(0, 40, 5))
     logs = Logs(tmp_path / 'logs')
     plotly = len(page.script())
@@ -403,17 +403,18 @@ def test_page_max_bounds_the_page_and_the_page_says_what_is_left_out(tmp_path):
     for limit in (64_000_000, 2_000_000, 1_000_000, 400_000, 60_000):
         path = page.write(logs, str(tmp_path / 'page'), page_max=limit)
         assert os.path.getsize(path) < plotly + 80_000 + limit
-        entries, pictured, sides, left = page.plan(logs.entries, payload.used_formats(logs.entries, page.FORMATS), limit)
-        said = catalogue(path)
-        assert (len(said['tensors']), said['pictured'], said['left']) == (len(entries), sorted(pictured), left)
+        entries, pictured, sides, omissions = page.plan(logs.entries, payload.used_formats(logs.entries, page.FORMATS), limit)
+        data = catalogue(path)
+        assert (len(data['tensors']), data['pictured'], data['omissions']) == (len(entries), sorted(pictured), omissions)
         seen.append((len(entries), len(pictured), *sides))
-        assert bool(left) == (limit < 64_000_000)
+        assert bool(omissions) == (limit < 64_000_000)
     assert seen == sorted(seen, reverse=True) and len(set(seen)) == 5 and seen[0] == (200, 200, 128, 64)
-    assert {entry.step for entry in entries} == {35} and 0 < len(entries) < 25      # of one step, not all
-    assert left[0] == f'This page has {len(entries)} of 200 tensors, of 1 of 8 steps.' and '--page-max than 60.0 KB' in left[-1]
+    assert {entry.step for entry in entries} == {35} and 0 < len(entries) < 25      # some tensors of one step
+    assert omissions[0] == f'This page has {len(entries)} of 200 tensors, from 1 of 8 steps.'
+    assert '--page-max above 60.0 KB' in omissions[-1]
 
 
-def test_steps_that_are_kept_are_spread_evenly():
+def test_every_prefix_of_the_step_order_is_spread_evenly():
     assert page._spread([]) == [] and page._spread([7]) == [7]
     assert page._spread(list(range(0, 90, 10)))[:5] == [80, 0, 40, 20, 60]
     assert sorted(page._spread(list(range(1000)))) == list(range(1000))
@@ -423,16 +424,16 @@ def test_draw_bounds_its_page(tmp_path, dump, monkeypatch):
     seen = []
     monkeypatch.setattr('pyops.inspect.draw.draw', lambda *arguments: seen.append(arguments[-1].page_max) or Summary())
     draw = ['inspect', 'draw', '--tensor-dir', str(dump), '--output-dir', str(tmp_path)]
-    for more, want in ([], page.PAGE_MAX), (['--page-max', '2.5M'], 2_500_000):
+    for more, page_max in ([], page.PAGE_MAX), (['--page-max', '2.5M'], 2_500_000):
         with pytest.raises(SystemExit):
             main([*draw, *more])
-        assert seen.pop() == want
+        assert seen.pop() == page_max
     with pytest.raises(SystemExit):
         main([*draw, '--page-max', 'much'])
     assert not seen
 
 
-def test_a_page_that_cannot_be_written_is_said_in_a_line(tmp_path, dump, monkeypatch):
+def test_a_page_that_cannot_be_written_is_a_user_error(tmp_path, dump, monkeypatch):
     (tmp_path / 'file').touch()
     with pytest.raises(UserError, match='the page cannot be written'):
         page.write(Logs(dump), str(tmp_path / 'file'))
@@ -453,10 +454,10 @@ def test_a_damaged_tensor_is_named_and_the_others_are_shown(tmp_path):
     logs = Logs(tmp_path / 'logs')
     victim = logs.entries[3]
     (tmp_path / 'logs' / victim.file).write_bytes(b'\0' * os.path.getsize(tmp_path / 'logs' / victim.file))
-    said = catalogue(page.write(logs, str(tmp_path / 'page'), formats=('bf16',)))
-    assert victim.file in said['skipped'][0][0] and len(said['skipped']) == 1
-    assert [row is None for row in said['quality']['bf16']] == [number == 3 for number in range(len(logs.entries))]
-    assert said['pictured'] == [number for number in range(len(logs.entries)) if number != 3]
+    data = catalogue(page.write(logs, str(tmp_path / 'page'), formats=('bf16',)))
+    assert victim.file in data['skipped'][0][0] and len(data['skipped']) == 1
+    assert [row is None for row in data['quality']['bf16']] == [number == 3 for number in range(len(logs.entries))]
+    assert data['pictured'] == [number for number in range(len(logs.entries)) if number != 3]
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -465,7 +466,7 @@ def test_a_damaged_tensor_is_named_and_the_others_are_shown(tmp_path):
 def server(dump):
     source = serve.Source(dump)
     with serve.open_server(source, 'void 0', '127.0.0.1', 0) as server:
-        source.look()
+        source.refresh()
         thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
         thread.start()
         yield server
@@ -497,18 +498,18 @@ def test_server_answers_four_paths_and_nothing_else(server):
     maps = json.loads(get(server, f'/attention?serial={serial}&id={weights["id"]}&sentence=2')[1])['maps']
     assert len(maps) == 1 and maps[0]['words'][0][:2] == ['no', '<eos>']
     known = f'/detail?serial={serial}'
-    for path, want in (('/etc/passwd', 404), ('/../manifest.jsonl', 404), ('/..%2f..%2fetc/passwd', 404), ('/logs', 404),
+    for path, code in (('/etc/passwd', 404), ('/../manifest.jsonl', 404), ('/..%2f..%2fetc/passwd', 404), ('/logs', 404),
                        ('//x', 404), ('/detail', 400), ('/detail?id=0', 404), (f'{known}&id=75&format=bf16', 404),
                        (f'{known}&id=-1&format=bf16', 400), (f'{known}&id=0&format=fp7', 404),
                        (f'{known}&id=0&format=bf16&window=0,99,0,3', 400), (f'/attention?serial={serial}&id=0&sentence=0', 404),
                        (f'/attention?serial={serial}&id={weights["id"]}&sentence=3', 404), ('/changes?' + 'a=1&' * 50, 400)):
         status, text = get(server, path)
-        assert status == want and len(text) < 80 and 'root' not in text, path
+        assert status == code and len(text) < 80 and 'root' not in text, path
     for method in ('POST', 'PUT', 'DELETE', 'OPTIONS'):
         assert get(server, '/', method)[0] == 501
 
 
-def test_server_answers_those_who_call_it_by_its_address(server):
+def test_server_refuses_host_headers_that_dns_rebinding_could_send(server):
     port = server.server_port
     for host in (f'localhost:{port}', f'127.0.0.1:{port}', '[::1]', '192.168.1.2:80', 'LOCALHOST'):
         assert get(server, '/changes', Host=host)[0] == 200, host
@@ -517,7 +518,7 @@ def test_server_answers_those_who_call_it_by_its_address(server):
         assert (status, text) == (403, f'open {server.url} instead\n'), host
 
 
-def test_answers_are_kept_within_a_bound(server, monkeypatch):
+def test_the_cache_of_responses_is_bounded(server, monkeypatch):
     source = server.source
     made = []
     monkeypatch.setattr(payload, 'detail', lambda *arguments, **_: made.append(1) or {'x': 'y' * 1000})
@@ -528,67 +529,68 @@ def test_answers_are_kept_within_a_bound(server, monkeypatch):
     assert len(made) == 2
     for number in range(9):
         get(server, f'/detail?serial={source.serial}&id={number}&format=bf16')
-    assert source._size == sum(map(len, source._answers.values())) <= 3000 and len(source._answers) == 2
+    assert source._size == sum(map(len, source._responses.values())) <= 3000 and len(source._responses) == 2
 
 
-def test_a_folder_that_makes_way_for_another_is_begun_anew(tmp_path):
+def test_a_replaced_folder_is_read_from_the_start(tmp_path):
     source = serve.Source(tmp_path / 'logs')
-    source.look()
-    assert source.waiting.endswith('there is no such folder yet; waiting for it')
+    source.refresh()
+    assert source.waiting.endswith('waiting for this folder to be created')
     make_dump(tmp_path / 'logs', steps=(0,))
-    source.look()
+    source.refresh()
     first = source.serial
     assert source.waiting == '' and len(source.changes({})['tensors']) == 25
-    source.look()
+    source.refresh()
     assert source.serial == first
     shutil.rmtree(tmp_path / 'logs')
-    source.look()
+    source.refresh()
     assert 'waiting' in source.waiting and source.changes({'serial': first, 'after': '25'})['tensors'] == []
     make_dump(tmp_path / 'logs', steps=(0, 1))
-    source.look()
+    source.refresh()
     assert source.serial != first and len(source.changes({'serial': first, 'after': '25'})['tensors']) == 50
 
 
-def test_serve_opens_a_browser_where_it_is_asked_to(dump, monkeypatch, capsys):
+def test_serve_opens_a_browser_only_with_the_flag(dump, monkeypatch, capsys):
     def interrupted(server):
         raise KeyboardInterrupt
     opened = []
     monkeypatch.setattr(serve._Server, 'serve_forever', interrupted)
     monkeypatch.setattr('webbrowser.open', opened.append)
-    for wish in (False, True):
+    for flag in (False, True):
         with pytest.raises(KeyboardInterrupt):
-            serve.run(SimpleNamespace(logs=str(dump), host='127.0.0.1', port=0, open=wish))
+            serve.run(SimpleNamespace(logs=str(dump), host='127.0.0.1', port=0, open=flag))
     (url,) = opened
     assert capsys.readouterr().out.splitlines()[1] == f'serving {dump} at {url} (Ctrl-C ends)'
 
 
-def test_bad_input_of_serve_is_a_line(tmp_path, capsys):
+def test_bad_input_of_serve_is_one_line(tmp_path, capsys):
     (tmp_path / 'file').touch()
     with socket.create_server(('127.0.0.1', 0)) as taken:
         port = taken.getsockname()[1]
-        for arguments, want in ((['logs', '--port', port], f'--port {port}: another program listens there; end it, or give'),
-                                (['logs', '--port', '70000'], '--port: want a whole number from 0 to 65535'),
-                                (['logs', '--port', '-1'], '--port: want a whole number from 0 to 65535'),
-                                ([tmp_path / 'file'], 'file: is a file; want the folder of saved tensors'),
-                                (['logs', '--host', 'no such host'], '--host no such host: no such address'),
-                                (['logs', '--host', '8.8.8.8'], '--host 8.8.8.8: cannot listen there')):
-            with pytest.raises(SystemExit) as left:
+        for arguments, message in (
+                (['logs', '--port', port], f'--port {port}: already in use by another program; stop it, or give'),
+                (['logs', '--port', '70000'], '--port: want a whole number from 0 to 65535'),
+                (['logs', '--port', '-1'], '--port: want a whole number from 0 to 65535'),
+                ([tmp_path / 'file'], 'file: is a file; give the folder of saved tensors'),
+                (['logs', '--host', 'no such host'], '--host no such host: unknown address'),
+                (['logs', '--host', '8.8.8.8'], '--host 8.8.8.8: cannot listen there')):
+            with pytest.raises(SystemExit) as exit:
                 main(['inspect', 'serve', *map(str, arguments)])
-            out, said = capsys.readouterr()
-            assert (left.value.code, out) == (2, '') and len(said.splitlines()) == 1 and want in said
+            out, err = capsys.readouterr()
+            assert (exit.value.code, out) == (2, '') and len(err.splitlines()) == 1 and message in err
 
 
 # ---- live ------------------------------------------------------------------------------------------------------------
 
 class Run:
-    """A training run as a server sees it: a finished dump that is copied into a folder step by step."""
+    """A simulated training run: copies a finished dump to a folder step by step."""
 
     def __init__(self, finished, folder):
         self.finished, self.folder = finished, folder
         self.lines = (finished / 'manifest.jsonl').read_text().splitlines(keepends=True)
 
     def write_to(self, step):
-        """The files and lines of all steps up to this one."""
+        """Copy the files and manifest lines of all steps up to this one."""
         self.folder.mkdir(exist_ok=True)
         while self.lines and json.loads(self.lines[0]).get('step', 0) <= step:
             line = self.lines.pop(0)
@@ -599,7 +601,7 @@ class Run:
 
 
 def start(folder, port=0):
-    """-> the server, its first line."""
+    """Return the server process and its first line."""
     server = subprocess.Popen([sys.executable, '-m', 'pyops', 'inspect', 'serve', folder, '--port', str(port)], cwd=ROOT,
                               text=True, stdout=subprocess.PIPE)
     return server, server.stdout.readline()
@@ -608,7 +610,7 @@ def start(folder, port=0):
 def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser):
     run = Run(dump, tmp_path / 'logs')
     server, line = start(run.folder)
-    waits = f'{run.folder}: there is no such folder yet; waiting for it'
+    waits = f'{run.folder}: waiting for this folder to be created'
     shown = None
     try:
         url = line.split(' at ')[1].split()[0]
@@ -616,7 +618,7 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
         assert server.stdout.readline() == waits + '\n'
         shown = Page(browser, url)
         shown.until('document.getElementById("status").textContent', waits)
-        shown.ask('{ window.kept = true }')
+        shown.ask('{ window.marker = true }')
         run.write_to(0)
         shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 0')
         shown.until('document.getElementById("count").textContent', '25 tensors')
@@ -631,7 +633,7 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
             f'{url}/', f'{url}/changes', f'{url}/detail', f'{url}/attention'} and shown.failures == []
         server.send_signal(signal.SIGINT)
         assert server.wait(10) == 130
-        shown.until('document.getElementById("status").textContent', 'connection lost; trying again')
+        shown.until('document.getElementById("status").textContent', 'connection lost; retrying')
         assert 'step 10' in shown.text('#tensor-title')
         run.write_to(20)
         server, again = start(run.folder, url.split(':')[-1])
@@ -639,7 +641,7 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
         shown.until('document.getElementById("tensor-title").textContent', f'{LAYERS[0]} forward input, step 20')
         shown.until('document.getElementById("count").textContent', '75 tensors')
         assert shown.ask('document.getElementById("status").textContent').startswith('live')
-        assert shown.ask('window.kept === true')                                     # never loaded again
+        assert shown.ask('window.marker === true')                                   # the page was not reloaded
         assert all('ERR_CONNECTION_REFUSED' in failure for failure in shown.failures)
     finally:
         server.kill()
@@ -648,7 +650,7 @@ def test_live_page_follows_a_run_and_outlives_its_server(dump, tmp_path, browser
             shown.tab.close()
 
 
-def test_live_zoom_asks_for_the_part_that_is_seen_and_time_steps_are_chosen_between(tmp_path, browser):
+def test_live_zoom_fetches_the_visible_part_and_time_steps_are_instances(tmp_path, browser):
     from safetensors.numpy import save_file
     x = np.random.default_rng(0).standard_normal((300, 500)).astype(np.float32)
     save_file({'tensor': x}, tmp_path / '20260101_000000_0001_linear_L0_forward_fp32_weight.safetensors')
@@ -656,7 +658,7 @@ def test_live_zoom_asks_for_the_part_that_is_seen_and_time_steps_are_chosen_betw
         name = f'20260101_000000_000{2 + t}_linear_L1_forward_fp32_input_t{t}.safetensors'
         save_file({'tensor': x[t:t + 1, :7]}, tmp_path / name)
     source = serve.Source(tmp_path)
-    source.look()
+    source.refresh()
     with serve.open_server(source, page.script(), '127.0.0.1', 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
         thread.start()

@@ -1,1 +1,1 @@
-"""Look inside a training run: tensors saved from its plan, what narrow number formats do to them, pictures of both."""
+"""Inspect a training run: save tensors from its plan, measure the error of number formats on them, and plot both."""

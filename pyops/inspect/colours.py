@@ -1,6 +1,6 @@
-"""The colour of every number format, the same in pictures and on the page.
+"""The colour of each number format, in pictures and on the page.
 
-The palette of Okabe and Ito, whose colours differ for all kinds of colour blindness, on white and on near black.
+The Okabe-Ito palette: distinct under all kinds of colour blindness, on white and on a dark background.
 """
 
 FORMATS = {'fp32': '#7f7f7f', 'bf16': '#0072b2', 'fp16': '#56b4e9', 'hifp8': '#d55e00', 'mxfp8': '#009e73',
@@ -8,5 +8,5 @@ FORMATS = {'fp32': '#7f7f7f', 'bf16': '#0072b2', 'fp16': '#56b4e9', 'hifp8': '#d
 
 
 def of(fmt):
-    """Colour '#rrggbb' of a format, a name or a text such as 'mxfp8:scale=rceil'; grey for one that is not ours."""
+    """Return the colour '#rrggbb' of a Format or of its text, such as 'mxfp8:scale=rceil'; grey for an unknown format."""
     return FORMATS.get(str(fmt).partition(':')[0], FORMATS['fp32'])

@@ -1,16 +1,16 @@
-// The page of saved tensors: what is chosen stands in the address, everything on the screen follows from it.
-// In a file all data lie in the page (pyops/inspect/page.py); a server is asked for them (pyops/inspect/serve.py).
-// Names and words come from files that nobody vouches for: they reach the document as text, and Plotly through `plain`.
+// The page of saved tensors.  The location hash holds the selection, and everything on the screen is derived from it.
+// A page in a file contains its data (pyops/inspect/page.py); a live page fetches them from a server (pyops/inspect/serve.py).
+// Names and words come from untrusted files: they enter the document as text only, and Plotly through `escaped`.
 'use strict';
 (() => {
 
 const $ = id => document.getElementById(id);
 const head = JSON.parse($('data').textContent);
 const NEWEST = '';
-const ROWS = 250;                       // of the table, before "Show more"
-const POLL = 1000;                      // ms between questions to the server
+const ROWS = 250;                       // table rows before "Show more"
+const POLL = 1000;                      // ms between requests to the server
 
-// ---- small things ---------------------------------------------------------------------------------------------------
+// ---- utilities ------------------------------------------------------------------------------------------------------
 
 function element(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -18,8 +18,8 @@ function element(tag, properties = {}, ...children) {
   return node;
 }
 
-// Plotly reads a little HTML in its texts.
-const plain = text => String(text).replace(/[&<>"']/g, letter => `&#${letter.charCodeAt(0)};`);
+// Escape text for Plotly, which interprets some HTML.
+const escaped = text => String(text).replace(/[&<>"']/g, letter => `&#${letter.charCodeAt(0)};`);
 
 const number = value => value === 'inf' ? Infinity : value === '-inf' ? -Infinity : value;
 
@@ -34,20 +34,20 @@ function shown(value, digits = 4) {
   return text.replaceAll('-', '\u2212');
 }
 
-// A power of two, 2 with a raised exponent where that is shorter.
+// Format a power of two, with a superscript exponent if that is shorter.
 function power(value) {
   const exponent = Math.log2(value);
   if (Math.abs(exponent) < 5) return shown(value);
-  const raised = {'-': '\u207b', 0: '\u2070', 1: '\u00b9', 2: '\u00b2', 3: '\u00b3', 4: '\u2074', 5: '\u2075', 6: '\u2076',
-                  7: '\u2077', 8: '\u2078', 9: '\u2079'};
-  return '2' + [...String(Math.round(exponent))].map(letter => raised[letter]).join('');
+  const superscript = {'-': '\u207b', 0: '\u2070', 1: '\u00b9', 2: '\u00b2', 3: '\u00b3', 4: '\u2074', 5: '\u2075', 6: '\u2076',
+                       7: '\u2077', 8: '\u2078', 9: '\u2079'};
+  return '2' + [...String(Math.round(exponent))].map(letter => superscript[letter]).join('');
 }
 
 function bytesOf(text) {
   return Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
 }
 
-// base64 of little-endian float16, times a scale
+// Decode base64 of little-endian float16 and multiply by the scale.
 function floats({values, scale}) {
   const bytes = bytesOf(values), result = new Float32Array(bytes.length / 2);
   for (let i = 0; i < result.length; i++) {
@@ -63,16 +63,16 @@ function matrix(numbers, rows, columns, start = 0) {
   return Array.from({length: rows}, (_, row) => numbers.subarray(start + row * columns, start + (row + 1) * columns));
 }
 
-async function unpacked(text) {
+async function inflate(text) {
   const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream('deflate'));
   return JSON.parse(await new Response(stream).text());
 }
 
 // ---- data -----------------------------------------------------------------------------------------------------------
 
-// tensors: by id;  tree: layer -> role -> step -> [tensors];  quality: format -> id -> numbers
-// serial: of the folder, where a server reads it;  edition: counts changes
-const data = {run: {}, steps: [], skipped: [], formats: head.formats, left: [], serial: '', edition: 0};
+// tensors: by id;  tree: layer -> role -> step -> [tensors];  quality: format -> id -> error measures
+// serial: identifies the folder that the server reads;  edition: number of updates
+const data = {run: {}, steps: [], skipped: [], formats: head.formats, omissions: [], serial: '', edition: 0};
 
 function clear() {
   Object.assign(data, {tensors: [], tree: new Map(), quality: new Map(), pictured: null, pending: 0, waiting: ''});
@@ -100,27 +100,27 @@ const qualityOf = (tensor, format) => data.quality.get(format)?.get(tensor.id);
 const measure = (numbers, name) => numbers ? number(numbers[head.quality.indexOf(name)]) : undefined;
 const statistic = (tensor, name) => tensor.statistics ? number(tensor.statistics[head.description.indexOf(name)]) : undefined;
 
-// What lies in the page itself.
+// The data embedded in a file.
 const embedded = {
   async start() {
-    const all = await unpacked($('catalogue').textContent);
+    const all = await inflate($('catalogue').textContent);
     clear();
-    const {run, steps, skipped, left, tensors, quality} = all;
-    Object.assign(data, {run, steps, skipped, left, pictured: new Set(all.pictured)});
+    const {run, steps, skipped, omissions, tensors, quality} = all;
+    Object.assign(data, {run, steps, skipped, omissions, pictured: new Set(all.pictured)});
     tensors.forEach(add);
     for (const format in quality) quality[format].forEach((numbers, id) => addQuality(format, id, numbers));
     redraw();
   },
   async detail(tensor) {
     const part = $(`t${tensor.id}`);
-    return part ? unpacked(part.textContent) : null;
+    return part ? inflate(part.textContent) : null;
   },
   async attention(tensor) {
     return (await cached(tensor)).attention;
   },
 };
 
-// What a server tells, asked for again and again.
+// The data of a server, polled.
 const live = {
   version: 0,
   async start() {
@@ -144,7 +144,7 @@ const live = {
   },
   async ask() {
     const news = await this.get('changes', {serial: data.serial, after: this.version, format: choice().format});
-    if (news.serial !== data.serial) {          // another server, or the folder is another one
+    if (news.serial !== data.serial) {          // the server was restarted or the folder was replaced
       clear();
       details.clear();
       data.serial = news.serial;
@@ -179,7 +179,7 @@ const live = {
 
 const source = head.live ? live : embedded;
 
-// The last details that were looked at, as promises.
+// A cache of recent details, as promises.
 const details = new Map();
 
 function cached(tensor, format = '', name = 'detail', ...more) {
@@ -195,42 +195,42 @@ function cached(tensor, format = '', name = 'detail', ...more) {
 
 function connection(works) {
   const status = $('status');
-  const text = works ? data.waiting || (data.pending ? `live, ${data.pending} tensors to be measured` : 'live')
-    : 'connection lost; trying again';
+  const text = works ? data.waiting || (data.pending ? `live, ${data.pending} tensors not measured yet` : 'live')
+    : 'connection lost; retrying';
   status.hidden = false;
   status.classList.toggle('lost', !works);
   if (status.textContent !== text) status.textContent = text;
 }
 
-// ---- choice ---------------------------------------------------------------------------------------------------------
+// ---- selection ------------------------------------------------------------------------------------------------------
 
-// What the address says; what it does not say, or what is not there, is found by `resolve`.
+// The values of an empty hash; `resolve` replaces missing and invalid values.
 const DEFAULTS = {layer: '', role: '', step: NEWEST, copy: '', format: '', view: 'values', flow: '', attention: '',
                   sentence: '0', head: '0', sort: 'sqnr_db', order: 'ascending', words: ''};
 
 function choice() {
-  const said = new URLSearchParams(location.hash.slice(1)), result = {...DEFAULTS};
-  for (const key in DEFAULTS) if (said.has(key)) result[key] = said.get(key);
+  const given = new URLSearchParams(location.hash.slice(1)), result = {...DEFAULTS};
+  for (const key in DEFAULTS) if (given.has(key)) result[key] = given.get(key);
   if (!data.formats.some(format => format.name === result.format)) result.format = preferred();
   return result;
 }
 
-// The format that the run used, or else the first.
+// The format that the run used, or the first one.
 function preferred() {
   const used = (data.tensors ?? []).find(tensor => tensor && tensor.format !== 'fp32');
   return (data.formats.find(format => format.name === used?.format) ?? data.formats[0]).name;
 }
 
-// Change the choice.  quiet: no new entry for the back button.
-function choose(changes, quiet = false) {
-  const said = new URLSearchParams(location.hash.slice(1));
+// Change the selection.  replace: add no entry to the browser history.
+function choose(changes, replace = false) {
+  const given = new URLSearchParams(location.hash.slice(1));
   for (const key in changes) {
-    if (changes[key] === DEFAULTS[key]) said.delete(key);
-    else said.set(key, changes[key]);
+    if (changes[key] === DEFAULTS[key]) given.delete(key);
+    else given.set(key, changes[key]);
   }
-  const hash = `#${said}`;
+  const hash = `#${given}`;
   if (hash === (location.hash || '#')) return;
-  if (quiet) {
+  if (replace) {
     history.replaceState(null, '', hash);
     redraw();
   } else {
@@ -240,7 +240,7 @@ function choose(changes, quiet = false) {
 
 const sortedSteps = steps => [...steps.keys()].sort((a, b) => a - b);
 
-// The tensor that is chosen, with all there is to choose from.
+// Return the selected tensor and the options of all controls.
 function resolve(chosen) {
   const layers = [...data.tree.keys()];
   if (!layers.length) return null;
@@ -249,15 +249,15 @@ function resolve(chosen) {
   const [operation] = chosen.role.split('.');
   const role = roles.includes(chosen.role) ? chosen.role : roles.find(name => name.split('.')[0] === operation) ?? roles[0];
   const steps = sortedSteps(data.tree.get(layer).get(role));
-  // a step that has not this tensor: the last one before it
-  const wanted = chosen.step === NEWEST ? Infinity : Number(chosen.step);
-  const step = steps.findLast(value => value <= wanted) ?? steps[0];
+  // if the tensor was not saved at this step: the last step before it
+  const limit = chosen.step === NEWEST ? Infinity : Number(chosen.step);
+  const step = steps.findLast(value => value <= limit) ?? steps[0];
   const copies = data.tree.get(layer).get(role).get(step);
   const tensor = copies.find(item => copyOf(item) === chosen.copy) ?? copies.find(item => runOf(item) === runOf(copies.at(-1)));
   return {layers, layer, roles, role, steps, step, copies, tensor};
 }
 
-// Several tensors of the same layer, role and step: time steps of a GRU, runs into the same folder, ranks in folders below.
+// Several tensors can share layer, role and step: time steps of a GRU, runs saved to one folder, ranks in subfolders.
 const runOf = tensor => `${tensor.folder}.${tensor.run}`;
 const copyOf = tensor => `${runOf(tensor)}.${tensor.time === null ? `n${tensor.counter}` : `t${tensor.time}`}`;
 
@@ -288,14 +288,14 @@ function drawControls(chosen, found) {
   fill($('copy'), found.copies.map((tensor, ...rest) => [copyOf(tensor), copyLabel(tensor, ...rest)]), copyOf(found.tensor));
 }
 
-// ---- pictures -------------------------------------------------------------------------------------------------------
+// ---- plots ----------------------------------------------------------------------------------------------------------
 
 const dark = matchMedia('(prefers-color-scheme: dark)');
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const CONFIG = {displaylogo: false, responsive: true, modeBarButtonsToRemove: ['lasso2d', 'select2d', 'autoScale2d']};
 
-// Colours of signed numbers: blue, the ground, orange; of shares: from the ground to blue; else Plotly's Cividis.  Each is
-// told apart by lightness alone too, so that all serve the colour-blind.
+// Colour scales: diverging blue to orange for signed values, background to blue for shares, else Plotly's Cividis.
+// Lightness alone distinguishes the values, for colour-blind readers.
 const signed = () => dark.matches
   ? [[0, '#a8dcff'], [0.25, '#2f86c9'], [0.5, '#161a20'], [0.75, '#c4681f'], [1, '#ffd9a8']]
   : [[0, '#08427d'], [0.25, '#5fa2d6'], [0.5, '#ffffff'], [0.75, '#e58a3c'], [1, '#7a2f00']];
@@ -304,10 +304,10 @@ const shares = () => dark.matches
   ? [[0, '#161a20'], [0.35, '#1f4f7a'], [0.7, '#5fb0ea'], [1, '#f0f9ff']]
   : [[0, '#ffffff'], [0.35, '#9ecae9'], [0.7, '#2f7fc1'], [1, '#08306b']];
 
-// '#rrggbb' and a share of it
+// '#rrggbb' with an opacity
 const faint = (rgb, share) => `rgba(${[1, 3, 5].map(at => parseInt(rgb.slice(at, at + 2), 16)).join()},${share})`;
 
-// Ticks of a logarithmic axis: powers of ten; where there are hardly any, 1, 2 and 5 times those, or what Plotly finds.
+// Ticks of a logarithmic axis: powers of ten; over few decades also 2 and 5 times those, or Plotly's own choice.
 function logAxis(values) {
   const sizes = values.filter(value => value > 0);
   const largest = Math.max(...sizes), decades = sizes.length ? Math.log10(largest / Math.min(...sizes)) : 0;
@@ -316,7 +316,7 @@ function logAxis(values) {
   return {type: 'log', ...ticks};
 }
 
-// The same for counts, from a little below 1.
+// Axis options for counts.  A logarithmic axis begins slightly below 1.
 const COUNTS = {title: {text: 'elements'}, automargin: false};
 
 function logCounts(counts) {
@@ -335,32 +335,33 @@ function layout(more = {}) {
   };
 }
 
-// Draw, or say why there is nothing to draw.  label: for those who do not see the picture.
+// Draw a plot.  label: the description for screen readers.
 function plot(id, traces, format, label) {
-  const place = $(id);
-  place.querySelector('.empty')?.remove();
-  place.setAttribute('aria-label', label);
-  if (place.getAttribute('role') !== 'tabpanel') place.setAttribute('role', 'img');
-  return Plotly.react(place, traces, layout(format), CONFIG);
+  const node = $(id);
+  node.querySelector('.empty')?.remove();
+  node.setAttribute('aria-label', label);
+  if (node.getAttribute('role') !== 'tabpanel') node.setAttribute('role', 'img');
+  return Plotly.react(node, traces, layout(format), CONFIG);
 }
 
-// Draw a picture unless it shows this already.  what: all that it depends on.
-const known = new Map();
+// Draw a plot unless it is up to date.  inputs: all values that it depends on.
+const drawnKeys = new Map();
 
-function show(id, what, draw) {
-  const key = [data.serial, dark.matches, ...what].join();
-  if (known.get(id) === key) return;
-  known.set(id, key);
+function show(id, inputs, draw) {
+  const key = [data.serial, dark.matches, ...inputs].join();
+  if (drawnKeys.get(id) === key) return;
+  drawnKeys.set(id, key);
   draw();
 }
 
+// Replace a plot by the reason for its absence.
 function empty(id, reason) {
-  const place = $(id);
-  if (place.data) Plotly.purge(place);          // with its listeners
-  place.listens = false;
-  known.delete(id);
-  place.setAttribute('aria-label', reason);
-  place.replaceChildren(element('p', {className: 'empty', textContent: reason}));
+  const node = $(id);
+  if (node.data) Plotly.purge(node);            // also removes its listeners
+  node.listens = false;
+  drawnKeys.delete(id);
+  node.setAttribute('aria-label', reason);
+  node.replaceChildren(element('p', {className: 'empty', textContent: reason}));
 }
 
 function drawCurve(id, column, name, chosenStep) {
@@ -368,22 +369,22 @@ function drawCurve(id, column, name, chosenStep) {
   if (!points.length) return empty(id, head.live ? `No ${name} yet.` : `No ${name} was recorded.`);
   const last = points.at(-1);
   const logarithmic = column === 2 && points.every(point => point[2] > 0);
-  // a run that went back to an earlier step begins a line of its own
+  // a run that resumed from an earlier step starts a separate line
   const line = points.flatMap((point, i) => i && point[0] <= points[i - 1][0] ? [[null, null, null], point] : [point]);
   const x = line.map(point => point[0]), y = line.map(point => point[column]);
   plot(id, [{
     type: 'scatter', mode: points.length < 40 ? 'lines+markers' : 'lines', x, y,
     line: {color: colour('accent'), width: 1.8}, marker: {size: 5}, hovertemplate: 'step %{x}<br>%{y:.5g}<extra></extra>',
   }], {
-    xaxis: {title: {text: 'step'}}, yaxis: logarithmic ? logAxis(y) : {exponentformat: 'power'}, uirevision: 'kept',
+    xaxis: {title: {text: 'step'}}, yaxis: logarithmic ? logAxis(y) : {exponentformat: 'power'}, uirevision: 'constant',
     shapes: chosenStep === undefined ? [] : [{
       type: 'line', xref: 'x', yref: 'paper', x0: chosenStep, x1: chosenStep, y0: 0, y1: 1,
       line: {color: colour('soft'), width: 1.2, dash: 'dot'},
     }],
-  }, `${name} over ${points.length} steps; at step ${last[0]} it is ${shown(last[column])}`);
+  }, `${name} over ${points.length} steps; ${shown(last[column])} at step ${last[0]}`);
 }
 
-// rms of a gradient in every layer: a line for each step, or a map where there are many
+// rms of a gradient in every layer: one line per step, or a map if there are many steps
 function drawFlow(chosen) {
   const roles = [...new Set(data.tensors.filter(tensor => tensor.operation === 'backward').map(tensor => tensor.name))];
   const role = roles.includes(chosen.flow) ? chosen.flow : roles.find(name => name === 'grad_weight') ?? roles[0];
@@ -392,15 +393,15 @@ function drawFlow(chosen) {
   if (!role) return empty('flow', head.live ? 'No gradients yet.' : 'No gradients were saved.');
   const layers = [...data.tree].filter(([, all]) => all.has(`backward.${role}`)).map(([layer]) => layer);
   const steps = sortedSteps(new Map(layers.flatMap(layer => [...data.tree.get(layer).get(`backward.${role}`)])));
-  // several tensors of one layer and step, as the time steps of a GRU: the root of the mean of the squares
+  // several tensors of one layer and step, such as the time steps of a GRU: the root mean square of their rms
   const rms = (layer, step) => {
     const all = (data.tree.get(layer).get(`backward.${role}`).get(step) ?? []).map(tensor => statistic(tensor, 'rms'))
       .filter(value => Number.isFinite(value));
     return all.length ? Math.sqrt(all.reduce((sum, value) => sum + value * value, 0) / all.length) : null;
   };
-  const names = layers.map(plain), label = `rms of ${role} in ${layers.length} layers at ${steps.length} steps`;
+  const names = layers.map(escaped), label = `rms of ${role} in ${layers.length} layers at ${steps.length} steps`;
   const labelled = range(layers.length).filter(i => i % Math.ceil(layers.length / 12) === 0);
-  const ticks = {tickvals: labelled, ticktext: labelled.map(i => plain(briefLayer(layers[i], 16))), tickfont: {size: 10}};
+  const ticks = {tickvals: labelled, ticktext: labelled.map(i => escaped(briefLayer(layers[i], 16))), tickfont: {size: 10}};
   const z = layers.map(layer => steps.map(step => rms(layer, step)));
   if (steps.length <= 6) {
     plot('flow', steps.map((step, i) => ({
@@ -426,12 +427,12 @@ function drawFlow(chosen) {
   }
 }
 
-// Steps from first to last: from pale to strong.
+// Steps from first to last: from pale to saturated.
 const shade = part => dark.matches ? `hsl(205 75% ${40 + 38 * part}%)` : `hsl(205 85% ${72 - 42 * part}%)`;
 const brief = (text, most) => text.length <= most ? text
   : `${text.slice(0, Math.floor(most / 2) - 1)}\u2026${text.slice(text.length - Math.ceil(most / 2))}`;
 
-// Of encoder.0.self_attention.q the longest parts give way: encoder.0.self.q
+// Shorten the longest parts of a layer name: encoder.0.self_attention.q becomes encoder.0.self.q
 function briefLayer(layer, most) {
   const parts = layer.split('.');
   while (parts.join('.').length > most) {
@@ -448,7 +449,7 @@ function drawTraining(chosen, found) {
   show('flow', [data.edition, chosen.flow], () => drawFlow(chosen));
 }
 
-// A map as Plotly takes it: cells that are infinite apart, and what each cell stands for.
+// Plotly traces of a map, with a separate trace for infinite cells, and hover texts with the elements of each cell.
 function heat(map, name) {
   const [rows, columns] = map.shape, z = matrix(floats(map), rows, columns);
   const span = (i, axis) => {
@@ -458,37 +459,37 @@ function heat(map, name) {
   };
   const across = Array.from({length: columns}, (_, i) => `column ${span(i, 1)}`);
   const text = z.map((_, i) => across.map(column => `row ${span(i, 0)}, ${column}`));
-  const place = (axis) => ({start: map.origin[axis] + (map.patch[axis] - 1) / 2, step: map.patch[axis]});
-  const x = place(1), y = place(0);
-  let largest = 0, lost = false;
+  const coordinates = (axis) => ({start: map.origin[axis] + (map.patch[axis] - 1) / 2, step: map.patch[axis]});
+  const x = coordinates(1), y = coordinates(0);
+  let largest = 0, hasInfinite = false;
   for (const line of z) for (const value of line) {
-    if (Math.abs(value) === Infinity) lost = true;
+    if (Math.abs(value) === Infinity) hasInfinite = true;
     else if (Math.abs(value) > largest) largest = Math.abs(value);
   }
   const shared = {type: 'heatmap', x0: x.start, dx: x.step, y0: y.start, dy: y.step, hoverongaps: false, text};
-  const only = keep => z.map(line => Array.from(line, keep));
+  const mapped = convert => z.map(line => Array.from(line, convert));
   const traces = [{
-    ...shared, z: only(value => Number.isFinite(value) ? value : null),
+    ...shared, z: mapped(value => Number.isFinite(value) ? value : null),
     hovertemplate: `%{text}<br>${name} %{z:.4~g}<extra></extra>`,
     colorbar: {thickness: 12, outlinewidth: 0, exponentformat: 'power'},
   }];
-  if (lost) {
+  if (hasInfinite) {
     traces.push({
-      ...shared, z: only(value => Math.abs(value) === Infinity ? 1 : null), showscale: false,
+      ...shared, z: mapped(value => Math.abs(value) === Infinity ? 1 : null), showscale: false,
       colorscale: [[0, '#ff00c8'], [1, '#ff00c8']], hovertemplate: '%{text}<br>infinite or NaN<extra></extra>',
     });
   }
-  return {traces, largest, lost};
+  return {traces, largest, hasInfinite};
 }
 
-const VIEWS = {values: 'value', rounded: 'rounded', error: 'rounded \u2212 value', scales: 'log2 of the scale:'};
+const VIEWS = {values: 'value', rounded: 'rounded', error: 'rounded \u2212 value', scales: 'log2 scale'};
 
 function drawMap(tensor, chosen, detail, zoomed = null) {
   const {view, format} = chosen, rounded = detail.formats[format];
   const map = view === 'values' ? detail.values : rounded[view];
-  if (!map) return empty('map', `${format} has no block scales: every number is rounded on its own.`);
+  if (!map) return empty('map', `${format} has no block scales: every value is rounded separately.`);
   if (!map.shape[0] || !map.shape[1]) return empty('map', 'The tensor is empty.');
-  const {traces, largest, lost} = heat(map, VIEWS[view]);
+  const {traces, largest, hasInfinite} = heat(map, VIEWS[view]);
   if (view === 'scales') traces[0].colorscale = 'Cividis';
   else Object.assign(traces[0], {colorscale: signed(), zmid: 0, zmin: -(largest || 1), zmax: largest || 1});
   const bare = {showgrid: false, zeroline: false};
@@ -497,20 +498,20 @@ function drawMap(tensor, chosen, detail, zoomed = null) {
     plot_bgcolor: colour('hole'), margin: {l: 52, r: 8, t: 8, b: 38}, uirevision: `${tensor.id} ${view}`,
     xaxis: {...bare, title: {text: view === 'scales' ? 'block' : 'last axis'}, ...(across ?? {autorange: true})},
     yaxis: {...bare, title: {text: 'other axes'}, ...(down ?? {autorange: 'reversed'})},
-  }, `${VIEWS[view]} of a matrix of ${map.rows} by ${map.columns}; the largest magnitude is ${shown(largest)}`);
+  }, `${VIEWS[view]} of a ${map.rows} by ${map.columns} matrix; largest magnitude ${shown(largest)}`);
   if (!$('map').listens) $('map').on('plotly_relayout', event => refine(event).catch(() => {}));
   $('map').listens = true;
   const [rows, columns] = map.patch, parts = [`${map.rows} \u00d7 ${map.columns}`];
   if (rows > 1 || columns > 1) {
-    parts.push(`a cell is the element of largest magnitude of ${rows} \u00d7 ${columns}`);
-    if (head.live && view !== 'scales') parts.push('zoom in for more');
+    parts.push(`each cell shows the largest magnitude of ${rows} \u00d7 ${columns} elements`);
+    if (head.live && view !== 'scales') parts.push('zoom in for details');
   }
   parts.push('grey: padding');
-  if (lost) parts.push('magenta: infinite or NaN');
+  if (hasInfinite) parts.push('magenta: infinite or NaN');
   $('map-note').textContent = parts.join(' \u00b7 ');
 }
 
-// A server is asked for what the zoom shows, where cells stand for more than one element.
+// Fetch the visible part of a zoomed map from the server if its cells cover more than one element.
 async function refine(event) {
   const chosen = choice(), found = resolve(chosen);
   if (!head.live || !found || chosen.view === 'scales') return;
@@ -532,7 +533,7 @@ function drawHistogram(detail, format) {
   const x = detail.counts.map((_, i) => low + (i + 0.5) * width), after = detail.formats[format.name].counts;
   const logarithmic = $('log-counts').checked;
   const bars = (y, name, marker) => ({
-    type: 'bar', x, y, width, name: plain(name), marker, hovertemplate: `%{x:.4g}: %{y}<extra>${plain(name)}</extra>`,
+    type: 'bar', x, y, width, name: escaped(name), marker, hovertemplate: `%{x:.4g}: %{y}<extra>${escaped(name)}</extra>`,
   });
   plot('histogram', [
     bars(detail.counts, 'as saved', {color: colour('hole')}),
@@ -544,37 +545,37 @@ function drawHistogram(detail, format) {
   }, `Histogram of values from ${shown(low)} to ${shown(high)}, as saved and rounded to ${format.name}`);
 }
 
-// The ranges of a format on the axis of log2 |x|, and what happens to a number there.
+// The ranges of a format on the axis of log2 |x|, with the error measure that counts the values of each.
 function rangesOf(format) {
-  const [least, normal, most] = [format.min_subnormal, format.min_normal, format.max].map(Math.log2);
+  const [smallest, normal, largest] = [format.min_subnormal, format.min_normal, format.max].map(Math.log2);
   const fill = (rgb, share) => faint(rgb, dark.matches ? 0.8 * share + 0.05 : share);
   return [
-    {name: 'too small', from: -Infinity, to: least, fill: fill('#78828f', 0.3), text: `below ${power(format.min_subnormal)}`,
-     share: 'underflow_pct', said: 'become 0'},
-    {name: 'subnormal', from: least, to: normal, fill: fill('#e69f00', 0.3), text: `from ${power(format.min_subnormal)}`,
-     share: 'subnormal_pct', said: ''},
-    {name: 'normal', from: normal, to: most, fill: fill('#0072b2', 0.16),
+    {name: 'too small', from: -Infinity, to: smallest, fill: fill('#78828f', 0.3), text: `below ${power(format.min_subnormal)}`,
+     share: 'underflow_pct', suffix: 'underflow to 0'},
+    {name: 'subnormal', from: smallest, to: normal, fill: fill('#e69f00', 0.3), text: `from ${power(format.min_subnormal)}`,
+     share: 'subnormal_pct', suffix: ''},
+    {name: 'normal', from: normal, to: largest, fill: fill('#0072b2', 0.16),
      text: `${power(format.min_normal)} to ${shown(format.max)}`},
-    {name: 'too large', from: most, to: Infinity, fill: fill('#d53e4f', 0.3), text: `above ${shown(format.max)}`,
-     share: 'saturation_pct', said: ''},
+    {name: 'too large', from: largest, to: Infinity, fill: fill('#d53e4f', 0.3), text: `above ${shown(format.max)}`,
+     share: 'saturation_pct', suffix: ''},
   ];
 }
 
 function drawExponents(detail, format, numbers) {
   const {first, counts} = detail.formats[format.name].exponents;
-  const unit = format.block ? '|x| / scale of its block' : '|x|';
-  $('exponents-title').textContent = `Magnitudes: log2 ${unit}, and the range of ${format.name}`;
+  const unit = format.block ? '|x| / block scale' : '|x|';
+  $('exponents-title').textContent = `Magnitudes: log2 ${unit}, with the range of ${format.name}`;
   const ranges = rangesOf(format);
   $('ranges').replaceChildren(...ranges.map(range => {
     const box = element('i');
     box.style.background = range.fill;
     const share = range.share === undefined ? undefined : measure(numbers, range.share);
-    const said = share === undefined || share === null ? '' : `: ${shown(share, 3)} % ${range.said}`;
-    return element('li', {}, box, `${range.name}, ${range.text}${said}`);
+    const percent = share === undefined || share === null ? '' : `: ${shown(share, 3)} % ${range.suffix}`;
+    return element('li', {}, box, `${range.name}, ${range.text}${percent}`);
   }));
-  if (!counts.length) return empty('exponents', 'Every number is zero, or not finite.');
+  if (!counts.length) return empty('exponents', 'All values are zero or not finite.');
   const x = counts.map((_, i) => first + i / 2 + 0.25);
-  // the data, and those ends of the range that are near
+  // the range of the data, extended to limits of the format close to it
   const last = first + counts.length / 2, ends = [format.min_normal, format.max].map(Math.log2);
   const near = ends.filter(end => end > first - 6 && end < last + 6);
   const low = Math.min(first, ...near) - 1, high = Math.max(last, ...near) + 1;
@@ -588,7 +589,7 @@ function drawExponents(detail, format, numbers) {
       type: 'rect', xref: 'x', yref: 'paper', x0: Math.max(range.from, low), x1: Math.min(range.to, high), y0: 0, y1: 1,
       fillcolor: range.fill, line: {width: 0}, layer: 'below', name: range.name,
     })),
-  }, `Histogram of log2 ${unit} from ${first} to ${last}; normal numbers of ${format.name} go from `
+  }, `Histogram of log2 ${unit} from ${first} to ${last}; normal range of ${format.name}: `
      + `${shown(format.min_normal)} to ${shown(format.max)}`);
 }
 
@@ -598,10 +599,11 @@ function drawTiles(tensor, format, numbers) {
   const of = name => shown(statistic(tensor, name));
   const quality = (name, unit = '', digits = 4) => numbers ? shown(measure(numbers, name), digits) + unit : '\u2026';
   const tiles = [
-    tile(`SQNR in ${format.name}`, quality('sqnr_db', ' dB'), 'power of the numbers over power of the rounding error'),
+    tile(`SQNR in ${format.name}`, quality('sqnr_db', ' dB'), 'signal-to-quantization-noise ratio'),
     tile('largest error', quality('max_abs_error')), tile('cosine', quality('cosine', '', 6)),
-    tile('become 0', quality('underflow_pct', ' %', 3)), tile('subnormal', quality('subnormal_pct', ' %', 3)),
-    tile('too large', quality('saturation_pct', ' %', 3), 'above the largest number of the format'),
+    tile('underflow', quality('underflow_pct', ' %', 3), 'nonzero values that become 0'),
+    tile('subnormal', quality('subnormal_pct', ' %', 3)),
+    tile('too large', quality('saturation_pct', ' %', 3), 'above the largest value of the format'),
     tile('largest |x|', of('amax')), tile('rms', of('rms')), tile('mean', of('mean')),
     tile('zeros, NaN, infinite', ['zeros', 'nan', 'inf'].map(of).join(', ')),
   ];
@@ -613,7 +615,8 @@ function drawTiles(tensor, format, numbers) {
 function drawFacts(tensor) {
   const use = ([product, operand, format, axis]) => `${product}.${operand} ${format} (axis ${axis})`;
   $('facts').textContent = [
-    `shape ${tensor.shape.join(' \u00d7 ') || 'of a number'}`, tensor.dtype, `${tensor.type} layer ${tensor.index}`,
+    tensor.shape.length ? `shape ${tensor.shape.join(' \u00d7 ')}` : 'scalar', tensor.dtype,
+    `${tensor.type} layer ${tensor.index}`,
     `number ${tensor.counter}`, tensor.folder && `in ${tensor.folder}`,
     tensor.format === 'fp32' ? 'not rounded when used' : `rounded to ${tensor.format} when used`,
     `blocks along axis ${tensor.axis}`, tensor.uses.length && `used as ${tensor.uses.map(use).join(', ')}`,
@@ -631,7 +634,7 @@ async function drawTensor(chosen, found, isStale) {
     $('facts').textContent = $('map-note').textContent = '';
     $('tiles').replaceChildren();
     $('ranges').replaceChildren();
-    return VIEW_IDS.forEach(id => empty(id, id === 'map' && data.waiting || 'No tensor is there yet.'));
+    return VIEW_IDS.forEach(id => empty(id, id === 'map' && data.waiting || 'No tensor yet.'));
   }
   const {tensor} = found, format = data.formats.find(item => item.name === chosen.format);
   const numbers = qualityOf(tensor, chosen.format), time = tensor.time === null ? '' : `, time step ${tensor.time}`;
@@ -641,20 +644,20 @@ async function drawTensor(chosen, found, isStale) {
   const detail = await picture(tensor, VIEW_IDS, isStale, chosen.format);
   if (!detail || isStale()) return;
   document.querySelector('[data-view=scales]').disabled = !detail.formats[chosen.format].scales;
-  const what = [tensor.id, chosen.format];
-  show('map', [...what, chosen.view], () => drawMap(tensor, chosen, detail));
-  show('histogram', [...what, $('log-counts').checked], () => drawHistogram(detail, format));
-  show('exponents', [...what, numbers !== undefined], () => drawExponents(detail, format, numbers));
+  const inputs = [tensor.id, chosen.format];
+  show('map', [...inputs, chosen.view], () => drawMap(tensor, chosen, detail));
+  show('histogram', [...inputs, $('log-counts').checked], () => drawHistogram(detail, format));
+  show('exponents', [...inputs, numbers !== undefined], () => drawExponents(detail, format, numbers));
 }
 
-// What `cached` gives, or null after saying in the places `ids` why there is none.
-async function picture(tensor, ids, isStale, ...which) {
-  let reason = 'Pictures of this step were left out of the page; the line at the top says why.';
+// Return the result of `cached`, or null after writing the reason into the elements `ids`.
+async function picture(tensor, ids, isStale, ...request) {
+  let reason = 'The page has no plots of this step, to limit its size; see the note at the top.';
   if (!data.pictured || data.pictured.has(tensor.id)) {
     try {
-      return await cached(tensor, ...which);
+      return await cached(tensor, ...request);
     } catch (error) {
-      reason = `No picture: ${error.message}`;
+      reason = `No plot: ${error.message}`;
     }
   }
   if (!isStale()) ids.forEach(id => empty(id, reason));
@@ -663,7 +666,8 @@ async function picture(tensor, ids, isStale, ...which) {
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// The weights to show: of the layer chosen here, or of that chosen above, or of the first that has any; of the step above.
+// Select the attention weights: of the layer chosen in this section, else of the page's layer, else of the first layer with
+// weights; at the page's step.
 function resolveAttention(chosen, found) {
   const layers = [...data.tree].filter(([, roles]) => roles.has('forward.weights')).map(([layer]) => layer);
   if (!layers.length) return null;
@@ -684,20 +688,20 @@ async function drawAttention(chosen, found, isStale) {
   fill($('attention-layer'), layers.map(name => [name, name]), layer);
   const all = await picture(tensor, ['weights', 'heads'], isStale, '', 'attention', sentence);
   if (!all || isStale()) return;
-  const there = head.live ? all.sentences : all.maps.length, which = Math.min(sentence, there - 1);
-  const {words, ...packed} = all.maps[which - all.first], [rows, columns] = all.shape, numbers = floats(packed);
+  const available = head.live ? all.sentences : all.maps.length, index = Math.min(sentence, available - 1);
+  const {words, ...packed} = all.maps[index - all.first], [rows, columns] = all.shape, numbers = floats(packed);
   const chosenHead = within(chosen.head, all.heads);
-  fill($('sentence'), range(there).map(i => [String(i), sentenceLabel(i, all.maps[i - all.first]?.words)]), String(which));
+  fill($('sentence'), range(available).map(i => [String(i), sentenceLabel(i, all.maps[i - all.first]?.words)]), String(index));
   fill($('head'), range(all.heads).map(i => [String(i), String(i)]), String(chosenHead));
   $('weights-title').textContent = `Weights of ${layer}, head ${chosenHead}, step ${tensor.step}`;
   const maps = range(all.heads).map(i => matrix(numbers, rows, columns, i * rows * columns));
-  const what = [tensor.id, which, chosenHead];
-  show('weights', what, () => drawWeights(maps[chosenHead], words, all.patch, chosenHead));
-  show('heads', what, () => drawHeads(maps, chosenHead));
+  const inputs = [tensor.id, index, chosenHead];
+  show('weights', inputs, () => drawWeights(maps[chosenHead], words, all.patch, chosenHead));
+  show('heads', inputs, () => drawHeads(maps, chosenHead));
   const parts = ['grey: padding'];
   if (!words) parts.push('the words were not saved');
-  if (all.patch.some(size => size > 1)) parts.push(`a cell is the largest weight of ${all.patch.join(' \u00d7 ')}`);
-  if (there < all.sentences) parts.push(`sentences 0 to ${there - 1} of ${all.sentences} are on the page`);
+  if (all.patch.some(size => size > 1)) parts.push(`each cell shows the largest of ${all.patch.join(' \u00d7 ')} weights`);
+  if (available < all.sentences) parts.push(`the page has sentences 0 to ${available - 1} of ${all.sentences}`);
   $('weights-note').textContent = parts.join(' \u00b7 ');
 }
 
@@ -708,23 +712,23 @@ const finite = line => Array.from(line, value => Number.isFinite(value) ? value 
 function drawWeights(z, words, patch, chosenHead) {
   const [down, across] = [0, 1].map(side => axisLabels(words?.[side], patch[side], side ? z[0].length : z.length));
   const gap = z.length < 40 ? 1 : 0, bare = {showgrid: false, zeroline: false, constrain: 'domain', automargin: false};
-  const room = (words, least) => least + Math.min(120, 7 * Math.max(...words.map(word => word.length)));      // for labels
+  const margin = (words, base) => base + Math.min(120, 7 * Math.max(...words.map(word => word.length)));
   plot('weights', [{
     type: 'heatmap', z: z.map(finite), colorscale: shares(), zmin: 0, zmax: 1, hoverongaps: false, xgap: gap, ygap: gap,
     text: z.map((line, i) => range(line.length).map(k => `${down.full[i]} \u2192 ${across.full[k]}`)),
     hovertemplate: '%{text}<br>weight %{z:.3f}<extra></extra>',
     colorbar: {thickness: 12, outlinewidth: 0, title: {text: 'weight', side: 'right'}},
   }], {
-    plot_bgcolor: colour('hole'), margin: {l: room(down.words, 30), r: 8, t: 8, b: room(across.words, 40)},
-    xaxis: {...bare, tickvals: across.at, ticktext: across.short, tickangle: -40, title: {text: 'is attended to'}},
-    yaxis: {...bare, tickvals: down.at, ticktext: down.short, autorange: 'reversed', scaleanchor: 'x', title: {text: 'word'}},
+    plot_bgcolor: colour('hole'), margin: {l: margin(down.words, 30), r: 8, t: 8, b: margin(across.words, 40)},
+    xaxis: {...bare, tickvals: across.at, ticktext: across.short, tickangle: -40, title: {text: 'key'}},
+    yaxis: {...bare, tickvals: down.at, ticktext: down.short, autorange: 'reversed', scaleanchor: 'x', title: {text: 'query'}},
   }, `Attention weights of head ${chosenHead}: ${z.length} words attend to ${z[0].length}`);
 }
 
-// All heads side by side as one map with gaps; a click chooses a head.
+// All heads side by side in one map with gaps.  A click selects a head.
 function drawHeads(maps, chosenHead) {
   const rows = maps[0].length, columns = maps[0][0].length;
-  const beside = Math.max(1, Math.round(columns / 12)), above = Math.max(1, Math.round(rows / 5));      // room between heads
+  const beside = Math.max(1, Math.round(columns / 12)), above = Math.max(1, Math.round(rows / 5));      // gaps, in cells
   const wide = Math.ceil(Math.sqrt(maps.length * (rows + above) / (columns + beside) * 1.2));
   const high = Math.ceil(maps.length / wide);
   const z = Array.from({length: high * (rows + above)}, () => Array(wide * (columns + beside)).fill(null));
@@ -733,7 +737,7 @@ function drawHeads(maps, chosenHead) {
     z[corner(i)[0] + row][corner(i)[1] + column] = value;
   })));
   const axis = {visible: false, constrain: 'domain', fixedrange: true, automargin: false};
-  const place = $('heads');
+  const node = $('heads');
   plot('heads', [{type: 'heatmap', z, colorscale: shares(), zmin: 0, zmax: 1, showscale: false, hoverongaps: false,
                   hovertemplate: '%{z:.3f}<extra></extra>'}], {
     margin: {l: 8, r: 8, t: 8, b: 8}, xaxis: {...axis, constraintoward: 'left'},
@@ -749,12 +753,12 @@ function drawHeads(maps, chosenHead) {
       line: i === chosenHead ? {width: 2.5, color: colour('accent')} : {width: 1, color: colour('line')},
     })),
   }, `Attention weights of all ${maps.length} heads of this sentence`);
-  place.pick = ([row, column]) => {
+  node.pick = ([row, column]) => {
     const i = Math.floor((row - above) / (rows + above)) * wide + Math.floor(column / (columns + beside));
     if (maps[i]) choose({head: String(i)});
   };
-  if (!place.listens) place.on('plotly_click', event => place.pick([event.points[0].y, event.points[0].x]));
-  place.listens = true;
+  if (!node.listens) node.on('plotly_click', event => node.pick([event.points[0].y, event.points[0].x]));
+  node.listens = true;
 }
 
 function sentenceLabel(i, words) {
@@ -762,49 +766,50 @@ function sentenceLabel(i, words) {
   return text.length <= 60 ? text : `${text.slice(0, 59)}\u2026`;
 }
 
-// Words as labels of an axis: at each cell the word, or its number where there is none.
+// Axis labels: the word of each cell, or its position if the words are unknown.
 function axisLabels(all, patch, cells) {
   const known = patch === 1 && all, name = i => known ? all[i] ?? '' : String(i * patch);
   const at = range(cells).filter(i => i % Math.ceil(cells / 64) === 0), words = at.map(i => brief(name(i), 28));
-  return {at, words, short: words.map(plain), full: range(cells).map(i => plain(known && all[i] || `position ${i * patch}`))};
+  const full = range(cells).map(i => escaped(known && all[i] || `position ${i * patch}`));
+  return {at, words, short: words.map(escaped), full};
 }
 
 // ---- table ----------------------------------------------------------------------------------------------------------
 
-// name, heading, text or number, what it is, value of a tensor and its quality
+// [name, heading, is text, tooltip, function (tensor, error measures) => value]
 const COLUMNS = [
   ['layer', 'layer', true, '', tensor => tensor.layer],
   ['role', 'role', true, 'operation and name',
    tensor => roleLabel(roleOf(tensor)) + (tensor.time === null ? '' : ` t${tensor.time}`)],
   ['step', 'step', false, 'training step', tensor => tensor.step],
   ['shape', 'shape', true, '', tensor => tensor.shape.join('\u00d7')],
-  ['used', 'used as', true, 'the format it was rounded to in the run', tensor => tensor.format],
+  ['used', 'used as', true, 'format to which the run rounded the tensor', tensor => tensor.format],
   ...[
-    ['sqnr_db', 'SQNR dB', '10 log10 of the sum of squares over that of the rounding errors'],
+    ['sqnr_db', 'SQNR dB', 'signal-to-quantization-noise ratio: 10 log10(sum x\u00b2 / sum error\u00b2)'],
     ['max_abs_error', 'largest error', 'largest |rounded - x|'],
-    ['rmse', 'rms error', 'root of the mean square of rounded - x'],
-    ['cosine', 'cosine', 'between the tensor and the rounded one'],
-    ['mean_relative_error', 'mean relative error', 'mean of |error / x| where x is not 0'],
-    ['underflow_pct', '% to 0', 'share of the numbers that are not 0 and become it'],
-    ['subnormal_pct', '% subnormal', 'share of the numbers that are not 0, below the smallest normal one'],
-    ['saturation_pct', '% too large', 'share above the largest number of the format'],
+    ['rmse', 'rms error', 'root mean square of rounded - x'],
+    ['cosine', 'cosine', 'cosine similarity of x and rounded x'],
+    ['mean_relative_error', 'mean relative error', 'mean of |error / x| over nonzero x'],
+    ['underflow_pct', '% underflow', 'nonzero values that become 0'],
+    ['subnormal_pct', '% subnormal', 'nonzero values below the smallest normal value of the format'],
+    ['saturation_pct', '% too large', 'values above the largest value of the format'],
   ].map(([name, label, title]) => [name, label, false, title, (tensor, numbers) => measure(numbers, name)]),
   ...[
     ['amax', 'largest |x|'], ['rms', 'rms'], ['mean', 'mean'], ['zeros', 'zeros'],
-  ].map(([name, label]) => [name, label, false, 'of the tensor as saved', tensor => statistic(tensor, name)]),
-  ['lost', 'NaN, inf', false, 'elements that are NaN or infinite',
+  ].map(([name, label]) => [name, label, false, 'of the saved values', tensor => statistic(tensor, name)]),
+  ['nonfinite', 'NaN, inf', false, 'number of NaN and infinite elements',
    tensor => tensor.statistics ? statistic(tensor, 'nan') + statistic(tensor, 'inf') : undefined],
 ];
 let rowsShown = ROWS;
 
 function ordered(tensors, chosen) {
-  const column = wanted => COLUMNS.find(([name]) => name === wanted);
+  const column = key => COLUMNS.find(([name]) => name === key);
   const [, , isText, , value] = column(chosen.sort) ?? column(DEFAULTS.sort);
   const sign = chosen.order === 'descending' ? -1 : 1;
   const keyed = tensors.map(tensor => [value(tensor, qualityOf(tensor, chosen.format)), tensor]);
   const compare = isText ? (a, b) => sign * a.localeCompare(b, undefined, {numeric: true}) : (a, b) => sign * (a - b);
   const isKnown = ([key]) => key !== undefined && key !== null, known = keyed.filter(isKnown);
-  // Infinity - Infinity is NaN
+  // compare equal values first: Infinity - Infinity is NaN
   known.sort(([a, one], [b, other]) => (a === b ? 0 : compare(a, b)) || one.id - other.id);
   return [...known, ...keyed.filter(pair => !isKnown(pair))].map(([, tensor]) => tensor);
 }
@@ -826,12 +831,13 @@ function drawTable(chosen, found) {
     return cell;
   })));
   const words = chosen.words.toLowerCase().split(/\s+/).filter(Boolean);
-  const kept = data.tensors.filter(tensor => matches(tensor, words)), rows = ordered(kept, chosen);
+  const matching = data.tensors.filter(tensor => matches(tensor, words)), rows = ordered(matching, chosen);
   const lines = rows.slice(0, rowsShown).map(tensor => drawRow(tensor, format, tensor === found?.tensor));
   table.tBodies[0].replaceChildren(...lines);
   lines.find(line => line.dataset.id === focused)?.focus({preventScroll: true});
   $('statistics-title').textContent = `Statistics in ${chosen.format}`;
-  $('count').textContent = `${kept.length === data.tensors.length ? '' : `${kept.length} of `}${data.tensors.length} tensors`;
+  const part = matching.length === data.tensors.length ? '' : `${matching.length} of `;
+  $('count').textContent = `${part}${data.tensors.length} tensors`;
   $('more').hidden = rows.length <= rowsShown;
 }
 
@@ -846,7 +852,7 @@ function drawRow(tensor, format, isChosen) {
       cell.classList.add('name');
       cell.title = given;
     } else if (name === 'sqnr_db' && given !== undefined && given !== null) {
-      cell.classList.add('meter');                                          // full at 60 dB
+      cell.classList.add('meter');                                          // the bar is full at 60 dB
       cell.style.setProperty('--part', `${Math.min(100, Math.max(0, given / 0.6))}%`);
       cell.style.setProperty('--format', format.colour);
     }
@@ -855,7 +861,7 @@ function drawRow(tensor, format, isChosen) {
   return line;
 }
 
-// ---- the whole ------------------------------------------------------------------------------------------------------
+// ---- page -----------------------------------------------------------------------------------------------------------
 
 function drawHead() {
   const {run} = data, isPlain = value => ['string', 'number', 'boolean'].includes(typeof value) && value;
@@ -863,10 +869,10 @@ function drawHead() {
   document.title = `${$('title').textContent} \u2013 tensors`;
   const settings = Object.entries(run.settings ?? {}).filter(([, value]) => isPlain(value)).slice(0, 16);
   $('run').textContent = [run.started, ...settings.map(([key, value]) => `${key} ${value}`)].filter(isPlain).join(' \u00b7 ');
-  $('notice').hidden = !data.left.length;
-  $('notice').textContent = data.left.join(' ');
+  $('notice').hidden = !data.omissions.length;
+  $('notice').textContent = data.omissions.join(' ');
   $('skipped').hidden = !data.skipped.length;
-  $('skipped').querySelector('summary').textContent = `${data.skipped.length} files were skipped`;
+  $('skipped').querySelector('summary').textContent = `Skipped files: ${data.skipped.length}`;
   const lines = data.skipped.map(([file, reason]) => element('li', {textContent: `${file}: ${reason}`}));
   $('skipped').querySelector('ul').replaceChildren(...lines);
 }
@@ -889,7 +895,7 @@ function jump(part) {
   $(part).scrollIntoView({block: 'start'});
 }
 
-// The option before or after the one that is chosen.
+// Select the previous or the next option.
 function step(id, by, wrap = false) {
   const select = $(id), count = select.options.length;
   if (!count || select.closest('[hidden]')) return;
@@ -899,7 +905,7 @@ function step(id, by, wrap = false) {
   select.dispatchEvent(new Event('change'));
 }
 
-// The steps of the select stand newest first, behind the entry that follows the newest.
+// Go to another step.  Not through `step`: the select lists the steps in descending order after the entry "newest".
 function otherStep(by) {
   const found = resolve(choice());
   const index = found ? found.steps.indexOf(found.step) + by : -1;
@@ -967,7 +973,7 @@ function pick(line) {
   jump('tensor');
 }
 
-// Up and down go from row to row, Enter chooses.
+// Arrow keys move between rows, Enter selects the tensor.
 function moveInTable(event) {
   const lines = [...$('table').tBodies[0].rows], index = lines.indexOf(document.activeElement.closest('tr'));
   if (event.key === 'Enter' && index >= 0) pick(lines[index]);
@@ -981,7 +987,7 @@ clear();
 listen();
 source.start().catch(error => {
   $('notice').hidden = false;
-  $('notice').textContent = `The data of this page cannot be read (${error.message}); want a browser of 2023 or later.`;
+  $('notice').textContent = `The data of this page cannot be read (${error.message}); use a browser from 2023 or later.`;
 });
 
 })();

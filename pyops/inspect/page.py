@@ -1,8 +1,8 @@
-"""index.html: saved tensors as one interactive page that needs neither a network nor a server.
+"""index.html: an interactive page of saved tensors in one file, which needs neither a network nor a server.
 
-The page is page.html with page.css, page.js and plotly's JavaScript in it.  Its data lie in it too, deflated: a catalogue
-(rows of the table, statistics, loss) and one detail for each tensor.  What would make it larger than `page_max` is left
-out, first the resolution of maps, then pictures, then tensors, by steps that are spread evenly; the page says so.
+The file contains page.html, page.css, page.js and plotly.js.  It also embeds the compressed data: a catalogue (table rows,
+statistics, loss) and one detail per tensor.  To stay within `page_max` bytes, the maps get coarser first, then details are
+omitted, then tensors; evenly spaced steps remain, and the page lists the omissions.
 """
 import base64
 import collections
@@ -21,66 +21,66 @@ from pyops.inspect import payload
 from pyops.inspect.writer import size_text
 
 PAGE_MAX = 64_000_000               # bytes
-# cells of a map of values either way, and of the two maps that there are for every format
+# most rows and columns of the map of values, and of the maps of each format
 _SIDES = (128, 64), (128, 48), (96, 48), (96, 32), (64, 32), (64, 24), (48, 24), (32, 16), (16, 8)
-_ROW = 400                          # bytes that a row of the table and its numbers in one format need, at most
+_ROW = 400                          # most bytes of a table row and of its error measures in one format
 
 
 def write(logs, folder, formats=FORMATS, page_max=PAGE_MAX, work=map, entries=None):
-    """Write folder/index.html, complete or not at all.  -> its path.
+    """Write folder/index.html atomically and return its path.
 
-    logs: a Logs.  formats: those to show, beside them those that the tensors were rounded to in their run.
-    page_max: bytes of the data, plotly's 5 MB apart.  work: a map that may work in parallel, such as that of a process pool.
-    entries: which tensors, all of logs by default.
-    UserError where plotly is not installed or the file cannot be written.
+    logs: a Logs;  formats: the formats to show, in addition to those that the run used
+    page_max: most bytes of data, without plotly's 5 MB;  work: a function like `map`, such as the map of a process pool
+    entries: the tensors, default all of logs
+    UserError if plotly is not installed or the file cannot be written.
     """
     plotly = script()
     entries = logs.entries if entries is None else entries
     formats = payload.used_formats(entries, formats)
-    entries, pictured, sides, left = plan(entries, formats, page_max)
+    entries, pictured, sides, omissions = plan(entries, formats, page_max)
     tasks = (_task(logs, number, entry, formats, sides if number in pictured else None)
              for number, entry in enumerate(entries))
-    blobs = _blobs(logs, entries, formats, left, work(_measure, tasks))
+    blobs = _blobs(logs, entries, formats, omissions, work(_measure, tasks))
     path = os.path.join(folder, 'index.html')
     try:
         os.makedirs(folder, exist_ok=True)
         with open_atomically(path) as file:
             file.writelines(part.encode() for part in render({'live': False, **head(logs.folder, formats)}, blobs, plotly))
     except OSError as error:
-        raise UserError(f'{path}: the page cannot be written ({error.strerror or error}); want a folder that you may write '
-                        'to, with room in it') from error
+        raise UserError(f'{path}: the page cannot be written ({error.strerror or error}); give a writable folder with '
+                        'enough free space') from error
     return path
 
 
 def script():
-    """plotly's JavaScript.  UserError where plotly is not installed."""
+    """Return plotly.js.  UserError if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise UserError('plotly is not installed: install it with: pip install plotly') from error
+        raise UserError('plotly is not installed; install it with: pip install plotly') from error
     return get_plotlyjs()
 
 
 def head(folder, formats):
-    """What the page knows before any data."""
+    """Return the data that the page needs before it loads any tensor."""
     return {'title': os.path.basename(os.path.abspath(folder)), 'quality': payload.QUALITY,
             'description': payload.DESCRIPTION, 'formats': [payload.describe_format(fmt) for fmt in formats]}
 
 
 def render(data, blobs, plotly):
-    """The page in pieces of text.  data: its `head`;  blobs: (id, text of letters that HTML leaves alone)."""
+    """Yield the parts of the page.  data: the result of `head`;  blobs: (id, text without HTML special characters)."""
     def read(name):
         return importlib.resources.files('pyops.inspect').joinpath(name).read_text(encoding='utf-8')
     scripts = {'plotly': plotly, 'script': read('page.js')}
-    # The browser runs these two scripts and no other, whatever a name in the data may look like.
+    # The content security policy allows these two scripts only, so names in the data can never run code.
     digests = (hashlib.sha256(text.encode()).digest() for text in scripts.values())
     hashes = ' '.join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     network = 'self' if data['live'] else 'none'
     policy = (f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
               f"connect-src '{network}'; base-uri 'none'; form-action 'none'")
     parts = {**scripts, 'policy': policy, 'style': read('page.css'), 'data': _json(data)}
-    for place, text in enumerate(re.split(r'\{\{(\w+)\}\}', read('page.html'))):
-        if place % 2 == 0:
+    for i, text in enumerate(re.split(r'\{\{(\w+)\}\}', read('page.html'))):
+        if i % 2 == 0:
             yield text
         elif text == 'blobs':
             for name, blob in blobs:
@@ -90,50 +90,54 @@ def render(data, blobs, plotly):
 
 
 def plan(entries, formats, page_max):
-    """What fits into page_max bytes.  -> entries, numbers of those with pictures, cells of their maps as in _SIDES, lines
-    that say what is left out."""
+    """Select what fits into page_max bytes.
+
+    Return the entries, the numbers of those with plots, the size of their maps as in _SIDES, and sentences about the
+    omissions.
+    """
     row = _ROW * (1 + len(formats))
-    everything = entries
+    all_entries = entries
     entries = [entries[number] for number in sorted(_fit(entries, lambda _: row, page_max / 2))]
-    room = page_max - row * len(entries)
+    budget = page_max - row * len(entries)
     for sides in _SIDES:
-        if sum(_bytes(entry, len(formats), *sides) for entry in entries) <= room:
+        if sum(_bytes(entry, len(formats), *sides) for entry in entries) <= budget:
             break
-    pictured = _fit(entries, lambda entry: _bytes(entry, len(formats), *sides), room)
-    left = []
-    if len(entries) < len(everything):
-        left.append(f'This page has {_count(entries, everything)}.')
+    pictured = _fit(entries, lambda entry: _bytes(entry, len(formats), *sides), budget)
+    omissions = []
+    if len(entries) < len(all_entries):
+        omissions.append(f'This page has {_count(entries, all_entries)}.')
     if len(pictured) < len(entries):
-        left.append(f'It has pictures of {_count([entries[number] for number in pictured], entries)}.')
-    for cells, whole, what in zip(sides, _SIDES[0], ('values', 'rounded numbers and errors'), strict=True):
-        if cells < whole:
-            left.append(f'Maps of {what} have at most {cells} cells either way instead of {whole}.')
-    if left:
-        left.append(f'A larger --page-max than {size_text(page_max)} takes more; python -m pyops inspect serve shows all.')
-    return entries, pictured, sides, left
+        omissions.append(f'It has plots of {_count([entries[number] for number in pictured], entries)}.')
+    for side, full, name in zip(sides, _SIDES[0], ('values', 'rounded values and errors'), strict=True):
+        if side < full:
+            omissions.append(f'Maps of {name} have at most {side} \N{MULTIPLICATION SIGN} {side} cells instead of '
+                             f'{full} \N{MULTIPLICATION SIGN} {full}.')
+    if omissions:
+        omissions.append(f'To show more, raise --page-max above {size_text(page_max)} or use python -m pyops inspect serve.')
+    return entries, pictured, sides, omissions
 
 
 def _count(some, entries):
-    steps, all_steps = ({entry.step for entry in those} for those in (some, entries))
-    return f'{len(some)} of {len(entries)} tensors, of {len(steps)} of {len(all_steps)} steps'
+    steps, all_steps = ({entry.step for entry in group} for group in (some, entries))
+    return f'{len(some)} of {len(entries)} tensors, from {len(steps)} of {len(all_steps)} steps'
 
 
-def _fit(entries, need, room):
-    """Numbers of entries that fit: those of the last step, of the first, then of those in the middle of the widest gaps."""
+def _fit(entries, need, budget):
+    """Return the numbers of entries that fit: the last step, the first, then steps in the middle of the widest gaps."""
     by_step, fitting = collections.defaultdict(list), set()
     for number, entry in enumerate(entries):
         by_step[entry.step].append(number)
     for step in _spread(sorted(by_step)):
         for number in by_step[step]:
-            room -= need(entries[number])
-            if room < 0:
+            budget -= need(entries[number])
+            if budget < 0:
                 return fitting
             fitting.add(number)
     return fitting
 
 
 def _spread(steps):
-    """The steps in an order of which every beginning is spread over all."""
+    """Return the steps in an order whose every prefix is evenly spread over all steps."""
     order = dict.fromkeys((*steps[-1:], *steps[:1]))
     gaps = [(0, len(steps) - 1)]
     while gaps:
@@ -144,7 +148,7 @@ def _spread(steps):
 
 
 def _bytes(entry, formats, side, half):
-    """Bytes of a tensor's detail, measured on random numbers of all magnitudes, which deflate makes hardly smaller."""
+    """Return an upper bound of a detail's bytes, fitted to random values of all magnitudes, which hardly compress."""
     def cells(side):
         return math.prod(min(length, side) for length in payload.matrix_shape(entry.shape))
     weights = min(2 * math.prod(entry.shape), payload.SENTENCES) if payload.is_attention(entry) else 0
@@ -152,7 +156,7 @@ def _bytes(entry, formats, side, half):
 
 
 def _task(logs, number, entry, formats, sides):
-    """All that _measure needs, which may run in another process."""
+    """Return the arguments of _measure, which may run in another process."""
     mask, failure, words = None, None, []
     try:
         mask = logs.mask(entry)
@@ -164,7 +168,7 @@ def _task(logs, number, entry, formats, sides):
 
 
 def _measure(task):
-    """-> (number of the tensor, its statistics, {format: quality}, its detail deflated or None, why it could not be read)."""
+    """Return (number, statistics, {format: quality}, compressed detail or None, error message or None) of a tensor."""
     number, entry, mask, words, formats, sides, failure = task
     try:
         if failure:
@@ -182,22 +186,22 @@ def _measure(task):
         return number, None, {}, None, str(error)
 
 
-def _blobs(logs, entries, formats, left, measured):
-    """(id, text) of every part of the data."""
+def _blobs(logs, entries, formats, omissions, measured):
+    """Yield (id, text) of each part of the data."""
     rows = [payload.row(number, entry) for number, entry in enumerate(entries)]
     quality = {fmt: [None] * len(rows) for fmt in formats}
     pictured, skipped = [], [list(item) for item in logs.skipped]
-    for number, statistics, numbers, detail, failure in measured:
+    for number, statistics, measures, detail, failure in measured:
         rows[number]['statistics'] = rows[number]['statistics'] or statistics
-        for fmt, values in numbers.items():
+        for fmt, values in measures.items():
             quality[fmt][number] = values
         if detail:
             pictured.append(number)
             yield f't{number}', detail
         if failure:
             skipped.append([entries[number].place or entries[number].file, failure])
-    yield 'catalogue', _packed({'run': logs.run, 'steps': payload.thin_steps(logs.steps), 'skipped': skipped, 'left': left,
-                                'tensors': rows, 'quality': quality, 'pictured': pictured})
+    yield 'catalogue', _packed({'run': logs.run, 'steps': payload.thin_steps(logs.steps), 'skipped': skipped,
+                                'omissions': omissions, 'tensors': rows, 'quality': quality, 'pictured': pictured})
 
 
 def _packed(value):
@@ -205,5 +209,5 @@ def _packed(value):
 
 
 def _json(value):
-    """JSON in ASCII that may stand in a <script>: no `<` ends it."""
+    """Return ASCII JSON that is safe within <script>: it contains no `<`."""
     return json.dumps(value, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')

@@ -1,12 +1,11 @@
-"""The page of saved tensors, live: a small server that reads a folder while a training run writes into it.
+"""The live page of saved tensors: an HTTP server that reads a folder while a training run writes to it.
 
-The page asks every second what is new and gets rows, statistics and the loss; a tensor's pictures are made when they are
-looked at.  One thread follows the folder and measures tensors in the format that is shown, last ones first; it is nice to
-the training run beside it.
+The page polls the server every second for new rows, error measures and losses; the data of a tensor's plots are computed on
+demand.  One thread of low priority polls the folder and computes the error measures in the selected format, newest tensors
+first.
 
-The server answers GET for four paths and nothing else.  It reads no file that a request names, and answers only those who
-call it by an address, by localhost or by the name in --host: a page elsewhere whose name is made to lead here (DNS
-rebinding) gets nothing.
+The server answers GET requests for four paths only, and no request can name a file.  To prevent DNS rebinding, the Host
+header must be an IP address, localhost or the value of --host.
 """
 import contextlib
 import errno
@@ -26,24 +25,24 @@ from pyops.formats import FORMATS
 from pyops.inspect import page, payload
 from pyops.inspect.logs import Logs, printable
 
-_LOOK = 0.5                         # seconds between two looks at the folder
-_EVENTS = 1000                      # news in one answer
-_CACHE = 64 << 20                   # bytes of answers that are kept
-_QUIET = 30                         # seconds after which an idle connection is closed
+_POLL = 0.5                         # seconds between two listings of the folder
+_EVENTS = 1000                      # events per response
+_CACHE = 64 << 20                   # bytes of cached responses
+_IDLE_TIMEOUT = 30                  # seconds after which an idle connection is closed
 
 
 def run(options):
-    """python -m pyops inspect serve LOGS.  Ends with Ctrl-C."""
+    """Run `python -m pyops inspect serve LOGS` until Ctrl-C."""
     if os.path.exists(options.logs) and not os.path.isdir(options.logs):
-        raise UserError(f'{printable(options.logs)}: is a file; want the folder of saved tensors, such as --save-tensors or '
-                        'TENSOR_SAVE_DIR names')
-    # One thread for our kernels, which are loaded when the first tensor is measured: a training run wants the cores.
+        raise UserError(f'{printable(options.logs)}: is a file; give the folder of saved tensors, the value of --save-tensors '
+                        'or TENSOR_SAVE_DIR')
+    # Use one thread in our kernels, which are not loaded yet, and leave the cores to the training run.
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     plotly = page.script()
     source = Source(options.logs)
     with open_server(source, plotly, options.host, options.port) as server:
         print(f'serving {printable(options.logs)} at {server.url} (Ctrl-C ends)', flush=True)
-        source.look()
+        source.refresh()
         if source.waiting:
             print(source.waiting, flush=True)
         threading.Thread(target=source.follow, daemon=True).start()
@@ -54,27 +53,27 @@ def run(options):
 
 
 class Source:
-    """What the server knows of a folder.  Every method may be called by any thread.
+    """The state of a folder, for the server.  All methods are thread-safe.
 
-    waiting: what it waits for, in a line; '' where there are tensors.
+    waiting: a line about what is missing, '' if there are tensors
     """
 
     def __init__(self, folder):
         self.folder = os.fspath(folder)
         self.waiting = ''
-        self._lock = threading.RLock()          # over all below
-        self._wanted = threading.Event()        # somebody asked for numbers that are not there
-        self._answers, self._size = OrderedDict(), 0
-        self._making = threading.Semaphore(2)   # pictures at a time: the training run wants its cores
-        self._begin(None)
+        self._lock = threading.RLock()          # guards all attributes below
+        self._wake = threading.Event()          # set when a page selects another format
+        self._responses, self._size = OrderedDict(), 0
+        self._computing = threading.Semaphore(2)    # concurrent requests; leaves cores to the training run
+        self._reset(None)
 
-    def _begin(self, logs):
-        """Everything anew: of another folder, or of none."""
-        self.serial = secrets.token_hex(8)      # of this begin: a page that knows another one starts over
-        self._logs, self._place = logs, self._identity() if logs else None
-        self._entries, self._news, self._quality, self._failed = [], [], {}, []
-        self._format, self._steps, self._steps_of = '', [], 0
-        self._answers.clear()
+    def _reset(self, logs):
+        """Start over with another folder (a Logs), or without one."""
+        self.serial = secrets.token_hex(8)      # a page that has another serial reloads everything
+        self._logs, self._opened = logs, self._identity() if logs else None
+        self._entries, self._events, self._quality, self._failed = [], [], {}, []
+        self._format, self._steps, self._n_steps = '', [], 0
+        self._responses.clear()
         self._size = 0
 
     def _identity(self):
@@ -83,17 +82,18 @@ class Source:
             return status.st_dev, status.st_ino
         return None
 
-    def look(self):
-        """Take what was added to the folder."""
+    def refresh(self):
+        """Add the tensors saved since the last call."""
         with self._lock:
-            if self._logs and (self._identity() != self._place or self._entries and not os.path.exists(self._entries[0].path)):
-                self._begin(None)               # taken away, perhaps to make room for another run
+            if self._logs and (self._identity() != self._opened
+                               or self._entries and not os.path.exists(self._entries[0].path)):
+                self._reset(None)               # the folder was deleted or replaced
             try:
                 if self._logs is None:
                     if not os.path.isdir(self.folder):
-                        self.waiting = f'{printable(self.folder)}: there is no such folder yet; waiting for it'
+                        self.waiting = f'{printable(self.folder)}: waiting for this folder to be created'
                         return
-                    self._begin(Logs(self.folder, empty=True))
+                    self._reset(Logs(self.folder, empty=True))
                     new = self._logs.entries
                 else:
                     new = self._logs.refresh()
@@ -101,46 +101,46 @@ class Source:
                 self.waiting = str(error)
                 return
             for entry in new:
-                self._news.append(('tensor', len(self._entries)))
+                self._events.append(('tensor', len(self._entries)))
                 self._entries.append(entry)
-            self.waiting = '' if self._entries else f'{printable(self.folder)}: no tensor is there yet; waiting for the first'
+            self.waiting = '' if self._entries else f'{printable(self.folder)}: waiting for the first tensor'
 
     def follow(self):
-        """Look at the folder and measure its tensors, for ever."""
+        """Poll the folder and measure its tensors in an endless loop."""
         with contextlib.suppress(AttributeError, OSError):
-            os.nice(10)                         # on Linux of this thread alone
+            os.nice(10)                         # affects only this thread on Linux
         due = 0.0
         while True:
             if time.monotonic() >= due:
-                self.look()
-                due = time.monotonic() + _LOOK
+                self.refresh()
+                due = time.monotonic() + _POLL
             if not self._measure():
-                self._wanted.wait(max(0.0, due - time.monotonic()))
-                self._wanted.clear()
+                self._wake.wait(max(0.0, due - time.monotonic()))
+                self._wake.clear()
 
-    def _missing(self):
-        """Numbers of the tensors that are not measured in the format that is shown."""
+    def _unmeasured(self):
+        """Return the numbers of the tensors not yet measured in the selected format, newest first."""
         done = self._quality.get(self._format, {})
         return [number for number in range(len(self._entries) - 1, -1, -1) if number not in done] if self._format else []
 
     def _measure(self):
-        """Measure one tensor.  -> whether there was one."""
+        """Measure one tensor in the selected format.  Return False if none is left."""
         with self._lock:
-            missing, fmt, serial = self._missing(), self._format, self.serial
-            if not missing:
+            unmeasured, fmt, serial = self._unmeasured(), self._format, self.serial
+            if not unmeasured:
                 return False
-            number = missing[0]
+            number = unmeasured[0]
             entry = self._entries[number]
         try:
             x, mask = entry.load(), self._mask(entry)
             statistics = None if entry.statistics else payload.describe(x, mask)
-            numbers, failure = payload.quality(x, fmt, entry.axis, mask), None
+            measures, failure = payload.quality(x, fmt, entry.axis, mask), None
         except UserError as error:
-            statistics, numbers, failure = None, [None] * len(payload.QUALITY), str(error)
+            statistics, measures, failure = None, [None] * len(payload.QUALITY), str(error)
         with self._lock:
             if serial == self.serial:
-                self._quality.setdefault(fmt, {})[number] = numbers, statistics
-                self._news.append(('quality', number, fmt))
+                self._quality.setdefault(fmt, {})[number] = measures, statistics
+                self._events.append(('quality', number, fmt))
                 if failure and (entry.place, failure) not in self._failed:
                     self._failed.append((entry.place, failure))
         return True
@@ -153,52 +153,53 @@ class Source:
         with self._lock:
             return payload.used_formats(self._entries, FORMATS)
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
+    # ---- responses ---------------------------------------------------------------------------------------------------
 
     def changes(self, query):
-        """What is new since news number `after` of `serial`, as JSON."""
+        """Return the events of `serial` from number `after` on, for JSON."""
         with self._lock:
-            after = _whole(query, 'after') if query.get('serial') == self.serial else 0
+            after = _count(query, 'after') if query.get('serial') == self.serial else 0
             fmt = query.get('format', '')
             if fmt != self._format and fmt in self.formats():
                 self._format = fmt
-                self._wanted.set()
-            news = self._news[after:after + _EVENTS]
+                self._wake.set()
+            events = self._events[after:after + _EVENTS]
             tensors, quality = [], []
-            for kind, number, *fmt in news:
+            for kind, number, *fmt in events:
                 if kind == 'tensor':
                     tensors.append(payload.row(number, self._entries[number]))
                 else:
                     quality.append([fmt[0], number, *self._quality[fmt[0]][number]])
-            return {'serial': self.serial, 'version': after + len(news), 'more': after + len(news) < len(self._news),
-                    'tensors': tensors, 'quality': quality, 'waiting': self.waiting, 'pending': len(self._missing()),
+            version = after + len(events)
+            return {'serial': self.serial, 'version': version, 'more': version < len(self._events),
+                    'tensors': tensors, 'quality': quality, 'waiting': self.waiting, 'pending': len(self._unmeasured()),
                     'formats': [payload.describe_format(fmt) for fmt in self.formats()], 'steps': self._thin(),
                     'run': self._logs.run if self._logs else {},
                     'skipped': [*(self._logs.skipped if self._logs else []), *self._failed]}
 
     def _thin(self):
         steps = self._logs.steps if self._logs else []
-        if len(steps) != self._steps_of:
-            self._steps, self._steps_of = payload.thin_steps(steps), len(steps)
+        if len(steps) != self._n_steps:
+            self._steps, self._n_steps = payload.thin_steps(steps), len(steps)
         return self._steps
 
     def detail(self, query):
-        """The pictures of a tensor in one format, as JSON; of a window of its map where one is named."""
+        """Return the data of a tensor's plots in one format, or in a window of its map if the query has one, for JSON."""
         entry = self._entry(query)
         fmt = query.get('format', '')
         if fmt not in self.formats():
-            raise _Refused(404, f'{fmt or "(nothing)"}: no such format here')
+            raise _Refused(404, f'{fmt or "(nothing)"}: unknown format')
         window = None
         if 'window' in query:
-            window = [_whole({'window': part}, 'window') for part in query['window'].split(',')]
+            window = [_count({'window': part}, 'window') for part in query['window'].split(',')]
             rows, columns = payload.matrix_shape(entry.shape)
             if len(window) != 4 or not (window[0] <= window[1] < rows and window[2] <= window[3] < columns):
-                raise _Refused(400, 'window: want first row, last row, first column, last column')
+                raise _Refused(400, 'window: expected first row, last row, first column, last column')
         return payload.detail(entry.load(), self._mask(entry), entry.axis, (fmt,), half=payload.SIDE, window=window)
 
     def attention(self, query):
-        """The attention weights of one sentence, as JSON."""
-        entry, sentence = self._entry(query), _whole(query, 'sentence')
+        """Return the attention weights of one sentence, for JSON."""
+        entry, sentence = self._entry(query), _count(query, 'sentence')
         if not payload.is_attention(entry) or sentence >= entry.shape[0]:
             raise _Refused(404, 'no such attention map')
         mask = self._mask(entry)
@@ -208,28 +209,28 @@ class Source:
 
     def _entry(self, query):
         with self._lock:
-            number = _whole(query, 'id')
+            number = _count(query, 'id')
             if query.get('serial') != self.serial or number >= len(self._entries):
                 raise _Refused(404, 'no such tensor; load the page again')
             return self._entries[number]
 
-    def kept(self, make, query):
-        """make(query) as JSON text in bytes, made once while it is among the last ones."""
-        key = make.__name__, *sorted(query.items())
+    def cached(self, compute, query):
+        """Return compute(query) as JSON bytes, from the cache of recent responses if possible."""
+        key = compute.__name__, *sorted(query.items())
         with self._lock:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-                return self._answers[key]
+            if key in self._responses:
+                self._responses.move_to_end(key)
+                return self._responses[key]
             serial = self.serial
-        with self._making:
-            answer = _json(make(query))
+        with self._computing:
+            response = _json(compute(query))
         with self._lock:
-            if serial == self.serial and key not in self._answers:
-                self._answers[key] = answer
-                self._size += len(answer)
+            if serial == self.serial and key not in self._responses:
+                self._responses[key] = response
+                self._size += len(response)
                 while self._size > _CACHE:
-                    self._size -= len(self._answers.popitem(last=False)[1])
-        return answer
+                    self._size -= len(self._responses.popitem(last=False)[1])
+        return response
 
 
 def _json(value):
@@ -237,33 +238,34 @@ def _json(value):
 
 
 class _Refused(Exception):
-    """A request that is not answered: its HTTP status and a line."""
+    """An invalid request: its HTTP status and a message."""
 
 
-def _whole(query, name):
+def _count(query, name):
     text = query.get(name, '')
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise _Refused(400, f'{name}: want a whole number')
+        raise _Refused(400, f'{name}: expected a non-negative integer')
     return int(text)
 
 
-# ---- http ------------------------------------------------------------------------------------------------------------
+# ---- HTTP ------------------------------------------------------------------------------------------------------------
 
 def open_server(source, plotly, host, port):
-    """A server that is bound and does not answer yet.  UserError where it cannot be bound."""
+    """Return a server that is bound to its port.  UserError if the host or port cannot be used."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UserError(f'--host {printable(host)}: no such address; want one of this machine, such as 127.0.0.1') from error
+        raise UserError(f'--host {printable(host)}: unknown address; give one of this machine, such as 127.0.0.1') from error
     try:
         return _Server(source, plotly, host, family, address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f'--port {port}: another program listens there; end it, or give --port 0 for any free '
-                            'one') from error
+            raise UserError(f'--port {port}: already in use by another program; stop it, or give --port 0 for any free '
+                            'port') from error
         if error.errno == errno.EACCES:
-            raise UserError(f'--port {port}: not for you to use; give one above 1023, or --port 0 for any free one') from error
-        raise UserError(f'--host {printable(host)}: cannot listen there ({error.strerror}); want an address of this machine, '
+            raise UserError(f'--port {port}: permission denied; give a port above 1023, or --port 0 for any free '
+                            'port') from error
+        raise UserError(f'--host {printable(host)}: cannot listen there ({error.strerror}); give an address of this machine, '
                         'such as 127.0.0.1') from error
 
 
@@ -276,7 +278,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.page = ''.join(page.render(data, (), plotly)).encode()
 
     def server_bind(self):
-        # not HTTPServer's, which asks the network for this machine's name
+        # HTTPServer.server_bind would look up the host name, which may block on DNS
         http.server.socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
@@ -284,8 +286,8 @@ class _Server(http.server.ThreadingHTTPServer):
     def url(self):
         return f'http://{f"[{self.server_name}]" if ":" in self.server_name else self.server_name}:{self.server_port}'
 
-    def knows(self, host):
-        """Whether a Host header names this server in a way that no one else's name service can."""
+    def accepts(self, host):
+        """Return whether a Host header is safe against DNS rebinding: an IP address, localhost or the value of --host."""
         try:
             name = urllib.parse.urlsplit(f'//{host}').hostname or ''
         except ValueError:
@@ -298,19 +300,19 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request, client_address):
         import sys
-        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):    # a browser that left
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):    # the browser disconnected
             super().handle_error(request, client_address)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
     server_version, sys_version = 'pyops', ''
-    timeout = _QUIET
+    timeout = _IDLE_TIMEOUT
 
     def do_GET(self):
         source = self.server.source
         try:
-            if not self.server.knows(self.headers.get('Host', '')):
+            if not self.server.accepts(self.headers.get('Host', '')):
                 raise _Refused(403, f'open {self.server.url} instead')
             parts = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(parts.query, max_num_fields=16))
@@ -319,15 +321,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if parts.path == '/changes':
                 return self._answer(200, 'application/json', _json(source.changes(query)))
             if parts.path in ('/detail', '/attention'):
-                make = source.detail if parts.path == '/detail' else source.attention
-                return self._answer(200, 'application/json', source.kept(make, query))
-            raise _Refused(404, 'there is no such page')
+                compute = source.detail if parts.path == '/detail' else source.attention
+                return self._answer(200, 'application/json', source.cached(compute, query))
+            raise _Refused(404, 'no such page')
         except _Refused as error:
             status, line = error.args
         except UserError as error:
             status, line = 410, str(error)
         except ValueError:
-            status, line = 400, 'the address cannot be read'
+            status, line = 400, 'malformed request'
         self._answer(status, 'text/plain; charset=utf-8', line.encode(errors='backslashreplace') + b'\n')
 
     def _answer(self, status, kind, body):
@@ -340,4 +342,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Nothing: requests come every second."""
+        """Log nothing, because every page sends a request per second."""
