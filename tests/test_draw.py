@@ -132,7 +132,7 @@ def test_boxes_are_quartiles_of_all_and_of_each_group():
         reach = 1.5 * (box.q3 - box.q1)
         inside = part[(part >= box.q1 - reach) & (part <= box.q3 + reach)]
         assert (box.low, box.high) == (inside.min(), inside.max())
-        assert len(box.beyond) == min(part.size - inside.size, 60)
+        assert len(box.outliers) == min(part.size - inside.size, 60)
     heads = numbers.boxes(RNG.standard_normal((5, 3, 2, 8)).astype(np.float32), heads_axis=2)
     assert [box.label for box in heads] == ['all', '0', '1']
     mask = np.arange(20)[:, None] < 1
@@ -270,7 +270,7 @@ def test_the_pictures_say_what_they_show():
     for text in texts.values():
         assert f'{LINEAR}  ·  weight' in text and 'step 10  ·  forward  ·  300 × 500  ·  trained with mxfp8' in text
     assert 'of a sample of 65,536 values' in texts['distributions'] and '150,000' in texts['distributions']
-    assert 'a cell shows the value of largest magnitude of 2 × 2' in texts['heatmaps'] and 'blocks of 32' in texts['heatmaps']
+    assert 'each cell shows the largest magnitude of 2 × 2' in texts['heatmaps'] and 'blocks of 32' in texts['heatmaps']
     noise = statistics.quantization(x, 'mxfp8')
     assert all(f'{noise["sqnr_db"]:.1f} dB' in texts[kind] for kind in ('heatmaps', 'comparisons'))
     assert f'{noise["cosine"]:.6f}' in texts['comparisons']

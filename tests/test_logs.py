@@ -188,8 +188,8 @@ def test_files_of_torch_save_are_read(tmp_path, torch):
     found = {entry.name: entry for entry in logs.entries}
     assert sorted(found) == ['a\udcff b', 'bare', 'key', 'one', 'several.a', 'several.b']
     for name, entry in found.items():
-        want = X[:, :2] if 'ff b' in entry.title else X.T if name == 'several.b' else X
-        assert np.array_equal(entry.load(), want) and entry.shape == want.shape
+        expected = X[:, :2] if 'ff b' in entry.title else X.T if name == 'several.b' else X
+        assert np.array_equal(entry.load(), expected) and entry.shape == expected.shape
         assert entry.title.isprintable()
     assert [found[name].dtype for name in ('bare', 'one', 'several.a', 'several.b')] == \
         ['float32', 'float16', 'float64', 'bfloat16']
@@ -218,10 +218,10 @@ def test_floating_point_dtypes_are_widened_and_others_refused(tmp_path):
     for name in ('half', 'brain', 'big-endian'):
         assert np.array_equal(found[name].load(), values) and found[name].load().dtype == np.float32
     assert found['double'].load().tolist() == [np.inf, np.float32(0.1)] and found['double'].dtype == 'float64'
-    want = 'expected float64, float32, float16 or bfloat16'
+    dtypes = 'expected float64, float32, float16 or bfloat16'
     assert {file: reason for file, reason in logs.skipped} == {
-        'whole.npy': f'a tensor of int64: {want}', 'truth.npy': f'a tensor of bool: {want}',
-        'complex.npy': f'a tensor of complex128: {want}', 'all_whole.safetensors': f'a tensor of I8: {want}'}
+        'whole.npy': f'a tensor of int64: {dtypes}', 'truth.npy': f'a tensor of bool: {dtypes}',
+        'complex.npy': f'a tensor of complex128: {dtypes}', 'all_whole.safetensors': f'a tensor of I8: {dtypes}'}
 
 
 def write_safetensors(path, header, raw):

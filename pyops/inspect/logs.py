@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pyops.errors import UserError
 from pyops.inspect.checks import Refused, is_count, parse_json, printable
 from pyops.inspect.manifest import NAME, Manifest, known_format, parse_format, tensor_line
-from pyops.inspect.readers import SUFFIXES, NoTorch, describe, nbytes, read
+from pyops.inspect.readers import SUFFIXES, NoTorch, list_tensors, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding
 
 _TIME = re.compile(r'(.+)_t(\d{1,9})', re.S)
@@ -269,7 +269,7 @@ class _Folder:
                 raise Refused(f'truncated: {status.st_size} bytes for a tensor of shape {tuple(line["shape"])}')
             entries = [Entry(**{**line, **shared}, key='tensor', origin=self.manifest.origin(line['run']))]
         else:
-            entries = [self._inspect(shared, *tensor) for tensor in describe(os.path.join(self.path, file))]
+            entries = [self._inspect(shared, *tensor) for tensor in list_tensors(os.path.join(self.path, file))]
         self.known.add(file)
         new += entries
 

@@ -1,6 +1,6 @@
 """The readers of the three file formats of saved tensors: .safetensors, .npy and PyTorch's .pt.
 
-`describe` lists the tensors of a file, `read` returns one of them as float32.  Both raise Refused or OSError.
+`list_tensors` lists the tensors of a file, `read` returns one of them as float32.  Both raise Refused or OSError.
 
 No file is trusted.  Headers are checked against the file size before any allocation, .npy files are read without pickle
 support, and .pt files with torch's weights_only.
@@ -30,7 +30,7 @@ class NoTorch(Refused):
     """The file may be fine, but PyTorch is missing or too old to read it."""
 
 
-def describe(path):
+def list_tensors(path):
     """Return [(key, shape, dtype, metadata)] for the tensors of a file.  Its numbers are not read."""
     return _DESCRIBERS[os.path.splitext(path)[1]](path)
 

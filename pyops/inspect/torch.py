@@ -108,7 +108,7 @@ class Attachment:
         self._sentences = {side: [int(n) for n in side_lengths] for side, side_lengths in lengths.items()}, tokens
 
     def close(self):
-        """Remove all hooks and wait until everything is written.  Return the writer's Summary, or None if writing failed.
+        """Remove all hooks and wait until everything is written.  Return the WriterSummary, or None if writing failed.
 
         May be called again, with the same result.
         """

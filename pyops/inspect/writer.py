@@ -34,7 +34,7 @@ _PENDING = 10_000               # manifest lines buffered while the disk is full
 _TIME = '%Y%m%d_%H%M%S'
 
 
-class Summary(NamedTuple):
+class WriterSummary(NamedTuple):
     """Result of a Writer.  tensors, lost: number written and not written; bytes: total file size; reasons: {error: number}."""
     folder: str
     tensors: int
@@ -135,7 +135,7 @@ class Writer:
         self._steps += len(values)
 
     def close(self):
-        """Wait until everything is written and return the Summary.  May be called again, with the same result."""
+        """Wait until everything is written and return the WriterSummary.  May be called again, with the same result."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
@@ -147,7 +147,7 @@ class Writer:
                 fcntl.flock(self._manifest, fcntl.LOCK_UN)
             self._manifest.close()
         self._raise()
-        return Summary(self.folder, self.tensors, self.written, self._lost.total(), dict(self._lost))
+        return WriterSummary(self.folder, self.tensors, self.written, self._lost.total(), dict(self._lost))
 
     # ---- the thread ------------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""The pictures of pyops.inspect.draw: their numbers (numbers.py), their look (style.py), and one module a kind."""
+"""Plots for pyops.inspect.draw: their data (numbers.py), their style (style.py), and one module per kind of plot."""

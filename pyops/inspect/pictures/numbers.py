@@ -1,7 +1,7 @@
-"""The numbers behind the pictures: counts, quantiles, views of any tensor as a matrix.  Nothing here draws.
+"""Data of the plots: counts, quantiles, and views of tensors as matrices.
 
-Counts and statistics are over all values that are not padding.  What sorts (quantiles, boxes) reads a sample of at most
-SAMPLE values that is the same in every run.
+Counts and statistics cover all values without padding.  Quantiles and boxes, which require sorting, use a deterministic
+sample of at most SAMPLE values.
 """
 import dataclasses
 import math
@@ -10,31 +10,33 @@ import statistics as standard
 import numpy as np
 
 SAMPLE = 65_536
-ROWS, COLUMNS = 250, 280            # cells of a map: the pixels that it has
-BROKEN_BIN = 255            # the biased exponent of NaN and the infinities
+ROWS, COLUMNS = 250, 280            # largest map, one cell per pixel
+BROKEN_BIN = 255            # biased exponent of NaN and the infinities
 _BIAS = 127
 
 
 def valid(x, mask=None):
-    """All values of x that are not padding, 1-D.  mask: bool that broadcasts to x, True = not padding, or None."""
+    """Return the values of x without padding, 1-D.  mask: bool that broadcasts to x, False at padding, or None."""
     if mask is None:
         return x.reshape(-1)
     return x[np.broadcast_to(mask, x.shape)]
 
 
 def sample(values, most=SAMPLE, seed=0):
-    """At most `most` of 1-D values: one from each of as many equal stretches, chosen by `seed`."""
+    """Return at most `most` of 1-D values: a random one from each of `most` equal intervals."""
     if len(values) <= most:
         return values
-    places = (np.arange(most) + np.random.default_rng(seed).random(most)) * (len(values) / most)
-    return values[places.astype(np.int64)]
+    indices = (np.arange(most) + np.random.default_rng(seed).random(most)) * (len(values) / most)
+    return values[indices.astype(np.int64)]
 
 
 # ---- distributions -----------------------------------------------------------------------------------------------------
 
 def binades(values):
-    """int64 (2, 256): how many of the values that are not 0 have floor(log2 |x|) = e - 127, by sign and e, which is the biased
-    exponent of float32 (0: its subnormals; 255: NaN and infinities).  Exact, and counts of tensors add up."""
+    """Return int64 (2, 256): the number of nonzero values per sign and biased float32 exponent e = floor(log2 |x|) + 127.
+
+    e = 0 has the subnormals, e = 255 NaN and infinities.  Counts of several tensors can be added.
+    """
     counts = np.zeros(512, np.int64)
     for start in range(0, len(values), 1 << 20):
         part = values[start:start + (1 << 20)]
@@ -44,14 +46,16 @@ def binades(values):
 
 
 def span_of(counts):
-    """Of binades: the first and the last floor(log2 |x|); None where no finite value is but 0."""
-    found = np.flatnonzero(counts.sum(0)[:BROKEN_BIN])
-    return None if not len(found) else (int(found[0]) - _BIAS, int(found[-1]) - _BIAS)
+    """Return the smallest and largest floor(log2 |x|) in the counts of `binades`, None without finite nonzero values."""
+    occupied = np.flatnonzero(counts.sum(0)[:BROKEN_BIN])
+    return None if not len(occupied) else (int(occupied[0]) - _BIAS, int(occupied[-1]) - _BIAS)
 
 
 def histogram(values, most=100):
-    """-> edges, counts of finite values in equal bins over their whole range, all of them; None where there are none.  Few
-    values have few bins; a constant has one."""
+    """Return (edges, counts) of the finite values in equal bins over their range, None without finite values.
+
+    The number of bins depends on the number of values, up to `most`; a constant has one bin.
+    """
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
@@ -61,25 +65,27 @@ def histogram(values, most=100):
         bins, margin = 1, max(abs(low), 1e-30) * 0.01
         low, high = low - margin, high + margin
     counts, edges = np.zeros(bins, np.int64), None
-    for start in range(0, len(finite), 1 << 20):            # in float64, where no difference overflows
+    for start in range(0, len(finite), 1 << 20):            # float64, because high - low may overflow in float32
         part, edges = np.histogram(finite[start:start + (1 << 20)].astype(np.float64), bins, (low, high))
         counts += part
     return edges, counts
 
 
 def normal_quantiles(values, points=257):
-    """-> theoretical, observed: quantiles of a normal distribution with the values' mean and standard deviation, and theirs.
-    Few values are shown one by one.  None where fewer than 3 are finite, or all are the same."""
+    """Return (expected, observed) quantiles: of a normal distribution with the mean and std of the values, and of the values.
+
+    Up to `points` values all are used.  None if fewer than 3 values are finite or all are equal.
+    """
     ordered = np.sort(values[np.isfinite(values)].astype(np.float64))
     n = len(ordered)
     if n < 3 or ordered[0] == ordered[-1]:
         return None
-    if n > points:      # evenly over the normal's axis: the tails are what a Q-Q plot is looked at for
+    if n > points:      # spaced evenly along the normal's axis, to resolve the tails
         normal = standard.NormalDist()
         edge = normal.inv_cdf(1 - 0.5 / n)
         z = np.linspace(-edge, edge, points)
-        places = np.clip(np.array([normal.cdf(v) for v in z]) * n - 0.5, 0, n - 1)
-        observed = np.interp(places, np.arange(n), ordered)
+        ranks = np.clip(np.array([normal.cdf(v) for v in z]) * n - 0.5, 0, n - 1)
+        observed = np.interp(ranks, np.arange(n), ordered)
     else:
         normal = standard.NormalDist()
         z = np.array([normal.inv_cdf((i + 0.5) / n) for i in range(n)])
@@ -89,19 +95,21 @@ def normal_quantiles(values, points=257):
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Of one group: quartiles, whiskers at the last value within 1.5 interquartile ranges, and up to 60 values beyond."""
+    """Box plot of one group: quartiles, whiskers at the last value within 1.5 interquartile ranges, up to 60 outliers."""
     label: str
     low: float
     q1: float
     median: float
     q3: float
     high: float
-    beyond: np.ndarray
+    outliers: np.ndarray
 
 
 def boxes(x, mask=None, heads_axis=None, most=12):
-    """Boxes of all values and of up to `most` groups of them: the heads, where x has an axis of them, else equal stretches of
-    the last axis.  [] where nothing is finite."""
+    """Return the boxes of all values and of up to `most` groups: the heads if x has them, else equal parts of the last axis.
+
+    Groups without finite values are omitted.
+    """
     groups = [('all', valid(x, mask))]
     axis = x.ndim - 1 if heads_axis is None else heads_axis
     if x.ndim >= 2 and x.shape[axis] >= 2:
@@ -109,29 +117,29 @@ def boxes(x, mask=None, heads_axis=None, most=12):
         edges = np.linspace(0, count, min(count, most) + 1).astype(int)
         for low, high in zip(edges[:-1], edges[1:], strict=True):
             part = np.take(x, range(low, high), axis)
-            cut = mask if mask is None or mask.shape[axis] == 1 else np.take(mask, range(low, high), axis)
-            groups.append((f'{low}' if high - low == 1 else f'{low}\N{EN DASH}{high - 1}', valid(part, cut)))
-    found = []
+            part_mask = mask if mask is None or mask.shape[axis] == 1 else np.take(mask, range(low, high), axis)
+            groups.append((f'{low}' if high - low == 1 else f'{low}\N{EN DASH}{high - 1}', valid(part, part_mask)))
+    result = []
     for label, values in groups:
         finite = sample(values[np.isfinite(values)]).astype(np.float64)
         if len(finite):
             q1, median, q3 = np.quantile(finite, (0.25, 0.5, 0.75)).tolist()
             reach = 1.5 * (q3 - q1)
             inside = finite[(finite >= q1 - reach) & (finite <= q3 + reach)]
-            beyond = finite[(finite < q1 - reach) | (finite > q3 + reach)]
-            if len(beyond) > 60:                            # the outermost, and others evenly between
-                beyond = np.sort(beyond)[np.linspace(0, len(beyond) - 1, 60).astype(int)]
-            found.append(Box(label, float(inside.min(initial=q1)), q1, median, q3, float(inside.max(initial=q3)), beyond))
-    return found
+            outliers = finite[(finite < q1 - reach) | (finite > q3 + reach)]
+            if len(outliers) > 60:                          # includes the extremes
+                outliers = np.sort(outliers)[np.linspace(0, len(outliers) - 1, 60).astype(int)]
+            result.append(Box(label, float(inside.min(initial=q1)), q1, median, q3, float(inside.max(initial=q3)), outliers))
+    return result
 
 
 # ---- a tensor as a matrix ----------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How any tensor is laid out as a matrix: `of(x)` does it, for x, its error and its padding alike.
+    """A layout of a tensor as a matrix.  `of(x)` applies it to the tensor, its error or its padding.
 
-    rows, columns: what the axes are; row_lines, column_lines: where parts (sentences, heads) begin.
+    rows, columns: labels of the axes;  row_lines, column_lines: first rows and columns of parts (sentences, heads)
     """
     shape: tuple
     order: tuple
@@ -140,11 +148,11 @@ class View:
     columns: str
     row_lines: tuple = ()
     column_lines: tuple = ()
-    fold: int = 0               # elements a row of a tensor of one axis
-    first: int | None = None    # so many of the first axis alone are shown
+    fold: int = 0               # row length of a folded vector
+    first: int | None = None    # number of items of the first axis that are shown, None: all
 
     def of(self, x):
-        """The matrix (a view of x where that can be); a fold's last row is filled up with NaN, or False."""
+        """Return the matrix, a view of x if possible.  The last row of a folded vector is filled with NaN or False."""
         x = np.broadcast_to(x, self.shape)
         if self.fold:
             padded = np.full(self.matrix, False if x.dtype == bool else np.nan, x.dtype)
@@ -154,12 +162,13 @@ class View:
 
 
 def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
-    """-> View of a tensor of this shape.
+    """Return the View of a tensor of this shape.
 
-    One axis is folded to rows of 32, the block of the MX formats, or more; (tokens, features) stays; of (time, batch, features)
-    the rows are the tokens sentence by sentence; attention's (time, batch, heads, C) has its heads side by side; attention
-    weights (batch, heads, Tq, Tk) are a sheet of maps, a row a sentence, of the first `sentences`.  Any other shape: leading
-    axes down, the last across.  batch: which of three axes counts sentences, None where that is not known.
+    A vector is folded into rows of a multiple of 32, the block size of the MX formats.  (time, batch, features) has a row
+    per token, sentence by sentence.  Attention's (time, batch, heads, C) has the heads side by side.  Attention weights
+    (batch, heads, Tq, Tk) have a row of maps per sentence, for the first `sentences`.  Any other shape: the leading axes
+    are flattened to rows.
+    batch: the batch axis of a tensor with three axes, None if unknown
     """
     shape = tuple(shape)
     n = len(shape)
@@ -170,13 +179,13 @@ def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
         label = 'element' if rows <= 1 else f'element, {fold} in a row'
         return View(shape, tuple(range(n)), (rows, fold), '', label, fold=max(fold, 1))
     if n == 2:
-        if layer_type == 'linear' and name == 'weight':             # what is contracted are its inputs
+        if layer_type == 'linear' and name == 'weight':             # axis is the contracted axis: the inputs
             return View(shape, (0, 1), shape, *(('input', 'output') if axis in (0, -2) else ('output', 'input')))
         return View(shape, (0, 1), shape, 'row', 'column' if name.endswith('weight') else 'feature')
     if n == 3:
         rows, C = shape[0] * shape[1], shape[2]
         if batch is None:
-            return View(shape, (0, 1, 2), (rows, C), 'row, the first two axes as one', 'feature')
+            return View(shape, (0, 1, 2), (rows, C), 'first two axes, flattened', 'feature')
         T = shape[1 - batch]
         return View(shape, (batch, 1 - batch, 2), (rows, C), 'token, sentence by sentence', 'feature', tuple(range(T, rows, T)))
     if n == 4 and layer_type == 'attention' and name == 'weights':
@@ -193,16 +202,18 @@ def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
 
 
 def shrink(matrix, rows=ROWS, columns=COLUMNS):
-    """At most (rows, columns) cells, each the element of largest magnitude of its part, with its sign: no outlier gets lost.
-    NaN wins over all."""
+    """Reduce a matrix to at most (rows, columns) cells, each the element of largest magnitude of its part, with its sign.
+
+    A part with NaN becomes NaN.
+    """
     if matrix.shape[0] <= rows and matrix.shape[1] <= columns:
         return np.array(matrix)
     high, low = reduced(np.maximum, matrix, rows, columns), reduced(np.minimum, matrix, rows, columns)
-    return np.where(high >= -low, high, low)                # with NaN both are NaN
+    return np.where(high >= -low, high, low)                # both are NaN if the part has NaN
 
 
 def reduced(operation, matrix, rows=ROWS, columns=COLUMNS):
-    """At most (rows, columns) cells, each what a ufunc makes of its part."""
+    """Reduce a matrix to at most (rows, columns) cells, each a ufunc reduction of its part."""
     for axis, most in ((1, columns), (0, rows)):
         if matrix.shape[axis] > most:
             starts = np.linspace(0, matrix.shape[axis], most, endpoint=False).astype(int)
@@ -211,9 +222,11 @@ def reduced(operation, matrix, rows=ROWS, columns=COLUMNS):
 
 
 def limits(matrix):
-    """-> (low, high, share beyond, signed): what the colours of a map span.  Symmetric about 0 where there are both signs, else
-    from 0; the 99.8 % quantile of |x| where the largest is more than twice that, so that one outlier does not turn the rest
-    white."""
+    """Return (low, high, share beyond them, whether signed) for the colour scale of a map.
+
+    The scale is symmetric if there are negative values, else it starts at 0.  Its end is the largest |x|, or the 99.8 %
+    quantile if the largest is more than twice that, so that a single outlier does not wash out the rest.
+    """
     finite = matrix[np.isfinite(matrix)]
     finite = sample(finite.reshape(-1))
     if not len(finite):
@@ -226,8 +239,10 @@ def limits(matrix):
 
 
 def patch_of(matrix, rows=24, columns=32):
-    """Where a window of at most (rows, columns) lies that has the largest finite magnitude in it, cut along multiples of 32
-    columns -> slices of rows and of columns."""
+    """Return (slice of rows, slice of columns) of a window of at most (rows, columns) around the largest finite magnitude.
+
+    The window starts at a multiple of 32 columns, the block size of the MX formats.
+    """
     finite = np.where(np.isfinite(matrix), np.abs(matrix), -1)
     if not finite.size:
         return slice(0, 0), slice(0, 0)
@@ -238,8 +253,10 @@ def patch_of(matrix, rows=24, columns=32):
 
 
 def relative_errors(x, q, bins=48, lowest=-24):
-    """-> edges (bins + 1,), share (bins,) of the values x != 0 whose log2 |(q - x) / x| lies in each bin, with those below
-    `lowest` (and exact ones) counted in none."""
+    """Return edges (bins + 1,) and, per bin, the share of the nonzero values by log2 |(q - x) / x|.
+
+    Errors of 0 and below 2^lowest are in no bin.
+    """
     usable = np.isfinite(x) & np.isfinite(q) & (x != 0)
     x, q = x[usable].astype(np.float64), q[usable].astype(np.float64)
     edges = np.linspace(lowest, 2, bins + 1)

@@ -1,4 +1,4 @@
-"""Pictures of a whole dump: the quick analysis, and statistics by layer and step."""
+"""Plots of a whole dump: the quick analysis, and statistics by layer and step."""
 import dataclasses
 import math
 
@@ -6,20 +6,20 @@ import numpy as np
 
 from pyops.inspect.pictures import numbers, style
 
-ROWS = 40                   # of a page of statistics
-_STEPS = 6                  # that a page with a mark for each step shows
+ROWS = 40                   # rows per page of statistics
+_MAX_STEPS = 6              # steps per page of statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is kept of a tensor once its pictures are drawn."""
+    """The metadata and statistics of one tensor."""
     layer: str
     layer_type: str
     operation: str
     name: str
     step: int
     time: int | None
-    format: str             # that it was saved under
+    format: str             # to which the run rounded it, or 'fp32'
     shape: tuple
     file: str
     statistics: dict        # of pyops.inspect.statistics.describe
@@ -31,10 +31,10 @@ class Record:
         return style.kind_of(self.operation, self.name)
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------------
+# ---- data --------------------------------------------------------------------------------------------------------------
 
 def totals(records):
-    """-> {kind: counts of numbers.binades}, number of values, of zeros, of NaN, of infinities, over all tensors."""
+    """Return {kind: counts of numbers.binades} and the numbers of values, zeros, NaN and infinities of all tensors."""
     counts = {kind: np.zeros((2, 256), np.int64) for kind in style.KINDS}
     for record in records:
         counts[record.kind] += record.counts
@@ -42,28 +42,28 @@ def totals(records):
 
 
 def shares(records, key):
-    """-> [(value, tensors that have it)], most frequent first."""
-    found = {}
+    """Return [(value of key, number of records)], most frequent first."""
+    counts = {}
     for record in records:
-        found[key(record)] = found.get(key(record), 0) + 1
-    return sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        counts[key(record)] = counts.get(key(record), 0) + 1
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def sqnr(records, text):
-    """SQNR in dB of a format over several tensors: of the sums, not the mean of the dB; None where nothing is known."""
-    found = [record.losses[text] for record in records if text in record.losses]
-    signal, noise = (sum(loss[key] for loss in found) for key in ('sum_x2', 'sum_e2'))
-    if not found or not (math.isfinite(signal) and math.isfinite(noise)):
+    """Return the SQNR in dB of a format over several tensors, from the total energies; None if unknown."""
+    measures = [record.losses[text] for record in records if text in record.losses]
+    signal, noise = (sum(measure[key] for measure in measures) for key in ('sum_x2', 'sum_e2'))
+    if not measures or not (math.isfinite(signal) and math.isfinite(noise)):
         return None
     return math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
 
 
 def rms(records):
-    """Root mean square over several tensors, None where no value is finite."""
-    found = [(record.statistics['rms'], record.statistics['count'] - record.statistics['nan'] - record.statistics['inf'])
+    """Return the root mean square of several tensors, None without finite values."""
+    pairs = [(record.statistics['rms'], record.statistics['count'] - record.statistics['nan'] - record.statistics['inf'])
              for record in records if record.statistics['rms'] is not None]
-    count = sum(n for _, n in found)
-    return math.sqrt(sum(value * value * n for value, n in found) / count) if count else None
+    count = sum(n for _, n in pairs)
+    return math.sqrt(sum(value * value * n for value, n in pairs) / count) if count else None
 
 
 def amax(records):
@@ -71,7 +71,7 @@ def amax(records):
 
 
 def by(records, key):
-    """-> {key(record): records}, in order of first appearance."""
+    """Return {key(record): records}, in order of first appearance."""
     groups = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -83,8 +83,7 @@ FLOWS = {'at the output': ('grad_output',), 'at the input': ('grad_input', 'grad
 
 
 def gradient_flow(records):
-    """-> layers in order of the forward pass, steps, {one of FLOWS: (layers, steps) rms of the gradient, NaN where none was
-    saved}."""
+    """Return the layers in forward order, the steps, and {key of FLOWS: rms (layers, steps), NaN if unknown}."""
     backward = [record for record in records if record.operation == 'backward']
     known = {record.layer for record in backward}
     forward = [record.layer for record in records if record.operation == 'forward' and record.layer in known]
@@ -98,8 +97,8 @@ def gradient_flow(records):
     return layers, steps, flows
 
 
-def some_steps(steps, most=_STEPS):
-    """At most `most` of the steps, the first, the last and others evenly between."""
+def some_steps(steps, most=_MAX_STEPS):
+    """Return at most `most` evenly spaced steps, with the first and the last."""
     return [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1,
                                                                     min(most, len(steps)))})] if steps else []
 
@@ -107,7 +106,7 @@ def some_steps(steps, most=_STEPS):
 # ---- the quick analysis ------------------------------------------------------------------------------------------------
 
 def draw_quick_analysis(records, title, subtitle, skipped=0):
-    """-> Sheet of four panels: all values, and the tensors by format, layer type and operation."""
+    """Return a Sheet with four panels: all values, and the tensors by format, layer type and operation."""
     counts, values, zeros, nan, inf = totals(records)
     sheet = style.Sheet(12, 7.55, title, subtitle)
     cards = [('tensors', f'{len(records):,}'), ('layers', f'{len({r.layer for r in records}):,}'),
@@ -124,29 +123,29 @@ def draw_quick_analysis(records, title, subtitle, skipped=0):
              i: style.NAME_COLORS[(5, 3, 4, 7, 2, 8, 6, 1)[i]]),
             ('Tensors by operation', shares(records, lambda r: r.operation),
              lambda name, i: style.KINDS['gradients' if name == 'backward' else 'activations'])]
-    for i, (heading, found, color) in enumerate(pies):
-        _draw_pie(sheet, 0.6 + i * 3.85, 5.55, heading, found, color)
+    for i, (heading, parts, color) in enumerate(pies):
+        _draw_pie(sheet, 0.6 + i * 3.85, 5.55, heading, parts, color)
     return sheet
 
 
 def _draw_all_values(axes, counts):
     total = sum(count.sum() for count in counts.values())
     span = numbers.span_of(sum(counts.values()))
-    spread = {kind: count[:, :numbers.BROKEN_BIN] for kind, count in counts.items()}
-    binades = sum(spread.values()).sum(0)
+    finite = {kind: count[:, :numbers.BROKEN_BIN] for kind, count in counts.items()}
+    binades = sum(finite.values()).sum(0)
     if span is None:
-        axes.text(0.5, 0.5, 'no finite value but 0', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
+        axes.text(0.5, 0.5, 'no finite nonzero value', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
         return
-    # The small ones reach down for ever; the axis begins where a thousandth of all values is left.
-    below = np.cumsum(binades)
-    low, high = int(np.searchsorted(below, 0.001 * binades.sum(), 'right')), span[1] + 127
-    hidden = 100 * (below[low - 1] if low else 0) / binades.sum()
+    # The axis omits the smallest 0.1 % of the values, whose exponents may go far down.
+    cumulative = np.cumsum(binades)
+    low, high = int(np.searchsorted(cumulative, 0.001 * binades.sum(), 'right')), span[1] + 127
+    hidden = 100 * (cumulative[low - 1] if low else 0) / binades.sum()
     width = high - low + 1
     bottom = np.zeros(2 * width + 1)
     edges = np.arange(-width - 0.5, width + 1.5)
-    for kind, count in spread.items():
+    for kind, count in finite.items():
         part = 100 * count[:, low:high + 1] / total
-        stack = np.concatenate([part[1][::-1], [0], part[0]])                           # negative | nothing | positive
+        stack = np.concatenate([part[1][::-1], [0], part[0]])                           # negative | 0 | positive
         if stack.any():
             axes.stairs(bottom + stack, edges, baseline=bottom, fill=True, color=style.KINDS[kind], alpha=0.85, linewidth=0)
         bottom = bottom + stack
@@ -154,11 +153,11 @@ def _draw_all_values(axes, counts):
     axes.set_ylim(0, bottom.max() * 1.08)
     step = next(s for s in (1, 2, 4, 5, 10, 20, 40) if width / s <= 8)
     exponents = [e for e in range(-160, 161, step) if low <= e + 127 <= high]
-    places = [e + 127 - low + 0.5 for e in exponents]
+    positions = [e + 127 - low + 0.5 for e in exponents]
     style.scale(axes, 'x',
-                'value' + (f'     (left out: {style.percent(hidden)} of the values, below {style.power(low - 127)})' if hidden
+                'value' + (f'     (not shown: {style.percent(hidden)} of the values, below {style.power(low - 127)})' if hidden
                            else ''),
-                [-place for place in places[::-1]] + [0] + places,
+                [-position for position in positions[::-1]] + [0] + positions,
                 [style.MINUS + style.power(e) for e in exponents[::-1]] + ['0'] + [style.power(e) for e in exponents])
     style.scale(axes, 'y', '% of the values', most=5)
     x, y, width, _ = axes.inches
@@ -167,21 +166,21 @@ def _draw_all_values(axes, counts):
                         ha='right')
 
 
-def _draw_pie(sheet, x, y, heading, found, color_of):
-    """A ring with its names and numbers beside it; more than eight parts end in one for the rest."""
-    if len(found) > 8:
-        found = [*found[:7], ('others', sum(n for _, n in found[7:]))]
-    total = sum(n for _, n in found)
+def _draw_pie(sheet, x, y, heading, parts, color_of):
+    """Draw a ring chart with a legend.  More than eight parts are merged into 'others'."""
+    if len(parts) > 8:
+        parts = [*parts[:7], ('others', sum(n for _, n in parts[7:]))]
+    total = sum(n for _, n in parts)
     axes = sheet.axes(x, y, 1.75, 1.75)
-    colors = [style.GREY if name == 'others' else color_of(name, i) for i, (name, _) in enumerate(found)]
-    axes.pie([n for _, n in found], colors=colors, startangle=90, counterclock=False,
+    colors = [style.GREY if name == 'others' else color_of(name, i) for i, (name, _) in enumerate(parts)]
+    axes.pie([n for _, n in parts], colors=colors, startangle=90, counterclock=False,
              wedgeprops={'width': 0.42, 'edgecolor': style.PAPER, 'linewidth': 1.5})
     axes.text(0, 0, f'{total:,}', ha='center', va='center', fontsize=11)
     axes.set_axis_off()
     sheet.text(x, y - 0.15, heading, fontsize=9.5)
-    pitch = min(0.27, 1.7 / len(found))
-    for i, (name, n) in enumerate(found):
-        down = y + 0.95 + (i - (len(found) - 1) / 2) * pitch
+    pitch = min(0.27, 1.7 / len(parts))
+    for i, (name, n) in enumerate(parts):
+        down = y + 0.95 + (i - (len(parts) - 1) / 2) * pitch
         sheet.text(x + 1.95, down, '\N{BLACK SQUARE}', color=colors[i], fontsize=11)
         sheet.text(x + 2.15, down, style.shortened(name, 12), fontsize=8.5)
         sheet.text(x + 3.55, down, f'{100 * n / total:.0f} %', fontsize=8.5, color=style.GREY, ha='right')
@@ -190,19 +189,19 @@ def _draw_pie(sheet, x, y, heading, found, color_of):
 # ---- statistics by layer and step --------------------------------------------------------------------------------------
 
 def draw_training(steps):
-    """steps: as of logs.Logs.steps -> Sheet with loss and gradient norm of every training step."""
+    """Return a Sheet with loss and gradient norm of every training step.  steps: as of logs.Logs.steps."""
     sheet = style.Sheet(12, 4.6, 'Training', f'{len(steps):,} steps')
     x = np.array([line['step'] for line in steps], np.float64)
     for i, (key, label, color) in enumerate((('loss', 'loss', style.NAME_COLORS[0]),
                                              ('norm', 'gradient norm', style.NAME_COLORS[1]))):
         axes = sheet.axes(1.0 + i * 5.7, 1.1, 4.8, 2.8, label.capitalize())
         y = np.array([line.get(key) if isinstance(line.get(key), int | float) else np.nan for line in steps], np.float64)
-        keep = np.isfinite(y)
-        if not keep.any():
-            axes.text(0.5, 0.5, 'none was written', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
+        known = np.isfinite(y)
+        if not known.any():
+            axes.text(0.5, 0.5, 'not recorded', ha='center', va='center', color=style.GREY, transform=axes.transAxes)
             continue
-        axes.plot(x[keep], y[keep], color=color, linewidth=1.2, marker='o' if len(x) < 40 else '', markersize=3)
-        if key == 'norm' and (y[keep] > 0).all() and y[keep].max() > 20 * y[keep].min():
+        axes.plot(x[known], y[known], color=color, linewidth=1.2, marker='o' if len(x) < 40 else '', markersize=3)
+        if key == 'norm' and (y[known] > 0).all() and y[known].max() > 20 * y[known].min():
             axes.set_yscale('log')
         axes.margins(y=0.1)
         axes.autoscale_view()
@@ -212,28 +211,27 @@ def draw_training(steps):
 
 
 def draw_gradient_flow(records):
-    """-> Sheets, ROWS layers each: the rms of gradients at each layer's output, input and weight, a line a step; [] without
-    any."""
+    """Return Sheets of ROWS layers each with the rms of the gradients of output, input and weight, one line per step."""
     layers, steps, flows = gradient_flow(records)
     drawn = {flow: values for flow, values in flows.items() if (values > 0).any()}
     sheets, shown = [], some_steps(steps)
     if not drawn:
         return []
-    least, most = (operation([operation(values[values > 0]) for values in drawn.values()]) for operation in (np.min, np.max))
+    low, high = (operation([operation(values[values > 0]) for values in drawn.values()]) for operation in (np.min, np.max))
     for start in range(0, len(layers), ROWS):
         part = layers[start:start + ROWS]
-        room = _room(part)
+        room = _label_width(part)
         sheet, top = _sheet_of_rows(len(part), room + len(drawn) * 3.5 + 0.3, 'Gradient flow',
-                                    _page(start, len(layers), 'layers, first above') + _steps_note(steps, shown))
+                                    _page(start, len(layers), 'layers, first at the top') + _steps_note(steps, shown))
         for i, (flow, values) in enumerate(drawn.items()):
             axes = sheet.axes(room + i * 3.5, top, 3.2, len(part) * _PITCH, f'Gradient {flow}, rms')
             axes.set_xscale('log')
-            axes.set_xlim(least / 1.6, most * 1.6)
+            axes.set_xlim(low / 1.6, high * 1.6)
             axes.set_ylim(len(part) - 0.5, -0.5)
             for j, step in enumerate(shown):
                 y = values[start:start + ROWS, steps.index(step)]
-                keep = np.flatnonzero(y > 0)
-                axes.plot(y[keep], keep, color=_step_color(j, len(shown)), linewidth=1.1, marker='o', markersize=4,
+                known = np.flatnonzero(y > 0)
+                axes.plot(y[known], known, color=_step_color(j, len(shown)), linewidth=1.1, marker='o', markersize=4,
                           label=f'step {step}')
             style.scale(axes, 'x', '', most=5)
             style.scale(axes, 'y', '', range(len(part)), [_row_label(layer) for layer in part] if i == 0 else [''] * len(part))
@@ -243,19 +241,18 @@ def draw_gradient_flow(records):
 
 
 def draw_magnitudes(records):
-    """-> Sheets, ROWS tensors each: from rms to the largest magnitude, a line a step, below the ranges of formats without
-    scale."""
+    """Return Sheets of ROWS tensors each with a line from rms to the largest magnitude for each step."""
     rows = [(label, group) for label, group in by(records, _tensor).items() if any(r.statistics['amax'] for r in group)]
-    found = [value for _, group in rows for r in group for value in (r.statistics['rms'], r.statistics['amax']) if value]
-    if not found:
+    sizes = [value for _, group in rows for r in group for value in (r.statistics['rms'], r.statistics['amax']) if value]
+    if not sizes:
         return []
     steps = sorted({record.step for record in records})
     shown, sheets = some_steps(steps), []
-    low, high = math.floor(math.log2(min(found))) - 1, math.ceil(math.log2(max(found))) + 1
+    low, high = math.floor(math.log2(min(sizes))) - 1, math.ceil(math.log2(max(sizes))) + 1
     ticks = _binary_ticks(low, high)
     for start in range(0, len(rows), ROWS):
         part = rows[start:start + ROWS]
-        room = _room([label for label, _ in part])
+        room = _label_width([label for label, _ in part])
         sheet, top = _sheet_of_rows(len(part), room + 8.3, 'Magnitudes',
                                     _page(start, len(rows), 'tensors') + _steps_note(steps, shown))
         axes = sheet.axes(room, top, 8.0, len(part) * _PITCH)
@@ -272,7 +269,7 @@ def draw_magnitudes(records):
                     axes.plot((a, b), (y, y), color=color, linewidth=1.4, solid_capstyle='butt')
                     axes.plot(a, y, color=color, marker='o', markersize=3.5, markeredgewidth=0)
                     axes.plot(b, y, color=color, marker='|', markersize=5, markeredgewidth=1.4)
-        style.scale(axes, 'x', '|x|     dot: rms, stroke: the largest', ticks, [style.power(tick) for tick in ticks])
+        style.scale(axes, 'x', '|x|     dot: rms, bar: largest', ticks, [style.power(tick) for tick in ticks])
         style.scale(axes, 'y', '', range(len(part)), [_row_label(label) for label, _ in part], size=7.5)
         _legend_of_steps(sheet, room, top, shown)
         sheets.append(sheet)
@@ -280,7 +277,7 @@ def draw_magnitudes(records):
 
 
 def draw_sqnr(records, texts):
-    """-> Sheets, ROWS tensors each: SQNR of each format, over all steps, as a coloured table; [] without formats."""
+    """Return Sheets of ROWS tensors each with the SQNR of each format over all steps, as a coloured table."""
     rows = [(label, [sqnr(group, text) for text in texts]) for label, group in by(records, _tensor).items()]
     finite = [value for _, values in rows for value in values if value is not None and math.isfinite(value)]
     if not texts or not rows:
@@ -289,10 +286,10 @@ def draw_sqnr(records, texts):
     cmap, sheets = style.sequential(), []
     for start in range(0, len(rows), ROWS):
         part = rows[start:start + ROWS]
-        room = _room([label for label, _ in part])
+        room = _label_width([label for label, _ in part])
         wide = 1.15
         sheet, top = _sheet_of_rows(len(part), max(room + wide * len(texts) + 0.3, 6.5), 'SQNR by format',
-                                    _page(start, len(rows), 'tensors') + ', dB, all steps together')
+                                    _page(start, len(rows), 'tensors') + ', dB, over all steps')
         tall = len(part) * _PITCH
         matrix = np.array([[high if value == math.inf else low if value is None or value == -math.inf else value
                             for value in values]
@@ -320,27 +317,27 @@ def draw_sqnr(records, texts):
 
 
 def draw_layer(layer, records, texts):
-    """-> Sheet of one layer: largest magnitude and rms of its tensors, SQNR of each format for each tensor, over the steps."""
+    """Return a Sheet of one layer: largest magnitude, rms and SQNR in each format of its tensors, over the steps."""
     names = by(records, lambda record: record.name)
     steps = sorted({record.step for record in records})
     kinds = ', '.join(dict.fromkeys(record.layer_type for record in records))
-    when = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps, {steps[0]} to {steps[-1]}'
-    about = style.plain(layer), f'{kinds}  \N{MIDDLE DOT}  {when}'
-    return _layer_at_a_step(*about, names, texts) if len(steps) == 1 else _layer_over_steps(*about, names, texts, steps)
+    period = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps, {steps[0]} to {steps[-1]}'
+    titles = style.plain(layer), f'{kinds}  \N{MIDDLE DOT}  {period}'
+    return _layer_at_a_step(*titles, names, texts) if len(steps) == 1 else _layer_over_steps(*titles, names, texts, steps)
 
 
 def _layer_at_a_step(title, subtitle, names, texts):
-    """A row for each tensor: from rms to the largest, and a dot for the SQNR of each format."""
+    """Return a Sheet with a row per tensor: a line from rms to the largest, and a dot for the SQNR in each format."""
     tall = len(names) * 0.3
     sheet = style.Sheet(12, 1.45 + tall + 0.75, title, subtitle)
     room, wide = 1.6, 4.6
     axes = sheet.axes(room, 1.3, wide, tall, 'From root mean square to the largest |x|')
     ends = {name: (rms(group), amax(group)) for name, group in names.items()}
-    found = [value for pair in ends.values() for value in pair if value]
+    sizes = [value for pair in ends.values() for value in pair if value]
     axes.set_ylim(len(names) - 0.5, -0.5)
     labels = [style.shortened(name, 18) for name in names]
-    if found:
-        low, high = math.floor(math.log2(min(found))) - 1, math.ceil(math.log2(max(found))) + 1
+    if sizes:
+        low, high = math.floor(math.log2(min(sizes))) - 1, math.ceil(math.log2(max(sizes))) + 1
         axes.set_xlim(low, high)
         for i, (name, pair) in enumerate(ends.items()):
             if all(pair):
@@ -350,17 +347,17 @@ def _layer_at_a_step(title, subtitle, names, texts):
                 axes.plot(a, i, color=color, marker='o', markersize=5, markeredgewidth=0)
                 axes.plot(b, i, color=color, marker='|', markersize=9, markeredgewidth=2)
         ticks = _binary_ticks(low, high)
-        style.scale(axes, 'x', '|x|     dot: rms, stroke: the largest', ticks, [style.power(tick) for tick in ticks])
+        style.scale(axes, 'x', '|x|     dot: rms, bar: largest', ticks, [style.power(tick) for tick in ticks])
     style.scale(axes, 'y', '', range(len(names)), labels)
-    axes = sheet.axes(room + wide + 0.4, 1.3, wide, tall, 'Signal to quantisation noise')
+    axes = sheet.axes(room + wide + 0.4, 1.3, wide, tall, 'Signal-to-quantization-noise ratio')
     axes.set_ylim(len(names) - 0.5, -0.5)
     values = {text: [sqnr(group, text) for group in names.values()] for text in texts}
     finite = [value for column in values.values() for value in column if value is not None and math.isfinite(value)]
     axes.set_xlim(min([*finite, 0]) - 1, max([*finite, 10]) * 1.06)
     for text, column in values.items():
-        places = [(value, i) for i, value in enumerate(column) if value is not None and math.isfinite(value)]
-        if places:
-            axes.plot(*zip(*places, strict=True), color=style.color_of(text), linestyle='', marker='o', markersize=6.5,
+        points = [(value, i) for i, value in enumerate(column) if value is not None and math.isfinite(value)]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=style.color_of(text), linestyle='', marker='o', markersize=6.5,
                       alpha=0.9,
                       markeredgewidth=0)
     style.scale(axes, 'x', 'SQNR, dB (6 dB: one bit)')
@@ -370,7 +367,7 @@ def _layer_at_a_step(title, subtitle, names, texts):
 
 
 def _layer_over_steps(title, subtitle, names, texts, steps):
-    """A line for each tensor, and for each tensor a line for each format."""
+    """Return a Sheet with magnitudes of all tensors over the steps, and per tensor the SQNR in each format."""
     across = 4
     down = -(-len(names) // across) if texts else 0
     sheet = style.Sheet(12, 4.75 + down * 2.15 + (0.3 if down else 0), title, subtitle)
@@ -387,7 +384,7 @@ def _layer_over_steps(title, subtitle, names, texts, steps):
         if drawn:
             axes.set_yscale('log')
             low, high = axes.get_ylim()
-            if high < 100 * low:                # at least two powers of ten, so that there are ticks
+            if high < 100 * low:                # span two powers of ten, so that there are ticks
                 middle = math.sqrt(low * high)
                 low, high = 10 ** math.floor(math.log10(middle) - 0.5), 10 ** math.ceil(math.log10(middle) + 0.5)
             axes.set_ylim(low, high)
@@ -408,7 +405,7 @@ def _layer_over_steps(title, subtitle, names, texts, steps):
             if points:
                 axes.plot(*zip(*points, strict=True), color=style.color_of(text), linewidth=1.2, marker='o', markersize=3)
         if not values:
-            axes.text(0.5, 0.5, 'no error to speak of', ha='center', va='center', fontsize=8, color=style.GREY,
+            axes.text(0.5, 0.5, 'no finite SQNR', ha='center', va='center', fontsize=8, color=style.GREY,
                       transform=axes.transAxes)
             continue
         axes.set_ylim(min(0, *values) * 1.1, max(10, *values) * 1.12)
@@ -424,8 +421,8 @@ def _legend_of_formats(sheet, x, y, texts):
         x += 0.45 + 0.085 * len(text)
 
 
-_PITCH = 0.21               # inches of a row
-_LABEL = 46                 # characters
+_PITCH = 0.21               # inches per row
+_LABEL = 46                 # most characters of a row label
 
 
 def _tensor(record):
@@ -436,12 +433,12 @@ def _row_label(text):
     return style.shortened(text, _LABEL)
 
 
-def _room(labels):
+def _label_width(labels):
     return 0.55 + 0.075 * min(max(map(len, labels)), _LABEL)
 
 
-def _page(start, count, what):
-    return f'{count:,} {what}' if count <= ROWS else f'{what} {start + 1} to {min(start + ROWS, count)} of {count:,}'
+def _page(start, count, items):
+    return f'{count:,} {items}' if count <= ROWS else f'{items} {start + 1} to {min(start + ROWS, count)} of {count:,}'
 
 
 def _steps_note(steps, shown):
@@ -456,7 +453,7 @@ def _sheet_of_rows(rows, width, title, subtitle):
 
 
 def _step_color(index, count):
-    """Early steps pale, late ones dark."""
+    """Return the colour of a step, from pale for the first to dark for the last."""
     return style.sequential()(0.35 + 0.6 * (index / (count - 1) if count > 1 else 0.5))
 
 

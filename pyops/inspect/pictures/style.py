@@ -1,7 +1,7 @@
-"""How every picture looks: one palette, one kind of title, axes placed in inches, PNG files that know whose they are.
+"""The style of all plots: palette, titles, axes placed in inches, PNG files marked as created by this program.
 
-Colours are safe for colour-blind readers: formats and roles after Okabe and Ito, colour maps with a lightness that rises
-or falls evenly, made in OKLab.  A format has the same colour in every picture and on the page.
+Colours are safe for colour-blind readers: the palette of Okabe and Ito, and colour maps of monotonic lightness, interpolated
+in OKLab.  A format has the same colour in every plot and on the page.
 """
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from pyops.files import write_atomically
 from pyops.inspect import colours
 
 INK, GREY, RULE, LIGHT, PAPER = '#222222', '#666666', '#b0b0b0', '#e6e6e6', '#ffffff'
-PADDING, BROKEN = '#d9d9d9', '#d6008f'          # positions behind a sentence's end; NaN and infinities
+PADDING, BROKEN = '#d9d9d9', '#d6008f'          # BROKEN: NaN and infinities
 KINDS = {'activations': '#0072b2', 'weights': '#009e73', 'gradients': '#d55e00'}
 NAME_COLORS = ('#0072b2', '#d55e00', '#009e73', '#b8559a', '#e69f00', '#56b4e9', '#4d4d4d', '#8b5a2b', '#7a6cd0')
 ELLIPSIS, MINUS = '\N{HORIZONTAL ELLIPSIS}', '\N{MINUS SIGN}'
@@ -32,16 +32,16 @@ _SETTINGS = {
 
 
 def require():
-    """UserError where matplotlib is not installed."""
+    """Raise UserError if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise UserError('matplotlib is not installed: install it with: pip install matplotlib') from error
+        raise UserError('matplotlib is not installed; install it with: pip install matplotlib') from error
 
 
 @contextlib.contextmanager
 def look():
-    """Within it, figures have the look of this file; the settings of a caller come back at its end."""
+    """A context manager that applies this style to matplotlib and restores the previous settings."""
     import warnings
 
     import matplotlib
@@ -49,22 +49,21 @@ def look():
     installed = {font.name for font in font_manager.fontManager.ttflist}
     fonts = [font for font in _FONTS if font in installed] or ['sans-serif']
     with matplotlib.rc_context(_SETTINGS | {'font.family': fonts}), warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'Glyph .* missing')       # a letter that no font here has is drawn as a box
+        warnings.filterwarnings('ignore', 'Glyph .* missing')       # a letter without a glyph is drawn as a box
         yield
 
 
 # ---- colours -----------------------------------------------------------------------------------------------------------
 
 def color_of(fmt):
-    """The colour of a format (a Format, its text, or 'fp32'); one with options, which may stand beside the one without, has a
-    darker shade."""
+    """Return the colour of a format (a Format, its text, or 'fp32').  A format with options has a darker shade."""
     base, options = colours.of(fmt), str(fmt).partition(':')[2]
-    share = 0.75 - 0.3 * (sum(options.encode()) % 7) / 6 if options else 1              # the same one in every process
+    share = 0.75 - 0.3 * (sum(options.encode()) % 7) / 6 if options else 1              # deterministic, unlike hash()
     return '#' + ''.join(f'{round(int(base[i:i + 2], 16) * share):02x}' for i in (1, 3, 5))
 
 
 def _oklab_map(name, stops, count=256):
-    """A colour map through (position, #rrggbb), straight in OKLab between them, so that equal steps look equal.
+    """Return a colour map through (position, #rrggbb) stops, interpolated in OKLab so that it is perceptually uniform.
 
     Source: https://bottosson.github.io/posts/oklab/
     """
@@ -73,11 +72,11 @@ def _oklab_map(name, stops, count=256):
                        [.0883024619, .2817188376, .6299787005]])
     to_lab = np.array([[.2104542553, .7936177850, -.0040720468], [1.9779984951, -2.4285922050, .4505937099],
                        [.0259040371, .7827717662, -.8086757660]])
-    places = [place for place, _ in stops]
+    positions = [position for position, _ in stops]
     rgb = np.array([[int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)] for _, color in stops])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     lab = np.cbrt(linear @ to_lms.T) @ to_lab.T
-    between = np.stack([np.interp(np.linspace(0, 1, count), places, channel) for channel in lab.T], 1)
+    between = np.stack([np.interp(np.linspace(0, 1, count), positions, channel) for channel in lab.T], 1)
     linear = ((between @ np.linalg.inv(to_lab).T) ** 3 @ np.linalg.inv(to_lms).T).clip(0, 1)
     rgb = np.where(linear <= 0.0031308, linear * 12.92, 1.055 * linear ** (1 / 2.4) - 0.055)
     return ListedColormap(rgb.clip(0, 1), name=name)
@@ -92,31 +91,31 @@ def diverging():
 
 @functools.cache
 def sequential():
-    """White at 0, over green and blue to a dark violet."""
+    """White at 0, then green and blue, dark violet at 1."""
     return _oklab_map('pyops_sequential', [(0, '#fbfdfb'), (0.3, '#9bd3c4'), (0.65, '#2b7fae'), (1, '#2a1a5e')])
 
 
 def kind_of(operation, name):
-    """-> 'activations', 'weights' or 'gradients', the keys of KINDS."""
+    """Return 'activations', 'weights' or 'gradients', a key of KINDS."""
     if operation == 'backward':
         return 'gradients'
     return 'weights' if name in ('weight', 'bias') else 'activations'
 
 
 def readable_on(color):
-    """Ink or paper, whichever is better read on an (r, g, b, ...) of 0 to 1."""
+    """Return INK or PAPER, the text colour with more contrast on the background (r, g, b, ...), each 0 to 1."""
     return INK if 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2] > 0.55 else PAPER
 
 
 # ---- text --------------------------------------------------------------------------------------------------------------
 
 def plain(text):
-    """A text from a dump in one line that a font can draw: no control character."""
+    """Return text from a dump without control characters, which fonts cannot draw."""
     return ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in str(text))
 
 
 def shortened(text, most):
-    """At most `most` characters: the middle gives way, since layers differ at their ends."""
+    """Shorten a text to at most `most` characters.  The middle is cut, because layer names differ at their ends."""
     text = plain(text)
     if len(text) <= most:
         return text
@@ -125,12 +124,12 @@ def shortened(text, most):
 
 
 def number(value, digits=3):
-    """A number as a reader likes it: 0.0123, 1.2e-07, nan, -inf; '' for None."""
+    """Format a number: 0.0123, 1.2e-7, nan, -inf; '' for None."""
     if value is None:
         return ''
     if not math.isfinite(value):
         return f'{value}'.replace('-', MINUS)
-    text = f'{value or 0:.{digits}g}'           # no -0
+    text = f'{value or 0:.{digits}g}'           # `or 0` avoids -0
     mantissa, e, exponent = text.partition('e')
     return (f'{mantissa}e{int(exponent)}' if e else text).replace('-', MINUS)
 
@@ -142,7 +141,7 @@ def decibels(value):
 
 
 def percent(value):
-    """A percentage with as many digits as say something."""
+    """Format a percentage."""
     if value is None or math.isnan(value):
         return MINUS
     return '0 %' if value == 0 else '<0.01 %' if value < 0.01 else f'{value:.2g} %' if value < 1 else f'{value:.1f} %'
@@ -153,7 +152,7 @@ def shape_text(shape):
 
 
 def power(exponent, base=2):
-    """A base with a raised exponent, without the slowness of mathtext."""
+    """Format a power with Unicode superscripts, which are much faster than mathtext."""
     digits = str(round(exponent)).translate(str.maketrans('-0123456789', '\N{SUPERSCRIPT MINUS}'
         '\N{SUPERSCRIPT ZERO}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}\N{SUPERSCRIPT THREE}\N{SUPERSCRIPT FOUR}'
         '\N{SUPERSCRIPT FIVE}\N{SUPERSCRIPT SIX}\N{SUPERSCRIPT SEVEN}\N{SUPERSCRIPT EIGHT}\N{SUPERSCRIPT NINE}'))
@@ -163,11 +162,10 @@ def power(exponent, base=2):
 # ---- figures -----------------------------------------------------------------------------------------------------------
 
 class Sheet:
-    """A figure whose parts are placed in inches from its left and its top: faster than a layout engine, and nothing jumps
-    between two pictures that are looked at one after the other.
+    """A figure whose parts are placed in inches from its upper left corner.
 
-    Texts, lines and maps lie on one page, for axes of matplotlib's take 5 ms each and their ticks 3 ms each, most of the time
-    of a picture; `axes` are for what needs a scale.
+    This is faster than a layout engine, and the layout is the same in all plots of a kind.  Texts, lines and maps are drawn
+    on one page-sized Axes: each matplotlib Axes costs 5 ms and its ticks 3 ms.  `axes` adds an Axes for data with a scale.
     """
 
     def __init__(self, width, height, title, subtitle=''):
@@ -181,33 +179,33 @@ class Sheet:
         self.page.set_ylim(height, 0)
         self._lines = []
         for text, y, size, color, weight in ((title, 0.34, 14, INK, 'bold'), (subtitle, 0.60, 9, GREY, 'normal')):
-            # a bold letter of DejaVu Sans is 0.69 of its height wide on average, a normal one 0.6
+            # average letter widths of DejaVu Sans
             em = 0.69 if weight == 'bold' else 0.6
             size = max(min(size, (width - 0.7) * 72 / (em * max(len(text), 1))), 8)
-            fits = int((width - 0.7) * 72 / (em * size)) + 1
-            self.text(0.35, y, shortened(text, fits), fontsize=size, color=color, fontweight=weight)
+            most = int((width - 0.7) * 72 / (em * size)) + 1
+            self.text(0.35, y, shortened(text, most), fontsize=size, color=color, fontweight=weight)
 
     def text(self, x, y, text, **style):
-        """Text whose baseline begins x, y inches from the upper left corner."""
+        """Draw text whose baseline starts x, y inches from the upper left corner."""
         return self.page.text(x, y, text, **style) if text else None
 
     def line(self, x0, y0, x1, y1, color, width=0.7):
         self._lines.append((((x0, y0), (x1, y1)), color, width))
 
     def image(self, x, y, width, height, colors):
-        """uint8 (rows, columns, 4) as a picture of that size."""
+        """Draw an image, uint8 (rows, columns, 4), at x, y in the given size."""
         from matplotlib.image import AxesImage
         image = AxesImage(self.page, extent=(x, x + width, y + height, y), interpolation='nearest')
         image.set_data(colors)
         self.page.add_image(image)
 
     def heading(self, x, y, width, title, note='', color=INK):
-        """What stands above a part whose upper left corner is x, y."""
+        """Draw a heading and a note above a part whose upper left corner is x, y."""
         self.text(x, y - 0.09, title, fontsize=9.5, color=color)
         self.text(x + width, y - 0.09, note, fontsize=7.5, color=GREY, ha='right')
 
     def axes(self, x, y, width, height, title='', note=''):
-        """Axes whose upper left corner lies x, y inches from that of the sheet, without ticks: `scale` draws those."""
+        """Return Axes with their upper left corner at x, y.  They have no ticks; `scale` draws them."""
         axes = self._axes(x, y, width, height)
         axes.inches = x, y, width, height
         axes.sheet = self
@@ -221,24 +219,26 @@ class Sheet:
             part.set_visible(False)
         return axes
 
-    def ticks(self, x, y, width, height, side, label, shown, rotation=0, size=8):
-        """Ticks and label below ('x') or to the left ('y') of a part.  shown: [(place from 0 to 1, text)], from left or from
-        above."""
+    def ticks(self, x, y, width, height, side, label, ticks, rotation=0, size=8):
+        """Draw ticks and a label below ('x') or to the left ('y') of a part.
+
+        ticks: [(position from 0 to 1, text)], counted from the left or from the top
+        """
         is_x = side == 'x'
         corner = x, y + height
         self.line(*corner, *((x + width, y + height) if is_x else (x, y)), RULE, 0.8)
-        for place, text in shown:
+        for position, text in ticks:
             if is_x:
-                at = x + place * width
+                at = x + position * width
                 self.line(at, y + height, at, y + height + 0.04, RULE)
                 style = {'ha': 'right', 'rotation': rotation, 'rotation_mode': 'anchor'} if rotation else {'ha': 'center'}
                 self.text(at, y + height + 0.07, text, fontsize=size, color=GREY, va='top', **style)
             else:
-                at = y + place * height
+                at = y + position * height
                 self.line(x - 0.04, at, x, at, RULE)
                 self.text(x - 0.07, at, text, fontsize=size, color=GREY, ha='right', va='center')
         if label:
-            longest = max((len(text) for _, text in shown), default=0) * 0.62 * size / 72
+            longest = max((len(text) for _, text in ticks), default=0) * 0.62 * size / 72
             if is_x:
                 down = 0.24 + longest * abs(math.sin(math.radians(rotation))) if rotation else 0.14 + size / 72
                 self.text(x + width / 2, y + height + down, label, fontsize=8.5, color=GREY, ha='center', va='top')
@@ -247,9 +247,9 @@ class Sheet:
                           rotation=90)
 
     def save(self, path, dpi):
-        """Write the PNG: whole or not at all.  -> False where a file that is not ours has the name: it stays.
+        """Write a PNG atomically and return True.  A file not created by this program is not replaced: return False.
 
-        UserError where the folder or the disk takes no file.
+        UserError if the file cannot be written.
         """
         from PIL import Image, PngImagePlugin
         if os.path.lexists(path) and not is_ours(path):
@@ -278,13 +278,15 @@ def write_whole(path, data):
     try:
         write_atomically(path, data)
     except OSError as error:
-        raise UserError(f'{path}: cannot be written ({error.strerror or error}); want a folder with room that you may write to'
+        raise UserError(f'{path}: cannot be written ({error.strerror or error}); give a writable folder with enough free space'
                         ) from error
 
 
 def is_ours(path, as_named=False):
-    """Whether a file is a picture, a table or a page of ours, by the mark in its head; as_named: and still has the name that we
-    gave it."""
+    """Return whether a file was created by this program: a picture, a table or a page with our mark in its first bytes.
+
+    as_named: a picture must also have its original name
+    """
     try:
         with open(path, 'rb') as file:
             head = file.read(1024)
@@ -298,13 +300,12 @@ def is_ours(path, as_named=False):
 
 
 def painted(matrix, low, high, cmap, hidden=None):
-    """-> uint8 (rows, columns, 4): the colours of a map from low to high, NaN and infinities in BROKEN, hidden cells in
-    PADDING."""
+    """Return the colours of a map as uint8 (rows, columns, 4).  NaN and infinities are BROKEN, hidden cells PADDING."""
     from matplotlib.colors import to_rgba
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
-        place = (matrix.astype(np.float64) - low) / ((high - low) or 1.0)
+        position = (matrix.astype(np.float64) - low) / ((high - low) or 1.0)
     is_finite = np.isfinite(matrix)
-    colors = (cmap(np.where(is_finite, place, 0).clip(0, 1)) * 255).round().astype(np.uint8)
+    colors = (cmap(np.where(is_finite, position, 0).clip(0, 1)) * 255).round().astype(np.uint8)
     colors[~is_finite] = [round(255 * c) for c in to_rgba(BROKEN)]
     if hidden is not None:
         colors[hidden] = [round(255 * c) for c in to_rgba(PADDING)]
@@ -312,17 +313,19 @@ def painted(matrix, low, high, cmap, hidden=None):
 
 
 def color_bar(sheet, x, y, width, cmap, low, high, is_beyond, label=None):
-    """A bar of the colours from low to high with its ends and middle, pointed where values lie beyond.  label: number ->
-    text."""
+    """Draw a colour bar with labels at its ends and middle.
+
+    is_beyond: values exceed the scale; the ends of the bar are pointed then.  label: function that formats a number
+    """
     sheet.image(x, y, width, 0.09, (cmap(np.linspace(0, 1, 256))[None] * 255).round().astype(np.uint8))
     if is_beyond:
         ends = [(((x + width, y), (x + width + 0.11, y + 0.045), (x + width, y + 0.09)), 1.0)]
         ends += [(((x, y), (x - 0.11, y + 0.045), (x, y + 0.09)), 0.0)] if low < 0 else []
-        for corners, place in ends:
-            sheet.page.fill(*zip(*corners, strict=True), facecolor=cmap(place), linewidth=0)
+        for corners, position in ends:
+            sheet.page.fill(*zip(*corners, strict=True), facecolor=cmap(position), linewidth=0)
     label = label or number
     marks = [low, (low + high) / 2, high] if high > low else [low]
-    if label is power:                          # whole exponents
+    if label is power:                          # integer exponents
         marks = [low, round((low + high) / 2), high] if high - low >= 2 else [low, high]
     if sum(len(label(mark)) for mark in marks) * 0.07 > width + 0.2:
         marks = [marks[0], marks[-1]]
@@ -333,9 +336,9 @@ def color_bar(sheet, x, y, width, cmap, low, high, is_beyond, label=None):
 
 
 def scale(axes, side, label='', ticks=None, labels=None, most=6, grid=True, rotation=0, size=8):
-    """Ticks, grid and label of one side of axes, 'x' (below) or 'y' (left), for the limits that they have by now.
+    """Draw ticks, grid and label on one side of axes, 'x' (below) or 'y' (left), within their current limits.
 
-    ticks: where, by default at about `most` round numbers, or powers of ten of a logarithmic scale.
+    ticks: values of the ticks, default about `most` round numbers, or powers of ten on a logarithmic scale
     """
     is_x = side == 'x'
     limits = axes.get_xlim() if is_x else axes.get_ylim()
@@ -346,15 +349,14 @@ def scale(axes, side, label='', ticks=None, labels=None, most=6, grid=True, rota
     elif labels is None:
         labels = [number(tick, 6) for tick in ticks]
     (axes.set_xlim if is_x else axes.set_ylim)(limits)
-    found = [(tick, text) for tick, text in zip(ticks, labels, strict=True)
-             if low - 1e-9 * (high - low) <= tick <= high + 1e-9 * (high - low)]
-    if grid and found:
-        places = [tick for tick, _ in found]
-        (axes.vlines if is_x else axes.hlines)(places, 0, 1, color=LIGHT, linewidth=0.6, zorder=0,
+    inside = [(tick, text) for tick, text in zip(ticks, labels, strict=True)
+              if low - 1e-9 * (high - low) <= tick <= high + 1e-9 * (high - low)]
+    if grid and inside:
+        (axes.vlines if is_x else axes.hlines)([tick for tick, _ in inside], 0, 1, color=LIGHT, linewidth=0.6, zorder=0,
                                                transform=axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform())
-    start, end, moved = (*map(math.log, limits), math.log) if is_log else (*limits, float)
-    shown = [((moved(tick) - start) / (end - start), text) for tick, text in found]
-    axes.sheet.ticks(*axes.inches, side, label, [(place if is_x else 1 - place, text) for place, text in shown], rotation, size)
+    start, end, transform = (*map(math.log, limits), math.log) if is_log else (*limits, float)
+    positions = [((transform(tick) - start) / (end - start), text) for tick, text in inside]
+    axes.sheet.ticks(*axes.inches, side, label, [(p if is_x else 1 - p, text) for p, text in positions], rotation, size)
 
 
 def _round_numbers(low, high, most):
@@ -374,7 +376,7 @@ def _decades(low, high, most):
 
 
 def slug(text, most=150):
-    """A safe part of a file's name: letters, digits, `.`, `_`, `-`; of a longer one the head and a checksum."""
+    """Return text as a safe part of a file name: letters, digits, `.`, `_`, `-`.  A long one ends in a checksum."""
     import zlib
     safe = re.sub(r'[^A-Za-z0-9._-]+', '-', text).strip('.-') or 'tensor'
     if len(safe) > most:

@@ -1,6 +1,6 @@
-"""The three pictures of a tensor: how its values are distributed, the tensor and its errors as maps, all formats side by side.
+"""The three plots of a tensor: the distribution of its values, maps of values and errors, and a comparison of all formats.
 
-`analyse` reads everything from the tensor once; the pictures are drawn from what it returns, which is small.
+`analyse` extracts the data for all plots from the tensor; its result is small.
 """
 import dataclasses
 import math
@@ -13,50 +13,50 @@ from pyops.inspect.pictures import numbers, style
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded:
-    """What a format does to a tensor."""
+class FormatAnalysis:
+    """The error of a number format on a tensor."""
     format: number_formats.Format
     statistics: dict            # of pyops.inspect.statistics.quantization
-    error: np.ndarray           # q - x as a small matrix, like Tensor.values
-    scales: np.ndarray | None   # exponents of the blocks' scales as a matrix of the same shape
-    exponents: tuple            # the smallest, median and largest of them; (0, 0, 0) without scales
-    patch: np.ndarray           # q within the window Tensor.patch
+    error: np.ndarray           # q - x as a small matrix, like Analysis.values
+    scales: np.ndarray | None   # exponents of the block scales as a matrix of the same shape
+    exponents: tuple            # smallest, median and largest exponent; (0, 0, 0) without scales
+    patch: np.ndarray           # q in the window of Analysis.patch
     relative: tuple             # edges, shares of numbers.relative_errors
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """All that the pictures of a tensor show."""
+class Analysis:
+    """The data of a tensor's plots."""
     title: str
     subtitle: str
-    kind: str                   # of style.KINDS
-    format: str                 # that it was saved under, or 'fp32'
+    kind: str                   # key of style.KINDS
+    format: str                 # to which the run rounded it, or 'fp32'
     shape: tuple
     statistics: dict            # of pyops.inspect.statistics.describe
-    is_sampled: bool            # boxes and quantiles are of a sample
+    is_sampled: bool            # boxes and quantiles use a sample of the values
     counts: np.ndarray          # of numbers.binades
     histogram: tuple | None
     normal: tuple | None
     boxes: list
-    boxes_of: str
+    boxes_of: str               # the groups of the boxes: head or feature
     view: numbers.View
-    values: np.ndarray          # x as a small matrix, 0 where padding is
+    values: np.ndarray          # x as a small matrix, 0 at padding
     padding: np.ndarray | None  # bool, of the same shape
     window: tuple               # (first row, first column) of patch
-    patch: np.ndarray           # x within a window around its largest value
+    patch: np.ndarray           # x in a window around its largest value
     patch_padding: np.ndarray | None
-    rounded: list               # of Rounded
+    rounded: list               # of FormatAnalysis
 
     @property
     def parts(self):
-        """How many elements a cell of `values` stands for at most: rows, columns."""
+        """(rows, columns) of the largest part of the matrix that one cell of `values` covers."""
         return tuple(-(-full // max(small, 1)) for full, small in zip(self.view.matrix, self.values.shape, strict=True))
 
 
 def subtitle_of(entry):
-    """What stands in grey below a title: when, what, how large, rounded how."""
+    """Return the subtitle: step, operation, shape and format."""
     time = '' if entry.time is None else f', time step {entry.time}'
-    fmt = 'saved unquantised' if entry.fmt is None else f'trained with {entry.fmt}'
+    fmt = 'not quantized' if entry.fmt is None else f'trained with {entry.fmt}'
     return f'step {entry.step}{time}  ·  {entry.operation}  ·  {style.shape_text(entry.shape)}  ·  {fmt}'
 
 
@@ -64,21 +64,21 @@ def title_of(entry):
     return f'{style.plain(entry.layer)}  ·  {style.plain(entry.name)}'
 
 
-def analyse(entry, x, mask, wanted):
-    """x (the tensor of a logs.Entry), mask (bool, True = not padding, or None), formats -> Tensor."""
-    x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector of one
+def analyse(entry, x, mask, formats):
+    """Return the Analysis of x, the tensor of a logs.Entry.  mask: bool, False at padding, or None."""
+    x = np.atleast_1d(np.asarray(x, np.float32))            # a scalar is drawn as a vector with one element
     values = numbers.valid(x, mask)
     is_heads = entry.layer_type == 'attention' and x.ndim == 4
     heads_axis = (1 if entry.name == 'weights' else 2) if is_heads else None
-    # what a manifest says of padding tells which axis is which; pyops' own have time first
+    # the mask entry of the manifest has the batch axis; dumps of pyops are time first
     batch = next((item['batch'] for item in entry.mask), 1 if entry.origin == 'pyops' else None)
     view = numbers.view_of(x.shape, entry.layer_type, entry.name, entry.axis, batch)
     hidden = None if mask is None else view.of(~np.asarray(mask))
     matrix = view.of(x) if hidden is None else np.where(hidden, 0, view.of(x))
     rows, columns = numbers.patch_of(matrix)
     sampled = numbers.sample(values)
-    rounded = [_round(x, mask, fmt, _axis(entry, x), view, hidden, (rows, columns), sampled) for fmt in wanted]
-    return Tensor(
+    rounded = [_round(x, mask, fmt, _axis(entry, x), view, hidden, (rows, columns), sampled) for fmt in formats]
+    return Analysis(
         title=title_of(entry), subtitle=subtitle_of(entry), kind=style.kind_of(entry.operation, entry.name),
         format='fp32' if entry.fmt is None else str(entry.fmt), shape=x.shape,
         statistics=entry.statistics or statistics.describe(x, mask), is_sampled=len(values) > numbers.SAMPLE,
@@ -90,15 +90,15 @@ def analyse(entry, x, mask, wanted):
         patch_padding=None if hidden is None else np.array(hidden[rows, columns]), rounded=rounded)
 
 
-def measure(entry, x, mask, wanted):
-    """What the statistics need of a tensor that has no pictures -> counts, statistics, {format: quantization}."""
+def measure(entry, x, mask, formats):
+    """Return (counts of binades, statistics, {format: quantization}) of a tensor without plots."""
     x = np.atleast_1d(np.asarray(x, np.float32))
-    losses = {str(fmt): statistics.quantization(x, fmt, _axis(entry, x), mask) for fmt in wanted}
+    losses = {str(fmt): statistics.quantization(x, fmt, _axis(entry, x), mask) for fmt in formats}
     return numbers.binades(numbers.valid(x, mask)), entry.statistics or statistics.describe(x, mask), losses
 
 
 def _axis(entry, x):
-    """Along which blocks lie; the last one where a dump does not say, or says nonsense."""
+    """Return the axis of the blocks, or the last one if the entry has no valid axis."""
     return entry.axis if isinstance(entry.axis, int) and -x.ndim <= entry.axis < x.ndim else -1
 
 
@@ -108,26 +108,26 @@ def _round(x, mask, fmt, axis, view, hidden, window, sampled):
         error = view.of(q - x)
     scales, exponents = None, (0, 0, 0)
     if fmt.is_block and x.size:
-        found = statistics.block_scales(x, fmt, axis).astype(np.float32)
+        block_scales = statistics.block_scales(x, fmt, axis).astype(np.float32)
         along = axis % x.ndim
-        spread = np.repeat(found, fmt.block, along).take(range(x.shape[along]), along)
-        scales = view.of(spread)
+        repeated = np.repeat(block_scales, fmt.block, along).take(range(x.shape[along]), along)
+        scales = view.of(repeated)
         scales = numbers.reduced(np.maximum, scales if hidden is None else np.where(hidden, -128, scales))
-        used = numbers.valid(spread, mask)
+        used = numbers.valid(repeated, mask)
         used = used[np.isfinite(used) & (used > -127)]          # -127: a block of zeros
         exponents = tuple(np.quantile(used, (0, 0.5, 1)).tolist()) if len(used) else (0, 0, 0)
     elif fmt.option('amax_target') and (amax := float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))):
         exponents = (math.log2(amax / fmt.option('amax_target')),) * 3
-    picked = numbers.sample(numbers.valid(q, mask))
+    q_sampled = numbers.sample(numbers.valid(q, mask))
     error = numbers.shrink(error if hidden is None else np.where(hidden, 0, error))
-    return Rounded(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, exponents, np.array(view.of(q)[window]),
-                   numbers.relative_errors(sampled, picked))
+    return FormatAnalysis(fmt, statistics.quantization(x, fmt, axis, mask), error, scales, exponents,
+                          np.array(view.of(q)[window]), numbers.relative_errors(sampled, q_sampled))
 
 
 # ---- distributions -----------------------------------------------------------------------------------------------------
 
 def draw_distribution(tensor):
-    """-> Sheet with histogram, exponents over the range of the formats, boxes, and quantiles against a normal distribution."""
+    """Return a Sheet with histogram, magnitudes with the ranges of the formats, box plots and a normal Q-Q plot."""
     sheet = style.Sheet(12, 8.45, tensor.title, tensor.subtitle)
     color = style.KINDS[tensor.kind]
     _facts(sheet, tensor)
@@ -144,7 +144,7 @@ def draw_distribution(tensor):
 
 
 def _facts(sheet, tensor):
-    """A row of the numbers that one looks for first."""
+    """Draw a row of key statistics."""
     s = tensor.statistics
     count = s['count']
     cards = [('values', f'{count:,}'), ('largest |x|', style.number(s['amax'])), ('rms', style.number(s['rms'])),
@@ -181,18 +181,20 @@ def _draw_histogram(axes, tensor, color):
         axes.set_yscale('log')
     axes.set_ylim((0.7, top ** 1.25) if is_log else (0, max(top * 1.25, 1)))
     middle = (edges[0] + edges[-1]) / 2
-    if len(counts) == 1:                        # a constant: its value is the only tick worth having
+    if len(counts) == 1:                        # a constant: one tick at its value
         axes.set_xlim(middle - 2 * (edges[1] - edges[0]), middle + 2 * (edges[1] - edges[0]))
         style.scale(axes, 'x', 'value', [middle], [style.number(middle, 6)])
     else:
         style.scale(axes, 'x', 'value')
-    style.scale(axes, 'y', 'values in a bin', most=5)
+    style.scale(axes, 'y', 'values per bin', most=5)
     return None
 
 
 def _reach(rounded, which=1):
-    """-> log2 of the smallest value a format has, the smallest with all its digits, and the largest, under the smallest (which
-    = 0), median (1) or largest (2) scale among the blocks."""
+    """Return log2 of the smallest subnormal, smallest normal and largest value of a format.
+
+    which: the block scale that applies, 0: smallest, 1: median, 2: largest
+    """
     f = rounded.format
     return tuple(math.log2(edge) + rounded.exponents[which] for edge in (f.min_subnormal, f.min_normal, f.max))
 
@@ -202,7 +204,7 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
     span, counts = numbers.span_of(tensor.counts), tensor.counts.sum(0)
     rounded = tensor.rounded
     low, high = span or (-8, 8)
-    if rounded:             # the ends of the first format too, where they are not far away
+    if rounded:             # include the limits of the first format if they are close
         sub, normal, top = _reach(rounded[0])
         low, high = min(low, max(sub - 2, low - 14)), max(high, min(top + 1, high + 12))
     low, high = low - 1, high + 2
@@ -215,10 +217,10 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
     axes.set_xlim(low, high)
     axes.set_ylim(0, max(100 * counts.max() / max(counts.sum(), 1), 1) * 1.2)
     if span is None:
-        _nothing(axes, 'no finite value but 0')
+        _nothing(axes, 'no finite nonzero value')
     if rounded:
         _shade(axes, rounded[0], low, high)
-    style.scale(axes, 'y', '% of values that are not 0', most=5)
+    style.scale(axes, 'y', '% of nonzero values', most=5)
     style.scale(axes, 'x', '' if rounded else '|x|', ticks, [''] * len(ticks) if rounded else labels)
     if not rounded:
         return
@@ -229,9 +231,9 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
         lane.barh((i, i), (normal - sub, top - normal), left=(sub, normal), height=0.5, color=[(tint, 0.35), (tint, 1)],
                   linewidth=0)
         if sub >= high or top <= low:
-            text, place = ('above \N{BLACK RIGHT-POINTING SMALL TRIANGLE}', 0.995) if sub >= high else (
+            text, position = ('above \N{BLACK RIGHT-POINTING SMALL TRIANGLE}', 0.995) if sub >= high else (
                 '\N{BLACK LEFT-POINTING SMALL TRIANGLE} below', 0.005)
-            lane.text(place, i, text, color=tint, fontsize=7.5, ha='right' if sub >= high else 'left', va='center',
+            lane.text(position, i, text, color=tint, fontsize=7.5, ha='right' if sub >= high else 'left', va='center',
                       transform=lane.get_yaxis_transform())
         if r.exponents[0] < r.exponents[2]:
             ends = np.clip((_reach(r, 0)[0], _reach(r, 2)[2]), low, high)
@@ -240,24 +242,24 @@ def _draw_exponents(sheet, box, lanes, tensor, color):
                   transform=lane.get_yaxis_transform())
     lane.set_xlim(low, high)
     lane.set_ylim(len(rounded) - 0.5, -0.5)
-    blocks = ', at the median scale; line: all blocks' if any(r.exponents[0] < r.exponents[2] for r in rounded) else ''
-    style.scale(lane, 'x', f'|x|     ranges: normal, pale subnormal{blocks}', ticks, labels)
+    blocks = ' at the median scale; line: all blocks' if any(r.exponents[0] < r.exponents[2] for r in rounded) else ''
+    style.scale(lane, 'x', f'|x|     dark: normal, pale: subnormal{blocks}', ticks, labels)
 
 
 def _shade(axes, rounded, low, high):
-    """Where a format is subnormal, normal, and beyond its ends."""
+    """Shade the subnormal and the normal range of a format."""
     sub, normal, top = _reach(rounded)
     tint = style.color_of(rounded.format)
     across = axes.get_xaxis_transform()
-    for start, end, alpha in ((sub - 1, normal, 0.07), (normal, top, 0.16)):        # half of the smallest is still rounded up
+    for start, end, alpha in ((sub - 1, normal, 0.07), (normal, top, 0.16)):        # values above half the smallest round up
         start, end = max(start, low), min(end, high)
         if end > start:
             axes.axvspan(start, end, color=tint, alpha=alpha, linewidth=0, zorder=0)
-    for place, align, text in ((top, 'left', ' overflow'), (sub - 1, 'right', 'to 0 ')):
-        if low < place < high:
-            axes.axvline(place, color=tint, linewidth=1)
-        if ((high - place) if align == 'left' else (place - low)) / (high - low) * axes.inches[2] > 0.085 * len(text):
-            axes.text(place, 0.97, text, color=tint, fontsize=7.5, ha=align, va='top', transform=across, clip_on=True)
+    for limit, align, text in ((top, 'left', ' overflow'), (sub - 1, 'right', 'underflow ')):
+        if low < limit < high:
+            axes.axvline(limit, color=tint, linewidth=1)
+        if ((high - limit) if align == 'left' else (limit - low)) / (high - low) * axes.inches[2] > 0.085 * len(text):
+            axes.text(limit, 0.97, text, color=tint, fontsize=7.5, ha=align, va='top', transform=across, clip_on=True)
     for start, end, text in ((sub - 1, normal, 'subnormal'), (normal, top, f'{rounded.format}: normal')):
         start, end = max(start, low), min(end, high)
         if (end - start) / (high - low) * axes.inches[2] > 0.072 * len(text):
@@ -266,39 +268,39 @@ def _shade(axes, rounded, low, high):
 
 def _draw_boxes(axes, tensor, color):
     from matplotlib.collections import LineCollection, PolyCollection
-    found = tensor.boxes if len(tensor.boxes) > 2 else tensor.boxes[:1]
-    if not found:
+    boxes = tensor.boxes if len(tensor.boxes) > 2 else tensor.boxes[:1]
+    if not boxes:
         return _nothing(axes, 'no finite value')
     lines, medians, bodies = [], [], []
-    for i, box in enumerate(found):
+    for i, box in enumerate(boxes):
         bodies.append([(i - 0.32, box.q1), (i + 0.32, box.q1), (i + 0.32, box.q3), (i - 0.32, box.q3)])
         medians.append([(i - 0.32, box.median), (i + 0.32, box.median)])
         lines += [[(i, box.low), (i, box.q1)], [(i, box.q3), (i, box.high)]]
         lines += [[(i - 0.16, edge), (i + 0.16, edge)] for edge in (box.low, box.high)]
-    axes.add_collection(PolyCollection(bodies, facecolors=[(style.GREY if i == 0 and len(found) > 1 else color, 0.45)
-                                                           for i in range(len(found))],
+    axes.add_collection(PolyCollection(bodies, facecolors=[(style.GREY if i == 0 and len(boxes) > 1 else color, 0.45)
+                                                           for i in range(len(boxes))],
                                        linewidth=0))
     axes.add_collection(LineCollection(lines, colors=style.GREY, linewidths=0.8))
     axes.add_collection(LineCollection(medians, colors=style.INK, linewidths=1.4))
-    axes.plot(np.concatenate([np.full(len(box.beyond), i) for i, box in enumerate(found)]),
-              np.concatenate([box.beyond for box in found]), linestyle='', marker='.', markersize=3, color=color, alpha=0.5,
+    axes.plot(np.concatenate([np.full(len(box.outliers), i) for i, box in enumerate(boxes)]),
+              np.concatenate([box.outliers for box in boxes]), linestyle='', marker='.', markersize=3, color=color, alpha=0.5,
               markeredgewidth=0)
     axes.autoscale_view()
-    axes.set_xlim(-0.6, len(found) - 0.4) if len(found) > 1 else axes.set_xlim(-2, 2)
+    axes.set_xlim(-0.6, len(boxes) - 0.4) if len(boxes) > 1 else axes.set_xlim(-2, 2)
     style.scale(axes, 'y', 'value', most=5)
-    labels = [box.label for box in found]
+    labels = [box.label for box in boxes]
     crowded = sum(map(len, labels)) * 0.085 > axes.inches[2] * 0.85
-    style.scale(axes, 'x', tensor.boxes_of if len(found) > 1 else '', range(len(found)), labels, grid=False,
+    style.scale(axes, 'x', tensor.boxes_of if len(boxes) > 1 else '', range(len(boxes)), labels, grid=False,
                 rotation=35 if crowded else 0)
     return None
 
 
 def _draw_quantiles(axes, tensor, color):
     if tensor.normal is None:
-        return _nothing(axes, 'needs three values that differ')
+        return _nothing(axes, 'fewer than three values, or all are equal')
     expected, observed = tensor.normal
     low, high = min(expected[0], observed[0]), max(expected[-1], observed[-1])
-    axes.axline((0, 0), slope=1, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), label='if it were normal')
+    axes.axline((0, 0), slope=1, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), label='normal distribution')
     axes.plot(expected, observed, linestyle='', marker='o', markersize=2.8, color=color, markeredgewidth=0)
     axes.set_xlim(expected[0] - 0.03 * np.ptp(expected), expected[-1] + 0.03 * np.ptp(expected))
     axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
@@ -314,7 +316,7 @@ _PANELS, _PANEL_WIDTH, _PANEL_HEIGHT, _PITCH = 4, 2.85, 2.55, 3.6       # in a r
 
 
 def draw_heatmap(tensor):
-    """-> Sheet with the tensor as a map, the error q - x of each format, and the scales of those with blocks."""
+    """Return a Sheet with maps of the tensor, of the error q - x in each format, and of block scales."""
     panels = [('x', style.INK, '', tensor.values, None)]
     for r in tensor.rounded:
         tint = style.color_of(r.format)
@@ -330,14 +332,14 @@ def draw_heatmap(tensor):
     broken = is_beyond = False
     for i, (title, color, note, matrix, format_tick) in enumerate(panels):
         row, column = divmod(i, across)
-        place = 0.85 + column * (_PANEL_WIDTH + 0.35), 1.15 + row * _PITCH
+        corner = 0.85 + column * (_PANEL_WIDTH + 0.35), 1.15 + row * _PITCH
         if not matrix.size:
-            sheet.text(place[0], place[1] + 0.3, 'no value', color=style.GREY)
+            sheet.text(corner[0], corner[1] + 0.3, 'no value', color=style.GREY)
             continue
         low, high, beyond, signed = numbers.limits(matrix) if format_tick is None else (*_whole_limits(matrix, tensor.padding),
                                                                                         0, False)
         cmap = style.diverging() if signed else style.sequential()
-        box = *place, _PANEL_WIDTH, _PANEL_HEIGHT
+        box = *corner, _PANEL_WIDTH, _PANEL_HEIGHT
         sheet.heading(*box[:3], title, note, color)
         sheet.image(*box, style.painted(matrix, low, high, cmap, tensor.padding))
         is_beyond |= beyond > 0
@@ -346,7 +348,7 @@ def draw_heatmap(tensor):
         first = i == 0
         sheet.ticks(*box, 'y', tensor.view.rows if first else '', _element_ticks(tensor.view.matrix[0], 5, column == 0))
         sheet.ticks(*box, 'x', tensor.view.columns if first else '', _element_ticks(tensor.view.matrix[1], 6))
-        style.color_bar(sheet, place[0] + 0.55, place[1] + _PANEL_HEIGHT + 0.48, _PANEL_WIDTH - 1.1, cmap, low, high,
+        style.color_bar(sheet, corner[0] + 0.55, corner[1] + _PANEL_HEIGHT + 0.48, _PANEL_WIDTH - 1.1, cmap, low, high,
                         beyond > 0, format_tick)
     sheet.text(0.35, height - 0.14, _legend_of_maps(tensor, broken, is_beyond), fontsize=7.5, color=style.GREY)
     return sheet
@@ -354,24 +356,23 @@ def draw_heatmap(tensor):
 
 def _legend_of_maps(tensor, broken, is_beyond):
     part = style.shape_text(tensor.parts)
-    remarks = [f'a cell shows the value of largest magnitude of {part}'] if math.prod(tensor.parts) > 1 else []
+    remarks = [f'each cell shows the largest magnitude of {part} elements'] if math.prod(tensor.parts) > 1 else []
     remarks += ['grey: padding'] if tensor.padding is not None and tensor.padding.any() else []
     remarks += ['magenta: NaN or Inf'] if broken else []
-    remarks += ['arrows: the largest values lie beyond the end of the colours'] if is_beyond else []
-    remarks += ['q: x in the format'] if tensor.rounded else []
+    remarks += ['arrows: some values exceed the colour scale'] if is_beyond else []
+    remarks += ['q: x rounded to the format'] if tensor.rounded else []
     return '   \N{MIDDLE DOT}   '.join(remarks)
 
 
 def _whole_limits(matrix, padding):
-    found = matrix[np.isfinite(matrix) & (True if padding is None else ~padding)]
-    return (float(found.min()), float(found.max())) if len(found) else (0.0, 0.0)
+    values = matrix[np.isfinite(matrix) & (True if padding is None else ~padding)]
+    return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
 
 
 def _element_ticks(count, most, labelled=True, first=0):
-    """Of `count` elements from number `first` on, some: [(place from 0 to 1, number)], in the middle of their cells."""
+    """Return up to `most` ticks [(position from 0 to 1, index)] at the centres of the cells first, ..., first + count - 1."""
     step = next(s * 10 ** p for p in range(12) for s in (1, 2, 5) if count <= most * s * 10 ** p) if count else 1
-    return [((place + 0.5 - first) / count, str(place) if labelled else '') for place in range(first, first + count)
-            if place % step == 0]
+    return [((i + 0.5 - first) / count, str(i) if labelled else '') for i in range(first, first + count) if i % step == 0]
 
 
 def _draw_parts(sheet, box, view):
@@ -388,7 +389,7 @@ def _draw_parts(sheet, box, view):
 # ---- comparisons -------------------------------------------------------------------------------------------------------
 
 def draw_comparison(tensor):
-    """-> Sheet with a window of the tensor under every format side by side, its errors on one scale, and what is lost."""
+    """Return a Sheet with a window of the tensor in every format side by side, its errors on one scale, and statistics."""
     rounded = tensor.rounded
     columns = len(rounded) + 1
     wide = max(12.0, 0.75 + columns * 1.55)
@@ -401,8 +402,8 @@ def draw_comparison(tensor):
         cmap = style.diverging() if signed else style.sequential()
         with np.errstate(invalid='ignore', over='ignore'):
             errors = [r.patch - tensor.patch for r in rounded]
-        found = np.concatenate([np.abs(e[np.isfinite(e)]) for e in errors]) if errors else np.zeros(0)
-        worst = float(found.max(initial=0))
+        magnitudes = np.concatenate([np.abs(e[np.isfinite(e)]) for e in errors]) if errors else np.zeros(0)
+        worst = float(magnitudes.max(initial=0))
         for i in range(columns):
             x = 0.85 + i * pitch
             box = x, top, side, high
@@ -424,8 +425,8 @@ def draw_comparison(tensor):
         sheet.text(0.85, top + 0.3, 'no value', color=style.GREY)
     if rounded:
         y, tall = top + 2 * high + 0.95, 2.0
-        _draw_sqnr(sheet.axes(1.15, y, 2.45, tall, 'Signal to quantisation noise'), rounded)
-        _draw_relative(sheet.axes(4.55, y, 2.75, tall, 'Relative error of a value',
+        _draw_sqnr(sheet.axes(1.15, y, 2.45, tall, 'SQNR'), rounded)
+        _draw_relative(sheet.axes(4.55, y, 2.75, tall, 'Relative error per value',
                                   'of a sample' if tensor.is_sampled else ''), rounded)
         _table(sheet, 7.7, y - 0.09, wide - 7.7 - 0.35, tall, rounded)
     return sheet
@@ -438,10 +439,10 @@ def _window_ticks(sheet, box, tensor, with_rows, with_columns):
 
 
 def _draw_sqnr(axes, rounded):
-    found = [r.statistics['sqnr_db'] for r in rounded]
-    finite = [value for value in found if value is not None and math.isfinite(value)]
+    values = [r.statistics['sqnr_db'] for r in rounded]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
     most, least = max([*finite, 10]), min([*finite, 0])
-    for i, (r, value) in enumerate(zip(rounded, found, strict=True)):
+    for i, (r, value) in enumerate(zip(rounded, values, strict=True)):
         tint = style.color_of(r.format)
         length = most if value == math.inf else value if value is not None and math.isfinite(value) else 0
         axes.barh(i, length, height=0.62, color=tint, alpha=0.35 if value == math.inf else 1, linewidth=0)
@@ -473,12 +474,12 @@ def _draw_relative(axes, rounded):
 
 _COLUMNS = (('cosine', 'cosine', lambda v: '' if v is None else f'{v:.6f}'),
             ('max |q\N{MINUS SIGN}x|', 'max_abs_error', style.number),
-            ('to 0', 'underflow_pct', style.percent), ('subnormal', 'subnormal_pct', style.percent),
+            ('underflow', 'underflow_pct', style.percent), ('subnormal', 'subnormal_pct', style.percent),
             ('saturated', 'saturation_pct', style.percent))
 
 
 def _table(sheet, x, y, width, height, rounded):
-    """What is lost, a row a format."""
+    """Draw a table of error measures with a row per format."""
     pitch = min(height / (len(rounded) + 1), 0.36)
     ends = [x + width * share for share in (0.37, 0.56, 0.70, 0.85, 1.0)]
     for (label, _, _), end in zip(_COLUMNS, ends, strict=True):
