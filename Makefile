@@ -101,7 +101,7 @@ EMULATED_FLAGS ?= -O2
 cuda: $(CUDA_LIBRARY) pyops/device.h ## build the CUDA library, pyops/libpyops_cuda.so (CUDA_ARCH=native|all|80;90a)
 
 $(CUDA_LIBRARY): $(CU:cuda/%.cu=$(CUDA_BUILD)/%.o)
-	$(call Q,$(NVCC))$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic
+	$(call Q,$(NVCC))$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic -Xlinker -z,defs
 
 $(CUDA_BUILD)/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
 $(CUDA_FOR):
@@ -115,7 +115,7 @@ emulated: $(EMULATED) $(EMULATED_BUILD)/ladder pyops/device.h ## build the same 
 # never instrumented, and the same for a library with a sanitizer and one without
 EMULATOR := $(patsubst cuda/emu/%.cpp,build/emulator/%.o,$(wildcard cuda/emu/*.cpp))
 EMULATED_CXX := $(CXX) -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda -Icsrc -I$(BUILD) -MMD -MP
-EMULATED_LIBS := -Wl,-Bsymbolic -lpthread -ldl
+EMULATED_LIBS := -Wl,-Bsymbolic -Wl,-z,defs -lpthread -ldl
 
 $(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(EMULATOR)
 	$(call Q,$(CXX))$(CXX) -shared $(filter -fsanitize%,$(EMULATED_FLAGS)) -o $@ $^ $(EMULATED_LIBS)

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment_without
 from places import ON_GPU
 from translation import assert_same_training, newest, small_corpus, train_steps
 
@@ -572,6 +572,67 @@ def test_a_gpu_that_cannot_be_used_is_one_line(case, libraries, tmp_path):
     out = train(tmp_path / 'new', '-e', '1', '-g', '1', **environment)
     assert (out.returncode, out.stdout) == (2, '') and not (tmp_path / 'new').exists()
     assert out.stderr == f'seq2seq.train: error: -g 1: {text.format(**libraries)}\n'
+
+
+CALLS = """
+import ctypes
+import numpy as np
+import pyops
+from pyops import backend
+from pyops.backend import library
+from pyops.errors import UserError
+
+with backend.on(pyops.gpu()):
+    x, y = backend.put(np.array([-1, 2], 'f')), backend.empty(2)
+    backend.launch('relu_forward', y, x, 2)
+    print(backend.get(y).tolist())
+    try:
+        backend.launch('square_forward', y, x, 2)
+    except UserError as error:
+        print(error)
+lib, at = library.cuda().lib, ctypes.c_int64()
+action = (ctypes.c_int64 * 2)(lib.pyops_kernel_number(b'pyops_square_forward'), 0)
+print(lib.pyops_replay(action, None, None, ctypes.byref(at), 0, 1, None), lib.pyops_last_error().decode())
+"""
+
+
+@needs_emulation
+@pytest.mark.skipif(not (ROOT / 'build/emulated/replay.o').exists(), reason='build/emulated is empty: make emulated')
+def test_a_kernel_that_the_library_lacks_is_an_error_of_its_call_alone(tmp_path):
+    """A prototype is added to the header, and no file of cuda/ implements it: the library links, loads and runs the rest."""
+    tree = tmp_path / 'tree'
+    for folder in ('csrc', 'cuda', 'pyops', 'build/c', 'build/emulated', 'build/emulator'):
+        shutil.copytree(ROOT / folder, tree / folder)           # with the times of the files, so that make compiles little
+    shutil.copy2(ROOT / 'Makefile', tree)
+    header = tree / 'csrc/pyops.h'
+    text, before = header.read_text(), header.stat()
+    first = 'PYOPS_API pyops_status pyops_fill('
+    assert first in text
+    header.write_text(text.replace(first, 'PYOPS_API pyops_status pyops_square_forward(float *y, const float *x, int64_t n, '
+                                          f'void *stream);\n{first}'))
+    shutil.copy(header, tree / 'pyops')
+    os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tree / 'csrc/replay.awk').touch()                          # the one thing that make has to bring up to date
+    environment = environment_without('PYOPS_LIBRARY', 'PYOPS_CUDA_LIBRARY', 'PYOPS_BACKEND', PYOPS_EMULATE_CUDA='1',
+                                      PYOPS_CACHE='0')
+    built = subprocess.run(['make', 'pyops/libpyops_emulated.so'], cwd=tree, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0 and 'warning' not in built.stderr, built.stdout + built.stderr
+    assert 'replay.o' in built.stdout and 'libpyops_emulated.so' in built.stdout
+    done = subprocess.run([sys.executable, '-c', CALLS], cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        '[0.0, 2.0]',
+        'pyops_square_forward: libpyops_emulated.so has no such function: it is older than pyops.h, or cuda/ does not '
+        'implement it; run `make emulated` in the source tree, or unset PYOPS_EMULATE_CUDA',
+        '3 pyops_square_forward: the CUDA library has no such kernel'], done.stdout + done.stderr
+
+
+def test_a_plan_takes_kernel_numbers_from_the_library_that_replays_it(on_gpu, monkeypatch):
+    """The CUDA library may be older than the CPU library and number its kernels differently."""
+    monkeypatch.setattr(library.cuda().lib, 'pyops_kernel_number', lambda name: 12_345)
+    with Plan(None) as plan:
+        backend.launch('fill', backend.empty(3), 3, 1.0)
+    with pytest.raises(ValueError, match='replay: action 0 has kernel 12345 of'):
+        plan.run()
 
 
 @needs_emulation

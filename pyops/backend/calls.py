@@ -10,14 +10,14 @@ class Calls:
     """
 
     def __init__(self, calls):
-        ffi, lib, functions = library.cpu()
+        ffi, _, functions = library.cpu()
         self.kernels = [kernel for kernel, _ in calls]
         self._values = ffi.new('pyops_value[]', max(sum(len(values) for _, values in calls), 1))
         self._list = ffi.new('pyops_action[]', max(len(calls), 1))
         self._seconds, self._at = ffi.new('double[]', max(len(calls), 1)), ffi.new('int64_t *')
         place = 0
         for i, (kernel, values) in enumerate(calls):
-            self._list[i].kernel = lib.pyops_kernel_number(f'pyops_{kernel}'.encode())
+            self._list[i].kernel = self._number(f'pyops_{kernel}'.encode())
             self._list[i].first_value = place
             for argument, value in zip(functions[f'pyops_{kernel}'].arguments, values, strict=False):
                 if argument.pointer:
@@ -39,6 +39,10 @@ class Calls:
 
     def close(self):
         self._values = self._list = None
+
+    def _number(self, name):
+        """Return the number of a kernel in the library that replays the calls."""
+        return library.cpu().lib.pyops_kernel_number(name)
 
     def _replay(self, first, last, timed):
         ffi, lib, _ = library.cpu()

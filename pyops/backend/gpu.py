@@ -333,6 +333,9 @@ class Graph(Calls):
         _call('pyops_graph_end', ctypes.byref(graph), self._stream)
         self._graph = graph.value
 
+    def _number(self, name):
+        return library.cuda().lib.pyops_kernel_number(name)
+
     def _replay(self, first, last, timed):
         ffi, lib = library.cpu().ffi, library.cuda().lib
         addresses = [int(ffi.cast('intptr_t', memory)) for memory in (self._list, self._values, self._seconds, self._at)]

@@ -136,9 +136,30 @@ def is_emulated():
     return os.environ.get('PYOPS_EMULATE_CUDA', '0') not in ('', '0')
 
 
+class _CudaLibrary(ctypes.CDLL):
+    """The CUDA library.  A function is looked up when it is first used, so a missing one is an error of that call alone."""
+
+    def __init__(self, path, known, remedy):
+        self._file, self._known, self._remedy = path.name, known, remedy
+        super().__init__(str(path))
+
+    def __getattr__(self, name):        # called once per function: ctypes stores the result as an attribute
+        if name not in self._known:
+            raise AttributeError(f'{name}: not a function of pyops.h or device.h')
+        result, arguments = self._known[name]
+        try:
+            function = super().__getattr__(name)
+        except AttributeError:
+            raise UserError(f'{name}: {self._file} has no such function: it is older than pyops.h, or cuda/ does not implement '
+                            f'it; {self._remedy}') from None
+        function.restype = _CTYPES[result]
+        function.argtypes = [ctypes.c_void_p if a.pointer else _CTYPES[a.type] for a in arguments]
+        return function
+
+
 @functools.cache
 def cuda():
-    """The CUDA library; a UserError says what to do if it is not built or does not fit."""
+    """Return the CUDA library; raise a UserError with the remedy if it is not built or has another ABI version."""
     name, remedy = ('libpyops_emulated.so', EMULATED_REMEDY) if is_emulated() else ('libpyops_cuda.so', CUDA_REMEDY)
     # PYOPS_CUDA_LIBRARY: a library built another way, say with a sanitizer
     path = Path(os.environ.get('PYOPS_CUDA_LIBRARY') or PACKAGE / name)
@@ -147,14 +168,10 @@ def cuda():
         raise UserError(f'{path}: the CUDA library is not built; {remedy}')
     known = {name: function for header in headers for name, function in functions(header.read_text()).items()}
     try:
-        lib = ctypes.CDLL(str(path))
-        version = lib.pyops_abi_version()
-        if version != ABI_VERSION:
-            raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
-        for name, (result, arguments) in known.items():
-            function = getattr(lib, name)
-            function.restype = _CTYPES[result]
-            function.argtypes = [ctypes.c_void_p if a.pointer else _CTYPES[a.type] for a in arguments]
-    except (OSError, AttributeError) as error:          # no library, or another one
+        lib = _CudaLibrary(path, known, remedy)
+    except OSError as error:
         raise UserError(f'{path}: cannot be loaded ({error}); {remedy}') from error
+    version = lib.pyops_abi_version()
+    if version != ABI_VERSION:
+        raise UserError(f'{path}: ABI version {version}, this Python side wants {ABI_VERSION}; {remedy}')
     return Library(cpu().ffi, lib, known)
