@@ -1,0 +1,545 @@
+// gru_persistent.cuh - all steps of a GRU in one kernel, which keeps the recurrent weights in shared memory from the first step
+// to the last (persistent RNNs: Diamos et al. 2016, ICML).
+//
+// The units of the state and the rows of the batch are divided among blocks.  There are at most as many blocks as
+// multiprocessors:
+//
+//                unit 0 ..     U ..     2U ..              A block keeps the weights of its U units: in forward the rows
+//               +--------+--------+--------+               of w_hh that produce them, in backward the columns.
+//     row 0 ..  | block  | block  | block  |  a team       A step needs the whole previous state of the same rows.  So the
+//               +--------+--------+--------+               blocks of a team exchange their results through global memory,
+//     row 8*n.. | block  | block  | block  |  a team       where they are stored anyway (h, u, the gradients of the gates),
+//               +--------+--------+--------+               and wait for each other.  Teams do not wait for other teams.
+//
+// The rows of a team are tiles of 8 rows, and a chunk is several tiles.  A block runs step after step, and in a step chunk
+// after chunk:
+//
+//     wait until all blocks of the team have finished these rows; copy them to shared memory    (in advance, during the
+//     multiply: a warp has one tile, all columns and a slice of K                                product of another chunk)
+//     add the sums of the slices in a fixed order, compute the gates, write them, arrive at the counter
+//
+// With reset before the product, a step has two such phases: r and z from h, then n from u = r * h.
+#pragma once
+#include <type_traits>
+#include "block.cuh"
+#include "gru_gates.cuh"
+
+namespace gru {
+
+// ---- how a block multiplies --------------------------------------------------------------------------------
+// c (rows of a tile, N) = rows (K) x weights (K,N), N being the columns of the block.  K is padded with zeros to whole
+// segments, which are divided among the slices.
+static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 8, SEGMENT = 16;
+
+// In float32 a lane has 3 or 4 columns of all 8 rows.  If fewer than 32 lanes cover all columns, the slice of K is also divided
+// among the lanes: each takes every PARTS-th group of four k.  On tensor cores the weights are the left operand, in tiles of 16
+// columns.
+template <int N> struct Lanes {
+    static constexpr int EACH = N % 3 ? 4 : 3, ACROSS = N / EACH, PARTS = 32 / ACROSS;
+    // If fewer than 8 lanes cover all columns, 8 lanes that read at once read several k.  To avoid bank conflicts the columns
+    // are swizzled: column c of group q is stored at index c ^ swizzle(q).
+    static __device__ __forceinline__ int swizzle(int four) { return ACROSS < 8 ? four % (8 / ACROSS) * ACROSS : 0; }
+};
+static constexpr int weights_of_k(int n, Precision p) { return p == Precision::bf16 ? n / 2 : n; }     // floats per k
+// Sums are stored as [warp][row][column]; the padding of the rows avoids bank conflicts when lanes write.
+static constexpr int sums_of_row(int n) { return round_up(n, 16) + 4; }
+static constexpr int sums_of_block(int n) { return WARPS * ROWS * sums_of_row(n); }
+
+template <int N, Precision P> struct Product {
+    static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N);
+};
+
+// Four consecutive k, rounded for the tensor cores.
+DEVICE uint4 rounded(float4 x, std::integral_constant<Precision, Precision::tf32>) {
+    return {to_tf32(x.x), to_tf32(x.y), to_tf32(x.z), to_tf32(x.w)};
+}
+DEVICE uint2 rounded(float4 x, std::integral_constant<Precision, Precision::bf16>) {
+    return {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
+}
+
+// Store the weights in the layout that `multiply` reads; quad(column, k) returns those of k .. k+3, zeros outside the matrix.
+//   float32        [k/4][column] of 4 k each: adjacent lanes read adjacent columns
+//   tensor cores   [segment][8 columns][lane] of 4 k each: lane = 4 g + t has column g and k = 4t .. 4t+3 of the segment.  The
+//                  instruction defines them as k = t, t+4 (bfloat16: 2t, 2t+1, 2t+8, 2t+9), but any permutation of k is
+//                  correct if both operands use it, and four consecutive k are one access.
+template <int N, Precision P, class Quad> DEVICE void store_weights(float *weights, int segments, Quad quad) {
+    if constexpr (P == Precision::fp32) {
+        float4 *const to = reinterpret_cast<float4 *>(weights);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < segments * 4 * N; i += THREADS) {        // a warp: 8 columns, 16 k
+            const int column = i % 8 + i / 32 % (N / 8) * 8, four = i / (4 * N) * 4 + i / 8 % 4;
+            to[four * N + (column ^ Lanes<N>::swizzle(four))] = quad(column, four * 4);
+        }
+    } else {
+        using Precise = std::integral_constant<Precision, P>;
+        auto *const to = reinterpret_cast<decltype(rounded(float4{}, Precise{})) *>(weights);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < segments * 4 * N; i += THREADS) {
+            const int column = i % 32 / 4 + i / 32 % (N / 8) * 8, k = i / (4 * N) * SEGMENT + i % 4 * 4;
+            to[i] = rounded(quad(column, k), Precise{});
+        }
+    }
+}
+
+// Reduce COUNT sums over the lanes that differ in the bits STEP down to LAST (reduce-scatter): each step exchanges half of the
+// remaining sums.  At the end each lane has COUNT / parts of the totals, at the start of `sum`, in the order of those bits.
+template <int COUNT, int STEP, int LAST> DEVICE void add_parts(float *sum) {
+    if constexpr (STEP >= LAST) {
+        const bool upper = threadIdx.x & STEP;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; i++) {
+            const float mine = upper ? sum[COUNT / 2 + i] : sum[i], theirs = upper ? sum[i] : sum[COUNT / 2 + i];
+            sum[i] = mine + __shfl_xor_sync(ALL_LANES, theirs, STEP);
+        }
+        add_parts<COUNT / 2, STEP / 2, LAST>(sum);
+    }
+}
+
+// This warp's contribution to the sums of a chunk: its slice of K for one tile of rows, `stride` floats apart.
+template <int N, Precision P>
+DEVICE void multiply(float *sums, const float *weights, const float *rows, int stride, int segments, int slices) {
+    constexpr int SUM_ROW = Product<N, P>::SUM_ROW;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / slices, slice = warp % slices;
+    const int from = segments * slice / slices, to = segments * (slice + 1) / slices;
+    rows += tile * ROWS * stride;
+    sums += warp * ROWS * SUM_ROW;
+    if constexpr (P == Precision::fp32) {
+        constexpr int EACH = Lanes<N>::EACH, ACROSS = Lanes<N>::ACROSS, PARTS = Lanes<N>::PARTS;
+        const int column = lane % ACROSS, part = lane / ACROSS, swizzle = Lanes<N>::swizzle(part);
+        const float4 *const w = reinterpret_cast<const float4 *>(weights) + column;
+        float sum[ROWS * EACH] = {};
+#pragma unroll 2
+        for (int four = from * 4 + part; four < to * 4; four += PARTS) {
+            float4 b[EACH];
+#pragma unroll
+            for (int j = 0; j < EACH; j++) b[j] = w[four * N + (j * ACROSS ^ swizzle)];
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                const float4 a = *reinterpret_cast<const float4 *>(rows + i * stride + four * 4);
+#pragma unroll
+                for (int j = 0; j < EACH; j++) {
+                    float &s = sum[i * EACH + j];
+                    s = fmaf(a.x, b[j].x, s);
+                    s = fmaf(a.y, b[j].y, s);
+                    s = fmaf(a.z, b[j].z, s);
+                    s = fmaf(a.w, b[j].w, s);
+                }
+            }
+        }
+        add_parts<ROWS * EACH, 16, ACROSS>(sum);
+        constexpr int LEFT = ROWS * EACH / PARTS;
+#pragma unroll
+        for (int i = 0; i < LEFT; i++) {
+            const int row = (part * LEFT + i) / EACH, j = (part * LEFT + i) % EACH;
+            sums[row * SUM_ROW + column + j * ACROSS] = sum[i];
+        }
+    } else {
+        using Precise = std::integral_constant<Precision, P>;
+        using Quad = decltype(rounded(float4{}, Precise{}));
+        constexpr int TILES = round_up(N, 16) / 16;             // of 16 columns; the last may have only 8
+        const int g = lane / 4, t = lane % 4;
+        const Quad *w = reinterpret_cast<const Quad *>(weights) + from * (N * 4) + lane;
+        float sum[TILES][4] = {};                               // columns g, g+8 of rows 2t, 2t+1
+        for (int segment = from; segment < to; segment++, w += N * 4) {
+            const Quad b = rounded(*reinterpret_cast<const float4 *>(rows + g * stride + segment * SEGMENT + t * 4), Precise{});
+            Quad a[2 * TILES] = {};
+#pragma unroll
+            for (int i = 0; i < N / 8; i++) a[i] = w[i * 32];
+#pragma unroll
+            for (int m = 0; m < TILES; m++) {
+                const Quad &low = a[2 * m], &high = a[2 * m + 1];
+                if constexpr (P == Precision::tf32) mma_tf32(sum[m], {low.x, high.x, low.y, high.y}, {b.x, b.y});
+                else mma_bf16(sum[m], {low.x, high.x, low.y, high.y}, {b.x, b.y});
+            }
+            if constexpr (P == Precision::tf32) {               // its instruction takes only 8 k
+#pragma unroll
+                for (int m = 0; m < TILES; m++) {
+                    const Quad &low = a[2 * m], &high = a[2 * m + 1];
+                    mma_tf32(sum[m], {low.z, high.z, low.w, high.w}, {b.z, b.w});
+                }
+            }
+        }
+        sums += 2 * t * SUM_ROW + g;
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[i % 2 * SUM_ROW + m * 16 + i / 2 * 8] = sum[m][i];
+    }
+}
+
+// The sum over all slices of one row of the chunk and one column.
+template <int N, Precision P> DEVICE float total(const float *sums, int slices, int row, int column) {
+    constexpr int SUM_ROW = Product<N, P>::SUM_ROW;
+    sums += (row / ROWS * slices * ROWS + row % ROWS) * SUM_ROW + column;
+    float sum = 0.0f;
+    for (int i = 0; i < slices; i++) sum += sums[i * ROWS * SUM_ROW];
+    return sum;
+}
+
+// ---- how the work is divided -----------------------------------------------------------------------------------
+struct Partition {
+    int64_t T, B;
+    int H, padded;                          // padded: H rounded up to whole segments
+    int units, teams, team;                 // units per block, number of teams, blocks per team
+    int tiles, chunk;                       // tiles per team, tiles per chunk
+    int stride, buffers;                    // floats from row to row in shared memory; 2 buffers: chunks are prefetched
+    size_t shared;                          // bytes of shared memory
+};
+
+// Shared memory and traffic of a kernel, for blocks of 8, 16 and 32 units.  K consists of parts of H.
+struct Needs {
+    int weights[3], sums[3];                // floats of a block: of weights per k of a part; of sums
+    int kept, at_once, copied;              // number of parts: resident, multiplied at once, copied per row and step
+};
+
+// Of the partitions that fit, return the one with the fewest multiplications per block and step; on a tie the one that copies
+// least (the weights once, the rows in each step).  teams = 0: none fits.
+static Partition partition_for(int64_t T, int64_t B, int64_t H, const Needs &needs) {
+    // Every block of a team copies all rows of the team in each step.  More floats than this take longer, at the bandwidth of
+    // the L2 cache, than launching a product per step, which reuses its operands better.
+    constexpr int64_t MOST_COPIED = 128 * 1024;
+    Partition best = {};
+    if (H > 32 * pyops_multiprocessors()) return best;
+    const int64_t all = blocks_for<int64_t>(B, ROWS);           // tiles
+    int64_t least = INT64_MAX, least_copied = INT64_MAX;
+    for (int i = 2; i >= 0; i--) {
+        Partition p = {T, B, int(H), round_up(int(H), SEGMENT), 8 << i};
+        p.team = blocks_for(p.H, p.units);
+        if (p.team > pyops_multiprocessors()) continue;
+        const int64_t tiles = blocks_for<int64_t>(all, pyops_multiprocessors() / p.team);
+        const int64_t work = tiles * p.units, in_step = tiles * ROWS * needs.copied * p.padded;
+        const int64_t copied = int64_t(needs.kept) * p.padded * needs.weights[i] + T * in_step;
+        if (in_step > MOST_COPIED || work > least || (work == least && copied >= least_copied)) continue;
+        p.tiles = int(tiles);
+        p.teams = int(blocks_for<int64_t>(all, tiles));
+        p.stride = needs.at_once * p.padded;
+        if (p.stride % 32 == 0) p.stride += 16;                 // rows begin 16 banks apart
+        // At least three chunks if there are enough tiles: then a block has work while it waits for its team.
+        for (p.chunk = WARPS; p.chunk > 1 && 3 * p.chunk > p.tiles; p.chunk /= 2) {}
+        p.buffers = blocks_for(p.tiles, p.chunk) > 2 ? 2 : 1;
+        const auto size = [&] {
+            const int rows = p.buffers * p.chunk * ROWS;
+            return sizeof(float) * (size_t(needs.kept) * p.padded * needs.weights[i] + size_t(rows) * p.stride + needs.sums[i]);
+        };
+        const size_t most = size_t(pyops_shared_memory());
+        while (size() > most && p.chunk > 1) p.chunk /= 2;
+        if (size() > most) p.buffers = 1;
+        p.shared = size();
+        if (p.shared > most) continue;
+        best = p;
+        least = work;
+        least_copied = copied;
+    }
+    return best;
+}
+
+static Partition forward_partition(int64_t T, int64_t B, int64_t H, bool before) {
+    const Precision p = pyops_precision_now();
+    Needs needs = {{}, {}, 1, 1, before ? 2 : 1};
+    for (int i = 0; i < 3; i++) {
+        const int u = 8 << i;
+        needs.weights[i] = before ? weights_of_k(2 * u, p) + weights_of_k(u, p) : weights_of_k(3 * u, p);
+        needs.sums[i] = before ? sums_of_block(2 * u) : sums_of_block(3 * u);
+    }
+    return partition_for(T, B, H, needs);
+}
+
+static Partition backward_partition(int64_t T, int64_t B, int64_t H, bool before) {
+    const Precision p = pyops_precision_now();
+    Needs needs = {{}, {}, 3, before ? 2 : 3, 3};
+    for (int i = 0; i < 3; i++) {
+        needs.weights[i] = weights_of_k(8 << i, p);
+        needs.sums[i] = sums_of_block(8 << i);
+    }
+    return partition_for(T, B, H, needs);
+}
+
+// ---- the schedule of a block -----------------------------------------------------------------------------------
+struct Item {                               // a phase of a step, for a chunk of rows
+    int64_t step;
+    int phase, chunk;
+};
+
+struct Assignment {                         // the work of a block, and of this thread in it
+    int unit, chunks;                       // the thread's unit, which may exceed H; chunks of the team
+    int64_t first_row, end_row;             // of the team
+    unsigned *counters;                     // one per chunk: how many times blocks of the team have finished it
+};
+static constexpr int COUNTER = 32;          // words from one counter to the next: a cache line each
+// Words for all counters: one per chunk, and there are at most as many chunks as tiles of rows.
+static int64_t counter_words(int64_t B) { return blocks_for<int64_t>(B, ROWS) * COUNTER; }
+
+DEVICE Assignment assignment_of(const Partition &p, unsigned *counters) {
+    const int team = blockIdx.x / p.team;
+    Assignment own;
+    own.unit = blockIdx.x % p.team * p.units + threadIdx.x % p.units;
+    own.first_row = int64_t(team) * p.tiles * ROWS;
+    own.end_row = min(own.first_row + int64_t(p.tiles) * ROWS, p.B);
+    const int chunk = p.chunk * ROWS;
+    own.chunks = int((own.end_row - own.first_row + chunk - 1) / chunk);
+    own.counters = counters + int64_t(team) * p.tiles * COUNTER;
+    return own;
+}
+
+// The rows of a chunk: `count` rows of the batch, starting at row `from`.
+struct RowRange {
+    int64_t from;
+    int count;
+};
+DEVICE RowRange rows_of(const Partition &p, const Assignment &own, int chunk) {
+    const int64_t from = own.first_row + int64_t(chunk) * p.chunk * ROWS;
+    return {from, int(min(own.end_row - from, int64_t(p.chunk * ROWS)))};
+}
+
+// Reset the counters and wait until all blocks have done so, and this block has stored its weights.
+DEVICE void start(const Partition &p, const Assignment &own, bool exchange) {
+    if (!exchange) return __syncthreads();
+    if (blockIdx.x % p.team == 0)
+        for (int i = threadIdx.x; i < own.chunks; i += THREADS) own.counters[i * COUNTER] = 0;
+    grid_sync();
+}
+
+// Wait until each block of the team has finished a chunk `times` times.
+DEVICE void wait_for(const Partition &p, const Assignment &own, int chunk, int64_t times) {
+    if (threadIdx.x == 0)
+        while (load_acquire(own.counters + chunk * COUNTER) < unsigned(times * p.team)) {}
+    __syncthreads();
+}
+
+DEVICE void arrive(const Assignment &own, int chunk) {
+    __syncthreads();
+    if (threadIdx.x == 0) add_release(own.counters + chunk * COUNTER, 1);
+}
+
+// Copy rows of `ld` floats to shared memory: from each, `parts` parts of H floats, the first at column `first`.  The zeros that
+// pad each part to whole segments are already there.  A third part skips one: of dr dz dn du it is du.
+DEVICE void load(float *to, const float *from, int64_t ld, int count, int first, int parts, const Partition &p) {
+    const bool whole = p.H % 4 == 0 && uintptr_t(from) % 16 == 0;      // then every row and part is aligned to 16 bytes
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < count; row += WARPS)
+        for (int part = 0; part < parts; part++) {
+            const float *const source = from + row * ld + first + (part + part / 2) * p.H;
+            float *const target = to + row * p.stride + part * p.padded;
+            if (whole) {
+                for (int k = lane * 4; k < p.H; k += 32 * 4) cp_async16(target + k, source + k);
+            } else {
+                for (int k = lane; k < p.H; k += 32) target[k] = source[k];
+            }
+        }
+    cp_async_commit();
+}
+
+// Run `items` items: fetch(item) reads the inputs that do not depend on the team, begin(item, rows) waits for the team and
+// starts to copy its results, finish(item, rows, fetched) computes.
+template <class Fetch, class Begin, class Finish>
+DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, int phases, float *buffer,
+                 Fetch fetch, Begin begin, Finish finish) {
+    if (p.padded != p.H) {                                             // nothing overwrites the zeros of the padding
+        for (int i = threadIdx.x; i < p.buffers * p.chunk * ROWS * p.stride; i += THREADS) buffer[i] = 0.0f;
+        __syncthreads();
+    }
+    const bool ahead = p.buffers == 2 && own.chunks > 1;               // a single chunk's next item depends on this one
+    float *other = buffer + (p.buffers - 1) * p.chunk * ROWS * p.stride;
+    Item item = {0, 0, 0};
+    for (int64_t i = 0; i < items; i++) {
+        Item next = item;
+        if (++next.chunk == own.chunks) {
+            next.chunk = 0;
+            if (++next.phase == phases) next.phase = 0, next.step++;
+        }
+        const auto fetched = fetch(item);
+        if (i == 0 || !ahead) begin(item, buffer);
+        cp_async_wait<0>();
+        __syncthreads();
+        if (ahead && i + 1 < items) begin(next, other);
+        finish(item, buffer, fetched);
+        arrive(own, item.chunk);
+        item = next;
+        float *const used = buffer;
+        if (ahead) buffer = other, other = used;
+    }
+}
+
+template <int U, Precision P, bool BEFORE>
+static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward f, const Partition p) {
+    constexpr int PHASES = BEFORE ? 2 : 1, N = BEFORE ? 2 * U : 3 * U;         // columns of the first phase
+    DYN_SHARED(float, weights);
+    float *const weights_n = weights + p.padded * Product<N, P>::WEIGHTS;
+    float *const buffer = weights_n + (BEFORE ? p.padded * Product<U, P>::WEIGHTS : 0);
+    float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
+    const int64_t B = p.B, H = p.H;
+    const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk, column = threadIdx.x % U;
+    const Assignment own = assignment_of(p, f.counters);
+
+    // The columns of a product are the block's units, gate after gate, starting with gate `first`.
+    const auto row_of_w = [&](int first, int column, int k) {
+        const int unit = blockIdx.x % p.team * U + column % U;
+        const float *const w = f.w_hh + ((first + column / U) * H + unit) * H + k;
+        if (unit >= H) return make_float4(0, 0, 0, 0);
+        if (k + 4 <= H && uintptr_t(w) % 16 == 0) return *reinterpret_cast<const float4 *>(w);
+        return make_float4(k < H ? w[0] : 0, k + 1 < H ? w[1] : 0, k + 2 < H ? w[2] : 0, k + 3 < H ? w[3] : 0);
+    };
+    store_weights<N, P>(weights, segments, [&](int column, int k) { return row_of_w(0, column, k); });
+    if (BEFORE) store_weights<U, P>(weights_n, segments, [&](int column, int k) { return row_of_w(2, column, k); });
+    const bool mine = own.unit < H;
+    const auto bias = [&](int gate) { return mine ? f.b_hh[gate * H + own.unit] : 0.0f; };
+    const float b_r = bias(0), b_z = bias(1), b_n = bias(2);
+    start(p, own, p.T * PHASES > 1);
+
+    const auto h_before = [&](int64_t t, int64_t row) -> const float * {      // h[t-1]
+        return t ? f.h + ((t - 1) * B + row) * H : f.h0 ? f.h0 + row * H : nullptr;
+    };
+    const auto fetch_row = [&](const Item &item, RowRange rows, int row) {
+        if (!mine || row >= rows.count) return GateInputs{};
+        const float *const h = h_before(item.step, rows.from + row);
+        const int64_t at = item.step * B + rows.from + row;
+        GateInputs k = gate_inputs(f.a + at * f.a_row + own.unit, h ? h + own.unit : nullptr, H);
+        if (BEFORE && item.phase) k.z = f.gates[(at * 4 + 1) * H + own.unit];
+        return k;
+    };
+    run_items(p, own, p.T * PHASES * own.chunks, PHASES, buffer,
+        [&](const Item &item) { return fetch_row(item, rows_of(p, own, item.chunk), threadIdx.x / U); },
+        [&](const Item &item, float *to) {
+            const RowRange rows = rows_of(p, own, item.chunk);
+            const float *const h = h_before(item.step, rows.from);
+            if (item.step || item.phase) wait_for(p, own, item.chunk, item.step * PHASES + item.phase);
+            if (BEFORE && item.phase) load(to, f.gates + (item.step * B + rows.from) * 4 * H, 4 * H, rows.count, 3 * p.H, 1, p);
+            else if (h) load(to, h, H, rows.count, 0, 1, p);
+        },
+        [&](const Item &item, const float *from, GateInputs next) {
+            const RowRange rows = rows_of(p, own, item.chunk);
+            const bool zeros = item.phase == 0 && !h_before(item.step, rows.from);      // h[-1] = 0: only the bias remains
+            if (BEFORE && item.phase) multiply<U, P>(sums, weights_n, from, p.stride, segments, slices);
+            else if (!zeros) multiply<N, P>(sums, weights, from, p.stride, segments, slices);
+            __syncthreads();
+            const auto product = [&](int row, int gate) {
+                return zeros ? 0.0f : total<N, P>(sums, slices, row, gate * U + column);
+            };
+            for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
+                const GateInputs k = next;
+                next = fetch_row(item, rows, row + THREADS / U);
+                if (!mine) continue;
+                const int64_t at = item.step * B + rows.from + row;
+                float *const h = f.h + at * H + own.unit, *const gate = f.gates + at * 4 * H + own.unit;
+                if constexpr (!BEFORE)
+                    after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
+                else if (item.phase) before_gates_2(h, gate, H, k, b_n + total<U, P>(sums, slices, row, column));
+                else before_gates_1(gate, H, k, b_r + product(row, 0), b_z + product(row, 1));
+            }
+        });
+}
+
+template <int U, Precision P, bool BEFORE>
+static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backward b, const Partition p) {
+    constexpr int PHASES = BEFORE ? 2 : 1;
+    DYN_SHARED(float, weights);
+    float *const weights_n = weights + 2 * p.padded * Product<U, P>::WEIGHTS;
+    float *const buffer = weights + 3 * p.padded * Product<U, P>::WEIGHTS;
+    float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
+    const int64_t H = p.H;
+    const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk;
+    const Assignment own = assignment_of(p, b.counters);
+    // Items per step whose h[t-1] needs a gradient: one with reset after the product, two with reset before it.  The first of
+    // the two is needed for dr even if h[t-1] needs no gradient.
+    const int64_t steps = b.dh0 ? p.T : p.T - 1, items = (BEFORE ? steps + p.T : steps) * own.chunks;
+
+    // k runs over the rows of r, then z, then n, each padded
+    store_weights<U, P>(weights, 3 * segments, [&](int column, int k) {
+        const int unit = blockIdx.x % p.team * U + column;
+        const int in_gate = k % p.padded;
+        const float *const w = b.w_hh + (k / p.padded * H + in_gate) * H + unit;
+        const auto at = [&](int i) { return unit < H && in_gate + i < H ? w[i * H] : 0.0f; };
+        return make_float4(at(0), at(1), at(2), at(3));
+    });
+    const bool mine = own.unit < H;
+    start(p, own, items > 0);
+
+    const auto fetch_row = [&](int64_t t, RowRange rows, int row) {
+        return mine && row < rows.count ? saved(b, t, rows.from + row, own.unit) : Saved{};
+    };
+    for (int chunk = 0; chunk < own.chunks; chunk++) {                       // the last step
+        const RowRange rows = rows_of(p, own, chunk);
+        for (int row = threadIdx.x / U; row < rows.count && mine; row += THREADS / U) {
+            const Saved s = fetch_row(p.T - 1, rows, row);
+            back_gates<BEFORE>(b, p.T - 1, rows.from + row, own.unit, s, s.d);
+        }
+        arrive(own, chunk);
+    }
+    // An item multiplies the gradients of the gates of step t.  The last phase of a step yields the gradient of h[t-1], from
+    // which the gradients of the gates of step t - 1 follow.
+    run_items(p, own, items, PHASES, buffer,
+        [&](const Item &item) {
+            const int64_t t = p.T - 1 - item.step;
+            return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, own, item.chunk), threadIdx.x / U);
+        },
+        [&](const Item &item, float *to) {
+            const RowRange rows = rows_of(p, own, item.chunk);
+            const float *const from = b.dgates + ((p.T - 1 - item.step) * p.B + rows.from) * 4 * H;
+            wait_for(p, own, item.chunk, item.step * PHASES + item.phase + 1);
+            if (!BEFORE) load(to, from, 4 * H, rows.count, 0, 3, p);           // dr dz du
+            else if (item.phase == 0) load(to, from, 4 * H, rows.count, 2 * p.H, 1, p);        // dn
+            else load(to, from, 4 * H, rows.count, 0, 2, p);                   // dr dz
+        },
+        [&](const Item &item, const float *from, Saved next) {
+            const RowRange rows = rows_of(p, own, item.chunk);
+            const int64_t t = p.T - 1 - item.step;
+            const bool last = item.phase == PHASES - 1;                        // of the step
+            const int parts = !BEFORE ? 3 : last ? 2 : 1;
+            multiply<U, P>(sums, BEFORE && !last ? weights_n : weights, from, p.stride, parts * segments, slices);
+            __syncthreads();
+            for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
+                const Saved s = next;
+                next = fetch_row(last && t ? t - 1 : t, rows, row + THREADS / U);
+                if (!mine) continue;
+                const int64_t in_batch = rows.from + row, state = in_batch * H + own.unit;
+                const float product = total<U, P>(sums, slices, row, threadIdx.x % U);
+                if (!last) back_reset(b, t, in_batch, own.unit, s, product);
+                else if (t) back_gates<BEFORE>(b, t - 1, in_batch, own.unit, s, s.d + product);
+                else b.dh0[state] = b.carry[state] + product;
+            }
+        });
+}
+
+// ---- launches -----------------------------------------------------------------------------------------------------
+// exchange: blocks wait for each other, so all of them must be resident (a cooperative launch).
+template <class Arguments>
+static cudaError_t launch_steps(void (*kernel)(Arguments, Partition), const Arguments &arguments, const Partition &p,
+                                bool exchange, void *stream) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, pyops_shared_memory());
+    const unsigned blocks = unsigned(p.teams * p.team);
+    return exchange ? LAUNCH_COOP(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p)
+                    : LAUNCH(kernel, blocks, THREADS, p.shared, stream_of(stream), arguments, p);
+}
+
+// Call launch(units, precision, before), each an integral_constant of the value.
+template <class Launch> static cudaError_t with_constants(int units, bool before, Launch launch) {
+    const auto with_before = [&](auto u, auto p) {
+        return before ? launch(u, p, std::true_type()) : launch(u, p, std::false_type());
+    };
+    const auto with_precision = [&](auto u) {
+        switch (pyops_precision_now()) {
+        case Precision::tf32: return with_before(u, std::integral_constant<Precision, Precision::tf32>());
+        case Precision::bf16: return with_before(u, std::integral_constant<Precision, Precision::bf16>());
+        default:              return with_before(u, std::integral_constant<Precision, Precision::fp32>());
+        }
+    };
+    switch (units) {
+    case 8:  return with_precision(std::integral_constant<int, 8>());
+    case 16: return with_precision(std::integral_constant<int, 16>());
+    default: return with_precision(std::integral_constant<int, 32>());
+    }
+}
+
+static cudaError_t launch_forward(const Forward &f, const Partition &p, bool before, void *stream) {
+    return with_constants(p.units, before, [&](auto units, auto precision, auto before) {
+        return launch_steps(forward_steps<units, precision, before>, f, p, p.T > 1 || before, stream);
+    });
+}
+
+static cudaError_t launch_backward(const Backward &b, const Partition &p, bool before, void *stream) {
+    return with_constants(p.units, before, [&](auto units, auto precision, auto before) {
+        return launch_steps(backward_steps<units, precision, before>, b, p, p.T > 1 || b.dh0 || before, stream);
+    });
+}
+
+}
