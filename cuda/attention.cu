@@ -26,11 +26,11 @@
 #include "block.cuh"
 #include "philox.cuh"
 
+namespace {
 static constexpr int CHANNELS = 64;             // of a head in shared memory at a time
 static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: lanes meet in no bank when they read fragments
 static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns that a warp has of a result
 
-namespace {                                     // names of this file alone
 // Pairs of a tile: a block of WARPS warps, 16 queries each, and as many keys.
 template <int WARPS> struct Tile {
     static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
@@ -53,32 +53,31 @@ struct Call {
 DEVICE int width_of(const Call &c, int64_t channel) { return static_cast<int>(min(c.C - channel, int64_t(CHANNELS))); }
 
 // What a block makes: rows from `first` on of a pair, channels from `channel` on.
-struct Place {
-    unsigned pair, sentence, chunk;
+struct BlockTask {
+    unsigned pair, sequence, chunk;
     int64_t first, channel, length;
     int width;                      // channels from there on, at most CHANNELS
 
     // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.  Divisions of 32 bits are the short ones.
-    __device__ __forceinline__ Place(const Call &c, int64_t T, int rows) {
+    __device__ __forceinline__ BlockTask(const Call &c, int64_t T, int rows) {
         const unsigned tiles = static_cast<unsigned>(max((T + rows - 1) / rows, int64_t(1))), block = blockIdx.x / c.chunks;
         pair = block / tiles;
-        sentence = pair / static_cast<unsigned>(c.heads);
+        sequence = pair / static_cast<unsigned>(c.heads);
         first = static_cast<int64_t>(block % tiles) * rows;
         chunk = blockIdx.x % c.chunks;
         channel = static_cast<int64_t>(chunk) * CHANNELS;
         width = width_of(c, channel);
-        length = c.lengths ? min(max(int64_t(c.lengths[sentence]), int64_t(0)), c.Tk) : c.Tk;
+        length = c.lengths ? min(max(int64_t(c.lengths[sequence]), int64_t(0)), c.Tk) : c.Tk;
     }
 };
-}
 
 // How many keys query i may see: the first ones.  Beyond the last query there is none that sees any.
-DEVICE int64_t seen(const Call &c, const Place &p, int64_t i) {
+DEVICE int64_t seen(const Call &c, const BlockTask &p, int64_t i) {
     if (i >= c.Tq) return 0;
     return c.causal ? max(min(p.length, i + 1 + c.Tk - c.Tq), int64_t(0)) : p.length;
 }
 // The most that any query of [i, i + n) may see: the last one sees most.
-DEVICE int64_t seen_by_any(const Call &c, const Place &p, int64_t i, int n) {
+DEVICE int64_t seen_by_any(const Call &c, const BlockTask &p, int64_t i, int n) {
     return i < c.Tq ? seen(c, p, min(i + n, c.Tq) - 1) : 0;
 }
 DEVICE int in_tile(int64_t n, int rows) { return static_cast<int>(min(max(n, int64_t(0)), int64_t(rows))); }
@@ -167,10 +166,8 @@ DEVICE float row_max(float x) {                                // steps over NaN
 // Each adds to d (16, 8N) a product whose operands lie in tiles, or are held.  A tensor core takes 16 summands of 16 rows of
 // the left operand and of 8 columns of the right one, as pairs of neighbours: half h of the 16 has 8h + 2t, 8h + 2t + 1.
 // (The instruction for TF32 takes summands t and t + 4; in a sum, any order will do that is the same on both sides.)
-namespace {
 struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: all 16 summands in x[0]
 struct Right { unsigned x[2][2]; };             // of column g
-}
 
 template <Precision P> DEVICE void set(Left &left, int half, int r, float a, float b) {
     if constexpr (P == Precision::tf32) left.x[half][r] = to_tf32(a), left.x[half][r + 2] = to_tf32(b);
@@ -314,7 +311,6 @@ DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int
 
 // ---- masks ----------------------------------------------------------------------------------------------------------
 // Which scores of a tile a lane takes: those of keys that its rows see, and of them those that dropout keeps.
-namespace {
 struct Mask {
     int limit[2];                   // keys of the tile that rows g and g + 8 see, less 2t
     int columns;                    // that any row of this warp sees
@@ -323,11 +319,10 @@ struct Mask {
     __device__ __forceinline__ bool sees(int n, int e) const { return 8 * n + (e & 1) < limit[e >> 1]; }
     __device__ __forceinline__ bool keeps(int n, int e) const { return kept[e >> 1] >> (4 * n + (e & 1)) & 1; }
 };
-}
 
 // Of the tile of queries from i on and keys from j on.  A counter has the numbers of four keys, which belong to two lanes: of a
 // pair of lanes, the even one draws for row g and the odd one for row g + 8, and they tell each other.
-template <int WARPS> DEVICE Mask make_mask(const Call &c, const Place &p, int64_t i, int64_t j) {
+template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, int64_t i, int64_t j) {
     constexpr int N = Tile<WARPS>::N;
     const int64_t first = i + warp_row();
     Mask mask;
@@ -363,12 +358,12 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, q_tile);
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
-    const Place p(c, c.Tq, ROWS);
+    const BlockTask p(c, c.Tq, ROWS);
     const int queries = in_tile(c.Tq - p.first, ROWS), above = warp_row();
     const int64_t all = seen_by_any(c, p, p.first, ROWS), head = p.pair * c.C, i = p.first + above + lane_row();
     if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.pair % static_cast<unsigned>(c.heads) == 0) {
-        const int64_t length = c.lengths[p.sentence];
-        if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sentence, length, c.Tk);
+        const int64_t length = c.lengths[p.sequence];
+        if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sequence, length, c.Tk);
     }
     float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};       // of exp(score - top), and top: of the keys so far
     Held<OUT> result;
@@ -440,13 +435,11 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
-namespace {
 struct Saved { const float *dy, *q, *k, *v, *y, *stats; };           // what both kernels read
 struct Tiles { float *q, *dy, *k, *v; };
-}
 
 // dy . y of rows g and g + 8 of this warp's queries, of which i is the first: four lanes share a row.
-DEVICE void row_dots(float (&dsum)[2], const Call &c, const Place &p, const Saved &x, int64_t i) {
+DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved &x, int64_t i) {
     for (int r = 0; r < 2; r++) {
         const int64_t row = i + lane_row() + 8 * r, at = row * c.row + p.pair * c.C;
         float sum = 0.0f;
@@ -466,7 +459,7 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
 // then they hold the chunk of this block in the end.  `all`: how many keys are to be read at all.  dsum is given unless these
 // are all_keys: then it is the sum of the weights times their gradients, which spares y (docs/attention.md, Gradient).
 template <Precision P, int WARPS, int N>
-DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c, const Place &p,
+DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c, const BlockTask &p,
                                   const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys, bool new_queries,
                                   bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
@@ -531,8 +524,8 @@ backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
-    float *const turned = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; v where it is not wanted again
-    const Place p(c, c.Tk, ROWS);
+    float *const transposed = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; v where it is not wanted again
+    const BlockTask p(c, c.Tk, ROWS);
     const int64_t j = p.first, head = p.pair * c.C + p.channel, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
     const int above = warp_row(), mine = in_tile(c.Tk - j - above, 16);
     bool first = true;
@@ -552,14 +545,14 @@ backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
             // These keys are seen by queries of this tile from `from` on.
             const int from = c.causal ? in_tile(j + above - (c.Tk - c.Tq) - i, ROWS) & ~15 : 0;
             __syncthreads();                                    // v was read
-            put(turned, w);
+            put(transposed, w);
             __syncthreads();
-            columns_by_columns<P>(dv_sum, turned + above, tiles.dy, from, queries, p.width);
+            columns_by_columns<P>(dv_sum, transposed + above, tiles.dy, from, queries, p.width);
             if (dq) held_by_columns<P>(dq_sum, ds, tiles.k, in_tile(all - j, ROWS), p.width);
             __syncthreads();
-            put(turned, ds);
+            put(transposed, ds);
             __syncthreads();
-            columns_by_columns<P>(dk_sum, turned + above, tiles.q, from, queries, p.width);
+            columns_by_columns<P>(dk_sum, transposed + above, tiles.q, from, queries, p.width);
         }
         if (dq) {
             float factor[2];
@@ -584,7 +577,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backwa
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
-    const Place p(c, c.Tq, ROWS);
+    const BlockTask p(c, c.Tq, ROWS);
     const int64_t i = p.first, all = seen_by_any(c, p, i, ROWS);
     const int above = warp_row();
     float factor[2], dsum[2];
@@ -663,6 +656,7 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
     }
     return pyops_launched("attention_backward", launches.error, stream);
 }
+}
 
 // run<precision, warps>(...) for the setting and the size.
 #define FOR_PRECISION(run, warps, ...) \
@@ -696,12 +690,13 @@ extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv
 }
 
 // ---- lengths of padded sequences --------------------------------------------------------------------------------------
+namespace {
 // 32 sentences a block, a lane each; its warps share the steps.
-static constexpr int SENTENCES = 32, SHARES = 8;
+static constexpr int SEQUENCES = 32, SHARES = 8;
 
-static __global__ void last_words(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad) {
-    SHARED(int32_t, part, [SHARES][SENTENCES]);
-    const int64_t b = blockIdx.x * int64_t(SENTENCES) + threadIdx.x;
+static __global__ void find_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad) {
+    SHARED(int32_t, part, [SHARES][SEQUENCES]);
+    const int64_t b = blockIdx.x * int64_t(SEQUENCES) + threadIdx.x;
     int32_t length = 0;
 #pragma unroll 4
     for (int64_t t = threadIdx.y; t < T; t += SHARES)
@@ -713,12 +708,13 @@ static __global__ void last_words(int32_t *lengths, const int32_t *ids, int64_t 
         lengths[b] = length;
     }
 }
+}
 
 extern "C" pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad,
                                                void *stream) {
     PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld", LL(T), LL(B));
     if (B == 0) return PYOPS_OK;
-    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B, SENTENCES));
-    return pyops_launched("sequence_lengths", LAUNCH(last_words, blocks, dim3(SENTENCES, SHARES), 0, stream_of(stream),
+    const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B, SEQUENCES));
+    return pyops_launched("sequence_lengths", LAUNCH(find_lengths, blocks, dim3(SEQUENCES, SHARES), 0, stream_of(stream),
                                                      lengths, ids, T, B, pad), stream);
 }

@@ -17,6 +17,7 @@
 // those of its columns, and then goes through the rows of its group.
 #include "internal.cuh"
 
+namespace {
 static constexpr int COLUMNS = 32, WARPS = 16, HELD = 16, PIECE = WARPS * HELD;
 static constexpr int MOST_GROUPS = 256;
 static const dim3 BLOCK(COLUMNS, WARPS);
@@ -28,7 +29,6 @@ static pyops_status check(const char *who, int64_t R, int64_t C, int32_t trainin
 }
 
 // ---- how the work is shared ---------------------------------------------------------------------------------------------
-namespace {                             // names of this file alone
 struct Shares {
     int64_t R, C, rows;                 // rows of a group; the last one may have fewer
     int groups;
@@ -39,7 +39,6 @@ struct Moments { float n, mean, squares; };
 
 struct Statistics { float *running_mean, *running_var, *mean, *rstd; };
 struct Saved { const float *dy, *x, *weight, *mean, *rstd; };
-}
 
 static Shares share(int64_t R, int64_t C) {
     const int64_t columns = blocks_for<int64_t>(C, COLUMNS), pieces = blocks_for<int64_t>(R, PIECE);
@@ -53,7 +52,7 @@ static Shares share(int64_t R, int64_t C) {
 static dim3 grid_of(const Shares &s) { return dim3(static_cast<unsigned>(blocks_for<int64_t>(s.C, COLUMNS)), s.groups); }
 
 // What the first launch leaves: two sums for each group and column.
-static float2 *room_for_sums(const Shares &s) {
+static float2 *workspace_for_sums(const Shares &s) {
     return static_cast<float2 *>(pyops_workspace(sizeof(float2) * static_cast<size_t>(s.groups) * static_cast<size_t>(s.C)));
 }
 
@@ -171,6 +170,7 @@ normalise(float *y, Statistics out, const float *x, const float *weight, const f
         y[at] = (x[at] - mean) * rstd * w + b;
     }
 }
+}
 
 extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *running_var, float *mean, float *rstd,
                                                  const float *x, const float *weight, const float *bias,
@@ -192,7 +192,7 @@ extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, 
         launches << LAUNCH(normalise<From::rows>, grid_of(s), BLOCK, 0, stream_of(stream),
                            y, statistics, x, weight, bias, sums, s, eps, momentum);
     } else {
-        sums = room_for_sums(s);
+        sums = workspace_for_sums(s);
         if (!sums) return pyops_fail(PYOPS_NO_MEMORY, "batch_norm_forward: no memory for the sums of %d groups", s.groups);
         launches << LAUNCH(group_moments, grid_of(s), BLOCK, 0, stream_of(stream), sums, x, s);
         launches << LAUNCH(normalise<From::groups>, grid_of(s), BLOCK, 0, stream_of(stream),
@@ -202,6 +202,7 @@ extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, 
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------------
+namespace {
 // The sums of dy and of dy * xhat over the rows of a group.
 DEVICE float2 sums_of_rows(const Saved &in, const Shares &s, int64_t group, Part &part) {
     const int64_t c = column(), rows = rows_in(s, group);
@@ -246,7 +247,7 @@ static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_sums(float2 *
 // dx may be dy: a block has read all that it needs of dy's sums before it writes to its rows.
 template <bool GROUPS>
 static __global__ void __launch_bounds__(COLUMNS * WARPS, 2)
-go_back(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, Shares s, float share) {
+backward(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, Shares s, float share) {
     SHARED(float, part, [WARPS][COLUMNS]);
     const int64_t c = column(), rows = rows_in(s, blockIdx.y), first = blockIdx.y * s.rows;
     const float2 all = GROUPS ? sums_of_groups(sums, s, part) : sums_of_rows(in, s, 0, part);
@@ -258,6 +259,7 @@ go_back(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, S
         const int64_t at = (first + r) * s.C + c;
         dx[at] = factor * (in.dy[at] - a - (in.x[at] - mean) * rstd * b);
     }
+}
 }
 
 extern "C" pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
@@ -271,12 +273,12 @@ extern "C" pyops_status pyops_batch_norm_backward(float *dx, float *dweight, flo
     float2 *sums = nullptr;
     Launches launches;
     if (s.groups == 1) {
-        launches << LAUNCH(go_back<false>, grid_of(s), BLOCK, 0, stream_of(stream), dx, dweight, dbias, saved, sums, s, part);
+        launches << LAUNCH(backward<false>, grid_of(s), BLOCK, 0, stream_of(stream), dx, dweight, dbias, saved, sums, s, part);
     } else {
-        sums = room_for_sums(s);
+        sums = workspace_for_sums(s);
         if (!sums) return pyops_fail(PYOPS_NO_MEMORY, "batch_norm_backward: no memory for the sums of %d groups", s.groups);
         launches << LAUNCH(group_sums, grid_of(s), BLOCK, 0, stream_of(stream), sums, saved, s);
-        launches << LAUNCH(go_back<true>, grid_of(s), BLOCK, 0, stream_of(stream), dx, dweight, dbias, saved, sums, s, part);
+        launches << LAUNCH(backward<true>, grid_of(s), BLOCK, 0, stream_of(stream), dx, dweight, dbias, saved, sums, s, part);
     }
     return pyops_launched("batch_norm_backward", launches.error, stream);
 }

@@ -14,16 +14,16 @@ template <class Keep, class Emit> DEVICE int block_compact(int n, int *counts, K
     kept = warp_sum(kept);
     if (lane == 0) counts[warp] = kept;
     __syncthreads();
-    int place = 0, all = 0;
+    int rank = 0, all = 0;
     for (int w = 0; w < warps; w++) {
-        place += w < warp ? counts[w] : 0;
+        rank += w < warp ? counts[w] : 0;
         all += counts[w];
     }
     for (int i = first; i < end; i += 32) {
         const bool mine = i + lane < end && keep(i + lane);
         const unsigned keepers = __ballot_sync(ALL_LANES, mine);
-        if (mine) emit(place + __popc(keepers & ((1u << lane) - 1)), i + lane);
-        place += __popc(keepers);
+        if (mine) emit(rank + __popc(keepers & ((1u << lane) - 1)), i + lane);
+        rank += __popc(keepers);
     }
     __syncthreads();                                            // what was emitted is there, and `counts` is free again
     return all;

@@ -3,6 +3,7 @@
 // A thread takes the four elements of one counter, and all of them as one float4 where the arrays allow it.
 #include "philox.cuh"
 
+namespace {
 static constexpr int THREADS = 256;
 
 static pyops_status check(const char *who, int64_t n, float p) {
@@ -35,6 +36,7 @@ static __global__ void drop(float *y, const float *base, const float *x, const i
 
 static __global__ void add(float *y, const float *x, const float *branch, int64_t n) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) y[i] = x[i] + branch[i];
+}
 }
 
 extern "C" pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {

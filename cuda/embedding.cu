@@ -18,8 +18,10 @@
 //           of dweight.  Loads do not depend on sums, so up to 32 rows are on their way at a time.
 //
 // No two warps write to the same place, and nothing is added but in the order of the positions.
+#include "block.cuh"
 #include "compact.cuh"
 
+namespace {
 static constexpr int THREADS = 256;
 static constexpr int GROUP_THREADS = 512;
 static constexpr int CHUNK = 65536;                     // positions in a pair of launches: every class goes over all of them
@@ -78,9 +80,9 @@ static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, co
     int32_t *const position = groups->position + before, *const id = groups->id + before;
     int32_t *const order = groups->order + before, *const length = groups->length + before;
     const int n = block_compact(R, counts, [&](int r) { return in_table(ids[r], V) && class_of(ids[r], bits) == own; },
-                                [&](int place, int r) {
-        position[place] = r;
-        id[place] = ids[r];
+                                [&](int rank, int r) {
+        position[rank] = r;
+        id[rank] = ids[r];
     });
     if (own == int(gridDim.x) - 1)                      // the places that bad ids leave at the end
         for (int p = before + n + threadIdx.x; p < R; p += GROUP_THREADS) groups->length[p] = 0;
@@ -100,9 +102,9 @@ static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, co
         for (int j = i & ~31; j < n; j += 32) {
             const bool mine = j + lane < n && id[j + lane] == token;
             const unsigned same = __ballot_sync(ALL_LANES, mine);
-            const int place = found + __popc(same & ((1u << lane) - 1));
-            if (mine) order[smaller + place] = position[j + lane];
-            if (mine && place) length[smaller + place] = 0;
+            const int rank = found + __popc(same & ((1u << lane) - 1));
+            if (mine) order[smaller + rank] = position[j + lane];
+            if (mine && rank) length[smaller + rank] = 0;
             found += __popc(same);
         }
         if (lane == 0) length[smaller] = found;
@@ -133,11 +135,11 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *t
     const int64_t e = index % slices * 32 + lane;
     const bool inside = e < E;
     int32_t next = lane < n ? order[lane] : 0;
-    const int64_t place = ids[__shfl_sync(ALL_LANES, next, 0)] * E + e;
+    const int64_t offset = ids[__shfl_sync(ALL_LANES, next, 0)] * E + e;
     // the first and the last of the 32 columns; rows of other warps may lie in the same block
     if (touched && inside && (lane == 0 || lane == 31 || e == E - 1))
-        atomicOr(&touched[place / PYOPS_GRAD_BLOCK], PYOPS_TOUCHED);
-    float *const to = dweight + place;
+        atomicOr(&touched[offset / PYOPS_GRAD_BLOCK], PYOPS_TOUCHED);
+    float *const to = dweight + offset;
     float sum = inside ? *to : 0.0f;
     for (int i = 0; i < n; i += 32) {
         const int32_t now = next;
@@ -151,6 +153,7 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *t
         for (; i + done < n; done++) sum = add_rows<1>(sum, dy + e, now, done, E, inside);
     }
     if (inside) *to = sum;
+}
 }
 
 extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids,

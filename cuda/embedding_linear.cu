@@ -2,8 +2,10 @@
 //
 // The rows and the context are put side by side in `work`, and the products are formed of all positions: to find the distinct
 // tokens first, as the CPU does, the device would have to be asked for their number before a product could be launched.
+#include "index.cuh"
 #include "reduce.cuh"
 
+namespace {
 static pyops_status check(const char *who, const float *context, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C,
                           int64_t O) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1, "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld",
@@ -14,6 +16,7 @@ static pyops_status check(const char *who, const float *context, int64_t T, int6
 
 // rows (T,B,E), and behind them, where there is a context, the same with the context beside it (T,B,E+C)
 static int64_t work_of(int64_t T, int64_t B, int64_t E, int64_t C) { return T * B * (C ? 2 * E + C : E); }
+}
 
 extern "C" int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t, int64_t E, int64_t C, int64_t) {
     return work_of(T, B, E, C);
@@ -22,6 +25,7 @@ extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, in
     return work_of(T, B, E, C);
 }
 
+namespace {
 // Fills `work` -> the input of the linear layer (T,B,E+C), a part of it.
 static float *input_of(pyops_status &status, float *work, const float *table, const int32_t *ids, const float *context,
                        int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, void *stream) {
@@ -29,6 +33,7 @@ static float *input_of(pyops_status &status, float *work, const float *table, co
     status = pyops_embedding_forward(work, table, ids, T * B, V, E, stream);
     if (!status && C) status = pyops_concat_context_forward(both, work, context, T, B, E, C, stream);
     return C ? both : work;
+}
 }
 
 extern "C" pyops_status pyops_embedding_linear_forward(

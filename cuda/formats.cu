@@ -10,12 +10,14 @@
 //     inner ->     lane 0 .. 31
 //     n         warp 0   row 0, 8, 16, ..     the largest of a column: each warp's in shared memory
 //               warp 1   row 1, 9, 17, ..
-#include "philox.cuh"
+#include "block.cuh"
 #include "index.cuh"
+#include "philox.cuh"
 #include "reduce.cuh"
 #define FORMAT_INLINE static __host__ __device__ __forceinline__
 #include "number_format.inc"
 
+namespace {
 static constexpr int THREADS = 256, COLUMNS = 32, WARPS = THREADS / COLUMNS;
 
 struct How {
@@ -54,8 +56,8 @@ DEVICE void round_at(const Out &out, int64_t i, float x, int32_t scale, uint32_t
 DEVICE uint32_t word_of(int64_t i, const How &how) {
     if (!how.step) return 0;
     const Words random = philox(static_cast<uint64_t>(i / 4), static_cast<uint64_t>(how.step[0]), how.key);
-    const int place = static_cast<int>(i % 4);          // chosen so, the words stay in registers
-    return place < 2 ? place ? random.word[1] : random.word[0] : place > 2 ? random.word[3] : random.word[2];
+    const int word = static_cast<int>(i % 4);          // chosen so, the words stay in registers
+    return word < 2 ? word ? random.word[1] : random.word[0] : word > 2 ? random.word[3] : random.word[2];
 }
 
 template <class Out>
@@ -144,6 +146,7 @@ static cudaError_t quantize(const Out &out, const float *x, int64_t outer, int64
     return fours ? LAUNCH((round_blocks<4, Out>), grid, THREADS, 0, stream_of(stream), out, x, n, block, blocks, lines, lanes, how)
                  : LAUNCH((round_blocks<1, Out>), grid, THREADS, 0, stream_of(stream), out, x, n, block, blocks, lines, lanes, how);
 }
+}
 
 extern "C" pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, const int64_t *step,
                                             int64_t outer, int64_t n, int64_t inner, int64_t block,
@@ -167,18 +170,20 @@ extern "C" pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const flo
     return pyops_launched("encode", quantize(ToCodes{codes, scales}, x, outer, n, inner, block, how, stream), stream);
 }
 
+namespace {
 static __global__ void __launch_bounds__(THREADS)
 decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor, int64_t all, int64_t n, int64_t inner,
        int64_t block, number_format f) {
     const int64_t blocks = block ? blocks_for(n, block) : 0;
     for (int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x; i < all; i += int64_t(gridDim.x) * THREADS) {
-        const int64_t j = i % inner, place = i / inner % n, o = i / inner / n;
-        const int32_t scale = block ? scales[(o*blocks + place / block) * inner + j] : SCALE_ONE;
+        const int64_t j = i % inner, position = i / inner % n, o = i / inner / n;
+        const int32_t scale = block ? scales[(o*blocks + position / block) * inner + j] : SCALE_ONE;
         rounded r = from_code(codes[i], f);
         if (scale == SCALE_NAN) r.special = 2;
         const float value = value_of(r, scale);
         y[i] = factor ? __fdiv_rn(value, factor[0]) : value;
     }
+}
 }
 
 extern "C" pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
@@ -191,6 +196,7 @@ extern "C" pyops_status pyops_decode(float *y, const uint16_t *codes, const uint
                                            y, codes, scales, factor, all, n, inner, block, number_formats[format]), stream);
 }
 
+namespace {
 // largest[b] = the largest magnitude that block b of the grid found.
 static __global__ void __launch_bounds__(THREADS) find_amax(uint32_t *largest, const float *x, int64_t n) {
     SHARED(uint32_t, of_warps, [THREADS / 32]);
@@ -210,6 +216,7 @@ static __global__ void factor_of(float *factor, const uint32_t *largest, unsigne
     for (unsigned i = threadIdx.x; i < count; i += 32) amax = max(amax, largest[i]);
     for (int step = 16; step; step >>= 1) amax = max(amax, __shfl_xor_sync(ALL_LANES, amax, step));
     if (threadIdx.x == 0) factor[0] = target_factor(amax, target);
+}
 }
 
 extern "C" pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream) {

@@ -4,6 +4,7 @@
 // and the batch gets zeros in its place.
 #include "index.cuh"
 
+namespace {
 static constexpr int THREADS = 256;
 
 static pyops_status check(const char *who, int64_t N, int64_t B, int64_t C) {
@@ -46,19 +47,21 @@ static cudaError_t launch_pixels(float *y, const uint8_t *table, const int64_t *
     return LAUNCH((pixels<WIDTH, Index>), grid_of_rounds(n, THREADS, 4), THREADS, 0, stream_of(stream),
                   y, table, rows, N, scale, Index(n), Divider<Index>(C / WIDTH), pyops_faults());
 }
+}
 
 extern "C" pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *rows,
                                             int64_t N, int64_t B, int64_t C, float scale, void *stream) {
     const pyops_status status = check("gather_pixels", N, B, C);
     if (status || B * C == 0) return status;
     const bool fours = C % 4 == 0 && aligned(y) && (uintptr_t(table) & 3) == 0;
-    const cudaError_t error = !short_index(B * C) ? launch_pixels<1, uint64_t>(y, table, rows, N, B, C, scale, stream)
+    const cudaError_t error = !fits_int32(B * C) ? launch_pixels<1, uint64_t>(y, table, rows, N, B, C, scale, stream)
         : fours ? launch_pixels<4, uint32_t>(y, table, rows, N, B, C, scale, stream)
         : launch_pixels<1, uint32_t>(y, table, rows, N, B, C, scale, stream);
     return pyops_launched("gather_pixels", error, stream);
 }
 
 // ---- token ids ---------------------------------------------------------------------------------------
+namespace {
 // A row of the table is a sentence, a row of the batch a step, so what is read along one is written along the other.  A
 // block takes 32 sentences and all their steps, a warp one step of the 32 at a time: it writes one piece of memory, and the
 // eight ids that a memory access brings from each sentence are wanted by the warps beside it.
@@ -68,10 +71,11 @@ sequences(int32_t *__restrict__ ids, const int32_t *__restrict__ table, const in
     const int64_t b = blockIdx.x * int64_t(32) + threadIdx.x % 32, shift = first >= 0;
     if (b >= B) return;
     const bool valid = in_table(rows, b, N, Who::gather_sequences, faults);
-    const int32_t *sentence = valid ? table + rows[b] * T : nullptr;
+    const int32_t *sequence = valid ? table + rows[b] * T : nullptr;
 #pragma unroll 4
     for (int64_t t = threadIdx.x / 32; t < T; t += THREADS / 32)
-        ids[t * B + b] = t < shift ? first : valid ? sentence[t - shift] : 0;
+        ids[t * B + b] = t < shift ? first : valid ? sequence[t - shift] : 0;
+}
 }
 
 extern "C" pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const int64_t *rows,

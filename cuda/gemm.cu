@@ -6,9 +6,12 @@
 // time it is made, alone or in a batch.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include "product.cuh"
 #include "tile.cuh"
 
+namespace {
 struct Product {
     float *c;
     const float *a, *b, *bias;
@@ -218,7 +221,7 @@ template <class Element> static __global__ void convert_rows(
 // Where neighbours in x stand below each other in y, a block turns a square of 64 x 64 in shared memory: read along the columns
 // of y, written along its rows.
 static constexpr int SQUARE = 64;
-template <class Element> static __global__ void convert_turned(
+template <class Element> static __global__ void convert_transposed(
     Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
     SHARED(float, square, [SQUARE][SQUARE + 1]);
     const int64_t across = blocks_for<int64_t>(C, SQUARE), r0 = blockIdx.x / across * SQUARE, c0 = blockIdx.x % across * SQUARE;
@@ -239,7 +242,7 @@ template <class Element> static cudaError_t convert(
         return LAUNCH(convert_rows<Element>, blocks, 256, 0, stream, y, x, R, C, ld, row, col, whole16);
     }
     const int64_t squares = blocks_for<int64_t>(R, SQUARE) * blocks_for<int64_t>(C, SQUARE);
-    return LAUNCH(convert_turned<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
+    return LAUNCH(convert_transposed<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
 }
 
 // ---- products of bfloat16 matrices, and products that are worth a conversion -----------------------------------------
@@ -310,6 +313,7 @@ template <class Element> static cudaError_t launch_converted(const Product &g, c
 }
 static cudaError_t launch_converted(const Product &g, Precision precision, cudaStream_t stream) {
     return precision == Precision::bf16 ? launch_converted<uint16_t>(g, stream) : launch_converted<float>(g, stream);
+}
 }
 
 // ---- the ABI --------------------------------------------------------------------------------------------------

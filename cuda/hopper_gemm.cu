@@ -15,6 +15,7 @@
 #include "hopper.cuh"
 #include "product.cuh"
 
+namespace {
 static constexpr int TM = 128, ROW = 128, CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), WARPS_READING = 4 * CONSUMERS;
 
 template <int TN> struct Ring {
@@ -108,6 +109,7 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
         }
     }
 }
+}
 
 template <class Element> bool hopper_product_fits(const RowProduct<Element> &g) {
     const int64_t whole = 16 / sizeof(Element);
@@ -116,6 +118,7 @@ template <class Element> bool hopper_product_fits(const RowProduct<Element> &g) 
     return pyops_has_hopper() && aligned && g.K > 0 && g.M <= INT32_MAX && g.N <= INT32_MAX && g.K <= INT32_MAX;
 }
 
+namespace {
 template <class Element, int TN> static cudaError_t launch(const RowProduct<Element> &g, cudaStream_t stream) {
     using R = Ring<TN>;
     constexpr int SIZE = sizeof(Element), TK = ROW / SIZE;
@@ -128,6 +131,7 @@ template <class Element, int TN> static cudaError_t launch(const RowProduct<Elem
     const int64_t tiles = blocks_for<int64_t>(g.M, TM) * blocks_for<int64_t>(g.N, TN), processors = pyops_multiprocessors();
     const unsigned blocks = static_cast<unsigned>(tiles < processors ? tiles : processors);
     return LAUNCH((hopper_tiles<Element, TN>), blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
+}
 }
 
 // Tiles of 256 columns read less for each sum; of 128 columns there are twice as many to fill the device with.

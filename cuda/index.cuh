@@ -83,7 +83,7 @@ static inline unsigned grid_of_rounds(int64_t n, int threads, int rounds) {
 }
 
 // Whether numbers up to n, and a few steps of a grid beyond it, fit the 32-bit form.
-static inline bool short_index(int64_t n) { return n < (int64_t(1) << 30); }
+static inline bool fits_int32(int64_t n) { return n < (int64_t(1) << 30); }
 
 // ---- axes --------------------------------------------------------------------------------------------
 constexpr int AXES = 8, OPERANDS = 3;

@@ -16,6 +16,7 @@
 #include "columns.cuh"
 #include "index.cuh"
 
+namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 static pyops_status check(const char *who, int64_t R, int64_t C) {
@@ -24,10 +25,10 @@ static pyops_status check(const char *who, int64_t R, int64_t C) {
 }
 
 // Of each of N values the sum over a team, for all its threads.
-template <int TEAM, int N> DEVICE void team_sums(float (&x)[N]) {
+template <int LANES, int N> DEVICE void row_sums(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) x[i] = warp_sum(x[i]);
-    if constexpr (TEAM > 32) {
+    if constexpr (LANES > 32) {
         SHARED(float, sums, [WARPS][N]);
 #pragma unroll
         for (int i = 0; i < N; i++)
@@ -58,25 +59,25 @@ template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bo
 }
 
 // A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row; 0 where it is not held but read each time.
-template <int TEAM_, int WIDTH_, int PACKS_> struct Share {
-    static constexpr int TEAM = TEAM_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, PLACES = PACKS ? PACKS : 1;
+template <int LANES_, int WIDTH_, int PACKS_> struct Share {
+    static constexpr int LANES = LANES_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, SLOTS = PACKS ? PACKS : 1;
     using Neighbours = Pack<float, WIDTH>;
 
     // f(i, c) for each of its packs, which begin at column c; i is the place where it is held.
     template <class F> static __device__ __forceinline__ void each(int64_t C, F f) {
-        const int64_t first = int(threadIdx.x) % TEAM * WIDTH;
+        const int64_t first = int(threadIdx.x) % LANES * WIDTH;
         if constexpr (PACKS == 0) {
-            for (int64_t c = first; c < C; c += TEAM * WIDTH) f(0, c);
+            for (int64_t c = first; c < C; c += LANES * WIDTH) f(0, c);
         } else {
 #pragma unroll
             for (int i = 0; i < PACKS; i++)
-                if (first + i * TEAM * WIDTH < C) f(i, first + i * TEAM * WIDTH);
+                if (first + i * LANES * WIDTH < C) f(i, first + i * LANES * WIDTH);
         }
     }
     struct Row {
         const float *row;
         bool whole;
-        Neighbours held[PLACES];
+        Neighbours held[SLOTS];
         __device__ __forceinline__ Row(const float *row, int64_t C, bool whole) : row(row), whole(whole) {
             if constexpr (PACKS > 0) {              // one test for all, so that the loads stand one after the other
                 if (whole) each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, true); });
@@ -91,8 +92,8 @@ template <int TEAM_, int WIDTH_, int PACKS_> struct Share {
 };
 
 // The row that a team begins with, and how many rows the grid does at once.
-template <int TEAM> DEVICE int64_t first_row() { return (blockIdx.x * int64_t(THREADS) + threadIdx.x) / TEAM; }
-template <int TEAM> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (THREADS / TEAM); }
+template <int LANES> DEVICE int64_t first_row() { return (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES; }
+template <int LANES> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (THREADS / LANES); }
 
 // ---- forward ----------------------------------------------------------------------------------------------------
 template <class S>
@@ -101,7 +102,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
     int64_t R, int64_t C, float eps, bool whole) {
     using Neighbours = typename S::Neighbours;
     const float share = 1.0f / static_cast<float>(C);
-    for (int64_t r = first_row<S::TEAM>(); r < R; r += rows_at_once<S::TEAM>()) {
+    for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
         const typename S::Row row(x + r*C, C, whole);
         float sum[1] = {};
         S::each(C, [&](int i, int64_t c) {
@@ -109,7 +110,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
 #pragma unroll
             for (int k = 0; k < S::WIDTH; k++) sum[0] += in.at[k];
         });
-        team_sums<S::TEAM>(sum);
+        row_sums<S::LANES>(sum);
         const float first = sum[0] * share;
         float sums[2] = {};                     // of deviations, which tell how far off that mean is, and of their squares
         S::each(C, [&](int i, int64_t c) {
@@ -121,7 +122,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
                 sums[1] += d * d;
             }
         });
-        team_sums<S::TEAM>(sums);
+        row_sums<S::LANES>(sums);
         const float m = first + sums[0] * share, v = (sums[1] - sums[0] * (sums[0] * share)) * share;
         const float s = 1.0f / sqrtf((v < 0.0f ? 0.0f : v) + eps);
         S::each(C, [&](int i, int64_t c) {
@@ -131,7 +132,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
             for (int k = 0; k < S::WIDTH; k++) out.at[k] = (in.at[k] - m) * s * w.at[k] + b.at[k];
             store<S::WIDTH>(y + r*C + c, out, whole);
         });
-        if (threadIdx.x % S::TEAM == 0) {
+        if (threadIdx.x % S::LANES == 0) {
             mean[r] = m;
             rstd[r] = s;
         }
@@ -151,14 +152,14 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
     using Neighbours = typename S::Neighbours;
     constexpr int WIDTH = S::WIDTH;
     const float share = 1.0f / static_cast<float>(C);
-    Neighbours dweight[S::PLACES] = {}, dbias[S::PLACES] = {};
+    Neighbours dweight[S::SLOTS] = {}, dbias[S::SLOTS] = {};
     sums += blockIdx.x * 2*C;
     if constexpr (S::PACKS == 0)
         S::each(C, [&](int, int64_t c) {
             store<WIDTH>(sums + c, Neighbours{}, whole);
             store<WIDTH>(sums + C + c, Neighbours{}, whole);
         });
-    for (int64_t r = first_row<S::TEAM>(); r < R; r += rows_at_once<S::TEAM>()) {
+    for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
         const typename S::Row row_dy(dy + r*C, C, whole), row_x(x + r*C, C, whole);
         const float m = mean[r], s = rstd[r];
         float of_g[2] = {};                                     // sums of g = dy weight, and of g xhat
@@ -181,7 +182,7 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
                 store<WIDTH>(sums + C + c, dbias[0], whole);
             }
         });
-        team_sums<S::TEAM>(of_g);
+        row_sums<S::LANES>(of_g);
         const float a = of_g[0] * share, b = of_g[1] * share;
         S::each(C, [&](int i, int64_t c) {
             const Neighbours d = row_dy.at(i, c), in = row_x.at(i, c), w = load<WIDTH>(weight + c, whole);
@@ -191,14 +192,14 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
             store<WIDTH>(dx + r*C + c, out, whole);
         });
     }
-    if constexpr (S::PACKS > 0 && S::TEAM == THREADS)
+    if constexpr (S::PACKS > 0 && S::LANES == THREADS)
         S::each(C, [&](int i, int64_t c) {
             store<WIDTH>(sums + c, dweight[i], whole);
             store<WIDTH>(sums + C + c, dbias[i], whole);
         });
-    if constexpr (S::TEAM == 32) {                              // first those of all warps, one array after the other
+    if constexpr (S::LANES == 32) {                              // first those of all warps, one array after the other
         SHARED(float, of_warp, [WARPS][32 * S::HELD]);
-        const auto add_warps = [&](float *to, const Neighbours (&mine)[S::PLACES]) {
+        const auto add_warps = [&](float *to, const Neighbours (&mine)[S::SLOTS]) {
             S::each(C, [&](int i, int64_t c) {
 #pragma unroll
                 for (int k = 0; k < WIDTH; k++) of_warp[threadIdx.x / 32][c + k] = mine[i].at[k];
@@ -244,6 +245,7 @@ template <int WIDTH, int MOST, class Launch> static cudaError_t with_share_of(in
 template <int MOST, class Launch> static cudaError_t with_share(int64_t C, Launch launch) {
     return C % 4 == 0 ? with_share_of<4, MOST>(C, launch) : with_share_of<1, MOST>(C, launch);
 }
+}
 
 extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const float *x, const float *weight,
                                                  const float *bias, int64_t R, int64_t C, float eps, void *stream) {
@@ -255,7 +257,7 @@ extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *r
     const cudaError_t error = with_share<8>(C, [&](auto share) {
         using S = decltype(share);
         // a team for each row: the device hands blocks to whichever multiprocessor is free
-        const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::TEAM), int64_t(INT32_MAX));
+        const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
         return LAUNCH(forward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
                       y, mean, rstd, x, weight, bias, R, C, eps, whole);
     });
@@ -277,7 +279,7 @@ extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, flo
     Launches launches;
     launches << with_share<4>(C, [&](auto share) {
         using S = decltype(share);
-        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::TEAM), int64_t(pyops_multiprocessors()) * resident(S::HELD));
+        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * resident(S::HELD));
         return LAUNCH(backward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
                       dx, work, dy, x, weight, mean, rstd, R, C, accumulate != 0, whole);
     });

@@ -6,7 +6,9 @@
 #include "adam.cuh"
 #include "block.cuh"
 #include "flat.cuh"
+#include "index.cuh"
 
+namespace {
 // Whether the block of element i is dense, or was added to.
 DEVICE bool is_touched(const int32_t *touched, int64_t i) { return !touched || touched[i / PYOPS_GRAD_BLOCK]; }
 
@@ -29,6 +31,7 @@ static __global__ void __launch_bounds__(ZERO_THREADS) zero(float *grad, int32_t
         }
     }
 }
+}
 
 extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld", LL(n));
@@ -40,14 +43,17 @@ extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_
 }
 
 // ---- the norm ----------------------------------------------------------------------------------------
+namespace {
 // Two launches: a block sums the squares of a chunk, then one block the sums of the chunks.  All in double, for a float
 // would lose the small gradients of ten million; each in an order that the number of elements alone decides.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
 
 // Room for the sums, on an address that a double wants.
 static inline double *sums_of(float *work) { return reinterpret_cast<double *>((uintptr_t(work) + 7) & ~uintptr_t(7)); }
+}
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
 
+namespace {
 // sums[chunk] = sum of the squares of a chunk; a thread has four loads under way.
 static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 static __global__ void __launch_bounds__(NORM_THREADS) squares(double *sums, const float *grad, const int32_t *touched,
@@ -82,6 +88,7 @@ static __global__ void __launch_bounds__(NORM_THREADS) root_of_sum(float *norm, 
     sum = block_sum(sum, of_warps);
     if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(sum));
 }
+}
 
 extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n,
                                         void *stream) {
@@ -96,16 +103,18 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const in
 }
 
 // ---- clipping ---------------------------------------------------------------------------------------------------------
+namespace {
 // A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
-DEVICE float clip_factor(const float *norm, float max_norm) { return norm ? clip_factor(norm[0], max_norm) : 1.0f; }
+DEVICE float clip_factor_at(const float *norm, float max_norm) { return norm ? clip_factor(norm[0], max_norm) : 1.0f; }
 
 struct Clip {
     static constexpr int INPUTS = 1, OUTPUTS = 1;
     const float *norm;
     float max_norm, factor;
-    __device__ bool begin() { return (factor = clip_factor(norm, max_norm)) != 1.0f; }
+    __device__ bool begin() { return (factor = clip_factor_at(norm, max_norm)) != 1.0f; }
     __device__ void operator()(const float (&in)[1], float (&out)[1]) const { out[0] = factor * in[0]; }
 };
+}
 
 extern "C" pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
     PYOPS_REQUIRE(n >= 0, "clip: n=%lld", LL(n));
@@ -114,6 +123,7 @@ extern "C" pyops_status pyops_clip(float *grad, const float *norm, int64_t n, fl
 }
 
 // ---- Adam ------------------------------------------------------------------------------------------------------------
+namespace {
 struct Adam {
     static constexpr int INPUTS = 4, OUTPUTS = 3;                              // param, m, v, grad -> param, m, v
     const float *norm, *lr;
@@ -132,7 +142,7 @@ struct Adam {
         }
         if (threadIdx.x == 0) {
             rule.correct(lr[0], t);
-            rule.clip = clip_factor(norm, max_norm);
+            rule.clip = clip_factor_at(norm, max_norm);
             common = rule;
         }
         __syncthreads();
@@ -145,6 +155,7 @@ struct Adam {
         rule(out[0], out[1], out[2], in[3]);
     }
 };
+}
 
 // `touched` is not looked at: it would spare 4 of 28 bytes, and what is read in their place is the 0 that it stands for.
 extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
@@ -161,12 +172,13 @@ extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
 }
 
 // ---- gradient descent --------------------------------------------------------------------------------
+namespace {
 struct Descent {
     static constexpr int INPUTS = 2, OUTPUTS = 1;                              // param, grad -> param
     const float *norm, *lr;
     float max_norm, weight_decay, clip, rate;
     __device__ bool begin() {
-        clip = clip_factor(norm, max_norm);
+        clip = clip_factor_at(norm, max_norm);
         rate = lr[0];
         return true;
     }
@@ -186,6 +198,7 @@ struct DescentWithMomentum {
         out[1] = velocity;
     }
 };
+}
 
 extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
                                   int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov,
@@ -204,9 +217,11 @@ extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *gr
 }
 
 // ---- the schedule ------------------------------------------------------------------------------------
+namespace {
 static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, float base) {
     const double t = static_cast<double>(step[0]) + 1.0, w = static_cast<double>(warmup);
     lr[0] = warmup ? static_cast<float>(static_cast<double>(base) * fmin(t / w, sqrt(w / t))) : base;
+}
 }
 
 extern "C" pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {

@@ -16,6 +16,7 @@
 // Sums are short and rows are read once: there is no matrix product that tensor cores would help with, whatever the precision.
 #include "pixels.cuh"
 
+namespace {
 static constexpr int OUTPUTS = 128, TILE = 4096;
 // on a multiprocessor.  Told nothing, the compiler makes room for eight, by using so few registers that each row of weight is
 // waited for before the next is asked for.
@@ -123,6 +124,7 @@ backward(float *dweight, float *dbias, const float *dy, const uint8_t *table, co
 }
 
 static int64_t slices_of(int64_t O) { return O > 0 ? blocks_for<int64_t>(O, OUTPUTS) : 1; }
+}
 
 extern "C" pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table,
                                                    const int64_t *rows, const float *weight, const float *bias,

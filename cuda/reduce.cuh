@@ -18,6 +18,8 @@
 //
 // Who adds what to what follows from the shape alone, so the bits are the same at every run and on every device.
 #pragma once
+#include <cmath>
+#include <type_traits>
 #include "block.cuh"
 #include "index.cuh"
 
@@ -84,15 +86,15 @@ static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool alon
 }
 
 // What terms from, from + step, ... below `to` give together; place(t) is where term t lies.
-template <class Op, class Index, class Place>
-DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, Index to, int step, const Place &place) {
+template <class Op, class Index, class Offset>
+DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, Index to, int step, const Offset &offset) {
     typename Op::Wide sum = Op::nothing();
     for (Index t = from; t < to; t += TERMS_AT_ONCE * step) {
         typename Op::Term term[TERMS_AT_ONCE];
 #pragma unroll
         for (int u = 0; u < TERMS_AT_ONCE; u++) {
             const bool inside = t + u * step < to;
-            const typename Op::Term value = x[place(inside ? t + u * step : t)];
+            const typename Op::Term value = x[offset(inside ? t + u * step : t)];
             term[u] = inside ? value : Op::nothing();
         }
 #pragma unroll
@@ -153,7 +155,7 @@ static cudaError_t reduce_with(Out *y, const typename Op::Term *x, const Space &
 }
 template <class Op, class Out, class... More>
 static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, More... more) {
-    return short_index(kept.elements()) && short_index(reduced.elements())
+    return fits_int32(kept.elements()) && fits_int32(reduced.elements())
         ? reduce_with<Op, Out, uint32_t>(y, x, kept, reduced, more...)
         : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
 }

@@ -2,9 +2,13 @@
 //
 // All are bound by memory.  Flat arrays go through flat.cuh, column sums through reduce.cuh; for the rest a thread takes one
 // group of four floats, or one float, at a time, and neighbouring threads take neighbouring ones.
+#include <cmath>
+#include "block.cuh"
 #include "flat.cuh"
+#include "index.cuh"
 #include "reduce.cuh"
 
+namespace {
 static constexpr int THREADS = 256;
 
 // ---- flat arrays -------------------------------------------------------------------------------------
@@ -42,6 +46,7 @@ struct ReluBackward {
     __device__ bool begin() { return true; }
     __device__ void operator()(const float (&in)[2], float (&dx)[1]) const { dx[0] = in[1] > 0.0f ? in[0] : 0.0f; }
 };
+}
 
 extern "C" pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
     PYOPS_REQUIRE(n >= 0, "fill: n=%lld", LL(n));
@@ -83,14 +88,15 @@ extern "C" pyops_status pyops_column_sums(float *y, const float *x, int64_t R, i
 }
 
 // ---- argmax: a warp for a short row, a block for a long one ------------------------------------------
+namespace {
 struct Candidate {
     float value;
-    int32_t place;
+    int32_t index;
     // Larger values win, NaN over all of them; of equals the first.
     __device__ bool beats(const Candidate &other) const {
         const bool nan = value != value, other_nan = other.value != other.value;
         if (nan != other_nan) return nan;
-        if (nan || value == other.value) return place < other.place;
+        if (nan || value == other.value) return index < other.index;
         return value > other.value;
     }
 };
@@ -98,7 +104,7 @@ struct Candidate {
 DEVICE Candidate best_of_warp(Candidate best) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) {
-        const Candidate other = {__shfl_xor_sync(ALL_LANES, best.value, step), __shfl_xor_sync(ALL_LANES, best.place, step)};
+        const Candidate other = {__shfl_xor_sync(ALL_LANES, best.value, step), __shfl_xor_sync(ALL_LANES, best.index, step)};
         if (other.beats(best)) best = other;
     }
     return best;
@@ -128,7 +134,8 @@ static __global__ void __launch_bounds__(THREADS) argmax(int32_t *index, const f
         __syncthreads();
         if (warp == 0) best = best_of_warp(lane < THREADS / 32 ? of_warps[lane] : NONE);
     }
-    if (r < R && thread == 0) index[r] = best.place;
+    if (r < R && thread == 0) index[r] = best.index;
+}
 }
 
 extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
@@ -140,6 +147,7 @@ extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, 
 }
 
 // ---- concatenation with a context --------------------------------------------------------------------
+namespace {
 // Sizes of a row, in packs: of x, of the context, and of y, which is both.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
@@ -182,6 +190,7 @@ static cudaError_t launch_concat(float *y, const float *x, const float *context,
                   y, x, context, Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH),
                   Divider<Index>(B));
 }
+}
 
 extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
                                                      int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
@@ -190,18 +199,20 @@ extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, c
     const int64_t n = T * B * (E + H);
     if (n == 0) return PYOPS_OK;
     const bool fours = E % 4 == 0 && H % 4 == 0 && aligned(y) && aligned(x) && aligned(context);
-    const cudaError_t error = !short_index(n) ? launch_concat<1, uint64_t>(y, x, context, n, B, E, H, stream)
+    const cudaError_t error = !fits_int32(n) ? launch_concat<1, uint64_t>(y, x, context, n, B, E, H, stream)
         : fours ? launch_concat<4, uint32_t>(y, x, context, n, B, E, H, stream)
         : launch_concat<1, uint32_t>(y, x, context, n, B, E, H, stream);
     return pyops_launched("concat_context_forward", error, stream);
 }
 
+namespace {
 template <class Index>
 static cudaError_t launch_split(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B, int64_t E, int64_t H,
                                 void *stream) {
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B * (E + H), THREADS));
     return LAUNCH(split<Index>, blocks, THREADS, 0, stream_of(stream),
                   dx, dcontext, dy, T, Index(B), Index(E), Index(H), Divider<Index>(E + H));
+}
 }
 
 extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
@@ -210,12 +221,13 @@ extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext
                   LL(T), LL(B), LL(E), LL(H));
     const int64_t n = B * (E + H);
     if (n == 0) return PYOPS_OK;
-    const cudaError_t error = short_index(n) ? launch_split<uint32_t>(dx, dcontext, dy, T, B, E, H, stream)
+    const cudaError_t error = fits_int32(n) ? launch_split<uint32_t>(dx, dcontext, dy, T, B, E, H, stream)
                                              : launch_split<uint64_t>(dx, dcontext, dy, T, B, E, H, stream);
     return pyops_launched("concat_context_backward", error, stream);
 }
 
 // ---- positions ---------------------------------------------------------------------------------------
+namespace {
 // In packs: n, a step (of all sentences), a row.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
@@ -240,6 +252,7 @@ static cudaError_t launch_positions(float *y, const float *x, const float *table
     return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream),
                   y, x, table, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
 }
+}
 
 extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
                                                     int64_t T, int64_t B, int64_t D, float scale, void *stream) {
@@ -247,16 +260,18 @@ extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, co
     const int64_t n = T * B * D;
     if (n == 0) return PYOPS_OK;
     const bool fours = D % 4 == 0 && aligned(y) && aligned(x) && aligned(table);
-    const cudaError_t error = !short_index(n) ? launch_positions<1, uint64_t>(y, x, table, scale, n, B, D, stream)
+    const cudaError_t error = !fits_int32(n) ? launch_positions<1, uint64_t>(y, x, table, scale, n, B, D, stream)
         : fours ? launch_positions<4, uint32_t>(y, x, table, scale, n, B, D, stream)
         : launch_positions<1, uint32_t>(y, x, table, scale, n, B, D, stream);
     return pyops_launched("add_positions_forward", error, stream);
 }
 
 // ---- single numbers ----------------------------------------------------------------------------------
+namespace {
 static __global__ void count(int64_t *counter, int64_t *now) {                 // now may be NULL
     counter[0]++;
     if (now) now[0] = counter[0];
+}
 }
 
 extern "C" pyops_status pyops_increment(int64_t *counter, void *stream) {
@@ -267,6 +282,7 @@ extern "C" pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream)
     return pyops_launched("tick", LAUNCH(count, 1, 1, 0, stream_of(stream), counter, now), stream);
 }
 
+namespace {
 static __global__ void write_entry(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
                                    int64_t capacity) {
     float *entry = log + written[0] % capacity * 3;
@@ -274,6 +290,7 @@ static __global__ void write_entry(float *log, int64_t *written, const float *lo
     entry[1] = valid ? static_cast<float>(valid[0]) : 0.0f;
     entry[2] = norm ? norm[0] : 0.0f;
     written[0]++;
+}
 }
 
 extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
@@ -284,6 +301,7 @@ extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float
 }
 
 // ---- the peak of the machine -------------------------------------------------------------------------
+namespace {
 // Every thread that the device can hold has CHAINS sums of its own, so that no addition waits for another.
 static constexpr int CHAINS = 16;
 
@@ -295,6 +313,7 @@ static __global__ void __launch_bounds__(THREADS) fma_loop(float *sink, int64_t 
         for (int j = 0; j < CHAINS; j++) sum[j] = fmaf(sum[j], 0.999f, 0.001f);
     for (int j = 0; j < CHAINS; j++) total += sum[j];
     if (total < 0.0f) sink[0] = total;                    // never: they go towards 1; so that nothing is optimised away
+}
 }
 
 extern "C" pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {

@@ -8,12 +8,13 @@
 //
 // Forward reads a row twice: for its log-sum-exp, in one pass, and for the weights.  Backward likewise: for the sum of weights
 // times gradients, and for the gradients of scores.  The second time it comes from a cache.
+#include "block.cuh"
 #include "log_sum_exp.cuh"
 #include "philox.cuh"
 
+namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32, EACH = 4;
 
-namespace {                                     // names of this file alone
 struct Call {
     int64_t Tq, Tk, heads, rows;
     const int64_t *step;                        // NULL: no dropout
@@ -21,7 +22,6 @@ struct Call {
     uint32_t threshold;
     float kept;                                 // 1 / (1 - share)
 };
-}
 
 // x[i] = D[row, j + i] x[i] for four neighbours.
 DEVICE void drop(const Call &c, float (&x)[EACH], int64_t row, int64_t j) {
@@ -34,10 +34,10 @@ static __global__ void __launch_bounds__(THREADS)
 forward(Call c, float *p, float *w, const float *s, const int32_t *lengths, int32_t causal, float scale, FaultRecord *faults) {
     const int lane = threadIdx.x % 32;
     for (int64_t row = blockIdx.x * int64_t(WARPS) + threadIdx.x / 32; row < c.rows; row += int64_t(gridDim.x) * WARPS) {
-        const int64_t i = row % c.Tq, sentence = row / (c.heads * c.Tq), given = lengths ? lengths[sentence] : c.Tk;
+        const int64_t i = row % c.Tq, sequence = row / (c.heads * c.Tq), given = lengths ? lengths[sequence] : c.Tk;
         const int64_t length = min(max(given, int64_t(0)), c.Tk);
         if (length != given && lane == 0 && faults)
-            report(faults, Fault::length, Who::attention_softmax_forward, sentence, given, c.Tk);
+            report(faults, Fault::length, Who::attention_softmax_forward, sequence, given, c.Tk);
         const int64_t seen = causal ? max(min(length, i + 1 + c.Tk - c.Tq), int64_t(0)) : length;
         const float *const from = s + row * c.Tk;
         LogSumExp found;
@@ -102,6 +102,7 @@ static pyops_status make_call(Call *c, const char *who, int64_t Tq, int64_t Tk, 
     PYOPS_REQUIRE(share >= 0.0f && share < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(share));
     *c = {Tq, Tk, heads, B * heads * Tq, share > 0.0f ? step : nullptr, key, dropout_threshold(share), 1.0f / (1.0f - share)};
     return PYOPS_OK;
+}
 }
 
 extern "C" pyops_status pyops_attention_softmax_forward(

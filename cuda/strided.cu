@@ -15,10 +15,14 @@
 //                     [2 . . .]                                      [. . . .   ]
 //
 // Reductions are in reduce.cuh, loops and places in index.cuh.
+#include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <utility>
+#include "index.cuh"
 #include "reduce.cuh"
 
+namespace {
 static constexpr int THREADS = 256;
 
 // ---- operations --------------------------------------------------------------------------------------
@@ -92,13 +96,13 @@ template <class T> struct Compare {
     static constexpr int INPUTS = 2;
     using In = T;
     using Out = T;
-    int wanted;
+    int accepted;
     __device__ T operator()(T a, T b) const {
         const int relation = a < b ? LESS : a == b ? EQUAL : a > b ? GREATER : UNORDERED;
-        return wanted & relation ? T(1) : T(0);
+        return accepted & relation ? T(1) : T(0);
     }
 };
-static int wanted_of(int op) {
+static int accepted_relations(int op) {
     switch (op) {
     case PYOPS_OP_EQUAL:      return EQUAL;
     case PYOPS_OP_NOT_EQUAL:  return LESS | GREATER | UNORDERED;
@@ -202,8 +206,8 @@ struct Plane {
 };
 
 // Element j of a thread in a tile: row r + j * down, column c + j * right.
-struct Place { int r, c, down, right; };
-DEVICE Place place_of(int thread, const Plane &plane, bool across) {           // across: lanes go down
+struct Traversal { int r, c, down, right; };
+DEVICE Traversal traversal_of(int thread, const Plane &plane, bool across) {   // across: lanes go down
     if (across) return {thread & ((1 << plane.row_bits) - 1), thread >> plane.row_bits, 0, THREADS >> plane.row_bits};
     return {thread >> plane.column_bits, thread & ((1 << plane.column_bits) - 1), THREADS >> plane.column_bits, 0};
 }
@@ -225,7 +229,7 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
     In x[F::INPUTS][PER_THREAD];                          // everything is on its way before anything is used
 #pragma unroll
     for (int o = 0; o < F::INPUTS; o++) {
-        const Place p = place_of(threadIdx.x, plane, plane.across[1 + o]);
+        const Traversal p = traversal_of(threadIdx.x, plane, plane.across[1 + o]);
         const int64_t first = at[1 + o] + p.r * plane.down[1 + o] + p.c * plane.along[1 + o];
         const int64_t step = p.down * plane.down[1 + o] + p.right * plane.along[1 + o];
 #pragma unroll
@@ -237,12 +241,12 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
 #pragma unroll
     for (int o = 0; o < F::INPUTS; o++) {
         if (!plane.across[1 + o]) continue;
-        const Place p = place_of(threadIdx.x, plane, true);
+        const Traversal p = traversal_of(threadIdx.x, plane, true);
 #pragma unroll
         for (int j = 0; j < PER_THREAD; j++) tile[o][(p.c + j * p.right) * pitch + p.r] = x[o][j];
     }
     __syncthreads();
-    const Place p = place_of(threadIdx.x, plane, false);
+    const Traversal p = traversal_of(threadIdx.x, plane, false);
     const int64_t first = at[0] + p.r * plane.down[0] + p.c * plane.along[0], step = p.down * plane.down[0];
 #pragma unroll
     for (int j = 0; j < PER_THREAD; j++) {
@@ -255,11 +259,9 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
 }
 
 // ---- the plain form of the axes ----------------------------------------------------------------------
-static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
-
 // Whether axis a belongs outside axis b, by the strides of operand `by`; what is broadcast goes outermost.
-static bool outside(const Axis &a, const Axis &b, int by) {
-    const int64_t at_a = distance(a.stride[by]), at_b = distance(b.stride[by]);
+static bool is_outer(const Axis &a, const Axis &b, int by) {
+    const int64_t at_a = std::abs(a.stride[by]), at_b = std::abs(b.stride[by]);
     return !at_a ? at_b != 0 : at_b && at_a > at_b;
 }
 
@@ -271,7 +273,7 @@ static Space simplify(const int64_t *shape, const int64_t *const (&strides)[OPER
         Axis axis = {shape[d], {}};
         for (int o = 0; o < OPERANDS; o++) axis.stride[o] = strides[o] ? strides[o][d] : 0;
         s.add(axis);
-        for (int a = s.n - 1; a > 0 && outside(s.axis[a], s.axis[a - 1], by); a--) std::swap(s.axis[a], s.axis[a - 1]);
+        for (int a = s.n - 1; a > 0 && is_outer(s.axis[a], s.axis[a - 1], by); a--) std::swap(s.axis[a], s.axis[a - 1]);
     }
     Space joined;                                         // an axis joins the one before where a step of that is a walk over it
     for (int d = 0; d < s.n; d++) {
@@ -298,8 +300,8 @@ static int transposed_axis(const Space &s) {
     int64_t nearest = INT64_MAX;
     for (int o = 1; o < OPERANDS; o++)
         for (int d = 0; d < s.n - 1; d++) {
-            const int64_t along = distance(s.axis[d].stride[o]);
-            if (along && along < distance(s.axis[s.n - 1].stride[o]) && along < nearest) best = d, nearest = along;
+            const int64_t along = std::abs(s.axis[d].stride[o]);
+            if (along && along < std::abs(s.axis[s.n - 1].stride[o]) && along < nearest) best = d, nearest = along;
         }
     return best >= 0 && s.axis[best].size * s.axis[s.n - 1].size >= TILE ? best : -1;
 }
@@ -315,7 +317,7 @@ template <class F> static cudaError_t launch_tiles(const F &f, const Arrays<F> &
     column.size = blocks_for(column.size, columns);
     for (int o = 0; o < OPERANDS; o++) {
         plane.down[o] = row.stride[o], plane.along[o] = column.stride[o];
-        plane.across[o] = o && plane.down[o] && distance(plane.down[o]) < distance(plane.along[o]);
+        plane.across[o] = o && plane.down[o] && std::abs(plane.down[o]) < std::abs(plane.along[o]);
         row.stride[o] *= rows, column.stride[o] *= columns;
     }
     return LAUNCH(tiles<F>, static_cast<unsigned>(s.elements()), THREADS, 0, stream_of(stream),
@@ -340,7 +342,7 @@ template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> a
     const int across = transposed_axis(s);
     if (across >= 0) return launch_tiles(f, arrays, s, across, stream);
     constexpr int ROUNDS = 4 / F::INPUTS;
-    if (s.n && comes_in_packs(arrays, s) && short_index(n / 4)) {
+    if (s.n && comes_in_packs(arrays, s) && fits_int32(n / 4)) {
         Space in_packs = s;
         Axis &last = in_packs.axis[s.n - 1];
         last.size /= 4;
@@ -350,7 +352,7 @@ template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> a
                       f, arrays, Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
     }
     const unsigned blocks = grid_of_rounds(n, THREADS, 2 * ROUNDS);
-    return short_index(n)
+    return fits_int32(n)
         ? LAUNCH((elements<F, uint32_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s), uint32_t(n))
         : LAUNCH((elements<F, uint64_t>), blocks, THREADS, 0, stream_of(stream), f, arrays, Axes<uint64_t>(s), uint64_t(n));
 }
@@ -414,7 +416,7 @@ static pyops_status binary(const Geometry &g, int op, float *y, const Operand<fl
     case PYOPS_OP_MAXIMUM:  return elementwise(g, Maximum(), y, a, b);
     case PYOPS_OP_MINIMUM:  return elementwise(g, Minimum(), y, a, b);
     case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
-    case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<float>{wanted_of(op)}, y, a, b);
+    case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<float>{accepted_relations(op)}, y, a, b);
     default:                return no_such(g.who, op);
     }
 }
@@ -429,13 +431,14 @@ static pyops_status binary(const Geometry &g, int op, int32_t *y, const Operand<
     case PYOPS_OP_MAXIMUM:  return elementwise(g, MaximumInt(), y, a, b);
     case PYOPS_OP_MINIMUM:  return elementwise(g, MinimumInt(), y, a, b);
     case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
-    case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<int32_t>{wanted_of(op)}, y, a, b);
+    case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<int32_t>{accepted_relations(op)}, y, a, b);
     default:                return no_such(g.who, op);
     }
 }
 
 template <class T> static Operand<T> array(const T *p, const int64_t *strides) { return {p, strides, T()}; }
 template <class T> static Operand<T> number(T value) { return {nullptr, nullptr, value}; }
+}
 
 extern "C" pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape, const int64_t *strides,
                                             int64_t ndim, int32_t op, void *stream) {
@@ -512,6 +515,7 @@ extern "C" pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const
 }
 
 // ---- reductions --------------------------------------------------------------------------------------
+namespace {
 // What is reduced are the axes along which y has stride 0; axes are ordered by the strides of x.
 template <class T> static pyops_status reduction(const Geometry &g, int op, T *y, const T *x) {
     if (op < PYOPS_OP_SUM || op > PYOPS_OP_MIN) return no_such(g.who, op);
@@ -536,6 +540,7 @@ template <class T> static pyops_status reduction(const Geometry &g, int op, T *y
         return reduce_axes<SumOf<uint32_t>, SumOf<uint32_t>>(g.who, reinterpret_cast<uint32_t *>(y),
                                                              reinterpret_cast<const uint32_t *>(x), kept, reduced, along, false,
                                                              g.stream);
+}
 }
 
 extern "C" pyops_status pyops_strided_reduce(float *y, const float *x, const int64_t *shape, const int64_t *strides,

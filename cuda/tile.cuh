@@ -80,10 +80,10 @@ template <class S, int ROWS, class X> struct Panel {
 
     __device__ __forceinline__ Panel(const X &x, int64_t row0, int64_t k0, int64_t k1)
         : x(x), row0(row0), k1(k1), rows(static_cast<int>(x.rows - row0 < ROWS ? x.rows - row0 : ROWS)), k(k0), arrived(k0) {
-        if constexpr (X::way != Way::made) from = X::way == Way::formed || x.whole16 ? place<4>() : place<1>();
+        if constexpr (X::way != Way::made) from = X::way == Way::formed || x.whole16 ? first_element<4>() : first_element<1>();
         read_lines();
     }
-    template <int WIDTH> __device__ __forceinline__ const float *place() const {
+    template <int WIDTH> __device__ __forceinline__ const float *first_element() const {
         const Share<WIDTH> share;
         return x.p + (row0 + share.row) * x.row_step + (k + share.k) * x.k_step;
     }
@@ -175,7 +175,7 @@ template <class S, int ROWS, class X> struct Panel {
 // neighbouring lanes are then one padded row apart.  In a panel of lines of rows, it is best to have V neighbours in one lane.
 template <bool K_INNER, int GROUP, int COUNT> struct Rows {
     static constexpr int V = K_INNER ? 1 : COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
-    static __device__ __forceinline__ constexpr int place(int q, int g) { return q / V * V * GROUP + g * V + q % V; }
+    static __device__ __forceinline__ constexpr int index(int q, int g) { return q / V * V * GROUP + g * V + q % V; }
 };
 
 template <int V> static __device__ __forceinline__ void load(float *to, const float *from) {
@@ -204,12 +204,12 @@ template <class S, bool A_K, bool B_K> struct PlainSums {
         float (&x)[4][R::V], const float *panel, int stride, int q, int g, int k) {
         if constexpr (K_INNER) {
             float along[4];
-            load<4>(along, panel + R::place(q, g) * stride + k);
+            load<4>(along, panel + R::index(q, g) * stride + k);
 #pragma unroll
             for (int i = 0; i < 4; i++) x[i][0] = along[i];
         } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++) load<R::V>(x[i], panel + (k + i) * stride + R::place(q, g));
+            for (int i = 0; i < 4; i++) load<R::V>(x[i], panel + (k + i) * stride + R::index(q, g));
         }
     }
     template <int A_STRIDE, int B_STRIDE> __device__ __forceinline__ void add(const float *a, const float *b) {
@@ -238,7 +238,7 @@ template <class S, bool A_K, bool B_K> struct PlainSums {
 #pragma unroll
         for (int m = 0; m < ROWS; m++)
 #pragma unroll
-            for (int n = 0; n < COLUMNS; n++) to[RowsOf::place(m, g) * stride + ColumnsOf::place(n, t)] = sum[m][n];
+            for (int n = 0; n < COLUMNS; n++) to[RowsOf::index(m, g) * stride + ColumnsOf::index(n, t)] = sum[m][n];
     }
 };
 
@@ -269,7 +269,7 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     float side[R::V];
-                    load<R::V>(side, panel + (k + t + 4 * h) * stride + R::place(q + i, g));
+                    load<R::V>(side, panel + (k + t + 4 * h) * stride + R::index(q + i, g));
 #pragma unroll
                     for (int j = 0; j < R::V; j++) x[i + j][h] = __float_as_uint(side[j]);
                 }
@@ -327,7 +327,7 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
             for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    to[RowsOf::place(2 * m + i / 2, g) * stride + ColumnsOf::place(n, 2 * t + i % 2)] = sum[m][n][i];
+                    to[RowsOf::index(2 * m + i / 2, g) * stride + ColumnsOf::index(n, 2 * t + i % 2)] = sum[m][n][i];
     }
 };
 

@@ -263,11 +263,26 @@ def test_what_may_not_stand_elsewhere_is_found(text, name):
     assert offences(text) == [name]
 
 
+def compiled(source):
+    """Check a file by the compiler, without code generation."""
+    if not shutil.which('g++'):
+        pytest.skip('g++ is not installed: install g++')
+    return subprocess.run(['g++', '-std=c++17', '-fsyntax-only', '-x', 'c++', '-Icuda/emu/include', '-Icuda', '-Icsrc', source],
+                          cwd=ROOT, capture_output=True, text=True)
+
+
+def test_every_header_includes_what_it_uses():
+    """Each compiles alone, so it depends on no include before it."""
+    headers = sorted((ROOT / 'cuda').rglob('*.cuh'))
+    assert len(headers) > 15
+    failed = {path.name: done.stderr for path in headers if (done := compiled(path)).returncode}
+    assert not failed, '\n'.join(failed.values())
+
+
 def test_a_sum_of_floats_by_atomics_does_not_compile(tmp_path):
     source = tmp_path / 'sum.cu'
     source.write_text('#include "gpu.cuh"\n__global__ void sum(float *x, float y) { atomicAdd(x, y); }\n')
-    done = subprocess.run(['g++', '-std=c++17', '-fsyntax-only', '-x', 'c++', '-Icuda/emu/include', '-Icuda', source], cwd=ROOT,
-                          capture_output=True, text=True)
+    done = compiled(source)
     assert done.returncode and 'use of deleted function' in done.stderr
 
 
