@@ -87,12 +87,13 @@ NVCC_EXTRA ?=
 comma := ,
 GENCODE := $(if $(filter native,$(CUDA_ARCH)),$(or $(GPUS),$(error CUDA_ARCH=native: no nvcc, or no GPU of compute capability 8.0 or later; give CUDA_ARCH='80;90a')),\
              $(if $(filter all,$(CUDA_ARCH)),80 86 89 90a 100 120,$(subst ;, ,$(CUDA_ARCH))))
-NVCCFLAGS := -std=c++17 -O3 $(NVCC_EXTRA) -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Icsrc -Icuda -I$(BUILD) -lineinfo \
+CUDA_INCLUDES := -Icuda/common -Icuda -Icsrc -I$(BUILD)
+NVCCFLAGS := -std=c++17 -O3 $(NVCC_EXTRA) -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(CUDA_INCLUDES) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) \
              $(if $(filter 90a,$(GENCODE)),-DPYOPS_FOR_90A) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
 # Objects are old when they are for other GPUs: they depend on an empty file whose name says which, the only one of its kind.
 CUDA_FOR := $(CUDA_BUILD)/for-$(subst $(subst ,, ),-,$(strip $(GENCODE)))
-CU := $(filter-out cuda/conformance.cu,$(wildcard cuda/*.cu))
+CU := $(wildcard cuda/*.cu cuda/common/*.cu)
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
 EMULATED ?= pyops/libpyops_emulated.so
 EMULATED_BUILD ?= build/emulated
@@ -103,18 +104,18 @@ cuda: $(CUDA_LIBRARY) pyops/device.h ## build the CUDA library, pyops/libpyops_c
 $(CUDA_LIBRARY): $(CU:cuda/%.cu=$(CUDA_BUILD)/%.o)
 	$(call Q,$(NVCC))$(NVCC) -shared -o $@ $^ -Xlinker -Bsymbolic -Xlinker -z,defs
 
-$(CUDA_BUILD)/replay.o $(EMULATED_BUILD)/replay.o: $(BUILD)/replay_calls.inc
+$(CUDA_BUILD)/common/replay.o $(EMULATED_BUILD)/common/replay.o: $(BUILD)/replay_calls.inc
 $(CUDA_FOR):
 	@mkdir -p $(dir $@) && rm -f $(CUDA_BUILD)/for-* && touch $@
 $(CUDA_BUILD)/%.o: cuda/%.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
-	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -MD -MF $(@:.o=.d) -c -o $@ $<
+	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -MD -MP -MF $(@:.o=.d) -c -o $@ $<
 
 emulated: $(EMULATED) $(EMULATED_BUILD)/ladder pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
 
 # never instrumented, and the same for a library with a sanitizer and one without
 EMULATOR := $(patsubst cuda/emu/%.cpp,build/emulator/%.o,$(wildcard cuda/emu/*.cpp))
-EMULATED_CXX := $(CXX) -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include -Icuda -Icsrc -I$(BUILD) -MMD -MP
+EMULATED_CXX := $(CXX) -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include $(CUDA_INCLUDES) -MMD -MP
 EMULATED_LIBS := -Wl,-Bsymbolic -Wl,-z,defs -lpthread -ldl
 
 $(EMULATED): $(CU:cuda/%.cu=$(EMULATED_BUILD)/%.o) $(EMULATOR)
@@ -135,7 +136,7 @@ ladder: $(CUDA_BUILD)/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladde
 
 $(CUDA_BUILD)/ladder: cuda/dev/ladder.cu Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
-	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -MD -MF $@.d -o $@ $< -ldl
+	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -MD -MP -MF $@.d -o $@ $< -ldl
 
 $(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
@@ -158,12 +159,12 @@ $(PROGRAMS): build/emulator/%: $(EMULATOR) tests/cuda/common.h Makefile
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(SANITIZE) -x c++ -c -o $@.o tests/cuda/$(notdir $@).cu
 	$(call Q,$(CXX))$(CXX) $(SANITIZE) -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
 
-build/conformance/emulated.so: cuda/conformance.cu $(EMULATOR) Makefile
+build/conformance/emulated.so: cuda/test/conformance.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(PLAIN) -x c++ -c -o $@.o $<
 	$(call Q,$(CXX))$(CXX) -shared -o $@ $@.o $(EMULATOR) $(EMULATED_LIBS)
 
-build/conformance/cuda.so: cuda/conformance.cu cuda/gpu.cuh cuda/hopper.cuh Makefile $(CUDA_FOR)
+build/conformance/cuda.so: cuda/test/conformance.cu cuda/common/gpu.cuh cuda/common/hopper.cuh Makefile $(CUDA_FOR)
 	@mkdir -p $(dir $@)
 	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -shared -o $@ $<
 
@@ -258,4 +259,5 @@ clean: ## remove what was built
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
--include $(OBJ:.o=.d) $(wildcard $(CUDA_BUILD)/*.d $(EMULATED_BUILD)/*.d build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)
+-include $(OBJ:.o=.d) $(wildcard $(CUDA_BUILD)/*.d $(CUDA_BUILD)/common/*.d $(EMULATED_BUILD)/*.d $(EMULATED_BUILD)/common/*.d \
+         build/emulator/*.d build/emulator/*/*.d build/conformance/*.d)

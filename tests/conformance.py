@@ -1,4 +1,5 @@
-"""What each wrapper of cuda/gpu.cuh and cuda/hopper.cuh must give, as formulas; see cuda/conformance.cu for the kernels.
+"""The expected results of each wrapper of gpu.cuh and hopper.cuh (cuda/common), as formulas; the kernels are in
+cuda/test/conformance.cu.
 
     python tests/conformance.py LIBRARY [LIBRARY]
 

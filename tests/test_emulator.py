@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, environment_without
 
 BUILD = ROOT / 'build'
-WRAPPERS = ('cuda/gpu.cuh', 'cuda/hopper.cuh')
+WRAPPERS = ('cuda/common/gpu.cuh', 'cuda/common/hopper.cuh')
 SANITIZERS = {'ASAN_OPTIONS': 'detect_leaks=0', 'TSAN_OPTIONS': 'halt_on_error=0'}
 VARIANTS = ('plain', 'asan', 'tsan')
 
@@ -225,10 +225,10 @@ def wrappers():
 
 
 def test_every_wrapper_has_a_kernel_that_compares_it():
-    found, text = wrappers(), code('cuda/conformance.cu')
+    found, text = wrappers(), code('cuda/test/conformance.cu')
     assert {'LAUNCH', 'mma_bf16', 'cp_async_wait', 'wgmma_tf32', 'load_acquire', 'map_shared', 'make_tensor_map_2d'} <= found
     missing = {name for name in found if not re.search(rf'\b{name}\b', text)}
-    assert not missing, f'cuda/conformance.cu has no kernel for {sorted(missing)}'
+    assert not missing, f'cuda/test/conformance.cu has no kernel for {sorted(missing)}'
 
 
 # ---- what stands where ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 'cuda').r
 
 
 def test_only_the_wrappers_say_what_gcc_cannot_parse():
-    assert 'cuda/dropout.cu' in SOURCES and 'cuda/block.cuh' in SOURCES
+    assert 'cuda/dropout.cu' in SOURCES and 'cuda/common/block.cuh' in SOURCES
     assert {path: found for path in SOURCES if (found := offences(code(path)))} == {}
 
 
@@ -267,8 +267,9 @@ def compiled(source):
     """Check a file by the compiler, without code generation."""
     if not shutil.which('g++'):
         pytest.skip('g++ is not installed: install g++')
-    return subprocess.run(['g++', '-std=c++17', '-fsyntax-only', '-x', 'c++', '-Icuda/emu/include', '-Icuda', '-Icsrc', source],
-                          cwd=ROOT, capture_output=True, text=True)
+    folders = [f'-I{folder}' for folder in ('cuda/emu/include', 'cuda/common', 'cuda', 'csrc')]
+    return subprocess.run(['g++', '-std=c++17', '-fsyntax-only', '-x', 'c++', *folders, source], cwd=ROOT, capture_output=True,
+                          text=True)
 
 
 def test_every_header_includes_what_it_uses():

@@ -597,7 +597,7 @@ print(lib.pyops_replay(action, None, None, ctypes.byref(at), 0, 1, None), lib.py
 
 
 @needs_emulation
-@pytest.mark.skipif(not (ROOT / 'build/emulated/replay.o').exists(), reason='build/emulated is empty: make emulated')
+@pytest.mark.skipif(not (ROOT / 'build/emulated/common/replay.o').exists(), reason='build/emulated is empty: make emulated')
 def test_a_kernel_that_the_library_lacks_is_an_error_of_its_call_alone(tmp_path):
     """A prototype is added to the header, and no file of cuda/ implements it: the library links, loads and runs the rest."""
     tree = tmp_path / 'tree'
