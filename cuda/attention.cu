@@ -1,9 +1,9 @@
-// attention.cu - scaled dot-product attention of several heads, and the lengths of padded sequences.
+// attention.cu - multi-head scaled dot-product attention, and the lengths of padded sequences.
 //
-// A pair is one head of one sentence.  Its scores are a matrix of queries x keys, of which a block of four warps has a tile of
-// 64 x 64 at a time (one warp and 16 x 16, where neither queries nor keys are more), in registers: a warp has 16 queries.
+// A pair is one head of one sequence.  Its scores are a matrix of queries x keys.  A block of four warps processes a tile of
+// 64 x 64 at a time (or one warp 16 x 16, if there are no more queries and keys), in registers: a warp has 16 queries.
 //
-//                 64 keys                           a lane of a warp, as the tensor cores want it: of rows g and g + 8
+//                 64 keys                           fragments of a lane, as for tensor cores: of rows g and g + 8
 //            +---------------+                      (g = lane / 4) the columns 8n + 2t, 8n + 2t + 1 (t = lane % 4)
 //   16       | warp 0        |
 //   queries  | warp 1        |  scores = q k'              0 1   2 3   4 5   6 7     8 9  ...
@@ -11,32 +11,32 @@
 //            | warp 3        |                      g + 8 |t = 0|t = 1|t = 2|t = 3| |t = 0| ...    held[n][2], held[n][3]
 //            +---------------+
 //
-// A row of scores is thus in four neighbouring lanes, and its softmax takes two shuffles.  Rows of q, k, v, dy lie in shared
-// memory, 64 channels of a head at a time; of what is summed along channels (scores) all of them pass by, of what has channels
-// (y, dq, dk, dv) a block makes 64.  So any number of queries, keys and channels will do, and usual heads take one round.
+// So a row of scores is in four adjacent lanes, and its softmax takes two shuffles.  Rows of q, k, v, dy are in shared memory,
+// 64 channels of a head at a time.  Sums over channels (scores) iterate over all of them; of results with channels (y, dq, dk,
+// dv) a block computes 64.  So any number of queries, keys and channels is supported, and usual heads take one iteration.
 //
-//   forward        a block has 64 queries, and goes along the keys with the online softmax (arXiv:1805.02867)
-//   backward_keys  a block has 64 keys: along the queries, and sums dk and dv; if these are all keys, dq is complete as well
-//   backward_queries   if not, dq as in forward: that forms the scores twice, but no block has to wait for another
+//   forward        a block has 64 queries and iterates over the keys with the online softmax (arXiv:1805.02867)
+//   backward_keys  a block has 64 keys, iterates over the queries and sums dk and dv; if these are all keys, also dq
+//   backward_queries   otherwise: dq as in forward; this computes the scores twice, but no block waits for another
 //
-// No sum is shared by blocks, so all have one order.  What no query of a tile may see is left out.  Backward computes the
-// weights again from stats, the largest score of each query and the sum of exponentials.  Both round scores before they
-// subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or bf16 where the
-// precision says so, in registers.
+// No two blocks add to the same sum, so the order of every sum is fixed.  Keys that no query of a tile may see are skipped.
+// Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round a
+// score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or bf16
+// in registers, according to the precision.
 #include "block.cuh"
 #include "philox.cuh"
 
 namespace {
 static constexpr int CHANNELS = 64;             // of a head in shared memory at a time
-static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: lanes meet in no bank when they read fragments
-static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns that a warp has of a result
+static constexpr int PITCH = CHANNELS + 4;      // floats from row to row there: no bank conflicts in reads of fragments
+static constexpr int OUT = CHANNELS / 8;        // tiles of 8 columns of a result per warp
 
-// Pairs of a tile: a block of WARPS warps, 16 queries each, and as many keys.
+// A tile: a block of WARPS warps with 16 queries each, and as many keys.
 template <int WARPS> struct Tile {
     static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
 };
 
-// What all blocks of a call share.  Rows of a head are `row` floats apart.
+// Common to all blocks of a call.  Rows of a head are `row` floats apart.
 struct Call {
     int64_t Tq, Tk, B, heads, C, row;
     const int32_t *lengths;
@@ -46,19 +46,19 @@ struct Call {
     int32_t causal;
     float scale, kept;              // 1 / sqrt(C), 1 / (1 - p)
     unsigned chunks;                // of CHANNELS channels
-    bool whole;                     // rows can be read in pieces of 16 bytes
+    bool whole;                     // rows can be read in units of 16 bytes
     FaultRecord *faults;
 };
 
 DEVICE int width_of(const Call &c, int64_t channel) { return static_cast<int>(min(c.C - channel, int64_t(CHANNELS))); }
 
-// What a block makes: rows from `first` on of a pair, channels from `channel` on.
+// The results of a block: rows of a pair starting at `first`, channels starting at `channel`.
 struct BlockTask {
     unsigned pair, sequence, chunk;
     int64_t first, channel, length;
-    int width;                      // channels from there on, at most CHANNELS
+    int width;                      // number of channels, at most CHANNELS
 
-    // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.  Divisions of 32 bits are the short ones.
+    // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.  32-bit divisions are faster than 64-bit ones.
     __device__ __forceinline__ BlockTask(const Call &c, int64_t T, int rows) {
         const unsigned tiles = static_cast<unsigned>(max((T + rows - 1) / rows, int64_t(1))), block = blockIdx.x / c.chunks;
         pair = block / tiles;
@@ -71,30 +71,30 @@ struct BlockTask {
     }
 };
 
-// How many keys query i may see: the first ones.  Beyond the last query there is none that sees any.
+// The number of keys that query i may see, the first ones.  0 beyond the last query.
 DEVICE int64_t seen(const Call &c, const BlockTask &p, int64_t i) {
     if (i >= c.Tq) return 0;
     return c.causal ? max(min(p.length, i + 1 + c.Tk - c.Tq), int64_t(0)) : p.length;
 }
-// The most that any query of [i, i + n) may see: the last one sees most.
+// The maximum over the queries [i, i + n): the last one sees most.
 DEVICE int64_t seen_by_any(const Call &c, const BlockTask &p, int64_t i, int n) {
     return i < c.Tq ? seen(c, p, min(i + n, c.Tq) - 1) : 0;
 }
 DEVICE int in_tile(int64_t n, int rows) { return static_cast<int>(min(max(n, int64_t(0)), int64_t(rows))); }
 
-// ---- tiles in shared memory, and numbers that a warp holds --------------------------------------------------------
-DEVICE int lane_row() { return lane_id() >> 2; }            // g, and 8 rows further down again
+// ---- tiles in shared memory, and fragments in registers -----------------------------------------------------------
+DEVICE int lane_row() { return lane_id() >> 2; }            // g; the second row is g + 8
 DEVICE int lane_pair() { return 2 * (lane_id() & 3); }      // 2t
-DEVICE int warp_row() { return 16 * (threadIdx.x >> 5); }   // of a tile, the first of this warp
+DEVICE int warp_row() { return 16 * (threadIdx.x >> 5); }   // this warp's first row of a tile
 
 DEVICE float2 two(const float *x) { return *reinterpret_cast<const float2 *>(x); }
 DEVICE float2 &two(float *x) { return *reinterpret_cast<float2 *>(x); }
 DEVICE float4 four(const float *x) { return *reinterpret_cast<const float4 *>(x); }
 
-// What a warp has of 16 rows and 8N columns: see above.
+// A lane's part of 16 rows and 8N columns, in the layout above.
 template <int N> using Held = float[N][4];
 
-// Start copying rows of x, `row` floats apart, to a tile; beyond `rows` and `width` it gets zeros.
+// Start to copy rows of x, `row` floats apart, to a tile; elements beyond `rows` and `width` become zeros.
 template <int WARPS> DEVICE void load(float *tile, const float *x, int64_t row, int rows, int width, bool whole) {
     constexpr int THREADS = Tile<WARPS>::THREADS, ROWS = Tile<WARPS>::ROWS;
     if (whole) {
@@ -124,7 +124,7 @@ template <int N> DEVICE void zero(Held<N> &held) {
         for (int e = 0; e < 4; e++) held[n][e] = 0.0f;
 }
 
-// To the 16 rows of a tile that belong to this warp.
+// Write to this warp's 16 rows of a tile.
 template <int N> DEVICE void put(float *tile, const Held<N> &held) {
     float *at = tile + (warp_row() + lane_row()) * PITCH + lane_pair();
 #pragma unroll
@@ -133,7 +133,7 @@ template <int N> DEVICE void put(float *tile, const Held<N> &held) {
         for (int r = 0; r < 2; r++) two(at + 8 * r * PITCH + 8 * n) = make_float2(held[n][2 * r], held[n][2 * r + 1]);
 }
 
-// To 16 rows of y in global memory, `row` floats apart, what is held times factor[0] (row g) and factor[1] (row g + 8).
+// Write held * factor[0] (row g) and held * factor[1] (row g + 8) to 16 rows of y in global memory, `row` floats apart.
 DEVICE void write_rows(float *y, const Held<OUT> &held, const float (&factor)[2], int64_t row, int rows, int width,
                        bool whole) {
 #pragma unroll
@@ -144,7 +144,7 @@ DEVICE void write_rows(float *y, const Held<OUT> &held, const float (&factor)[2]
         for (int n = 0; n < OUT; n++) {
             const int c = 8 * n + lane_pair();
             float2 x = make_float2(held[n][2 * r] * factor[r], held[n][2 * r + 1] * factor[r]);
-            if (factor[r] == 0.0f) x = make_float2(0.0f, 0.0f);                 // also where NaN is held
+            if (factor[r] == 0.0f) x = make_float2(0.0f, 0.0f);                 // also if held is NaN
             if (whole && there && c < width) two(to + c) = x;
             if (!whole && there && c < width) to[c] = x.x;
             if (!whole && there && c + 1 < width) to[c + 1] = x.y;
@@ -152,20 +152,20 @@ DEVICE void write_rows(float *y, const Held<OUT> &held, const float (&factor)[2]
     }
 }
 
-// The sum or maximum of a row of four lanes; all get it.
+// The sum or maximum over the four lanes of a row; all of them get it.
 DEVICE float row_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
-DEVICE float row_max(float x) {                                // steps over NaN
+DEVICE float row_max(float x) {                                // ignores NaN
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
 // ---- products of a warp --------------------------------------------------------------------------------------------
-// Each adds to d (16, 8N) a product whose operands lie in tiles, or are held.  A tensor core takes 16 summands of 16 rows of
-// the left operand and of 8 columns of the right one, as pairs of neighbours: half h of the 16 has 8h + 2t, 8h + 2t + 1.
-// (The instruction for TF32 takes summands t and t + 4; in a sum, any order will do that is the same on both sides.)
+// Each function adds a product to d (16, 8N); its operands are in tiles or in registers.  A tensor core instruction takes 16
+// summands of 16 rows of the left operand and of 8 columns of the right one, as adjacent pairs: half h of the 16 has summands
+// 8h + 2t, 8h + 2t + 1.  (The TF32 instruction defines them as t and t + 4; any permutation used for both operands is correct.)
 struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: all 16 summands in x[0]
 struct Right { unsigned x[2][2]; };             // of column g
 
@@ -182,8 +182,8 @@ template <Precision P> DEVICE void multiply(float (&d)[4], const Left &left, con
     else mma_bf16(d, left.x[0], right.x[0]);
 }
 
-// f(n) for the tiles of 8 columns that count.  They are taken by four: with a branch for each, no load would start before the
-// product of the tile before it.
+// Call f(n) for the tiles of 8 columns in use, four at a time: with a branch for each tile, its loads could not start before
+// the product of the previous tile.
 template <int N, class F> DEVICE void for_columns(int columns, F f) {
 #pragma unroll
     for (int first = 0; first < N; first += 4)
@@ -194,7 +194,7 @@ template <int N, class F> DEVICE void for_columns(int columns, F f) {
 
 DEVICE float dot(float sum, float4 a, float4 b) { return sum + a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
-// d += a b':  a (16 rows), b (8N rows, of which those up to `columns` count), along `summands` channels.
+// d += a b':  a (16 rows), b (8N rows, the first `columns` of them in use), over `summands` channels.
 template <Precision P, int N>
 DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summands, int columns) {
     if constexpr (P == Precision::fp32) {
@@ -235,8 +235,8 @@ DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summand
     }
 }
 
-// The step that both others take, for one summand in float32 or 16 on a tensor core: these of the left operand, of rows g and
-// g + 8, times as many rows of b.
+// The inner step of the two products below, for one summand in float32 or 16 on a tensor core: elements of the left operand, of
+// rows g and g + 8, times rows of b.
 DEVICE void add_row(Held<OUT> &d, float a0, float a1, const float *b, int columns) {
     for_columns<OUT>(columns, [&](int n) {
         const float2 x = two(b + lane_pair() + 8 * n);
@@ -257,14 +257,14 @@ template <Precision P> DEVICE void add_rows(Held<OUT> &d, const Left &left, cons
     });
 }
 
-// d += held b:  held (16, 8N), of which columns up to `summands` count, b (as many rows).
+// d += held b:  held (16, 8N), the first `summands` columns in use, b (as many rows).
 template <Precision P, int N>
 DEVICE void held_by_columns(Held<OUT> &d, const Held<N> &held, const float *b, int summands, int columns) {
     if constexpr (P == Precision::fp32) {
 #pragma unroll
         for (int m = 0; m < N; m++)
 #pragma unroll 1
-            for (int k = 0; k < 8 && 8 * m < summands; k += 2) {            // from the lane of the row that holds both
+            for (int k = 0; k < 8 && 8 * m < summands; k += 2) {            // from the lane of the row that has both
                 const int lane = (lane_id() & ~3) | k >> 1;
                 float a[4];
 #pragma unroll
@@ -310,18 +310,18 @@ DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int
 }
 
 // ---- masks ----------------------------------------------------------------------------------------------------------
-// Which scores of a tile a lane takes: those of keys that its rows see, and of them those that dropout keeps.
+// The scores of a tile that a lane uses: those of visible keys, and among them those that dropout keeps.
 struct Mask {
-    int limit[2];                   // keys of the tile that rows g and g + 8 see, less 2t
-    int columns;                    // that any row of this warp sees
-    uint32_t kept[2];               // bit 4n + e: of the lane's two keys from 8n on, that with number e is kept
+    int limit[2];                   // number of visible keys of rows g and g + 8, minus 2t
+    int columns;                    // number of keys visible to any row of this warp
+    uint32_t kept[2];               // bit 4n + e: dropout keeps key e of the lane's two keys in column group n
 
     __device__ __forceinline__ bool sees(int n, int e) const { return 8 * n + (e & 1) < limit[e >> 1]; }
     __device__ __forceinline__ bool keeps(int n, int e) const { return kept[e >> 1] >> (4 * n + (e & 1)) & 1; }
 };
 
-// Of the tile of queries from i on and keys from j on.  A counter has the numbers of four keys, which belong to two lanes: of a
-// pair of lanes, the even one draws for row g and the odd one for row g + 8, and they tell each other.
+// The mask of the tile that starts at query i and key j.  A counter yields the words of four keys, which belong to two lanes:
+// of a pair of lanes, the even one generates them for row g, the odd one for row g + 8, and they exchange the bits.
 template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, int64_t i, int64_t j) {
     constexpr int N = Tile<WARPS>::N;
     const int64_t first = i + warp_row();
@@ -350,8 +350,8 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, in
 }
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
-// ONCE: one tile has all keys.  Then no sums need registers while scores are formed, and four blocks have room on a
-// multiprocessor in place of three.
+// ONCE: one tile contains all keys.  Then the result needs no registers while the scores are computed, and four blocks fit on a
+// multiprocessor instead of three.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
 forward(Call c, float *y, float *stats, const float *q, const float *k, const float *v) {
@@ -365,7 +365,7 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
         const int64_t length = c.lengths[p.sequence];
         if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sequence, length, c.Tk);
     }
-    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};       // of exp(score - top), and top: of the keys so far
+    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};       // sum of exp(score - top), maximum of the scores, so far
     Held<OUT> result;
     zero(result);
     for (int64_t j = 0; j < all; j += ROWS) {
@@ -378,14 +378,14 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
             const int64_t channel = int64_t(chunk) * CHANNELS;
             const int width = width_of(c, channel);
             const bool last = chunk + 1 == c.chunks;
-            if (j || chunk) __syncthreads();                    // the tiles were read
+            if (j || chunk) __syncthreads();                    // all reads of the tiles have finished
             if (!j || c.chunks > 1) load<WARPS>(q_tile, q + head + channel + p.first * c.row, c.row, queries, width, c.whole);
             load<WARPS>(k_tile, k_rows + channel, c.row, keys, width, c.whole);
             cp_async_commit();
             if (last) load<WARPS>(v_tile, v_rows + p.channel, c.row, keys, p.width, c.whole);
             cp_async_commit();
-            if (chunk == 0) mask = make_mask<WARPS>(c, p, p.first, j);          // while copies are under way
-            cp_async_wait<1>();                                 // v may still be
+            if (chunk == 0) mask = make_mask<WARPS>(c, p, p.first, j);          // while copies are in flight
+            cp_async_wait<1>();                                 // v may still be in flight
             __syncthreads();
             rows_by_rows<P>(s, q_tile + above * PITCH, k_tile, width, mask.columns);
         }
@@ -398,7 +398,7 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
                     s[n][e] = __fmul_rn(s[n][e], c.scale);
-                    if (mask.sees(n, e)) now = fmaxf(now, s[n][e]);             // steps over NaN, whose weight is NaN
+                    if (mask.sees(n, e)) now = fmaxf(now, s[n][e]);             // ignores NaN; its weight is NaN
                 }
             now = row_max(now);
 #pragma unroll
@@ -419,7 +419,7 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
 #pragma unroll
                 for (int e = 0; e < 4; e++) result[n][e] *= before[e >> 1];
         cp_async_wait<0>();
-        __syncthreads();                                        // v is there
+        __syncthreads();                                        // v has arrived
         held_by_columns<P>(result, s, v_tile, mask.columns, p.width);
         if (ONCE) break;
     }
@@ -435,10 +435,10 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
-struct Saved { const float *dy, *q, *k, *v, *y, *stats; };           // what both kernels read
+struct Saved { const float *dy, *q, *k, *v, *y, *stats; };           // inputs of both kernels
 struct Tiles { float *q, *dy, *k, *v; };
 
-// dy . y of rows g and g + 8 of this warp's queries, of which i is the first: four lanes share a row.
+// dy . y of rows g and g + 8 of this warp's queries, which start at i; four lanes share a row.
 DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved &x, int64_t i) {
     for (int r = 0; r < 2; r++) {
         const int64_t row = i + lane_row() + 8 * r, at = row * c.row + p.pair * c.C;
@@ -454,10 +454,10 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
     return {shared, shared + FLOATS, shared + 2 * FLOATS, shared + 3 * FLOATS};
 }
 
-// Of queries from i on and keys from j on: the weights times D (see pyops.h) and the gradients of the scores, to registers.
-// The tiles are loaded where new_queries or new_keys say that they are others than before, or where there are several chunks:
-// then they hold the chunk of this block in the end.  `all`: how many keys are to be read at all.  dsum is given unless these
-// are all_keys: then it is the sum of the weights times their gradients, which spares y (docs/attention.md, Gradient).
+// For queries starting at i and keys starting at j: the weights times D (see pyops.h) and the gradients of the scores, in
+// registers.  Tiles are loaded if new_queries or new_keys is set, or if there are several chunks; at the end they contain the
+// chunk of this block.  `all`: the number of keys to read.  dsum is an input unless all_keys is set: then it is computed as the
+// sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
 template <Precision P, int WARPS, int N>
 DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c, const BlockTask &p,
                                   const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys, bool new_queries,
@@ -476,9 +476,9 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
     zero(w);
     zero(ds);
     for (unsigned n = 0; n < c.chunks; n++) {
-        const int64_t channel = static_cast<int64_t>((p.chunk + n + 1) % c.chunks) * CHANNELS;         // its own one last
+        const int64_t channel = static_cast<int64_t>((p.chunk + n + 1) % c.chunks) * CHANNELS;         // this block's chunk last
         const int width = width_of(c, channel);
-        __syncthreads();                                        // the tiles were read
+        __syncthreads();                                        // all reads of the tiles have finished
         const bool queries_too = new_queries || c.chunks > 1, keys_too = new_keys || c.chunks > 1;
         if (queries_too) load<WARPS>(tiles.q, x.q + from_query + channel, c.row, queries, width, c.whole);
         if (keys_too) load<WARPS>(tiles.k, x.k + from_key + channel, c.row, keys, width, c.whole);
@@ -486,8 +486,8 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
         if (queries_too) load<WARPS>(tiles.dy, x.dy + from_query + channel, c.row, queries, width, c.whole);
         if (keys_too) load<WARPS>(tiles.v, x.v + from_key + channel, c.row, keys, width, c.whole);
         cp_async_commit();
-        if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are under way
-        cp_async_wait<1>();                                     // dy and v may still be
+        if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are in flight
+        cp_async_wait<1>();                                     // dy and v may still be in flight
         __syncthreads();
         rows_by_rows<P>(w, tiles.q + above * PITCH, tiles.k, width, mask.columns);
         cp_async_wait<0>();
@@ -516,15 +516,15 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
     }
 }
 
-// dk and dv of a tile of keys; also dq, unless it is NULL, which it is where there are other keys.  ONCE: there is one tile of
-// queries, so sums need no registers before and after it, and three blocks have room on a multiprocessor in place of two.
+// dk and dv of a tile of keys.  Also dq, unless it is NULL because there are several tiles of keys.  ONCE: there is one tile of
+// queries, so the sums need no registers before and after it, and three blocks fit on a multiprocessor instead of two.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
 backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
-    float *const transposed = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; v where it is not wanted again
+    float *const transposed = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; ONCE: in the memory of v
     const BlockTask p(c, c.Tk, ROWS);
     const int64_t j = p.first, head = p.pair * c.C + p.channel, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
     const int above = warp_row(), mine = in_tile(c.Tk - j - above, 16);
@@ -542,9 +542,9 @@ backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
             if (!dq) row_dots(dsum, c, p, x, i + above);
             weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, dq, true, first);
             first = false;
-            // These keys are seen by queries of this tile from `from` on.
+            // The first query of this tile that sees any of these keys.
             const int from = c.causal ? in_tile(j + above - (c.Tk - c.Tq) - i, ROWS) & ~15 : 0;
-            __syncthreads();                                    // v was read
+            __syncthreads();                                    // all reads of v have finished
             put(transposed, w);
             __syncthreads();
             columns_by_columns<P>(dv_sum, transposed + above, tiles.dy, from, queries, p.width);
@@ -609,7 +609,7 @@ static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, 
 
 template <class... Pointers> static bool aligned(Pointers... x) { return ((reinterpret_cast<uintptr_t>(x) | ...) & 15) == 0; }
 
-// Blocks for the tiles of T rows of all pairs: a grid has 2^31 - 1 of them.
+// Blocks for the tiles of T rows of all pairs; a grid has at most 2^31 - 1 blocks.
 static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
     const double want = static_cast<double>(c.B) * static_cast<double>(c.heads) * static_cast<double>(c.chunks) *
                         static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
@@ -618,7 +618,7 @@ static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &
     return PYOPS_OK;
 }
 
-// Launch a kernel with so many tiles in shared memory.
+// Launch a kernel with `tiles` tiles in shared memory.
 template <int WARPS, class... Wanted, class... Given>
 static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles, void *stream, Given... arguments) {
     const int bytes = tiles * Tile<WARPS>::FLOATS * static_cast<int>(sizeof(float));
@@ -649,7 +649,7 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
     float *const dq_too = all_keys ? dq : nullptr;
     Launches launches;
     if (c.Tq <= ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, true>, key_blocks, 4, stream, c, dq_too, dk, dv, saved);
-    if constexpr (WARPS > 1) {              // one warp is for few of both
+    if constexpr (WARPS > 1) {              // one warp: there are at most ROWS of both
         if (c.Tq > ROWS)
             launches << launch<WARPS>(backward_keys<P, WARPS, false>, key_blocks, 5, stream, c, dq_too, dk, dv, saved);
         if (!all_keys) launches << launch<WARPS>(backward_queries<P, WARPS>, query_blocks, 4, stream, c, dq, saved);
@@ -658,7 +658,7 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 }
 }
 
-// run<precision, warps>(...) for the setting and the size.
+// Call run<precision, warps>(...) for the current precision and the size.
 #define FOR_PRECISION(run, warps, ...) \
     (pyops_precision_now() == Precision::fp32 ? run<Precision::fp32, warps>(__VA_ARGS__) : \
      pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) : \
@@ -691,7 +691,7 @@ extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv
 
 // ---- lengths of padded sequences --------------------------------------------------------------------------------------
 namespace {
-// 32 sentences a block, a lane each; its warps share the steps.
+// 32 sequences per block, a lane each; the warps divide the steps.
 static constexpr int SEQUENCES = 32, SHARES = 8;
 
 static __global__ void find_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad) {

@@ -1,20 +1,20 @@
-// batch_norm.cu - columns brought to mean 0 and variance 1 over the rows of a batch, then scaled and shifted.
+// batch_norm.cu - normalise columns to mean 0 and variance 1 over the rows of a batch, then scale and shift.
 //
-// A block has 32 columns and 16 warps.  A warp reads 32 neighbours in a row, which is coalesced, and a lane stays in its
-// column; warp w takes the rows w, w + 16, ... of a piece of 256, so that a lane holds 16 numbers, in registers:
+// A block has 32 columns and 16 warps.  A warp reads 32 adjacent elements of a row (coalesced), and a lane stays in its column.
+// Warp w takes rows w, w + 16, ... of a piece of 256 rows, so a lane has 16 numbers in registers:
 //
 //                 32 columns
 //            +-----------------+
-//    row 0   | warp 0          |      A lane sums what it holds, then the block the 16 warps in their order, then pieces and
-//        1   | warp 1          |      groups of rows in theirs: no sum has many terms, and the order is always the same.
+//    row 0   | warp 0          |      A lane sums its numbers, then the block adds its 16 warps in order, then pieces and groups
+//        1   | warp 1          |      of rows are added in order: no sum has many terms, and the order is fixed.
 //       ..   |  ..             |
 //       15   | warp 15         |
 //       16   | warp 0          |
 //            +-----------------+
 //
-// Where there are few rows, or columns enough for all multiprocessors, a block has all rows of its columns: one launch.
-// Else there are groups of rows.  A first launch leaves the sums of each in the workspace; in a second one every block joins
-// those of its columns, and then goes through the rows of its group.
+// If there are few rows, or enough columns for all multiprocessors, a block has all rows of its columns: one launch.
+// Otherwise rows are divided into groups.  A first launch writes the sums of each group to the workspace; in a second launch
+// every block combines the sums of its columns and then processes the rows of its group.
 #include "internal.cuh"
 
 namespace {
@@ -28,13 +28,13 @@ static pyops_status check(const char *who, int64_t R, int64_t C, int32_t trainin
     return PYOPS_OK;
 }
 
-// ---- how the work is shared ---------------------------------------------------------------------------------------------
+// ---- how the work is divided --------------------------------------------------------------------------------------------
 struct Shares {
-    int64_t R, C, rows;                 // rows of a group; the last one may have fewer
+    int64_t R, C, rows;                 // rows: per group; the last group may have fewer
     int groups;
 };
 
-// Of n rows of a column: their mean, and the sum of the squares of what they deviate from it.
+// The mean of n rows of a column, and the sum of the squared deviations from it.
 struct Moments { float n, mean, squares; };
 
 struct Statistics { float *running_mean, *running_var, *mean, *rstd; };
@@ -42,7 +42,7 @@ struct Saved { const float *dy, *x, *weight, *mean, *rstd; };
 
 static Shares share(int64_t R, int64_t C) {
     const int64_t columns = blocks_for<int64_t>(C, COLUMNS), pieces = blocks_for<int64_t>(R, PIECE);
-    int64_t groups = blocks_for<int64_t>(2 * pyops_multiprocessors(), columns);             // two blocks a multiprocessor
+    int64_t groups = blocks_for<int64_t>(2 * pyops_multiprocessors(), columns);             // two blocks per multiprocessor
     if (groups > MOST_GROUPS) groups = MOST_GROUPS;
     if (groups > pieces) groups = pieces > 0 ? pieces : 1;
     const int64_t rows = blocks_for<int64_t>(pieces, groups) * PIECE;
@@ -51,7 +51,7 @@ static Shares share(int64_t R, int64_t C) {
 
 static dim3 grid_of(const Shares &s) { return dim3(static_cast<unsigned>(blocks_for<int64_t>(s.C, COLUMNS)), s.groups); }
 
-// What the first launch leaves: two sums for each group and column.
+// The results of the first launch: two sums per group and column.
 static float2 *workspace_for_sums(const Shares &s) {
     return static_cast<float2 *>(pyops_workspace(sizeof(float2) * static_cast<size_t>(s.groups) * static_cast<size_t>(s.C)));
 }
@@ -62,7 +62,7 @@ DEVICE int64_t rows_in(const Shares &s, int64_t group) { return min(s.rows, s.R 
 // ---- sums of a block ----------------------------------------------------------------------------------------------------
 using Part = float[WARPS][COLUMNS];
 
-// x of all warps, in their order; every warp gets the sums.
+// Add x over all warps, in order; every warp gets the sums.
 DEVICE float sum_warps(float x, Part &part) {
     part[threadIdx.y][threadIdx.x] = x;
     __syncthreads();
@@ -73,7 +73,7 @@ DEVICE float sum_warps(float x, Part &part) {
     return sum;
 }
 
-// Those of a's rows and b's together: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
+// The moments of the union of a and b: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
 // sample variances".
 DEVICE Moments join(Moments a, Moments b) {
     if (a.n == 0.0f || b.n == 0.0f) return a.n == 0.0f ? b : a;
@@ -81,7 +81,8 @@ DEVICE Moments join(Moments a, Moments b) {
     return {n, a.mean + apart * part, a.squares + b.squares + apart * apart * a.n * part};
 }
 
-// Of the rows of a group.  The sum of the deviations, 0 but for rounding, corrects both: a constant column has variance 0.
+// The moments of the rows of a group.  The sum of the deviations, 0 except for rounding, corrects both moments, so a constant
+// column has variance 0.
 DEVICE Moments moments_of_rows(const float *x, const Shares &s, int64_t group, Part &part) {
     const int64_t c = column(), rows = rows_in(s, group);
     Moments all = {0.0f, 0.0f, 0.0f};
@@ -111,7 +112,7 @@ DEVICE Moments moments_of_rows(const float *x, const Shares &s, int64_t group, P
     return all;
 }
 
-// Of all groups: a warp joins some that follow each other, and then every warp joins those of the warps.
+// The moments of all groups: each warp merges some consecutive groups, then every warp merges the results of the warps.
 DEVICE Moments moments_of_groups(const float2 *sums, const Shares &s, Part &means, Part &squares) {
     const int64_t c = column();
     const int each = (s.groups + WARPS - 1) / WARPS;
@@ -138,7 +139,7 @@ static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_moments(float
     if (threadIdx.y == 0 && column() < s.C) sums[blockIdx.y * s.C + column()] = make_float2(m.mean, m.squares);
 }
 
-// Where mean and variance are from: the rows of this block, which are all; the sums of groups; the running statistics.
+// The source of mean and variance: the rows of this block (all rows), the sums of groups, or the running statistics.
 enum class From { rows, groups, running };
 
 template <From FROM>
@@ -224,7 +225,7 @@ DEVICE float2 sums_of_rows(const Saved &in, const Shares &s, int64_t group, Part
     return all;
 }
 
-// The same over all groups: a warp adds every 16th.
+// The same over all groups: each warp adds every 16th group.
 DEVICE float2 sums_of_groups(const float2 *sums, const Shares &s, Part &part) {
     float2 all = make_float2(0.0f, 0.0f);
     if (column() < s.C)
@@ -244,7 +245,7 @@ static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_sums(float2 *
     if (threadIdx.y == 0 && column() < s.C) sums[blockIdx.y * s.C + column()] = all;
 }
 
-// dx may be dy: a block has read all that it needs of dy's sums before it writes to its rows.
+// dx may alias dy: a block has read all of dy that its sums need before it writes its rows.
 template <bool GROUPS>
 static __global__ void __launch_bounds__(COLUMNS * WARPS, 2)
 backward(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, Shares s, float share) {
@@ -269,7 +270,7 @@ extern "C" pyops_status pyops_batch_norm_backward(float *dx, float *dweight, flo
     if (status || C == 0) return status;
     const Shares s = share(R, C);
     const Saved saved = {dy, x, weight, mean, rstd};
-    const float part = training ? 1.0f / static_cast<float>(R) : 0.0f;      // fixed statistics pass nothing on
+    const float part = training ? 1.0f / static_cast<float>(R) : 0.0f;      // fixed statistics have no gradient
     float2 *sums = nullptr;
     Launches launches;
     if (s.groups == 1) {

@@ -1,6 +1,7 @@
-// dropout.cu - zero a share p of the elements and scale the rest, from counters; and the residual connection with it.
+// dropout.cu - zero a fraction p of the elements and scale the others, with counter-based random numbers; and the residual
+// connection with dropout.
 //
-// A thread takes the four elements of one counter, and all of them as one float4 where the arrays allow it.
+// A thread takes the four elements of one counter, as one float4 if the arrays are aligned.
 #include "philox.cuh"
 
 namespace {
@@ -12,7 +13,7 @@ static pyops_status check(const char *who, int64_t n, float p) {
     return PYOPS_OK;
 }
 
-// y = x with zeros (+ base, unless it is NULL); y may be either.
+// y = dropout(x) (+ base, unless it is NULL); y may alias either.
 static __global__ void drop(float *y, const float *base, const float *x, const int64_t *step, int64_t n, uint64_t key,
                             uint32_t threshold, float scale) {
     const bool whole = ((uintptr_t(y) | uintptr_t(x) | uintptr_t(base)) & 15) == 0;

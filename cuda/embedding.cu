@@ -1,32 +1,32 @@
-// embedding.cu - rows of a table by number, and their gradient.
+// embedding.cu - rows of a table by index, and their gradient.
 //
 // Forward: a warp copies a row.
 //
-// Backward: a token that occurs twice adds twice, in the order of its positions.  So somebody has to know all positions of a
-// token.  Two launches for each CHUNK of positions:
+// Backward: a token that occurs several times adds several gradients, in the order of its positions.  So one warp must have all
+// positions of a token.  Two launches per CHUNK of positions:
 //
-//   group   Tokens are dealt out to classes, one block each (the multiplication of Fibonacci hashing puts neighbours into
-//           different classes: Knuth, The Art of Computer Programming 3, section 6.4).  A block goes over all ids and keeps
-//           the positions of its class, in order; then its warps bring together what has the same token:
+//   group   Tokens are distributed over classes, one block each (Fibonacci hashing puts adjacent ids into different classes:
+//           Knuth, The Art of Computer Programming 3, section 6.4).  A block scans all ids and keeps the positions of its class,
+//           in order; then its warps group equal tokens:
 //
 //               ids        7  4  7  9  4  7  2                    positions 0 to 6
 //               classes    [ 0 2 4 1 5 | 3 6 ]                    tokens 4 and 7 in the first, 2 and 9 in the second
 //               order      [ 1 4 0 2 5 | 6 3 ]
-//               length       2 0 3 0 0   1 1                      where the positions of a token begin, and how many there are
+//               length       2 0 3 0 0   1 1                      number of positions of a token, at the first of them
 //
-//   add     A warp for each beginning and each 32 columns of the table adds the rows of dy one after the other to the row
-//           of dweight.  Loads do not depend on sums, so up to 32 rows are on their way at a time.
+//   add     A warp per token and 32 columns of the table adds the rows of dy in sequence to the row of dweight.  Loads do not
+//           depend on the sums, so up to 32 rows are in flight at a time.
 //
-// No two warps write to the same place, and nothing is added but in the order of the positions.
+// No two warps write to the same address, and every sum is in the order of the positions.
 #include "block.cuh"
 #include "compact.cuh"
 
 namespace {
 static constexpr int THREADS = 256;
 static constexpr int GROUP_THREADS = 512;
-static constexpr int CHUNK = 65536;                     // positions in a pair of launches: every class goes over all of them
-static constexpr int IN_CLASS = 64;                     // positions in a class, about
-static constexpr int MOST_BITS = 9;                     // of the number of a class
+static constexpr int CHUNK = 65536;                     // positions per pair of launches: every class scans all of them
+static constexpr int IN_CLASS = 64;                     // approximate number of positions in a class
+static constexpr int MOST_BITS = 9;                     // of the index of a class
 
 static pyops_status check(const char *who, int64_t R, int64_t V, int64_t E) {
     PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
@@ -59,17 +59,17 @@ static __global__ void __launch_bounds__(THREADS) copy_rows(float *y, const floa
 // ---- backward --------------------------------------------------------------------------------------------------
 DEVICE int class_of(int32_t id, int bits) { return bits ? (uint32_t(id) * 2654435769u) >> (32 - bits) : 0; }
 
-struct Groups {                                         // in the library's workspace, for the launches of one call
-    int32_t position[CHUNK], id[CHUNK];                 // by classes, in each in the order of the positions
-    int32_t order[CHUNK], length[CHUNK];                // by tokens; length: of a token at its first position, 0 at others
+struct Groups {                                         // in the workspace of the library, for the launches of one call
+    int32_t position[CHUNK], id[CHUNK];                 // sorted by class, then by position
+    int32_t order[CHUNK], length[CHUNK];                // sorted by token; length: count at its first position, 0 at the others
 };
 
-// `first` is the position that ids begins with, R how many there are.  A block for each of the 2^bits classes.
+// ids has R positions, the first of which is position `first` of the call.  A block for each of the 2^bits classes.
 static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, const int32_t *ids, FaultRecord *faults,
                                                               int64_t first, int R, int64_t V, int bits) {
     SHARED(int, counts, [GROUP_THREADS / 32]);
     const int own = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    int before = 0;                                     // positions in the classes before this one
+    int before = 0;                                     // positions in lower classes
     for (int r = threadIdx.x; r < R; r += GROUP_THREADS) {
         const int32_t id = ids[r];
         if (in_table(id, V)) before += class_of(id, bits) < own;
@@ -84,13 +84,13 @@ static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, co
         position[rank] = r;
         id[rank] = ids[r];
     });
-    if (own == int(gridDim.x) - 1)                      // the places that bad ids leave at the end
+    if (own == int(gridDim.x) - 1)                      // invalid ids leave unused entries at the end
         for (int p = before + n + threadIdx.x; p < R; p += GROUP_THREADS) groups->length[p] = 0;
 
     for (int i = warp; i < n; i += GROUP_THREADS / 32) {
         const int32_t token = id[i];
-        int smaller = 0;                                // how many of the class have a smaller token: this one's come behind
-        bool leads = true;                              // whether i is the first with this token
+        int smaller = 0;                                // number of smaller tokens in the class: the offset of this token
+        bool leads = true;                              // whether i is the first position of this token
         for (int j = 0; j < n && leads; j += 32) {
             const int32_t other = j + lane < n ? id[j + lane] : INT32_MAX;
             const unsigned same = __ballot_sync(ALL_LANES, other == token && j + lane < i);
@@ -111,7 +111,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, co
     }
 }
 
-// sum + the rows at[0], at[1], ... at[N - 1] of a column of dy, where at[i] is the value of lane i; in this order.
+// Add rows at[0], at[1], ... at[N - 1] of a column of dy to sum, in this order; at[i] is the value of lane from + i.
 template <int N> DEVICE float add_rows(float sum, const float *column, int32_t at, int from, int64_t E, bool inside) {
     float value[N];
 #pragma unroll
@@ -124,7 +124,7 @@ template <int N> DEVICE float add_rows(float sum, const float *column, int32_t a
     return sum;
 }
 
-// dy begins at the first position of the chunk.  A warp for each place in `order` and each 32 columns, a slice.
+// dy starts at the first position of the chunk.  A warp per entry of `order` and slice of 32 columns.
 static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *touched, const Groups *groups, const float *dy,
                                                       const int32_t *ids, int R, int64_t E, int slices) {
     const int64_t index = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32;
@@ -136,7 +136,7 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *t
     const bool inside = e < E;
     int32_t next = lane < n ? order[lane] : 0;
     const int64_t offset = ids[__shfl_sync(ALL_LANES, next, 0)] * E + e;
-    // the first and the last of the 32 columns; rows of other warps may lie in the same block
+    // the first and the last of the 32 columns; atomic, since rows of other warps may be in the same block
     if (touched && inside && (lane == 0 || lane == 31 || e == E - 1))
         atomicOr(&touched[offset / PYOPS_GRAD_BLOCK], PYOPS_TOUCHED);
     float *const to = dweight + offset;

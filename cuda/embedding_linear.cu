@@ -1,7 +1,7 @@
-// embedding_linear.cu - rows of a table by number, a context beside them, and a linear layer over both.
+// embedding_linear.cu - rows of a table by index, concatenated with a context, and a linear layer over both.
 //
-// The rows and the context are put side by side in `work`, and the products are formed of all positions: to find the distinct
-// tokens first, as the CPU does, the device would have to be asked for their number before a product could be launched.
+// The rows and the context are concatenated in `work`, and the products cover all positions.  The CPU finds the distinct tokens
+// first; here that would need a synchronisation, since the launch of a product depends on their number.
 #include "index.cuh"
 #include "reduce.cuh"
 
@@ -14,7 +14,7 @@ static pyops_status check(const char *who, const float *context, int64_t T, int6
     return PYOPS_OK;
 }
 
-// rows (T,B,E), and behind them, where there is a context, the same with the context beside it (T,B,E+C)
+// rows (T,B,E), followed by the rows concatenated with the context (T,B,E+C) if there is one
 static int64_t work_of(int64_t T, int64_t B, int64_t E, int64_t C) { return T * B * (C ? 2 * E + C : E); }
 }
 
@@ -26,7 +26,7 @@ extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, in
 }
 
 namespace {
-// Fills `work` -> the input of the linear layer (T,B,E+C), a part of it.
+// Fill `work`; return the input of the linear layer (T,B,E+C), which is a part of it.
 static float *input_of(pyops_status &status, float *work, const float *table, const int32_t *ids, const float *context,
                        int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, void *stream) {
     float *const both = work + T * B * E;
@@ -56,7 +56,7 @@ extern "C" pyops_status pyops_embedding_linear_backward(
     const int64_t I = E + C, R = T * B;
     float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
     if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
-    if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);       // the input has served
+    if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);       // x is no longer needed
     if (!status && C) status = pyops_concat_context_backward(work, dcontext, x, T, B, E, C, stream);
     if (!status) status = pyops_embedding_backward(dtable, touched, work, ids, R, V, E, stream);
     if (status) return status;

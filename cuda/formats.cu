@@ -1,14 +1,15 @@
-// formats.cu - numbers rounded to narrow formats, alone or in blocks with a scale each, by the arithmetic of the CPU library.
+// formats.cu - round numbers to narrow formats, individually or in blocks with a shared scale, with the arithmetic of the CPU
+// library.
 //
-// Numbers alone: a thread takes four neighbours, which are those of one random counter.  Blocks along memory: as many lanes
-// of a warp as a block has numbers, or float4s, take it, and find its largest by shuffles:
+// Individual numbers: a thread takes the four adjacent numbers of one random counter.  Contiguous blocks: as many lanes of a
+// warp as the block has numbers, or float4s, find its maximum by shuffles:
 //
 //     block of 32   [ lane 0 | lane 1 | .. | lane 7 ][ next 8 lanes: the next block ] ..      4 blocks to a warp
 //
-// Blocks across memory (inner > 1): 32 neighbouring columns to a thread block, eight rows at a time:
+// Strided blocks (inner > 1): a thread block takes 32 adjacent columns, eight rows at a time:
 //
 //     inner ->     lane 0 .. 31
-//     n         warp 0   row 0, 8, 16, ..     the largest of a column: each warp's in shared memory
+//     n         warp 0   row 0, 8, 16, ..     the maximum of a column: the warps combine theirs in shared memory
 //               warp 1   row 1, 9, 17, ..
 #include "block.cuh"
 #include "index.cuh"
@@ -28,7 +29,7 @@ struct How {
     int32_t rounding, saturate, rule, shift, flush;
 };
 
-// What becomes of a rounded number, and of a block's scale.
+// The destination of a rounded number and of the scale of a block.
 struct ToNumbers {
     float *y;
     __device__ void number(int64_t i, rounded r, int32_t scale, const How &how) const {
@@ -44,7 +45,7 @@ struct ToCodes {
     __device__ void scale(int64_t line, int32_t code) const { scales[line] = static_cast<uint8_t>(code == SCALE_DEAD ? 0 : code); }
 };
 
-// A number as it is rounded: times the factor.
+// The number to round: x times the factor.
 DEVICE float given(float x, const How &how) { return how.factor ? __fmul_rn(x, how.factor[0]) : x; }
 DEVICE uint32_t magnitude_of(float x) { return bits_of(x) & 0x7fffffffu; }
 
@@ -52,11 +53,11 @@ template <class Out>
 DEVICE void round_at(const Out &out, int64_t i, float x, int32_t scale, uint32_t word, const How &how) {
     out.number(i, round_number(given(x, how), scale, word, how.f, how.rounding, how.saturate), scale, how);
 }
-// The word of one number.
+// The random word of one number.
 DEVICE uint32_t word_of(int64_t i, const How &how) {
     if (!how.step) return 0;
     const Words random = philox(static_cast<uint64_t>(i / 4), static_cast<uint64_t>(how.step[0]), how.key);
-    const int word = static_cast<int>(i % 4);          // chosen so, the words stay in registers
+    const int word = static_cast<int>(i % 4);          // no dynamic index, so the words stay in registers
     return word < 2 ? word ? random.word[1] : random.word[0] : word > 2 ? random.word[3] : random.word[2];
 }
 
@@ -75,12 +76,12 @@ static __global__ void __launch_bounds__(THREADS) round_numbers(Out out, const f
     }
 }
 
-// Rows of n numbers; `lanes`, a power of two, take a block, WIDTH numbers each at a time.
+// Rows of n numbers; `lanes` lanes (a power of two) process a block, WIDTH numbers each at a time.
 template <int WIDTH, class Out>
 static __global__ void __launch_bounds__(THREADS)
 round_blocks(Out out, const float *x, int64_t n, int64_t block, int64_t blocks, int64_t lines, int lanes, How how) {
     const int lane = threadIdx.x % lanes, teams = THREADS / lanes;
-    // whole warps stay together, for the shuffles
+    // all lanes of a warp run the same iterations, for the shuffles
     for (int64_t turn = blockIdx.x * int64_t(teams); turn < lines; turn += int64_t(gridDim.x) * teams) {
         const int64_t line = turn + threadIdx.x / lanes, b = line % blocks * block;
         const int64_t first = line / blocks * n + b, count = line < lines ? (n - b < block ? n - b : block) : 0;
@@ -197,7 +198,7 @@ extern "C" pyops_status pyops_decode(float *y, const uint16_t *codes, const uint
 }
 
 namespace {
-// largest[b] = the largest magnitude that block b of the grid found.
+// largest[b] = the maximum magnitude found by block b of the grid.
 static __global__ void __launch_bounds__(THREADS) find_amax(uint32_t *largest, const float *x, int64_t n) {
     SHARED(uint32_t, of_warps, [THREADS / 32]);
     uint32_t amax = 0;

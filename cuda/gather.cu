@@ -1,7 +1,7 @@
-// gather.cu - a batch from a data set that stays where it is: pixels to floats, token ids to time-major steps.
+// gather.cu - a batch of a data set that is resident on the device: pixels to floats, token ids to time-major steps.
 //
-// The numbers of the rows lie in device memory, so a kernel looks at them itself: a row outside of the data set is reported,
-// and the batch gets zeros in its place.
+// The row indices are in device memory, so the kernel checks them: a row outside the data set is reported, and the batch gets
+// zeros instead.
 #include "index.cuh"
 
 namespace {
@@ -12,7 +12,7 @@ static pyops_status check(const char *who, int64_t N, int64_t B, int64_t C) {
     return PYOPS_OK;
 }
 
-// Whether rows[b] is a row of the table; the fault if it is not.
+// Whether rows[b] is a row of the table; reports a fault if not.
 DEVICE bool in_table(const int64_t *rows, int64_t b, int64_t N, Who who, FaultRecord *faults) {
     const int64_t row = rows[b];
     if (row >= 0 && row < N) return true;
@@ -21,7 +21,7 @@ DEVICE bool in_table(const int64_t *rows, int64_t b, int64_t N, Who who, FaultRe
 }
 
 // ---- pixels ------------------------------------------------------------------------------------------
-// A thread takes a pixel, or four, at a time: the reads of a warp are one piece of memory, and so are its writes.
+// A thread takes one pixel, or four, at a time, so the reads and writes of a warp are coalesced.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
 pixels(float *y, const uint8_t *table, const int64_t *rows, int64_t N, float scale, Index n, Divider<Index> width,
@@ -62,9 +62,9 @@ extern "C" pyops_status pyops_gather_pixels(float *y, const uint8_t *table, cons
 
 // ---- token ids ---------------------------------------------------------------------------------------
 namespace {
-// A row of the table is a sentence, a row of the batch a step, so what is read along one is written along the other.  A
-// block takes 32 sentences and all their steps, a warp one step of the 32 at a time: it writes one piece of memory, and the
-// eight ids that a memory access brings from each sentence are wanted by the warps beside it.
+// A row of the table is a sequence and a row of the batch is a step, so this is a transpose.  A block takes 32 sequences with
+// all their steps, and a warp one step of the 32 at a time.  Its writes are coalesced, and the eight ids that a memory
+// transaction fetches from each sequence are used by the other warps.
 static __global__ void __launch_bounds__(THREADS)
 sequences(int32_t *__restrict__ ids, const int32_t *__restrict__ table, const int64_t *rows, int64_t N, int64_t B, int64_t T,
           int32_t first, FaultRecord *faults) {

@@ -1,9 +1,9 @@
 // gemm.cu - matrix products: c (+)= a b + bias, for operands of any strides.
 //
-// One kernel: a block makes a tile of c (tile.cuh), of 128 x 128, 64 x 64 or 32 x 32 sums.  Where there are fewer tiles than
-// multiprocessors and K is long, several blocks share a tile, each with a part of K; their sums go to scratch memory and a
-// second kernel adds them up in order.  Both choices follow from the sizes alone, so that a product has the same bits every
-// time it is made, alone or in a batch.
+// A block computes a tile of c (tile.cuh) of 128 x 128, 64 x 64 or 32 x 32 sums.  If there are fewer tiles than multiprocessors
+// and K is long, several blocks share a tile, each with a part of K (split-K): their sums go to the workspace, and a second
+// kernel adds them in order.  Both choices depend only on the sizes, so a product has the same bits in every run, alone or in a
+// batch.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -18,14 +18,14 @@ struct Product {
     int64_t M, N, K, ldc, a_row, a_col, b_row, b_col;
     int32_t accumulate, relu;
 };
-struct Batch {                              // the axes of a batch, and how far the matrices are apart along each
+struct Batch {                              // the axes of a batch, and the strides of the matrices along each
     int32_t ndim;
     int64_t products, shape[8], c_step[8], a_step[8], b_step[8];
 };
-struct Work {                               // how a product is cut: blocks = products * splits * tiles
+struct Work {                               // the division of a launch: blocks = products * splits * tiles
     int64_t tiles_m, tiles_n, splits, k_part;
-    int64_t first;                          // of the products of this launch, in the batch
-    float *parts;                           // sums of parts of K: (splits, products, M, N); NULL where there is one part
+    int64_t first;                          // index in the batch of the first product of this launch
+    float *parts;                           // sums of parts of K: (splits, products, M, N); NULL if there is one part
 };
 
 // ---- kernels -----------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ static __global__ void add_parts(Product g, Batch batch, Work work) {
     }
 }
 
-// ---- which tiles, and how many parts of K ------------------------------------------------------------------------
+// ---- choice of the tile size and the number of parts of K --------------------------------------------------------
 enum class Size { large, medium, small };
 template <Precision P, Size> struct ShapeOf;
 template <Precision P> struct ShapeOf<P, Size::large> { using S = TileShape<128, 128, 32, 2, 2, 3>; };
@@ -83,8 +83,8 @@ struct Cut { Size size; int64_t splits; };
 
 static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K are multiples of PART
 
-// Cycles that a product takes, as a rule: blocks go over the multiprocessors in waves, small tiles wait more for memory than
-// large ones, every wave waits once, and parts cost a second kernel and their way through memory.
+// Cost model of a product, in cycles: blocks run in waves over the multiprocessors, small tiles wait longer for memory than
+// large ones, every wave has a fixed latency, and split-K costs a second kernel and memory traffic.
 static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
     const int64_t side = size == Size::large ? 128 : size == Size::medium ? 64 : 32, processors = pyops_multiprocessors();
     const double fmas_a_cycle = (precision == Precision::fp32 ? 110 : precision == Precision::tf32 ? 450 : 520)
@@ -94,7 +94,7 @@ static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int
     return waves * (1500 + side * side * double(blocks_for(K, splits)) / fmas_a_cycle) + parts;
 }
 
-// The large tiles of tensor cores want more shared memory than devices for graphics have.
+// The large tiles of tensor cores require more shared memory than consumer devices have.
 static bool has_room(Size size, Precision precision) {
     using T = Tile<ShapeOf<Precision::tf32, Size::large>::S, Precision::tf32, Stored<true>, Stored<true>>;
     return size != Size::large || precision == Precision::fp32 || pyops_shared_memory() >= int(T::BYTES);
@@ -112,8 +112,8 @@ static double least_cycles(int64_t splits, int64_t M, int64_t N, int64_t K, Prec
     return cycles(best_size(splits, 1, M, N, K, precision), splits, 1, M, N, K, precision);
 }
 
-// Of the sizes of one product alone.  In float32 a sum has no more than 2048 terms in a row, if scratch memory allows it:
-// what is lost in rounding grows with their number.
+// Depends only on the sizes of one product.  In float32 at most 2048 terms are added in sequence, if the workspace is large
+// enough: the rounding error grows with their number.
 static int64_t best_splits(int64_t M, int64_t N, int64_t K, Precision precision) {
     if (!K) return 1;
     const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N);
@@ -125,7 +125,7 @@ static int64_t best_splits(int64_t M, int64_t N, int64_t K, Precision precision)
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------
-// 16 bytes at a time: neighbours in memory, every line and every matrix of the batch at a multiple of 16.
+// Whether copies of 16 bytes are possible: contiguous elements, and all lines and matrices of the batch aligned to 16 bytes.
 static bool whole16(const float *p, int64_t inner_step, int64_t line_step, const int64_t *steps, const Batch &batch) {
     bool whole = reinterpret_cast<uintptr_t>(p) % 16 == 0 && inner_step == 1 && line_step % 4 == 0;
     for (int d = 0; d < batch.ndim; d++) whole = whole && steps[d] % 4 == 0;
@@ -160,7 +160,7 @@ template <Precision P> static cudaError_t launch_size(
                                 : launch_layout<typename ShapeOf<P, Size::small>::S, P>(g, batch, work, stream);
 }
 
-// A batch goes in pieces if scratch memory or a grid is too small for it.
+// A batch is launched in pieces if the workspace or the grid is too small for it.
 static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits, Precision precision, cudaStream_t stream) {
     const int64_t M = g.M, N = g.N, K = g.K, products = batch.products;
     const int64_t most_tiles = blocks_for<int64_t>(M, 32) * blocks_for<int64_t>(N, 32);
@@ -196,7 +196,7 @@ template <class Element> DEVICE Element converted(float x) {
     }
 }
 
-// A thread takes 8 neighbours of a row of y.  whole16: their addresses are multiples of 16 bytes, in x and in y.
+// A thread converts 8 adjacent elements of a row of y.  whole16: they are aligned to 16 bytes in x and in y.
 template <class Element> static __global__ void convert_rows(
     Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, bool whole16) {
     const int64_t across = blocks_for<int64_t>(C, 8);
@@ -218,8 +218,8 @@ template <class Element> static __global__ void convert_rows(
     }
 }
 
-// Where neighbours in x stand below each other in y, a block turns a square of 64 x 64 in shared memory: read along the columns
-// of y, written along its rows.
+// If adjacent elements of x are in a column of y, a block transposes a tile of 64 x 64 in shared memory: it reads along the
+// columns of y and writes along its rows.
 static constexpr int SQUARE = 64;
 template <class Element> static __global__ void convert_transposed(
     Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
@@ -246,8 +246,8 @@ template <class Element> static cudaError_t convert(
 }
 
 // ---- products of bfloat16 matrices, and products that are worth a conversion -----------------------------------------
-// Without Hopper's matrix units, or at addresses that bulk copies cannot take: the same tiles as above, of operands that are
-// made float32 on their way into shared memory, from where they come out as the same bfloat16 numbers.
+// Without Hopper's tensor cores, or at addresses that bulk copies do not support: the same tiles as above.  The operands are
+// converted to float32 on the way into shared memory and back to the same bfloat16 numbers in registers.
 struct FromBf16 {
     static constexpr bool k_inner = true;
     static constexpr Way way = Way::made;
@@ -280,19 +280,19 @@ static cudaError_t launch_bf16(const RowProduct<uint16_t> &g, cudaStream_t strea
                   TileBf16::THREADS, TileBf16::BYTES, stream, g);
 }
 
-// Large products are worth two passes that convert the operands to rows along K, since Hopper's matrix units then do the rest.
-// Of the sizes of one product alone, like best_splits.
+// For large products it pays to convert the operands first, into rows along K, because wgmma is then available.
+// Depends only on the sizes of one product, like best_splits.
 static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precision) {
     if (precision == Precision::fp32 || !pyops_has_hopper() || !K || K > int64_t(PYOPS_WORKSPACE) / 16) return false;
     const bool bf16 = precision == Precision::bf16;
     const int64_t processors = pyops_multiprocessors();
     const double waves = blocks_for(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256), processors);
-    const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);           // 20 bytes a cycle
+    const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);           // 20 bytes per cycle
     const double product = waves * (2000 + 128.0 * 256 * K / (bf16 ? 1500 : 750));
     return passes + product < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
 }
 
-// Converted operands lie in scratch memory, half of it for either: c is made in rectangles of as many rows and columns as fit.
+// The converted operands share the workspace, half each: c is computed in rectangles with as many rows and columns as fit.
 template <class Element> static cudaError_t launch_converted(const Product &g, cudaStream_t stream) {
     constexpr int64_t HALF = PYOPS_WORKSPACE / sizeof(Element) / 2;
     const int64_t ld = round_up<int64_t>(g.K, 8), rows = std::min(g.M, HALF / ld), columns = std::min(g.N, HALF / ld);
@@ -363,7 +363,7 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
         return pyops_launched("gemm_batched", launches.error, stream);
     }
     const int64_t splits = best_splits(M, N, K, precision);
-    // matrices that lie end to end and meet the same b are one taller matrix
+    // consecutive matrices a with the same b are one taller matrix
     for (; batch.ndim > 0; batch.ndim--) {
         const int d = batch.ndim - 1;
         if (batch.shape[d] == 1) continue;

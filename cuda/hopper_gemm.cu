@@ -1,17 +1,17 @@
-// hopper_gemm.cu - products on Hopper, in bfloat16 or TF32: bulk copies feed the matrix units of a whole warpgroup.
+// hopper_gemm.cu - products on Hopper, in bfloat16 or TF32, with bulk copies and wgmma.
 //
 // Three warpgroups of 128 threads share a block; a tile of c has 128 x TN sums, TN = 256 or 128:
 //
 //                           ring of rows of 128 bytes along K in shared memory
 //    warpgroup 2            +--------------+--------------+--------------+---    warpgroup 0: wgmma, rows  0 ..  63 of the tile
-//    one thread asks   -->  | a 128, b TN  | a 128, b TN  |   arriving   |  -->  warpgroup 1: wgmma, rows 64 .. 127
-//    for bulk copies        +--------------+--------------+--------------+---      64 x TN sums each, in registers
-//                                full[slot]: its bytes have come;   empty[slot]: all 8 warps have multiplied it
+//    one thread issues -->  | a 128, b TN  | a 128, b TN  |   arriving   |  -->  warpgroup 1: wgmma, rows 64 .. 127
+//    bulk copies            +--------------+--------------+--------------+---      64 x TN sums each, in registers
+//                                full[slot]: its bytes have arrived;   empty[slot]: all 8 warps have multiplied it
 //
-// The one that copies runs ahead of those that multiply, by as many slots as there are, across tiles too: while sums are
-// written, the panels of the next tile arrive.  It needs few registers and gives the others away.  Blocks stay: each takes
-// every gridDim.x-th tile.  Tiles follow each other in bands, so that blocks at work at the same time share rows of a and b in
-// L2.  Rows lie in shared memory with their pieces of 16 bytes swapped about (128-byte swizzle), as copies and wgmma know it.
+// The copying warpgroup runs ahead of the others by up to the number of slots, also across tiles: while sums are written, the
+// panels of the next tile arrive.  It needs few registers and releases the rest.  Blocks are persistent: each computes every
+// gridDim.x-th tile.  Tiles are ordered in bands, so that concurrent blocks share rows of a and b in L2.  Rows in shared memory
+// have the 128-byte swizzle of bulk copies and wgmma.
 #include "hopper.cuh"
 #include "product.cuh"
 
@@ -22,20 +22,20 @@ template <int TN> struct Ring {
     static constexpr int A_BYTES = TM * ROW, B_BYTES = TN * ROW, SLOT = A_BYTES + B_BYTES, SLOTS = TN == 256 ? 4 : 6;
     static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t));
 };
-// Which slot comes next, and in which round: a wait for round 0 of `full` ends when it has been filled once.
+// The next slot and its round, the parity of the mbarriers: a wait for round 0 of `full` ends when it has been filled once.
 template <int SLOTS> struct Turn {
     int slot = 0, round = 0;
     __device__ __forceinline__ void next() { if (++slot == SLOTS) slot = 0, round ^= 1; }
 };
 
-// 64 x TN sums += 32 bytes of rows along K: 16 numbers in bfloat16, 8 in TF32.
+// 64 x TN sums += 32 bytes of rows along K: 16 elements in bfloat16, 8 in TF32.
 template <class Element, int TN> DEVICE void multiply(float (&sum)[TN / 2], uint64_t a, uint64_t b, bool accumulate) {
     if constexpr (sizeof(Element) == 2) wgmma_bf16<TN>(sum, a, b, accumulate);
     else wgmma_tf32<TN>(sum, a, b, accumulate);
 }
 
-// A lane has, of each 8 columns, rows lane/4 and lane/4 + 8 and columns 2 (lane%4) and the next: 32 bytes of a row are written
-// at once.
+// Of each 8 columns, a lane has rows lane/4 and lane/4 + 8, and columns 2 (lane%4) and the next one: a warp writes 32
+// contiguous bytes per row.
 template <class Element, int TN> DEVICE void write_sums(
     const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row, int64_t column) {
     const bool pairs = g.ldc % 2 == 0 && reinterpret_cast<uintptr_t>(g.c) % 8 == 0;
@@ -59,14 +59,14 @@ template <class Element, int TN> DEVICE void write_sums(
 template <class Element, int TN> static __global__ void __launch_bounds__(THREADS, 1) hopper_tiles(
     const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, RowProduct<Element> g) {
     using R = Ring<TN>;
-    DYN_SHARED(char, shared);                                   // at a multiple of 1024 bytes, which the swizzle needs
+    DYN_SHARED(char, shared);                                   // aligned to 1024 bytes for the swizzle
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < R::SLOTS; slot++) mbar_init(full + slot, 1), mbar_init(empty + slot, WARPS_READING);
         mbar_fence_init();
     }
     __syncthreads();
-    constexpr int TK = ROW / sizeof(Element);                   // numbers along K in a slot
+    constexpr int TK = ROW / sizeof(Element);                   // elements along K in a slot
     const int64_t tiles_m = blocks_for<int64_t>(g.M, TM), tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
     const int steps = static_cast<int>(blocks_for<int64_t>(g.K, TK)), group = threadIdx.x / 128;
     Turn<R::SLOTS> turn;
@@ -89,7 +89,7 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
         const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
         for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             float sum[TN / 2];
-            int before = -1;                                    // the slot whose products may still be under way
+            int before = -1;                                    // the slot whose products may still be in flight
             for (int step = 0; step < steps; step++, turn.next()) {
                 mbar_wait(full + turn.slot, turn.round);
                 const char *slot = shared + turn.slot * R::SLOT;
@@ -98,7 +98,7 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
 #pragma unroll
                 for (int k = 0; k < ROW / 32; k++) multiply<Element, TN>(sum, a + 2 * k, b + 2 * k, step + k > 0);
                 wg_commit();
-                wg_wait<1>();                                   // the products of the slot before are done
+                wg_wait<1>();                                   // the products of the previous slot have finished
                 if (before >= 0 && lane == 0) mbar_arrive(empty + before);
                 before = turn.slot;
             }
@@ -134,7 +134,7 @@ template <class Element, int TN> static cudaError_t launch(const RowProduct<Elem
 }
 }
 
-// Tiles of 256 columns read less for each sum; of 128 columns there are twice as many to fill the device with.
+// Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.
 template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream) {
     const int64_t rows = blocks_for<int64_t>(g.M, TM), processors = pyops_multiprocessors();
     const int64_t wide = 2 * blocks_for(rows * blocks_for<int64_t>(g.N, 256), processors);

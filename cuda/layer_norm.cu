@@ -1,16 +1,16 @@
-// layer_norm.cu - rows brought to mean 0 and variance 1, then scaled and shifted by column.
+// layer_norm.cu - normalise rows to mean 0 and variance 1, then scale and shift by column.
 //
-// A row is read once and stays in the registers of its team, a warp or, where it is longer, a block; what is summed over it is
-// summed from there, in as many passes as accuracy wants.  A lane of the team has every n-th pack of 4 neighbours, which is
-// one access where they begin at 16 bytes, or of 1 where the columns are no multiple of 4:
+// A row is read once and stays in the registers of a team: a warp, or a block for longer rows.  All sums over the row use these
+// registers, in as many passes as accuracy requires.  A lane of the team has every n-th pack of 4 adjacent elements (one access
+// if aligned to 16 bytes), or of 1 element if the number of columns is not a multiple of 4:
 //
 //     row   | pack 0 | pack 1 | ... | pack n-1 | pack n | pack n+1 | ...         n = 32 or 256 lanes of a team,
 //           | lane 0 | lane 1 | ... | lane n-1 | lane 0 | lane 1   | ...         each with up to 4 or 8 packs
 //
-// In backward a lane meets the same columns in every row of its team, and adds up their part of dweight and dbias in registers
-// too.  So the blocks, as many as the device holds at once, stay for all rows; each adds the sums of its teams in order and
-// leaves them in `work`, and a second kernel adds those of the blocks in order.
-// Rows too long for registers are read anew in each pass, and their sums over rows lie in `work` from the beginning.
+// In backward a lane has the same columns in every row of its team, and accumulates their part of dweight and dbias in
+// registers too.  So blocks are persistent, as many as fit on the device; each adds the sums of its teams in order and writes
+// them to `work`, and a second kernel adds the sums of the blocks in order.
+// Rows too long for registers are read again in each pass, and their sums over rows are accumulated in `work`.
 #include <algorithm>
 #include "block.cuh"
 #include "columns.cuh"
@@ -24,7 +24,7 @@ static pyops_status check(const char *who, int64_t R, int64_t C) {
     return PYOPS_OK;
 }
 
-// Of each of N values the sum over a team, for all its threads.
+// Sum each of N values over a team of LANES threads; all of them get the sums.
 template <int LANES, int N> DEVICE void row_sums(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) x[i] = warp_sum(x[i]);
@@ -44,7 +44,7 @@ template <int LANES, int N> DEVICE void row_sums(float (&x)[N]) {
     }
 }
 
-// Neighbours at p: at once where `whole` says that all packs begin at 16 bytes.  The sums are the same either way.
+// Load a pack at p, in one access if `whole` (all packs are aligned to 16 bytes).  Results do not depend on `whole`.
 template <int WIDTH> DEVICE Pack<float, WIDTH> load(const float *p, bool whole) {
     if (whole) return load_pack<WIDTH>(p);
     Pack<float, WIDTH> x;
@@ -58,12 +58,12 @@ template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bo
     for (int k = 0; k < WIDTH; k++) p[k] = x.at[k];
 }
 
-// A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row; 0 where it is not held but read each time.
+// A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row.  PACKS = 0: not kept in registers but read again.
 template <int LANES_, int WIDTH_, int PACKS_> struct Share {
     static constexpr int LANES = LANES_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, SLOTS = PACKS ? PACKS : 1;
     using Neighbours = Pack<float, WIDTH>;
 
-    // f(i, c) for each of its packs, which begin at column c; i is the place where it is held.
+    // Call f(i, c) for each pack of the lane: c is its first column, i its slot in registers.
     template <class F> static __device__ __forceinline__ void each(int64_t C, F f) {
         const int64_t first = int(threadIdx.x) % LANES * WIDTH;
         if constexpr (PACKS == 0) {
@@ -79,7 +79,7 @@ template <int LANES_, int WIDTH_, int PACKS_> struct Share {
         bool whole;
         Neighbours held[SLOTS];
         __device__ __forceinline__ Row(const float *row, int64_t C, bool whole) : row(row), whole(whole) {
-            if constexpr (PACKS > 0) {              // one test for all, so that the loads stand one after the other
+            if constexpr (PACKS > 0) {              // one branch for all packs, so that no branch separates the loads
                 if (whole) each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, true); });
                 else each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, false); });
             }
@@ -91,7 +91,7 @@ template <int LANES_, int WIDTH_, int PACKS_> struct Share {
     };
 };
 
-// The row that a team begins with, and how many rows the grid does at once.
+// The first row of a team, and the number of rows that the grid processes at once.
 template <int LANES> DEVICE int64_t first_row() { return (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES; }
 template <int LANES> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (THREADS / LANES); }
 
@@ -112,7 +112,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
         });
         row_sums<S::LANES>(sum);
         const float first = sum[0] * share;
-        float sums[2] = {};                     // of deviations, which tell how far off that mean is, and of their squares
+        float sums[2] = {};                     // of the deviations, which corrects the rounding of the mean, and of their squares
         S::each(C, [&](int i, int64_t c) {
             const Neighbours in = row.at(i, c);
 #pragma unroll
@@ -140,11 +140,11 @@ static __global__ void __launch_bounds__(THREADS) forward(
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------
-// Blocks that a multiprocessor holds: fewer, with more registers each, where a lane holds more floats of a row.
+// Resident blocks per multiprocessor: fewer, with more registers each, if a lane has more floats of a row.
 static constexpr int MOST_RESIDENT = 5;
 static constexpr int resident(int held) { return held == 0 ? 4 : held <= 4 ? MOST_RESIDENT : held <= 8 ? 3 : 2; }
 
-// sums: of each block, what it adds to dweight (C) and to dbias (C)
+// sums: per block, its contribution to dweight (C) and to dbias (C)
 template <class S>
 static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
     float *dx, float *sums, const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
@@ -197,7 +197,7 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
             store<WIDTH>(sums + c, dweight[i], whole);
             store<WIDTH>(sums + C + c, dbias[i], whole);
         });
-    if constexpr (S::LANES == 32) {                              // first those of all warps, one array after the other
+    if constexpr (S::LANES == 32) {                              // add the warps first, one array after the other
         SHARED(float, of_warp, [WARPS][32 * S::HELD]);
         const auto add_warps = [&](float *to, const Neighbours (&mine)[S::SLOTS]) {
             S::each(C, [&](int i, int64_t c) {
@@ -227,7 +227,7 @@ static __global__ void add_sums(float *dweight, float *dbias, const float *sums,
 }
 
 // ---- the functions of the ABI -----------------------------------------------------------------------------------------
-// launch(share) with the share that fits rows of C, which holds at most MOST packs.
+// Call launch(share) with the share for rows of C columns, with at most MOST packs.
 template <int WIDTH, int MOST, class Launch> static cudaError_t with_share_of(int64_t C, Launch launch) {
     const int64_t packs = blocks_for<int64_t>(C, WIDTH);
     if (packs <= 32) return launch(Share<32, WIDTH, 1>());
@@ -256,7 +256,7 @@ extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *r
     const bool whole = aligned(y) && aligned(x) && aligned(weight) && aligned(bias);
     const cudaError_t error = with_share<8>(C, [&](auto share) {
         using S = decltype(share);
-        // a team for each row: the device hands blocks to whichever multiprocessor is free
+        // a team per row; the hardware assigns blocks to free multiprocessors
         const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
         return LAUNCH(forward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
                       y, mean, rstd, x, weight, bias, R, C, eps, whole);
@@ -264,7 +264,7 @@ extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *r
     return pyops_launched("layer_norm_forward", error, stream);
 }
 
-// What each block adds to dweight (C) and to dbias (C); no more blocks than rows.
+// Per block, its contribution to dweight (C) and to dbias (C); there are at most as many blocks as rows.
 extern "C" int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) {
     return std::min(R, int64_t(pyops_multiprocessors()) * MOST_RESIDENT) * 2*C;
 }

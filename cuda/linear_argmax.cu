@@ -1,7 +1,7 @@
-// linear_argmax.cu - the place of the largest of each row's logits: the product, and the place of each row's largest number.
+// linear_argmax.cu - the argmax of each row of logits: a matrix product, then an argmax per row.
 //
-// The CPU rounds the weight once, to leave most logits uncomputed (csrc/linear_argmax.c).  A GPU has the operations to spare:
-// here nothing is prepared, and the logits lie in `work`.
+// The CPU quantizes the weight once, to skip most logits (csrc/linear_argmax.c).  A GPU is fast enough to compute all of them,
+// so there is nothing to prepare here, and the logits are stored in `work`.
 #include "internal.cuh"
 
 extern "C" pyops_status pyops_linear_argmax_prepare(float *, const float *, const float *, int64_t D, int64_t V, void *) {

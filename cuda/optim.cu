@@ -1,21 +1,21 @@
-// optim.cu - zeroing, gradient norm, clipping, Adam, gradient descent over one flat buffer of all parameters; the schedule of
-// the rate.
+// optim.cu - zeroing, gradient norm, clipping, Adam and gradient descent over one flat buffer of all parameters; the learning
+// rate schedule.
 //
-// Each is one pass over memory (flat.cuh); Adam moves 28 bytes a parameter, and nothing it computes comes near that price.
-// Step, learning rate and norm are read from memory when a kernel runs, since a call is recorded once and replayed.
+// Each is one pass over memory (flat.cuh) and bound by bandwidth: Adam moves 28 bytes per parameter.  Kernels read the step,
+// the learning rate and the norm from memory, since a call is recorded once and replayed.
 #include "adam.cuh"
 #include "block.cuh"
 #include "flat.cuh"
 #include "index.cuh"
 
 namespace {
-// Whether the block of element i is dense, or was added to.
+// Whether the gradient is dense, or the block of element i was added to.
 DEVICE bool is_touched(const int32_t *touched, int64_t i) { return !touched || touched[i / PYOPS_GRAD_BLOCK]; }
 
 // ---- zeroing ---------------------------------------------------------------------------------------------
 static constexpr int ZERO_THREADS = 256;
 
-// A warp for each 32 blocks: a lane reads and clears the word of one, and then all write zeros to those that were touched.
+// A warp per 32 blocks: each lane reads and clears the word of one block, then all lanes write zeros to the touched blocks.
 static __global__ void __launch_bounds__(ZERO_THREADS) zero(float *grad, int32_t *touched, int64_t n, bool whole) {
     const int lane = threadIdx.x & 31;
     const int64_t group = (blockIdx.x * int64_t(ZERO_THREADS) + threadIdx.x) / 32 * 32, block = group + lane;
@@ -44,17 +44,17 @@ extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_
 
 // ---- the norm ----------------------------------------------------------------------------------------
 namespace {
-// Two launches: a block sums the squares of a chunk, then one block the sums of the chunks.  All in double, for a float
-// would lose the small gradients of ten million; each in an order that the number of elements alone decides.
+// Two launches: a block sums the squares of a chunk, then one block adds the sums of the chunks.  All sums are in double, since
+// float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
 
-// Room for the sums, on an address that a double wants.
+// The array of sums in `work`, aligned for double.
 static inline double *sums_of(float *work) { return reinterpret_cast<double *>((uintptr_t(work) + 7) & ~uintptr_t(7)); }
 }
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
 
 namespace {
-// sums[chunk] = sum of the squares of a chunk; a thread has four loads under way.
+// sums[chunk] = sum of the squares of a chunk; a thread has four loads in flight.
 static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 static __global__ void __launch_bounds__(NORM_THREADS) squares(double *sums, const float *grad, const int32_t *touched,
                                                                int64_t n, bool whole) {
@@ -104,7 +104,6 @@ extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const in
 
 // ---- clipping ---------------------------------------------------------------------------------------------------------
 namespace {
-// A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
 DEVICE float clip_factor_at(const float *norm, float max_norm) { return norm ? clip_factor(norm[0], max_norm) : 1.0f; }
 
 struct Clip {
@@ -132,7 +131,7 @@ struct Adam {
     float max_norm;
     AdamRule rule;
 
-    // What all parameters have in common, by one thread for its block.
+    // The values common to all parameters, computed by one thread per block.
     __device__ bool begin() {
         SHARED(AdamRule, common, );
         const int64_t t = step[0];
@@ -157,7 +156,7 @@ struct Adam {
 };
 }
 
-// `touched` is not looked at: it would spare 4 of 28 bytes, and what is read in their place is the 0 that it stands for.
+// `touched` is not used: it would save 4 of 28 bytes per parameter, and an untouched gradient reads as 0 anyway.
 extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
                                    const float *grad, const int32_t *, const float *norm, const int64_t *step,
                                    const float *lr, int64_t n,
@@ -190,7 +189,7 @@ struct Descent {
 struct DescentWithMomentum {
     static constexpr int INPUTS = 3, OUTPUTS = 2;                              // param, velocity, grad -> param, velocity
     Descent plain;
-    float momentum, own, ahead;                                                // shares of gradient and velocity in the step
+    float momentum, own, ahead;                                                // coefficients of gradient and velocity in the step
     __device__ bool begin() { return plain.begin(); }
     __device__ void operator()(const float (&in)[3], float (&out)[2]) const {
         const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + g;

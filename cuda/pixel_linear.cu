@@ -1,25 +1,25 @@
 // pixel_linear.cu - a linear layer whose input is rows of a table of bytes, most of which are 0 (in MNIST four of five).
 //
-// Forward: a block has an image and up to OUTPUTS outputs.  Each of its warps lists its share of the ink and adds up the rows
-// of weight that the list names; then the sums of the warps are added in their order.  The weight of a small layer stays in
-// the first cache of a multiprocessor, from one image to the next.
+// Forward: a block has one image and up to OUTPUTS outputs.  Each warp lists its share of the nonzero pixels and adds up the
+// corresponding rows of weight; then the sums of the warps are added in order.  The weight of a small layer stays in the L1
+// cache from one image to the next.
 //
-// Backward: a block has eight neighbouring pixels, a warp each, and up to OUTPUTS outputs.  It looks at these pixels of all
-// images, TERMS at a time, and adds up the rows of dy in the order of the images.  To look at the bytes again is faster than
-// to search `places` for them, so `places` and `ink` are for others.
+// Backward: a block has eight adjacent pixels, one per warp, and up to OUTPUTS outputs.  It reads these pixels of all images,
+// TERMS images at a time, and adds up the rows of dy in the order of the images.  Reading the bytes again is faster than
+// searching `places` for them, so `places` and `ink` are not used here.
 //
 //              image 0  1  2  3 ...                      dy of image 0   [ ............ ]
 //     warp 0   [ 17   0  0 80 ...      sum over images   dy of image 1   [ ............ ]     ->  dweight[pixel + 0, :]
 //     warp 1   [ 99  12  0  0 ...      of pixel times    dy of image 2   [ ............ ]     ->  dweight[pixel + 1, :]
 //
 // The bias is the weight of a pixel that is 1 in every image, so dbias is one more row of dweight.
-// Sums are short and rows are read once: there is no matrix product that tensor cores would help with, whatever the precision.
+// Sums are short and rows are read once, so tensor cores would not help, whatever the precision.
 #include "pixels.cuh"
 
 namespace {
 static constexpr int OUTPUTS = 128, TILE = 4096;
-// on a multiprocessor.  Told nothing, the compiler makes room for eight, by using so few registers that each row of weight is
-// waited for before the next is asked for.
+// Blocks per multiprocessor.  Without this bound the compiler targets eight and uses so few registers that it waits for each
+// row of weight before it loads the next.
 static constexpr int BLOCKS = 3;
 
 static pyops_status check(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
@@ -30,7 +30,8 @@ static pyops_status check(const char *who, int64_t N, int64_t B, int64_t I, int6
     return PYOPS_OK;
 }
 
-// Write the places that the warps have found among PIXELS pixels; -> how many they are.  counts: as list_ink leaves them.
+// Write the indices of the nonzero pixels that the warps found among PIXELS pixels; return their number.  counts: from
+// list_ink.
 DEVICE int write_places(uint16_t *places, const Term *terms, const int *counts) {
     static_assert(WARPS * VOTES == 32, "a lane has one of the counts");
     const int lane = lane_id(), count = counts[lane];

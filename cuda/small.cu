@@ -1,7 +1,7 @@
 // small.cu - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions, the log of steps.
 //
-// All are bound by memory.  Flat arrays go through flat.cuh, column sums through reduce.cuh; for the rest a thread takes one
-// group of four floats, or one float, at a time, and neighbouring threads take neighbouring ones.
+// All are bound by memory bandwidth.  Flat arrays use flat.cuh, column sums reduce.cuh.  In the other kernels a thread takes
+// four adjacent floats, or one, at a time, and accesses of a warp are coalesced.
 #include <cmath>
 #include "block.cuh"
 #include "flat.cuh"
@@ -38,7 +38,7 @@ struct Scale {
 struct Relu {
     static constexpr int INPUTS = 1, OUTPUTS = 1;
     __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] < 0.0f ? 0.0f : x[0]; }    // NaN stays
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] < 0.0f ? 0.0f : x[0]; }    // NaN stays NaN
 };
 
 struct ReluBackward {
@@ -92,7 +92,7 @@ namespace {
 struct Candidate {
     float value;
     int32_t index;
-    // Larger values win, NaN over all of them; of equals the first.
+    // The larger value wins; NaN wins over all others; among equals the first.
     __device__ bool beats(const Candidate &other) const {
         const bool nan = value != value, other_nan = other.value != other.value;
         if (nan != other_nan) return nan;
@@ -114,7 +114,7 @@ static __global__ void __launch_bounds__(THREADS) argmax(int32_t *index, const f
     SHARED(Candidate, of_warps, [THREADS / 32]);
     const int thread = threadIdx.x % threads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.x * int64_t(THREADS / threads) + threadIdx.x / threads;
-    constexpr Candidate NONE = {-INFINITY, INT32_MAX};     // of no columns: nothing loses to it
+    constexpr Candidate NONE = {-INFINITY, INT32_MAX};     // loses to everything
     constexpr int AT_ONCE = 4;
     Candidate best = NONE;
     for (int64_t from = thread; r < R && from < C; from += AT_ONCE * threads) {
@@ -148,7 +148,7 @@ extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, 
 
 // ---- concatenation with a context --------------------------------------------------------------------
 namespace {
-// Sizes of a row, in packs: of x, of the context, and of y, which is both.
+// E, H, width: sizes of a row of x, of the context and of y = E + H, in packs.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
 concat(float *y, const float *x, const float *context, Index n, Index E, Index H, Divider<Index> width, Divider<Index> batch) {
@@ -160,7 +160,8 @@ concat(float *y, const float *x, const float *context, Index n, Index E, Index H
     in_rounds<4>(Index(0), n, load, store);
 }
 
-// A thread takes one place of a sentence over all steps, eight at once: it copies, or it adds, in the order of the steps.
+// A thread takes one element of a sequence over all steps, eight at once.  It copies them (dx) or adds them in order
+// (dcontext).
 template <class Index>
 static __global__ void __launch_bounds__(THREADS)
 split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, Index H, Divider<Index> width) {
@@ -228,7 +229,7 @@ extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext
 
 // ---- positions ---------------------------------------------------------------------------------------
 namespace {
-// In packs: n, a step (of all sentences), a row.
+// n, step (of all sequences) and row: sizes in packs.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
 add_positions(float *y, const float *x, const float *table, float scale, Index n, Divider<Index> step, Divider<Index> row) {
@@ -302,7 +303,7 @@ extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float
 
 // ---- the peak of the machine -------------------------------------------------------------------------
 namespace {
-// Every thread that the device can hold has CHAINS sums of its own, so that no addition waits for another.
+// Fill the device with threads; each has CHAINS independent sums, which hides the latency of an addition.
 static constexpr int CHAINS = 16;
 
 static __global__ void __launch_bounds__(THREADS) fma_loop(float *sink, int64_t n) {
@@ -312,7 +313,7 @@ static __global__ void __launch_bounds__(THREADS) fma_loop(float *sink, int64_t 
 #pragma unroll
         for (int j = 0; j < CHAINS; j++) sum[j] = fmaf(sum[j], 0.999f, 0.001f);
     for (int j = 0; j < CHAINS; j++) total += sum[j];
-    if (total < 0.0f) sink[0] = total;                    // never: they go towards 1; so that nothing is optimised away
+    if (total < 0.0f) sink[0] = total;                    // never true (they converge to 1): prevents dead code elimination
 }
 }
 
@@ -321,6 +322,6 @@ extern "C" pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {
     float *sink = static_cast<float *>(pyops_workspace(sizeof(float)));
     if (!sink) return pyops_fail(PYOPS_NO_MEMORY, "fma_loop: no memory");
     const unsigned blocks = static_cast<unsigned>(pyops_multiprocessors()) * (2048 / THREADS);
-    flops[0] = 2.0 * CHAINS * THREADS * blocks * static_cast<double>(n);       // in host memory: how many, not a result
+    flops[0] = 2.0 * CHAINS * THREADS * blocks * static_cast<double>(n);       // in host memory
     return pyops_launched("fma_loop", LAUNCH(fma_loop, blocks, THREADS, 0, stream_of(stream), sink, n), stream);
 }

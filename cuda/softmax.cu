@@ -1,13 +1,13 @@
-// softmax.cu - the softmax of attention's scores, where these lie in memory: for attention that is made of single products.
+// softmax.cu - the softmax of attention scores in memory, for attention that is composed of separate products.
 //
-// A row is a query's, and a warp has it, eight rows a block.  A lane has four neighbouring keys, the words of one counter of
-// dropout, of every 128:
+// A warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128, which share a
+// counter of dropout:
 //
 //     row   | 0 1 2 3 | 4 5 6 7 | ...  | 124 ... 127 | 128 ... 131 | ...
 //           | lane 0  | lane 1  | ...  | lane 31     | lane 0      | ...
 //
-// Forward reads a row twice: for its log-sum-exp, in one pass, and for the weights.  Backward likewise: for the sum of weights
-// times gradients, and for the gradients of scores.  The second time it comes from a cache.
+// Forward reads a row twice: for its log-sum-exp (one pass), and for the weights.  Backward does too: for the sum of weights
+// times gradients, and for the gradients of the scores.  The second read hits a cache.
 #include "block.cuh"
 #include "log_sum_exp.cuh"
 #include "philox.cuh"
@@ -23,7 +23,7 @@ struct Call {
     float kept;                                 // 1 / (1 - share)
 };
 
-// x[i] = D[row, j + i] x[i] for four neighbours.
+// Apply dropout: x[i] = D[row, j + i] x[i] for four adjacent keys.
 DEVICE void drop(const Call &c, float (&x)[EACH], int64_t row, int64_t j) {
     const Words random = philox(static_cast<uint64_t>(row * ((c.Tk + 3) / 4) + j / 4), static_cast<uint64_t>(c.step[0]), c.key);
 #pragma unroll
@@ -65,7 +65,7 @@ forward(Call c, float *p, float *w, const float *s, const int32_t *lengths, int3
     }
 }
 
-// Gradients of four neighbouring weights, as far as there are so many keys; 0 for those of masked ones, whatever it is.
+// Gradients of the weights of four adjacent keys.  0 beyond the last key, and for masked keys whatever dw contains there.
 DEVICE void gradients(const Call &c, float (&d)[EACH], float (&weight)[EACH], const float *dw, const float *p, int64_t row, int64_t j) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {

@@ -1,20 +1,20 @@
 // strided.cu - element-wise operations, copies and reductions on arrays with any strides.
 //
-// A call's axes are first put into a plain form, on the host: axes of size 1 go, the others are ordered by stride, and those
-// that memory does not tell apart become one.  A contiguous array of any shape ends as a single axis.  Then one of three
-// kernels runs, each for all elements of y in their order in memory:
+// The host first simplifies the axes of a call: it drops axes of size 1, orders the others by stride, and merges adjacent axes
+// that are contiguous in all operands.  A contiguous array of any shape becomes a single axis.  Then one of three kernels runs,
+// each over all elements of y in memory order:
 //
-//     packs      every operand lies along the last axis, or is the same all along it: a thread takes four neighbours at once
-//     elements   any strides: a thread takes one element, its neighbour the next one of y
-//     tiles      an input lies across: its neighbours are not those of y.  A block reads a tile in the order of the input, and
-//                goes through shared memory, so that reads and writes are both whole pieces of memory:
+//     packs      every operand is contiguous or constant along the last axis: a thread takes four adjacent elements at once
+//     elements   any strides: a thread takes one element, the next thread the next element of y
+//     tiles      an input is transposed relative to y.  A block reads a tile in the order of the input and transposes it in
+//                shared memory, so that both reads and writes are coalesced:
 //
 //                     x: lanes go down            tile               y: lanes go along
 //                     [0 . . .]                                      [0 1 2 3 ..]
 //                     [1 . . .]      ->       32 x (32 + 1)    ->    [. . . .   ]
 //                     [2 . . .]                                      [. . . .   ]
 //
-// Reductions are in reduce.cuh, loops and places in index.cuh.
+// Reductions are in reduce.cuh, loops and offsets in index.cuh.
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
@@ -26,7 +26,7 @@ namespace {
 static constexpr int THREADS = 256;
 
 // ---- operations --------------------------------------------------------------------------------------
-// nvcc's expf, logf and tanhf are within two units of the last place over all of float, denormal numbers included.
+// nvcc's expf, logf and tanhf have an error of at most 2 ulp over all of float32, including denormals.
 #define UNARY(NAME, TO, FROM, ...) \
     struct NAME { \
         static constexpr int INPUTS = 1; \
@@ -35,12 +35,12 @@ static constexpr int THREADS = 256;
         __device__ TO operator()(FROM x) const { return __VA_ARGS__; } \
     };
 DEVICE float sigmoid(float x) {
-    const float e = expf(-fabsf(x));                      // at most 1: nothing overflows where the result is small
+    const float e = expf(-fabsf(x));                      // at most 1: no overflow
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 DEVICE int32_t negated(int32_t x) { return static_cast<int32_t>(0u - static_cast<uint32_t>(x)); }
 
-UNARY(Copy, int32_t, int32_t, x)                          // of any four bytes
+UNARY(Copy, int32_t, int32_t, x)                          // any 4-byte type
 UNARY(Negate, float, float, -x)
 UNARY(Abs, float, float, fabsf(x))
 UNARY(Sqrt, float, float, sqrtf(x))
@@ -65,9 +65,9 @@ BINARY(Add, float, a + b)
 BINARY(Subtract, float, a - b)
 BINARY(Multiply, float, a * b)
 BINARY(Divide, float, a / b)
-BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN wins on either side
+BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN if either is NaN
 BINARY(Minimum, float, a <= b || a != a ? a : b)
-BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))  // powf: to 4 units only
+BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))  // powf: only 4 ulp
 BINARY(AddInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)))
 BINARY(SubtractInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)))
 BINARY(MultiplyInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)))
@@ -75,7 +75,7 @@ BINARY(MaximumInt, int32_t, a >= b ? a : b)
 BINARY(MinimumInt, int32_t, a <= b ? a : b)
 #undef BINARY
 
-// a^b by squaring, modulo 2^32.  There is no int32 for a negative b: that is a fault.
+// a^b by squaring, modulo 2^32.  A negative b is a fault: the result is not an integer.
 struct PowerInt {
     static constexpr int INPUTS = 2;
     using In = int32_t;
@@ -90,7 +90,7 @@ struct PowerInt {
     }
 };
 
-// The six comparisons: 1 where a and b are related in one of the ways in `wanted`, else 0.
+// The six comparisons: 1 if the relation of a and b is in the bit set `accepted`, else 0.
 enum Relation { LESS = 1, EQUAL = 2, GREATER = 4, UNORDERED = 8 };
 template <class T> struct Compare {
     static constexpr int INPUTS = 2;
@@ -119,24 +119,24 @@ template <class F> DEVICE typename F::Out apply(const F &f, const typename F::In
 }
 
 // ---- operands ----------------------------------------------------------------------------------------
-// On the host: an array and its strides, or, where both are NULL, a number in the place of one.
+// On the host: an array and its strides, or a scalar if both are NULL.
 template <class T> struct Operand {
     const T *p;
     const int64_t *strides;
     T number;
 };
 
-// What a kernel gets of them.
+// The operands as a kernel parameter.
 template <class F> struct Arrays {
     using In = typename F::In;
     typename F::Out *y;
-    const In *x[F::INPUTS];                               // NULL: the number
+    const In *x[F::INPUTS];                               // NULL: the scalar
     In number[F::INPUTS];
-    bool same[F::INPUTS];                                 // one value for a whole pack, or the number
+    bool same[F::INPUTS];                                 // constant along the last axis, or a scalar
 };
 
 // ---- the kernels: packs and elements -----------------------------------------------------------------
-// y = f(x) for `count` packs of WIDTH neighbours; axes: of the packs, strides in elements.
+// y = f(x) for `count` packs of WIDTH adjacent elements; axes: of the packs, strides in elements.
 template <int WIDTH, class F, class Index>
 DEVICE void transform(const F &f, const Arrays<F> &arrays, const Axes<Index> &axes, Index count) {
     using In = typename F::In;
@@ -164,7 +164,7 @@ DEVICE void transform(const F &f, const Arrays<F> &arrays, const Axes<Index> &ax
             In in[F::INPUTS];
 #pragma unroll
             for (int o = 0; o < F::INPUTS; o++) {
-                const In own = read.x[o].at[w], first = read.x[o].at[0];       // spread here, and not while loads are under way
+                const In own = read.x[o].at[w], first = read.x[o].at[0];       // broadcast here, after all loads are issued
                 in[o] = arrays.same[o] ? first : own;
             }
             y.at[w] = apply(f, in);
@@ -179,7 +179,7 @@ static __global__ void __launch_bounds__(THREADS) elements(F f, Arrays<F> arrays
     transform<1>(f, arrays, axes, n);
 }
 
-// n: elements.  A single axis may have up to three more than its packs.
+// n: elements.  A single axis may have up to three elements after its last pack.
 template <class F>
 static __global__ void __launch_bounds__(THREADS) packs(F f, Arrays<F> arrays, Axes<uint32_t> axes, uint32_t count, int64_t n) {
     transform<4>(f, arrays, axes, count);
@@ -193,26 +193,26 @@ static __global__ void __launch_bounds__(THREADS) packs(F f, Arrays<F> arrays, A
 }
 
 // ---- the kernel: tiles -------------------------------------------------------------------------------
-// A tile has 1024 elements of the plane of two axes, the last one and the one across: 32 x 32, or longer in one where the
-// other is short.  In shared memory it lies as the input does, with one place between columns, so that neither of its two
-// orders meets the same bank often.
+// A tile has 1024 elements of the plane of two axes, the last one and the transposed one: 32 x 32, or longer in one axis if the
+// other is short.  In shared memory it has the order of the input, with columns padded by one element to reduce bank conflicts
+// in both orders.
 static constexpr int TILE = 1024, SHORTEST = 4, PER_THREAD = TILE / THREADS, TILE_ROOM = TILE + TILE / SHORTEST;
 
 struct Plane {
     int64_t rows, columns;                                // of the plane
-    int row_bits, column_bits;                            // 2^bits of a tile
+    int row_bits, column_bits;                            // log2 of the size of a tile
     int64_t down[OPERANDS], along[OPERANDS];              // strides
-    bool across[OPERANDS];                                // operands that lie along the rows
+    bool across[OPERANDS];                                // transposed operands
 };
 
-// Element j of a thread in a tile: row r + j * down, column c + j * right.
+// The elements of a thread in a tile: element j is at row r + j * down, column c + j * right.
 struct Traversal { int r, c, down, right; };
 DEVICE Traversal traversal_of(int thread, const Plane &plane, bool across) {   // across: lanes go down
     if (across) return {thread & ((1 << plane.row_bits) - 1), thread >> plane.row_bits, 0, THREADS >> plane.row_bits};
     return {thread >> plane.column_bits, thread & ((1 << plane.column_bits) - 1), THREADS >> plane.column_bits, 0};
 }
 
-// A block for each tile.  axes: of the tiles, strides in elements; the last two are those of the plane.
+// A block per tile.  axes: of the tiles, strides in elements; the last two are the axes of the plane.
 template <class F>
 static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, Axes<uint32_t> axes, Plane plane) {
     using In = typename F::In;
@@ -226,7 +226,7 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
     const int64_t columns = plane.columns - (int64_t(tile_right) << plane.column_bits);
     const int pitch = (1 << plane.row_bits) + 1;                               // of the columns in shared memory
 
-    In x[F::INPUTS][PER_THREAD];                          // everything is on its way before anything is used
+    In x[F::INPUTS][PER_THREAD];                          // issue all loads before the first use
 #pragma unroll
     for (int o = 0; o < F::INPUTS; o++) {
         const Traversal p = traversal_of(threadIdx.x, plane, plane.across[1 + o]);
@@ -258,14 +258,14 @@ static __global__ void __launch_bounds__(THREADS) tiles(F f, Arrays<F> arrays, A
     }
 }
 
-// ---- the plain form of the axes ----------------------------------------------------------------------
-// Whether axis a belongs outside axis b, by the strides of operand `by`; what is broadcast goes outermost.
+// ---- simplification of the axes ----------------------------------------------------------------------
+// Whether axis a belongs outside axis b, by the strides of operand `by`; broadcast axes go outermost.
 static bool is_outer(const Axis &a, const Axis &b, int by) {
     const int64_t at_a = std::abs(a.stride[by]), at_b = std::abs(b.stride[by]);
     return !at_a ? at_b != 0 : at_b && at_a > at_b;
 }
 
-// strides: of each operand, NULL for a number.
+// strides: of each operand, NULL for a scalar.
 static Space simplify(const int64_t *shape, const int64_t *const (&strides)[OPERANDS], int64_t ndim, int by) {
     Space s;
     for (int64_t d = 0; d < ndim; d++) {
@@ -275,7 +275,7 @@ static Space simplify(const int64_t *shape, const int64_t *const (&strides)[OPER
         s.add(axis);
         for (int a = s.n - 1; a > 0 && is_outer(s.axis[a], s.axis[a - 1], by); a--) std::swap(s.axis[a], s.axis[a - 1]);
     }
-    Space joined;                                         // an axis joins the one before where a step of that is a walk over it
+    Space joined;                                         // merge an axis into the previous one if both are contiguous
     for (int d = 0; d < s.n; d++) {
         Axis axis = s.axis[d];
         bool joins = joined.n > 0;
@@ -293,8 +293,8 @@ static pyops_status check(const char *who, const int64_t *shape, int64_t ndim) {
 }
 
 // ---- the choice of a kernel --------------------------------------------------------------------------
-// The axis along which an input lies while y lies along the last one: -1 where no input is transposed, or the plane of the
-// two is so small that a few rows of it stay in L1.
+// The axis along which a transposed input is closest to contiguous.  -1 if no input is transposed, or the plane of that axis
+// and the last one is small enough for L1.
 static int transposed_axis(const Space &s) {
     int best = -1;
     int64_t nearest = INT64_MAX;
@@ -324,7 +324,7 @@ template <class F> static cudaError_t launch_tiles(const F &f, const Arrays<F> &
                   f, arrays, Axes<uint32_t>(s), plane);
 }
 
-// Whether every operand lies along the last axis, in pieces of four that begin at multiples of 16 bytes.
+// Whether every operand is contiguous or constant along the last axis, in packs of four aligned to 16 bytes.
 template <class F> static bool comes_in_packs(const Arrays<F> &arrays, const Space &s) {
     const Axis &last = s.axis[s.n - 1];
     if (s.n > 1 && last.size % 4) return false;
@@ -358,7 +358,7 @@ template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> a
 }
 
 // ---- element by element ------------------------------------------------------------------------------
-struct Geometry {                       // of a call, in host memory
+struct Geometry {                       // shape and strides of a call, in host memory
     const char *who;
     const int64_t *shape, *strides;
     int64_t ndim;
@@ -384,7 +384,7 @@ static pyops_status no_such(const char *who, int op) {
     return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, no such operation", who, op);
 }
 
-// Copies do not look at what they copy.
+// A copy moves the bits, whatever the type.
 template <class T> static pyops_status copy(const Geometry &g, T *y, const Operand<T> &x) {
     int32_t number;
     memcpy(&number, &x.number, sizeof number);
@@ -476,7 +476,7 @@ extern "C" pyops_status pyops_strided_scalar(float *y, const float *x, const int
     const Geometry g{"strided_scalar", shape, strides, ndim, stream};
     const Operand<float> operand = array(x, g.of(1));
     if (reflected) return binary(g, op, y, number(value), operand);
-    if (op == PYOPS_OP_POWER) {                           // the powers that need no logarithm
+    if (op == PYOPS_OP_POWER) {                           // powers with a faster exact form
         if (value == 1.0f) return unary(g, PYOPS_OP_COPY, y, operand);
         if (value == 0.5f) return unary(g, PYOPS_OP_SQRT, y, operand);
         if (value == -1.0f) return binary(g, PYOPS_OP_DIVIDE, y, number(1.0f), operand);
@@ -516,7 +516,7 @@ extern "C" pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const
 
 // ---- reductions --------------------------------------------------------------------------------------
 namespace {
-// What is reduced are the axes along which y has stride 0; axes are ordered by the strides of x.
+// The reduced axes are those with stride 0 in y.  Axes are ordered by the strides of x.
 template <class T> static pyops_status reduction(const Geometry &g, int op, T *y, const T *x) {
     if (op < PYOPS_OP_SUM || op > PYOPS_OP_MIN) return no_such(g.who, op);
     const pyops_status status = check(g.who, g.shape, g.ndim);

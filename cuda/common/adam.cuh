@@ -2,13 +2,13 @@
 #pragma once
 #include "internal.cuh"
 
-// Of a sum in double: a float would lose the small gradients of ten million.
+// For a sum in double: in float32, a sum over ten million gradients loses the small ones.
 DEVICE double square(float x) { return double(x) * x; }
 
-// A norm that is NaN clips nothing: it reaches the parameters, and the next loss shows it.
+// A NaN norm does not clip, so the NaN reaches the parameters and the next loss shows it.
 DEVICE float clip_factor(float norm, float max_norm) { return norm > max_norm ? max_norm / norm : 1.0f; }
 
-// b^t by squaring, t >= 1: a handful of products, where pow would take a hundred times as long.
+// b^t by squaring, t >= 1: a few multiplications; pow takes about a hundred times as long.
 DEVICE double power(double b, int64_t t) {
     double y = 1.0;
     for (; t > 0; t >>= 1, b *= b)

@@ -1,4 +1,4 @@
-// block.cuh - sums over a warp or a block and maxima over a warp, in an order that is always the same.
+// block.cuh - sums over a warp or a block and maxima over a warp, in a fixed order.
 #pragma once
 #include "internal.cuh"
 
@@ -11,7 +11,7 @@ template <class T> DEVICE T warp_sum(T x) {
     return x;
 }
 
-// NaN where there is one.
+// NaN if either is NaN.
 DEVICE float nan_max(float a, float b) { return a > b || a != a ? a : b; }
 
 DEVICE float warp_max(float x) {
@@ -20,7 +20,8 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// Every thread of a block of whole warps gets the result; `shared` has a place for each warp and may be used again at once.
+// Every thread gets the result; the block consists of whole warps.  `shared` has one element per warp and can be reused at
+// once.
 template <class T> DEVICE T block_sum(T x, T *shared) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     x = warp_sum(x);

@@ -1,9 +1,9 @@
-// columns.cuh - sums over the rows of a matrix, in an order that depends on nothing but the number of rows.
+// columns.cuh - sums over the rows of a matrix, in an order that depends only on the number of rows.
 #pragma once
 #include "internal.cuh"
 
-// A block of 32 x 32 threads takes 32 neighbouring columns, so that a warp reads 128 bytes of a row; its rows are dealt out
-// to the warps one by one, and the warps' sums are added in their order.  The threads with threadIdx.y = 0 get the sums.
+// A block of 32 x 32 threads sums 32 adjacent columns, so a warp reads 128 contiguous bytes of a row.  Rows are assigned to the
+// warps in turn, and the sums of the warps are added in order.  The threads with threadIdx.y = 0 get the result.
 constexpr int COLUMNS = 32, COLUMN_THREADS = 32;
 
 DEVICE float column_sum(const float *x, int64_t rows, int64_t ld, int64_t column, int64_t columns) {

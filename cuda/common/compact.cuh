@@ -1,11 +1,11 @@
-// compact.cuh - the numbers i < n that a block keeps, in order.
+// compact.cuh - stream compaction: the indices i < n that satisfy a condition, in order, by one block.
 #pragma once
 #include "block.cuh"
 
-// Calls emit(place, i) for each i < n with keep(i), where `place` counts them from 0 in the order of i; returns how many.
-// Each warp has a slice of consecutive numbers.  It counts what it keeps, the counts of the warps before it say where its
-// own begin, and then it goes over its slice again.  A lane knows its place among 32 from the bits of a ballot.
-// `counts` has a place for each warp.  All threads of the block call it; keep is called twice for each i.
+// Call emit(rank, i) for each i < n with keep(i), where rank = 0, 1, ... in the order of i; return their number.
+// Each warp has a slice of consecutive indices.  It counts the indices that it keeps; the counts of the previous warps give the
+// first rank of its slice; then it traverses the slice again.  Within 32 lanes the rank follows from a ballot.
+// `counts` has one element per warp.  All threads of the block must call this; keep is called twice for each i.
 template <class Keep, class Emit> DEVICE int block_compact(int n, int *counts, Keep keep, Emit emit) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int slice = round_up(blocks_for(n, warps), 32), first = warp * slice, end = first + slice < n ? first + slice : n;
@@ -25,6 +25,6 @@ template <class Keep, class Emit> DEVICE int block_compact(int n, int *counts, K
         if (mine) emit(rank + __popc(keepers & ((1u << lane) - 1)), i + lane);
         rank += __popc(keepers);
     }
-    __syncthreads();                                            // what was emitted is there, and `counts` is free again
+    __syncthreads();                                            // all results are written, and `counts` can be reused
     return all;
 }

@@ -1,4 +1,4 @@
-// device.cu - a device, its memory, streams and graphs: what device.h promises.
+// device.cu - a device, its memory, streams and graphs: the implementation of device.h.
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -8,10 +8,10 @@
 static cudaStream_t stream_at(uint64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 static void *at(uint64_t address) { return reinterpret_cast<void *>(address); }
 
-// A status for what the runtime said of `what`.
+// Convert an error of the runtime into a status and a text that begins with `what`.
 static pyops_status check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return PYOPS_OK;
-    cudaGetLastError();                     // so that the next call does not tell of it again
+    cudaGetLastError();                     // clear it, so that the next call does not report it again
     return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
 }
 #define TRY(call, what) do { const pyops_status tried = check((call), (what)); if (tried) return tried; } while (0)
@@ -26,7 +26,7 @@ pyops_status pyops_device_count(int32_t *count) {
     return check(error, "no GPU can be used");
 }
 
-// An empty kernel: it can be launched where this build has code for the device.
+// An empty kernel: its launch succeeds if this build contains code for the device.
 static __global__ void nothing() {}
 
 pyops_status pyops_device_open(int32_t device) {
@@ -40,7 +40,7 @@ pyops_status pyops_device_open(int32_t device) {
                           pyops_device_name(), major, minor);
     }
     TRY(error, "device_open");
-    if (!pyops_faults() || !pyops_workspace(0))     // now, when a lack of memory is not yet that of a kernel
+    if (!pyops_faults() || !pyops_workspace(0))     // allocate now, so that the error does not appear in a kernel
         return pyops_fail(PYOPS_NO_MEMORY, "device_open: %s has no %d MiB left to work with", pyops_device_name(), int(PYOPS_WORKSPACE >> 20));
     return check(cudaStreamSynchronize(nullptr), "device_open");
 }
@@ -82,8 +82,8 @@ pyops_status pyops_device_malloc(uint64_t *address, int64_t bytes) {
 
 pyops_status pyops_device_free(uint64_t address) { return check(cudaFree(at(address)), "device_free"); }
 
-// A ring of pinned memory.  A copy from ordinary memory would make the host wait until the device has caught up; from here
-// it is only written down.  An event behind each piece says when it may be overwritten.
+// A ring of pinned memory.  A copy from pageable memory would block the host until the device has reached it; a copy from
+// pinned memory is only enqueued.  An event after each piece shows when it may be overwritten.
 namespace {
 constexpr size_t PIECE = size_t(1) << 20;
 constexpr int PIECES = 8;
@@ -91,7 +91,7 @@ struct Ring {
     char *memory = nullptr;
     cudaEvent_t free[PIECES];
     int next = 0;
-    std::mutex lock;                        // a thread that loads data may copy while another trains, but for a capture
+    std::mutex lock;                        // a thread that loads data may copy while another trains, except during a capture
 
     cudaError_t open() {
         if (memory) return cudaSuccess;
@@ -109,7 +109,7 @@ pyops_status pyops_device_upload(uint64_t to, const void *from, int64_t bytes, v
     for (size_t done = 0; done < static_cast<size_t>(bytes); done += PIECE) {
         const size_t n = static_cast<size_t>(bytes) - done < PIECE ? static_cast<size_t>(bytes) - done : PIECE;
         char *piece = ring.memory + ring.next * PIECE;
-        TRY(cudaEventSynchronize(ring.free[ring.next]), "device_upload");       // done at once where nothing was recorded yet
+        TRY(cudaEventSynchronize(ring.free[ring.next]), "device_upload");       // returns at once if nothing was recorded yet
         memcpy(piece, static_cast<const char *>(from) + done, n);
         TRY(cudaMemcpyAsync(static_cast<char *>(at(to)) + done, piece, n, cudaMemcpyHostToDevice, stream_of(stream)), "device_upload");
         TRY(cudaEventRecord(ring.free[ring.next], stream_of(stream)), "device_upload");
@@ -150,7 +150,7 @@ pyops_status pyops_stream_synchronize(void *stream) {
 }
 
 pyops_status pyops_graph_begin(void *stream) {
-    pyops_faults();                         // nothing may be allocated while a stream is captured
+    pyops_faults();                         // allocate first: not allowed during a capture
     pyops_workspace(0);
     return check(cudaStreamBeginCapture(stream_of(stream), cudaStreamCaptureModeThreadLocal), "graph_begin");
 }

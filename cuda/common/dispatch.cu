@@ -1,4 +1,4 @@
-// dispatch.cu - the text of the last error, launches and faults, the settings that all kernels ask for.
+// dispatch.cu - the text of the last error, launches and faults, and settings that all kernels read.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -28,7 +28,8 @@ pyops_status pyops_fail(pyops_status code, const char *format, ...) {
 }
 
 // ---- faults ------------------------------------------------------------------------------------------------
-// Set to no fault, and wait until it is: a stream that does not wait for the legacy one may write to it next.
+// Clear the record and wait for completion: the next writer may be on a stream that does not synchronise with the legacy
+// stream.
 static cudaError_t clear(FaultRecord *record) {
     const cudaError_t error = cudaMemset(record, 0, sizeof *record);
     return error == cudaSuccess ? cudaStreamSynchronize(nullptr) : error;
@@ -47,7 +48,7 @@ static const char *const WHO[] = {
     "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients",
     "strided_binary_int32", "mlp_step", "attention_softmax_forward", "gru_forward"};
 
-// Ask for a fault, after the stream has been waited for, and forget it.
+// Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {
     FaultRecord *record = pyops_faults(), found;
     if (!record) return PYOPS_OK;
@@ -76,7 +77,7 @@ pyops_status pyops_launched(const char *who, cudaError_t error, void *stream) {
         }
     }
     if (error == cudaSuccess) return PYOPS_OK;
-    cudaGetLastError();                                         // a sticky one stays, any other is told once
+    cudaGetLastError();                                         // report an error only once, unless it is sticky
     return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", who, cudaGetErrorString(error));
 }
 
@@ -104,7 +105,7 @@ int pyops_shared_memory() {
     return bytes;
 }
 bool pyops_has_hopper() {
-#if defined(__CUDACC__) && !defined(PYOPS_FOR_90A)      // built for 80 or 90, say: the code of hopper.cuh is a trap there
+#if defined(__CUDACC__) && !defined(PYOPS_FOR_90A)      // e.g. built for 80 or 90: the code of hopper.cuh traps
     return false;
 #else
     static const bool has = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;

@@ -1,19 +1,19 @@
-// flat.cuh - one loop for all operations that go over flat arrays of floats element by element.
+// flat.cuh - one loop for all element-wise operations on flat arrays of floats.
 //
-// An operation F says how many arrays it reads and writes, and what it does with one element of each:
+// An operation F defines how many arrays it reads and writes, and the computation for one element:
 //
 //     struct F {
 //         static constexpr int INPUTS = 2, OUTPUTS = 1;
-//         __device__ bool begin();                                    read what lies in memory; false: there is nothing to do
+//         __device__ bool begin();                                    read scalars from memory; false: nothing to do
 //         __device__ void operator()(const float (&in)[2], float (&out)[1]) const;
 //     };
 //
-// A thread takes four neighbours as one float4 where every array allows it, and some four of these in a turn (in_rounds).
-// An output may be an input: an element is written by the thread that read it, afterwards.
+// A thread loads four adjacent elements as one float4 if all arrays are aligned, and several of these per iteration
+// (in_rounds).  An output may alias an input: the thread that read an element writes it, afterwards.
 #pragma once
 #include "index.cuh"
 
-constexpr int FLAT_THREADS = 256, FLAT_RESIDENT = 4;              // blocks that a multiprocessor holds for certain
+constexpr int FLAT_THREADS = 256, FLAT_RESIDENT = 4;              // blocks that always fit on a multiprocessor
 
 template <int INPUTS, int OUTPUTS> struct FlatArrays {
     const float *in[INPUTS ? INPUTS : 1];
@@ -22,7 +22,7 @@ template <int INPUTS, int OUTPUTS> struct FlatArrays {
 
 template <class F> constexpr int ROUNDS_OF = F::INPUTS <= 1 ? 4 : F::INPUTS == 2 ? 2 : 1;
 
-// Elements WIDTH * [from, to) are WIDTH neighbours each.
+// Process the packs [from, to) of WIDTH adjacent elements each.
 template <int WIDTH, int ROUNDS, class F>
 DEVICE void flat_packs(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arrays, int64_t from, int64_t to) {
     struct Read { Pack<float, WIDTH> array[F::INPUTS ? F::INPUTS : 1]; };
@@ -58,8 +58,8 @@ flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS> arrays, int64_t n, bool whole) {
     flat_packs<1, 4>(f, arrays, 4 * fours, n);
 }
 
-// stay: begin() is work that should be done by few blocks, which then stay for the whole array.  Otherwise there are as many
-// blocks as give every thread one turn of the loop, and the device hands them to whichever multiprocessor is free.
+// stay: begin() is expensive, so launch only as many blocks as fit on the device; each covers a share of the whole array.
+// Otherwise launch enough blocks for one iteration per thread; the hardware assigns them to free multiprocessors.
 template <class F>
 static cudaError_t launch_flat(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arrays, int64_t n, void *stream,
                                bool stay = false) {

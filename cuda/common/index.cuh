@@ -1,9 +1,9 @@
-// index.cuh - loops over all elements of an array, and from the number of an element to its place.
+// index.cuh - loops over all elements of an array, and the offset of an element from its index.
 #pragma once
 #include <type_traits>
 #include "internal.cuh"
 
-// ---- neighbours, moved at once -----------------------------------------------------------------------
+// ---- vector loads and stores: a pack of adjacent elements --------------------------------------------
 template <class T, int WIDTH> struct Pack { T at[WIDTH]; };
 
 template <int WIDTH, class T> DEVICE Pack<T, WIDTH> load_pack(const T *p) {
@@ -28,12 +28,12 @@ template <int WIDTH, class T> DEVICE void store_pack(T *p, const Pack<T, WIDTH> 
     else *reinterpret_cast<int4 *>(p) = make_int4(x.at[0], x.at[1], x.at[2], x.at[3]);
 }
 
-// Whether 16-byte accesses may begin at an address.
+// Whether an address is aligned to 16 bytes.
 static inline bool aligned(const void *p) { return (uintptr_t(p) & 15) == 0; }
 
-// ---- n / d for a d that all threads share ------------------------------------------------------------
-// With 32 bits a product and a shift (Granlund and Montgomery 1994, "Division by invariant integers using multiplication"):
-// exact for n below 2^31.  With 64 bits a division, which is slow, and right.
+// ---- n / d for a divisor that is the same in all threads ---------------------------------------------
+// 32 bits: a product and a shift (Granlund and Montgomery 1994, "Division by invariant integers using multiplication"), exact
+// for n below 2^31.  64 bits: an ordinary division, which is slow.
 template <class Index> struct Divider {
     Index divisor = 1;
     Divider() = default;
@@ -43,8 +43,8 @@ template <class Index> struct Divider {
 template <> struct Divider<uint32_t> {
     uint32_t divisor = 1, multiplier = 1, shift = 0;
     Divider() = default;
-    explicit Divider(int64_t d) : divisor(static_cast<uint32_t>(d)) {         // 2^shift is the first power not below d
-        if (d < 1) return;                                                     // an axis without elements: nobody divides
+    explicit Divider(int64_t d) : divisor(static_cast<uint32_t>(d)) {         // 2^shift: the smallest power of two >= d
+        if (d < 1) return;                                                     // an empty axis: never used
         while (uint64_t(1) << shift < divisor) shift++;
         multiplier = static_cast<uint32_t>((((uint64_t(1) << shift) - divisor) << 32) / divisor + 1);
     }
@@ -52,14 +52,14 @@ template <> struct Divider<uint32_t> {
 };
 
 // ---- loops over all elements -------------------------------------------------------------------------
-// A load takes hundreds of cycles, and bandwidth comes from how many are under way.  So a thread does several turns of its
-// loop at once: it loads for all of them before it stores for the first.  Turns of a thread are one step of the grid apart,
-// and neighbouring threads always touch neighbouring memory:
+// A load takes hundreds of cycles, so bandwidth depends on the number of loads in flight.  Therefore a thread runs several
+// iterations of a grid-stride loop together: it loads for all of them before it stores the first result.  Adjacent threads
+// always access adjacent memory:
 //
 //     round 0                       round 1
 //     | block 0 | block 1 | ... |   | block 0 | block 1 | ... |   ...
 //
-// load(i) gives a value, store(i, value) uses it; i from `from` to `to`.
+// load(i) returns a value, store(i, value) consumes it; i in [from, to).
 template <int ROUNDS, class Index, class Load, class Store>
 DEVICE void in_rounds(Index from, Index to, const Load &load, const Store &store) {
     const Index step = Index(gridDim.x) * blockDim.x;
@@ -74,15 +74,15 @@ DEVICE void in_rounds(Index from, Index to, const Load &load, const Store &store
     }
 }
 
-// Blocks for such a loop: few elements are spread over all multiprocessors; many give each thread its rounds, and the device
-// hands the blocks to whichever multiprocessor is free.
+// Blocks for such a loop.  A few elements are spread over all multiprocessors.  With many elements each thread runs its rounds
+// once, and the hardware assigns blocks to free multiprocessors.
 static inline unsigned grid_of_rounds(int64_t n, int threads, int rounds) {
     const int64_t spread = int64_t(pyops_multiprocessors()) * (1024 / threads), most = blocks_for<int64_t>(n, threads);
     const int64_t filled = blocks_for<int64_t>(n, int64_t(threads) * rounds);
     return static_cast<unsigned>(filled > spread ? filled : most < spread ? most : spread);
 }
 
-// Whether numbers up to n, and a few steps of a grid beyond it, fit the 32-bit form.
+// Whether indices up to n, plus a few strides of the grid, fit in 32 bits.
 static inline bool fits_int32(int64_t n) { return n < (int64_t(1) << 30); }
 
 // ---- axes --------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ constexpr int AXES = 8, OPERANDS = 3;
 
 struct Axis { int64_t size, stride[OPERANDS]; };         // strides in elements
 
-struct Space {                          // on the host: axes, the last one innermost; none for a single element
+struct Space {                          // on the host: axes, the last one innermost; no axes: a single element
     int n = 0;
     Axis axis[AXES] = {};
     void add(const Axis &a) { axis[n++] = a; }
@@ -101,7 +101,7 @@ struct Space {                          // on the host: axes, the last one inner
     }
 };
 
-template <class Index> struct Axes {    // the same for a kernel, which gets it by value
+template <class Index> struct Axes {    // the same as a kernel parameter
     int n;
     Divider<Index> size[AXES];
     int64_t stride[AXES][OPERANDS];
@@ -111,7 +111,7 @@ template <class Index> struct Axes {    // the same for a kernel, which gets it 
             for (int o = 0; o < OPERANDS; o++) stride[d][o] = s.axis[d].stride[o];
         }
     }
-    // Adds to `at` where element i lies in each operand.
+    // Add the offset of element i in each operand to `at`.
     template <int N> __device__ __forceinline__ void walk(Index i, int64_t (&at)[N]) const {
 #pragma unroll 1
         for (int d = n - 1; d > 0; d--) {

@@ -1,10 +1,10 @@
-// philox.cuh - Philox4x32-10 (Salmon et al. 2011), and dropout's choice with it: the same numbers as on the CPU.
+// philox.cuh - Philox4x32-10 (Salmon et al. 2011) and the threshold of dropout: the same numbers as on the CPU.
 #pragma once
 #include "internal.cuh"
 
 struct Words { uint32_t word[4]; };
 
-// The four random words of counter (group, step) under a key.
+// The four random words of the counter (group, step) and a key.
 DEVICE Words philox(uint64_t group, uint64_t step, uint64_t key) {
     uint32_t c0 = uint32_t(group), c1 = uint32_t(group >> 32), c2 = uint32_t(step), c3 = uint32_t(step >> 32);
     uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
@@ -22,5 +22,5 @@ DEVICE Words philox(uint64_t group, uint64_t step, uint64_t key) {
     return {{c0, c1, c2, c3}};
 }
 
-// An element is kept where its word is not below this.
+// Dropout keeps an element if its word is at least this.
 static inline uint32_t dropout_threshold(float p) { return static_cast<uint32_t>(static_cast<double>(p) * 4294967296.0); }

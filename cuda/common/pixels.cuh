@@ -1,20 +1,21 @@
-// pixels.cuh - what pixel_linear.cu and mlp.cu share: the ink of images as lists of terms, and sums over such lists.
+// pixels.cuh - the nonzero pixels ("ink") of images as lists of terms, and sums over such lists; for pixel_linear.cu and
+// mlp.cu.
 //
-// Most pixels are 0, paper, and add nothing to a sum.  A warp looks at 32 of them at once, one a lane.  A vote tells every
-// lane which are ink, and a lane that has some finds its place in the list by counting the votes below its own:
+// Most pixels are 0 and add nothing to a sum.  A warp reads 32 pixels at once, one per lane.  A ballot shows every lane which
+// of them are nonzero, and a lane with a nonzero pixel gets its index in the list by counting the votes of lower lanes:
 //
 //     pixel     0    0   17  255    0   80   ...
 //     vote      0    0    1    1    0    1   ...
-//     place               0    1         2   ...
+//     index               0    1         2   ...
 //
-// Then the warp adds up the rows of a matrix that the list names, each times its factor.  A lane has a column, so that a row
-// is read as one piece; AT_ONCE rows are asked for before the first is waited for; and the terms are added in their order.
+// Then the warp adds up the rows of a matrix that are in the list, each times its factor.  A lane has a column, so that reads
+// of a row are coalesced.  AT_ONCE rows are loaded together to hide latency.  The terms are added in the order of the list.
 #pragma once
 #include "block.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int VOTES = 4, TERMS = 32 * VOTES;    // of a list
-constexpr int PIXELS = WARPS * TERMS;           // of an image that a block has in its lists at a time
+constexpr int VOTES = 4, TERMS = 32 * VOTES;    // ballots and terms per list
+constexpr int PIXELS = WARPS * TERMS;           // pixels of an image that the lists of a block cover at a time
 constexpr int AT_ONCE = 16;
 
 struct alignas(8) Term {
@@ -24,12 +25,12 @@ struct alignas(8) Term {
 
 DEVICE int warp_id() { return threadIdx.x >> 5; }
 
-// A row of the table; NULL, which is an image without ink, where there is no such row.
+// A row of the table, or NULL (treated as an image of zeros) if there is no such row.
 DEVICE const uint8_t *image_of(const uint8_t *table, int64_t row, int64_t N, int64_t I) {
     return row >= 0 && row < N ? table + row * I : nullptr;
 }
 
-// Put the terms of the lanes that have one behind the n that are there; -> how many there are now.
+// Append the terms of the lanes that have one to a list of n terms; return the new length.
 DEVICE int append(Term *terms, int n, bool has, Term term) {
     const unsigned votes = __ballot_sync(ALL_LANES, has);
     if (has) terms[n + __popc(votes & ((1u << lane_id()) - 1))] = term;
@@ -44,7 +45,7 @@ DEVICE void add_terms(float *sums, const Term *terms, int n, const float *matrix
         for (int k = 0; k < n; k += AT_ONCE) {
             float factor[AT_ONCE], value[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {         // behind the last term the last again: no branch parts the loads
+            for (int j = 0; j < AT_ONCE; j++) {         // repeat the last term: no branch between the loads
                 const Term term = terms[min(k + j, n - 1)];
                 factor[j] = term.factor;
                 value[j] = matrix[term.row * stride + o];
@@ -61,10 +62,10 @@ DEVICE void clear(float *sums, int width) {     // by one warp, as add_terms
     for (int o = lane_id(); o < width; o += 32) sums[o] = 0.0f;
 }
 
-// ---- the ink of one image, shared among the warps of a block ----------------------------------------------
-// Ink lies in the middle of an image, so a warp takes every eighth piece of 32 pixels: all have about as much of it.
-// -> how many terms this warp has of the PIXELS pixels from `from` on, whose row is the pixel.
-// counts (WARPS * VOTES), unless it is NULL: how much ink is in each piece.
+// ---- the ink of one image, divided among the warps of a block ----------------------------------------------
+// Ink is in the middle of an image, so each warp takes every eighth piece of 32 pixels: this balances the lists.
+// List the PIXELS pixels starting at `from`; the row of a term is the index of the pixel.  Return the number of this warp's
+// terms.  counts (WARPS * VOTES) or NULL: the number of terms of each piece.
 DEVICE int list_ink(Term *terms, int *counts, const uint8_t *image, int64_t from, int64_t I, float scale) {
     uint8_t pixel[VOTES];
     const int64_t mine = from + 32 * warp_id() + lane_id();
@@ -84,8 +85,8 @@ DEVICE int list_ink(Term *terms, int *counts, const uint8_t *image, int64_t from
     return n;
 }
 
-// ---- the ink of many images at a few places, a place for each warp -------------------------------------------
-// The pixels of an image from place i on, 0 beyond its end: one for each warp, the first in the lowest byte.
+// ---- the ink of many images at WARPS adjacent pixels, a pixel per warp ---------------------------------------
+// The pixels of an image starting at index i, 0 beyond its end: one per warp, the first in the lowest byte.
 static_assert(WARPS == sizeof(uint64_t), "a word has a byte for each warp");
 DEVICE uint64_t pixels_at(const uint8_t *image, int64_t i, int64_t I) {
     if (!image) return 0;
@@ -96,8 +97,8 @@ DEVICE uint64_t pixels_at(const uint8_t *image, int64_t i, int64_t I) {
     return word;
 }
 
-// columns (TERMS): such words of one image after the other, 0 behind the last.
-// -> how many terms this warp has, whose row is the image.
+// columns (TERMS): such words of consecutive images, 0 after the last.
+// The row of a term is the image.  Return the number of this warp's terms.
 DEVICE int list_column(Term *terms, const uint64_t *columns, float scale) {
     int pixel[VOTES], n = 0;
 #pragma unroll
@@ -108,7 +109,7 @@ DEVICE int list_column(Term *terms, const uint64_t *columns, float scale) {
     return n;
 }
 
-// A term for each of `count` images; factors NULL: all are 1.
+// A term for each of `count` images; factors NULL: all factors are 1.
 DEVICE int list_all(Term *terms, const float *factors, int count) {
     float factor[VOTES];
 #pragma unroll

@@ -1,9 +1,9 @@
-// product.cuh - what the files that make whole products share.
+// product.cuh - shared by the files that compute whole matrix products.
 #pragma once
 #include "internal.cuh"
 
-// c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], and max(0, ...) of it where relu is 1.  Rows of a, b and c are lda, ldb, ldc
-// apart.  Element: uint16_t for bfloat16, float for floats that were rounded to TF32.
+// c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], then max(0, ...) if relu is 1.  The row strides of a, b and c are lda, ldb, ldc.
+// Element: uint16_t for bfloat16, float for floats rounded to TF32.
 template <class Element> struct RowProduct {
     float *c;
     const Element *a, *b;
@@ -12,20 +12,20 @@ template <class Element> struct RowProduct {
     int32_t accumulate, relu;
 };
 
-// By the matrix units of Hopper (hopper_gemm.cu).  `fits`: the device has them, and addresses and rows are at multiples of
-// 16 bytes.
+// The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
+// multiples of 16 bytes.
 template <class Element> bool hopper_product_fits(const RowProduct<Element> &g);
 template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream);
 
-// The rest of a product, after the sum over k of one element.
+// The epilogue of a product for one element, given its sum over k.
 DEVICE float finished(float sum, const float *c, const float *bias, int32_t accumulate, int32_t relu) {
     if (bias) sum += *bias;
     if (accumulate) sum += *c;
-    return relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays
+    return relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays NaN
 }
 
-// Tile number `tile` of c.  Blocks that run at the same time should read the same rows of a and b, which the L2 cache then has:
-// tiles are taken in bands of BAND rows of tiles, column by column within a band.
+// The position of tile `tile` in c.  Concurrent blocks should read the same rows of a and b, so that these stay in the L2
+// cache: the order is by bands of BAND rows of tiles, column by column within a band.
 struct TilePlace { int64_t m, n; };
 template <int BAND> static __device__ __forceinline__ TilePlace place_of_tile(int64_t tile, int64_t tiles_m, int64_t tiles_n) {
     const int64_t first = tile / (BAND * tiles_n) * BAND, rows = tiles_m - first < BAND ? tiles_m - first : BAND;

@@ -1,22 +1,22 @@
 // reduce.cuh - sums, maxima and minima over any axes of an array.
 //
-// Every axis is kept or reduced.  The outputs, over the kept axes, and the terms of each, over the reduced ones, have one
-// number each; a block of 256 threads forms some outputs, with several threads to each output.  Lanes of a warp go along
-// whatever lies along memory:
+// Every axis is kept or reduced.  Outputs (over the kept axes) and the terms of an output (over the reduced axes) are numbered.
+// A block of 256 threads computes several outputs, with several threads per output.  The lanes of a warp follow the dimension
+// that is contiguous in memory:
 //
-//     terms lie together                           outputs lie together
+//     contiguous terms                             contiguous outputs
 //          terms ->                                     outputs ->
 //     o   [0 1 2 .. 31] [0 1 2 .. 31] ..           t   [0 1 2 .. 31]     warp 0
 //     u    lanes of a warp                         e   [0 1 2 .. 31]     warp 1
 //     t                                            r    ..
-//     p   a warp or less to an output,             m   8 warps, of which each has its share
-//     u   or a whole block                         s   of the terms of the same outputs
+//     p   a warp or less per output,               m   8 warps, each with a share of the
+//     u   or a whole block                         s   terms of the same outputs
 //
-// A thread takes every n-th term, n the number of threads to an output, eight at a time: these in a tree of floats, the
-// trees in double.  Then lanes meet by shuffles, and warps in shared memory.  Where outputs are few and terms many, blocks
-// take pieces of the terms, and a second launch reduces what the pieces gave.
+// With n threads per output, a thread reads every n-th term, eight at a time: it adds these in a tree in float32, and the
+// results of the trees in double.  Then lanes are combined by shuffles, and warps through shared memory.  With few outputs and
+// many terms, blocks reduce pieces of the terms, and a second launch reduces the results of the pieces.
 //
-// Who adds what to what follows from the shape alone, so the bits are the same at every run and on every device.
+// The order of the operations depends only on the shape, so results are bitwise reproducible, also across devices.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -25,21 +25,21 @@
 
 constexpr int REDUCE_THREADS = 256, TERMS_AT_ONCE = 8;
 
-// ---- what a reduction does with two terms: Term as they are read, Wide as they are gathered ----------
-template <class T, class W = T> struct SumOf {          // of floats in double; int32 as uint32_t: modulo 2^32
+// ---- operations: Term is the type of the input, Wide the type of the accumulator ----------------------
+template <class T, class W = T> struct SumOf {          // floats in double; int32 as uint32_t, modulo 2^32
     using Term = T;
     using Wide = W;
     __device__ static T nothing() { return T(0); }
     template <class U> __device__ static U meet(U a, U b) { return a + b; }
 };
 
-// The largest and the smallest value of a type: what a maximum or minimum of no terms is.
+// The identities of max and min: the lowest and highest value of a type.
 DEVICE float lowest(float) { return -INFINITY; }
 DEVICE float highest(float) { return INFINITY; }
 DEVICE int32_t lowest(int32_t) { return INT32_MIN; }
 DEVICE int32_t highest(int32_t) { return INT32_MAX; }
 
-template <class T> struct MaxOf {       // NaN where there is one
+template <class T> struct MaxOf {       // NaN if any term is NaN
     using Term = T;
     using Wide = T;
     __device__ static T nothing() { return lowest(T()); }
@@ -52,14 +52,14 @@ template <class T> struct MinOf {
     __device__ static T meet(T a, T b) { return a <= b || a != a ? a : b; }
 };
 
-// ---- how the threads of a block are shared out -------------------------------------------------------
+// ---- how the threads of a block are divided ----------------------------------------------------------
 struct ReduceShape {
-    bool along;                         // lanes go along the terms
-    int outputs, threads;               // of a block, and to an output: powers of two, 256 together
-    int64_t pieces, piece;              // of the terms of an output: how many, and terms in each
+    bool along;                         // lanes follow the terms
+    int outputs, threads;               // outputs per block, threads per output: powers of two with product 256
+    int64_t pieces, piece;              // pieces of the terms of an output, terms per piece
 };
 
-static inline int64_t power_above(int64_t n, int64_t least, int64_t most) {       // the first power of two not below n
+static inline int64_t power_above(int64_t n, int64_t least, int64_t most) {       // the smallest power of two >= n
     int64_t power = least;
     while (power < n && power < most) power *= 2;
     return power;
@@ -67,7 +67,7 @@ static inline int64_t power_above(int64_t n, int64_t least, int64_t most) {     
 
 static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool along) {
     constexpr int64_t FEW_BLOCKS = 128, MANY_BLOCKS = 4096;       // fewer leave multiprocessors idle; more gain nothing
-    constexpr int64_t MANY_OUTPUTS = 16384, SECTOR = 8;           // a sector: the floats that memory hands over together
+    constexpr int64_t MANY_OUTPUTS = 16384, SECTOR = 8;           // floats in a memory sector, the unit of a transfer
     int64_t threads;
     if (along) {
         threads = power_above(blocks_for<int64_t>(terms, TERMS_AT_ONCE), 1, 32);
@@ -85,7 +85,7 @@ static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool alon
     return {along, static_cast<int>(REDUCE_THREADS / threads), static_cast<int>(threads), pieces, piece};
 }
 
-// What terms from, from + step, ... below `to` give together; place(t) is where term t lies.
+// Reduce the terms from, from + step, ... below `to`; offset(t) is the offset of term t.
 template <class Op, class Index, class Offset>
 DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, Index to, int step, const Offset &offset) {
     typename Op::Wide sum = Op::nothing();
@@ -106,7 +106,7 @@ DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, In
     return sum;
 }
 
-// y[o] = op over the terms of output o, (+ y[o]); with pieces, y[o, piece] of them.  Strides of `kept`: of y, of x.
+// y[o] = op over the terms of output o (+ y[o]); with pieces, y[o, piece].  Strides of `kept`: of y, of x.
 template <class Op, class Out, class Index>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
 reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape,
@@ -129,7 +129,7 @@ reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced
     Wide sum = reduced.n > 1 ? gather_terms<Op>(x + at[1], from + first, to, shape.threads, along_several)
                              : gather_terms<Op>(x + at[1], from + first, to, shape.threads, along_one_axis);
 
-    // lanes that have terms of the same output, then warps
+    // combine lanes that have terms of the same output, then warps
     const int low = shape.along ? 1 : shape.outputs, high = shape.along ? shape.threads : 32;
     for (int step = low; step < high && step < 32; step *= 2) sum = Op::meet(sum, __shfl_xor_sync(ALL_LANES, sum, step));
     if (shape.threads > (shape.along ? 32 : 1)) {
@@ -160,8 +160,8 @@ static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &
         : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
 }
 
-// y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced ones: of x, first.
-// Op gathers in Op::Wide; Again is the same operation on terms of that type.
+// y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced axes: of x, in front.
+// Op accumulates in Op::Wide; Again is the same operation on terms of that type.
 template <class Op, class Again, class Out>
 static pyops_status reduce_axes(const char *who, Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced,
                                 bool along, bool add, void *stream) {

@@ -1,36 +1,37 @@
-// tile.cuh - the product that a block makes: a tile of sums  c[m,n] = sum_k a[m,k] b[n,k],  for any kernel that needs one.
+// tile.cuh - the matrix product of a block, for any kernel: a tile of sums  c[m,n] = sum_k a[m,k] b[n,k].
 //
-// Both operands are matrices of rows along the tile (the rows m of a; the columns n of the usual b) by K.  A block goes along K
-// in steps of S::K; in each, the two panels of a step lie in shared memory, in a ring of S::STAGES slots that is filled ahead:
+// Both operands are matrices with K as the second dimension and rows along the tile (the rows m of a, the columns n of the
+// usual b).  A block traverses K in steps of S::K.  The two panels of a step are in shared memory, in a ring of S::STAGES slots
+// that is filled in advance:
 //
 //              panel of b   S::N rows x S::K              slots    [ computing ][ arriving ][ arriving ]
 //            +------------------------+
-//   panel    |  warp 0   |  warp 1    |     a warp owns S::WARP_M x S::WARP_N sums, in its registers:
+//   panel    |  warp 0   |  warp 1    |     a warp has S::WARP_M x S::WARP_N sums in its registers:
 //   of a     |-----------+------------|     float32       8 columns x 4 rows of lanes, each lane a grid of sums, plain FMAs
 //   S::M x   |  warp 2   |  warp 3    |     TF32, bf16    tensor cores, mma.sync on 16 x 8 sums (m16n8k8, m16n8k16)
 //   S::K     +------------------------+
 //
-// A panel keeps the order of the operand's memory, so that 16 bytes are copied at a time whichever index runs along it:
-// rows of S::K + 4 floats where K does (k_inner), else S::K lines of ROWS + 8 floats.  With these paddings no read of a
-// fragment has a bank conflict.  Where lines of rows are read, a lane takes neighbouring rows with one wide load; which rows
-// of the tile a lane's sums belong to is ours to choose (see `place`), and the sums are sorted when they are stored.
+// A panel keeps the memory order of its operand, so that it is copied 16 bytes at a time in either layout: rows of S::K + 4
+// floats if k is contiguous (k_inner), else S::K lines of ROWS + 8 floats.  With this padding no read of a fragment has a bank
+// conflict.  From a line of rows, a lane loads several adjacent rows at once; any assignment of the rows of the tile to lanes
+// is correct (see `Rows::index`), and the sums are written in the right order.
 //
 // An operand is a struct, passed to the kernel by value:
-//   static constexpr bool k_inner;    whether neighbours in memory are neighbours in k (else: in the row)
-//   int64_t rows;                     how many there are; beyond them, and beyond the range of k, zeros are taken
-//   static constexpr Way way;         how its elements come into shared memory:
-//     copied   they lie in memory, as `Stored` describes it, and are copied asynchronously
-//     formed   likewise (whole16), and then the thread that copied four neighbours forms the elements from them in place:
-//                void form(float (&four)[4], const Line &, int64_t first) const      of the k's, or the rows, from `first` on
-//                Line line(int64_t) const      what those of a line (a row if k_inner, else a k) share; read a step ahead
-//     made     float operator()(int64_t row, int64_t k) const    makes an element while it is loaded, from any memory
+//   static constexpr bool k_inner;    whether elements adjacent in memory are adjacent in k (else: in the row)
+//   int64_t rows;                     number of rows; outside the rows and the range of k, elements are zero
+//   static constexpr Way way;         how its elements get into shared memory:
+//     copied   they are in memory, as described by `Stored`, and are copied asynchronously
+//     formed   likewise (whole16), then the thread that copied four adjacent numbers computes the elements from them in place:
+//                void form(float (&four)[4], const Line &, int64_t first) const      `first`: index of the first k, or row
+//                Line line(int64_t) const      data common to a line (a row if k_inner, else a k), loaded one step in advance
+//     made     float operator()(int64_t row, int64_t k) const    computes an element during the load, from any memory
 //   struct Line;                      empty unless formed
 //
 // Use, in a kernel of T::THREADS threads with T::BYTES of dynamic shared memory, T = Tile<TileShape<...>, precision, A, B>:
 //   T::product(shared, a, b, m0, n0, k0, k1);                                 the whole block; k0 a multiple of 4
 //   T::each(shared, [&](int m, int n, float sum) { ... });                    a warp along a row: n = lane, lane + 32, ...
-// or read sum (m, n) at shared[m * T::STRIDE + n] until the next product, before which the block has to synchronise.
-// The sum of an element runs through k in order, whatever the shape: shapes and layouts do not change a bit of it.
+// or read sum (m, n) at shared[m * T::STRIDE + n]; the block must synchronise before the next product.
+// Every sum adds its terms in the order of k, so results do not depend on the shape or the layout, bit for bit.
 #pragma once
 #include <type_traits>
 #include "internal.cuh"
@@ -43,7 +44,7 @@ template <int M_, int N_, int K_, int WARPS_M_, int WARPS_N_, int STAGES_> struc
 
 enum class Way { copied, formed, made };
 
-// An operand in memory: element (row, k) is p[row * row_step + k * k_step].  whole16: 16 bytes can be copied at a time.
+// An operand in memory: element (row, k) is p[row * row_step + k * k_step].  whole16: copies of 16 bytes are possible.
 template <bool K_INNER> struct Stored {
     static constexpr bool k_inner = K_INNER;
     static constexpr Way way = Way::copied;
@@ -58,7 +59,7 @@ template <class S, int ROWS, class X> struct Panel {
     static constexpr int INNER = X::k_inner ? S::K : ROWS, LINES = X::k_inner ? ROWS : S::K;
     static constexpr int STRIDE = INNER + (X::k_inner ? 4 : 8), FLOATS = LINES * STRIDE;
 
-    // A thread's share of a panel: WIDTH neighbours at place `inner` of lines `first`, first + STEP, ...
+    // A thread's share of a panel: WIDTH adjacent elements at offset `inner` of lines `first`, first + STEP, ...
     template <int WIDTH> struct Share {
         static constexpr int ACROSS = INNER / WIDTH, STEP = S::THREADS / ACROSS, COUNT = LINES / STEP;
         static_assert(S::THREADS % ACROSS == 0 && LINES % STEP == 0, "threads do not divide a panel evenly");
@@ -71,12 +72,12 @@ template <class S, int ROWS, class X> struct Panel {
 
     const X &x;
     const int64_t row0, k1;
-    const int rows;                         // that there are in the panel
-    int64_t k;                              // where the next step begins
-    const float *from = nullptr;            // this thread's first element there, of an operand that is copied
-    float held[HELD];                       // of an operand that is made, between `begin` and `finish`
-    int64_t arrived;                        // where the next step to be formed begins
-    typename X::Line line[FORMED];          // of this thread's lines there
+    const int rows;                         // rows of the operand in this panel
+    int64_t k;                              // first k of the next step
+    const float *from = nullptr;            // this thread's first element in that step, if the operand is copied
+    float held[HELD];                       // elements of an operand that is made, between `begin` and `finish`
+    int64_t arrived;                        // first k of the next step to form
+    typename X::Line line[FORMED];          // of this thread's lines in that step
 
     __device__ __forceinline__ Panel(const X &x, int64_t row0, int64_t k0, int64_t k1)
         : x(x), row0(row0), k1(k1), rows(static_cast<int>(x.rows - row0 < ROWS ? x.rows - row0 : ROWS)), k(k0), arrived(k0) {
@@ -88,7 +89,7 @@ template <class S, int ROWS, class X> struct Panel {
         return x.p + (row0 + share.row) * x.row_step + (k + share.k) * x.k_step;
     }
 
-    // `begin` starts to fetch the panel of the next step, `finish` ends it.
+    // `begin` starts to fetch the panel of the next step, `finish` completes it.
     __device__ __forceinline__ void begin(float *panel) {
         if constexpr (X::way == Way::made) make();
         else if (X::way == Way::formed || x.whole16) copy<4>(panel);
@@ -104,7 +105,7 @@ template <class S, int ROWS, class X> struct Panel {
         }
     }
 
-    // What is left of a thread's share within the operand, in the step from k on: along a line, and how many lines.
+    // The part of a thread's share that is inside the operand, in the step that starts at k: elements along a line, lines.
     template <int WIDTH>
     __device__ __forceinline__ void left(const Share<WIDTH> &share, int64_t k, int *along, int *lines) const {
         const int ks = static_cast<int>(k1 - k < S::K ? k1 - k : S::K);
@@ -136,7 +137,7 @@ template <class S, int ROWS, class X> struct Panel {
         }
     }
 
-    // An operand that is formed: `form` a step, when this thread's copies are there, and then `read_lines` of the next one.
+    // For an operand that is formed: `form` a step after this thread's copies have arrived, then `read_lines` of the next one.
     __device__ __forceinline__ void read_lines() {
         if constexpr (X::way == Way::formed) {
             const Share<4> share;
@@ -170,9 +171,9 @@ template <class S, int ROWS, class X> struct Panel {
     }
 };
 
-// ---- which rows belong to a lane -----------------------------------------------------------------------------------
-// `GROUP` lanes side by side have COUNT rows each.  In a panel along k it is best to have row q * GROUP + g as row q of lane g:
-// neighbouring lanes are then one padded row apart.  In a panel of lines of rows, it is best to have V neighbours in one lane.
+// ---- assignment of rows to lanes -----------------------------------------------------------------------------------
+// GROUP adjacent lanes have COUNT rows each; index(q, g) is the row of the tile that is row q of lane g.  In a panel along k it
+// is q * GROUP + g: adjacent lanes read adjacent padded rows.  In a panel of lines of rows, a lane has V adjacent rows.
 template <bool K_INNER, int GROUP, int COUNT> struct Rows {
     static constexpr int V = K_INNER ? 1 : COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
     static __device__ __forceinline__ constexpr int index(int q, int g) { return q / V * V * GROUP + g * V + q % V; }
@@ -191,15 +192,15 @@ template <int V> static __device__ __forceinline__ void load(float *to, const fl
 }
 
 // ---- float32: plain multiply-adds ----------------------------------------------------------------------------------
-// Lanes stand in 4 rows of 8; each has a grid of ROWS x COLUMNS sums.
+// The lanes form 4 rows of 8; each has a grid of ROWS x COLUMNS sums.
 template <class S, bool A_K, bool B_K> struct PlainSums {
     static constexpr int ROWS = S::WARP_M / 4, COLUMNS = S::WARP_N / 8;
     using RowsOf = Rows<A_K, 4, ROWS>;
-    static constexpr int UNROLLED = ROWS * COLUMNS < 64 ? 4 : 1;    // 64 sums leave registers for one round's operands only
+    static constexpr int UNROLLED = ROWS * COLUMNS < 64 ? 4 : 1;    // 64 sums leave registers for one iteration's operands
     using ColumnsOf = Rows<B_K, 8, COLUMNS>;
     float sum[ROWS][COLUMNS] = {};
 
-    // Elements k .. k+3 of V rows of a lane, from row q on: a wide load goes along k or along the rows.
+    // Elements k .. k+3 of V rows of a lane, starting at row q: the vector load runs along k or along the rows.
     template <class R, bool K_INNER> static __device__ __forceinline__ void load_rows(
         float (&x)[4][R::V], const float *panel, int stride, int q, int g, int k) {
         if constexpr (K_INNER) {
@@ -243,7 +244,7 @@ template <class S, bool A_K, bool B_K> struct PlainSums {
 };
 
 // ---- TF32 and bfloat16: tensor cores -------------------------------------------------------------------------------
-// Lane = 4 g + t.  Of 16 rows of a, lane has (g,t) (g+8,t) (g,t+4) (g+8,t+4) of 8 k's;  of 8 rows of b, (g,t) (g,t+4);
+// Lane = 4 g + t.  Its fragments: of 16 rows x 8 k's of a, (g,t) (g+8,t) (g,t+4) (g+8,t+4);  of 8 rows of b, (g,t) (g,t+4);
 // of the 16 x 8 sums, (g,2t) (g,2t+1) (g+8,2t) (g+8,2t+1).
 template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     static constexpr int ROWS = S::WARP_M / 16, COLUMNS = S::WARP_N / 8;
@@ -252,11 +253,11 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     using ColumnsOf = Rows<B_K, 8, COLUMNS>;
     float sum[ROWS][COLUMNS][4] = {};
 
-    // Of COUNT groups of 8 rows from group q on: element (g, k + t + 4 h) of each, at x[..][h].
+    // Load element (g, k + t + 4 h) of each of COUNT groups of 8 rows, starting at group q, into x[..][h].
     template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void load_groups(
         unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
-        if constexpr (K_INNER) {                // ldmatrix: four pieces of 8 rows x 4 k's, lane i names a row of piece i/8
+        if constexpr (K_INNER) {                // ldmatrix: four pieces of 8 rows x 4 k's; lane i provides a row of piece i/8
 #pragma unroll
             for (int i = 0; i < COUNT; i += 2) {
                 unsigned four[4];
@@ -275,8 +276,8 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
                 }
         }
     }
-    // The same as one instruction takes it, rounded: 8 k's in TF32, 16 in bfloat16.  Which of 16 k's the instruction takes for
-    // its first is all one, if a and b agree: here t and t+4 are neighbours, so both precisions read panels alike.
+    // The rounded fragment of one instruction: 8 k's in TF32, 16 in bfloat16.  Any permutation of the 16 k's is correct if a
+    // and b use the same: here t and t+4 are a pair, so both precisions read panels in the same way.
     template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
         unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
         if constexpr (P == Precision::tf32) {
@@ -286,7 +287,7 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
         } else {
             constexpr int PIECE = R::V == 4 ? 4 : 2;
 #pragma unroll
-            for (int i = 0; i < 2 * COUNT; i += PIECE) {            // the first 8 k's of a piece, then the others
+            for (int i = 0; i < 2 * COUNT; i += PIECE) {            // the first 8 k's of a piece, then the other 8
                 const int first = i / (2 * PIECE) * PIECE, h = i / PIECE % 2;
                 unsigned eight[PIECE][2];
                 load_groups<R, K_INNER>(eight, panel, stride, q + first, k + 8 * h);
@@ -338,7 +339,7 @@ template <class S, Precision P, class A, class B> struct Tile {
     using Sums = std::conditional_t<P == Precision::fp32, PlainSums<S, A::k_inner, B::k_inner>,
                                     TensorSums<S, P, A::k_inner, B::k_inner>>;
     static constexpr int THREADS = S::THREADS, SLOT = PanelA::FLOATS + PanelB::FLOATS;
-    // rows of the finished tile: apart so that lanes that store sums of several rows meet different banks, as far as possible
+    // stride of the finished tile: padded to reduce bank conflicts between lanes that store sums of several rows
     static constexpr int STRIDE = S::N + (!B::k_inner ? 1 : A::k_inner ? 8 : 2);
     static constexpr int FLOATS = S::STAGES * SLOT > S::M * STRIDE ? S::STAGES * SLOT : S::M * STRIDE;
     static constexpr size_t BYTES = sizeof(float) * FLOATS;
@@ -362,12 +363,12 @@ template <class S, Precision P, class A, class B> struct Tile {
             if (slot < steps) begin(slot), finish(slot);
             cp_async_commit();
         }
-        int here = 0, ahead = S::STAGES - 1;                    // the slot to compute from, and the one to fill
+        int here = 0, ahead = S::STAGES - 1;                    // the slot to compute from, the slot to fill
         for (int64_t step = 0; step < steps; step++) {
-            cp_async_wait<S::STAGES - 2>();                     // my copies for this step are there, ...
+            cp_async_wait<S::STAGES - 2>();                     // this thread's copies for this step have arrived
             panel_a.form(shared + here * SLOT);
             panel_b.form(shared + here * SLOT + PanelA::FLOATS);
-            __syncthreads();                                    // everybody's are, and nobody computes from `ahead` any more
+            __syncthreads();                                    // all copies have arrived, and no thread reads `ahead` any more
             const bool more = step + S::STAGES - 1 < steps;
             if (more) begin(ahead);
             cp_async_commit();
