@@ -1,9 +1,9 @@
-// ladder.cu - how a matrix product gets fast: c = a b in nine steps, one idea each (docs/cuda_gemm.md tells them).
+// ladder.cu - how a matrix product gets fast: c = a b in nine steps, one idea each (explained in docs/cuda_gemm.md).
 //
-//   ladder M N K [library]       M and N multiples of 256, K of 64; library: libpyops_cuda.so, timed beside the steps
+//   ladder M N K [library]       M and N multiples of 256, K of 64; library: libpyops_cuda.so, timed for comparison
 //
-// a (M,K), b (K,N) and c (M,N) lie in rows.  Their elements are small integers, so that every step has to find the very same
-// sums, rounded operands or not.  On a GPU every step is timed; on the emulator it is checked only.
+// a (M,K), b (K,N) and c (M,N) are row-major.  Their elements are small integers, so every step must compute exactly the same
+// sums, also with rounded operands.  On a GPU every step is timed; on the emulator it is only checked.
 #include <dlfcn.h>
 #include <cstdint>
 #include <cstdio>
@@ -17,13 +17,13 @@
 struct Problem {
     float *c;
     const float *a, *b;
-    const uint16_t *a_bf16, *b_bf16;        // the last step's operands: a (M,K), and b turned, (N,K)
+    const uint16_t *a_bf16, *b_bf16;        // operands of the last step: a (M,K), and b transposed, (N,K)
     int M, N, K;
 };
 
 // ---- 1. A thread for each sum -------------------------------------------------------------------------------------------
-// Neighbouring threads, which read and write at the same moment, are in one column: every access of a warp meets 32 rows, and
-// takes 32 pieces of memory for 4 bytes of each.
+// Adjacent threads, which access memory at the same time, are in one column: every access of a warp touches 32 rows and moves
+// 32 sectors of memory for 4 bytes of each.
 static __global__ void naive(Problem p) {
     const int m = blockIdx.y * 32 + threadIdx.x, n = blockIdx.x * 32 + threadIdx.y;
     float sum = 0;
@@ -31,8 +31,9 @@ static __global__ void naive(Problem p) {
     p.c[size_t(m) * p.N + n] = sum;
 }
 
-// ---- 2. Neighbours in a row ---------------------------------------------------------------------------------------------
-// The same, turned: a warp reads 128 neighbouring bytes of b and writes 128 of c, and all its threads want one number of a.
+// ---- 2. Coalesced accesses ----------------------------------------------------------------------------------------------
+// Adjacent threads are in one row: a warp reads 128 contiguous bytes of b, writes 128 of c, and all its threads read the same
+// number of a.
 static __global__ void coalesced(Problem p) {
     const int m = blockIdx.y * 32 + threadIdx.y, n = blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
@@ -41,8 +42,8 @@ static __global__ void coalesced(Problem p) {
 }
 
 // ---- 3. A tile in shared memory -------------------------------------------------------------------------------------------
-// A block makes 32 x 32 sums and brings what they need into shared memory, 32 k's at a time: every number that is fetched from
-// memory is used 32 times.
+// A block computes 32 x 32 sums and loads their operands into shared memory, 32 k's at a time: every number loaded from memory
+// is used 32 times.
 static __global__ void shared_tile(Problem p) {
     SHARED(float, a_tile, [32][32]);
     SHARED(float, b_tile, [32][32]);
@@ -59,8 +60,8 @@ static __global__ void shared_tile(Problem p) {
 }
 
 // ---- 4. A tile in registers -----------------------------------------------------------------------------------------------
-// Two reads of shared memory for one multiplication are too many.  A thread makes 8 x 8 sums: 16 reads serve 64 of them, and a
-// block's tile is 128 x 128.
+// Two reads of shared memory per multiplication are too many.  A thread computes 8 x 8 sums: 16 reads for 64 multiplications.
+// The tile of a block is 128 x 128.
 static __global__ void __launch_bounds__(256) register_tile(Problem p) {
     SHARED(float, a_tile, [8][128]);
     SHARED(float, b_tile, [8][128]);
@@ -88,10 +89,10 @@ static __global__ void __launch_bounds__(256) register_tile(Problem p) {
 }
 
 // ---- 5. Four numbers at a time --------------------------------------------------------------------------------------------
-// Loads and stores of 16 bytes: a quarter of the instructions, and no two threads of a warp at one bank of shared memory, since
-// a thread takes columns 4 x .. 4 x + 3 and the same 64 further on.
+// Loads and stores of 16 bytes: a quarter of the instructions.  No bank conflicts, since a thread takes columns 4 x .. 4 x + 3
+// and the same columns + 64.
 static __global__ void __launch_bounds__(256) vector_loads(Problem p) {
-    SHARED(float4, a_tile, [8][33]);                // one more: rows of a are written down the columns, to different banks
+    SHARED(float4, a_tile, [8][33]);                // padding: rows of a are written along columns, to different banks
     SHARED(float4, b_tile, [8][32]);
     const int x = threadIdx.x % 16, y = threadIdx.x / 16;
     const float *a = p.a + size_t(blockIdx.y * 128 + threadIdx.x / 2) * p.K + threadIdx.x % 2 * 4;
@@ -126,13 +127,13 @@ static __global__ void __launch_bounds__(256) vector_loads(Problem p) {
 }
 
 // ---- 6. Tensor cores ------------------------------------------------------------------------------------------------------
-// One instruction of a warp multiplies 16 x 8 by 8 x 8 numbers in TF32.  A warp makes WM x WN sums of a block's 128 x 128;
-// lines in shared memory are 4 and 8 floats longer than they have to be, so that the 32 numbers of a fragment are in 32 banks.
+// One instruction of a warp multiplies 16 x 8 by 8 x 8 numbers in TF32.  A warp computes WM x WN of the 128 x 128 sums of a
+// block.  Lines in shared memory are padded by 4 and 8 floats, so that the 32 numbers of a fragment are in 32 banks.
 constexpr int A_LINE = 32 + 4, B_LINE = 128 + 8, A_PANEL = 128 * A_LINE, PANELS = A_PANEL + 32 * B_LINE;
 
 template <int WM, int WN> struct Warp {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int m = threadIdx.x / 32 / (128 / WN) * WM, n = threadIdx.x / 32 % (128 / WN) * WN;     // of its part in the tile
+    const int m = threadIdx.x / 32 / (128 / WN) * WM, n = threadIdx.x / 32 % (128 / WN) * WN;     // start of the warp's part
     float sum[WM / 16][WN / 8][4] = {};
 
     __device__ __forceinline__ void multiply(const float *a, const float *b) {
@@ -184,9 +185,9 @@ static __global__ void __launch_bounds__(256) tensor_core(Problem p) {
     warp.write(p);
 }
 
-// ---- 7. Copies that nobody waits for, and 8. more sums in a warp ------------------------------------------------------------
-// Copies go from memory to shared memory by themselves, two steps of K ahead of the one that is multiplied.  With 64 x 32 sums
-// a warp reads 24 numbers a lane for 16 instructions; with 64 x 64, 32 numbers for 32.
+// ---- 7. Asynchronous copies, and 8. more sums per warp ----------------------------------------------------------------------
+// Copies from memory to shared memory are asynchronous and run two steps of K ahead of the multiplication.  With 64 x 32 sums a
+// warp reads 24 numbers per lane for 16 instructions; with 64 x 64, 32 numbers for 32 instructions.
 template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (WM * WN) * 32) pipeline(Problem p) {
     constexpr int THREADS = 128 * 128 / (WM * WN) * 32, SLOTS = 3;
     DYN_SHARED(float, ring);
@@ -203,8 +204,8 @@ template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (
     };
     for (int step = 0; step < SLOTS - 1; step++) fetch(step);
     for (int step = 0; step * 32 < p.K; step++) {
-        cp_async_wait<SLOTS - 2>();             // my copies of this step have come,
-        __syncthreads();                        // everybody's have, and nobody reads the slot before any more
+        cp_async_wait<SLOTS - 2>();             // this thread's copies of this step have arrived
+        __syncthreads();                        // all copies have arrived, and no thread reads the previous slot any more
         fetch(step + SLOTS - 1);
         warp.multiply(ring + step % SLOTS * PANELS, ring + step % SLOTS * PANELS + A_PANEL);
     }
@@ -212,10 +213,10 @@ template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (
     warp.write(p);
 }
 
-// ---- 9. Hopper: bulk copies and the matrix units of a warpgroup ------------------------------------------------------------
-// One thread asks for whole panels, which arrive by themselves, and four warps together multiply 64 x 16 by 16 x 256 numbers
-// straight from shared memory, in bfloat16.  The library goes on from here: a warp of its own for the copies, tile after tile
-// in blocks that stay (hopper_gemm.cu).
+// ---- 9. Hopper: bulk copies and wgmma ---------------------------------------------------------------------------------------
+// One thread issues copies of whole panels, and four warps together multiply 64 x 16 by 16 x 256 numbers directly from shared
+// memory, in bfloat16.  The library continues from here, with a separate warp for the copies and persistent blocks
+// (hopper_gemm.cu).
 constexpr int SLOTS9 = 4, SLOT9 = (128 + 256) * 64 * 2;
 
 static __global__ void __launch_bounds__(256, 1) wgmma_tma(
@@ -245,7 +246,7 @@ static __global__ void __launch_bounds__(256, 1) wgmma_tma(
         for (int k = 0; k < 4; k++) wgmma_bf16<256>(sum, a + 2 * k, b + 2 * k);
         wg_commit();
         wg_wait<0>();
-        __syncthreads();                    // both groups have read the slot
+        __syncthreads();                    // both groups have finished reading the slot
         if (threadIdx.x == 0 && step + SLOTS9 < steps) fetch(step + SLOTS9);
     }
     const int m = blockIdx.y * 128 + threadIdx.x / 32 * 16 + lane / 4, n = blockIdx.x * 256 + lane % 4 * 2;
@@ -297,13 +298,13 @@ template <class T> static T *on_device(const std::vector<T> &host) {
     check(cudaMemcpy(made, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
     return made;
 }
-static uint16_t bf16(float x) {                     // of a small integer, which is exact
+static uint16_t bf16(float x) {                     // exact for small integers
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return static_cast<uint16_t>(bits >> 16);
 }
 
-// Every sum of a small product, some of a large one.
+// Check every sum of a small product, some of a large one.
 static bool right(const Problem &p, const std::vector<float> &a, const std::vector<float> &b) {
     std::vector<float> c(size_t(p.M) * p.N);
     check(cudaMemcpy(c.data(), p.c, c.size() * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy");

@@ -1,8 +1,8 @@
-// async.cpp - what goes on while a thread does something else: copies to shared memory, bulk copies, products of warpgroups.
+// async.cpp - asynchronous work: copies to shared memory, bulk copies, products of warpgroups.
 //
-// Each lands as late as the program allows: a copy when a thread waits for its group, a bulk copy when somebody waits for its
-// mbarrier, a product when its group is waited for.  Until then the destination holds NaNs, and what is read is read then
-// and not before.  So a wait that is missing, or comes after the operands were overwritten, gives a wrong result each time.
+// Each completes as late as the program allows: a copy at the wait for its group, a bulk copy at a wait for its mbarrier, a
+// product at the wait for its group.  Until then the destination contains NaN, and the operands are read at completion.  So a
+// missing wait, or a wait after the operands were overwritten, gives a wrong result in every run.
 #include "block.h"
 #include "host.h"
 #include "matrix.h"
@@ -70,7 +70,7 @@ void copy_wait(int groups_left) {
 }
 
 // ---- mbarrier -----------------------------------------------------------------------------------------------
-// Its phase ends when the expected arrivals have come and all bytes that were announced have landed.
+// A phase ends when all expected arrivals and all announced bytes have arrived.
 struct Mbarrier { uint64_t phase : 1, missing : 15, expected : 15, bytes : 33; };
 
 static Mbarrier *as_mbarrier(uint64_t *barrier) {
@@ -117,16 +117,16 @@ cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64
 
 static size_t box_bytes(const TensorMap &m) { return static_cast<size_t>(m.box[0]) * m.box[1] * m.element_size; }
 
-// Call take(row, offset in the box, place in the matrix, bytes) for each run of bytes that lies together in both; place is
-// NULL for bytes outside the matrix.
+// Call take(offset in the box, address in the matrix, bytes) for each run of bytes that is contiguous in both; the address is
+// NULL outside the matrix.
 template <class F> static void for_each_run(const TensorMap &m, int column, int row, F take) {
     const int box_row = m.box[0] * m.element_size;
     for (int r = 0; r < m.box[1]; r++) {
         for (int at = 0; at < box_row;) {
-            int bytes = 16 - at % 16 < box_row - at ? 16 - at % 16 : box_row - at;      // what the swizzle keeps together
+            int bytes = 16 - at % 16 < box_row - at ? 16 - at % 16 : box_row - at;      // contiguous under the swizzle
             const long y = static_cast<long>(row) + r, x = static_cast<long>(column) + at / m.element_size;
             const bool row_inside = y >= 0 && y < m.size[1], inside = row_inside && x >= 0 && x < m.size[0];
-            // up to where the matrix ends, or begins
+            // up to the end, or the beginning, of the matrix
             const long edge = inside ? m.size[0] : row_inside && x < 0 ? 0 : x + bytes / m.element_size;
             if ((edge - x) * m.element_size < bytes) bytes = static_cast<int>((edge - x) * m.element_size);
             size_t offset = static_cast<size_t>(r) * box_row + at;
@@ -152,10 +152,10 @@ void bulk_load(void *to, const TensorMap &map, int column, int row, uint64_t *ba
     block->loads.add({static_cast<char *>(to), map, column, row, barrier});
 }
 
-// All loads that the barrier counts land.
+// Complete all loads that the mbarrier counts.
 static bool land(uint64_t *barrier) {
     Array<BulkLoad> &loads = block->loads;
-    acquire(barrier);                           // they come after what the thread did that began them
+    acquire(barrier);                           // after everything that the issuing thread did before
     size_t kept = 0;
     bool any = false;
     for (const BulkLoad &l : loads) {
@@ -227,8 +227,8 @@ void bulk_wait(int groups_left, bool only_read) {
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------------------
-// From the first product into some accumulators until the last that was begun has landed, they lie here, and the thread's
-// own hold NaNs.
+// While products into some accumulators are pending, their values are stored here, and the accumulators of the thread contain
+// NaN.
 static Hidden *hide(Pending *p, float *d, int n) {
     Hidden *free_one = nullptr;
     for (Hidden &h : p->hidden) {

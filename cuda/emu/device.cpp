@@ -1,4 +1,4 @@
-// device.cpp - the device as it looks to the host: settings, properties, errors.
+// device.cpp - the device as the host sees it: settings, properties, errors.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>

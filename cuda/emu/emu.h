@@ -1,5 +1,5 @@
-// emu.h - compile CUDA C++ with g++ and run it on the CPU, for tests: see docs/emulator.md.  The files in include/ carry
-// NVIDIA's names, so that a kernel says #include <cuda_runtime.h> in either build.
+// emu.h - compile CUDA C++ with g++ and run it on the CPU, for tests: see docs/emulator.md.  The files in include/ have
+// NVIDIA's names, so a kernel includes <cuda_runtime.h> in both builds.
 #pragma once
 #include "types.h"
 #include "runtime.h"

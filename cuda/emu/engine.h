@@ -1,5 +1,5 @@
-// engine.h - what the emulated language and the wrappers of gpu.cuh and hopper.cuh call.  No algorithm stands in a header:
-// they are in the .cpp files beside this one, which no sanitizer may instrument.
+// engine.h - the functions that the emulated language and the wrappers of gpu.cuh and hopper.cuh call.  All algorithms are in
+// the .cpp files of this folder, since no sanitizer may instrument them.
 #pragma once
 #include <tuple>
 #include <utility>
@@ -8,22 +8,22 @@
 
 namespace emu {
 
-// What a kernel can ask about itself; the scheduler's own part of a thread is in block.h.
+// The part of a thread that kernels can see; the scheduler's part is in block.h.
 struct ThreadView {
     uint3 thread_index, block_index;
     dim3 block_size, grid_size;
     char *dynamic_shared;
     int lane;
 };
-// initial-exec: one instruction instead of a function call each time a kernel says threadIdx, in a shared library too
+// initial-exec: access to threadIdx is one instruction instead of a function call, also in a shared library
 extern __thread ThreadView *current __attribute__((tls_model("initial-exec")));
 
-[[noreturn]] void die(const char *format, ...) __attribute__((format(printf, 1, 2)));     // names the kernel, and aborts
+[[noreturn]] void die(const char *format, ...) __attribute__((format(printf, 1, 2)));     // prints the kernel, aborts
 
 // ---- launches -------------------------------------------------------------------------------------------------
-struct Kernel {                                 // with its arguments, copied at the launch as on the device
+struct Kernel {                                 // with its arguments, copied at the launch as on a device
     virtual ~Kernel() = default;
-    virtual void run() const = 0;               // one thread of it
+    virtual void run() const = 0;               // run one thread
 };
 struct Launch {
     const char *name;
@@ -32,9 +32,9 @@ struct Launch {
     size_t shared;                              // bytes of dynamic shared memory
     cudaStream_t stream;
     bool cooperative = false;
-    int cluster = 1;                            // blocks of a cluster
+    int cluster = 1;                            // blocks per cluster
 };
-cudaError_t launch(const Launch &what, Kernel *kernel);                 // and owns the kernel
+cudaError_t launch(const Launch &what, Kernel *kernel);                 // takes ownership of the kernel
 
 template <class... P> struct KernelOf final : Kernel {
     void (*function)(P...);
@@ -52,13 +52,13 @@ cudaError_t launch(const char *name, int cluster, bool cooperative, void (*funct
 }
 
 // ---- waiting --------------------------------------------------------------------------------------------------
-// Each begin says where the CPU goes meanwhile, and the switch itself stands in the kernel (see switch.h).
-Switch begin_barrier(int number, int threads);          // threads: how many meet, 0 for all of the block
+// Each begin_... returns the stack to switch to; the switch itself is inlined into the kernel (see switch.h).
+Switch begin_barrier(int number, int threads);          // threads: number of participants, 0 for the whole block
 Switch begin_warp(unsigned mask, void (*operation)(void *const lanes[32], unsigned mask), void *argument, bool orders);
 Switch begin_grid_barrier();
 Switch begin_cluster_barrier();
 Switch begin_poll(const char *what);
-void switched();                                        // back again, after a switch
+void switched();                                        // call after a switch has returned
 void end_barrier(int number);
 void end_warp_barrier();
 void end_grid_barrier();
@@ -83,37 +83,37 @@ static EMU_INLINE void cluster_barrier() {
     follow(begin_cluster_barrier());
     end_cluster_barrier();
 }
-static EMU_INLINE void poll(const char *what) { follow(begin_poll(what)); }     // each time round a loop that waits for others
+static EMU_INLINE void poll(const char *what) { follow(begin_poll(what)); }     // call in each iteration of a wait loop
 void fence();                                           // __threadfence
 
 // ---- warps ----------------------------------------------------------------------------------------------------
-// Each lane of the mask leaves a pointer to its argument; the last to arrive does the operation for all of them.
-using WarpOperation = void (*)(void *const lanes[32], unsigned mask);   // NULL where a lane is not in the mask
+// Each lane of the mask stores a pointer to its argument; the last lane to arrive runs the operation for all of them.
+using WarpOperation = void (*)(void *const lanes[32], unsigned mask);   // NULL for lanes outside the mask
 constexpr unsigned WHOLE_WARP = 0xffffffffu;
 static EMU_INLINE void warp(unsigned mask, WarpOperation operation, void *argument) {
     follow(begin_warp(mask, operation, argument, false));
 }
-static EMU_INLINE void warp_barrier(unsigned mask) {    // orders memory too, as the others do not
+static EMU_INLINE void warp_barrier(unsigned mask) {    // also orders memory, unlike the other operations
     follow(begin_warp(mask, nullptr, nullptr, true));
     end_warp_barrier();
 }
-struct Shuffle { void *value; size_t size; int source; };               // 4 or 8 bytes, replaced by those of the source
+struct Shuffle { void *value; size_t size; int source; };               // 4 or 8 bytes, replaced by the source's value
 struct Match { unsigned long long value; unsigned same; };
 enum class Reduction { add, min, max, bit_and, bit_or, bit_xor };
 template <class T> struct Reduce { T value; Reduction how; };           // T: int or unsigned
 void do_shuffle(void *const lanes[32], unsigned mask);
-void do_ballot(void *const lanes[32], unsigned mask);                   // on unsigned: a vote, then all of them
+void do_ballot(void *const lanes[32], unsigned mask);                   // on unsigned: in one vote, out all votes
 void do_match(void *const lanes[32], unsigned mask);
 template <class T> void do_reduce(void *const lanes[32], unsigned mask);
 
 // ---- memory ---------------------------------------------------------------------------------------------------
-void *shared_variable(const void *key, size_t bytes);                   // of this block; the key is the declaration's
-unsigned shared_offset(const void *address);                            // in the dynamic shared memory
+void *shared_variable(const void *key, size_t bytes);                   // of this block; key: identifies the declaration
+unsigned shared_offset(const void *address);                            // offset in the dynamic shared memory
 int cluster_size();
 int cluster_rank();
-void *of_block(const void *address, int rank);                          // the same place in another block of the cluster
+void *of_block(const void *address, int rank);                          // the same address in another block of the cluster
 
-// ---- matrices: each lane brings its fragments, for a whole warp ------------------------------------------------------
+// ---- matrices: operations of a whole warp; each lane has its fragments -----------------------------------------------
 struct Mma { float *d; const unsigned *a, *b; };
 struct Matrices { unsigned *fragments; void *row; int count; bool transposed; };
 void do_mma_tf32(void *const lanes[32], unsigned mask);                 // m16n8k8
@@ -137,8 +137,8 @@ static EMU_INLINE void store_matrices(const unsigned *fragments, void *row, int 
     warp(WHOLE_WARP, do_store_matrices, &own);
 }
 
-// ---- asynchronous copies and products: they land as late as the program allows --------------------------------------
-void copy_async(void *to, const void *from, int bytes, int valid);      // the rest of `bytes` is filled with zeros
+// ---- asynchronous copies and products: they complete as late as the program allows ----------------------------------
+void copy_async(void *to, const void *from, int bytes, int valid);      // zeros after the first `valid` bytes
 void copy_commit();
 void copy_wait(int groups_left);
 
@@ -150,9 +150,9 @@ void mbarrier_wait(uint64_t *barrier, int parity);
 struct TensorMap {
     void *base;
     int element_size;
-    long size[2], stride;                       // size[0] elements lie side by side, rows are `stride` bytes apart
+    long size[2], stride;                       // size[1] rows, `stride` bytes apart, of size[0] contiguous elements
     int box[2];
-    bool swizzle;                               // of 128 bytes
+    bool swizzle;                               // the 128-byte swizzle
 };
 cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64_t size0, uint64_t size1, uint64_t stride,
                             uint32_t box0, uint32_t box1, bool swizzle);
@@ -162,7 +162,7 @@ void bulk_commit();
 void bulk_wait(int groups_left, bool only_read);
 
 enum class Element { bf16, tf32 };
-struct Wgmma {                                  // d (64 x n) = a (64 x 32 bytes) * b, or with d added
+struct Wgmma {                                  // d (64 x n) = a (64 x 32 bytes) * b, or d += a * b
     Element element;
     int n;
     float *d;
@@ -175,5 +175,5 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int groups_left);
 
-void needs_hopper(const char *what);            // dies unless the device is of capability 9.0
+void needs_hopper(const char *what);            // abort unless the compute capability is 9.0
 }

@@ -1,4 +1,4 @@
-// fibre.cpp - the stacks of threads, with a page below that nobody may touch.
+// fibre.cpp - the stacks of threads, each with a guard page.
 #include "fibre.h"
 #include <pthread.h>
 #include <sys/mman.h>
@@ -7,7 +7,7 @@
 
 namespace emu {
 #if defined(__aarch64__)
-// The registers that a function must preserve go to the stack; on an empty one only the return address is looked at.
+// Push the callee-saved registers; of a new stack only the return address matters.
 asm(R"(.text
 .globl emu_switch_stack
 .hidden emu_switch_stack
@@ -42,9 +42,9 @@ emu_switch_stack:
     ret
 .size emu_switch_stack, . - emu_switch_stack
 )");
-constexpr int FRAME = 160;                      // bytes that a switch takes off the stack
+constexpr int FRAME = 160;                      // bytes that a switch pops from the stack
 #elif defined(__x86_64__)
-constexpr int FRAME = 8;                        // as if the entry had been called: the place of a return address
+constexpr int FRAME = 8;                        // the return address, as if the entry had been called
 #else
 #error "the emulator wants a switch of stacks for this CPU"
 #endif
@@ -58,7 +58,7 @@ Fibre *new_fibre(size_t number) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void *memory = mmap(nullptr, fibre->stack_size + PAGE, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (memory == MAP_FAILED) die("no memory for the stack of a thread");
-    mprotect(memory, PAGE, PROT_NONE);                          // a kernel that overflows its stack faults here
+    mprotect(memory, PAGE, PROT_NONE);                          // guard page: a stack overflow faults here
     fibre->stack = static_cast<char *>(memory) + PAGE;
     fibre->top = fibre->stack + fibre->stack_size - number * 5 % 64 * 64;
     if (has_tsan()) fibre->tsan = __tsan_create_fiber(0);
@@ -68,7 +68,7 @@ Fibre *new_fibre(size_t number) {
 void make_host_fibre(Fibre *fibre) {
     if (has_tsan()) fibre->tsan = __tsan_get_current_fiber();
     if (!has_asan()) return;
-    static thread_local char *stack;                            // pthread_getattr_np reads a file: once for each OS thread
+    static thread_local char *stack;                            // pthread_getattr_np reads a file: call it once per OS thread
     static thread_local size_t size;
     if (!stack) {
         pthread_attr_t attributes;
@@ -82,7 +82,7 @@ void make_host_fibre(Fibre *fibre) {
     fibre->stack_size = size;
 }
 
-// Always from the top: a fibre that was parked in one launch may hold addresses of another OS thread's variables.
+// Always start from the top: a fibre of an earlier launch may hold addresses of another OS thread's variables.
 void restart(Fibre *fibre, void (*entry)()) {
     if (has_asan()) __asan_unpoison_memory_region(fibre->stack, fibre->stack_size);
     char *frame = fibre->top - FRAME;

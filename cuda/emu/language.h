@@ -1,4 +1,4 @@
-// language.h - what a kernel can say: qualifiers, indices, barriers, shuffles, votes, atomics, and the device's functions.
+// language.h - the CUDA language: qualifiers, indices, barriers, shuffles, votes, atomics, device functions.
 #pragma once
 #include <cmath>
 #include "engine.h"
@@ -87,10 +87,10 @@ static EMU_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) {
 static EMU_INLINE unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
     return emu::reduce(mask, emu::Reduction::bit_xor, v);
 }
-// Those of the lanes that call it: here they never run together.
+// The lanes that execute it together: here always a single one.
 static EMU_INLINE unsigned __activemask() { return 1u << emu::current->lane; }
 
-// ---- atomics on integers: relaxed, as on the device, so that they order nothing else ----
+// ---- atomics on integers: relaxed as on the device, so they do not order other accesses ----
 namespace emu {
 template <class T, class F> static inline T atomic(T *address, F change) {
     T before = __atomic_load_n(address, __ATOMIC_RELAXED);
@@ -121,11 +121,11 @@ static inline unsigned atomicSub(unsigned *p, unsigned v) { return __atomic_fetc
 static inline unsigned atomicInc(unsigned *p, unsigned last) {
     return emu::atomic(p, [=](unsigned old) { return old >= last ? 0u : old + 1; });
 }
-// A sum by atomics has another order of its terms, and other bits, at every run.
+// Atomic sums of floats have a different order, and different bits, in every run.
 float atomicAdd(float *, float) = delete;
 double atomicAdd(double *, double) = delete;
 
-// ---- loads and stores that only hint at caches ----
+// ---- loads and stores with cache hints ----
 template <class T> static inline T __ldg(const T *p) { return *p; }
 template <class T> static inline T __ldca(const T *p) { return *p; }
 template <class T> static inline T __ldcg(const T *p) { return *p; }
@@ -152,8 +152,8 @@ static inline unsigned __brev(unsigned x) {
     return reversed;
 }
 
-// ---- arithmetic: the fast functions of the device are less exact than these ----
-#define __expf(x) expf(x)                       // macros: glibc has functions of these names
+// ---- arithmetic: the fast functions of the device are less accurate than these ----
+#define __expf(x) expf(x)                       // macros: glibc has functions with these names
 #define __exp10f(x) exp10f(x)
 #define __logf(x) logf(x)
 #define __log2f(x) log2f(x)
@@ -175,7 +175,7 @@ static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c);
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 static inline int __float2int_rn(float x) { return static_cast<int>(rintf(x)); }
 
-// Of two floats the device's min and max are fminf and fmaxf: a NaN loses.
+// For floats, min and max on the device are fminf and fmaxf, which ignore NaN.
 #define EMU_MIN_MAX(T) \
     static constexpr T min(T a, T b) { return b < a ? b : a; } \
     static constexpr T max(T a, T b) { return a < b ? b : a; }

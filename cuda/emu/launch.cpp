@@ -1,11 +1,11 @@
-// launch.cpp - what the device checks before it runs a kernel.
+// launch.cpp - the checks of a launch.
 #include <map>
 #include <memory>
 #include "host.h"
 #include "settings.h"
 
 namespace emu {
-static std::map<const void *, size_t> allowed_shared;           // dynamic shared memory that a kernel asked for in advance
+static std::map<const void *, size_t> allowed_shared;           // dynamic shared memory enabled by cudaFuncSetAttribute
 
 cudaError_t set_attribute(const void *kernel, cudaFuncAttribute which, int value) {
     Inside inside(runtime);

@@ -1,17 +1,18 @@
-// matrix.cpp - tensor cores: the fragments of all lanes are gathered to matrices, multiplied in float32, and scattered.
+// matrix.cpp - tensor cores: gather the fragments of all lanes into matrices, multiply in float32, scatter the results.
 //
-// Which lane holds which elements is the PTX manual's.  With g = lane / 4 and t = lane % 4, a 16 x 8 tile of float32 lies as
+// The layout of fragments is defined in the PTX manual.  With g = lane / 4 and t = lane % 4, a lane has these elements of a 16
+// x 8 tile of float32:
 //
 //     c[0], c[1] at (g, 2t), (g, 2t + 1)        c[2], c[3] at (g + 8, 2t), (g + 8, 2t + 1)
 //
-// The device adds the products of one instruction in an order that is not documented; here k runs upwards.
+// The order in which a device adds the products of one instruction is not documented; here it is the order of k.
 #include "matrix.h"
 #include "block.h"
 
 namespace emu {
 static float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
 static float high_bf16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
-static float as_tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }     // the low 13 bits are not looked at
+static float as_tf32(unsigned bits) { return __uint_as_float(bits & 0xffffe000u); }     // the low 13 bits are ignored
 
 // A fragment of a tile of 16 rows and 32 bytes: 8 columns of TF32, or 16 of bfloat16.
 static void gather_tf32(float (*a)[16], const unsigned *fragment, int lane) {
@@ -61,8 +62,8 @@ void do_mma_tf32(void *const lanes[32], unsigned mask) { multiply_warp<true>(lan
 void do_mma_bf16(void *const lanes[32], unsigned mask) { multiply_warp<false>(lanes, mask); }
 
 // ---- ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements ------------------------------------------------
-// Lane 8 m + r has the address of row r of matrix m.  Of each matrix a lane holds the elements (g, 2t) and (g, 2t + 1), or,
-// transposed, (2t, g) and (2t + 1, g).
+// Lane 8 m + r provides the address of row r of matrix m.  Of each matrix a lane has elements (g, 2t) and (g, 2t + 1), or
+// transposed (2t, g) and (2t + 1, g).
 
 static uint16_t *element_of(void *const lanes[32], int matrix, int lane, int which, bool transposed) {
     const int along = lane % 4 * 2 + which, across = lane / 4;
@@ -98,20 +99,20 @@ void do_store_matrices(void *const lanes[32], unsigned mask) {
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------------------
-// A descriptor of a matrix in shared memory, in units of 16 bytes: where it begins, in bits 0 to 13; the leading offset, 16 to
-// 29; the stride, 32 to 45; and in bits 62 and 63 the swizzle, of which the emulator knows the one of 128 bytes: within each
-// 1024 bytes, the number of a 128-byte row is added (exclusive or) to the number of each 16-byte piece in it.
+// A descriptor of a matrix in shared memory, in units of 16 bytes: bits 0 to 13: start address; 16 to 29: leading offset; 32 to
+// 45: stride; 62 and 63: swizzle.  The emulator supports the 128-byte swizzle: within each 1024 bytes, the index of a 16-byte
+// piece is XORed with the index of its 128-byte row.
 //
-// K side by side: rows of 128 bytes, in groups of 8 rows that are `stride` apart.  A product takes 32 bytes of each row.
-// Transposed: rows of 64 elements of bfloat16 along m or n, one row for each k; groups of 8 rows are `stride` apart, the next
-// 64 elements `leading`.
+// Contiguous in K: rows of 128 bytes, in groups of 8 rows, `stride` apart.  A product reads 32 bytes of each row.
+// Transposed: rows of 64 elements of bfloat16 along m or n, one row per k; groups of 8 rows are `stride` apart, the next 64
+// elements `leading`.
 struct Descriptor {
     unsigned start, leading, stride;
     explicit Descriptor(uint64_t bits)
         : start(bits & 0x3fff), leading(bits >> 16 & 0x3fff), stride(bits >> 32 & 0x3fff) {
         if (bits >> 62 != 1) die("wgmma: the emulator knows the 128-byte swizzle only");
     }
-    // Of element (line, k), where a line is a row of a or a column of b.
+    // The address of element (line, k); a line is a row of a or a column of b.
     const char *at(int line, int k, int size, bool transposed) const {
         const unsigned across = transposed ? k : line, byte = transposed ? line % 64 * 2 : k * size;
         unsigned address = start * 16 + across / 8 * stride * 16 + across % 8 * 128 + byte;
@@ -125,7 +126,7 @@ static float value_at(const Descriptor &d, Element element, int line, int k, boo
     if (element == Element::tf32) return as_tf32(*reinterpret_cast<const unsigned *>(d.at(line, k, 4, transposed)));
     return low_bf16(*reinterpret_cast<const uint16_t *>(d.at(line, k, 2, transposed)));
 }
-// What the product reads is told to the sanitizers once, in pieces of 16 bytes.
+// Report the reads of the product to the sanitizers, once, in pieces of 16 bytes.
 static void tell_of_reads(const Descriptor &d, int first, int lines, int depth, int size, bool transposed) {
     if (!has_asan() && !has_tsan()) return;
     const int per_piece = 16 / size, line_step = transposed ? per_piece : 1, k_step = transposed ? 1 : per_piece;
@@ -133,7 +134,7 @@ static void tell_of_reads(const Descriptor &d, int first, int lines, int depth, 
         for (int k = 0; k < depth; k += k_step) kernel_reads(d.at(line, k, size, transposed), 16);
 }
 
-// One of the four warps: its 16 of the 64 rows.
+// The part of one of the four warps: 16 of the 64 rows.
 void multiply_warpgroup(void *const lanes[32], unsigned mask) {
     if (mask != WHOLE_WARP) die("wgmma wants a whole warpgroup");
     const Wgmma &p = *static_cast<WgmmaOfLane *>(lanes[0])->product;

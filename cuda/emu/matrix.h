@@ -1,4 +1,4 @@
-// matrix.h - the product of one warp within a wgmma, for async.cpp, which knows when it lands.
+// matrix.h - the product of one warp within a wgmma; async.cpp decides when it completes.
 #pragma once
 #include "engine.h"
 

@@ -1,6 +1,6 @@
 // memory.cpp - device memory, pinned memory and shared memory.
 //
-// All of it starts as 0xFF bytes, which are NaNs as floats and -1 as integers: what a kernel forgot to write shows.
+// All memory is initialised to 0xFF bytes, NaN as floats and -1 as integers, so that missing writes show in the results.
 #include <atomic>
 #include <csignal>
 #include <cstdio>
@@ -16,7 +16,7 @@
 #include "settings.h"
 
 namespace emu {
-static void *pages(size_t bytes) {              // a system call: TSan does not know of it
+static void *pages(size_t bytes) {              // a direct system call, which TSan does not intercept
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void *p = reinterpret_cast<void *>(syscall(SYS_mmap, nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
     if (p == MAP_FAILED) die("no memory");
@@ -26,7 +26,7 @@ static void *pages(size_t bytes) {              // a system call: TSan does not 
 void *own_memory(size_t bytes) { return has_tsan() ? pages(bytes) : aligned_alloc(64, (bytes + 63) / 64 * 64); }
 void own_memory_back(void *p) { if (!has_tsan()) free(p); }
 
-// At least 64 bytes behind the end are forbidden.
+// At least 64 bytes after the end are poisoned.
 static size_t with_margin(size_t bytes, size_t alignment) { return (bytes + 64 + alignment - 1) / alignment * alignment; }
 
 char *fresh_memory(size_t bytes, size_t alignment) {
@@ -42,8 +42,8 @@ void memory_back(char *p, size_t bytes, size_t alignment) {
 }
 
 // ---- shared memory ----------------------------------------------------------------------------------------------
-// Under TSan it comes from an arena that hands out no address twice within a launch: two blocks that had the same bytes one
-// after the other would look like a race.
+// Under TSan it comes from an arena that returns no address twice within a launch: reuse of memory by a later block would look
+// like a race.
 constexpr size_t ARENA = size_t(4) << 30;
 static std::atomic<size_t> arena_used;
 
@@ -96,7 +96,7 @@ void *of_block(const void *address, int rank) {
 }
 
 // ---- device memory ----------------------------------------------------------------------------------------------
-// With EMU_GUARD=1 each array has pages of its own, which the host cannot touch: kernels and copies open them.
+// With EMU_GUARD=1 each array has its own pages, which are inaccessible except during kernels and copies.
 static std::map<char *, size_t> device_arrays, pinned_arrays;           // address and size
 static size_t device_bytes;
 static int openings;
@@ -122,7 +122,7 @@ static void tell_of_the_fault(int, siginfo_t *info, void *) {
         static const char text[] = "emulator: the host touched device memory\n";
         if (write(2, text, sizeof text - 1)) {}
     }
-    signal(SIGSEGV, SIG_DFL);                   // and the access is tried again, which ends the process
+    signal(SIGSEGV, SIG_DFL);                   // the access is retried and ends the process
 }
 
 static char *new_array(size_t bytes) {
@@ -140,7 +140,7 @@ static char *new_array(size_t bytes) {
     return p;
 }
 
-// An array that is known must be as long as what is read or written of it.  Other addresses pass: tests hand the host's.
+// Whether an access of `bytes` fits in its array.  Unknown addresses are accepted: tests pass host memory.
 static bool fits(const void *p, size_t bytes) {
     const auto *array = array_with(device_arrays, p);
     return !array || static_cast<size_t>(array->first + array->second - static_cast<const char *>(p)) >= bytes;
@@ -218,7 +218,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaStreamIsCapturing(stream, &capture);
     if (settings().lazy && kind == cudaMemcpyHostToDevice && capture == cudaStreamCaptureStatusNone && !is_pinned(from)) {
-        // The driver copies from ordinary memory before it returns; from pinned memory the device does, some time later.
+        // The driver copies from pageable memory before it returns; the device copies from pinned memory some time later.
         std::string copied(static_cast<const char *>(from), bytes);
         return tell(stream, [to, copied] { move(to, copied.data(), copied.size()); });
     }

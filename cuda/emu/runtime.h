@@ -1,7 +1,7 @@
 // runtime.h - the part of CUDA's runtime API that a library needs: devices, memory, streams, events, graphs.
 //
-// Names, numbers and results are CUDA's.  Device memory is the host's, and work is done when a stream is told of it, or,
-// with EMU_LAZY=1, when something waits for it.
+// Names, values and results are CUDA's.  Device memory is host memory.  A stream runs work when it is enqueued, or, with
+// EMU_LAZY=1, when something waits for it.
 #pragma once
 #include <cstddef>
 #include "types.h"
@@ -18,7 +18,7 @@ enum cudaError {
     cudaErrorStreamCaptureImplicit = 906, cudaErrorUnknown = 999
 };
 typedef cudaError cudaError_t;
-cudaError_t cudaGetLastError();                 // and forgets it
+cudaError_t cudaGetLastError();                 // also clears it
 cudaError_t cudaPeekAtLastError();
 const char *cudaGetErrorName(cudaError_t error);
 const char *cudaGetErrorString(cudaError_t error);
@@ -111,7 +111,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t ready);
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
 namespace emu {
 cudaError_t set_attribute(const void *kernel, cudaFuncAttribute which, int value);
-int blocks_per_multiprocessor(int threads, size_t shared);      // as registers allow any number: only the device knows those
+int blocks_per_multiprocessor(int threads, size_t shared);      // ignores registers, whose number is unknown here
 }
 template <class F> cudaError_t cudaFuncSetAttribute(F *kernel, cudaFuncAttribute which, int value) {
     return emu::set_attribute(reinterpret_cast<const void *>(kernel), which, value);

@@ -1,8 +1,8 @@
-// sanitizer.h - what AddressSanitizer and ThreadSanitizer must be told, if one of them is in the process.
+// sanitizer.h - the interface to AddressSanitizer and ThreadSanitizer, if one of them is in the process.
 //
-// The symbols are weak: which sanitizer there is turns out when the program runs, so one build of the emulator serves all.
-// The emulator itself is never instrumented.  It moves data of kernels, and says here what a kernel has thereby read or
-// written; its own bookkeeping must stay unseen, or TSan would take it for races, or for order between two threads.
+// The symbols are weak and resolved at run time, so one build of the emulator works with any sanitizer.  The emulator itself is
+// never instrumented.  When it moves data for a kernel, it reports the reads and writes here.  Its own accesses must stay
+// invisible: TSan would take them for races, or for synchronisation between threads.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@ namespace emu {
 static inline bool has_asan() { return __asan_poison_memory_region != nullptr; }
 static inline bool has_tsan() { return __tsan_create_fiber != nullptr; }
 
-// What came before release(word) in one thread comes before what follows acquire(word) in another.
+// Everything before release(word) in one thread happens before everything after acquire(word) in another.
 static inline void release(void *word) { if (has_tsan()) __tsan_release(word); }
 static inline void acquire(void *word) { if (has_tsan()) __tsan_acquire(word); }
 
@@ -45,7 +45,7 @@ static inline void kernel_writes(void *p, size_t bytes) {
     if (has_tsan()) __tsan_write_range(p, bytes);
 }
 
-// memset and memcpy that no sanitizer intercepts; a compiler inlines those of a few bytes.
+// memset and memcpy without interception by a sanitizer; the compiler inlines small ones.
 static inline void fill(void *to, int value, size_t bytes) {
 #if defined(__x86_64__)
     if (bytes == 16) return void(__builtin_memset(to, value, 16));
@@ -66,11 +66,11 @@ static inline void copy(void *to, const void *from, size_t bytes) {
 #endif
 }
 
-void *own_memory(size_t bytes);         // for the emulator itself: malloc and free would count as writes
+void *own_memory(size_t bytes);         // for the emulator itself: TSan counts malloc and free as writes
 void own_memory_back(void *p);
 
-// A growing array in such memory.  Not std::vector: the linker may merge its functions with instrumented copies that it
-// finds in a kernel's object file.
+// A growing array in such memory.  Not std::vector: the linker may merge its functions with instrumented copies from the object
+// file of a kernel.
 template <class T> struct Array {
     T *data = nullptr;
     size_t count = 0, room = 0;

@@ -1,8 +1,8 @@
-// scheduler.cpp - runs the blocks of a grid, and the threads of a block, in the order that was asked for.
+// scheduler.cpp - run the blocks of a grid, and the threads of a block, in the order set by EMU_ORDER.
 //
-// One OS thread runs one block at a time (all blocks at once where they may wait for each other), and each CUDA thread of it
-// is a fibre.  A thread that must wait goes straight over to the next that can run.  None can: a deadlock, and the report
-// says who waits where.  Threads that never wait run one after the other on the same fibre, without any switch.
+// One OS thread runs one block at a time (all blocks at once if they may wait for each other), and each CUDA thread of it is a
+// fibre.  A thread that must wait switches directly to the next runnable thread.  If there is none, that is a deadlock, and the
+// report lists the waiting threads.  Threads that never wait run one after the other on the same fibre, without any switch.
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
@@ -36,7 +36,7 @@ void die(const char *format, ...) {
     abort();
 }
 
-// ---- who runs next ----------------------------------------------------------------------------------------------
+// ---- the next thread --------------------------------------------------------------------------------------------
 static unsigned random_below(Block *b, unsigned n) {
     b->random = b->random * 1664525u + 1013904223u;
     return (b->random >> 8) % n;
@@ -108,13 +108,13 @@ void Meeting::leave() {
     release_if_full();
 }
 
-// All threads of the block that are left wait for other blocks: so does the OS thread.
+// If all remaining threads of the block wait for other blocks, the OS thread waits too.
 static bool meet_other_blocks(Block *b) {
     const int left = b->threads - b->exited;
     if (b->at_grid_barrier == left) {
         if (!b->grid->meeting.wait()) die("a barrier of the grid, of which some blocks have exited");
     } else if (b->at_cluster_barrier == left) {
-        b->cluster->barrier.wait();             // blocks that have exited do not count
+        b->cluster->barrier.wait();             // excluding blocks that have exited
     } else {
         return false;
     }
@@ -124,7 +124,7 @@ static bool meet_other_blocks(Block *b) {
     return true;
 }
 
-// NULL when all have exited.
+// NULL if all have exited.
 static EMU_INLINE Thread *next_thread(Block *b) {
     Thread *t = next_ready(b);
     if (t || b->exited == b->threads) return t;
@@ -135,8 +135,8 @@ static EMU_INLINE Thread *next_thread(Block *b) {
 // ---- switching --------------------------------------------------------------------------------------------------
 static void run_threads();
 
-// To TSan a fibre is a thread.  So each CUDA thread gets its own, and blocks that follow each other get different ones, or
-// their races would hide behind "the same thread".  Twice as many fibres cost too much in the largest blocks.
+// For TSan a fibre is a thread.  So each CUDA thread has its own fibre, and consecutive blocks have different ones; otherwise
+// TSan would miss races between them.  In the largest blocks, two sets of fibres would cost too much.
 static bool own_fibres() { return has_tsan(); }
 static int fibre_sets(const Block *b) { return b->threads <= 256 ? 2 : 1; }
 
@@ -162,7 +162,7 @@ static void run_from_host(Block *b) {
     enter_fibre(&b->host);
 }
 
-// The thread that calls waits (its state says for what) until somebody makes it ready.
+// The calling thread waits, for the event in its state, until another thread makes it ready.
 static EMU_INLINE Switch begin_wait(Block *b, Thread *t) {
     Thread *next = next_thread(b);
     if (next != t) return go_to(b, t->fibre, next);
@@ -172,7 +172,7 @@ static EMU_INLINE Switch begin_wait(Block *b, Thread *t) {
 void switched() { enter_fibre(self()->fibre); }
 
 static void release_barrier_if_full(Block *b, int number) {
-    // threads that have exited do not count, as on the device since Volta
+    // excluding threads that have exited, as on devices since Volta
     const int expected = b->expected[number] ? b->expected[number] : b->threads - b->exited;
     if (!b->arrived[number] || b->arrived[number] < expected) return;
     b->arrived[number] = b->expected[number] = 0;
@@ -199,7 +199,7 @@ static void exit_thread(Block *b, Thread *t) {
             die("exits while its warp waits for it in a warp operation");
 }
 
-// What a fibre does: the kernel, for one thread after the other as long as none of them has waited.
+// The main loop of a fibre: run the kernel for one thread after the other, as long as none of them waits.
 static void run_threads() {
     enter_fibre(nullptr);
     for (;;) {
@@ -255,7 +255,7 @@ int barrier_count(bool vote) {
     Block *b = block;
     b->votes += vote;
     barrier(0, 0);
-    return b->counted;                          // stays until all of the block have come to the next barrier
+    return b->counted;                          // valid until all threads of the block have reached the next barrier
 }
 
 Switch begin_grid_barrier() {
@@ -284,8 +284,8 @@ void end_cluster_barrier() {
 int cluster_size() { return block->grid->launch.cluster; }
 int cluster_rank() { return static_cast<int>(current->block_index.x) % cluster_size(); }
 
-// TSan knows of no fences.  So all threads that call one are ordered, in the order of the calls: a race between two of them
-// may stay unseen, but a correct use of a fence and a flag is no false alarm.
+// TSan does not support fences.  So all threads that call one are ordered, in the order of the calls.  This may hide a race
+// between two of them, but a correct use of a fence and a flag is not a false alarm.
 static Word fences;
 void fence() {
     acquire(&fences);
@@ -296,7 +296,7 @@ static double now() { return std::chrono::duration<double>(std::chrono::steady_c
 
 Switch begin_poll(const char *what) {
     Block *b = block;
-    // whether whoever should end this is in this block
+    // whether only this block can end the wait
     const bool alone = !b->grid->launch.cooperative && !b->cluster && settings().workers <= 1;
     if (++b->polls > 4096ul * b->threads) {
         if (alone) die("DEADLOCK: %s waits for what nobody does", what);
@@ -315,7 +315,7 @@ Switch begin_warp(unsigned mask, WarpOperation operation, void *argument, bool o
     Thread *t = self(), *lanes = &b->thread[t->warp * 32];
     const int size = b->threads - t->warp * 32 < 32 ? b->threads - t->warp * 32 : 32;
     if (!(mask >> t->lane & 1)) die("calls a warp operation for lanes %08x, and is not one of them", mask);
-    if (size < 32 && mask >> size) {            // all lanes of a warp that is not whole
+    if (size < 32 && mask >> size) {            // a full mask means all lanes of a partial warp
         if (mask != 0xffffffffu) die("a warp operation for lanes %08x, which the block does not have", mask);
         mask = (1u << size) - 1;
     }
@@ -333,7 +333,7 @@ Switch begin_warp(unsigned mask, WarpOperation operation, void *argument, bool o
         if (!complete) {
             if (lanes[i].state == State::exited) die("a warp operation for lanes %08x, of which lane %d has exited", mask, i);
         } else if (lanes[i].mask != mask) {
-            complete = false;                   // that lane waits in another operation, with fewer or more lanes
+            complete = false;                   // that lane waits in an operation with another mask
         } else if (lanes[i].operation != operation) {
             die("the lanes of a warp met in different warp operations (lane %d)", i);
         }
@@ -380,7 +380,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
         own_memory_back(b->barrier_order);
         b->barrier_order = nullptr;
     }
-    // Other words for each block, or its barriers would order it after the blocks before it.
+    // New words for each block; otherwise its barriers would order it after the previous blocks.
     if (own_fibres() || !b->barrier_order) {
         const size_t words = (BARRIERS + b->waiting.size()) * sizeof(Word);
         void *memory = own_fibres() ? new_shared(words, 64) : own_memory(words);
@@ -406,7 +406,7 @@ static void prepare(Block *b, Grid *grid, unsigned index, Cluster *cluster) {
     }
     if (settings().order == Settings::Order::shuffled)
         for (int i = threads - 1; i > 0; i--) swap(b->order[i], b->order[random_below(b, i + 1)]);
-    // To TSan a fibre comes after what its maker did: the host makes all of them before the first one runs.
+    // For TSan a fibre is ordered after its creation, so the host creates all of them before the first one runs.
     if (own_fibres())
         while (b->fibres.size() < static_cast<size_t>(threads * fibre_sets(b))) b->fibres.add(new_fibre(b->fibres.size()));
 }
@@ -424,7 +424,7 @@ static void run_block(Block *b, Grid *grid, unsigned index) {
 }
 
 // ---- a grid -----------------------------------------------------------------------------------------------------
-// Blocks keep their fibres for the next launch.
+// Block structures are reused by later launches, including their fibres.
 static std::mutex pool_lock;
 static Array<Block *> pool;
 
@@ -450,7 +450,7 @@ struct Worker {
     }
 };
 
-// The block that runs as the n-th: a step through all of them that shares no factor with their number.
+// The index of the n-th block to run.  Shuffled order: a stride that is coprime to the number of blocks.
 static unsigned block_in_turn(unsigned n, unsigned blocks) {
     if (settings().order == Settings::Order::forward) return n;
     if (settings().order == Settings::Order::reverse) return blocks - 1 - n;
@@ -467,7 +467,7 @@ static unsigned block_in_turn(unsigned n, unsigned blocks) {
     return static_cast<unsigned>((static_cast<unsigned long>(n) * step + settings().seed) % blocks);
 }
 
-// Each worker takes one block after the other.
+// A worker: run one block after the other.
 static void run_blocks(Grid *grid) {
     Worker worker(grid);
     for (unsigned i; (i = grid->next++) < grid->blocks;) run_block(worker.b, grid, block_in_turn(i, grid->blocks));
@@ -480,8 +480,9 @@ static void run_one(Grid *grid, unsigned index) {
     grid->meeting.leave();
 }
 
-// The blocks of a cluster run at once, one cluster after the other.  They meet before the first thread runs, so that each
-// finds the others' shared memory, and after the last, so that it stays as long as one of them may look.
+// The blocks of a cluster run concurrently, one cluster after the other.  They synchronise before the first thread runs, so
+// that the shared memory of all blocks exists, and after the last thread, so that it exists as long as any of them may access
+// it.
 static void run_rank(Grid *grid, Cluster *cluster, unsigned rank) {
     Worker worker(grid);
     const unsigned size = grid->launch.cluster, clusters = grid->blocks / size;

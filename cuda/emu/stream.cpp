@@ -1,7 +1,7 @@
 // stream.cpp - streams, events and graphs.
 //
-// A stream is a queue of things to do.  They are done at once, or, with EMU_LAZY=1, only when something waits for them: a
-// program that reads a result too early then reads NaNs, each time.  While a stream is captured, they go to a graph.
+// A stream is a queue of work.  It runs the work at once, or, with EMU_LAZY=1, only when something waits for it: a program that
+// reads a result too early then always reads NaN.  During a capture, the work is added to a graph.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -13,19 +13,19 @@ struct CUgraph_st {
     std::vector<emu::Work> nodes;
     cudaStreamCaptureMode mode;
     cudaStream_t origin;
-    bool spoilt = false;                        // something was done that a capture does not allow
+    bool spoilt = false;                        // invalidated by an operation that a capture does not allow
 };
 struct CUgraphExec_st { std::vector<emu::Work> nodes; };
 struct CUstream_st {
-    bool blocking;                              // waits for the legacy stream, and that for it
+    bool blocking;                              // synchronises with the legacy stream
     cudaGraph_t capture = nullptr;
     std::vector<emu::Work> queue;
 };
 struct CUevent_st {
     struct Record { bool done = false; std::chrono::steady_clock::time_point time; };
-    std::shared_ptr<Record> record;             // the latest one; none yet counts as done
+    std::shared_ptr<Record> record;             // the latest one; NULL counts as done
     cudaStream_t stream = nullptr;
-    cudaGraph_t capture = nullptr;              // where it was recorded in a capture
+    cudaGraph_t capture = nullptr;              // the capture in which it was recorded, if any
 };
 
 namespace emu {
@@ -156,7 +156,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
         record->done = true;
     });
 }
-// Do what the event waits for; in a graph it waits for nothing, as nodes run in the order in which they were told.
+// Run the work that the event depends on.  In a graph there is none left, since nodes run in the order of their capture.
 static void finish_until(const std::shared_ptr<CUevent_st::Record> &record, cudaStream_t stream) {
     if (record && !record->done && known(stream)) finish(stream ? stream : &legacy);
 }
@@ -191,7 +191,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
 }
 
 // ---- graphs -----------------------------------------------------------------------------------------------------
-// What a node does was fixed when it was captured, with copies of a kernel's arguments, as on the device.
+// The work of a node is fixed at its capture, including copies of kernel arguments, as on the device.
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     Inside inside(runtime);
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);

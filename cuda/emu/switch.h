@@ -1,15 +1,16 @@
-// switch.h - the switch from one stack to another: a few instructions, where swapcontext would make a system call each time.
+// switch.h - the switch from one stack to another: a few instructions, whereas swapcontext makes a system call.
 //
-// A CPU predicts where a function returns to from the latest call, and after a switch that was another thread's.  So the
-// switch stands in the kernel itself, inlined, with no return behind it: that took half the time off a barrier.
+// A CPU predicts the target of a return from the most recent call, and after a switch of stacks that was a call of another
+// thread.  So the switch is inlined into the kernel, with no return after it: this halved the time of a barrier.
 #pragma once
 #define EMU_INLINE inline __attribute__((always_inline))
 
 namespace emu {
-struct Switch { void **from, **to; };   // registers to save and to load; `to` is NULL where there is nothing to do
+struct Switch { void **from, **to; };   // registers to save and to load; `to` is NULL if no switch is needed
 
 #if defined(__x86_64__)
-// Leave in `from` where this fibre is, and go on where `to` was left.  The compiler keeps nothing in the other registers.
+// Save the state of this fibre in `from` and continue from the state in `to`.  The clobbers make the compiler save all other
+// registers.
 static EMU_INLINE void switch_stack(void **from, void **to) {
     asm volatile(
         "leaq 1f(%%rip), %%rax\n"
@@ -28,7 +29,7 @@ static EMU_INLINE void switch_stack(void **from, void **to) {
           "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
 }
 #else
-extern "C" void emu_switch_stack(void **from, void **to);       // the same; in fibre.cpp
+extern "C" void emu_switch_stack(void **from, void **to);       // the same, in fibre.cpp
 static EMU_INLINE void switch_stack(void **from, void **to) { emu_switch_stack(from, to); }
 #endif
 }

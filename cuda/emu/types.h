@@ -1,4 +1,4 @@
-// types.h - CUDA's types: dim3, vectors such as float4 with the alignment they have on the device, bfloat16 and half.
+// types.h - CUDA's types: dim3, vectors such as float4 with the alignment of the device, bfloat16 and half.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,7 @@ struct dim3 {
     constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-// Loads and stores of a whole vector want its address aligned: UndefinedBehaviorSanitizer sees where it is not.
+// Loads and stores of a vector require an aligned address; UndefinedBehaviorSanitizer detects an unaligned one.
 #define EMU_VECTORS(T, name)                                                                                        \
     struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                                              \
     struct name##3 { T x, y, z; };                                                                                  \
@@ -44,7 +44,7 @@ static inline int __float_as_int(float f) { return emu::same_bits<int>(f); }
 static inline double __longlong_as_double(long long i) { return emu::same_bits<double>(i); }
 static inline long long __double_as_longlong(double d) { return emu::same_bits<long long>(d); }
 
-// ---- bfloat16 and half: storage and conversions, to the nearest, ties to even; no arithmetic ----
+// ---- bfloat16 and half: storage and conversions (round to nearest, ties to even); no arithmetic ----
 struct __nv_bfloat16 { unsigned short x; };
 struct alignas(4) __nv_bfloat162 { __nv_bfloat16 x, y; };
 struct __half { _Float16 x; };
@@ -52,7 +52,7 @@ struct alignas(4) __half2 { __half x, y; };
 
 static inline __nv_bfloat16 __float2bfloat16(float f) {
     const unsigned u = __float_as_uint(f);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return {0x7fff};                       // the NaN that the device gives
+    if ((u & 0x7fffffffu) > 0x7f800000u) return {0x7fff};                       // the NaN of the device
     return {static_cast<unsigned short>((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
 }
 static inline __nv_bfloat16 __float2bfloat16_rn(float f) { return __float2bfloat16(f); }

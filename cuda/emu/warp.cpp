@@ -1,16 +1,16 @@
-// warp.cpp - shuffles, votes and reductions: what the last lane to arrive does for all lanes of the mask.
+// warp.cpp - shuffles, votes and reductions, run by the last lane to arrive for all lanes of the mask.
 #include "block.h"
 
 namespace emu {
 void do_shuffle(void *const lanes[32], unsigned mask) {
-    char brought[32][8];                        // before any lane's value is replaced
+    char brought[32][8];                        // copies of all values, before any of them is replaced
     for (int i = 0; i < 32; i++)
         if (const auto *own = static_cast<Shuffle *>(lanes[i])) copy(brought[i], own->value, own->size);
     for (int i = 0; i < 32; i++) {
         const auto *own = static_cast<Shuffle *>(lanes[i]);
         if (!own) continue;
         if (mask >> own->source & 1) copy(own->value, brought[own->source], own->size);
-        else fill(own->value, 0xff, own->size);                 // a lane that does not take part: undefined
+        else fill(own->value, 0xff, own->size);                 // the source lane is not in the mask: undefined
     }
 }
 

@@ -1,20 +1,20 @@
-// conformance.cu - a small kernel for each wrapper of gpu.cuh and hopper.cuh, on data from outside.
+// conformance.cu - a small kernel for each wrapper of gpu.cuh and hopper.cuh, with inputs from a test.
 //
-// Kernel and emulator could share a wrong belief about a layout.  So these are a library of their own, once for the emulator
-// and once for a GPU, and tests/conformance.py compares what both give with each other and with a plain formula.  Every case
-// takes float32 numbers and gives float32 numbers; bfloat16 is made of them here.
+// A kernel and the emulator could share a wrong assumption about a layout.  So these kernels are a separate library, built for
+// the emulator and for a GPU, and tests/conformance.py compares the results of both with each other and with a formula.  Every
+// case takes and returns float32 numbers; conversions to bfloat16 happen here.
 #include <cstring>
 #include "hopper.cuh"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-constexpr int SCRATCH = 1 << 20;                // bytes of device memory besides input and output
+constexpr int SCRATCH = 1 << 20;                // bytes of device memory in addition to input and output
 
 static __global__ void round_to_bf16(__nv_bfloat16 *y, const float *x, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = __float2bfloat16(x[i]);
 }
 
 // ---- shared memory and barriers ---------------------------------------------------------------------------------
-// out[i] = in[63 - i], through both kinds of shared memory; then the lanes; then the distances of addresses
+// out[i] = in[63 - i], through both kinds of shared memory; then the lanes; then differences of addresses
 static __global__ void shared(const float *in, float *out) {
     SHARED(float, one, [64]);
     DYN_SHARED(float, two);
@@ -39,14 +39,14 @@ static __global__ void named_barriers(const float *in, float *out) {
         out[t] = tile[63 - t];
     }
 }
-// 4 blocks: each hands its part to the next
+// 4 blocks: each passes its part to the next
 static __global__ void grid_barrier(const float *in, float *out, float *scratch) {
     const int i = blockIdx.x * 64 + threadIdx.x;
     scratch[i] = 2.0f * in[i];
     grid_sync();
     out[i] = scratch[(i + 64) % 256];
 }
-// 4 blocks, one after the other by a flag; then all count, and the last one writes
+// 4 blocks in sequence, by a flag; then all count, and the last one writes
 static __global__ void flags(const float *in, float *out, float *scratch) {
     unsigned *turn = reinterpret_cast<unsigned *>(scratch), *arrived = turn + 1, *order = turn + 2;
     float *sum = scratch + 64;
@@ -67,9 +67,9 @@ static __global__ void loads(const float *in, float *out) {
     else reinterpret_cast<float4 *>(out)[t - 24] = load_once(reinterpret_cast<const float4 *>(in) + t - 24);
 }
 
-// ---- cp.async: every third piece is not ok ------------------------------------------------------------------------
+// ---- cp.async: every third copy has ok = false --------------------------------------------------------------------
 static __global__ void async_copies(const float *in, float *out) {
-    DYN_SHARED(float, tile);                    // 16 copies of 4, 8 and 16 bytes, and 16 of parts of 16
+    DYN_SHARED(float, tile);                    // 16 copies each of 4, 8 and 16 bytes, and 16 partial ones
     const int t = threadIdx.x;
     float *two = tile + 16, *four = tile + 48, *parts = tile + 112;
     cp_async4(tile + t, in + t, t % 3 != 0);
@@ -124,7 +124,7 @@ static __global__ void mma_bf16_case(const float *in, float *out) {
     for (int i = 0; i < 4; i++) out[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = d[i];
 }
 
-// in: COUNT matrices of 8 x 8; out: for each lane and matrix the two elements
+// in: COUNT matrices of 8 x 8; out: two elements per lane and matrix
 template <int COUNT, bool TRANS> static __global__ void ldmatrix_case(const float *in, float *out) {
     DYN_SHARED(__nv_bfloat16, tile);
     const int lane = threadIdx.x;
@@ -143,7 +143,7 @@ template <int COUNT, bool TRANS> static __global__ void ldmatrix_case(const floa
         out[(m * 32 + lane) * 2 + 1] = __uint_as_float(r[m] & 0xffff0000u);
     }
 }
-// and back
+// the inverse
 template <int COUNT, bool TRANS> static __global__ void stmatrix_case(const float *in, float *out) {
     DYN_SHARED(__nv_bfloat16, tile);
     const int lane = threadIdx.x;
@@ -158,7 +158,7 @@ template <int COUNT, bool TRANS> static __global__ void stmatrix_case(const floa
 }
 
 // ---- bulk copies --------------------------------------------------------------------------------------------------
-// Boxes of a matrix of 20 x 39 floats, its rows 48 apart, cut anywhere: what arrives in shared memory, byte for byte.
+// Boxes of a matrix of 20 x 39 floats, rows 48 floats apart, at any position; out: the bytes in shared memory.
 constexpr int ROWS = 20, COLUMNS = 39, STRIDE = 48, BOX = 32, BOX_ROWS = 16;
 static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float *out) {
     DYN_SHARED(float, tile);
@@ -170,7 +170,7 @@ static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float
         mbar_fence_init();
     }
     __syncthreads();
-    for (int phase = 0; phase < 2; phase++) {   // inside and beyond the end; then before the begin
+    for (int phase = 0; phase < 2; phase++) {   // inside and beyond the end; then before the beginning
         if (t == 0) {
             mbar_expect(arrived, 2 * BOX * BOX_ROWS * 4);
             tma_load_2d(tile, &map, phase ? -7 : 3, phase ? -4 : 2, arrived);
@@ -182,7 +182,7 @@ static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float
         __syncthreads();
     }
 }
-// out: the matrix, of which one box was stored within, and one over its end
+// out: the matrix after a store of one box inside it and one beyond its end
 static __global__ void bulk_stores(const __grid_constant__ CUtensorMap map, const float *in) {
     DYN_SHARED(float, tile);
     for (int i = threadIdx.x; i < 2 * BOX * BOX_ROWS; i += blockDim.x) tile[i] = in[i];
@@ -200,7 +200,7 @@ static __global__ void bulk_stores(const __grid_constant__ CUtensorMap map, cons
 static __global__ void clear(float *out, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = 0.0f;
 }
-// mbar_arrive: the last of 64 threads ends each phase, and each sees what the others wrote before
+// mbar_arrive: the last of 64 threads ends each phase, and then each sees the writes of the others
 static __global__ void arrivals(const float *in, float *out) {
     DYN_SHARED(float, tile);
     uint64_t *all = reinterpret_cast<uint64_t *>(tile + 64);
@@ -223,8 +223,8 @@ static __global__ void arrivals(const float *in, float *out) {
 }
 
 // ---- wgmma: d (64 x N) = a (64 x K) * b (K x N), where a row of K is 128 bytes ---------------------------------------
-// The operands come by bulk copies with the swizzle.  Plain: a as 64 rows of K, b as N rows of K.  Transposed: as K rows of
-// 64 or N, in boxes 64 wide.  First with !accumulate on a d full of ones, then once more on top: so d = 2 a b.
+// Bulk copies with the swizzle load the operands.  Plain: a as 64 rows of K, b as N rows of K.  Transposed: as K rows of 64 or
+// N, in boxes of width 64.  The first product has !accumulate and a d full of ones, the second accumulates: so d = 2 a b.
 enum class Form { bf16, bf16_trans_a, bf16_trans_b, bf16_trans_both, bf16_ra, bf16_ra_trans_b, tf32, tf32_ra };
 template <Form F> struct Operands {
     static constexpr bool TF32 = F == Form::tf32 || F == Form::tf32_ra;
@@ -259,7 +259,7 @@ wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CU
     const uint64_t a = TRANS_A ? wg_desc_trans(a_tile, 64 * 128) : wg_desc(a_tile);
     const uint64_t b = TRANS_B ? wg_desc_trans(b_tile, 64 * 128) : wg_desc(b_tile);
     const int a_step = TRANS_A ? 128 : 2, b_step = TRANS_B ? 128 : 2;
-    // fragments of a, by hand, from the plain layout: 4 bytes of row r at byte k lie at piece (k / 16) ^ (r % 8)
+    // fragments of a, by hand, from the plain layout: byte k of row r is in piece (k / 16) ^ (r % 8)
     auto fragment = [&](int step, int i) {
         const int r = warp * 16 + g + i % 2 * 8, k = step * 32 + i / 2 * 16 + q * 4;
         return *reinterpret_cast<const unsigned *>(a_tile + r * 128 + ((k / 16) ^ (r % 8)) * 16 + k % 16);
@@ -299,7 +299,7 @@ template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float 
         b = rounded + 64 * K;
     }
     CUtensorMap a_map, b_map;
-    if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);     // 64 x 64 either way
+    if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);     // both layouts: 64 x 64
     if (!error) error = TRANS_B ? make_tensor_map_2d(&b_map, b, SIZE, N, K, N * SIZE, 64, K, true)
                                           : make_tensor_map_2d(&b_map, b, SIZE, K, N, K * SIZE, 128 / SIZE, N, true);
     const int bytes = (64 + (N < 64 ? 64 : N)) * 128 + 64;
@@ -331,7 +331,7 @@ static __global__ void clusters(const float *in, float *out) {          // 8 blo
 // ---- the cases ----------------------------------------------------------------------------------------------------
 struct Case {
     const char *name;
-    int inputs, outputs, capability;            // numbers; 80 or 90
+    int inputs, outputs, capability;            // number of floats; 80 or 90
     cudaError_t (*run)(const float *in, float *out, float *scratch);
 };
 #define RUN(...) \
@@ -381,7 +381,7 @@ static const Case cases[] = {
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };
 
-EXPORT int conformance_capability() {           // of the device: 90 for 9.0
+EXPORT int conformance_capability() {           // compute capability of the device: 90 for 9.0
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0);
@@ -394,7 +394,7 @@ EXPORT const char *conformance_case(int i, int *inputs, int *outputs, int *capab
     *capability = cases[i].capability;
     return cases[i].name;
 }
-// The text of an error, or NULL.
+// Return the text of an error, or NULL.
 EXPORT const char *conformance_run(int i, const float *host_in, float *host_out) {
     const size_t in_bytes = cases[i].inputs * sizeof(float), out_bytes = cases[i].outputs * sizeof(float);
     float *in = nullptr, *out = nullptr, *scratch = nullptr;
