@@ -611,10 +611,10 @@ template <class... Pointers> static bool aligned(Pointers... x) { return ((reint
 
 // Blocks for the tiles of T rows of all pairs; a grid has at most 2^31 - 1 blocks.
 static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
-    const double want = static_cast<double>(c.B) * static_cast<double>(c.heads) * static_cast<double>(c.chunks) *
-                        static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
-    PYOPS_REQUIRE(want < 2147483648.0, "%s: B=%lld heads=%lld: more than 2^31 blocks of scores", who, LL(c.B), LL(c.heads));
-    blocks = static_cast<unsigned>(want);
+    const double needed = static_cast<double>(c.B) * static_cast<double>(c.heads) * static_cast<double>(c.chunks) *
+                          static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
+    PYOPS_REQUIRE(needed < 2147483648.0, "%s: B=%lld heads=%lld: more than 2^31 blocks of scores", who, LL(c.B), LL(c.heads));
+    blocks = static_cast<unsigned>(needed);
     return PYOPS_OK;
 }
 

@@ -37,7 +37,7 @@ def programs():
 
 
 def run(program, *arguments, **environment):
-    """-> its status and all that it printed.  ThreadSanitizer wants addresses that are not randomised."""
+    """-> its status and all that it printed.  ThreadSanitizer requires addresses that are not randomised."""
     command = [program, *arguments]
     if program.parent.name == 'tsan' and shutil.which('setarch'):
         command = ['setarch', '-R', *command]
@@ -95,9 +95,9 @@ BUGS = {
     'two_operations': in_all('the lanes of a warp met in different warp operations'),
     'barrier_in_a_branch': in_all(r'DEADLOCK in barrier_in_a_branch(?s:.*)at barrier 0(?s:.*)'),
     'grid_barrier_alone': in_all('a barrier of the grid in a launch that is not cooperative'),
-    'grid_barrier_of_some_blocks': in_all('a barrier of the grid, of which some blocks have exited'),
-    'flag_of_nobody': in_all('DEADLOCK: load_acquire waits for what nobody does'),
-    'flag_of_a_later_block': in_all('DEADLOCK: load_acquire waits for what nobody does'),
+    'grid_barrier_of_some_blocks': in_all('a barrier of the grid after some of its blocks have exited'),
+    'flag_of_nobody': in_all('DEADLOCK: load_acquire waits for an event that no thread can cause'),
+    'flag_of_a_later_block': in_all('DEADLOCK: load_acquire waits for an event that no thread can cause'),
     # Hopper
     'ring<Ring::empty_not_waited_for>': in_all('more arrivals than the mbarrier expects'),
     'ring<Ring::full_not_waited_for>': in_all('DEADLOCK: a wait at an mbarrier'),
@@ -108,7 +108,7 @@ BUGS = {
     'product<Product::waited_for_late>': in_all(WRONG),
     'product<Product::not_waited_for>': in_all('exits without having waited for its wgmma'),
     'product<Product::no_fence>': in_all('wgmma without wg_fence'),
-    'product<Product::half_a_warpgroup>': in_all('wgmma wants a whole warpgroup'),
+    'product<Product::half_a_warpgroup>': in_all('wgmma requires a whole warpgroup'),
     'product<Product::read_too_early>': in_all(r'cudaSuccess, 1 NaN, 0 wrong'),
     'store<Store::not_waited_for>': in_all('exits before its bulk stores have read shared memory'),
     'store<Store::overwritten>': in_all(WRONG),
@@ -170,12 +170,12 @@ def test_a_device_that_is_not_there_or_too_old(programs, environment, error):
 
 def test_hoppers_instructions_stop_a_kernel_on_an_older_device(programs):
     _, out = run(programs / 'plain/good', 'matmul_wgmma', EMU_CAPABILITY='8.0')
-    assert re.search(r'emulator: matmul_wgmma, block .* wants a device of capability 9.0, this one has 8.0', out), out
+    assert re.search(r'emulator: matmul_wgmma, block .* requires a device of capability 9.0, this one has 8.0', out), out
 
 
 def test_a_setting_that_is_no_number_is_refused(programs):
     status, out = run(programs / 'plain/good', 'sum', EMU_ORDER='backwards')
-    assert status and 'EMU_ORDER=backwards, want forward, reverse or a number' in out
+    assert status and 'EMU_ORDER=backwards: not forward, reverse or a number' in out
 
 
 def test_memory_has_an_end(programs):

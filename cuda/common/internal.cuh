@@ -75,8 +75,8 @@ template <class T> __host__ __device__ static constexpr T round_up(T n, T to) { 
 template <class T> __host__ __device__ static constexpr T blocks_for(T n, T size) { return (n + size - 1) / size; }
 // Blocks for a grid-stride loop: enough to fill the device, but not more than there is work for.
 static inline unsigned grid_for(int64_t n, int threads) {
-    const int64_t most = int64_t(pyops_multiprocessors()) * (2048 / threads), want = blocks_for<int64_t>(n, threads);
-    return static_cast<unsigned>(want < most ? want : most);
+    const int64_t most = int64_t(pyops_multiprocessors()) * (2048 / threads), needed = blocks_for<int64_t>(n, threads);
+    return static_cast<unsigned>(needed < most ? needed : most);
 }
 
 // More than 48 KiB of dynamic shared memory must be enabled once per kernel.

@@ -250,7 +250,7 @@ void wgmma(const Wgmma &product) {
     needs_hopper("wgmma");
     Pending *p = pending();
     if (self()->warp / 4 * 128 + 128 > block->threads)
-        die("wgmma wants a whole warpgroup: 4 warps, the first of them a multiple of 4");
+        die("wgmma requires a whole warpgroup: 4 warps, the first of them a multiple of 4");
     if (!p->fenced) die("wgmma without wg_fence before it");
     Hidden *h = hide(p, product.d, product.n);
     h->products++;

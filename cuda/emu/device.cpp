@@ -14,7 +14,7 @@ static long number(const char *name, long otherwise) {
     if (!text || !*text) return otherwise;
     char *end;
     const long value = strtol(text, &end, 10);
-    if (*end) die("%s=%s, want a number", name, text);
+    if (*end) die("%s=%s: not a number", name, text);
     return value;
 }
 
@@ -29,7 +29,7 @@ static Settings read_settings() {
         s.order = Settings::Order::shuffled;
         char *end;
         s.seed = static_cast<unsigned>(strtoul(order, &end, 10));
-        if (*end) die("EMU_ORDER=%s, want forward, reverse or a number", order);
+        if (*end) die("EMU_ORDER=%s: not forward, reverse or a number", order);
     }
     s.workers = static_cast<int>(number("EMU_WORKERS", 1));
     s.lazy = number("EMU_LAZY", 0) != 0;
@@ -40,7 +40,7 @@ static Settings read_settings() {
     s.major = 9;
     const char *capability = getenv("EMU_CAPABILITY");
     if (capability && *capability && sscanf(capability, "%d.%d", &s.major, &s.minor) != 2)
-        die("EMU_CAPABILITY=%s, want a number such as 8.0", capability);
+        die("EMU_CAPABILITY=%s: not a number such as 8.0", capability);
     s.multiprocessors = static_cast<int>(number("EMU_MULTIPROCESSORS", 4));
     s.memory = static_cast<size_t>(number("EMU_MEMORY", sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE)));
     return s;
@@ -63,7 +63,7 @@ cudaError_t absent() {
 
 void needs_hopper(const char *what) {
     if (settings().major != 9 || settings().minor != 0)
-        die("%s wants a device of capability 9.0, this one has %d.%d", what, settings().major, settings().minor);
+        die("%s requires a device of capability 9.0, this one has %d.%d", what, settings().major, settings().minor);
 }
 
 static const struct { cudaError_t error; const char *name, *text; } errors[] = {

@@ -46,7 +46,7 @@ constexpr int FRAME = 160;                      // bytes that a switch pops from
 #elif defined(__x86_64__)
 constexpr int FRAME = 8;                        // the return address, as if the entry had been called
 #else
-#error "the emulator wants a switch of stacks for this CPU"
+#error "the emulator has no switch of stacks for this CPU"
 #endif
 
 constexpr size_t PAGE = 4096;

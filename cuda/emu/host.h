@@ -18,7 +18,7 @@ using Inside = std::lock_guard<std::recursive_mutex>;
 
 // Enqueue work on a stream.  It runs now, later (EMU_LAZY), or during a capture at each launch of the graph.
 using Work = std::function<void()>;
-cudaError_t tell(cudaStream_t stream, Work work);
+cudaError_t enqueue(cudaStream_t stream, Work work);
 cudaError_t unsafe_while_capturing();           // an error if a stream is being captured; also invalidates that capture
 void finish_all_streams();
 

@@ -37,6 +37,6 @@ cudaError_t launch(const Launch &what, Kernel *kernel) {
     Inside inside(runtime);
     std::shared_ptr<Kernel> owned(kernel);
     if (const cudaError_t error = check(what)) return fail(error);
-    return tell(what.stream, [what, owned] { run_grid(what, *owned); });
+    return enqueue(what.stream, [what, owned] { run_grid(what, *owned); });
 }
 }

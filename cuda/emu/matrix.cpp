@@ -37,7 +37,7 @@ static float &element_of(float (*c)[8], int lane, int i) { return c[lane / 4 + i
 
 // ---- mma.sync -----------------------------------------------------------------------------------------------
 template <bool TF32> static void multiply_warp(void *const lanes[32], unsigned mask) {
-    if (mask != WHOLE_WARP) die("mma.sync wants a whole warp");
+    if (mask != WHOLE_WARP) die("mma.sync requires a whole warp");
     float a[16][16], b[16][8], c[16][8];
     for (int lane = 0; lane < 32; lane++) {
         const Mma &own = *static_cast<Mma *>(lanes[lane]);
@@ -71,7 +71,7 @@ static uint16_t *element_of(void *const lanes[32], int matrix, int lane, int whi
     return static_cast<uint16_t *>(static_cast<Matrices *>(lanes[matrix * 8 + row])->row) + column;
 }
 static void check_rows(void *const lanes[32], unsigned mask, bool write) {
-    if (mask != WHOLE_WARP) die("ldmatrix and stmatrix want a whole warp");
+    if (mask != WHOLE_WARP) die("ldmatrix and stmatrix require a whole warp");
     for (int i = 0; i < static_cast<Matrices *>(lanes[0])->count * 8; i++) {
         void *row = static_cast<Matrices *>(lanes[i])->row;
         if (reinterpret_cast<uintptr_t>(row) % 16) die("ldmatrix or stmatrix: lane %d has a row not aligned to 16 bytes", i);
@@ -127,7 +127,7 @@ static float value_at(const Descriptor &d, Element element, int line, int k, boo
     return low_bf16(*reinterpret_cast<const uint16_t *>(d.at(line, k, 2, transposed)));
 }
 // Report the reads of the product to the sanitizers, once, in pieces of 16 bytes.
-static void tell_of_reads(const Descriptor &d, int first, int lines, int depth, int size, bool transposed) {
+static void report_reads(const Descriptor &d, int first, int lines, int depth, int size, bool transposed) {
     if (!has_asan() && !has_tsan()) return;
     const int per_piece = 16 / size, line_step = transposed ? per_piece : 1, k_step = transposed ? 1 : per_piece;
     for (int line = first; line < first + lines; line += line_step)
@@ -136,7 +136,7 @@ static void tell_of_reads(const Descriptor &d, int first, int lines, int depth, 
 
 // The part of one of the four warps: 16 of the 64 rows.
 void multiply_warpgroup(void *const lanes[32], unsigned mask) {
-    if (mask != WHOLE_WARP) die("wgmma wants a whole warpgroup");
+    if (mask != WHOLE_WARP) die("wgmma requires a whole warpgroup");
     const Wgmma &p = *static_cast<WgmmaOfLane *>(lanes[0])->product;
     const int size = p.element == Element::tf32 ? 4 : 2, depth = 32 / size, first = self()->warp % 4 * 16;
     float a[16][16], b[16][8], c[16][8];
@@ -150,12 +150,12 @@ void multiply_warpgroup(void *const lanes[32], unsigned mask) {
     }
     if (!p.a_in_registers) {
         const Descriptor in(p.a);
-        tell_of_reads(in, first, 16, depth, size, p.a_transposed);
+        report_reads(in, first, 16, depth, size, p.a_transposed);
         for (int i = 0; i < 16; i++)
             for (int k = 0; k < depth; k++) a[i][k] = value_at(in, p.element, first + i, k, p.a_transposed);
     }
     const Descriptor in(p.b);
-    tell_of_reads(in, 0, p.n, depth, size, p.b_transposed);
+    report_reads(in, 0, p.n, depth, size, p.b_transposed);
     for (int column = 0; column < p.n; column += 8) {
         for (int k = 0; k < depth; k++)
             for (int j = 0; j < 8; j++) b[k][j] = value_at(in, p.element, column + j, k, p.b_transposed);

@@ -117,7 +117,7 @@ static const std::pair<char *const, size_t> *array_with(const std::map<char *, s
 }
 bool is_pinned(const void *p) { return array_with(pinned_arrays, p) != nullptr; }
 
-static void tell_of_the_fault(int, siginfo_t *info, void *) {
+static void report_fault(int, siginfo_t *info, void *) {
     if (array_with(device_arrays, info->si_addr)) {
         static const char text[] = "emulator: the host touched device memory\n";
         if (write(2, text, sizeof text - 1)) {}
@@ -127,13 +127,13 @@ static void tell_of_the_fault(int, siginfo_t *info, void *) {
 
 static char *new_array(size_t bytes) {
     if (!settings().guard) return fresh_memory(bytes, 256);
-    static const bool told = [] {
+    static const bool installed = [] {
         struct sigaction action = {};
-        action.sa_sigaction = tell_of_the_fault;
+        action.sa_sigaction = report_fault;
         action.sa_flags = SA_SIGINFO;
         return sigaction(SIGSEGV, &action, nullptr) == 0;
     }();
-    (void)told;
+    (void)installed;
     char *p = static_cast<char *>(pages(whole_pages(bytes)));
     fill(p, 0xff, bytes);
     if (openings == 0) mprotect(p, whole_pages(bytes), PROT_NONE);
@@ -220,15 +220,15 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     if (settings().lazy && kind == cudaMemcpyHostToDevice && capture == cudaStreamCaptureStatusNone && !is_pinned(from)) {
         // The driver copies from pageable memory before it returns; the device copies from pinned memory some time later.
         std::string copied(static_cast<const char *>(from), bytes);
-        return tell(stream, [to, copied] { move(to, copied.data(), copied.size()); });
+        return enqueue(stream, [to, copied] { move(to, copied.data(), copied.size()); });
     }
-    return tell(stream, [=] { move(to, from, bytes); });
+    return enqueue(stream, [=] { move(to, from, bytes); });
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
     Inside inside(runtime);
     if (const cudaError_t error = absent()) return error;
     if (!fits(to, bytes)) return fail(cudaErrorInvalidValue);
-    return tell(stream, [=] {
+    return enqueue(stream, [=] {
         DeviceMemoryOpen open;
         check(to, bytes, true);
         memset(to, value, bytes);

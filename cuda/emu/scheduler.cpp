@@ -112,7 +112,7 @@ void Meeting::leave() {
 static bool meet_other_blocks(Block *b) {
     const int left = b->threads - b->exited;
     if (b->at_grid_barrier == left) {
-        if (!b->grid->meeting.wait()) die("a barrier of the grid, of which some blocks have exited");
+        if (!b->grid->meeting.wait()) die("a barrier of the grid after some of its blocks have exited");
     } else if (b->at_cluster_barrier == left) {
         b->cluster->barrier.wait();             // excluding blocks that have exited
     } else {
@@ -230,8 +230,8 @@ static void run_threads() {
 
 // ---- barriers ---------------------------------------------------------------------------------------------------
 static EMU_INLINE void arrive(Block *b, int number, int threads) {
-    if (number < 0 || number >= BARRIERS) die("barrier %d, want 0 to %d", number, BARRIERS - 1);
-    if (threads % 32) die("barrier %d for %d threads, want whole warps", number, threads);
+    if (number < 0 || number >= BARRIERS) die("barrier %d: not 0 to %d", number, BARRIERS - 1);
+    if (threads % 32) die("barrier %d for %d threads: not whole warps", number, threads);
     release(&b->barrier_order[number]);
     if (threads) b->expected[number] = threads;
     if (++b->arrived[number] > b->threads) die("more arrivals at barrier %d than the block has threads", number);
@@ -299,10 +299,10 @@ Switch begin_poll(const char *what) {
     // whether only this block can end the wait
     const bool alone = !b->grid->launch.cooperative && !b->cluster && settings().workers <= 1;
     if (++b->polls > 4096ul * b->threads) {
-        if (alone) die("DEADLOCK: %s waits for what nobody does", what);
+        if (alone) die("DEADLOCK: %s waits for an event that no thread can cause", what);
         const double patience = settings().patience;
         if (b->polls == 4096ul * b->threads + 1) b->polling_since = now();
-        else if (now() - b->polling_since > patience) die("DEADLOCK: %s waits, and no block has done it in %g s", what, patience);
+        else if (now() - b->polling_since > patience) die("DEADLOCK: %s waited %g s for another block", what, patience);
     }
     if (!alone) sched_yield();
     make_ready(b, self());
@@ -331,7 +331,7 @@ Switch begin_warp(unsigned mask, WarpOperation operation, void *argument, bool o
     for (int i = 0; i < size; i++) {
         if (!(mask >> i & 1)) continue;
         if (!complete) {
-            if (lanes[i].state == State::exited) die("a warp operation for lanes %08x, of which lane %d has exited", mask, i);
+            if (lanes[i].state == State::exited) die("a warp operation for lanes %08x, but lane %d has exited", mask, i);
         } else if (lanes[i].mask != mask) {
             complete = false;                   // that lane waits in an operation with another mask
         } else if (lanes[i].operation != operation) {

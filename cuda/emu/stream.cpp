@@ -13,7 +13,7 @@ struct CUgraph_st {
     std::vector<emu::Work> nodes;
     cudaStreamCaptureMode mode;
     cudaStream_t origin;
-    bool spoilt = false;                        // invalidated by an operation that a capture does not allow
+    bool invalidated = false;                        // invalidated by an operation that a capture does not allow
 };
 struct CUgraphExec_st { std::vector<emu::Work> nodes; };
 struct CUstream_st {
@@ -46,7 +46,7 @@ void finish_all_streams() {
 cudaError_t unsafe_while_capturing() {
     for (cudaStream_t stream : streams)
         if (stream->capture && stream->capture->mode != cudaStreamCaptureModeRelaxed) {
-            stream->capture->spoilt = true;
+            stream->capture->invalidated = true;
             return fail(cudaErrorStreamCaptureUnsupported);
         }
     return cudaSuccess;
@@ -54,16 +54,16 @@ cudaError_t unsafe_while_capturing() {
 
 static bool known(cudaStream_t stream) { return !stream || std::find(streams.begin(), streams.end(), stream) != streams.end(); }
 
-cudaError_t tell(cudaStream_t stream, Work work) {
+cudaError_t enqueue(cudaStream_t stream, Work work) {
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
     if (stream && stream->capture) {
-        if (stream->capture->spoilt) return fail(cudaErrorStreamCaptureInvalidated);
+        if (stream->capture->invalidated) return fail(cudaErrorStreamCaptureInvalidated);
         stream->capture->nodes.push_back(std::move(work));
         return cudaSuccess;
     }
     for (cudaStream_t other : streams)
         if (!stream && other->capture && other->blocking) {
-            other->capture->spoilt = true;
+            other->capture->invalidated = true;
             return fail(cudaErrorStreamCaptureImplicit);
         }
     if (!settings().lazy) {
@@ -105,7 +105,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     if (const cudaError_t error = absent()) return error;
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
     if (stream && stream->capture) {
-        stream->capture->spoilt = true;
+        stream->capture->invalidated = true;
         return fail(cudaErrorStreamCaptureUnsupported);
     }
     if (!stream || stream->blocking) finish(&legacy);
@@ -121,7 +121,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
     Inside inside(runtime);
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
     if (stream && stream->capture) {
-        stream->capture->spoilt = true;
+        stream->capture->invalidated = true;
         return fail(cudaErrorStreamCaptureUnsupported);
     }
     return (stream ? stream : &legacy)->queue.empty() ? cudaSuccess : cudaErrorNotReady;
@@ -151,7 +151,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     event->record = record;
     event->stream = stream;
     event->capture = stream ? stream->capture : nullptr;
-    return tell(stream, [record] {
+    return enqueue(stream, [record] {
         record->time = std::chrono::steady_clock::now();
         record->done = true;
     });
@@ -169,7 +169,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
         stream->capture = event->capture;
         return cudaSuccess;
     }
-    return tell(stream, [record = event->record, from = event->stream] { finish_until(record, from); });
+    return enqueue(stream, [record = event->record, from = event->stream] { finish_until(record, from); });
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     Inside inside(runtime);
@@ -207,7 +207,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     if (!captured || captured->origin != stream) return fail(cudaErrorStreamCaptureUnmatched);
     for (cudaStream_t other : streams)
         if (other->capture == captured) other->capture = nullptr;
-    if (captured->spoilt) {
+    if (captured->invalidated) {
         delete captured;
         return fail(cudaErrorStreamCaptureInvalidated);
     }
@@ -218,7 +218,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
     Inside inside(runtime);
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
     *status = !stream || !stream->capture ? cudaStreamCaptureStatusNone
-            : stream->capture->spoilt ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+            : stream->capture->invalidated ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
     return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
@@ -233,7 +233,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *ready, cudaGraph_t graph, unsi
 cudaError_t cudaGraphLaunch(cudaGraphExec_t ready, cudaStream_t stream) {
     Inside inside(runtime);
     for (const Work &node : ready->nodes)
-        if (const cudaError_t error = tell(stream, node)) return error;
+        if (const cudaError_t error = enqueue(stream, node)) return error;
     return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

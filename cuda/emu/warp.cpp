@@ -3,13 +3,13 @@
 
 namespace emu {
 void do_shuffle(void *const lanes[32], unsigned mask) {
-    char brought[32][8];                        // copies of all values, before any of them is replaced
+    char values[32][8];                        // copies of all values, before any of them is replaced
     for (int i = 0; i < 32; i++)
-        if (const auto *own = static_cast<Shuffle *>(lanes[i])) copy(brought[i], own->value, own->size);
+        if (const auto *own = static_cast<Shuffle *>(lanes[i])) copy(values[i], own->value, own->size);
     for (int i = 0; i < 32; i++) {
         const auto *own = static_cast<Shuffle *>(lanes[i]);
         if (!own) continue;
-        if (mask >> own->source & 1) copy(own->value, brought[own->source], own->size);
+        if (mask >> own->source & 1) copy(own->value, values[own->source], own->size);
         else fill(own->value, 0xff, own->size);                 // the source lane is not in the mask: undefined
     }
 }
