@@ -542,7 +542,7 @@ backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
             if (!dq) row_dots(dsum, c, p, x, i + above);
             weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, dq, true, first);
             first = false;
-            // The first query of this tile that sees any of these keys.
+            // The first query of this tile that sees any of these keys, rounded down to a multiple of 16.
             const int from = c.causal ? in_tile(j + above - (c.Tk - c.Tq) - i, ROWS) & ~15 : 0;
             __syncthreads();                                    // all reads of v have finished
             put(transposed, w);

@@ -60,7 +60,7 @@ template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bo
 
 // A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row.  PACKS = 0: not kept in registers but read again.
 template <int LANES_, int WIDTH_, int PACKS_> struct Share {
-    static constexpr int LANES = LANES_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, SLOTS = PACKS ? PACKS : 1;
+    static constexpr int LANES = LANES_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, SLOTS = HELD ? PACKS : 1;
     using Neighbours = Pack<float, WIDTH>;
 
     // Call f(i, c) for each pack of the lane: c is its first column, i its slot in registers.

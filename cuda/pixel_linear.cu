@@ -1,4 +1,4 @@
-// pixel_linear.cu - a linear layer whose input is rows of a table of bytes, most of which are 0 (in MNIST four of five).
+// pixel_linear.cu - a linear layer on rows of a table of bytes, most of them 0 (in MNIST 80 %).
 //
 // Forward: a block has one image and up to OUTPUTS outputs.  Each warp lists its share of the nonzero pixels and adds up the
 // corresponding rows of weight; then the sums of the warps are added in order.  The weight of a small layer stays in the L1
