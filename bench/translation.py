@@ -27,9 +27,8 @@ def planned_steps(model, pairs, lr):
 
 def flops_of(plan):
     """How many operations the matrix products of a plan are, as it ran last."""
-    from pyops.profile import FLOPS
-    return sum(FLOPS[action.kernel](action.scalars, lambda name, a=action: plan.argument(a, name))
-               for action in plan.replayed if action.kernel in FLOPS)
+    from pyops.profile import operations
+    return sum(operations(action, plan.argument) for action in plan.replayed)
 
 
 def job(step, tell=lambda: {}):

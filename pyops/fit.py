@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops import backend, checkpoint
+from pyops.backend.kernels import Kernel, declare
 from pyops.data.batches import batches, epoch_end, split
 from pyops.errors import Interrupted, UserError
 from pyops.training import Interrupt, Metrics, Output
@@ -354,3 +355,6 @@ class Saver:
                 os.unlink(self._replaced)
         self._replaced = self.last if by_time else None
         return self.last
+
+
+declare(log_step=Kernel(bytes=lambda s: 40))            # one row of the log

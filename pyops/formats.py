@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops import backend
+from pyops.backend.kernels import Kernel, declare
 from pyops.errors import UserError
 
 FORMATS = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
@@ -329,3 +330,6 @@ def _step(x, f, step):
     if not f.is_stochastic:
         return None
     return step if step is not None else _place(x).zeros(1, np.int64)
+
+
+declare(fake_quantize=Kernel(), encode=Kernel(), decode=Kernel(), amax_factor=Kernel())

@@ -7,6 +7,7 @@ import numbers
 import numpy as np
 
 from pyops import backend
+from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
 
 
@@ -214,3 +215,6 @@ def inverse_square_root(optimizer, lr, warmup):
     warmup 0: `lr` at every step.
     """
     backend.launch('inverse_square_root', optimizer.lr, optimizer.count, warmup, lr)
+
+
+declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel())

@@ -12,6 +12,7 @@ import numpy as np
 
 from pyops import backend
 from pyops.backend import library
+from pyops.backend.kernels import Kernel, declare
 
 ALIGN = 16      # floats: every parameter begins on its own cache line
 
@@ -135,3 +136,6 @@ class Parameters:
             backend.launch('fill', self.grads, self.grads.size, 0.0)
         else:
             backend.launch('zero_touched', self.grads, self.touched, self.grads.size)
+
+
+declare(zero_touched=Kernel())

@@ -1,7 +1,6 @@
 """What a plan's actions cost: time, operations, bytes, and how near that is to what the machine can do."""
 import functools
 import json
-import math
 import time
 from typing import NamedTuple
 
@@ -9,55 +8,14 @@ import numpy as np
 
 from pyops import backend
 from pyops.backend import library
+from pyops.backend.kernels import KERNELS, Kernel
 from pyops.errors import UserError
 
 
-def _scores(s, array):
-    """How many pairs of a query and a key attention looks at."""
-    keys = s['Tk'] if array('lengths') is None else backend.get(array('lengths'))[:, None]
-    if s['causal']:
-        keys = np.minimum(keys, np.maximum(np.arange(s['Tq']) + 1 + s['Tk'] - s['Tq'], 0))
-    return int(np.broadcast_to(keys, (s['B'], s['Tq'])).sum()) * s['heads']
-
-
-def _inputs(s, array):
-    """How many numbers the distinct rows have that embedding_linear multiplies: of tokens, and of contexts."""
-    return len(np.unique(backend.get(array('ids')))) * s['E'] + s['B'] * s['C']
-
-
-# kernel -> operations of its matrix products (two for a multiply-add), from the header's sizes s and a look into the
-# arrays of the arguments; kernels that are not here are bound by memory
-FLOPS = {
-    'gemm': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
-    'attention_forward': lambda s, array: 4 * _scores(s, array) * s['C'],
-    'attention_backward': lambda s, array: 10 * _scores(s, array) * s['C'],
-    'gemm_batched': lambda s, array: 2 * s['M'] * s['N'] * s['K'] * math.prod(s['shape']),
-    'gemm_bf16': lambda s, array: 2 * s['M'] * s['N'] * s['K'],
-    'mlp_gradients': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
-    'mlp_step': lambda s, array: s['B'] * s['H'] * (4 * s['I'] + 6 * s['C']),
-    # of a GRU all positions count, those behind the lengths, too, although they are not computed
-    'gru_forward': lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
-    'gru_backward': lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H']),
-    'embedding_linear_forward': lambda s, array: 2 * s['O'] * _inputs(s, array),
-    'embedding_linear_backward': lambda s, array: 4 * s['O'] * _inputs(s, array),
-    'linear_cross_entropy': lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V'],
-}
-# kernel -> bytes that cross memory, where that is not every operand once
-BYTES = {
-    'embedding_forward': lambda s: 2 * s['R'] * s['E'] * 4 + s['R'] * 4,
-    'embedding_backward': lambda s: 3 * s['R'] * s['E'] * 4 + s['R'] * 4,
-    'embedding_linear_forward': lambda s: 4 * (s['T'] * s['B'] * (1 + s['E'] + s['O']) + s['B'] * s['C']
-                                               + (s['E'] + s['C'] + 1) * s['O']),
-    'embedding_linear_backward': lambda s: 4 * (s['T'] * s['B'] * (1 + 3 * s['E'] + s['O']) + 2 * s['B'] * s['C']
-                                                + (3 * (s['E'] + s['C']) + 2) * s['O']),
-    'log_step': lambda s: 40,           # one row of the log
-    'gather_pixels': lambda s: s['B'] * s['C'] * 5 + s['B'] * 8,
-    'pixel_linear_forward': lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O']),
-    'pixel_linear_backward': lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O']),
-    'mlp_gradients': lambda s: s['B'] * (s['I'] + 12) + 8 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1)),
-    'mlp_step': lambda s: s['B'] * (s['I'] + 12) + 28 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1)),
-    'gather_sequences': lambda s: s['B'] * s['T'] * 8 + s['B'] * 8,
-}
+def operations(action, array):
+    """The operations of an action's matrix products, 0 where it has none.  array(action, argument) -> the argument."""
+    kernel = KERNELS.get(action.kernel, Kernel())
+    return kernel.flops(action.scalars, lambda name: array(action, name)) if kernel.flops else 0
 
 
 class Machine(NamedTuple):
@@ -131,9 +89,9 @@ class Profile:
         """One Row an action, in their order."""
         best, medians, rows = machine(self.place), np.median(self.times, 0), []
         for action, seconds in zip(self.actions, medians, strict=True):
-            sizes = action.scalars
-            flops = FLOPS.get(action.kernel, lambda s, array: 0)(sizes, lambda name, a=action: self._array(a, name)) / seconds
-            bytes_ = BYTES[action.kernel](sizes) if action.kernel in BYTES else self._operand_bytes(action)
+            kernel = KERNELS.get(action.kernel, Kernel())
+            flops = operations(action, self._array) / seconds
+            bytes_ = kernel.bytes(action.scalars) if kernel.bytes else self._operand_bytes(action)
             output = next(iter(action.split()[1].values()))
             rows.append(Row(f'{action.kernel} -> {output.name}', seconds, seconds / medians.sum(),
                             flops, bytes_ / seconds, flops / best.flops if flops else bytes_ / seconds / best.bandwidth))

@@ -16,11 +16,11 @@ from mnist import train
 from mnist.model import MLP, Config
 from pyops import backend
 from pyops.autograd import Tensor
+from pyops.backend.kernels import KERNELS
 from pyops.ndarray import over
 from pyops.optim import SGD, Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Steps
-from pyops.profile import BYTES, FLOPS
 
 EMULATED = ROOT / 'pyops' / 'libpyops_emulated.so'
 BUFFERS = 'values', 'grads', 'm', 'v'
@@ -108,7 +108,8 @@ def test_replayed_steps_equal_eager_ones_bit_for_bit():
     plan = planned.plans[7][0]
     assert [action.kernel for action in plan.actions] == ['mlp_step'] and 'Tensor(mlp.loss)(1)' in str(plan)
     arguments = plan.actions[0].scalars
-    assert FLOPS['mlp_step'](arguments, None) == 7 * 11 * (4 * 50 + 6 * 10) and BYTES['mlp_step'](arguments) > 28 * 11 * 50
+    cost = KERNELS['mlp_step']
+    assert cost.flops(arguments, None) == 7 * 11 * (4 * 50 + 6 * 10) and cost.bytes(arguments) > 28 * 11 * 50
 
 
 @pytest.mark.skipif(not ON_GPU, reason='on the CPU the parts are as good: run with PYOPS_BACKEND=gpu')

@@ -1,6 +1,8 @@
 """The plan: what it records, that replay is the same step, what it tells, how it refuses."""
 import gc
+import importlib
 import json
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -11,13 +13,14 @@ import pytest
 from conftest import ROOT
 from places import ON_GPU, get, on_the_cpu, put
 
-from pyops import backend
+from pyops import backend, ops
 from pyops.backend import library
+from pyops.backend.kernels import KERNELS, Kernel, declare
 from pyops.ops import Attention, CrossEntropy, Linear, ReLU
 from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
-from pyops.profile import BYTES, FLOPS, machine
+from pyops.profile import machine
 from seq2seq.model import Config, Seq2Seq
 from transformer.model import Config as TransformerConfig
 from transformer.model import Transformer
@@ -444,12 +447,17 @@ def test_the_cost_of_attention_is_that_of_the_scores_it_needs(Tq, Tk, causal):
         scores = sum(j < (Tk if given is None else given[b]) and (not causal or j <= i + Tk - Tq)
                      for b in range(3) for i in range(Tq) for j in range(Tk))
         for kernel, products in (('attention_forward', 2), ('attention_backward', 5)):
-            assert FLOPS[kernel](sizes, dict(lengths=given).get) == products * 2 * scores * 2 * 5
+            assert KERNELS[kernel].flops(sizes, dict(lengths=given).get) == products * 2 * scores * 2 * 5
 
 
-def test_costs_are_of_kernels_that_exist():
-    names = {name.removeprefix('pyops_') for name in library.cpu().functions}
-    assert set(FLOPS) <= names and set(BYTES) <= names
+def test_every_kernel_of_the_header_is_declared():
+    for module in ('fit', 'optim', 'formats', 'data.batches', *(f'ops.{m.name}' for m in pkgutil.iter_modules(ops.__path__))):
+        importlib.import_module(f'pyops.{module}')                      # which declares the kernels that it launches
+    kernels = {name.removeprefix('pyops_') for name, function in library.cpu().functions.items()
+               if function.arguments and function.arguments[-1].name == 'stream'}
+    assert set(KERNELS) == kernels - {'replay'}
+    with pytest.raises(ValueError, match='dropout: this kernel is declared twice'):
+        declare(dropout=Kernel())
     assert machine().flops > 1e8 and machine().bandwidth > 1e8
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from pyops import backend
+from pyops.backend.kernels import Kernel, declare
 
 
 def epoch_order(n, seed, epoch):
@@ -60,3 +61,6 @@ def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True, 
 def split(indices, batch_size):
     """The batches of several as one array: views of it."""
     return [indices[first:first + batch_size] for first in range(0, len(indices), batch_size)]
+
+
+declare(gather_sequences=Kernel(bytes=lambda s: s['B'] * s['T'] * 8 + s['B'] * 8))

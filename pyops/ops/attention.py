@@ -3,7 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, launch
+from pyops.backend import axes, check, empty, get, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class Attention:
@@ -76,3 +77,16 @@ def sequence_lengths(ids, pad, name='lengths'):
     lengths = empty(B, np.int32, name)
     launch('sequence_lengths', lengths, ids, T, B, pad)
     return lengths
+
+
+def _scores(s, array):
+    """The number of pairs of a query and a key that are computed."""
+    keys = s['Tk'] if array('lengths') is None else get(array('lengths'))[:, None]
+    if s['causal']:
+        keys = np.minimum(keys, np.maximum(np.arange(s['Tq']) + 1 + s['Tk'] - s['Tq'], 0))
+    return int(np.broadcast_to(keys, (s['B'], s['Tq'])).sum()) * s['heads']
+
+
+declare(attention_forward=Kernel(flops=lambda s, array: 4 * _scores(s, array) * s['C']),
+        attention_backward=Kernel(flops=lambda s, array: 10 * _scores(s, array) * s['C']),
+        sequence_lengths=Kernel())

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, empty, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class CrossEntropy:
@@ -43,3 +44,6 @@ class CrossEntropy:
         dx = empty((R, C), name=f'{self.name}.dx')
         launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.stats, ctx.valid, R, C, self.ignore, self.smoothing)
         return dx
+
+
+declare(cross_entropy_forward=Kernel(), cross_entropy_backward=Kernel())

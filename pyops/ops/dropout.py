@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import check, empty, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class Dropout:
@@ -36,3 +37,6 @@ class Dropout:
         y = empty(x.shape, name=f'{self.name}.{result}')
         launch('dropout', y, x, step, x.size, self.p, self.key)
         return y
+
+
+declare(dropout=Kernel())

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class Embedding:
@@ -37,3 +38,7 @@ class Embedding:
         V, E = self.weight.value.shape
         check('dy', dy, (*ctx.ids.shape, E))
         launch('embedding_backward', self.weight.grad, self.weight.touched, dy, ctx.ids, ctx.ids.size, V, E)
+
+
+declare(embedding_forward=Kernel(bytes=lambda s: 2 * s['R'] * s['E'] * 4 + s['R'] * 4),
+        embedding_backward=Kernel(bytes=lambda s: 3 * s['R'] * s['E'] * 4 + s['R'] * 4))

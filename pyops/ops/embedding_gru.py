@@ -3,7 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, work
+from pyops.backend import axes, check, check_parameter, empty, get, launch, work
+from pyops.backend.kernels import Kernel, declare
 from pyops.ops.gru import GRU
 
 
@@ -81,3 +82,17 @@ class EmbeddingGRU(GRU):
                dgates, self.table.value, ctx.ids, ctx.context, self.w_ih.value,
                work('embedding_linear_backward', *sizes), *sizes, 4 * H)
         return None, dcontext, dh0
+
+
+def _inputs(s, array):
+    """The number of elements in the distinct rows that embedding_linear multiplies: those of tokens and of contexts."""
+    return len(np.unique(get(array('ids')))) * s['E'] + s['B'] * s['C']
+
+
+declare(embedding_linear_forward=Kernel(
+            flops=lambda s, array: 2 * s['O'] * _inputs(s, array),
+            bytes=lambda s: 4 * (s['T'] * s['B'] * (1 + s['E'] + s['O']) + s['B'] * s['C'] + (s['E'] + s['C'] + 1) * s['O'])),
+        embedding_linear_backward=Kernel(
+            flops=lambda s, array: 4 * s['O'] * _inputs(s, array),
+            bytes=lambda s: 4 * (s['T'] * s['B'] * (1 + 3 * s['E'] + s['O']) + 2 * s['B'] * s['C']
+                                 + (3 * (s['E'] + s['C']) + 2) * s['O'])))

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch, work
+from pyops.backend.kernels import Kernel, declare
 
 
 class GRU:
@@ -80,3 +81,9 @@ class GRU:
         for name, gradient, shape in (('dh', dh, (T, B, H)), ('dh_last', dh_last, (B, H))):
             if gradient is not None:
                 check(name, gradient, shape)
+
+
+# all positions count, also those behind the lengths, although they are not computed
+declare(gru_forward=Kernel(flops=lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),
+        gru_backward=Kernel(flops=lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),
+        gru_gates_forward=Kernel(), gru_gates_backward=Kernel())

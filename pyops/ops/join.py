@@ -2,6 +2,7 @@
 from typing import NamedTuple
 
 from pyops.backend import axes, check, empty, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class ConcatContext:
@@ -36,3 +37,6 @@ class ConcatContext:
         dx, dcontext = empty((T, B, ctx.E), name=f'{self.name}.dx'), empty((B, ctx.H), name=f'{self.name}.dcontext')
         launch('concat_context_backward', dx, dcontext, dy, T, B, ctx.E, ctx.H)
         return dx, dcontext
+
+
+declare(concat_context_forward=Kernel(), concat_context_backward=Kernel())

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch, work
+from pyops.backend.kernels import Kernel, declare
 
 
 class LayerNorm:
@@ -51,3 +52,6 @@ class LayerNorm:
         launch('layer_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
                work('layer_norm_backward', R, C), R, C, into is not None)
         return dx
+
+
+declare(layer_norm_forward=Kernel(), layer_norm_backward=Kernel())

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work, work_size
+from pyops.backend.kernels import Kernel, declare
 
 
 class LinearCrossEntropy:
@@ -73,3 +74,8 @@ class LinearCrossEntropy:
         launch('linear_argmax', index, x, self.weight.value, self.bias.value, prepared, work('linear_argmax', len(x), D, V),
                len(x), D, V)
         return index
+
+
+declare(linear_cross_entropy=Kernel(
+            flops=lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V']),
+        linear_argmax=Kernel(), linear_argmax_prepare=Kernel())

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch, location, work
+from pyops.backend.kernels import Kernel, declare
 
 
 class MLPGradients:
@@ -81,3 +82,11 @@ class MLPGradients:
         check('rows', rows, (B,), np.int64)
         check('labels', labels, (N,), np.int32)
         return N, B, I, H, C
+
+
+def _flops(s, array):
+    return s['B'] * s['H'] * (4 * s['I'] + 6 * s['C'])
+
+
+declare(mlp_gradients=Kernel(_flops, lambda s: s['B'] * (s['I'] + 12) + 8 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1))),
+        mlp_step=Kernel(_flops, lambda s: s['B'] * (s['I'] + 12) + 28 * (s['H'] * (s['I'] + 1) + s['C'] * (s['H'] + 1))))

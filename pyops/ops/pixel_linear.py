@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work
+from pyops.backend.kernels import Kernel, declare
 
 
 class PixelLinear:
@@ -51,3 +52,9 @@ class PixelLinear:
         launch('pixel_linear_backward', self.weight.grad, self.bias.grad, dy, ctx.table, ctx.rows,
                ctx.ink, ctx.places,
                work('pixel_linear_backward', B, I, O), N, B, I, O, self.scale)
+
+
+declare(pixel_linear_forward=Kernel(
+            bytes=lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O'])),
+        pixel_linear_backward=Kernel(
+            bytes=lambda s: s['B'] * (s['I'] + 8) + 4 * (2 * s['I'] * s['O'] + 2 * s['O'] + s['B'] * s['O'])))

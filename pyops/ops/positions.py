@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import HOST, axes, check, empty, launch, put
+from pyops.backend.kernels import Kernel, declare
 
 
 class Positions:
@@ -45,3 +46,6 @@ class Positions:
         dx = empty(ctx.shape, name=f'{self.name}.dx')
         launch('add_positions_backward', dx, dy, dx.size, self.scale)
         return dx
+
+
+declare(add_positions_forward=Kernel(), add_positions_backward=Kernel())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import as_rows, check, check_kept, copy, empty, gemm, gemm_batched, launch, may_overlap, put
+from pyops.backend.kernels import Kernel, declare
 from pyops.formats import fake_quantize
 from pyops.ops.attention import Attention
 from pyops.ops.embedding import Embedding
@@ -480,3 +481,6 @@ class QuantizedEmbeddingGRU(EmbeddingGRU):
 OPS = {'Attention': QuantizedAttention, 'EmbeddingGRU': QuantizedEmbeddingGRU, 'FeedForward': QuantizedFeedForward,
        'GRU': QuantizedGRU, 'Linear': QuantizedLinear, 'LinearCrossEntropy': QuantizedLinearCrossEntropy,
        'PixelLinear': QuantizedPixelLinear}
+
+
+declare(attention_softmax_forward=Kernel(), attention_softmax_backward=Kernel())

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import check, empty, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class ReLU:
@@ -34,3 +35,6 @@ class ReLU:
         dx = empty(dy.shape, name=f'{self.name}.dx')
         launch('relu_backward', dx, dy, ctx.y, dy.size)
         return dx
+
+
+declare(relu_forward=Kernel(), relu_backward=Kernel())

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops.backend import check, empty, launch
+from pyops.backend.kernels import Kernel, declare
 
 
 class Residual:
@@ -42,3 +43,6 @@ class Residual:
         dbranch = empty(ctx.shape, name=f'{self.name}.dbranch')
         launch('dropout', dbranch, dy, ctx.step, dy.size, self.p, self.key)
         return dy, dbranch
+
+
+declare(residual=Kernel())
