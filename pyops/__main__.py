@@ -32,11 +32,11 @@ def run(arguments):
 
 def gradcheck(options):
     """Print a table for each op.  -> exit status: 1 if one is wrong."""
-    from pyops.differences import CASES, check_op, find_op
-    ops = [find_op(name) for name in options.ops] or list(CASES)
+    from pyops.differences import check_op, every_op, find_op
+    ops = [find_op(name) for name in options.ops] or every_op()
     if None in ops:
         raise UserError(f'{options.ops[ops.index(None)]}: there is no such op; want one of: '
-                        f'{", ".join(op.__name__ for op in CASES)}')
+                        f'{", ".join(op.__name__ for op in every_op())}')
     wrong = []
     for op in ops:
         report = check_op(op)

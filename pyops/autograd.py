@@ -6,8 +6,8 @@ from the largest number to the smallest.
 
 Two kinds of op are applied in the same way.  Array ops (pyops/ops/array.py) are formulas, whose backward can be recorded in
 turn: that gives second derivatives.  Kernel ops, such as Linear or GRU, are the classes that programs with manual gradients
-call; their parameters are Tensors here, too, and some have their gradient a second time, as a formula
-(pyops/ops/derivatives.py).
+call; their parameters are Tensors here, too.  Those with a short backward have it once more as a formula, in a method
+`backward_on_tensors`, which gives second derivatives.
 """
 import contextlib
 import functools
@@ -25,7 +25,6 @@ from pyops import backend, ndarray
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
 from pyops.ops.array import ArrayOp, normal_axes
-from pyops.ops.derivatives import DERIVATIVES
 from pyops.params import Parameter
 
 _numbers = itertools.count()
@@ -377,8 +376,7 @@ class _Backward:
     def derivatives(self, node, dy, device, n):
         """The gradients of the n inputs of a kernel op and of its parameters, as formulas."""
         kernel = node.op
-        formula = DERIVATIVES.get(kernel.op if isinstance(kernel.op, type) else type(kernel.op))
-        if formula is None:
+        if not hasattr(kernel.op, 'backward_on_tensors'):
             raise RuntimeError(f'{node.name}: has no second derivative, its gradient comes from a kernel; '
                                'write it with array ops (@, +, exp, sum ...) where create_graph is needed')
 
@@ -391,7 +389,7 @@ class _Backward:
         parameters = {argument: _result(_over(value, device), parent)
                       for (argument, _, value), parent in zip(kernel.parameters, node.parents[n:], strict=True)}
         op = kernel.make([value for _, _, value in kernel.parameters])
-        inputs, gradients = formula(dy, type(node.ctx)(*map(tensor, node.ctx)), parameters, op)
+        inputs, gradients = op.backward_on_tensors(dy, type(node.ctx)(*map(tensor, node.ctx)), parameters)
         return [*inputs, *[None] * (n - len(inputs)), *(gradients[argument] for argument in parameters)]
 
     def tensor(self, node, array):

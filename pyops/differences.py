@@ -1,16 +1,22 @@
 """Gradients against central differences: pyops.gradcheck(f, inputs), and `python -m pyops gradcheck` for every op.
 
 A difference of two float32 values has lost most of its digits.  So the function is run twice: with the ops themselves for
-values and gradients, and with their formulas in float64 (pyops/formulas.py) for the differences.
+values and gradients, and with their references in float64 for the differences.  An op class has both that it needs here:
+
+    reference(*inputs, **named)     its formula in numpy, called as `apply` calls the op: inputs by position, parameters and
+                                    settings by name -> float64 array or arrays
+    example(normal)                 -> inputs, named, in float32, small enough to take every difference; normal(*shape) draws
+                                    numbers.  A gradient is checked for each float32 array; other arrays are constants
 """
+import inspect
 from types import BuiltinFunctionType
 from typing import NamedTuple
 
 import numpy as np
 
-from pyops import autograd, backend
+from pyops import autograd, backend, ops
 from pyops.autograd import Tensor
-from pyops.formulas import CASES, formula_of
+from pyops.ops.array import ArrayOp
 from pyops.params import generator
 
 TOLERANCE = 2e-5        # of sums in float32, relative to the largest element
@@ -30,8 +36,14 @@ class Double(np.ndarray):
     stored = numpy
 
 
+def settings_of(op):
+    """The settings of a ready-made op that its reference takes, by name."""
+    named = inspect.signature(op.reference).parameters
+    return {name: value for name, value in vars(op).items() if name in named}
+
+
 def _double(x):
-    """A Tensor as the formulas take it, int32 as it is; what is no Tensor is a constant that the op takes as it is."""
+    """A Tensor as the references take it, int32 as it is; what is no Tensor is a constant that the op takes as it is."""
     if not isinstance(x, Tensor):
         return x
     x = x.array.stored()
@@ -41,13 +53,13 @@ def _double(x):
 def in_float64(op, inputs, constants):
     """What `apply` does while differences are taken; a comparison comes as the function of `operator`."""
     kind = op if isinstance(op, type) else type(op)
-    formula = op if isinstance(op, BuiltinFunctionType) else formula_of(kind)
-    if formula is None:
+    reference = op if isinstance(op, BuiltinFunctionType) else getattr(kind, 'reference', None)
+    if reference is None:
         raise RuntimeError(f'gradcheck: {kind.__name__} has no float64 formula: give the class a function `reference`, '
                            'called with arrays as the op is, or pass float32=True')
-    if formula is not op and kind is not op:
-        constants = {name: value for name, value in vars(op).items() if name not in ('name', 'table')} | constants
-    y = formula(*map(_double, inputs), **{name: _double(value) for name, value in constants.items()})
+    if reference is not op and kind is not op:
+        constants = settings_of(op) | constants
+    y = reference(*map(_double, inputs), **{name: _double(value) for name, value in constants.items()})
     return tuple(map(_result, y)) if isinstance(y, tuple) else _result(y)
 
 
@@ -142,7 +154,7 @@ def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
 
     for (name, x), gradient in zip(leaves.items(), gradients, strict=True):
         got = np.zeros(x.shape) if gradient is None else gradient.numpy()
-        rows.append(Row.of(f'd {name}', got, _differences(loss, values[name], float32), tolerance))
+        rows.append(Row.of(f'd {name}', got, central_differences(loss, values[name], float32), tolerance))
     return Report(rows, tolerance)
 
 
@@ -169,8 +181,11 @@ def _float32_values(f):
     return evaluate
 
 
-def _differences(loss, value, float32):
-    """The gradient of loss() with respect to the array `value`, which it reads."""
+def central_differences(loss, value, float32=False):
+    """The gradient of loss() with respect to the array `value`, which it reads, by steps up and down of one element at a time.
+
+    float32: of a loss that computes in float32, from four points with a large step.
+    """
     result = np.zeros(value.shape)
     for at in np.ndindex(value.shape):
         kept = value[at]
@@ -194,15 +209,25 @@ def _differences(loss, value, float32):
 
 # ---- every op ----------------------------------------------------------------------------------------------------------
 
+def every_op():
+    """-> the op classes of the package: those of kernels, then those on arrays."""
+    from pyops.ops import convolution, elementwise, matmul, reductions, shapes
+    found = [getattr(ops, name) for name in ops.__all__ if isinstance(getattr(ops, name), type)]
+    for module in (elementwise, matmul, reductions, shapes, convolution):
+        found += [op for op in vars(module).values()
+                  if isinstance(op, type) and issubclass(op, ArrayOp) and op.__module__ == module.__name__]
+    return found
+
+
 def find_op(name):
     """The op class of a name: 'LayerNorm', 'layer_norm' and 'layernorm' are one.  None: there is no such op."""
-    return {op.__name__.lower(): op for op in CASES}.get(name.replace('_', '').lower())
+    return {op.__name__.lower(): op for op in every_op()}.get(name.replace('_', '').lower())
 
 
 def check_op(op, seed=0):
-    """The example of an op in the table.  -> Report"""
+    """Check an op class on its example.  -> Report"""
     rng = np.random.default_rng(seed)
-    inputs, named = CASES[op].example(lambda *shape: rng.standard_normal(shape).astype(np.float32))
+    inputs, named = op.example(lambda *shape: rng.standard_normal(shape).astype(np.float32))
     arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
     settings = {name: value for name, value in named.items() if name not in arrays}
     free = [i for i, x in enumerate(inputs) if isinstance(x, np.ndarray) and x.dtype == np.float32]

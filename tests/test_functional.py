@@ -5,8 +5,8 @@ import pytest
 from test_ops import close, normal
 
 from pyops import functional as F
-from pyops import references as ref
 from pyops.autograd import Tensor, grad
+from pyops.philox import dropout_mask
 
 
 def positive(rng, *shape):
@@ -24,7 +24,7 @@ def tied(rng, *shape):
 
 
 def kept(n, p, step, key):
-    return ref.dropout_keep(n, p, step, key) / (1 - p)
+    return dropout_mask(n, p, step, key) / (1 - p)
 
 
 class Case:

@@ -22,7 +22,6 @@ import pyops
 from mnist import train as mnist_train
 from mnist.mlp_resnet import MLPResNet
 from pyops import autograd, backend, fit, ndarray, nn
-from pyops import references as ref
 from pyops.autograd import Tensor
 from pyops.backend import get, gpu, library, put
 from pyops.errors import UserError
@@ -30,6 +29,7 @@ from pyops.ndarray import array
 from pyops.ops import Attention, Dropout, Linear, Residual
 from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameter
+from pyops.philox import dropout_mask
 from pyops.plan import Plan, Steps
 from pyops.training import PRECISIONS
 from seq2seq import model as seq2seq
@@ -379,7 +379,7 @@ def test_each_replay_drops_something_else(on_gpu):
     for step in range(2, 7):
         plan.run()
         masks.append(get(y) > 0)
-        assert (masks[-1] == ref.dropout_keep(1001, 0.4, step, 77)).all()
+        assert (masks[-1] == dropout_mask(1001, 0.4, step, 77)).all()
     assert len({mask.tobytes() for mask in masks}) == 5
 
 

@@ -1,7 +1,7 @@
 """One table of ops; every property below is checked for every row at every size.
 
-A row says how to build the op, how to call it, and what it should compute: once in float64 numpy from the formula,
-once in PyTorch.  `large` is a size that is worth several threads.  Adding an op is adding a row.
+A row builds the op and its arguments at any size, and has the same in PyTorch.  The formula in float64 is the op's own
+`reference`.  `large` is a size that is worth several threads.  Adding an op is adding a row.
 `make test-all` runs this file on each instruction set and on the emulated CUDA library.
 """
 import functools
@@ -19,8 +19,8 @@ from conftest import ROOT
 from places import get, launch, of_threads, put
 
 from pyops import backend
-from pyops import references as ref
 from pyops.backend import library
+from pyops.differences import Row, central_differences, settings_of
 from pyops.ops import (
     GRU,
     Attention,
@@ -41,8 +41,10 @@ from pyops.ops import (
     Residual,
     sequence_lengths,
 )
+from pyops.ops.attention import dropout_factors, visible
 from pyops.ops.quantized import OPS as QUANTIZED
 from pyops.params import Parameter
+from pyops.philox import dropout_mask, philox4x32
 from pyops.quantization import Recipe
 
 
@@ -79,9 +81,6 @@ class LinearRow:
         params = dict(weight=normal(rng, O, I), bias=normal(rng, O))
         return Built(Linear, dict(x=normal(rng, *shape, I)), params)
 
-    def reference(self, x, weight, bias=0):
-        return ref.linear(x, weight, bias)
-
     def torch(self, torch, x, weight, bias=None):
         return torch.nn.functional.linear(x, weight, bias)
 
@@ -111,13 +110,10 @@ class FeedForwardRow:
         params = dict(w1=normal(rng, F, D), b1=normal(rng, F), w2=normal(rng, D, F), b2=normal(rng, D))
         x = normal(rng, T, B, D)
         for _ in range(100):                    # away from the kink
-            near = np.abs(ref.linear(x.astype(np.float64), params['w1'], params['b1'])).min(-1) < 1e-3
+            near = np.abs(Linear.reference(x.astype(np.float64), params['w1'], params['b1'])).min(-1) < 1e-3
             x[near] = normal(rng, near.sum(), D)
         assert not near.any()
         return Built(FeedForward, dict(x=x), params)
-
-    def reference(self, x, w1, b1, w2, b2):
-        return ref.feed_forward(x, w1, b1, w2, b2)
 
     def torch(self, torch, x, w1, b1, w2, b2):
         linear = torch.nn.functional.linear
@@ -133,9 +129,6 @@ class LayerNormRow:
         C = size[-1]
         return Built(LayerNorm, dict(x=normal(rng, *size) + np.float32(0.5)), dict(weight=normal(rng, C), bias=normal(rng, C)))
 
-    def reference(self, x, weight, bias):
-        return ref.layer_norm(x, weight, bias)
-
     def torch(self, torch, x, weight, bias):
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
 
@@ -148,9 +141,6 @@ class PositionsRow:
 
     def build(self, size, rng):
         return Built(lambda: Positions(size[-1], scale=self.SCALE), dict(x=normal(rng, *size)), {})
-
-    def reference(self, x):
-        return self.SCALE * x + ref.positions(len(x), x.shape[-1])[:, None]
 
     def torch(self, torch, x):
         T, _, D = x.shape
@@ -172,9 +162,6 @@ class BatchNormRow:
         return Built(lambda **p: BatchNorm(**p, training=self.training), dict(x=normal(rng, *size) + np.float32(0.5)),
                      dict(weight=normal(rng, C), bias=normal(rng, C)), running)
 
-    def reference(self, x, weight, bias, running_mean=None, running_var=None):
-        return ref.batch_norm(x, weight, bias, running_mean, running_var)
-
     def torch(self, torch, x, weight, bias, running_mean=None, running_var=None):
         running = (None, None) if self.training else (running_mean.double(), running_var.double())
         return torch.nn.functional.batch_norm(x, *running, weight, bias, self.training)
@@ -194,9 +181,6 @@ class PixelLinearRow:
         rows[0] = 0
         params = dict(weight=normal(rng, I, O), bias=normal(rng, O))
         return Built(PixelLinear, {}, params, dict(table=table, rows=rows))
-
-    def reference(self, weight, bias, table, rows):
-        return table[rows] / 255 @ weight + bias
 
     def torch(self, torch, weight, bias, table, rows):
         return table[rows].double() / 255 @ weight + bias
@@ -222,9 +206,6 @@ class MLPGradientsRow:
         assert not near.any()
         return Built(MLPGradients, {}, params, dict(images=images, rows=rows, labels=labels))
 
-    def reference(self, w1, b1, w2, b2, images, rows, labels):
-        return ref.mlp(images, rows, labels, w1, b1, w2, b2)
-
     def torch(self, torch, w1, b1, w2, b2, images, rows, labels):
         r = torch.relu(images[rows].double() / 255 @ w1 + b1)
         return torch.nn.functional.cross_entropy(r @ w2.T + b2, labels[rows].long()).reshape(1)
@@ -240,9 +221,6 @@ class ReLURow:
         x = normal(rng, *size)
         return Built(ReLU, dict(x=np.where(np.abs(x) < 1e-3, np.float32(1e-3), x)), {})     # away from the kink
 
-    def reference(self, x):
-        return np.maximum(x, 0)
-
     def torch(self, torch, x):
         return torch.relu(x)
 
@@ -257,9 +235,6 @@ class EmbeddingRow:
         T, B, V, E = size
         ids = rng.integers(0, V, (T, B)).astype(np.int32)
         return Built(Embedding, {}, dict(weight=normal(rng, V, E)), dict(ids=ids))
-
-    def reference(self, weight, ids):
-        return ref.embedding(weight, ids)
 
     def torch(self, torch, weight, ids):
         return torch.nn.functional.embedding(ids.long(), weight)
@@ -289,10 +264,7 @@ class DropoutRow:
         return Built(lambda: Dropout(p, 0x0123456789ABCDEF), dict(x=normal(rng, n)), {}, dict(step=np.array([7 + (3 << 32)])))
 
     def keep(self, op, n):
-        return ref.dropout_keep(n, op.p, 7 + (3 << 32), op.key) / (1 - op.p)
-
-    def reference(self, x, step, op):
-        return x * self.keep(op, x.size)
+        return dropout_mask(n, op.p, 7 + (3 << 32), op.key) / (1 - op.p)
 
     def torch(self, torch, x, step, op):
         return x * torch.tensor(self.keep(op, x.numel()))
@@ -313,10 +285,7 @@ class ResidualRow:
     def kept(self, shape):
         if not self.with_dropout:
             return np.ones(shape)
-        return ref.dropout_keep(int(np.prod(shape)), self.P, self.STEP, self.KEY).reshape(shape) / (1 - self.P)
-
-    def reference(self, x, branch, step=None):
-        return x + branch * self.kept(x.shape)
+        return dropout_mask(int(np.prod(shape)), self.P, self.STEP, self.KEY).reshape(shape) / (1 - self.P)
 
     def torch(self, torch, x, branch, step=None):
         return x + branch * torch.tensor(self.kept(x.shape))
@@ -331,9 +300,6 @@ class ConcatContextRow:
     def build(self, size, rng):
         T, B, E, H = size
         return Built(ConcatContext, dict(x=normal(rng, T, B, E), context=normal(rng, B, H)), {})
-
-    def reference(self, x, context):
-        return ref.concat_context(x, context)
 
     def torch(self, torch, x, context):
         return torch.cat([x, context.expand(len(x), -1, -1)], -1)
@@ -365,9 +331,6 @@ class GRURow:
         lengths = rng.integers(0, T + 1, B).astype(np.int32)
         lengths[0], lengths[1:2] = T, 0
         return dict(lengths=lengths)
-
-    def reference(self, x, w_ih, w_hh, b_ih, b_hh, h0=None, lengths=None):
-        return ref.gru(x, h0, w_ih, w_hh, b_ih, b_hh, self.reset_before, lengths)
 
     def torch(self, torch, x, w_ih, w_hh, b_ih, b_hh, h0=None, lengths=None):
         if lengths is not None:
@@ -417,10 +380,6 @@ class EmbeddingGRURow:
         x = table[ids]
         return x if context is None else concatenate([x, context + 0 * x[..., :1]], -1)
 
-    def reference(self, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None, lengths=None):
-        x = self.input_of(table, ids, context, np.concatenate)
-        return self.gru.reference(x, w_ih, w_hh, b_ih, b_hh, h0, lengths)
-
     def torch(self, torch, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None, lengths=None):
         x = self.input_of(table, ids.long(), context, torch.cat)
         return self.gru.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0, lengths)
@@ -452,17 +411,13 @@ class AttentionRow:
         return Built(lambda: Attention(heads, self.causal, self.p, 0x0123456789ABCDEF), dict(q=q, k=k, v=v), {}, constants)
 
     def keep(self, Tq, Tk, B, heads):
-        return ref.attention_keep(B, heads, Tq, Tk, self.p, 7 + (3 << 32), 0x0123456789ABCDEF) if self.p else 1.0
-
-    def reference(self, q, k, v, op, lengths=None, step=None):
-        lengths = np.full(q.shape[1], len(k)) if lengths is None else lengths
-        return ref.attention(q, k, v, op.heads, lengths, self.causal, self.keep(len(q), len(k), q.shape[1], op.heads))
+        return dropout_factors(B, heads, Tq, Tk, self.p, 7 + (3 << 32), 0x0123456789ABCDEF) if self.p else 1.0
 
     def torch(self, torch, q, k, v, op, lengths=None, step=None):
         (Tq, B, D), Tk = q.shape, len(k)
         lengths = np.full(B, Tk) if lengths is None else lengths.numpy()
         q, k, v = (x.reshape(len(x), B, op.heads, D // op.heads).permute(1, 2, 0, 3) for x in (q, k, v))
-        seen = torch.tensor(ref.attention_seen(Tq, Tk, lengths, self.causal).copy())
+        seen = torch.tensor(visible(Tq, Tk, lengths, self.causal).copy())
         some = seen.any(-1, keepdim=True)           # a query that sees nothing would be NaN: let it see all, and take it out
         if self.p:
             scores = (q @ k.transpose(2, 3) / (D // op.heads)**0.5).masked_fill(~(seen | ~some), -torch.inf)
@@ -487,9 +442,6 @@ class CrossEntropyRow:
 
     def logits(self, size, labels, rng):
         return normal(rng, *size, scale=3)
-
-    def reference(self, x, labels):
-        return ref.cross_entropy(x, labels, -1, self.smoothing)
 
     def torch(self, torch, x, labels):
         return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1, label_smoothing=self.smoothing).reshape(1)
@@ -536,9 +488,6 @@ class LinearCrossEntropyRow:
         params = dict(weight=normal(rng, V, D), bias=normal(rng, V))
         return Built(lambda **p: LinearCrossEntropy(**p, ignore=0, smoothing=self.smoothing), dict(x=normal(rng, T, B, D)),
                      params, dict(labels=labels))
-
-    def reference(self, x, weight, bias, labels):
-        return ref.linear_cross_entropy(x, weight, bias, labels, 0, self.smoothing)
 
     def torch(self, torch, x, weight, bias, labels):
         logits = torch.nn.functional.linear(x, weight, bias).reshape(labels.numel(), -1)
@@ -616,12 +565,12 @@ FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
 RTOL = 2e-5         # of float32 sums against float64, relative to the largest element
 
 
-def close(got, want, rtol=RTOL):
+def close(got, want, rtol=RTOL, name='y'):
+    """Fail with the worst element unless all of `got` is near `want`, relative to the largest element of that."""
     want = np.asarray(want)
-    assert got.shape == want.shape
-    assert np.isfinite(got).all(), 'not finite'
-    err = np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) + 1e-3)
-    assert err <= rtol, f'error {err:.2e} > {rtol:.0e}'          # written so that NaN fails
+    assert got.shape == want.shape, name
+    row = Row.of(name, got, want, rtol)
+    assert row.ok, f'{name}: at {list(row.at)} got {row.got:.8g}, want {row.want:.8g}: error {row.error:.2e} > {rtol:.0e}'
 
 
 def parameter(name, value, grad=None):
@@ -665,10 +614,13 @@ class Run:
         return {name: a.astype(np.float64) for name, a in (self.built.inputs | self.built.params).items()}
 
     def reference(self, variables):
-        return self.row.reference(**variables, **self.built.constants, **self.extra())
+        """What the formula of the op gives, called as forward is."""
+        inputs = [variables.get(name, value) for name, value in self.built.arguments().items()]
+        parameters = {name: variables[name] for name in self.params}
+        return self.op.reference(*inputs, **settings_of(self.op) | parameters)
 
     def extra(self):
-        """The op itself, for formulas that need more of it than its parameters."""
+        """The op itself, for twins in PyTorch that need more of it than its parameters."""
         return {'op': self.op} if getattr(self.row, 'wants_op', False) else {}
 
 
@@ -679,22 +631,15 @@ def test_forward_equals_the_formula_in_float64(row, size):
 
 
 @pytest.mark.parametrize('row,size', SMALL)
-def test_backward_equals_central_differences(row, size, eps=1e-5):
-    """Differentiates the float64 reference, so eps can be small; the kernel only has to agree with it."""
+def test_backward_equals_central_differences(row, size):
+    """Differentiates the float64 reference, so steps can be small; the kernel only has to agree with it."""
     run = Run(row, size)
     variables = run.variables()
     for name, value in variables.items():
-        numeric = np.empty_like(value)
-        for i in np.ndindex(*value.shape):
-            ends = []
-            for sign in (1, -1):
-                moved = value.copy()
-                moved[i] += sign * eps
-                ends.append((run.reference(variables | {name: moved}) * run.dy).sum())
-            numeric[i] = (ends[0] - ends[1]) / (2 * eps)
+        numeric = central_differences(lambda: (run.reference(variables) * run.dy).sum(), value)
         if max(size) > 1:
             assert np.abs(numeric).max() > 1e-3, f'{name}: the check is vacuous'
-        close(run.grads[name], numeric, 5e-5)
+        close(run.grads[name], numeric, 5e-5, f'd {name}')
 
 
 @pytest.mark.parametrize('row,size', EACH)
@@ -706,7 +651,7 @@ def test_forward_and_backward_equal_torch(row, size, torch):
     close(run.y, y.detach().numpy())
     y.backward(torch.tensor(run.dy.astype(np.float64)))
     for name, leaf in leaves.items():
-        close(run.grads[name], leaf.grad.numpy(), 5e-5)
+        close(run.grads[name], leaf.grad.numpy(), 5e-5, f'd {name}')
 
 
 @pytest.mark.parametrize('row,size', EACH)
@@ -874,7 +819,7 @@ def test_philox_gives_the_published_numbers():
         ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
          [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
     ]:
-        assert ref.philox4x32(np.array(counter, np.uint32), key).tolist() == want
+        assert philox4x32(np.array(counter, np.uint32), key).tolist() == want
 
 
 @pytest.mark.parametrize('op', ['cross_entropy', 'linear_cross_entropy'])
@@ -889,7 +834,7 @@ def test_cross_entropy_of_extreme_rows(op):
             loss_op = LinearCrossEntropy(parameter('weight', np.eye(3, dtype=np.float32)), of_zeros('bias', 3))
         loss, ctx = loss_op.forward(put(x), put(now))
         loss, dx = get(loss), get(loss_op.backward(put(np.ones(1, np.float32)), ctx))
-        close(loss, ref.cross_entropy(x.astype(np.float64), now, -1))
+        close(loss, CrossEntropy.reference(x.astype(np.float64), now))
         assert np.isfinite(dx).all()
         assert get(ctx.valid)[0] == (now >= 0).sum()
         if (now < 0).all():
@@ -946,7 +891,7 @@ def test_a_large_maximum_costs_no_digit_of_the_loss_or_its_gradient(op, smoothin
         for kind, (x, label) in large_rows(C, top).items():
             logits, loss, dx = loss_of_one_row(op, x, label, smoothing)
             logits = logits.astype(np.float64)
-            want = ref.cross_entropy(logits[None], np.array([label]), -1, smoothing)[0]
+            want = CrossEntropy.reference(logits[None], np.array([label]), smoothing=smoothing)[0]
             assert abs(loss - want) <= rtol * (1 + want), (kind, top, loss, want)
             e, target = np.exp(logits - logits.max()), (1 - smoothing) * np.eye(C)[label] + smoothing / C
             assert np.abs(dx - (e / e.sum() - target)).max() <= rtol, (kind, top)
@@ -1004,7 +949,7 @@ def test_masked_rows_do_not_influence_the_loss():
 def test_predict_is_the_argmax_of_the_logits():
     run = Run(LinearCrossEntropyRow(), (3, 60, 40, 150))
     x = run.built.inputs['x'][0]
-    want = ref.linear(x.astype(np.float64), *run.built.params.values()).argmax(-1)
+    want = Linear.reference(x.astype(np.float64), *run.built.params.values()).argmax(-1)
     assert (get(run.op.predict(put(x))) == want).all() and (get(run.op.predict(put(x), run.op.prepare())) == want).all()
 
 
@@ -1066,7 +1011,8 @@ def test_positions_beyond_the_table_are_refused(T, first):
 def test_the_table_of_positions_is_that_of_the_formula():
     table = get(Positions(7, longest=900).table)
     assert table.shape == (900, 7) and table.dtype == np.float32
-    assert np.abs(table - ref.positions(900, 7)).max() <= 1.01 * 2**-25         # half the distance of two floats below 1
+    want = Positions.reference(np.zeros((900, 1, 7)))[:, 0]
+    assert np.abs(table - want).max() <= 1.01 * 2**-25          # half the distance of two floats below 1
 
 
 def layer_norm(C, weight=1.0, bias=0.0, **settings):
@@ -1093,7 +1039,7 @@ def test_layer_norm_far_from_zero_loses_no_more_than_the_rounding_of_the_mean(C)
     y, mean, rstd, exact = get(y), get(ctx.mean), get(ctx.rstd), x.astype(np.float64)
     assert np.abs(mean - exact.mean(-1)).max() <= 1.01 * 2**-11
     close(rstd, 1 / np.sqrt(exact.var(-1) + 1e-5), 1e-6)
-    assert (np.abs(y - ref.layer_norm(exact, 1, 0)) <= 1.01 * 2**-11 * rstd[:, None] + 1e-5).all()
+    assert (np.abs(y - LayerNorm.reference(exact, 1, 0)) <= 1.01 * 2**-11 * rstd[:, None] + 1e-5).all()
 
 
 def test_layer_norm_does_not_see_a_gradient_that_is_the_same_everywhere():
@@ -1304,7 +1250,7 @@ def test_dropout_of_the_weights_is_the_counter_s(Tq, Tk):
     v = np.broadcast_to(np.tile(np.eye(Tk, dtype='f')[:, None], heads), k.shape).copy()
     y, _ = attend(Attention(heads, p=p, key=key), q, k, v, None, np.array([step]))
     got = y.reshape(Tq, B, heads, Tk).transpose(1, 2, 0, 3) * Tk
-    assert np.abs(got - ref.attention_keep(B, heads, Tq, Tk, p, step, key)).max() < 1e-5
+    assert np.abs(got - dropout_factors(B, heads, Tq, Tk, p, step, key)).max() < 1e-5
     plain, _ = attend(Attention(heads, p=p, key=key), q, k, v)
     assert np.abs(plain * Tk - 1).max() < 1e-5, 'without a step there is no dropout'
 
@@ -1326,7 +1272,7 @@ def test_attention_to_extreme_scores(Tq, Tk):
     k[Tk // 2] = k[Tk - 1] = 2 * q[0]
     op = Attention(1)
     y, ctx = attend(op, q, k, v)
-    close(y, ref.attention(*(x.astype(np.float64) for x in (q, k, v)), 1, np.full(2, Tk), False), 1e-3)
+    close(y, Attention.reference(*(x.astype(np.float64) for x in (q, k, v)), heads=1), 1e-3)
     assert np.abs(y[0] - (v[Tk // 2] + v[Tk - 1]) / 2).max() < 1e-3
     assert np.abs(get(ctx.stats)[0]).max() > 400 and all(np.isfinite(grad).all() for grad in attend_back(op, dy, ctx))
 
@@ -1411,7 +1357,7 @@ def test_attention_in_products_survives_extreme_scores_and_passes_nan_on():
     k[70] = k[149] = 2 * q[0]
     op = attention_in_products(1)
     y, ctx = attend(op, q, k, v)
-    close(y, ref.attention(*(x.astype(np.float64) for x in (q, k, v)), 1, np.full(2, 150), False), 1e-3)
+    close(y, Attention.reference(*(x.astype(np.float64) for x in (q, k, v)), heads=1), 1e-3)
     assert all(np.isfinite(grad).all() for grad in attend_back(op, dy, ctx))
     q[3, 1, 5] = np.nan
     y, _ = attend(op, q, k, v)

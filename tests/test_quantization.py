@@ -28,9 +28,10 @@ from translation import assert_same_training, newest, train_steps
 
 from mnist import train as mnist_train
 from pyops import backend, formats, ops, quantization
-from pyops import references as ref
 from pyops.errors import UserError
 from pyops.ops import quantized
+from pyops.ops.attention import visible
+from pyops.ops.elementwise import Sigmoid
 from pyops.optim import Adam
 from pyops.plan import Steps
 from pyops.quantization import OPERANDS, Family, Recipe, family
@@ -149,7 +150,7 @@ def test_the_output_layer_rounds_the_gradients_of_its_logits(monkeypatch, recipe
     q, v = rounded.layer(run.op.name), run.variables()
     x, labels = v['x'].reshape(45, 40), run.built.constants['labels'].reshape(-1)
     logits = q('fwd.x', x, 1) @ q('fwd.w', v['weight'], 1).T + v['bias']
-    close(run.y, ref.cross_entropy(logits, labels, 0))
+    close(run.y, ops.CrossEntropy.reference(logits, labels, 0))
     p = np.exp(logits - logits.max(1, keepdims=True))
     valid = labels != 0
     g = (p / p.sum(1, keepdims=True) - np.eye(70)[labels]) * valid[:, None] / valid.sum() * run.dy[0]
@@ -174,7 +175,7 @@ def test_attention_rounds_its_operands_within_heads(monkeypatch, recipe, row):
 
     q, k, v, do = (by_head(x) for x in (v_['q'], v_['k'], v_['v'], run.dy.astype(np.float64)))
     lengths = run.built.constants.get('lengths', np.full(B, Tk))
-    seen = ref.attention_seen(Tq, Tk, lengths, run.op.causal)
+    seen = visible(Tq, Tk, lengths, run.op.causal)
     keep = row.keep(Tq, Tk, B, heads)
     s = np.where(seen, b(q_('qk.q', q, 3)) @ b(q_('qk.k', k, 3)).swapaxes(2, 3) / np.sqrt(C), -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True, initial=-1e300))
@@ -202,7 +203,7 @@ def test_gru_rounds_a_product_a_step_and_its_weights_once(monkeypatch, recipe, r
     for t in range(T):
         states.append(h)
         product = hh('fwd.x', h, 1) @ qw.T + v['b_hh']
-        r, z = (ref.sigmoid(a[t, :, gate] + product[:, gate * H:gate * H + H]) for gate in (0, 1))
+        r, z = (Sigmoid.reference(a[t, :, gate] + product[:, gate * H:gate * H + H]) for gate in (0, 1))
         u = r * h if before else product[:, n_]
         n = np.tanh(a[t, :, 2] + (hh('fwd.x', u, 1) @ qw[n_].T + v['b_hh'][n_] if before else r * u))
         h = (1 - z) * n + z * h

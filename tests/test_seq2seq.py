@@ -16,7 +16,7 @@ from conftest import ROOT
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
 from pyops import backend
-from pyops import references as ref
+from pyops.philox import dropout_mask
 from pyops.text import embedded
 from pyops.text.corpus import encode
 from pyops.text.translation import Pairs, Translator
@@ -38,7 +38,7 @@ def torch_loss(torch, model, source, target, labels, step):
         for layer in range(config.layers):
             if layer and step is not None:
                 dropout = getattr(model, side).dropouts[layer - 1]
-                keep = ref.dropout_keep(x.numel(), dropout.p, int(step[0]), dropout.key) / (1 - dropout.p)
+                keep = dropout_mask(x.numel(), dropout.p, int(step[0]), dropout.key) / (1 - dropout.p)
                 x = x * torch.tensor(keep).reshape(x.shape)
             twin = torch.nn.GRU(x.shape[-1], config.hidden, dtype=torch.float64)
             names = {f'{theirs}_l0': leaves[f'{side}.rnn.{layer}.{ours}'] for ours, theirs in

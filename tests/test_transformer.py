@@ -8,9 +8,9 @@ import pytest
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
 from pyops import backend, plan
-from pyops import references as ref
 from pyops.errors import UserError
 from pyops.optim import Adam
+from pyops.philox import dropout_mask
 from pyops.text import embedded
 from pyops.text.vocabulary import BOS, EOS, PAD
 from transformer import train, translate
@@ -28,7 +28,7 @@ def torch_loss(torch, model, source, target, labels, step):
     def keep(op, n):
         if step is None:
             return torch.ones(n, dtype=torch.float64)
-        return torch.tensor(ref.dropout_keep(n, op.p, int(step[0]), op.key) / (1 - op.p))
+        return torch.tensor(dropout_mask(n, op.p, int(step[0]), op.key) / (1 - op.p))
 
     def norm(x, prefix):
         return F.layer_norm(x, x.shape[-1:], leaves[f'{prefix}.weight'], leaves[f'{prefix}.bias'], 1e-5)

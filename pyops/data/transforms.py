@@ -8,22 +8,17 @@ import operator
 import numpy as np
 
 from pyops import params
+from pyops.philox import philox4x32
 
 
 def random_words(seed, name, epoch, indices):
     """Four random words for each sample, (B, 4) uint32: Philox4x32-10 at counter (index, epoch), 64 bits each.
 
-    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; dropout has the same in csrc.
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; dropout uses the same generator.
     """
     low, half, key = np.uint64(0xFFFFFFFF), np.uint64(32), params.key(seed, name)
     index, epoch = np.asarray(indices, np.uint64), np.full(len(indices), epoch, np.uint64)
-    c0, c1, c2, c3 = index & low, index >> half, epoch & low, epoch >> half
-    k0, k1 = np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)
-    for _ in range(10):
-        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & low, (p0 >> half) ^ c3 ^ k1, p0 & low
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    return np.stack([c0, c1, c2, c3], -1).astype(np.uint32)
+    return philox4x32(np.stack([index & low, index >> half, epoch & low, epoch >> half], -1), (key & 0xFFFFFFFF, key >> 32))
 
 
 class Transform:

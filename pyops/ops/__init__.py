@@ -3,6 +3,14 @@
 The ctx is returned, not kept on the op, so one op can run many times before its first backward.  Parameter
 gradients add into Parameter.grad; activation gradients are new arrays, or are added to one that is handed in as `into`.
 Sequences are time-major, (T, B, ...).
+
+Everything that Python knows about an op is in its own file:
+
+    forward, backward       the op
+    reference, example      its formula in float64 numpy and small inputs, for gradient checks (pyops/differences.py)
+    backward_on_tensors     backward(dy, ctx) as a formula on Tensors, for second derivatives, where that formula is short:
+                            -> gradients of the inputs, {parameter: gradient}.  The ctx and `parameters` hold Tensors
+    declare(...)            the costs of its kernels (pyops/backend/kernels.py)
 """
 from pyops.ops.attention import Attention, sequence_lengths
 from pyops.ops.batch_norm import BatchNorm

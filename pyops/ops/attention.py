@@ -69,6 +69,24 @@ class Attention:
         Tq, B, D = q.shape
         return Tq, len(k), B, self.heads, D // self.heads, self.causal, self.p, self.key
 
+    @staticmethod
+    def reference(q, k, v, lengths=None, step=None, *, heads, causal=False, p=0.0, key=0):
+        (Tq, B, D), Tk = q.shape, len(k)
+        q, k, v = (x.reshape(len(x), B, heads, D // heads).transpose(1, 2, 0, 3) for x in (q, k, v))
+        scores = np.where(visible(Tq, Tk, np.full(B, Tk) if lengths is None else lengths, causal),
+                          q @ k.swapaxes(2, 3) / np.sqrt(D // heads), -np.inf)
+        top = scores.max(-1, keepdims=True, initial=-1e300)
+        weights = np.exp(scores - top)
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)       # a row that sees nothing: 0
+        if step is not None and p:
+            weights = weights * dropout_factors(B, heads, Tq, Tk, p, int(step[0]), key)
+        return (weights @ v).transpose(2, 0, 1, 3).reshape(Tq, B, D)
+
+    @staticmethod
+    def example(normal):
+        return ([normal(3, 2, 4), normal(5, 2, 4), normal(5, 2, 4), np.array([5, 3], np.int32)],
+                dict(heads=2, causal=True))
+
 
 def sequence_lengths(ids, pad, name='lengths'):
     """-> (B,) int32: how long each sequence of ids (T, B) int32 is without the padding behind it; 0 if it is only that."""
@@ -77,6 +95,21 @@ def sequence_lengths(ids, pad, name='lengths'):
     lengths = empty(B, np.int32, name)
     launch('sequence_lengths', lengths, ids, T, B, pad)
     return lengths
+
+
+def visible(Tq, Tk, lengths, causal):
+    """-> (B, 1, Tq, Tk) bool: the keys that each query sees, for the reference."""
+    query, key = np.arange(Tq)[:, None], np.arange(Tk)
+    seen = key < lengths[:, None, None, None]
+    return np.broadcast_to(seen & (key <= query + Tk - Tq) if causal else seen, (len(lengths), 1, Tq, Tk))
+
+
+def dropout_factors(B, heads, Tq, Tk, p, step, key):
+    """-> (B, heads, Tq, Tk): what dropout multiplies the weights by.  Its masks have Tk rounded up to a multiple of 4."""
+    from pyops.philox import dropout_mask  # for references only: programs start sooner without it
+    Tk4 = -(-Tk // 4) * 4
+    mask = dropout_mask(B * heads * Tq * Tk4, p, step, key).reshape(B, heads, Tq, Tk4)[..., :Tk]
+    return mask / (1 - np.float64(np.float32(p)))
 
 
 def _scores(s, array):

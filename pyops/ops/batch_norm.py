@@ -5,6 +5,7 @@ import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch
 from pyops.backend.kernels import Kernel, declare
+from pyops.ops.layer_norm import LayerNorm
 
 
 class BatchNorm:
@@ -54,6 +55,21 @@ class BatchNorm:
         launch('batch_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
                R, C, self.training)
         return dx
+
+    def backward_on_tensors(self, dy, ctx, parameters):
+        if self.training:
+            return LayerNorm.backward_on_tensors(self, dy, ctx, parameters, axis=0)
+        return (dy * (parameters['weight'] * ctx.rstd),), {
+            'weight': (dy * ((ctx.x - ctx.mean) * ctx.rstd)).sum(0), 'bias': dy.sum(0)}
+
+    @staticmethod
+    def reference(x, running_mean=None, running_var=None, *, weight, bias, training=True, eps=1e-5, momentum=0.1):
+        mean, var = (x.mean(0), x.var(0)) if training else (running_mean, running_var)
+        return (x - mean) / np.sqrt(var + eps) * weight + bias
+
+    @staticmethod
+    def example(normal):
+        return [normal(7, 3)], dict(weight=normal(3), bias=normal(3))
 
 
 declare(batch_norm_forward=Kernel(), batch_norm_backward=Kernel())

@@ -1,4 +1,6 @@
 """The windows that a convolution looks at, as array ops: a view, and the sum of all windows back into their places."""
+import numpy as np
+
 from pyops import ndarray
 from pyops.ops.array import ArrayOp, call
 
@@ -24,6 +26,16 @@ class Windows(ArrayOp):
         shape, stride, dilation = ctx
         return call(Fold, dy, shape=shape, stride=stride, dilation=dilation)
 
+    def reference(x, window, stride, dilation):
+        Ho, Wo = (positions(*sizes) for sizes in zip(x.shape[2:], window, stride, dilation, strict=True))
+        y = np.empty((*x.shape[:2], Ho, Wo, *window), x.dtype)
+        for i, j, a, b in np.ndindex(*y.shape[2:]):
+            y[:, :, i, j, a, b] = x[:, :, i * stride[0] + a * dilation[0], j * stride[1] + b * dilation[1]]
+        return y
+
+    def example(normal):
+        return [normal(2, 2, 7, 6)], dict(window=(3, 2), stride=(2, 1), dilation=(1, 3))
+
 
 class Fold(ArrayOp):
     """x (N, C, Ho, Wo, kh, kw) -> y of the shape (N, C, H, W): where windows overlap, their elements are added."""
@@ -41,3 +53,12 @@ class Fold(ArrayOp):
     def backward(dy, ctx):
         window, stride, dilation = ctx
         return call(Windows, dy, window=window, stride=stride, dilation=dilation)
+
+    def reference(x, shape, stride, dilation):
+        y = np.zeros(shape, x.dtype)
+        for i, j, a, b in np.ndindex(*x.shape[2:]):
+            y[:, :, i * stride[0] + a * dilation[0], j * stride[1] + b * dilation[1]] += x[:, :, i, j, a, b]
+        return y
+
+    def example(normal):
+        return [normal(2, 2, 3, 3, 3, 2)], dict(shape=(2, 2, 7, 6), stride=(2, 1), dilation=(1, 3))

@@ -45,5 +45,29 @@ class CrossEntropy:
         launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.stats, ctx.valid, R, C, self.ignore, self.smoothing)
         return dx
 
+    def backward_on_tensors(self, dloss, ctx, parameters):
+        from pyops.ops.array import call
+        from pyops.ops.reductions import Softmax
+        labels, classes = ctx.labels, ctx.x.shape[1]
+        column, valid = labels.reshape(-1, 1), (labels != self.ignore).reshape(-1, 1) * 1.0
+        onehot = (column == type(labels)(range(classes), device=labels.device)) * 1.0
+        target = onehot * (1 - self.smoothing) + self.smoothing / classes
+        share = valid / valid.sum().maximum(1.0)
+        return (dloss * (share * (call(Softmax, ctx.x, axis=1) - target)), None), {}
+
+    @staticmethod
+    def reference(x, labels, ignore=-1, smoothing=0.0):
+        valid = labels != ignore
+        if not valid.any():
+            return np.zeros(1)
+        x, labels = x[valid], labels[valid]
+        top = x.max(-1, keepdims=True)
+        target = (1 - smoothing) * np.eye(x.shape[1])[labels] + smoothing / x.shape[1]
+        return np.array([(np.log(np.exp(x - top).sum(-1)) + (target * (top - x)).sum(-1)).mean()])
+
+    @staticmethod
+    def example(normal):
+        return [normal(4, 5), np.array([4, -1, 0, 2], np.int32)], {}
+
 
 declare(cross_entropy_forward=Kernel(), cross_entropy_backward=Kernel())

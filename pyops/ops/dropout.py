@@ -38,5 +38,18 @@ class Dropout:
         launch('dropout', y, x, step, x.size, self.p, self.key)
         return y
 
+    def backward_on_tensors(self, dy, ctx, parameters):
+        from pyops.ops.array import call
+        return (call(self, dy, ctx.step),), {}
+
+    @staticmethod
+    def reference(x, step, p, key):
+        from pyops.philox import dropout_mask  # for references only: programs start sooner without it
+        return x * dropout_mask(x.size, p, int(step[0]), key).reshape(x.shape) / (1 - np.float64(np.float32(p)))
+
+    @staticmethod
+    def example(normal):
+        return [normal(4, 5), np.array([3])], dict(p=0.3, key=7)
+
 
 declare(dropout=Kernel())

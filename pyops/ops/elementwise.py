@@ -1,7 +1,10 @@
 """Array ops, element by element.  Operands are broadcast; one of two may be a number."""
 import math
 
+import numpy as np
+
 from pyops.ops.array import ArrayOp, sum_to
+from pyops.ops.examples import one, positive, two
 
 BOTH = (True, True)
 
@@ -26,6 +29,8 @@ class Add(ArrayOp):
     def backward(dy, ctx, wanted=BOTH):
         return tuple(want and sum_to(dy, shape) for shape, want in zip(ctx, wanted, strict=True))
 
+    reference, example = np.add, two
+
 
 class Subtract(ArrayOp):
     """y = a - b;  da = dy, db = -dy."""
@@ -37,6 +42,8 @@ class Subtract(ArrayOp):
         a, b = ctx
         return wanted[0] and sum_to(dy, a), wanted[1] and -sum_to(dy, b)
 
+    reference, example = np.subtract, two
+
 
 class Multiply(ArrayOp):
     """y = a b;  da = dy b, db = dy a."""
@@ -47,6 +54,8 @@ class Multiply(ArrayOp):
     def backward(dy, ctx, wanted=BOTH):
         a, b = ctx
         return wanted[0] and sum_to(dy * b, shape_of(a)), wanted[1] and sum_to(dy * a, shape_of(b))
+
+    reference, example = np.multiply, two
 
 
 class Divide(ArrayOp):
@@ -60,6 +69,11 @@ class Divide(ArrayOp):
         a, b, y = ctx
         da = dy / b
         return wanted[0] and sum_to(da, a), wanted[1] and -sum_to(da * y, shape_of(b))
+
+    reference = np.divide
+
+    def example(normal):
+        return [normal(3, 1, 4), positive(normal(2, 1))], {}
 
 
 class Power(ArrayOp):
@@ -77,6 +91,11 @@ class Power(ArrayOp):
         return (wanted[0] and sum_to(dy * (b * a ** (b - 1 + (b == 0))), shape_of(a)),
                 wanted[1] and sum_to(dy * y * log_or_0(a), shape_of(b)))
 
+    reference = np.power
+
+    def example(normal):
+        return [positive(normal(3, 1, 4)), normal(2, 1)], {}
+
 
 class Maximum(ArrayOp):
     """y = max(a, b);  the gradient goes to the larger one, and in halves to both where they are equal."""
@@ -88,6 +107,8 @@ class Maximum(ArrayOp):
         a, b = ctx
         tie = (a == b) * 0.5
         return wanted[0] and sum_to(dy * ((a > b) + tie), shape_of(a)), wanted[1] and sum_to(dy * ((a < b) + tie), shape_of(b))
+
+    reference, example = np.maximum, two
 
 
 class Minimum(ArrayOp):
@@ -101,6 +122,8 @@ class Minimum(ArrayOp):
         tie = (a == b) * 0.5
         return wanted[0] and sum_to(dy * ((a < b) + tie), shape_of(a)), wanted[1] and sum_to(dy * ((a > b) + tie), shape_of(b))
 
+    reference, example = np.minimum, two
+
 
 class Negate(ArrayOp):
     """y = -x;  dx = -dy."""
@@ -110,6 +133,8 @@ class Negate(ArrayOp):
 
     def backward(dy, ctx):
         return -dy
+
+    reference, example = np.negative, one
 
 
 class Abs(ArrayOp):
@@ -121,6 +146,8 @@ class Abs(ArrayOp):
     def backward(dy, ctx):
         x, = ctx
         return dy * ((x > 0) - (x < 0))
+
+    reference, example = np.abs, one
 
 
 class Exp(ArrayOp):
@@ -134,6 +161,8 @@ class Exp(ArrayOp):
         y, = ctx
         return dy * y
 
+    reference, example = np.exp, one
+
 
 class Log(ArrayOp):
     """y = log(x);  dx = dy / x."""
@@ -144,6 +173,11 @@ class Log(ArrayOp):
     def backward(dy, ctx):
         x, = ctx
         return dy / x
+
+    reference = np.log
+
+    def example(normal):
+        return [positive(normal(3, 4))], {}
 
 
 class Sqrt(ArrayOp):
@@ -157,6 +191,11 @@ class Sqrt(ArrayOp):
         y, = ctx
         return dy / (2 * y)
 
+    reference = np.sqrt
+
+    def example(normal):
+        return [positive(normal(3, 4))], {}
+
 
 class Tanh(ArrayOp):
     """y = tanh(x);  dx = dy (1 - y^2)."""
@@ -169,6 +208,8 @@ class Tanh(ArrayOp):
         y, = ctx
         return dy * (1 - y * y)
 
+    reference, example = np.tanh, one
+
 
 class Sigmoid(ArrayOp):
     """y = 1 / (1 + exp(-x));  dx = dy y (1 - y)."""
@@ -180,3 +221,8 @@ class Sigmoid(ArrayOp):
     def backward(dy, ctx):
         y, = ctx
         return dy * (y * (1 - y))
+
+    def reference(x):
+        return 1 / (1 + np.exp(-x))
+
+    example = one

@@ -39,6 +39,19 @@ class Embedding:
         check('dy', dy, (*ctx.ids.shape, E))
         launch('embedding_backward', self.weight.grad, self.weight.touched, dy, ctx.ids, ctx.ids.size, V, E)
 
+    def backward_on_tensors(self, dy, ctx, parameters):
+        from pyops.ops.array import call
+        from pyops.ops.shapes import Scatter
+        return (None,), {'weight': call(Scatter, dy, ctx.ids, shape=parameters['weight'].shape)}
+
+    @staticmethod
+    def reference(ids, weight):
+        return weight[ids]
+
+    @staticmethod
+    def example(normal):
+        return [np.array([[1, 0], [3, 1]], np.int32)], dict(weight=normal(5, 3))
+
 
 declare(embedding_forward=Kernel(bytes=lambda s: 2 * s['R'] * s['E'] * 4 + s['R'] * 4),
         embedding_backward=Kernel(bytes=lambda s: 3 * s['R'] * s['E'] * 4 + s['R'] * 4))

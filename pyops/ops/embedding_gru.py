@@ -6,6 +6,7 @@ import numpy as np
 from pyops.backend import axes, check, check_parameter, empty, get, launch, work
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.gru import GRU
+from pyops.ops.join import ConcatContext
 
 
 class EmbeddingGRU(GRU):
@@ -82,6 +83,19 @@ class EmbeddingGRU(GRU):
                dgates, self.table.value, ctx.ids, ctx.context, self.w_ih.value,
                work('embedding_linear_backward', *sizes), *sizes, 4 * H)
         return None, dcontext, dh0
+
+    @staticmethod
+    def reference(ids, context=None, h0=None, lengths=None, *, table, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+        x = table[ids] if context is None else ConcatContext.reference(table[ids], context)
+        return GRU.reference(x, h0, lengths, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh, reset_before=reset_before)
+
+    @staticmethod
+    def example(normal):
+        B, V, E, C, H = 2, 4, 3, 2, 5
+        ids = np.array([[1, 0], [3, 1], [1, 1]], np.int32)
+        return ([ids, normal(B, C), normal(B, H), np.array([2, 3], np.int32)],
+                dict(table=normal(V, E), w_ih=normal(3 * H, E + C), w_hh=normal(3 * H, H), b_ih=normal(3 * H),
+                     b_hh=normal(3 * H)))
 
 
 def _inputs(s, array):

@@ -54,3 +54,20 @@ class FeedForward:
         dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into       # dy has been read
         gemm(as_rows(dx), dh, self.w1.value, accumulate=into is not None)
         return dx
+
+    def backward_on_tensors(self, dy, ctx, parameters):
+        from pyops.ops.array import sum_to
+        from pyops.ops.matmul import rows, swapped
+        w1, b1, w2, b2 = (parameters[name] for name in ('w1', 'b1', 'w2', 'b2'))
+        a = ctx.x @ swapped(w1) + b1
+        h, dh = a * (a > 0), (dy @ w2) * (a > 0)
+        return (dh @ w1,), {'w1': swapped(rows(dh)) @ rows(ctx.x), 'b1': sum_to(dh, b1.shape),
+                            'w2': swapped(rows(dy)) @ rows(h), 'b2': sum_to(dy, b2.shape)}
+
+    @staticmethod
+    def reference(x, w1, b1, w2, b2):
+        return np.maximum(x @ w1.T + b1, 0) @ w2.T + b2
+
+    @staticmethod
+    def example(normal):
+        return [normal(3, 4)], dict(w1=normal(6, 4), b1=normal(6), w2=normal(4, 6), b2=normal(4))

@@ -82,6 +82,30 @@ class GRU:
             if gradient is not None:
                 check(name, gradient, shape)
 
+    @staticmethod
+    def reference(x, h0=None, lengths=None, *, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+        def sigmoid(x):
+            return 1 / (1 + np.exp(-x))
+
+        H = w_hh.shape[1]
+        h = np.zeros((x.shape[1], H)) if h0 is None else h0
+        out = []
+        for x_t in x:
+            a, p = x_t @ w_ih.T + b_ih, h @ w_hh.T + b_hh
+            r, z = sigmoid(a[:, :H] + p[:, :H]), sigmoid(a[:, H:2*H] + p[:, H:2*H])
+            p_n = (r * h) @ w_hh[2*H:].T + b_hh[2*H:] if reset_before else r * p[:, 2*H:]
+            n = np.tanh(a[:, 2*H:] + p_n)
+            h = (1 - z) * n + z * h
+            out.append(h)
+        h = np.stack(out)
+        return h if lengths is None else h * (np.arange(len(x))[:, None, None] < lengths[:, None])
+
+    @staticmethod
+    def example(normal):
+        T, B, I, H = 3, 2, 4, 5
+        return ([normal(T, B, I), normal(B, H), np.array([3, 2], np.int32)],
+                dict(w_ih=normal(3 * H, I), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
+
 
 # all positions count, also those behind the lengths, although they are not computed
 declare(gru_forward=Kernel(flops=lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),

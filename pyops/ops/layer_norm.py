@@ -53,5 +53,23 @@ class LayerNorm:
                work('layer_norm_backward', R, C), R, C, into is not None)
         return dx
 
+    def backward_on_tensors(self, dy, ctx, parameters, axis=-1):
+        from pyops.ops.array import sum_to
+        weight, bias, x = parameters['weight'], parameters['bias'], ctx.x
+        centred = x - x.mean(axis, True)
+        rstd = 1 / ((centred * centred).mean(axis, True) + self.eps).sqrt()
+        xhat, g = centred * rstd, dy * weight
+        dx = rstd * (g - g.mean(axis, True) - xhat * (g * xhat).mean(axis, True))
+        return (dx,), {'weight': sum_to(dy * xhat, weight.shape), 'bias': sum_to(dy, bias.shape)}
+
+    @staticmethod
+    def reference(x, weight, bias, eps=1e-5):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+
+    @staticmethod
+    def example(normal):
+        return [normal(4, 6)], dict(weight=normal(6), bias=normal(6))
+
 
 declare(layer_norm_forward=Kernel(), layer_norm_backward=Kernel())

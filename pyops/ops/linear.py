@@ -55,3 +55,21 @@ class Linear:
         if separate and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
         return dx if into is None else into
+
+    def backward_on_tensors(self, dy, ctx, parameters):
+        from pyops.ops.array import sum_to
+        from pyops.ops.matmul import rows, swapped
+        weight = parameters['weight']
+        gradients = {'weight': swapped(rows(dy)) @ rows(ctx.x)}
+        if 'bias' in parameters:
+            gradients['bias'] = sum_to(dy, parameters['bias'].shape)
+        return (dy @ weight,), gradients
+
+    @staticmethod
+    def reference(x, weight, bias=None):
+        y = x @ weight.T
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def example(normal):
+        return [normal(2, 3, 4)], dict(weight=normal(5, 4), bias=normal(5))

@@ -5,6 +5,7 @@ import numpy as np
 
 from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work, work_size
 from pyops.backend.kernels import Kernel, declare
+from pyops.ops.cross_entropy import CrossEntropy
 
 
 class LinearCrossEntropy:
@@ -74,6 +75,16 @@ class LinearCrossEntropy:
         launch('linear_argmax', index, x, self.weight.value, self.bias.value, prepared, work('linear_argmax', len(x), D, V),
                len(x), D, V)
         return index
+
+    @staticmethod
+    def reference(x, labels, gradients=True, *, weight, bias, ignore=-1, smoothing=0.0):
+        logits = x.reshape(labels.size, -1) @ weight.T + bias
+        return CrossEntropy.reference(logits, labels.reshape(-1), ignore, smoothing)
+
+    @staticmethod
+    def example(normal):
+        return ([normal(4, 3), np.array([4, -1, 0, 2], np.int32)],
+                dict(weight=normal(5, 3), bias=normal(5), smoothing=0.1))
 
 
 declare(linear_cross_entropy=Kernel(

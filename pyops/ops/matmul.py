@@ -1,4 +1,6 @@
 """The matrix product as an array op."""
+import numpy as np
+
 from pyops.ops.array import ArrayOp, sum_to
 
 
@@ -36,3 +38,8 @@ class MatMul(ArrayOp):
         elif wanted[1]:
             db = sum_to(swapped(left) @ dy, right.shape).reshape(b.shape)
         return da, db
+
+    reference = np.matmul
+
+    def example(normal):
+        return [normal(2, 1, 3, 4), normal(5, 4, 2)], {}

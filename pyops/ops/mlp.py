@@ -6,6 +6,7 @@ import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch, location, work
 from pyops.backend.kernels import Kernel, declare
+from pyops.ops.cross_entropy import CrossEntropy
 
 
 class MLPGradients:
@@ -82,6 +83,17 @@ class MLPGradients:
         check('rows', rows, (B,), np.int64)
         check('labels', labels, (N,), np.int32)
         return N, B, I, H, C
+
+    @staticmethod
+    def reference(images, rows, labels, w1, b1, w2, b2, scale=1 / 255):
+        r = np.maximum(scale * images[rows] @ w1 + b1, 0)
+        return CrossEntropy.reference(r @ w2.T + b2, labels[rows])
+
+    @staticmethod
+    def example(normal):
+        images, rows = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])
+        return ([images, rows, np.array([1, 0, 2, 0], np.int32)],
+                dict(w1=normal(6, 5), b1=normal(5), w2=normal(3, 5), b2=normal(3)))
 
 
 def _flops(s, array):

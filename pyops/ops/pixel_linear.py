@@ -53,6 +53,15 @@ class PixelLinear:
                ctx.ink, ctx.places,
                work('pixel_linear_backward', B, I, O), N, B, I, O, self.scale)
 
+    @staticmethod
+    def reference(table, rows, weight, bias, scale=1 / 255):
+        return scale * table[rows] @ weight + bias
+
+    @staticmethod
+    def example(normal):
+        return ([np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])],
+                dict(weight=normal(6, 3), bias=normal(3)))
+
 
 declare(pixel_linear_forward=Kernel(
             bytes=lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O'])),

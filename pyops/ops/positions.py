@@ -47,5 +47,18 @@ class Positions:
         launch('add_positions_backward', dx, dy, dx.size, self.scale)
         return dx
 
+    @staticmethod
+    def reference(x, first=0, scale=1.0, size=None, longest=None):
+        T, _, size = x.shape
+        table = np.empty((T, size))
+        for column in range(size):
+            angle = np.arange(first, first + T) / 10000 ** (column // 2 * 2 / size)
+            table[:, column] = np.cos(angle) if column % 2 else np.sin(angle)
+        return scale * x + table[:, None]
+
+    @staticmethod
+    def example(normal):
+        return [normal(3, 2, 6), 2], dict(size=6, longest=8, scale=3.0)
+
 
 declare(add_positions_forward=Kernel(), add_positions_backward=Kernel())

@@ -1,7 +1,10 @@
 """Array ops that sum or compare along axes: None is all of them, a number one, a tuple several; -1 is the last."""
 import math
 
+import numpy as np
+
 from pyops.ops.array import ArrayOp, normal_axes
+from pyops.ops.examples import distinct, of_three_axes
 
 LARGEST = 3.4028234663852886e38         # of float32
 
@@ -27,6 +30,8 @@ class Sum(ArrayOp):
         shape, axis = ctx
         return dy.reshape(kept(shape, axis)).broadcast_to(shape)
 
+    reference, example = np.sum, of_three_axes(axis=(0, -1), keepdims=True)
+
 
 class Mean(ArrayOp):
     """y = sum x / n;  dx = dy / n, broadcast."""
@@ -39,6 +44,8 @@ class Mean(ArrayOp):
         small = kept(shape, axis)
         n = math.prod(shape) // max(math.prod(small), 1)
         return (dy * (1 / max(n, 1))).reshape(small).broadcast_to(shape)
+
+    reference, example = np.mean, of_three_axes(axis=(0, -1))
 
 
 class Max(ArrayOp):
@@ -54,6 +61,11 @@ class Max(ArrayOp):
         largest = x == y.reshape(small)
         return largest * (dy.reshape(small) / largest.sum(axis, keepdims=True))
 
+    reference = np.max
+
+    def example(normal):
+        return [distinct(normal)], dict(axis=(0, -1))
+
 
 class Min(ArrayOp):
     """y = min x;  dx = dy where x = y: where several are, they share it equally."""
@@ -63,6 +75,11 @@ class Min(ArrayOp):
         return y, (x, y, axis)
 
     backward = Max.backward
+
+    reference = np.min
+
+    def example(normal):
+        return [distinct(normal)], dict(axis=(0, -1))
 
 
 class LogSumExp(ArrayOp):
@@ -88,6 +105,13 @@ class LogSumExp(ArrayOp):
             total = e.sum(axis, keepdims=True)
         return e * (dy.reshape(top.shape) / total)
 
+    def reference(x, axis=None, keepdims=False):
+        top = x.max(axis, keepdims=True)
+        y = np.log(np.exp(x - top).sum(axis, keepdims=True)) + top
+        return y if keepdims else y.reshape(x.sum(axis).shape)
+
+    example = of_three_axes(axis=(0, -1))
+
 
 class LogSoftmax(ArrayOp):
     """y = x - log sum exp(x);  dx = dy - exp(y) sum dy."""
@@ -101,6 +125,11 @@ class LogSoftmax(ArrayOp):
         y, axis = ctx
         return dy - y.exp() * dy.sum(axis, keepdims=True)
 
+    def reference(x, axis=-1):
+        return x - LogSumExp.reference(x, axis, True)
+
+    example = of_three_axes(axis=(0, -1))
+
 
 class Softmax(ArrayOp):
     """y = exp(x) / sum exp(x);  dx = y (dy - sum dy y)."""
@@ -113,3 +142,9 @@ class Softmax(ArrayOp):
     def backward(dy, ctx):
         y, axis = ctx
         return y * (dy - (dy * y).sum(axis, keepdims=True))
+
+    def reference(x, axis=-1):
+        e = np.exp(x - x.max(axis, keepdims=True))
+        return e / e.sum(axis, keepdims=True)
+
+    example = of_three_axes(axis=(0, -1))

@@ -36,5 +36,16 @@ class ReLU:
         launch('relu_backward', dx, dy, ctx.y, dy.size)
         return dx
 
+    def backward_on_tensors(self, dy, ctx, parameters):
+        return (dy * (ctx.y > 0),), {}
+
+    @staticmethod
+    def reference(x):
+        return np.maximum(x, 0)
+
+    @staticmethod
+    def example(normal):
+        return [normal(4, 5)], {}
+
 
 declare(relu_forward=Kernel(), relu_backward=Kernel())

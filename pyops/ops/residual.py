@@ -5,6 +5,7 @@ import numpy as np
 
 from pyops.backend import check, empty, launch
 from pyops.backend.kernels import Kernel, declare
+from pyops.ops.dropout import Dropout
 
 
 class Residual:
@@ -43,6 +44,18 @@ class Residual:
         dbranch = empty(ctx.shape, name=f'{self.name}.dbranch')
         launch('dropout', dbranch, dy, ctx.step, dy.size, self.p, self.key)
         return dy, dbranch
+
+    def backward_on_tensors(self, dy, ctx, parameters):
+        from pyops.ops.array import call
+        return (dy, dy if ctx.step is None else call(Dropout(self.p, self.key), dy, ctx.step)), {}
+
+    @staticmethod
+    def reference(x, branch, step=None, p=0.0, key=0):
+        return x + (branch if step is None or not p else Dropout.reference(branch, step, p, key))
+
+    @staticmethod
+    def example(normal):
+        return [normal(4, 5), normal(4, 5), np.array([3])], dict(p=0.3, key=7)
 
 
 declare(residual=Kernel())

@@ -3,8 +3,11 @@
     Reshape and itself, Permute and itself, Flip and itself; BroadcastTo and Sum; GetItem and Place; Pad and GetItem;
     Concatenate and Split; Stack and Unbind; Take and Scatter; Windows and Fold (pyops/ops/convolution.py).
 """
+import numpy as np
+
 from pyops import ndarray
 from pyops.ops.array import ArrayOp, call, sum_to
+from pyops.ops.examples import INDEX, of_three_axes, one
 
 
 class Copy(ArrayOp):
@@ -16,6 +19,8 @@ class Copy(ArrayOp):
     def backward(dy, ctx):
         return dy
 
+    reference, example = np.array, one
+
 
 class Reshape(ArrayOp):
     """The same elements in the same order: a view where strides allow it."""
@@ -25,6 +30,11 @@ class Reshape(ArrayOp):
 
     def backward(dy, ctx):
         return dy.reshape(ctx[0])
+
+    def reference(x, shape):
+        return x.reshape(shape)
+
+    example = of_three_axes(shape=(4, -1))
 
 
 class Permute(ArrayOp):
@@ -37,6 +47,11 @@ class Permute(ArrayOp):
         axes, = ctx
         return dy.permute(tuple(sorted(range(len(axes)), key=axes.__getitem__)))
 
+    def reference(x, axes):
+        return x.transpose(axes)
+
+    example = of_three_axes(axes=(2, 0, 1))
+
 
 class BroadcastTo(ArrayOp):
     """Repeat along new axes and along those of size 1: a view with strides of 0."""
@@ -47,6 +62,11 @@ class BroadcastTo(ArrayOp):
     def backward(dy, ctx):
         return sum_to(dy, ctx[0])
 
+    reference = np.broadcast_to
+
+    def example(normal):
+        return [normal(3, 1)], dict(shape=(2, 3, 4))
+
 
 class Flip(ArrayOp):
     """The other way round along the axes: a view with negative strides."""
@@ -56,6 +76,11 @@ class Flip(ArrayOp):
 
     def backward(dy, ctx):
         return call(Flip, dy, axes=ctx[0])
+
+    def reference(x, axes):
+        return np.flip(x, axes)
+
+    example = of_three_axes(axes=(0, 2))
 
 
 class GetItem(ArrayOp):
@@ -73,6 +98,11 @@ class GetItem(ArrayOp):
         part = dx[ctx[1]]
         part += dy
 
+    def reference(x, index):
+        return x[index]
+
+    example = of_three_axes(index=INDEX)
+
 
 class Place(ArrayOp):
     """x at y[index], zeros elsewhere."""
@@ -84,6 +114,14 @@ class Place(ArrayOp):
 
     def backward(dy, ctx):
         return dy[ctx[0]]
+
+    def reference(x, shape, index):
+        y = np.zeros(shape, x.dtype)
+        y[index] = x
+        return y
+
+    def example(normal):
+        return [normal(1, 1, 4)], dict(shape=(2, 3, 4), index=INDEX)
 
 
 class SetItem(ArrayOp):
@@ -98,6 +136,14 @@ class SetItem(ArrayOp):
         shape, index = ctx
         return wanted[0] and call(SetItem, dy, 0.0, index=index), wanted[1] and sum_to(dy[index], shape)
 
+    def reference(x, value, index):
+        y = np.array(x)
+        y[index] = value
+        return y
+
+    def example(normal):
+        return [normal(2, 3, 4), normal(1, 4)], dict(index=INDEX)
+
 
 class Pad(ArrayOp):
     """widths[i] = (before, after): so many elements `value` at the ends of axis i."""
@@ -109,6 +155,12 @@ class Pad(ArrayOp):
     def backward(dy, ctx):
         return dy[ctx[0]]
 
+    def reference(x, widths, value=0):
+        return np.pad(x, widths, constant_values=value)
+
+    def example(normal):
+        return [normal(2, 3)], dict(widths=((1, 0), (2, 3)), value=0.5)
+
 
 class Concatenate(ArrayOp):
     """One array after another along an axis."""
@@ -119,6 +171,12 @@ class Concatenate(ArrayOp):
     def backward(dy, ctx):
         sizes, axis = ctx
         return call(Split, dy, sizes=sizes, axis=axis)
+
+    def reference(*arrays, axis=0):
+        return np.concatenate(arrays, axis)
+
+    def example(normal):
+        return [normal(2, 3), normal(2, 1)], dict(axis=-1)
 
 
 class Split(ArrayOp):
@@ -135,6 +193,11 @@ class Split(ArrayOp):
     def backward(dys, ctx):
         return call(Concatenate, *dys, axis=ctx[0])
 
+    def reference(x, sizes, axis=0):
+        return tuple(np.split(x, np.cumsum(sizes)[:-1], axis))
+
+    example = of_three_axes(sizes=(1, 2), axis=1)
+
 
 class Stack(ArrayOp):
     """Arrays of one shape along a new axis."""
@@ -144,6 +207,12 @@ class Stack(ArrayOp):
 
     def backward(dy, ctx):
         return call(Unbind, dy, axis=ctx[0])
+
+    def reference(*arrays, axis=0):
+        return np.stack(arrays, axis)
+
+    def example(normal):
+        return [normal(2, 3), normal(2, 3)], dict(axis=1)
 
 
 class Unbind(ArrayOp):
@@ -155,6 +224,11 @@ class Unbind(ArrayOp):
 
     def backward(dys, ctx):
         return call(Stack, *dys, axis=ctx[0])
+
+    def reference(x, axis=0):
+        return tuple(np.moveaxis(x, axis, 0))
+
+    example = of_three_axes(axis=1)
 
 
 class Take(ArrayOp):
@@ -171,6 +245,12 @@ class Take(ArrayOp):
         """What backward gives, added in place."""
         dx.add_at(ctx[1], dy)
 
+    def reference(x, ids):
+        return x[ids]
+
+    def example(normal):
+        return [normal(5, 3), np.array([[1, 0], [3, 1]], np.int32)], {}
+
 
 class Scatter(ArrayOp):
     """y[ids[i]] = the sum of all x[i] with that id, in the order of i, in zeros of the given shape."""
@@ -182,3 +262,11 @@ class Scatter(ArrayOp):
 
     def backward(dy, ctx):
         return call(Take, dy, ctx[0])
+
+    def reference(x, ids, shape):
+        y = np.zeros(shape, x.dtype)
+        np.add.at(y, ids, x)
+        return y
+
+    def example(normal):
+        return [normal(4, 3), np.array([1, 0, 3, 1], np.int32)], dict(shape=(5, 3))
