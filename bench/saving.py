@@ -59,8 +59,9 @@ def prepare(args):
 def main(argv=None):
     args = parse(argv)
     from pyops import backend
+    from pyops.inspect.find import find
     from pyops.inspect.flags import Steps, Wanted
-    from pyops.inspect.saving import Saving, find
+    from pyops.inspect.saving import Saving
     steps, rows = prepare(args)
     names = list(dict.fromkeys(look.tensors[0].layer for look in find(steps.plan(rows(0)))))[:args.layers]
     wanted = Wanted('', tuple(names), Steps('', (range(0, 2**62, args.every),)), 2**62, '', 'safetensors')

@@ -38,7 +38,7 @@ def main(argv=None):
 def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=True):
     """images (N, 784) uint8, labels (N,) int32, of numpy -> model, optimizer, step(rows) -> loss, and what a plan of a step
     has to know by name.  made_from: what its layers are made from, pyops.ops or a pyops.quantization.Family.
-    as_one: the step may be one op, of whose inside a plan sees nothing."""
+    as_one: the step may be one op.  Its tensors can be saved, too, but it takes the names of its layers from the op."""
     from mnist.model import MLP, Config
     from pyops import backend, ops, plan
     from pyops.data.batches import gather

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops import backend
-from pyops.backend import library, location
+from pyops.backend import kernels, library, location
 from pyops.backend.device import Buffer
 
 _GRADIENT = re.compile(r'\.d[a-z]+\d?$')     # what ops call the gradients they make
@@ -64,12 +64,36 @@ def _shape(shape):
     return f'({", ".join(map(str, shape))})'
 
 
+class Part(NamedTuple):
+    """A parameter, or a part of one with contiguous memory."""
+    tensor: Tensor          # the parameter
+    offset: int             # of the part, in elements
+    shape: tuple[int, ...]
+
+    @property
+    def is_whole(self):
+        return math.prod(self.shape) == math.prod(self.tensor.shape)
+
+
+class Note(NamedTuple):
+    """What an op says about a launch: see backend.note_product."""
+    op: str
+    product: kernels.Product
+    layer: str
+    weight: Part | None
+    bias: Part | None
+    rows: tuple[int, ...] | None
+    steps: bool
+    heads: int
+
+
 class Action(NamedTuple):
     """One launch: kernel pyops_<kernel> with values as the header orders them, and the Tensors of those that are arrays."""
     kernel: str
     values: tuple
     tensors: dict[str, Tensor]      # by the header's name of the argument
     once: bool = False              # done when it was recorded, and not again
+    notes: tuple[Note, ...] = ()
 
     @property
     def scalars(self):
@@ -132,6 +156,7 @@ class Plan:
         self._live = {}                         # address -> Tensor of arrays handed out
         self._asked = 0                         # bytes handed out, reuse or not
         self._closed = False
+        self._written = {}                      # of _writes
         self._know(params, inputs)
 
     def _know(self, params, inputs):
@@ -169,7 +194,7 @@ class Plan:
         if self.actions:
             raise RuntimeError('a plan records once; make another one')
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(backend.hooks(self._allocate, self._record))
+        self._stack.enter_context(backend.hooks(self._allocate, self._record, self._note))
         _recording.append(self)
         return self
 
@@ -221,6 +246,20 @@ class Plan:
                    if a.pointer and v is not None and a.name not in _LAYOUT}
         self.actions.append(Action(kernel, tuple(self._keep(v) for v in values), tensors, self._once))
         return self._runs_while_recorded or self._once
+
+    def _note(self, op, product, layer, weight=None, bias=None, rows=None, steps=False, heads=0):
+        weight, bias = (one if one is None else self._part(one) for one in (weight, bias))
+        note = Note(op.name, product, layer, weight, bias, rows, steps, heads)
+        self.actions[-1] = self.actions[-1]._replace(notes=(*self.actions[-1].notes, note))
+
+    def _part(self, parameter):
+        """A Parameter, or an array in the memory of one, as a Part; None for any other array."""
+        array = backend.plain(getattr(parameter, 'value', parameter))
+        start = location(array)
+        for low, high, tensor in self._parts:
+            if low <= start < high and tensor.kind == 'parameter':
+                return Part(tensor, (start - low) // tensor.dtype.itemsize, array.shape)
+        return None
 
     def _keep(self, value):
         """An action keeps arrays that are not the plan's alive; it must not do that with the plan's, or no block would
@@ -296,6 +335,7 @@ class Plan:
         """Give the memory back; the plan cannot run any more."""
         self._closed = True
         self.actions, self.replayed, self._blocks, self._starts, self._free = [], [], [], [], []
+        self._written = {}
         self._calls.close()
 
     @property
@@ -311,6 +351,60 @@ class Plan:
             return value
         tensor = action.tensors[name]
         return self._place.view(value.block, value.address, tensor.shape, tensor.dtype, value.strides)
+
+    def part(self, part, gradient=False):
+        """The array of a Part, or that of its gradient: in the parameter's own shape where it is the whole of it."""
+        parameter = self.params[part.tensor.name]
+        array = parameter.grad if gradient else parameter.value
+        if part.is_whole:
+            return array
+        return array.reshape(-1)[part.offset:part.offset + math.prod(part.shape)].reshape(part.shape)
+
+    def writer(self, number, argument):
+        """The number of the last replayed action before `number` that wrote to the allocation behind this argument of it;
+        None where that is older than the step."""
+        tensor = self.replayed[number].tensors[argument]
+        tensor = tensor.base or tensor      # each allocation has a Tensor of its own, also where it gets the memory of another
+        return next((i for i in range(number - 1, -1, -1) if any(written is tensor for written, *_ in self._writes(i))), None)
+
+    def last_write(self, part):
+        """The number of the replayed action that completes the gradient of a Part; None where there is none.
+
+        Kernels that take all gradients as one array count where a note says that they compute some: others fill or clip."""
+        array = self.part(part, gradient=True)
+        low, high = location(array), location(array) + array.nbytes
+        for i in range(len(self.replayed) - 1, -1, -1):
+            for tensor, start, end in self._writes(i):
+                is_of_all = any(tensor is region for *_, region in self._regions)
+                if start < high and low < end and (self.replayed[i].notes or not is_of_all):
+                    return i
+        return None
+
+    def _writes(self, number):
+        """-> (Tensor of the allocation, first address, end) of each array that a replayed action writes to."""
+        if number not in self._written:
+            action, found = self.replayed[number], []
+            for name, tensor in action.split()[1].items():
+                start = location(self.argument(action, name))
+                found.append((tensor.base or tensor, start, start + tensor.nbytes))
+            self._written[number] = found
+        return self._written[number]
+
+    def undeclared(self):
+        """-> lines about actions on parameters, or on their gradients, of which nobody says what they compute."""
+        known = {id(tensor) for *_, tensor in self._parts} | {
+            id(tensor) for *_, tensor in self._regions if tensor.kind in ('parameter', 'gradient')}
+        found = []
+        for i, action in enumerate(self.actions):
+            names = [tensor.name for tensor in action.tensors.values() if id(tensor.base or tensor) in known]
+            kernel = kernels.KERNELS.get(action.kernel)
+            if names and kernel is None:
+                found.append(f'action {i}, {action.kernel}: takes {names[0]}, and the kernel is not declared; the module that '
+                             'launches it must: pyops.backend.kernels.declare')
+            elif names and kernel.flops and not action.notes:
+                found.append(f'action {i}, {action.kernel}: takes {names[0]}, and its product is not declared; the op must '
+                             'call note_product behind the launch')
+        return found
 
     # ---- what it can tell ----------------------------------------------------------------------------
 

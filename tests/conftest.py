@@ -52,6 +52,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f'this CPU has no {isa}: run on one that has it'))
 
 
+@pytest.fixture(scope='session', autouse=True)
+def all_products_are_declared():
+    """A plan with a kernel of which nobody says what it does with a parameter is an error in every test."""
+    from pyops import plan
+    compile_ = plan.Plan._compile
+
+    def compile_and_check(self):
+        compile_(self)
+        assert not self.undeclared(), '\n'.join(self.undeclared())
+    plan.Plan._compile = compile_and_check
+    yield
+    plan.Plan._compile = compile_
+
+
 @pytest.fixture(scope='session')
 def torch():
     return pytest.importorskip('torch', reason='torch is not installed: pip install torch')

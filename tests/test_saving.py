@@ -29,12 +29,14 @@ from pyops import backend, nn, ops
 from pyops import plan as plans
 from pyops.autograd import Tensor
 from pyops.backend import as_rows, gemm, launch
+from pyops.backend.kernels import KERNELS
 from pyops.errors import Interrupted, UserError
 from pyops.fit import Run, steps_left
 from pyops.formats import fake_quantize
 from pyops.inspect import flags, writer
+from pyops.inspect.find import find
 from pyops.inspect.logs import Logs
-from pyops.inspect.saving import Saving, find
+from pyops.inspect.saving import Saving
 from pyops.inspect.statistics import describe
 from pyops.inspect.writer import HEADER, Writer
 from pyops.ndarray import over
@@ -42,7 +44,7 @@ from pyops.ops import quantized
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
-from pyops.quantization import Family, Recipe
+from pyops.quantization import Family, Recipe, family
 from pyops.translator.program import Program
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
@@ -281,6 +283,11 @@ def of_resnet():
     return step, Adam(model.params, 0.01), model.params, dict(x=x, labels=labels, one=one)
 
 
+def make_biases_nonzero(params):
+    noise = np.random.default_rng(0).standard_normal(params.values.size).astype('f')
+    params.values[...] = put(get(params.values) + 0.01 * noise)
+
+
 MODELS = {'transformer': of_transformer, 'pre_norm': lambda: of_transformer(pre_norm=True, layers=1), 'seq2seq': of_seq2seq,
           'reset_before': lambda: of_seq2seq(reset_before=True, layers=1), 'mnist': of_mnist, 'resnet': of_resnet}
 
@@ -288,8 +295,7 @@ MODELS = {'transformer': of_transformer, 'pre_norm': lambda: of_transformer(pre_
 @pytest.mark.parametrize('name', MODELS)
 def test_all_tensors_of_all_programs_are_those_of_the_step_without_a_plan(name, monkeypatch):
     step, adam, params, inputs = MODELS[name]()
-    noise = np.random.default_rng(0).standard_normal(params.values.size).astype('f')
-    params.values[...] = put(get(params.values) + 0.01 * noise)                         # no bias is zero
+    make_biases_nonzero(params)
     with monkeypatch.context() as patch:
         witness = Witness(patch)
         step()
@@ -378,12 +384,48 @@ def test_the_time_steps_of_a_gru_are_those_of_two_linear_layers_in_torch(torch, 
     assert len(found) == 2 * (4 * T + 4)
 
 
-def test_a_plan_that_does_not_say_where_forward_ends():
+@pytest.mark.parametrize('way', ['step', 'gradients', 'forward'])
+def test_the_layers_of_a_network_that_is_one_op_are_those_of_its_parts(way):
     step, adam, params, inputs = of_mnist()
-    with Plan(params, run=False, **inputs) as plan:
-        params.zero_grads()
-    with pytest.raises(ValueError, match='does not say where its forward pass ends'):
-        find(plan)
+    make_biases_nonzero(params)
+    with Plan(params, run=False, **inputs, **adam.arrays()) as parts:
+        step()
+    want = {('mlp.w' + layer[-1], *rest): array for (layer, *rest), (_, array) in look_at(parts).items()}
+    images, labels, _ = (inputs.pop(name) for name in ('images', 'labels', 'rows'))
+    table = np.zeros(len(images), np.int32)
+    table[3:20] = get(labels)
+    table, rows, one = put(table), put(np.arange(3, 20)), put(np.ones(1, np.float32))
+    params.m[...], params.v[...] = 0, 0
+    op = ops.MLPGradients(*(params[name] for name in params), name='mlp')
+    with Plan(params, run=False, images=images, labels=table, rows=rows, one=one, **adam.arrays()) as plan:
+        if way == 'step':
+            op.step(images, rows, table, adam)
+        elif way == 'gradients':
+            op.gradients(images, rows, table)
+        else:
+            params.zero_grads()
+            _, ctx = op.forward(images, rows, table)
+            plan.boundary()
+            op.backward(one, ctx)
+    found = {key: array for key, (_, array) in look_at(plan).items()}
+    assert set(found) == set(want) and len(want) == 15
+    for key, array in want.items():
+        assert np.abs(found[key] - array).max() <= 1e-6 * np.abs(array).max() and np.any(array), key
+
+
+def test_a_product_that_nobody_declares_is_told(monkeypatch):
+    params = Parameters({'a.weight': Spec((3, 4), lambda g, shape: np.ones(shape, np.float32))})
+    weight, x, y = params['a.weight'].value, put(np.ones((2, 4), 'f')), put(np.zeros((2, 3), 'f'))
+    plan = Plan(params, x=x)
+    monkeypatch.setattr(plan, 'undeclared', lambda: [])             # which the fixture asks of each plan of a test
+    with plan:
+        gemm(y, x, weight.T)
+        launch('relu_forward', y, weight, 6)
+    monkeypatch.undo()
+    assert plan.undeclared() == ['action 0, gemm: takes a.weight_view, and its product is not declared; the op must call '
+                                 'note_product behind the launch']
+    monkeypatch.delitem(KERNELS, 'relu_forward')
+    assert 'action 1, relu_forward: takes a.weight, and the kernel is not declared' in plan.undeclared()[1]
 
 
 def test_steps_that_are_not_saved_are_whole_replays(tmp_path, monkeypatch):
@@ -454,6 +496,25 @@ def test_every_rounded_operand_can_be_made_again_from_what_was_saved(name, recip
         if len(layers) > 1 and operand == 'w':
             rounded.append(np.concatenate(rounded))
         assert any(same(one.reshape(-1), want.reshape(-1)) for one in rounded), (layer, product, operand, fmt)
+
+
+def found_in(plan):
+    return [(look.at, tensor) for look in find(plan) for tensor in look.tensors]
+
+
+@pytest.mark.parametrize('recipe', ['none', 'mxfp8'])
+@pytest.mark.parametrize('name', QUANTIZED)
+def test_what_is_found_does_not_depend_on_the_names_of_arrays(name, recipe):
+    """Ops give them to arrays for people to read."""
+    step, adam, params, inputs = QUANTIZED[name](family(Recipe.parse(recipe)))
+    plans_of = []
+    for rename in (lambda name: name, lambda name: 'x'):
+        with Plan(params, run=False, **inputs, **adam.arrays()) as plan, \
+                backend.hooks(lambda shape, dtype, name, plan=plan, rename=rename: plan._allocate(shape, dtype, rename(name))):
+            step()
+        plans_of.append(plan)
+    assert 'Tensor(x)' in plans_of[1].listing() and plans_of[0].listing() != plans_of[1].listing()
+    assert found_in(plans_of[0]) == found_in(plans_of[1]) != []
 
 
 # ---- what a run writes ----------------------------------------------------------------------------------------------------

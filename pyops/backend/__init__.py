@@ -118,6 +118,7 @@ _place = HOST
 _gpu = None                 # the GPU that is open, if any: where kernels run that are given its arrays
 _allocate = None            # hands out the arrays of `empty`, while a plan records
 _listen = None              # asked with (name, values) before each launch, while a plan records
+_note = None                # hears which product the last launch was, while a plan records
 
 
 def place():
@@ -169,16 +170,29 @@ def get(array):
 
 
 @contextlib.contextmanager
-def hooks(allocate=None, listen=None):
-    """Inside the block allocate(shape, dtype, name) hands out the arrays of `empty`, and listen(name, values) says of
-    every launch whether it shall run.  None leaves either as it is."""
-    global _allocate, _listen
-    before = _allocate, _listen
-    _allocate, _listen = allocate or _allocate, listen or _listen
+def hooks(allocate=None, listen=None, note=None):
+    """Inside the block allocate(shape, dtype, name) hands out the arrays of `empty`, listen(name, values) decides of every
+    launch whether it runs, and note(...) takes the arguments of `note_product`.  None leaves any of them as it is."""
+    global _allocate, _listen, _note
+    before = _allocate, _listen, _note
+    _allocate, _listen, _note = allocate or _allocate, listen or _listen, note or _note
     try:
         yield
     finally:
-        _allocate, _listen = before
+        _allocate, _listen, _note = before
+
+
+def note_product(op, product, layer='', **facts):
+    """Tell a plan that records what the last launch computes: a Product (pyops/backend/kernels.py) of an op's layer.
+
+    op      with a `name`;  layer: a name behind that, of an op with several layers
+    weight, bias    of a linear layer: Parameters, or arrays in the memory of parameters
+    rows    the axes that the rows of its matrices have in the op's arrays, (T, B);  None: those of its input
+    steps   True: the layer takes the steps of a sequence one by one, and its tensors are saved step by step
+    heads   of attention
+    """
+    if _note is not None:
+        _note(op, product, layer, **facts)
 
 
 def is_recorded():
@@ -254,6 +268,11 @@ def _is_contiguous(array):
     return array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_compact()
 
 
+def permuted(array, axes):
+    """A view whose axis i is axis axes[i] of the array."""
+    return array.transpose(axes) if isinstance(array, np.ndarray) else array.permute(axes)
+
+
 def as_rows(array):
     """A C-contiguous array (..., C) as the matrix (R, C) of its rows: a view."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
@@ -293,11 +312,16 @@ def _pointer_converter(function, argument, takes_strides):
     return convert
 
 
+def plain(array):
+    """An array as the place has it that it belongs to: an NDArray in the host's memory as numpy's."""
+    return array.device.plain_view(array) if hasattr(array, 'is_compact') else array
+
+
 def _as_plain(value):
-    """A value of a launch as a plan wants it: arrays as the place has them that they belong to."""
+    """A value of a launch for a plan."""
     if isinstance(value, library.cpu().ffi.CData):
         return np.array(list(value), np.int64)      # shape or strides
-    return value.device.plain_view(value) if hasattr(value, 'is_compact') else value
+    return plain(value)
 
 
 @functools.cache
@@ -353,6 +377,13 @@ def gemm(c, a, b, bias=None, accumulate=False, relu=False):
         raise ValueError(f'gemm: c: want contiguous rows, got strides {c.strides}')
     # an empty array has strides of 0
     launch('gemm', c, a, b, bias, M, N, K, max(row, N), *_element_strides(a), *_element_strides(b), accumulate, relu)
+
+
+def product(a, b, bias=None):
+    """a b + bias as a new array; the operands are those of `gemm`."""
+    c = empty((a.shape[0], b.shape[1]))
+    gemm(c, a, b, bias)
+    return c
 
 
 def gemm_batched(c, a, b, accumulate=False):

@@ -1,9 +1,17 @@
-"""Facts about kernels that the header does not have.  The module that launches a kernel declares it, beside its op.
+"""Facts about kernels that the header does not have: costs and matrix products.  Ops declare them; tools read them.
+
+The module that launches a kernel declares its costs, for pyops.profile:
 
     declare(gru_forward=Kernel(flops=...), gru_backward=Kernel(flops=...))
 
-pyops.profile reads the costs.  A kernel without special costs is declared, too, as Kernel(): the tests refuse a plan whose
-kernels are not all declared.
+An op that launches a matrix product says which product of which layer that is, right behind the launch:
+
+    gemm(as_rows(y), as_rows(x), self.weight.value.T, bias)
+    note_product(self, FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1])
+
+A plan that records keeps the note with the action, and pyops.inspect finds the tensors of the layer by it.  Outside of a plan
+a note costs a function call.  The tests refuse a plan in which a kernel is not declared, or a kernel with products takes a
+parameter without a note.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,6 +26,45 @@ class Kernel(NamedTuple):
     """
     flops: Callable | None = None
     bytes: Callable | None = None
+
+
+class Product(NamedTuple):
+    """A matrix product of a layer, or several that a kernel does at once, by the roles that the kernel's arguments have.
+
+    kind    of a linear layer   fwd: y = x w' + b;  dgrad: dx = g w;  wgrad: dw += g' x
+                                matmul: fwd in the forward pass, and behind it dgrad, with g for x and dx for y
+            of attention        qk: q k';  pv: y = p v;  dp: do v';  dv: p' do;  dq: ds k;  dk: ds' q
+                                forward, softmax, backward, scale: what else shows some of these tensors
+    roles   role -> where its array is: the name of an argument;  (argument, axes): its axes, permuted that way;  or a Made.
+            An argument of a linear layer with ' behind its name is the transpose of the array
+    axis    of the weight, as it is stored, that the product sums over: 0 of (I, O), -1 of (O, I)
+    names   role -> the name that the tensor is saved under, where it is not the usual one
+    before  the kernel overwrites what it reads: look before it runs
+    """
+    kind: str
+    roles: dict
+    axis: int = -1
+    names: dict = {}
+    before: bool = False
+
+
+class Made(NamedTuple):
+    """A tensor that the kernel does not leave in memory: how it can be computed again.
+
+    shape   (s) -> its shape, from the sizes
+    make    (s, array) -> the tensor; array(name) is an argument, None where it is NULL
+    """
+    shape: Callable
+    make: Callable
+
+
+# the products of backend.gemm in a linear layer whose weight is stored (O, I), and of one whose weight is stored (I, O)
+FWD = Product('fwd', {'x': 'a', 'w': "b'", 'y': 'c'})
+DGRAD = Product('dgrad', {'g': 'a', 'w': 'b', 'dx': 'c'})
+WGRAD = Product('wgrad', {'g': "a'", 'x': 'b'})
+FWD_INPUTS_FIRST = Product('fwd', {'x': 'a', 'w': 'b', 'y': 'c'}, axis=0)
+DGRAD_INPUTS_FIRST = Product('dgrad', {'g': 'a', 'w': "b'", 'dx': 'c'}, axis=0)
+WGRAD_INPUTS_FIRST = Product('wgrad', {'g': 'b', 'x': "a'"}, axis=0)
 
 
 KERNELS = {}        # name without pyops_ -> Kernel, of all modules imported so far

@@ -14,6 +14,11 @@ def _weights(module, gates, input_size, hidden_size, suffix=''):
         setattr(module, name + suffix, Parameter(shape, init.uniform(-bound, bound)))
 
 
+def _linear(x, weight, bias):
+    """x weight' + bias, of one step of a sequence or of all of them."""
+    return apply(ops.Linear, F.tensor(x), weight=weight, bias=bias, steps=True)
+
+
 def _zeros(x, hidden_size):
     """The state before the first of the steps x (B, I)."""
     return Tensor(ndarray.zeros((x.shape[0], hidden_size), device=x.device))
@@ -62,7 +67,7 @@ class RNNCell(_Cell):
 
     def step(self, x, h=None):
         h = _zeros(x, self.hidden_size) if h is None else h
-        return F.tanh(F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh))
+        return F.tanh(_linear(x, self.weight_ih, self.bias_ih) + _linear(h, self.weight_hh, self.bias_hh))
 
 
 class GRUCell(_Cell):
@@ -82,11 +87,11 @@ class LSTMCell(_Cell):
 
     def step(self, x, h=None, c=None):
         h, c = (_zeros(x, self.hidden_size) if state is None else state for state in (h, c))
-        return _lstm_step(F.linear(x, self.weight_ih, self.bias_ih), h, c, self.weight_hh, self.bias_hh)
+        return _lstm_step(_linear(x, self.weight_ih, self.bias_ih), h, c, self.weight_hh, self.bias_hh)
 
 
 def _lstm_step(a, h, c, weight_hh, bias_hh):
-    i, f, g, o = F.split(a + F.linear(h, weight_hh, bias_hh), h.shape[-1], -1)
+    i, f, g, o = F.split(a + _linear(h, weight_hh, bias_hh), h.shape[-1], -1)
     c = F.sigmoid(f) * c + F.sigmoid(i) * F.tanh(g)
     return F.sigmoid(o) * F.tanh(c), c
 
@@ -135,8 +140,8 @@ class RNN(_Recurrent):
     def run(self, layer, x, h):
         weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
         h, out = _zeros(x[0], self.hidden_size) if h is None else h, []
-        for a in F.unbind(F.linear(x, weight_ih, bias_ih)):         # the input product of all steps is one
-            h = F.tanh(a + F.linear(h, weight_hh, bias_hh))
+        for a in F.unbind(_linear(x, weight_ih, bias_ih)):         # the input product of all steps is one
+            h = F.tanh(a + _linear(h, weight_hh, bias_hh))
             out.append(h)
         return F.stack(out), h
 
@@ -157,7 +162,7 @@ class LSTM(_Recurrent):
         weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
         h, c = (_zeros(x[0], self.hidden_size) if state is None else state for state in (h, c))
         out = []
-        for a in F.unbind(F.linear(x, weight_ih, bias_ih)):
+        for a in F.unbind(_linear(x, weight_ih, bias_ih)):
             h, c = _lstm_step(a, h, c, weight_hh, bias_hh)
             out.append(h)
         return F.stack(out), h, c

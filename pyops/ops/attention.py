@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, get, launch
-from pyops.backend.kernels import Kernel, declare
+from pyops.backend import axes, check, empty, gemm_batched, get, launch, note_product, permuted
+from pyops.backend.kernels import Kernel, Made, Product, declare
 
 
 class Attention:
@@ -43,6 +43,7 @@ class Attention:
         Tq, B, _ = q.shape
         y, stats = empty(q.shape, name=f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
         launch('attention_forward', y, stats, q, k, v, lengths, step, *self._scalars(q, k))
+        note_product(self, FORWARD, heads=self.heads)
         return y, self.Ctx(q, k, v, lengths, step, y, stats)
 
     def backward(self, dy, ctx):
@@ -50,6 +51,7 @@ class Attention:
         check('dy', dy, ctx.y.shape)
         dq, dk, dv = (empty(x.shape, name=f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
         launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
+        note_product(self, BACKWARD)
         return dq, dk, dv
 
     def check(self, q, k, v, lengths, step):
@@ -110,6 +112,21 @@ def dropout_factors(B, heads, Tq, Tk, p, step, key):
     Tk4 = -(-Tk // 4) * 4
     mask = dropout_mask(B * heads * Tq * Tk4, p, step, key).reshape(B, heads, Tq, Tk4)[..., :Tk]
     return mask / (1 - np.float64(np.float32(p)))
+
+
+def weights(s, array):
+    """The softmax before dropout, (B, heads, Tq, Tk), which the kernel never has in memory: made again from q and k."""
+    Tq, Tk, B, heads, C = (s[name] for name in ('Tq', 'Tk', 'B', 'heads', 'C'))
+    q, k = (array(name).reshape(T, B, heads, C) for name, T in (('q', Tq), ('k', Tk)))
+    p = empty((B, heads, Tq, Tk))
+    gemm_batched(p, permuted(q, (1, 2, 0, 3)), permuted(k, (1, 2, 3, 0)))
+    launch('attention_softmax_forward', p, None, p, array('lengths'), None, Tq, Tk, B, heads, s['causal'], C ** -0.5, 0.0, 0)
+    return p
+
+
+WEIGHTS = Made(lambda s: (s['B'], s['heads'], s['Tq'], s['Tk']), weights)
+FORWARD = Product('forward', {'q': 'q', 'k': 'k', 'v': 'v', 'y': 'y', 'p': WEIGHTS})
+BACKWARD = Product('backward', {'do': 'dy', 'dq': 'dq', 'dk': 'dk', 'dv': 'dv'})
 
 
 def _scores(s, array):

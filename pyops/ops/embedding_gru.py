@@ -3,9 +3,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, get, launch, work
-from pyops.backend.kernels import Kernel, declare
-from pyops.ops.gru import GRU
+from pyops.backend import as_rows, axes, check, check_parameter, empty, get, launch, note_product, product, put, work
+from pyops.backend.kernels import Kernel, Made, Product, declare
+from pyops.ops.gru import GRU, STATE_DGRAD, STATE_FWD
 from pyops.ops.join import ConcatContext
 
 
@@ -53,9 +53,11 @@ class EmbeddingGRU(GRU):
         a = empty((T, B, 3 * H), name=f'{self.name}.a')
         launch('embedding_linear_forward', a, self.table.value, ids, context, self.w_ih.value, self.b_ih.value,
                work('embedding_linear_forward', *sizes), *sizes)
+        note_product(self, INPUT_FWD, 'ih', weight=self.w_ih, bias=self.b_ih, steps=True)
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         launch('gru_forward', h, gates, None, a, h0, lengths, None, self.w_hh.value, None, self.b_hh.value,
                work('gru_forward', T, B, 0, H), T, B, 0, H, self.reset_before)
+        note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
         return h, self.Ctx(ids, context, h0, lengths, h, gates)
 
     def check(self, ids, context, h0, lengths):
@@ -79,9 +81,11 @@ class EmbeddingGRU(GRU):
         launch('gru_backward', None, dh0, None, self.w_hh.grad, None, self.b_hh.grad, dgates,
                dh, dh_last, None, ctx.h0, ctx.lengths, None, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, 0, H), T, B, 0, H, self.reset_before)
+        note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
         launch('embedding_linear_backward', self.table.grad, self.table.touched, dcontext, self.w_ih.grad, self.b_ih.grad,
                dgates, self.table.value, ctx.ids, ctx.context, self.w_ih.value,
                work('embedding_linear_backward', *sizes), *sizes, 4 * H)
+        note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
         return None, dcontext, dh0
 
     @staticmethod
@@ -96,6 +100,45 @@ class EmbeddingGRU(GRU):
         return ([ids, normal(B, C), normal(B, H), np.array([2, 3], np.int32)],
                 dict(table=normal(V, E), w_ih=normal(3 * H, E + C), w_hh=normal(3 * H, H), b_ih=normal(3 * H),
                      b_hh=normal(3 * H)))
+
+
+# ---- the linear layer on words and contexts, made again for all positions ---------------------------------------------------
+
+def inputs(s, array):
+    """[table[ids[t, b]], context[b]] of all positions, (T, B, E + C)."""
+    T, B, E, C = (s[name] for name in 'TBEC')
+    x = empty((T, B, E))
+    launch('embedding_forward', x, array('table'), array('ids'), T * B, s['V'], E)
+    if not C:
+        return x
+    both = empty((T, B, E + C))
+    launch('concat_context_forward', both, x, array('context'), T, B, E, C)
+    return both
+
+
+def outputs(s, array):
+    return product(as_rows(inputs(s, array)), array('weight').T, array('bias')).reshape(_output_shape(s))
+
+
+def output_gradients(s, array):
+    """(T, B, O): the first O numbers of the rows of dy, which has ld in each."""
+    return np.ascontiguousarray(get(array('dy')).reshape(s['T'], s['B'], s['ld'])[..., :s['O']])
+
+
+def input_gradients(s, array):
+    return product(as_rows(put(output_gradients(s, array))), array('weight')).reshape(_input_shape(s))
+
+
+def _input_shape(s):
+    return s['T'], s['B'], s['E'] + s['C']
+
+
+def _output_shape(s):
+    return s['T'], s['B'], s['O']
+
+
+INPUT_FWD = Product('fwd', {'x': Made(_input_shape, inputs), 'y': Made(_output_shape, outputs)})
+INPUT_DGRAD = Product('dgrad', {'g': Made(_output_shape, output_gradients), 'dx': Made(_input_shape, input_gradients)})
 
 
 def _inputs(s, array):

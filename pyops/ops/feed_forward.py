@@ -3,7 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch
+from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, note_product
+from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
 
 class FeedForward:
@@ -34,7 +35,9 @@ class FeedForward:
         check('x', x, (*np.shape(x)[:-1], D))
         h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
         gemm(as_rows(h), as_rows(x), self.w1.value.T, self.b1.value, relu=True)
+        note_product(self, FWD, 'w1', weight=self.w1, bias=self.b1, rows=x.shape[:-1])
         gemm(as_rows(y), as_rows(h), self.w2.value.T, self.b2.value)
+        note_product(self, FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
         return y, self.Ctx(x, h)
 
     def backward(self, dy, ctx, into=None):
@@ -46,13 +49,17 @@ class FeedForward:
         (R, F), D = h.shape, x.shape[1]
         dh = empty((R, F), name=f'{self.name}.dh')
         gemm(dh, dy, self.w2.value)
+        note_product(self, DGRAD, 'w2', weight=self.w2)
         launch('relu_backward', dh, dh, h, R * F)
         gemm(self.w2.grad, dy.T, h, accumulate=True)
+        note_product(self, WGRAD, 'w2', weight=self.w2)
         launch('column_sums', self.b2.grad, dy, R, D)
         gemm(self.w1.grad, dh.T, x, accumulate=True)
+        note_product(self, WGRAD, 'w1', weight=self.w1)
         launch('column_sums', self.b1.grad, dh, R, F)
         dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into       # dy has been read
         gemm(as_rows(dx), dh, self.w1.value, accumulate=into is not None)
+        note_product(self, DGRAD, 'w1', weight=self.w1)
         return dx
 
     def backward_on_tensors(self, dy, ctx, parameters):

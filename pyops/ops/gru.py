@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, work
-from pyops.backend.kernels import Kernel, declare
+from pyops.backend import as_rows, axes, check, check_parameter, empty, get, launch, note_product, product, put, work
+from pyops.backend.kernels import Kernel, Made, Product, declare
 
 
 class GRU:
@@ -50,6 +50,8 @@ class GRU:
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         launch('gru_forward', h, gates, x, None, h0, lengths, self.w_ih.value, self.w_hh.value, self.b_ih.value,
                self.b_hh.value, work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
+        note_product(self, INPUT_FWD, 'ih', weight=self.w_ih, bias=self.b_ih, steps=True)
+        note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
         return h, self.Ctx(x, h0, lengths, h, gates)
 
     def check(self, x, h0, lengths):
@@ -74,6 +76,8 @@ class GRU:
         launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad, dgates,
                dh, dh_last, ctx.x, ctx.h0, ctx.lengths, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)
+        note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
+        note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
         return dx, dh0
 
     def check_gradients(self, dh, dh_last, T, B):
@@ -106,6 +110,66 @@ class GRU:
         return ([normal(T, B, I), normal(B, H), np.array([3, 2], np.int32)],
                 dict(w_ih=normal(3 * H, I), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
 
+
+# ---- the two linear layers, of which the kernels leave little in memory: made again for all steps at once -----------------
+
+def states(s, array):
+    """h[t-1] of all steps, (T, B, H)."""
+    h, h0 = get(array('h')), array('h0')
+    before = np.zeros((1, s['B'], s['H']), np.float32) if h0 is None else get(h0)[None]
+    return np.concatenate([before, h[:-1]])
+
+
+def input_product(s, array):
+    """x[t] w_ih' + b_ih, (T, B, 3H)."""
+    return product(as_rows(array('x')), array('w_ih').T, array('b_ih')).reshape(_gates_shape(s))
+
+
+def state_product(s, array):
+    """h[t-1] w_hh' + b_hh, (T, B, 3H);  with reset_before, u w_hn' + b_hn in its last third."""
+    H, w, b = s['H'], array('w_hh'), array('b_hh')
+    y = get(product(as_rows(put(states(s, array))), w.T, b).reshape(_gates_shape(s)))
+    if s['reset_before']:
+        u = as_rows(array('gates'))[:, 3 * H:]
+        y[..., 2 * H:] = get(product(u, w[2 * H:].T, b[2 * H:]).reshape(_states_shape(s)))
+    return y
+
+
+def input_gradients(s, array):
+    """dr, dz, dn of all steps, (T, B, 3H)."""
+    return np.ascontiguousarray(get(array('dgates'))[..., :3 * s['H']])
+
+
+def state_gradients(s, array):
+    """dr, dz, du of all steps, (T, B, 3H);  with reset_before, dr, dz, dn."""
+    if s['reset_before']:
+        return input_gradients(s, array)
+    H, dgates = s['H'], get(array('dgates'))
+    return np.concatenate([dgates[..., :2 * H], dgates[..., 3 * H:]], -1)
+
+
+def state_input_gradients(s, array):
+    """The part of the gradient of h[t-1] that this product makes, of all steps, (T, B, H)."""
+    H, w, rows = s['H'], array('w_hh'), as_rows(put(state_gradients(s, array)))
+    if not s['reset_before']:
+        return product(rows, w).reshape(_states_shape(s))
+    through_u = get(product(rows[:, 2 * H:], w[2 * H:])).reshape(_states_shape(s))
+    r = get(array('gates'))[..., :H]
+    return get(product(rows[:, :2 * H], w[:2 * H])).reshape(_states_shape(s)) + r * through_u
+
+
+def _gates_shape(s):
+    return s['T'], s['B'], 3 * s['H']
+
+
+def _states_shape(s):
+    return s['T'], s['B'], s['H']
+
+
+INPUT_FWD = Product('fwd', {'x': 'x', 'y': Made(_gates_shape, input_product)})
+STATE_FWD = Product('fwd', {'x': Made(_states_shape, states), 'y': Made(_gates_shape, state_product)})
+INPUT_DGRAD = Product('dgrad', {'g': Made(_gates_shape, input_gradients), 'dx': 'dx'})
+STATE_DGRAD = Product('dgrad', {'g': Made(_gates_shape, state_gradients), 'dx': Made(_states_shape, state_input_gradients)})
 
 # all positions count, also those behind the lengths, although they are not computed
 declare(gru_forward=Kernel(flops=lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),

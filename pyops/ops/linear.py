@@ -3,7 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, may_overlap
+from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, may_overlap, note_product
+from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
 
 class Linear:
@@ -15,13 +16,15 @@ class Linear:
     Saves    x
     Errors   TypeError for a wrong dtype or strides, ValueError for a wrong shape, each naming the argument
     Source   the chain rule; docs/linear.md derives it
+    Notes    steps=True: x is one step of a sequence, or all of them, in a recurrent layer.  It changes nothing but how a plan's
+             tensors are saved: step by step
     """
 
     class Ctx(NamedTuple):
         x: np.ndarray
 
-    def __init__(self, weight, bias=None, name=None):
-        self.weight, self.bias, self.name = weight, bias, name or weight.owner
+    def __init__(self, weight, bias=None, name=None, steps=False):
+        self.weight, self.bias, self.name, self.steps = weight, bias, name or weight.owner, steps
         O, _ = axes(weight.name, weight.value, 'O I')
         check_parameter(weight, weight.value.shape)
         if bias:
@@ -32,6 +35,7 @@ class Linear:
         check('x', x, (*np.shape(x)[:-1], I))
         y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
         gemm(as_rows(y), as_rows(x), self.weight.value.T, self.bias and self.bias.value)
+        note_product(self, FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return y, self.Ctx(x)
 
     def backward(self, dy, ctx, want_dx=True, into=None):
@@ -45,6 +49,7 @@ class Linear:
             check('into', into, ctx.x.shape)
         rows = as_rows(dy)
         gemm(self.weight.grad, rows.T, as_rows(ctx.x), accumulate=True)
+        note_product(self, WGRAD, weight=self.weight)
         if self.bias:
             launch('column_sums', self.bias.grad, dy, *rows.shape)
         if not want_dx:
@@ -52,6 +57,7 @@ class Linear:
         separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
         dx = empty(ctx.x.shape, name=f'{self.name}.dx') if separate else into
         gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
+        note_product(self, DGRAD, weight=self.weight)
         if separate and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
         return dx if into is None else into
@@ -66,7 +72,7 @@ class Linear:
         return (dy @ weight,), gradients
 
     @staticmethod
-    def reference(x, weight, bias=None):
+    def reference(x, weight, bias=None, steps=False):
         y = x @ weight.T
         return y if bias is None else y + bias
 

@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work, work_size
-from pyops.backend.kernels import Kernel, declare
+from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, note_product, work, work_size
+from pyops.backend.kernels import Kernel, Product, declare
 from pyops.ops.cross_entropy import CrossEntropy
 
 
@@ -48,6 +48,8 @@ class LinearCrossEntropy:
         launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, x, self.weight.value, self.bias.value, labels,
                work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore,
                self.smoothing if gradients else 0.0)
+        if gradients:
+            note_product(self, LOGITS, weight=self.weight, bias=self.bias)
         return loss, self.Ctx(valid, dx, dweight, dbias)
 
     def backward(self, dloss, ctx):
@@ -55,6 +57,7 @@ class LinearCrossEntropy:
         check_kept(ctx.dx)
         dx = empty(ctx.dx.shape, name=f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
+        note_product(self, SCALED, weight=self.weight)
         launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)
         launch('axpy', self.bias.grad, ctx.dbias, dloss, ctx.dbias.size)
         return dx
@@ -86,6 +89,9 @@ class LinearCrossEntropy:
         return ([normal(4, 3), np.array([4, -1, 0, 2], np.int32)],
                 dict(weight=normal(5, 3), bias=normal(5), smoothing=0.1))
 
+
+LOGITS = Product('fwd', {'x': 'x'})             # the logits never are in memory, and neither are their gradients
+SCALED = Product('dgrad', {'dx': 'y'})          # of `scale`: dx of a loss whose own gradient is 1, times that gradient
 
 declare(linear_cross_entropy=Kernel(
             flops=lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V']),

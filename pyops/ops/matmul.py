@@ -1,6 +1,8 @@
 """The matrix product as an array op."""
 import numpy as np
 
+from pyops.backend import is_recorded, note_product
+from pyops.backend.kernels import Product
 from pyops.ops.array import ArrayOp, sum_to
 
 
@@ -20,8 +22,14 @@ class MatMul(ArrayOp):
     A vector on the left is a row, on the right a column, and that axis goes again.
     """
 
+    name = 'matmul'
+
     def forward(a, b):
-        return a @ b, (a, b)
+        y = a @ b
+        if is_recorded() and a.ndim == b.ndim == 2:
+            _note(b, {'x': 'a', 'w': 'b', 'y': 'c'}, 0)
+            _note(a, {'x': 'b', 'w': 'a', 'y': 'c'}, 1)
+        return y, (a, b)
 
     def backward(dy, ctx, wanted=(True, True)):
         a, b = ctx
@@ -32,14 +40,33 @@ class MatMul(ArrayOp):
             dy = dy.reshape((*dy.shape[:-1], 1, dy.shape[-1]))
         da = db = None
         if wanted[0]:
-            da = sum_to(dy @ swapped(right), left.shape).reshape(a.shape)
+            da = dy @ swapped(right)
+            if is_recorded() and a.ndim == b.ndim == 2 and not hasattr(dy, 'tape'):
+                _note(b, {'x': 'a', 'w': "b'", 'y': 'c'}, 0)
+            da = sum_to(da, left.shape).reshape(a.shape)
         if wanted[1] and right.ndim == 2 and left.ndim > 2:         # a sum over all rows: one product and no sum of products
             db = (swapped(rows(left)) @ rows(dy)).reshape(b.shape)
         elif wanted[1]:
-            db = sum_to(swapped(left) @ dy, right.shape).reshape(b.shape)
+            db = swapped(left) @ dy
+            if is_recorded() and a.ndim == b.ndim == 2 and not hasattr(dy, 'tape'):
+                _note(a, {'x': 'b', 'w': "a'", 'y': 'c'}, 1)
+            db = sum_to(db, right.shape).reshape(b.shape)
         return da, db
 
     reference = np.matmul
 
     def example(normal):
         return [normal(2, 1, 3, 4), normal(5, 4, 2)], {}
+
+
+def _note(operand, roles, contracted):
+    """Note the last product for a plan, in case this operand of it is a parameter.
+
+    roles: how the kernel takes the operand;  contracted: the axis of the operand that y = a b sums over
+    """
+    if operand.is_compact():
+        weight = operand
+    else:                                               # the transpose of what is stored
+        weight, contracted = operand.permute((1, 0)), 1 - contracted
+        roles = roles | {'w': roles['w'].removesuffix("'") if roles['w'].endswith("'") else roles['w'] + "'"}
+    note_product(MatMul, Product('matmul', roles, -contracted), weight=weight)

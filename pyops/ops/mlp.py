@@ -1,12 +1,15 @@
 """MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op, or its whole training
 step."""
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, location, work
-from pyops.backend.kernels import Kernel, declare
+from pyops.backend import axes, check, check_parameter, empty, get, launch, location, note_product, product, put, work
+from pyops.backend.kernels import Kernel, Made, Product, declare
 from pyops.ops.cross_entropy import CrossEntropy
+from pyops.ops.pixel_linear import PIXELS
+from pyops.ops.relu import ReLU
 
 
 class MLPGradients:
@@ -68,6 +71,7 @@ class MLPGradients:
                params.values, params.grads, params.m, params.v, images, rows, labels, adam.lr, work('mlp_step', B, I, H, C),
                N, B, I, H, C, *places, self.scale,
                adam.max_norm or 1.0, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
+        self._note_products(*IN_STEP)
         return loss
 
     def _run(self, images, rows, labels, grads):
@@ -75,7 +79,14 @@ class MLPGradients:
         loss = empty(1, name=f'{self.name}.loss')
         launch('mlp_gradients', loss, *grads, images, rows, labels, *(p.value for p in self.parameters),
                work('mlp_gradients', B, I, H, C), N, B, I, H, C, self.scale)
+        self._note_products(*IN_GRADIENTS)
         return loss
+
+    def _note_products(self, of_first, of_second):
+        w1, b1, w2, b2 = self.parameters
+        for layer, products, weight, bias in (('w1', of_first, w1, b1), ('w2', of_second, w2, b2)):
+            for one in products:
+                note_product(self, one, layer, weight=weight, bias=bias)
 
     def _sizes(self, images, rows, labels):
         (I, H, C), (N, _), (B,) = self.sizes, axes('images', images, 'N I'), axes('rows', rows, 'B')
@@ -94,6 +105,53 @@ class MLPGradients:
         images, rows = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])
         return ([images, rows, np.array([1, 0, 2, 0], np.int32)],
                 dict(w1=normal(6, 5), b1=normal(5), w2=normal(3, 5), b2=normal(3)))
+
+
+# ---- the two linear layers, of which the kernels leave nothing in memory: made again, for a loss whose gradient is 1 ---------
+
+class Inside(NamedTuple):
+    """The arrays between images and parameters."""
+    a: np.ndarray               # (B, H), before the rectifier
+    r: np.ndarray               # (B, H)
+    logits: np.ndarray          # (B, C)
+    dlogits: np.ndarray
+    dr: np.ndarray
+    da: np.ndarray
+
+
+def inside(s, array):
+    N, B, I, H, C = (s[name] for name in 'NBIHC')
+    w1, b1, w2, b2 = _values(s, array)
+    a, relu, loss = empty((B, H)), ReLU(), CrossEntropy()
+    launch('pixel_linear_forward', a, None, None, array('table'), array('rows'), w1, b1, N, B, I, H, s['scale'])
+    r, c1 = relu.forward(a)
+    logits = product(r, w2.T, b2)
+    _, c2 = loss.forward(logits, put(get(array('labels'))[get(array('rows'))]))
+    dlogits = loss.backward(put(np.ones(1, np.float32)), c2)
+    dr = product(dlogits, w2)
+    return Inside(a, r, logits, dlogits, dr, relu.backward(dr, c1))
+
+
+def _values(s, array):
+    """w1, b1, w2, b2: arguments of mlp_gradients, and parts of the flat buffer that mlp_step takes."""
+    I, H, C = (s[name] for name in 'IHC')
+    flat, shapes = array('param'), dict(w1=(I, H), b1=(H,), w2=(C, H), b2=(C,))
+    if flat is None:
+        return [array(name) for name in shapes]
+    return [flat[s[name]:s[name] + math.prod(shape)].reshape(shape) for name, shape in shapes.items()]
+
+
+def _made(name, columns):
+    return Made(lambda s: (s['B'], s[columns]), lambda s, array: getattr(inside(s, array), name))
+
+
+# the products of the first layer, and of the second
+IN_GRADIENTS = ((Product('fwd', {'x': PIXELS, 'y': _made('a', 'H')}, axis=0),
+                 Product('wgrad', {'g': _made('da', 'H')}, axis=0)),
+                (Product('fwd', {'x': _made('r', 'H'), 'y': _made('logits', 'C')}),
+                 Product('dgrad', {'g': _made('dlogits', 'C'), 'dx': _made('dr', 'H')})))
+# mlp_step changes the parameters that all this is made of
+IN_STEP = tuple(tuple(one._replace(before=True) for one in products) for products in IN_GRADIENTS)
 
 
 def _flops(s, array):

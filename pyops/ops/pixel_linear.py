@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, work
-from pyops.backend.kernels import Kernel, declare
+from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, note_product, work
+from pyops.backend.kernels import Kernel, Made, Product, declare
 
 
 class PixelLinear:
@@ -38,6 +38,7 @@ class PixelLinear:
         if gradients:
             ink, places = empty(B, np.int32, f'{self.name}.ink'), empty((B, I + 8), np.uint16, f'{self.name}.places')
         launch('pixel_linear_forward', y, ink, places, table, rows, self.weight.value, self.bias.value, N, B, I, O, self.scale)
+        note_product(self, FWD, weight=self.weight, bias=self.bias)
         return y, self.Ctx(table, rows, ink, places)
 
     def check(self, table, rows):
@@ -52,6 +53,7 @@ class PixelLinear:
         launch('pixel_linear_backward', self.weight.grad, self.bias.grad, dy, ctx.table, ctx.rows,
                ctx.ink, ctx.places,
                work('pixel_linear_backward', B, I, O), N, B, I, O, self.scale)
+        note_product(self, WGRAD, weight=self.weight)
 
     @staticmethod
     def reference(table, rows, weight, bias, scale=1 / 255):
@@ -62,6 +64,17 @@ class PixelLinear:
         return ([np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])],
                 dict(weight=normal(6, 3), bias=normal(3)))
 
+
+def pixels(s, array):
+    """The rows of the table as floats, (B, I)."""
+    x = empty((s['B'], s['I']))
+    launch('gather_pixels', x, array('table'), array('rows'), s['N'], s['B'], s['I'], s['scale'])
+    return x
+
+
+PIXELS = Made(lambda s: (s['B'], s['I']), pixels)
+FWD = Product('fwd', {'x': PIXELS, 'y': 'y'}, axis=0)
+WGRAD = Product('wgrad', {'g': 'dy'}, axis=0)
 
 declare(pixel_linear_forward=Kernel(
             bytes=lambda s: s['B'] * (s['I'] + 8) + 4 * (s['I'] * s['O'] + s['O'] + s['B'] * s['O'])),

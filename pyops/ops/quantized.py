@@ -13,8 +13,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, check, check_kept, copy, empty, gemm, gemm_batched, launch, may_overlap, put
-from pyops.backend.kernels import Kernel, declare
+from pyops.backend import (
+    as_rows,
+    check,
+    check_kept,
+    copy,
+    empty,
+    gemm,
+    gemm_batched,
+    launch,
+    may_overlap,
+    note_product,
+    put,
+)
+from pyops.backend.kernels import (
+    DGRAD,
+    DGRAD_INPUTS_FIRST,
+    FWD,
+    FWD_INPUTS_FIRST,
+    WGRAD,
+    WGRAD_INPUTS_FIRST,
+    Kernel,
+    Product,
+    declare,
+)
 from pyops.formats import fake_quantize
 from pyops.ops.attention import Attention
 from pyops.ops.embedding import Embedding
@@ -60,32 +82,39 @@ class Kept(NamedTuple):
 
 
 class LinearProducts:
-    """The three products of a linear layer, on x (R, I), y and g = dy (R, O) and a weight (O, I); inputs_first: (I, O).
+    """The three products of a linear layer with rounded operands.  weight (O, I), or with inputs_first (I, O); bias or None.
 
-    forward y = x w', summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over R
+    Forward  y = x w' + bias, summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over the rows
     """
 
-    def __init__(self, recipe, layer, inputs_first=False):
-        self.round, self.inputs_first = Rounding(recipe, layer, 'linear'), inputs_first
+    def __init__(self, recipe, name, weight, bias=None, inputs_first=False, steps=False):
+        self.name, self.weight, self.bias, self.inputs_first, self.steps = name, weight, bias, inputs_first, steps
+        self.round = Rounding(recipe, name, 'linear')
         self.along_inputs, self.along_outputs = (0, 1) if inputs_first else (1, 0)
+        self.products = (FWD_INPUTS_FIRST, DGRAD_INPUTS_FIRST, WGRAD_INPUTS_FIRST) if inputs_first else (FWD, DGRAD, WGRAD)
 
-    def forward(self, y, x, w, bias=None, relu=False):
-        """Write y -> Kept."""
-        qx, qw = self.round('fwd.x', x, 1), self.round('fwd.w', w, self.along_inputs)
-        gemm(y, qx, qw if self.inputs_first else qw.T, bias, relu=relu)
-        return Kept(qx if self.round.same('fwd.x', 'wgrad.x') else x, qw if self.round.same('fwd.w', 'dgrad.w') else None)
+    def forward(self, y, x, relu=False):
+        """Write y (..., O) of x (..., I) -> Kept."""
+        rows, w = as_rows(x), self.weight.value
+        qx, qw = self.round('fwd.x', rows, 1), self.round('fwd.w', w, self.along_inputs)
+        gemm(as_rows(y), qx, qw if self.inputs_first else qw.T, self.bias and self.bias.value, relu=relu)
+        note_product(self, self.products[0], weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
+        return Kept(qx if self.round.same('fwd.x', 'wgrad.x') else rows, qw if self.round.same('fwd.w', 'dgrad.w') else None)
 
-    def backward(self, g, kept, dw, w, dx=None, accumulate=False):
-        """Add to dw; write dx, or add to it, where it is given."""
+    def backward(self, g, kept, dx=None, accumulate=False):
+        """Add to the weight's gradient, of g = dy (..., O); write dx (..., I), or add to it, where it is given."""
+        g, w = as_rows(g), self.weight
         qx = kept.x if self.round.same('fwd.x', 'wgrad.x') else self.round('wgrad.x', kept.x, 0)
         qg = self.round('wgrad.g', g, 0)
-        gemm(dw, *((qx.T, qg) if self.inputs_first else (qg.T, qx)), accumulate=True)
+        gemm(w.grad, *((qx.T, qg) if self.inputs_first else (qg.T, qx)), accumulate=True)
+        note_product(self, self.products[2], weight=w)
         if dx is None:
             return
         if not self.round.same('wgrad.g', 'dgrad.g'):
             qg = self.round('dgrad.g', g, 1)
-        qw = self.round('dgrad.w', w, self.along_outputs) if kept.w is None else kept.w
-        gemm(dx, qg, qw.T if self.inputs_first else qw, accumulate=accumulate)
+        qw = self.round('dgrad.w', w.value, self.along_outputs) if kept.w is None else kept.w
+        gemm(as_rows(dx), qg, qw.T if self.inputs_first else qw, accumulate=accumulate)
+        note_product(self, self.products[1], weight=w)
 
 
 class QuantizedLinear(Linear):
@@ -100,7 +129,7 @@ class QuantizedLinear(Linear):
 
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
-        self.products = LinearProducts(recipe, self.name)
+        self.products = LinearProducts(recipe, self.name, self.weight, self.bias)
 
     @staticmethod
     def layers(name):
@@ -109,21 +138,19 @@ class QuantizedLinear(Linear):
     def forward(self, x):
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I))
-        y, bias = empty((*x.shape[:-1], O), name=f'{self.name}.y'), self.bias and self.bias.value
-        return y, self.Ctx(x.shape, self.products.forward(as_rows(y), as_rows(x), self.weight.value, bias))
+        y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
+        return y, self.Ctx(x.shape, self.products.forward(y, x))
 
     def backward(self, dy, ctx, want_dx=True, into=None):
         """-> dx, or None where nobody wants it.  into: an array to add dx to, which is then what is returned; it may be dy."""
         check('dy', dy, (*ctx.shape[:-1], len(self.weight.value)))
         if into is not None:
             check('into', into, ctx.shape)
-        rows = as_rows(dy)
         if self.bias:
-            launch('column_sums', self.bias.grad, dy, *rows.shape)
+            launch('column_sums', self.bias.grad, dy, *as_rows(dy).shape)
         separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
         dx = None if not want_dx else empty(ctx.shape, name=f'{self.name}.dx') if separate else into
-        self.products.backward(rows, ctx.kept, self.weight.grad, self.weight.value, None if dx is None else as_rows(dx),
-                               accumulate=not separate)
+        self.products.backward(dy, ctx.kept, dx, accumulate=not separate)
         if separate and want_dx and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
             return into
@@ -144,7 +171,9 @@ class QuantizedFeedForward(FeedForward):
 
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
-        self.first, self.second = (LinearProducts(recipe, layer) for layer, _ in self.layers(self.name))
+        (first, _), (second, _) = self.layers(self.name)
+        self.first = LinearProducts(recipe, first, self.w1, self.b1)
+        self.second = LinearProducts(recipe, second, self.w2, self.b2)
 
     @staticmethod
     def layers(name):
@@ -154,9 +183,8 @@ class QuantizedFeedForward(FeedForward):
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D))
         h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
-        first = self.first.forward(as_rows(h), as_rows(x), self.w1.value, self.b1.value, relu=True)
-        second = self.second.forward(as_rows(y), as_rows(h), self.w2.value, self.b2.value)
-        return y, self.Ctx(x.shape, h, first, second)
+        first = self.first.forward(h, x, relu=True)
+        return y, self.Ctx(x.shape, h, first, self.second.forward(y, h))
 
     def backward(self, dy, ctx, into=None):
         """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
@@ -166,11 +194,11 @@ class QuantizedFeedForward(FeedForward):
         h, dy = as_rows(ctx.h), as_rows(dy)
         dh = empty(h.shape, name=f'{self.name}.dh')
         launch('column_sums', self.b2.grad, dy, *dy.shape)
-        self.second.backward(dy, ctx.second, self.w2.grad, self.w2.value, dh)
+        self.second.backward(dy, ctx.second, dh)
         launch('relu_backward', dh, dh, h, dh.size)
         launch('column_sums', self.b1.grad, dh, *dh.shape)
         dx = empty(ctx.shape, name=f'{self.name}.dx') if into is None else into         # dy has been read
-        self.first.backward(dh, ctx.first, self.w1.grad, self.w1.value, as_rows(dx), into is not None)
+        self.first.backward(dh, ctx.first, dx, into is not None)
         return dx
 
 
@@ -185,7 +213,7 @@ class QuantizedPixelLinear(PixelLinear):
 
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
-        self.products = LinearProducts(recipe, self.name, inputs_first=True)
+        self.products = LinearProducts(recipe, self.name, self.weight, self.bias, inputs_first=True)
 
     layers = QuantizedLinear.layers
 
@@ -194,14 +222,14 @@ class QuantizedPixelLinear(PixelLinear):
         (I, O), N, B = self.weight.value.shape, len(table), len(rows)
         x, y = empty((B, I), name=f'{self.name}.x'), empty((B, O), name=f'{self.name}.y')
         launch('gather_pixels', x, table, rows, N, B, I, self.scale)
-        kept = self.products.forward(y, x, self.weight.value, self.bias.value)
+        kept = self.products.forward(y, x)
         return y, self.Ctx(kept if gradients else None)
 
     def backward(self, dy, ctx):
         check_kept(ctx.kept)
         check('dy', dy, (len(ctx.kept.x), len(self.bias.value)))
         launch('column_sums', self.bias.grad, dy, *dy.shape)
-        self.products.backward(dy, ctx.kept, self.weight.grad, self.weight.value)
+        self.products.backward(dy, ctx.kept)
 
 
 class QuantizedLinearCrossEntropy(LinearCrossEntropy):
@@ -220,21 +248,21 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
 
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
-        self.products = LinearProducts(recipe, self.name)
+        self.products = LinearProducts(recipe, self.name, self.weight, self.bias)
 
     layers = QuantizedLinear.layers
 
     def _logits(self, x):
-        """x (R, D) -> logits (R, V), Kept."""
-        logits = empty((len(x), len(self.weight.value)), name=f'{self.name}.logits')
-        return logits, self.products.forward(logits, x, self.weight.value, self.bias.value)
+        """x (..., D) -> logits (R, V), Kept."""
+        logits = empty((len(as_rows(x)), len(self.weight.value)), name=f'{self.name}.logits')
+        return logits, self.products.forward(logits, x)
 
     def forward(self, x, labels, gradients=True):
         check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, self.weight.value.shape[1]))
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
         stats = empty((2, labels.size), name=f'{self.name}.stats')
-        logits, kept = self._logits(as_rows(x))
+        logits, kept = self._logits(x)
         launch('cross_entropy_forward', loss, valid, stats, logits, labels, *logits.shape, self.ignore,
                self.smoothing if gradients else 0.0)
         return loss, self.Ctx(valid, x.shape, *((logits, labels, stats, kept) if gradients else [None] * 4))
@@ -246,7 +274,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.stats, ctx.valid, *ctx.logits.shape,
                self.ignore, self.smoothing)
         launch('column_sums', self.bias.grad, dlogits, *dlogits.shape)
-        self.products.backward(dlogits, ctx.kept, self.weight.grad, self.weight.value, as_rows(dx))
+        self.products.backward(dlogits, ctx.kept, dx)
         return dx
 
     def prepare(self):
@@ -297,12 +325,15 @@ class QuantizedAttention(Attention):
         qq, qk = rounded('qk.q', q, 3), rounded('qk.k', k, 3)
         softmax = empty((B, self.heads, Tq, Tk), name=f'{self.name}.softmax')           # the scores first
         gemm_batched(softmax, qq.transpose(1, 2, 0, 3), qk.transpose(1, 2, 3, 0))
+        note_product(self, QK, heads=self.heads)
         w = empty(softmax.shape, name=f'{self.name}.w') if step is not None and self.p else softmax
         launch('attention_softmax_forward', softmax, None if w is softmax else w, softmax, lengths, step, Tq, Tk, B, self.heads,
                self.causal, C ** -0.5, self.p, self.key)
+        note_product(self, SOFTMAX)
         qw, qv = rounded('pv.p', w, 3), rounded('pv.v', v, 0)
         y = empty((Tq, B, self.heads * C), name=f'{self.name}.y')
         gemm_batched(self._by_head(y).transpose(1, 2, 0, 3), qw, qv.transpose(1, 2, 0, 3))
+        note_product(self, PV if w is softmax else DROPPED_PV)
         return y, self.Ctx(qq if rounded.same('qk.q', 'dk.q') else q, qk if rounded.same('qk.k', 'dq.k') else k,
                            qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step)
 
@@ -316,20 +347,25 @@ class QuantizedAttention(Attention):
         qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
         ds = empty(ctx.softmax.shape, name=f'{self.name}.ds')                           # the gradients of the weights first
         gemm_batched(ds, qdy.transpose(1, 2, 0, 3), qv.transpose(1, 2, 3, 0))
+        note_product(self, DP)
         if not rounded.same('dp.do', 'dv.do'):
             qdy = rounded('dv.do', dy, 0)
         qw = ctx.w if rounded.same('pv.p', 'dv.p') else rounded('dv.p', ctx.w, 2)
         gemm_batched(self._by_head(dv).transpose(1, 2, 0, 3), qw.transpose(0, 1, 3, 2), qdy.transpose(1, 2, 0, 3))
+        note_product(self, DROPPED_DV if ctx.step is not None and self.p else DV)
         launch('attention_softmax_backward', ds, ds, ctx.softmax, ctx.step, Tq, Tk, B, heads, self.p, self.key)
 
         qds, qk = rounded('dq.ds', ds, 3), ctx.k if rounded.same('qk.k', 'dq.k') else rounded('dq.k', ctx.k, 0)
         gemm_batched(self._by_head(dq).transpose(1, 2, 0, 3), qds, qk.transpose(1, 2, 0, 3))
+        note_product(self, DQ)
         if not rounded.same('dq.ds', 'dk.ds'):
             qds = rounded('dk.ds', ds, 2)
         qq = ctx.q if rounded.same('qk.q', 'dk.q') else rounded('dk.q', ctx.q, 0)
         gemm_batched(self._by_head(dk).transpose(1, 2, 0, 3), qds.transpose(0, 1, 3, 2), qq.transpose(1, 2, 0, 3))
-        for gradient in (dq, dk):
+        note_product(self, DK)
+        for gradient, product in ((dq, SCALED_DQ), (dk, SCALED_DK)):
             launch('scale', gradient, gradient, self._factor(C), gradient.size)
+            note_product(self, product)
         return dq, dk, dv
 
     def _by_head(self, x):
@@ -341,6 +377,19 @@ class QuantizedAttention(Attention):
         if C not in self._factors:
             self._factors[C] = put(np.full(1, C ** -0.5, np.float32))
         return self._factors[C]
+
+
+# the axes of an operand (B, heads, M, K) in the array that it is a view of, (T, B, heads, C) or (B, heads, Tq, Tk)
+LEFT, RIGHT, SAME, SWAPPED = (2, 0, 1, 3), (3, 0, 1, 2), (0, 1, 2, 3), (0, 1, 3, 2)
+QK = Product('qk', {'q': ('a', LEFT), 'k': ('b', RIGHT)})
+SOFTMAX = Product('softmax', {'p': 'p'})
+PV = Product('pv', {'p': ('a', SAME), 'v': ('b', LEFT), 'y': ('c', LEFT)})
+DP = Product('dp', {'do': ('a', LEFT), 'v': ('b', RIGHT)})
+DV = Product('dv', {'p': ('a', SWAPPED), 'do': ('b', LEFT), 'dv': ('c', LEFT)})
+DQ = Product('dq', {'ds': ('a', SAME), 'k': ('b', LEFT)})
+DK = Product('dk', {'ds': ('a', SWAPPED), 'q': ('b', LEFT)})
+SCALED_DQ, SCALED_DK = Product('scale', {'dq': 'y'}), Product('scale', {'dk': 'y'})
+DROPPED_PV, DROPPED_DV = (product._replace(names={'p': 'dropped_weights'}) for product in (PV, DV))
 
 
 AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
@@ -370,7 +419,7 @@ class QuantizedGRU(GRU):
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
         (ih, _), (hh, kind) = self.layers(self.name)
-        self.ih, self.hh = LinearProducts(recipe, ih), Rounding(recipe, hh, kind)
+        self.ih, self.hh = LinearProducts(recipe, ih, self.w_ih, self.b_ih, steps=True), Rounding(recipe, hh, kind)
 
     @staticmethod
     def layers(name):
@@ -386,18 +435,21 @@ class QuantizedGRU(GRU):
             launch('fill', states[0], B * H, 0.0)
         else:
             copy(states[0], h0)
-        ih = self.ih.forward(as_rows(a), as_rows(x), self.w_ih.value, self.b_ih.value)
+        ih = self.ih.forward(a, x)
         w, b = self.hh('fwd.w', self.w_hh.value, 1), self.b_hh.value
         for t in range(T):
             h = self.hh('fwd.x', states[t], 1, t)
             if self.reset_before:
                 rz, n = product.reshape(-1)[:B * 2 * H].reshape(B, 2 * H), product.reshape(-1)[B * 2 * H:].reshape(B, H)
                 gemm(rz, h, w[:2 * H].T, b[:2 * H])
+                self._note(FWD, slice(2 * H), (B,))
                 launch('gru_gates_forward', u[t], gates[t], a[t], rz, states[t], B, H, BEFORE_1)
                 gemm(n, self.hh('fwd.x', u[t], 1, T + t), w[2 * H:].T, b[2 * H:])
+                self._note(FWD, slice(2 * H, 3 * H), (B,))
                 launch('gru_gates_forward', states[t + 1], gates[t], a[t], n, states[t], B, H, BEFORE_2)
             else:
                 gemm(product, h, w.T, b)
+                self._note(FWD, slice(3 * H), (B,))
                 launch('gru_gates_forward', states[t + 1], gates[t], a[t], product, states[t], B, H, AFTER)
         return states[1:], self.Ctx(x.shape, h0 is not None, states, gates, u, ih,
                                     w if self.hh.same('fwd.w', 'dgrad.w') else None)
@@ -427,6 +479,7 @@ class QuantizedGRU(GRU):
                 d_rz, d_n = parts[0][1][t], parts[1][1][t]
                 launch('gru_gates_backward', carry, da[t], d_n, above, None, gates, h, B, H, BEFORE_1)
                 gemm(du, self.hh('dgrad.g', d_n, 1, T + t), weights[1])
+                self._note(DGRAD, parts[1][0])
                 launch('gru_gates_backward', carry, da[t], d_rz, None, du, gates, h, B, H, BEFORE_2)
                 back = d_rz
             else:
@@ -434,14 +487,20 @@ class QuantizedGRU(GRU):
                 launch('gru_gates_backward', carry, da[t], back, above, None, gates, h, B, H, AFTER)
             if t or ctx.has_h0:             # does anyone want the gradient of h[t-1]?
                 gemm(carry, self.hh('dgrad.g', back, 1, t), weights[0], accumulate=True)
+                self._note(DGRAD, parts[0][0])
 
         for i, (rows, g, x) in enumerate(parts):
             gemm(dw[rows], self.hh('wgrad.g', as_rows(g), 0, i).T, self.hh('wgrad.x', as_rows(x), 0, i), accumulate=True)
+            self._note(WGRAD, rows, (T, B))
             launch('column_sums', db[rows], g, T * B, g.shape[-1])
         launch('column_sums', self.b_ih.grad, da, T * B, 3 * H)
         dx = empty((T, B, I), name=f'{self.name}.dx')
-        self.ih.backward(as_rows(da), ctx.ih, self.w_ih.grad, self.w_ih.value, as_rows(dx))
+        self.ih.backward(da, ctx.ih, dx)
         return dx, carry if ctx.has_h0 else None
+
+    def _note(self, product, part, rows=None):
+        """Note a product with some rows of w_hh: those are a layer of their own."""
+        note_product(self, product, 'hh', weight=self.w_hh.value[part], bias=self.b_hh.value[part], rows=rows, steps=True)
 
 
 class QuantizedEmbeddingGRU(EmbeddingGRU):
