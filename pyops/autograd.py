@@ -376,7 +376,7 @@ class _Backward:
     def derivatives(self, node, dy, device, n):
         """The gradients of the n inputs of a kernel op and of its parameters, as formulas."""
         kernel = node.op
-        if not hasattr(kernel.op, 'backward_on_tensors'):
+        if getattr(kernel.op, 'backward_on_tensors', None) is None:
             raise RuntimeError(f'{node.name}: has no second derivative, its gradient comes from a kernel; '
                                'write it with array ops (@, +, exp, sum ...) where create_graph is needed')
 

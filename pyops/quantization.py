@@ -14,12 +14,10 @@ from types import MappingProxyType
 
 from pyops import ops
 from pyops.errors import UserError
+from pyops.ops.attention import OPERANDS as ATTENTION_OPERANDS
+from pyops.ops.linear import OPERANDS as LINEAR_OPERANDS
 
-# product.operand of a layer, in the order of a training step
-OPERANDS = {
-    'linear': ('fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'),
-    'attention': ('qk.q', 'qk.k', 'pv.p', 'pv.v', 'dp.do', 'dp.v', 'dv.p', 'dv.do', 'dq.ds', 'dq.k', 'dk.ds', 'dk.q'),
-}
+OPERANDS = {'linear': LINEAR_OPERANDS, 'attention': ATTENTION_OPERANDS}
 
 
 def _products(operands):
@@ -183,16 +181,14 @@ class Family:
         return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
 
     def __getattr__(self, name):
-        from pyops.ops import quantized
         plain = getattr(ops, name)
-        made = quantized.OPS.get(name)
-        if made is None:
+        if not hasattr(plain, 'rounded'):
             return plain
 
         def make(*arguments, **named):
-            op = plain(*arguments, **named)
-            rounds = [self.of(layer, kind) for layer, kind in made.layers(op.name)]
-            return made(*arguments, **named, recipe=self) if any(rounds) else op
+            op, rounded = plain(*arguments, **named), plain.rounded()
+            rounds = [self.of(layer, kind) for layer, kind in rounded.layers(op.name)]
+            return rounded(*arguments, **named, recipe=self) if any(rounds) else op
         return make
 
 

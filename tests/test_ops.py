@@ -42,7 +42,6 @@ from pyops.ops import (
     sequence_lengths,
 )
 from pyops.ops.attention import dropout_factors, visible
-from pyops.ops.quantized import OPS as QUANTIZED
 from pyops.params import Parameter
 from pyops.philox import dropout_mask, philox4x32
 from pyops.quantization import Recipe
@@ -514,7 +513,7 @@ class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
 
 
 class InProductsRow:
-    """The op of another row as pyops.ops.quantized makes it of single products, here with a recipe that rounds nothing."""
+    """The rounded variant of another row's op, which is made of single products, with a recipe that rounds nothing."""
 
     def __init__(self, row, *sizes, recipe=None):
         self.row, self.name, self.sizes, self.recipe = row, f'{row.name}-in-products', sizes, recipe or Recipe()
@@ -529,7 +528,7 @@ class InProductsRow:
             plain = built.op(**parameters)
             # every op is made of what it keeps under the names of its constructor's arguments
             arguments = inspect.signature(type(plain)).parameters
-            return QUANTIZED[type(plain).__name__](**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
+            return type(plain).rounded()(**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
         return Built(op, built.inputs, built.params, built.constants)
 
 
@@ -872,7 +871,7 @@ def loss_of_one_row(op, x, label, smoothing):
         op.backward(one, ctx)
         return x, get(loss)[0], get(bias.grad)
     make = LinearCrossEntropy if op == 'linear_cross_entropy' else functools.partial(
-        QUANTIZED['LinearCrossEntropy'], recipe=Recipe())
+        LinearCrossEntropy.rounded(), recipe=Recipe())
     bias, difference = parameter('bias', np.full(C, x.max(), np.float32)), rows - x.max()
     op = make(parameter('weight', np.ascontiguousarray(difference.T)), bias, smoothing=smoothing)
     loss, ctx = op.forward(put(np.eye(2, dtype=np.float32)), put(ignored))
@@ -1333,7 +1332,7 @@ def test_attention_refuses_heads_and_shares_that_cannot_be():
             attend(Attention(2, p=p), q, q, q)
 
 
-attention_in_products = functools.partial(QUANTIZED['Attention'], recipe=Recipe())
+attention_in_products = functools.partial(Attention.rounded(), recipe=Recipe())
 
 
 def test_attention_in_products_refuses_what_the_whole_one_refuses():

@@ -29,7 +29,7 @@ from translation import assert_same_training, newest, train_steps
 from mnist import train as mnist_train
 from pyops import backend, formats, ops, quantization
 from pyops.errors import UserError
-from pyops.ops import quantized
+from pyops.ops import rounding
 from pyops.ops.attention import visible
 from pyops.ops.elementwise import Sigmoid
 from pyops.optim import Adam
@@ -64,7 +64,7 @@ class Rounded:
             assert fmt == recipe.formats['.'.join(name.split('.')[-2:])]
             self.made.append((name, get(x).astype(np.float64), axis % x.ndim, get(y).astype(np.float64)))
             return y
-        monkeypatch.setattr(quantized, 'fake_quantize', noting)
+        monkeypatch.setattr(rounding, 'fake_quantize', noting)
 
     def layer(self, name, kind='linear'):
         def take(operand, x, axis):
@@ -268,8 +268,8 @@ def test_stochastic_rounding_goes_with_the_step_and_each_array_has_numbers_of_it
     def rounded(seed=0):
         made = Family(Recipe.parse('mxfp8:round=stochastic'), seed)
         made.step = clock
-        rounding = quantized.Rounding(made, 'layer', 'linear')
-        return [rounding(operand, x, 1, time) for operand, time in (('fwd.x', 0), ('fwd.x', 1), ('wgrad.x', 0))]
+        rounds = rounding.Rounding(made, 'layer', 'linear')
+        return [rounds(operand, x, 1, time) for operand, time in (('fwd.x', 0), ('fwd.x', 1), ('wgrad.x', 0))]
     first = [*rounded(), *rounded(1)]
     clock[0] = 1
     second = rounded()
@@ -375,14 +375,14 @@ def test_layers_of_which_a_recipe_says_nothing_are_the_plain_ones(make):
     assert family(Recipe()) is ops is make().config.ops
     made_from = Family(Recipe.parse('linear=mxfp8', layers='output'))
     model = small(make, made_from)
-    assert type(model.output) is quantized.QuantizedLinearCrossEntropy
+    assert type(model.output) is ops.LinearCrossEntropy.rounded()
     assert [name for name, rounds in made_from.layers.items() if rounds] == ['output']
     if make is make_transformer:
         block = model.encoder.blocks[0]
         assert {type(op) for op in (block.attention.q, block.attention.attention, block.feed_forward)} == {
             ops.Linear, ops.Attention, ops.FeedForward}
         only = small(make, Family(Recipe.parse('qk=bf16'))).encoder.blocks[0].attention
-        assert type(only.q) is ops.Linear and type(only.attention) is quantized.QuantizedAttention
+        assert type(only.q) is ops.Linear and type(only.attention) is ops.Attention.rounded()
     else:
         assert {type(layer) for layer in model.encoder.layers} == {ops.EmbeddingGRU, ops.GRU}
         with pytest.raises(UserError, match='^--quant qk=bf16: rounds nothing in this model'):
@@ -461,7 +461,7 @@ def test_a_resumed_and_a_served_model_are_the_one_that_was_trained(program, tiny
     assert_same_training(newest(whole), newest(parts))
 
     translator, state = serving.open_checkpoint(program, whole)
-    assert line in capsys.readouterr().out and type(translator.model.output) is quantized.QuantizedLinearCrossEntropy
+    assert line in capsys.readouterr().out and type(translator.model.output) is ops.LinearCrossEntropy.rounded()
     assert state['settings']['quant_layers'] == 'encoder.*,output' and translator.answer('I sleep.')
     translator, _ = serving.open_checkpoint(program, whole, program.parse(['--quant', 'none']))
     assert 'quantised' not in capsys.readouterr().out and type(translator.model.output) is ops.LinearCrossEntropy

@@ -40,7 +40,7 @@ from pyops.inspect.saving import Saving
 from pyops.inspect.statistics import describe
 from pyops.inspect.writer import HEADER, Writer
 from pyops.ndarray import over
-from pyops.ops import quantized
+from pyops.ops import rounding
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
@@ -470,7 +470,7 @@ def test_every_rounded_operand_can_be_made_again_from_what_was_saved(name, recip
         return y
     step, adam, params, inputs = QUANTIZED[name](Family(Recipe.parse(recipe)))
     with monkeypatch.context() as patch:
-        patch.setattr(quantized, 'fake_quantize', told)
+        patch.setattr(rounding, 'fake_quantize', told)
         step()
     with Plan(params, run=False, **inputs, **adam.arrays()) as plan:
         step()

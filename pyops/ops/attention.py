@@ -6,6 +6,9 @@ import numpy as np
 from pyops.backend import axes, check, empty, gemm_batched, get, launch, note_product, permuted
 from pyops.backend.kernels import Kernel, Made, Product, declare
 
+# product.operand, in the order of a training step: the words of a recipe (pyops/quantization.py)
+OPERANDS = 'qk.q', 'qk.k', 'pv.p', 'pv.v', 'dp.do', 'dp.v', 'dv.p', 'dv.do', 'dq.ds', 'dq.k', 'dk.ds', 'dk.q'
+
 
 class Attention:
     """For each query, a mean of the values, weighted by how well the query fits their keys.
@@ -70,6 +73,12 @@ class Attention:
         """Sizes and scalars, in the header's order."""
         Tq, B, D = q.shape
         return Tq, len(k), B, self.heads, D // self.heads, self.causal, self.p, self.key
+
+    @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.attention_rounded import QuantizedAttention
+        return QuantizedAttention
 
     @staticmethod
     def reference(q, k, v, lengths=None, step=None, *, heads, causal=False, p=0.0, key=0):
@@ -139,4 +148,4 @@ def _scores(s, array):
 
 declare(attention_forward=Kernel(flops=lambda s, array: 4 * _scores(s, array) * s['C']),
         attention_backward=Kernel(flops=lambda s, array: 10 * _scores(s, array) * s['C']),
-        sequence_lengths=Kernel())
+        attention_softmax_forward=Kernel(), attention_softmax_backward=Kernel(), sequence_lengths=Kernel())

@@ -89,6 +89,12 @@ class EmbeddingGRU(GRU):
         return None, dcontext, dh0
 
     @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.embedding_gru_rounded import QuantizedEmbeddingGRU
+        return QuantizedEmbeddingGRU
+
+    @staticmethod
     def reference(ids, context=None, h0=None, lengths=None, *, table, w_ih, w_hh, b_ih, b_hh, reset_before=False):
         x = table[ids] if context is None else ConcatContext.reference(table[ids], context)
         return GRU.reference(x, h0, lengths, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh, reset_before=reset_before)

@@ -72,6 +72,12 @@ class FeedForward:
                             'w2': swapped(rows(dy)) @ rows(h), 'b2': sum_to(dy, b2.shape)}
 
     @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.feed_forward_rounded import QuantizedFeedForward
+        return QuantizedFeedForward
+
+    @staticmethod
     def reference(x, w1, b1, w2, b2):
         return np.maximum(x @ w1.T + b1, 0) @ w2.T + b2
 

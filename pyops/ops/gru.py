@@ -87,6 +87,12 @@ class GRU:
                 check(name, gradient, shape)
 
     @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.gru_rounded import QuantizedGRU
+        return QuantizedGRU
+
+    @staticmethod
     def reference(x, h0=None, lengths=None, *, w_ih, w_hh, b_ih, b_hh, reset_before=False):
         def sigmoid(x):
             return 1 / (1 + np.exp(-x))
@@ -173,5 +179,4 @@ STATE_DGRAD = Product('dgrad', {'g': Made(_gates_shape, state_gradients), 'dx': 
 
 # all positions count, also those behind the lengths, although they are not computed
 declare(gru_forward=Kernel(flops=lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),
-        gru_backward=Kernel(flops=lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),
-        gru_gates_forward=Kernel(), gru_gates_backward=Kernel())
+        gru_backward=Kernel(flops=lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])))

@@ -6,6 +6,9 @@ import numpy as np
 from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, may_overlap, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
+# product.operand of a linear layer, in the order of a training step: the words of a recipe (pyops/quantization.py)
+OPERANDS = 'fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'
+
 
 class Linear:
     """Multiply each row with a weight matrix and add a bias.
@@ -70,6 +73,12 @@ class Linear:
         if 'bias' in parameters:
             gradients['bias'] = sum_to(dy, parameters['bias'].shape)
         return (dy @ weight,), gradients
+
+    @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.linear_rounded import QuantizedLinear
+        return QuantizedLinear
 
     @staticmethod
     def reference(x, weight, bias=None, steps=False):

@@ -80,6 +80,12 @@ class LinearCrossEntropy:
         return index
 
     @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.linear_cross_entropy_rounded import QuantizedLinearCrossEntropy
+        return QuantizedLinearCrossEntropy
+
+    @staticmethod
     def reference(x, labels, gradients=True, *, weight, bias, ignore=-1, smoothing=0.0):
         logits = x.reshape(labels.size, -1) @ weight.T + bias
         return CrossEntropy.reference(logits, labels.reshape(-1), ignore, smoothing)

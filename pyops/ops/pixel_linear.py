@@ -56,6 +56,12 @@ class PixelLinear:
         note_product(self, WGRAD, weight=self.weight)
 
     @staticmethod
+    def rounded():
+        """-> the variant with rounded operands."""
+        from pyops.ops.pixel_linear_rounded import QuantizedPixelLinear
+        return QuantizedPixelLinear
+
+    @staticmethod
     def reference(table, rows, weight, bias, scale=1 / 255):
         return scale * table[rows] @ weight + bias
 

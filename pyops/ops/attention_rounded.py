@@ -1,0 +1,112 @@
+"""Attention with rounded operands, as six products; rounding.py has the rules."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import check, empty, gemm_batched, launch, note_product, put
+from pyops.backend.kernels import Product
+from pyops.ops.attention import Attention
+from pyops.ops.rounding import Rounding
+
+
+class QuantizedAttention(Attention):
+    """Attention with rounded operands: its scores and weights lie in memory, and each of its six products is one of its own.
+
+    Forward  qk: s = q k', over C;  W = dropout(softmax(s / sqrt(C)));  pv: y = W v, over Tk
+    Backward dp: dW = dy v', over C;  dv: dv = W' dy, over Tq;  dS from dW, as in Attention
+             dq: dq = dS k / sqrt(C), over Tk;  dk: dk = dS' q / sqrt(C), over Tq
+    Saves    q, k, v and W, rounded for forward where backward takes the same copy; the softmax; lengths and step
+    Notes    blocks lie within a head, and within a sentence.  Those along Tk have the values of keys that a query may not see,
+             whose weights are 0, and share a scale with them.
+    """
+
+    class Ctx(NamedTuple):
+        q: np.ndarray
+        k: np.ndarray
+        v: np.ndarray
+        w: np.ndarray
+        softmax: np.ndarray
+        step: np.ndarray | None
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        self.round = Rounding(recipe, self.name, 'attention')
+        self._factors = {}              # 1 / sqrt(C), in memory, by C
+
+    @staticmethod
+    def layers(name):
+        return [(name, 'attention')]
+
+    def forward(self, q, k, v, lengths=None, step=None):
+        self.check(q, k, v, lengths, step)
+        (Tq, B, _), Tk = q.shape, len(k)
+        q, k, v = map(self._by_head, (q, k, v))
+        C, rounded = q.shape[-1], self.round
+        qq, qk = rounded('qk.q', q, 3), rounded('qk.k', k, 3)
+        softmax = empty((B, self.heads, Tq, Tk), name=f'{self.name}.softmax')           # the scores first
+        gemm_batched(softmax, qq.transpose(1, 2, 0, 3), qk.transpose(1, 2, 3, 0))
+        note_product(self, QK, heads=self.heads)
+        w = empty(softmax.shape, name=f'{self.name}.w') if step is not None and self.p else softmax
+        launch('attention_softmax_forward', softmax, None if w is softmax else w, softmax, lengths, step, Tq, Tk, B, self.heads,
+               self.causal, C ** -0.5, self.p, self.key)
+        note_product(self, SOFTMAX)
+        qw, qv = rounded('pv.p', w, 3), rounded('pv.v', v, 0)
+        y = empty((Tq, B, self.heads * C), name=f'{self.name}.y')
+        gemm_batched(self._by_head(y).transpose(1, 2, 0, 3), qw, qv.transpose(1, 2, 0, 3))
+        note_product(self, PV if w is softmax else DROPPED_PV)
+        return y, self.Ctx(qq if rounded.same('qk.q', 'dk.q') else q, qk if rounded.same('qk.k', 'dq.k') else k,
+                           qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step)
+
+    def backward(self, dy, ctx):
+        """-> dq, dk, dv."""
+        (Tq, B, heads, C), Tk, rounded = ctx.q.shape, len(ctx.k), self.round
+        check('dy', dy, (Tq, B, heads * C))
+        dy = self._by_head(dy)
+        dq, dk, dv = (empty((T, B, heads * C), name=f'{self.name}.d{name}') for T, name in ((Tq, 'q'), (Tk, 'k'), (Tk, 'v')))
+
+        qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
+        ds = empty(ctx.softmax.shape, name=f'{self.name}.ds')                           # the gradients of the weights first
+        gemm_batched(ds, qdy.transpose(1, 2, 0, 3), qv.transpose(1, 2, 3, 0))
+        note_product(self, DP)
+        if not rounded.same('dp.do', 'dv.do'):
+            qdy = rounded('dv.do', dy, 0)
+        qw = ctx.w if rounded.same('pv.p', 'dv.p') else rounded('dv.p', ctx.w, 2)
+        gemm_batched(self._by_head(dv).transpose(1, 2, 0, 3), qw.transpose(0, 1, 3, 2), qdy.transpose(1, 2, 0, 3))
+        note_product(self, DROPPED_DV if ctx.step is not None and self.p else DV)
+        launch('attention_softmax_backward', ds, ds, ctx.softmax, ctx.step, Tq, Tk, B, heads, self.p, self.key)
+
+        qds, qk = rounded('dq.ds', ds, 3), ctx.k if rounded.same('qk.k', 'dq.k') else rounded('dq.k', ctx.k, 0)
+        gemm_batched(self._by_head(dq).transpose(1, 2, 0, 3), qds, qk.transpose(1, 2, 0, 3))
+        note_product(self, DQ)
+        if not rounded.same('dq.ds', 'dk.ds'):
+            qds = rounded('dk.ds', ds, 2)
+        qq = ctx.q if rounded.same('qk.q', 'dk.q') else rounded('dk.q', ctx.q, 0)
+        gemm_batched(self._by_head(dk).transpose(1, 2, 0, 3), qds.transpose(0, 1, 3, 2), qq.transpose(1, 2, 0, 3))
+        note_product(self, DK)
+        for gradient, product in ((dq, SCALED_DQ), (dk, SCALED_DK)):
+            launch('scale', gradient, gradient, self._factor(C), gradient.size)
+            note_product(self, product)
+        return dq, dk, dv
+
+    def _by_head(self, x):
+        """(T, B, D) as (T, B, heads, C)."""
+        T, B, D = x.shape
+        return x.reshape(T, B, self.heads, D // self.heads)
+
+    def _factor(self, C):
+        if C not in self._factors:
+            self._factors[C] = put(np.full(1, C ** -0.5, np.float32))
+        return self._factors[C]
+
+
+# the axes of an operand (B, heads, M, K) in the array that it is a view of, (T, B, heads, C) or (B, heads, Tq, Tk)
+LEFT, RIGHT, SAME, SWAPPED = (2, 0, 1, 3), (3, 0, 1, 2), (0, 1, 2, 3), (0, 1, 3, 2)
+QK = Product('qk', {'q': ('a', LEFT), 'k': ('b', RIGHT)})
+SOFTMAX = Product('softmax', {'p': 'p'})
+PV = Product('pv', {'p': ('a', SAME), 'v': ('b', LEFT), 'y': ('c', LEFT)})
+DP = Product('dp', {'do': ('a', LEFT), 'v': ('b', RIGHT)})
+DV = Product('dv', {'p': ('a', SWAPPED), 'do': ('b', LEFT), 'dv': ('c', LEFT)})
+DQ = Product('dq', {'ds': ('a', SAME), 'k': ('b', LEFT)})
+DK = Product('dk', {'ds': ('a', SWAPPED), 'q': ('b', LEFT)})
+SCALED_DQ, SCALED_DK = Product('scale', {'dq': 'y'}), Product('scale', {'dk': 'y'})
+DROPPED_PV, DROPPED_DV = (product._replace(names={'p': 'dropped_weights'}) for product in (PV, DV))

@@ -1,0 +1,40 @@
+"""EmbeddingGRU with rounded operands: Embedding, ConcatContext and the rounded GRU."""
+from typing import NamedTuple
+
+from pyops.ops.embedding import Embedding
+from pyops.ops.embedding_gru import EmbeddingGRU
+from pyops.ops.gru_rounded import QuantizedGRU
+from pyops.ops.join import ConcatContext
+
+
+class QuantizedEmbeddingGRU(EmbeddingGRU):
+    """EmbeddingGRU with rounded operands: Embedding, ConcatContext and QuantizedGRU, one after the other.
+
+    Saves    what they save
+    """
+
+    class Ctx(NamedTuple):
+        embedding: Embedding.Ctx
+        concat: ConcatContext.Ctx | None
+        gru: QuantizedGRU.Ctx
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        self.embedding, self.concat = Embedding(self.table), ConcatContext()
+        self.gru = QuantizedGRU(self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.reset_before, self.name, recipe=recipe)
+
+    layers = QuantizedGRU.layers
+
+    def forward(self, ids, context=None, h0=None, lengths=None):
+        self.check(ids, context, h0, lengths)
+        x, embedding = self.embedding.forward(ids)
+        x, concat = (x, None) if context is None else self.concat.forward(x, context)
+        h, gru = self.gru.forward(x, h0, lengths)
+        return h, self.Ctx(embedding, concat, gru)
+
+    def backward(self, dh, ctx, dh_last=None):
+        """-> None, since ids have no gradient, dcontext (None where forward had no context), dh0 (None where it had no h0)."""
+        dx, dh0 = self.gru.backward(dh, ctx.gru, dh_last)
+        dx, dcontext = (dx, None) if ctx.concat is None else self.concat.backward(dx, ctx.concat)
+        self.embedding.backward(dx, ctx.embedding)
+        return None, dcontext, dh0

@@ -1,0 +1,55 @@
+"""FeedForward with rounded operands; rounding.py has the rules."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import as_rows, check, empty, launch
+from pyops.ops.feed_forward import FeedForward
+from pyops.ops.rounding import Kept, LinearProducts
+
+
+class QuantizedFeedForward(FeedForward):
+    """FeedForward with rounded operands: two linear layers, <name>.w1 and <name>.w2.
+
+    Saves    h, whose signs the rectifier's backward needs, and of both layers what QuantizedLinear saves
+    """
+
+    class Ctx(NamedTuple):
+        shape: tuple[int, ...]
+        h: np.ndarray
+        first: Kept
+        second: Kept
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        (first, _), (second, _) = self.layers(self.name)
+        self.first = LinearProducts(recipe, first, self.w1, self.b1)
+        self.second = LinearProducts(recipe, second, self.w2, self.b2)
+
+    backward_on_tensors = None      # the formula of the plain op does not round
+
+    @staticmethod
+    def layers(name):
+        return [(f'{name}.w1', 'linear'), (f'{name}.w2', 'linear')]
+
+    def forward(self, x):
+        F, D = self.w1.value.shape
+        check('x', x, (*np.shape(x)[:-1], D))
+        h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
+        first = self.first.forward(h, x, relu=True)
+        return y, self.Ctx(x.shape, h, first, self.second.forward(y, h))
+
+    def backward(self, dy, ctx, into=None):
+        """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        check('dy', dy, ctx.shape)
+        if into is not None:
+            check('into', into, ctx.shape)
+        h, dy = as_rows(ctx.h), as_rows(dy)
+        dh = empty(h.shape, name=f'{self.name}.dh')
+        launch('column_sums', self.b2.grad, dy, *dy.shape)
+        self.second.backward(dy, ctx.second, dh)
+        launch('relu_backward', dh, dh, h, dh.size)
+        launch('column_sums', self.b1.grad, dh, *dh.shape)
+        dx = empty(ctx.shape, name=f'{self.name}.dx') if into is None else into         # dy has been read
+        self.first.backward(dh, ctx.first, dx, into is not None)
+        return dx

@@ -1,0 +1,122 @@
+"""GRU with rounded operands, as two linear layers; rounding.py has the rules."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import as_rows, copy, empty, gemm, launch, note_product
+from pyops.backend.kernels import DGRAD, FWD, WGRAD, Kernel, declare
+from pyops.ops.gru import GRU
+from pyops.ops.rounding import Kept, LinearProducts, Rounding
+
+AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
+
+
+class QuantizedGRU(GRU):
+    """GRU with rounded operands: two linear layers, <name>.ih of all steps at once and <name>.hh, a product or two each step.
+
+    Forward  the steps of GRU; its products  ih: x w_ih', over I;  hh: h[t-1] w_hh', over H, and with reset_before of r and z
+             alone, then u w_hn', over H
+    Backward of each step  hh dgrad: [dr dz du] w_hh, over 3H;  with reset_before dn w_hn, over H, then [dr dz] w_h[rz], over 2H
+             over all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
+    Saves    h with h0 before it, gates, u, and of the layers what QuantizedLinear saves
+    Notes    all steps are computed, whatever the lengths.  Behind these h is not 0, but nobody should read it: where dh and
+             dh_last are 0 there, no gradient comes back
+    """
+
+    class Ctx(NamedTuple):
+        shape: tuple[int, ...]
+        has_h0: bool
+        states: np.ndarray              # (T + 1, B, H): h0, or zeros, and h
+        gates: np.ndarray
+        u: np.ndarray | None            # (T, B, H), with reset_before
+        ih: Kept
+        w_hh: np.ndarray | None         # as Kept.w
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        (ih, _), (hh, kind) = self.layers(self.name)
+        self.ih, self.hh = LinearProducts(recipe, ih, self.w_ih, self.b_ih, steps=True), Rounding(recipe, hh, kind)
+
+    @staticmethod
+    def layers(name):
+        return [(f'{name}.ih', 'linear'), (f'{name}.hh', 'linear')]
+
+    def forward(self, x, h0=None, lengths=None):
+        self.check(x, h0, lengths)
+        (T, B, _), H = x.shape, self.w_hh.value.shape[1]
+        states, gates = empty((T + 1, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
+        a, product = empty((T, B, 3 * H), name=f'{self.name}.ih.y'), empty((B, 3 * H), name=f'{self.name}.hh.y')
+        u = empty((T, B, H), name=f'{self.name}.u') if self.reset_before else None
+        if h0 is None:
+            launch('fill', states[0], B * H, 0.0)
+        else:
+            copy(states[0], h0)
+        ih = self.ih.forward(a, x)
+        w, b = self.hh('fwd.w', self.w_hh.value, 1), self.b_hh.value
+        for t in range(T):
+            h = self.hh('fwd.x', states[t], 1, t)
+            if self.reset_before:
+                rz, n = product.reshape(-1)[:B * 2 * H].reshape(B, 2 * H), product.reshape(-1)[B * 2 * H:].reshape(B, H)
+                gemm(rz, h, w[:2 * H].T, b[:2 * H])
+                self._note(FWD, slice(2 * H), (B,))
+                launch('gru_gates_forward', u[t], gates[t], a[t], rz, states[t], B, H, BEFORE_1)
+                gemm(n, self.hh('fwd.x', u[t], 1, T + t), w[2 * H:].T, b[2 * H:])
+                self._note(FWD, slice(2 * H, 3 * H), (B,))
+                launch('gru_gates_forward', states[t + 1], gates[t], a[t], n, states[t], B, H, BEFORE_2)
+            else:
+                gemm(product, h, w.T, b)
+                self._note(FWD, slice(3 * H), (B,))
+                launch('gru_gates_forward', states[t + 1], gates[t], a[t], product, states[t], B, H, AFTER)
+        return states[1:], self.Ctx(x.shape, h0 is not None, states, gates, u, ih,
+                                    w if self.hh.same('fwd.w', 'dgrad.w') else None)
+
+    def backward(self, dh, ctx, dh_last=None):
+        """-> dx, dh0 (None where forward had no h0)."""
+        (T, B, I), H = ctx.shape, self.w_hh.value.shape[1]
+        self.check_gradients(dh, dh_last, T, B)
+        carry, da = empty((B, H), name=f'{self.name}.dh0'), empty((T, B, 3 * H), name=f'{self.name}.ih.dy')
+        if dh_last is None:
+            launch('fill', carry, B * H, 0.0)
+        else:
+            copy(carry, dh_last)
+
+        w, dw, db = ctx.w_hh, self.w_hh.grad, self.b_hh.grad
+        # the parts of the recurrent product: rows of w_hh, the gradient of what they make, their other operand
+        if self.reset_before:
+            parts = [(slice(0, 2 * H), empty((T, B, 2 * H), name=f'{self.name}.hh.dy_rz'), ctx.states[:-1]),
+                     (slice(2 * H, 3 * H), empty((T, B, H), name=f'{self.name}.hh.dy_n'), ctx.u)]
+            du = empty((B, H), name=f'{self.name}.du')
+        else:
+            parts = [(slice(0, 3 * H), empty((T, B, 3 * H), name=f'{self.name}.hh.dy'), ctx.states[:-1])]
+        weights = [self.hh('dgrad.w', self.w_hh.value[rows], 0) if w is None else w[rows] for rows, _, _ in parts]
+        for t in reversed(range(T)):
+            above, gates, h = None if dh is None else dh[t], ctx.gates[t], ctx.states[t]
+            if self.reset_before:
+                d_rz, d_n = parts[0][1][t], parts[1][1][t]
+                launch('gru_gates_backward', carry, da[t], d_n, above, None, gates, h, B, H, BEFORE_1)
+                gemm(du, self.hh('dgrad.g', d_n, 1, T + t), weights[1])
+                self._note(DGRAD, parts[1][0])
+                launch('gru_gates_backward', carry, da[t], d_rz, None, du, gates, h, B, H, BEFORE_2)
+                back = d_rz
+            else:
+                back = parts[0][1][t]
+                launch('gru_gates_backward', carry, da[t], back, above, None, gates, h, B, H, AFTER)
+            if t or ctx.has_h0:             # does anyone want the gradient of h[t-1]?
+                gemm(carry, self.hh('dgrad.g', back, 1, t), weights[0], accumulate=True)
+                self._note(DGRAD, parts[0][0])
+
+        for i, (rows, g, x) in enumerate(parts):
+            gemm(dw[rows], self.hh('wgrad.g', as_rows(g), 0, i).T, self.hh('wgrad.x', as_rows(x), 0, i), accumulate=True)
+            self._note(WGRAD, rows, (T, B))
+            launch('column_sums', db[rows], g, T * B, g.shape[-1])
+        launch('column_sums', self.b_ih.grad, da, T * B, 3 * H)
+        dx = empty((T, B, I), name=f'{self.name}.dx')
+        self.ih.backward(da, ctx.ih, dx)
+        return dx, carry if ctx.has_h0 else None
+
+    def _note(self, product, part, rows=None):
+        """Note a product with some rows of w_hh: those are a layer of their own."""
+        note_product(self, product, 'hh', weight=self.w_hh.value[part], bias=self.b_hh.value[part], rows=rows, steps=True)
+
+
+declare(gru_gates_forward=Kernel(), gru_gates_backward=Kernel())

@@ -1,0 +1,66 @@
+"""LinearCrossEntropy with rounded operands; rounding.py has the rules."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import as_rows, check, check_kept, empty, launch
+from pyops.ops.linear_cross_entropy import LinearCrossEntropy
+from pyops.ops.linear_rounded import QuantizedLinear
+from pyops.ops.rounding import Kept, LinearProducts
+
+
+class QuantizedLinearCrossEntropy(LinearCrossEntropy):
+    """LinearCrossEntropy with rounded operands: all logits lie in memory, those of masked rows too.
+
+    Saves    logits, labels, stats of CrossEntropy, and what QuantizedLinear saves; nothing with gradients=False
+    """
+
+    class Ctx(NamedTuple):
+        valid: np.ndarray
+        shape: tuple[int, ...]
+        logits: np.ndarray | None
+        labels: np.ndarray | None
+        stats: np.ndarray | None
+        kept: Kept | None
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        self.products = LinearProducts(recipe, self.name, self.weight, self.bias)
+
+    layers = QuantizedLinear.layers
+
+    def _logits(self, x):
+        """x (..., D) -> logits (R, V), Kept."""
+        logits = empty((len(as_rows(x)), len(self.weight.value)), name=f'{self.name}.logits')
+        return logits, self.products.forward(logits, x)
+
+    def forward(self, x, labels, gradients=True):
+        check('labels', labels, np.shape(labels), np.int32)
+        check('x', x, (*labels.shape, self.weight.value.shape[1]))
+        loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
+        stats = empty((2, labels.size), name=f'{self.name}.stats')
+        logits, kept = self._logits(x)
+        launch('cross_entropy_forward', loss, valid, stats, logits, labels, *logits.shape, self.ignore,
+               self.smoothing if gradients else 0.0)
+        return loss, self.Ctx(valid, x.shape, *((logits, labels, stats, kept) if gradients else [None] * 4))
+
+    def backward(self, dloss, ctx):
+        check('dloss', dloss, (1,))
+        check_kept(ctx.kept)
+        dlogits, dx = empty(ctx.logits.shape, name=f'{self.name}.dlogits'), empty(ctx.shape, name=f'{self.name}.dx')
+        launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.stats, ctx.valid, *ctx.logits.shape,
+               self.ignore, self.smoothing)
+        launch('column_sums', self.bias.grad, dlogits, *dlogits.shape)
+        self.products.backward(dlogits, ctx.kept, dx)
+        return dx
+
+    def prepare(self):
+        """-> None: what weight is rounded to is found in every call."""
+
+    def predict(self, x, prepared=None):
+        """x (B, D) -> the index (B,) int32 of the largest logit."""
+        check('x', x, (len(x), self.weight.value.shape[1]))
+        logits, _ = self._logits(x)
+        index = empty(len(x), np.int32, f'{self.name}.index')
+        launch('argmax', index, logits, *logits.shape)
+        return index

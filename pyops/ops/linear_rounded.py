@@ -1,0 +1,50 @@
+"""Linear with rounded operands; rounding.py has the rules."""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import as_rows, check, empty, launch, may_overlap
+from pyops.ops.linear import Linear
+from pyops.ops.rounding import Kept, LinearProducts
+
+
+class QuantizedLinear(Linear):
+    """Linear with rounded operands.
+
+    Saves    x and the weight, rounded for forward where backward takes the same copy, else x alone
+    """
+
+    class Ctx(NamedTuple):
+        shape: tuple[int, ...]
+        kept: Kept
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        self.products = LinearProducts(recipe, self.name, self.weight, self.bias)
+
+    backward_on_tensors = None      # the formula of the plain op does not round
+
+    @staticmethod
+    def layers(name):
+        return [(name, 'linear')]
+
+    def forward(self, x):
+        O, I = self.weight.value.shape
+        check('x', x, (*np.shape(x)[:-1], I))
+        y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
+        return y, self.Ctx(x.shape, self.products.forward(y, x))
+
+    def backward(self, dy, ctx, want_dx=True, into=None):
+        """-> dx, or None where nobody wants it.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        check('dy', dy, (*ctx.shape[:-1], len(self.weight.value)))
+        if into is not None:
+            check('into', into, ctx.shape)
+        if self.bias:
+            launch('column_sums', self.bias.grad, dy, *as_rows(dy).shape)
+        separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
+        dx = None if not want_dx else empty(ctx.shape, name=f'{self.name}.dx') if separate else into
+        self.products.backward(dy, ctx.kept, dx, accumulate=not separate)
+        if separate and want_dx and into is not None:
+            launch('residual', into, into, dx, None, dx.size, 0.0, 0)
+            return into
+        return dx

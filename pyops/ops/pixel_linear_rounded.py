@@ -1,0 +1,37 @@
+"""PixelLinear with rounded operands; rounding.py has the rules."""
+from typing import NamedTuple
+
+from pyops.backend import check, check_kept, empty, launch
+from pyops.ops.linear_rounded import QuantizedLinear
+from pyops.ops.pixel_linear import PixelLinear
+from pyops.ops.rounding import Kept, LinearProducts
+
+
+class QuantizedPixelLinear(PixelLinear):
+    """PixelLinear with rounded operands: the batch is gathered as floats first, and all its pixels are computed.
+
+    Saves    what QuantizedLinear saves, nothing with gradients=False
+    """
+
+    class Ctx(NamedTuple):
+        kept: Kept | None
+
+    def __init__(self, *arguments, recipe, **named):
+        super().__init__(*arguments, **named)
+        self.products = LinearProducts(recipe, self.name, self.weight, self.bias, inputs_first=True)
+
+    layers = QuantizedLinear.layers
+
+    def forward(self, table, rows, gradients=True):
+        self.check(table, rows)
+        (I, O), N, B = self.weight.value.shape, len(table), len(rows)
+        x, y = empty((B, I), name=f'{self.name}.x'), empty((B, O), name=f'{self.name}.y')
+        launch('gather_pixels', x, table, rows, N, B, I, self.scale)
+        kept = self.products.forward(y, x)
+        return y, self.Ctx(kept if gradients else None)
+
+    def backward(self, dy, ctx):
+        check_kept(ctx.kept)
+        check('dy', dy, (len(ctx.kept.x), len(self.bias.value)))
+        launch('column_sums', self.bias.grad, dy, *dy.shape)
+        self.products.backward(dy, ctx.kept)

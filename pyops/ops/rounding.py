@@ -1,0 +1,86 @@
+"""Fake quantization: the operands of an op's matrix products are rounded to a number format and kept in float32.
+
+An op with products has a variant in <op>_rounded.py, which op.rounded() returns: the constructor of the plain op with a recipe
+added, and the same forward and backward.  An operand is rounded along the axis that its product sums over, always from the
+tensor that was not rounded; so a tensor in two products has two copies.  A format without blocks gives the same copy for both,
+and then it is made once.  Sums, biases, softmax and gates stay float32.  Backward treats rounding as the identity (straight
+through) and rounds the operands of its own products.
+
+A rounded array is called <layer>.<product>.<operand>, as encoder.0.self_attention.q.fwd.x.  docs/quantization.md has the tables
+of products and axes.
+"""
+from typing import NamedTuple
+
+import numpy as np
+
+from pyops.backend import as_rows, gemm, note_product
+from pyops.backend.kernels import DGRAD, DGRAD_INPUTS_FIRST, FWD, FWD_INPUTS_FIRST, WGRAD, WGRAD_INPUTS_FIRST
+from pyops.formats import fake_quantize
+from pyops.params import key
+
+
+class Rounding:
+    """Rounds the operands of one layer's products.
+
+    recipe.of(layer, kind) -> {'fwd.x': Format, ...};  recipe.step, recipe.seed: of the random numbers of round=stochastic
+    """
+
+    def __init__(self, recipe, layer, kind):
+        self.recipe, self.layer, self.formats = recipe, layer, recipe.of(layer, kind)
+
+    def __call__(self, operand, x, axis, time=0):
+        """x rounded along axis, or x itself where the recipe leaves this operand alone.  time: of a layer that runs many times
+        in a pass."""
+        fmt = self.formats.get(operand)
+        if fmt is None:
+            return x
+        name = f'{self.layer}.{operand}'
+        seed = key(self.recipe.seed, f'{name}.{time}') if fmt.is_stochastic else 0
+        return fake_quantize(x, fmt, axis, name=name, step=self.recipe.step, seed=seed)
+
+    def same(self, one, other):
+        """Whether a tensor has the same copy as either operand, whatever the axes: so it is made once."""
+        fmt = self.formats.get(one)
+        return fmt == self.formats.get(other) and (fmt is None or not (fmt.is_block or fmt.is_stochastic))
+
+
+class Kept(NamedTuple):
+    """What a linear layer's backward needs of forward."""
+    x: np.ndarray               # as it is, or the rounded copy where that will do
+    w: np.ndarray | None        # the rounded copy where that will do
+
+
+class LinearProducts:
+    """The three products of a linear layer with rounded operands.  weight (O, I), or with inputs_first (I, O); bias or None.
+
+    Forward  y = x w' + bias, summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over the rows
+    """
+
+    def __init__(self, recipe, name, weight, bias=None, inputs_first=False, steps=False):
+        self.name, self.weight, self.bias, self.inputs_first, self.steps = name, weight, bias, inputs_first, steps
+        self.round = Rounding(recipe, name, 'linear')
+        self.along_inputs, self.along_outputs = (0, 1) if inputs_first else (1, 0)
+        self.products = (FWD_INPUTS_FIRST, DGRAD_INPUTS_FIRST, WGRAD_INPUTS_FIRST) if inputs_first else (FWD, DGRAD, WGRAD)
+
+    def forward(self, y, x, relu=False):
+        """Write y (..., O) of x (..., I) -> Kept."""
+        rows, w = as_rows(x), self.weight.value
+        qx, qw = self.round('fwd.x', rows, 1), self.round('fwd.w', w, self.along_inputs)
+        gemm(as_rows(y), qx, qw if self.inputs_first else qw.T, self.bias and self.bias.value, relu=relu)
+        note_product(self, self.products[0], weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
+        return Kept(qx if self.round.same('fwd.x', 'wgrad.x') else rows, qw if self.round.same('fwd.w', 'dgrad.w') else None)
+
+    def backward(self, g, kept, dx=None, accumulate=False):
+        """Add to the weight's gradient, of g = dy (..., O); write dx (..., I), or add to it, where it is given."""
+        g, w = as_rows(g), self.weight
+        qx = kept.x if self.round.same('fwd.x', 'wgrad.x') else self.round('wgrad.x', kept.x, 0)
+        qg = self.round('wgrad.g', g, 0)
+        gemm(w.grad, *((qx.T, qg) if self.inputs_first else (qg.T, qx)), accumulate=True)
+        note_product(self, self.products[2], weight=w)
+        if dx is None:
+            return
+        if not self.round.same('wgrad.g', 'dgrad.g'):
+            qg = self.round('dgrad.g', g, 1)
+        qw = self.round('dgrad.w', w.value, self.along_outputs) if kept.w is None else kept.w
+        gemm(as_rows(dx), qg, qw.T if self.inputs_first else qw, accumulate=accumulate)
+        note_product(self, self.products[1], weight=w)
