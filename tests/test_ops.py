@@ -1,7 +1,8 @@
 """One table of ops; every property below is checked for every row at every size.
 
 A row builds the op and its arguments at any size, and has the same in PyTorch.  The formula in float64 is the op's own
-`reference`.  `large` is a size that is worth several threads.  Adding an op is adding a row.
+`reference`.  `large` is a size that is worth several threads.  Every op of the package is also tested on its own `example`; a
+row adds sizes, PyTorch, threads and bad arguments.
 `make test-all` runs this file on each instruction set and on the emulated CUDA library.
 """
 import functools
@@ -20,7 +21,7 @@ from places import get, launch, of_threads, put
 
 from pyops import backend
 from pyops.backend import library
-from pyops.differences import Row, central_differences, settings_of
+from pyops.differences import Row, central_differences, every_op, settings_of
 from pyops.ops import (
     GRU,
     Attention,
@@ -41,6 +42,7 @@ from pyops.ops import (
     Residual,
     sequence_lengths,
 )
+from pyops.ops.array import ArrayOp
 from pyops.ops.attention import dropout_factors, visible
 from pyops.params import Parameter
 from pyops.philox import dropout_mask, philox4x32
@@ -512,6 +514,24 @@ class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
         return built
 
 
+class ExampleRow:
+    """The example of an op class, which has one size."""
+    sizes = ((1,),)
+
+    def __init__(self, op):
+        self.name, self.op = f'{op.__name__}-example', op
+
+    def build(self, size, rng):
+        given, named = self.op.example(functools.partial(normal, rng))
+        _, *names = inspect.signature(self.op.forward).parameters
+        inputs = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, np.ndarray)}
+        params = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        settings = {name: value for name, value in named.items() if name not in params}
+        floats = {name: value for name, value in inputs.items() if value.dtype == np.float32}
+        return Built(lambda **parameters: self.op(**parameters, **settings), floats, params,
+                     {name: value for name, value in inputs.items() if name not in floats})
+
+
 class InProductsRow:
     """The rounded variant of another row's op, which is made of single products, with a recipe that rounds nothing."""
 
@@ -557,6 +577,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
          InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
          InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16))]
+EXAMPLES = [pytest.param(row, row.sizes[0], id=row.name)
+            for row in (ExampleRow(op) for op in every_op() if not issubclass(op, ArrayOp))]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
 SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
 FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
@@ -623,13 +645,13 @@ class Run:
         return {'op': self.op} if getattr(self.row, 'wants_op', False) else {}
 
 
-@pytest.mark.parametrize('row,size', EACH)
+@pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
 def test_forward_equals_the_formula_in_float64(row, size):
     run = Run(row, size, backward=False)
     close(run.y, run.reference(run.variables()))
 
 
-@pytest.mark.parametrize('row,size', SMALL)
+@pytest.mark.parametrize('row,size', [*SMALL, *EXAMPLES])
 def test_backward_equals_central_differences(row, size):
     """Differentiates the float64 reference, so steps can be small; the kernel only has to agree with it."""
     run = Run(row, size)
@@ -653,7 +675,7 @@ def test_forward_and_backward_equal_torch(row, size, torch):
         close(run.grads[name], leaf.grad.numpy(), 5e-5, f'd {name}')
 
 
-@pytest.mark.parametrize('row,size', EACH)
+@pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
 def test_parameter_gradients_add_and_activation_gradients_overwrite(row, size):
     run = Run(row, size)
     again = run.backward()
@@ -671,7 +693,7 @@ GUARD = {np.dtype(t): value for t, value in (
     (np.float32, -7.25), (np.int32, -725), (np.int64, -725), (np.uint8, 201), (np.uint16, 7777))}
 
 
-@pytest.mark.parametrize('row,size', EACH)
+@pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
 def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=33):
     """Every array an op asks for lies between guard zones, starts as NaN and at an odd float; inputs keep their bits."""
     zones = []

@@ -23,8 +23,8 @@ class Tensor(NamedTuple):
     name: str                   # 'input', 'weight', 'query', 'grad_output', ...
     time: int | None            # of a layer that is used once for each step of a sequence
     shape: tuple[int, ...]
-    axis: int                   # that its blocks lie along, in formats that have some
-    uses: tuple[dict, ...]      # how it is rounded when used
+    axis: int                   # of the blocks, in formats with blocks
+    uses: tuple[dict, ...]      # how products that use it round it
     mask: tuple[dict, ...]
     quant_type: str             # the name of the format that the layer calculates with
 
@@ -34,23 +34,24 @@ class Tensor(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Tensors that can be read once `at` actions of the plan have run: read() -> an array where it is one tensor, else one
-    whose first axis are the tensors."""
+    """Tensors that can be read once `at` actions of the plan have run.
+
+    read() returns the array of the one tensor, or an array whose first axis counts the tensors."""
     at: int
     tensors: tuple[Tensor, ...]
     read: Callable
-    is_fresh: bool              # it is made for this look, and nobody else writes to it
+    is_fresh: bool              # it is computed for this look, and nothing else writes to it
 
     def arrays(self):
-        """-> an array of numpy for each of the tensors."""
+        """Return a numpy array for each of the tensors."""
         array = backend.get(self.read())
         return [array] if self.tensors[0].shape == array.shape else list(array)
 
 
 def find(plan, side=None):
-    """-> the Looks at a plan that show all tensors of its linear layers and attention, in order of `at`.
+    """Return the Looks at a plan that show all tensors of its linear layers and attention, in order of `at`.
 
-    side(layer, name) -> 'source' or 'target': the sentences of which a tensor has a row for each word; None: no sentences
+    side(layer, name) -> 'source' or 'target', the sentences whose words are the rows of a tensor; None: there are no sentences
     """
     return _Finder(plan, side or (lambda layer, name: None)).looks()
 

@@ -10,14 +10,14 @@ from pyops.ops.rounding import Rounding
 
 
 class QuantizedAttention(Attention):
-    """Attention with rounded operands: its scores and weights lie in memory, and each of its six products is one of its own.
+    """Attention with rounded operands: scores and weights are in memory, and each of the six products is a launch of its own.
 
     Forward  qk: s = q k', over C;  W = dropout(softmax(s / sqrt(C)));  pv: y = W v, over Tk
     Backward dp: dW = dy v', over C;  dv: dv = W' dy, over Tq;  dS from dW, as in Attention
              dq: dq = dS k / sqrt(C), over Tk;  dk: dk = dS' q / sqrt(C), over Tq
-    Saves    q, k, v and W, rounded for forward where backward takes the same copy; the softmax; lengths and step
-    Notes    blocks lie within a head, and within a sentence.  Those along Tk have the values of keys that a query may not see,
-             whose weights are 0, and share a scale with them.
+    Saves    q, k, v and W, or their rounded copies if backward can use them again; the softmax; lengths and step
+    Notes    a block never crosses into another head or sequence.  Blocks along Tk contain the values of masked keys, whose
+             weights are 0, and these influence the scale of the block.
     """
 
     class Ctx(NamedTuple):

@@ -8,9 +8,9 @@ from pyops.ops.join import ConcatContext
 
 
 class QuantizedEmbeddingGRU(EmbeddingGRU):
-    """EmbeddingGRU with rounded operands: Embedding, ConcatContext and QuantizedGRU, one after the other.
+    """EmbeddingGRU with rounded operands: Embedding, ConcatContext and QuantizedGRU in sequence.
 
-    Saves    what they save
+    Saves    the same as these three
     """
 
     class Ctx(NamedTuple):
@@ -33,7 +33,7 @@ class QuantizedEmbeddingGRU(EmbeddingGRU):
         return h, self.Ctx(embedding, concat, gru)
 
     def backward(self, dh, ctx, dh_last=None):
-        """-> None, since ids have no gradient, dcontext (None where forward had no context), dh0 (None where it had no h0)."""
+        """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
         dx, dh0 = self.gru.backward(dh, ctx.gru, dh_last)
         dx, dcontext = (dx, None) if ctx.concat is None else self.concat.backward(dx, ctx.concat)
         self.embedding.backward(dx, ctx.embedding)

@@ -11,7 +11,7 @@ from pyops.ops.rounding import Kept, LinearProducts
 class QuantizedFeedForward(FeedForward):
     """FeedForward with rounded operands: two linear layers, <name>.w1 and <name>.w2.
 
-    Saves    h, whose signs the rectifier's backward needs, and of both layers what QuantizedLinear saves
+    Saves    h, since backward of the rectifier needs its signs, and for each layer the same as QuantizedLinear
     """
 
     class Ctx(NamedTuple):
@@ -40,7 +40,7 @@ class QuantizedFeedForward(FeedForward):
         return y, self.Ctx(x.shape, h, first, self.second.forward(y, h))
 
     def backward(self, dy, ctx, into=None):
-        """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        """Return dx.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, ctx.shape)
         if into is not None:
             check('into', into, ctx.shape)

@@ -16,11 +16,11 @@ class QuantizedGRU(GRU):
 
     Forward  the steps of GRU; its products  ih: x w_ih', over I;  hh: h[t-1] w_hh', over H, and with reset_before of r and z
              alone, then u w_hn', over H
-    Backward of each step  hh dgrad: [dr dz du] w_hh, over 3H;  with reset_before dn w_hn, over H, then [dr dz] w_h[rz], over 2H
-             over all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
-    Saves    h with h0 before it, gates, u, and of the layers what QuantizedLinear saves
-    Notes    all steps are computed, whatever the lengths.  Behind these h is not 0, but nobody should read it: where dh and
-             dh_last are 0 there, no gradient comes back
+    Backward in each step  hh dgrad: [dr dz du] w_hh, over 3H;  with reset_before dn w_hn, over H, then [dr dz] w_h[rz], over 2H
+             for all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
+    Saves    h0 and h in one array, gates, u, and for the layers the same as QuantizedLinear
+    Notes    all steps are computed, whatever the lengths.  Beyond the length of a sequence h is not 0 and must not be read; if
+             dh and dh_last are 0 there, no gradient flows back
     """
 
     class Ctx(NamedTuple):
@@ -71,7 +71,7 @@ class QuantizedGRU(GRU):
                                     w if self.hh.same('fwd.w', 'dgrad.w') else None)
 
     def backward(self, dh, ctx, dh_last=None):
-        """-> dx, dh0 (None where forward had no h0)."""
+        """Return dx and dh0 (None if forward had no h0)."""
         (T, B, I), H = ctx.shape, self.w_hh.value.shape[1]
         self.check_gradients(dh, dh_last, T, B)
         carry, da = empty((B, H), name=f'{self.name}.dh0'), empty((T, B, 3 * H), name=f'{self.name}.ih.dy')

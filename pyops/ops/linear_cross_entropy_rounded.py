@@ -10,9 +10,9 @@ from pyops.ops.rounding import Kept, LinearProducts
 
 
 class QuantizedLinearCrossEntropy(LinearCrossEntropy):
-    """LinearCrossEntropy with rounded operands: all logits lie in memory, those of masked rows too.
+    """LinearCrossEntropy with rounded operands: all logits are in memory, also those of masked rows.
 
-    Saves    logits, labels, stats of CrossEntropy, and what QuantizedLinear saves; nothing with gradients=False
+    Saves    logits, labels, stats of CrossEntropy, and the same as QuantizedLinear; nothing with gradients=False
     """
 
     class Ctx(NamedTuple):
@@ -55,10 +55,10 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         return dx
 
     def prepare(self):
-        """-> None: what weight is rounded to is found in every call."""
+        """Return None: every call of predict() rounds the weight again."""
 
     def predict(self, x, prepared=None):
-        """x (B, D) -> the index (B,) int32 of the largest logit."""
+        """Return the index (B,) int32 of the largest logit for each row of x (B, D)."""
         check('x', x, (len(x), self.weight.value.shape[1]))
         logits, _ = self._logits(x)
         index = empty(len(x), np.int32, f'{self.name}.index')

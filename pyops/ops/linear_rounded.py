@@ -11,7 +11,7 @@ from pyops.ops.rounding import Kept, LinearProducts
 class QuantizedLinear(Linear):
     """Linear with rounded operands.
 
-    Saves    x and the weight, rounded for forward where backward takes the same copy, else x alone
+    Saves    x, and the rounded copies of x and the weight if backward can use them again
     """
 
     class Ctx(NamedTuple):
@@ -35,13 +35,13 @@ class QuantizedLinear(Linear):
         return y, self.Ctx(x.shape, self.products.forward(y, x))
 
     def backward(self, dy, ctx, want_dx=True, into=None):
-        """-> dx, or None where nobody wants it.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        """Return dx, or None with want_dx=False.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, (*ctx.shape[:-1], len(self.weight.value)))
         if into is not None:
             check('into', into, ctx.shape)
         if self.bias:
             launch('column_sums', self.bias.grad, dy, *as_rows(dy).shape)
-        separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
+        separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
         dx = None if not want_dx else empty(ctx.shape, name=f'{self.name}.dx') if separate else into
         self.products.backward(dy, ctx.kept, dx, accumulate=not separate)
         if separate and want_dx and into is not None:

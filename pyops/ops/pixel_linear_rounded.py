@@ -8,9 +8,9 @@ from pyops.ops.rounding import Kept, LinearProducts
 
 
 class QuantizedPixelLinear(PixelLinear):
-    """PixelLinear with rounded operands: the batch is gathered as floats first, and all its pixels are computed.
+    """PixelLinear with rounded operands: the batch is first gathered as floats, and no pixel is skipped.
 
-    Saves    what QuantizedLinear saves, nothing with gradients=False
+    Saves    the same as QuantizedLinear; nothing with gradients=False
     """
 
     class Ctx(NamedTuple):

@@ -20,17 +20,17 @@ from pyops.params import key
 
 
 class Rounding:
-    """Rounds the operands of one layer's products.
+    """Rounds the operands of the products of one layer.
 
-    recipe.of(layer, kind) -> {'fwd.x': Format, ...};  recipe.step, recipe.seed: of the random numbers of round=stochastic
+    recipe.of(layer, kind) -> {'fwd.x': Format, ...};  recipe.step, recipe.seed: for the random numbers of round=stochastic
     """
 
     def __init__(self, recipe, layer, kind):
         self.recipe, self.layer, self.formats = recipe, layer, recipe.of(layer, kind)
 
     def __call__(self, operand, x, axis, time=0):
-        """x rounded along axis, or x itself where the recipe leaves this operand alone.  time: of a layer that runs many times
-        in a pass."""
+        """Return x rounded along axis, or x itself if the recipe does not round this operand.  time: counts the uses of a layer
+        that runs many times in a pass."""
         fmt = self.formats.get(operand)
         if fmt is None:
             return x
@@ -39,15 +39,15 @@ class Rounding:
         return fake_quantize(x, fmt, axis, name=name, step=self.recipe.step, seed=seed)
 
     def same(self, one, other):
-        """Whether a tensor has the same copy as either operand, whatever the axes: so it is made once."""
+        """Return whether both operands, which are one tensor, have the same rounded copy, whatever their axes."""
         fmt = self.formats.get(one)
         return fmt == self.formats.get(other) and (fmt is None or not (fmt.is_block or fmt.is_stochastic))
 
 
 class Kept(NamedTuple):
-    """What a linear layer's backward needs of forward."""
-    x: np.ndarray               # as it is, or the rounded copy where that will do
-    w: np.ndarray | None        # the rounded copy where that will do
+    """Arrays that a linear layer saves for backward."""
+    x: np.ndarray               # the rounded copy if backward can use it, else x
+    w: np.ndarray | None        # the rounded copy if backward can use it
 
 
 class LinearProducts:
