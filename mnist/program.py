@@ -11,6 +11,7 @@ from pyops.training import (
     add_gpu_flag,
     add_max_steps_flag,
     add_plan_flags,
+    add_threads_flag,
     asks_for_plan,
     int_up_to,
     non_negative_int,
@@ -26,23 +27,29 @@ CLASSES = 10
 
 
 def parser(program, description, hidden, hidden_help):
-    """The flags that every program on digits has; `hidden` is the default of --hidden."""
+    """Return an ArgumentParser with the flags of every program on digits; hidden: the default of --hidden."""
     p = ArgumentParser(prog=f'python -m {program}', description=description)
     p.set_defaults(program=program)
-    p.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N', help='epochs (default 10)')
-    p.add_argument('-l', '--lr', type=positive_float, default=0.001, metavar='X', help='learning rate of Adam (default 0.001)')
-    p.add_argument('-b', '--batch-size', type=positive_int, default=100, metavar='N', help='images a step (default 100)')
-    add_gpu_flag(p)
-    p.add_argument('--hidden', type=int_up_to(65536), default=hidden, metavar='N', help=f'{hidden_help} (default {hidden})')
-    p.add_argument('--seed', type=non_negative_int, default=0, metavar='N', help='of weights and data order (default 0)')
-    p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='results do not depend on it (default: all cores)')
-    p.add_argument('--data-dir', metavar='DIR', help='search for MNIST there only (default: $PYOPS_DATA, ./data)')
-    p.add_argument('--embedded', action='store_true', help='the embedded digits even where MNIST is found')
-    p.add_argument('--report', type=output_file, metavar='FILE',
-                   help='draw confusion matrix, loss curve and misread digits as FILE (PNG)')
-    p.add_argument('--quiet', dest='listing', action='store_const', const='nothing', default='summary',
-                   help='print nothing about the kernels of a step')
+    training, data, output = map(p.group, ('training', 'data', 'output'))
+    training.add_argument('-e', '--epochs', type=non_negative_int, default=10, metavar='N',
+                          help='number of epochs (default %(default)s)')
+    training.add_argument('-l', '--lr', type=positive_float, default=0.001, metavar='X',
+                          help='learning rate of Adam (default %(default)s)')
+    training.add_argument('-b', '--batch-size', type=positive_int, default=100, metavar='N',
+                          help='images per step (default %(default)s)')
     add_max_steps_flag(p)
+    training.add_argument('--seed', type=non_negative_int, default=0, metavar='N',
+                          help='seed of all random numbers (default %(default)s)')
+    add_threads_flag(p)
+    p.group('model').add_argument('--hidden', type=int_up_to(65536), default=hidden, metavar='N',
+                                  help=f'{hidden_help} (default %(default)s)')
+    data.add_argument('--data-dir', metavar='DIR', help='search for MNIST only in DIR (default: $PYOPS_DATA, then ./data)')
+    data.add_argument('--embedded', action='store_true', help='use the embedded digits even if MNIST is found')
+    output.add_argument('--report', type=output_file, metavar='FILE',
+                        help='draw confusion matrix, loss curve and misread digits into FILE, a PNG; needs matplotlib')
+    output.add_argument('--quiet', dest='listing', action='store_const', const='nothing', default='summary',
+                        help='print no summary of the training step')
+    add_gpu_flag(p)
     add_plan_flags(p)
     flags.add_saving_flags(p)
     return p

@@ -24,16 +24,25 @@ def augmentations(text):
     return names
 
 
+def parser():
+    p = program.parser(PROGRAM, 'Train an MLPResNet on handwritten digits.', 100,
+                       'units between blocks; a block has half as many inside')
+    model, regularization = p.group('model'), p.group('regularization')
+    model.add_argument('--blocks', type=int_up_to(1000), default=3, metavar='N',
+                       help='number of residual blocks (default %(default)s)')
+    model.add_argument('--norm', choices=('batch', 'layer'), default='batch',
+                       help='normalization after each linear layer (default %(default)s)')
+    regularization.add_argument('--dropout', type=fraction, default=0.1, metavar='P',
+                                help='dropout rate inside a block (default %(default)s)')
+    regularization.add_argument('--weight-decay', type=non_negative_float, default=0.0001, metavar='X',
+                                help='L2 penalty: X times each parameter is added to its gradient (default %(default)s)')
+    regularization.add_argument('--augment', type=augmentations, default=[], metavar='NAMES',
+                                help='change training images at random: flip, crop or flip,crop (default: none)')
+    return p
+
+
 def parse(argv):
-    p = program.parser(PROGRAM, 'Train an MLPResNet on handwritten digits.', 100, 'units between blocks')
-    p.add_argument('--blocks', type=int_up_to(1000), default=3, metavar='N', help='residual blocks (default 3)')
-    p.add_argument('--norm', choices=('batch', 'layer'), default='batch', help='norm behind a linear layer (default batch)')
-    p.add_argument('--dropout', type=fraction, default=0.1, metavar='P', help='share of zeros within a block (default 0.1)')
-    p.add_argument('--weight-decay', type=non_negative_float, default=0.0001, metavar='X',
-                   help='pull of all weights to 0 (default 0.0001)')
-    p.add_argument('--augment', type=augmentations, default=[], metavar='NAMES',
-                   help='train on images that are changed at random: flip, crop or flip,crop')
-    return p.parse_args(argv)
+    return parser().parse_args(argv)
 
 
 def main(argv=None):

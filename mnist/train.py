@@ -15,10 +15,14 @@ AT_ONCE = 10            # steps that are told as one: telling takes a GPU longer
 SMALL = 2**17           # hidden units times images up to which a step is small on the CPU: it takes a few milliseconds
 
 
-def parse(argv):
+def parser():
     p = program.parser(PROGRAM, 'Train a 784-30-10 MLP on handwritten digits.', 30, 'units of the hidden layer')
-    add_quant_flags(p, '$CUSTOM_QUANT_TYPE, then none')
-    return p.parse_args(argv)
+    add_quant_flags(p, '$CUSTOM_QUANT_TYPE, else none')
+    return p
+
+
+def parse(argv):
+    return parser().parse_args(argv)
 
 
 def main(argv=None):

@@ -15,18 +15,22 @@ def main(arguments=None):
     sys.exit(status)
 
 
-def run(arguments):
-    # not above: a package that is missing is to be named in one line
+def parser():
+    # imported here so that exits_cleanly can name a missing package in one line
     from pyops.inspect import command
     from pyops.training import ArgumentParser
-    parser = ArgumentParser(prog='python -m pyops', description='Tools of the package.',
-                            epilog='Data sets: python -m pyops.data.  Programs: python -m mnist, seq2seq or transformer.')
-    commands = parser.add_commands()
+    p = ArgumentParser(prog='python -m pyops', description='Tools of the package.',
+                       epilog='Data sets: python -m pyops.data.  Programs: python -m mnist, seq2seq or transformer.')
+    commands = p.add_commands()
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
-    check.add_argument('ops', metavar='OP', nargs='*', help='linear, gru, softmax, ...; default: all')
+    check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
     check.set_defaults(run=gradcheck)
     command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
-    options = parser.parse_args(arguments)
+    return p
+
+
+def run(arguments):
+    options = parser().parse_args(arguments)
     return options.run(options)
 
 

@@ -360,6 +360,11 @@ class ArgumentParser(argparse.ArgumentParser):
         message = ' '.join(message.removeprefix('argument ').split())
         self.exit(2, f'{self.prog}: error: {message}{" See" if message.endswith("?") else "; see"} --help\n')
 
+    def group(self, title, description=None):
+        """Return the argument group with this title, made on first use.  --help and docs/programs.md list flags by group."""
+        found = next((group for group in self._action_groups if group.title == title), None)
+        return found or self.add_argument_group(title, description)
+
     def add_commands(self):
         """Return the object to which subcommands are added.  Each sets `run` with set_defaults(); without a subcommand `run`
         prints the help and exits with status 2."""
@@ -391,10 +396,12 @@ def list_programs(package, description, programs, arguments=None):
 
 def add_gpu_flag(parser):
     """-g, --gpu 1 or 0; --precision."""
-    parser.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
-                        help='1: on a GPU; 0: on the CPU (default 0, or 1 if $PYOPS_BACKEND is gpu)')
-    parser.add_argument('--precision', choices=PRECISIONS, help='on a GPU: what the factors of matrix products are rounded '
-                        f'to; sums and parameters stay float32 (default {PRECISIONS[0]})')
+    group = parser.group('GPU')
+    group.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
+                       help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
+                       'whatever PYOPS_BACKEND is (default 0, or 1 if PYOPS_BACKEND=gpu)')
+    group.add_argument('--precision', choices=PRECISIONS, help='on a GPU, round the factors of matrix products to this '
+                       f'precision; everything else stays float32 (default {PRECISIONS[0]})')
 
 
 def use_gpu(args):
@@ -425,11 +432,14 @@ def use_gpu(args):
 def add_quant_flags(parser, default):
     """--quant, --quant-layers: which operands of matrix products are rounded to which number format (pyops.quantization).
     default: the recipe without --quant, for --help."""
-    parser.add_argument('--quant', type=_recipe, metavar='RECIPE',
-                        help='round what matrix products take to a number format: hifp8, mxfp8, mxfp4, bf16 or fp16, or '
-                        'operand=format with commas between, as in fwd=mxfp8,dgrad.g=hifp8,attention=none; see '
-                        f'docs/quantization.md (default: {default})')
-    parser.add_argument('--quant-layers', metavar='PATTERN', help="only in layers of these names, as in 'encoder.*,output'")
+    group = parser.group('number formats')
+    group.add_argument('--quant', type=_recipe, metavar='RECIPE',
+                       help='quantize the operands of matrix products to hifp8, mxfp8, mxfp4, bf16 or fp16; or some '
+                       'operands, as operand=format separated by commas: fwd=mxfp8,dgrad.g=hifp8,attention=none; see '
+                       f'docs/quantization.md (default: {default})')
+    group.add_argument('--quant-layers', metavar='PATTERN',
+                       help="quantize only layers with these names, such as 'encoder.*,output' "
+                       f"(default: {'that of the checkpoint, else ' * ('checkpoint' in default)}all)")
 
 
 def _recipe(text):
@@ -441,9 +451,16 @@ def _recipe(text):
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_threads_flag(parser, group='training'):
+    """--threads N, for pyops.backend.set_threads."""
+    parser.group(group).add_argument('--threads', type=int_up_to(1024), metavar='N',
+                                     help='number of threads; results do not depend on it (default: all cores)')
+
+
 def add_max_steps_flag(parser):
     """--max-steps N, of pyops.fit."""
-    parser.add_argument('--max-steps', type=positive_int, metavar='N', help='stop after N steps, with exit status 0')
+    parser.group('training').add_argument('--max-steps', type=positive_int, metavar='N',
+                                          help='stop after N training steps, with exit status 0 (default: no limit)')
 
 
 def add_plan_flags(parser):
@@ -452,14 +469,16 @@ def add_plan_flags(parser):
 
     args.listing: 'kernels' with -v, 'summary' without it; a program may add flags with other values, and the last one counts.
     """
-    exclusive = parser.add_mutually_exclusive_group()
-    exclusive.add_argument('--no-plan', action='store_true', help='run every step from Python: slower, the same numbers')
+    group = parser.group('training step', 'With --plan, --profile or --dot the program describes a training step and exits.')
+    group.add_argument('--plan', action='store_true', help='print every tensor, every kernel and the memory of a step')
+    group.add_argument('--profile', nargs='?', const=False, type=output_file, metavar='FILE',
+                       help='time every kernel of a step; FILE: also write a Chrome trace, for chrome://tracing or Perfetto')
+    group.add_argument('--dot', type=output_file, metavar='FILE', help='write the step as a graph for Graphviz')
+    exclusive = group.add_mutually_exclusive_group()
     exclusive.add_argument('-v', '--verbose', dest='listing', action='store_const', const='kernels', default='summary',
-                           help='before training, list every kernel of a step')
-    parser.add_argument('--plan', action='store_true', help='print every kernel of a training step and its memory, and end')
-    parser.add_argument('--profile', nargs='?', const=False, type=output_file, metavar='FILE',
-                        help='time every kernel of a training step, and end; FILE: also as Chrome trace JSON')
-    parser.add_argument('--dot', type=output_file, metavar='FILE', help='draw the training step as a Graphviz file, and end')
+                           help='list every kernel of a step, then train')
+    exclusive.add_argument('--no-plan', action='store_true',
+                           help='train, but run every step from Python: slower, same numbers')
 
 
 def asks_for_plan(args):

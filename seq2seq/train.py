@@ -13,16 +13,17 @@ class Seq2SeqProgram(Program):
     name = 'seq2seq'
     description = 'Train a deep GRU that translates English to French.'
     epochs = 50
-    dropped = 'between layers'
+    dropped = 'between the GRU layers'
     DEFAULTS = Program.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False)
     GROWING = 'embedding', 'hidden', 'layers'
 
     def add_flags(self, parser):
-        self.add_setting(parser, '--embedding', type=int_up_to(65536), help='size of a word')
-        self.add_setting(parser, '--hidden', type=int_up_to(65536), help='size of a state')
-        self.add_setting(parser, '--layers', type=int_up_to(64), help='GRU layers, each side')
-        parser.add_argument('--reset-before', action='store_true', default=None,
-                            help="the GRU's reset gate before the recurrent product, as first published")
+        model = parser.group('model')
+        self.add_setting(model, '--embedding', type=int_up_to(65536), help='size of a word embedding')
+        self.add_setting(model, '--hidden', type=int_up_to(65536), help='size of a hidden state')
+        self.add_setting(model, '--layers', type=int_up_to(64), help='GRU layers, of the encoder and of the decoder')
+        model.add_argument('--reset-before', action='store_true', default=None,
+                           help='apply the reset gate before the recurrent product, as first published (default: after it)')
 
     def architecture(self):
         from seq2seq.model import SIZES, Config, Seq2Seq, parameter_specs

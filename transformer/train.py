@@ -14,7 +14,7 @@ from pyops.translator.program import Architecture, Program
 class TransformerProgram(Program):
     name = 'transformer'
     description = 'Train a transformer that translates English to French.'
-    dropped = "of embeddings, of attention's weights and of what each part of a block adds"
+    dropped = 'of embeddings, attention weights and the outputs of sublayers'
     DEFAULTS = Program.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
                                        pre_norm=False, smoothing=0.0)
     PRESETS = {'small': {},
@@ -25,17 +25,19 @@ class TransformerProgram(Program):
     line_first = True
 
     def add_flags(self, parser):
-        self.add_setting(parser, '--d-model', type=int_up_to(65536), help='size of a word and of a state')
-        self.add_setting(parser, '--d-ff', type=int_up_to(65536), help='size inside the feed-forward part of a block')
-        self.add_setting(parser, '--heads', type=int_up_to(1024), help='attention heads, which share d-model evenly')
-        self.add_setting(parser, '--layers', type=int_up_to(64), help='blocks, each side')
-        self.add_setting(parser, '--positions', type=int_up_to(1000), help='places with an encoding: the largest num-steps')
-        parser.add_argument('--pre-norm', action=BooleanOptionalAction,
-                            help='normalise before each part of a block instead of after it')
-        self.add_setting(parser, '--smoothing', type=fraction, metavar='P', help='share of a label that goes to all words')
-        self.add_setting(parser, '--warmup', type=non_negative_int,
-                         help='steps in which the learning rate rises, to fall with the root of the step from there; '
-                              '0: it stays')
+        model, schedule = parser.group('model'), parser.group('presets and schedule')
+        self.add_setting(model, '--d-model', type=int_up_to(65536), help='size of a word embedding and of a hidden state')
+        self.add_setting(model, '--d-ff', type=int_up_to(65536), help='inner size of a feed-forward layer')
+        self.add_setting(model, '--heads', type=int_up_to(1024), help='attention heads; d-model is divided among them')
+        self.add_setting(model, '--layers', type=int_up_to(64), help='blocks, of the encoder and of the decoder')
+        self.add_setting(model, '--positions', type=int_up_to(1000), help='encoded positions: the largest num-steps')
+        model.add_argument('--pre-norm', action=BooleanOptionalAction,
+                           help='apply layer norm before each sublayer instead of after its sum (default: after)')
+        self.add_setting(schedule, '--smoothing', type=fraction, metavar='P',
+                         help='label smoothing: the share of a label that is spread over all words')
+        self.add_setting(schedule, '--warmup', type=non_negative_int,
+                         help='steps in which the learning rate rises; then it falls with the square root of the step; 0: '
+                         'constant')
 
     def architecture(self):
         from transformer.model import SIZES, Config, Transformer, parameter_specs

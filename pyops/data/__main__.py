@@ -12,22 +12,26 @@ def main(arguments=None):
         run(arguments)
 
 
-def run(arguments):
-    # not above: a package that is missing is to be named in one line
+def parser():
+    # imported here so that exits_cleanly can name a missing package in one line
     from pyops.data import fetch
     from pyops.training import ArgumentParser
-    parser = ArgumentParser(prog='python -m pyops.data', description='Fetch data sets.')
-    commands = parser.add_commands()
-    show = commands.add_parser('list', help='say what there is, under which licence, and what is here already')
-    load = commands.add_parser('get', help='download a data set, or check the one that is here')
-    load.add_argument('name', help=f'one of: {", ".join(fetch.DATASETS)}')
+    p = ArgumentParser(prog='python -m pyops.data', description='Fetch data sets.')
+    commands = p.add_commands()
+    show = commands.add_parser('list', help='print the data sets, their licences, and which of them are found')
+    load = commands.add_parser('get', help='download a data set, or check the one that is found')
+    load.add_argument('name', help=f'name of the data set: {" or ".join(fetch.DATASETS)}')
     load.add_argument('--mirror', metavar='URL', action='append', default=[],
-                      help='try this first: the URL of the file, or of its folder with a slash at the end')
+                      help='URL to try first: of the file, or of its folder with a slash at the end; can be repeated')
     for command in (show, load):
-        command.add_argument('--data-dir', metavar='DIR', help='default: $PYOPS_DATA, or else ./data')
+        command.add_argument('--data-dir', metavar='DIR', help='folder of the data sets (default: $PYOPS_DATA, else ./data)')
     show.set_defaults(run=lambda options: print('\n'.join(fetch.describe(options.data_dir))))
     load.set_defaults(run=lambda options: fetch.get(options.name, options.data_dir, options.mirror))
-    options = parser.parse_args(arguments)
+    return p
+
+
+def run(arguments):
+    options = parser().parse_args(arguments)
     options.run(options)
 
 

@@ -12,63 +12,68 @@ from pyops.training import output_file
 def add_commands(parser):
     """Declare draw, serve and compare as subcommands of an ArgumentParser."""
     commands = parser.add_commands()
-    _add_draw(commands.add_parser('draw', help='pictures, statistics and an interactive page of saved tensors'))
-    _add_serve(commands.add_parser('serve', help='the interactive page, live, while a training run writes'))
-    _add_compare(commands.add_parser('compare', help='what every number format does to saved tensors, worst first'))
+    _add_draw(commands.add_parser('draw', help='draw pictures, statistics and an interactive page of saved tensors'))
+    _add_serve(commands.add_parser('serve', help='serve the interactive page, live, during a training run'))
+    _add_compare(commands.add_parser('compare', help='rank the errors of number formats on saved tensors, worst first'))
 
 
 def _add_draw(parser):
     parser.add_argument('--tensor-dir', '--tensor_dir', required=True, type=_path, metavar='LOGS',
-                        help='where the tensors were saved')
+                        help='folder of saved tensors (required)')
     parser.add_argument('--output-dir', '--output_dir', required=True, type=_path, metavar='DRAW',
-                        help='where pictures and page go')
+                        help='folder to write pictures and page to (required)')
     _add_choice(parser)
     parser.add_argument('--sentences', type=_number(0), default=3, metavar='N',
-                        help='so many of each batch get attention maps (default 3)')
+                        help='sentences per batch with attention maps (default %(default)s)')
     parser.add_argument('--limit', type=_number(0), default=200, metavar='N',
-                        help='tensors, attention maps and layers with pictures; statistics are of all (default 200, 0: all)')
-    parser.add_argument('--jobs', type=_number(0), default=0, metavar='N', help='processes that draw (default 0: one a core)')
-    parser.add_argument('--no-page', dest='page', action='store_false', help='pictures alone, without index.html')
+                        help='draw at most N tensors, attention maps and layers; 0: all; statistics cover all '
+                        '(default %(default)s)')
+    parser.add_argument('--jobs', type=_number(0), default=0, metavar='N',
+                        help='drawing processes; 0: one per core (default %(default)s)')
+    parser.add_argument('--no-page', dest='page', action='store_false', help='draw pictures only, without index.html')
     parser.add_argument('--page-max', type=size, default='64M', metavar='SIZE',
-                        help='of the data in index.html; of more, maps get coarser and steps are left out (default 64M)')
-    parser.add_argument('--dpi', type=_number(40, 400), default=100, metavar='N', help='dots per inch, 40 to 400 (default 100)')
+                        help='size of the data in index.html; to fit, maps get coarser and steps are left out '
+                        '(default %(default)s)')
+    parser.add_argument('--dpi', type=_number(40, 400), default=100, metavar='N',
+                        help='dots per inch, 40 to 400 (default %(default)s)')
     parser.set_defaults(run=_runs('draw'))
 
 
 def _add_serve(parser):
     parser.add_argument('logs', type=_path, metavar='LOGS',
-                        help='where the tensors are saved; waited for where it is not there yet')
-    parser.add_argument('--port', type=_port, default=8765, metavar='N', help='to listen on; 0: any free one (default 8765)')
+                        help='folder of saved tensors; may be created later')
+    parser.add_argument('--port', type=_port, default=8765, metavar='N', help='port; 0: any free port (default %(default)s)')
     parser.add_argument('--host', default='127.0.0.1', metavar='ADDRESS',
-                        help='to listen on (default 127.0.0.1: this machine alone)')
-    parser.add_argument('--open', action='store_true', help='show the page in a browser')
+                        help='address to listen on; 127.0.0.1 accepts only this machine (default %(default)s)')
+    parser.add_argument('--open', action='store_true', help='open the page in a browser')
     parser.set_defaults(run=_runs('serve'))
 
 
 def _add_compare(parser):
-    parser.add_argument('logs', type=_path, metavar='LOGS', help='where the tensors were saved')
+    parser.add_argument('logs', type=_path, metavar='LOGS', help='folder of saved tensors')
     _add_choice(parser)
     parser.add_argument('--axis', type=_axis, metavar='N|tokens',
-                        help='along which axis blocks lie; tokens: all but the last, as one (default: as the run had it)')
+                        help='axis of the blocks; tokens: all axes but the last, as one (default: that of the run)')
     parser.add_argument('--sort', choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'block'), default='sqnr',
-                        help='what the worst are the worst by; block: the SQNR of the worst block (default sqnr)')
-    parser.add_argument('--top', type=_number(1), metavar='N', help='how many lines (default 30; of --json all)')
-    parser.add_argument('--json', action='store_true', help='one JSON document in place of the table')
-    parser.add_argument('-o', '--output', type=output_file, metavar='FILE', help='write there, not to standard output')
-    parser.add_argument('--per-block', type=output_file, metavar='FILE', help='write a CSV file with a line for each block too')
+                        help='measure to sort by; block: SQNR of the worst block (default %(default)s)')
+    parser.add_argument('--top', type=_number(1), metavar='N', help='number of lines (default 30; with --json all)')
+    parser.add_argument('--json', action='store_true', help='print one JSON document instead of the table')
+    parser.add_argument('-o', '--output', type=output_file, metavar='FILE', help='write to FILE instead of standard output')
+    parser.add_argument('--per-block', type=output_file, metavar='FILE', help='also write a CSV file with one line per block')
     parser.set_defaults(run=_runs('compare'))
 
 
 def _add_choice(parser):
-    """Which formats, and of which tensors."""
-    parser.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
-                        help='number formats, such as mxfp8,mxfp4:scale=even (default all)')
-    parser.add_argument('--layers', type=patterns, default=('*',), metavar='PATTERN',
-                        help="layers, such as 'encoder.*' or linear_L3, or several with commas between (default *)")
-    parser.add_argument('--names', type=patterns, default=('*',), metavar='PATTERN',
-                        help="tensors, such as 'grad_*' or input,weight (default *)")
-    parser.add_argument('--steps', type=steps, metavar='A:B:S',
-                        help='steps: from A up to B, every S; or numbers with commas between (default all)')
+    """Add the flags that select formats and tensors."""
+    group = parser.group('formats and tensors')
+    group.add_argument('--formats', default='all', metavar='all|NAME[,NAME:OPTION=VALUE]',
+                       help='number formats, such as mxfp8,mxfp4:scale=even (default %(default)s)')
+    group.add_argument('--layers', type=patterns, default=('*',), metavar='PATTERN',
+                       help="layers, such as 'encoder.*' or linear_L3; several separated by commas (default *)")
+    group.add_argument('--names', type=patterns, default=('*',), metavar='PATTERN',
+                       help="tensors, such as 'grad_*' or input,weight (default *)")
+    group.add_argument('--steps', type=steps, metavar='A:B:S',
+                       help="steps of Python's range(A, B, S); or numbers separated by commas (default: all)")
 
 
 def _path(text):

@@ -37,16 +37,20 @@ class Wanted(NamedTuple):
 
 def add_saving_flags(parser):
     """--save-tensors DIR and what goes with it."""
-    parser.add_argument('--save-tensors', metavar='DIR',
-                        help='while training, save tensors of linear layers and attention there '
-                             f'(also: TENSOR_SAVE_ENABLED=true, TENSOR_SAVE_DIR, default {FOLDER})')
-    parser.add_argument('--save-layers', type=patterns, metavar='PATTERN',
-                        help="which layers, such as 'encoder.*' or several with commas between (default *)")
-    parser.add_argument('--save-steps', type=steps, metavar='A:B:S',
-                        help=f'which steps: from A up to B, every S; or numbers with commas between (default {STEPS})')
-    parser.add_argument('--save-max', type=_size, metavar='SIZE',
-                        help=f'end saving before it has written so much: 500M, 2G (default {LIMIT})')
-    parser.add_argument('--save-as', choices=('safetensors', 'pt'), help='kind of files (default safetensors)')
+    group = parser.group('saved tensors', 'See docs/saving.md.')
+    group.add_argument('--save-tensors', metavar='DIR',
+                       help='while training, save tensors of linear layers and attention in DIR, forward and backward '
+                       f'(default: off; with TENSOR_SAVE_ENABLED=true $TENSOR_SAVE_DIR, else {FOLDER})')
+    group.add_argument('--save-layers', type=patterns, metavar='PATTERN',
+                       help="save layers with these names: *, ? and [...] as in a shell, several separated by commas, such "
+                       "as 'encoder.*,output' (default *)")
+    group.add_argument('--save-steps', type=steps, metavar='A:B:S',
+                       help="save at the steps of Python's range(A, B, S), where A, B or S may be missing; or numbers and "
+                       f'ranges separated by commas (default {STEPS})')
+    group.add_argument('--save-max', type=_size, metavar='SIZE',
+                       help=f'stop saving before SIZE bytes are exceeded: 500M (500 million), 2G (default {LIMIT})')
+    group.add_argument('--save-as', choices=('safetensors', 'pt'),
+                       help='file format; pt is for torch.load(weights_only=True) (default safetensors)')
 
 
 def wanted(args, environment=os.environ):

@@ -21,6 +21,7 @@ from pyops.training import (
     add_max_steps_flag,
     add_plan_flags,
     add_quant_flags,
+    add_threads_flag,
     asks_for_plan,
     fraction,
     int_up_to,
@@ -56,7 +57,7 @@ class Program:
     name = ''                   # its package, which is also what its checkpoints say
     description = ''
     epochs = 10                 # what -e means where it is not given
-    dropped = ''                # what -d drops, for --help
+    dropped = ''                # where dropout is applied, for --help
     # What a flag means that was not given, or that the program does not have; a resumed run takes the checkpoint's
     # values first.
     DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, warmup=0,
@@ -66,7 +67,7 @@ class Program:
     drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
 
     def add_flags(self, parser):
-        """Declare the flags of its own."""
+        """Add the program's own flags to the groups of an ArgumentParser."""
 
     def architecture(self):
         """-> Architecture; imports the model."""
@@ -110,53 +111,61 @@ class Program:
 
     # ---- what all share ----------------------------------------------------------------------------
 
-    def parse(self, argv=None):
+    def parser(self):
         p = ArgumentParser(prog=f'python -m {self.name}.train', description=self.description)
-        p.add_argument('-e', '--epochs', type=non_negative_int, default=self.epochs, metavar='N',
-                       help=f'train until N epochs are done; 0 serves a checkpoint (default {self.epochs})')
-        p.add_argument('-c', '--checkpoint', metavar='PATH',
-                       help='a checkpoint, or a folder: its newest one is resumed, new ones go there '
-                            '(without it: from scratch, into ./checkpoints)')
-        p.add_argument('-f', '--corpus', metavar='FILE',
-                       help="sentence pairs, one a line, tab between; .txt, .zip or .gz; 'embedded': the embedded ones")
-        p.add_argument('--data-dir', metavar='DIR', help='search for fra-eng there only (default: $PYOPS_DATA, ./data)')
-        self.add_setting(p, '-b', '--batch-size', type=positive_int, help='pairs a step')
-        self.add_setting(p, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
-        self.add_setting(p, '-d', '--dropout', type=fraction, metavar='P', help=self.dropped)
-        p.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
-                       help='1: only the first 512 pairs, for a trial')
-        p.add_argument('--pairs', type=positive_int, metavar='N',
-                       help='train on the first N pairs only, with the vocabularies of all (default all)')
-        self.add_setting(p, '--min-count', type=positive_int, help='words that occur less often are unknown')
-        p.add_argument('--hold-out', type=fraction, metavar='F',
-                       help='share of the sentences kept out for validation and test '
-                            f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
-        self.add_setting(p, '--seed', type=non_negative_int, help='of weights, dropout and data order')
-        p.add_argument('--threads', type=int_up_to(1024), metavar='N',
-                       help='results do not depend on it (default: all cores)')
-        p.add_argument('--save-every', type=positive_int, default=10, metavar='N',
-                       help='epochs between checkpoints (default 10)')
-        p.add_argument('--save-minutes', type=non_negative_float, default=10, metavar='M',
-                       help='also save when the last checkpoint is M minutes old; the next one replaces it; 0: do not '
-                            '(default 10)')
-        self.add_setting(p, '--num-steps', type=int_up_to(1000), help='tokens a sentence is cut or padded to')
+        training, checkpoints, data = map(p.group, ('training', 'checkpoints', 'data'))
+        training.add_argument('-e', '--epochs', type=non_negative_int, default=self.epochs, metavar='N',
+                              help='train until N epochs are done; 0 serves a checkpoint (default %(default)s)')
+        self.add_setting(training, '-b', '--batch-size', type=positive_int, help='sentence pairs per step')
+        self.add_setting(training, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
+        self.add_setting(training, '--seed', type=non_negative_int, help='seed of weights, dropout and data order')
+        add_max_steps_flag(p)
+        add_threads_flag(p)
+        checkpoints.add_argument('-c', '--checkpoint', metavar='PATH',
+                                 help='a checkpoint to resume; or a folder: resume its newest checkpoint, and write new ones '
+                                 'there (default: start from scratch, write to ./checkpoints)')
+        checkpoints.add_argument('--save-every', type=positive_int, default=10, metavar='N',
+                                 help='epochs between checkpoints (default %(default)s)')
+        checkpoints.add_argument('--save-minutes', type=non_negative_float, default=10, metavar='M',
+                                 help='also save when the last checkpoint is M minutes old; the next one replaces it; 0 '
+                                 'disables this (default %(default)s)')
+        data.add_argument('-f', '--corpus', metavar='FILE',
+                          help='sentence pairs, one per line, separated by a tab: a text, or a .zip, .gz, .bz2 or .xz file '
+                          "of one; or 'embedded' (default: fra-eng if found, else embedded)")
+        data.add_argument('--data-dir', metavar='DIR',
+                          help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+        data.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
+                          help='1: use only the first 512 pairs and their words, for a trial '
+                          f'(default {self.DEFAULTS["tiny"]})')
+        data.add_argument('--pairs', type=positive_int, metavar='N',
+                          help='train on the first N pairs only, with the vocabularies of all (default: all)')
+        self.add_setting(data, '--min-count', type=positive_int, help='treat words that occur less often as unknown')
+        data.add_argument('--hold-out', type=fraction, metavar='F',
+                          help='share of the sentences that is held out for validation and test '
+                          f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
+        self.add_setting(data, '--num-steps', type=int_up_to(1000),
+                         help='tokens per sentence, end mark included; longer sentences are cut, shorter ones padded')
+        self.add_setting(p.group('model'), '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {self.dropped}')
         if self.PRESETS:
             first, *others = self.PRESETS
             told = [f'{name}: ' + ', '.join(setting.replace('_', '-') + ('' if value is True else f' {value}')
                                             for setting, value in self.PRESETS[name].items()) for name in others]
-            p.add_argument('--preset', choices=list(self.PRESETS), help=f'other defaults; {"; ".join(told)} (default {first})')
-        add_max_steps_flag(p)
-        add_gpu_flag(p)
-        add_quant_flags(p, 'that of the checkpoint; of a new run $CUSTOM_QUANT_TYPE, then none')
+            p.group('presets and schedule').add_argument(
+                '--preset', choices=list(self.PRESETS), help=f'set of defaults; {"; ".join(told)} (default {first})')
         self.add_flags(p)
+        add_gpu_flag(p)
+        add_quant_flags(p, 'that of the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
         add_plan_flags(p)
         flags.add_saving_flags(p)
-        return p.parse_args(argv)
+        return p
 
-    def add_setting(self, parser, *flags, type, help, metavar='N'):
-        """Declare the flag of a setting that is in DEFAULTS."""
+    def parse(self, argv=None):
+        return self.parser().parse_args(argv)
+
+    def add_setting(self, group, *flags, type, help, metavar='N'):
+        """Add the flag of a setting in DEFAULTS to a group of a parser."""
         name = flags[-1].removeprefix('--').replace('-', '_')
-        parser.add_argument(*flags, type=type, metavar=metavar, help=f'{help} (default {self.DEFAULTS[name]})')
+        group.add_argument(*flags, type=type, metavar=metavar, help=f'{help} (default {self.DEFAULTS[name]})')
 
     def resolve(self, args, state, path):
         """Flags that were given, then what the checkpoint says, then the preset, then DEFAULTS -> dict.

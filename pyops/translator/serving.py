@@ -3,20 +3,30 @@
 What `python -m PROGRAM.translate` does, and `python -m PROGRAM.train -e 0`.
 """
 from pyops.errors import UserError
-from pyops.training import ArgumentParser, add_gpu_flag, add_quant_flags, int_up_to, positive_int, use_gpu
+from pyops.training import ArgumentParser, add_gpu_flag, add_quant_flags, add_threads_flag, positive_int, use_gpu
+
+
+def parser(program):
+    p = ArgumentParser(prog=f'python -m {program.name}.translate',
+                       description='Translate English to French with a checkpoint.')
+    group = p.group('translation')
+    group.add_argument('sentence', nargs='*', help='a sentence to translate (default: read lines from standard input)')
+    group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
+                       help='a checkpoint, or a folder: its newest checkpoint (required)')
+    group.add_argument('--test', type=positive_int, metavar='N',
+                       help='translate N held-out sentences, then score all held-out sentences')
+    group.add_argument('-f', '--corpus', metavar='FILE',
+                       help='with --test: the corpus of the training run (default: fra-eng if found, else embedded)')
+    group.add_argument('--data-dir', metavar='DIR',
+                       help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+    add_threads_flag(p, 'translation')
+    add_gpu_flag(p)
+    add_quant_flags(p, 'that of the checkpoint')
+    return p
 
 
 def parse(program, argv=None):
-    p = ArgumentParser(prog=f'python -m {program.name}.translate',
-                       description='Translate English to French with a checkpoint.')
-    p.add_argument('sentence', nargs='*', help='what to translate (default: what is typed)')
-    p.add_argument('-c', '--checkpoint', required=True, metavar='PATH', help='a checkpoint, or a folder: its newest one')
-    p.add_argument('--test', type=positive_int, metavar='N', help='translate N held-out sentences and score all of them')
-    p.add_argument('-f', '--corpus', metavar='FILE', help='with --test: the corpus that it was trained on')
-    p.add_argument('--data-dir', metavar='DIR', help='with --test: search for fra-eng there only')
-    add_gpu_flag(p)
-    add_quant_flags(p, 'that of the checkpoint')
-    p.add_argument('--threads', type=int_up_to(1024), metavar='N', help='threads to use (default: all cores)')
+    p = parser(program)
     args = p.parse_args(argv)
     if args.test and args.sentence:
         p.error(f'--test {args.test}: want no sentence beside it, got {args.sentence[0]!r}; it takes those that were held out')
