@@ -44,46 +44,52 @@ def files(tmp_path):
 
 
 def run(files, *flags):
-    table.main(['--readme', str(files[0]), '--results', str(files[1]), *flags])
+    table.main(['--page', str(files[0]), '--results', str(files[1]), *flags])
 
 
 def test_the_table(files):
     run(files)
     text = files[0].read_text()
     about = '2 threads of a machine, avx2 kernels, PyTorch 9.9; 2030-01-01 to 2030-01-03.'
-    assert text.startswith(f'before\n{table.BEGIN}{about}')
+    assert text.startswith(f'before\n<!-- bench -->\n{about}')
     assert text.endswith('|\n\n<!-- /bench -->\nafter\n') and max(map(len, text.splitlines()[:6])) <= 128
     best, memory = '300 ms, PyTorch compiled', '300 MiB, 700 MiB |'
     assert [line for line in text.splitlines() if line.startswith('|')][2:] == [
-        '| product 1024 x 1024 x 1024 | 10.0 ms | 180 GFLOP/s | 90% | 15.0 ms, numpy | 1.50 x |  |',
+        '| matrix product 1024 x 1024 x 1024 | 10.0 ms | 180 GFLOP/s | 90% | 15.0 ms, numpy | 1.50 x |  |',
         f'| seq2seq, training step, batch 128 | 100 ms | 200 GFLOP/s | 100% | {best} | 3.00 x | {memory}',
         f'| transformer, training step, batch 128 | 150 ms | 133 GFLOP/s | 67% | {best} | 2.00 x | {memory}',
         f'| mnist, training step, batch 128 | 104 us | 192308 GFLOP/s | 96154% | {best} | 2884.62 x | {memory}',
-        '| mnist, whole run with its start-up | 1.00 s |  |  | 9.00 s, PyTorch eager | 9.00 x |  |',
+        '| mnist, whole run with start-up | 1.00 s |  |  | 9.00 s, PyTorch eager | 9.00 x |  |',
         '| seq2seq, greedy translation of one sentence | 2.00 ms |  |  | 10.0 ms, PyTorch eager | 5.00 x | 150 MiB, 280 MiB |',
-        '| seq2seq, of 1000 in batches | 500 ms | 2000 sentences/s |  | 1.25 s, PyTorch eager | 2.50 x | 160 MiB, 290 MiB |',
-        '| seq2seq, training step on 2 threads against 1 thread | 100 ms |  |  | 190 ms, pyops on 1 thread | 1.90 x |  |']
+        '| seq2seq, greedy translation of 1000 in batches | 500 ms | 2000 sentences/s |  | 1.25 s, PyTorch eager | 2.50 x | '
+        '160 MiB, 290 MiB |',
+        '| seq2seq, training step, 2 threads compared with 1 thread | 100 ms |  |  | 190 ms, pyops on 1 thread | 1.90 x |  |']
 
 
 def test_a_check_passes_once_the_table_is_written(files):
-    with pytest.raises(UserError, match=r'README.md: its table is not that of .*; write it with: python -m bench.table'):
+    with pytest.raises(UserError, match=r'README.md: the text after <!-- bench --> is out of date; update it with: '
+                                        'python -m bench.table'):
         run(files, '--check')
     assert 'old' in files[0].read_text()
     run(files)
     run(files, '--check')
     with open(files[1] / 'kernels.jsonl', 'a') as file:
         file.write(json.dumps(kernels('2030-01-04', 0.02)) + '\n')
-    with pytest.raises(UserError, match='its table is not'):
+    with pytest.raises(UserError, match='is out of date'):
         run(files, '--check')
 
 
+def test_the_table_of_the_readme_is_up_to_date():
+    table.main(['--check'])
+
+
 def test_what_it_cannot_work_on(files, tmp_path):
-    with pytest.raises(UserError, match='nowhere.md: cannot be read .* name another file with --readme'):
-        table.main(['--readme', str(tmp_path / 'nowhere.md')])
-    with pytest.raises(UserError, match='no figures to make a table of; measure some with: make bench'):
-        table.main(['--readme', str(files[0]), '--results', str(tmp_path / 'none')])
+    with pytest.raises(UserError, match='nowhere.md: cannot be read .* name another file with --page'):
+        table.main(['--page', str(tmp_path / 'nowhere.md')])
+    with pytest.raises(UserError, match='there are no figures for a table; measure some with: make bench'):
+        table.main(['--page', str(files[0]), '--results', str(tmp_path / 'none')])
     files[0].write_text('no marks')
-    with pytest.raises(UserError, match='has no lines <!-- bench --> and <!-- /bench -->'):
+    with pytest.raises(UserError, match='expected the lines <!-- bench --> and <!-- /bench -->; add them'):
         run(files)
 
 
