@@ -1,5 +1,5 @@
-"""README.md and docs/: links lead somewhere, examples print what stands below them, flags are those of the programs."""
-import importlib
+"""The pages: links lead somewhere, examples print what stands below them, flag tables are those of the programs."""
+import argparse
 import json
 import os
 import re
@@ -9,14 +9,15 @@ import sys
 import pytest
 from conftest import ROOT
 
-from pyops import training
+from pyops.errors import UserError
+from scripts import flag_tables, generated
+from seq2seq.train import PROGRAM as SEQ2SEQ
+from transformer.train import PROGRAM as TRANSFORMER
 
-PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob('*.md'))]
 INDEX = ROOT / 'docs' / 'README.md'
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 NUMBER = re.compile(r'\d+(?:\.\d+)?(?:e[+-]?\d+)?')
-# sections of README.md with the flags that several programs share
-SHARED_FLAGS = 'Look into a step', 'Flags of both translators', 'On a GPU', 'Look inside'
 
 
 def name_of(page):
@@ -48,8 +49,12 @@ def test_links_and_anchors_lead_somewhere(page):
 
 
 def test_the_readme_links_to_the_folder_and_its_index_to_every_page():
-    assert '(docs)' in PAGES[0].read_text()
-    assert [page.name for page in PAGES[1:] if page != INDEX and f'({page.name})' not in INDEX.read_text()] == []
+    readme, index = (ROOT / 'README.md').read_text(), INDEX.read_text()
+    assert len(readme.splitlines()) <= 300
+    for target in ('docs', 'docs/README.md', 'CONTRIBUTING.md', 'CHANGELOG.md'):
+        assert f'({target})' in readme
+    missing = [page.name for page in INDEX.parent.glob('*.md') if page != INDEX and f'({page.name})' not in index]
+    assert missing == []
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------
@@ -113,8 +118,8 @@ def without_decimals(line):
 
 
 # page, command, whether its decimals are compared (losses to 1e-3), and not times and rates of a machine
-SAMPLES = [('README.md', 'mnist.train --quiet -e 2', True), ('README.md', 'mnist.train --embedded --plan', True),
-           ('README.md', 'mnist.train --embedded --profile', False),
+SAMPLES = [('README.md', 'mnist.train --quiet -e 2', True), ('docs/programs.md', 'mnist.train --embedded --plan', True),
+           ('docs/programs.md', 'mnist.train --embedded --profile', False),
            ('docs/plan.md', 'seq2seq.train -f embedded --profile', False)]
 
 
@@ -160,33 +165,93 @@ def test_a_sample_that_is_stale_is_noticed():
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
-def flag_rows(text):
-    """{flag: last cell of its row} of the first table of flags in the text; a row may name several."""
-    table = re.search(r'^\| flag .*\n\|[-|]+\n((?:\|.*\n)+)', text, re.M)
-    rows = [row.split('|')[1:-1] for row in table[1].splitlines()]
-    return {flag: last for first, *_, last in rows for flag in re.findall(r'(?<![\w-])--?[a-z][a-z-]*', first)}
+PARSERS = flag_tables.parsers()
+each_program = pytest.mark.parametrize('program', PARSERS)
 
 
-@pytest.mark.parametrize('program', ['mnist.train', 'mnist.resnet', 'seq2seq.train', 'transformer.train', 'seq2seq.translate'])
-def test_flag_tables_are_those_of_the_programs(program, monkeypatch):
-    class Declared(Exception):
-        pass
+def actions_of(program):
+    actions = [action for action in PARSERS[program]._actions if not isinstance(action, flag_tables.COMMON)]
+    return {flag: action for action in actions for flag in action.option_strings or [action.metavar or action.dest]}
 
-    def stop(self, argv):
-        raise Declared(self)
-    monkeypatch.setattr(training.ArgumentParser, 'parse_args', stop)
-    with pytest.raises(Declared) as declared:
-        importlib.import_module(program).parse([])
-    (parser,) = declared.value.args
-    readme = PAGES[0].read_text()
-    heading, own = re.search(rf'^Flags of `python -m {re.escape(program)}`(.*?):\n\n(.*)', readme, re.M | re.S).groups()
-    rows = flag_rows(own)
-    for title in (title for title in SHARED_FLAGS if f'(#{title.lower().replace(" ", "-")})' in heading):
-        shared = flag_rows(readme[readme.index(f'# {title}\n'):])
-        assert len(shared) >= 3 and not set(shared) & set(rows)
-        rows |= shared
-    actions = {flag: action for action in parser._actions for flag in action.option_strings}
-    assert set(rows) == set(actions) - {'-h', '--help', '--version'}
-    for flag, cell in rows.items():             # a default that is a number
-        default = re.search(r'\(default ([\d.]+)\b', actions[flag].help or '')
-        assert not default or default[1] in re.findall(r'[\d.]+', cell), f'{flag}: {cell}, want {default[1]}'
+
+def flag_rows(program):
+    """{flag: (meaning, default)} of a program in docs/programs.md: the rows of the tables whose section names the program."""
+    page, rows = (ROOT / 'docs' / 'programs.md').read_text(), {}
+    for section in re.split(r'^### Flags: ', page[page.index('<!-- flags -->'):], flags=re.M)[1:]:
+        title, _, rest = section.partition('\n')
+        before, _, table = rest.partition('\n| flag')
+        named = re.search(r'^For (.*)', before, re.M)
+        programs = re.findall('`(.+?)`', named[1]) if named else re.sub(r'^\w+ of ', '', title).split(' and ')
+        if program not in programs:
+            continue
+        for line in table.splitlines()[2:]:
+            if line.startswith('|'):
+                names, meaning, default = [cell.strip() for cell in re.split(r'(?<!\\)\|', line)[1:-1] + [''] * 2][:3]
+                for name in re.findall(r'`\[?(.+?)`', names):
+                    name = re.split(r'[ ]', name)[0].lower()
+                    assert name not in rows, f'{name} is in two tables of {program}'
+                    rows[name] = meaning, default
+    return rows
+
+
+def default_of(cell, program):
+    """The part of a cell 'program, program: default; program: default' that is of the program."""
+    for part in cell.split('; '):
+        programs, colon, default = part.partition(': ')
+        if colon and program in programs.split(', '):
+            return default
+    return cell
+
+
+def test_the_flag_tables_are_up_to_date(tmp_path):
+    flag_tables.main(['--check'])
+    page, stale = ROOT / 'docs' / 'programs.md', tmp_path / 'programs.md'
+    stale.write_text(page.read_text().replace('seq2seq.train: 0.005', 'seq2seq.train: 0.006'))
+    with pytest.raises(UserError, match='is out of date; update it with: python -m scripts.flag_tables'):
+        flag_tables.main(['--check', '--page', str(stale)])
+    flag_tables.main(['--page', str(stale)])
+    assert stale.read_text() == page.read_text()
+
+
+@each_program
+def test_every_flag_of_a_program_is_in_the_tables_with_its_default(program):
+    rows, actions = flag_rows(program), {flag.lower(): action for flag, action in actions_of(program).items()}
+    assert set(rows) == set(actions)
+    settings = {'seq2seq.train': SEQ2SEQ.DEFAULTS, 'transformer.train': TRANSFORMER.DEFAULTS}.get(program, {})
+    for flag, (meaning, cell) in rows.items():
+        action = actions[flag]
+        assert len(meaning.split()) >= 2
+        shown = default_of(cell, program)
+        default = action.default if action.default is not None else settings.get(action.dest)
+        if isinstance(default, bool) or default is None or action.dest == 'listing':
+            continue
+        if action.dest == 'pairs':
+            default = 'all' if default == 0 else default
+        if isinstance(default, (int, float)):
+            assert shown.split(';')[0] == str(default), f'{flag}: {shown}, want {default}'
+        elif isinstance(default, str) and default not in ('', 'none'):
+            assert shown == default, f'{flag}: {shown}, want {default}'
+
+
+@each_program
+def test_flags_of_long_programs_are_in_groups(program):
+    untitled = [action for group in PARSERS[program]._action_groups if group.title in flag_tables.UNTITLED
+                for action in group._group_actions if not isinstance(action, flag_tables.COMMON)]
+    assert not untitled or program.startswith('pyops')
+
+
+def test_groups_that_differ_in_defaults_alone_share_a_table():
+    one, other = argparse.ArgumentParser(), argparse.ArgumentParser()
+    for parser, default in ((one, 1), (other, 2)):
+        group = parser.add_argument_group('sizes')
+        group.add_argument('--size', metavar='N', default=default, help='a size | of --all $PYOPS_DATA (default %(default)s)')
+    rows = [flag_tables.groups(parser)[0].rows[0] for parser in (one, other)]
+    assert rows[0] == ('`--size N`', 'a size | of --all $PYOPS_DATA', '1')
+    assert flag_tables.merged(rows, ['one', 'other']).default == 'one: 1; other: 2'
+    assert list(flag_tables.table(rows[:1]))[2:] == ['| `--size N` | a size \\| of `--all` `$PYOPS_DATA` | 1 |']
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    (tmp_path / 'page.md').write_text('<!-- flags -->\n')
+    with pytest.raises(UserError, match='page.md: expected the lines <!-- flags --> and <!-- /flags -->'):
+        generated.update(tmp_path / 'page.md', 'flags', 'text', 'command')
