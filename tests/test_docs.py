@@ -1,5 +1,6 @@
 """The pages: links lead somewhere, examples print what stands below them, flag tables are those of the programs."""
 import argparse
+import configparser
 import json
 import os
 import re
@@ -255,3 +256,26 @@ def test_a_page_without_marks_is_refused(tmp_path):
     (tmp_path / 'page.md').write_text('<!-- flags -->\n')
     with pytest.raises(UserError, match='page.md: expected the lines <!-- flags --> and <!-- /flags -->'):
         generated.update(tmp_path / 'page.md', 'flags', 'text', 'command')
+
+
+# ---- .editorconfig ---------------------------------------------------------------------------------------------------
+
+TEXTS = ('*.py', '*.c', '*.h', '*.inc', '*.cu', '*.cuh', '*.cpp', '*.md', '*.sh', '*.css', '*.html', '*.js', '*.awk', '*.toml')
+FOLDERS = 'bench', 'csrc', 'cuda', 'docs', 'examples', 'mnist', 'pyops', 'scripts', 'seq2seq', 'tests', 'transformer'
+
+
+def test_the_tree_obeys_editorconfig():
+    config = configparser.ConfigParser()
+    config.read_string('[top]\n' + (ROOT / '.editorconfig').read_text())
+    everywhere = config['*']
+    assert everywhere['insert_final_newline'] == everywhere['trim_trailing_whitespace'] == 'true'
+    files = [path for pattern in TEXTS for folder in FOLDERS for path in (ROOT / folder).rglob(pattern)]
+    files += [path for pattern in ('Makefile', '*.md', '*.toml', '*.py') for path in ROOT.glob(pattern)]
+    assert len(files) > 200
+    for path in files:
+        text = path.read_bytes().decode(everywhere['charset'])
+        assert '\r' not in text and (not text or text.endswith('\n')), path
+        is_tabbed = path.name == 'Makefile' and config['Makefile']['indent_style'] == 'tab'
+        longest = int(config['*.py']['max_line_length']) if path.suffix == '.py' else sys.maxsize
+        for number, line in enumerate(text.splitlines(), 1):
+            assert line == line.rstrip() and (is_tabbed or '\t' not in line) and len(line) <= longest, f'{path}:{number}'
