@@ -13,22 +13,21 @@ A plan that records keeps the note with the action, and pyops.inspect finds the 
 a note costs a function call.  The tests refuse a plan in which a kernel is not declared, or a kernel with products takes a
 parameter without a note.
 """
-from collections.abc import Callable
-from typing import NamedTuple
 
 
-class Kernel(NamedTuple):
+class Kernel:
     """The costs of one call.  s: the sizes and scalars by the header's names.
 
     flops   (s, array) -> operations of its matrix products, two for a multiply-add; array(name) is an argument, None where it
             is NULL.  None: the kernel has no matrix product and is bound by memory
     bytes   (s) -> bytes that cross memory.  None: each operand once
     """
-    flops: Callable | None = None
-    bytes: Callable | None = None
+
+    def __init__(self, flops=None, bytes=None):
+        self.flops, self.bytes = flops, bytes
 
 
-class Product(NamedTuple):
+class Product:
     """A matrix product of a layer, or several that a kernel does at once, by the roles that the kernel's arguments have.
 
     kind    of a linear layer   fwd: y = x w' + b;  dgrad: dx = g w;  wgrad: dw += g' x
@@ -41,21 +40,24 @@ class Product(NamedTuple):
     names   role -> the name that the tensor is saved under, where it is not the usual one
     before  the kernel overwrites what it reads: look before it runs
     """
-    kind: str
-    roles: dict
-    axis: int = -1
-    names: dict = {}
-    before: bool = False
+
+    def __init__(self, kind, roles, axis=-1, names=None, before=False):
+        self.kind, self.roles, self.axis, self.names, self.before = kind, roles, axis, names or {}, before
+
+    def replaced(self, **settings):
+        """Return a copy with other settings."""
+        return Product(**vars(self) | settings)
 
 
-class Made(NamedTuple):
+class Made:
     """A tensor that the kernel does not leave in memory: how it can be computed again.
 
     shape   (s) -> its shape, from the sizes
     make    (s, array) -> the tensor; array(name) is an argument, None where it is NULL
     """
-    shape: Callable
-    make: Callable
+
+    def __init__(self, shape, make):
+        self.shape, self.make = shape, make
 
 
 # the products of backend.gemm in a linear layer whose weight is stored (O, I), and of one whose weight is stored (I, O)

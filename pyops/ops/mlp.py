@@ -109,17 +109,8 @@ class MLPGradients:
 
 # ---- the two linear layers, of which the kernels leave nothing in memory: made again, for a loss whose gradient is 1 ---------
 
-class Inside(NamedTuple):
-    """The arrays between images and parameters."""
-    a: np.ndarray               # (B, H), before the rectifier
-    r: np.ndarray               # (B, H)
-    logits: np.ndarray          # (B, C)
-    dlogits: np.ndarray
-    dr: np.ndarray
-    da: np.ndarray
-
-
 def inside(s, array):
+    """-> a, r, dr, da (B, H) and logits, dlogits (B, C) by name."""
     N, B, I, H, C = (s[name] for name in 'NBIHC')
     w1, b1, w2, b2 = _values(s, array)
     a, relu, loss = empty((B, H)), ReLU(), CrossEntropy()
@@ -129,7 +120,7 @@ def inside(s, array):
     _, c2 = loss.forward(logits, put(get(array('labels'))[get(array('rows'))]))
     dlogits = loss.backward(put(np.ones(1, np.float32)), c2)
     dr = product(dlogits, w2)
-    return Inside(a, r, logits, dlogits, dr, relu.backward(dr, c1))
+    return dict(a=a, r=r, logits=logits, dlogits=dlogits, dr=dr, da=relu.backward(dr, c1))
 
 
 def _values(s, array):
@@ -142,7 +133,7 @@ def _values(s, array):
 
 
 def _made(name, columns):
-    return Made(lambda s: (s['B'], s[columns]), lambda s, array: getattr(inside(s, array), name))
+    return Made(lambda s: (s['B'], s[columns]), lambda s, array: inside(s, array)[name])
 
 
 # the products of the first layer, and of the second
@@ -151,7 +142,7 @@ IN_GRADIENTS = ((Product('fwd', {'x': PIXELS, 'y': _made('a', 'H')}, axis=0),
                 (Product('fwd', {'x': _made('r', 'H'), 'y': _made('logits', 'C')}),
                  Product('dgrad', {'g': _made('dlogits', 'C'), 'dx': _made('dr', 'H')})))
 # mlp_step changes the parameters that all this is made of
-IN_STEP = tuple(tuple(one._replace(before=True) for one in products) for products in IN_GRADIENTS)
+IN_STEP = tuple(tuple(one.replaced(before=True) for one in products) for products in IN_GRADIENTS)
 
 
 def _flops(s, array):
