@@ -413,7 +413,7 @@ def test_the_layers_of_a_network_that_is_one_op_are_those_of_its_parts(way):
         assert np.abs(found[key] - array).max() <= 1e-6 * np.abs(array).max() and np.any(array), key
 
 
-def test_a_product_that_nobody_declares_is_told(monkeypatch):
+def test_a_plan_reports_products_of_parameters_that_no_op_declares(monkeypatch):
     params = Parameters({'a.weight': Spec((3, 4), lambda g, shape: np.ones(shape, np.float32))})
     weight, x, y = params['a.weight'].value, put(np.ones((2, 4), 'f')), put(np.zeros((2, 3), 'f'))
     plan = Plan(params, x=x)

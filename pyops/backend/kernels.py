@@ -4,7 +4,7 @@ The module that launches a kernel declares its costs, for pyops.profile:
 
     declare(gru_forward=Kernel(flops=...), gru_backward=Kernel(flops=...))
 
-An op that launches a matrix product says which product of which layer that is, right behind the launch:
+An op that launches a matrix product notes which product of which layer it is, directly after the launch:
 
     gemm(as_rows(y), as_rows(x), self.weight.value.T, bias)
     note_product(self, FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1])
@@ -18,9 +18,9 @@ parameter without a note.
 class Kernel:
     """The costs of one call.  s: the sizes and scalars by the header's names.
 
-    flops   (s, array) -> operations of its matrix products, two for a multiply-add; array(name) is an argument, None where it
-            is NULL.  None: the kernel has no matrix product and is bound by memory
-    bytes   (s) -> bytes that cross memory.  None: each operand once
+    flops   (s, array) -> operations of its matrix products, two for a multiply-add; array(name) is an argument, None for NULL.
+            None: the kernel has no matrix product and is limited by memory bandwidth
+    bytes   (s) -> bytes read and written.  None: each operand once
     """
 
     def __init__(self, flops=None, bytes=None):
@@ -28,17 +28,17 @@ class Kernel:
 
 
 class Product:
-    """A matrix product of a layer, or several that a kernel does at once, by the roles that the kernel's arguments have.
+    """A matrix product of a layer, or several that one kernel computes: the roles of the kernel's arguments.
 
-    kind    of a linear layer   fwd: y = x w' + b;  dgrad: dx = g w;  wgrad: dw += g' x
-                                matmul: fwd in the forward pass, and behind it dgrad, with g for x and dx for y
-            of attention        qk: q k';  pv: y = p v;  dp: do v';  dv: p' do;  dq: ds k;  dk: ds' q
-                                forward, softmax, backward, scale: what else shows some of these tensors
-    roles   role -> where its array is: the name of an argument;  (argument, axes): its axes, permuted that way;  or a Made.
-            An argument of a linear layer with ' behind its name is the transpose of the array
-    axis    of the weight, as it is stored, that the product sums over: 0 of (I, O), -1 of (O, I)
-    names   role -> the name that the tensor is saved under, where it is not the usual one
-    before  the kernel overwrites what it reads: look before it runs
+    kind    linear layer    fwd: y = x w' + b;  dgrad: dx = g w;  wgrad: dw += g' x
+                            matmul: fwd before the boundary of the plan; after it dgrad, with g for x and dx for y
+            attention       qk: q k';  pv: y = p v;  dp: do v';  dv: p' do;  dq: ds k;  dk: ds' q
+                            forward, backward, softmax, scale: other launches that read or write these tensors
+    roles   role -> its array: the name of an argument;  (argument, axes), the argument with its axes permuted;  or a Made.
+            In a linear layer, an argument name followed by ' means that the argument is the transpose of the array
+    axis    the axis of the stored weight that the product sums over: 0 of (I, O), -1 of (O, I)
+    names   role -> the name under which the tensor is saved, if it is not the usual one
+    before  the kernel overwrites its inputs, so the arrays must be read before it runs
     """
 
     def __init__(self, kind, roles, axis=-1, names=None, before=False):
@@ -50,10 +50,10 @@ class Product:
 
 
 class Made:
-    """A tensor that the kernel does not leave in memory: how it can be computed again.
+    """A tensor that the kernel does not store, and a function that computes it again.
 
-    shape   (s) -> its shape, from the sizes
-    make    (s, array) -> the tensor; array(name) is an argument, None where it is NULL
+    shape   (s) -> its shape
+    make    (s, array) -> the tensor; array(name) is an argument, None for NULL
     """
 
     def __init__(self, shape, make):
