@@ -14,7 +14,7 @@ typedef struct {
 
 /* ---- kernels: one table per instruction set ------------------------------------------
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
- * The list makes the fields of the table here and fills it in kernels/rows_body.inc.
+ * The list makes the fields of the table here and fills it in kernels/table_body.inc.
  */
 #define PYOPS_ROWS(ROW) \
     ROW(void,   fill,         (float *y, int64_t n, float value)) \
