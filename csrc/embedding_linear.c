@@ -100,11 +100,7 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
     {
         const pyops_range own = share_of(O, k->NR);
         const int64_t j = own.from, n = own.to - own.from;
-        float *scratch = pyops_scratch(pyops_product_scratch(k));
-        if (!scratch) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
         if (scratch && n) {
@@ -152,11 +148,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
         /* threads share columns, so that every sum is in the order of the positions */
         const pyops_range own = share_of(O, k->NR);
         const int64_t j = own.from, n = own.to - own.from;
-        float *scratch = pyops_scratch((size_t)pyops_max((int64_t)pyops_product_scratch(k), n));
-        if (!scratch) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *scratch = pyops_scratch_or_fail((size_t)pyops_max((int64_t)pyops_product_scratch(k), n), &failed);
         #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
         int32_t before = 0;                             /* tokens that have been met */

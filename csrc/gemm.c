@@ -181,12 +181,8 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
     for (int64_t t = 0; t < threads; t++) {
         const int64_t i = M * (t / tn) / tm, rows = M * (t / tn + 1) / tm - i, j = t % tn * columns;
         if (!rows || j >= N) continue;
-        float *scratch = pyops_scratch(pyops_product_scratch(k));
-        if (!scratch) {
-            #pragma omp atomic write
-            failed = 1;
-            continue;
-        }
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
+        if (!scratch) continue;
         pyops_product(k, c + i*ldc + j, ldc, (pyops_view){a.p + i*a.row, a.row, a.col},
                       (pyops_view){b.p + j*b.col, b.row, b.col}, bias ? bias + j : NULL,
                       rows, pyops_min(columns, N - j), K, flags, scratch);
@@ -233,6 +229,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;      /* threads share each product, or the batch */
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : omp_get_max_threads();
     pyops_status status = PYOPS_OK;
+    int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t i = 0; i < products; i++) {
         float *c_i = c, *scratch;
@@ -243,14 +240,12 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         }
         if (whole) {
             if (!status) status = pyops_product_threaded(c_i, ldc, a_i, b_i, NULL, M, N, K, flags);
-        } else if ((scratch = pyops_scratch(pyops_product_scratch(k)))) {
+        } else if ((scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed))) {
             pyops_product(k, c_i, ldc, a_i, b_i, NULL, M, N, K, flags, scratch);
-        } else {
-            #pragma omp atomic write
-            status = PYOPS_NO_MEMORY;
         }
     }
-    if (status) return pyops_fail(status, "gemm_batched: no memory for %zu packed floats a thread", pyops_product_scratch(k));
+    if (status || failed)
+        return pyops_fail(PYOPS_NO_MEMORY, "gemm_batched: no memory for %zu packed floats a thread", pyops_product_scratch(k));
     return PYOPS_OK;
 }
 

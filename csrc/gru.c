@@ -173,11 +173,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
-        float *scratch = pyops_scratch(pyops_product_scratch(k)), *product = work + l.rows + share.from*3*H;
-        if (!scratch) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed), *product = work + l.rows + share.from*3*H;
         pack(k, &w_rz);
         if (reset_before) pack(k, &w_n);
         #pragma omp barrier
@@ -242,12 +238,8 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
-        float *scratch = pyops_scratch(pyops_product_scratch(k));
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         float *carry = work + l.state + share.from*H;   /* the gradient of h[t] */
-        if (!scratch) {
-            #pragma omp atomic write
-            failed = 1;
-        }
         pack(k, &w_rz);
         pack(k, &w_n);
         #pragma omp barrier
@@ -374,11 +366,7 @@ pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const flo
     int failed = 0;
     #pragma omp parallel if (B * H > PYOPS_SHARE_FLOATS)
     {
-        float *dgates = pyops_scratch((size_t)(4 * H));         /* dr dz dn du of a row */
-        if (!dgates) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *dgates = pyops_scratch_or_fail((size_t)(4 * H), &failed);         /* dr dz dn du of a row */
         #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; b++) {
             if (!dgates) continue;

@@ -172,6 +172,15 @@ enum { PYOPS_SHARE_FLOATS = 262144, PYOPS_SHARE_EXPS = 65536, PYOPS_SHARE_FMAS =
 /* ---- scratch: one buffer a thread, grown on demand, freed with the thread; NULL if there is no memory.
  * A second call by the same thread hands out the same memory again. */
 float *pyops_scratch(size_t floats);
+/* The same for a thread of a parallel region, which cannot return a status: without memory failed[0] becomes 1. */
+static inline float *pyops_scratch_or_fail(size_t floats, int *failed) {
+    float *scratch = pyops_scratch(floats);
+    if (!scratch) {
+        #pragma omp atomic write
+        failed[0] = 1;
+    }
+    return scratch;
+}
 
 /* A sum over K is done in blocks of this many, in every table: so it has the same order on every instruction set. */
 enum { PYOPS_KC = 256 };

@@ -91,11 +91,7 @@ pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, c
     int failed = 0;
     #pragma omp parallel if (V * D > PYOPS_SHARE_FLOATS)
     {
-        uint16_t *rows = (uint16_t *)pyops_scratch((size_t)(pairs * PYOPS_PANEL + 1) / 2);     /* words of a panel */
-        if (!rows) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        uint16_t *rows = (uint16_t *)pyops_scratch_or_fail((size_t)(pairs * PYOPS_PANEL + 1) / 2, &failed);     /* of a panel */
         #pragma omp for schedule(static)
         for (int64_t first = 0; first < V; first += PYOPS_PANEL) {
             if (!rows) continue;
@@ -171,11 +167,7 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS || D * V > 4 * PYOPS_SHARE_FLOATS)
     {
-        int32_t *sums = (int32_t *)pyops_scratch((size_t)(WORDS * ROWS));
-        if (!sums) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        int32_t *sums = (int32_t *)pyops_scratch_or_fail((size_t)(WORDS * ROWS), &failed);
         #pragma omp for schedule(static)
         for (int64_t r = 0; r < R; r++) {
             const float most = largest(k, x + r*D, D);

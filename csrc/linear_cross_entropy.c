@@ -91,11 +91,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)
     {
-        float *scratch = pyops_scratch(pyops_product_scratch(k));
-        if (!scratch) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         #pragma omp for schedule(dynamic) nowait
         for (int64_t v = 0; v < V; v += COLUMNS)
             pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, pyops_min(v + COLUMNS, V));

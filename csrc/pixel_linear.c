@@ -69,14 +69,10 @@ pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places
     #pragma omp parallel if (B * I > PYOPS_SHARE_FLOATS)
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        float *const work = pyops_scratch((size_t)((I + 1) * PYOPS_PIXEL_BLOCK + I + 8));
-        if (work) {
+        float *const work = pyops_scratch_or_fail((size_t)((I + 1) * PYOPS_PIXEL_BLOCK + I + 8), &failed);
+        if (work)
             forward_share(k, y, ink, places, table, rows, weight, bias, values, work,
                           B * thread / threads, B * (thread + 1) / threads, I, O);
-        } else {
-            #pragma omp atomic write
-            failed = 1;
-        }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "pixel_linear_forward: no memory for %lld pixels", LL(I)) : PYOPS_OK;
 }
