@@ -134,17 +134,11 @@ int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
     return backward_layout(pyops_active(), T, B, I, H).total;
 }
 
-static pyops_status check(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
-    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
-    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, want 0 where there is no x, and only there", who, LL(I));
-    return PYOPS_OK;
-}
-
 pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths,
                                const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
                                float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
-    pyops_status status = check("gru_forward", x, T, B, I, H);
+    pyops_status status = check_gru("gru_forward", x, T, B, I, H);
     if (status) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
     const pyops_kernels *k = pyops_active();
@@ -219,7 +213,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
                                 const float *h, const float *gates, float *work,
                                 int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
-    pyops_status status = check("gru_backward", x, T, B, I, H);
+    pyops_status status = check_gru("gru_backward", x, T, B, I, H);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const layout l = backward_layout(k, T, B, I, H);
@@ -326,17 +320,10 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
 }
 
 /* ---- one step, between products of the caller's ---- */
-static pyops_status check_step(const char *who, int64_t B, int64_t H, int32_t stage) {
-    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
-    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage,
-                  PYOPS_GRU_BEFORE_2);
-    return PYOPS_OK;
-}
-
 pyops_status pyops_gru_gates_forward(float *y, float *gates, const float *a, const float *product, const float *h_prev,
                                      int64_t B, int64_t H, int32_t stage, void *stream) {
     (void)stream;
-    const pyops_status status = check_step("gru_gates_forward", B, H, stage);
+    const pyops_status status = check_gru_step("gru_gates_forward", B, H, stage);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (B * H > PYOPS_SHARE_EXPS)
@@ -359,7 +346,7 @@ pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const flo
                                       const float *gates, const float *h_prev,
                                       int64_t B, int64_t H, int32_t stage, void *stream) {
     (void)stream;
-    const pyops_status status = check_step("gru_gates_backward", B, H, stage);
+    const pyops_status status = check_gru_step("gru_gates_backward", B, H, stage);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const size_t row = (size_t)H * sizeof *dh;

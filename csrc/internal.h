@@ -161,6 +161,7 @@ const pyops_kernels *pyops_active(void);
 pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 #define PYOPS_REQUIRE(cond, ...) do { if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
 #define LL(x) ((long long)(x))      /* for %lld: int64_t is long on some systems, long long on others */
+#include "checks.h"
 
 /* ---- when work is shared ----------------------------------------------------------------------
  * A parallel region costs a few microseconds on a quiet machine, and on a busy one the time until the scheduler lets

@@ -123,12 +123,6 @@ static __global__ void clear_rest(float *h, float *gates, const int32_t *lengths
     }
 }
 
-static pyops_status check(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
-    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
-    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, want 0 where there is no x, and only there", who, LL(I));
-    return PYOPS_OK;
-}
-
 // Workspace: the counters of the persistent kernel, or `floats` for one step at a time.
 static int64_t counters_or(int64_t floats, int64_t B) { return std::max(counter_words(B), floats); }
 
@@ -145,7 +139,7 @@ extern "C" pyops_status pyops_gru_forward(
     float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths, const float *w_ih,
     const float *w_hh, const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H,
     int32_t reset_before, void *stream) {
-    pyops_status status = check("gru_forward", x, T, B, I, H);
+    pyops_status status = check_gru("gru_forward", x, T, B, I, H);
     if (status || B == 0) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
     // a = x w_ih' + b_ih of all steps, stored where r, z, n will overwrite it
@@ -167,7 +161,7 @@ extern "C" pyops_status pyops_gru_backward(
     const float *dh_last, const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
     const float *h, const float *gates, float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
-    pyops_status status = check("gru_backward", x, T, B, I, H);
+    pyops_status status = check_gru("gru_backward", x, T, B, I, H);
     if (status || B == 0) return status;
     float *const states = work, *const carry = states + T * B * H, *const rest = carry + B * H;
 
@@ -252,17 +246,12 @@ template <Stage STAGE> static __global__ void gates_backward(
     }
 }
 
-static pyops_status check_step(const char *who, int64_t B, int64_t H, int32_t stage) {
-    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
-    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage, PYOPS_GRU_BEFORE_2);
-    return PYOPS_OK;
-}
 }
 
 extern "C" pyops_status pyops_gru_gates_forward(
     float *y, float *gates, const float *a, const float *product, const float *h_prev,
     int64_t B, int64_t H, int32_t stage, void *stream) {
-    const pyops_status status = check_step("gru_gates_forward", B, H, stage);
+    const pyops_status status = check_gru_step("gru_gates_forward", B, H, stage);
     if (status || B == 0) return status;
     const auto kernel = stage == PYOPS_GRU_AFTER ? gates_forward<Stage::after> :
                         stage == PYOPS_GRU_BEFORE_1 ? gates_forward<Stage::before_1> : gates_forward<Stage::before_2>;
@@ -273,7 +262,7 @@ extern "C" pyops_status pyops_gru_gates_forward(
 extern "C" pyops_status pyops_gru_gates_backward(
     float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev,
     int64_t B, int64_t H, int32_t stage, void *stream) {
-    const pyops_status status = check_step("gru_gates_backward", B, H, stage);
+    const pyops_status status = check_gru_step("gru_gates_backward", B, H, stage);
     if (status || B == 0) return status;
     const auto kernel = stage == PYOPS_GRU_AFTER ? gates_backward<Stage::after> :
                         stage == PYOPS_GRU_BEFORE_1 ? gates_backward<Stage::before_1> : gates_backward<Stage::before_2>;

@@ -9,6 +9,7 @@
 pyops_status pyops_fail(pyops_status code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 #define PYOPS_REQUIRE(condition, ...) do { if (!(condition)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
 #define LL(x) ((long long)(x))          // for %lld
+#include "checks.h"
 
 // Every function of the ABI that launches ends with `return pyops_launched("gemm", error, stream)`, where error is the result
 // of LAUNCH (of several launches, the first failure).  It converts the error into a status and a text.  With PYOPS_SYNC=1 it

@@ -1,0 +1,23 @@
+/* checks.h - argument checks that the CPU and the CUDA library share.
+ *
+ * They read sizes, scalars and whether a pointer is NULL; arrays with strides and shapes are in host memory.  The contents of
+ * other arrays are checked by each library itself: a GPU cannot read ids or labels without a copy.
+ * The including file defines pyops_fail, PYOPS_REQUIRE and LL.
+ */
+#ifndef PYOPS_CHECKS_H
+#define PYOPS_CHECKS_H
+
+static inline pyops_status check_gru(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
+    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, want 0 where there is no x, and only there", who, LL(I));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_gru_step(const char *who, int64_t B, int64_t H, int32_t stage) {
+    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
+    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage,
+                  PYOPS_GRU_BEFORE_2);
+    return PYOPS_OK;
+}
+
+#endif
