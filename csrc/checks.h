@@ -20,4 +20,15 @@ static inline pyops_status check_gru_step(const char *who, int64_t B, int64_t H,
     return PYOPS_OK;
 }
 
+/* layer norm and cross entropy: rows with at least one element */
+static inline pyops_status check_rows(const char *who, int64_t R, int64_t C) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_eps(const char *who, float eps) {
+    PYOPS_REQUIRE(eps >= 0.0f, "%s: eps=%g, want at least 0", who, (double)eps);
+    return PYOPS_OK;
+}
+
 #endif

@@ -7,17 +7,12 @@
 
 enum { ROWS = 64 };
 
-static pyops_status check(const char *who, int64_t R, int64_t C) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    return PYOPS_OK;
-}
-
 pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const float *x, const float *weight,
                                       const float *bias, int64_t R, int64_t C, float eps, void *stream) {
     (void)stream;
-    const pyops_status status = check("layer_norm_forward", R, C);
+    pyops_status status = check_rows("layer_norm_forward", R, C);
+    if (!status) status = check_eps("layer_norm_forward", eps);
     if (status) return status;
-    PYOPS_REQUIRE(eps >= 0.0f, "layer_norm_forward: eps=%g, want at least 0", (double)eps);
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) k->layer_norm(y + r*C, mean + r, rstd + r, x + r*C, weight, bias, C, eps);
@@ -31,7 +26,7 @@ pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, 
                                        const float *weight, const float *mean, const float *rstd, float *work,
                                        int64_t R, int64_t C, int32_t accumulate, void *stream) {
     (void)stream;
-    const pyops_status status = check("layer_norm_backward", R, C);
+    const pyops_status status = check_rows("layer_norm_backward", R, C);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const int64_t chunks = (R + ROWS - 1) / ROWS;

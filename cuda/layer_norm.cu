@@ -19,11 +19,6 @@
 namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32;
 
-static pyops_status check(const char *who, int64_t R, int64_t C) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    return PYOPS_OK;
-}
-
 // Sum each of N values over a team of LANES threads; all of them get the sums.
 template <int LANES, int N> DEVICE void row_sums(float (&x)[N]) {
 #pragma unroll
@@ -249,9 +244,9 @@ template <int MOST, class Launch> static cudaError_t with_share(int64_t C, Launc
 
 extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const float *x, const float *weight,
                                                  const float *bias, int64_t R, int64_t C, float eps, void *stream) {
-    const pyops_status status = check("layer_norm_forward", R, C);
+    pyops_status status = check_rows("layer_norm_forward", R, C);
+    if (!status) status = check_eps("layer_norm_forward", eps);
     if (status) return status;
-    PYOPS_REQUIRE(eps >= 0.0f, "layer_norm_forward: eps=%g, want at least 0", static_cast<double>(eps));
     if (R == 0) return PYOPS_OK;
     const bool whole = aligned(y) && aligned(x) && aligned(weight) && aligned(bias);
     const cudaError_t error = with_share<8>(C, [&](auto share) {
@@ -272,7 +267,7 @@ extern "C" int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) {
 extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
                                                   const float *weight, const float *mean, const float *rstd, float *work,
                                                   int64_t R, int64_t C, int32_t accumulate, void *stream) {
-    const pyops_status status = check("layer_norm_backward", R, C);
+    const pyops_status status = check_rows("layer_norm_backward", R, C);
     if (status || R == 0) return status;
     const bool whole = aligned(dx) && aligned(dy) && aligned(x) && aligned(weight) && aligned(work);
     int64_t blocks = 0;
