@@ -8,12 +8,6 @@
 
 enum { COLUMNS = 128, ROWS = 64 };
 
-static pyops_status check(const char *who, int64_t R, int64_t C, int32_t training) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, want at least 2 rows in training: one has no variance", who, LL(R));
-    return PYOPS_OK;
-}
-
 /* Mean and variance (n) of x (R,n), rows ldx apart; the sum of the deviations corrects both, as in layer norm. */
 static void moments(const pyops_kernels *k, float *mean, float *variance, const float *x, int64_t R, int64_t n, int64_t ldx) {
     float sums[COLUMNS] = {0}, part[COLUMNS], squares[COLUMNS] = {0}, deviations[COLUMNS] = {0}, part_squares[COLUMNS];
@@ -46,9 +40,9 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
                                       const float *x, const float *weight, const float *bias,
                                       int64_t R, int64_t C, float eps, float momentum, int32_t training, void *stream) {
     (void)stream;
-    const pyops_status status = check("batch_norm_forward", R, C, training);
+    pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
+    if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
-    PYOPS_REQUIRE(eps >= 0.0f, "batch_norm_forward: eps=%g, want at least 0", (double)eps);
     PYOPS_REQUIRE(training || (running_mean && running_var), "batch_norm_forward: want running statistics outside training");
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
@@ -73,7 +67,7 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
                                        const float *weight, const float *mean, const float *rstd,
                                        int64_t R, int64_t C, int32_t training, void *stream) {
     (void)stream;
-    const pyops_status status = check("batch_norm_backward", R, C, training);
+    const pyops_status status = check_batch_norm("batch_norm_backward", R, C, training);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)

@@ -31,4 +31,11 @@ static inline pyops_status check_eps(const char *who, float eps) {
     return PYOPS_OK;
 }
 
+/* R = 1 has no variance. */
+static inline pyops_status check_batch_norm(const char *who, int64_t R, int64_t C, int32_t training) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, want at least 2 rows in training: one has no variance", who, LL(R));
+    return PYOPS_OK;
+}
+
 #endif

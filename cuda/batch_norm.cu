@@ -22,12 +22,6 @@ static constexpr int COLUMNS = 32, WARPS = 16, HELD = 16, PIECE = WARPS * HELD;
 static constexpr int MOST_GROUPS = 256;
 static const dim3 BLOCK(COLUMNS, WARPS);
 
-static pyops_status check(const char *who, int64_t R, int64_t C, int32_t training) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, want at least 2 rows in training: one has no variance", who, LL(R));
-    return PYOPS_OK;
-}
-
 // ---- how the work is divided --------------------------------------------------------------------------------------------
 struct Shares {
     int64_t R, C, rows;                 // rows: per group; the last group may have fewer
@@ -177,9 +171,9 @@ extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, 
                                                  const float *x, const float *weight, const float *bias,
                                                  int64_t R, int64_t C, float eps, float momentum, int32_t training,
                                                  void *stream) {
-    const pyops_status status = check("batch_norm_forward", R, C, training);
+    pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
+    if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
-    PYOPS_REQUIRE(eps >= 0.0f, "batch_norm_forward: eps=%g, want at least 0", static_cast<double>(eps));
     PYOPS_REQUIRE(training || (running_mean && running_var), "batch_norm_forward: want running statistics outside training");
     if (C == 0) return PYOPS_OK;
     const Shares s = share(R, C);
@@ -266,7 +260,7 @@ backward(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, 
 extern "C" pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
                                                   const float *weight, const float *mean, const float *rstd,
                                                   int64_t R, int64_t C, int32_t training, void *stream) {
-    const pyops_status status = check("batch_norm_backward", R, C, training);
+    const pyops_status status = check_batch_norm("batch_norm_backward", R, C, training);
     if (status || C == 0) return status;
     const Shares s = share(R, C);
     const Saved saved = {dy, x, weight, mean, rstd};
