@@ -38,4 +38,22 @@ static inline pyops_status check_batch_norm(const char *who, int64_t R, int64_t 
     return PYOPS_OK;
 }
 
+static inline pyops_status check_smoothing(const char *who, float smoothing) {
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, want 0 <= smoothing < 1", who, (double)smoothing);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_cross_entropy(const char *who, int64_t R, int64_t C, float smoothing) {
+    const pyops_status status = check_rows(who, R, C);
+    return status ? status : check_smoothing(who, smoothing);
+}
+
+static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias,
+                                                      int64_t R, int64_t D, int64_t V, float smoothing) {
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx,
+                  "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
+    return check_smoothing("linear_cross_entropy", smoothing);
+}
+
 #endif

@@ -19,16 +19,10 @@ pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *l
     return PYOPS_OK;
 }
 
-static pyops_status check(const char *who, int64_t R, int64_t C, float smoothing) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, want 0 <= smoothing < 1", who, (double)smoothing);
-    return PYOPS_OK;
-}
-
 pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *stats, const float *x, const int32_t *labels,
                                          int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
-    pyops_status status = check("cross_entropy_forward", R, C, smoothing);
+    pyops_status status = check_cross_entropy("cross_entropy_forward", R, C, smoothing);
     if (!status) status = pyops_count_valid(valid, "cross_entropy_forward", labels, R, C, ignore);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
@@ -59,7 +53,7 @@ pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const f
                                           const float *stats, const int32_t *valid,
                                           int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
-    const pyops_status status = check("cross_entropy_backward", R, C, smoothing);
+    const pyops_status status = check_cross_entropy("cross_entropy_backward", R, C, smoothing);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const float *const max = stats, *const sum = stats + R;

@@ -60,13 +60,9 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                                         float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing,
                                         void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
-    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "linear_cross_entropy: smoothing=%g, want 0 <= smoothing < 1",
-                  (double)smoothing);
+    pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, R, D, V, smoothing);
     const int gradients = dx != NULL;
-    PYOPS_REQUIRE(!dweight == !gradients && !dbias == !gradients,
-                  "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
-    const pyops_status status = pyops_count_valid(valid, "linear_cross_entropy", labels, R, V, ignore);
+    if (!status) status = pyops_count_valid(valid, "linear_cross_entropy", labels, R, V, ignore);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const layout l = make_layout(k, R, D, V, gradients);

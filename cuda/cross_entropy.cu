@@ -119,16 +119,10 @@ backward(float *dx, const float *dloss, const float *x, const int32_t *labels, c
     }
 }
 
-static pyops_status check(const char *who, int64_t R, int64_t C, float smoothing) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, want 0 <= smoothing < 1", who, static_cast<double>(smoothing));
-    return PYOPS_OK;
-}
-
 extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *stats,
                                                     const float *x, const int32_t *labels,
                                                     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
-    const pyops_status status = check("cross_entropy_forward", R, C, smoothing);
+    const pyops_status status = check_cross_entropy("cross_entropy_forward", R, C, smoothing);
     if (status) return status;
     float *const means = smoothing > 0.0f ? static_cast<float *>(pyops_workspace(size_t(R) * sizeof(float))) : nullptr;
     if (smoothing > 0.0f && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
@@ -144,7 +138,7 @@ extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid,
 extern "C" pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
                                                      const float *stats, const int32_t *valid,
                                                      int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
-    const pyops_status status = check("cross_entropy_backward", R, C, smoothing);
+    const pyops_status status = check_cross_entropy("cross_entropy_backward", R, C, smoothing);
     if (status || R == 0) return status;
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     return pyops_launched("cross_entropy_backward",

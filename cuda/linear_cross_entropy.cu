@@ -336,11 +336,8 @@ extern "C" pyops_status pyops_linear_cross_entropy(
     float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
     const float *x, const float *weight, const float *bias, const int32_t *labels, float *work,
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
-    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "linear_cross_entropy: smoothing=%g, want 0 <= smoothing < 1",
-                  static_cast<double>(smoothing));
-    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx,
-                  "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
+    const pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, R, D, V, smoothing);
+    if (status) return status;
     Call c = {};
     c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.valid = valid;
     c.x = x, c.weight = weight, c.bias = bias, c.labels = labels, c.smoothing = smoothing;
