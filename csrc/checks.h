@@ -56,4 +56,29 @@ static inline pyops_status check_linear_cross_entropy(const float *dx, const flo
     return check_smoothing("linear_cross_entropy", smoothing);
 }
 
+static inline pyops_status check_embedding(const char *who, int64_t R, int64_t V, int64_t E) {
+    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_embedding_linear(const char *who, const float *context, int64_t T, int64_t B, int64_t V,
+                                                  int64_t E, int64_t C, int64_t O) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1, "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld",
+                  who, LL(T), LL(B), LL(V), LL(E), LL(C), LL(O));
+    PYOPS_REQUIRE(!C == !context, "%s: C=%lld, want 0 where there is no context, and only there", who, LL(C));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_gather(const char *who, int64_t N, int64_t B, int64_t C) {
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld, B=%lld, sizes of a row %lld", who, LL(N), LL(B), LL(C));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_pixel_linear(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld",
+                  who, LL(N), LL(B), LL(I), LL(O));
+    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    return PYOPS_OK;
+}
+
 #endif

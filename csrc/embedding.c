@@ -8,10 +8,8 @@
 #include "internal.h"
 
 static pyops_status check(const char *who, const int32_t *ids, int64_t R, int64_t V, int64_t E) {
-    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
-    for (int64_t r = 0; r < R; r++)
-        PYOPS_REQUIRE(ids[r] >= 0 && ids[r] < V, "%s: ids[%lld]=%d, want 0 to %lld", who, LL(r), ids[r], LL(V - 1));
-    return PYOPS_OK;
+    const pyops_status status = check_embedding(who, R, V, E);
+    return status ? status : pyops_check_ids(who, ids, R, V);
 }
 
 pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids,

@@ -35,12 +35,8 @@ int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t V, in
 
 static pyops_status check(const char *who, const int32_t *ids, const float *context, int64_t T, int64_t B, int64_t V,
                           int64_t E, int64_t C, int64_t O) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1, "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld",
-                  who, LL(T), LL(B), LL(V), LL(E), LL(C), LL(O));
-    PYOPS_REQUIRE(!C == !context, "%s: C=%lld, want 0 where there is no context, and only there", who, LL(C));
-    for (int64_t r = 0; r < T * B; r++)
-        PYOPS_REQUIRE(ids[r] >= 0 && ids[r] < V, "%s: ids[%lld]=%d, want 0 to %lld", who, LL(r), ids[r], LL(V - 1));
-    return PYOPS_OK;
+    const pyops_status status = check_embedding_linear(who, context, T, B, V, E, C, O);
+    return status ? status : pyops_check_ids(who, ids, T * B, V);
 }
 
 /* -> how many distinct tokens there are; tokens has them in the order in which they first occur, so a position has a new one

@@ -2,10 +2,8 @@
 #include "internal.h"
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t C) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld, B=%lld, sizes of a row %lld", who, LL(N), LL(B), LL(C));
-    for (int64_t b = 0; b < B; b++)
-        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
-    return PYOPS_OK;
+    const pyops_status status = check_gather(who, N, B, C);
+    return status ? status : pyops_check_rows(who, rows, B, N);
 }
 
 pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *rows,

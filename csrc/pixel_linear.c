@@ -11,11 +11,8 @@
 enum { AHEAD = 16 };        /* images that are fetched before they are needed */
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld", who, LL(N), LL(B), LL(I), LL(O));
-    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
-    for (int64_t b = 0; b < B; b++)
-        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
-    return PYOPS_OK;
+    const pyops_status status = check_pixel_linear(who, N, B, I, O, scale);
+    return status ? status : pyops_check_rows(who, rows, B, N);
 }
 
 /* The rows of a shuffled batch lie anywhere: fetch one while others are computed.  Out of the cache, an image costs as

@@ -28,11 +28,6 @@ static constexpr int CHUNK = 65536;                     // positions per pair of
 static constexpr int IN_CLASS = 64;                     // approximate number of positions in a class
 static constexpr int MOST_BITS = 9;                     // of the index of a class
 
-static pyops_status check(const char *who, int64_t R, int64_t V, int64_t E) {
-    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
-    return PYOPS_OK;
-}
-
 DEVICE bool in_table(int32_t id, int64_t V) { return id >= 0 && id < V; }
 
 // ---- forward ---------------------------------------------------------------------------------------------------
@@ -158,7 +153,7 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *t
 
 extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids,
                                                 int64_t R, int64_t V, int64_t E, void *stream) {
-    const pyops_status status = check("embedding_forward", R, V, E);
+    const pyops_status status = check_embedding("embedding_forward", R, V, E);
     if (status || R == 0) return status;
     return pyops_launched("embedding_forward", LAUNCH(copy_rows, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream),
                                                       y, weight, ids, pyops_faults(), R, V, E), stream);
@@ -166,7 +161,7 @@ extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, c
 
 extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
                                                  int64_t R, int64_t V, int64_t E, void *stream) {
-    const pyops_status status = check("embedding_backward", R, V, E);
+    const pyops_status status = check_embedding("embedding_backward", R, V, E);
     if (status || R == 0) return status;
     Groups *const groups = static_cast<Groups *>(pyops_workspace(sizeof(Groups)));
     if (!groups) return pyops_fail(PYOPS_NO_MEMORY, "embedding_backward: no memory for the order of the positions");

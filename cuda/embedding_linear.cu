@@ -6,14 +6,6 @@
 #include "reduce.cuh"
 
 namespace {
-static pyops_status check(const char *who, const float *context, int64_t T, int64_t B, int64_t V, int64_t E, int64_t C,
-                          int64_t O) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1, "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld",
-                  who, LL(T), LL(B), LL(V), LL(E), LL(C), LL(O));
-    PYOPS_REQUIRE(!C == !context, "%s: C=%lld, want 0 where there is no context, and only there", who, LL(C));
-    return PYOPS_OK;
-}
-
 // rows (T,B,E), followed by the rows concatenated with the context (T,B,E+C) if there is one
 static int64_t work_of(int64_t T, int64_t B, int64_t E, int64_t C) { return T * B * (C ? 2 * E + C : E); }
 }
@@ -39,7 +31,7 @@ static float *input_of(pyops_status &status, float *work, const float *table, co
 extern "C" pyops_status pyops_embedding_linear_forward(
     float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias, float *work,
     int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
-    pyops_status status = check("embedding_linear_forward", context, T, B, V, E, C, O);
+    pyops_status status = check_embedding_linear("embedding_linear_forward", context, T, B, V, E, C, O);
     if (status) return status;
     const int64_t I = E + C;
     const float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
@@ -50,7 +42,7 @@ extern "C" pyops_status pyops_embedding_linear_backward(
     float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias, const float *dy, const float *table,
     const int32_t *ids, const float *context, const float *weight, float *work,
     int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
-    pyops_status status = check("embedding_linear_backward", context, T, B, V, E, C, O);
+    pyops_status status = check_embedding_linear("embedding_linear_backward", context, T, B, V, E, C, O);
     if (status) return status;
     PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, want at least O=%lld", LL(ld), LL(O));
     const int64_t I = E + C, R = T * B;

@@ -7,11 +7,6 @@
 namespace {
 static constexpr int THREADS = 256;
 
-static pyops_status check(const char *who, int64_t N, int64_t B, int64_t C) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld, B=%lld, sizes of a row %lld", who, LL(N), LL(B), LL(C));
-    return PYOPS_OK;
-}
-
 // Whether rows[b] is a row of the table; reports a fault if not.
 DEVICE bool in_table(const int64_t *rows, int64_t b, int64_t N, Who who, FaultRecord *faults) {
     const int64_t row = rows[b];
@@ -51,7 +46,7 @@ static cudaError_t launch_pixels(float *y, const uint8_t *table, const int64_t *
 
 extern "C" pyops_status pyops_gather_pixels(float *y, const uint8_t *table, const int64_t *rows,
                                             int64_t N, int64_t B, int64_t C, float scale, void *stream) {
-    const pyops_status status = check("gather_pixels", N, B, C);
+    const pyops_status status = check_gather("gather_pixels", N, B, C);
     if (status || B * C == 0) return status;
     const bool fours = C % 4 == 0 && aligned(y) && (uintptr_t(table) & 3) == 0;
     const cudaError_t error = !fits_int32(B * C) ? launch_pixels<1, uint64_t>(y, table, rows, N, B, C, scale, stream)
@@ -80,7 +75,7 @@ sequences(int32_t *__restrict__ ids, const int32_t *__restrict__ table, const in
 
 extern "C" pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const int64_t *rows,
                                                int64_t N, int64_t B, int64_t T, int32_t first, void *stream) {
-    const pyops_status status = check("gather_sequences", N, B, T);
+    const pyops_status status = check_gather("gather_sequences", N, B, T);
     if (status || B * T == 0) return status;
     return pyops_launched("gather_sequences",
                           LAUNCH(sequences, static_cast<unsigned>(blocks_for<int64_t>(B, 32)), THREADS, 0, stream_of(stream),

@@ -23,9 +23,8 @@ static constexpr int OUTPUTS = 128, TILE = 4096;
 static constexpr int BLOCKS = 3;
 
 static pyops_status check(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld",
-                  who, LL(N), LL(B), LL(I), LL(O));
-    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    const pyops_status status = check_pixel_linear(who, N, B, I, O, scale);
+    if (status) return status;
     if (!pyops_faults()) return pyops_fail(PYOPS_NO_MEMORY, "%s: no device memory is left", who);
     return PYOPS_OK;
 }
