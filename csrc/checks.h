@@ -81,4 +81,20 @@ static inline pyops_status check_pixel_linear(const char *who, int64_t N, int64_
     return PYOPS_OK;
 }
 
+static inline pyops_status check_dropout_p(const char *who, float p) {
+    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)p);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_dropout(const char *who, int64_t n, float p) {
+    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
+    return check_dropout_p(who, p);
+}
+
+static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
+                  who, LL(Tq), LL(Tk), LL(B), LL(heads));
+    return check_dropout_p(who, p);
+}
+
 #endif

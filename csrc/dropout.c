@@ -8,15 +8,9 @@
 
 enum { CHUNK = 6144 };                  /* a multiple of what any table draws at a time */
 
-static pyops_status check(const char *who, int64_t n, float p) {
-    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
-    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)p);
-    return PYOPS_OK;
-}
-
 pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
     (void)stream;
-    const pyops_status status = check("dropout", n, p);
+    const pyops_status status = check_dropout("dropout", n, p);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const uint32_t threshold = pyops_dropout_threshold(p);
@@ -29,7 +23,7 @@ pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_
 pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step,
                             int64_t n, float p, uint64_t key, void *stream) {
     (void)stream;
-    const pyops_status status = check("residual", n, p);
+    const pyops_status status = check_dropout("residual", n, p);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const uint32_t threshold = pyops_dropout_threshold(p);

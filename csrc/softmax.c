@@ -5,13 +5,6 @@
 #include <math.h>
 #include "internal.h"
 
-static pyops_status check(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share) {
-    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
-                  who, LL(Tq), LL(Tk), LL(B), LL(heads));
-    PYOPS_REQUIRE(share >= 0.0f && share < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)share);
-    return PYOPS_OK;
-}
-
 /* y = D x of row r; y may be x */
 static void drop(const pyops_kernels *k, float *y, const float *x, int64_t r, int64_t Tk, const int64_t *step,
                  float share, uint64_t key) {
@@ -23,7 +16,7 @@ pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s,
                                              int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale,
                                              float share, uint64_t key, void *stream) {
     (void)stream;
-    const pyops_status status = check("attention_softmax_forward", Tq, Tk, B, heads, share);
+    const pyops_status status = check_attention_softmax("attention_softmax_forward", Tq, Tk, B, heads, share);
     if (status) return status;
     for (int64_t b = 0; lengths && b < B; b++)
         PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "attention_softmax_forward: lengths[%lld]=%d, want 0 to %lld",
@@ -51,7 +44,7 @@ pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const 
                                               int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key,
                                               void *stream) {
     (void)stream;
-    const pyops_status status = check("attention_softmax_backward", Tq, Tk, B, heads, share);
+    const pyops_status status = check_attention_softmax("attention_softmax_backward", Tq, Tk, B, heads, share);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const int64_t rows = B * heads * Tq;

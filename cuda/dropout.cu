@@ -7,12 +7,6 @@
 namespace {
 static constexpr int THREADS = 256;
 
-static pyops_status check(const char *who, int64_t n, float p) {
-    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
-    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(p));
-    return PYOPS_OK;
-}
-
 // y = dropout(x) (+ base, unless it is NULL); y may alias either.
 static __global__ void drop(float *y, const float *base, const float *x, const int64_t *step, int64_t n, uint64_t key,
                             uint32_t threshold, float scale) {
@@ -41,7 +35,7 @@ static __global__ void add(float *y, const float *x, const float *branch, int64_
 }
 
 extern "C" pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
-    const pyops_status status = check("dropout", n, p);
+    const pyops_status status = check_dropout("dropout", n, p);
     if (status || n == 0) return status;
     return pyops_launched("dropout", LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
                                             y, nullptr, x, step, n, key, dropout_threshold(p), 1.0f / (1.0f - p)), stream);
@@ -49,7 +43,7 @@ extern "C" pyops_status pyops_dropout(float *y, const float *x, const int64_t *s
 
 extern "C" pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step,
                                        int64_t n, float p, uint64_t key, void *stream) {
-    const pyops_status status = check("residual", n, p);
+    const pyops_status status = check_dropout("residual", n, p);
     if (status || n == 0) return status;
     const cudaError_t error = step && p > 0.0f
         ? LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),

@@ -97,9 +97,8 @@ static __global__ void __launch_bounds__(THREADS) backward(Call c, float *ds, co
 
 static pyops_status make_call(Call *c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, const int64_t *step,
                               float share, uint64_t key) {
-    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
-                  who, LL(Tq), LL(Tk), LL(B), LL(heads));
-    PYOPS_REQUIRE(share >= 0.0f && share < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(share));
+    const pyops_status status = check_attention_softmax(who, Tq, Tk, B, heads, share);
+    if (status) return status;
     *c = {Tq, Tk, heads, B * heads * Tq, share > 0.0f ? step : nullptr, key, dropout_threshold(share), 1.0f / (1.0f - share)};
     return PYOPS_OK;
 }
