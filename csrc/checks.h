@@ -97,4 +97,48 @@ static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, 
     return check_dropout_p(who, p);
 }
 
+enum { PYOPS_MLP_WIDEST = 128 };        /* of H and of C */
+
+static inline pyops_status check_mlp(const char *who, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
+    PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= PYOPS_MLP_WIDEST && C >= 1 && C <= PYOPS_MLP_WIDEST,
+                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to %d",
+                  who, LL(N), LL(B), LL(I), LL(H), LL(C), PYOPS_MLP_WIDEST);
+    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_max_norm(const char *who, int64_t n, float max_norm) {
+    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "%s: max_norm=%g, want > 0", who, (double)max_norm);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_weight_decay(const char *who, float weight_decay) {
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "%s: weight_decay=%g, want >= 0", who, (double)weight_decay);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_adam(const char *who, int64_t n, float max_norm, float beta1, float beta2, float weight_decay) {
+    const pyops_status status = check_max_norm(who, n, max_norm);
+    if (status) return status;
+    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "%s: beta1=%g beta2=%g, want [0, 1)",
+                  who, (double)beta1, (double)beta2);
+    return check_weight_decay(who, weight_decay);
+}
+
+static inline pyops_status check_sgd(const float *velocity, int64_t n, float max_norm, float momentum, float weight_decay) {
+    const pyops_status status = check_max_norm("sgd", n, max_norm);
+    if (status) return status;
+    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", (double)momentum);
+    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, want a velocity", (double)momentum);
+    return check_weight_decay("sgd", weight_decay);
+}
+
+static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, int64_t b2,
+                                          float max_norm, float beta1, float beta2, float weight_decay) {
+    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0, "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, want offsets >= 0",
+                  LL(w1), LL(b1), LL(w2), LL(b2));
+    return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);
+}
+
 #endif

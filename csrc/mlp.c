@@ -29,13 +29,12 @@ static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
 
 int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C) { return make_layout(B, I, H, C).size; }
 
-/* Everything is looked at before anything is written. */
+#define TRY(call) do { const pyops_status tried = (call); if (tried) return tried; } while (0)
+
+/* All arguments are checked before anything is written. */
 static pyops_status check(const char *who, const int64_t *rows, const int32_t *labels,
                           int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
-    PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= 128 && C >= 1 && C <= 128,
-                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
-                  who, LL(N), LL(B), LL(I), LL(H), LL(C));
-    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    TRY(check_mlp(who, N, B, I, H, C, scale));
     for (int64_t b = 0; b < B; b++) {
         const int64_t row = rows[b];
         PYOPS_REQUIRE(row >= 0 && row < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(row), LL(N - 1));
@@ -44,8 +43,6 @@ static pyops_status check(const char *who, const int64_t *rows, const int32_t *l
     }
     return PYOPS_OK;
 }
-
-#define TRY(call) do { const pyops_status tried = (call); if (tried) return tried; } while (0)
 
 pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2, float *db2,
                                  const uint8_t *table, const int64_t *rows, const int32_t *labels,
@@ -87,12 +84,7 @@ pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *para
                             int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale,
                             float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     TRY(check("mlp_step", rows, labels, N, B, I, H, C, scale));
-    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0, "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, want places >= 0",
-                  LL(w1), LL(b1), LL(w2), LL(b2));
-    PYOPS_REQUIRE(max_norm > 0.0f, "mlp_step: max_norm=%g, want > 0", (double)max_norm);
-    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "mlp_step: beta1=%g beta2=%g, want [0, 1)",
-                  (double)beta1, (double)beta2);
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "mlp_step: weight_decay=%g, want >= 0", (double)weight_decay);
+    TRY(check_mlp_step(w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay));
     PYOPS_REQUIRE(step[0] >= 0, "mlp_step: step=%lld, want at least 1", LL(step[0] + 1));
     const int64_t at[4] = {w1, b1, w2, b2}, size[4] = {I * H, H, C * H, C};
     float *const norms = work + pyops_mlp_gradients_work(B, I, H, C), *const rest = norms + 4;

@@ -70,8 +70,8 @@ static float clip_factor(const float *norm, float max_norm) {
 
 pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "clip: n=%lld", LL(n));
-    PYOPS_REQUIRE(max_norm > 0.0f, "clip: max_norm=%g, want > 0", (double)max_norm);
+    const pyops_status status = check_max_norm("clip", n, max_norm);
+    if (status) return status;
     const float factor = clip_factor(norm, max_norm);
     return factor == 1.0f ? PYOPS_OK : pyops_scale(grad, grad, &factor, n, stream);
 }
@@ -80,12 +80,9 @@ pyops_status pyops_adam(float *param, float *m, float *v,
                         const float *grad, const int32_t *touched, const float *norm, const int64_t *step, const float *lr,
                         int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
+    const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
+    if (status) return status;
     PYOPS_REQUIRE(step[0] >= 1, "adam: step=%lld, want at least 1", LL(step[0]));
-    PYOPS_REQUIRE(max_norm > 0.0f, "adam: max_norm=%g, want > 0", (double)max_norm);
-    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
-                  (double)beta1, (double)beta2);
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "adam: weight_decay=%g, want >= 0", (double)weight_decay);
     const pyops_kernels *k = pyops_active();
     const double t = (double)step[0];
     const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
@@ -106,11 +103,8 @@ pyops_status pyops_adam(float *param, float *m, float *v,
 pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
                        int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "sgd: n=%lld", LL(n));
-    PYOPS_REQUIRE(max_norm > 0.0f, "sgd: max_norm=%g, want > 0", (double)max_norm);
-    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", (double)momentum);
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "sgd: weight_decay=%g, want >= 0", (double)weight_decay);
-    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, want a velocity", (double)momentum);
+    const pyops_status status = check_sgd(velocity, n, max_norm, momentum, weight_decay);
+    if (status) return status;
     const pyops_kernels *k = pyops_active();
     const float clip = clip_factor(norm, max_norm);
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)

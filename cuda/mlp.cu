@@ -43,7 +43,7 @@
 #include "adam.cuh"
 #include "pixels.cuh"
 
-static constexpr int MOST = 128;                // of H and of C
+static constexpr int MOST = PYOPS_MLP_WIDEST;                // of H and of C
 static constexpr int TILE = 4096;               // floats: rows of da or r, 128 of 32; before that w2, where it is not larger
 static constexpr int CLASSES = 4;               // that a block has: no image is left out of their sums, which makes them long
 static constexpr int WIDEST = MOST + 4;         // of a row of da and r
@@ -347,10 +347,8 @@ static int64_t pixel_units_of(int64_t I) { return blocks_for<int64_t>(I + 1, WAR
 static int64_t units_of(int64_t I, int64_t C) { return pixel_units_of(I) + blocks_for<int64_t>(C, CLASSES); }
 
 static pyops_status check(const char *who, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
-    PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= MOST && C >= 1 && C <= MOST,
-                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to 128",
-                  who, LL(N), LL(B), LL(I), LL(H), LL(C));
-    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    const pyops_status status = check_mlp(who, N, B, I, H, C, scale);
+    if (status) return status;
     if (!pyops_faults()) return pyops_fail(PYOPS_NO_MEMORY, "%s: no device memory is left", who);
     return PYOPS_OK;
 }
@@ -404,14 +402,9 @@ extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, 
                                        float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
                                        int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale,
                                        float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
-    const pyops_status status = check("mlp_step", N, B, I, H, C, scale);
+    pyops_status status = check("mlp_step", N, B, I, H, C, scale);
+    if (!status) status = check_mlp_step(w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
-    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0, "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, want places >= 0",
-                  LL(w1), LL(b1), LL(w2), LL(b2));
-    PYOPS_REQUIRE(max_norm > 0.0f, "mlp_step: max_norm=%g, want > 0", static_cast<double>(max_norm));
-    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "mlp_step: beta1=%g beta2=%g, want [0, 1)",
-                  static_cast<double>(beta1), static_cast<double>(beta2));
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "mlp_step: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
     float *const squares = on_16_bytes(work), *const corrections = squares + 2 * sums_of(I, C);
     const Network net = network_of(Who::mlp_step, loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
                                    param + w1, param + b1, param + w2, param + b2, corrections + 2, N, B, I, H, C, scale);

@@ -116,8 +116,8 @@ struct Clip {
 }
 
 extern "C" pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "clip: n=%lld", LL(n));
-    PYOPS_REQUIRE(max_norm > 0.0f, "clip: max_norm=%g, want > 0", static_cast<double>(max_norm));
+    const pyops_status status = check_max_norm("clip", n, max_norm);
+    if (status) return status;
     return pyops_launched("clip", launch_flat(Clip{norm, max_norm, 1.0f}, {{grad}, {grad}}, n, stream), stream);
 }
 
@@ -161,11 +161,8 @@ extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
                                    const float *grad, const int32_t *, const float *norm, const int64_t *step,
                                    const float *lr, int64_t n,
                                    float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "adam: n=%lld", LL(n));
-    PYOPS_REQUIRE(max_norm > 0.0f, "adam: max_norm=%g, want > 0", static_cast<double>(max_norm));
-    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "adam: beta1=%g beta2=%g, want [0, 1)",
-                  static_cast<double>(beta1), static_cast<double>(beta2));
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "adam: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
+    const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
+    if (status) return status;
     const Adam adam{norm, lr, step, pyops_faults(), max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
     return pyops_launched("adam", launch_flat(adam, {{param, m, v, grad}, {param, m, v}}, n, stream, true), stream);
 }
@@ -202,11 +199,8 @@ struct DescentWithMomentum {
 extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
                                   int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov,
                                   void *stream) {
-    PYOPS_REQUIRE(n >= 0, "sgd: n=%lld", LL(n));
-    PYOPS_REQUIRE(max_norm > 0.0f, "sgd: max_norm=%g, want > 0", static_cast<double>(max_norm));
-    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", static_cast<double>(momentum));
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "sgd: weight_decay=%g, want >= 0", static_cast<double>(weight_decay));
-    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, want a velocity", static_cast<double>(momentum));
+    const pyops_status status = check_sgd(velocity, n, max_norm, momentum, weight_decay);
+    if (status) return status;
     const Descent plain{norm, lr, max_norm, weight_decay, 1.0f, 0.0f};
     const cudaError_t error = velocity
         ? launch_flat(DescentWithMomentum{plain, momentum, nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f},

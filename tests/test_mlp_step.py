@@ -225,7 +225,7 @@ def test_settings_that_are_wrong_are_refused(more, text):
     before = {name: buffer.copy() for name, buffer in buffers.items()}
     with pytest.raises(ValueError, match=f'mlp_step: .*{text}'):
         launch_raw(buffers, at, *digits(8, 19, 5)[:1], np.arange(8), digits(8, 19, 5)[1], 19, 6, 5, **more)
-    with pytest.raises(ValueError, match='mlp_step: w1=1 b1=-4 w2=2 b2=3, want places >= 0'):
+    with pytest.raises(ValueError, match='mlp_step: w1=1 b1=-4 w2=2 b2=3, want offsets >= 0'):
         launch_raw(buffers, (1, -4, 2, 3), *digits(8, 19, 5)[:1], np.arange(8), digits(8, 19, 5)[1], 19, 6, 5)
     with pytest.raises(ValueError, match='mlp_step: .*B=0.*, want B >= 1'):
         launch_raw(buffers, at, *digits(8, 19, 5)[:1], np.arange(0), digits(8, 19, 5)[1], 19, 6, 5)
