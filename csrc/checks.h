@@ -141,4 +141,31 @@ static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, in
     return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);
 }
 
+/* A shape in host memory: of strided arrays, and of the batch axes of gemm_batched. */
+enum { PYOPS_AXES = 8 };
+
+static inline pyops_status check_shape(const char *who, const int64_t *shape, int64_t ndim) {
+    PYOPS_REQUIRE(ndim >= 0 && ndim <= PYOPS_AXES, "%s: ndim=%lld, want 0 to %d", who, LL(ndim), PYOPS_AXES);
+    for (int64_t d = 0; d < ndim; d++) PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld", who, LL(d), LL(shape[d]));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_gemm(const char *who, int64_t M, int64_t N, int64_t K, int64_t ldc) {
+    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "%s: M=%lld N=%lld K=%lld", who, LL(M), LL(N), LL(K));
+    PYOPS_REQUIRE(ldc >= N, "%s: ldc=%lld, want at least N=%lld", who, LL(ldc), LL(N));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_to_bf16(int64_t R, int64_t C, int64_t ld) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld", LL(R), LL(C), LL(ld));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_gemm_bf16(int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t lda, int64_t ldb) {
+    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0 && ldc >= N && lda >= K && ldb >= K,
+                  "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
+                  LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
+    return PYOPS_OK;
+}
+
 #endif

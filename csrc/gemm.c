@@ -196,8 +196,8 @@ pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *b
                         int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
                         int32_t accumulate, int32_t relu, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
-    PYOPS_REQUIRE(ldc >= N, "gemm: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
+    const pyops_status status = check_gemm("gemm", M, N, K, ldc);
+    if (status) return status;
     return pyops_product_threaded(c, ldc, (pyops_view){a, a_row, a_col}, (pyops_view){b, b_row, b_col}, bias,
                                   M, N, K, (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0));
 }
@@ -207,14 +207,11 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
                                 int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
                                 int32_t accumulate, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(ndim >= 0 && ndim <= 8, "gemm_batched: ndim=%lld, want 0 to 8", LL(ndim));
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm_batched: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
-    PYOPS_REQUIRE(ldc >= N, "gemm_batched: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
+    pyops_status status = check_gemm("gemm_batched", M, N, K, ldc);
+    if (!status) status = check_shape("gemm_batched", shape, ndim);
+    if (status) return status;
     int64_t products = 1, n = ndim;
-    for (int64_t d = 0; d < ndim; d++) {
-        PYOPS_REQUIRE(shape[d] >= 0, "gemm_batched: shape[%lld]=%lld", LL(d), LL(shape[d]));
-        products *= shape[d];
-    }
+    for (int64_t d = 0; d < ndim; d++) products *= shape[d];
     if (!products) return PYOPS_OK;
     const int64_t *c_step = strides, *a_step = strides + ndim, *b_step = strides + 2 * ndim;
     /* matrices that lie end to end and meet the same b are one taller matrix */
@@ -228,7 +225,6 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     const pyops_kernels *k = pyops_active();
     const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;      /* threads share each product, or the batch */
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : omp_get_max_threads();
-    pyops_status status = PYOPS_OK;
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t i = 0; i < products; i++) {
@@ -268,7 +264,8 @@ static float from_bf16(uint16_t x) {
 pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                            void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld", LL(R), LL(C), LL(ld));
+    const pyops_status status = check_to_bf16(R, C, ld);
+    if (status) return status;
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++)
         for (int64_t c = 0; c < C; c++) y[r*ld + c] = to_bf16(x[r*row + c*col]);
@@ -278,9 +275,8 @@ pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, in
 pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
                              int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0 && ldc >= N && lda >= K && ldb >= K,
-                  "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
-                  LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
+    const pyops_status status = check_gemm_bf16(M, N, K, ldc, lda, ldb);
+    if (status) return status;
     #pragma omp parallel for schedule(static) if (M * N * K > PYOPS_SHARE_FMAS)
     for (int64_t m = 0; m < M; m++)
         for (int64_t n = 0; n < N; n++) {

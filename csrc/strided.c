@@ -10,7 +10,7 @@
 #include <string.h>
 #include "internal.h"
 
-enum { AXES = 8, OPERANDS = 3, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
+enum { AXES = PYOPS_AXES, OPERANDS = 3, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
 typedef char element[4];                /* float or int32: only rows look inside */
 _Static_assert(sizeof(float) == sizeof(element) && sizeof(int32_t) == sizeof(element), "elements of one size");
 
@@ -65,13 +65,6 @@ static int64_t elements(const space *s) {
     int64_t product = 1;
     for (int d = 0; d < s->n; d++) product *= s->size[d];
     return product;
-}
-
-static pyops_status check(const char *who, const int64_t *shape, int64_t ndim) {
-    PYOPS_REQUIRE(ndim >= 0 && ndim <= AXES, "%s: ndim=%lld, want 0 to %d", who, LL(ndim), AXES);
-    for (int64_t d = 0; d < ndim; d++)
-        PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld", who, LL(d), LL(shape[d]));
-    return PYOPS_OK;
 }
 
 /* ---- element by element ---- */
@@ -161,7 +154,7 @@ static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PY
 static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x,
                           const int64_t *shape, const int64_t *strides, int64_t ndim) {
     PYOPS_REQUIRE(op >= PYOPS_OP_COPY && op <= PYOPS_OP_SIGMOID, "%s: op=%d, no such operation", who, op);
-    const pyops_status status = check(who, shape, ndim);
+    const pyops_status status = check_shape(who, shape, ndim);
     if (!status) elementwise(row, op, 2, (void *[]){y, (void *)x}, shape, strides, ndim, share(op));
     return status;
 }
@@ -169,7 +162,7 @@ static pyops_status unary(const char *who, row_function *row, int op, void *y, c
 static pyops_status binary(const char *who, row_function *row, int op, void *y, const void *a, const void *b,
                            const int64_t *shape, const int64_t *strides, int64_t ndim) {
     PYOPS_REQUIRE(op >= PYOPS_OP_ADD && op <= PYOPS_OP_GREATER_EQUAL, "%s: op=%d, no such operation", who, op);
-    const pyops_status status = check(who, shape, ndim);
+    const pyops_status status = check_shape(who, shape, ndim);
     if (!status) elementwise(row, op, 3, (void *[]){y, (void *)a, (void *)b}, shape, strides, ndim,
                              op == PYOPS_OP_POWER ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS);
     return status;
@@ -179,7 +172,7 @@ static pyops_status binary(const char *who, row_function *row, int op, void *y, 
 static pyops_status scalar(const char *who, row_function *row, int op, void *y, const void *x, const void *value,
                            const int64_t *shape, const int64_t *strides, int64_t ndim, int reflected) {
     int64_t three[OPERANDS * AXES] = {0};
-    const pyops_status status = check(who, shape, ndim);
+    const pyops_status status = check_shape(who, shape, ndim);
     if (status) return status;
     memcpy(three, strides, (size_t)ndim * sizeof *three);
     memcpy(three + (reflected ? 2 : 1) * ndim, strides + ndim, (size_t)ndim * sizeof *three);
@@ -211,7 +204,7 @@ pyops_status pyops_strided_binary_int32(int32_t *y, const int32_t *a, const int3
                                         const int64_t *strides, int64_t ndim, int32_t op, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_binary_int32");
-    pyops_status status = check("strided_binary_int32", shape, ndim);
+    pyops_status status = check_shape("strided_binary_int32", shape, ndim);
     if (op == PYOPS_OP_POWER && !status) {
         int64_t two[2 * AXES] = {0};
         int32_t least = 0;
@@ -235,7 +228,7 @@ pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape
         if (value == -1.0f) return pyops_strided_scalar(y, x, shape, strides, ndim, PYOPS_OP_DIVIDE, 1, 1.0f, stream);
         if (value == 2.0f) {
             int64_t three[OPERANDS * AXES];
-            const pyops_status status = check("strided_scalar", shape, ndim);
+            const pyops_status status = check_shape("strided_scalar", shape, ndim);
             if (status) return status;
             memcpy(three, strides, (size_t)(2 * ndim) * sizeof *three);
             memcpy(three + 2 * ndim, strides + ndim, (size_t)ndim * sizeof *three);
@@ -250,7 +243,7 @@ pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int6
     PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_scalar_int32");
     if (op == PYOPS_OP_POWER) {                         /* the exponents are looked at there */
         int64_t three[OPERANDS * AXES] = {0};
-        const pyops_status status = check("strided_scalar_int32", shape, ndim);
+        const pyops_status status = check_shape("strided_scalar_int32", shape, ndim);
         if (status) return status;
         memcpy(three, strides, (size_t)ndim * sizeof *three);
         memcpy(three + (reflected ? 2 : 1) * ndim, strides + ndim, (size_t)ndim * sizeof *three);
@@ -263,7 +256,7 @@ pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int6
 static pyops_status fill(const char *who, row_function *row, void *y, const void *value, const int64_t *shape,
                          const int64_t *strides, int64_t ndim) {
     int64_t two[2 * AXES] = {0};
-    const pyops_status status = check(who, shape, ndim);
+    const pyops_status status = check_shape(who, shape, ndim);
     if (status) return status;
     memcpy(two, strides, (size_t)ndim * sizeof *two);
     return unary(who, row, PYOPS_OP_COPY, y, value, shape, two, ndim);
@@ -379,7 +372,7 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
                            const int64_t *strides, int64_t ndim, int op) {
     enum { FEW = 16, PIECES = 32, PIECE = 65536, PIECE_ROWS = 64, NARROW = 32 };
     PYOPS_REQUIRE(op >= PYOPS_OP_SUM && op <= PYOPS_OP_MIN, "%s: op=%d, no such operation", who, op);
-    const pyops_status status = check(who, shape, ndim);
+    const pyops_status status = check_shape(who, shape, ndim);
     if (status) return status;
     reduction r = {.block = block, .op = op, .is_int = is_int, .s = simplify(shape, strides, ndim, 2, X),
                    .column = -1, .row = -1, .piece = -1, .columns = 1, .blocks = 1, .pieces = 1, .piece_size = INT64_MAX};

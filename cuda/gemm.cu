@@ -321,8 +321,8 @@ extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, con
                                    int64_t M, int64_t N, int64_t K, int64_t ldc,
                                    int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
                                    int32_t accumulate, int32_t relu, void *stream) {
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
-    PYOPS_REQUIRE(ldc >= N, "gemm: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
+    const pyops_status status = check_gemm("gemm", M, N, K, ldc);
+    if (status) return status;
     if (!M || !N) return PYOPS_OK;
     const Precision precision = pyops_precision_now();
     const Product g = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu};
@@ -338,13 +338,12 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
                                            const int64_t *strides, int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
                                            int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
                                            int32_t accumulate, void *stream) {
-    PYOPS_REQUIRE(ndim >= 0 && ndim <= 8, "gemm_batched: ndim=%lld, want 0 to 8", LL(ndim));
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "gemm_batched: M=%lld N=%lld K=%lld", LL(M), LL(N), LL(K));
-    PYOPS_REQUIRE(ldc >= N, "gemm_batched: ldc=%lld, want at least N=%lld", LL(ldc), LL(N));
+    pyops_status status = check_gemm("gemm_batched", M, N, K, ldc);
+    if (!status) status = check_shape("gemm_batched", shape, ndim);
+    if (status) return status;
     Batch batch = {};
     batch.products = 1;
     for (int64_t d = 0; d < ndim; d++) {
-        PYOPS_REQUIRE(shape[d] >= 0, "gemm_batched: shape[%lld]=%lld", LL(d), LL(shape[d]));
         batch.products *= shape[d];
         batch.shape[d] = shape[d];
         batch.c_step[d] = strides[d], batch.a_step[d] = strides[ndim + d], batch.b_step[d] = strides[2 * ndim + d];
@@ -375,16 +374,16 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
 
 extern "C" pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                                       void *stream) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld", LL(R), LL(C), LL(ld));
+    const pyops_status status = check_to_bf16(R, C, ld);
+    if (status) return status;
     if (!R || !C) return PYOPS_OK;
     return pyops_launched("to_bf16", convert(y, x, R, C, ld, row, col, stream_of(stream)), stream);
 }
 
 extern "C" pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
                                         int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream) {
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0 && ldc >= N && lda >= K && ldb >= K,
-                  "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
-                  LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
+    const pyops_status status = check_gemm_bf16(M, N, K, ldc, lda, ldb);
+    if (status) return status;
     if (!M || !N) return PYOPS_OK;
     const RowProduct<uint16_t> g = {c, a, b, nullptr, M, N, K, ldc, lda, ldb, accumulate, 0};
     return pyops_launched("gemm_bf16", launch_bf16(g, stream_of(stream)), stream);

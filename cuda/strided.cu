@@ -286,12 +286,6 @@ static Space simplify(const int64_t *shape, const int64_t *const (&strides)[OPER
     return joined;
 }
 
-static pyops_status check(const char *who, const int64_t *shape, int64_t ndim) {
-    PYOPS_REQUIRE(ndim >= 0 && ndim <= AXES, "%s: ndim=%lld, want 0 to %d", who, LL(ndim), AXES);
-    for (int64_t d = 0; d < ndim; d++) PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld", who, LL(d), LL(shape[d]));
-    return PYOPS_OK;
-}
-
 // ---- the choice of a kernel --------------------------------------------------------------------------
 // The axis along which a transposed input is closest to contiguous.  -1 if no input is transposed, or the plane of that axis
 // and the last one is small enough for L1.
@@ -372,7 +366,7 @@ static pyops_status elementwise(const Geometry &g, const F &f, typename F::Out *
                                 const More &...b) {
     static_assert(1 + sizeof...(b) == F::INPUTS);
     const int64_t *const strides[OPERANDS] = {g.of(0), a.strides, b.strides...};
-    const pyops_status status = check(g.who, g.shape, g.ndim);
+    const pyops_status status = check_shape(g.who, g.shape, g.ndim);
     if (status) return status;
     const Space s = simplify(g.shape, strides, g.ndim, 0);
     if (!s.elements()) return PYOPS_OK;
@@ -519,7 +513,7 @@ namespace {
 // The reduced axes are those with stride 0 in y.  Axes are ordered by the strides of x.
 template <class T> static pyops_status reduction(const Geometry &g, int op, T *y, const T *x) {
     if (op < PYOPS_OP_SUM || op > PYOPS_OP_MIN) return no_such(g.who, op);
-    const pyops_status status = check(g.who, g.shape, g.ndim);
+    const pyops_status status = check_shape(g.who, g.shape, g.ndim);
     if (status) return status;
     const int64_t *const strides[OPERANDS] = {g.of(0), g.of(1), nullptr};
     const Space s = simplify(g.shape, strides, g.ndim, 1);
