@@ -1,20 +1,21 @@
-/* pyops.h - the one ABI of pyops.  csrc/ implements it for the CPU; a library for GPUs is to implement it too.
+/* pyops.h - the ABI of pyops.  csrc/ implements it for the CPU, cuda/ for NVIDIA GPUs.
  *
- * Rules, true for every function below
+ * Rules for every function below
  *   order     outputs, inputs, saved tensors, work, sizes, scalars, stream
- *   pointers  contiguous float32 unless said otherwise, at any alignment; outputs may not alias inputs unless it is said
- *   shapes    row-major, written (T,B,H) with T slowest; time-major sequences, so that a step is contiguous
- *   memory    the caller owns every buffer; `work` holds pyops_<function>_work(...) floats of no meaning
- *             afterwards, unless it is said; the library keeps a few MiB a thread for packed tiles and nothing else
- *   d<param>  accumulates (+=);  d<activation> overwrites (=);  said again where it matters
- *   state     what changes from one training step to the next (step, learning rate, gradient norm) is read
+ *   pointers  contiguous float32 unless stated otherwise, at any alignment; outputs may not alias inputs unless stated
+ *   shapes    row-major, written (T,B,H) with T slowest; sequences are time-major, so each step is contiguous
+ *   memory    the caller owns every buffer; `work` is scratch of pyops_<function>_work(...) floats, whose contents are
+ *             undefined after the call unless stated otherwise; the CPU library keeps only a few MiB per thread for
+ *             packed tiles
+ *   d<param>  accumulates (+=);  d<activation> overwrites (=);  repeated below where it matters
+ *   state     values that change from one training step to the next (step, learning rate, gradient norm) are read
  *             from memory, never passed by value, so that a recorded call can be replayed
  *   sums      in an order that does not depend on the number of threads: the same bits for 1, 2 or 8
- *   stream    cudaStream_t on the GPU build, ignored on the CPU build
+ *   stream    cudaStream_t in the CUDA library, ignored by the CPU library
  *   errors    status code; text in pyops_last_error() of the calling thread; never prints, exits or aborts
  *
- * This file is also read by the Python side, which takes prototypes and argument names from it: one function
- * a declaration, no macros inside a declaration but PYOPS_API.
+ * The Python side parses this file for prototypes and argument names: one function per declaration, no macro inside a
+ * declaration except PYOPS_API.
  */
 #ifndef PYOPS_H
 #define PYOPS_H
@@ -34,50 +35,50 @@ typedef enum {
 } pyops_status;
 
 PYOPS_API int32_t      pyops_abi_version(void);
-PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing failed yet */
-PYOPS_API const char  *pyops_isa(void);           /* the kernels that run: "generic", "avx2", "avx512" */
+PYOPS_API const char  *pyops_last_error(void);    /* of the calling thread; "" if nothing has failed yet */
+PYOPS_API const char  *pyops_isa(void);           /* the kernels in use: "generic", "avx2", "avx512" */
 PYOPS_API const char  *pyops_gemm_tile(void);     /* their matrix micro-kernel: "4x8", "6x16", "14x32" */
-PYOPS_API int32_t      pyops_threads(void);       /* threads a call from this thread may use */
-PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* of calls from this thread, as OpenMP has it */
+PYOPS_API int32_t      pyops_threads(void);       /* threads that a call from this thread may use */
+PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* for calls from this thread, as in OpenMP */
 
-/* ---- replay: a recorded list of calls, run without returning to the caller between them ----------
- * Every function below that ends in `stream` is a kernel and has a number.  An action is such a number and the place
- * of its arguments, in the order of the prototype and without the stream, in `values`.
- * pyops_replay runs actions [from, to).  at[0] is the action under way, which is the one that failed if one does.
- * seconds (n), NULL or one place for each action: wall time of the call.
+/* ---- replay: run a recorded list of calls without returning to the caller between them ----------
+ * Every function below whose last argument is `stream` is a kernel and has a number.  An action is a kernel number and the
+ * index of its first argument in `values`; the arguments follow in the order of the prototype, without the stream.
+ * pyops_replay runs actions [from, to).  at[0] is the index of the current action, so after an error it is the one that failed.
+ * seconds (n) or NULL: the wall time of each action.
  */
 typedef union { void *pointer; int64_t integer; float real; } pyops_value;
 typedef struct { int64_t kernel, first_value; } pyops_action;
 
-PYOPS_API int64_t      pyops_kernel_number(const char *name);      /* of "pyops_gemm"; -1 if there is no such kernel */
+PYOPS_API int64_t      pyops_kernel_number(const char *name);      /* of, for instance, "pyops_gemm"; -1: no such kernel */
 PYOPS_API pyops_status pyops_replay(
     const pyops_action *actions, const pyops_value *values, double *seconds, int64_t *at,
     int64_t from, int64_t to, void *stream);
-/* n rounds of independent fused multiply-adds in registers, on every thread: the machine's peak.
- * flops[0] is how many floating point operations that were. */
+/* Measure peak throughput: n rounds of independent fused multiply-adds in registers, on every thread.
+ * flops[0] = the number of floating point operations. */
 PYOPS_API pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream);
 
 /* ---- matrix product ------------------------------------------------------------
  * c[m,n] (+)= sum_k a[m,k] * b[k,n] + bias[n]
- * c (M,N), rows ldc apart.  a (M,K) and b (K,N) have a stride for either axis, in floats, so that a transposed
+ * c (M,N), rows ldc apart.  a (M,K) and b (K,N) have a stride for each axis, in floats, so a transposed
  * operand or a block of a larger matrix needs no copy.  bias (N) may be NULL.
- * accumulate 0 overwrites c (which may hold NaN), 1 adds to it.  K = 0 gives the bias alone.
- * relu 1: c = max(c, 0) at the very end, NaN stays NaN.
+ * accumulate 0 overwrites c (which may hold NaN), 1 adds to it.  With K = 0 the product is 0, so only the bias remains.
+ * relu 1: c = max(c, 0) after everything else; NaN stays NaN.
  */
 PYOPS_API pyops_status pyops_gemm(
     float *c, const float *a, const float *b, const float *bias,
     int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, int32_t relu, void *stream);
-/* A product for each place in a batch, whose axes are as in the strided arrays below: shape (ndim), strides (3,ndim) in
- * floats, of c, a and b; a stride of 0 takes one matrix for all.  Every product has the bits of pyops_gemm's. */
+/* One product for each index of a batch.  Batch axes are as in the strided arrays below: shape (ndim), strides (3,ndim) of c, a
+ * and b in floats; a stride of 0 broadcasts one matrix.  Every product has the same bits as from pyops_gemm. */
 PYOPS_API pyops_status pyops_gemm_batched(
     float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
     int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, void *stream);
 
-/* The same on bfloat16, the upper halves of floats, for products that are worth a conversion:
+/* The same with bfloat16 operands (the upper halves of floats), for products large enough to repay the conversion:
  * to_bf16    y[r,c] = x[r*row + c*col] rounded to the nearest, ties to even; NaN stays NaN.   y (R,C), rows ld apart
  * gemm_bf16  c[m,n] (+)= sum_k a[m,k] b[n,k], summed in float32.   a (M,K), rows lda apart;  b (N,K), rows ldb apart
  */
@@ -87,14 +88,14 @@ PYOPS_API pyops_status pyops_gemm_bf16(
     float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
     int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream);
 
-/* ---- small ones ----------------------------------------------------------------
+/* ---- small operations ----------------------------------------------------------------
  * fill         y[i] = value
  * axpy         y[i] += alpha[0] * x[i]                       alpha in memory
  * scale        y[i] = alpha[0] * x[i]                        alpha in memory
- * column_sums  y[c] += sum_r x[r,c]                          x (R,C); adds: it forms bias gradients
+ * column_sums  y[c] += sum_r x[r,c]                          x (R,C); adds: it computes bias gradients
  * argmax       index[r] = the first c with the largest x[r,c]    x (R,C), index (R) int32, C >= 1; NaN is largest
  * increment    counter[0] += 1                               int64
- * tick         counter[0] += 1;  now[0] = counter[0]         int64: a number that is used once, for random zeros
+ * tick         counter[0] += 1;  now[0] = counter[0]         int64: a fresh step number for each dropout mask
  * relu         y[i] = max(x[i], 0), NaN stays NaN;           backward dx[i] = dy[i] where y[i] > 0, else 0
  * y may be x, and dx may be dy, in scale and relu.
  */
@@ -109,20 +110,20 @@ PYOPS_API pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, v
 PYOPS_API pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream);
 
 /* ---- strided arrays: element by element, copies, reductions -----------------------------------------
- * A view of memory is a pointer to its first element, a shape and a stride for each axis, in elements.
- * shape (ndim) and strides (operands, ndim) int64 lie in host memory: one shape for all operands, then the strides of y,
- * those of the first input, and so on.  A stride may be negative, and 0 where an operand is broadcast.  0 <= ndim <= 8.
- * Axes are joined and reordered inside; only the memory of the elements is touched.
- * y may be an input of the same strides, and overlaps nothing else.
+ * A view is a pointer to its first element, a shape, and a stride for each axis, in elements.
+ * shape (ndim) and strides (operands, ndim) are int64 in host memory: one shape for all operands; the strides of y, then of
+ * each input in turn.  A stride may be negative, or 0 where an operand is broadcast.  0 <= ndim <= 8.
+ * Axes are merged and reordered internally; no memory outside the elements is touched.
+ * y may be an input with the same strides; otherwise it must not overlap any input.
  *
- * unary        y[i] = op(x[i]);   the copy is one of them.   int32: copy, negate, abs
+ * unary        y[i] = op(x[i]);   includes copy.   int32: copy, negate, abs
  * binary       y[i] = op(a[i], b[i]);   comparisons give 1 or 0.   int32: all but divide; modulo 2^32
  * scalar       y[i] = op(x[i], value), or op(value, x[i]) where reflected is 1
  * fill         y[i] = value
- * from_int32   y[i] = (float)x[i];    to_int32: towards 0, INT32_MIN where there is no such int32
- * reduce       y[i] = op over all x[i,j]:  j are the axes along which y has stride 0; it has elements, x may have none
- *              sum in float lanes of few terms, these in double;  int32: modulo 2^32.   max, min: NaN where there is one
- * IEEE 754 throughout: infinities, NaN, signed zeros and denormal numbers come out as in C.
+ * from_int32   y[i] = (float)x[i];    to_int32: rounds towards 0; INT32_MIN if the value does not fit in int32
+ * reduce       y[i] = op over all x[i,j]:  j runs over the axes along which y has stride 0.  y has elements; x may have none.
+ *              sum: short partial sums in float, added in double;  int32: modulo 2^32.   max, min: NaN if any element is NaN
+ * IEEE 754 throughout: infinities, NaN, signed zeros and denormals give the same results as in C.
  */
 typedef enum {
     PYOPS_OP_COPY = 0, PYOPS_OP_NEGATE, PYOPS_OP_ABS, PYOPS_OP_SQRT, PYOPS_OP_EXP, PYOPS_OP_LOG, PYOPS_OP_TANH,
@@ -164,10 +165,10 @@ PYOPS_API pyops_status pyops_strided_reduce(
 PYOPS_API pyops_status pyops_strided_reduce_int32(
     int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
 
-/* ---- batches: rows of a data set that stays where it is -------------------------------------------
+/* ---- batches: gather rows of a resident data set ---------------------------------------------------
  * gather_pixels     y[b,:] = scale * table[rows[b],:]                  table (N,C) uint8, y (B,C)
  * gather_sequences  ids[t,b] = table[rows[b],t]                        table (N,T) int32, ids (T,B) int32
- *                   with first >= 0, shifted by one step behind it:  ids[0,b] = first, ids[t,b] = table[rows[b],t-1]
+ *                   first >= 0: shifted by one step:  ids[0,b] = first, ids[t,b] = table[rows[b],t-1]
  * rows (B) int64 in [0,N)
  */
 PYOPS_API pyops_status pyops_gather_pixels(
@@ -178,12 +179,12 @@ PYOPS_API pyops_status pyops_gather_sequences(
     int64_t N, int64_t B, int64_t T, int32_t first, void *stream);
 
 /* ---- linear layer on pixels ------------------------------------------------------------------------
- * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the pixels that are not 0
+ * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the nonzero pixels
  * dweight[i,:] += sum_b scale * table[rows[b],i] * dy[b,:];   dbias += sum_b dy[b,:]
- * Batch, conversion to float and product in one; pixels have no gradient.
+ * Gathers the batch, converts it to float and multiplies.  Pixels have no gradient.
  * table (N,I) uint8   rows (B) int64 in [0,N)   weight, dweight (I,O)   bias, dbias (O)   y, dy (B,O)   I < 65536
- * ink (B) int32, saved: how many pixels of an image are not 0;  places (B,I+8) uint16, saved: which, in their order;
- * both NULL in forward where no backward follows
+ * ink (B) int32, saved: the number of nonzero pixels of each image;  places (B,I+8) uint16, saved: their indices, ascending.
+ * Both may be NULL in forward if no backward follows.
  */
 PYOPS_API pyops_status pyops_pixel_linear_forward(
     float *y, int32_t *ink, uint16_t *places,
@@ -210,7 +211,7 @@ PYOPS_API pyops_status pyops_concat_context_backward(
 /* ---- embedding -------------------------------------------------------------------
  * y[r,:] = weight[ids[r],:]          dweight[ids[r],:] += dy[r,:]   in the order of r
  * ids (R) int32 in [0,V)   weight, dweight (V,E)   y, dy (R,E)
- * touched (V*E / PYOPS_GRAD_BLOCK rounded up) int32 or NULL: says which rows were added to, see pyops_zero_touched
+ * touched (V*E / PYOPS_GRAD_BLOCK rounded up) int32 or NULL: marks the blocks that were added to, see pyops_zero_touched
  */
 PYOPS_API pyops_status pyops_embedding_forward(
     float *y, const float *weight, const int32_t *ids,
@@ -221,12 +222,12 @@ PYOPS_API pyops_status pyops_embedding_backward(
 
 /* ---- embedding, a context and a linear layer over both ------------------------------
  * y[t,b,:] = [table[ids[t,b],:], context[b,:]] weight' + bias
- * With weight = [w_e w_c] that is table[id] w_e' + bias, the same for each distinct token, plus context[b] w_c', the same at
- * every step.  backward, with u[v] the sum of dy over the positions of token v, and s[b] = sum_t dy[t,b]:
+ * With weight = [w_e w_c] this is table[id] w_e' + bias, computed once for each distinct token, plus context[b] w_c', the same
+ * at every step.  backward, with u[v] = the sum of dy over the positions of token v, and s[b] = sum_t dy[t,b]:
  *   dtable[v] += u[v] w_e;   dcontext[b] = s[b] w_c;   dweight += [sum_v u[v]' table[v], sum_b s[b]' context[b]];   dbias += sum dy
- * ids (T,B) int32 in [0,V)   table, dtable (V,E)   context, dcontext (B,C), both NULL and C = 0 where there is none
+ * ids (T,B) int32 in [0,V)   table, dtable (V,E)   context, dcontext (B,C), both NULL and C = 0 without a context
  * weight, dweight (O,E+C)   bias, dbias (O)   y (T,B,O)   dy (T,B,O), rows ld floats apart
- * touched: as in pyops_embedding_backward, of table
+ * touched: as in pyops_embedding_backward, for dtable
  */
 PYOPS_API pyops_status pyops_embedding_linear_forward(
     float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias,
@@ -251,7 +252,7 @@ PYOPS_API pyops_status pyops_dropout(
 
 /* ---- residual connection, with dropout of the branch ------------------------------------
  * y[i] = x[i] + branch[i] * keep[i] / (1 - p),   keep as in pyops_dropout;   step NULL or p = 0: y = x + branch
- * Its backward needs no function: dx is dy itself, and dbranch is pyops_dropout of dy.   y may be x or branch.
+ * There is no backward function: dx is dy, and dbranch is pyops_dropout of dy.   y may be x or branch.
  */
 PYOPS_API pyops_status pyops_residual(
     float *y, const float *x, const float *branch, const int64_t *step,
@@ -259,7 +260,7 @@ PYOPS_API pyops_status pyops_residual(
 
 /* ---- positions ------------------------------------------------------------------------------
  * y[t,b,:] = scale * x[t,b,:] + table[t,:];   backward dx = scale * dy, over n = T * B * D floats
- * x, y, dx, dy (T,B,D)   table (T,D): the first step's row first, the caller says which that is
+ * x, y, dx, dy (T,B,D)   table (T,D): points to the row of the first step, which the caller chooses
  */
 PYOPS_API pyops_status pyops_add_positions_forward(
     float *y, const float *x, const float *table,
@@ -274,7 +275,7 @@ PYOPS_API pyops_status pyops_add_positions_backward(
  * backward:  g = dy * weight;   dx[r,:] (+)= rstd[r] * (g - mean of g[r,:] - xhat * mean of (g * xhat)[r,:])
  *            dweight += sum_r dy * xhat;   dbias += sum_r dy
  * x, y, dx, dy (R,C)   weight, bias, dweight, dbias (C)   mean, rstd (R), saved for backward   C >= 1, eps >= 0
- * accumulate 1: dx adds to what is there, the rest of the gradient of an x that went two ways.  dx may be dy.
+ * accumulate 1: adds to dx, for an x with a second consumer whose gradient dx already holds.  dx may be dy.
  * Ba, Kiros and Hinton 2016, arXiv:1607.06450.
  */
 PYOPS_API pyops_status pyops_layer_norm_forward(
@@ -290,9 +291,9 @@ PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
 
 /* ---- batch norm over the rows ----------------------------------------------------------------
  * training 1:  mean[c] = mean of x[:,c];   rstd[c] = 1 / sqrt(variance of x[:,c] + eps);   R >= 2
- *              running_mean += momentum * (mean - running_mean);   running_var likewise, with the variance R / (R - 1)
- *              times as large, as estimated from R samples;   either may be NULL
- * training 0:  mean = running_mean;   rstd = 1 / sqrt(running_var + eps);   both stay
+ *              running_mean += momentum * (mean - running_mean);   running_var likewise, with the unbiased variance,
+ *              R / (R - 1) times the variance of the batch;   either may be NULL
+ * training 0:  mean = running_mean;   rstd = 1 / sqrt(running_var + eps);   running_mean and running_var are unchanged
  * xhat = (x - mean) * rstd;   y = xhat * weight + bias
  * backward:    g = dy * weight * rstd;   training 0: dx = g
  *              training 1: dx = g - mean of g[:,c] - xhat * mean of (g * xhat)[:,c]
@@ -319,14 +320,14 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  *   h[t] = (1 - z) * n + z * h[t-1]
  * x, dx (T,B,I)   h, dh (T,B,H)   h0, dh0, dh_last (B,H)   gates (T,B,4H) = r, z, n, u, saved for backward
  * w_ih, dw_ih (3H,I)   w_hh, dw_hh (3H,H)   b_ih, b_hh, db_ih, db_hh (3H)   lengths (B) int32 in [0,T]
- * dgates (T,B,4H) = dr, dz, dn, du: the gradients of what stands in the brackets of sigmoid and tanh, which are those of a,
- * and that of u
- * dh is the gradient of every h[t], dh_last one more of h[T-1]; either may be NULL for zeros.
- * dx and dh0 may be NULL where nobody wants them.
- * Sentence b has the steps before lengths[b], NULL: all T.  Behind them h and gates are 0, and so are dgates and dx,
- * whatever dh and dh_last say of the h there.  x and a are not looked at there on a CPU, and on a GPU have to be finite.
- * The caller may form the input product and give it as a (T,B,3H), NULL otherwise.  Then I = 0, x, w_ih, b_ih and their
- * gradients are NULL, and the gradient of a is what dgates says.
+ * dgates (T,B,4H) = dr, dz, dn, du: dr, dz, dn are the gradients of the arguments of sigmoid and tanh, which are also the
+ * gradients of a_r, a_z, a_n; du is the gradient of u
+ * dh is the gradient of every h[t], dh_last a further gradient of h[T-1]; either may be NULL for zeros.
+ * dx and dh0 may be NULL if they are not needed.
+ * Sequence b has lengths[b] steps, or T if lengths is NULL.  In later steps h, gates, dgates and dx are 0, and dh and dh_last
+ * are ignored.  There the CPU does not read x and a; on a GPU they must be finite.
+ * The caller may compute the input product and pass it as a (T,B,3H), otherwise NULL.  Then I = 0; x, w_ih, b_ih and their
+ * gradients are NULL; and the gradient of a is in dgates.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
  */
 PYOPS_API pyops_status pyops_gru_forward(
@@ -344,12 +345,13 @@ PYOPS_API pyops_status pyops_gru_backward(
     float *work,
     int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
 PYOPS_API int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H);
-/* One step of it, for a caller that makes the products himself.  h_prev (B,H) is h[t-1], a (B,3H) as above, gates (B,4H).
+/* One step, for a caller that computes the products itself.  h_prev (B,H) is h[t-1], a (B,3H) as above, gates (B,4H).
  * gates_forward   AFTER     product (B,3H) = h_prev w_hh' + b_hh:            y (B,H) = h[t], and all of gates
- *                 BEFORE_1  product (B,2H), the same of r and z alone:       y = u = r * h_prev, and r, z, u of gates
+ *                 BEFORE_1  product (B,2H), the same for r and z only:       y = u = r * h_prev, and r, z, u of gates
  *                 BEFORE_2  product (B,H) = u w_hn' + b_hn:                  y = h[t], and n of gates
- * gates_backward  dh (B,H): the gradient of h[t] that later steps passed back, to which dy (B,H) is added unless it is NULL;
- *                 on leaving, what of it goes to h_prev past the products.  da (B,3H): the gradient of a.  dp: that of product
+ * gates_backward  dh (B,H): on entry the gradient of h[t] from later steps, to which dy (B,H) is added unless it is NULL; on
+ *                 return the part of the gradient of h_prev that does not pass through the products.
+ *                 da (B,3H): the gradient of a.   dp: the gradient of product
  *                 AFTER     da = dr dz dn;   dp (B,3H) = dr dz du
  *                 BEFORE_1  dz, dn of da;    dp (B,H) = dn
  *                 BEFORE_2  with du (B,H) = dn w_hn:   dr of da;   dp (B,2H) = dr dz;   dh += du r;   dy is not read
@@ -365,16 +367,16 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
 /* ---- scaled dot-product attention, several heads --------------------------------------------
  * For each b, head h, query i:
  *   s[i,j] = q[i,b,h,:] . k[j,b,h,:] / sqrt(C)     over the keys j that i may see: j < lengths[b], and with causal
- *                                                  j <= i + Tk - Tq: the last query sees all, whatever Tq and Tk are
+ *                                                  j <= i + Tk - Tq: the last query sees every key for any Tq and Tk
  *   max[i] = max_j s[i,j];   sum[i] = sum_j exp(s[i,j] - max[i]);   saved as stats[0,b,h,i] and stats[1,b,h,i]
  *   P[i,j] = exp(s[i,j] - max[i]) / sum[i]
  *   y[i,b,h,:] = sum_j keep[i,j] / (1 - p) P[i,j] v[j,b,h,:]
  * A query that may see no key has y = 0, max = -infinity and sum = 0, and no gradient flows through it.
- * keep as in pyops_dropout, of element ((b*heads + h)*Tq + i)*Tk4 + j, where Tk4 is Tk rounded up to a multiple of 4.
+ * keep as in pyops_dropout, for element ((b*heads + h)*Tq + i)*Tk4 + j, where Tk4 is Tk rounded up to a multiple of 4.
  * backward, with D[i,j] = keep[i,j] / (1 - p):
  *   dsum[i] = dy[i,b,h,:] . y[i,b,h,:];   dS[i,j] = P[i,j] (D[i,j] dy[i,b,h,:] . v[j,b,h,:] - dsum[i])
- *   dq = dS k / sqrt(C);   dk = dS' q / sqrt(C);   dv = (D P)' dy;   0 for keys that no query sees
- * q, dq, y, dy (Tq,B,heads*C)   k, v, dk, dv (Tk,B,heads*C): head h of a row is its floats [h*C, h*C + C)
+ *   dq = dS k / sqrt(C);   dk = dS' q / sqrt(C);   dv = (D P)' dy;   0 for keys that no query may see
+ * q, dq, y, dy (Tq,B,heads*C)   k, v, dk, dv (Tk,B,heads*C): head h of a row is floats [h*C, h*C + C)
  * stats (2,B,heads,Tq)   lengths (B) int32 in [0,Tk]; NULL: Tk   step (1) int64; NULL: no dropout   0 <= p < 1
  * Vaswani et al. 2017, arXiv:1706.03762; in tiles: Dao et al. 2022, arXiv:2205.14135.
  */
@@ -390,10 +392,10 @@ PYOPS_API pyops_status pyops_attention_backward(
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
     int32_t causal, float p, uint64_t key, void *stream);
 
-/* The softmax alone, for scores that lie in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
+/* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
  * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p
  * backward  ds[i,j] = p[i,j] (D[i,j] dw[i,j] - sum_j p[i,j] D[i,j] dw[i,j]):  the gradient of scale * s
- * Keys that may be seen and D are those of attention_forward, whose p is `share`; w may be NULL where nothing is dropped.
+ * Visible keys and D as in attention_forward, whose dropout rate p is `share` here; w may be NULL if nothing is dropped.
  * p may be s.   ds may be dw.
  */
 PYOPS_API pyops_status pyops_attention_softmax_forward(
@@ -403,7 +405,7 @@ PYOPS_API pyops_status pyops_attention_softmax_backward(
     float *ds, const float *dw, const float *p, const int64_t *step,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key, void *stream);
 
-/* lengths[b] = 1 + the last t with ids[t,b] != pad, 0 where there is none.   ids (T,B) int32, lengths (B) int32 */
+/* lengths[b] = 1 + the last t with ids[t,b] != pad, 0 if there is none.   ids (T,B) int32, lengths (B) int32 */
 PYOPS_API pyops_status pyops_sequence_lengths(
     int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream);
 
@@ -411,9 +413,9 @@ PYOPS_API pyops_status pyops_sequence_lengths(
  * max[r] = max_c x[r,c];   sum[r] = sum_c exp(x[r,c] - max[r]);   saved as stats[0,r] and stats[1,r]
  * loss[0] = mean over valid r of log sum[r] + (max[r] - x[r,labels[r]])
  * dx[r,c] = dloss[0] / valid[0] * (exp(x[r,c] - max[r]) / sum[r] - [c = labels[r]]),  0 in masked rows
- * Only differences of x enter, so the loss and dx are as exact for large x as for small ones.
+ * Only differences of x are used, so the loss and dx are as exact for large x as for small x.
  * A row is masked where labels[r] = ignore.  valid[0] counts the others; loss is 0 if there are none.
- * smoothing s, 0 <= s < 1: the target of a row is (1 - s) onehot(label) + s / C in place of onehot(label), so
+ * smoothing s, 0 <= s < 1: the target of a row is (1 - s) onehot(label) + s / C instead of onehot(label), so
  *   loss = mean over valid r of log sum + (1 - s) (max - x[r,label]) + s * mean over c of (max - x[r,c]),
  *   and in dx (1 - s) [c = label] + s / C
  * x, dx (R,C)   labels (R) int32 in [0,C) or = ignore   stats (2,R)   loss, dloss (1)   valid (1) int32
@@ -427,13 +429,12 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
     const float *x, const int32_t *labels, const float *stats, const int32_t *valid,
     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream);
 
-/* ---- output layer and masked softmax cross entropy in one ---------------------------------
- * logits = x weight' + bias, then the loss above; only valid rows are computed, in blocks of rows that stay in
- * cache, and the logits are never all in memory (on a GPU in `work`, up to 1 GiB of them).  The gradients of a loss
- * whose own gradient is 1 are formed while a block is there:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D),
- * dbias (V) OVERWRITTEN too, since they belong to this call; the backward pass scales and adds them (pyops_scale,
- * pyops_axpy).
- * dx, dweight, dbias NULL (all three): the loss alone, as in evaluation.
+/* ---- output layer fused with masked softmax cross entropy ---------------------------------
+ * logits = x weight' + bias, then the loss above.  Only valid rows are computed, in blocks of rows that stay in cache; all
+ * logits are never in memory at once (a GPU keeps up to 1 GiB of them in `work`).  The gradients for dloss = 1 are computed
+ * while a block is in cache:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V) OVERWRITTEN too, since they
+ * belong to this call; the backward pass scales and adds them (pyops_scale, pyops_axpy).
+ * dx, dweight, dbias NULL (all three): computes only the loss, as in evaluation.
  * smoothing as above.
  * x (R,D)   weight (V,D)   bias (V)   labels (R) int32 in [0,V) or = ignore   loss (1)   valid (1) int32
  */
@@ -444,10 +445,10 @@ PYOPS_API pyops_status pyops_linear_cross_entropy(
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);
 
-/* ---- the word with the largest logit ------------------------------------------------------
+/* ---- argmax of the output layer ------------------------------------------------------
  * index[r] = the first v with the largest logits[r,v], logits = x weight' + bias; NaN is largest.
- * prepared, from linear_argmax_prepare for this weight and bias, says of most words that they are not it, and those are not
- * computed; the result is the same.  NULL: all are.  A GPU computes all, writes them to `work`, and does not read prepared.
+ * prepared, from linear_argmax_prepare for this weight and bias, rules out most v without computing their logits; the result
+ * is the same.  NULL: all logits are computed.  A GPU computes all, writes them to `work`, and does not read prepared.
  * x (R,D)   weight (V,D)   bias (V)   index (R) int32   prepared: pyops_linear_argmax_prepare_work(D, V) floats
  */
 PYOPS_API pyops_status pyops_linear_argmax_prepare(
@@ -458,9 +459,9 @@ PYOPS_API pyops_status pyops_linear_argmax(
     float *work, int64_t R, int64_t D, int64_t V, void *stream);
 PYOPS_API int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V);
 
-/* ---- a network of two linear layers on pixels, its loss and all its gradients, as one operation -----------------
+/* ---- a network of two linear layers on pixels: loss and all gradients in one operation ---------------------------
  * a = scale * table[rows] w1 + b1;  r = max(a, 0);  logits = r w2' + b2;  loss[0] = mean over b of the softmax cross
- * entropy of logits[b,:] with labels[rows[b]].   The gradients of a loss whose own gradient is 1 OVERWRITE dw1, db1, dw2, db2.
+ * entropy of logits[b,:] with labels[rows[b]].   The gradients for dloss = 1 OVERWRITE dw1, db1, dw2, db2.
  * table (N,I) uint8   rows (B) int64 in [0,N)   labels (N) int32 in [0,C)   w1, dw1 (I,H)   w2, dw2 (C,H)   loss (1)
  * B >= 1, I < 65536, H and C from 1 to 128.
  */
@@ -472,11 +473,11 @@ PYOPS_API pyops_status pyops_mlp_gradients(
     int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream);
 PYOPS_API int64_t pyops_mlp_gradients_work(int64_t B, int64_t I, int64_t H, int64_t C);
 /* A training step of that network: mlp_gradients, grad_norm of the four gradients, increment of step, adam.
- * param, grad, m and v are flat buffers; w1, b1, w2 and b2 say where in them a parameter begins, in floats; what lies between
- * the four stays as it is.   grad is overwritten;  step[0] += 1;  param, m and v as adam leaves them, which says what clips.
- * norm NULL: it is not taken, and nothing is clipped.
- * For a row or label that does not exist, or step[0] < 0, param, m, v and step stay.  A GPU's host hears of it later: until
- * then they stay in the calls that follow, too.
+ * param, grad, m and v are flat buffers; w1, b1, w2 and b2 are the offsets of the parameters in them, in floats; floats between
+ * the four are unchanged.   grad is overwritten;  step[0] += 1;  param, m and v are updated as by adam, with its clipping.
+ * norm NULL: the norm is not computed and nothing is clipped.
+ * If a row or label does not exist, or step[0] < 0, then param, m, v and step are unchanged.  On a GPU the host gets the error
+ * later; until then the calls that follow do not change them either.
  */
 PYOPS_API pyops_status pyops_mlp_step(
     float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
@@ -486,42 +487,42 @@ PYOPS_API pyops_status pyops_mlp_step(
     float scale, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
 PYOPS_API int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C);
 
-/* ---- what a training run wants to know and set, without waiting for a device ------------------------------------
- * log_step             log[written[0] mod capacity, :] = loss[0], valid[0] (0 where NULL), norm[0] (0 where NULL);
+/* ---- logging and learning rate of a training run, without synchronising with the device ------------------------
+ * log_step             log[written[0] mod capacity, :] = loss[0], valid[0] (0 if NULL), norm[0] (0 if NULL);
  *                      written[0] += 1.   log (capacity,3)   written (1) int64
- * inverse_square_root  lr[0] = base * min(t / warmup, sqrt(warmup / t)),  t = step[0] + 1: the rate of the step to come;
- *                      in double; warmup 0: base.   lr (1)   step (1) int64   Vaswani et al. 2017, section 5.3
+ * inverse_square_root  lr[0] = base * min(t / warmup, sqrt(warmup / t)),  t = step[0] + 1: the rate of the next step;
+ *                      computed in double; warmup 0: base.   lr (1)   step (1) int64   Vaswani et al. 2017, section 5.3
  */
 PYOPS_API pyops_status pyops_log_step(
     float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity, void *stream);
 PYOPS_API pyops_status pyops_inverse_square_root(
     float *lr, const int64_t *step, int64_t warmup, float base, void *stream);
 
-/* ---- number formats: what is left of float32 numbers in a narrow format --------------------------------------------
- * x and y are (outer,n,inner) for an array of any shape, its axis n in the middle.  With block > 0, blocks of so many
- * neighbours along n, the last one perhaps shorter, have a scale 2^s each, the same for encode and for decode; block 0: none.
- * block is at most PYOPS_LONGEST_BLOCK.
- * fake_quantize  y = x rounded to the format, and back: a float32 number that the format has, times its block's scale
- * encode         codes: the format's bits of each number, in the low bits;  scales (outer, blocks, inner): s + 127, 255 for a
- *                block that holds an infinity or NaN: all of it becomes NaN;  a NaN that the format has no code for becomes 0
- * decode         y, from both.   y may be x in fake_quantize.
- * amax_factor    factor[0] = target / max |x|;  1 where that is no finite number above 0
- * factor (1) or NULL: x is multiplied with it first, and y divided by it.   step (1) int64: read where rounding is stochastic,
- * then bits of word (i mod 4) of Philox4x32-10(counter, key), counter = (i / 4, step[0]) as in pyops_dropout, i the number's
- * place in x, are added to those that go.
- * rounding HYBRID is HIFP8's: AWAY for exponents from -3 to 3; beyond, upwards where the first 14 bits that go are no less
- * than the last 14 of the fraction.
- * saturate 1: a finite number that is too large becomes the largest one; 0: infinity, or NaN where there is none (E4M3), and
- * where there is neither, the largest (E2M1).   An infinity stays one, or NaN.
+/* ---- number formats: rounding float32 to narrow formats ------------------------------------------------------------
+ * x and y are (outer,n,inner): an array of any shape, with axis n in the middle.  block > 0: each block of that many
+ * neighbours along n (the last one may be shorter) has a scale 2^s, which encode divides by and decode multiplies with;
+ * block 0: no scales.  block is at most PYOPS_LONGEST_BLOCK.
+ * fake_quantize  y = x rounded to the format and converted back: a value of the format times the scale of its block
+ * encode         codes: the bits of each number in the format, in the low bits;  scales (outer, blocks, inner): s + 127, or 255
+ *                for a block with an infinity or NaN: all of it decodes to NaN;  a NaN that the format cannot store becomes 0
+ * decode         y from codes and scales.   In fake_quantize y may be x.
+ * amax_factor    factor[0] = target / max |x|;  1 if that is not a finite number above 0
+ * factor (1) or NULL: x is multiplied by it first, and y divided by it.   step (1) int64: read only for stochastic rounding,
+ * which adds bits of word (i mod 4) of Philox4x32-10(counter, key) to the discarded bits; counter = (i / 4, step[0]) as in
+ * pyops_dropout, i is the index of the number in x.
+ * rounding HYBRID, only for HIFP8: AWAY for exponents from -3 to 3; otherwise upwards if the first 14 discarded bits are not
+ * less than the last 14 bits of the fraction.
+ * saturate 1: a finite number that is too large becomes the largest of the format; 0: it becomes infinity, NaN in a format
+ * without infinity (E4M3), the largest number in a format with neither (E2M1).   An infinity stays infinite or becomes NaN.
  * rule: s = floor(log2 amax) - emax (FLOOR), ceil(log2 (amax / largest)) (RCEIL), ceil(log2 amax) - emax (CEIL), floor(log2
- * (amax rounded to the format's digits, half up)) - emax (EVEN); + shift, then from -127 to 127.   flush 1: a block whose
- * amax is below 2^-126 becomes zeros.
- * csrc/number_format.inc has the arithmetic, and the sources.
+ * (amax rounded to the format's digits, half up)) - emax (EVEN); plus shift, clamped to -127..127.   flush 1: a block with
+ * amax below 2^-126 becomes zeros.
+ * csrc/number_format.inc has the arithmetic and the sources.
  */
 typedef enum { PYOPS_HIFP8 = 0, PYOPS_E4M3, PYOPS_E5M2, PYOPS_E2M1, PYOPS_BF16, PYOPS_FP16 } pyops_number_format;
 typedef enum {
     PYOPS_ROUND_EVEN = 0, PYOPS_ROUND_AWAY, PYOPS_ROUND_DOWN, PYOPS_ROUND_STOCHASTIC, PYOPS_ROUND_HYBRID
-} pyops_rounding;       /* to the nearest, ties to even or away from 0; towards 0 */
+} pyops_rounding;       /* EVEN, AWAY: to nearest, ties to even or away from 0;  DOWN: towards 0 */
 typedef enum { PYOPS_SCALE_FLOOR = 0, PYOPS_SCALE_RCEIL, PYOPS_SCALE_CEIL, PYOPS_SCALE_EVEN } pyops_scale_rule;
 enum { PYOPS_LONGEST_BLOCK = 4096 };
 
@@ -540,28 +541,28 @@ PYOPS_API pyops_status pyops_decode(
     int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream);
 PYOPS_API pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float target, void *stream);
 
-/* ---- gradients most of which are 0 ---------------------------------------------------------
- * A batch looks up some rows of an embedding; the gradient of the others stays 0, and no pass need go over it.  So a buffer of
- * gradients (n) may have touched (n / PYOPS_GRAD_BLOCK rounded up) int32 beside it, a word for each block of floats:
- *   0              nothing was added to the block since it became 0: it holds zeros
- *   PYOPS_TOUCHED  something may have been
- *   PYOPS_DENSE    nobody says whether; a bit of its own, which stays
- * Whoever adds to blocks that are not dense says so.  touched NULL, here and below: all are dense.
- * zero_touched  grad[i] = 0 in the blocks whose word is not 0, so that all of it is 0;  PYOPS_TOUCHED goes from the words
+/* ---- sparse gradients ----------------------------------------------------------------------
+ * A batch looks up only some rows of an embedding; the gradient of the others stays 0 and need not be read.  So a buffer of
+ * gradients (n) may come with touched (n / PYOPS_GRAD_BLOCK rounded up) int32, one word for each block of floats:
+ *   0              nothing was added to the block since it was zeroed: it holds zeros
+ *   PYOPS_TOUCHED  something may have been added
+ *   PYOPS_DENSE    additions are not tracked; a separate bit, which is never cleared
+ * A kernel that adds to blocks that are not dense must mark them.  touched NULL, here and below: all blocks are dense.
+ * zero_touched  grad[i] = 0 in the blocks whose word is not 0, so all of grad is 0;  clears PYOPS_TOUCHED in the words
  */
 enum { PYOPS_GRAD_BLOCK = 256, PYOPS_TOUCHED = 1, PYOPS_DENSE = 2 };
 
 PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream);
 
-/* ---- optimiser: one call for all parameters, which lie in one buffer ------------------------
+/* ---- optimiser: one call for all parameters, stored in one buffer ---------------------------
  * grad_norm  norm[0] = sqrt(sum_i grad[i]^2), summed in double over fixed chunks;  work: pyops_grad_norm_work(n)
  * clip       grad[i] *= min(1, max_norm / norm[0])
- * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad itself stays)
+ * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad is unchanged)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
  *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
- * sgd        g as above;   velocity = momentum velocity + g     (velocity NULL: none, as with momentum 0)
+ * sgd        g as above;   velocity = momentum velocity + g     (velocity NULL: as with momentum 0)
  *            param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
- * touched: NULL, or says which blocks of grad need not be read, since they are 0; the results are the same bits.
+ * touched: NULL, or marks the blocks of grad that must be read; the others are 0.  The results have the same bits.
  * norm (1)   lr (1)   step (1) int64.   Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
  */
 PYOPS_API pyops_status pyops_grad_norm(
