@@ -1,7 +1,7 @@
-/* batch_norm.c - columns brought to mean 0 and variance 1 over the rows of a batch, then scaled and shifted.
+/* batch_norm.c - normalise columns to mean 0 and variance 1 over the rows of a batch, then scale and shift them.
  *
- * Threads share columns, in blocks whose sums stay in L1 while the rows go by.  A sum is formed of those of ROWS rows at a
- * time, so that a long batch loses no more digits than a short one.
+ * Threads share columns, in blocks whose sums stay in L1 during the loop over rows.  A sum is computed from partial sums of
+ * ROWS rows, so that a long batch loses no more digits than a short one.
  */
 #include <math.h>
 #include "internal.h"
@@ -84,7 +84,7 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
         }
         k->add(dbias + c, sums, n);
         k->add(dweight + c, products, n);
-        const float share = training ? 1.0f / (float)R : 0.0f;          /* fixed statistics are constants: they pass nothing on */
+        const float share = training ? 1.0f / (float)R : 0.0f;          /* running statistics are constants */
         k->scale(sums, sums, share, n);
         k->scale(products, products, share, n);
         for (int64_t r = 0; r < R; r++)

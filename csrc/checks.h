@@ -118,7 +118,8 @@ static inline pyops_status check_weight_decay(const char *who, float weight_deca
     return PYOPS_OK;
 }
 
-static inline pyops_status check_adam(const char *who, int64_t n, float max_norm, float beta1, float beta2, float weight_decay) {
+static inline pyops_status check_adam(const char *who, int64_t n, float max_norm, float beta1, float beta2,
+                                      float weight_decay) {
     const pyops_status status = check_max_norm(who, n, max_norm);
     if (status) return status;
     PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "%s: beta1=%g beta2=%g, want [0, 1)",

@@ -1,8 +1,8 @@
-/* cross_entropy.c - masked softmax cross entropy on logits that exist, and the counting of valid rows.
+/* cross_entropy.c - masked softmax cross entropy on given logits; counts valid rows.
  *
  * Rows are independent; threads share them, and the losses of the rows are added in order.  Backward gets the maximum and the
- * sum of exponentials of each row, so it computes one exponential per element and no second maximum.  The two are saved apart:
- * max + log(sum) would round log(sum) to the last digit of a large maximum.
+ * sum of exponentials of each row, so it computes one exponential per element and no second maximum.  They are saved
+ * separately: max + log(sum) would round log(sum) to the last digit of a large maximum.
  */
 #include <math.h>
 #include "internal.h"
@@ -27,7 +27,7 @@ pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *sta
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     float *const max = stats, *const sum = stats + R;
-    float *terms = pyops_scratch((size_t)R);                    /* of the losses of the rows: all but the label's */
+    float *terms = pyops_scratch((size_t)R);                    /* losses of the rows without the term of the label */
     if (R && !terms) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
     const int64_t each = C <= PYOPS_NARROW ? 256 : 1;           /* rows */
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)

@@ -1,8 +1,8 @@
-/* dispatch.c - which kernels run, how many threads, and the text of the last error.
+/* dispatch.c - choice of kernels, number of threads, text of the last error, scratch.
  *
- * The choice is made once, when the library is loaded: the best table that CPU and operating system support
- * (__builtin_cpu_supports asks XCR0 too), or the one named by PYOPS_ISA.  A request that cannot be met falls
- * back to generic; pyops_isa() tells what runs, and the Python side refuses to go on.
+ * The kernels are chosen once, when the library is loaded: the best table supported by CPU and operating system
+ * (__builtin_cpu_supports checks XCR0 too), or the one named by PYOPS_ISA.  An unsupported request falls back to generic;
+ * pyops_isa() returns the table in use, and the Python side raises an error if it differs from the request.
  */
 #include <omp.h>
 #include <pthread.h>
@@ -28,7 +28,7 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) {
 }
 
 /* ---- kernels ---- */
-/* Set in a test build whose AVX-512 files were compiled for AVX2: the same tiles, on a CPU without AVX-512. */
+/* Set in a test build with AVX-512 files compiled for AVX2: the same tiles on a CPU without AVX-512. */
 #ifndef PYOPS_LOWERED
 #define PYOPS_LOWERED 0
 #endif

@@ -1,12 +1,11 @@
-/* dropout.c - zero a share p of the elements and scale the rest, from counters instead of a stored mask; and the residual
- * connection, which does so to the branch that it adds.
+/* dropout.c - dropout from counters instead of a stored mask; the residual connection, with dropout of the branch it adds.
  *
- * Philox turns (index, step, key) into random words, so any thread can start anywhere, the backward pass makes the
- * same mask again, and a resumed run goes on with the masks it would have had.
+ * Philox computes random words from (index, step, key), so any thread can start anywhere, the backward pass recomputes the
+ * same mask, and a resumed run gets the same masks as an uninterrupted one.
  */
 #include "internal.h"
 
-enum { CHUNK = 6144 };                  /* a multiple of what any table draws at a time */
+enum { CHUNK = 6144 };                  /* a multiple of the words per call of philox in every table */
 
 pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
     (void)stream;

@@ -1,7 +1,7 @@
-/* embedding.c - rows of a table by number, and their gradient.
+/* embedding.c - rows of a table by id, and their gradient.
  *
  * Backward: a token that occurs twice adds twice.  Each thread owns the tokens of one residue class, so two threads
- * never add to the same row, and a row is summed in the order of the positions whatever the number of threads.
+ * never add to the same row, and a row is summed in the order of the positions for any number of threads.
  */
 #include <omp.h>
 #include <string.h>

@@ -1,27 +1,27 @@
-/* embedding_linear.c - rows of a table by number, a context beside them, and a linear layer over both.
+/* embedding_linear.c - embedding, concatenation with a context, and a linear layer over both.
  *
- * A token has the same row wherever it stands in a batch, and a sentence the same context at every step.  So the weight
- * [w_e w_c] is taken apart: the product with w_e is formed once for each distinct token, that with w_c once for each
- * sentence, and a position adds the two.  Backward is the same the other way round: the gradients of the positions are
- * summed by token and by sentence first, in the order of the positions, and the products are formed of these sums.
+ * A token has the same row at every position, and a sequence the same context at every step.  So the weight [w_e w_c] is split:
+ * the product with w_e is computed once for each distinct token, the product with w_c once for each sequence, and a position
+ * adds the two.  Backward first sums the gradients of the positions by token and by sequence, in the order of the positions,
+ * and then computes the products of these sums.
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
-/* ---- work: where its parts begin, in floats ---- */
-typedef struct { int64_t tokens, place, seen, rows, drows, by_token, by_sentence, total; } layout;
+/* ---- work: offsets of its parts, in floats ---- */
+typedef struct { int64_t tokens, slot, seen, rows, drows, by_token, by_sequence, total; } layout;
 
 static layout layout_of(int64_t R, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O) {
     const int64_t most = pyops_min(R, V);               /* distinct tokens */
     layout l = {0};
-    l.place = pyops_round_up(most, PYOPS_LANES);        /* the distinct tokens (most), then which of them a position has (R), */
-    l.seen = l.place + pyops_round_up(R, PYOPS_LANES);  /* and which of them a token of the table is (V); all int32 */
+    l.slot = pyops_round_up(most, PYOPS_LANES);        /* after the tokens (most): their index at each position (R), */
+    l.seen = l.slot + pyops_round_up(R, PYOPS_LANES);  /* and for each row of the table (V); all int32 */
     l.rows = l.seen + pyops_round_up(V, PYOPS_LANES);   /* their rows of the table (most,E) */
-    l.drows = l.rows + pyops_round_up(most * E, PYOPS_LANES);           /* and the gradients of these, in backward */
+    l.drows = l.rows + pyops_round_up(most * E, PYOPS_LANES);           /* their gradients, in backward */
     l.by_token = l.drows + pyops_round_up(most * E, PYOPS_LANES);       /* products, or sums of gradients (most,O) */
-    l.by_sentence = l.by_token + pyops_round_up(most * O, PYOPS_LANES); /* the same (B,O), where there is a context */
-    l.total = l.by_sentence + (C ? B * O : 0);
+    l.by_sequence = l.by_token + pyops_round_up(most * O, PYOPS_LANES); /* the same (B,O), with a context */
+    l.total = l.by_sequence + (C ? B * O : 0);
     return l;
 }
 
@@ -39,9 +39,9 @@ static pyops_status check(const char *who, const int32_t *ids, const float *cont
     return status ? status : pyops_check_ids(who, ids, T * B, V);
 }
 
-/* -> how many distinct tokens there are; tokens has them in the order in which they first occur, so a position has a new one
- * where its place is the number of those before. */
-static int64_t distinct(int32_t *tokens, int32_t *place, int32_t *seen, const int32_t *ids, int64_t R, int64_t V) {
+/* Return the number of distinct tokens and list them in `tokens` in the order of their first occurrence.  So a token is new at
+ * position r if slot[r] equals the number of tokens before it. */
+static int64_t distinct(int32_t *tokens, int32_t *slot, int32_t *seen, const int32_t *ids, int64_t R, int64_t V) {
     int32_t count = 0;
     memset(seen, 0xFF, (size_t)V * sizeof *seen);       /* -1: not yet */
     for (int64_t r = 0; r < R; r++) {
@@ -50,12 +50,12 @@ static int64_t distinct(int32_t *tokens, int32_t *place, int32_t *seen, const in
             tokens[count] = ids[r];
             *its = count++;
         }
-        place[r] = *its;
+        slot[r] = *its;
     }
     return count;
 }
 
-/* ---- what a thread has of n: neighbours, whole units but for the last ---- */
+/* ---- the part of n for this thread: contiguous, in whole units except the last ---- */
 static pyops_range share_of(int64_t n, int64_t unit) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     return (pyops_range){pyops_min(n, pyops_round_up(n * thread / threads, unit)),
@@ -63,10 +63,10 @@ static pyops_range share_of(int64_t n, int64_t unit) {
 }
 
 static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p + from*b.col, b.row, b.col}; }
-static pyops_view turned(pyops_view a) { return (pyops_view){a.p, a.col, a.row}; }
+static pyops_view transposed(pyops_view a) { return (pyops_view){a.p, a.col, a.row}; }
 
-/* This thread's rows of c (M,N) = a b -> which.  The first thread has all of a small product, and of one whose parts would have
- * but few rows, since sums of these may have another order. */
+/* Compute this thread's rows of c (M,N) = a b and return their range.  The first thread computes all rows of a small product,
+ * and of one whose parts would have few rows, because few rows may be summed in another order. */
 static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
                             int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;
@@ -86,11 +86,11 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
     const pyops_kernels *k = pyops_active();
     const int64_t R = T * B, I = E + C;
     const layout l = layout_of(R, B, V, E, C, O);
-    int32_t *const tokens = (int32_t *)(work + l.tokens), *const place = (int32_t *)(work + l.place);
-    float *const rows = work + l.rows, *const by_token = work + l.by_token, *const by_sentence = work + l.by_sentence;
+    int32_t *const tokens = (int32_t *)(work + l.tokens), *const slot = (int32_t *)(work + l.slot);
+    float *const rows = work + l.rows, *const by_token = work + l.by_token, *const by_sequence = work + l.by_sequence;
 
     const pyops_view w_e = {weight, 1, I}, w_c = {weight + E, 1, I};           /* transposed */
-    const int64_t count = distinct(tokens, place, (int32_t *)(work + l.seen), ids, R, V);
+    const int64_t count = distinct(tokens, slot, (int32_t *)(work + l.seen), ids, R, V);
     int failed = 0;
     #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
     {
@@ -102,13 +102,13 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
         if (scratch && n) {
             pyops_product(k, by_token + j, O, (pyops_view){rows, E, 1}, columns(w_e, j), bias + j, count, n, E, 0, scratch);
             if (C)
-                pyops_product(k, by_sentence + j, O, (pyops_view){context, C, 1}, columns(w_c, j), NULL, B, n, C, 0, scratch);
+                pyops_product(k, by_sequence + j, O, (pyops_view){context, C, 1}, columns(w_c, j), NULL, B, n, C, 0, scratch);
         }
         #pragma omp barrier
         #pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < R; r++) {
-            if (C) k->residual(y + r*O, by_token + place[r]*O, by_sentence + r % B * O, O);
-            else pyops_copy(y + r*O, by_token + place[r]*O, O);
+            if (C) k->residual(y + r*O, by_token + slot[r]*O, by_sequence + r % B * O, O);
+            else pyops_copy(y + r*O, by_token + slot[r]*O, O);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_forward: no memory for packed tiles") : PYOPS_OK;
@@ -130,29 +130,29 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
     const pyops_kernels *k = pyops_active();
     const int64_t R = T * B, I = E + C;
     const layout l = layout_of(R, B, V, E, C, O);
-    int32_t *const tokens = (int32_t *)(work + l.tokens), *const place = (int32_t *)(work + l.place);
+    int32_t *const tokens = (int32_t *)(work + l.tokens), *const slot = (int32_t *)(work + l.slot);
     float *const rows = work + l.rows, *const drows = work + l.drows;
-    float *const by_token = work + l.by_token, *const by_sentence = work + l.by_sentence;
+    float *const by_token = work + l.by_token, *const by_sequence = work + l.by_sequence;
 
-    const int64_t count = distinct(tokens, place, (int32_t *)(work + l.seen), ids, R, V);
+    const int64_t count = distinct(tokens, slot, (int32_t *)(work + l.seen), ids, R, V);
     for (int64_t i = 0; i < count; i++) pyops_touch(touched, tokens[i]*E, tokens[i]*E + E);
-    const int64_t sentences = T ? B : 0;                /* of which there is a gradient */
-    const pyops_view c = {context, C, 1}, u = {by_token, O, 1}, s = {by_sentence, O, 1};
+    const int64_t sequences = T ? B : 0;                /* with a gradient */
+    const pyops_view c = {context, C, 1}, u = {by_token, O, 1}, s = {by_sequence, O, 1};
     int failed = 0;
     #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
     {
-        /* threads share columns, so that every sum is in the order of the positions */
+        /* threads share columns, so every sum is in the order of the positions */
         const pyops_range own = share_of(O, k->NR);
         const int64_t j = own.from, n = own.to - own.from;
         float *scratch = pyops_scratch_or_fail((size_t)pyops_max((int64_t)pyops_product_scratch(k), n), &failed);
         #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
-        int32_t before = 0;                             /* tokens that have been met */
+        int32_t before = 0;                             /* distinct tokens so far */
         for (int64_t r = 0; r < R && n; r++) {
             const float *dy_r = dy + r*ld + j;
-            const int is_new = place[r] == before;
-            add_or_set(k, by_token + place[r]*O + j, dy_r, n, is_new);
-            if (C) add_or_set(k, by_sentence + r % B * O + j, dy_r, n, r < B);
+            const int is_new = slot[r] == before;
+            add_or_set(k, by_token + slot[r]*O + j, dy_r, n, is_new);
+            if (C) add_or_set(k, by_sequence + r % B * O + j, dy_r, n, r < B);
             before += is_new;
         }
         if (scratch && n) {
@@ -162,9 +162,9 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
         }
         #pragma omp barrier
         if (scratch) {
-            /* of tokens, then of contexts: gradient' x input for the weight, gradient x weight for the input */
-            multiply(k, dweight, I, turned(u), (pyops_view){rows, E, 1}, O, E, count, PYOPS_ADD, scratch);
-            if (C) multiply(k, dweight + E, I, turned(s), c, O, C, sentences, PYOPS_ADD, scratch);
+            /* for tokens, then contexts: gradient' x input for the weight, gradient x weight for the input */
+            multiply(k, dweight, I, transposed(u), (pyops_view){rows, E, 1}, O, E, count, PYOPS_ADD, scratch);
+            if (C) multiply(k, dweight + E, I, transposed(s), c, O, C, sequences, PYOPS_ADD, scratch);
             const pyops_range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
             for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i]*E, drows + i*E, E);
             if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, T ? O : 0, 0, scratch);

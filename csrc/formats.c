@@ -1,13 +1,13 @@
 /* formats.c - numbers rounded to narrow formats, alone or in blocks with a scale each.
  *
- * Where blocks lie along memory (inner 1) a row is taken block by block.  Else a block is a column of `block` rows, and many
- * neighbouring columns are taken at once, row by row: their scales lie side by side.
+ * If blocks are contiguous (inner 1), a row is processed block by block.  Otherwise a block is a column of `block` rows, and
+ * many adjacent columns are processed together, row by row: their scales are contiguous.
  */
 #include "internal.h"
 #define FORMAT_INLINE static inline
 #include "number_format.inc"
 
-enum { COLUMNS = 512, CHUNK = PYOPS_LONGEST_BLOCK };      /* columns, and neighbours, that are taken at once */
+enum { COLUMNS = 512, CHUNK = PYOPS_LONGEST_BLOCK };      /* columns, and contiguous numbers, processed at a time */
 
 typedef struct {
     const pyops_kernels *k;
@@ -26,8 +26,8 @@ static call make_call(const float *factor, const int64_t *step, int64_t block, i
     };
 }
 
-/* n neighbours, at most CHUNK, the first of them element `first`: x times the factor, into `scaled` if there is one; their random
- * words.  Returns where x is now. */
+/* Prepare n <= CHUNK contiguous numbers that start at element `first`: write x times the factor, if any, to `scaled`, and their
+ * random words.  Returns the numbers to round: scaled or x. */
 static const float *prepare(const call *c, float *scaled, uint32_t *words, const float *x, int64_t first, int64_t n) {
     if (c->step) c->k->random_words(words, first, n, (uint64_t)c->step[0], c->key);
     if (!c->factor) return x;
@@ -49,7 +49,7 @@ static void quantize_numbers(const call *c, float *y, const float *x, int64_t fi
     divide(c, y + first, n);
 }
 
-/* Blocks of `rows` rows, `inner` numbers apart, in n neighbouring columns. */
+/* Blocks of `rows` rows, `inner` numbers apart, in n adjacent columns. */
 static void quantize_columns(const call *c, float *y, const float *x, int64_t first, int64_t rows, int64_t inner, int64_t n) {
     uint32_t amax[COLUMNS] = {0}, words[COLUMNS];
     int32_t scales[COLUMNS];

@@ -1,4 +1,4 @@
-/* gather.c - a batch from a data set that stays where it is: pixels to floats, token ids to time-major steps. */
+/* gather.c - a batch from a resident data set: pixels to floats, token ids to time-major steps. */
 #include "internal.h"
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t C) {

@@ -1,28 +1,28 @@
 /* gemm.c - matrix products: blocked for three levels of cache, threads share the result.
  *
  * The loops of BLIS (Van Zee and van de Geijn 2015, doi:10.1145/2764454) around the tile of kernels/gemm_body.inc:
- * columns by NC, K by KC, rows by MC, then tiles.  b is packed; a is read where it lies, and packed only where that would
- * be slow.  Each thread owns a rectangle of c and packs what it needs for it, so threads never wait for each other; the
- * rectangles are chosen so that little is packed twice.  Every element is summed in the same order whatever the rectangle:
- * in blocks of KC, and in a block one by one.
+ * columns by NC, K by KC, rows by MC, then tiles.  b is packed; a is read in place, and packed only where that would be
+ * slow.  Each thread owns a rectangle of c and packs its own operands, so threads never wait for each other; the rectangles
+ * are chosen to pack little twice.  The order of every sum is independent of the rectangle: blocks of KC, and term by term
+ * in a block.
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
-static float rectified(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
+static float relu(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
 
-/* Where the sums of a block of c are while K is gone through: beside PYOPS_ADD and PYOPS_RELU. */
+/* Further flags: partial sums of a block of c are read from or written to `sums` instead of c. */
 enum { FROM_SUMS = 4, TO_SUMS = 8 };
 
-/* c (mc,nc) = a (mc,kc) x packed b (kc,nc): all tiles; what they share is in `t`, of a and b where they begin.  Sums of
- * tiles that are not ready yet go to `sums`, one tile after the other, where neither a page nor the sets of a cache are short;
- * those at the edge of c go through a buffer. */
+/* c (mc,nc) = a (mc,kc) x packed b (kc,nc), tile by tile.  `t` holds the fields common to all tiles, with a and b at their
+ * start.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and cache-set conflicts.
+ * Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
                   int64_t mc, int64_t nc, int flags) {
     const int64_t MR = k->MR, NR = k->NR, kc = t.K, panel = MR * (is_packed ? kc : t.a_row);        /* of a */
     const float *const a = t.a, *const b = t.b;
-    /* what a tile fetches of the next panel of b, and how much of it at each step */
+    /* floats of the next panel of b that a tile prefetches, in all and per step of K */
     const int64_t share = NR * kc * MR / pyops_round_up(mc, MR), far = (share + kc - 1) / kc;
     float edge[16 * 32], edge_bias[32];
     t.relu = flags & PYOPS_RELU;
@@ -42,7 +42,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             t.before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
             t.a = a + i / MR * panel;
             t.rows = pyops_min(MR, mc - i);
-            if (!j && !is_packed) {                     /* the next rows of a, which may be far away */
+            if (!j && !is_packed) {                     /* prefetch the next rows of a, which may be far apart */
                 t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
                 t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
                 t.jump = t.a_row == 1 ? 0 : t.a_row - PYOPS_RUN * PYOPS_RUN;
@@ -60,27 +60,26 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
     }
 }
 
-/* Columns of the sums of a block of c. */
+/* Columns of a block of c whose partial sums are kept. */
 enum { SUMS = 512 };
 
 size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->B + k->MC * (k->KC + SUMS)); }
 
-/* Without a sum (K = 0) there is only the bias. */
+/* K = 0: only the bias remains. */
 static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int flags) {
     for (int64_t m = 0; m < M; m++)
         for (int64_t n = 0; n < N; n++) {
             const float sum = (bias ? bias[n] : 0.0f) + (flags & PYOPS_ADD ? c[m*ldc + n] : 0.0f);
-            c[m*ldc + n] = flags & PYOPS_RELU ? rectified(sum) : sum;
+            c[m*ldc + n] = flags & PYOPS_RELU ? relu(sum) : sum;
         }
 }
 
-/* ---- products that packing would not repay: few rows, where all of b would be packed to be used but once or twice, and small
- * ones ---- */
-enum { SMALL = 32768, DOTS = 64 };                        /* multiply-adds; columns at a time */
+/* ---- products that do not repay packing: with few rows, which would use a packed b only once or twice, and small ones ---- */
+enum { SMALL = 32768, DOTS = 64 };                        /* multiply-adds; columns per call */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
 
-/* Each column of b lies along memory: its dot products with the rows of a. */
+/* The columns of b are contiguous: dot products with the rows of a. */
 static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                      int64_t M, int64_t N, int64_t K, int flags) {
     for (int64_t j = 0; j < N; j += DOTS) {
@@ -90,14 +89,14 @@ static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
             k->dots(sums, b.p + j*b.col, a.p + m*a.row, 1.0f, n, K, b.col, 0);
             for (int64_t i = 0; i < n; i++) {
                 const float sum = (flags & PYOPS_ADD ? c_m[i] : 0.0f) + sums[i] + (bias ? bias[j + i] : 0.0f);
-                c_m[i] = flags & PYOPS_RELU ? rectified(sum) : sum;
+                c_m[i] = flags & PYOPS_RELU ? relu(sum) : sum;
             }
         }
     }
 }
 
-/* The rows of b lie along memory, and nothing needs to be moved. */
-static void where_they_lie(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
+/* The rows of b are contiguous: nothing is packed. */
+static void unpacked(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                            int64_t M, int64_t N, int64_t K, int flags) {
     k->direct(c, a.p, b.p, M, N, K, ldc, a.row, a.col, b.row, flags & PYOPS_ADD);
     if (bias || flags & PYOPS_RELU) bias_only(c, ldc, bias, M, N, flags | PYOPS_ADD);
@@ -108,8 +107,8 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
     if (is_few(a, b, M)) return few_rows(k, c, ldc, a, b, bias, M, N, K, flags);
-    if (b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL)) return where_they_lie(k, c, ldc, a, b, bias, M, N, K, flags);
-    /* of b that are packed at a time */
+    if (b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL)) return unpacked(k, c, ldc, a, b, bias, M, N, K, flags);
+    /* rows and columns of b packed at a time */
     const int64_t steps = pyops_min(K, k->KB), columns = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
     for (int64_t jc = 0; jc < N; jc += columns)
         for (int64_t pb = 0; pb < K; pb += steps) {
@@ -129,18 +128,18 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     }
 }
 
-/* Is a read where it lies as fast as a packed copy would be?  Its rows along K must not all want one set of L1, which has 8
- * places. */
-static int lies_well(const pyops_kernels *k, pyops_view a) {
+/* Whether reading a in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not all map to the same
+ * 8-way L1 set. */
+static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
 }
 
-/* Rows of c outside, blocks of K inside: the sums of a block of c stay in L2, and c is touched once. */
+/* Rows of c in the outer loop, blocks of K in the inner: partial sums of a block of c stay in L2, and c is written once. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
                           const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
                           float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR);
-    const int packs = !lies_well(k, a);
+    const int packs = !is_fast_in_place(k, a);
     float *packed_a = scratch, *sums = scratch + k->MC * k->KC;
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
     for (int64_t ic = 0; ic < M; ic += k->MC)
@@ -159,8 +158,8 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
             }
 }
 
-/* Rows of the grid of threads: tm * tn threads read A tn times and pack B tm times.  Each has more rows of c than a few,
- * whose sums would have another order. */
+/* Rows of the grid of threads: tm * tn threads read A tn times and pack B tm times.  Each thread gets more than
+ * PYOPS_FEW_ROWS rows of c, because fewer would be summed in another order. */
 static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
     int64_t best = 1;
     for (int64_t tm = 2; tm <= threads && M / tm > PYOPS_FEW_ROWS; tm++)
@@ -171,7 +170,7 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                                     int64_t M, int64_t N, int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
-    /* by its sums, or by b alone, which few rows read once */
+    /* by its multiply-adds or, with few rows, by the size of b */
     const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);
     const int64_t threads = is_large ? omp_get_max_threads() : 1;
     const int64_t tm = grid_rows(threads, M, N), tn = threads / tm;
@@ -214,7 +213,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     for (int64_t d = 0; d < ndim; d++) products *= shape[d];
     if (!products) return PYOPS_OK;
     const int64_t *c_step = strides, *a_step = strides + ndim, *b_step = strides + 2 * ndim;
-    /* matrices that lie end to end and meet the same b are one taller matrix */
+    /* consecutive matrices with the same b form one taller matrix */
     for (; n > 0; n--) {
         const int64_t d = n - 1;
         if (shape[d] == 1) continue;
@@ -223,7 +222,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     }
     const int flags = accumulate ? PYOPS_ADD : 0;
     const pyops_kernels *k = pyops_active();
-    const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;      /* threads share each product, or the batch */
+    const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;      /* threads share each product, otherwise the batch */
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : omp_get_max_threads();
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
@@ -245,7 +244,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     return PYOPS_OK;
 }
 
-/* ---- bfloat16: the definition of what a GPU does, not a fast path here ---------------------------------------------- */
+/* ---- bfloat16: a reference for the GPU, not a fast path on the CPU ---------------------------------------------- */
 
 static uint16_t to_bf16(float x) {
     uint32_t bits;

@@ -1,70 +1,70 @@
 /* gru.c - a gated recurrent unit over a whole sequence.
  *
- * The input product of all steps is one product, or the caller's.  Then the rows of the batch are independent, so each thread
- * takes its rows through all T steps and no thread waits for another; the recurrent weights are packed once for all steps.
- * Backward walks the steps in reverse the same way and leaves the gate gradients of all steps in `dgates`, from which
- * dx and the weight gradients come as one product each over all steps.
+ * The input product is computed for all steps at once, or by the caller.  After it the rows of the batch are independent: each
+ * thread computes all T steps of its rows and never waits for another.  The recurrent weights are packed once for all steps.
+ * Backward runs the steps in reverse in the same way and stores the gate gradients of all steps in `dgates`; dx and the weight
+ * gradients are then one product each over all steps.
  *
- * Where sentences have lengths, rows of operands are moved together, so that a product has as many rows as there are positions;
- * in the order in which they lie, so that sums do not depend on threads.  The states of a thread's sentences close up when one
- * has ended, and in backward make room where one begins.
+ * If sequences have lengths, the rows of operands are compacted, so that a product has one row per position, in memory order:
+ * sums do not depend on the threads.  The states of a thread's sequences are compacted when one ends; backward inserts a row
+ * where one begins.
  *
- * With the reset gate before the product w_hh is used in two parts, [r z] (2H,H) and n (H,H), which meet different things.
+ * With the reset gate before the product w_hh is used in two parts, [r z] (2H,H) and n (H,H), which multiply different inputs.
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
-/* ---- recurrent products: w (K,N), packed, or where it lies for few rows ---- */
+/* ---- recurrent products: w (K,N), packed, or in index for few rows ---- */
 typedef struct { pyops_view at; int64_t K, N; float *packed; } weight;
 
 static weight weight_of(pyops_view at, int64_t K, int64_t N, float *packed, int64_t B) {
     return (weight){at, K, N, B > PYOPS_FEW_ROWS ? packed : NULL};
 }
 
-/* By all threads, each its share; they have to meet before it is used. */
+/* Every thread packs a part; a barrier is needed before the packed weight is used. */
 static void pack(const pyops_kernels *k, const weight *w) {
     if (!w->packed) return;
     #pragma omp for schedule(static) nowait
     for (int64_t j = 0; j < w->N; j += k->NR) pyops_pack_b(k, w->packed, w->at, w->K, w->N, j, pyops_min(j + k->NR, w->N));
 }
 
-/* c (M,N) = a w + bias; K is that of w, or 0 where a is zeros, of which nothing comes but the bias */
+/* c (M,N) = a w + bias; K is the K of w, or 0 if a is zeros, which leaves only the bias */
 static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const weight *w, const float *bias,
                      int64_t M, int64_t K, int flags, float *scratch) {
     if (w->packed) pyops_product_packed(k, c, ldc, a, w->packed, bias, M, w->N, K, 0, w->N, flags, scratch);
     else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
 }
 
-/* ---- which positions there are: in their order, step after step ---- */
+/* ---- positions (b,t) with t < lengths[b], in the order of t, then b ---- */
 typedef struct {
-    const int32_t *lengths;                             /* NULL: all have all steps */
-    const int32_t *first, *place;                       /* (T+1): the first one of a step; (first[T]): t*B + b of each */
+    const int32_t *lengths;                             /* NULL: all sequences have T steps */
+    const int32_t *first, *index;                       /* (T+1): first position of each step; (first[T]): t*B + b of each */
     int64_t count;
-    int whole;                                          /* there are all, and place[v] = v */
+    int whole;                                          /* every position exists, and index[v] = v */
 } positions;
 
-static int64_t places_size(int64_t T, int64_t B) { return pyops_round_up(T + 1 + T * B, PYOPS_LANES); }
+static int64_t indices_size(int64_t T, int64_t B) { return pyops_round_up(T + 1 + T * B, PYOPS_LANES); }
 static int64_t length_of(const positions *p, int64_t b, int64_t T) { return p->lengths ? p->lengths[b] : T; }
 
 static pyops_status positions_of(positions *p, const char *who, const int32_t *lengths, float *work, int64_t T, int64_t B) {
-    int32_t *first = (int32_t *)work, *place = first + T + 1;
+    int32_t *first = (int32_t *)work, *index = first + T + 1;
     PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, want less than 2^31 positions", who, LL(T), LL(B));
     for (int64_t b = 0; lengths && b < B; b++)
         PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, want 0 to %lld",
                       who, LL(b), lengths[b], LL(T));
-    *p = (positions){.lengths = lengths, .first = first, .place = place};
+    *p = (positions){.lengths = lengths, .first = first, .index = index};
     for (int64_t t = 0; t < T; t++) {
         first[t] = (int32_t)p->count;
         for (int64_t b = 0; b < B; b++)
-            if (t < length_of(p, b, T)) place[p->count++] = (int32_t)(t*B + b);
+            if (t < length_of(p, b, T)) index[p->count++] = (int32_t)(t*B + b);
     }
     first[T] = (int32_t)p->count;
     p->whole = p->count == T * B;
     return PYOPS_OK;
 }
 
-/* A thread's sentences, which have as many positions as any other thread's. */
+/* The sequences of this thread; threads get about equally many positions. */
 static pyops_range share_of(const positions *p, int64_t T, int64_t B) {
     const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     pyops_range share = {0, B};
@@ -75,36 +75,36 @@ static pyops_range share_of(const positions *p, int64_t T, int64_t B) {
     return share;
 }
 
-/* Which positions they have at step t. */
+/* The positions of these sequences at step t. */
 static pyops_range positions_at(const positions *p, int64_t t, pyops_range share, int64_t B) {
     pyops_range at = {p->first[t], p->first[t + 1]};
-    while (at.from < at.to && p->place[at.from] < t*B + share.from) at.from++;
-    while (at.from < at.to && p->place[at.to - 1] >= t*B + share.to) at.to--;
+    while (at.from < at.to && p->index[at.from] < t*B + share.from) at.from++;
+    while (at.from < at.to && p->index[at.to - 1] >= t*B + share.to) at.to--;
     return at;
 }
 
-/* y (count,C) = the rows of x, ldx apart, that are positions */
+/* y (count,C) = the rows of x, ldx apart, at the positions */
 static void gather(float *y, const float *x, const positions *p, int64_t C, int64_t ldx) {
     #pragma omp parallel for schedule(static) if (p->count * C > PYOPS_SHARE_FLOATS)
-    for (int64_t v = 0; v < p->count; v++) pyops_copy(y + v*C, x + p->place[v]*ldx, C);
+    for (int64_t v = 0; v < p->count; v++) pyops_copy(y + v*C, x + p->index[v]*ldx, C);
 }
 
-/* x (T,B,C) of a thread's sentences: 0 where there is no position */
+/* Zero x (T,B,C) after the end of each sequence of this thread. */
 static void clear_rest(const pyops_kernels *k, float *x, const int32_t *lengths, int64_t T, int64_t B, int64_t C,
                        pyops_range share) {
     for (int64_t b = share.from; b < share.to; b++)
         for (int64_t t = lengths[b]; t < T; t++) k->fill(x + (t*B + b)*C, C, 0.0f);
 }
 
-/* ---- work: where its parts begin, in floats ---- */
-typedef struct { int64_t rz, n, rows, state, sums, h, gates, x, dx, places, total; } layout;
+/* ---- work: offsets of its parts, in floats ---- */
+typedef struct { int64_t rz, n, rows, state, sums, h, gates, x, dx, indices, total; } layout;
 
 static layout forward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t I, int64_t H, int before) {
     layout l = {0};                                     /* packed: w_hh[r z]' (H,2H) and w_hh[n]' (H,H), or w_hh' (H,3H) */
     l.n = pyops_packed_b_size(k, H, before ? 2 * H : 3 * H);
     l.rows = l.n + (before ? pyops_packed_b_size(k, H, H) : 0);         /* recurrent products of one step (B,3H) */
-    l.places = l.rows + B * 3 * H;
-    l.state = l.places + places_size(T, B);             /* where rows are moved: h[t-1] of one step (B,H), */
+    l.indices = l.rows + B * 3 * H;
+    l.state = l.indices + indices_size(T, B);             /* if rows are compacted: h[t-1] of one step (B,H), */
     l.x = l.state + B * H;                              /* x (TB,I), a (TB,3H) */
     l.gates = l.x + T * B * I;
     l.total = l.gates + (I ? T * B * 3 * H : 0);
@@ -116,9 +116,9 @@ static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int6
     l.n = pyops_packed_b_size(k, 2 * H, H);             /* packed: w_hh[r z] (2H,H) and w_hh[n] (H,H) */
     l.state = l.n + pyops_packed_b_size(k, H, H);       /* dh of one step (B,H), then zeros (H) */
     l.sums = l.state + (B + 1) * H;                     /* of dgates, for the biases */
-    l.places = l.sums + 4 * H;
-    l.h = l.places + places_size(T, B);                 /* h[t-1] (TB,H), where there is an h0 or rows are moved */
-    l.gates = l.h + T * B * H;                          /* where rows are moved: dgates (TB,4H), x, dx (TB,I) */
+    l.indices = l.sums + 4 * H;
+    l.h = l.indices + indices_size(T, B);                 /* h[t-1] (TB,H), with an h0 or compacted rows */
+    l.gates = l.h + T * B * H;                          /* if rows are compacted: dgates (TB,4H), x, dx (TB,I) */
     l.x = l.gates + T * B * 4 * H;
     l.dx = l.x + T * B * I;
     l.total = l.dx + T * B * I;
@@ -144,15 +144,15 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     const pyops_kernels *k = pyops_active();
     const layout l = forward_layout(k, T, B, I, H, reset_before);
     positions p;
-    status = positions_of(&p, "gru_forward", lengths, work + l.places, T, B);
+    status = positions_of(&p, "gru_forward", lengths, work + l.indices, T, B);
     if (status) return status;
 
-    float *ours = p.whole ? gates : work + l.gates;     /* a = x w_ih' + b_ih for all steps: where r, z, n will be, or moved */
+    float *ours = p.whole ? gates : work + l.gates;     /* a = x w_ih' + b_ih for all steps, where r, z, n go, or compacted */
     const int64_t lda = I && p.whole ? 4*H : 3*H;
     if (I) {
         int64_t rows = p.count;
         if (!p.whole) {
-            rows = pyops_max(rows, pyops_min(T*B, PYOPS_FEW_ROWS + 1));         /* of fewer, sums have another order */
+            rows = pyops_max(rows, pyops_min(T*B, PYOPS_FEW_ROWS + 1));         /* fewer would be summed in another order */
             gather(work + l.x, x, &p, I, I);
             k->fill(work + l.x + p.count*I, (rows - p.count) * I, 0.0f);
             x = work + l.x;
@@ -160,7 +160,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
         status = pyops_product_threaded(ours, lda, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, rows, 3*H, I, 0);
         if (status) return status;
     }
-    /* of r and z, or of all three */
+    /* w_rz holds r and z, or all three */
     const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);
     const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, 1, H}, H, H, work + l.n, B);
     int failed = 0;
@@ -175,28 +175,28 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             const pyops_range at = positions_at(&p, t, share, B);
             const int64_t rows = at.to - at.from, K = t || h0 ? H : 0;
             if (!rows) break;
-            const int32_t *place = p.place + at.from;
+            const int32_t *index = p.index + at.from;
             float *state = (p.whole ? h : work + l.state) + share.from*H;
             const float *h_prev = p.whole && t ? state + (t - 1)*B*H : p.whole && h0 ? h0 + share.from*H : state;
             if (!K) k->fill(state, rows * H, 0.0f);
             else if (!t && !p.whole)
-                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i*H, h0 + place[i]*H, H);
+                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i*H, h0 + index[i]*H, H);
             multiply(k, product, 3*H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
                 for (int64_t i = 0; i < rows; i++) {
-                    const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda;
-                    float *gates_i = gates + place[i]*(4*H), *product_i = product + i*3*H;
+                    const float *a_i = I ? ours + (at.from + i)*lda : a + index[i]*lda;
+                    float *gates_i = gates + index[i]*(4*H), *product_i = product + i*3*H;
                     k->gru_before_1(gates_i, a_i, product_i, h_prev + i*H, H);
                     pyops_copy(product_i, gates_i + 3*H, H);
                 }
                 multiply(k, product + 2*H, 3*H, (pyops_view){product, 3*H, 1}, &w_n, b_hh + 2*H, rows, K, 0, scratch);
             }
             for (int64_t i = 0, next = 0; i < rows; i++) {
-                const float *a_i = I ? ours + (at.from + i)*lda : a + place[i]*lda, *product_i = product + i*3*H;
-                float *h_i = h + place[i]*H, *gates_i = gates + place[i]*(4*H);
+                const float *a_i = I ? ours + (at.from + i)*lda : a + index[i]*lda, *product_i = product + i*3*H;
+                float *h_i = h + index[i]*H, *gates_i = gates + index[i]*(4*H);
                 if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2*H, h_prev + i*H, H);
                 else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i*H, H);
-                if (!p.whole && t + 1 < lengths[place[i] - t*B]) pyops_copy(state + next++*H, h_i, H);
+                if (!p.whole && t + 1 < lengths[index[i] - t*B]) pyops_copy(state + next++*H, h_i, H);
             }
         }
         if (!p.whole) {
@@ -218,10 +218,10 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     const pyops_kernels *k = pyops_active();
     const layout l = backward_layout(k, T, B, I, H);
     positions p;
-    status = positions_of(&p, "gru_backward", lengths, work + l.places, T, B);
+    status = positions_of(&p, "gru_backward", lengths, work + l.indices, T, B);
     if (status) return status;
-    float *ours = p.whole ? dgates : work + l.gates;    /* dgates in the order of the positions */
-    const int moves_h = !p.whole || h0;                 /* h[t-1] does not lie as they do */
+    float *ours = p.whole ? dgates : work + l.gates;    /* dgates, one row per position */
+    const int moves_h = !p.whole || h0;                 /* h[t-1] has another layout */
 
     /* pass 1: the gate gradients of all steps, last step first */
     const weight w_rz = weight_of((pyops_view){w_hh, H, 1}, 2*H, H, work + l.rz, B);
@@ -241,16 +241,16 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         for (int64_t t = T - 1; t >= 0 && scratch; t--) {
             const pyops_range at = positions_at(&p, t, share, B);
             const int64_t rows = at.to - at.from;
-            const int32_t *place = p.place + at.from;
+            const int32_t *index = p.index + at.from;
             float *ours_t = ours + at.from*4*H;
-            const int carry_on = t || dh0;              /* does anyone want the gradient of h[t-1]? */
-            for (int64_t i = rows - 1; i >= 0; i--) {   /* it begins where a sentence ends, for which the others make room */
-                const int64_t b = place[i] - t*B;
+            const int carry_on = t || dh0;              /* is the gradient of h[t-1] needed? */
+            for (int64_t i = rows - 1; i >= 0; i--) {   /* insert a row for each sequence that ends here */
+                const int64_t b = index[i] - t*B;
                 if (t + 1 >= length_of(&p, b, T)) pyops_copy(carry + i*H, dh_last && t == T - 1 ? dh_last + b*H : zeros, H);
                 else if (--later < i) pyops_copy(carry + i*H, carry + later*H, H);
             }
             for (int64_t i = 0; i < rows; i++) {
-                const int64_t v = at.from + i, r = place[i];
+                const int64_t v = at.from + i, r = index[i];
                 float *d = ours + v*4*H, *carry_i = carry + i*H;
                 const float *gates_r = gates + r*4*H, *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
                 if (dh) k->add(carry_i, dh + r*H, H);
@@ -266,15 +266,15 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             if (reset_before) multiply(k, ours_t + 3*H, 4*H, dn, &w_n, NULL, rows, H, 0, scratch);
             else if (carry_on) multiply(k, carry, H, du, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
             for (int64_t i = 0; i < rows && reset_before; i++) {
-                const int64_t r = place[i];
+                const int64_t r = index[i];
                 const float *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
                 k->gru_back_reset_before(ours_t + i*4*H, carry + i*H, gates + r*4*H, h_prev, H);
                 if (!p.whole) pyops_copy(dgates + r*4*H, ours_t + i*4*H, 4*H);
             }
             if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
         }
-        const int32_t *sentences = p.place + positions_at(&p, 0, share, B).from;
-        for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sentences[i]*H, carry + i*H, H);
+        const int32_t *sequences = p.index + positions_at(&p, 0, share, B).from;
+        for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sequences[i]*H, carry + i*H, H);
         if (!p.whole) {
             clear_rest(k, dgates, lengths, T, B, 4*H, share);
             if (I && dx) clear_rest(k, dx, lengths, T, B, I, share);
@@ -285,14 +285,14 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
 
     /* pass 2: one product each over all steps.  For the n part of w_hh, gradient x input is
      * du x h[t-1] with the reset gate after the product, dn x u with the reset gate before it. */
-    const int64_t V = p.count, first = h0 ? 0 : p.first[1];      /* nothing comes of h[-1] where it is zeros */
+    const int64_t V = p.count, first = h0 ? 0 : p.first[1];      /* h[-1] = 0 contributes nothing */
     const float *d_n = ours + (reset_before ? 2*H : 3*H);
     const pyops_view h_prev = {moves_h ? work + l.h + first*H : h, H, 1};
     if (I && dx) {
         float *to = p.whole ? dx : work + l.dx;
         status = pyops_product_threaded(to, I, (pyops_view){ours, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, V, I, 3*H, 0);
         #pragma omp parallel for schedule(static) if (V * I > PYOPS_SHARE_FLOATS)
-        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) pyops_copy(dx + p.place[v]*I, to + v*I, I);
+        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) pyops_copy(dx + p.index[v]*I, to + v*I, I);
     }
     if (!status && I)
         status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4*H}, (pyops_view){p.whole ? x : work + l.x, I, 1},
@@ -301,7 +301,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first*4*H, 1, 4*H}, h_prev, NULL, 2*H, H, V - first,
                                         PYOPS_ADD);
     if (!status && reset_before) {
-        float *u = work + l.h;                          /* where h[t-1] has served */
+        float *u = work + l.h;                          /* reuses the space of h[t-1] */
         if (!p.whole) gather(u, gates + 3*H, &p, H, 4*H);
         const pyops_view us = p.whole ? (pyops_view){gates + 3*H, 4*H, 1} : (pyops_view){u, H, 1};
         status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, us, NULL, H, H, V, PYOPS_ADD);
@@ -319,7 +319,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     return PYOPS_OK;
 }
 
-/* ---- one step, between products of the caller's ---- */
+/* ---- one step; the caller computes the products ---- */
 pyops_status pyops_gru_gates_forward(float *y, float *gates, const float *a, const float *product, const float *h_prev,
                                      int64_t B, int64_t H, int32_t stage, void *stream) {
     (void)stream;

@@ -1,4 +1,4 @@
-/* internal.h - what the files of the CPU library share: the kernel table, errors, scratch, packed products. */
+/* internal.h - shared declarations of the CPU library: the kernel table, errors, scratch, packed products. */
 #ifndef PYOPS_INTERNAL_H
 #define PYOPS_INTERNAL_H
 #include <stddef.h>
@@ -8,13 +8,13 @@
 /* How numbers are rounded to a narrow format: see pyops_fake_quantize. */
 typedef struct {
     int32_t format, rounding, saturate;
-    int32_t rule, shift, flush;         /* of the scales of blocks, */
-    int64_t block;                      /* which are so long; 0: there are none */
+    int32_t rule, shift, flush;         /* of the block scales */
+    int64_t block;                      /* length of a block; 0: no blocks */
 } pyops_rounding_of;
 
 /* ---- kernels: one table per instruction set ------------------------------------------
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
- * The list makes the fields of the table here and fills it in kernels/table_body.inc.
+ * The list declares the fields of the table here and initialises them in kernels/table_body.inc.
  */
 #define PYOPS_ROWS(ROW) \
     ROW(void,   fill,         (float *y, int64_t n, float value)) \
@@ -27,11 +27,11 @@ typedef struct {
     ROW(void,   relu,         (float *y, const float *x, int64_t n)) \
     ROW(void,   relu_back,    (float *dx, const float *dy, const float *y, int64_t n)) \
     ROW(void,   from_bytes,   (float *y, const uint8_t *x, float scale, int64_t n)) \
-    ROW(int32_t, pixels_find, (uint16_t *places, const uint8_t *x, int64_t I)) \
+    ROW(int32_t, pixels_find, (uint16_t *indices, const uint8_t *x, int64_t I)) \
     ROW(void,   pixels_pack,  (float *packed, const float *w, int64_t n, int64_t step, int64_t readable)) \
-    ROW(void,   pixels_times, (float *sums, const uint16_t *places, int64_t ink, const uint8_t *x, const float *values, \
+    ROW(void,   pixels_times, (float *sums, const uint16_t *indices, int64_t nonzero, const uint8_t *x, const float *values, \
                                const float *w)) \
-    ROW(void,   pixels_outer, (float *dw, const uint16_t *places, int64_t ink, const uint8_t *x, const float *values, \
+    ROW(void,   pixels_outer, (float *dw, const uint16_t *indices, int64_t nonzero, const uint8_t *x, const float *values, \
                                const float *dy, int64_t O)) \
     ROW(void,   add_rows,     (float *y, const float *x, int64_t R, int64_t C, int64_t ldx)) \
     ROW(double, fma_loop,     (int64_t n)) \
@@ -111,40 +111,40 @@ typedef struct {
     ROW(void,   strided_reduce_int32, (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
                                        int op))
 
-/* Words in a panel of rounded ones: see kernels/screen_body.inc. */
+/* Rows of weight in a panel of rounded ones: see kernels/screen_body.inc. */
 enum { PYOPS_PANEL = 16 };
 
-/* What a product does with c beside overwriting it. */
+/* Flags of a product, which otherwise overwrites c. */
 enum {
     PYOPS_ADD = 1,                  /* c += a b */
-    PYOPS_RELU = 2                  /* c = max(c, 0) at the very end */
+    PYOPS_RELU = 2                  /* c = max(c, 0) after everything else */
 };
 
-/* One tile of a product: c (rows,NR) = a (rows,K) b (K,NR) + bias (NR) + before (rows,NR), rectified where relu is not 0. */
+/* One tile of a product: c (rows,NR) = a (rows,K) b (K,NR) + bias (NR) + before (rows,NR), followed by max(c, 0) if relu. */
 typedef struct {
     const float *a, *b, *bias, *before;     /* b packed; bias and before may be NULL, before may be c */
     float *c;
-    int64_t a_row, a_col;           /* one of the two is 1; packed: 1, MR */
+    int64_t a_row, a_col;           /* one of them is 1; packed: 1, MR */
     int64_t ldc, ld_before;
     int64_t K, rows;                /* 1 <= rows <= MR */
     int relu;
-    /* Fetched into L2 on the way, a line at each step of K: `next`, next + far, ..., and where a_col is 1, after each PYOPS_RUN
-     * steps `jump` floats beyond that. */
+    /* Prefetched into L2, one cache line at each step of K: next, next + far, ...; if a_col is 1, it also advances by `jump`
+     * floats after every PYOPS_RUN steps. */
     const float *next;
     int64_t far, jump;
 } pyops_tile;
 
-enum { PYOPS_RUN = 16 };            /* lines of a row of KC floats */
+enum { PYOPS_RUN = 16 };            /* cache lines in a row of KC floats */
 
 typedef struct {
     const char *name;               /* "avx2" */
     const char *tile;               /* "6x16" = MR x NR */
     int64_t MR, NR;                 /* a tile */
-    int64_t MC, KC;                 /* the block of a that stays in L2 */
-    int64_t KB, B;                  /* of b, at most KB rows and B floats are packed at a time, and stay in L3 */
-    int any_col;                    /* whether a tile with a_row 1 takes any a_col, or MR alone: a packed a */
+    int64_t MC, KC;                 /* size of the block of a that fits in L2 */
+    int64_t KB, B;                  /* at most KB rows and B floats of b are packed at a time, to fit in L3 */
+    int any_col;                    /* whether a tile with a_row 1 accepts any a_col, or only MR (a packed a) */
     void (*gemm)(const pyops_tile *t);
-    /* n rows of A, or columns of B, `step` floats apart, (n,kc) along K with stride `along`, into panels */
+    /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`, into panels. */
     void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
     void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
 #define ROW(result, name, arguments) result (*name) arguments;
@@ -162,6 +162,7 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((
 #define PYOPS_REQUIRE(cond, ...) do { if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
 #define LL(x) ((long long)(x))      /* for %lld: int64_t is long on some systems, long long on others */
 #include "checks.h"
+
 static inline pyops_status pyops_check_ids(const char *who, const int32_t *ids, int64_t n, int64_t V) {
     for (int64_t r = 0; r < n; r++)
         PYOPS_REQUIRE(ids[r] >= 0 && ids[r] < V, "%s: ids[%lld]=%d, want 0 to %lld", who, LL(r), ids[r], LL(V - 1));
@@ -173,17 +174,17 @@ static inline pyops_status pyops_check_rows(const char *who, const int64_t *rows
     return PYOPS_OK;
 }
 
-/* ---- when work is shared ----------------------------------------------------------------------
- * A parallel region costs a few microseconds on a quiet machine, and on a busy one the time until the scheduler lets
- * every thread run, so a second thread must save about a hundred of them.  What that is on one core: floats that are
- * moved, floats with an exponential or a root each, and multiply-adds.
+/* ---- when to use several threads --------------------------------------------------------------
+ * A parallel region costs a few microseconds on an idle machine, and more on a busy one, until the scheduler has run every
+ * thread.  So a second thread must save about 100 microseconds.  The limits are the work of one core in that time: floats
+ * moved, floats with one exponential or root each, and multiply-adds.
  */
 enum { PYOPS_SHARE_FLOATS = 262144, PYOPS_SHARE_EXPS = 65536, PYOPS_SHARE_FMAS = 8000000 };
 
-/* ---- scratch: one buffer a thread, grown on demand, freed with the thread; NULL if there is no memory.
- * A second call by the same thread hands out the same memory again. */
+/* ---- scratch: one buffer per thread, grown on demand, freed when the thread ends; NULL without memory.
+ * A second call by the same thread returns the same memory. */
 float *pyops_scratch(size_t floats);
-/* The same for a thread of a parallel region, which cannot return a status: without memory failed[0] becomes 1. */
+/* The same in a parallel region, which cannot return a status: sets failed[0] = 1 without memory. */
 static inline float *pyops_scratch_or_fail(size_t floats, int *failed) {
     float *scratch = pyops_scratch(floats);
     if (!scratch) {
@@ -193,19 +194,19 @@ static inline float *pyops_scratch_or_fail(size_t floats, int *failed) {
     return scratch;
 }
 
-/* A sum over K is done in blocks of this many, in every table: so it has the same order on every instruction set. */
+/* A sum over K runs in blocks of this many terms in every table, so it has the same order on every instruction set. */
 enum { PYOPS_KC = 256 };
 
-/* Rows that a kernel pads, in scratch, are padded to a multiple of this: the longest vector of any table. */
+/* Kernels pad rows in scratch to a multiple of this, the longest vector of any table. */
 enum { PYOPS_LANES = 16 };
 
-/* Outputs of a linear layer on pixels come in blocks of this many. */
+/* Outputs of a linear layer on pixels are computed in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };
 
-/* columns of a row that is too short for its own loop */
+/* Rows with at most this many columns are too short for a loop of their own. */
 enum { PYOPS_NARROW = 16 };
 
-/* The operations on strided arrays that get vectorised loops of their own: all but the power. */
+/* Operations on strided arrays with a vectorised loop each: all except power. */
 #define PYOPS_UNARY_OPS(OP) OP(PYOPS_OP_COPY) OP(PYOPS_OP_NEGATE) OP(PYOPS_OP_ABS) OP(PYOPS_OP_SQRT) OP(PYOPS_OP_EXP) \
     OP(PYOPS_OP_LOG) OP(PYOPS_OP_TANH) OP(PYOPS_OP_SIGMOID)
 #define PYOPS_BINARY_OPS(OP) OP(PYOPS_OP_ADD) OP(PYOPS_OP_SUBTRACT) OP(PYOPS_OP_MULTIPLY) OP(PYOPS_OP_DIVIDE) \
@@ -213,12 +214,12 @@ enum { PYOPS_NARROW = 16 };
     OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL)
 #define PYOPS_REDUCE_OPS(OP) OP(PYOPS_OP_SUM) OP(PYOPS_OP_MAX) OP(PYOPS_OP_MIN)
 
-/* A reduction takes at most this many columns at a time: as whole a row as the sums of it find room in L1 and L2. */
+/* A reduction processes at most this many columns at a time, so that their sums fit in L1 and L2. */
 enum { PYOPS_REDUCE_COLUMNS = 4096 };
 
 /* ---- packed products, for kernels that use an operand several times ------------------------
- * A packed A holds, of a block of KC columns, panels of MR rows; a packed B, for each block of KC rows, panels of NR columns;
- * the last panel is padded with zeros.  Only gemm.c packs A.
+ * A packed A is panels of MR rows of one block of KC columns.  A packed B is panels of NR columns for each block of KC rows.
+ * The last panel is padded with zeros.  Only gemm.c packs A.
  */
 typedef struct { const float *p; int64_t row, col; } pyops_view;      /* strides in floats */
 
@@ -227,40 +228,40 @@ static inline int64_t pyops_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t pyops_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
 
-typedef struct { int64_t from, to; } pyops_range;                    /* without `to` */
+typedef struct { int64_t from, to; } pyops_range;                    /* [from, to) */
 
-/* Floats of a whole packed B (K,N), and packing of its columns [from, to), `from` a multiple of NR. */
+/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR. */
 static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) {
     return K * pyops_round_up(N, k->NR);
 }
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
 
-/* Up to so many rows a product takes b where it lies, without packing, if its columns lie along memory or its rows do. */
+/* Products with at most this many rows read b unpacked if its rows or its columns are contiguous. */
 enum { PYOPS_FEW_ROWS = 3 };
 
-/* Floats that pyops_product_* need as scratch for one thread. */
+/* Scratch of pyops_product_* for one thread, in floats. */
 size_t pyops_product_scratch(const pyops_kernels *k);
 
 /* One thread: c (M,N) = a (M,K) b (K,N) + bias; flags: PYOPS_ADD, PYOPS_RELU. */
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                    int64_t M, int64_t N, int64_t K, int flags, float *scratch);
-/* The same with a packed b: the columns [from, to) of c, `from` a multiple of NR. */
+/* The same with a packed b, for the columns [from, to) of c; `from` is a multiple of NR. */
 void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
                           const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
                           float *scratch);
-/* All threads: what pyops_gemm does after its checks. */
+/* All threads: pyops_gemm without its checks. */
 pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
                                     int64_t M, int64_t N, int64_t K, int flags);
 
-/* y[c] += sum_r x[r*ldx + c], rows in order, threads share columns. */
+/* y[c] += sum_r x[r*ldx + c], in the order of the rows; threads share columns. */
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);
 
-/* ---- dropout: an element is kept where its random word is not below this ------------------- */
+/* ---- dropout: an element is kept if its random word is at least this ----------------------- */
 static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
-/* ---- which blocks of a gradient are not 0, see pyops_zero_touched ---------------------------- */
+/* ---- sparse gradients, see pyops_zero_touched ------------------------------------------------ */
 static inline int pyops_is_touched(const int32_t *touched, int64_t i) { return !touched || touched[i / PYOPS_GRAD_BLOCK]; }
-/* Something is added to grad[from, to).  One thread says so, for two rows may lie in one block. */
+/* Mark grad[from, to) as added to.  Call from one thread: two rows may share a block. */
 static inline void pyops_touch(int32_t *touched, int64_t from, int64_t to) {
     if (!touched) return;
     for (int64_t b = from / PYOPS_GRAD_BLOCK; b * PYOPS_GRAD_BLOCK < to; b++) touched[b] |= PYOPS_TOUCHED;

@@ -1,7 +1,7 @@
-/* layer_norm.c - rows brought to mean 0 and variance 1, then scaled and shifted by column.
+/* layer_norm.c - normalise rows to mean 0 and variance 1, then scale and shift by column.
  *
- * Rows are independent, and threads share them.  dweight and dbias are sums over all rows: those of ROWS rows at a time
- * are formed in `work` while dx is computed, and then added in the order of the rows, whatever the number of threads.
+ * Rows are independent, and threads share them.  dweight and dbias are sums over all rows: partial sums of ROWS rows are
+ * computed in `work` together with dx, then added in the order of the rows, for any number of threads.
  */
 #include "internal.h"
 
@@ -19,7 +19,7 @@ pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const 
     return PYOPS_OK;
 }
 
-/* For each chunk of rows its part of dweight (C) and of dbias (C). */
+/* For each chunk of rows, its partial sums of dweight (C) and dbias (C). */
 int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) { return (R + ROWS - 1) / ROWS * 2 * C; }
 
 pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,

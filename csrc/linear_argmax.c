@@ -1,18 +1,18 @@
-/* linear_argmax.c - the place of the largest of each row's logits, x weight' + bias, most of which are never computed.
+/* linear_argmax.c - argmax of each row of logits, x weight' + bias, without computing most logits.
  *
- * Decoding wants one word of thousands, and a rough product says of almost all of them that they are not it.  So weight is
- * rounded, once, to 8 bits a number: a word w is s q + e, with whole numbers q from -127 to 127, and what rounding left, e.
- * A row x is a u + f likewise, with 16 bits.  Then
+ * Decoding needs one token of thousands, and an approximate product rules out almost all of them.  So weight is rounded once to
+ * 8 bits per number: a row w of weight is s q + e, with integers q from -127 to 127 and the rounding error e.  A row x is
+ * likewise a u + f, with 16 bits.  Then
  *
  *     w . x  =  a s (q . u)  +  s q . f  +  e . x        and        |s q . f + e . x|  <=  (|w| + |e|) |f| + |e| |x|
  *
- * by Cauchy and Schwarz.  q . u is exact in 32 bits, and with the bound on the right it says how large the logit can be at
- * most.  Only where that is not below the largest logit seen so far is it computed, from weight itself: of 13387 words that
- * is some tens.  The result is that of computing them all, of equals the first, whatever the order and the threads.
+ * by Cauchy and Schwarz.  q . u is exact in 32 bits, so with the bound on the right it gives an upper bound of the logit.  The
+ * logit itself is computed, from the unrounded weight, only if that bound is not below the largest logit so far: for some tens
+ * of 13387 tokens.  The result is the argmax of all logits, the first of equal ones, for any order and number of threads.
  *
- * |f| is at most half a unit, |x| / levels, times sqrt(D), since no |x[d]| exceeds |x|; rounding within the sums of floats is
- * bounded by D eps |w| |x|.  So the bound is |x| margin + top, with two numbers a word.  Where a row or a word has NaN, an
- * infinity, or numbers too small or large for these formulas, its bound is infinite or NaN, and its logits are all computed.
+ * |f| is at most half a unit, |x| / levels, times sqrt(D), since no |x[d]| exceeds |x|; rounding within the float sums is
+ * bounded by D eps |w| |x|.  So the bound is |x| margin + top, with two numbers per token.  If a row of x or weight has NaN, an
+ * infinity, or numbers too small or large for these formulas, its bound is infinite or NaN, and all its logits are computed.
  */
 #include <float.h>
 #include <math.h>
@@ -20,11 +20,12 @@
 #include <string.h>
 #include "internal.h"
 
-/* A block of sums is 64 KiB: WORDS words, which are 64 KiB too where D is 256, with ROWS rows.  DOTS: logits at a time. */
+/* A block of sums is 64 KiB: WORDS tokens (their weights are 64 KiB too if D is 256) by ROWS rows.  DOTS: logits per call. */
 enum { WORDS = 256, ROWS = 64, DOTS = 64 };
 _Static_assert(WORDS % PYOPS_PANEL == 0, "a block must be whole panels");
 
-/* Largest numbers of a row that are rounded: their scales' product is a normal float, and so is every logit. */
+/* Rows are rounded only if their largest number is in this range: then the product of scales is a normal float, as every
+ * logit. */
 static const float LEAST = 1e-12f, MOST = 1e12f;
 
 /* ---- memory ---- */
@@ -43,7 +44,7 @@ static layout prepared_layout(int64_t D, int64_t V) {
 
 int64_t pyops_linear_argmax_prepare_work(int64_t D, int64_t V) { return prepared_layout(D, V).total; }
 
-/* keys (R) of 64 bits, which want to be aligned; scales and lengths of the rows (R); the rounded rows (R,D) of 16 bits */
+/* keys (R) of 64 bits, aligned; scales and lengths of the rows (R); the rounded rows (R,D) of 16 bits */
 int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V) {
     (void)V;
     return 2*R + 1 + 2*R + R * pairs_of(D);
@@ -57,15 +58,15 @@ static float largest(const pyops_kernels *k, const float *x, int64_t n) {
     return value;
 }
 
-/* Whether numbers up to `most` can be rounded; 0 can where all are. */
+/* Whether a row with the largest number `most` can be rounded; a row of zeros can. */
 static int fits(float most) { return most == 0.0f || (most >= LEAST && most <= MOST); }
 
-/* What u goes up to: so that a sum of D products with 127 fits into 32 bits. */
+/* The largest u, such that a sum of D products with 127 fits in 32 bits. */
 static int32_t levels(int64_t D) { return (int32_t)pyops_max(1, pyops_min(INT16_MAX, INT32_MAX / (127 * 2 * pairs_of(D)))); }
 
 static double rounding_of_sums(int64_t D) { return (double)(D + 16) * FLT_EPSILON; }
 
-/* A word of weight -> its scale, its margin, and q. */
+/* Round a row of weight: its scale, its margin, and q. */
 static void round_word(const pyops_kernels *k, int8_t *q, float *scale, float *margin, const float *w, int64_t D) {
     const float most = largest(k, w, D);
     memset(q, 0, (size_t)(2 * pairs_of(D)));
@@ -114,8 +115,8 @@ pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, c
                   : PYOPS_OK;
 }
 
-/* ---- the largest so far: a logit and its word as one number that is the larger the better they are, NaN best of all, of
- * equals the first.  So threads may offer theirs in any order. ---- */
+/* ---- the largest so far: a logit and its token as one key, larger for a larger logit (NaN is largest) and, of equal logits,
+ * for the first token.  So threads may offer keys in any order. ---- */
 static uint64_t key_of(float z, int64_t v) {
     uint32_t bits;
     z += 0.0f;                                          /* -0 equals 0 */
@@ -124,7 +125,7 @@ static uint64_t key_of(float z, int64_t v) {
     return (uint64_t)order << 32 | ~(uint32_t)v;
 }
 
-/* Its logit; NaN of 0, which nothing has yet. */
+/* The logit of a key; NaN for 0, the initial key. */
 static float logit_of(uint64_t key) {
     const uint32_t order = (uint32_t)(key >> 32), bits = order >> 31 ? order & ~(UINT32_C(1) << 31) : ~order;
     float z;
@@ -138,7 +139,7 @@ static uint64_t offer(uint64_t *best, uint64_t key) {
     return key > seen ? key : seen;
 }
 
-/* The logits of the words [v, v + n) of one row, from weight itself. */
+/* Compute the logits of the tokens [v, v + n) for one row, from the unrounded weight. */
 static uint64_t compute(const pyops_kernels *k, uint64_t *best, const float *x, const float *weight, const float *bias,
                         int64_t v, int64_t n, int64_t D) {
     uint64_t found = 0;

@@ -6,24 +6,24 @@
  *   2  e = exp(logits - max), loss          threads share rows
  *   3  dx = dlogits weight                  threads share rows
  *   4  dweight += dlogits' x, dbias         threads share rows of weight
- * A row of dlogits is a number times (e - sum(e) target).  That number, 1 / (valid sum(e)), is never multiplied into the
- * row: phase 3 multiplies dx with it, and phase 4 takes an x that has been multiplied.  So there is one exponential and one
- * pass over the logits between the products.
- * Three products instead of the four that a separate backward would need (it would form the logits again), and no
- * (R,V) matrix.  weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows or
- * of the vocabulary, never by threads.
+ * A row of dlogits is (e - sum(e) target) / (valid sum(e)).  The factor 1 / (valid sum(e)) is not applied to the row: phase 3
+ * applies it to dx, and phase 4 uses x scaled by it.  So there is one exponential and one pass over the logits between the
+ * products.
+ * This takes three products, not the four of a separate backward (which would compute the logits again), and no (R,V) matrix.
+ *  weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows or
+ * of the vocabulary, independent of the threads.
  */
 #include <math.h>
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
-/* Rows in a block, whole tiles of 14 and of 6: 252 x 13387 logits are 13 MB of L3, and weight and dweight are read once for
- * 252 rows. */
+/* Rows in a block, a multiple of the tile heights 14 and 6: 252 x 13387 logits take 13 MB of L3, and weight and dweight are
+ * read once per 252 rows. */
 enum { ROWS = 252 };
 
-/* The logits of a block lie in chunks of COLUMNS words, (ROWS, COLUMNS) each, rows LD apart: a row of all V words would
- * put every row on a page of its own, and a stride of 2 KiB would put all of them into the same sets of a cache. */
+/* The logits of a block are stored in chunks of COLUMNS columns, (ROWS, COLUMNS) each, rows LD apart.  With rows of all V
+ * columns every row would be on another page, and with a stride of 2 KiB all rows would map to the same cache sets. */
 enum { COLUMNS = 512, LD = COLUMNS + 16 };
 _Static_assert(COLUMNS % PYOPS_KC == 0, "a chunk of weight must be whole packed blocks");
 
@@ -32,10 +32,10 @@ typedef struct { int64_t rows, x, dx, logits, x_packed, w_logits, w_dx, losses, 
 static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t V, int gradients) {
     const int64_t block = pyops_min(R, ROWS);
     layout l = {0};
-    l.x = l.rows + R;                                   /* numbers of the valid rows, int32 (R) */
+    l.x = l.rows + R;                                   /* before it: indices of the valid rows, int32 (R) */
     l.losses = l.x + block * D;                         /* x: the rows of a block (ROWS,D) */
     l.factors = l.losses + block;                       /* losses of its rows (ROWS) */
-    l.maxima = l.factors + block;                       /* what a row of dlogits is still to be multiplied with (ROWS) */
+    l.maxima = l.factors + block;                       /* factors of the rows of dlogits (ROWS) */
     l.logits = l.maxima + (V + COLUMNS - 1) / COLUMNS * block;  /* largest logits of each chunk (V/COLUMNS,ROWS) */
     l.w_logits = l.logits + (V + COLUMNS - 1) / COLUMNS * block * LD;   /* chunks of logits (ROWS,COLUMNS) */
     l.total = l.w_logits + pyops_packed_b_size(k, D, V);        /* weight' packed (D,V) */
@@ -47,8 +47,8 @@ static layout make_layout(const pyops_kernels *k, int64_t R, int64_t D, int64_t 
     return l;
 }
 
-/* The chunk of logits with column v, in a block of `block` rows; COLUMNS is a multiple of KC, so a chunk of weight is a
- * whole number of packed blocks too. */
+/* The chunk of logits with column v, in a block of `block` rows.  COLUMNS is a multiple of KC, so a chunk of weight is also a
+ * whole number of packed blocks. */
 static float *chunk(float *logits, int64_t block, int64_t v) { return logits + v / COLUMNS * block * LD; }
 
 int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
@@ -96,7 +96,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t d = 0; d < D; d += k->NR)
                 pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
         }
-        #pragma omp barrier                             /* everyone sees `failed` and the packed weights */
+        #pragma omp barrier                             /* makes `failed` and the packed weights visible */
         const int go_on = !failed;
 
         for (int64_t r0 = 0; go_on && r0 < n_valid; r0 += ROWS) {
@@ -122,7 +122,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 float max = -INFINITY, sum_exp = 0.0f, below = 0.0f;     /* below: sum of z - max */
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const float m = maxima[v / COLUMNS * block + r];
-                    if (max == max && !(m <= max)) max = m;     /* a NaN stays */
+                    if (max == max && !(m <= max)) max = m;     /* NaN stays NaN */
                 }
                 const float missing = max - *z_label;
                 for (int64_t v = 0; v < V; v += COLUMNS) {

@@ -1,12 +1,12 @@
-/* mlp.c - the whole gradient of a network of two linear layers on pixels as one operation, and its whole training step.
+/* mlp.c - all gradients of a network of two linear layers on pixels in one operation, and its whole training step.
  *
- * On a GPU either is one kernel in place of a dozen, each of which would take longer to start than to run.  Here it is those
- * dozen, one after the other, and so the definition of what the other has to compute.
+ * On a GPU each is one kernel instead of a dozen that would take longer to launch than to run.  On the CPU it calls those dozen
+ * in turn, and so is the reference for the GPU.
  */
 #include <string.h>
 #include "internal.h"
 
-/* Places in `work`, in floats. */
+/* Offsets in `work`, in floats. */
 typedef struct { int64_t labels, valid, one, a, da, logits, dlogits, stats, ink, places, rest, size; } layout;
 
 static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {

@@ -1,20 +1,20 @@
 /* optim.c - zeroing, gradient norm, clipping, Adam and gradient descent over one flat buffer of all parameters.
  *
- * The norm is summed in double over 64 KiB chunks whose partial sums are added in order: float would lose the small
- * gradients of ten million, and the order must not depend on the threads.  Adam clips on the fly, so that a clipped
+ * The norm is summed in double over 64 KiB chunks, whose partial sums are added in order: a float sum over ten million
+ * gradients would lose the small ones, and the order must not depend on the threads.  Adam clips while it reads, so a clipped
  * step reads every gradient once.
  */
 #include <math.h>
 #include <string.h>
 #include "internal.h"
 
-/* Adam has a root and a division an element: smaller shares.  A thread takes a turn of several: where little is touched it is
- * soon done, and takes the next. */
+/* Adam computes a root and a division per element, so its chunks are smaller.  Threads take several chunks at a time,
+ * dynamically: chunks with few touched blocks finish early. */
 enum { CHUNK = 16384, ADAM_CHUNK = 4096, TURN = 65536 };
 
 _Static_assert(ADAM_CHUNK % PYOPS_GRAD_BLOCK == 0 && CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
 
-/* The first place behind `from`, at most `to`, whose block is touched where that of `from` is not, or the reverse. */
+/* The first index after `from`, at most `to`, whose block differs from the block of `from` in being touched. */
 static int64_t end_of_run(const int32_t *touched, int64_t from, int64_t to) {
     if (!touched) return to;
     int64_t i = from / PYOPS_GRAD_BLOCK * PYOPS_GRAD_BLOCK + PYOPS_GRAD_BLOCK;
@@ -52,7 +52,7 @@ pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touc
         double s = 0.0;
         for (int64_t b = i*CHUNK; b < end; b += PYOPS_GRAD_BLOCK)
             if (pyops_is_touched(touched, b)) s += k->sum_squares(grad + b, pyops_min(PYOPS_GRAD_BLOCK, end - b));
-        memcpy(work + 2*i, &s, sizeof s);           /* a double in the space of two floats */
+        memcpy(work + 2*i, &s, sizeof s);           /* a double in two floats */
     }
     double sum = 0.0;
     for (int64_t i = 0; i < chunks; i++) {

@@ -1,35 +1,35 @@
 /* pixel_linear.c - a linear layer whose input is rows of a table of bytes, most of which are 0 (in MNIST four of five).
  *
- * Gathering, conversion and product are one: for each pixel that is not 0 a row of weight is added up, so the work is
- * that of the ink.  Forward shares images among the threads, backward ranges of pixels, so that every sum runs in the order
- * of the pixels or of the images whatever the number of threads.
+ * Gather, conversion and product are one loop that adds a row of weight for each nonzero pixel, so the cost is proportional to
+ * the number of nonzero pixels.  Threads share images in forward and ranges of pixels in backward, so every sum runs in the
+ * order of the pixels or of the images for any number of threads.
  */
 #include <omp.h>
 #include <string.h>
 #include "internal.h"
 
-enum { AHEAD = 16 };        /* images that are fetched before they are needed */
+enum { AHEAD = 16 };        /* images to prefetch */
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     const pyops_status status = check_pixel_linear(who, N, B, I, O, scale);
     return status ? status : pyops_check_rows(who, rows, B, N);
 }
 
-/* The rows of a shuffled batch lie anywhere: fetch one while others are computed.  Out of the cache, an image costs as
- * much to wait for as to multiply.  It goes to the second cache, for the first is full of weights. */
+/* The rows of a shuffled batch are scattered: prefetch one while others are computed.  A cache miss per image costs as much as
+ * its product.  Prefetch into L2, since L1 is full of weights. */
 static void prefetch_row(const uint8_t *row, int64_t I) {
     for (int64_t i = 0; i < I; i += 64) __builtin_prefetch(row + i, 0, 2);
-    __builtin_prefetch(row + I - 1, 0, 2);      /* it need not begin on a cache line */
+    __builtin_prefetch(row + I - 1, 0, 2);      /* rows need not start at a cache line */
 }
 
 static int64_t padded(int64_t O) { return pyops_round_up(O, PYOPS_PIXEL_BLOCK); }
 
-/* What a pixel of each value is as a float. */
+/* The float of each pixel value. */
 static void list_values(float *values, float scale) {
     for (int v = 0; v < 256; v++) values[v] = scale * (float)v;
 }
 
-/* Forward of the images [from, to).  work: (I + 1) PYOPS_PIXEL_BLOCK floats, and room for the places of an image. */
+/* Forward of the images [from, to).  work: (I + 1) PYOPS_PIXEL_BLOCK floats, and space for the indices of one image. */
 static void forward_share(const pyops_kernels *k, float *y, int32_t *ink, uint16_t *places, const uint8_t *table,
                           const int64_t *rows, const float *weight, const float *bias, const float *values, float *work,
                           int64_t from, int64_t to, int64_t I, int64_t O) {
@@ -77,7 +77,7 @@ pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places
 /* the sums of dweight (I,O padded), then dy (B,O padded): rows of whole blocks */
 int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t O) { return (I + B) * padded(O); }
 
-/* How many of the n places, which ascend, lie before `limit`. */
+/* The number of the n ascending indices below `limit`. */
 static int64_t before(const uint16_t *places, int64_t n, int64_t limit) {
     int64_t low = 0;
     while (low < n) {

@@ -1,7 +1,7 @@
 /* replay.c - run a recorded list of kernel calls; measure what the machine can do at best.
  *
- * A call through Python costs microseconds, as much as a small kernel.  A recorded step is an array of actions, and
- * this loop is all that happens between them.  The calls themselves are written by replay.awk from pyops.h.
+ * A call through Python costs microseconds, as much as a small kernel.  A recorded step is an array of actions, with only this
+ * loop between them.  replay.awk generates the calls from pyops.h.
  */
 #include <time.h>
 #include "internal.h"

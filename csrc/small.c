@@ -1,11 +1,11 @@
 /* small.c - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions.
  *
- * All are bound by memory; threads share fixed chunks or columns, so a sum's order never depends on their number.
+ * All are memory-bound.  Threads share fixed chunks or columns, so the order of a sum never depends on their number.
  */
 #include <string.h>
 #include "internal.h"
 
-/* 64 KiB a chunk: worth a thread's while, small enough to share out evenly. */
+/* 64 KiB per chunk: large enough for a thread, small enough to balance the load. */
 enum { CHUNK = 16384 };
 
 pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
@@ -36,7 +36,7 @@ pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n
 }
 
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx) {
-    enum { COLUMNS = 256 };             /* the sums of a thread stay in L1 while the rows go by */
+    enum { COLUMNS = 256 };             /* the sums of a thread fit in L1 */
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t c = 0; c < C; c += COLUMNS) {

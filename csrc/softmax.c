@@ -1,6 +1,6 @@
-/* softmax.c - the softmax of attention's scores, where these lie in memory: for attention that is made of single products.
+/* softmax.c - the softmax of attention scores in memory, for attention computed by separate products.
  *
- * A row is a query's; threads share rows.  Masks and dropout are those of attention.c.
+ * There is one row per query; threads share rows.  Masks and dropout as in attention.c.
  */
 #include <math.h>
 #include "internal.h"

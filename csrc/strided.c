@@ -1,9 +1,9 @@
 /* strided.c - element-wise operations, copies and reductions on arrays with any strides.
  *
- * A call's axes are first put into a plain form: axes of size 1 go, the others are ordered by stride, and those that
- * memory does not tell apart become one.  A contiguous array of any shape ends as a single axis.  What is left is cut
- * into units, which threads share; a unit is one row for the loops in kernels/strided_rows.inc, or a tile where an
- * operand lies across the result.  Elements and int32 are of the same size, so all but these loops knows no type.
+ * The axes of a call are first simplified: axes of size 1 are dropped, the others are ordered by stride, and adjacent axes are
+ * merged where possible.  A contiguous array of any shape becomes a single axis.  The rest is cut into units, which threads
+ * share; a unit is one row for the loops in kernels/strided_rows.inc, or a tile if an operand is transposed with respect to the
+ * result.  float and int32 have the same size, so only those loops depend on the type.
  */
 #include <math.h>
 #include <omp.h>
@@ -11,19 +11,19 @@
 #include "internal.h"
 
 enum { AXES = PYOPS_AXES, OPERANDS = 3, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
-typedef char element[4];                /* float or int32: only rows look inside */
-_Static_assert(sizeof(float) == sizeof(element) && sizeof(int32_t) == sizeof(element), "elements of one size");
+typedef char element[4];                /* float or int32: only the row functions interpret it */
+_Static_assert(sizeof(float) == sizeof(element) && sizeof(int32_t) == sizeof(element), "all elements have the same size");
 
 typedef struct {
     int n;                              /* axes, the last one innermost; at least one */
     int64_t size[AXES], stride[OPERANDS][AXES];
 } space;
 
-static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
+static int64_t abs_stride(int64_t stride) { return stride < 0 ? -stride : stride; }
 
-/* Whether axis a belongs outside axis b, by the strides of operand `by`; what is broadcast goes outermost. */
+/* Whether axis a belongs outside axis b, by the strides of operand `by`; broadcast axes go outermost. */
 static int outside(const space *s, int by, int a, int b) {
-    const int64_t at_a = distance(s->stride[by][a]), at_b = distance(s->stride[by][b]);
+    const int64_t at_a = abs_stride(s->stride[by][a]), at_b = abs_stride(s->stride[by][b]);
     return !at_a ? at_b != 0 : at_b && at_a > at_b;
 }
 
@@ -36,7 +36,7 @@ static void swap_axes(space *s, int operands, int a, int b) {
     }
 }
 
-/* The plain form of the axes, ordered by the strides of operand `by`. */
+/* The simplified axes, ordered by the strides of operand `by`. */
 static space simplify(const int64_t *shape, const int64_t *strides, int64_t ndim, int operands, int by) {
     space s = {0};
     for (int64_t d = 0; d < ndim; d++) {
@@ -45,7 +45,7 @@ static space simplify(const int64_t *shape, const int64_t *strides, int64_t ndim
         for (int o = 0; o < operands; o++) s.stride[o][s.n] = strides[o * ndim + d];
         for (int a = s.n++; a > 0 && outside(&s, by, a, a - 1); a--) swap_axes(&s, operands, a, a - 1);
     }
-    int last = 0;                       /* join axis d to the last one that stays where one step of that is a walk over d */
+    int last = 0;                       /* merge axis d into axis `last` where a step of that spans all of d */
     for (int d = 1; d < s.n; d++) {
         int joins = 1;
         for (int o = 0; o < operands; o++) joins &= s.stride[o][last] == s.stride[o][d] * s.size[d];
@@ -70,20 +70,20 @@ static int64_t elements(const space *s) {
 /* ---- element by element ---- */
 typedef void row_function(void *const *p, const int64_t *step, int64_t n, int op);
 
-/* The axis along which an input lies while y lies along the last one: -1 where no input is transposed. */
+/* The axis along which an input is contiguous although y is not; -1 if no input is transposed. */
 static int transposed_axis(const space *s, int operands) {
     int best = -1;
     int64_t nearest = INT64_MAX;
     for (int o = 1; o < operands; o++)
         for (int d = 0; d < s->n - 1; d++) {
-            const int64_t along = distance(s->stride[o][d]);
-            if (along && along < distance(s->stride[o][s->n - 1]) && along < nearest) best = d, nearest = along;
+            const int64_t along = abs_stride(s->stride[o][d]);
+            if (along && along < abs_stride(s->stride[o][s->n - 1]) && along < nearest) best = d, nearest = along;
         }
     return best;
 }
 
-/* Elements y[r,c] of a tile.  An input that lies along r is read in that order, into a buffer in the order of y: a whole
- * line of cache is used while it is there. */
+/* Elements y[r,c] of a tile.  An input contiguous along r is read in that order into a buffer in the order of y, so that every
+ * cache line is used completely. */
 static void tile(row_function *row, int op, int operands, void *const *base, const int64_t *row_step, const int64_t *step,
                  int64_t rows, int64_t columns) {
     uint32_t buffer[OPERANDS - 1][TILE_ROWS * TILE_COLUMNS];
@@ -91,7 +91,7 @@ static void tile(row_function *row, int op, int operands, void *const *base, con
     int64_t down[OPERANDS], along[OPERANDS];
     for (int o = 0; o < operands; o++) {
         p[o] = base[o], down[o] = row_step[o], along[o] = step[o];
-        if (!o || !row_step[o] || distance(row_step[o]) >= distance(step[o])) continue;
+        if (!o || !row_step[o] || abs_stride(row_step[o]) >= abs_stride(step[o])) continue;
         element *to = (element *)buffer[o - 1];
         for (int64_t c = 0; c < columns; c++)
             for (int64_t r = 0; r < rows; r++)
@@ -105,7 +105,7 @@ static void tile(row_function *row, int op, int operands, void *const *base, con
     }
 }
 
-/* base: y and the inputs.  Shared among threads where there are more than `share` elements. */
+/* base: y and the inputs.  Threads share the work above `share` elements. */
 static void elementwise(row_function *row, int op, int operands, void *const *base, const int64_t *shape,
                         const int64_t *strides, int64_t ndim, int64_t share) {
     const space s = simplify(shape, strides, ndim, operands, 0);
@@ -139,7 +139,7 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
             if (across < 0) row(q, step, columns, op);
             else tile(row, op, operands, q, down, step,
                       pyops_min(TILE_ROWS, s.size[across] - at[across] * TILE_ROWS), columns);
-            for (int d = inner; d >= 0; d--) {          /* on to the next unit */
+            for (int d = inner; d >= 0; d--) {          /* advance to the next unit */
                 for (int o = 0; o < operands; o++) p[o] += part[d] * s.stride[o][d];
                 if (++at[d] < parts[d]) break;
                 for (int o = 0; o < operands; o++) p[o] -= parts[d] * part[d] * s.stride[o][d];
@@ -168,7 +168,7 @@ static pyops_status binary(const char *who, row_function *row, int op, void *y, 
     return status;
 }
 
-/* The value in the place of an input: one element, stride 0. */
+/* The value replaces an input: one element, stride 0. */
 static pyops_status scalar(const char *who, row_function *row, int op, void *y, const void *x, const void *value,
                            const int64_t *shape, const int64_t *strides, int64_t ndim, int reflected) {
     int64_t three[OPERANDS * AXES] = {0};
@@ -222,7 +222,7 @@ pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape
                                   int32_t op, int32_t reflected, float value, void *stream) {
     (void)stream;
     const pyops_kernels *k = pyops_active();
-    if (op == PYOPS_OP_POWER && !reflected) {           /* the powers that need no logarithm */
+    if (op == PYOPS_OP_POWER && !reflected) {           /* powers without a logarithm */
         if (value == 1.0f) return pyops_strided_unary(y, x, shape, strides, ndim, PYOPS_OP_COPY, stream);
         if (value == 0.5f) return pyops_strided_unary(y, x, shape, strides, ndim, PYOPS_OP_SQRT, stream);
         if (value == -1.0f) return pyops_strided_scalar(y, x, shape, strides, ndim, PYOPS_OP_DIVIDE, 1, 1.0f, stream);
@@ -241,7 +241,7 @@ pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape
 pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
                                         int64_t ndim, int32_t op, int32_t reflected, int32_t value, void *stream) {
     PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_scalar_int32");
-    if (op == PYOPS_OP_POWER) {                         /* the exponents are looked at there */
+    if (op == PYOPS_OP_POWER) {                         /* that function checks the exponents */
         int64_t three[OPERANDS * AXES] = {0};
         const pyops_status status = check_shape("strided_scalar_int32", shape, ndim);
         if (status) return status;
@@ -287,13 +287,13 @@ pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const int64_t *s
 }
 
 /* ---- reductions ----
- * The axes of x, by its strides, are of two kinds: kept, and reduced, where y has stride 0.  Outputs are formed in blocks
- * of columns along one kept axis; the reduced axes are the rows of a block.  Threads share the blocks.  Where they are
- * few and their terms many, the outermost reduced axis is cut into pieces, whose sums are then added in their order: cut
- * by the shape alone, so that the order of a sum never depends on the number of threads.
+ * An axis of x is either kept, or reduced if y has stride 0 along it.  Outputs are computed in blocks of columns along one kept
+ * axis; the reduced axes are the rows of a block.  Threads share the blocks.  If blocks are few and have many terms, the
+ * outermost reduced axis is cut into pieces, whose sums are then added in order.  The cut depends on the shape alone, so the
+ * order of a sum never depends on the number of threads.
  */
 typedef void reduce_function(void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, int op);
-typedef union { double real; int64_t integer; } wide;           /* as the rows have it: double for float, int64 for int32 */
+typedef union { double real; int64_t integer; } wide;           /* type of partial sums: double for float, int64 for int32 */
 enum { Y, X };                                                  /* the operands */
 
 static void start(wide *sums, int64_t n, int op, int is_int) {
@@ -325,13 +325,13 @@ typedef struct {
     reduce_function *block;
     int op, is_int;
     space s;
-    int column, row, piece;             /* axes: kept, or -1; the innermost reduced one; the outermost one, which is cut */
-    int64_t columns;                    /* of a block */
-    int64_t parts[AXES], blocks;        /* blocks along each kept axis (1 along the others), and in all */
+    int column, row, piece;             /* axes: a kept one or -1; the innermost and the outermost reduced one */
+    int64_t columns;                    /* columns of a block */
+    int64_t parts[AXES], blocks;        /* blocks along each kept axis (1 along the others); all blocks */
     int64_t pieces, piece_size;
 } reduction;
 
-/* The block number u: where it begins in x and in y, and how many columns it has. */
+/* Return the number of columns of block u, and its offsets in x and y. */
 static int64_t locate(const reduction *r, int64_t u, int64_t *x, int64_t *y) {
     int64_t columns = 1;
     *x = *y = 0;
@@ -345,7 +345,7 @@ static int64_t locate(const reduction *r, int64_t u, int64_t *x, int64_t *y) {
     return columns;
 }
 
-/* sums (op)= all terms of a block that fall into one piece */
+/* sums (op)= all terms of a block in one piece */
 static void gather_terms(const reduction *r, wide *sums, const element *x, int64_t columns, int64_t piece) {
     const space *s = &r->s;
     int64_t from[AXES], size[AXES], at[AXES] = {0}, step = r->column < 0 ? 1 : s->stride[X][r->column];
@@ -357,7 +357,7 @@ static void gather_terms(const reduction *r, wide *sums, const element *x, int64
     }
     for (int d; ; ) {
         r->block(sums, x, size[r->row], columns, s->stride[X][r->row], step, r->op);
-        for (d = s->n - 1; d >= 0; d--) {               /* on to the next rows */
+        for (d = s->n - 1; d >= 0; d--) {               /* advance to the next rows */
             if (d == r->row || s->stride[Y][d]) continue;
             x += s->stride[X][d];
             if (++at[d] < size[d]) break;
@@ -390,28 +390,28 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
         return unary(who, copy, PYOPS_OP_COPY, y, x, shape, strides, ndim);
     }
     PYOPS_REQUIRE(n || op == PYOPS_OP_SUM, "%s: no elements have a maximum or minimum", who);
-    /* rows along memory, unless they are so short that the columns beside them give longer loops */
+    /* reduce contiguous rows, unless they are so short that loops over columns are longer */
     if (s->stride[Y][inner] || s->size[inner] < NARROW) r.column = kept;
     if (r.column >= 0) r.columns = pyops_min(PYOPS_REDUCE_COLUMNS, s->size[r.column]);
     for (int d = 0; d < s->n; d++) {
         r.parts[d] = !s->stride[Y][d] ? 1 : d == r.column ? (s->size[d] + r.columns - 1) / r.columns : s->size[d];
         r.blocks *= r.parts[d];
     }
-    const int64_t places = r.blocks * r.columns;        /* sums of a piece */
-    if (r.blocks < FEW) {               /* pieces that are worth a thread, with fewer sums than terms */
-        r.pieces = pyops_min(pyops_min(PIECES, n / PIECE), pyops_min(s->size[r.piece], n / (places * PIECE_ROWS)));
+    const int64_t slots = r.blocks * r.columns;        /* sums of a piece */
+    if (r.blocks < FEW) {               /* pieces large enough for a thread, with fewer sums than terms */
+        r.pieces = pyops_min(pyops_min(PIECES, n / PIECE), pyops_min(s->size[r.piece], n / (slots * PIECE_ROWS)));
         r.pieces = pyops_max(r.pieces, 1);
         r.piece_size = (s->size[r.piece] + r.pieces - 1) / r.pieces;
     }
     wide *sums = NULL;
-    if (r.pieces > 1 && !(sums = (wide *)pyops_scratch((size_t)(r.pieces * places) * sizeof *sums / sizeof(float))))
-        return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld sums", who, LL(r.pieces * places));
+    if (r.pieces > 1 && !(sums = (wide *)pyops_scratch((size_t)(r.pieces * slots) * sizeof *sums / sizeof(float))))
+        return pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %lld sums", who, LL(r.pieces * slots));
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t u = 0; u < r.blocks * r.pieces; u++) {
         int64_t x_at, y_at;
         wide own[PYOPS_REDUCE_COLUMNS];
         const int64_t columns = locate(&r, u % r.blocks, &x_at, &y_at);
-        wide *to = sums ? sums + u / r.blocks * places + u % r.blocks * r.columns : own;
+        wide *to = sums ? sums + u / r.blocks * slots + u % r.blocks * r.columns : own;
         start(to, columns, op, is_int);
         gather_terms(&r, to, (const element *)x + x_at, columns, u / r.blocks);
         if (!sums) finish((element *)y + y_at, r.column < 0 ? 1 : s->stride[Y][r.column], own, columns, is_int);
@@ -420,7 +420,7 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
         int64_t x_at, y_at;
         const int64_t columns = locate(&r, u, &x_at, &y_at);
         wide *first = sums + u * r.columns;
-        for (int64_t piece = 1; piece < r.pieces; piece++) merge(first, first + piece * places, columns, op, is_int);
+        for (int64_t piece = 1; piece < r.pieces; piece++) merge(first, first + piece * slots, columns, op, is_int);
         finish((element *)y + y_at, r.column < 0 ? 1 : s->stride[Y][r.column], first, columns, is_int);
     }
     return PYOPS_OK;
