@@ -33,16 +33,16 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) {
 #define PYOPS_LOWERED 0
 #endif
 static const pyops_kernels *choose(void) {
-    const char *want = getenv("PYOPS_ISA");
-    if (want && !*want) want = NULL;
+    const char *requested = getenv("PYOPS_ISA");
+    if (requested && !*requested) requested = NULL;
 #if defined __x86_64__ || defined __i386__
     __builtin_cpu_init();
 #define KERNEL(isa, test) \
-    if ((PYOPS_LOWERED || (test)) && (!want || !strcmp(want, #isa))) return &pyops_kernels_##isa;
+    if ((PYOPS_LOWERED || (test)) && (!requested || !strcmp(requested, #isa))) return &pyops_kernels_##isa;
 #include "kernels/kernels.inc"
 #undef KERNEL
 #else
-    (void)want;
+    (void)requested;
 #endif
     return &pyops_kernels_generic;
 }

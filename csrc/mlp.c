@@ -90,7 +90,7 @@ pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *para
     float *const norms = work + pyops_mlp_gradients_work(B, I, H, C), *const rest = norms + 4;
     TRY(pyops_mlp_gradients(loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
                             param + w1, param + b1, param + w2, param + b2, work, N, B, I, H, C, scale, stream));
-    if (norm) {                                         /* the length of all is that of the lengths of each */
+    if (norm) {                                         /* the norm of the four norms */
         for (int i = 0; i < 4; i++) TRY(pyops_grad_norm(norms + i, grad + at[i], NULL, rest, size[i], stream));
         TRY(pyops_grad_norm(norm, norms, NULL, rest, 4, stream));
     }

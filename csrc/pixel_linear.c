@@ -1,4 +1,4 @@
-/* pixel_linear.c - a linear layer whose input is rows of a table of bytes, most of which are 0 (in MNIST four of five).
+/* pixel_linear.c - a linear layer on rows of a table of bytes that are mostly 0 (80 % in MNIST).
  *
  * Gather, conversion and product are one loop that adds a row of weight for each nonzero pixel, so the cost is proportional to
  * the number of nonzero pixels.  Threads share images in forward and ranges of pixels in backward, so every sum runs in the

@@ -16,7 +16,7 @@ END {
         call = name "("
         for (j = 1; j < n; j++) {
             field = argument[j] ~ /\*/ ? "pointer" : argument[j] ~ /float/ ? "real" : "integer"
-            cast = ""                           # which C++ wants for pointers
+            cast = ""                           # C++ requires one for pointers
             if (field == "pointer") {
                 cast = argument[j]
                 sub(/[a-z0-9_]+ *$/, "", cast)
