@@ -35,9 +35,8 @@ typedef struct {
 
 static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                               const int32_t *lengths, const int64_t *step, int32_t causal, float p, uint64_t key) {
-    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld",
-                  who, LL(Tq), LL(Tk), LL(B), LL(heads), LL(C));
-    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)p);
+    const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+    if (status) return status;
     for (int64_t b = 0; lengths && b < B; b++)
         PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, want 0 to %lld",
                       who, LL(b), lengths[b], LL(Tk));
@@ -218,11 +217,7 @@ pyops_status pyops_attention_forward(float *y, float *stats, const float *q, con
     int failed = 0;
     #pragma omp parallel if (shared(&c, 2))
     {
-        float *work = pyops_scratch((size_t)floats);
-        if (!work) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *work = pyops_scratch_or_fail((size_t)floats, &failed);
         if (work && Tq > FEW && c.ld > C) c.k->fill(work, lay_out_forward(&c).turned, 0.0f);      /* beyond the copied rows */
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += group) {
@@ -331,11 +326,7 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
     int failed = 0;
     #pragma omp parallel if (shared(&c, 5))
     {
-        float *work = pyops_scratch((size_t)lay_out_backward(&c).total);
-        if (!work) {
-            #pragma omp atomic write
-            failed = 1;
-        }
+        float *work = pyops_scratch_or_fail((size_t)lay_out_backward(&c).total, &failed);
         if (work && c.ld > C) c.k->fill(work, lay_out_backward(&c).turned, 0.0f);      /* beyond the copied rows */
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += c.group)

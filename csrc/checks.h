@@ -91,6 +91,13 @@ static inline pyops_status check_dropout(const char *who, int64_t n, float p) {
     return check_dropout_p(who, p);
 }
 
+static inline pyops_status check_attention(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+                                           float p) {
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld",
+                  who, LL(Tq), LL(Tk), LL(B), LL(heads), LL(C));
+    return check_dropout_p(who, p);
+}
+
 static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
     PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
                   who, LL(Tq), LL(Tk), LL(B), LL(heads));

@@ -597,9 +597,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backwa
 // ---- calls --------------------------------------------------------------------------------------------------------------
 static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                               const int32_t *lengths, const int64_t *step, int32_t causal, float p, uint64_t key) {
-    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld",
-                  who, LL(Tq), LL(Tk), LL(B), LL(heads), LL(C));
-    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, static_cast<double>(p));
+    const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+    if (status) return status;
     const bool drops = step && p > 0.0f;
     c = {Tq, Tk, B, heads, C, B * heads * C, lengths, drops ? step : nullptr, key, dropout_threshold(p), causal,
          1.0f / sqrtf(static_cast<float>(C)), drops ? 1.0f / (1.0f - p) : 1.0f,
