@@ -1,33 +1,33 @@
 /* attention.c - scaled dot-product attention of several heads, and the lengths of padded sequences.
  *
- * A task is one head of one sentence.  It goes through tiles of scores, so that the whole matrix of scores is never in memory;
- * tiles that no query may see are left out.  y and stats are, after each tile, those of attention over the keys so far (the
- * online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so any number of keys takes one pass.  Backward computes
- * the weights again from stats: the largest score of each query and the sum of exponentials, which a log-sum-exp would round
- * to the last digit of a large score.
+ * A task is one head of one sequence.  It is computed in tiles of scores, so the whole matrix of scores is never in memory;
+ * tiles that no query may see are skipped.  After each tile y and stats are the results of attention over the keys so far (the
+ * online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so any number of keys takes one pass.  Backward recomputes
+ * the weights from stats: the largest score of each query and the sum of exponentials, which a log-sum-exp would round to the
+ * last digit of a large score.
  *
- * A tile has a row for each key and a column for each query.  Where sequences are short, the queries of several tasks share
- * the columns of one tile, or most lanes of the softmax would be empty; products are still those of one task each.  Threads
- * share such groups of tasks, and a group runs the same way on any of them.
+ * A tile has a row for each key and a column for each query.  If sequences are short, the queries of several tasks share the
+ * columns of one tile, because most lanes of the softmax would be empty otherwise; products are computed per task.  Threads
+ * share these groups of tasks, and a group gives the same bits on any thread.
  *
- * The rows of a head lie a whole step (B,D) apart, often a power of two that maps them to the same few sets of a cache: so
- * the rows of a tile are copied side by side first.
+ * The rows of a head are a whole step (B,D) apart, often a power of two that maps them to the same few cache sets: so the rows
+ * of a tile are first copied to contiguous memory.
  */
 #include <math.h>
 #include <string.h>
 #include "internal.h"
 
-enum { QUERIES = 32, KEYS = 64 };           /* of a task, in a tile */
-enum { COLUMNS = 48 };                      /* of a tile at most: queries of several tasks */
-enum { FEW = 3 };                           /* queries that are not worth tiles, as in incremental decoding */
+enum { QUERIES = 32, KEYS = 64 };           /* of a task in a tile */
+enum { COLUMNS = 48 };                      /* maximum of a tile: queries of several tasks */
+enum { FEW = 3 };                           /* so few queries are computed without tiles, as in incremental decoding */
 
-/* What all tasks of a call share.  Rows of q, k, v, y are `row` floats apart, their copies `ld`. */
+/* The fields common to all tasks of a call.  Rows of q, k, v, y are `row` floats apart, their copies `ld`. */
 typedef struct {
     const pyops_kernels *k;
     int64_t Tq, Tk, B, heads, C, row, ld;
-    int64_t group, columns, keys;   /* tasks of a group, columns and keys of a tile at most */
+    int64_t group, columns, keys;   /* tasks of a group; maximum columns and keys of a tile */
     const int32_t *lengths;
-    const int64_t *step;            /* NULL where p is 0 */
+    const int64_t *step;            /* NULL if p is 0 */
     int32_t causal;
     float p, scale;
     uint64_t key;
@@ -50,32 +50,31 @@ static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, 
     return PYOPS_OK;
 }
 
-/* Are so many products worth several threads?  The rows are moved, too, which is more than the products of short ones. */
+/* Whether to use several threads for this many multiply-adds.  Rows are copied too, which costs more than short products. */
 static int shared(const call *c, int64_t products) {
     const int64_t moved = (c->Tq + c->Tk) * (PYOPS_SHARE_FMAS / PYOPS_SHARE_FLOATS);
     return c->B * c->heads * c->C * (c->Tq * c->Tk * products + moved) > PYOPS_SHARE_FMAS;
 }
 
-/* How many keys query i of sentence b may see: the first ones. */
+/* Query i of sequence b may see this many keys, the first ones. */
 static int64_t seen(const call *c, int64_t b, int64_t i) {
     const int64_t length = c->lengths ? c->lengths[b] : c->Tk;
     return c->causal ? pyops_max(0, pyops_min(length, i + 1 + c->Tk - c->Tq)) : length;
 }
 
-/* How many of the keys of a tile from j on query i of a task may see; none before the first query. */
+/* The number of keys from j on in a tile that query i of a task may see; 0 before the first query. */
 static int64_t seen_from(const call *c, int64_t task, int64_t i, int64_t j) {
     return i < 0 ? 0 : pyops_max(0, pyops_min(c->keys, seen(c, task / c->heads, i) - j));
 }
 
-/* keep (rows,n) / (1 - p) of the queries from i on (also those of the next tasks) and the keys from j on, a multiple of 4;
- * returns the distance of its rows.  Whole rows lie side by side in the count of elements too, and are drawn at once, with
- * what nobody sees if they are short. */
-static int64_t draw(const call *c, float *keep, int64_t task, int64_t i, int64_t rows, int64_t j, int64_t n) {
+/* Draw dropout_mask (rows,n) / (1 - p) for the queries from i on (also of the next tasks) and the keys from j on, a multiple of
+ * 4; return the stride of its rows.  Whole rows have consecutive counters, so they are drawn together, padding included. */
+static int64_t draw(const call *c, float *dropout_mask, int64_t task, int64_t i, int64_t rows, int64_t j, int64_t n) {
     const int64_t Tk4 = pyops_round_up(c->Tk, 4), ld = Tk4 <= KEYS ? Tk4 : pyops_round_up(n, 4), at_once = ld == Tk4;
     const int64_t first = ((task * c->Tq + i) * Tk4 + j) / 4, count = at_once ? rows * ld : ld;
     for (int64_t r = 0; r < (at_once ? 1 : rows); r++) {
-        c->k->fill(keep + r*ld, count, 1.0f);
-        c->k->dropout(keep + r*ld, keep + r*ld, first + r * Tk4 / 4, count, (uint64_t)c->step[0], c->key,
+        c->k->fill(dropout_mask + r*ld, count, 1.0f);
+        c->k->dropout(dropout_mask + r*ld, dropout_mask + r*ld, first + r * Tk4 / 4, count, (uint64_t)c->step[0], c->key,
                       pyops_dropout_threshold(c->p), 1.0f / (1.0f - c->p));
     }
     return ld;
@@ -84,17 +83,17 @@ static int64_t draw(const call *c, float *keep, int64_t task, int64_t i, int64_t
 /* ---- a tile of scores (KEYS,columns), so that a vector holds one score each of several queries ----------------- */
 typedef struct {
     int64_t task, tasks, i, rows;       /* queries [i, i + rows) of each of these tasks */
-    int64_t columns, width;             /* tasks * rows, and the same padded */
-    int64_t j, n;                       /* keys [j, j + n), the most that any of the tasks sees */
-    int32_t seen[COLUMNS];              /* how many of these keys each query may see */
-    const float *keep;                  /* keep' / (1 - p), or one row of ones for all keys, */
-    int64_t ld_keep;                    /* which are this far apart */
+    int64_t columns, width;             /* tasks * rows; the same, padded */
+    int64_t j, n;                       /* keys [j, j + n), the most that any task sees */
+    int32_t seen[COLUMNS];              /* the number of these keys that each query may see */
+    const float *dropout_mask;          /* transposed and divided by 1 - p, or one row of ones for all keys */
+    int64_t ld_mask;                    /* stride of its rows */
 } tile;
 
-/* How many keys of the tile any query of task g sees: its last one sees most. */
+/* The number of keys of the tile that any query of task g sees: the last query sees most. */
 static int64_t keys_of(const tile *t, int64_t g) { return t->seen[(g + 1) * t->rows - 1]; }
 
-/* The tile of the queries from i on and the keys from j on; 0 if none of them may see any of these. */
+/* The tile of the queries from i on and the keys from j on; returns 0 if no query sees any of the keys. */
 static int make_tile(const call *c, tile *t, int64_t task, int64_t tasks, int64_t i, int64_t j) {
     *t = (tile){.task = task, .tasks = tasks, .i = i, .rows = pyops_min(QUERIES, c->Tq - i), .j = j};
     t->columns = tasks * t->rows;
@@ -106,41 +105,42 @@ static int make_tile(const call *c, tile *t, int64_t task, int64_t tasks, int64_
     return t->n > 0;
 }
 
-/* Its dropout; drawn and keep are scratch. */
-static void keep_tile(const call *c, tile *t, float *keep, float *drawn) {
-    t->keep = keep;
+/* The dropout mask of a tile; drawn and dropout_mask are scratch. */
+static void draw_tile(const call *c, tile *t, float *dropout_mask, float *drawn) {
+    t->dropout_mask = dropout_mask;
     if (c->step) {
-        t->ld_keep = c->columns;
-        c->k->transpose(keep, drawn, t->columns, t->n, c->columns, draw(c, drawn, t->task, t->i, t->columns, t->j, t->n));
+        t->ld_mask = c->columns;
+        c->k->transpose(dropout_mask, drawn, t->columns, t->n, c->columns,
+                        draw(c, drawn, t->task, t->i, t->columns, t->j, t->n));
     } else {
-        c->k->fill(keep, t->width, 1.0f);
+        c->k->fill(dropout_mask, t->width, 1.0f);
     }
 }
 
-/* s (n,rows), the part of a tile that is one task's, = a b' of rows a (n,C), copied, and b (rows,C), ldb apart.  Rows that
- * fill lanes are transposed to them; of fewer, copied too, lanes take a part of each sum.  turned is scratch. */
+/* s (n,rows), the part of a tile of one task, = a b' of rows a (n,C), copied, and b (rows,C), ldb apart.  If rows fill the
+ * lanes they are transposed; otherwise (also copied) each sum is split over the lanes.  transposed is scratch. */
 static void scores(const call *c, float *s, const float *a, const float *b, int64_t ldb, int64_t n, int64_t rows,
-                   float *turned) {
+                   float *transposed) {
     if (rows < PYOPS_LANES) {
         c->k->dot_products(s, a, b, n, rows, c->ld, c->columns, c->ld);
     } else {
-        c->k->transpose(turned, b, rows, c->C, QUERIES, ldb);
-        c->k->direct(s, a, turned, n, rows, c->C, c->columns, c->ld, 1, QUERIES, 0);
+        c->k->transpose(transposed, b, rows, c->C, QUERIES, ldb);
+        c->k->direct(s, a, transposed, n, rows, c->C, c->columns, c->ld, 1, QUERIES, 0);
     }
 }
 
 /* ---- forward ---- */
-typedef struct { int64_t k, v, q, turned, s, keep, drawn, total; } forward_layout;
+typedef struct { int64_t k, v, q, transposed, s, dropout_mask, drawn, total; } forward_layout;
 
 static forward_layout lay_out_forward(const call *c) {
     const int64_t copied = c->group * c->keys * c->ld;
     forward_layout l = {0};
     l.v = l.k + copied;                                 /* k, v of each task (keys,C) */
     l.q = l.v + copied;                                 /* q of a task (QUERIES,C) */
-    l.turned = l.q + QUERIES * c->ld;                   /* (C,QUERIES) */
-    l.s = l.turned + c->C * QUERIES;                    /* scores, then weights (KEYS,columns) */
-    l.keep = l.s + KEYS * c->columns;                   /* (KEYS,columns) */
-    l.drawn = l.keep + KEYS * c->columns;               /* (columns,KEYS) */
+    l.transposed = l.q + QUERIES * c->ld;                   /* (C,QUERIES) */
+    l.s = l.transposed + c->C * QUERIES;                    /* scores, then weights (KEYS,columns) */
+    l.dropout_mask = l.s + KEYS * c->columns;           /* (KEYS,columns) */
+    l.drawn = l.dropout_mask + KEYS * c->columns;       /* (columns,KEYS) */
     l.total = l.drawn + c->columns * KEYS;
     return l;
 }
@@ -166,12 +166,12 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
                 const int copy = t.rows < PYOPS_LANES;
                 if (copy) kernels->scale_rows(work + l.q, q_g, 1.0f, t.rows, C, ld, row), q_g = work + l.q;
                 scores(c, s + g * t.rows, work + l.k + g * copied, q_g, copy ? ld : row, keys_of(&t, g), t.rows,
-                       work + l.turned);
+                       work + l.transposed);
             }
-            keep_tile(c, &t, work + l.keep, work + l.drawn);
+            draw_tile(c, &t, work + l.dropout_mask, work + l.drawn);
             if (j) pyops_copy(max_i, max + i, t.columns), pyops_copy(sum_i, sum + i, t.columns);
-            kernels->softmax_online(s, max_i, sum_i, before, t.keep, t.seen, c->scale, t.n, t.width, c->columns, t.ld_keep,
-                                    j > 0);
+            kernels->softmax_online(s, max_i, sum_i, before, t.dropout_mask, t.seen, c->scale, t.n, t.width, c->columns,
+                                    t.ld_mask, j > 0);
             pyops_copy(max + i, max_i, t.columns);
             pyops_copy(sum + i, sum_i, t.columns);
             for (int64_t g = 0; g < tasks; g++) {
@@ -184,11 +184,11 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
     }
 }
 
-/* The same for few queries: each has a row of scores, and k and v are read where they lie, since each row is read once. */
+/* The same for few queries: each has a row of scores, and k and v are read in place, since each row is read once. */
 static void forward_few(const call *c, float *work, int64_t task, float *y, float *max, float *sum,
                         const float *q, const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
-    float *const s = work, *const keep = work + pyops_round_up(c->Tk, 4);
+    float *const s = work, *const dropout_mask = work + pyops_round_up(c->Tk, 4);
     for (int64_t i = 0; i < c->Tq; i++) {
         const int64_t n = seen(c, task / c->heads, i);
         kernels->dots(s, k, q + i * c->row, c->scale, n, c->C, c->row, 0);
@@ -196,8 +196,8 @@ static void forward_few(const call *c, float *work, int64_t task, float *y, floa
         sum[i] = kernels->exp_sum(s, s, max[i], n);
         kernels->scale(s, s, 1.0f / sum[i], n);
         if (c->step) {
-            draw(c, keep, task, i, 1, 0, n);
-            kernels->mul(s, keep, n);
+            draw(c, dropout_mask, task, i, 1, 0, n);
+            kernels->mul(s, dropout_mask, n);
         }
         kernels->direct(y + i * c->row, s, v, 1, c->C, n, c->row, 0, 1, c->row, 0);
     }
@@ -218,7 +218,7 @@ pyops_status pyops_attention_forward(float *y, float *stats, const float *q, con
     #pragma omp parallel if (shared(&c, 2))
     {
         float *work = pyops_scratch_or_fail((size_t)floats, &failed);
-        if (work && Tq > FEW && c.ld > C) c.k->fill(work, lay_out_forward(&c).turned, 0.0f);      /* beyond the copied rows */
+        if (work && Tq > FEW && c.ld > C) c.k->fill(work, lay_out_forward(&c).transposed, 0.0f);  /* beyond the copied rows */
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += group) {
             if (!work) continue;
@@ -232,7 +232,7 @@ pyops_status pyops_attention_forward(float *y, float *stats, const float *q, con
 }
 
 /* ---- backward ---- */
-typedef struct { int64_t k, v, q, dy, turned, s, ds, keep, drawn, dsum, total; } backward_layout;
+typedef struct { int64_t k, v, q, dy, transposed, s, ds, dropout_mask, drawn, dsum, total; } backward_layout;
 
 static backward_layout lay_out_backward(const call *c) {
     const int64_t keys = c->group * c->keys * c->ld, queries = c->group * pyops_min(c->Tq, QUERIES) * c->ld;
@@ -240,24 +240,24 @@ static backward_layout lay_out_backward(const call *c) {
     l.v = l.k + keys;                                   /* k, v of each task (keys,C) */
     l.q = l.v + keys;                                   /* q, dy of each task (queries,C) */
     l.dy = l.q + queries;
-    l.turned = l.dy + queries;                          /* (C,QUERIES) */
-    l.s = l.turned + c->C * QUERIES;                    /* scores, then weights times keep (KEYS,columns) */
-    l.ds = l.s + KEYS * c->columns;                        /* their gradients (KEYS,columns) */
-    l.keep = l.ds + KEYS * c->columns;                     /* (KEYS,columns) */
-    l.drawn = l.keep + KEYS * c->columns;               /* (columns,KEYS) */
+    l.transposed = l.dy + queries;                          /* (C,QUERIES) */
+    l.s = l.transposed + c->C * QUERIES;                /* scores, then weights times dropout_mask (KEYS,columns) */
+    l.ds = l.s + KEYS * c->columns;                     /* their gradients (KEYS,columns) */
+    l.dropout_mask = l.ds + KEYS * c->columns;          /* (KEYS,columns) */
+    l.drawn = l.dropout_mask + KEYS * c->columns;       /* (columns,KEYS) */
     l.dsum = l.drawn + c->columns * KEYS;               /* dy . y (tasks,Tq) */
     l.total = l.dsum + pyops_round_up(c->group * c->Tq, COLUMNS);
     return l;
 }
 
-/* Asks for n rows of a task that will be wanted soon: what forward left is in main memory by now, and rows are too short and
- * too far apart for the hardware to see them coming.  Always inline, since gcc leaves out a call of what only does this. */
+/* Prefetch n rows needed soon: forward's results have left the cache by now, and rows are too short and too far apart for the
+ * hardware prefetcher.  Always inline, since gcc drops calls of a function that only prefetches. */
 static inline __attribute__((always_inline)) void fetch(const call *c, const float *x, int64_t n) {
     for (int64_t r = 0; r < n; r++)
         for (int64_t i = 0; i < c->C; i += PYOPS_LANES) __builtin_prefetch(x + r * c->row + i, 0, 2);
 }
 
-/* The same of the task that stands in the next group, if there is one, where this one does in its own. */
+/* The same for the corresponding task of the next group, if there is one. */
 static inline __attribute__((always_inline)) void fetch_next(const call *c, const float *x, int64_t n, int64_t task,
                                                              int64_t g) {
     if (task + c->group + g < c->B * c->heads) fetch(c, x + (c->group + g) * c->C, n);
@@ -269,7 +269,7 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
     const backward_layout l = lay_out_backward(c);
     const int64_t C = c->C, row = c->row, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
     float *const s = work + l.s, *const ds = work + l.ds, *const dsum = work + l.dsum;
-    const int whole = c->Tk <= KEYS;                      /* a tile has all keys, and dsum follows from it */
+    const int whole = c->Tk <= KEYS;                      /* a tile has all keys, so dsum is computed from it */
     for (int64_t g = 0; !whole && g < tasks; g++) kernels->dots(dsum + g * c->Tq, dy + g*C, y + g*C, 1.0f, c->Tq, C, row, row);
     if (!whole) kernels->fill(dsum + tasks * c->Tq, l.total - l.dsum - tasks * c->Tq, 0.0f);
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
@@ -292,15 +292,15 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
                 kernels->scale_rows(q_g, q + i*row + g*C, 1.0f, t.rows, C, ld, row);
                 kernels->scale_rows(dy_g, dy + i*row + g*C, 1.0f, t.rows, C, ld, row);
                 if (first) fetch_next(c, k, c->keys, task, g), fetch(c, dv + g*C, n);
-                scores(c, s + at, work + l.k + g * keys, q_g, ld, n, t.rows, work + l.turned);
+                scores(c, s + at, work + l.k + g * keys, q_g, ld, n, t.rows, work + l.transposed);
                 if (first) fetch_next(c, v, c->keys, task, g), fetch(c, dk + g*C, n), fetch(c, dq + g*C, t.rows);
-                scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.turned);
+                scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.transposed);
             }
-            keep_tile(c, &t, work + l.keep, work + l.drawn);
+            draw_tile(c, &t, work + l.dropout_mask, work + l.drawn);
             pyops_copy(max_i, max + i, t.columns);
             pyops_copy(sum_i, sum + i, t.columns);
-            kernels->softmax_back(s, ds, max_i, sum_i, whole ? NULL : dsum + i, t.keep, t.seen, c->scale, t.n, t.width, c->columns,
-                                  t.ld_keep);
+            kernels->softmax_back(s, ds, max_i, sum_i, whole ? NULL : dsum + i, t.dropout_mask, t.seen, c->scale, t.n, t.width,
+                                  c->columns, t.ld_mask);
             for (int64_t g = 0; g < tasks; g++) {
                 const int64_t n = keys_of(&t, g), at = g * t.rows;
                 float *const dq_g = dq + i*row + g*C, *const dk_g = dk + j*row + g*C, *const dv_g = dv + j*row + g*C;
@@ -327,7 +327,7 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
     #pragma omp parallel if (shared(&c, 5))
     {
         float *work = pyops_scratch_or_fail((size_t)lay_out_backward(&c).total, &failed);
-        if (work && c.ld > C) c.k->fill(work, lay_out_backward(&c).turned, 0.0f);      /* beyond the copied rows */
+        if (work && c.ld > C) c.k->fill(work, lay_out_backward(&c).transposed, 0.0f);      /* beyond the copied rows */
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += c.group)
             if (work)

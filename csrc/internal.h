@@ -87,12 +87,13 @@ typedef struct {
     ROW(void,   scale_rows,   (float *y, const float *x, float scale, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
     ROW(void,   fill_rows,    (float *y, int64_t R, int64_t C, int64_t ldy, float value)) \
     ROW(void,   transpose,    (float *y, const float *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx)) \
-    ROW(void,   softmax_online, (float *x, float *max, float *sum, float *before, const float *keep, const int32_t *n, \
-                                 float factor, int64_t keys, int64_t queries, int64_t ldx, int64_t ld_keep, int add)) \
+    ROW(void,   softmax_online, (float *x, float *max, float *sum, float *before, const float *dropout_mask, \
+                                 const int32_t *n, float factor, int64_t keys, int64_t queries, int64_t ldx, \
+                                 int64_t ld_mask, int add)) \
     ROW(void,   softmax_row_back, (float *ds, const float *dw, const float *p, int64_t n)) \
     ROW(void,   softmax_back, (float *x, float *dx, const float *max, const float *sum, const float *dsum, \
-                               const float *keep, const int32_t *n, float factor, int64_t keys, int64_t queries, \
-                               int64_t ldx, int64_t ld_keep)) \
+                               const float *dropout_mask, const int32_t *n, float factor, int64_t keys, int64_t queries, \
+                               int64_t ldx, int64_t ld_mask)) \
     ROW(void,   random_words, (uint32_t *out, int64_t first, int64_t n, uint64_t step, uint64_t key)) \
     ROW(void,   round_numbers, (float *y, const float *x, const int32_t *scales, int each, const uint32_t *words, int64_t n, \
                                 const pyops_rounding_of *how)) \
