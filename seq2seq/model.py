@@ -1,6 +1,7 @@
-"""A deep GRU encoder and decoder: forward is a list of calls, backward the same list reversed.
+"""A deep GRU encoder and decoder.  forward() is a list of calls; backward() is the same list reversed.
 
-Sequences are time-major: (T, B) token ids, (T, B, H) activations.  Every ctx is kept by the caller, not by an op.
+Sequences are time-major: (T, B) token ids, (T, B, H) activations.  Ops store nothing: each forward() returns a ctx, which
+the caller passes to backward().
 """
 from dataclasses import dataclass
 
@@ -13,33 +14,33 @@ from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
 
-# what a checkpoint must have in common with the model that it is loaded into
+# The settings in which a checkpoint must agree with the model that loads it.
 SIZES = ('embedding', 'hidden', 'layers', 'num_steps', 'reset_before')
 
 
 @dataclass(frozen=True)
 class Config:
     """Sizes and settings of the model."""
-    source_size: int            # words of the source vocabulary
-    target_size: int            # words of the target vocabulary
+    source_size: int            # tokens in the source vocabulary
+    target_size: int            # tokens in the target vocabulary
     embedding: int = 256
     hidden: int = 256
     layers: int = 2
     dropout: float = 0.2
-    num_steps: int = 9          # tokens a sentence is cut or padded to
-    sigmoid_gain: float = 1.0   # of the Xavier initialisation, for weights that feed a sigmoid
-    tanh_gain: float = 4.0      # and for those that feed a tanh
-    reset_before: bool = False  # the reset gate before the recurrent product instead of after it
-    ops: object = ops           # what has matrix products is made from it: pyops.ops, or a family of pyops.quantization
+    num_steps: int = 9          # sentences are truncated or padded to this number of tokens
+    sigmoid_gain: float = 1.0   # Xavier gain of weights that feed a sigmoid
+    tanh_gain: float = 4.0      # Xavier gain of weights that feed a tanh
+    reset_before: bool = False  # apply the reset gate before the recurrent product instead of after it
+    ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family
 
     def __post_init__(self):
         for name in ('source_size', 'target_size', 'embedding', 'hidden', 'layers', 'num_steps'):
             if getattr(self, name) < 1:
-                raise UserError(f'{name}: want a whole number above 0, got {getattr(self, name)}')
+                raise UserError(f'{name}: expected a whole number above 0, got {getattr(self, name)}')
 
 
 def gru_specs(prefix, inputs, config):
-    """The four parameters of one GRU layer, gates stacked in the order r, z, n."""
+    """Return the specs of the four parameters of one GRU layer.  Gates are stacked in the order r, z, n."""
     sigmoid, tanh = init.xavier_normal(config.sigmoid_gain), init.xavier_normal(config.tanh_gain)
     weight, H = init.stacked(sigmoid, sigmoid, tanh), config.hidden
     return {f'{prefix}.w_ih': Spec((3 * H, inputs), weight), f'{prefix}.w_hh': Spec((3 * H, H), weight),
@@ -47,7 +48,7 @@ def gru_specs(prefix, inputs, config):
 
 
 def parameter_specs(config):
-    """name -> shape and initial value of everything that is learned."""
+    """Return {name: Spec} of all trainable parameters."""
     E, H = config.embedding, config.hidden
     specs = {'encoder.embedding.weight': Spec((config.source_size, E), init.uniform(-0.1, 0.1), sparse=True)}
     for layer in range(config.layers):
@@ -60,7 +61,7 @@ def parameter_specs(config):
 
 
 class DeepGRU:
-    """GRU layers one above another, with dropout between them.  The first one reads words, beside a context if there is one."""
+    """Stacked GRU layers with dropout between them.  The first layer embeds token ids and may also read a context vector."""
 
     def __init__(self, params, prefix, config):
         def of_layer(layer):
@@ -71,9 +72,11 @@ class DeepGRU:
                          for layer in range(config.layers - 1)]
 
     def forward(self, ids, context=None, states=None, step=None, lengths=None):
-        """ids (T, B), context (B, H) or None, states: the first h (B, H) of each layer or None for zeros, step: None for no
-        dropout, lengths (B,) of the sentences, behind which h is 0, or None: T of all
-        -> h of the top layer (T, B, H), h[T-1] (B, H) of each layer, ctx."""
+        """Return h of the top layer (T, B, H), the last h (B, H) of each layer, and ctx.
+
+        ids (T, B); context (B, H) or None; states: the initial h (B, H) of each layer, None for zeros; step: None for no
+        dropout; lengths (B,): h is 0 from that position on, None if every sequence has length T.
+        """
         states = states or [None] * len(self.layers)
         h, saved = self.layers[0].forward(ids, context, states[0], lengths)
         ctx, last = [(None, saved)], [h[-1]]
@@ -87,8 +90,10 @@ class DeepGRU:
         return h, last, ctx
 
     def backward(self, dh, dlast, ctx):
-        """dh (T, B, H) or None, dlast: gradients (B, H) of the last h of each layer, or None
-        -> gradients of the context and of each layer's first h (None where forward had none).  Uses ctx up."""
+        """Return the gradients of the context and of each layer's initial h (None if forward got none).
+
+        dh (T, B, H) or None; dlast: gradients (B, H) of the last h of each layer, or None.  Empties ctx.
+        """
         dstates = [None] * len(self.layers)
         for i in reversed(range(1, len(self.layers))):
             dropped, saved = ctx.pop()
@@ -101,10 +106,10 @@ class DeepGRU:
 
 
 class Seq2Seq:
-    """Encoder, decoder and output layer over one set of parameters.
+    """An encoder, a decoder and an output layer that share one set of parameters.
 
-    forward(source, target, labels, step) -> loss (1,), ctx;  backward(ctx) adds to params.grads.
-    source, target, labels (T, B) int32: labels are what to say, target the same shifted right behind <bos>.
+    forward(source, target, labels, step) returns the mean loss (1,) and ctx; backward(ctx) adds to params.grads.
+    source, target, labels (T, B) int32: labels are the expected tokens, target is labels shifted right after <bos>.
     """
 
     def __init__(self, config, seed=0):
@@ -116,15 +121,16 @@ class Seq2Seq:
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):
-        """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""
-        lengths = sequence_lengths(labels, PAD)                            # (B,): behind them nobody reads the decoder's h
-        _, last, c1 = self.encoder.forward(source, step=step)              # (B, H) a layer
+        """Return the loss and ctx.  step (1,) int64: number of the dropout masks, None for no dropout.
+        gradients=False: evaluation only, backward() is not allowed."""
+        lengths = sequence_lengths(labels, PAD)                            # (B,); h beyond them is never read
+        _, last, c1 = self.encoder.forward(source, step=step)              # (B, H) per layer
         h, _,    c2 = self.decoder.forward(target, last[-1], last, step, lengths)      # (T, B, H)
         loss,    c3 = self.output.forward(h, labels, gradients)            # (1,)
         return loss, [c1, c2, c3]
 
     def backward(self, ctx):
-        """Adds to params.grads and uses ctx up, so that what a layer saved can go as soon as it has served."""
+        """Add to params.grads.  Empties ctx, so that saved activations are freed as early as possible."""
         dh              = self.output.backward(self.one, ctx.pop())
         dcontext, dlast = self.decoder.backward(dh, None, ctx.pop())
         backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)       # the context is the top layer's last h
@@ -132,28 +138,28 @@ class Seq2Seq:
 
     @staticmethod
     def valid(ctx):
-        """How many labels of that forward pass were not padding, (1,) int32; to be asked for before backward."""
+        """Return the number of labels that are not padding, (1,) int32.  Call it before backward()."""
         return ctx[-1].valid
 
     def arrays(self):
-        """What it reads beside its parameters, by name, for a plan."""
+        """Return {name: array} of the arrays besides parameters that a plan must know."""
         return dict(one=self.one)
 
     def start(self, source):
-        """source (T, B) -> what decoding begins with: the context (B, H) and the decoder's first states."""
+        """Encode source (T, B).  Return the initial decoder state: context (B, H) and h of each layer."""
         _, last, _ = self.encoder.forward(source)
         return last[-1], last
 
     def next(self, word, state):
-        """word (B,) int32 -> h (B, H), from which the output layer tells the word after it, and the next state."""
+        """Decode one token.  word (B,) int32: the previous token.  Return h (B, H) for the output layer, and the next state."""
         context, states = state
         h, states, _ = self.decoder.forward(word[None], context, states)
         return h[0], (context, states)
 
     def translate(self, source):
-        """source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
+        """Translate source (T, B), B >= 1, greedily.  Return at most num_steps tokens (., B) int32, <pad> after <eos>."""
         return greedy(self, source, self.config.num_steps)
 
     def decoding(self):
-        """-> decode(source), which is `translate`, sooner from call to call, for as long as the weights stay as they are."""
+        """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged."""
         return Decoder(self, self.config.num_steps)

@@ -1,7 +1,7 @@
-"""Train the deep GRU on sentence pairs, go on with a checkpoint, or serve one.
+"""Train the deep GRU on sentence pairs, resume a checkpoint, or serve one.
 
-    python -m seq2seq.train -e 50 -c ckpt           until 50 epochs are done; again after an interruption: goes on
-    python -m seq2seq.train -e 0 -c ckpt            serve: translate what is typed
+    python -m seq2seq.train -e 50 -c ckpt           train until 50 epochs are done; the same command resumes
+    python -m seq2seq.train -e 0 -c ckpt            serve: translate lines from standard input
     python -m seq2seq.train -e 1 -t 1               a trial on 512 pairs
 """
 from pyops.errors import exits_cleanly
@@ -42,8 +42,8 @@ class Seq2SeqProgram(Program):
     def epoch_line(self, values):
         return f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
 
-    def answer(self, read, said):
-        return ' '.join(read), f'translate res : {" ".join(said)}'
+    def answer(self, read, output):
+        return ' '.join(read), f'translate res : {" ".join(output)}'
 
 
 PROGRAM = Seq2SeqProgram()

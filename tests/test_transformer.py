@@ -304,8 +304,9 @@ def test_what_was_learned_is_translated(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('arguments,want', [
-    ('--heads 3', '--heads 3: want a divisor of --d-model 256, since heads share it evenly'),
-    ('--num-steps 11 --positions 10', '--num-steps 11: want at most --positions 10; give shorter sentences or more positions'),
+    ('--heads 3', '--heads 3: expected a divisor of --d-model 256: heads share it evenly'),
+    ('--num-steps 11 --positions 10',
+     '--num-steps 11: expected at most --positions 10: lower --num-steps or raise --positions'),
     ('--pairs 50', 'embedded: has 45 pairs to train on, and a batch is 128; give a smaller -b')])
 def test_sizes_that_do_not_go_together_are_refused(tmp_path, monkeypatch, arguments, want):
     monkeypatch.chdir(tmp_path)

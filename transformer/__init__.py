@@ -1,1 +1,1 @@
-"""Translation with attention: the encoder and decoder of Vaswani et al. 2017 (`train`), and its answers (`translate`)."""
+"""Translation with the transformer of Vaswani et al. 2017: training (`train`) and inference (`translate`)."""

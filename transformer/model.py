@@ -1,8 +1,8 @@
-"""A transformer encoder and decoder (Vaswani et al. 2017, arXiv:1706.03762): forward is a list of calls, backward the
-same list reversed.
+"""A transformer encoder and decoder (Vaswani et al. 2017, arXiv:1706.03762).  forward() is a list of calls; backward() is
+the same list reversed.
 
-Sequences are time-major: (T, B) token ids, (T, B, D) activations, D = d_model.  Every ctx is kept by the caller, not by
-an op.  A gradient that meets another is added into it: `into=` hands the array on.
+Sequences are time-major: (T, B) token ids, (T, B, D) activations, D = d_model.  Ops store nothing: each forward() returns a
+ctx, which the caller passes to backward().  Where two gradients of one array meet, `into=` adds the second to the first.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,46 +16,46 @@ from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
 
-# what a checkpoint must have in common with the model that it is loaded into
+# The settings in which a checkpoint must agree with the model that loads it.
 SIZES = ('d_model', 'd_ff', 'heads', 'layers', 'num_steps', 'positions', 'pre_norm')
 
 
 @dataclass(frozen=True)
 class Config:
     """Sizes and settings of the model."""
-    source_size: int            # words of the source vocabulary
-    target_size: int            # words of the target vocabulary
+    source_size: int            # tokens in the source vocabulary
+    target_size: int            # tokens in the target vocabulary
     d_model: int = 256
     d_ff: int = 64              # inner size of the feed-forward layers
-    heads: int = 4              # of each attention; each gets d_model / heads columns
-    layers: int = 2             # blocks of the encoder, and of the decoder
-    dropout: float = 0.2        # of embeddings, of attention's weights, and of each sublayer before it is added
-    num_steps: int = 9          # tokens a sentence is cut or padded to
-    positions: int = 1000       # the longest sentence that has positions
+    heads: int = 4              # attention heads; each gets d_model / heads columns
+    layers: int = 2             # number of encoder blocks, and of decoder blocks
+    dropout: float = 0.2        # applied to embeddings, attention weights and the output of each sublayer
+    num_steps: int = 9          # sentences are truncated or padded to this number of tokens
+    positions: int = 1000       # rows of the table of positional encodings: the largest num_steps
     pre_norm: bool = False      # layer norm before each sublayer instead of after its residual sum
-    smoothing: float = 0.0      # of the labels
-    ops: object = ops           # what has matrix products is made from it: pyops.ops, or a family of pyops.quantization
+    smoothing: float = 0.0      # label smoothing
+    ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family
 
     def __post_init__(self):
         for name in ('source_size', 'target_size', 'd_model', 'd_ff', 'heads', 'layers', 'num_steps', 'positions'):
             if getattr(self, name) < 1:
-                raise UserError(f'{name}: want a whole number above 0, got {getattr(self, name)}')
+                raise UserError(f'{name}: expected a whole number above 0, got {getattr(self, name)}')
         if self.d_model % self.heads:
-            raise UserError(f'--heads {self.heads}: want a divisor of --d-model {self.d_model}, since heads share it evenly')
+            raise UserError(f'--heads {self.heads}: expected a divisor of --d-model {self.d_model}: heads share it evenly')
         if self.num_steps > self.positions:
-            raise UserError(f'--num-steps {self.num_steps}: want at most --positions {self.positions}; '
-                            'give shorter sentences or more positions')
+            raise UserError(f'--num-steps {self.num_steps}: expected at most --positions {self.positions}: '
+                            'lower --num-steps or raise --positions')
 
 
 # ---- parameters --------------------------------------------------------------------------------------------------
 
-# What a sublayer adds to its input begins small, so that the first steps see through the blocks to the words; and so do
-# the logits, so that the loss begins at the logarithm of the number of words.
+# Small initial branches: the first gradients pass through the residual connections to the embeddings.  Small initial
+# logits: the first loss is close to log(target_size).
 BRANCH_GAIN, LOGIT_GAIN = 0.25, 0.3
 
 
 def attention_specs(prefix, config):
-    """The four projections of an attention, (D, D) each, without bias."""
+    """Return the specs of the four projections of an attention layer, (D, D) each, without bias."""
     D = config.d_model
     gains = dict(q=1.0, k=1.0, v=1.0, out=BRANCH_GAIN)
     return {f'{prefix}.{name}.weight': Spec((D, D), init.xavier_normal(gain)) for name, gain in gains.items()}
@@ -72,8 +72,8 @@ def norm_specs(prefix, config):
 
 
 def side_specs(side, words, attentions, config):
-    """All of the encoder or the decoder: its embedding, and a block of `attentions` and a feed-forward layer a layer."""
-    # times sqrt(D), the embedding of a word begins with variance 1, as its position's code has variance 1/2
+    """Return the specs of the encoder or the decoder: an embedding, and per layer the `attentions` and a feed-forward layer."""
+    # The embedding is scaled by sqrt(D) and so starts with variance 1; the positional encoding has variance 1/2.
     specs = {f'{side}.embedding.weight': Spec((words, config.d_model), init.normal(config.d_model ** -0.5), sparse=True)}
     for layer in range(config.layers):
         block = f'{side}.{layer}'
@@ -84,7 +84,7 @@ def side_specs(side, words, attentions, config):
 
 
 def parameter_specs(config):
-    """name -> shape and initial value of everything that is learned."""
+    """Return {name: Spec} of all trainable parameters."""
     return (side_specs('encoder', config.source_size, ['self_attention'], config)
             | side_specs('decoder', config.target_size, ['self_attention', 'cross_attention'], config)
             | {'output.weight': Spec((config.target_size, config.d_model), init.xavier_normal(LOGIT_GAIN)),
@@ -94,9 +94,9 @@ def parameter_specs(config):
 # ---- layers ------------------------------------------------------------------------------------------------------
 
 class MultiHeadAttention:
-    """Queries from x, keys and values from a memory, which may be x; attention; a projection of what it found.
+    """Multi-head attention with its four projections.  Queries come from x; keys and values from a memory, which may be x.
 
-    x (Tq, B, D), memory (Tk, B, D), lengths (B,) int32 of the memory's sentences or None -> (Tq, B, D)
+    x (Tq, B, D), memory (Tk, B, D), lengths (B,) int32 of the memory's sequences or None -> (Tq, B, D)
     """
 
     def __init__(self, params, prefix, config, causal=False):
@@ -113,8 +113,8 @@ class MultiHeadAttention:
         return y, [c1, c2, c3, c4, c5]
 
     def backward(self, dy, ctx, into=None, dmemory=None):
-        """-> dx, added into `into` where it is given.  The gradient of the memory is added into dmemory; None: the
-        memory was x, and its gradient is a part of dx."""
+        """Return dx, added to `into` if given.  The gradient of the memory is added to dmemory; dmemory=None: the memory
+        was x, and its gradient is added to dx."""
         da         = self.out.backward(dy, ctx.pop())
         dq, dk, dv = self.attention.backward(da, ctx.pop())
         c3, c2, c1 = ctx.pop(), ctx.pop(), ctx.pop()
@@ -125,14 +125,14 @@ class MultiHeadAttention:
         return dx
 
     def look_up(self, x, k, v, lengths=None):
-        """Forward without gradients on keys and values that are there already."""
+        """Attend with projected keys and values, as decoding does.  No backward."""
         q, _ = self.q.forward(x)
         a, _ = self.attention.forward(q, k, v, lengths)
         return self.out.forward(a)
 
 
 class Sublayer:
-    """A layer f in a residual connection with layer norm.
+    """A layer f with a residual connection and layer norm.
 
     post-norm, as first published      y = norm(x + dropout(f(x)))
     pre-norm                           y = x + dropout(f(norm(x)))
@@ -145,7 +145,7 @@ class Sublayer:
         self.residual = Residual(config.dropout, key(params.seed, name), name)
 
     def forward(self, x, f, step):
-        """f(n) -> branch, ctx."""
+        """Return y and ctx.  f(n) returns a branch and its ctx."""
         if self.pre_norm:
             n, c1 = self.norm.forward(x)
             b, c2 = f(n)
@@ -157,7 +157,7 @@ class Sublayer:
         return y, [c1, c2, c3]
 
     def backward(self, dy, ctx, f_backward):
-        """f_backward(dbranch, ctx, into) -> dn.  Uses up dy: x reached y in two ways, and their gradients are added."""
+        """Return dx.  f_backward(dbranch, ctx, into) returns dn.  Overwrites dy: x has two uses, whose gradients are added."""
         if self.pre_norm:
             dx, db = self.residual.backward(dy, ctx.pop())
             dn     = f_backward(db, ctx.pop(), None)
@@ -184,7 +184,7 @@ class EncoderBlock:
 
 
 class Cache(NamedTuple):
-    """What decoding keeps of one block: keys and values of the words so far and of the source, (T, B, D) each."""
+    """Decoder cache of one block: keys and values of the tokens so far and of the source, (T, B, D) each."""
     k: np.ndarray
     v: np.ndarray
     source_k: np.ndarray
@@ -200,26 +200,26 @@ class DecoderBlock:
         self.first, self.second, self.third = (Sublayer(params, f'{prefix}.{name}', config) for name in names)
 
     def forward(self, x, memory, lengths, step):
-        # the words of a target need no lengths: its padding stands at the end, where no word may look
+        # No lengths for the target: its padding comes last, and the causal mask hides it from real tokens.
         x, c1 = self.first.forward(x, lambda n: self.self_attention.forward(n, n, None, step), step)
         x, c2 = self.second.forward(x, lambda n: self.cross_attention.forward(n, memory, lengths, step), step)
         x, c3 = self.third.forward(x, self.feed_forward.forward, step)
         return x, [c1, c2, c3]
 
     def backward(self, dx, ctx, dmemory):
-        """-> dx; the gradient of the memory is added into dmemory."""
+        """Return dx, and add the gradient of the memory to dmemory."""
         dx = self.third.backward(dx, ctx.pop(), self.feed_forward.backward)
         dx = self.second.backward(
             dx, ctx.pop(), lambda db, c, into: self.cross_attention.backward(db, c, into, dmemory))
         return self.first.backward(dx, ctx.pop(), self.self_attention.backward)
 
     def start(self, memory, num_steps):
-        """-> Cache for decoding num_steps words: of the source computed once and for all, of the words still empty."""
+        """Return a Cache for num_steps tokens: source keys and values computed, those of the tokens empty."""
         return Cache(backend.empty((num_steps, *memory.shape[1:])), backend.empty((num_steps, *memory.shape[1:])),
                      self.cross_attention.k.forward(memory)[0], self.cross_attention.v.forward(memory)[0])
 
     def next(self, x, t, cache, lengths):
-        """x (1, B, D), word t of the target -> the block's output for it; its keys and values join the cache."""
+        """Return the block's output for x (1, B, D), token t of the target; its keys and values are added to the cache."""
         def look_back(n):
             backend.copy(cache.k[t], self.self_attention.k.forward(n)[0])
             backend.copy(cache.v[t], self.self_attention.v.forward(n)[0])
@@ -236,8 +236,8 @@ def feed_forward(params, prefix, config):
 
 
 class Stack:
-    """Encoder or decoder: embeddings with positions at the bottom, blocks, and in pre-norm, where what comes out of a
-    block is a bare sum, a layer norm at the top."""
+    """An encoder or decoder: embedding plus positions, then blocks, then, with pre_norm, a final layer norm (the output of
+    a pre-norm block is an unnormalised sum)."""
 
     def __init__(self, params, side, block, positions, config):
         self.embedding = Embedding(params[f'{side}.embedding.weight'])
@@ -247,7 +247,7 @@ class Stack:
         self.norm = LayerNorm(params[f'{side}.norm.weight'], params[f'{side}.norm.bias']) if config.pre_norm else None
 
     def forward(self, ids, *seen, step=None):
-        """ids (T, B), seen: what a block's forward takes between x and step -> (T, B, D), ctx."""
+        """Return (T, B, D) and ctx.  ids (T, B); seen: arguments of the blocks' forward() between x and step."""
         x, c = self.enter(ids, step)
         ctx = [c]
         for block in self.blocks:
@@ -257,7 +257,7 @@ class Stack:
         return x, [*ctx, c]
 
     def backward(self, dx, ctx, *dseen):
-        """Uses dx up.  dseen: the gradients that blocks add to."""
+        """Add the gradients of all parameters.  Overwrites dx.  dseen: gradient arrays to which the blocks add."""
         normed = ctx.pop()
         dx = self.norm.backward(dx, normed) if normed else dx
         for block in reversed(self.blocks):
@@ -268,7 +268,7 @@ class Stack:
         self.embedding.backward(de, c1)
 
     def enter(self, ids, step=None, first=0):
-        """ids (T, B), the words `first`, first + 1, ... of their sentences -> (T, B, D), ctx."""
+        """Embed ids (T, B), tokens first, first + 1, ... of their sentences.  Return (T, B, D) and ctx."""
         e, c1 = self.embedding.forward(ids)
         x, c2 = self.positions.forward(e, first)
         x, c3 = (x, None) if step is None else self.dropout.forward(x, step)
@@ -279,17 +279,17 @@ class Stack:
 
 
 class State(NamedTuple):
-    """Where decoding stands: how many words were said, a Cache a block, the lengths of the sources."""
+    """Decoder state: number of tokens decoded, one Cache per block, and the lengths of the sources."""
     t: int
     caches: list[Cache]
     lengths: np.ndarray
 
 
 class Transformer:
-    """Encoder, decoder and output layer over one set of parameters.
+    """An encoder, a decoder and an output layer that share one set of parameters.
 
-    forward(source, target, labels, step) -> loss (1,), ctx;  backward(ctx) adds to params.grads.
-    source, target, labels (T, B) int32: labels are what to say, target the same shifted right behind <bos>.
+    forward(source, target, labels, step) returns the mean loss (1,) and ctx; backward(ctx) adds to params.grads.
+    source, target, labels (T, B) int32: labels are the expected tokens, target is labels shifted right after <bos>.
     """
 
     def __init__(self, config, seed=0):
@@ -302,7 +302,8 @@ class Transformer:
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, source, target, labels, step=None, gradients=True):
-        """step (1,) int64 numbers the dropout masks; None: no dropout.  gradients False: for evaluation, no backward."""
+        """Return the loss and ctx.  step (1,) int64: number of the dropout masks, None for no dropout.
+        gradients=False: evaluation only, backward() is not allowed."""
         lengths  = sequence_lengths(source, PAD)                            # (B,)
         m,    c1 = self.encoder.forward(source, lengths, step=step)         # (T, B, D)
         h,    c2 = self.decoder.forward(target, m, lengths, step=step)      # (T, B, D)
@@ -310,41 +311,41 @@ class Transformer:
         return loss, [c1, m, c2, c3]
 
     def backward(self, ctx):
-        """Adds to params.grads and uses ctx up, so that what a layer saved can go as soon as it has served."""
+        """Add to params.grads.  Empties ctx, so that saved activations are freed as early as possible."""
         dh = self.output.backward(self.one, ctx.pop())
         c2, m = ctx.pop(), ctx.pop()
         dm = backend.empty(m.shape, name='encoder.dx')
-        backend.launch('fill', dm, dm.size, 0.0)        # every block of the decoder looked at m, and adds to this
+        backend.launch('fill', dm, dm.size, 0.0)        # every decoder block read m and adds its gradient here
         self.decoder.backward(dh, c2, dm)
         self.encoder.backward(dm, ctx.pop())
 
     @staticmethod
     def valid(ctx):
-        """How many labels of that forward pass were not padding, (1,) int32; to be asked for before backward."""
+        """Return the number of labels that are not padding, (1,) int32.  Call it before backward()."""
         return ctx[-1].valid
 
     def arrays(self):
-        """What it reads beside its parameters, by name, for a plan."""
+        """Return {name: array} of the arrays besides parameters that a plan must know."""
         return dict(one=self.one, positions=self.positions.table)
 
     def translate(self, source):
-        """Greedy decoding: source (T, B), B >= 1 -> (at most num_steps, B) int32 token ids, <pad> after <eos>."""
+        """Translate source (T, B), B >= 1, greedily.  Return at most num_steps tokens (., B) int32, <pad> after <eos>."""
         return greedy(self, source, self.config.num_steps)
 
     def decoding(self):
-        """-> decode(source), which is `translate`, sooner from call to call, for as long as the weights stay as they are."""
+        """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged."""
         return Decoder(self, self.config.num_steps)
 
     def start(self, source):
-        """Read the sources (T, B) -> the State before the first word."""
+        """Encode source (T, B).  Return the State before the first token."""
         lengths = sequence_lengths(source, PAD)
         memory, _ = self.encoder.forward(source, lengths)
         return State(0, [block.start(memory, self.config.num_steps) for block in self.decoder.blocks], lengths)
 
     def next(self, word, state):
-        """word (B,) int32, the last one said -> h (B, D), from which `output` predicts the next, and the State after it.
+        """Decode one token.  word (B,) int32: the previous token.  Return h (B, D) for the output layer, and the next State.
 
-        Only this word's row is computed; what it looks back at stands in the caches, which are written in place.
+        Only this token's row is computed; earlier keys and values are in the caches, which are updated in place.
         """
         x, _ = self.decoder.enter(word[None], first=state.t)
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):

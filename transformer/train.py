@@ -1,7 +1,7 @@
-"""Train the transformer on sentence pairs, go on with a checkpoint, or serve one.
+"""Train the transformer on sentence pairs, resume a checkpoint, or serve one.
 
-    python -m transformer.train -e 10 -c ckpt           until 10 epochs are done; again after an interruption: goes on
-    python -m transformer.train -e 0 -c ckpt            serve: translate what is typed
+    python -m transformer.train -e 10 -c ckpt           train until 10 epochs are done; the same command resumes
+    python -m transformer.train -e 0 -c ckpt            serve: translate lines from standard input
     python -m transformer.train --preset base           the size and schedule of the paper (Vaswani et al. 2017)
 """
 from argparse import BooleanOptionalAction
@@ -63,9 +63,9 @@ class TransformerProgram(Program):
         epoch, samples = values['epoch'] - 1, values['samples']
         return f'epoch {epoch} :  [{samples}/{samples}] loss : {values["loss"]:.5f}'
 
-    def answer(self, read, said):
+    def answer(self, read, output):
         from pyops.text.translation import sentence
-        return [f'{sentence(read)} -> {sentence(said)}']
+        return [f'{sentence(read)} -> {sentence(output)}']
 
 
 PROGRAM = TransformerProgram()

@@ -1,8 +1,8 @@
-"""Translate with a trained checkpoint: one sentence, what is typed, or sentences that training never saw.
+"""Translate with a trained checkpoint: one sentence, standard input, or held-out sentences.
 
     python -m transformer.translate -c ckpt "Go now."           one sentence
-    python -m transformer.translate -c ckpt                     what is typed or piped in, line by line
-    python -m transformer.translate -c ckpt --test 10           held-out sentences, and how many are right
+    python -m transformer.translate -c ckpt                     standard input, line by line
+    python -m transformer.translate -c ckpt --test 10           held-out sentences, with the share translated correctly
 """
 from functools import partial
 

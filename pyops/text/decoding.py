@@ -1,8 +1,8 @@
-"""Decoding: a translation word by word.
+"""Greedy decoding, one token at a time.
 
-model.start(source (T, B)) -> state, whatever the model keeps of the sentences;  model.next(word (B,) int32, state) -> h (B, D)
-of the word after it, and the next state;  model.output.prepare() -> what it reads of its weights to be quick;
-model.output.predict(h, prepared) -> that word, (B,) int32.
+model.start(source (T, B)) returns the initial decoder state; model.next(word (B,) int32, state) returns h (B, D) for the next
+token, and the next state; model.output.prepare() returns a form of the output weights for fast prediction;
+model.output.predict(h, prepared) returns the next token (B,) int32.
 """
 import numpy as np
 
@@ -11,9 +11,9 @@ from pyops.text.vocabulary import BOS, EOS, PAD
 
 
 def greedy(model, source, num_steps, prepared=None):
-    """Say the likeliest word after each one: source (T, B), B >= 1 -> (at most num_steps, B) int32, <pad> after <eos>.
+    """Decode greedily: source (T, B), B >= 1 -> tokens (at most num_steps, B) int32, <pad> after <eos>.
 
-    prepared: from model.output.prepare(), of the weights as they are now; None: it is called.
+    prepared: model.output.prepare() of the current weights; None: computed here.
     """
     prepared = model.output.prepare() if prepared is None else prepared
     state, word = model.start(source), _begin(source.shape[1])
@@ -23,38 +23,39 @@ def greedy(model, source, num_steps, prepared=None):
         h, state = model.next(word, state)
         word = model.output.predict(h, prepared)
         return word
-    return _say(step, num_steps, source.shape[1])
+    return _decode(step, num_steps, source.shape[1])
 
 
 class Decoder:
-    """decoder(source) is greedy(model, source, num_steps), sooner from call to call: the output layer is prepared once, so the
-    model's weights must stay as they are; and what start and next launch is recorded, for each number of sentences, when it
-    comes for the second time, and replayed from then on."""
+    """Equivalent to greedy(model, source, num_steps) but faster on repeated calls; valid while the weights are unchanged.
+
+    The output layer is prepared once.  Each source shape is recorded as plans at its second call and replayed from then on.
+    """
 
     def __init__(self, model, num_steps):
-        self.model, self.num_steps, self._prepared, self._recorded = model, num_steps, None, {}
+        self.model, self.num_steps, self._prepared, self._plans = model, num_steps, None, {}
 
     def __call__(self, source):
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
-        if source.shape not in self._recorded:
-            self._recorded[source.shape] = None
+        if source.shape not in self._plans:
+            self._plans[source.shape] = None
             return greedy(self.model, source, self.num_steps, self._prepared)
-        recorded = self._recorded[source.shape] or _Recorded(self.model, source.shape, self._prepared)
-        self._recorded[source.shape] = recorded
-        recorded.source[...] = source
-        return _say(recorded.step, self.num_steps, source.shape[1])
+        plans = self._plans[source.shape] or _DecodePlans(self.model, source.shape, self._prepared)
+        self._plans[source.shape] = plans
+        plans.source[...] = source
+        return _decode(plans.step, self.num_steps, source.shape[1])
 
 
-class _Recorded:
-    """The plans of decoding (T, B) sentences: the first starts, and one for each word, recorded when it is first said."""
+class _DecodePlans:
+    """The plans for decoding sources (T, B), one per token, recorded on first use.  The first plan includes model.start()."""
 
     def __init__(self, model, shape, prepared):
         self.model, self.prepared = model, prepared
         self.source, self.word, self.plans, self.words = backend.zeros(shape, np.int32), _begin(shape[1]), [], []
 
     def step(self, t):
-        """Say word t -> (B,) int32."""
+        """Return token t of each sentence, (B,) int32."""
         if t < len(self.plans):
             self.plans[t].run()
             return self.words[t]
@@ -71,14 +72,14 @@ def _begin(sentences):
     return backend.put(np.full(sentences, BOS, np.int32))
 
 
-def _say(step, num_steps, sentences):
-    """step(t) -> word t of each sentence (B,);  until every sentence has ended -> (at most num_steps, B)."""
-    said, done = np.empty((num_steps, sentences), np.int32), np.zeros(sentences, bool)
+def _decode(step, num_steps, sentences):
+    """Collect step(t) -> token t of each sentence (B,) until every sentence has ended.  Return (at most num_steps, B)."""
+    tokens, done = np.empty((num_steps, sentences), np.int32), np.zeros(sentences, bool)
     for t in range(num_steps):
-        said[t] = backend.get(step(t))
-        done |= said[t] == EOS
+        tokens[t] = backend.get(step(t))
+        done |= tokens[t] == EOS
         if done.all():
             break
-    said = said[:t + 1]
-    said[1:][np.logical_or.accumulate(said == EOS)[:-1]] = PAD
-    return said
+    tokens = tokens[:t + 1]
+    tokens[1:][np.logical_or.accumulate(tokens == EOS)[:-1]] = PAD
+    return tokens

@@ -1,1 +1,1 @@
-"""A translation program without its model: flags, settings and training (`program`), answering (`serving`)."""
+"""Translation programs independent of the model: flags, settings and training (`program`), inference (`serving`)."""

@@ -1,10 +1,10 @@
-"""What a translation program is made of: flags, settings, a training run.  Only its model and its words are its own.
+"""Base class of the translation programs: flags, settings, training.  A subclass adds its model and the lines it prints.
 
-    class Mine(Program): ...            name, DEFAULTS, its own flags, its model, the lines it prints
+    class Mine(Program): ...            name, DEFAULTS, flags of its own, its model, the lines it prints
     PROGRAM = Mine()
-    PROGRAM.main()                      what `python -m mine.train` does
+    PROGRAM.main()                      runs `python -m mine.train`
 
-numpy, the library and the model are imported when they are needed, so that --help is quick and needs none of them.
+numpy, the library and the model are imported on first use, so that --help is quick and requires none of them.
 """
 import dataclasses
 import math
@@ -38,14 +38,14 @@ MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
 class Architecture(NamedTuple):
-    """What the model.py of a program offers."""
-    sizes: tuple[str, ...]      # settings that a checkpoint must have in common with the model it is loaded into
+    """The contents of a program's model.py."""
+    sizes: tuple[str, ...]      # settings in which a checkpoint must agree with the model that loads it
     config: type                # a dataclass: config(source_size, target_size, num_steps=..., ops=..., ...)
     model: type                 # model(config, seed): forward, backward, valid, arrays, translate, params
     parameter_specs: Callable   # parameter_specs(config) -> name: Spec
 
     def configure(self, settings, source_size=1, target_size=1):
-        """The config of a model with these settings and sizes of vocabularies; UserError where they do not go together."""
+        """Return the model's config for these settings and vocabulary sizes; UserError if they contradict each other."""
         from pyops.quantization import family_of
         fields = [field.name for field in dataclasses.fields(self.config)]
         return self.config(source_size, target_size, **{name: settings[name] for name in fields if name in settings},
@@ -53,63 +53,63 @@ class Architecture(NamedTuple):
 
 
 class Program:
-    """A translation program; a subclass says what is its own.  What it says to the user returns text, or None."""
-    name = ''                   # its package, which is also what its checkpoints say
+    """A translation program.  Subclasses override the attributes and hooks.  Hooks return the text to print, or None."""
+    name = ''                   # name of its package, stored in its checkpoints
     description = ''
-    epochs = 10                 # what -e means where it is not given
+    epochs = 10                 # default of -e
     dropped = ''                # where dropout is applied, for --help
-    # What a flag means that was not given, or that the program does not have; a resumed run takes the checkpoint's
-    # values first.
+    # The value of a setting without a flag, or that the program has no flag for.  In a resumed run the checkpoint's values
+    # take precedence.
     DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, warmup=0,
                     quant='none', quant_layers='')
-    PRESETS = {}                # --preset NAME: values in place of those in DEFAULTS; the first where it is not given
-    GROWING = ()                # the settings that a model's memory grows with
-    drop_last = False           # whether an epoch leaves out its last batch where that is not a whole one
+    PRESETS = {}                # --preset NAME: values that replace those in DEFAULTS; the first is the default
+    GROWING = ()                # settings that the model's memory depends on
+    drop_last = False           # leave out the last batch of an epoch if it is smaller than the others
 
     def add_flags(self, parser):
         """Add the program's own flags to the groups of an ArgumentParser."""
 
     def architecture(self):
-        """-> Architecture; imports the model."""
+        """Return the Architecture; imports the model."""
         raise NotImplementedError
 
-    # ---- what it says ------------------------------------------------------------------------------
+    # ---- hooks that return text to print -----------------------------------------------------------
 
-    line_first = False          # whether the line of an epoch stands before that of its checkpoint
+    line_first = False          # print the line of an epoch before the line about its checkpoint
 
     def at_start(self, args):
-        """What it prints first of all."""
+        """Return the first lines to print."""
 
     def before_data(self, args, settings):
-        """What it prints before the corpus is opened."""
+        """Return the lines to print before the corpus is opened."""
 
     def after_data(self, args, settings, found, vocabularies):
-        """What it prints when the corpus is there; found: the checkpoint.Found of this run."""
+        """Return the lines to print once the corpus is loaded.  found: the checkpoint.Found of this run."""
 
     def before_epochs(self, plan):
-        """What it prints before it trains by plans; plan: that of a step."""
+        """Return the lines to print before training with plans.  plan: the plan of a step."""
 
     def progress(self, epoch, total, initial):
-        """The display of an epoch, counted from 0, of `total` pairs of which an earlier run did `initial`."""
+        """Return the Progress of an epoch (counted from 0) of `total` pairs, `initial` of which an earlier run did."""
         return Progress(total, 'pairs', initial)
 
     def epoch_line(self, values):
-        """What it prints at the end of an epoch, where the loss of what was held out follows; values: see pyops.fit."""
+        """Return the line to print after an epoch; the validation loss is appended.  values: see pyops.fit."""
         raise NotImplementedError
 
-    def answer(self, read, said):
-        """The lines of a translation; read, said: the words of the sentence and the model's, <eos> among them."""
+    def answer(self, read, output):
+        """Return the lines of a translation.  read, output: the tokens of the sentence and of its translation, with <eos>."""
         raise NotImplementedError
 
     @staticmethod
     def side(layer, name):
-        """Which sentences have a row for each word in the tensor `name` of a layer that is saved: 'source' or 'target'."""
+        """Return which sentences, 'source' or 'target', correspond to the rows of tensor `name` of a saved layer."""
         if layer.startswith('encoder'):
             return 'source'
         of_memory = layer.endswith(('.cross_attention.k', '.cross_attention.v'))
         return 'source' if of_memory or layer.endswith('.cross_attention') and name in ('key', 'value') else 'target'
 
-    # ---- what all share ----------------------------------------------------------------------------
+    # ---- shared by all programs --------------------------------------------------------------------
 
     def parser(self):
         p = ArgumentParser(prog=f'python -m {self.name}.train', description=self.description)
@@ -168,9 +168,10 @@ class Program:
         group.add_argument(*flags, type=type, metavar=metavar, help=f'{help} (default {self.DEFAULTS[name]})')
 
     def resolve(self, args, state, path):
-        """Flags that were given, then what the checkpoint says, then the preset, then DEFAULTS -> dict.
+        """Return the settings as a dict: flags take precedence over the checkpoint, then the preset, then DEFAULTS.
 
-        UserError where a size, the seed or the trial is not the checkpoint's, or the preset that was given has another size.
+        Raises UserError if a size, the seed or the data selection differs from the checkpoint's, or the preset has another
+        size.
         """
         from pyops import quantization
         kept, sizes = state['settings'] if state else {}, self.architecture().sizes
@@ -178,7 +179,7 @@ class Program:
         def refuse(name, value):
             flag, was = '--' + name.replace('_', '-'), f'with {kept[name]}'
             given = f'{flag} {value}'
-            if isinstance(value, bool):                     # a flag that stands alone
+            if isinstance(value, bool):                     # a flag without a value
                 given, was = (flag, 'without it') if value else (f'--no-{flag[2:]}', f'with {flag}')
                 flag = given
             elif name == 'pairs' and not kept[name]:
@@ -200,7 +201,8 @@ class Program:
         return settings | quantization.resolve(args, state and kept)
 
     def load(self, found):
-        """-> tensors, state of the checkpoint that was found, which must be of this program; None, None if none was."""
+        """Return tensors and state of the checkpoint found, None and None if there is none.  UserError if it belongs to
+        another program."""
         for warning in found.warnings:
             print(warning, file=sys.stderr)
         if found.path is not None and found.state.get('program') != self.name:
@@ -237,8 +239,7 @@ def cut_line(corpus, num_steps):
 
 
 def train(program, args, found, wanted=None):
-    """Train from scratch or from the checkpoint that was found, and score what was held out.  wanted: the tensors to be saved,
-    if any."""
+    """Train from scratch or resume the checkpoint found, then score the test sentences.  wanted: tensors to save, or None."""
     import contextlib
 
     from pyops import checkpoint, fit, plan
@@ -252,7 +253,7 @@ def train(program, args, found, wanted=None):
     # settings
     kept, state = program.load(found)
     settings, architecture = program.resolve(args, state, found.path), program.architecture()
-    architecture.configure(settings)                    # what does not go together shows before minutes of loading
+    architecture.configure(settings)                    # report contradictions before minutes of loading
     say(program.before_data(args, settings))
 
     # data
@@ -277,7 +278,7 @@ def train(program, args, found, wanted=None):
 
     # model
     config = architecture.configure(settings, *map(len, vocabularies))
-    fit.needs_memory(architecture.parameter_specs(config), program.GROWING)
+    fit.check_model_memory(architecture.parameter_specs(config), program.GROWING)
     model = architecture.model(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
     if settings['quant'] != 'none':
@@ -287,7 +288,7 @@ def train(program, args, found, wanted=None):
     if state:
         check_vocabularies(found.path, state, vocabularies, pairs)
         fit.restore(model.params, optimizer, kept, found.path)
-        kept.clear()                                    # a second copy of the model is not needed for hours
+        kept.clear()                                    # free the second copy of the model
         run = fit.Run(**(state['run'] | {'batch_size': settings['batch_size']}))
         print('loaded from checkpoint')
         if run.epoch >= args.epochs and not asks_for_plan(args):
@@ -305,7 +306,7 @@ def train(program, args, found, wanted=None):
     history = fit.History()
 
     def step(rows):
-        # a function of the step alone, so that a resumed run goes on with the rates it would have had
+        # a function of the step count alone, so that a resumed run continues the schedule
         if settings['warmup']:
             inverse_square_root(optimizer, settings['lr'], settings['warmup'])
         model.params.zero_grads()
@@ -319,12 +320,12 @@ def train(program, args, found, wanted=None):
     planned = plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays(), **history.arrays())
     first_batch = epoch_order(len(pairs), run.seed, run.epoch)[:run.batch_size]
     if asks_for_plan(args):
-        return plan.tell(args, planned.plan(first_batch))
+        return plan.describe(args, planned.plan(first_batch))
     run_step = step if args.no_plan else planned
-    checkpoint.needs_room(found.folder, fit.room(model.params))
+    checkpoint.check_free_space(found.folder, fit.checkpoint_bytes(model.params))
     if not args.no_plan:
         recorded = planned.plan(first_batch)
-        fit.step_needs_memory(recorded)
+        fit.check_step_memory(recorded)
         say(program.before_epochs(recorded))
         say(plan.before_training(args, recorded))
     saving = None
@@ -333,8 +334,8 @@ def train(program, args, found, wanted=None):
         first = int(optimizer.count[0])
         steps = fit.steps_left(run, len(pairs), args.epochs, program.drop_last, args.max_steps)
         saving = Saving(wanted, planned, first_batch, first, first + steps, dict(program=program.name, settings=settings),
-                        program.side, lambda rows: told(sentences, vocabularies, rows))
-        run_step, history.hear = saving.step, saving.note
+                        program.side, lambda rows: sentence_info(sentences, vocabularies, rows))
+        run_step, history.on_read = saving.step, saving.note
 
     def results(sizes):
         return [(loss, int(valid), optimizer.clips(norm)) for loss, valid, norm in history.read(len(sizes))]
@@ -359,10 +360,11 @@ def train(program, args, found, wanted=None):
     ended.leave()
 
 
-def told(pairs, vocabularies, rows):
-    """-> lengths, tokens of pairs, {'source': one for each sentence, 'target': ...}, as the manifest of saved tensors has them.
+def sentence_info(pairs, vocabularies, rows):
+    """Return lengths and tokens of pairs, {'source': one entry per sentence, 'target': ...}, for the manifest of saved tensors.
 
-    target: what the decoder reads, <bos> and all words but the last, which is <eos> unless the sentence was cut."""
+    target: the decoder's input, <bos> and all tokens but the last, which is <eos> unless the sentence was truncated.
+    """
     from pyops import backend
     from pyops.text.vocabulary import BOS, PAD, SPECIALS
     lengths, tokens, rows = {}, {}, backend.get(rows)
@@ -375,7 +377,7 @@ def told(pairs, vocabularies, rows):
 
 
 def evaluate(model, pairs, batch_size):
-    """Mean loss over the valid tokens of all pairs, without dropout."""
+    """Return the mean loss per valid token over all pairs, without dropout."""
     import numpy as np
 
     from pyops import backend

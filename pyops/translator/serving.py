@@ -1,6 +1,6 @@
-"""Answering with a trained checkpoint: one sentence, what is typed, or sentences that training never saw.
+"""Inference with a trained checkpoint: one sentence, standard input, or held-out sentences.
 
-What `python -m PROGRAM.translate` does, and `python -m PROGRAM.train -e 0`.
+Implements `python -m PROGRAM.translate` and `python -m PROGRAM.train -e 0`.
 """
 from pyops.errors import UserError
 from pyops.training import ArgumentParser, add_gpu_flag, add_quant_flags, add_threads_flag, positive_int, use_gpu
@@ -29,7 +29,7 @@ def parse(program, argv=None):
     p = parser(program)
     args = p.parse_args(argv)
     if args.test and args.sentence:
-        p.error(f'--test {args.test}: want no sentence beside it, got {args.sentence[0]!r}; it takes those that were held out')
+        p.error(f'--test {args.test}: expected no sentence, got {args.sentence[0]!r}; it translates held-out sentences')
     return args
 
 
@@ -50,8 +50,10 @@ def main(program, argv=None):
 
 
 def open_checkpoint(program, path, args=None):
-    """-> Translator, state of the checkpoint that -c names, with the lines that tell which one it is.  It rounds what it was
-    trained to round, unless args, the flags that were given, have another --quant."""
+    """Load the checkpoint that -c names, print lines about it, and return the Translator and the checkpoint's state.
+
+    args: the parsed flags.  Quantization is that of the training run unless args has another --quant.
+    """
     from pyops import checkpoint, fit, quantization
     from pyops.text.translation import Translator
     from pyops.text.vocabulary import Vocabulary
@@ -65,7 +67,7 @@ def open_checkpoint(program, path, args=None):
     architecture = program.architecture()
     settings = state['settings'] | quantization.resolve(args, state['settings'])
     config = architecture.configure(settings, *map(len, vocabularies))
-    model = architecture.model(config, seed=None)           # nothing is drawn that is overwritten
+    model = architecture.model(config, seed=None)           # skip initial values: restore() overwrites them
     if settings['quant'] != 'none':
         print(config.ops.check())
     fit.restore(model.params, None, kept, found.path)
@@ -74,7 +76,7 @@ def open_checkpoint(program, path, args=None):
 
 
 def serve(program, path, args=None):
-    """Answer what is typed until the input ends."""
+    """Translate standard input line by line until it ends."""
     from pyops.text.repl import serve as serve_lines
     translator, _ = open_checkpoint(program, path, args)
     print('serving mode', flush=True)
@@ -82,7 +84,7 @@ def serve(program, path, args=None):
 
 
 def test(program, args):
-    """Translate and score what was held out when the checkpoint was trained."""
+    """Translate and score the sentences held out from the checkpoint's training."""
     from pyops.text.split import hold_out
     from pyops.text.translation import Pairs, check_vocabularies, open_corpus
     translator, state = open_checkpoint(program, args.checkpoint, args)
@@ -99,25 +101,25 @@ def test(program, args):
 
 
 def score(translator, test, show=0):
-    """Translate all test sentences; print `show` of them with their references, how many are right, how many references
-    are longer than an output, and BLEU if sacrebleu is installed."""
+    """Translate all test sentences and print the share that is exactly right.  Also print `show` of them with their references,
+    the number of references longer than an output can be, and BLEU if sacrebleu is installed."""
     from importlib.util import find_spec
 
     from pyops.text.score import bleu, exact_match
     from pyops.text.split import references
     known = references(test)
-    said = dict(zip(known, translator.sentences(list(known)), strict=True))
-    # every k-th, so that short and long ones are among them
+    outputs = dict(zip(known, translator.sentences(list(known)), strict=True))
+    # Every k-th sentence, so that both short and long ones are shown.
     shown = list(known)[::max(1, len(known) // show)][:show] if show else []
     for source in shown:
-        right = said[source] in known[source]
-        print(f'{source}\n  -> {said[source]}' + ('' if right else f'\n  wrong, want: {" | ".join(known[source])}'))
+        right = outputs[source] in known[source]
+        print(f'{source}\n  -> {outputs[source]}' + ('' if right else f'\n  wrong, expected: {" | ".join(known[source])}'))
     if shown:
-        print(f'{sum(said[source] in known[source] for source in shown)} of {len(shown)} unseen sentences are right')
-    share = exact_match(list(said.values()), list(known.values()))
+        print(f'{sum(outputs[source] in known[source] for source in shown)} of {len(shown)} unseen sentences are right')
+    share = exact_match(list(outputs.values()), list(known.values()))
     lengths = [len(reference.split()) for references in known.values() for reference in references]
     longer = sum(length > translator.num_steps for length in lengths)
     note = f'; {longer} of {len(lengths)} references are longer than {translator.num_steps} tokens, the longest output'
     print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly' + note * bool(longer), flush=True)
     if find_spec('sacrebleu'):
-        print(f'BLEU : {bleu(list(said.values()), list(known.values())):.2f}', flush=True)
+        print(f'BLEU : {bleu(list(outputs.values()), list(known.values())):.2f}', flush=True)
