@@ -1,2 +1,2 @@
-"""Digits: a 784-30-10 network trained on MNIST with gradients by hand (`train`), a residual network trained on Tensors
-(`resnet`), and a picture of what they got wrong (`report`)."""
+"""Handwritten digits: a 784-30-10 MLP with manual gradients (`train`), a residual network with autograd (`resnet`), and a
+picture of the results (`report`)."""

@@ -1,11 +1,11 @@
-"""MLPResNet: linear layers with residual connections, as modules on Tensors; its gradients come from the tape."""
+"""MLPResNet: linear layers with residual connections.  Modules on Tensors; autograd computes the gradients."""
 from pyops import nn
 
 NORMS = {'batch': nn.BatchNorm1d, 'layer': nn.LayerNorm1d}
 
 
 class Branch(nn.Module):
-    """What a block adds to x: linear, norm, rectifier, dropout, linear, norm;  x, y (B, hidden), half as wide between."""
+    """The branch of a residual block: linear, norm, ReLU, dropout, linear, norm;  x, y (B, hidden), half as wide inside."""
 
     def __init__(self, hidden, norm, dropout):
         between = max(hidden // 2, 1)
@@ -19,7 +19,7 @@ class Branch(nn.Module):
 
 
 class MLPResNet(nn.Module):
-    """A linear layer, blocks of relu(x + branch(x)), a linear layer;  x (B, ...) with `pixels` numbers each -> (B, classes)."""
+    """A linear layer, blocks of relu(x + branch(x)), a linear layer;  x (B, ...) of `pixels` values each -> (B, classes)."""
 
     def __init__(self, pixels=784, hidden=100, blocks=3, classes=10, norm='batch', dropout=0.1):
         self.flatten, self.linear1, self.relu = nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU()

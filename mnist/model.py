@@ -1,7 +1,7 @@
-"""784-30-10: two linear layers with a rectifier between, softmax cross entropy; gradients by hand.
+"""A 784-30-10 MLP: two linear layers with a ReLU between, softmax cross entropy; manual gradients.
 
-Forward is a list of calls, backward the same list reversed.  The images stay bytes in one table; a batch is the numbers
-of its rows.
+forward() is a list of calls; backward() is the same list reversed.  All images are resident as bytes in one table; a batch
+is given as row indices.
 """
 from dataclasses import dataclass
 
@@ -18,20 +18,20 @@ class Config:
     pixels: int = 784
     hidden: int = 30
     classes: int = 10
-    ops: object = ops           # what has matrix products is made from it: pyops.ops, or a family of pyops.quantization
+    ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family
 
 
 def parameter_specs(config):
-    """name -> shape and initial value; sigma = 1 / sqrt(inputs), so that a layer's outputs begin with variance 1."""
+    """Return {name: Spec}.  sigma = 1 / sqrt(inputs), so that the outputs of a layer start with variance 1."""
     I, H, C = config.pixels, config.hidden, config.classes
     return {'w1': Spec((I, H), init.normal(I ** -0.5)), 'bias1': Spec((H,), init.zeros()),
             'w2': Spec((C, H), init.normal(H ** -0.5)), 'bias2': Spec((C,), init.zeros())}
 
 
 class MLP:
-    """forward(images, rows, labels) -> loss (1,), logits (B, 10), ctx;  backward(ctx) adds to params.grads.
+    """forward(images, rows, labels) returns loss (1,), logits (B, 10) and ctx; backward(ctx) adds to params.grads.
 
-    images (N, 784) uint8, rows (B,) int64: the batch;  labels (B,) int32.
+    images (N, 784) uint8; rows (B,) int64: indices of the batch; labels (B,) int32.
     """
 
     def __init__(self, config=None, seed=0):
@@ -52,12 +52,14 @@ class MLP:
         return loss, y, [c1, c2, c3, c4]
 
     def step(self, images, rows, labels, adam):
-        """-> loss (1,): zero_grads, forward, backward and adam.step() as one op, on labels (N,) of all images; it rounds
-        nothing, whatever the layers are made from."""
+        """Run zero_grads, forward, backward and adam.step() as one op and return the loss (1,).
+
+        labels (N,) int32 of all images.  Always float32, whatever quantization config.ops applies.
+        """
         return self.whole.step(images, rows, labels, adam)
 
     def predict(self, images, classes):
-        """Write the class of each image, (N,) int32, into `classes`."""
+        """Write the class of each image into `classes` (N,) int32."""
         a, _ = self.linear1.forward(images, backend.put(np.arange(len(images))), gradients=False)
         y, _ = self.linear2.forward(self.relu.forward(a)[0])
         launch('argmax', classes, y, len(y), self.config.classes)

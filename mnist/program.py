@@ -1,6 +1,6 @@
-"""What the programs on digits share: flags, loading, training by a plan, the lines of an epoch, evaluation, the report.
+"""Shared by the digit programs: flags, loading, training with a plan, progress lines, evaluation and the report.
 
-A program brings a training step and a way to predict.  Nothing large is imported until flags have been read.
+A program supplies a training step and a predict function.  Nothing large is imported before the flags are parsed.
 """
 import math
 
@@ -22,12 +22,12 @@ from pyops.training import (
     use_gpu,
 )
 
-MODULES = 'pyops.quantization', 'pyops.plan', 'pyops.fit', 'pyops.optim', 'numpy.random'    # what `train` will want
+MODULES = 'pyops.quantization', 'pyops.plan', 'pyops.fit', 'pyops.optim', 'numpy.random'    # used by `train`
 CLASSES = 10
 
 
 def parser(program, description, hidden, hidden_help):
-    """Return an ArgumentParser with the flags of every program on digits; hidden: the default of --hidden."""
+    """Return a parser with the flags that all digit programs share; `hidden` is the default of --hidden."""
     p = ArgumentParser(prog=f'python -m {program}', description=description)
     p.set_defaults(program=program)
     training, data, output = map(p.group, ('training', 'data', 'output'))
@@ -56,8 +56,8 @@ def parser(program, description, hidden, hidden_help):
 
 
 def load(args, module):
-    """-> Digits, after the lines about them.  `module`, with all that it imports, is loaded meanwhile."""
-    flags.wanted(args)                  # what is wrong with them is said before anything is loaded
+    """Load the data, print a few lines about it and return Digits.  Imports `module` meanwhile."""
+    flags.wanted(args)                  # report bad flags before anything is loaded
     use_gpu(args)
     if args.report:
         from mnist import report
@@ -67,7 +67,7 @@ def load(args, module):
 
     from pyops.data import mnist
 
-    # zlib lets other threads run: the images are inflated while numpy, modules and the library are loaded
+    # zlib releases the GIL: the images are decompressed while numpy, the modules and the library are loaded.
     loaded = _meanwhile(mnist.load, args.data_dir, args.embedded)
     for name in (module, *MODULES):
         importlib.import_module(name)
@@ -82,8 +82,10 @@ def load(args, module):
 
 
 def _meanwhile(function, *arguments):
-    """Call it in a thread -> a function that waits for what it returns, or raises what it raised.  (concurrent.futures can do
-    that, and takes 5 ms to import.)"""
+    """Call a function in a thread.  Return wait(), which returns its result or raises its exception.
+
+    concurrent.futures does the same but takes 5 ms to import.
+    """
     import threading
     outcome = {}
 
@@ -105,13 +107,13 @@ def _meanwhile(function, *arguments):
 
 
 def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=1, **inputs):
-    """Train and evaluate, or tell what the flags ask about a step.  -> whether all epochs were done; Interrupted if a signal
-    ended them
+    """Train and evaluate, or describe the step if the flags ask for that.  Return whether all epochs were done.
 
-    step(rows) -> the loss, an array: one training step that can be recorded, and what `inputs` name outlives it
+    step(rows) -> loss array: one training step, which a plan can record; `inputs` names the arrays that outlive it
     predict(images, classes): write the class of each image, (N, 784) uint8, into classes (N,) int32
-    prepare(rows, epoch): what is done before each step and not recorded
-    at_once: how many steps are recorded, and done, as one
+    prepare(rows, epoch): called before each step and not recorded
+    at_once: steps per replay call
+    Raises Interrupted if a signal ended the training.
     """
     import contextlib
 
@@ -131,7 +133,7 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
 
     planned = plan.Steps(noted_step, params, **inputs, **optimizer.arrays(), **history.arrays())
     if asks_for_plan(args):
-        plan.tell(args, planned.plan(first_batch))
+        plan.describe(args, planned.plan(first_batch))
         return False
     run_step = noted_step if args.no_plan else planned
 
@@ -164,7 +166,7 @@ def train(args, digits, optimizer, params, step, predict, prepare=None, at_once=
         settings = {name: value for name, value in vars(args).items() if name != 'program' and not name.startswith('save_')}
         steps = fit.steps_left(run, len(images), args.epochs, max_steps=args.max_steps)
         saving = Saving(wanted, planned, first_batch, 0, steps, dict(program=args.program, settings=settings))
-        run_step, history.hear = saving.step, saving.note
+        run_step, history.on_read = saving.step, saving.note
     with saving or contextlib.nullcontext():
         ended = fit.fit(run, len(images), args.epochs, train_step, results, validate=validate, line=epoch_line,
                         progress=progress, at_once=at_once, max_steps=args.max_steps, chance_loss=math.log(CLASSES))

@@ -1,23 +1,23 @@
-"""A picture of a training run: the loss, which digits are taken for which, and those that were misread."""
+"""Draw a picture of a training run: loss curve, confusion matrix and misclassified digits."""
 import math
 
 import numpy as np
 
 from pyops.errors import UserError
 
-SHEET = 40              # misread digits that are shown at most
+SHEET = 40              # maximum number of misclassified digits shown
 _COLUMNS = 10
 _ARROW = '\N{RIGHTWARDS ARROW}'
 _BLUE, _RED, _GREY = '#2a6fbb', '#c0392b', '#777777'
 
 
 def check():
-    """Raise UserError, before the training, if matplotlib, which `draw` needs, is not installed."""
+    """Raise UserError if matplotlib, which draw() needs, is missing: call it before training."""
     _matplotlib()
 
 
 def _matplotlib():
-    """-> FigureCanvasAgg, Figure; without pyplot, which would choose a window system and keep every figure."""
+    """Return FigureCanvasAgg and Figure.  Not pyplot: it selects a GUI backend and keeps every figure alive."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -27,11 +27,11 @@ def _matplotlib():
 
 
 def draw(path, losses, images, labels, predictions, class_names='0123456789'):
-    """Write one PNG with the confusion matrix, the loss curve and misread digits.
+    """Write one PNG with the confusion matrix, the loss curve and misclassified digits.
 
-    losses: the mean loss of each epoch, (epochs,).  images: (N, 784) or (N, 28, 28), 0 paper to 255 ink.
+    losses: mean loss of each epoch, (epochs,).  images: (N, 784) or (N, 28, 28), 0 (paper) to 255 (ink).
     labels, predictions: (N,), indices into `class_names`.
-    UserError if matplotlib is not installed or the file cannot be written.
+    Raises UserError if matplotlib is missing or the file cannot be written.
     """
     labels, predictions = np.asarray(labels, np.int64), np.asarray(predictions, np.int64)
     if not len(images) == len(labels) == len(predictions):
@@ -54,11 +54,11 @@ def draw(path, losses, images, labels, predictions, class_names='0123456789'):
         figure.savefig(path, dpi=100, format='png')
     except OSError as error:
         raise UserError(f'{path}: the picture cannot be written ({error.strerror or error}); '
-                        'want the path of a file, such as report.png, in a folder that exists') from error
+                        'expected the path of a file, such as report.png, in a folder that exists') from error
 
 
 def confusion(labels, predictions, classes):
-    """Return int64 (classes, classes): how often the row's class was taken for the column's."""
+    """Return counts[true, predicted], int64 (classes, classes)."""
     counts = np.bincount(np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64),
                          minlength=classes * classes)
     return counts.reshape(classes, classes)
@@ -66,7 +66,7 @@ def confusion(labels, predictions, classes):
 
 def _draw_confusion(axes, counts, class_names):
     wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)                              # the right answers would drown all others
+    np.fill_diagonal(wrong, 0)                              # the diagonal would dominate the color scale
     largest = max(wrong.max(), 1)
     axes.imshow(np.sqrt(wrong / largest), cmap='Reds', vmin=0, vmax=1.15)
     for (row, column), count in np.ndenumerate(counts):
@@ -115,7 +115,7 @@ def _draw_sheet(axes, images, labels, predictions, misread, class_names):
     shown = misread[:SHEET]
     rest = f', the first {len(shown)} of them' if len(shown) < len(misread) else ''
     axes.set_title(f'{len(misread)} misread{rest}: true {_ARROW} predicted')
-    # one large picture: an axes for each digit would take seconds
+    # One image for all digits: an Axes per digit would take seconds.
     side, pitch_x, pitch_y = images.shape[1], 40, 41
     rows = math.ceil(len(shown) / _COLUMNS)
     sheet = np.zeros((rows * pitch_y, _COLUMNS * pitch_x), images.dtype)

@@ -1,8 +1,8 @@
-"""Train an MLPResNet on handwritten digits: layers on Tensors, gradients from the tape, and every step replayed from its plan.
+"""Train an MLPResNet on handwritten digits: modules on Tensors, gradients by autograd, every step replayed from its plan.
 
-    python -m mnist.resnet                          10 epochs; MNIST where it is found, else the embedded digits
+    python -m mnist.resnet                          10 epochs on MNIST if found, else on the embedded digits
     python -m mnist.resnet --norm layer --hidden 150 --augment crop
-    python -m mnist.resnet --plan                   every kernel of a training step
+    python -m mnist.resnet --plan                   print every kernel of a training step
 """
 import argparse
 
@@ -12,15 +12,15 @@ from pyops.training import fraction, int_up_to, non_negative_float
 
 PROGRAM = 'mnist.resnet'
 AUGMENTATIONS = 'flip', 'crop'
-PADDING = 3             # pixels that --augment crop shifts an image by, at most
-CHUNK = 1000            # images evaluated at once
+PADDING = 3             # largest shift of --augment crop, in pixels
+CHUNK = 1000            # images per evaluation batch
 
 
 def augmentations(text):
-    """An argparse type: names of AUGMENTATIONS with commas between."""
+    """argparse type: comma-separated names from AUGMENTATIONS."""
     names = text.split(',')
     if not set(names) <= set(AUGMENTATIONS) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f'want {" or ".join(AUGMENTATIONS)}, or both with a comma between, got {text!r}')
+        raise argparse.ArgumentTypeError(f'expected {" or ".join(AUGMENTATIONS)}, or both with a comma between, got {text!r}')
     return names
 
 
@@ -70,7 +70,7 @@ def main(argv=None):
     images_here, label_table = backend.put(images), backend.put(labels.reshape(-1, 1))
     transforms = {'flip': RandomFlipHorizontal(0.5), 'crop': RandomCrop(PADDING)}
     dataset = MNISTDataset.of(images, labels, [transforms[name] for name in args.augment])
-    changed = backend.zeros((min(args.batch_size, len(images)), images.shape[1]))               # a batch, transformed
+    changed = backend.zeros((min(args.batch_size, len(images)), images.shape[1]))               # an augmented batch
 
     # model
     model = MLPResNet(images.shape[1], args.hidden, args.blocks, norm=args.norm, dropout=args.dropout)
@@ -105,7 +105,7 @@ def main(argv=None):
     if args.augment:
         inputs['changed'] = changed
     done = program.train(args, digits, optimizer, model.params, step, predict, prepare if args.augment else None, **inputs)
-    if done and len(digits.train_images) > len(images):         # MNIST itself, whose test file has not been looked at
+    if done and len(digits.train_images) > len(images):         # real MNIST: its test file is still unused
         classes = backend.zeros(len(digits.test_images), np.int32)
         predict(backend.put(digits.test_images), classes)
         print(f'test file :  [{len(classes)}/{len(classes)}] correct : {(backend.get(classes) == digits.test_labels).sum()}')

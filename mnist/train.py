@@ -1,8 +1,8 @@
-"""Train the MLP on handwritten digits; gradients by hand, every step replayed from its plan.
+"""Train the MLP on handwritten digits: manual gradients, every step replayed from its plan.
 
-    python -m mnist.train                           10 epochs; MNIST where it is found, else the embedded digits
-    python -m mnist.train --plan                    every kernel of a training step
-    python -m mnist.train --report out.png          and draw what it got wrong
+    python -m mnist.train                           10 epochs on MNIST if found, else on the embedded digits
+    python -m mnist.train --plan                    print every kernel of a training step
+    python -m mnist.train --report out.png          also draw a picture of the results
 """
 from mnist import program
 from pyops.errors import exits_cleanly
@@ -11,8 +11,8 @@ from pyops.training import add_quant_flags
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
-AT_ONCE = 10            # steps that are told as one: telling takes a GPU longer than doing, the CPU a tenth of a small one
-SMALL = 2**17           # hidden units times images up to which a step is small on the CPU: it takes a few milliseconds
+AT_ONCE = 10            # steps per replay call: launching a step costs a GPU more than running it, a CPU 10 % of a small step
+SMALL = 2**17           # hidden units times batch size up to which a CPU step is small: a few milliseconds
 
 
 def parser():
@@ -29,7 +29,7 @@ def main(argv=None):
     args = parse(argv)
     digits = program.load(args, 'mnist.model')
     from pyops import backend, quantization
-    vars(args).update(quantization.resolve(args))       # so that the manifest of saved tensors names the recipe that was used
+    vars(args).update(quantization.resolve(args))       # the manifest of saved tensors records the recipe
     made_from, saves = quantization.family_of(vars(args)), bool(flags.wanted(args))
     model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from, not saves)
     if isinstance(made_from, quantization.Family):
@@ -40,9 +40,11 @@ def main(argv=None):
 
 
 def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=True):
-    """images (N, 784) uint8, labels (N,) int32, of numpy -> model, optimizer, step(rows) -> loss, and what a plan of a step
-    has to know by name.  made_from: what its layers are made from, pyops.ops or a pyops.quantization.Family.
-    as_one: the step may be one op.  Its tensors can be saved, too, but it takes the names of its layers from the op."""
+    """Return model, optimizer, step(rows) -> loss, and {name: array} of the plan inputs.
+
+    images (N, 784) uint8, labels (N,) int32: numpy arrays.  made_from: source of the layers, pyops.ops or a
+    pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
+    """
     from mnist.model import MLP, Config
     from pyops import backend, ops, plan
     from pyops.data.batches import gather
@@ -68,7 +70,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=
     def step_of_one_op(rows):
         return model.step(images, rows, labels, optimizer)
 
-    # on a GPU the kernels of a batch take longer to start than to run
+    # On a GPU, launching the kernels of a batch takes longer than running them.
     if (as_one and made_from is ops and backend.place() is not backend.HOST
             and max(hidden, model.config.classes) <= MLPGradients.MOST):
         step = step_of_one_op

@@ -116,8 +116,8 @@ def test_ten_epochs_of_mnist_reach_97_percent(capsys):
 
 @pytest.mark.parametrize('flags, text', [
     (['-g', '1'], NO_CUDA),
-    (['--augment', 'flip,spin'], "--augment: want flip or crop, or both with a comma between, got 'flip,spin'"),
-    (['--augment', 'crop,crop'], '--augment: want flip or crop'),
+    (['--augment', 'flip,spin'], "--augment: expected flip or crop, or both with a comma between, got 'flip,spin'"),
+    (['--augment', 'crop,crop'], '--augment: expected flip or crop'),
     (['--norm', 'group'], "--norm: invalid choice: 'group'"),
     (['--dropout', '1'], '--dropout: expected a number >= 0 and < 1, got 1'),
     (['--weight-decay', '-1'], '--weight-decay: expected a finite number >= 0, got -1'),
