@@ -1,4 +1,4 @@
-"""Layers: modules on Tensors, and the same by hand on arrays.  docs/nn.md explains both ways."""
+"""Layers: modules on Tensors, each also with manual forward and backward on arrays.  docs/nn.md explains both uses."""
 from pyops.nn.attention import MultiHeadAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from pyops.nn.container import Residual, Sequential
 from pyops.nn.layers import (

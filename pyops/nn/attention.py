@@ -1,5 +1,7 @@
-"""Attention and the layers of a transformer, on time-major sequences (T, B, E).  Vaswani et al. 2017, arXiv:1706.03762.
-Names and shapes of parameters are PyTorch's."""
+"""Attention and transformer layers on time-major sequences (T, B, E).  Vaswani et al. 2017, arXiv:1706.03762.
+
+Parameter names and shapes match PyTorch's.
+"""
 import numpy as np
 
 from pyops import functional as F
@@ -10,17 +12,19 @@ from pyops.nn.module import Layer, Parameter
 
 
 class MultiHeadAttention(Layer):
-    """y = out_proj of softmax(q k' / sqrt(E / heads)) v in each head;  query (L, B, E), key and value (S, B, E) -> y (L, B, E).
+    """y = out_proj(softmax(q k' / sqrt(E / heads)) v) per head;  query (L, B, E), key and value (S, B, E) -> y (L, B, E).
 
-    is_causal: query i sees keys 0 to i + S - L.  lengths (B,) int32: the keys of a sentence that are not padding
-    attn_mask: (L, S), or (B, L, S) for all heads of a sentence: bool, True where a query may see a key, or float32, added;
-    with it the scores lie in memory, else docs/attention.md says how they do not.  dropout: of the weights, in training
-    in_proj_weight (3E, E) and in_proj_bias (3E,) hold those of query, key and value, one under another.
+    is_causal: query i attends to keys 0 to i + S - L
+    lengths (B,) int32: number of keys of each sequence that are not padding
+    attn_mask: (L, S), or (B, L, S) per sequence: bool, True where a query may attend to a key, or float32, added to the
+    scores.  With a mask the scores are stored; without one they are not (docs/attention.md)
+    dropout: probability of dropping an attention weight during training
+    in_proj_weight (3E, E) and in_proj_bias (3E,) stack the projections of query, key and value.
     """
 
     def __init__(self, embed_dim, num_heads, dropout=0.0, bias=True):
         if embed_dim % num_heads:
-            raise ValueError(f'MultiHeadAttention: embed_dim {embed_dim} is no multiple of num_heads {num_heads}')
+            raise ValueError(f'MultiHeadAttention: embed_dim {embed_dim} must be a multiple of num_heads {num_heads}')
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.in_proj_weight = Parameter((3 * embed_dim, embed_dim), init.xavier_uniform())
         self.in_proj_bias = Parameter((3 * embed_dim,), init.zeros()) if bias else None
@@ -28,12 +32,12 @@ class MultiHeadAttention(Layer):
         self.dropout = Dropout(dropout)
 
     def _project(self, x, which):
-        """x as query, key or value: 0, 1, 2."""
+        """Project x as query (which=0), key (1) or value (2)."""
         rows = slice(which * self.embed_dim, (which + 1) * self.embed_dim)
         return F.linear(x, self.in_proj_weight[rows], None if self.in_proj_bias is None else self.in_proj_bias[rows])
 
     def _masked(self, q, k, v, mask, is_causal):
-        """Attention by a formula that any mask can be put into."""
+        """Attend with a mask, on tensor ops that store the scores."""
         heads, (L, B, E), S = self.num_heads, q.shape, k.shape[0]
         q, k, v = (x.reshape(x.shape[0], B, heads, E // heads).permute(1, 2, 0, 3) for x in (q, k, v))
         mask = np.asarray(mask)
@@ -49,10 +53,10 @@ class MultiHeadAttention(Layer):
         value = key if value is None else value
         for name, x in (('query', query), ('key', key), ('value', value)):
             if x.ndim != 3 or x.shape[1:] != (query.shape[1], self.embed_dim):
-                raise ValueError(f'{name}: want shape (T, {query.shape[1] if query.ndim > 1 else "B"}, {self.embed_dim}), '
+                raise ValueError(f'{name}: expected shape (T, {query.shape[1] if query.ndim > 1 else "B"}, {self.embed_dim}), '
                                  f'got {x.shape}')
         if lengths is not None and attn_mask is not None:
-            raise ValueError('want lengths or attn_mask, got both')
+            raise ValueError('expected lengths or attn_mask, got both')
         q, k, v = (self._project(x, which) for which, x in enumerate((query, key, value)))
         if attn_mask is not None:
             return self.out_proj(self._masked(q, k, v, attn_mask, is_causal))
@@ -68,7 +72,7 @@ MultiheadAttention = MultiHeadAttention
 
 
 class _TransformerLayer(Layer):
-    """What encoder and decoder share: feed forward, and how a branch is added."""
+    """Base of the encoder and decoder layers: the feed-forward part and the residual connections."""
 
     def __init__(self, d_model, nhead, dim_feedforward, dropout, norm_first):
         self.self_attn = MultiHeadAttention(d_model, nhead, dropout)
@@ -79,16 +83,16 @@ class _TransformerLayer(Layer):
         return self.linear2(self.dropout(F.relu(self.linear1(x))))
 
     def _add(self, x, branch, norm, dropout):
-        """x + dropout(branch(x)), normed behind it, or before the branch where norm_first."""
+        """Return norm(x + dropout(branch(x))), or x + dropout(branch(norm(x))) with norm_first."""
         if self.norm_first:
             return F.residual(x, dropout(branch(norm(x))))
         return norm(F.residual(x, dropout(branch(x))))
 
 
 class TransformerEncoderLayer(_TransformerLayer):
-    """Self attention and feed forward, each with dropout, residual connection and layer norm;  x (T, B, d_model).
+    """Self-attention and feed-forward, each with dropout, residual connection and layer norm;  x (T, B, d_model).
 
-    mask, is_causal, lengths: what the positions of x see of each other, as in MultiHeadAttention
+    mask, is_causal, lengths: restrict the self-attention, as in MultiHeadAttention
     """
 
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, norm_first=False):
@@ -104,10 +108,10 @@ class TransformerEncoderLayer(_TransformerLayer):
 
 
 class TransformerDecoderLayer(_TransformerLayer):
-    """Self attention, attention to `memory`, the encoder's output (S, B, d_model), and feed forward;  x (T, B, d_model).
+    """Self-attention, attention to `memory` (S, B, d_model), the encoder's output, and feed-forward;  x (T, B, d_model).
 
-    mask, is_causal: what the positions of x see of each other;  memory_mask, memory_lengths: what they see of the memory; as
-    in MultiHeadAttention
+    mask, is_causal restrict the self-attention, memory_mask and memory_lengths the attention to memory, as in
+    MultiHeadAttention.
     """
 
     def __init__(self, d_model, nhead, dim_feedforward=2048, dropout=0.1, norm_first=False):

@@ -1,4 +1,4 @@
-"""Modules made of modules, whose backward by hand is their forward from the last line to the first."""
+"""Containers of modules.  Their manual backward calls the members in reverse order."""
 from pyops import ops
 from pyops.autograd import apply
 from pyops.backend import empty, launch
@@ -6,18 +6,18 @@ from pyops.nn.module import Layer, Module
 
 
 def _by_hand(module, *inputs):
-    """A Layer's forward by hand, which tells its name in errors, or what any Module has."""
+    """Run a module on arrays.  A Layer's forward() adds the layer's name to errors; other modules only have by_hand()."""
     return module.forward(*inputs) if isinstance(module, Layer) else module.by_hand(*inputs)
 
 
 def _module(module):
     if not isinstance(module, Module):
-        raise TypeError(f'want modules, one argument each, got {type(module).__name__}')
+        raise TypeError(f'expected modules, one argument each, got {type(module).__name__}')
     return module
 
 
 class Sequential(Layer):
-    """One module after another; their names are '0', '1', ..."""
+    """Run modules in sequence; their names are '0', '1', ..."""
     seed = 0
 
     def __init__(self, *modules):

@@ -1,5 +1,7 @@
-"""Layers of one kind of row: products, activations, norms, dropout, tables, windows.  Names and shapes of parameters are
-PyTorch's, so its weights can be loaded."""
+"""Feed-forward layers and losses: linear, activations, norms, dropout, embedding, convolution.
+
+Parameter names and shapes match PyTorch's, so its weights can be loaded.
+"""
 import math
 
 import numpy as np
@@ -23,11 +25,11 @@ class Identity(Layer):
 
 
 class Flatten(Layer):
-    """(B, ...) -> (B, all that follows as one axis): a view."""
+    """(B, ...) -> (B, product of the other sizes): a view."""
 
     def on_tensors(self, x):
         if not x.shape:
-            raise ValueError('x: want shape (B, ...), got ()')
+            raise ValueError('x: expected shape (B, ...), got ()')
         return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
     def by_hand(self, x):
@@ -40,7 +42,7 @@ class Flatten(Layer):
 class Linear(KernelLayer):
     """y = x weight' + bias;  x (..., in_features), y (..., out_features).
 
-    weight (out_features, in_features) begins as kaiming_uniform, bias (out_features,) as zeros
+    weight (out_features, in_features) is initialised with kaiming_uniform, bias (out_features,) with zeros.
     """
 
     def __init__(self, in_features, out_features, bias=True):
@@ -90,20 +92,20 @@ class Softmax(Layer):
 
 
 class Dropout(Layer):
-    """In training zeros for a share p of the elements, the others times 1 / (1 - p); in evaluation y = x.
+    """Set each element to 0 with probability p during training and scale the rest by 1 / (1 - p).  Identity in evaluation.
 
-    A mask is a function of (seed, the layer's name in the tree, how often it has run): `count`, an array of one number,
-    which also a plan's replay increases.
+    The mask is a function of (seed, name of the layer in the tree, `count`).  `count` is an array of one element, the number
+    of calls so far; replaying a plan increments it too.
     """
 
     def __init__(self, p=0.5):
         if not 0 <= p < 1:
-            raise ValueError(f'Dropout: p: want 0 <= p < 1, got {p}')
+            raise ValueError(f'Dropout: p: expected 0 <= p < 1, got {p}')
         self.p = p
         self.register_buffer('count', backend.zeros(1, np.int64), persistent=False)
 
     def draw(self):
-        """-> p, key and step of the next mask;  p 0 and step None where nothing is dropped."""
+        """Return p, key and step of the next mask; p is 0 and step None if nothing is dropped."""
         if not (self.training and self.p):
             return 0.0, 0, None
         if self._path is None:
@@ -135,7 +137,7 @@ class Dropout(Layer):
 
 
 class LayerNorm(KernelLayer):
-    """Mean 0 and variance 1 over the last axis, then times weight plus bias;  x (..., features)."""
+    """Normalise the last axis to mean 0 and variance 1, then scale by weight and add bias;  x (..., features)."""
 
     def __init__(self, features, eps=1e-5):
         self.features, self.eps = features, eps
@@ -152,9 +154,9 @@ LayerNorm1d = LayerNorm
 
 
 class BatchNorm1d(KernelLayer):
-    """Mean 0 and variance 1 of each feature over the batch, then times weight plus bias;  x (B, features).
+    """Normalise each feature over the batch to mean 0 and variance 1, then scale by weight and add bias;  x (B, features).
 
-    In training running_mean and running_var follow the batches; in evaluation they take the place of the batch's own.
+    Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     """
 
     def __init__(self, features, eps=1e-5, momentum=0.1):
@@ -175,7 +177,7 @@ class BatchNorm1d(KernelLayer):
 
 
 class Embedding(KernelLayer):
-    """y = weight[ids];  ids (...) of any integers, y (..., dim).  weight (number, dim) begins as normal(1)."""
+    """y = weight[ids];  ids (...) of any integer type, y (..., dim).  weight (number, dim) is initialised with normal(1)."""
 
     def __init__(self, number, dim):
         self.number, self.dim = number, dim
@@ -194,10 +196,10 @@ class Embedding(KernelLayer):
 
 
 class Conv2d(Layer):
-    """y[n, o] = sum over channels and window of x weight[o], plus bias[o];  x (N, C, H, W) -> (N, O, Ho, Wo).
+    """y[n, o] = sum over channels and window of x * weight[o], plus bias[o];  x (N, C, H, W) -> y (N, O, Ho, Wo).
 
-    weight (out_channels, in_channels, kh, kw) begins as kaiming_uniform, bias (out_channels,) as zeros.  kernel_size,
-    stride, padding and dilation are a number or two.
+    weight (out_channels, in_channels, kh, kw) is initialised with kaiming_uniform, bias (out_channels,) with zeros.
+    kernel_size, stride, padding and dilation: an int or a pair.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, bias=True):
@@ -212,16 +214,16 @@ class Conv2d(Layer):
     def settings(self):
         out_channels, in_channels, *_ = self.weight.shape
         options = ('stride', self.stride, 1), ('padding', self.padding, 0), ('dilation', self.dilation, 1)
-        more = ''.join(f', {name}={value}' for name, value, plain in options if value != plain)
+        more = ''.join(f', {name}={value}' for name, value, default in options if value != default)
         return f'{in_channels}, {out_channels}, kernel_size={self.kernel_size}{more}'
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------------
 
 class CrossEntropyLoss(Layer):
-    """The mean over rows of -log softmax(x)[label], but for rows whose label is ignore_index;  x (..., C), labels (...) int32.
+    """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index;  x (..., C), labels (...) int32.
 
-    By hand x is (R, C) and the loss (1,); backward(dloss (1,), ctx) -> dx.
+    On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
     """
 
     def __init__(self, ignore_index=-100):
@@ -241,13 +243,13 @@ class CrossEntropyLoss(Layer):
 
 
 class SoftmaxLoss(CrossEntropyLoss):
-    """CrossEntropyLoss under needle's name."""
+    """CrossEntropyLoss under the name that the needle course uses."""
 
 
 class MSELoss(Layer):
-    """The mean squared difference."""
+    """Return the mean squared difference of x and target, which have one shape."""
 
     def on_tensors(self, x, target):
         if x.shape != target.shape:
-            raise ValueError(f'target: want shape {x.shape}, got {target.shape}')
+            raise ValueError(f'target: expected shape {x.shape}, got {target.shape}')
         return F.mse_loss(x, target)

@@ -1,8 +1,8 @@
-"""Module and Parameter: a tree of layers whose parameters lie in one flat buffer, under the names of their places in the tree.
+"""Module and Parameter: a tree of layers whose parameters share one flat buffer and are named by their path in the tree.
 
-Names are known only when the tree is whole, so a parameter gets its memory and its first value when the tree is first used:
-called, or asked for its parameters.  The value is a function of (seed, name, shape) alone, so the order in which layers are
-made changes nothing; the places in the buffer follow the names too, so a training run has the same bits.
+A name is known only once the tree is complete, so memory is allocated and initialised when the tree is first used: when it
+is called or its parameters are requested.  An initial value is a function of (seed, name, shape) alone, independent of the
+order of construction.  The layout of the buffer follows the names, so training is reproducible bit by bit.
 """
 import copy
 import operator
@@ -16,17 +16,17 @@ from pyops.autograd import Tensor
 from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key
 
-_ALONE = 'parameter'        # the name of a parameter that belongs to no module
+_ALONE = 'parameter'        # name of a parameter outside any module
 
 
 class Parameter(Tensor):
-    """A Tensor that a Module learns, with a name.
+    """A named, trainable Tensor of a Module.
 
-    Parameter(shape, init)      init(generator, shape) -> float32 array, as in pyops.init, is asked when the tree is used
-    Parameter(values)           begins as a copy of these
+    Parameter(shape, init)      init(generator, shape) -> float32 array, as in pyops.init; called when the tree is first used
+    Parameter(values)           starts as a copy of values
 
-    One that belongs to no module works, too: it has memory of its own, and the name 'parameter'.
-    .grad is part of the flat buffer of gradients: zeros before the first backward, which adds to it; None where
+    A parameter outside any module also works: it has its own memory, and the name 'parameter'.
+    .grad is a view of the flat gradient buffer: zeros before the first backward, which adds to it.  It is None while
     requires_grad is off.
     """
     __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed', '_given')
@@ -37,7 +37,7 @@ class Parameter(Tensor):
             shape, init = values.shape, lambda generator, shape: values
         self._shape, self.init = tuple(map(operator.index, shape)), init
         if min(self._shape, default=1) < 1:
-            raise ValueError(f'Parameter: shape {self._shape}: want sizes of 1 or more')
+            raise ValueError(f'Parameter: shape {self._shape}: expected sizes of 1 or more')
         self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = self._given = None
         self.origin, self.requires_grad, self._seed = None, True, next_key('parameter')
 
@@ -73,7 +73,7 @@ class Parameter(Tensor):
         self.grad = None
 
     def by_hand(self):
-        """The pyops.params.Parameter that op classes take."""
+        """Return the pyops.params.Parameter, the form that op classes take."""
         self._settle()
         return self.entry
 
@@ -93,19 +93,19 @@ class Parameter(Tensor):
             self.assign(self._given)
 
     def assign(self, values):
-        """Copy an array, a Tensor or nested lists of this shape into the parameter, which keeps its memory and its name."""
+        """Copy an array, a Tensor or nested lists of the same shape into the parameter; its memory and name do not change."""
         if isinstance(values, Tensor) and values.origin is not None:
-            raise TypeError(f'{values.origin[0].name} made this tensor, and its history would be lost; assign its detach()')
+            raise TypeError(f'got the result of {values.origin[0].name}, whose history would be lost; assign its detach()')
         values = _float32(values)
         if values.shape != self.shape:
-            raise ValueError(f'want shape {self.shape}, got {values.shape}')
+            raise ValueError(f'expected shape {self.shape}, got {values.shape}')
         if self._array is None:
-            self._given = values            # the tree is not whole yet
+            self._given = values            # assigned once the tree is complete
         else:
             self.array, self._given = ndarray.from_numpy(values), None
 
     def _draw(self, seed, name):
-        """The initial value of that seed and name."""
+        """Set the initial value of (seed, name)."""
         self._drawn, self.array = (seed, name), ndarray.from_numpy(self.init(generator(seed, name), self.shape))
 
     def _is_untouched(self):
@@ -117,18 +117,18 @@ class Parameter(Tensor):
         return twin
 
     def __reduce__(self):
-        raise TypeError(f'{self!r} cannot be pickled, as it is part of a tree; save state_dict() of its module')
+        raise TypeError(f'{self!r} cannot be pickled because it is part of a tree; save state_dict() of its module')
 
     def __repr__(self):
         return f'Parameter {self.name or "without a name"} of shape {self.shape}'
 
 
 class Module:
-    """A layer, or a model made of layers: attributes that are Modules or Parameters, also in lists, tuples and dicts, belong
-    to it.  A subclass has forward(x, ...) on Tensors, and is called: y = module(x).
+    """A layer, or a model made of layers.  Attributes that are Modules or Parameters, also inside lists, tuples and dicts,
+    are its members.  A subclass defines forward(x, ...) on Tensors; call it as y = module(x).
 
-    training    whether layers such as Dropout do what they do in training; train() and eval() set it in the whole tree
-    seed        of the initial values: that of reset_parameters(seed), else 0; see Layer for a layer that belongs to no module
+    training    True during training, which layers such as Dropout consult; train() and eval() set it for the whole tree
+    seed        seed of the initial values, set by reset_parameters(seed), else 0; see Layer for layers outside any module
     """
     training, seed = True, 0
     _parent, _path, _is_built = None, None, False
@@ -141,12 +141,12 @@ class Module:
     def forward(self, *inputs):
         raise NotImplementedError(f'{type(self).__name__}.forward(x)')
 
-    # ---- by hand: arrays in, arrays out ------------------------------------------------------------------------------
+    # ---- manual gradients: arrays in, arrays out ---------------------------------------------------------------------
 
     def by_hand(self, *inputs):
-        """y, ctx = module.by_hand(x): forward on arrays, for backward(dy, ctx).
+        """Run forward on arrays and return (y, ctx) for backward(dy, ctx).
 
-        Where a subclass does not spell it out, the tape of a run on Tensors is the ctx.
+        Unless a subclass overrides it, forward runs on Tensors and ctx is the recorded tape.
         """
         leaves = [None if x is None else Tensor(ndarray.over(x)) for x in inputs]
         for leaf in leaves:
@@ -156,9 +156,9 @@ class Module:
         return _each(lambda tensor: tensor.device.plain_view(tensor.array), y), (leaves, y)
 
     def backward(self, dy, ctx):
-        """-> dx, a tuple where there are several inputs with a gradient; those of parameters are added to their .grad.
+        """Return dx, or a tuple if several inputs have a gradient.  Adds parameter gradients to their .grad.
 
-        dy has the structure of y; None in it is zero.
+        dy has the structure of y; None stands for zeros.
         """
         leaves, y = ctx
         outputs, gradients = _flat(y), _flat(dy)
@@ -187,20 +187,20 @@ class Module:
                 module = _up(module._parent)
 
     def members(self):
-        """Yield (name, Parameter or Module) of all that belongs to this module itself."""
+        """Yield (name, Parameter or Module) for each direct member."""
         for name, value in vars(self).items():
             if name != '_parent':
                 yield from _members(name, value)
 
     def root(self):
-        """The module at the top of the tree that this one stands in."""
+        """Return the module at the top of the tree."""
         module = self
         while (above := _up(module._parent)) is not None:
             module = above
         return module
 
     def named_modules(self, prefix='', seen=None):
-        """Yield (name, module) of this module, '', and all below it, each once."""
+        """Yield (name, module) for this module, named '', and all below it, each once."""
         seen = set() if seen is None else seen
         if id(self) not in seen:
             seen.add(id(self))
@@ -221,28 +221,31 @@ class Module:
         return list(seen.values())
 
     def named_parameters(self):
-        """[(name, Parameter)] of the tree, each once."""
+        """Return [(name, Parameter)] of the tree, each once."""
         self.root().build()
         return self._named_parameters()
 
     def parameters(self):
-        """[Parameter] of the tree, each once."""
+        """Return [Parameter] of the tree, each once."""
         return [parameter for _, parameter in self.named_parameters()]
 
     @property
     def params(self):
-        """The pyops.params.Parameters with the flat buffers of the whole tree, for a plan, an optimiser, a checkpoint."""
+        """The pyops.params.Parameters with the flat buffers of the whole tree, for plans, optimisers and checkpoints.
+
+        Raises ValueError if the parameters do not share one buffer.
+        """
         homes = {id(parameter.home): parameter.home for parameter in self.parameters()}
         if len(homes) != 1:
-            raise ValueError(f'params: the parameters lie in {len(homes)} buffers and not in one: parts of the tree were used '
-                             'before it was whole, or there are none; give parameters() to the optimiser')
+            raise ValueError(f'params: expected one buffer, got {len(homes)}: part of the tree was used too early, '
+                             'or there are none; pass parameters() to the optimiser')
         return homes.popitem()[1]
 
     def build(self):
-        """Give memory, names and initial values to the parameters that have none.  Called where they are needed.
+        """Allocate, name and initialise the parameters that are not built yet, and return self.  Called on demand.
 
-        A parameter that was used before it joined this tree keeps its memory.  If it still has the initial value of its
-        old name, it gets that of its new one.
+        A parameter used before it joined this tree keeps its memory.  If it still holds the initial value of its old name,
+        it gets the initial value of its new name.
         """
         for path, module in self.named_modules():
             vars(module).update(_path=path, _is_built=True, seed=self.seed)
@@ -263,7 +266,7 @@ class Module:
         return self
 
     def reset_parameters(self, seed=0):
-        """Begin anew, from the initial values of that seed.  -> self"""
+        """Set all parameters to the initial values of `seed`, and return self."""
         for module in self.modules():
             module.seed = seed
         for _, parameter in self._named_parameters():
@@ -287,22 +290,25 @@ class Module:
             parameter.zero_grad()
 
     def register_buffer(self, name, array, persistent=True):
-        """Say that an attribute is a numpy array that changes from step to step, such as a running mean; persistent: it is
-        part of the state that is saved."""
+        """Register an array that changes from step to step, such as a running mean, as attribute `name`.  persistent:
+        include it in state_dict()."""
         setattr(self, name, array)
         self.__dict__.setdefault('_buffers', {})[name] = persistent
 
     def named_buffers(self, persistent=False):
-        """[(name, array)] of the tree: all of them, or those that are saved."""
+        """Return [(name, array)] of the buffers of the tree; with persistent=True only of those in state_dict()."""
         return [(f'{prefix}.{name}' if prefix else name, getattr(module, name)) for prefix, module in self.named_modules()
                 for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent]
 
     def state_dict(self):
-        """{name: a copy} of all parameters and buffers."""
+        """Return {name: copy} of all parameters and persistent buffers."""
         return {name: np.array(value) for name, value in self._places().items()}
 
     def load_state_dict(self, state):
-        """Copy arrays (of numpy or another library) into place; all or, with an error that names one, none."""
+        """Copy arrays (of numpy or another library) into parameters and buffers: all of them or, if one is wrong, none.
+
+        Raises KeyError for a missing or unknown name, ValueError for a wrong shape, TypeError for a wrong dtype.
+        """
         places = self._places()
         if wrong := sorted(set(places) ^ set(state)):
             name = wrong[0]
@@ -311,9 +317,9 @@ class Module:
         arrays = {name: np.asarray(state[name].detach() if hasattr(state[name], 'detach') else state[name]) for name in places}
         for name, place in places.items():
             if arrays[name].shape != place.shape:
-                raise ValueError(f'{name}: want shape {place.shape}, got {arrays[name].shape}')
+                raise ValueError(f'{name}: expected shape {place.shape}, got {arrays[name].shape}')
             if not np.can_cast(arrays[name].dtype, place.dtype, 'same_kind'):
-                raise TypeError(f'{name}: want {place.dtype}, got {arrays[name].dtype}')
+                raise TypeError(f'{name}: expected {place.dtype}, got {arrays[name].dtype}')
         for name, place in places.items():
             place[...] = arrays[name]
         for parameter in self.parameters():
@@ -330,10 +336,10 @@ class Module:
                 setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
-    # ---- words -------------------------------------------------------------------------------------------------------
+    # ---- printing ----------------------------------------------------------------------------------------------------
 
     def settings(self):
-        """What stands between the brackets of repr."""
+        """Return the text between the parentheses of repr."""
         return ''
 
     def __repr__(self):
@@ -345,15 +351,15 @@ class Module:
 
 
 class Layer(Module):
-    """A module for both ways: layer(x) gives Tensors and records on the tape;  y, ctx = layer.forward(x)  and
-    dx = layer.backward(dy, ctx)  work on arrays.  A call copies arrays and lists into Tensors.  A subclass has
-    on_tensors(x, ...), and by_hand and backward unless the tape is to compute them.
+    """A module with two uses: layer(x) takes and returns Tensors and records on the tape; `y, ctx = layer.forward(x)` and
+    `dx = layer.backward(dy, ctx)` work on arrays.  A call converts arrays and lists to Tensors.  A subclass defines
+    on_tensors(x, ...), and by_hand and backward unless autograd should compute them.
 
-    Errors about arguments begin with the layer's name.
-    A layer is made with a seed of its own, from that of the process (pyops.seed), and draws from it while it belongs to no
-    module: two such layers differ.  Sequential and Residual are trees; their seed is 0.
+    Errors about arguments start with the layer's name.
+    A layer outside any module draws from a seed of its own, derived from the process seed (pyops.seed), so two such layers
+    differ.  Sequential and Residual are trees; their seed is 0.
     """
-    seed = None             # a subclass that is a tree has a number
+    seed = None             # containers set a number
 
     def __new__(cls, *_, **__):
         layer = super().__new__(cls)
@@ -370,19 +376,19 @@ class Layer(Module):
         if _tensors((inputs, *named.values())):
             return self._naming(self.on_tensors, *inputs, **named)
         if named:
-            raise TypeError(f'{self.label()}: by hand there are no named arguments, got {", ".join(named)}')
+            raise TypeError(f'{self.label()}: on arrays, arguments are positional, got keyword {", ".join(named)}')
         return self._naming(self.by_hand, *inputs)
 
     def on_tensors(self, *inputs):
         raise NotImplementedError(f'{type(self).__name__}.on_tensors(x)')
 
     def label(self):
-        """'blocks.0.linear1: Linear(100, 100)'"""
+        """Return path and repr, such as 'blocks.0.linear1: Linear(100, 100)'."""
         layer = f'{type(self).__name__}({self.settings()})'
         return f'{self._path}: {layer}' if self._path else layer
 
     def _naming(self, function, *inputs, **named):
-        """function(...), whose complaints about arguments get the name of the innermost layer."""
+        """Call a function; prefix errors about its arguments with the name of the innermost layer."""
         try:
             return function(*inputs, **named)
         except (TypeError, ValueError, IndexError, OverflowError) as error:
@@ -392,14 +398,14 @@ class Layer(Module):
 
 
 class KernelLayer(Layer):
-    """A layer that is one op class: `op` says which, with its Parameters and settings, and both ways run it."""
+    """A layer that runs one op class, given by op(), both on Tensors and on arrays."""
 
     def op(self):
-        """-> the class, {argument of its __init__: Parameter}, {argument: setting}"""
+        """Return the op class, {argument of __init__: Parameter} and {argument of __init__: setting}."""
         raise NotImplementedError(f'{type(self).__name__}.op()')
 
     def constants(self):
-        """What forward of the op gets behind the inputs."""
+        """Return the arguments of the op's forward that follow the inputs."""
         return ()
 
     def on_tensors(self, *inputs):
@@ -418,10 +424,10 @@ class KernelLayer(Layer):
 
 
 def _float32(values):
-    """A copy of real numbers in a Tensor, an array or nested lists, as a numpy array."""
+    """Copy real numbers from a Tensor, an array or nested lists into a float32 numpy array."""
     found = np.asarray(values.numpy() if isinstance(values, Tensor | NDArray) else values)
     if found.dtype.kind not in 'biuf':
-        raise TypeError(f'want real numbers, got {type(values).__name__} of {found.dtype}')
+        raise TypeError(f'expected real numbers, got {type(values).__name__} of {found.dtype}')
     return np.array(found, np.float32)
 
 
@@ -437,9 +443,9 @@ def _members(name, value):
 
 
 def _adopt(module, value, link):
-    """Tell Modules and Parameters whose they are.  -> whether there was one
+    """Make `module` the parent of all Modules and Parameters in value.  Return whether there are any.
 
-    link: the module itself while the tree is not built, since names and values will depend on it, then a weak reference.
+    link: the module itself until the tree is built, since names and values depend on it; a weak reference afterwards.
     """
     found = [member for _, member in _members('', value)]
     for member in found:
@@ -455,12 +461,12 @@ def _up(link):
 
 
 def _in_order(name):
-    """A key that sorts 'blocks.9.x' before 'blocks.10.x'."""
+    """Return a sort key that orders 'blocks.9.x' before 'blocks.10.x'."""
     return [(0, int(part), '') if part.isdigit() else (1, 0, part) for part in re.split(r'\.', name)]
 
 
 def _tensors(values):
-    """The Tensors in a tuple or list, and in tuples and lists inside it."""
+    """Return the Tensors in a tuple or list and in the tuples and lists inside it."""
     found = []
     for value in values:
         if isinstance(value, Tensor):
@@ -471,19 +477,19 @@ def _tensors(values):
 
 
 def _as_tensors(inputs, named):
-    """The inputs of a call with arrays and lists, also those in tuples, as Tensors; TypeError if there is no Tensor then."""
+    """Convert the inputs of a call to Tensors, also inside tuples.  Raises TypeError if none of them is a Tensor then."""
     device = next((x.device for x in _tensors(inputs)), None)
 
     def convert(value):
         if isinstance(value, list) and _tensors(value):
-            return value                    # an array made of Tensors would have no history
+            return value                    # converting Tensors to an array would drop their history
         if isinstance(value, np.ndarray | list) and backend.is_recorded():
             raise TypeError(f'got {type(value).__name__} while a plan records, which would replay a copy of it; give '
                             'Tensor(ndarray.from_numpy(x)) for an input of the plan, Tensor(x) for a constant')
         return Tensor(value, device=device) if isinstance(value, np.ndarray | NDArray | list) else value
     converted = _each(convert, inputs)
     if not _tensors((converted, *named.values())):
-        raise TypeError('want a Tensor or an array, got '
+        raise TypeError('expected a Tensor or an array, got '
                         + (', '.join(type(x).__name__ for x in (*inputs, *named.values())) or 'nothing'))
     return converted
 

@@ -1,4 +1,7 @@
-"""Recurrent layers on time-major sequences: x (T, B, I) -> h (T, B, H).  Names, shapes and order of gates are PyTorch's."""
+"""Recurrent layers on time-major sequences: x (T, B, I) -> h (T, B, H).
+
+Names and shapes of parameters and the order of gates match PyTorch's.
+"""
 from pyops import functional as F
 from pyops import init, ndarray, ops
 from pyops.autograd import Tensor, apply
@@ -7,7 +10,7 @@ from pyops.nn.module import Layer, Parameter
 
 
 def _weights(module, gates, input_size, hidden_size, suffix=''):
-    """Parameters weight_ih, weight_hh, bias_ih, bias_hh of a module: a block of H rows for each gate; uniform up to H^-0.5."""
+    """Add parameters weight_ih, weight_hh, bias_ih, bias_hh with H rows per gate to a module, uniform in +-H^-0.5."""
     bound, H = hidden_size ** -0.5, hidden_size
     for name, shape in (('weight_ih', (gates * H, input_size)), ('weight_hh', (gates * H, H)),
                         ('bias_ih', (gates * H,)), ('bias_hh', (gates * H,))):
@@ -15,37 +18,37 @@ def _weights(module, gates, input_size, hidden_size, suffix=''):
 
 
 def _linear(x, weight, bias):
-    """x weight' + bias, of one step of a sequence or of all of them."""
+    """Return x weight' + bias for one step of a sequence, or for all steps."""
     return apply(ops.Linear, F.tensor(x), weight=weight, bias=bias, steps=True)
 
 
 def _zeros(x, hidden_size):
-    """The state before the first of the steps x (B, I)."""
+    """Return the initial state (B, H) for x (B, I): zeros."""
     return Tensor(ndarray.zeros((x.shape[0], hidden_size), device=x.device))
 
 
 def _check_states(states, shape, most):
-    """Raise TypeError or ValueError unless there are at most so many states, each a Tensor of this shape or None."""
+    """Raise TypeError or ValueError unless there are at most `most` states, each None or a Tensor of this shape."""
     if len(states) > most:
-        raise TypeError(f'want x and at most {most} state{"s" * (most > 1)}, got {len(states)} states')
+        raise TypeError(f'expected x and at most {most} state{"s" * (most > 1)}, got {len(states)} states')
     for state in states:
         if state is not None and not isinstance(state, Tensor):
-            raise TypeError(f'state: want a Tensor of shape {shape}, got {type(state).__name__}')
+            raise TypeError(f'state: expected a Tensor of shape {shape}, got {type(state).__name__}')
         if state is not None and state.shape != shape:
-            raise ValueError(f'state: want shape {shape}, got {state.shape}')
+            raise ValueError(f'state: expected shape {shape}, got {state.shape}')
 
 
 def _pair(states):
-    """The states h and c of an LSTM as a tuple of at most two: from (h, c) or None in one argument, or from two arguments."""
+    """Return the LSTM states as a tuple of at most two, given as (h, c) or None in one argument or as two arguments."""
     if len(states) == 1 and (states[0] is None or isinstance(states[0], tuple | list)):
         return tuple(states[0] or ())
     if len(states) == 1:
-        raise TypeError(f'state: want (h, c), got {type(states[0]).__name__} alone; c may be None')
+        raise TypeError(f'state: expected (h, c), got {type(states[0]).__name__} alone; c may be None')
     return states
 
 
 class _Cell(Layer):
-    """One step; a subclass says how many gates it has and what it does with a = x weight_ih' + bias_ih."""
+    """A single step.  A subclass sets the number of gates and defines step()."""
     GATES, STATES = 1, 1
 
     def __init__(self, input_size, hidden_size):
@@ -54,7 +57,7 @@ class _Cell(Layer):
 
     def on_tensors(self, x, *states):
         if x.ndim != 2 or x.shape[1] != self.input_size:
-            raise ValueError(f'x: want shape (B, {self.input_size}), got {x.shape}')
+            raise ValueError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
         _check_states(states, (x.shape[0], self.hidden_size), self.STATES)
         return self.step(x, *states)
 
@@ -63,7 +66,7 @@ class _Cell(Layer):
 
 
 class RNNCell(_Cell):
-    """h' = tanh(x weight_ih' + bias_ih + h weight_hh' + bias_hh);  x (B, I), h (B, H), zeros where it is None."""
+    """h' = tanh(x weight_ih' + bias_ih + h weight_hh' + bias_hh);  x (B, I), h (B, H) or None for zeros."""
 
     def step(self, x, h=None):
         h = _zeros(x, self.hidden_size) if h is None else h
@@ -71,7 +74,7 @@ class RNNCell(_Cell):
 
 
 class GRUCell(_Cell):
-    """One step of GRU: h' of x (B, I) and h (B, H), zeros where it is None."""
+    """One step of GRU: return h' for x (B, I) and h (B, H) or None for zeros."""
     GATES = 3
 
     def step(self, x, h=None):
@@ -79,7 +82,7 @@ class GRUCell(_Cell):
 
 
 class LSTMCell(_Cell):
-    """(h', c') = cell(x (B, I), (h, c) or None), states (B, H); the formulas are LSTM's; by hand cell.forward(x, h, c)."""
+    """(h', c') = cell(x (B, I), (h, c) or None), states (B, H); see LSTM for the formulas; on arrays cell.forward(x, h, c)."""
     GATES, STATES = 4, 2
 
     def on_tensors(self, x, *states):
@@ -97,15 +100,15 @@ def _lstm_step(a, h, c, weight_hh, bias_hh):
 
 
 class _Recurrent(Layer):
-    """Layers of cells over a sequence: output, last states of each layer (L, B, H).
+    """Base of the multi-layer recurrent layers.  Returns the output and the last state(s) of each layer (L, B, H).
 
-    dropout: of what goes from one layer to the next, in training
+    dropout: applied between layers during training
     """
     GATES, STATES = 1, 1
 
     def __init__(self, input_size, hidden_size, num_layers=1, dropout=0.0):
         if num_layers < 1:
-            raise ValueError(f'{type(self).__name__}: num_layers: want 1 or more, got {num_layers}')
+            raise ValueError(f'{type(self).__name__}: num_layers: expected 1 or more, got {num_layers}')
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         for layer in range(num_layers):
             _weights(self, self.GATES, hidden_size if layer else input_size, hidden_size, f'_l{layer}')
@@ -116,7 +119,7 @@ class _Recurrent(Layer):
 
     def on_tensors(self, x, *states):
         if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[0]:
-            raise ValueError(f'x: want shape (T, B, {self.input_size}) with T >= 1, got {x.shape}')
+            raise ValueError(f'x: expected shape (T, B, {self.input_size}) with T >= 1, got {x.shape}')
         _check_states(states, (self.num_layers, x.shape[1], self.hidden_size), self.STATES)
         states = [*states, *[None] * (self.STATES - len(states))]
         last = []
@@ -140,7 +143,7 @@ class RNN(_Recurrent):
     def run(self, layer, x, h):
         weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
         h, out = _zeros(x[0], self.hidden_size) if h is None else h, []
-        for a in F.unbind(_linear(x, weight_ih, bias_ih)):         # the input product of all steps is one
+        for a in F.unbind(_linear(x, weight_ih, bias_ih)):         # one product for the inputs of all steps
             h = F.tanh(a + _linear(h, weight_hh, bias_hh))
             out.append(h)
         return F.stack(out), h
@@ -150,7 +153,7 @@ class LSTM(_Recurrent):
     """With a = x[t] weight_ih' + bias_ih + h[t-1] weight_hh' + bias_hh in four blocks i, f, g, o:
 
     c[t] = sigmoid(f) c[t-1] + sigmoid(i) tanh(g);  h[t] = sigmoid(o) tanh(c[t]).  Hochreiter and Schmidhuber 1997.
-    output (T, B, H), (h_n, c_n) = lstm(x (T, B, I), (h_0, c_0) or None), states (L, B, H); by hand lstm.forward(x, h_0, c_0)
+    output (T, B, H), (h_n, c_n) = lstm(x (T, B, I), (h_0, c_0) or None), states (L, B, H); on arrays lstm.forward(x, h_0, c_0)
     """
     GATES, STATES = 4, 2
 
@@ -169,7 +172,7 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """The op of docs/gru.md, reset gate after the product: a whole sequence in one kernel.
+    """The op of docs/gru.md, reset gate after the product: one kernel for the whole sequence.
 
     output (T, B, H), h_n (L, B, H) = gru(x (T, B, I), h_0 (L, B, H) or None)
     """
