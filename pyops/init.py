@@ -1,12 +1,12 @@
-"""Initial values: each function returns init(generator, shape) -> float32 array, for pyops.params.Spec.
+"""Initialisers: each function returns init(generator, shape) -> float32 array, for pyops.params.Spec.
 
-The init's docstring says what it does, for the plan of a step.
+The init's docstring is printed as its description in the plan of a step.
 """
 import math
 
 import numpy as np
 
-RELU_GAIN = math.sqrt(2)        # a rectifier lets half of the variance through
+RELU_GAIN = math.sqrt(2)        # ReLU halves the variance
 
 
 def _described(text, init):
@@ -37,9 +37,9 @@ def normal(sigma):
 
 
 def fans(shape):
-    """-> fan_in, fan_out of a weight (fan_out, fan_in), or of a convolution's (out, in, ...), times the size of its window."""
+    """Return fan_in and fan_out of a weight (fan_out, fan_in) or (out, in, *window); a window multiplies both by its size."""
     if len(shape) < 2:
-        raise ValueError(f'init: want a weight of two axes or more, (fan_out, fan_in, ...), got shape {tuple(shape)}')
+        raise ValueError(f'init: expected a weight of two axes or more, (fan_out, fan_in, ...), got shape {tuple(shape)}')
     return shape[1] * math.prod(shape[2:]), shape[0] * math.prod(shape[2:])
 
 
@@ -51,7 +51,7 @@ def xavier_normal(gain=1.0):
 
 
 def xavier_uniform(gain=1.0):
-    """From -b to b, b = gain * sqrt(6 / (fan_in + fan_out)): as wide as xavier_normal."""
+    """Uniform in +-b, b = gain * sqrt(6 / (fan_in + fan_out)): the variance of xavier_normal."""
     def init(generator, shape):
         bound = gain * np.sqrt(6 / sum(fans(shape)))
         return generator.uniform(-bound, bound, shape).astype(np.float32)
@@ -59,14 +59,14 @@ def xavier_uniform(gain=1.0):
 
 
 def kaiming_normal(gain=RELU_GAIN):
-    """sigma = gain / sqrt(fan_in), where rectifiers follow.  He et al. 2015, arXiv:1502.01852."""
+    """sigma = gain / sqrt(fan_in), for weights followed by ReLU.  He et al. 2015, arXiv:1502.01852."""
     def init(generator, shape):
         return (generator.standard_normal(shape) * gain / np.sqrt(fans(shape)[0])).astype(np.float32)
     return _described(f'kaiming_normal(gain {gain:g})', init)
 
 
 def kaiming_uniform(gain=RELU_GAIN):
-    """From -b to b, b = gain * sqrt(3 / fan_in): as wide as kaiming_normal."""
+    """Uniform in +-b, b = gain * sqrt(3 / fan_in): the variance of kaiming_normal."""
     def init(generator, shape):
         bound = gain * np.sqrt(3 / fans(shape)[0])
         return generator.uniform(-bound, bound, shape).astype(np.float32)
@@ -74,7 +74,7 @@ def kaiming_uniform(gain=RELU_GAIN):
 
 
 def stacked(*inits):
-    """Blocks of equal height, one under another, each with its own init: the gates of a recurrent weight."""
+    """Stack blocks of equal height along axis 0, each with its own init, such as the gates of a recurrent weight."""
     def init(generator, shape):
         block = (shape[0] // len(inits), *shape[1:])
         return np.concatenate([one(generator, block) for one in inits])

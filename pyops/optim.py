@@ -1,5 +1,7 @@
-"""Optimisers, one call over all parameters, with clipping by the global norm: Adam (Kingma and Ba 2014, arXiv:1412.6980),
-gradient descent with momentum; and a schedule of the learning rate."""
+"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980) and SGD with momentum, and a learning rate schedule.
+
+All parameters are updated in one call, with gradients clipped by their global norm.
+"""
 import inspect
 import math
 import numbers
@@ -12,22 +14,23 @@ from pyops.params import Parameters
 
 
 class Optimizer:
-    """What both share.  Learning rate, step count and gradient norm lie in arrays of one element, where kernels read them.
+    """Base class.  Learning rate, step count and gradient norm are arrays of one element, so that kernels can read them.
 
-    params: a pyops.params.Parameters, or Tensors, such as module.parameters().  All Tensors of one flat buffer take one
-    call; others take a call each, and one without a gradient is left as it is.
-    Only params and lr may be given by position: libraries order the other arguments differently.
-    max_norm: a gradient longer than that is clipped on the fly; None: never.  Gradients stay as backward left them.
-    weight_decay: this times the parameter is added to its (clipped) gradient.
+    params: a pyops.params.Parameters, or Tensors, such as module.parameters().  Tensors that make up a whole flat buffer are
+    updated in one call, any others in one call each.  A Tensor without a gradient is not updated.
+    lr: learning rate.  Only params and lr are positional: libraries order the other arguments differently.
+    max_norm: gradients with a larger global norm are scaled down to it during the update; None: no clipping.  The stored
+    gradients do not change.
+    weight_decay: weight_decay times the parameter is added to its (clipped) gradient.
     """
-    MOMENTS = ()            # what is kept of each parameter from step to step, by its name in Parameters
+    MOMENTS = ()            # state per parameter: the names of its buffers in Parameters
 
     def __init__(self, params, lr, max_norm, weight_decay):
         self._check(lr=lr, weight_decay=weight_decay, max_norm=max_norm or 0)
         self.max_norm, self.weight_decay = max_norm, weight_decay
         self._lr = backend.put(np.array([lr], np.float32))
-        self.count = backend.zeros(1, np.int64)         # steps done
-        self.norm = backend.zeros(1)                    # of the last gradient, before clipping; 0 where nothing is clipped
+        self.count = backend.zeros(1, np.int64)         # number of steps so far
+        self.norm = backend.zeros(1)                    # norm of the last gradient before clipping; 0 without max_norm
         self.params = params if isinstance(params, Parameters) else None
         if self.params is not None:
             self._units, self._own, self._tensors = [(params, [getattr(params, name) for name in self.MOMENTS])], {}, []
@@ -44,7 +47,7 @@ class Optimizer:
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
     def _check_positional(self, more):
-        """TypeError if values were given by position behind lr."""
+        """Raise TypeError if arguments after lr were given by position."""
         if more:
             names = [p.name for p in inspect.signature(type(self)).parameters.values() if p.kind is p.KEYWORD_ONLY]
             raise TypeError(f'{type(self).__name__}: only params and lr may be given by position, got {len(more)} more: '
@@ -53,13 +56,13 @@ class Optimizer:
     def _check(self, below=math.inf, **settings):
         for name, value in settings.items():
             if not isinstance(value, numbers.Real):
-                raise TypeError(f'{type(self).__name__}: {name}: want a number, got {type(value).__name__}')
+                raise TypeError(f'{type(self).__name__}: {name}: expected a number, got {type(value).__name__}')
             if not 0 <= value < below:
-                raise ValueError(f'{type(self).__name__}: {name}: want 0 <= {name} < {below}, got {value}')
+                raise ValueError(f'{type(self).__name__}: {name}: expected 0 <= {name} < {below}, got {value}')
 
     @property
     def lr(self):
-        """An array of one number; optimizer.lr = 0.1 changes that."""
+        """Learning rate, an array of one element.  Assigning a number changes the element."""
         return self._lr
 
     @lr.setter
@@ -67,11 +70,11 @@ class Optimizer:
         self._lr[...] = value
 
     def step(self):
-        """One step down the gradients."""
-        for tensor in self._together:                   # which m and v would go on moving
+        """Update all parameters once."""
+        for tensor in self._together:                   # Adam's m and v would still move its value
             if not tensor.requires_grad:
-                raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off after the optimizer was made; '
-                                   'make it anew')
+                raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
+                                   'create a new optimizer')
         ready = [(unit, moments) for unit, moments in self._units if unit.grads is not None]
         if self.max_norm:
             self._find_norm([unit for unit, _ in ready])
@@ -79,10 +82,10 @@ class Optimizer:
         for unit, moments in ready:
             self._update(unit, self.norm if self.max_norm else None, *moments)
         for tensor in self._tensors:
-            tensor.array.buffer.version += 1            # a graph that still needs the old values shall notice
+            tensor.array.buffer.version += 1            # backward detects that saved values have changed
 
     def _find_norm(self, units):
-        """The length of all their gradients: that of the lengths of each."""
+        """Compute the global norm: the norm of the norms of the units."""
         alone = len(units) == 1
         for i, unit in enumerate(units):
             grads, norm = unit.grads, self.norm if alone else self._norms[i:i + 1]
@@ -91,32 +94,32 @@ class Optimizer:
             backend.launch('grad_norm', self.norm, self._norms, None, self._work, len(units))
 
     def zero_grad(self):
-        """Forget the gradients, as before a backward pass."""
+        """Clear the gradients.  Call it before each backward pass."""
         for unit, _ in self._units:
             unit.zero_grads()
 
     def arrays(self):
-        """What it keeps from step to step, by name, for a plan."""
+        """Return {name: array} of the optimiser's state, for a plan."""
         return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work) | self._own
 
     def clipped(self):
-        """Whether the last step had to clip."""
+        """Return whether the last step clipped its gradient."""
         return self.clips(float(self.norm[0]))
 
     def clips(self, norm):
-        """Whether a step clips whose gradient is that long."""
+        """Return whether a gradient of this norm is clipped."""
         return bool(self.max_norm and norm > self.max_norm)
 
 
 class Adam(Optimizer):
-    """Moments m and v with bias correction; see docs/optimiser.md.  betas: PyTorch's name for (beta1, beta2)."""
+    """Adam with bias correction; see docs/optimiser.md.  Give beta1 and beta2, or both as betas (PyTorch's form)."""
     MOMENTS = 'm', 'v'
 
     def __init__(self, params, lr=0.001, *more, max_norm=None, beta1=None, beta2=None, betas=None, eps=1e-8, weight_decay=0.0):
         self._check_positional(more)
         if betas is not None:
             if not isinstance(betas, tuple | list) or len(betas) != 2:
-                raise TypeError(f'Adam: betas: want two numbers, as (0.9, 0.999), got {betas!r}')
+                raise TypeError(f'Adam: betas: expected two numbers, such as (0.9, 0.999), got {betas!r}')
             if (beta1, beta2) != (None, None):
                 raise TypeError('Adam: got betas and also beta1 or beta2; give one of the two forms')
             beta1, beta2 = betas
@@ -133,13 +136,13 @@ class Adam(Optimizer):
 
 
 class SGD(Optimizer):
-    """velocity = momentum velocity + g;  param -= lr velocity, or with nesterov  lr (g + momentum velocity)."""
+    """velocity = momentum * velocity + g;  param -= lr * velocity, or with nesterov  lr * (g + momentum * velocity)."""
     MOMENTS = 'm',
 
     def __init__(self, params, lr=0.01, *more, momentum=0.0, weight_decay=0.0, nesterov=False, max_norm=None):
         self._check_positional(more)
         if nesterov and not momentum:
-            raise ValueError('SGD: nesterov: want a momentum > 0, got 0')
+            raise ValueError('SGD: nesterov: expected a momentum > 0, got 0; pass momentum, such as 0.9')
         super().__init__(params, lr, max_norm, weight_decay)
         self._check(momentum=momentum)
         self.momentum, self.nesterov = momentum, nesterov
@@ -151,7 +154,7 @@ class SGD(Optimizer):
 
 
 class _Alone:
-    """A Tensor that is updated by itself, with the names of a Parameters."""
+    """A Tensor updated on its own, with the interface of Parameters."""
     touched = None
 
     def __init__(self, tensor):
@@ -172,23 +175,23 @@ class _Alone:
 def _flat(tensor):
     array = tensor.device.plain_view(tensor.array)
     if array.dtype != np.float32 or not tensor.array.is_compact():
-        raise TypeError(f'optimizer: want contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
+        raise TypeError(f'optimizer: expected contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
                         f'strides {array.strides}')
     return array.reshape(-1)
 
 
 def _unique(params):
-    """The leaves that require a gradient, each once; an error where they are something else, or there are none."""
+    """Return the leaves that require a gradient, each once.  Raise if there are none, or if params holds anything else."""
     if hasattr(params, 'requires_grad'):
-        raise TypeError(f'optimizer: want several Tensors, got one of shape {params.shape}; put it into a list')
+        raise TypeError(f'optimizer: expected several Tensors, got one of shape {params.shape}; pass a list')
     if hasattr(params, 'parameters'):
-        raise TypeError(f'optimizer: want Tensors, got {type(params).__name__}; give its parameters()')
+        raise TypeError(f'optimizer: expected Tensors, got {type(params).__name__}; pass its parameters()')
     found = {id(tensor): tensor for tensor in params}
     for tensor in found.values():
         if not hasattr(tensor, 'requires_grad'):
-            raise TypeError(f'optimizer: want Tensors, got {type(tensor).__name__}')
+            raise TypeError(f'optimizer: expected Tensors, got {type(tensor).__name__}')
         if not tensor.is_leaf:
-            raise ValueError(f'optimizer: a tensor of shape {tensor.shape} is the result of an op; give the leaves')
+            raise ValueError(f'optimizer: a tensor of shape {tensor.shape} is the result of an op; pass the leaves')
     trained = [tensor for tensor in found.values() if tensor.requires_grad]
     if not trained:
         raise ValueError(f'optimizer: got {len(found)} parameters, and none requires a gradient')
@@ -196,7 +199,7 @@ def _unique(params):
 
 
 def _units(tensors):
-    """What one call can update: the Parameters whose every Tensor is here, and the other Tensors one by one."""
+    """Group Tensors into units that one call can update: whole Parameters, and single Tensors."""
     homes, units = {}, []
     for tensor in tensors:
         home = getattr(tensor, 'home', None)
@@ -208,11 +211,10 @@ def _units(tensors):
 
 
 def inverse_square_root(optimizer, lr, warmup):
-    """Set the learning rate of the step to come, in a way that a plan can record: with steps counted from 1, it rises evenly
-    to `lr` at step `warmup` and falls with the root of the step from there (Vaswani et al. 2017, arXiv:1706.03762,
-    section 5.3, whose lr is (d_model * warmup) ** -0.5).
+    """Set the learning rate for the next step, with a kernel that a plan can record.
 
-    warmup 0: `lr` at every step.
+    With steps counted from 1, the rate rises linearly to `lr` at step `warmup`, then falls with 1 / sqrt(step) (Vaswani et
+    al. 2017, arXiv:1706.03762, section 5.3, where lr = (d_model * warmup) ** -0.5).  warmup=0: constant `lr`.
     """
     backend.launch('inverse_square_root', optimizer.lr, optimizer.count, warmup, lr)
 

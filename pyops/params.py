@@ -1,7 +1,7 @@
 """The parameters of a model: one flat buffer with named views, and the same for gradients and Adam's moments.
 
-So zeroing, the gradient norm, an Adam step and a checkpoint are one call each.  An initial value is a function of
-(seed, name, shape) alone: building layers in another order changes nothing.
+Zeroing, the gradient norm, an Adam step and a checkpoint therefore take one call each.  An initial value is a function of
+(seed, name, shape) alone, independent of the order of construction.
 """
 import hashlib
 import itertools
@@ -14,27 +14,28 @@ from pyops import backend
 from pyops.backend import library
 from pyops.backend.kernels import Kernel, declare
 
-ALIGN = 16      # floats: every parameter begins on its own cache line
+ALIGN = 16      # floats: every parameter starts on its own cache line
 
 
 class Parameter(NamedTuple):
+    """One parameter of a Parameters, as op classes take it."""
     name: str
     value: np.ndarray
     grad: np.ndarray        # backward passes add to it
-    touched: np.ndarray | None = None       # int32, a word for each PYOPS_GRAD_BLOCK floats of a sparse gradient, see Spec
+    touched: np.ndarray | None = None       # int32, one word per PYOPS_GRAD_BLOCK floats of a sparse gradient; see Spec
 
     @property
     def owner(self):
-        """What it belongs to: 'encoder.rnn.0' of 'encoder.rnn.0.w_ih'; its own name where there is no dot."""
+        """The layer: 'encoder.rnn.0' for 'encoder.rnn.0.w_ih'; the name itself if it has no dot."""
         return self.name.rpartition('.')[0] or self.name
 
 
 class Spec(NamedTuple):
-    """What a parameter is before it has memory: its shape, and init(generator, shape) -> float32 array.
+    """A parameter before it has memory: its shape, and init(generator, shape) -> float32 array.
 
-    sparse: a step adds to few rows of its gradient, as to those of an embedding, and whatever adds to it says in `touched`
-    which (pyops_zero_touched in pyops.h).  Zeroing, the gradient norm and Adam then leave the gradient of the others alone,
-    which is 0: the same bits, without reading them.
+    sparse: each step updates only a few rows of the gradient, as for an embedding; backward kernels mark the updated rows in
+    `touched` (pyops_zero_touched in pyops.h).  Zeroing, the gradient norm and Adam then skip the reads of all other rows,
+    whose gradient is 0; the results are bit-identical.
     """
     shape: tuple[int, ...]
     init: object
@@ -42,12 +43,12 @@ class Spec(NamedTuple):
 
 
 def generator(seed, name):
-    """A numpy Generator that is a function of (seed, name): Philox, keyed with a hash of both."""
+    """Return a numpy Generator (Philox) keyed with a hash of (seed, name)."""
     return np.random.Generator(np.random.Philox(key=key(seed, name)))
 
 
 def key(seed, name):
-    """64 bits from (seed, name)."""
+    """Return a 64-bit hash of (seed, name)."""
     return int.from_bytes(hashlib.blake2b(f'{seed}/{name}'.encode(), digest_size=8).digest(), 'little')
 
 
@@ -55,10 +56,10 @@ _seed, _draws = 0, {}
 
 
 def seed(value):
-    """Seed the random numbers of the process, for what has neither a name in a tree of modules nor a seed of its own: layers
-    and parameters that belong to no module, in the order in which they are made, and transforms called on a single image.
+    """Set the process seed, which layers, parameters and transforms use that have neither a name in a module tree nor a seed:
+    layers and parameters outside any module, in order of creation, and transforms called on a single image.
 
-    The seed is 0 unless this is called, so a program repeats its numbers in every run.
+    It is 0 by default, so a program draws the same numbers in every run.
     """
     global _seed
     _seed = operator.index(value)
@@ -66,22 +67,22 @@ def seed(value):
 
 
 def next_key(kind):
-    """Return 64 bits from (the seed of the process, kind, the number of earlier calls for that kind)."""
+    """Return a 64-bit hash of (process seed, kind, number of earlier calls with that kind)."""
     return key(_seed, f'{kind}.{next(_draws.setdefault(kind, itertools.count()))}')
 
 
 class Parameters:
-    """specs: {name: Spec}.  params[name] is a Parameter; values, grads, m and v are the flat float32 buffers (n,).
-    seed None: all are zero, for values that come from elsewhere.
+    """A model's parameters, from {name: Spec}.  params[name] is a Parameter; values, grads, m, v are flat float32 buffers (n,).
 
-    touched: int32, a word for each PYOPS_GRAD_BLOCK floats of grads; None where no parameter is sparse.
+    seed: of the initial values; None leaves them 0, for values loaded from elsewhere.
+    touched: int32, one word per PYOPS_GRAD_BLOCK floats of grads; None if no parameter is sparse.
     """
 
     def __init__(self, specs, seed=0):
         self.seed, self._places, n = seed, {}, 0
         self._block = library.cpu().lib.PYOPS_GRAD_BLOCK
         for name, spec in specs.items():
-            align = self._block if spec.sparse else ALIGN       # the first of its blocks is its own
+            align = self._block if spec.sparse else ALIGN       # shares no block with the parameter before it
             start = -(-n // align) * align
             self._places[name] = (start, spec.shape)
             n = start + -(-int(np.prod(spec.shape)) // ALIGN) * ALIGN
@@ -93,12 +94,12 @@ class Parameters:
         self._inits = {name: spec.init for name, spec in specs.items()}
 
     def view(self, flat, name):
-        """The part of a flat buffer that belongs to `name`, in its shape."""
+        """Return the part of a flat buffer that belongs to parameter `name`, in its shape."""
         start, shape = self._places[name]
         return flat[start:start + int(np.prod(shape))].reshape(shape)
 
     def _untouched(self, n):
-        """What `touched` begins as: 0 for the blocks of sparse parameters that no other parameter reaches into."""
+        """Return the initial `touched` for n floats: 0 for blocks that hold only sparse parameters, else PYOPS_DENSE."""
         touched = np.zeros(-(-n // self._block), np.int32)
         for name in self._places.keys() - self._sparse:
             touched[self._blocks(name)] = library.cpu().lib.PYOPS_DENSE
@@ -109,7 +110,7 @@ class Parameters:
         return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched)
 
     def _blocks(self, name):
-        """Which blocks of the flat buffers a parameter has a part in."""
+        """Return the slice of gradient blocks that a parameter overlaps."""
         start, shape = self._places[name]
         return slice(start // self._block, -(-(start + int(np.prod(shape))) // self._block))
 
@@ -120,15 +121,15 @@ class Parameters:
         return len(self._places)
 
     def arrays(self):
-        """The values by name: views."""
+        """Return {name: view of the values}."""
         return {name: self.view(self.values, name) for name in self}
 
     def count(self):
-        """How many numbers there are to learn."""
+        """Return the total number of elements."""
         return sum(int(np.prod(shape)) for _, shape in self._places.values())
 
     def initial(self, name):
-        """What the first values of a parameter are, in words."""
+        """Describe the initial values of a parameter, such as 'zeros'."""
         return getattr(self._inits[name], '__doc__', None) or 'given values'
 
     def zero_grads(self):

@@ -452,15 +452,15 @@ def unchecked(optimizer, **settings):
     (lambda p: unchecked(SGD(p), momentum=1.0), r'sgd: momentum=1, want \[0, 1\)'),
     (lambda p: unchecked(SGD(p), momentum=float('nan')), 'sgd: momentum='),
     (lambda p: unchecked(SGD(p), weight_decay=-1), 'sgd: weight_decay=-1, want >= 0'),
-    (lambda p: SGD(p, momentum=float('nan')), 'SGD: momentum: want 0 <= momentum < '),
-    (lambda p: SGD(p, nesterov=True), 'SGD: nesterov: want a momentum > 0'),
+    (lambda p: SGD(p, momentum=float('nan')), 'SGD: momentum: expected 0 <= momentum < '),
+    (lambda p: SGD(p, nesterov=True), 'SGD: nesterov: expected a momentum > 0'),
     (lambda p: unchecked(Adam(p), weight_decay=float('nan')), 'adam: weight_decay='),
     (lambda p: SGD([]), 'optimizer: got 0 parameters'),
 ])
 def test_optimisers_say_what_they_want(make, text):
     with pytest.raises(ValueError, match=text):
         make(make_params()[0]).step()
-    with pytest.raises(TypeError, match='optimizer: want Tensors, got ndarray'):
+    with pytest.raises(TypeError, match='optimizer: expected Tensors, got ndarray'):
         SGD([np.zeros(3)])
 
 
@@ -534,7 +534,7 @@ def test_initial_values_have_the_width_of_their_formula(make, sigma, bound):
 
 
 def test_initial_values_that_need_two_axes_say_so():
-    with pytest.raises(ValueError, match=r'init: want a weight of two axes or more, .* got shape \(3,\)'):
+    with pytest.raises(ValueError, match=r'init: expected a weight of two axes or more, .* got shape \(3,\)'):
         init.kaiming_uniform()(np.random.default_rng(0), (3,))
 
 
