@@ -1,9 +1,9 @@
 """pyops: deep learning from the metal up.  Hand-written kernels, ops with explicit forward and backward."""
 
 __version__ = '0.1.0'
-PRECISIONS = 'fp32', 'tf32', 'bf16'     # of the factors of matrix products on a GPU, as pyops_set_precision counts them
+PRECISIONS = 'fp32', 'tf32', 'bf16'     # of matrix product inputs on a GPU, in the order of pyops_set_precision
 
-# name: the module that it is imported from when it is first asked for, so that `import pyops` itself costs nothing
+# name -> the module it is imported from on first use, so that `import pyops` itself is cheap
 _FROM = {
     'cpu': 'pyops.ndarray',
     'numpy_device': 'pyops.ndarray',

@@ -1,10 +1,10 @@
-"""What one run keeps for the next because making it again takes time: files in the user's cache folder.
+"""A cache of results that take time to compute: files in the user's cache folder.
 
-Nothing depends on them.  A file that is missing, damaged, of another user or made from something else is as good as none,
-and where nothing can be written all goes on without.  A key is compared byte for byte, so it is complete: whatever the
-content was made from, or a hash of it, and the version of what made it.
+Nothing depends on it.  A file that is missing, damaged, owned by another user or made from other input counts as absent;
+if nothing can be written, programs run without a cache.  Keys are compared byte for byte and are complete: they contain the
+input, or a hash of it, and the version of the code that computed the result.
 
-PYOPS_CACHE=DIR chooses the folder, PYOPS_CACHE=0 does without; else it is $XDG_CACHE_HOME/pyops or ~/.cache/pyops.
+PYOPS_CACHE=DIR selects the folder, PYOPS_CACHE=0 disables the cache; the default is $XDG_CACHE_HOME/pyops or ~/.cache/pyops.
 """
 import contextlib
 import io
@@ -16,25 +16,25 @@ import sys
 import time
 import zlib
 
-KEPT = 4                # files of a kind
-_MAGIC, _SIZES = b'pyops cache\n', struct.Struct('<IQI')    # checksum, bytes of the content, bytes of the key
-_CHUNK = 1 << 24        # hashed at a time: after each the thread waits for Python's lock, 5 ms where another is busy
-_ABANDONED = 3600       # seconds after which a temporary file belongs to nobody
+KEPT = 4                # newest files kept per kind
+_MAGIC, _SIZES = b'pyops cache\n', struct.Struct('<IQI')    # checksum, content size, key size in bytes
+_CHUNK = 1 << 24        # bytes hashed per call: then the thread must reacquire the GIL, up to 5 ms if another thread is busy
+_ABANDONED = 3600       # seconds after which a temporary file is stale
 
 
 def folder():
-    """The path of the folder, which need not exist; None where caching is switched off or there is no home."""
+    """Return the path of the folder, which may not exist; None if caching is disabled or there is no home directory."""
     chosen = os.environ.get('PYOPS_CACHE')
     if chosen is not None:
         return None if chosen in ('', '0') else os.path.abspath(chosen)
     base = os.environ.get('XDG_CACHE_HOME', '')
-    if not os.path.isabs(base):                         # which its specification tells to ignore
+    if not os.path.isabs(base):                         # the XDG specification says to ignore it
         base = os.path.expanduser('~/.cache')
     return os.path.join(base, 'pyops') if os.path.isabs(base) else None
 
 
 def takes_files():
-    """Whether `write` can hope to succeed."""
+    """Return whether `write` is likely to succeed."""
     place = folder()
     while place and not os.path.exists(place):
         place = os.path.dirname(place)
@@ -42,13 +42,15 @@ def takes_files():
 
 
 def read(kind, key):
-    """What was last written for this kind (a word) and key (bytes): a memoryview of pages of the file, which can be written,
-    though nothing of that goes to the file; None if it is not there unharmed."""
+    """Return the content last written for this kind (a word) and key (bytes), or None if there is no intact file.
+
+    The content is a memoryview of a private mapping: writing to it does not change the file.
+    """
     place = folder()
     if place is None:
         return None
     try:
-        # a pipe of that name shall not be waited for
+        # O_NONBLOCK: do not hang if the path is a FIFO.
         descriptor = os.open(_path(place, kind, key), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
@@ -57,7 +59,7 @@ def read(kind, key):
             content = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
         finally:
             os.close(descriptor)
-    except (OSError, ValueError):                       # ValueError: it is empty
+    except (OSError, ValueError):                       # ValueError: the file is empty
         return None
     size = len(_MAGIC) + _SIZES.size + len(key)
     head, payload = content[:size], content[size:]
@@ -65,7 +67,7 @@ def read(kind, key):
 
 
 def write(kind, key, *parts):
-    """Keep the parts, which are bytes, one behind the other for `read`, if possible."""
+    """Store the concatenated parts (bytes) for `read`, if possible."""
     place = folder()
     if place is None:
         return
@@ -74,7 +76,7 @@ def write(kind, key, *parts):
     try:
         os.makedirs(place, 0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)                        # of a process that had our number
+            os.unlink(temporary)                        # left by a process with our process id
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 'wb') as file:
             file.write(_head(key, parts))
             for part in parts:
@@ -87,7 +89,7 @@ def write(kind, key, *parts):
 
 
 def read_arrays(kind, key):
-    """The list of numpy arrays that write_arrays was given, or None."""
+    """Return the list of numpy arrays stored by write_arrays, or None."""
     content = read(kind, key)
     if content is None:
         return None
@@ -99,7 +101,7 @@ def read_arrays(kind, key):
 
 
 def write_arrays(kind, key, arrays):
-    """Keep numpy arrays, in the form of .npy files one behind the other."""
+    """Store numpy arrays as concatenated .npy files, if possible."""
     import numpy as np
     stream = io.BytesIO()
     for array in arrays:
@@ -108,8 +110,10 @@ def write_arrays(kind, key, arrays):
 
 
 def digest(stream, *modules):
-    """A key: a hash of a file's bytes, which is read from where it stands, of the texts of the modules of those names, whose
-    work is kept, and of the Python that did it.  None where it cannot be had, as of modules without a text."""
+    """Return a cache key: a hash of the rest of a stream, of the source of the named modules, and of the Python version.
+
+    None if the stream or the source of a module cannot be read.
+    """
     import hashlib
     hashed = hashlib.sha256(sys.version.encode())
     try:
@@ -135,7 +139,7 @@ def _head(key, parts):
 
 
 def _tidy(place, kind):
-    """Remove all but the newest files of a kind, and what a killed process left."""
+    """Remove all but the newest files of a kind, and stale temporary files."""
     found = []
     with os.scandir(place) as entries:
         for entry in entries:

@@ -1,12 +1,11 @@
-"""Checkpoints: one safetensors file with all that a bit-exact continuation needs, complete or not there at all.
+"""Checkpoints: one safetensors file with everything that a bit-exact continuation needs, written atomically.
 
-A file holds tensors and a `state` (anything JSON can say: epoch, step, data order, vocabularies, configuration).
-The state is stored in the file's metadata, with a format name, a format version, the name under which it was saved, and
-a SHA-256 over the state and every tensor (0.08 s of the 0.7 s that a save of 125 MB takes), so that a damaged file is
-noticed and not trained on.
+A file holds tensors and a `state`, any JSON value: epoch, step, data order, vocabularies, configuration.  The state is in
+the file's metadata, with a format name, a format version, the original file name, and a SHA-256 of the state and every
+tensor (0.08 s of the 0.7 s that saving 125 MB takes), so that a damaged file is never loaded.
 
-A save goes to a hidden temporary file in the same folder, is synced, and only then gets its name: whatever kills
-the process, a file under a checkpoint's name is complete.
+A save writes a hidden temporary file in the same folder, syncs it, and then renames it: whenever the process is killed, a
+file with a checkpoint's name is complete.
 """
 import contextlib
 import dataclasses
@@ -26,13 +25,13 @@ from pyops.errors import UserError
 
 SUFFIX = '.safetensors'
 FORMAT = 'pyops checkpoint'
-VERSION = 2             # 1: a run without first_loss and id, and no name in the metadata
+VERSION = 2             # version 1 had no first_loss and id in the run, and no name in the metadata
 
 _NAME = re.compile(r'checkpoint_(\d{8}_\d{6})_(\d+)' + re.escape(SUFFIX))
 _PART = re.compile(r'.+' + re.escape(SUFFIX) + r'_part_[a-z]+')         # of scripts/split_checkpoint.sh
 _TEMPORARY = re.compile(r'\..+' + re.escape(SUFFIX) + r'\.(\d+)\.tmp')
 _TIME = '%Y%m%d_%H%M%S'
-_MOST_OTHERS = 3                    # files of other programs that get a line each
+_MOST_OTHERS = 3                    # foreign files that get a warning each
 _HEADER_LIMIT = 100_000_000         # bytes; safetensors itself refuses a longer header
 
 
@@ -41,21 +40,21 @@ _HEADER_LIMIT = 100_000_000         # bytes; safetensors itself refuses a longer
 def save(path, tensors, state):
     """Write `tensors` (dict: name -> array of any shape, strides and safetensors dtype) and `state` (JSON) to `path`.
 
-    A file of that name is replaced, in one step, by a complete new one.  JSON makes lists of tuples and strings of
-    keys.  UserError where it cannot be written (it names the bytes needed and free); nothing is left behind then.
+    An existing file is replaced atomically.  JSON turns tuples into lists and keys into strings.  Raises UserError, which
+    names the bytes needed and free, if the file cannot be written; nothing is left behind then.
     """
     from safetensors.numpy import save as serialize
     path = os.fspath(path)
-    # The library reads the memory of a transposed or sliced array as if it were contiguous.  Not ascontiguousarray,
-    # which makes (1,) of ().  The file is little-endian, and so is what the checksum is taken of.
+    # The library reads a transposed or sliced array as if it were contiguous.  Not ascontiguousarray, which turns shape ()
+    # into (1,).  The file is little-endian, and so are the bytes that the checksum covers.
     tensors = {key: np.asarray(tensor, tensor.dtype.newbyteorder('<'), order='C') for key, tensor in tensors.items()}
     text = json.dumps(state)
     folder, base = os.path.split(path)
     name_text = os.fsencode(base).decode(errors='replace')
     metadata = {'format': FORMAT, 'version': str(VERSION), 'name': name_text, 'state': text,
                 'sha256': _digest(tensors, text + name_text)}
-    # Serialised here and written below, because the library's own save_file does not sync and, when killed, leaves
-    # a temporary whose name tells nothing of its owner.
+    # Serialised here and written below: the library's save_file does not sync and, when killed, leaves a temporary file
+    # whose name does not identify its process.
     data = serialize(tensors, metadata=metadata)
     temporary = os.path.join(folder, f'.{base}.{os.getpid()}.tmp')
     try:
@@ -72,9 +71,9 @@ def save(path, tensors, state):
 
 
 def load(path):
-    """Return (tensors, state) of the checkpoint `path`, every bit as it was saved; the arrays are contiguous.
+    """Return (tensors, state) of the checkpoint `path`, bit-identical to what was saved; the arrays are contiguous.
 
-    UserError for a file that is missing, truncated, damaged, of another program or of a newer format.
+    Raises UserError for a file that is missing, truncated, damaged, from another program, or in a newer format.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -90,13 +89,13 @@ def load(path):
 
 
 def name(epoch, now=None):
-    """The file name of a checkpoint: date, time and epochs done, as in checkpoint_20250322_085920_10.safetensors."""
+    """Return the file name of a checkpoint, with date, time and epochs done: checkpoint_20250322_085920_10.safetensors."""
     now = now or datetime.datetime.now()
     return f'checkpoint_{now.strftime(_TIME)}_{epoch}{SUFFIX}'
 
 
 def _digest(tensors, text):
-    """SHA-256 (hex) over text (state and file name) and each tensor's name, dtype, shape and bytes; the order is by name."""
+    """Return SHA-256 (hex) of text (state and file name) and each tensor's name, dtype, shape and bytes, ordered by name."""
     digest = hashlib.sha256(text.encode())
     for key in sorted(tensors):
         tensor = tensors[key]
@@ -106,10 +105,10 @@ def _digest(tensors, text):
 
 
 def _read_metadata(path):
-    """The metadata of a complete checkpoint, read from its header alone.
+    """Return the metadata of a complete checkpoint, reading only its header.
 
-    UserError if it is something else: `_Damaged` for a file that may have been a checkpoint, `_Foreign` for a safetensors
-    file of another program, `_TooNew` if only the version is wrong.
+    Raises UserError for any other file: `_Damaged` if it may have been a checkpoint, `_Foreign` for a safetensors file of
+    another program, `_TooNew` if only the version is too high.
     """
     try:
         with open(path, 'rb') as file:
@@ -126,15 +125,15 @@ def _read_metadata(path):
     try:
         header = json.loads(text)
         metadata = header.pop('__metadata__', {})
-        want = 8 + length + max((tensor['data_offsets'][1] for tensor in header.values()), default=0)
+        expected_size = 8 + length + max((tensor['data_offsets'][1] for tensor in header.values()), default=0)
         ours = metadata.get('format') == FORMAT
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise _Damaged(f'{path}: not a safetensors file', 'want a checkpoint that this program saved') from error
-    if size != want:
-        kind = 'truncated' if size < want else 'damaged'
-        raise _Damaged(f'{path}: {kind} checkpoint: want {want} bytes, got {size}')
+        raise _Damaged(f'{path}: not a safetensors file', 'expected a checkpoint that this program saved') from error
+    if size != expected_size:
+        kind = 'truncated' if size < expected_size else 'damaged'
+        raise _Damaged(f'{path}: {kind} checkpoint: expected {expected_size} bytes, got {size}')
     if not ours:
-        raise _Foreign(f'{path}: a safetensors file, but not a {FORMAT}; want one that this program saved')
+        raise _Foreign(f'{path}: a safetensors file, but not a {FORMAT}; expected one that this program saved')
     version = str(metadata.get('version'))
     if re.fullmatch('[0-9]{1,9}', version) and int(version) > VERSION:
         raise _TooNew(f'{path}: checkpoint of format version {version}, and this program reads up to {VERSION}; '
@@ -145,7 +144,7 @@ def _read_metadata(path):
 
 
 class _Damaged(UserError):
-    """What is left of a checkpoint; `problem` is the text without the remedy."""
+    """A damaged checkpoint; `problem` is the message without the remedy."""
 
     def __init__(self, problem, remedy='take an older one'):
         super().__init__(f'{problem}; {remedy}')
@@ -157,11 +156,11 @@ class _Foreign(UserError):
 
 
 class _TooNew(UserError):
-    """A complete checkpoint of a later format: never passed over, it may be the best one there is."""
+    """A complete checkpoint in a newer format.  It is never skipped: it may be the best one."""
 
 
 def _write(path, data):
-    """Write bytes to a new file and wait until the disk has them."""
+    """Write bytes to a new file and sync it to disk."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)                                 # left by a killed process that had our process id
     with open(path, 'xb') as file:
@@ -171,7 +170,7 @@ def _write(path, data):
 
 
 def _sync_folder(folder):
-    """Make a rename durable.  Some network file systems refuse to sync a folder; the file itself is safe anyway."""
+    """Make a rename durable.  Some network file systems cannot sync a folder; the file itself is safe anyway."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder or '.', os.O_RDONLY)
         try:
@@ -184,11 +183,11 @@ def _sync_folder(folder):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What `-c PATH` means.
+    """The result of `find`.
 
-    path: the checkpoint, or None; folder: where to save; line: what to print; warnings: lines about files that were passed
-    over; tensors, state: the content of the checkpoint, as `load` returns it, or None; by_time: the next checkpoint of the
-    run replaces it, because it was saved by time (state['by_time']) and nobody has named or renamed it.
+    path: the checkpoint, or None; folder: where to save; line: line to print; warnings: one line per skipped file; tensors,
+    state: contents of the checkpoint, as returned by `load`, or None; by_time: the next checkpoint of the run replaces this
+    one, because it was saved by time (state['by_time']) and was not named by the user or renamed.
     """
     path: str | None
     folder: str
@@ -200,20 +199,20 @@ class Found:
 
 
 def find(path, serving=False):
-    """Load what `-c PATH` names: a checkpoint, or a folder of which the newest intact one is taken -> Found.
+    """Load the checkpoint that `-c PATH` names, or the newest intact one of the folder PATH, and return Found.
 
-    A folder that does not exist yet is created.  A missing or damaged file (PATH ends in .safetensors, or is a file) is
-    an error, and so is a folder that cannot be read or written: that shows here and not after hours of training.
-    Temporaries of processes that are gone are removed.  With `serving` nothing is created, removed or written, and no
-    checkpoint is an error.
+    A missing folder is created.  A missing or damaged file (PATH ends in .safetensors, or is a file) is an error, and so is
+    a folder that cannot be read or written, so that this fails now and not after hours of training.  Temporary files of
+    dead processes are removed.  With `serving`, nothing is created, removed or written, and finding no checkpoint is an
+    error.
     """
     path = os.fspath(path)
     if not path:
-        raise UserError("-c/--checkpoint: want a checkpoint or a folder, got ''")
+        raise UserError("-c/--checkpoint: expected a checkpoint or a folder, got ''")
     is_new = not _exists(path)
     if not os.path.isdir(path) and not is_new:
         if not os.path.isfile(path):
-            raise UserError(f'{path}: want a checkpoint or a folder, and it is neither')
+            raise UserError(f'{path}: expected a checkpoint or a folder; this is neither')
         folder = os.path.dirname(path) or '.'
         if not serving:
             _prepare(folder)
@@ -240,7 +239,7 @@ def find(path, serving=False):
 
 
 def _exists(path):
-    """Whether there is such a path, be it a dangling link; UserError if a folder on the way there cannot be searched."""
+    """Return whether the path exists, even as a dangling link.  Raises UserError if a parent folder cannot be searched."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -252,7 +251,7 @@ def _exists(path):
 
 
 def _load_or_name_another(path):
-    """load(path), whose error for a damaged file names the newest intact checkpoint of the same folder, if any."""
+    """load(path); for a damaged file the error names the newest intact checkpoint in the same folder, if any."""
     try:
         return load(path)
     except _Damaged as error:
@@ -263,22 +262,22 @@ def _load_or_name_another(path):
 
 
 def fresh(folder):
-    """What a run without `-c` does -> Found: it saves into `folder` and starts from scratch, whatever that contains."""
+    """Return Found for a run without `-c`: it saves into `folder` and starts from scratch, whatever the folder contains."""
     _prepare(folder)
     return Found(None, folder, 'starting from scratch')
 
 
 def last(path):
-    """Words for an error: the checkpoint that a run can go on from; path: its path, or None."""
+    """Return text for an error message that names the checkpoint from which a run can resume.  path: its path, or None."""
     return f'the last complete checkpoint is {path}' if path else 'there is no earlier checkpoint'
 
 
 @contextlib.contextmanager
 def claim(folder):
-    """Hold `folder` for one training run; UserError while another one, of this or another process, holds it.
+    """Lock `folder` for one training run.  Raises UserError while another run, in this or another process, holds it.
 
-    Two runs in one folder would mix their metrics, and a resume would take whichever saved last.  The kernel releases the
-    lock however a process ends.  File systems without locks have no guard.
+    Two runs in one folder would mix their metrics, and a resume would load whichever saved last.  The kernel releases the
+    lock however a process ends.  On file systems without locks nothing is checked.
     """
     descriptor = os.open(folder or '.', os.O_RDONLY)
     try:
@@ -295,12 +294,12 @@ def claim(folder):
         os.close(descriptor)
 
 
-def needs_room(folder, nbytes):
-    """UserError where the disk that holds `folder` has fewer than `nbytes` bytes free."""
+def check_free_space(folder, nbytes):
+    """Raise UserError if the disk with `folder` has fewer than `nbytes` bytes free."""
     try:
         free = shutil.disk_usage(folder or '.').free
     except OSError as error:
-        raise UserError(f'{folder}: cannot ask for its free space ({_reason(error)}); name another folder with -c') \
+        raise UserError(f'{folder}: cannot read its free space ({_reason(error)}); name another folder with -c') \
             from error
     if free < nbytes:
         raise UserError(f'{folder}: a checkpoint needs {nbytes} bytes and {free} are free; '
@@ -308,13 +307,13 @@ def needs_room(folder, nbytes):
 
 
 def free_path(folder, epoch, now=None):
-    """The path of a checkpoint to save now: of a name that no file has, and later than those of all there.
+    """Return the path for a checkpoint saved now: an unused name, later than those of all checkpoints in the folder.
 
-    The second is advanced until that holds, so that neither two saves within one second nor a clock that was set
-    back (every autumn, with local time) hide a checkpoint behind another.
+    The time is advanced by seconds until that holds, so that neither two saves within one second nor a clock that was set
+    back (every autumn, in local time) hides a checkpoint behind another.
     """
     now = now or datetime.datetime.now()
-    with contextlib.suppress(OSError):                  # a folder that cannot be read: saving will say so
+    with contextlib.suppress(OSError):                  # an unreadable folder: saving reports it
         latest = max((key for key, _ in _listed(folder)), default=None)
         if latest and (now.strftime(_TIME), epoch) <= latest:
             now = datetime.datetime.strptime(latest[0], _TIME) + datetime.timedelta(seconds=1)
@@ -324,8 +323,8 @@ def free_path(folder, epoch, now=None):
 def save_or_rescue(folder, epoch, tensors, state, now=None, last_path=None):
     """Save under the next free name in `folder` and return the path.
 
-    If that fails (a full disk), the checkpoint goes to the folder for temporary files, so that no step is lost, and a
-    UserError names it and how to go on; if that fails too, it names last_path, the last checkpoint of the run.
+    If that fails (a full disk), the checkpoint is saved in the system's temporary folder, so that no step is lost, and a
+    UserError names it and how to resume; if that fails too, it names last_path, the last checkpoint of the run.
     """
     try:
         path = free_path(folder, epoch, now)
@@ -338,16 +337,16 @@ def save_or_rescue(folder, epoch, tensors, state, now=None, last_path=None):
         path = free_path(rescue, epoch, now)
         save(path, tensors, state)
     except UserError as error:
-        raise UserError(f'{first}; {rescue} did not take it either; {last(last_path)}') from error
-    raise UserError(f'{first}; this one was saved as {path}: go on from it with -c {path}')
+        raise UserError(f'{first}; saving to {rescue} failed too; {last(last_path)}') from error
+    raise UserError(f'{first}; it was saved as {path} instead; resume with -c {path}')
 
 
 def _listed(folder):
-    """((date and time, epoch), path) of each file of `folder` that may be a checkpoint; OSError if it cannot be read.
+    """Yield ((date and time, epoch), path) for each .safetensors file in `folder`.  Raises OSError if it cannot be read.
 
-    These are all .safetensors files.  A file without a checkpoint's name gets the key of the name under which it was
-    saved, so that a renamed or copied one keeps its place; checkpoints of format 1 and other files have none, and get the
-    time of their last change, and -1.
+    A file without a checkpoint's name gets the key of its original name, so that a renamed or copied checkpoint is sorted by
+    the time it was saved.  Checkpoints of format 1 and foreign files do not record one: their key is the time of their last
+    change, and epoch -1.
     """
     with os.scandir(folder or '.') as entries:
         for entry in entries:
@@ -361,7 +360,7 @@ def _listed(folder):
 
 
 def _key(file_name):
-    """(date and time, epoch) in the name of a checkpoint; None for another name."""
+    """Return (date and time, epoch) from a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(file_name)
     try:
         datetime.datetime.strptime(match[1] if match else '', _TIME)
@@ -385,10 +384,10 @@ def _key_of_change(path):
 
 
 def _newest(folder):
-    """(path, (tensors, state), warnings): the newest intact checkpoint, None and (None, None) if there is none, and a line
-    for each newer file that was passed over.  Files of other programs are worth a line only if there is no checkpoint.
+    """Return (path, (tensors, state), warnings) of the newest intact checkpoint; None and (None, None) if there is none.
 
-    UserError for a folder that cannot be read, and for a newer checkpoint of a later format.
+    warnings: one line per newer file that was skipped; foreign files are reported only if there is no checkpoint.
+    Raises UserError for a folder that cannot be read, and for a newer checkpoint in a newer format.
     """
     warnings, others = [], []
     try:
@@ -415,7 +414,7 @@ def _newest(folder):
 
 
 def _newest_beside(path):
-    """The path of the newest intact checkpoint in the folder of `path`, or None."""
+    """Return the path of the newest intact checkpoint in the folder of `path`, or None."""
     try:
         return _newest(os.path.dirname(path) or '.')[0]
     except UserError:
@@ -423,8 +422,8 @@ def _newest_beside(path):
 
 
 def _prepare(folder):
-    """Make `folder` where it is missing, prove that it takes a file, and clear it of what dead processes left."""
-    import safetensors  # noqa: F401    if it is missing, that shows here and not at the first save
+    """Create `folder` if it is missing, test that a file can be written there, and remove temporary files of dead processes."""
+    import safetensors  # noqa: F401    fail now, not at the first save
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -440,8 +439,8 @@ def _prepare(folder):
 
 
 def _is_running(pid):
-    """Whether another process has this id.  Ours counts as none: it saves nothing while it looks for a checkpoint,
-    and in a container the killed process often had the same id."""
+    """Return whether another process has this id.  Our own id counts as dead: we save nothing while we search for a
+    checkpoint, and in a container the killed process often had the same id."""
     if pid == os.getpid():
         return False
     try:
@@ -449,7 +448,7 @@ def _is_running(pid):
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        pass                                            # it runs, and belongs to somebody else
+        pass                                            # it runs under another user
     return True
 
 
@@ -458,7 +457,7 @@ def _reason(error):
 
 
 def _remedy(error, folder, nbytes):
-    """What to do when a file of nbytes could not be written; ' or name another folder with -c' follows."""
+    """Return the remedy for a file of nbytes that could not be written; ' or name another folder with -c' follows it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f': it needs {nbytes} bytes and {_free_text(folder)}; make room'
     if error.errno == errno.EFBIG:

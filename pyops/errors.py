@@ -1,22 +1,22 @@
-"""Errors that a user can mend: one line that names the thing and the remedy, then exit status 2."""
+"""Errors that a user can correct: one line that names the problem and the remedy, then exit status 2."""
 import contextlib
 import errno
 import io
 import os
 import sys
 
-# What pyproject.toml asks for, by the name of the module that is imported -> the name to install.
+# The requirements in pyproject.toml: name of the imported module -> name of the package to install.
 _DEPENDENCIES = {'numpy': 'numpy', 'cffi': 'cffi', '_cffi_backend': 'cffi', 'pycparser': 'pycparser',
                  'safetensors': 'safetensors', 'tqdm': 'tqdm'}
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UserError(Exception):
-    """Bad input: a file, a flag, a missing tool.  The text is one line: what, what was expected, what to do."""
+    """Bad input: a file, a flag, a missing tool.  The text is one line: what failed, what is accepted, how to fix it."""
 
 
 class Interrupted(Exception):
-    """A signal ended a training run, which has saved what it saves; `signal` is the signal.Signals.
+    """A signal ended a training run after it saved its checkpoint; `signal` is the signal.Signals.
     `exits_cleanly` turns it into exit status 128 + signal."""
 
     def __init__(self, signal):
@@ -28,10 +28,9 @@ class Interrupted(Exception):
 def exits_cleanly(program):
     """Wrap a program's main: a UserError becomes `program: error: ...` on stderr and exit status 2.
 
-    So do exhausted memory, an output that cannot be written, and a package of ours that is not installed; any other
-    exception is a bug and keeps its traceback.  A reader that closes our output (`| head`) ends the program quietly,
-    as it ends any other Unix filter.  Interrupted becomes exit status 128 + signal, and so does a Ctrl-C that nothing
-    has handled.
+    So do memory exhaustion, an output that cannot be written, and a missing package that we require; any other exception is
+    a bug and keeps its traceback.  If the reader closes our output (`| head`), the program ends quietly, like any other Unix
+    filter.  Interrupted becomes exit status 128 + signal, and so does a Ctrl-C that was not handled.
     """
     _mend_streams()
     status, line, failure, at_prompt = 0, '', None, True
@@ -43,29 +42,29 @@ def exits_cleanly(program):
         package = _DEPENDENCIES.get((error.name or '').partition('.')[0])
         if package is None:
             raise
-        status, line = 2, (f'the Python package {package} is not installed: want all that pyops builds on; '
+        status, line = 2, (f'the Python package {package} is not installed; '
                            f'install it with: {sys.executable} -m pip install {package}')
     except MemoryError as error:
-        status, line = 2, (f'not enough memory ({error or "no size known"}); '
+        status, line = 2, (f'not enough memory ({error or "size unknown"}); '
                            'give smaller sizes or a smaller batch, or end other programs')
     except Interrupted as error:
         status = 128 + error.signal
     except KeyboardInterrupt:
         status, at_prompt = 130, False                      # 128 + SIGINT
     except OSError as error:
-        # Without a file's name it comes from a stream that was open already: an output that takes no more.
+        # Without a file name it comes from a stream that was already open: a failing output.
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
             raise
         failure = error
     failure = _flush() or failure
     if failure is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)        # so that the flush at exit has somewhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)        # the flush at exit must not fail
         if isinstance(failure, BrokenPipeError):
             status = status or 141                          # 128 + SIGPIPE
         elif not status:
-            status, line = 2, (f'standard output: cannot be written ({failure.strerror}); make room or send it '
-                               'elsewhere, then start again: a checkpoint that was saved is whole')
-    with contextlib.suppress(OSError):                      # of a stderr that cannot be written either
+            status, line = 2, (f'standard output: cannot be written ({failure.strerror}); free some disk space or redirect it, '
+                               'then start again: saved checkpoints are intact')
+    with contextlib.suppress(OSError):                      # stderr cannot be written either
         if line:
             print(f'{program}: error: {" ".join(line.split())}', file=sys.stderr)
         elif not at_prompt and sys.stderr.isatty():
@@ -75,8 +74,8 @@ def exits_cleanly(program):
 
 
 def _mend_streams():
-    """Let every print go through: into nothing where a stream was closed by whoever started us (`>&-`), with the
-    bytes of a file's name that is not UTF-8, and with a question mark for a letter that another encoding lacks."""
+    """Make every print succeed: discard output to a stream that our parent closed (`>&-`), pass through file names that
+    are not UTF-8, and print ? for characters that the stream's encoding lacks."""
     for name in ('stdout', 'stderr'):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, 'w'))
@@ -85,7 +84,7 @@ def _mend_streams():
 
 
 def _flush():
-    """What keeps standard output from being written, or None."""
+    """Flush standard output.  Return the OSError if that fails, else None."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The training loop that all programs share: epochs, progress, metrics, saving, leaving on a signal, going on later.
+"""The training loop of all programs: epochs, progress, metrics, checkpoints, signals, resuming.
 
-A program brings `step(indices)`, one training step on the samples of those numbers, and `results(sizes)`, what came of the
-last steps.  Results are asked for now and then: on a GPU steps are only told to it, so that it never stands still.
+A program supplies `step(indices)`, one training step on these samples, and `results(sizes)`, the results of the last steps.
+Results are read only now and then: on a GPU steps are only enqueued, and reading them every time would leave it idle.
 """
 import contextlib
 import math
@@ -23,23 +23,23 @@ from pyops.training import Interrupt, Metrics, Output
 
 @dataclass
 class Run:
-    """Where a training run stands; with the parameters and Adam's moments, all that a bit-exact continuation needs."""
+    """The state of a training run; with the parameters and Adam's moments, all that a bit-exact continuation needs."""
     seed: int                   # of initial values, dropout masks and the order of the data
     batch_size: int
     epoch: int = 0              # epochs done
-    position: int = 0           # samples done of the next one
-    loss_sum: float = 0.0       # of that epoch: losses times weights (valid tokens), weights, steps that clipped
+    position: int = 0           # samples done in the current epoch
+    loss_sum: float = 0.0       # current epoch: sum of loss times weight (valid tokens), sum of weights, clipped steps
     weight_sum: float = 0.0
     clips: int = 0
     seconds: float = 0.0
-    first_loss: float = 0.0     # of the first step; 0 in checkpoints of format 1, then of the first step after those
+    first_loss: float = 0.0     # of the first step (format 1 checkpoints have none: of the first step after resuming)
     id: str = field(default='', compare=False)      # names this run in metrics.jsonl; '' until it has a folder
 
     asdict = asdict
 
     @property
     def loss(self):
-        """Mean loss of the running epoch so far, each step counted by its weight."""
+        """Mean loss of the current epoch so far, weighted."""
         return self.loss_sum / self.weight_sum if self.weight_sum else math.nan
 
     def end_epoch(self):
@@ -49,33 +49,33 @@ class Run:
 
 
 class History:
-    """Loss, weight and gradient norm of each training step, noted by the step itself and read by the host in bulk."""
+    """Loss, weight and gradient norm of each training step: the step writes them on the device, the host reads many at once."""
     CAPACITY = 1024         # steps
 
     def __init__(self):
         self.log, self.written = backend.zeros((self.CAPACITY, 3)), backend.zeros(1, np.int64)
-        self._read, self.hear = 0, None         # hear(rows): told of what is read
+        self._read, self.on_read = 0, None      # on_read(rows) is called with the rows that read() returns
 
     def add(self, loss, weight, norm):
-        """In a step: loss (1,), weight (1,) int32 or None for 0, norm (1,) or None for 0."""
+        """Append a row; call it in a step.  loss (1,); weight (1,) int32 or None for 0; norm (1,) or None for 0."""
         backend.launch('log_step', self.log, self.written, loss, weight, norm, self.CAPACITY)
 
     def read(self, n):
-        """-> [[loss, weight, norm]] of the n steps, at most CAPACITY, behind those that were read before."""
+        """Return [[loss, weight, norm]] of the next n <= CAPACITY steps that were not read yet."""
         places = np.arange(self._read, self._read + n) % self.CAPACITY
         self._read += n
         rows = backend.get(self.log)[places].tolist()
-        if self.hear:
-            self.hear(rows)
+        if self.on_read:
+            self.on_read(rows)
         return rows
 
     def arrays(self):
-        """For a plan, by name."""
+        """Return {name: array} for a plan."""
         return dict(log=self.log, written=self.written)
 
 
 def steps_left(run, samples, epochs, drop_last=False, max_steps=None):
-    """How many steps `fit` will do with these arguments."""
+    """Return the number of steps that `fit` will run with these arguments."""
     def steps(start):
         return -(-(epoch_end(samples, run.batch_size, start, drop_last) - start) // run.batch_size)
     whole = max(epochs - run.epoch, 0)
@@ -84,27 +84,27 @@ def steps_left(run, samples, epochs, drop_last=False, max_steps=None):
 
 
 class Ended(NamedTuple):
-    """How `fit` ended."""
-    done: bool                          # all epochs
-    signal: signal.Signals | None       # the one that ended it; None: the epochs or --max-steps
+    """The outcome of `fit`."""
+    done: bool                          # all epochs were trained
+    signal: signal.Signals | None       # the signal that ended the run; None: all epochs done, or --max-steps reached
 
     def leave(self):
-        """Raise Interrupted if a signal ended the run, for exit status 128 + signal."""
+        """Raise Interrupted if a signal ended the run; the exit status becomes 128 + signal."""
         if self.signal is not None:
             raise Interrupted(self.signal)
 
 
 class Watch:
-    """Recognises an exploding loss: its median over the last STEPS steps exceeds FACTOR times that of an untrained model.
+    """Detects an exploding loss: its median over the last STEPS steps exceeds FACTOR times that of an untrained model.
 
-    An untrained model is represented by the loss of the run's first step, but at least by `chance_loss`.  At twice that
-    the right class gets the probability 1 / classes**2 on average, far less than a guess gives it.
+    The loss of an untrained model is taken to be the loss of the run's first step, but at least `chance_loss`.  At twice
+    that, the right class has probability 1 / classes**2 on average, far less than by chance.
     The limits come from runs of all models here, with learning rates from 0.001 to 1e30 and batches of 1 to 100.  Runs
-    that learn have a median over 100 steps of at most 1.2 times the first loss, whatever single steps reach (20 times);
-    rates so high that a run falls back to guessing give at most 1.7, with one exception of 2.3; rates from which no run
-    comes back give 2.9 to 1e30.
-    Before a checkpoint is written, and at the end of a run, the last STEPS_AT_SAVE steps decide, or all of a shorter run
-    that has at least FEWEST: a run that is about to be stopped should not put its checkpoint over a good one.
+    that learn have a median over 100 steps of at most 1.2 times the first loss, although single steps reach 20 times.
+    With a learning rate so high that a run falls back to guessing the median is at most 1.7, with one exception of 2.3; with
+    rates from which no run recovers it is 2.9 to 1e30.
+    Before a checkpoint is written, and at the end of a run, the last STEPS_AT_SAVE steps are checked, or all of a shorter run
+    of at least FEWEST steps, so that a run about to be stopped does not replace a good checkpoint with a bad one.
     """
     FACTOR = 2
     STEPS, STEPS_AT_SAVE, FEWEST = 100, 20, 3
@@ -118,19 +118,19 @@ class Watch:
         return self.FACTOR * max(first_loss, self._chance_loss)
 
     def add(self, loss):
-        """Note the loss of a step -> what is wrong, or None."""
+        """Record the loss of a step.  Return a description of the problem, or None."""
         if not math.isfinite(loss):
             return f'the loss is {loss}'
         if not self._run.first_loss:
             self._run.first_loss = loss
             self._limit = self._limit_of(loss)
         self._last.append(loss)
-        if loss > self._limit and len(self._last) == self.STEPS:        # costs a comparison where all is well
+        if loss > self._limit and len(self._last) == self.STEPS:        # a single comparison as long as the loss is normal
             return self._judge(self.STEPS)
         return None
 
     def at_save(self):
-        """-> what is wrong with the last few steps, or None."""
+        """Return a description of a problem in the last few steps, or None."""
         return self._judge(self.STEPS_AT_SAVE)
 
     def _judge(self, steps):
@@ -142,43 +142,45 @@ class Watch:
                 f'an untrained model has {self._limit / self.FACTOR:.6g})')
 
 
-LOOK_EVERY = 0.05           # seconds, on a GPU
-LOOK_EVERY_ON_CPU = 0.002   # where a small step takes a tenth of a millisecond, and to look a tenth of that
+POLL_EVERY = 0.05           # seconds between reads of results, on a GPU
+POLL_EVERY_ON_CPU = 0.002   # on a CPU a small step takes 0.1 ms and reading its loss 0.01 ms
 
 
 def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
         drop_last=False, line_first=False, at_once=1, max_steps=None, save_minutes=0, chance_loss=0.0):
-    """Train until `epochs` epochs are done -> Ended.
+    """Train until `epochs` epochs are done, and return Ended.
 
-    step(indices (B,) int64): a training step, with indices where arrays are made (pyops.backend.place);
-    at_once: so many steps, one for each batch that pyops.data.batches.split finds in the indices.
-    results(sizes) -> (loss, weight, clipped) of each of the last len(sizes) <= History.CAPACITY steps, on so many samples.
-    samples: how many there are; an epoch shows all, or with drop_last what makes whole batches, at least one.
-    folder: where metrics.jsonl and checkpoints go; None: neither is written.
-    save: a Saver, called after each `save_every`th epoch, after the last one, and before the run is left on a signal or a
-    failed output; also, if save_minutes > 0, at the end of a step when the last checkpoint is that many minutes old.
-    validate() -> dict of metrics, at the end of each epoch; line(metrics | {'samples': shown}) -> what to print then,
-    before or after the name of a checkpoint.
-    progress(epochs done, samples of the next, how many of these are done) -> the Progress that shows an epoch.
-    max_steps: how many steps it does at most; then it saves and ends.
-    chance_loss: the loss of a model that gives all classes the same probability.
-    UserError if the loss is not finite or explodes (Watch).  OSError, after saving, if standard output fails (Output).
+    step(indices (B,) int64): runs a training step; indices are on the device of pyops.backend.place.
+    at_once: steps per call of step(), one for each batch that pyops.data.batches.split finds in the indices.
+    results(sizes): returns (loss, weight, clipped) for each of the last len(sizes) <= History.CAPACITY steps, whose batch
+    sizes are `sizes`.
+    samples: number of samples.  An epoch uses all of them or, with drop_last, whole batches only (at least one).
+    folder: where metrics.jsonl and checkpoints are written; None: neither.
+    save: a Saver, called after every `save_every` epochs, after the last one, and before leaving on a signal or a failed
+    output; with save_minutes > 0 also at the end of a step when the last checkpoint is that many minutes old.
+    validate(): returns a dict of metrics at the end of each epoch; line(metrics | {'samples': shown}): returns the line to
+    print then, before (line_first) or after the line about the checkpoint.
+    progress(epochs done, samples per epoch, samples already done): returns the Progress that displays an epoch.
+    max_steps: number of steps after which the run saves and ends.
+    chance_loss: loss of a model that gives all classes the same probability.
+    Raises UserError if the loss is not finite or explodes (Watch), and OSError, after saving, if standard output fails
+    (Output).
     """
     watch = Watch(run, chance_loss)
-    pending, looked = [], time.perf_counter()           # sizes of the batches whose results were not asked for
-    saved = looked
+    pending, polled = [], time.perf_counter()           # batch sizes of the steps whose results have not been read
+    saved = polled
     save_after = 60 * save_minutes if save and save_minutes else math.inf
     left = math.inf if max_steps is None else max_steps
-    on_cpu = backend.place() is backend.HOST            # where to look now and then for the sake of a line costs nothing
-    look_every = LOOK_EVERY_ON_CPU if on_cpu else LOOK_EVERY
+    on_cpu = backend.place() is backend.HOST            # reading results costs nothing there: read for each progress line
+    poll_every = POLL_EVERY_ON_CPU if on_cpu else POLL_EVERY
 
     def check(problem):
-        if problem:                                     # epochs done: programs count the running one from 0 or from 1
+        if problem:                                     # programs number the current epoch from 0 or from 1
             raise UserError(f'{problem} at [{run.position}/{end}] after {run.epoch} epochs; '
                             'lower the learning rate with -l' + (f'; {checkpoint.last(save.last)}' if save else ''))
 
-    def keep(by_time=False):
-        """Save a checkpoint, if the run has any -> the line about it, or None.  Never one of an exploded loss."""
+    def save_checkpoint(by_time=False):
+        """Save a checkpoint, if the run has any, and return the line about it.  Raises if the loss has exploded."""
         nonlocal saved
         check(watch.at_save())
         if save:
@@ -187,12 +189,12 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             return f'checkpoint saved : {path}'
         return None
 
-    def keep_and_print(by_time=False):
-        if text := keep(by_time):
+    def save_and_print(by_time=False):
+        if text := save_checkpoint(by_time):
             print(text, flush=True)
 
     def collect():
-        nonlocal looked
+        nonlocal polled
         for size, (loss, weight, clipped) in zip(pending, results(pending), strict=True):
             check(watch.add(loss))
             run.position += size
@@ -201,10 +203,10 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             run.clips += clipped
         pending.clear()
         now = time.perf_counter()
-        run.seconds, looked = run.seconds + now - looked, now
+        run.seconds, polled = run.seconds + now - polled, now
 
     def is_time():
-        return time.perf_counter() - looked > look_every or len(pending) + at_once > History.CAPACITY
+        return time.perf_counter() - polled > poll_every or len(pending) + at_once > History.CAPACITY
 
     def is_save_due():
         return time.perf_counter() - saved > save_after
@@ -222,7 +224,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
         while run.epoch < epochs and not is_over:
             end = epoch_end(samples, run.batch_size, run.position, drop_last)
             with progress(run.epoch, end, run.position) as display:
-                looked = time.perf_counter()
+                polled = time.perf_counter()
                 for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last,
                                        at_once=at_once):
                     if left < at_once:
@@ -239,15 +241,15 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
                         break
                     if is_save_due():
                         collect()
-                        # a checkpoint by time waits while the loss may be exploding; after the last step see below
+                        # No checkpoint by time while the loss may be exploding.  After an epoch's last step: see below.
                         if run.position < end and not watch.at_save():
-                            display.print(keep(by_time=True))
-                            looked = time.perf_counter()
+                            display.print(save_checkpoint(by_time=True))
+                            polled = time.perf_counter()
                 collect()
                 display.update(run.position, loss=run.loss)
             if run.position < end:
                 display.stopped(run.position, loss=run.loss)
-                keep_and_print()
+                save_and_print()
                 break
             values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
                           samples_per_second=end / run.seconds)
@@ -256,78 +258,80 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
             run.end_epoch()
             if metrics:
                 metrics.write(**values)
-            said = line(values | {'samples': end})
+            text = line(values | {'samples': end})
             if line_first:
-                print(said, flush=True)
+                print(text, flush=True)
             is_over = bool(stop or output.failure) or left <= 0
             if is_over or run.epoch == epochs or run.epoch % save_every == 0:
-                keep_and_print()
+                save_and_print()
             elif is_save_due() and not watch.at_save():
-                keep_and_print(by_time=True)
+                save_and_print(by_time=True)
             if not line_first:
-                print(said, flush=True)
+                print(text, flush=True)
         if output.failure and not stop:
             raise output.failure
     return Ended(run.epoch >= epochs, stop.signal)
 
 
 def tensors(params, optimizer=None):
-    """What a checkpoint keeps of parameters and Adam: name -> array; without an optimizer that of the parameters alone."""
+    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments and step count."""
     groups = dict(parameter=params.values) | (dict(adam_m=params.m, adam_v=params.v) if optimizer else {})
     kept = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
     return kept | ({'step': optimizer.count} if optimizer else {})
 
 
 def restore(params, optimizer, kept, path):
-    """Copy what `tensors` gave back into place; UserError names the first tensor that is missing or of another shape.
-    optimizer None: the parameters alone, to serve them."""
+    """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
+
+    Raises UserError naming the first tensor that is missing, unknown or of another shape.
+    """
     places = tensors(params, optimizer)
     if not optimizer:
         kept = {name: tensor for name, tensor in kept.items() if name.startswith('parameter/')}
     for name, place in places.items():
         if name not in kept or kept[name].shape != place.shape:
             got = kept[name].shape if name in kept else 'none'
-            raise UserError(f'{path}: {name}: want shape {place.shape}, got {got}; '
-                            'give the sizes it was trained with, or another folder with -c')
+            raise UserError(f'{path}: {name}: expected shape {place.shape}, got {got}; '
+                            'pass the sizes it was trained with, or another folder with -c')
     if extra := sorted(set(kept) - set(places)):
         raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
     for name, place in places.items():
         place[...] = kept[name]
 
 
-def needs_memory(specs, growing):
-    """UserError where a model of these parameter specs cannot fit: values, gradients and Adam's moments, float32.
+def check_model_memory(specs, growing):
+    """Raise UserError if a model with these specs cannot fit: values, gradients and Adam's moments in float32.
 
-    growing: the settings that its memory grows with, two or more.
+    growing: the settings that its memory depends on, two or more.
     """
     flags = ['--' + name.replace('_', '-') for name in growing]
     _must_fit('the model', 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values()),
               f'{", ".join(flags[:-1])} or {flags[-1]}')
 
 
-def step_needs_memory(plan):
-    """UserError where a training step cannot fit, in place of a system that ends the process when it is under way."""
+def check_step_memory(plan):
+    """Raise UserError if a training step cannot fit, before the system kills the process."""
     _must_fit('a training step', plan.memory().peak, '-b or --num-steps')
 
 
-def _must_fit(what, want, flags):
+def _must_fit(what, needed, flags):
     place = backend.place()
-    have, whose = place.memory(), 'this machine' if place is backend.HOST else 'the GPU'
-    if want > have:
-        raise UserError(f'{what} needs {want / 2 ** 30:.1f} GiB of memory and {whose} has {have / 2 ** 30:.1f}; '
+    available, owner = place.memory(), 'this machine' if place is backend.HOST else 'the GPU'
+    if needed > available:
+        raise UserError(f'{what} needs {needed / 2 ** 30:.1f} GiB of memory and {owner} has {available / 2 ** 30:.1f}; '
                         f'give a smaller {flags}')
 
 
-def room(params):
-    """Bytes of a checkpoint, with a mebibyte for names and state."""
+def checkpoint_bytes(params):
+    """Return the size of a checkpoint in bytes, including 1 MiB for names and state."""
     return 3 * params.values.nbytes + 2 ** 20
 
 
 class Saver:
     """Saves the checkpoints of a run, for `fit`.
 
-    found: the checkpoint.Found that the run began with; state: what its checkpoints hold besides `run`.
-    last: the path of the newest checkpoint that the run can go on from, None if there is none yet.
+    found: the checkpoint.Found that the run started from; state: what its checkpoints contain besides `run`.
+    last: path of the newest checkpoint from which the run can resume, None if there is none.
     """
 
     def __init__(self, found, params, optimizer, run, state):
@@ -336,13 +340,13 @@ class Saver:
         self._replaced = found.path if found.by_time else None
 
     def __call__(self, by_time=False):
-        """Save the next checkpoint -> its path.
+        """Save the next checkpoint and return its path.
 
-        by_time: it is saved because time has passed, and the next checkpoint replaces it, of the same or of a resumed
-        run: once that one is durable, this file is removed.  So the number of files does not grow with time.  No other
+        by_time: the save was triggered by time.  The next checkpoint of this run, or of a run that resumes it, replaces this
+        file: once the new one is durable, this one is removed, so the number of files does not grow with time.  No other
         file is ever removed.
-        UserError instead of a checkpoint of parameters that are not finite: a step can make them so after its loss was
-        calculated, and such a checkpoint is worth nothing.
+        Raises UserError, and saves nothing, if a parameter is not finite: a step can cause that after its loss was computed,
+        and such a checkpoint is useless.
         """
         if not np.isfinite(backend.get(self._params.values)).all():
             raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '

@@ -1,18 +1,18 @@
-"""The plan of a training step: every kernel launch as an action that can be read, replayed, timed and drawn.
+"""The plan of a training step: a list of kernel launches (actions) that can be replayed, timed, printed and drawn.
 
-    with Plan(model.params, batch=batch, lr=optimizer.lr) as plan:      # run once by hand-written code, and recorded
+    with Plan(model.params, batch=batch, lr=optimizer.lr) as plan:      # run the step once and record it
         loss, ctx = model.forward(...)
         plan.boundary()
         model.backward(ctx)
         optimizer.step()
-    plan.run()                                                          # again, without the Python of the ops
+    plan.run()                                                          # replay it without the Python code of the ops
 
-What a kernel gets by value (sizes, the share of dropout) is fixed when it is recorded.  Whatever changes from step to
-step (the batch, the learning rate, the step count, the gradient norm) is an array, which replayed kernels read anew:
-there is no way to record its value.
+Scalar kernel arguments (sizes, the dropout probability) are fixed when they are recorded.  Everything that changes from
+step to step (the batch, the learning rate, the step count, the gradient norm) is an array, which kernels read at every
+replay: its value cannot be recorded.
 
-Arrays that ops ask for while the plan records lie in blocks of the plan.  When the last reference to an array goes,
-its block is handed out again, so the plan's memory is what a step needs at its widest point.
+Arrays that ops allocate while the plan records are in blocks owned by the plan.  When the last reference to an array is
+dropped, its block is reused, so the plan's memory is the peak that one step needs.
 """
 import bisect
 import contextlib
@@ -28,23 +28,23 @@ from pyops import backend
 from pyops.backend import kernels, library, location
 from pyops.backend.device import Buffer
 
-_GRADIENT = re.compile(r'\.d[a-z]+\d?$')     # what ops call the gradients they make
+_GRADIENT = re.compile(r'\.d[a-z]+\d?$')     # matches the names that ops give to gradients
 
 
-_LAYOUT = ('shape', 'strides')      # what kernels on strided arrays call their arrays of sizes, which are in host memory
+_LAYOUT = ('shape', 'strides')      # size arguments of strided kernels, whose arrays are in host memory
 
 
-_recording = []     # the plan that records now, if any
+_recording = []     # a stack: the last plan records
 
 
 def boundary():
-    """Say, in a step that may be recorded, that its forward pass ends here."""
+    """Mark the end of the forward pass of a step.  Does nothing unless a plan records."""
     if _recording:
         _recording[-1].boundary()
 
 
 class Tensor(NamedTuple):
-    """An array that actions name.  base: the Tensor it is a view of, or None."""
+    """An array used by actions.  base: the Tensor it is a view of, or None."""
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What an op says about a launch: see backend.note_product."""
+    """The facts that an op passes to backend.note_product about a launch."""
     op: str
     product: kernels.Product
     layer: str
@@ -88,22 +88,22 @@ class Note(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One launch: kernel pyops_<kernel> with values as the header orders them, and the Tensors of those that are arrays."""
+    """One launch of pyops_<kernel>: all argument values in the header's order, and the Tensors of the array arguments."""
     kernel: str
     values: tuple
-    tensors: dict[str, Tensor]      # by the header's name of the argument
-    once: bool = False              # done when it was recorded, and not again
+    tensors: dict[str, Tensor]      # by argument name, as in the header
+    once: bool = False              # ran when it was recorded; not replayed
     notes: tuple[Note, ...] = ()
 
     @property
     def scalars(self):
-        """The arguments that are numbers, by name, and those that say how arrays lie: tuples of numbers."""
+        """The scalar arguments by name, with the shapes and strides of strided kernels as tuples."""
         arguments = library.cpu().functions['pyops_' + self.kernel].arguments
         return {a.name: tuple(v.tolist()) if a.name in _LAYOUT else v for a, v in zip(arguments, self.values, strict=False)
                 if not a.pointer or a.name in _LAYOUT}
 
     def split(self):
-        """-> inputs, outputs, scratch: dicts of Tensors by argument name."""
+        """Return inputs, outputs and scratch: dicts of Tensors by argument name."""
         arguments = {a.name: a for a in library.cpu().functions['pyops_' + self.kernel].arguments}
         inputs = {name: t for name, t in self.tensors.items() if arguments[name].const}
         outputs = {name: t for name, t in self.tensors.items() if not arguments[name].const and name != 'work'}
@@ -120,13 +120,13 @@ class Action(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes.  peak is all of a step: parameters, gradients, moments, named inputs and the plan's own blocks."""
+    """Memory of a step in bytes.  peak: parameters, gradients, moments, named inputs and the plan's own blocks together."""
     parameters: int
     gradients: int
     moments: int
     inputs: int
     intermediates: int      # blocks of the plan
-    saved_by_reuse: int     # what more they would be if every array had a block of its own
+    saved_by_reuse: int     # additional bytes if every array had its own block
     peak: int
 
     def __str__(self):
@@ -134,27 +134,27 @@ class Memory(NamedTuple):
 
 
 class Plan:
-    """Records what is launched inside its `with` block and replays it.
+    """Records the launches inside its `with` block, and replays them.
 
-    params: the pyops.params.Parameters of the step, for names and the account of memory.
-    run: whether kernels run while they are recorded, or from the first run() on.
-    inputs: other arrays that live longer than a step, by the names they shall have.
+    params: the pyops.params.Parameters of the step, for names and the memory summary.
+    run: run kernels while recording; False: run nothing until run() is called.
+    inputs: other arrays that outlive a step, by name.
     """
 
     def __init__(self, params=None, /, *, run=True, **inputs):
         self._runs_while_recorded, self._place = run, backend.place()
-        self.actions, self.replayed = [], []    # all; those that a replay runs, once it is recorded
+        self.actions, self.replayed = [], []    # all actions; after recording, the ones that run() replays
         self.params, self.inputs = params, inputs
-        self.initial = []                       # lines about what was done once before
-        self._boundary = None                   # how many actions are forward
+        self.initial = []                       # descriptions of the parameter initialisation
+        self._boundary = None                   # number of forward actions
         self._once = False
-        self._named = {}                        # address -> Tensor, of arrays that outlive the step
-        self._regions = []                      # (start, end, Tensor) of the same, and of the parts that have names
-        self._parts = []
-        self._blocks, self._starts = [], []     # all memory of the plan in the order of its addresses, and these
-        self._free = []                         # the part that no array holds
-        self._live = {}                         # address -> Tensor of arrays handed out
-        self._asked = 0                         # bytes handed out, reuse or not
+        self._named = {}                        # (address, shape) -> Tensor, for arrays that outlive the step
+        self._regions = []                      # (start, end, Tensor) of the buffers that outlive the step
+        self._parts = []                        # the same for the named parts of those buffers
+        self._blocks, self._starts = [], []     # memory blocks of the plan and their addresses, both sorted by address
+        self._free = []                         # blocks that no array uses
+        self._live = {}                         # block address -> Tensor of the array that uses it
+        self._asked = 0                         # bytes allocated, counting reused blocks every time
         self._closed = False
         self._written = {}                      # of _writes
         self._know(params, inputs)
@@ -179,7 +179,7 @@ class Plan:
             self._regions.append((start, start + array.nbytes, Tensor(name, array.shape, array.dtype, 'input')))
 
     def _know_touched(self, params):
-        """What says which blocks of sparse gradients are not 0; it counts as one of them."""
+        """Name the `touched` words of sparse gradients; they count as gradients."""
         flat = params.touched
         whole = Tensor('touched', flat.shape, flat.dtype, 'gradient')
         self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
@@ -192,7 +192,7 @@ class Plan:
 
     def __enter__(self):
         if self.actions:
-            raise RuntimeError('a plan records once; make another one')
+            raise RuntimeError('a plan records only once; create another one')
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(backend.hooks(self._allocate, self._record, self._note))
         _recording.append(self)
@@ -205,12 +205,12 @@ class Plan:
             self._compile()
 
     def boundary(self):
-        """Say that the forward pass ends here."""
+        """Mark the end of the forward pass."""
         self._boundary = len(self.actions)
 
     @contextlib.contextmanager
     def once(self):
-        """What is launched inside is done now and left out when the plan runs again."""
+        """Inside the block, launches run now and are not replayed."""
         self._once = True
         try:
             yield
@@ -221,7 +221,7 @@ class Plan:
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
         nbytes = -(-max(math.prod(shape) * np.dtype(dtype).itemsize, 1) // backend.ALIGN) * backend.ALIGN
         self._asked += nbytes
-        # the smallest free block that fits, unless most of it would lie idle
+        # Best fit; a block more than twice as large stays free for a larger array.
         fits = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
         if fits:
             block = min(fits, key=lambda b: b.nbytes)
@@ -233,7 +233,7 @@ class Plan:
             self._blocks.insert(place, block)
         kind = 'scratch' if name == 'work' else 'gradient' if _GRADIENT.search(name) else 'intermediate'
         self._live[_start(block)] = Tensor(name, shape, np.dtype(dtype), kind)
-        # what is computed once must outlive the step
+        # no reuse for an array computed once: it must outlive the step
         return self._place.lease(block, shape, dtype, None if self._once else self._give_back)
 
     def _give_back(self, block):
@@ -253,7 +253,7 @@ class Plan:
         self.actions[-1] = self.actions[-1]._replace(notes=(*self.actions[-1].notes, note))
 
     def _part(self, parameter):
-        """A Parameter, or an array in the memory of one, as a Part; None for any other array."""
+        """Return the Part for a Parameter, or for an array in the memory of one; None for any other array."""
         array = backend.plain(getattr(parameter, 'value', parameter))
         start = location(array)
         for low, high, tensor in self._parts:
@@ -262,8 +262,8 @@ class Plan:
         return None
 
     def _keep(self, value):
-        """An action keeps arrays that are not the plan's alive; it must not do that with the plan's, or no block would
-        ever be free again."""
+        """Return a form of an argument that an action can hold: a _Place for an array of the plan, since a reference to the
+        array would keep its block from being reused; any other value itself."""
         if not backend.is_array(value):
             return value
         block = self._block_of(value)
@@ -297,34 +297,35 @@ class Plan:
     # ---- running -----------------------------------------------------------------------------------
 
     def _compile(self):
-        """Lay the calls out as pyops_replay wants them."""
+        """Convert the recorded calls to the layout that pyops_replay expects."""
         self.replayed = [action for action in self.actions if not action.once]
         self._calls = self._place.calls([(action.kernel, [_address(v) for v in action.values]) for action in self.replayed])
 
     def run(self, first=0, last=None):
-        """Do the step again.  ValueError names the action that a kernel refused; RuntimeError after close().
+        """Replay the step, or actions first to last - 1.  Raises ValueError naming the action whose kernel refused its
+        arguments, and RuntimeError after close().
 
-        On a GPU the step is only told to it: what is read from it waits.
+        On a GPU the step is only enqueued; reading a result waits for it.
         """
         if self._closed:
-            raise RuntimeError('this plan was closed and its memory given back; record another one')
+            raise RuntimeError('this plan is closed and its memory freed; record another one')
         self._calls.run(first, last)
 
     def feed(self, **arrays):
-        """Copy arrays into the inputs of those names.  TypeError for another kind of numbers, ValueError for another shape,
-        which needs a plan of its own."""
+        """Copy arrays into the inputs with these names.  Raises TypeError for a dtype that cannot be cast, and ValueError for
+        another shape, which requires another plan."""
         for name, array in arrays.items():
             place = self.inputs[name]
             array = array if backend.is_array(array) else np.asarray(array)
             if not np.can_cast(array.dtype, place.dtype, 'same_kind'):
-                raise TypeError(f'{name}: want {place.dtype}, got {array.dtype}')
+                raise TypeError(f'{name}: expected {place.dtype}, got {array.dtype}')
             if array.shape != place.shape:
                 raise ValueError(f'{name}: this plan was recorded with shape {place.shape}, got {array.shape}; '
                                  'record another plan for that shape')
             place[...] = array.astype(place.dtype, copy=False) if isinstance(array, np.ndarray) else array
 
     def check(self):
-        """Run action by action; FloatingPointError names the first whose result is not finite."""
+        """Replay action by action.  Raises FloatingPointError naming the first action with a result that is not finite."""
         for i, action in enumerate(self.replayed):
             self.run(first=i, last=i + 1)
             for argument, tensor in action.split()[1].items():
@@ -332,7 +333,7 @@ class Plan:
                     raise FloatingPointError(f'action {i}, {action}: {argument} is not finite')
 
     def close(self):
-        """Give the memory back; the plan cannot run any more."""
+        """Free the plan's memory.  run() raises afterwards."""
         self._closed = True
         self.actions, self.replayed, self._blocks, self._starts, self._free = [], [], [], [], []
         self._written = {}
@@ -340,11 +341,11 @@ class Plan:
 
     @property
     def forward(self):
-        """How many of the replayed actions stand before the boundary; None where there is none."""
+        """The number of replayed actions before the boundary; None without a boundary."""
         return None if self._boundary is None else len([a for a in self.actions[:self._boundary] if not a.once])
 
     def argument(self, action, name):
-        """The array that an action's argument stands for, None where it is NULL."""
+        """Return the array passed as an action's argument, None for NULL."""
         names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
         value = action.values[names.index(name)]
         if not isinstance(value, _Place):
@@ -353,7 +354,7 @@ class Plan:
         return self._place.view(value.block, value.address, tensor.shape, tensor.dtype, value.strides)
 
     def part(self, part, gradient=False):
-        """The array of a Part, or that of its gradient: in the parameter's own shape where it is the whole of it."""
+        """Return the array of a Part, or its gradient; in the parameter's own shape if the Part is the whole parameter."""
         parameter = self.params[part.tensor.name]
         array = parameter.grad if gradient else parameter.value
         if part.is_whole:
@@ -361,16 +362,16 @@ class Plan:
         return array.reshape(-1)[part.offset:part.offset + math.prod(part.shape)].reshape(part.shape)
 
     def writer(self, number, argument):
-        """The number of the last replayed action before `number` that wrote to the allocation behind this argument of it;
-        None where that is older than the step."""
+        """Return the number of the last replayed action before `number` that wrote to the allocation of this argument; None if
+        that happened before the step."""
         tensor = self.replayed[number].tensors[argument]
         tensor = tensor.base or tensor      # each allocation has a Tensor of its own, also where it gets the memory of another
         return next((i for i in range(number - 1, -1, -1) if any(written is tensor for written, *_ in self._writes(i))), None)
 
     def last_write(self, part):
-        """The number of the replayed action that completes the gradient of a Part; None where there is none.
+        """Return the number of the replayed action that completes the gradient of a Part; None if there is none.
 
-        Kernels that take all gradients as one array count where a note says that they compute some: others fill or clip."""
+        A kernel that takes all gradients as one array counts only if it has a note: the others fill or clip."""
         array = self.part(part, gradient=True)
         low, high = location(array), location(array) + array.nbytes
         for i in range(len(self.replayed) - 1, -1, -1):
@@ -381,7 +382,7 @@ class Plan:
         return None
 
     def _writes(self, number):
-        """-> (Tensor of the allocation, first address, end) of each array that a replayed action writes to."""
+        """Return (Tensor of the allocation, first address, end) of each array that a replayed action writes to."""
         if number not in self._written:
             action, found = self.replayed[number], []
             for name, tensor in action.split()[1].items():
@@ -391,7 +392,7 @@ class Plan:
         return self._written[number]
 
     def undeclared(self):
-        """-> lines about actions on parameters, or on their gradients, of which nobody says what they compute."""
+        """Return a line for each action on a parameter or its gradient whose kernel or product is not declared."""
         known = {id(tensor) for *_, tensor in self._parts} | {
             id(tensor) for *_, tensor in self._regions if tensor.kind in ('parameter', 'gradient')}
         found = []
@@ -403,13 +404,13 @@ class Plan:
                              'launches it must: pyops.backend.kernels.declare')
             elif names and kernel.flops and not action.notes:
                 found.append(f'action {i}, {action.kernel}: takes {names[0]}, and its product is not declared; the op must '
-                             'call note_product behind the launch')
+                             'call note_product after the launch')
         return found
 
-    # ---- what it can tell ----------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------------
 
     def tensors(self):
-        """All Tensors of the actions, in the order of their first use; gradients and views among them."""
+        """Return all Tensors of the actions, with gradients and views, in order of first use."""
         seen = {}
         for action in self.actions:
             for tensor in action.tensors.values():
@@ -432,7 +433,7 @@ class Plan:
         return '\n'.join([*lines, self.listing()])
 
     def listing(self):
-        """The actions alone."""
+        """Return the actions as text."""
         lines = ['Actions:', *self.initial]
         for i, action in enumerate(self.actions):
             if i == self._boundary:
@@ -441,8 +442,8 @@ class Plan:
         return '\n'.join(lines)
 
     def summary(self):
-        """Return one line: the number of kernels in each part of the step, and its peak memory.  The update begins after the
-        last kernel that writes a gradient."""
+        """Return one line: the number of kernels in forward, backward and update, and the peak memory.  The update starts
+        after the last kernel that writes a gradient."""
         replayed, forward = self.replayed, self.forward
         count = f'{len(replayed)} kernel' + 's' * (len(replayed) != 1)
         if forward is not None:
@@ -453,7 +454,7 @@ class Plan:
         return f'step : {count}, peak memory {self.memory().peak / 2**20:.1f} MiB'
 
     def memory(self):
-        """-> Memory: what the step needs."""
+        """Return the Memory of the step."""
         kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input')}
         for start, end, tensor in self._regions:
             kinds[tensor.kind] += end - start
@@ -462,9 +463,9 @@ class Plan:
                       self._asked - blocks, sum(kinds.values()) + blocks)
 
     def profile(self, runs=20):
-        """Run the plan `runs` times and measure every action -> pyops.profile.Profile."""
+        """Run the plan `runs` times, timing every action, and return a pyops.profile.Profile."""
         from pyops.profile import Profile
-        self.run()                                  # warm
+        self.run()                                  # warm up
         times, whole = [], []
         for _ in range(runs):
             times.append(self._calls.time())
@@ -477,7 +478,10 @@ class Plan:
         return Profile(self.replayed, np.array(times), np.array(whole), self.argument, self._place)
 
     def dot(self, path):
-        """Write the plan as a Graphviz graph: actions are boxes, tensors ellipses, the boundary a dashed line of boxes."""
+        """Write the plan as a Graphviz graph: a box per action, an ellipse per tensor; backward boxes are rounded and shaded.
+
+        Raises UserError if the file cannot be written.
+        """
         from pyops.errors import UserError
         lines = ['digraph plan {', '  rankdir=TB; node [fontname="Helvetica", fontsize=10];']
         tensors = {(t.name, t.shape): f't{i}' for i, t in enumerate(self.tensors())}
@@ -502,10 +506,10 @@ class Plan:
 
 
 class Steps:
-    """Calls step(rows) -> arrays by a plan for each number of rows, recorded when the first such batch comes.
+    """Calls step(rows) through plans, one per number of rows, recorded when a batch of that size first comes.
 
-    rows (B,) int64 says which samples are the batch; params and inputs as for Plan.  The arrays that a step returns are
-    the same objects at every replay, with new content.
+    rows (B,) int64: indices of the samples of the batch.  params and inputs as for Plan.  The arrays that step returns are
+    the same objects at every call, with new contents.
     """
 
     def __init__(self, step, params, /, **inputs):
@@ -518,7 +522,7 @@ class Steps:
         return results
 
     def plan(self, rows):
-        """The plan of a step on these rows, ready to run; nothing is run."""
+        """Return the plan of a step on these rows, recorded but not run."""
         plan, _ = self.plans.get(len(rows)) or self._record(len(rows))
         plan.inputs['rows'][...] = rows
         return plan
@@ -532,22 +536,22 @@ class Steps:
 
 
 def before_training(args, plan):
-    """Return the text about a step that is printed before training: a summary, with -v all its actions, with --quiet none."""
+    """Return the text printed before training: a summary of the step; with -v all its actions; with --quiet None."""
     if args.listing == 'kernels':
         return plan.listing()
     if args.listing == 'summary':
         return f'{plan.summary()}\n-v lists its kernels; --plan, --profile and --dot describe it instead of training'
 
 
-def tell(args, plan):
-    """Print and write the descriptions of a step that the flags of pyops.training.add_plan_flags ask for."""
+def describe(args, plan):
+    """Print and write the reports on a step that the flags of pyops.training.add_plan_flags request."""
     if args.plan:
         print(plan)
         print(plan.memory())
     if args.profile is not None:
         profile = plan.profile()
-        import shutil  # not above: it takes milliseconds, which a training run of mnist would notice
-        print(profile.table(shutil.get_terminal_size().columns))        # 80 if it is no terminal
+        import shutil  # not at the top: the import takes milliseconds
+        print(profile.table(shutil.get_terminal_size().columns))        # 80 without a terminal
         if args.profile:
             profile.trace(args.profile)
             print(f'trace written : {args.profile}')
@@ -557,14 +561,14 @@ def tell(args, plan):
 
 
 class _Place(NamedTuple):
-    """Where an array of the plan lay: its block, which it keeps, its address, and its strides in bytes."""
+    """A reference to an array of the plan: its block, which stays allocated, its address, and its strides in bytes."""
     block: object
     address: int
     strides: tuple[int, ...]
 
 
 def _address(value):
-    """A value of an action as a number: arrays as their address."""
+    """Return a value of an action as an integer: arrays as their address."""
     if value is None:
         return 0
     if isinstance(value, _Place):

@@ -1,6 +1,6 @@
-"""What every training program shares: leaving on a signal, output that may fail, a log of metrics, progress, flags.
+"""Shared by all training programs: signals, output that may fail, a log of metrics, progress, flags.
 
-Nothing here knows a model.  The loop of a program looks like this:
+Independent of any model.  The loop of a program looks like this:
 
     with Output(), Interrupt() as stop, Metrics(folder, epochs_done) as metrics:
         with Progress(len(pairs), unit='pairs') as progress:
@@ -73,7 +73,7 @@ class Output:
 
     After a terminal is closed, every write to it fails with EIO.  Such a stream is redirected to /dev/null and the run
     continues: SIGHUP decides whether it ends.  Any other failed write to standard output (a reader of a pipe that is
-    gone, a full disk) is kept as `failure`, an OSError, and later output is dropped; the program saves, leaves, and
+    gone, a full disk) is stored as `failure`, an OSError, and later output is dropped; the program saves, leaves, and
     raises it.  A failed write to standard error is ignored.
     """
 
@@ -124,7 +124,7 @@ class _Stream:
 class Metrics:
     """Appends one JSON object a line to `metrics.jsonl` in `folder`: numbers and strings by name.
 
-    The file holds the epochs of one run.  run: its id, which each line gets as "run"; epoch: how many epochs it has done
+    The file holds the epochs of one run.  run: its id, written to each line as "run"; epoch: number of epochs it has done
     (0: from scratch).  Lines count epochs done, so the first has "epoch" 1.  Opening the file keeps the lines that the run
     continues: whole ones of epochs up to `epoch`, with the same id or, from older versions, without one.  If there are
     others, of another run or of later epochs that will be trained again, the old file is copied to
@@ -144,7 +144,7 @@ class Metrics:
             self._file = open(self.path, 'ab', buffering=0)
         except OSError as error:
             raise UserError(f'{self.path}: cannot write the metrics ({error.strerror}); '
-                            'want a file that can be written: move it away or name another folder') from error
+                            'expected a file that can be written: move it away or name another folder') from error
 
     def __enter__(self):
         return self
@@ -203,7 +203,7 @@ class Metrics:
                 raise
 
     def _kind(self, line, epoch):
-        """'own', 'other' or 'half' (bytes without meaning: half a line, or nothing) for a line of metrics.jsonl (bytes)."""
+        """Classify a line of metrics.jsonl (bytes): 'own', 'other', or 'half' (a partial line, or nothing)."""
         if not line.strip(b'\0 \t\r'):
             return 'half'
         try:
@@ -267,7 +267,7 @@ class Progress:
         self.close()
 
     def update(self, done, **values):
-        """Show that `done` of the total are done (not: more); values, such as loss=1.5, have five decimals."""
+        """Show that `done` of the total are done (not: more); values, such as loss=1.5, are shown with five decimals."""
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
@@ -340,7 +340,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument('--version', action='version', version=f'pyops {__version__}', help='print the version and exit')
 
     def parse_known_args(self, args=None, namespace=None):
-        """As of argparse, but unknown arguments are an error here: a subcommand reports them under its own name."""
+        """Like argparse's, but unknown arguments are an error here: a subcommand reports them under its own name."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f'unrecognized arguments: {" ".join(unknown)}{self._nearest_flags(unknown)}')
@@ -350,7 +350,7 @@ class ArgumentParser(argparse.ArgumentParser):
         typed = next((text.partition('=')[0] for text in unknown if re.match('--[a-z]', text)), None)
         if typed is None:
             return ''
-        import difflib  # not above: only an error needs it
+        import difflib  # not at the top: needed only for an error
         flags = [flag for action in self._actions for flag in action.option_strings]
         alike = [flag for flag in flags if flag.startswith(typed[:6])]          # the same first four letters
         near = difflib.get_close_matches(typed, alike, 3, 0) or difflib.get_close_matches(typed, flags, 1, 0.75)
@@ -487,7 +487,8 @@ def asks_for_plan(args):
 
 
 def output_file(text):
-    """An argparse type: a file that can be written, checked before the work whose result it gets.  What is in it stays."""
+    """An argparse type: a file that can be written, checked before the work that produces its content.  An existing file is
+    not changed."""
     if not text:
         raise argparse.ArgumentTypeError("expected the name of a file, got ''")
     if not os.path.exists(text) or os.path.isfile(text) or os.path.isdir(text):     # not a pipe, whose reader would notice

@@ -166,7 +166,7 @@ CASES = [
 
     # the checkpoint
     Case('truncated', TRAIN, '-e 2 -c x.safetensors',
-         r'x\.safetensors: truncated checkpoint: want \d+ bytes, got \d+; take an older one',
+         r'x\.safetensors: truncated checkpoint: expected \d+ bytes, got \d+; take an older one',
          edited(lambda content: content[:len(content) // 2])),
     Case('truncated in its header', TRAIN, '-e 2 -c x.safetensors',
          r'x\.safetensors: truncated checkpoint \(50 bytes, not even its header\); take an older one',
@@ -175,7 +175,7 @@ CASES = [
          r'x\.safetensors: damaged checkpoint: .* SHA-256 .*; take an older one', edited(flipped)),
     Case('served flipped bit', TRAIN, '-e 0 -c x.safetensors',
          r'x\.safetensors: damaged checkpoint: .* SHA-256 .*; take an older one', edited(flipped)),
-    Case('foreign file', TRAIN, '-e 2 -c pairs.txt', r'pairs\.txt: not a safetensors file; want a checkpoint that .*'),
+    Case('foreign file', TRAIN, '-e 2 -c pairs.txt', r'pairs\.txt: not a safetensors file; expected a checkpoint that .*'),
     Case('another program', TRAIN, '-e 2 -c x.safetensors',
          r'x\.safetensors: a checkpoint of mnist, not of seq2seq; give another with -c', foreign),
     Case('another program served', TRANSLATE, '-c x.safetensors Go.',
@@ -199,7 +199,7 @@ CASES = [
          rf'ckpt/none\.safetensors: no such checkpoint; the newest one there is {SAVED}'),
     Case('missing checkpoint, none there', TRAIN, '-e 2 -c none.safetensors',
          r'none\.safetensors: no such checkpoint; name a folder to start from scratch'),
-    Case('no name for a checkpoint', TRAIN, "-e 2 -c ''", "-c/--checkpoint: want a checkpoint or a folder, got ''"),
+    Case('no name for a checkpoint', TRAIN, "-e 2 -c ''", "-c/--checkpoint: expected a checkpoint or a folder, got ''"),
     Case('served without a name', TRAIN, '-e 0', '-e 0 serves a checkpoint: name it, or its folder, with -c'),
     Case('served from an empty folder', TRAIN, '-e 0 -c empty',
          'empty: no checkpoint to serve; train first, or name one with -c',
@@ -210,7 +210,7 @@ CASES = [
     Case('folder where nobody may write', TRAIN, '-e 2 -c /proc/ckpt -f pairs.txt',
          r'/proc/ckpt: cannot save checkpoints there \(.*\); name a folder that can be written with -c'),
     Case('metrics that are a folder', TRAIN, resumed(''),
-         r'ckpt/metrics\.jsonl: cannot write the metrics \(.*\); want a file that can be written: move it away or .*',
+         r'ckpt/metrics\.jsonl: cannot write the metrics \(.*\); expected a file that can be written: move it away or .*',
          lambda: (os.unlink('ckpt/metrics.jsonl'), os.mkdir('ckpt/metrics.jsonl'))),
     Case('held-out test without any', TRANSLATE, '-c ckpt --test 3 -f pairs.txt',
          'ckpt: nothing was held out of its training; train with --hold-out 0.1 to have a test'),
@@ -235,9 +235,9 @@ CASES = [
     Case('unknown flag of translate', TRANSLATE, '-c ckpt --beam 5', f'unrecognized arguments: --beam.*{SEE}'),
     Case('translate without a checkpoint', TRANSLATE, 'Go.',
          f'the following arguments are required: -c/--checkpoint{SEE}'),
-    Case('translate with none', TRANSLATE, "-c '' Go.", "-c/--checkpoint: want a checkpoint or a folder, got ''"),
+    Case('translate with none', TRANSLATE, "-c '' Go.", "-c/--checkpoint: expected a checkpoint or a folder, got ''"),
     Case('test of a sentence', TRANSLATE, "-c ckpt --test 5 'Go now.'",
-         "--test 5: want no sentence beside it, got 'Go now\\.'; it takes those that were held out" + SEE),
+         "--test 5: expected no sentence, got 'Go now\\.'; it translates held-out sentences" + SEE),
     Case('test of nothing', TRANSLATE, '-c ckpt --test 0', f'--test: expected a whole number >= 1, got 0{SEE}'),
     Case('no data set', DATA, 'get', f'the following arguments are required: name{SEE}'),
     Case('unknown data set', DATA, 'get deu-eng',
@@ -352,7 +352,7 @@ def test_a_disk_that_fills_up_loses_no_epoch(place, small_disk, tmp_path, monkey
     assert status == 2
     assert_one_line(TRAIN, error, rf'{small_disk}/checkpoint_\w+\.safetensors: cannot save the checkpoint '
                                   r'\(No space left on device\): it needs \d+ bytes and \d+ are free; make room or .*; '
-                                  rf'this one was saved as {rescued}: go on from it with -c {rescued}')
+                                  rf'it was saved as {rescued} instead; resume with -c {rescued}')
     saved = sorted(checkpoint.load(path)[1]['run']['epoch'] for path in small_disk.glob('*.safetensors'))
     assert saved == list(range(1, len(saved) + 1)) and len(saved) > 1
     assert not list(small_disk.glob('.*'))                  # no half file
@@ -601,7 +601,7 @@ def test_a_package_that_is_not_installed(place, missing, program, arguments):
                                        environment={'PYOPS_CACHE': '0'}))       # where a header was parsed by an earlier run
     name = missing.strip('_').removesuffix('_backend')
     assert status == 2
-    assert_one_line(program, error, f'the Python package {name} is not installed: want all that pyops builds on; '
+    assert_one_line(program, error, f'the Python package {name} is not installed; '
                                     f'install it with: .*python.* -m pip install {name}')
     assert 'epoch 1 ' not in out, 'it showed after an epoch of training'
 
@@ -648,7 +648,7 @@ def test_an_output_that_is_full(place, unbuffered):
                         environment={'PYTHONUNBUFFERED': unbuffered})
     status, _, error = outcome(process)
     assert status == 2
-    assert_one_line(TRAIN, error, r'standard output: cannot be written \(No space left on device\); make room or .*')
+    assert_one_line(TRAIN, error, r'standard output: cannot be written \(No space left on device\); free some disk space or .*')
     checkpoint.load(SAVED)
 
 

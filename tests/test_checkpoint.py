@@ -352,16 +352,16 @@ def test_a_real_full_disk(tmp_path, rescue):
         free = os.statvfs(folder)
         assert f'and {free.f_bavail * free.f_frsize} are free' in message
         assert (checkpoint.load(message.rsplit('-c ')[-1])[0]['x'] == 1).all()
-        assert 'are free' in error_of(checkpoint.needs_room, folder, 2_000_000)
-        checkpoint.needs_room(folder, 500_000)
+        assert 'are free' in error_of(checkpoint.check_free_space, folder, 2_000_000)
+        checkpoint.check_free_space(folder, 500_000)
     finally:
         subprocess.run(['umount', str(folder)], check=True)
 
 
-def test_needs_room(tmp_path):
-    checkpoint.needs_room(tmp_path, 1)
-    assert str(2**62) in error_of(checkpoint.needs_room, tmp_path, 2**62)
-    assert 'none' in error_of(checkpoint.needs_room, tmp_path / 'none', 1)
+def test_check_free_space(tmp_path):
+    checkpoint.check_free_space(tmp_path, 1)
+    assert str(2**62) in error_of(checkpoint.check_free_space, tmp_path, 2**62)
+    assert 'none' in error_of(checkpoint.check_free_space, tmp_path / 'none', 1)
 
 
 # ---- names and folders ---------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_that_drops_its_last_batch(
 
 
 def test_every_plain_line_of_an_epoch_is_printed_however_seldom_results_are_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(fit, 'LOOK_EVERY_ON_CPU', 1e9)
+    monkeypatch.setattr(fit, 'POLL_EVERY_ON_CPU', 1e9)
     run_epochs(fit.Run(1, 10), 100, 1)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith('[')]
     assert [line.split('/')[0] for line in lines] == [f'[{done}' for done in range(10, 101, 10)]
@@ -242,7 +242,7 @@ def test_a_checkpoint_by_time_stays_until_the_next_one_is_saved(tmp_path, monkey
         assert os.path.exists(first)
         raise UserError('full')
     monkeypatch.setattr(checkpoint, 'save', refuse)
-    with pytest.raises(UserError, match=f'full; .* did not take it either; the last complete checkpoint is {first}$'):
+    with pytest.raises(UserError, match=f'full; .* failed too; the last complete checkpoint is {first}$'):
         save(by_time=True)
     assert os.listdir(tmp_path / 'ckpt') == [os.path.basename(first)]
 

@@ -399,7 +399,7 @@ def test_nothing_crosses_the_bus_but_what_is_asked_for(on_gpu, calls):
 
 
 def test_an_epoch_of_a_program_looks_at_its_log_alone(device, calls, monkeypatch, tmp_path):
-    monkeypatch.setattr(fit, 'LOOK_EVERY', 1e9)
+    monkeypatch.setattr(fit, 'POLL_EVERY', 1e9)
     looked = []
     monkeypatch.setattr(fit.History, 'read', lambda self, n, read=fit.History.read: (looked.append((n, calls())),
                                                                                     read(self, n))[1])

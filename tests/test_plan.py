@@ -320,7 +320,7 @@ def test_peak_memory_is_what_the_operating_system_sees():
 
 def test_a_batch_of_another_shape_is_refused():
     plan, _ = Tiny().record()
-    with pytest.raises(TypeError, match='labels: want int32, got float64'):
+    with pytest.raises(TypeError, match='labels: expected int32, got float64'):
         plan.feed(labels=np.zeros(6))
     with pytest.raises(ValueError, match=r'x: this plan was recorded with shape \(6, 5\), got \(7, 5\); record another'):
         plan.feed(x=np.zeros((7, 5), 'f'))
@@ -374,7 +374,7 @@ def test_a_plan_records_once_and_a_failed_recording_leaves_no_hook():
     assert len(plan.actions) == 1
     backend.launch('fill', put(np.zeros(3, 'f')), 3, 1.0)
     assert len(plan.actions) == 1
-    with pytest.raises(RuntimeError, match='records once'), plan:
+    with pytest.raises(RuntimeError, match='records only once'), plan:
         pass
 
 

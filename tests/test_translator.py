@@ -383,7 +383,7 @@ def test_settings_that_do_not_go_together_are_refused_before_the_corpus_is_read(
 def test_a_model_that_memory_cannot_hold_names_the_programs_own_flags():
     specs = {'weight': Spec((2 ** 30, 2 ** 30), zeros())}
     with pytest.raises(UserError, match='; give a smaller --d-model, --d-ff or --layers$'):
-        fit.needs_memory(specs, TransformerProgram.GROWING)
+        fit.check_model_memory(specs, TransformerProgram.GROWING)
 
 
 def test_a_step_that_memory_cannot_hold_is_refused_before_it_runs(tmp_path, monkeypatch):
