@@ -1,13 +1,13 @@
-"""Automatic differentiation: a Tensor is an array that remembers how it came about; docs/autograd.md explains it.
+"""Automatic differentiation: a Tensor is an array with a record of the op that produced it; see docs/autograd.md.
 
-Every op that is applied to a Tensor leaves a Node: the op, what its backward needs, and where its inputs came from.
-Nodes are numbered as they are made, so an op has a larger number than all that it depends on, and backward is a walk
+Every op applied to a Tensor creates a Node: the op, the values its backward needs, and the origins of its inputs.  Nodes are
+numbered in order of creation, so an op has a larger number than everything it depends on, and backward visits the nodes
 from the largest number to the smallest.
 
-Two kinds of op are applied in the same way.  Array ops (pyops/ops/array.py) are formulas, whose backward can be recorded in
-turn: that gives second derivatives.  Kernel ops, such as Linear or GRU, are the classes that programs with manual gradients
-call; their parameters are Tensors here, too.  Those with a short backward have it once more as a formula, in a method
-`backward_on_tensors`, which gives second derivatives.
+Two kinds of op are applied in the same way.  Array ops (pyops/ops/array.py) are formulas whose backward can be recorded in
+turn, which gives second derivatives.  Kernel ops, such as Linear or GRU, are the classes that programs with manual
+gradients call; here their parameters are Tensors too.  Some of them have a second, differentiable definition of their
+gradient, the method `backward_on_tensors`.
 """
 import contextlib
 import functools
@@ -32,28 +32,28 @@ _numbers = itertools.count()
 
 class _Mode(threading.local):
     grad = True
-    before = ()             # what `grad` was outside of the blocks that are open
-    interpreter = None      # what runs ops in place of `apply`
+    before = ()             # values of `grad` outside the open no_grad and enable_grad blocks
+    interpreter = None      # runs ops instead of `apply`
 
 
 _mode = _Mode()
 
 
 class _Grad:
-    """with no_grad(): ...    or    @no_grad() above a function."""
+    """Context manager and decorator: `with no_grad(): ...` or `@no_grad()` above a function."""
 
     def __init__(self, enabled):
         self.enabled = enabled
 
     def __enter__(self):
-        _mode.before, _mode.grad = (*_mode.before, _mode.grad), self.enabled        # not in self, which may be entered twice
+        _mode.before, _mode.grad = (*_mode.before, _mode.grad), self.enabled        # not in self: it may be entered twice
 
     def __exit__(self, *_):
         *_mode.before, _mode.grad = _mode.before
 
     def __call__(self, function):
         if inspect.isgeneratorfunction(function):
-            raise TypeError(f'{function.__name__}: a generator runs after the call that makes it: put the block into its body')
+            raise TypeError(f'{function.__name__}: a generator runs after the call that creates it; use `with` inside its body')
 
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
@@ -63,12 +63,12 @@ class _Grad:
 
 
 def no_grad():
-    """Inside the block nothing is recorded: results need no gradient, and leaves may be changed in place."""
+    """Disable recording inside the block: results require no gradient, and leaves may be changed in place."""
     return _Grad(False)
 
 
 def enable_grad():
-    """Inside the block ops are recorded again, within no_grad()."""
+    """Enable recording inside the block, within no_grad()."""
     return _Grad(True)
 
 
@@ -77,13 +77,13 @@ def is_grad_enabled():
 
 
 def is_interpreted():
-    """Whether this is a run of gradcheck in float64, which shall change nothing that lasts."""
+    """Return whether gradcheck is evaluating the function in float64; state that lasts must not change then."""
     return _mode.interpreter is not None
 
 
 @contextlib.contextmanager
 def interpreted_by(run):
-    """Inside the block apply(op, *inputs, **constants) is run(op, inputs, constants), and nothing is recorded."""
+    """Inside the block, apply(op, *inputs, **constants) calls run(op, inputs, constants), and nothing is recorded."""
     before, _mode.interpreter = _mode.interpreter, run
     try:
         with no_grad():
@@ -95,18 +95,18 @@ def interpreted_by(run):
 # ---- the tape ----------------------------------------------------------------------------------------------------------
 
 def name_of(op):
-    """That of an op class, or of the class of a ready-made op."""
+    """Return the name of an op class, or of the class of an op instance."""
     return op.__name__ if isinstance(op, type) else type(op).__name__
 
 
 class Node:
-    """One op that was applied: what its backward needs, until backward has used it.
+    """One recorded application of an op, with the values its backward needs until backward has run.
 
-    parents     for each input: the leaf Tensor, or (node, which of its outputs), or None where no gradient is wanted
-    arrays      the ids of the arrays of inputs and outputs, by which they are known again in ctx
-    guards      the buffers that backward will read, with their versions
+    parents     for each input: the leaf Tensor, or (node, index of its output), or None if it needs no gradient
+    arrays      the ids of the input and output arrays, by which derivatives() recognises them in ctx
+    guards      (buffer, version, shape) of the arrays that backward will read
     outputs     (shape, dtype, device) of each output
-    several     whether the op gives a tuple of outputs, and takes one of gradients
+    several     whether the op returns a tuple of outputs, and its backward takes a tuple of gradients
     """
     __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', '__weakref__')
 
@@ -120,14 +120,14 @@ class Node:
         return name_of(self.op.op if isinstance(self.op, _Kernel) else self.op)
 
     def check(self):
-        """Refuse to go on with memory that is no longer what forward saw."""
+        """Raise RuntimeError if backward cannot run: saved values were freed, or changed in place since forward."""
         if self.parents is None:
             raise RuntimeError(f'{self.name}: this part of the graph was used by an earlier backward, which freed what it had '
                                'saved; pass retain_graph=True to the earlier one')
         for buffer, version, shape in self.guards:
             if buffer.version != version:
                 raise RuntimeError(f'{self.name}: an array of shape {shape} that backward needs was changed in place after '
-                                   f'forward (version {buffer.version}, want {version}); change a copy of it instead')
+                                   f'forward (version {buffer.version}, expected {version}); change a copy of it instead')
 
     def free(self):
         self.ctx = self.parents = self.arrays = None
@@ -135,11 +135,11 @@ class Node:
 
 
 def apply(op, *inputs, **constants):
-    """Run an op on Tensors and record it.  -> a Tensor, or a tuple of them where the op has several outputs.
+    """Run an op on Tensors, record it, and return a Tensor, or a tuple of them if the op has several outputs.
 
-    An array op:  apply(Sum, x, axis=0).  Inputs that are no Tensors are constants, and so is all that is named.
-    A kernel op:  apply(Linear, x, weight=w, bias=b).  What is named goes to the op's __init__, Tensors as Parameters; what
-    is not goes to forward, Tensors as C-contiguous arrays.  One without parameters may also be given ready-made.
+    An array op:  apply(Sum, x, axis=0).  Inputs that are not Tensors, and all keyword arguments, are constants.
+    A kernel op:  apply(Linear, x, weight=w, bias=b).  Keyword arguments go to the op's __init__, Tensors as Parameters;
+    positional arguments go to forward, Tensors as C-contiguous arrays.  An op without parameters may also be an instance.
     """
     if _mode.interpreter is not None:
         return _mode.interpreter(op, inputs, constants)
@@ -168,7 +168,7 @@ def apply(op, *inputs, **constants):
 
 
 def _parent(x):
-    """Where the gradient of an input goes."""
+    """Return the destination of the gradient of an input, None if it needs none."""
     if not (isinstance(x, Tensor) and x.requires_grad):
         return None
     return x if x.origin is None else x.origin
@@ -177,9 +177,9 @@ def _parent(x):
 # ---- kernel ops --------------------------------------------------------------------------------------------------------
 
 class _Kernel:
-    """A kernel op that was applied: its class, what it was made of, and its parameters as (argument, name, value).
+    """A recorded kernel op: its class, the settings of its __init__, and its parameters as (argument, name, value).
 
-    It is made again for backward, with other arrays for gradients; an op that came ready-made has no parameters.
+    Backward creates it again with other gradient arrays.  An op applied as an instance has no parameters.
     """
     __slots__ = ('op', 'parameters', 'settings')
 
@@ -196,7 +196,7 @@ class _Kernel:
 
 @functools.cache
 def _skips_dx(op):
-    """Whether backward can be told that nobody wants dx."""
+    """Return whether the op's backward can skip computing dx."""
     return 'want_dx' in inspect.signature(op.backward).parameters
 
 
@@ -208,7 +208,7 @@ def _apply_kernel(op, inputs, constants):
                           for argument, p in tensors.items()],
                      {name: value for name, value in constants.items() if name not in tensors})
     arrays = [device.plain(x.array) if isinstance(x, Tensor) else x for x in inputs]
-    # forward does not touch gradients: any array of the shape will do
+    # forward does not use gradients: any array of the right shape will do
     with backend.on(device.place):
         made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
     y = _over(made, device)
@@ -223,18 +223,18 @@ def _apply_kernel(op, inputs, constants):
 
 
 def _same_device(op, tensors):
-    """The device of all tensors."""
+    """Return the common device of the tensors.  Raises TypeError if they are on several."""
     if not tensors:
         return ndarray.default_device()
     device = tensors[0].device
     for other in tensors:
         if other.device is not device:
-            raise TypeError(f'{name_of(op)}: want all tensors on one device, got {device} and {other.device}')
+            raise TypeError(f'{name_of(op)}: expected all tensors on one device, got {device} and {other.device}')
     return device
 
 
 def _over(array, device):
-    """An NDArray over a C-contiguous array of a kernel op, on the device of what the op was given."""
+    """Wrap a C-contiguous array, an output of a kernel op, in an NDArray on the device of its inputs."""
     if isinstance(array, NDArray):
         return array
     dtype = ndarray.FLOAT if array.dtype == np.float32 else ndarray.INT
@@ -244,22 +244,22 @@ def _over(array, device):
 # ---- backward ----------------------------------------------------------------------------------------------------------
 
 class _Backward:
-    """One walk back over the tape.
+    """One traversal of the tape.
 
-    create_graph    gradients are Tensors, and what is done to them is recorded; else they are NDArrays
-    accumulate      the gradient of a leaf begins with what its .grad holds
-    relevant        the leaves, by id, and the nodes that lead to what is asked for; None: everything is
+    create_graph    gradients are Tensors, and operations on them are recorded; else they are NDArrays
+    accumulate      the gradient of a leaf starts from its current .grad
+    relevant        the ids of the requested leaves and the nodes on paths to them; None: everything is relevant
     """
 
     def __init__(self, create_graph, retain_graph, accumulate, relevant=None):
         self.create_graph, self.retain_graph, self.accumulate, self.relevant = create_graph, retain_graph, accumulate, relevant
-        self.leaves = {}        # id of a leaf: a slot.  A slot is [gradient so far, whether it is ours to add to, the leaf]
-        self.nodes = {}         # node: a slot for each of its outputs
-        self.heap = []          # (-number, node) of those nodes
-        self.captured = {}      # (node, output): gradient, of those that are asked for
+        self.leaves = {}        # id of a leaf -> slot [gradient so far, whether it may be added to in place, the leaf]
+        self.nodes = {}         # node -> one slot [gradient so far, whether ...] per output
+        self.heap = []          # (-number, node) of the nodes still to visit
+        self.captured = {}      # (node, output) -> gradient, for requested tensors that are not leaves
 
     def slot(self, parent):
-        """Where the gradient of a leaf or of a node's output is summed."""
+        """Return the slot in which the gradient of a leaf or of a node's output is accumulated."""
         if type(parent) is tuple:
             node, output = parent
             slots = self.nodes.get(node)
@@ -276,7 +276,7 @@ class _Backward:
         return slot
 
     def add(self, parent, gradient):
-        """One more way from here to the loss."""
+        """Add a gradient to a leaf or a node's output."""
         slot = self.slot(parent)
         if slot[0] is None:
             slot[0] = gradient
@@ -286,7 +286,7 @@ class _Backward:
             slot[0], slot[1] = slot[0] + gradient, not self.create_graph
 
     def sum_of(self, parent):
-        """An array that may be added to in place, as the gradient of `parent`."""
+        """Return the gradient of `parent` as an array that may be added to in place."""
         slot = self.slot(parent)
         if not slot[1]:
             if slot[0] is None:
@@ -298,7 +298,7 @@ class _Backward:
         return slot[0]
 
     def wanted(self, parent):
-        """Whether anybody asks for the gradient of an input from there."""
+        """Return whether the gradient of an input is needed."""
         if self.relevant is None or parent is None:
             return parent is not None
         if type(parent) is tuple:
@@ -324,11 +324,11 @@ class _Backward:
             _mode.grad = before
 
     def array_op(self, node, dys):
-        """backward of an array op, on arrays or on Tensors."""
+        """Run the backward of an array op, on NDArrays or on Tensors."""
         op, ctx, wanted = node.op, node.ctx, [self.wanted(parent) for parent in node.parents]
         if self.create_graph:
             ctx = tuple(self.tensor(node, a) if type(a) is NDArray else a for a in ctx)
-        elif hasattr(op, 'add_to'):         # where only a part of x has a gradient
+        elif hasattr(op, 'add_to'):         # the gradient of a part of x is added in place
             return op.add_to(self.sum_of(node.parents[0]), dys[0], ctx)
         dy = dys[0]
         if node.several:
@@ -337,27 +337,27 @@ class _Backward:
         self.pass_on(node, gradients, wanted)
 
     def pass_on(self, node, gradients, wanted):
-        """Hand the gradients of a node's inputs to where these came from."""
+        """Add the gradients of a node's inputs to their parents."""
         if not isinstance(gradients, (tuple, list)):
             gradients = (gradients,)
-        for parent, gradient, want in zip(node.parents, gradients, wanted, strict=False):       # ids come last and have none
-            if want and gradient is not None:
+        for parent, gradient, needed in zip(node.parents, gradients, wanted, strict=False):     # ids come last and have none
+            if needed and gradient is not None:
                 shape = parent[0].outputs[parent[1]][0] if type(parent) is tuple else parent.shape
                 if gradient.shape != shape:
-                    raise RuntimeError(f'{node.name}: its backward gave a gradient of shape {gradient.shape} '
+                    raise RuntimeError(f'{node.name}: its backward returned a gradient of shape {gradient.shape} '
                                        f'for an input of shape {shape}')
                 self.add(parent, gradient)
 
     def kernel_op(self, node, dys):
-        """backward of a kernel op, which adds to the gradients of its parameters itself."""
+        """Run the backward of a kernel op, which adds to the gradients of its parameters itself."""
         kernel, dy = node.op, dys[0]
         wanted = [self.wanted(parent) for parent in node.parents]
         device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
         if self.create_graph:
             self.pass_on(node, self.derivatives(node, dy, device, n), wanted)
             return
-        sums = [self.sum_of(parent) if want else ndarray.zeros(value.shape, device=device)
-                for parent, want, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
+        sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
+                for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
         op = kernel.make([device.plain(d) for d in sums])
         options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}
         dy = dy.compact()
@@ -366,7 +366,7 @@ class _Backward:
             gradients = op.backward(given, node.ctx, **options)
         for d in sums:
             d.buffer.version += 1
-        known, arrays = {id(given): dy}, []         # Residual gives dy itself, twice: that must show
+        known, arrays = {id(given): dy}, []         # Residual returns dy itself, twice: keep them identical
         for gradient in gradients if type(gradients) is tuple else (gradients,):
             if gradient is not None and id(gradient) not in known:
                 known[id(gradient)] = _over(gradient, device)
@@ -374,14 +374,14 @@ class _Backward:
         self.pass_on(node, arrays, wanted)
 
     def derivatives(self, node, dy, device, n):
-        """The gradients of the n inputs of a kernel op and of its parameters, as formulas."""
+        """Return the gradients of the n inputs and the parameters of a kernel op, computed with recorded array ops."""
         kernel = node.op
         if getattr(kernel.op, 'backward_on_tensors', None) is None:
-            raise RuntimeError(f'{node.name}: has no second derivative, its gradient comes from a kernel; '
-                               'write it with array ops (@, +, exp, sum ...) where create_graph is needed')
+            raise RuntimeError(f'{node.name}: has no second derivative: its gradient is computed by a kernel; '
+                               'use array ops (@, +, exp, sum ...) for a function that needs create_graph')
 
         def tensor(array):
-            """An array in ctx, with its history if it is an input or the output."""
+            """Wrap an array of ctx, with its history if it is an input or the output."""
             if not backend.is_array(array) or array.dtype not in (np.float32, np.int32):
                 return array
             i = node.arrays.index(id(array)) if id(array) in node.arrays else None
@@ -393,7 +393,7 @@ class _Backward:
         return [*inputs, *[None] * (n - len(inputs)), *(gradients[argument] for argument in parameters)]
 
     def tensor(self, node, array):
-        """What an array in ctx is for second derivatives."""
+        """Wrap an array of ctx as a Tensor with its history, for second derivatives."""
         try:
             i = node.arrays.index(id(array))
         except ValueError:
@@ -402,7 +402,7 @@ class _Backward:
         return _result(array, node.parents[i] if i < n else (node, i - n))
 
     def zeros(self, output):
-        """The gradient of an output that was not used."""
+        """Return the gradient of an output that was not used: zeros."""
         array = ndarray.zeros(*output)
         return _result(array, None) if self.create_graph else array
 
@@ -413,29 +413,29 @@ def _asks_what_is_wanted(op):
 
 
 def _start(walk, outputs, gradients):
-    """Put the first gradients on the outputs."""
+    """Set the gradients of the outputs."""
     if _mode.interpreter is not None:
-        raise RuntimeError('gradcheck: the function asks for gradients itself, which float64 has not: pass float32=True')
+        raise RuntimeError('gradcheck: the function computes gradients itself, which is not supported in float64; '
+                           'pass float32=True')
     for y, dy in zip(outputs, gradients, strict=True):
         if not y.requires_grad:
             raise RuntimeError(f'backward: a tensor of shape {y.shape} needs no gradient: nothing that led to it was made '
                                'with requires_grad=True, or it was made within no_grad()')
         if dy is None:
             if y.size != 1:
-                raise RuntimeError(f'backward: a tensor of shape {y.shape} is no scalar, so its gradient must be given, '
-                                   'or sum it first')
+                raise RuntimeError(f'backward: a tensor of shape {y.shape} is not a scalar; pass its gradient, or sum it first')
             dy = Tensor(ndarray.ones(*y.kind))
         else:
             dy = dy if isinstance(dy, Tensor) else Tensor(dy, device=y.device)
             if dy.shape != y.shape:
                 raise ValueError(f'backward: the gradient of a tensor of shape {y.shape} has shape {dy.shape}')
             if not walk.create_graph:
-                dy = Tensor(dy.array.copy())        # it may be a .grad, which the walk adds to
+                dy = Tensor(dy.array.copy())        # it may be a .grad, to which backward adds
         walk.add(_parent(y), dy if walk.create_graph else dy.array)
 
 
 def backward(outputs, gradients, create_graph=False, retain_graph=None):
-    """Add the gradients of all leaves to their .grad."""
+    """Add the gradients of the outputs, started with `gradients`, to the .grad of all leaves."""
     walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True)
     _start(walk, outputs, gradients)
     walk.run()
@@ -448,7 +448,7 @@ def backward(outputs, gradients, create_graph=False, retain_graph=None):
 
 
 def _own(gradient, taken):
-    """A compact gradient whose memory no other has: those of x and y in x + y are one array.  taken: ids of Buffers."""
+    """Return a compact gradient with memory of its own: x and y in x + y get the same array.  taken: ids of Buffers in use."""
     if id(gradient.buffer) in taken or not gradient.is_compact():
         gradient = gradient.copy()
     taken.add(id(gradient.buffer))
@@ -456,10 +456,11 @@ def _own(gradient, taken):
 
 
 def grad(outputs, inputs, grad_outputs=None, create_graph=False, retain_graph=None, allow_unused=False):
-    """The gradients of the inputs, leaves or not, as a tuple of Tensors; no .grad is touched.
+    """Return the gradients of the inputs, leaves or not, as a tuple of Tensors.  No .grad changes.
 
     inputs: a Tensor or several.  grad_outputs: the gradient of each output; None: 1, for a scalar.
-    allow_unused: None for an input that the outputs do not depend on, instead of an error.
+    create_graph, retain_graph: see Tensor.backward.
+    allow_unused: return None for an input that the outputs do not depend on, instead of raising RuntimeError.
     """
     outputs, inputs = ([x] if isinstance(x, Tensor) else list(x) for x in (outputs, inputs))
     if grad_outputs is None or isinstance(grad_outputs, Tensor):
@@ -484,7 +485,7 @@ def grad(outputs, inputs, grad_outputs=None, create_graph=False, retain_graph=No
 
 
 def _relevant(parents, leaves, captured):
-    """The leaves, and of the nodes behind `parents` those from which a leaf or an output in `captured` can be reached."""
+    """Return the leaves, and the nodes reachable from `parents` on a path to a leaf or to an output in `captured`."""
     nodes, todo = set(), [p[0] for p in parents if type(p) is tuple]
     while todo:
         node = todo.pop()
@@ -492,8 +493,8 @@ def _relevant(parents, leaves, captured):
             nodes.add(node)
             todo.extend(p[0] for p in node.parents or () if type(p) is tuple)
     relevant = set(leaves)
-    for node in sorted(nodes, key=lambda node: node.number):        # inputs come before what is made of them
-        # a freed node is relevant: that the walk meets it is the error
+    for node in sorted(nodes, key=lambda node: node.number):        # inputs come before results
+        # A freed node is relevant: visiting it must raise.
         if node.parents is None or any(p in captured or p[0] in relevant if type(p) is tuple else id(p) in relevant
                                        for p in node.parents):
             relevant.add(node)
@@ -503,37 +504,37 @@ def _relevant(parents, leaves, captured):
 # ---- the tensor --------------------------------------------------------------------------------------------------------
 
 def _as_array(data, device=None):
-    """Anything made of numbers as an NDArray: floats as float32, integers as int32, bools as a mask."""
+    """Convert numbers to an NDArray: floats to float32, integers to int32, bools to a mask."""
     if isinstance(data, Tensor):
         data = data.array
     if isinstance(data, NDArray):
         if device is not None and data.device != device:
-            raise TypeError(f'device: want {device}, got an array on {data.device}; make it of .numpy()')
+            raise TypeError(f'device: expected {device}, got an array on {data.device}; convert it with .numpy()')
         return data
     data = np.asarray(data)
     if data.dtype.kind not in 'fiub':
-        raise TypeError(f'data: want real numbers, got {data.dtype}')
+        raise TypeError(f'data: expected real numbers, got {data.dtype}')
     return ndarray.array(data, {'f': np.float32, 'b': None}.get(data.dtype.kind, np.int32), device)
 
 
 def constant(array):
-    """A Tensor around what is an array already, without a copy and without a check."""
+    """Wrap an NDArray in a Tensor without a copy or a check."""
     return _result(array, None)
 
 
 def _result(array, origin):
-    """The Tensor of an op's output."""
+    """Create the Tensor of an op's output."""
     tensor = Tensor.__new__(Tensor)
     tensor.array, tensor.origin, tensor.requires_grad, tensor._grad = array, origin, origin is not None, None
     return tensor
 
 
 def gradient_for(tensor, value):
-    """Return value, a Tensor, an array or a list, as a Tensor that can be the gradient of `tensor`."""
+    """Convert value (a Tensor, an array or a list) to a gradient of `tensor`.  ValueError for another shape or dtype."""
     if not isinstance(value, Tensor):
         value = Tensor(value if isinstance(value, NDArray) else np.asarray(value, np.float32), device=tensor.device)
     if value.shape != tensor.shape or value.dtype != np.float32:
-        raise ValueError(f'grad: want shape {tensor.shape} and float32, got {value.shape} and {value.dtype}')
+        raise ValueError(f'grad: expected shape {tensor.shape} and float32, got {value.shape} and {value.dtype}')
     return value
 
 
@@ -544,24 +545,24 @@ def _remade(array, requires_grad, grad):
 
 
 class Tensor:
-    """An NDArray that gradients may flow to.
+    """An NDArray that takes part in automatic differentiation.
 
-    data            an NDArray, which is shared, or numbers in numpy arrays or lists, which are copied
+    data            an NDArray, whose memory is shared, or numbers in numpy arrays or lists, which are copied
     requires_grad   True makes it a leaf: backward() adds the gradient to its .grad, a Tensor or None
 
     .array          the NDArray
-    .origin         (node, which of its outputs): how it came about; None for a leaf
-    Names are PyTorch's; axes are called `axis` and `keepdims`, as in numpy, which PyTorch understands, too.
+    .origin         (node, index of its output) of the op that produced it; None for a leaf
+    Names are PyTorch's; axes are called `axis` and `keepdims` as in numpy, which PyTorch accepts too.
     """
     __slots__ = ('array', 'origin', 'requires_grad', '_grad', '__weakref__')
-    __array_ufunc__ = None          # numpy array + Tensor is for Tensor to compute
-    tape = staticmethod(apply)      # for formulas that shall do with and without one (pyops/ops/array.py)
+    __array_ufunc__ = None          # makes numpy array + Tensor call Tensor.__radd__
+    tape = staticmethod(apply)      # for formulas that run with or without a tape (pyops/ops/array.py)
 
     def __init__(self, data, requires_grad=False, device=None):
         self.array, self.origin, self.requires_grad, self._grad = _as_array(data, device), None, False, None
         self.requires_grad_(requires_grad)
 
-    # -- what it is
+    # -- properties and conversions
 
     shape = property(lambda self: self.array.shape)
     ndim = property(lambda self: self.array.ndim)
@@ -609,7 +610,7 @@ class Tensor:
         return format(self.array, how) if how else str(self)
 
     def __reduce__(self):
-        """deepcopy and pickle: a leaf of its own, with its gradient."""
+        """Support deepcopy and pickle: the result is an independent leaf with its gradient."""
         if self.origin is not None:
             raise RuntimeError(f'a tensor of shape {self.shape} with a history cannot be copied or pickled; use detach()')
         return _remade, (self.array, self.requires_grad, self.grad)
@@ -617,13 +618,13 @@ class Tensor:
     __hash__ = object.__hash__
 
     def numpy(self):
-        """The same memory as a numpy array, whose changes the tape does not see."""
+        """Return a numpy array over the same memory; the tape does not notice changes to it."""
         return self.array.numpy()
 
     def item(self):
-        """The only element as a Python number."""
+        """Return the only element as a Python number.  Raises ValueError for several elements."""
         if self.size != 1:
-            raise ValueError(f'item: want a tensor of one element, got shape {self.shape}')
+            raise ValueError(f'item: expected a tensor of one element, got shape {self.shape}')
         return self.array.numpy().item()
 
     def tolist(self):
@@ -633,14 +634,14 @@ class Tensor:
 
     def requires_grad_(self, requires_grad=True):
         if requires_grad and self.dtype != np.float32:
-            raise TypeError(f'requires_grad: want a tensor of float32, got {self.dtype}: only real numbers have a gradient')
+            raise TypeError(f'requires_grad: expected a tensor of float32, got {self.dtype}: only real numbers have a gradient')
         if not requires_grad and self.origin is not None:
-            raise RuntimeError('requires_grad: only that of a leaf can be switched off; use detach()')
+            raise RuntimeError('requires_grad can be switched off for leaves only; use detach()')
         self.requires_grad = requires_grad
         return self
 
     def detach(self):
-        """The same memory without its history."""
+        """Return a Tensor over the same memory without the history."""
         return _result(self.array, None)
 
     @property
@@ -649,19 +650,19 @@ class Tensor:
 
     @data.setter
     def data(self, value):
-        """Take another array in place of this one."""
+        """Replace the array by another of the same shape and dtype."""
         array = _as_array(value, self.device)
         if array.shape != self.shape or array.dtype != self.dtype:
-            raise ValueError(f'data: want shape {self.shape} and {self.dtype}, got {array.shape} and {array.dtype}')
+            raise ValueError(f'data: expected shape {self.shape} and {self.dtype}, got {array.shape} and {array.dtype}')
         self.array = array
 
     def clone(self):
-        """A copy in memory of its own, through which gradients flow."""
+        """Return a copy through which gradients flow."""
         return apply(shapes.Copy, self)
 
     @property
     def grad(self):
-        """The gradient that backward() added up: a Tensor, or None."""
+        """The gradient accumulated by backward(): a Tensor, or None."""
         return self._grad
 
     @grad.setter
@@ -672,12 +673,12 @@ class Tensor:
         self.grad = None
 
     def backward(self, grad=None, create_graph=False, retain_graph=None):
-        """Add the gradient of this tensor with respect to each leaf that it depends on to the leaf's .grad.
+        """Add the gradient of this tensor with respect to each leaf it depends on to the leaf's .grad.
 
         grad            the gradient of this tensor; None: 1, for a scalar
-        create_graph    the gradients are recorded and can be differentiated again; for this, grad() is the better choice:
-                        a .grad that knows its history and the leaf that holds it keep each other alive
-        retain_graph    keep what the ops have saved, for another backward; None: as create_graph
+        create_graph    record the gradients so that they can be differentiated again.  Prefer grad() for this: a .grad with
+                        a history and its leaf keep each other alive
+        retain_graph    keep the values saved by the ops for another backward; None: same as create_graph
         """
         backward([self], [grad], create_graph, retain_graph)
 
@@ -733,7 +734,7 @@ class Tensor:
         return apply(reductions.Min, self, axis=axis, keepdims=keepdims)
 
     def argmax(self, axis=None, keepdims=False):
-        """int32, without a gradient."""
+        """Return the index of the largest element, int32, without a gradient."""
         return _result(self.array.argmax(axis, keepdims=keepdims), None)
 
     def logsumexp(self, axis=None, keepdims=False):
@@ -753,18 +754,18 @@ class Tensor:
     view = reshape
 
     def flatten(self, start=0):
-        """All axes from `start` on become one."""
+        """Merge all axes from `start` on into one."""
         return self.reshape(*self.shape[:start], math.prod(self.shape[start:]))
 
     def squeeze(self, axis):
-        """Without an axis of size 1."""
+        """Remove an axis of size 1."""
         axis, = normal_axes(axis, self.ndim)
         if self.shape[axis] != 1:
             raise ValueError(f'squeeze: axis {axis} of shape {self.shape} is not of size 1')
         return self.reshape(*self.shape[:axis], *self.shape[axis + 1:])
 
     def unsqueeze(self, axis):
-        """With one more axis of size 1, which becomes number `axis`."""
+        """Insert an axis of size 1 at position `axis`."""
         axis, = normal_axes(axis, self.ndim + 1)
         return self.reshape(*self.shape[:axis], 1, *self.shape[axis:])
 
@@ -772,7 +773,7 @@ class Tensor:
         return apply(shapes.Permute, self, axes=_several(axes))
 
     def transpose(self, a, b):
-        """Two axes exchanged."""
+        """Exchange two axes."""
         (a,), (b,), axes = normal_axes(a, self.ndim), normal_axes(b, self.ndim), list(range(self.ndim))
         axes[a], axes[b] = b, a
         return self.permute(*axes)
@@ -787,13 +788,13 @@ class Tensor:
     expand = broadcast_to
 
     def flip(self, *axes):
-        """In reverse order along these axes: numbers or one tuple; without any, or for None, along all."""
+        """Reverse the order along these axes, given as numbers or one tuple; along all if none or None is given."""
         axes = None if axes in ((), (None,)) else _several(axes)
         return apply(shapes.Flip, self, axes=normal_axes(axes, self.ndim))
 
     def __getitem__(self, index):
-        """Numbers, slices, ... and None: a view.  Integers in a Tensor, an array or a list: rows along the first axis.  A mask
-        or bools in the shape of the first axes: the elements of these axes where it is true."""
+        """Integers, slices, ... and None: a view.  A Tensor, array or list of integers: rows along the first axis.  A mask, or
+        bools in the shape of the first axes: the elements where it is true."""
         if isinstance(index, (Tensor, NDArray, np.ndarray, list)):
             index = index.array if isinstance(index, Tensor) else index
             mask = ndarray.mask_in(index)
@@ -812,14 +813,14 @@ class Tensor:
                      lambda array: array.__setitem__(index, getattr(value, 'array', value)), value)
 
     def _change(self, recorded, in_place, value):
-        """Change this tensor: in its memory where nothing is recorded.  Else it becomes the result of an op, and what has
-        been saved of it stays as it is."""
+        """Change this tensor in its memory if nothing is recorded; else replace it by the result of an op, so that values
+        saved by earlier ops do not change."""
         if _mode.interpreter is None and (
                 not _mode.grad or not (self.requires_grad or isinstance(value, Tensor) and value.requires_grad)):
             in_place(self.array)
             return self
         if self.origin is None and self.requires_grad:
-            raise RuntimeError(f'in-place change of a leaf of shape {self.shape} that needs a gradient: do it within no_grad()')
+            raise RuntimeError(f'in-place change of a leaf of shape {self.shape} that requires a gradient; use no_grad()')
         result = recorded()
         if result.shape != self.shape:
             raise ValueError(f'in-place: a tensor of shape {self.shape} cannot become one of shape {result.shape}')
@@ -828,12 +829,12 @@ class Tensor:
 
 
 def _several(values):
-    """f(1, 2) and f((1, 2)) alike."""
+    """Accept both f(1, 2) and f((1, 2))."""
     return tuple(values[0]) if len(values) == 1 and not isinstance(values[0], numbers.Integral) else values
 
 
 def _operand(tensor, other):
-    """The other side of an operator: a Tensor or a number as it is, an array as a constant, else NotImplemented."""
+    """Return an operand: a Tensor or a number unchanged, an array as a constant, else NotImplemented."""
     if isinstance(other, (Tensor, numbers.Real)):
         return other
     if isinstance(other, (NDArray, np.ndarray, np.generic, list)):
@@ -842,7 +843,7 @@ def _operand(tensor, other):
 
 
 def _operators():
-    """a + b, 1 + b, a += b and the comparisons, for all operators alike."""
+    """Define a + b, 1 + b, a += b and the comparisons for all operators."""
     def binary(op):
         def method(self, other):
             other = _operand(self, other)

@@ -1,7 +1,7 @@
 """Functions on Tensors, each an op or a short formula of ops.  `from pyops import functional as F`.
 
-Names and order of arguments are those of torch.nn.functional and of torch, where they have the function; axes are `axis`
-(None: all; a number; or several) and `keepdims`.  Arguments that are arrays or lists in place of Tensors are constants.
+Names and argument order follow torch.nn.functional and torch where they have the function.  Axes are called `axis` (None for
+all, an int, or several) and `keepdims`.  Arrays and lists passed instead of Tensors are constants.
 """
 import builtins
 import itertools
@@ -33,7 +33,7 @@ from pyops.ops.shapes import BroadcastTo, Concatenate, GetItem, Pad, Permute, Pl
 
 
 def tensor(x, like=None):
-    """x as a Tensor, on the device of another where it is not one yet."""
+    """Convert x to a Tensor, on the device of `like`; a Tensor is returned unchanged."""
     return x if isinstance(x, Tensor) else Tensor(x, device=None if like is None else like.device)
 
 
@@ -68,12 +68,12 @@ def relu(x):
 
 
 def maximum(a, b):
-    """Where both are equal, each gets half of the gradient."""
+    """Return the elementwise maximum.  Equal elements get half of the gradient each."""
     return tensor(a).maximum(b)
 
 
 def minimum(a, b):
-    """Where both are equal, each gets half of the gradient."""
+    """Return the elementwise minimum.  Equal elements get half of the gradient each."""
     return tensor(a).minimum(b)
 
 
@@ -88,7 +88,7 @@ def mean(x, axis=None, keepdims=False):
 
 
 def var(x, axis=None, keepdims=False, correction=1):
-    """The squared distances from the mean, summed, over n - correction."""
+    """Return the variance: the sum of squared deviations from the mean, divided by n - correction."""
     x = tensor(x)
     centred = x - mean(x, axis, True)
     squares = sum(centred * centred, axis, keepdims)
@@ -96,12 +96,12 @@ def var(x, axis=None, keepdims=False, correction=1):
 
 
 def max(x, axis=None, keepdims=False):
-    """Where several elements are the largest, they share the gradient equally."""
+    """Return the maximum.  Equal maxima share the gradient equally."""
     return apply(Max, tensor(x), axis=axis, keepdims=keepdims)
 
 
 def min(x, axis=None, keepdims=False):
-    """Where several elements are the smallest, they share the gradient equally."""
+    """Return the minimum.  Equal minima share the gradient equally."""
     return apply(Min, tensor(x), axis=axis, keepdims=keepdims)
 
 
@@ -128,7 +128,7 @@ def permute(x, axes):
 
 
 def transpose(x, a, b):
-    """Two axes exchanged."""
+    """Exchange two axes."""
     return tensor(x).transpose(a, b)
 
 
@@ -137,32 +137,35 @@ def broadcast_to(x, shape):
 
 
 def flip(x, axis=None):
-    """In reverse order along an axis, several, or all where axis is None."""
+    """Reverse the order along an axis, several, or all (None)."""
     return tensor(x).flip(axis)
 
 
 def stack(tensors, axis=0):
-    """Tensors of one shape along a new axis."""
+    """Join tensors of one shape along a new axis."""
     return apply(Stack, *map(tensor, tensors), axis=axis)
 
 
 def unbind(x, axis=0):
-    """All places along an axis, without it: a tuple.  The reverse of stack."""
+    """Return the slices of x along an axis, without that axis, as a tuple: the inverse of stack."""
     return apply(Unbind, tensor(x), axis=axis)
 
 
 def cat(tensors, axis=0):
-    """One tensor after another along an axis that they have."""
+    """Join tensors along an existing axis."""
     return apply(Concatenate, *map(tensor, tensors), axis=axis)
 
 
 def split(x, sizes, axis=0):
-    """Pieces of the given sizes along an axis, or all of one size but for the last one: a tuple.  The reverse of cat."""
+    """Split x along an axis and return a tuple: the inverse of cat.
+
+    sizes: the size of each piece, or one size for all pieces but the last.  ValueError if they do not add up.
+    """
     x = tensor(x)
     n = x.shape[normal_axes(axis, x.ndim)[0]]
     if isinstance(sizes, int):
         if sizes < 1:
-            raise ValueError(f'split: want pieces of at least one element, got {sizes}')
+            raise ValueError(f'split: expected pieces of at least one element, got {sizes}')
         sizes = [sizes] * (n // sizes) + [n % sizes] * (n % sizes > 0)
     if np.sum(sizes, dtype=int) != n or np.min(sizes, initial=0) < 0:
         raise ValueError(f'split: pieces of {tuple(sizes)} do not make up axis {axis} of {n} elements')
@@ -170,25 +173,25 @@ def split(x, sizes, axis=0):
 
 
 def pad(x, widths, value=0.0):
-    """Elements `value` at both ends of axes.
+    """Pad x with `value` at both ends of its axes.
 
-    widths: (before, after) of the last axis, then of the one before it, ..., in one row as in PyTorch: (1, 2, 3, 4); or as
-    in numpy a pair for each axis: ((3, 4), (1, 2))
+    widths: (before, after) of the last axis, then of the one before it, ..., flat as in PyTorch: (1, 2, 3, 4); or as in numpy
+    one pair per axis: ((3, 4), (1, 2))
     """
     x, widths = tensor(x), tuple(widths)
     if all(isinstance(n, int) for n in widths):
         if len(widths) % 2 or len(widths) > 2 * x.ndim:
-            raise ValueError(f'pad: want two widths for each of at most {x.ndim} axes, got {widths}')
+            raise ValueError(f'pad: expected two widths for each of at most {x.ndim} axes, got {widths}')
         pairs = [(0, 0)] * (x.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
     else:
         pairs = [tuple(pair) for pair in widths]
     if len(pairs) != x.ndim or any(n < 0 for pair in pairs for n in pair):
-        raise ValueError(f'pad: want widths of at least 0 for the {x.ndim} axes of {x.shape}, got {widths}')
+        raise ValueError(f'pad: expected widths of at least 0 for the {x.ndim} axes of {x.shape}, got {widths}')
     return apply(Pad, x, widths=tuple(pairs), value=value)
 
 
 def dilate(x, axis, dilation):
-    """`dilation` zeros behind each element along the axes: size n becomes n (1 + dilation)."""
+    """Insert `dilation` zeros after each element along the axes: size n becomes n (1 + dilation)."""
     x = tensor(x)
     axes = normal_axes(axis, x.ndim)
     shape = tuple(n * (1 + dilation) if i in axes else n for i, n in enumerate(x.shape))
@@ -196,7 +199,7 @@ def dilate(x, axis, dilation):
 
 
 def undilate(x, axis, dilation):
-    """The elements that dilate had moved apart."""
+    """Remove the zeros that dilate inserted."""
     x = tensor(x)
     return apply(GetItem, x, index=_every(normal_axes(axis, x.ndim), x.ndim, 1 + dilation))
 
@@ -206,12 +209,12 @@ def _every(axes, ndim, step):
 
 
 def one_hot(labels, num_classes):
-    """float32 (..., num_classes): 1 at the label, 0 elsewhere."""
+    """Return float32 (..., num_classes): 1 at the label, 0 elsewhere.  ValueError for a label outside 0 .. num_classes - 1."""
     labels = tensor(labels)
     classes = Tensor(np.arange(num_classes, dtype=np.int32), device=labels.device)
     top = labels.numpy().max(initial=-1), labels.numpy().min(initial=num_classes)
     if top[0] >= num_classes or top[1] < 0:
-        raise ValueError(f'one_hot: want labels from 0 to {num_classes - 1}, got some from {top[1]} to {top[0]}')
+        raise ValueError(f'one_hot: expected labels from 0 to {num_classes - 1}, got some from {top[1]} to {top[0]}')
     return (labels.unsqueeze(-1) == classes) * 1.0
 
 
@@ -222,18 +225,18 @@ def matmul(a, b):
 
 
 def linear(x, weight, bias=None):
-    """y = x weight' + bias;  x (..., I), weight (O, I), bias (O,)."""
+    """Return x weight' + bias;  x (..., I), weight (O, I), bias (O,) or None -> (..., O)."""
     bias = {} if bias is None else {'bias': tensor(bias)}
     return apply(Linear, tensor(x), weight=tensor(weight), **bias)
 
 
 def feed_forward(x, w1, b1, w2, b2):
-    """Linear, ReLU and Linear as one op;  x (..., D), w1 (F, D), w2 (D, F)."""
+    """Return linear(relu(linear(x, w1, b1)), w2, b2), one op;  x (..., D), w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)."""
     return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2))
 
 
 def embedding(ids, weight):
-    """y[...] = weight[ids[...]];  ids of any integers, weight (V, E)."""
+    """Return weight[ids];  ids (...) of any integer type, weight (V, E) -> (..., E)."""
     weight = tensor(weight)
     return apply(Embedding, tensor(ids, weight), weight=weight)
 
@@ -242,42 +245,42 @@ _masks = itertools.count()
 
 
 def _mask_number(step):
-    """What Dropout reads; its own copy, since backward must find the same."""
+    """Return the number of a dropout mask as an array of its own: backward must read the same number."""
     return backend.put(np.array([next(_masks) if step is None else int(np.asarray(step).reshape(()))], np.int64))
 
 
 def dropout(x, p=0.5, training=True, key=0, step=None):
-    """Zeros for a share p of the elements, the others scaled by 1 / (1 - p); x itself where not training.
+    """Set each element to 0 with probability p and scale the rest by 1 / (1 - p).  Return x unchanged if not training.
 
-    The mask is a function of (key, step).  step None: the next number of a count that begins with the process.
+    The mask is a function of (key, step).  step=None: the next number of a counter in this process.
     """
     x = tensor(x)
     return apply(Dropout, x, _mask_number(step), p=p, key=key) if training and p else x
 
 
 def residual(x, branch, p=0.0, training=True, key=0, step=None):
-    """x + dropout(branch) in one pass."""
+    """Return x + dropout(branch), computed in one pass."""
     step = _mask_number(step) if training and p else None
     return apply(Residual, tensor(x), tensor(branch), step, p=p, key=key)
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
-    """Mean 0 and variance 1 over the last axis, then times weight plus bias;  x (..., C), weight (C,), bias (C,)."""
+    """Normalise the last axis to mean 0 and variance 1, scale by weight, add bias;  x (..., C), weight (C,), bias (C,)."""
     return apply(LayerNorm, tensor(x), weight=tensor(weight), bias=tensor(bias), eps=eps)
 
 
 def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-    """Mean 0 and variance 1 of each channel over all else, then times weight plus bias;  x (N, C, ...), the others (C,).
+    """Normalise each channel to mean 0 and variance 1, scale by weight, add bias;  x (N, C, ...), all others (C,).
 
-    In training by the batch's own mean and variance, towards which the running ones are moved in place by `momentum`
-    (the variance with n - 1 in its denominator, as in PyTorch); else by the running ones.
+    training: use the mean and variance of the batch, and move the running ones towards them in place by `momentum` (the
+    variance with n - 1 in its denominator, as in PyTorch).  Otherwise use the running ones.
     """
     x = tensor(x)
     axes, shape = tuple(i for i in range(x.ndim) if i != 1), tuple(n if i == 1 else 1 for i, n in enumerate(x.shape))
     if training:
         n = x.size // builtins.max(x.shape[1], 1)
         if n < 2:
-            raise ValueError(f'batch_norm: want more than one value a channel in training, got x of shape {x.shape}')
+            raise ValueError(f'batch_norm: expected more than one value a channel in training, got x of shape {x.shape}')
         mean_ = mean(x, axes, True)
         centred = x - mean_
         variance = mean(centred * centred, axes, True)
@@ -294,8 +297,11 @@ def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=Fa
 
 
 def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False, lengths=None):
-    """-> h (T, B, H), of which h[-1] is the last state, without lengths;  x (T, B, I), h0 (B, H) or None, lengths (B,) int32 or
-    None: how many steps each sentence has, behind which h is 0; see pyops.ops.GRU."""
+    """Return h (T, B, H) of a GRU; without lengths, h[-1] is the final state.  See pyops.ops.GRU.
+
+    x (T, B, I), h0 (B, H) or None for zeros, w_ih (3H, I), w_hh (3H, H), b_ih and b_hh (3H,); lengths (B,) int32: number of
+    steps of each sequence, after which h is 0; None: T.
+    """
     parameters = dict(w_ih=tensor(w_ih), w_hh=tensor(w_hh), b_ih=tensor(b_ih), b_hh=tensor(b_hh))
     x = tensor(x)
     return apply(GRU, x, None if h0 is None else tensor(h0, x), None if lengths is None else tensor(lengths, x),
@@ -303,9 +309,10 @@ def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False, lengths=None):
 
 
 def attention(q, k, v, heads, causal=False, lengths=None, p=0.0, training=True, key=0, step=None):
-    """Attention of several heads over sequences, in tiles: no matrix of scores is kept.
+    """Multi-head attention in tiles, without storing the matrix of scores.  See pyops.ops.Attention.
 
-    q (Tq, B, D), k and v (Tk, B, D), lengths (B,) int32 or None: see pyops.ops.Attention; p, key and step as in dropout
+    q (Tq, B, D), k and v (Tk, B, D) -> (Tq, B, D); lengths (B,) int32: number of valid keys, or None for all; causal: query i
+    attends to keys 0 to i + Tk - Tq; p, key and step as in dropout
     """
     step = _mask_number(step) if training and p else None
     q = tensor(q)
@@ -314,15 +321,15 @@ def attention(q, k, v, heads, causal=False, lengths=None, p=0.0, training=True, 
 
 
 def concat_context(x, context):
-    """x (T, B, E) with the same context (B, H) behind it at every step -> (T, B, E + H)."""
+    """Append the context (B, H) to x (T, B, E) at every step -> (T, B, E + H)."""
     return apply(ConcatContext, tensor(x), tensor(context))
 
 
 def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
-    """softmax(q k' / sqrt(E) + mask) v;  q (..., L, E), k (..., S, E), v (..., S, V).
+    """Return softmax(q k' / sqrt(E) + mask) v;  q (..., L, E), k (..., S, E), v (..., S, V) -> (..., L, V).
 
-    attn_mask (..., L, S): bool, int or a comparison of Tensors, 0 where a query may not see a key; or float32, added.
-    is_causal: query i sees keys 0 to i.
+    attn_mask (..., L, S): bool, int or a comparison of Tensors, 0 where a query may not attend to a key; or float32, added to
+    the scores.  is_causal: query i attends to keys 0 to i.
     """
     q, k, v = tensor(q), tensor(k), tensor(v)
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -338,13 +345,13 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
 
 
 def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1):
-    """x (N, C, H, W), weight (O, C, kh, kw), bias (O,) -> (N, O, Ho, Wo).  stride, padding, dilation: a number or two.
+    """Convolve: x (N, C, H, W), weight (O, C, kh, kw), bias (O,) or None -> (N, O, Ho, Wo).
 
-    The windows of x, a view, times the weight: one matrix product.
+    stride, padding, dilation: an int or a pair.  Computed as one matrix product of the windows of x with the weight.
     """
     x, weight = tensor(x), tensor(weight)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f'conv2d: want x (N, C, H, W) and weight (O, C, kh, kw), got {x.shape} and {weight.shape}')
+        raise ValueError(f'conv2d: expected x (N, C, H, W) and weight (O, C, kh, kw), got {x.shape} and {weight.shape}')
     stride, (ph, pw), dilation = _pair('stride', stride, 1), _pair('padding', padding, 0), _pair('dilation', dilation, 1)
     if ph or pw:
         x = pad(x, (pw, pw, ph, ph))
@@ -361,16 +368,16 @@ def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1):
 def _pair(name, value, least):
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or any(not isinstance(n, int) or n < least for n in pair):
-        raise ValueError(f'{name}: want a whole number of at least {least}, or two, got {value}')
+        raise ValueError(f'{name}: expected a whole number of at least {least}, or two, got {value}')
     return pair
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------------
 
 def cross_entropy(x, labels, ignore_index=-100):
-    """The mean over all rows of -log softmax(x)[label], but for those whose label is ignore_index.
+    """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index, shape ().
 
-    x (..., C): the classes are the last axis;  labels (...) int32
+    x (..., C): classes along the last axis;  labels (...) int32
     """
     x = tensor(x)
     labels = tensor(labels, x)
@@ -378,7 +385,7 @@ def cross_entropy(x, labels, ignore_index=-100):
 
 
 def linear_cross_entropy(x, weight, bias, labels, ignore_index=-100, label_smoothing=0.0):
-    """cross_entropy(linear(x, weight, bias), labels), without the logits of all rows in memory."""
+    """Return cross_entropy(linear(x, weight, bias), labels) without storing the logits of all rows."""
     x, weight, bias = tensor(x), tensor(weight), tensor(bias)
     gradients = is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
     loss = apply(LinearCrossEntropy, x, tensor(labels, x), gradients, weight=weight, bias=bias, ignore=ignore_index,
@@ -387,6 +394,6 @@ def linear_cross_entropy(x, weight, bias, labels, ignore_index=-100, label_smoot
 
 
 def mse_loss(x, target):
-    """The mean squared difference."""
+    """Return the mean squared difference, shape ()."""
     difference = tensor(x) - target
     return mean(difference * difference)

@@ -1,11 +1,11 @@
-"""NDArray: shape, strides and an offset over a buffer of a device.
+"""NDArray: a shape, strides and an offset into a buffer on a device.
 
     a = ndarray.array([[1, 2, 3], [4, 5, 6]], dtype='float32')
     a.T, a[::-1, 1:], a.broadcast_to((4, 2, 3))         views: the same memory
     (a + a[0]).sum(axis=1), a @ a.T                     new arrays
 
-It behaves as numpy's array does, with float32 and int32 and at most 8 axes.  Where it does not, docs/ndarray.md says so.
-A view is a few numbers and no memory; operations take operands with any strides as they are.
+It behaves like numpy's ndarray, with dtypes float32 and int32 and at most 8 axes; docs/ndarray.md lists the differences.
+A view allocates no memory; operations accept operands with any strides.
 """
 import functools
 import gc
@@ -27,28 +27,28 @@ MAX_AXES = 8
 _INT_RANGE = range(-2**31, 2**31)
 _NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.floating)
 _COMPARISONS = frozenset(('equal', 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal'))
-# on two masks: the first give a mask, as on bools in numpy; a sum or difference of them could be a mask or row numbers
+# Ops on two masks: the first return a mask, as for bools in numpy; a sum or difference could be a mask or row numbers.
 _KEEPS_MASKS, _MIXES_MASKS = frozenset(('multiply', 'maximum', 'minimum')), frozenset(('add', 'subtract'))
-_UNSURE = -1            # Buffer.mask of such a result; never a version
+_UNSURE = -1            # Buffer.mask of such a sum or difference; never a version
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 @functools.cache
 def cpu():
-    """The CPU, by the kernels of the library."""
+    """Return the CPU device, which uses the kernels of the library."""
     return CPU()
 
 
 @functools.cache
 def numpy_device():
-    """The CPU, by numpy: an oracle for the kernels."""
+    """Return the CPU device that uses numpy: the reference for the kernels."""
     return Numpy()
 
 
 @functools.cache
 def gpu():
-    """The first GPU, by the kernels of the CUDA library; a UserError where there is none.  Its `precision` can be set."""
+    """Return the first GPU, which uses the CUDA library; its `precision` can be set.  UserError if there is none."""
     from pyops.backend.gpu import GPU
     return GPU(NDArray)
 
@@ -60,16 +60,16 @@ def _chosen_device():
 
 
 def default_device():
-    """The device of arrays that are made without naming one: where ops make theirs, else that of $PYOPS_BACKEND."""
+    """Return the device for new arrays: the one on which ops allocate, else the one of $PYOPS_BACKEND."""
     place = backend.place()
     if place is not backend.HOST:
         return place
     device = _chosen_device()
-    return device if device.place is place else cpu()       # a GPU, but ops are to make their arrays on the CPU
+    return device if device.place is place else cpu()       # a GPU, but ops allocate on the CPU
 
 
 def use_gpu(precision='fp32'):
-    """Make all arrays on the GPU from now on, those of ops too -> the device."""
+    """Allocate all new arrays on the GPU, including those of ops, and return the device."""
     device = gpu()
     device.precision = precision
     backend.use(device)
@@ -78,13 +78,13 @@ def use_gpu(precision='fp32'):
 
 def _remade(values, device, is_mask=False):
     device = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]()
-    # what an op has on a GPU may be of other numbers, a step count, say
+    # an array of an op on a GPU may have another dtype, such as a step count
     made = array(values, device=device) if values.dtype in (FLOAT, INT) else device.put(values)
     return _as_mask(made) if is_mask else made
 
 
 def live_buffers():
-    """All Buffers that something still refers to; for tests of memory."""
+    """Return all Buffers that are still referenced; for memory tests."""
     return [found for found in gc.get_objects() if type(found) is Buffer and found.owner is not None]
 
 
@@ -92,7 +92,7 @@ def live_buffers():
 
 @functools.lru_cache(8192)
 def broadcast_shape(*shapes):
-    """The shape that all of them broadcast to; ValueError naming them."""
+    """Return the shape that all shapes broadcast to.  Raises ValueError naming them."""
     try:
         shape = np.broadcast_shapes(*shapes)
     except ValueError:
@@ -102,31 +102,31 @@ def broadcast_shape(*shapes):
 
 @functools.lru_cache(8192)
 def _fits(shape, to):
-    """Whether an array of the first shape can be broadcast to the second."""
+    """Return whether an array of `shape` can be broadcast to `to`."""
     missing = len(to) - len(shape)
-    return missing >= 0 and all(n in (1, want) for n, want in zip(shape, to[missing:], strict=True))
+    return missing >= 0 and all(n in (1, size) for n, size in zip(shape, to[missing:], strict=True))
 
 
 def _checked(shape):
     if len(shape) > MAX_AXES:
-        raise ValueError(f'shape {shape}: {len(shape)} axes, want at most {MAX_AXES}')
+        raise ValueError(f'shape {shape}: {len(shape)} axes, expected at most {MAX_AXES}')
     return shape
 
 
 def _shape_of(shape):
-    """A shape from what a caller may give: a number or several."""
+    """Convert an int or several to a checked shape."""
     try:
         shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
     except TypeError:
-        raise TypeError(f'shape: want integers, got {shape!r}') from None
+        raise TypeError(f'shape: expected integers, got {shape!r}') from None
     if any(n < 0 for n in shape):
         raise ValueError(f'shape {shape}: negative sizes are not allowed')
     return _checked(shape)
 
 
-@functools.lru_cache(8192, typed=True)          # 1.0 is no axis, though it equals 1
+@functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
 def _axes(axis, ndim):
-    """Axes counted from the front: of None, a number or several; np.exceptions.AxisError beyond ndim."""
+    """Return axes (None for all, an int, or several) as non-negative ints.  Raises np.exceptions.AxisError beyond ndim."""
     if axis is None:
         return tuple(range(ndim))
     found = []
@@ -142,22 +142,22 @@ def _axes(axis, ndim):
 
 @functools.lru_cache(8192)
 def _view_strides(shape, strides, to):
-    """Strides of a view of shape `to` over the elements of a view, in order; None where there are none."""
+    """Return the strides of a view with shape `to` of the same elements in order; None if it requires a copy."""
     if 0 in shape or row_major(shape) == strides:
         return row_major(to)
     old = [(n, step) for n, step in zip(shape, strides, strict=True) if n != 1]
     new = [n for n in to if n != 1]
     found, i, j = [], 0, 0
-    while i < len(old):                         # the fewest axes on both sides that hold the same number of elements
-        (have, _), want, first = old[i], new[j], j
+    while i < len(old):                         # find the smallest groups of old and new axes with equal element counts
+        (have, _), need, first = old[i], new[j], j
         i, j = i + 1, j + 1
-        while have != want:
-            if want < have:
-                want, j = want * new[j], j + 1
+        while have != need:
+            if need < have:
+                need, j = need * new[j], j + 1
             elif old[i - 1][1] == old[i][0] * old[i][1]:
                 have, i = have * old[i][0], i + 1
             else:
-                return None                     # two old axes in one that do not lie end to end
+                return None                     # the two old axes cannot be merged: they are not contiguous
         step = old[i - 1][1]
         found += [step * inner for inner in row_major(tuple(new[first:j]))]
     steps = iter(found)
@@ -167,10 +167,10 @@ def _view_strides(shape, strides, to):
 # ---- the array -------------------------------------------------------------------------------------------------------
 
 class NDArray:
-    """shape, strides and offset, both in elements, over a Buffer.  Make one with array, empty, zeros, from_numpy, ..."""
+    """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
     __slots__ = ('buffer', 'offset', 'shape', 'strides', 'dtype', '__weakref__')
-    __array_ufunc__ = None                      # numpy's operators leave it to ours
+    __array_ufunc__ = None                      # numpy's operators defer to ours
 
     def __init__(self, buffer, offset, shape, strides, dtype):
         self.buffer, self.offset, self.shape, self.strides, self.dtype = buffer, offset, shape, strides, dtype
@@ -196,14 +196,14 @@ class NDArray:
         return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
 
     def pointer(self):
-        """To the first element, for kernels; ValueError where the memory was freed."""
+        """Return a C pointer to the first element, for kernels.  Raises ValueError if the memory was freed."""
         try:
             return self.buffer.pointer + self.offset
         except TypeError:
             raise self._freed() from None
 
     def location(self):
-        """The address of the first element, on the device."""
+        """Return the address of the first element, on the device."""
         if self.buffer.owner is None:
             raise self._freed()
         return self.buffer.address + self.dtype.itemsize * self.offset
@@ -213,21 +213,23 @@ class NDArray:
 
     @property
     def is_mask(self):
-        """Whether its elements are truth values: the result of a comparison, made of bools, or a view or copy of such an array.
+        """Whether the elements are truth values: the array is the result of a comparison, was created from bools, or is a view
+        or copy of such an array.
 
-        As an index it selects, in place of giving row numbers.  Writing 0, 1, bools or a mask into it leaves it a mask.
+        As an index a mask selects elements instead of giving row numbers.  It stays a mask if 0, 1, bools or a mask are
+        written into it.
         """
         return self.buffer.mask == self.buffer.version
 
     # ---- to Python and numpy -----------------------------------------------------------------------
 
     def numpy(self):
-        """A numpy array over the same memory; of a mask, a copy as bools; from a GPU, a copy that waits for the device."""
+        """Return a numpy array over the same memory; for a mask, a bool copy; from a GPU, a copy that waits for the device."""
         found = self.stored()
         return found.astype(bool) if self.is_mask else found
 
     def stored(self):
-        """`numpy`, but a mask as it is stored: 1 and 0 in its dtype."""
+        """Like `numpy`, but a mask is returned as stored: 1 and 0 in its dtype."""
         if self.buffer.owner is None:
             raise self._freed()
         return self.device.numpy(self)
@@ -241,16 +243,16 @@ class NDArray:
         return array.copy() if copy else array
 
     def __dlpack__(self, **how):
-        if self.size and min(self.strides, default=0) < 0:              # torch would end the process
-            raise BufferError(f'array of shape {self.shape}: DLPack with negative strides, {self.strides}, is not taken '
-                              'everywhere; export .copy()')
+        if self.size and min(self.strides, default=0) < 0:              # torch would abort the process
+            raise BufferError(f'array of shape {self.shape}: DLPack consumers may not support negative strides, got '
+                              f'{self.strides}; export .copy()')
         return self.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
 
     def __dlpack_device__(self):
         return self.numpy().__dlpack_device__()
 
     def item(self):
-        """The only element, as a number of Python."""
+        """Return the only element as a Python number.  Raises ValueError for another size."""
         if self.size != 1:
             raise ValueError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
         return self.numpy().item()
@@ -262,7 +264,7 @@ class NDArray:
         return format(self.item(), how) if how and not self.shape else super().__format__(how)
 
     def __reduce__(self):
-        """copy and pickle: an array of its own on the same device."""
+        """Support copy and pickle: the result is an independent array on the same device."""
         return _remade, (np.array(self.stored()), self.device.name, self.is_mask)
 
     def __float__(self):
@@ -309,27 +311,32 @@ class NDArray:
     # ---- views -------------------------------------------------------------------------------------
 
     def is_compact(self):
-        """Whether the elements lie end to end, the last axis fastest."""
+        """Return whether the elements are contiguous in row-major order."""
         compact = row_major(self.shape)
         return self.strides == compact or 0 in self.shape or all(
-            n == 1 or have == want for n, have, want in zip(self.shape, self.strides, compact, strict=True))
+            n == 1 or step == packed for n, step, packed in zip(self.shape, self.strides, compact, strict=True))
 
     def as_strided(self, shape, strides, offset=None):
-        """A view with these strides, in elements, that begins `offset` elements behind the start of the buffer (default:
-        where this array begins).  ValueError where it would leave the buffer."""
+        """Return a view with these strides, `offset` elements after the start of the buffer (default: this array's offset).
+
+        Strides are in elements.  Raises ValueError if the view would leave the buffer.
+        """
         shape, strides = _shape_of(shape), tuple(operator.index(step) for step in strides)
         offset = self.offset if offset is None else operator.index(offset)
         if len(strides) != len(shape):
-            raise ValueError(f'as_strided: shape {shape} and strides {strides}: want as many of each')
+            raise ValueError(f'as_strided: shape {shape} and strides {strides}: expected equal lengths')
         ends = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
         low, high = offset + sum(min(end, 0) for end in ends), offset + sum(max(end, 0) for end in ends)
         if 0 not in shape and not 0 <= low <= high < self.buffer.nbytes // self.dtype.itemsize:
-            raise ValueError(f'as_strided: shape {shape}, strides {strides} and offset {offset} lead to elements {low} to '
-                             f'{high}, the buffer has {self.buffer.nbytes // self.dtype.itemsize}')
+            raise ValueError(f'as_strided: shape {shape}, strides {strides} and offset {offset} cover elements {low} to '
+                             f'{high}, but the buffer has {self.buffer.nbytes // self.dtype.itemsize}')
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
     def reshape(self, *shape):
-        """The same elements in order: a view wherever strides can say it, else a compact copy."""
+        """Return the same elements in order in another shape: a view if strides allow it, else a compact copy.
+
+        One size may be -1 and is inferred.  Raises ValueError if the number of elements differs.
+        """
         shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         shape = tuple(operator.index(n) for n in (shape if isinstance(shape, tuple | list) else (shape,)))
         size = self.size
@@ -347,7 +354,7 @@ class NDArray:
         return NDArray(self.buffer, self.offset, to, strides, self.dtype)
 
     def permute(self, axes):
-        """A view whose axis d is axis axes[d] of this one."""
+        """Return a view whose axis d is axis axes[d] of this array."""
         order = _axes(tuple(axes), len(self.shape))
         if len(order) != len(self.shape):
             raise ValueError(f"permute: axes {tuple(axes)} don't match shape {self.shape}")
@@ -355,7 +362,7 @@ class NDArray:
                        tuple([self.strides[d] for d in order]), self.dtype)
 
     def transpose(self, *axes):
-        """permute; without axes, their order is reversed."""
+        """Permute the axes; without arguments, reverse their order."""
         axes = axes[0] if len(axes) == 1 and (axes[0] is None or not isinstance(axes[0], int)) else axes
         return self.permute(axes) if axes else self.T
 
@@ -366,7 +373,7 @@ class NDArray:
         return self.permute(order)
 
     def broadcast_to(self, shape):
-        """A view with stride 0 along the axes that are repeated; it cannot be written to."""
+        """Return a read-only view of another shape, with stride 0 along repeated axes.  ValueError if it does not broadcast."""
         shape = _shape_of(shape)
         if not _fits(self.shape, shape):
             raise ValueError(f'could not broadcast array from shape {self.shape} into shape {shape}')
@@ -374,7 +381,7 @@ class NDArray:
         return NDArray(self.buffer, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps), self.dtype)
 
     def flip(self, *axes):
-        """A view in reverse order along these axes: numbers or one tuple; without any, or for None, along all."""
+        """Return a view in reverse order along these axes (numbers or one tuple); along all if none or None is given."""
         axes = axes[0] if len(axes) == 1 else axes or None
         offset, strides = self.offset, list(self.strides)
         for d in _axes(tuple(axes) if isinstance(axes, list) else axes, self.ndim):
@@ -383,8 +390,8 @@ class NDArray:
         return NDArray(self.buffer, offset, self.shape, tuple(strides), self.dtype)
 
     def __getitem__(self, index):
-        """A view, for integers, slices, Ellipsis and None; for an array or list of integers, `take` of the first axis; for a
-        mask or bools in the shape of the first axes, a copy of the elements of these axes where it is true."""
+        """Return a view for integers, slices, Ellipsis and None; take() along the first axis for an array or list of integers;
+        a copy of the selected elements for a mask, or bools, in the shape of the first axes."""
         is_array = isinstance(index, NDArray) and (index.shape or index.buffer.mask is not None)
         if is_array or isinstance(index, list | np.ndarray):
             mask = mask_in(index)
@@ -448,22 +455,22 @@ class NDArray:
     # ---- copies ------------------------------------------------------------------------------------
 
     def copy(self):
-        """The same elements in a compact array of its own."""
+        """Return a compact copy."""
         y = _new(self.shape, self.dtype, self.buffer.device, 'copy')
         self.buffer.device.unary('copy', y, self)
         return _as_mask(y) if self.is_mask else y
 
     def compact(self):
-        """This array if it is compact, else a copy that is."""
+        """Return this array if it is compact, else a compact copy."""
         return self if self.is_compact() else self.copy()
 
     def astype(self, dtype):
-        """The same numbers as float32 or int32 (towards 0); this very array if it has that dtype and is no mask."""
+        """Convert to float32 or int32 (rounding towards 0).  Returns this array if it has that dtype and is not a mask."""
         y = self._cast(_dtype(dtype))
         if y.buffer.mask is None:
             return y
         y = y.copy()
-        y.buffer.mask = None            # numbers from now on
+        y.buffer.mask = None            # from now on numbers, not truth values
         return y
 
     def _cast(self, dtype):
@@ -474,11 +481,11 @@ class NDArray:
         return y
 
     def to(self, device):
-        """This array if it lies on that device, else a copy there."""
+        """Return this array if it is on that device, else a copy there."""
         return self if device is self.device else array(self, device=device)
 
     def take(self, ids):
-        """The elements of axis 0 with these numbers (from the end where they are negative): a copy."""
+        """Return a copy of the elements of axis 0 with these indices, negative from the end.  IndexError if one is outside."""
         if not self.shape:
             raise IndexError('too many indices for array of shape (): 1')
         if self.buffer.owner is None:
@@ -496,9 +503,9 @@ class NDArray:
         return _as_mask(y) if self.is_mask else y
 
     def add_at(self, ids, rows):
-        """self[ids[r]] += rows[r] in the order of r, where numbers may repeat: in place, float32, compact."""
+        """self[ids[r]] += rows[r] for r in order; ids may repeat.  In place, for compact float32 arrays."""
         if self.dtype is not FLOAT or not self.is_compact() or not self.shape:
-            raise TypeError(f'add_at: want a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
+            raise TypeError(f'add_at: expected a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
                             f'strides {self.strides}')
         ids = _ids(ids, self.shape[0], self.device)
         rows = _operand(rows, self)._cast(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
@@ -513,7 +520,7 @@ class NDArray:
         NDArray(self.buffer, offset, shape, strides, self.dtype)._assign(value)
 
     def fill(self, value):
-        """Every element = value."""
+        """Set every element to value."""
         self._assign(value)
 
     def _assign(self, value):
@@ -525,7 +532,7 @@ class NDArray:
     def _write(self, value):
         self._check_writable()
         if self.dtype is not FLOAT and self.dtype is not INT and isinstance(value, _NUMBERS):
-            value = np.full(self.shape, value, self.dtype)      # of an op on a GPU: a step count, rows, pixels
+            value = np.full(self.shape, value, self.dtype)      # arrays of ops on a GPU: step counts, rows, pixels
         if isinstance(value, NDArray | np.ndarray) and value is not self and self.device.assign(self, value):
             self.buffer.version += 1
             return
@@ -695,7 +702,7 @@ class NDArray:
     def __ge__(self, other):
         return self._binary('greater_equal', other)
 
-    __hash__ = None                             # equality is an array
+    __hash__ = None                             # == returns an array
 
     def __neg__(self):
         return self._unary('negate')
@@ -707,17 +714,17 @@ class NDArray:
         return self._unary('abs')
 
     def maximum(self, other):
-        """The larger of two elements; NaN where either is."""
+        """Return the elementwise maximum; NaN if either operand is NaN."""
         return self._named('maximum', other)
 
     def minimum(self, other):
-        """The smaller of two elements; NaN where either is."""
+        """Return the elementwise minimum; NaN if either operand is NaN."""
         return self._named('minimum', other)
 
     def _named(self, op, other):
         y = self._binary(op, other)
         if y is NotImplemented:
-            raise TypeError(f'{op}: want an array or a number, got {type(other).__name__}')
+            raise TypeError(f'{op}: expected an array or a number, got {type(other).__name__}')
         return y
 
     def exp(self):
@@ -755,7 +762,7 @@ class NDArray:
         kept = tuple([1 if d in axes else n for d, n in enumerate(self.shape)])
         y = _new(kept, self.dtype, self.buffer.device, op)
         if op != 'sum' and 0 in self.shape and any(self.shape[d] == 0 for d in axes):
-            raise ValueError(f'{op} of an array of shape {self.shape} over axes {axes}: no elements have none')
+            raise ValueError(f'{op} of an array of shape {self.shape} over axes {axes}: it is undefined without elements')
         if 0 not in kept:
             self.buffer.device.reduce(op, y, self)
         if op != 'sum' and self.is_mask:
@@ -766,24 +773,24 @@ class NDArray:
         return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
 
     def sum(self, axis=None, keepdims=False):
-        """The sum over one axis, several or all, in an order that does not depend on threads; int32 stays int32 and wraps."""
+        """Sum over one axis, several or all, in an order that does not depend on threads.  int32 stays int32 and wraps."""
         return self._reduce('sum', axis, keepdims)
 
     def max(self, axis=None, keepdims=False):
-        """The largest over one axis, several or all; NaN where there is one."""
+        """Return the maximum over one axis, several or all; NaN if there is one."""
         return self._reduce('max', axis, keepdims)
 
     def min(self, axis=None, keepdims=False):
-        """The smallest over one axis, several or all; NaN where there is one."""
+        """Return the minimum over one axis, several or all; NaN if there is one."""
         return self._reduce('min', axis, keepdims)
 
     def mean(self, axis=None, keepdims=False):
-        """The mean over one axis, several or all, as float32; NaN of no elements."""
+        """Return the mean over one axis, several or all, as float32; NaN without elements."""
         y = self._cast(FLOAT).sum(axis, keepdims)
         return y / (self.size / y.size if y.size else 1)
 
     def argmax(self, axis=None, keepdims=False):
-        """Where the largest is, the first of equals; NaN is largest.  Over all elements in order where axis is None."""
+        """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
         if axis is None:
             x, kept = self.reshape(1, self.size), (1,) * self.ndim
         else:
@@ -793,8 +800,8 @@ class NDArray:
             x = x.reshape(math.prod(x.shape[:-1]), self.shape[d])
         rows, n = x.shape
         if not n:
-            raise ValueError(f'argmax of an array of shape {self.shape} over axis {axis}: no elements have none')
-        if self.dtype is INT:                   # the place of a largest one, counted from the end: the first counts most
+            raise ValueError(f'argmax of an array of shape {self.shape} over axis {axis}: it is undefined without elements')
+        if self.dtype is INT:                   # largest index counted from the end: the first maximum wins
             y = n - ((x == x.max(1, True)) * array(np.arange(n, 0, -1, dtype=INT), device=self.device)).max(1)
         else:
             y = _new((rows,), INT, self.device, 'argmax')
@@ -810,13 +817,13 @@ def _new(shape, dtype, device, name):
 
 
 def _dtype(dtype):
-    """FLOAT or INT itself, so that they can be compared by identity."""
+    """Return the object FLOAT or INT, so that dtypes can be compared by identity."""
     found = np.dtype(dtype)
     if found == FLOAT:
         return FLOAT
     if found == INT:
         return INT
-    raise TypeError(f'{found}: want float32 or int32')
+    raise TypeError(f'{found}: expected float32 or int32')
 
 
 def _int32(value):
@@ -826,7 +833,7 @@ def _int32(value):
 
 
 def _operand(other, like):
-    """`other` as an NDArray on the device of `like`; NotImplemented for what is no array."""
+    """Convert `other` to an NDArray on the device of `like`; NotImplemented if it is not an array or a number."""
     if isinstance(other, NDArray):
         return other
     if isinstance(other, np.ndarray | np.number):
@@ -839,7 +846,7 @@ def _operand(other, like):
 
 
 def _ids(ids, n, device):
-    """Numbers of rows as a compact int32 array; those below 0 count from the end of n rows."""
+    """Convert row numbers to a compact int32 array; negative ones count from the end of n rows."""
     if isinstance(ids, NDArray) and ids.dtype is INT and not ids.is_mask:
         return (ids + (ids < 0) * n).compact()
     ids = np.asarray(ids)
@@ -849,7 +856,7 @@ def _ids(ids, n, device):
 
 
 def _as_mask(a):
-    """The same array, whose elements are truth values from now on."""
+    """Mark an array as a mask and return it."""
     a.buffer.mask = a.buffer.version
     return a
 
@@ -861,16 +868,18 @@ def _is_boolean(value):
 
 
 def mask_in(index):
-    """An array or list used as an index, as a numpy array of bools; None if it holds row numbers.  IndexError if it was
-    computed from masks and can be either; RuntimeError for a mask whose values a plan is yet to compute."""
+    """Return an array or list used as an index as a numpy array of bools; None if it holds row numbers.
+
+    Raises IndexError if it was computed from masks and could be either, RuntimeError for a mask while a plan records.
+    """
     if not isinstance(index, NDArray):
         found = np.asarray(index)
         return found.astype(bool) if found.dtype.kind == 'b' or getattr(index, 'is_mask', False) else None
     if index.buffer.mask is None:
         return None
     if not index.is_mask:
-        raise IndexError(f'the index of shape {index.shape} was computed from masks, or is a mask that was changed in place: '
-                         'it can be a mask or row numbers; use x[index != 0] to select, x[index * 1] for row numbers')
+        raise IndexError(f'the index of shape {index.shape} was computed from masks, or is a modified mask: it could be '
+                         'a mask or row numbers; use x[index != 0] to select, x[index * 1] for row numbers')
     if backend.is_recorded():
         raise RuntimeError(f'a mask of shape {index.shape} cannot select rows while a plan records: their number would depend '
                            'on the data; multiply by the mask instead')
@@ -878,7 +887,7 @@ def mask_in(index):
 
 
 def selected(mask, shape):
-    """The numbers of the elements of the first axes of an array of that shape where a mask, a numpy array, is true."""
+    """Return the indices of the elements, along the first axes of an array of that shape, where a numpy mask is true."""
     if not mask.ndim or mask.shape != shape[:mask.ndim]:
         raise IndexError(f'a mask of shape {mask.shape} cannot index an array of shape {shape}: it must have the shape of the '
                          "array's first axes, at least one")
@@ -891,12 +900,12 @@ def _same_device(a, b):
 
 
 def _identical(a, b):
-    """Whether two arrays are views of the same elements in the same order."""
+    """Return whether two arrays are views of the same elements in the same order."""
     return a.buffer is b.buffer and a.offset == b.offset and a.shape == b.shape and a.strides == b.strides
 
 
 def _overlap(a, b):
-    """Whether two arrays may have an element of memory in common: by the first and last byte of each."""
+    """Return whether two arrays may share memory, judged by the first and last byte of each."""
     if a.buffer is not b.buffer and not (a.buffer.foreign or b.buffer.foreign):
         return False
     (low_a, high_a), (low_b, high_b) = (_bounds(x) for x in (a, b))
@@ -916,7 +925,7 @@ def _bounds(a):
 def _matmul(a, b):
     _same_device(a, b)
     if not a.shape or not b.shape:
-        raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: want at least one axis each')
+        raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: expected at least one axis each')
     if a.dtype is not b.dtype:
         a, b = a._cast(FLOAT), b._cast(FLOAT)
     left, right = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
@@ -935,10 +944,11 @@ def _matmul(a, b):
 # ---- making arrays ---------------------------------------------------------------------------------------------------
 
 def array(obj, dtype=None, device=None):
-    """A compact array of its own with the numbers of obj: an NDArray, a numpy array, a list, a number.
+    """Return a new compact array with the numbers of obj: an NDArray, a numpy array, a list or a number.
 
-    dtype float32 or int32; without one, that of an array, and of Python's numbers float32 where one is a float, else int32.
-    Bools become a mask, stored as int32; with a dtype, numbers.
+    dtype: float32 or int32.  Default: that of an array; for Python numbers float32 if any is a float, else int32.  Bools
+    become a mask, stored as int32; with a dtype they become numbers.
+    Raises TypeError for other dtypes, OverflowError for integers outside int32, ValueError for more than 8 axes.
     """
     is_mask = False
     if isinstance(obj, NDArray):
@@ -952,13 +962,13 @@ def array(obj, dtype=None, device=None):
         dtype = _dtype(dtype if dtype is not None else INT if found.dtype.kind == 'b' else found.dtype)
     else:
         if found.dtype.kind not in 'biuf':
-            raise TypeError(f'array: want numbers, got {found.dtype}')
+            raise TypeError(f'array: expected numbers, got {found.dtype}')
         dtype = _dtype(dtype) if dtype is not None else INT if found.dtype.kind in 'biu' and found.size else FLOAT
     if dtype is INT and found.dtype.kind in 'iu' and found.dtype != INT and found.size:
         for value in (int(found.min()), int(found.max())):
             _int32(value)
     shape = _checked(found.shape)
-    # constants are never a plan's memory: a replay would not write them again
+    # Constants are never allocated in a plan's memory: a replay would not write them again.
     memory = backend.HOST.zeros(shape, dtype)
     with np.errstate(invalid='ignore', over='ignore'):
         memory[...] = found
@@ -967,12 +977,12 @@ def array(obj, dtype=None, device=None):
 
 
 def empty(shape, dtype=FLOAT, device=None):
-    """A compact array of any content."""
+    """Return a compact array with undefined contents."""
     return _new(_shape_of(shape), _dtype(dtype), device or default_device(), 'empty')
 
 
 def full(shape, value, dtype=None, device=None):
-    """A compact array of one value; without a dtype, int32 for an int, and a mask for a bool."""
+    """Return a compact array filled with value.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
     is_mask = dtype is None and isinstance(value, bool | np.bool_)
     dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer | np.bool_) else FLOAT
     y = empty(shape, dtype, device)
@@ -989,49 +999,51 @@ def ones(shape, dtype=FLOAT, device=None):
 
 
 def arange(start, stop=None, step=1, dtype=None, device=None):
-    """start, start + step, ... up to stop, without it: numpy's."""
+    """Return start, start + step, ... below stop, like np.arange."""
     start, stop = (0, start) if stop is None else (start, stop)
     numbers = np.arange(start, stop, step)
     return array(numbers, dtype or (INT if numbers.dtype.kind in 'iu' else FLOAT), device)
 
 
 def from_numpy(a, device=None):
-    """An array over the memory of a numpy array, with its strides.  TypeError for another dtype, ValueError for an array
-    that may not be written to."""
+    """Return an NDArray over the memory of a numpy array, with its strides.
+
+    Raises TypeError for another dtype, ValueError for a read-only or unaligned array.
+    """
     if not isinstance(a, np.ndarray):
-        raise TypeError(f'from_numpy: want a numpy array, got {type(a).__name__}')
+        raise TypeError(f'from_numpy: expected a numpy array, got {type(a).__name__}')
     dtype = _dtype(a.dtype)
     if not a.flags.writeable:
-        raise ValueError(f'from_numpy: array of shape {a.shape}: it is read-only; copy it with array()')
+        raise ValueError(f'from_numpy: array of shape {a.shape}: read-only; copy it with array()')
     if not a.flags.aligned or any(step % 4 for step in a.strides):
-        raise ValueError(f'from_numpy: array of shape {a.shape}: strides of {a.strides} bytes or its address are not those of '
-                         f'whole elements; copy it with array()')
+            raise ValueError(f'from_numpy: array of shape {a.shape}: byte strides {a.strides} or address are not multiples '
+                             'of the element size; copy it with array()')
     _checked(a.shape)
     device = device or default_device()
     if a.flags.c_contiguous:
         return NDArray(device.wrap(a, True), 0, a.shape, row_major(a.shape), dtype)
     low, high = np.lib.array_utils.byte_bounds(a)
-    first = a[tuple(slice(None, None, -1 if step < 0 else 1) for step in a.strides)]       # its element 0 is the lowest
+    first = a[tuple(slice(None, None, -1 if step < 0 else 1) for step in a.strides)]       # element 0 has the lowest address
     memory = np.lib.stride_tricks.as_strided(first, ((high - low) // 4,), (4,))
     offset = sum((n - 1) * -step for n, step in zip(a.shape, a.strides, strict=True) if step < 0) // 4
     return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // 4 for step in a.strides), dtype)
 
 
 def over(array, device=None):
-    """An array of an op as an NDArray over the same memory: numpy's by from_numpy, an NDArray itself."""
+    """Wrap an op's array in an NDArray over the same memory: from_numpy for numpy arrays; an NDArray is returned unchanged."""
     return array if isinstance(array, NDArray) else from_numpy(array, device)
 
 
 def from_dlpack(x, device=None):
-    """An array over the memory of another library's array in the CPU's memory."""
+    """Return an NDArray over the memory of another library's array, which must be in CPU memory."""
     return from_numpy(np.from_dlpack(x), device)
 
 
 def _all_alike(arrays, who):
-    """At least one array, all on one device; float32 where dtypes are mixed."""
+    """Convert to NDArrays and check: at least one, all on one device.  Also return the common dtype, float32 if mixed."""
     arrays = list(arrays)
     if not arrays:
-        raise ValueError(f'{who}: want at least one array')
+        raise ValueError(f'{who}: expected at least one array')
     first = next((a for a in arrays if isinstance(a, NDArray)), None)
     arrays = [a if isinstance(a, NDArray) else array(a, device=first.device if first is not None else None) for a in arrays]
     for other in arrays:
@@ -1041,13 +1053,13 @@ def _all_alike(arrays, who):
 
 
 def concatenate(arrays, axis=0):
-    """The arrays one behind the other along an axis that exists."""
+    """Join arrays along an existing axis.  ValueError if their shapes differ in another axis."""
     arrays, dtype = _all_alike(arrays, 'concatenate')
     first = arrays[0]
     d, = _axes((axis,), first.ndim)
     for other in arrays:
         if other.shape[:d] + other.shape[d + 1:] != first.shape[:d] + first.shape[d + 1:]:
-            raise ValueError(f'concatenate: shapes {first.shape} and {other.shape} differ beside axis {d}')
+            raise ValueError(f'concatenate: shapes {first.shape} and {other.shape} differ in another axis than {d}')
     y = _new(first.shape[:d] + (sum(a.shape[d] for a in arrays),) + first.shape[d + 1:], dtype, first.device, 'concatenate')
     start = 0
     for a in arrays:
@@ -1057,7 +1069,7 @@ def concatenate(arrays, axis=0):
 
 
 def stack(arrays, axis=0):
-    """The arrays, all of one shape, along a new axis."""
+    """Join arrays of one shape along a new axis.  ValueError if shapes differ."""
     arrays, dtype = _all_alike(arrays, 'stack')
     first = arrays[0]
     d, = _axes((axis,), first.ndim + 1)
@@ -1071,16 +1083,16 @@ def stack(arrays, axis=0):
 
 
 def pad(a, widths, value=0):
-    """a with `value` around it: widths is ((before, after), ...) for each axis, one pair for all, or one number."""
+    """Surround a with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number."""
     widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist() if a.ndim else []
     if any(n < 0 for pair in widths for n in pair):
-        raise ValueError(f'pad: widths {widths}: want none below 0')
+        raise ValueError(f'pad: widths {widths}: expected 0 or more')
     y = full(tuple(n + before + after for n, (before, after) in zip(a.shape, widths, strict=True)), value, a.dtype, a.device)
     y[tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, widths, strict=True))] = a
     return _as_mask(y) if a.is_mask and value in (0, 1) else y
 
 
-if backend_name() == 'gpu':     # at import, before the first array is allocated
+if backend_name() == 'gpu':     # at import time, before any array is allocated
     try:
         use_gpu()
     except UserError as error:
