@@ -1,11 +1,11 @@
-"""Narrow number formats: what is left of float32 numbers in them, their codes, and their names and options.
+"""Narrow number formats: rounding of float32 arrays to them, conversion to and from their codes, names and options.
 
-    fake_quantize(x, 'mxfp8')                       rounded, and back in float32
-    fake_quantize(x, 'mxfp4', axis=0, scale='even') blocks along the first axis
-    codes = encode(x, 'hifp8:round=hybrid')         an option may stand in the name
+    fake_quantize(x, 'mxfp8')                       round, and convert back to float32
+    fake_quantize(x, 'mxfp4', axis=0, scale='even') with blocks along the first axis
+    codes = encode(x, 'hifp8:round=hybrid')         options may be part of the name
     decode(codes)
 
-A format is a name, a text 'name:option=value:option=value', or a Format.  docs/formats.md describes them all.
+A format is given as a name, a text 'name:option=value:option=value', or a Format.  docs/formats.md describes them all.
 """
 import difflib
 import functools
@@ -21,25 +21,25 @@ from pyops.backend.kernels import Kernel, declare
 from pyops.errors import UserError
 
 FORMATS = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
-ELEMENTS = ('e4m3', 'e5m2', 'e2m1')             # of blocks; on their own: casts without a scale
+ELEMENTS = ('e4m3', 'e5m2', 'e2m1')             # elements of block formats; on their own: casts without a scale
 
 # in the order of pyops.h
 _NUMBERS = ('hifp8', 'e4m3', 'e5m2', 'e2m1', 'bf16', 'fp16')
 _ROUNDINGS = ('rne', 'away', 'floor', 'stochastic', 'hybrid')
 _RULES = ('floor', 'rceil', 'ceil', 'even')
 
-# other names that a format and an option go by
+# aliases of formats
 _ALIASES = {'hif8': 'hifp8', 'hifloat8': 'hifp8', 'bfloat16': 'bf16', 'float16': 'fp16', 'half': 'fp16', 'e4m3fn': 'e4m3',
             'mxfp8_e4m3': 'mxfp8', 'mxfp4_e2m1': 'mxfp4'}
 
 
 class FormatError(UserError, ValueError):
-    """A format, or an option of one, that does not exist; the text offers the nearest names."""
+    """An unknown format, option or option value; the message suggests the nearest names."""
 
 
 class _Element(NamedTuple):
-    """What a number format can say, as a table of csrc/number_format.inc has it."""
-    digits: int             # behind the point
+    """The range and precision of a number format; csrc/number_format.inc has the same table."""
+    digits: int             # fraction bits
     bits: int
     max: float
     min_normal: float
@@ -68,7 +68,7 @@ def _flag(value):
     if value in (True, False, 0, 1):
         return bool(value)
     if str(value).lower() not in ('true', 'false', '1', '0'):
-        raise ValueError('want true or false')
+        raise ValueError('expected true or false')
     return str(value).lower() in ('true', '1')
 
 
@@ -79,7 +79,7 @@ def _whole(least, most):
         except (ValueError, TypeError):
             number = None
         if number is None or isinstance(value, float) and value != number or not least <= number <= most:
-            raise ValueError(f'want a whole number from {least} to {most}')
+            raise ValueError(f'expected a whole number from {least} to {most}')
         return number
     return convert
 
@@ -90,11 +90,11 @@ def _target(value):
     except (ValueError, TypeError):
         number = math.nan
     if not 0 < np.float32(number) < math.inf:
-        raise ValueError('want a number above 0')
+        raise ValueError('expected a number above 0')
     return number
 
 
-# options of a format: name -> (what it is by default, what makes it of a value or of text)
+# options of a format: name -> (default, function that converts a value or text)
 _ON_NUMBERS = {'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'overflow': ('inf', _choice('inf', 'saturate'))}
 _ON_BLOCKS = {
     'elem': ('e4m3', _choice('e4m3', 'e5m2')), 'scale': ('floor', _choice(*_RULES)),
@@ -112,33 +112,33 @@ _OPTIONS = {
 
 
 def _nearest(name, names):
-    """What to say of a name that is none of `names`."""
+    """Return the end of an error message for a name that is not in `names`."""
     close = difflib.get_close_matches(str(name).lower(), names, 3, 0.5)
-    return (f'did you mean {" or ".join(close)}? ' if close else '') + f'want one of: {", ".join(names)}'
+    return (f'did you mean {" or ".join(close)}? ' if close else '') + f'expected one of: {", ".join(names)}'
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format with its options; parse() makes one.  str() gives the text that parse() takes."""
+    """A number format with its options, created by parse().  str() returns a text that parse() accepts."""
     name: str
-    options: MappingProxyType = field(default_factory=lambda: MappingProxyType({}))     # that are not as by default
+    options: MappingProxyType = field(default_factory=lambda: MappingProxyType({}))     # options that differ from their default
 
     def __hash__(self):
         return hash(str(self))
 
-    def __reduce__(self):           # for other processes: a MappingProxyType cannot be pickled
+    def __reduce__(self):           # a MappingProxyType cannot be pickled
         return parse, (str(self),)
 
     def __str__(self):
         return ':'.join([self.name, *(f'{key}={_text(value)}' for key, value in self.options.items())])
 
     def option(self, name):
-        """An option's value, given or by default."""
+        """Return the value of an option, or its default."""
         return self.options.get(name, _OPTIONS[self.name].get(name, (None,))[0])
 
     @property
     def element(self):
-        """The format of a single number: 'e4m3' of mxfp8."""
+        """The format of a single element: 'e4m3' for mxfp8."""
         return self.option('elem') or self.name
 
     @property
@@ -147,30 +147,30 @@ class Format:
 
     @property
     def block(self):
-        """Numbers that share a scale; 0 where there is none."""
+        """Number of elements that share a scale; 0 for formats without scales."""
         return self.option('block') if self.is_block else 0
 
     @property
     def is_stochastic(self):
         return self.option('round') == 'stochastic'
 
-    bits = property(lambda self: _LIMITS[self.element].bits, doc='of a number, without its share of a scale')
-    max = property(lambda self: _LIMITS[self.element].max, doc='the largest finite number, before a scale')
-    min_normal = property(lambda self: _LIMITS[self.element].min_normal, doc='the smallest with all its digits')
-    min_subnormal = property(lambda self: _LIMITS[self.element].min_subnormal, doc='the smallest above 0')
+    bits = property(lambda self: _LIMITS[self.element].bits, doc='bits per element, without the scale')
+    max = property(lambda self: _LIMITS[self.element].max, doc='largest finite number, before scaling')
+    min_normal = property(lambda self: _LIMITS[self.element].min_normal, doc='smallest normal number')
+    min_subnormal = property(lambda self: _LIMITS[self.element].min_subnormal, doc='smallest subnormal number')
 
     def scalars(self):
-        """block, format, rounding, saturate, rule, shift, flush: as pyops_fake_quantize takes them."""
+        """Return block, format, rounding, saturate, rule, shift, flush: the arguments of pyops_fake_quantize."""
         return (self.block, _NUMBERS.index(self.element), _ROUNDINGS.index(self.option('round')),
                 self.is_block or self.option('overflow') == 'saturate', _RULES.index(self.option('scale') or 'floor'),
                 self.option('shift') or 0, bool(self.option('flush_subnormal_blocks')))
 
 
-SCALARS = 'block', 'format', 'rounding', 'saturate', 'rule', 'shift', 'flush'       # of Format.scalars, as pyops.h names them
+SCALARS = 'block', 'format', 'rounding', 'saturate', 'rule', 'shift', 'flush'       # names of Format.scalars() in pyops.h
 
 
 def of_scalars(block, number, rounding, saturate, rule, shift, flush, target=None):
-    """The Format whose `scalars` these are.  target: what its numbers are scaled to, of amax_factor"""
+    """Return the Format with these `scalars`.  target: the amax_target option."""
     element, round = _NUMBERS[number], _ROUNDINGS[rounding]
     if block:
         return parse('mxfp4' if element == 'e2m1' else 'mxfp8', elem=element, scale=_RULES[rule], round=round, block=block,
@@ -194,22 +194,22 @@ def _parse(text):
 
 
 def parse(fmt, **options):
-    """A name, a text such as 'mxfp8:scale=rceil:block=16', or a Format, with more options -> Format.
+    """Return the Format for a name, a text such as 'mxfp8:scale=rceil:block=16', or a Format, with further options.
 
-    FormatError where there is no such format or option, or no such value of one.
+    FormatError for an unknown format, option or value; TypeError if fmt is something else.
     """
     if isinstance(fmt, Format):
         name, given = fmt.name, dict(fmt.options)
     elif isinstance(fmt, str):
         name, given = _parse(fmt.strip())
     else:
-        raise TypeError(f'fmt: want the name of a number format, got {type(fmt).__name__}')
+        raise TypeError(f'fmt: expected the name of a number format, got {type(fmt).__name__}')
     name = _ALIASES.get(name.strip().lower(), name.strip().lower())
     if name not in _OPTIONS:
         raise FormatError(f'{name or "(nothing)"}: no such number format; {_nearest(name, FORMATS + ELEMENTS)}')
     known, wanted = _OPTIONS[name], {}
     for key, value in (given | options).items():
-        if key == 'saturate' and 'overflow' in known:           # another name of the same thing
+        if key == 'saturate' and 'overflow' in known:           # an alias of overflow
             key, value = 'overflow', 'saturate' if _convert(name, key, _flag, value) else 'inf'
         if key not in known:
             raise FormatError(f'{key}: {name} has no such option; {_nearest(key, tuple(known))}')
@@ -228,9 +228,12 @@ def _convert(name, key, convert, value):
 
 
 class Codes(NamedTuple):
-    """Numbers as a format's bits.  codes (x's shape) uint8, or uint16 of a format of 16 bits;  scales: the codes of blocks'
-    scales, uint8, x's shape with `axis` cut to one place a block, or None;  factor: what x was multiplied with, float32 (1,),
-    or None."""
+    """Numbers encoded in a format.
+
+    codes (shape of x): uint8, or uint16 for formats of 16 bits.  scales: uint8, the codes of the blocks' scales, in the shape
+    of x with one element per block along `axis`; None without blocks.  factor: float32 (1,), by which x was multiplied, or
+    None.
+    """
     codes: np.ndarray
     scales: np.ndarray | None
     format: Format
@@ -239,13 +242,13 @@ class Codes(NamedTuple):
 
 
 def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', step=None, seed=0, **options):
-    """Round x to a number format and back: an array of x's shape, float32, where x is.
+    """Round x to a number format.  Return a float32 array of x's shape, on x's device.
 
-    x: float32, or what numpy makes float32 of (float64 is rounded twice); an NDArray stays where it is.
-    axis: along which blocks lie, the contraction axis of the product that takes x; formats without blocks do not mind.
-    step (1,) int64 and seed: of the random numbers of round=stochastic; without step, it is 0.
-    name: of the new array, for a plan.
-    FormatError for an unknown format or option; ValueError for an axis that x has not.
+    x: float32, or anything numpy can convert to float32 (float64 is rounded twice).
+    axis: direction of the blocks, the contraction axis of the product that reads x; ignored by formats without blocks.
+    step (1,) int64 and seed: key of the random numbers for round=stochastic; default step: 0.
+    name: name of the new array in a plan.
+    FormatError for an unknown format or option; ValueError for an axis outside x.
     """
     f = parse(fmt, **options)
     if _on_host(x) is not x:
@@ -259,10 +262,9 @@ def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', step=None, seed=0, 
 
 
 def encode(x, fmt, axis=-1, *, step=None, seed=0, **options):
-    """x as codes of a number format -> Codes, of numpy arrays, on a GPU of NDArrays; arguments and errors as of
-    fake_quantize.
+    """Return x as Codes of a number format: numpy arrays, or NDArrays on a GPU.  Arguments and errors as for fake_quantize.
 
-    ValueError where x holds what E2M1 without blocks has no code for: an infinity or NaN.
+    ValueError if x contains an infinity or NaN and the format is E2M1 without blocks, which cannot encode them.
     """
     f = parse(fmt, **options)
     x, layout, axis = _prepared(_on_host(x), axis)
@@ -277,7 +279,7 @@ def encode(x, fmt, axis=-1, *, step=None, seed=0, **options):
 
 
 def decode(codes):
-    """Codes -> the numbers, float32: what fake_quantize gives."""
+    """Return the float32 numbers for Codes: the result of fake_quantize."""
     words = codes.codes.astype(np.uint16) if isinstance(codes.codes, np.ndarray) else codes.codes
     layout = _layout(words.shape, codes.axis)
     y = _empty(words, words.shape, np.float32, 'decoded')
@@ -286,16 +288,16 @@ def decode(codes):
 
 
 def _on_host(x):
-    """An NDArray in the host's memory as numpy's, anything else as it is."""
+    """Return an NDArray in host memory as a numpy array, and anything else unchanged."""
     return x.numpy() if hasattr(x, 'is_compact') and x.device.place is backend.HOST else x
 
 
 def _prepared(x, axis):
-    """-> x as a compact float32 array, (outer, n, inner), the axis counted from 0."""
+    """Return x as a compact float32 array, its layout (outer, n, inner), and axis >= 0."""
     if not hasattr(x, 'is_compact'):
-        x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # a number stays one
+        x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # keeps shape () of a number
     elif x.dtype != np.float32:
-        raise TypeError(f'x: want float32, got {x.dtype}')
+        raise TypeError(f'x: expected float32, got {x.dtype}')
     else:
         x = x.compact()
     rank = max(x.ndim, 1)
@@ -313,7 +315,7 @@ def _place(x):
 
 
 def _empty(x, shape, dtype, name):
-    """An array where x is: a plan's, where one records there."""
+    """Allocate an array on x's device, in the memory of a plan if one records there."""
     place = _place(x)
     return backend.empty(shape, dtype, name) if place is backend.place() else place.empty(shape, dtype)
 

@@ -1,9 +1,9 @@
-"""Which operand of which product is rounded to which number format while a network trains.
+"""Recipes for quantized training: which operand of which matrix product is rounded to which number format.
 
     recipe = Recipe.parse('fwd=mxfp8,dgrad.g=hifp8,attention=mxfp4:scale=even', layers='encoder.*')
     model = Transformer(Config(..., ops=family(recipe)))
 
-docs/quantization.md has the products, their operands and axes, and what is rounded where.
+docs/quantization.md describes the products, their operands and axes, and where they are rounded.
 """
 import difflib
 import os
@@ -27,7 +27,7 @@ def _products(operands):
 _ALL = OPERANDS['linear'] + OPERANDS['attention']
 _PRODUCTS = _products(_ALL)
 _OF_ATTENTION = tuple(dict.fromkeys(operand.partition('.')[2] for operand in OPERANDS['attention']))
-# what a recipe's text may name -> the operands that it means
+# selector in a recipe -> its operands
 SELECTORS = (
     {'all': _ALL} | OPERANDS
     | {product: tuple(operand for operand in _ALL if operand.startswith(f'{product}.')) for product in _PRODUCTS}
@@ -35,31 +35,31 @@ SELECTORS = (
        for name in _OF_ATTENTION}
     | {operand: (operand,) for operand in _ALL})
 
-NONE = 'none'                           # in place of a format: the operand stays as it is
+NONE = 'none'                           # instead of a format: do not round the operand
 VARIABLE = 'CUSTOM_QUANT_TYPE'
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """formats: operand -> Format of those that are rounded;  layers: patterns of the names of layers, () for all."""
+    """formats: {operand: Format} of the rounded operands;  layers: patterns for layer names, () for all layers."""
     formats: MappingProxyType = field(default_factory=lambda: MappingProxyType({}))
     layers: tuple[str, ...] = ()
 
-    step, seed = None, 0                # of the random numbers of round=stochastic: see Family
+    step, seed = None, 0                # key of the random numbers for round=stochastic; see Family
 
     @classmethod
     def parse(cls, text, layers=''):
-        """text: 'mxfp8' for all operands, or selector=format with commas between; of those that name the same operand the
-        last one counts, however special they are.  layers: patterns as in a shell, commas between.
+        """Parse a recipe: 'mxfp8' for all operands, or comma-separated selector=format; for an operand selected several times
+        the last one counts, even if an earlier selector is narrower.  layers: comma-separated shell patterns.
 
-        UserError for a selector or a format that does not exist, with the nearest names.
+        UserError for an unknown selector or format, with the nearest names.
         """
         chosen = {}
         for item in filter(None, (part.strip() for part in text.split(','))):
             selector, equals, fmt = item.partition('=')
             if not equals and selector.strip().lower() in SELECTORS:
-                raise UserError(f'{item}: want a format behind it, as in {item}=mxfp8')
-            if not equals or ':' in selector:           # a format alone, whose options have = in them
+                raise UserError(f'{item}: expected a format after it, such as {item}=mxfp8')
+            if not equals or ':' in selector:           # a format alone, whose options contain =
                 selector, fmt = 'all', item
             selector, fmt = selector.strip().lower(), fmt.strip()
             if selector not in SELECTORS:
@@ -72,23 +72,25 @@ class Recipe:
         return hash((str(self), self.layers))
 
     def __str__(self):
-        """A short text that parse() makes these formats of; the layers are apart."""
-        def told(selector, parts):
-            """`selector`, or its parts where they differ."""
+        """Return a short text that parse() converts to the same formats; it does not contain the layers."""
+        def terms(selector, parts):
+            """Return `selector=format`, or the terms of its parts if their formats differ."""
             found = {self.formats.get(operand) for operand in SELECTORS[selector]}
             if found == {None}:
                 return []
             if len(found) == 1:
                 return [f'{selector}={found.pop()}']
-            return [text for part, rest in parts.items() for text in told(part, rest)]
+            return [text for part, rest in parts.items() for text in terms(part, rest)]
 
         tree = {kind: {product: dict.fromkeys(SELECTORS[product], {}) for product in _products(operands)}
                 for kind, operands in OPERANDS.items()}
-        return ','.join(told('all', tree)).removeprefix('all=') or NONE
+        return ','.join(terms('all', tree)).removeprefix('all=') or NONE
 
     def of(self, layer, kind):
-        """-> operand: Format, of a 'linear' or an 'attention' layer.  A pattern is for a layer of that name and for all that
-        are parts of something of that name: encoder.0 for encoder.0.self_attention.q."""
+        """Return {operand: Format} for a 'linear' or 'attention' layer.
+
+        A pattern matches a layer by its name or by a prefix of whole parts: encoder.0 matches encoder.0.self_attention.q.
+        """
         parts = layer.split('.')
         names = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
         if self.layers and not any(fnmatchcase(name, pattern) for pattern in self.layers for name in names):
@@ -99,19 +101,19 @@ class Recipe:
 def _format(text):
     if text.lower() == NONE:
         return None
-    from pyops import formats  # not above: most runs round nothing
+    from pyops import formats  # not at the top: most runs do not quantize
     return formats.parse(text)
 
 
 def _nearest(name):
     close = difflib.get_close_matches(name, SELECTORS, 3, 0.5)
     return (f'did you mean {" or ".join(close)}? ' if close else '') + (
-        f'want all, linear, attention, a product ({", ".join(_PRODUCTS)}), product.operand such as fwd.x, '
+        f'expected all, linear, attention, a product ({", ".join(_PRODUCTS)}), product.operand such as fwd.x, '
         f'or {", ".join(f"attn.{operand}" for operand in _OF_ATTENTION)}')
 
 
 def from_environment():
-    """Return the text of the recipe in CUSTOM_QUANT_TYPE, NONE if it is not set or empty.  UserError if it is no recipe."""
+    """Return the text of the recipe in CUSTOM_QUANT_TYPE, NONE if it is unset or empty.  UserError if it is invalid."""
     text = os.environ.get(VARIABLE, '')
     try:
         return str(Recipe.parse(text))
@@ -120,20 +122,20 @@ def from_environment():
 
 
 def ignore_environment(reason, recipe=NONE):
-    """Print that CUSTOM_QUANT_TYPE is ignored, and why, if it is set to anything but `recipe`, which is used instead."""
+    """Print that CUSTOM_QUANT_TYPE is ignored, and the reason, if it is set to anything but `recipe`, which is used instead."""
     try:
         is_another = from_environment() not in (NONE, recipe)
-    except UserError:               # no recipe, which is no error where it is not used
+    except UserError:               # invalid, but unused
         is_another = True
     if is_another:
         print(f'{VARIABLE}={os.environ[VARIABLE]}: ignored, since {reason}', file=sys.stderr)
 
 
 def resolve(args=None, kept=None):
-    """Return the settings `quant` and `quant_layers` of a run: those of its flags (pyops.training.add_quant_flags), else of the
-    checkpoint (kept: its settings, None without one), else of CUSTOM_QUANT_TYPE.
+    """Return the settings `quant` and `quant_layers` of a run: from its flags (pyops.training.add_quant_flags), else from the
+    checkpoint (kept: its settings, None without one), else from CUSTOM_QUANT_TYPE.
 
-    UserError if CUSTOM_QUANT_TYPE is used and is no recipe, or if layers are named and nothing is rounded.
+    UserError if CUSTOM_QUANT_TYPE is used and invalid, or if layers are given but no recipe.
     """
     given, only = (getattr(args, name, None) for name in ('quant', 'quant_layers'))
     if given is not None:
@@ -145,20 +147,20 @@ def resolve(args=None, kept=None):
         ignore_environment(f'the checkpoint was trained with --quant {quant}; give --quant to change that', quant)
     layers = (kept or {}).get('quant_layers', '') if only is None else only
     if quant == NONE and only:
-        raise UserError(f'--quant-layers {only}: nothing is rounded there; say to what with --quant, as in --quant mxfp8')
+        raise UserError(f'--quant-layers {only}: expected a recipe too; add one such as --quant mxfp8')
     return {'quant': quant, 'quant_layers': layers}
 
 
 class Family:
-    """The names of pyops.ops, where ops that have products round their operands as a recipe says: what a model makes its layers
-    from.  Ops of which the recipe says nothing are the plain ones.
+    """A replacement for pyops.ops from which a model creates its layers.  Ops with products round their operands as the recipe
+    specifies; ops without rounded operands are those of pyops.ops.
 
-    step: an int64 array (1,) that counts training steps, for the random numbers of round=stochastic, or None: always the same.
+    step: int64 array (1,) that counts training steps, for the random numbers of round=stochastic; None: the same every step.
     """
 
     def __init__(self, recipe, seed=0):
         self.recipe, self.seed, self.step = recipe, seed, None
-        self.layers = {}                # every layer that a model asked for -> whether any of its operands is rounded
+        self.layers = {}                # layers created by the model -> whether any of their operands is rounded
 
     def of(self, layer, kind):
         found = self.recipe.of(layer, kind)
@@ -166,8 +168,10 @@ class Family:
         return found
 
     def check(self):
-        """-> a line about what is rounded where, once a model was made; UserError where a pattern fits no layer of it, or
-        nothing is rounded in any."""
+        """Return a line about the rounded layers.  Call it after creating the model.
+
+        UserError if a pattern matches no layer, or nothing is rounded.
+        """
         for pattern in self.recipe.layers:
             alone = Recipe(self.recipe.formats, (pattern,))
             if not any(alone.of(layer, kind) for layer in self.layers for kind in OPERANDS):
@@ -175,9 +179,9 @@ class Family:
                 first, last = list(self.layers)[:3], list(self.layers)[-1]
                 remedy = (f'did you mean {" or ".join(close)}?' if close else
                           f'there are {len(self.layers)}, from {", ".join(first)} to {last}')
-                raise UserError(f'--quant-layers {pattern}: no layer of that name; {remedy}')
+                raise UserError(f'--quant-layers {pattern}: no layer has that name; {remedy}')
         if not any(self.layers.values()):
-            raise UserError(f'--quant {self.recipe}: rounds nothing in this model; want operands of layers that it has')
+            raise UserError(f'--quant {self.recipe}: rounds nothing in this model; select operands of its layers')
         return f'quantised : {self.recipe} in {sum(self.layers.values())} of {len(self.layers)} layers'
 
     def __getattr__(self, name):
@@ -193,10 +197,10 @@ class Family:
 
 
 def family(recipe, seed=0):
-    """-> what a model makes its layers from: a Family, or pyops.ops itself where the recipe rounds nothing."""
+    """Return the source of a model's layers: a Family, or pyops.ops itself if the recipe rounds nothing."""
     return Family(recipe, seed) if recipe.formats else ops
 
 
 def family_of(settings):
-    """The family of a program's settings `quant`, `quant_layers` and `seed`; they may lack them all."""
+    """Return the family for a program's settings `quant`, `quant_layers` and `seed`, all optional."""
     return family(Recipe.parse(settings.get('quant', NONE), settings.get('quant_layers', '')), settings.get('seed', 0))

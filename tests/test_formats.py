@@ -414,16 +414,16 @@ def test_names_and_options():
 
 @pytest.mark.parametrize(('fmt', 'message'), [
     ('mxpf8', 'mxpf8: no such number format; did you mean mxfp8'),
-    ('', '(nothing): no such number format; want one of: hifp8'),
-    ('mxfp8:scal=rceil', 'scal: mxfp8 has no such option; did you mean scale? want one of: elem, scale'),
+    ('', '(nothing): no such number format; expected one of: hifp8'),
+    ('mxfp8:scal=rceil', 'scal: mxfp8 has no such option; did you mean scale? expected one of: elem, scale'),
     ('mxfp8:scale=ceill', 'mxfp8: scale=ceill: did you mean ceil'),
-    ('mxfp8:block=0', 'mxfp8: block=0: want a whole number from 1 to 4096'),
-    ('mxfp8:block=many', 'mxfp8: block=many: want a whole number from 1 to 4096'),
-    ('mxfp4:elem=e4m3', 'mxfp4: elem=e4m3: did you mean e2m1? want one of: e2m1'),
-    ('mxfp8:round=hybrid', 'mxfp8: round=hybrid: want one of: rne, away, floor, stochastic'),
+    ('mxfp8:block=0', 'mxfp8: block=0: expected a whole number from 1 to 4096'),
+    ('mxfp8:block=many', 'mxfp8: block=many: expected a whole number from 1 to 4096'),
+    ('mxfp4:elem=e4m3', 'mxfp4: elem=e4m3: did you mean e2m1? expected one of: e2m1'),
+    ('mxfp8:round=hybrid', 'mxfp8: round=hybrid: expected one of: rne, away, floor, stochastic'),
     ('bf16:scale=floor', 'scale: bf16 has no such option'),
-    ('hifp8:amax_target=0', 'hifp8: amax_target=0: want a number above 0'),
-    ('fp16:saturate=perhaps', 'fp16: saturate=perhaps: want true or false'),
+    ('hifp8:amax_target=0', 'hifp8: amax_target=0: expected a number above 0'),
+    ('fp16:saturate=perhaps', 'fp16: saturate=perhaps: expected true or false'),
 ])
 def test_what_does_not_exist_is_named_with_what_does(fmt, message):
     with pytest.raises(FormatError) as error:

@@ -310,9 +310,9 @@ def test_the_text_of_a_recipe_is_short(text, want):
     ('mxfp9', 'mxfp9: no such number format; did you mean mxfp8 or mxfp4.*'),
     ('fdw=mxfp8', 'fdw: no such operand; did you mean fwd .*'),
     ('fwd=mxfp8:scal=even', 'scal: mxfp8 has no such option; did you mean scale.*'),
-    ('fwd', 'fwd: want a format behind it, as in fwd=mxfp8'),
+    ('fwd', 'fwd: expected a format after it, such as fwd=mxfp8'),
     ('mxfp8,,fwd.y=bf16', 'fwd.y: no such operand; did you mean .*'),
-    ('=bf16', '=bf16: no such operand; want all, linear.*')])
+    ('=bf16', '=bf16: no such operand; expected all, linear.*')])
 def test_what_is_no_recipe_gets_the_nearest_names(text, want, capsys):
     with pytest.raises(UserError, match=f'^{want}'):
         Recipe.parse(text)
@@ -396,7 +396,7 @@ def test_a_pattern_without_a_layer_is_refused():
                             ('encodr.0.feed_forward', 'did you mean encoder.0.feed_forward.w2 or ')):
         made_from = Family(Recipe.parse('mxfp8', layers=f'output,{pattern}'))
         small(make_transformer, made_from)
-        with pytest.raises(UserError, match=f'^--quant-layers {pattern}: no layer of that name; {remedy}'):
+        with pytest.raises(UserError, match=f'^--quant-layers {pattern}: no layer has that name; {remedy}'):
             made_from.check()
 
 
@@ -492,7 +492,7 @@ def test_what_a_run_rounds_is_the_flag_then_the_checkpoint_then_the_environment(
     assert quant('', {}) == ('none', '')                                    # a checkpoint of before there was a recipe
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', '')
     assert quant() == ('none', '')
-    with pytest.raises(UserError, match='^--quant-layers output: nothing is rounded there; say to what with --quant'):
+    with pytest.raises(UserError, match='^--quant-layers output: expected a recipe too; add one such as --quant'):
         quant('--quant-layers output')
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'mxfp5')
     with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=mxfp5: mxfp5: no such number format; did you mean mxfp8 or mxfp4'):
@@ -556,7 +556,7 @@ def test_flags_that_are_refused(main, tmp_path, capsys):
     assert left.value.code == 2
     assert re.fullmatch('.*: error: --quant: mxfp7: no such number format; .*\n', capsys.readouterr().err)
     given = ['-c', str(tmp_path), '-f', 'embedded'] if main != mnist_train.main else ['--embedded']
-    with pytest.raises(UserError, match='^--quant-layers linear3: no layer of that name; '):
+    with pytest.raises(UserError, match='^--quant-layers linear3: no layer has that name; '):
         main(['-e', '1', *given, '--quant', 'mxfp8', '--quant-layers', 'linear3'])
 
 
