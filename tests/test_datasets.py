@@ -76,11 +76,11 @@ def test_an_image_alone_is_changed_at_random():
 
 
 @pytest.mark.parametrize('make, text', [
-    (lambda: RandomFlipHorizontal(1.5), 'p: want 0 <= p <= 1, got 1.5'),
-    (lambda: RandomCrop(-1), 'padding: want 0 or more, got -1'),
-    (lambda: RandomCrop(1)(np.zeros((3, 3))), r'want an image \(H, W, C\), got shape \(3, 3\)'),
+    (lambda: RandomFlipHorizontal(1.5), 'p: expected 0 <= p <= 1, got 1.5'),
+    (lambda: RandomCrop(-1), 'padding: expected 0 or more, got -1'),
+    (lambda: RandomCrop(1)(np.zeros((3, 3))), r'expected an image \(H, W, C\), got shape \(3, 3\)'),
     (lambda: ArrayDataset(np.zeros((2, 3, 3)), transforms=[RandomCrop(1)]).batch(np.arange(2)),
-     r'RandomCrop\(padding=1\): want images \(B, H, W, C\), got shape \(2, 3, 3\)')])
+     r'RandomCrop\(padding=1\): expected images \(B, H, W, C\), got shape \(2, 3, 3\)')])
 def test_transforms_say_what_they_want(make, text):
     with pytest.raises(ValueError, match=text):
         make()
@@ -123,9 +123,9 @@ class Bare(Dataset):
 
 def test_samples_are_tuples():
     assert Bare((1.0, 2)).batch(np.arange(2))[1].tolist() == [2, 2]
-    with pytest.raises(TypeError, match=r'Bare\[1\]: want a tuple, as \(image, label\), got ndarray'):
+    with pytest.raises(TypeError, match=r'Bare\[1\]: expected a tuple such as \(image, label\), got ndarray'):
         Bare(np.zeros(2)).batch(np.array([1]))
-    with pytest.raises(TypeError, match='want a Dataset, got list'):
+    with pytest.raises(TypeError, match='expected a Dataset, got list'):
         DataLoader([1, 2])
     with pytest.raises(OverflowError, match='1099511627776 out of bounds for int32'):
         next(iter(DataLoader(Bare((1.0, 2**40)))))
@@ -158,8 +158,8 @@ def test_a_single_sample_is_that_of_a_batch_with_its_transforms(make):
 
 
 def test_files_are_not_taken_for_the_choice_of_training_or_test():
-    with pytest.raises(TypeError, match="^MNISTDataset: train: want True or False, got 'a.gz'; data_dir is the directory of "
-                                        r'the files, and MNISTDataset.of\(images, labels\) takes arrays of other files$'):
+    with pytest.raises(TypeError, match="^MNISTDataset: train: expected True or False, got 'a.gz'; data_dir names the folder, "
+                                        r'and MNISTDataset.of\(images, labels\) takes arrays of other files$'):
         MNISTDataset('a.gz', 'b.gz')
 
 
@@ -207,7 +207,7 @@ def test_an_epoch_shows_every_sample_once():
         assert [len(rows) for rows in seen] == [6, 6, 6, 2] and np.concatenate(seen).tolist() == order.tolist()
     drops = DataLoader(numbers, 6, drop_last=True, arrays=True)
     assert len(drops) == len(list(drops)) == 3 and len(DataLoader(numbers, 6)) == 4
-    with pytest.raises(ValueError, match='batch_size: want 1 or more, got 0'):
+    with pytest.raises(ValueError, match='batch_size: expected 1 or more, got 0'):
         DataLoader(numbers, 0)
 
 

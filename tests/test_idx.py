@@ -72,17 +72,17 @@ def test_a_gzip_header_with_a_name(tmp_path):
 
 @pytest.mark.parametrize('pack', [bytes, gzip.compress], ids=['plain', 'gzip'])
 @pytest.mark.parametrize('content, words', [
-    (b'\0\0\x08\x02' + CONTENT[4:], 'magic number 2050, want 2051 (images) or 2049 (labels)'),
-    (b'\x03\x08\0\0' + CONTENT[4:], f'magic number {0x03080000}, want'),
+    (b'\0\0\x08\x02' + CONTENT[4:], 'magic number 2050, expected 2051 (images) or 2049 (labels)'),
+    (b'\x03\x08\0\0' + CONTENT[4:], f'magic number {0x03080000}, expected'),
     (b'', 'magic number missing'),
     (CONTENT[:3], 'magic number missing'),
-    (CONTENT[:15], 'its header has 15 bytes, want 16'),
-    (CONTENT[:16], '5 x 4 x 3 images are 60 bytes after the header, but it is cut short'),
-    (CONTENT[:-1], '60 bytes after the header, but it is cut short'),
+    (CONTENT[:15], 'its header has 15 bytes, expected 16'),
+    (CONTENT[:16], '5 x 4 x 3 images are 60 bytes after the header, but the file is truncated'),
+    (CONTENT[:-1], '60 bytes after the header, but the file is truncated'),
     (CONTENT + b'\0', '60 bytes after the header, but trailing bytes follow'),
     (struct.pack('>4I', 2051, 4, 4, 3) + IMAGES.tobytes(), 'trailing bytes'),
-    (struct.pack('>4I', 2051, *[2**32 - 1] * 3) + IMAGES.tobytes(), 'but it is cut short: it holds'),
-    (struct.pack('>4I', 2051, 10**9, 28, 28) + IMAGES.tobytes(), 'but it is cut short: it holds'),
+    (struct.pack('>4I', 2051, *[2**32 - 1] * 3) + IMAGES.tobytes(), 'but the file is truncated: it has'),
+    (struct.pack('>4I', 2051, 10**9, 28, 28) + IMAGES.tobytes(), 'but the file is truncated: it has'),
     (struct.pack('>2I', 2049, 6) + LABELS.tobytes(), '6 labels are 6 bytes after the header'),
     (struct.pack('>2I', 2049, 0) + LABELS.tobytes(), 'trailing bytes'),
 ])
@@ -91,7 +91,7 @@ def test_content_that_is_not_whole(tmp_path, pack, content, words):
 
 
 def test_how_much_came_before_the_cut(tmp_path):
-    assert 'cut short after 59;' in error_of(put(tmp_path, CONTENT[:-1]))
+    assert 'truncated after 59;' in error_of(put(tmp_path, CONTENT[:-1]))
 
 
 def test_a_file_of_the_other_kind(tmp_path):
@@ -99,13 +99,13 @@ def test_a_file_of_the_other_kind(tmp_path):
     idx.write(images, IMAGES)
     idx.write(labels, LABELS)
     assert idx.read(images, idx.IMAGES_MAGIC).shape == (5, 4, 3) and idx.read(labels, idx.LABELS_MAGIC).shape == (5,)
-    assert 'magic number 2051, want 2049 (labels);' in error_of(images, idx.LABELS_MAGIC)
-    assert 'magic number 2049, want 2051 (images);' in error_of(labels, idx.IMAGES_MAGIC)
+    assert 'magic number 2051, expected 2049 (labels);' in error_of(images, idx.LABELS_MAGIC)
+    assert 'magic number 2049, expected 2051 (images);' in error_of(labels, idx.IMAGES_MAGIC)
 
 
 def test_a_gzip_stream_cut_anywhere(tmp_path):
     for size in range(2, len(ZIPPED)):
-        assert 'cut short' in error_of(put(tmp_path, ZIPPED[:size]))
+        assert 'truncated' in error_of(put(tmp_path, ZIPPED[:size]))
     assert 'magic number missing' in error_of(put(tmp_path, ZIPPED[:1]))
 
 
@@ -114,19 +114,19 @@ def test_a_spoiled_gzip_stream(tmp_path, position):
     """Its method, its flags, its CRC, its size."""
     spoiled = bytearray(ZIPPED)
     spoiled[position] ^= 0xE4
-    assert 'gzip stream is spoiled' in error_of(put(tmp_path, spoiled))
+    assert 'gzip stream is damaged' in error_of(put(tmp_path, spoiled))
 
 
 def test_bytes_behind_the_gzip_stream(tmp_path):
     assert 'trailing bytes after the end of the gzip stream' in error_of(put(tmp_path, ZIPPED + b'more bytes'))
     assert 'trailing bytes follow' in error_of(put(tmp_path, ZIPPED + ZIPPED))      # two files in one
-    assert 'cut short' in error_of(put(tmp_path, ZIPPED + ZIPPED[:9]))
+    assert 'truncated' in error_of(put(tmp_path, ZIPPED + ZIPPED[:9]))
 
 
 def test_a_header_that_promises_much_is_refused_before_memory_is_asked_for(tmp_path, monkeypatch):
     path = put(tmp_path, gzip.compress(struct.pack('>4I', 2051, 10**6, 28, 28)))
     monkeypatch.setattr(np, 'empty', lambda *_: pytest.fail('memory was asked for'))
-    assert 'but it is cut short: it holds' in error_of(path)
+    assert 'but the file is truncated: it has' in error_of(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 @pytest.mark.parametrize('array', [IMAGES[0], IMAGES.astype(np.int32), np.uint8(3)], ids=['2-d', 'int32', '0-d'])
 def test_write_takes_images_and_labels_only(tmp_path, array):
-    with pytest.raises(ValueError, match='want uint8'):
+    with pytest.raises(ValueError, match='expected uint8'):
         idx.write(tmp_path / 'file', np.asarray(array))
 
 
@@ -151,7 +151,7 @@ def test_a_large_gzipped_file_is_inflated_once(tmp_path, monkeypatch):
         assert (kept == images).all() and kept.flags.writeable and kept.flags.c_contiguous
         kept[:] = 0
         assert (idx.read(tmp_path / 'file.gz', idx.IMAGES_MAGIC) == images).all()
-        assert 'want 2049 (labels)' in error_of(tmp_path / 'file.gz', idx.LABELS_MAGIC)
+        assert 'expected 2049 (labels)' in error_of(tmp_path / 'file.gz', idx.LABELS_MAGIC)
     images[1, 2, 3] ^= 1
     idx.write(tmp_path / 'file.gz', images)
     assert (idx.read(tmp_path / 'file.gz') == images).all(), 'what was kept of another file was taken'

@@ -114,12 +114,12 @@ def test_without_data_the_embedded_digits_are_announced(nowhere):
     (0, ARRAYS[0][:29], 'train-images-idx3-ubyte.gz: has 29 images, but {}/train-labels-idx1-ubyte.gz 30 labels'),
     (1, ARRAYS[1][:7], 'train-images-idx3-ubyte.gz: has 30 images, but {}/train-labels-idx1-ubyte.gz 7 labels'),
     (3, ARRAYS[1], 't10k-images-idx3-ubyte.gz: has 20 images, but {}/t10k-labels-idx1-ubyte.gz 30 labels'),
-    (2, ARRAYS[2][:, :27], 't10k-images-idx3-ubyte.gz: has 20 x 27 x 28 pixels, want images of 28 x 28'),
+    (2, ARRAYS[2][:, :27], 't10k-images-idx3-ubyte.gz: has 20 x 27 x 28 pixels, expected images of 28 x 28'),
     (2, ARRAYS[2].reshape(20, 14, 56), 't10k-images-idx3-ubyte.gz: has 20 x 14 x 56 pixels'),
     (1, np.where(np.arange(30) == 11, 10, ARRAYS[1]).astype(np.uint8),
-     'train-labels-idx1-ubyte.gz: has a label 10, want 0 to 9'),
-    (0, ARRAYS[1], 'train-images-idx3-ubyte.gz: magic number 2049, want 2051 (images)'),
-    (3, ARRAYS[2], 't10k-labels-idx1-ubyte.gz: magic number 2051, want 2049 (labels)'),
+     'train-labels-idx1-ubyte.gz: has a label 10, expected 0 to 9'),
+    (0, ARRAYS[1], 'train-images-idx3-ubyte.gz: magic number 2049, expected 2051 (images)'),
+    (3, ARRAYS[2], 't10k-labels-idx1-ubyte.gz: magic number 2051, expected 2049 (labels)'),
 ])
 def test_files_that_do_not_go_together(nowhere, number, array, words):
     put(nowhere / 'data/mnist', [*ARRAYS[:number], array, *ARRAYS[number + 1:]])
@@ -135,7 +135,7 @@ def test_no_images_at_all(nowhere):
 def test_a_file_cut_short(nowhere, name):
     path = put(nowhere / 'data') / f'{name}.gz'
     path.write_bytes(path.read_bytes()[:-9])
-    assert f'data/{name}.gz: the gzip stream is cut short' in error_of()
+    assert f'data/{name}.gz: the gzip stream is truncated' in error_of()
 
 
 # ---- fetch -----------------------------------------------------------------------------------------------------------

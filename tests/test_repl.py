@@ -55,8 +55,8 @@ def test_pipe(data, lines):
 def test_bytes_that_are_not_utf8_are_named_and_the_next_line_goes_on():
     out, error = run_in_pipe(b'go .\ncaf\xe9 !\n\xff\ni try .\n')
     assert out == ['read <go .>', 'GO .', 'read <i try .>', 'I TRY .', 'left']
-    assert error == ['line 2: not UTF-8 (byte 0xe9 at position 4): want text in UTF-8, skipped',
-                     'line 3: not UTF-8 (byte 0xff at position 1): want text in UTF-8, skipped']
+    assert error == ['line 2: not UTF-8 (byte 0xe9 at position 4): expected text in UTF-8, skipped',
+                     'line 3: not UTF-8 (byte 0xff at position 1): expected text in UTF-8, skipped']
 
 
 def test_output_that_the_encoding_lacks():
@@ -256,7 +256,7 @@ def test_without_readline(tmp_path):
         for _ in range(3):                                  # whether the line was empty is not known, so it does not leave
             assert 'leaves' not in terminal.interrupt('\n? ')
         terminal.write(b'caf\xe9 !\n')
-        assert 'read' not in terminal.read_until('not UTF-8: want text in UTF-8, skipped\r\n? ')
+        assert 'read' not in terminal.read_until('not UTF-8: expected text in UTF-8, skipped\r\n? ')
         assert 'GO .' in terminal.enter('go .')
         terminal.leave()
     assert os.listdir(tmp_path) == []

@@ -102,7 +102,7 @@ def test_vocabulary_is_restored_from_its_tokens():
 @pytest.mark.parametrize('tokens, complaint', [
     ([], 'got nothing'),
     (['a', 'b'], 'got a b'),
-    (['<eos>', '<pad>', '<unk>', '<bos>', 'a'], 'want it to begin with <pad> <eos> <unk> <bos>'),
+    (['<eos>', '<pad>', '<unk>', '<bos>', 'a'], 'expected it to start with <pad> <eos> <unk> <bos>'),
     ([*SPECIALS, 'a', 'b', 'a'], "got 'a' 2 times"),
 ])
 def test_vocabulary_rejects_other_lists(tokens, complaint):

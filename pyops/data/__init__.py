@@ -1,4 +1,4 @@
-"""Data sets: where they are found or downloaded from, datasets and transforms, and the order in which training sees them."""
+"""Data sets: locating and downloading them, Dataset classes, transforms, and the order of training batches."""
 import importlib
 
 _HOMES = {'Dataset': 'datasets', 'ArrayDataset': 'datasets', 'MNISTDataset': 'datasets', 'DataLoader': 'datasets',
@@ -7,7 +7,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name):
-    """Classes are imported when they are asked for: the downloader needs neither numpy nor the kernels."""
+    """Import classes on first use: the downloader requires neither numpy nor the kernels."""
     if name not in _HOMES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     return getattr(importlib.import_module(f'pyops.data.{_HOMES[name]}'), name)

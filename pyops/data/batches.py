@@ -1,5 +1,4 @@
-"""The order in which training sees its samples: a pure function of (n, seed, epoch), so that any point can be resumed.
-"""
+"""The order of training batches: a pure function of (n, seed, epoch), so that training can resume at any point."""
 import numpy as np
 
 from pyops import backend
@@ -7,19 +6,19 @@ from pyops.backend.kernels import Kernel, declare
 
 
 def epoch_order(n, seed, epoch):
-    """Return a permutation of 0..n-1, int64 (n,), that depends on nothing but the three arguments.
+    """Return a permutation of 0..n-1, int64 (n,), that depends only on the three arguments.
 
-    `seed` and `epoch` are counted from 0 and below 2**64; together they are the key of a Philox generator, so orders
-    of different seeds or epochs are independent.
+    0 <= seed, epoch < 2**64; together they are the key of a Philox generator, so orders for different seeds or epochs are
+    independent.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(n)
 
 
 def gather(table, rows, first=-1, name='ids'):
-    """Rows of a table (N, T) int32 as steps, (T, B) int32; with first >= 0 shifted by one step behind that id.
+    """Return rows of a table (N, T) int32 as time steps, (T, B) int32.  rows: (B,) int64.
 
-    rows is (B,) int64.  ValueError for a row outside the table.
+    first >= 0: shift each sequence right by one step and start it with this id.  ValueError for a row outside the table.
     """
     (N, T), B = table.shape, len(rows)
     ids = backend.empty((T, B), np.int32, name)
@@ -28,12 +27,12 @@ def gather(table, rows, first=-1, name='ids'):
 
 
 def epoch_end(n, batch_size, start=0, drop_last=False):
-    """How many of n samples have been seen when an epoch ends that goes on after `start` of them."""
+    """Return the number of samples used when an epoch ends that resumes after `start` of n samples."""
     return n - (n - start) % batch_size if drop_last else n
 
 
 def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
-    """Rows of a table (N, C) uint8 as floats, (B, C) float32 from 0 to 1.  ValueError for a row outside the table."""
+    """Return rows of a table (N, C) uint8 times scale, (B, C) float32.  rows: (B,) int64.  ValueError for a row outside."""
     (N, C), B = table.shape, len(rows)
     y = backend.empty((B, C), name=name)
     backend.launch('gather_pixels', y, table, rows, N, B, C, scale)
@@ -41,25 +40,24 @@ def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
 
 
 def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True, at_once=1):
-    """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped then.
-    They lie where arrays are made (pyops.backend.place).
+    """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped.
 
-    `start` is the count of samples that were seen already: what follows is what an uninterrupted epoch would have
-    yielded after them.  ValueError if it is outside 0..n or batch_size is not positive.
-    shuffle False: 0, 1, 2, ... in every epoch.   at_once: so many batches as one array, fewer at the end.
+    start: number of samples already used; the rest of the epoch is the same as without the interruption.
+    shuffle=False: 0, 1, 2, ... in every epoch.   at_once: batches per array, fewer in the last.
+    The arrays are on the device of pyops.backend.place.  ValueError if start is not in 0..n or batch_size is below 1.
     """
     if batch_size < 1:
-        raise ValueError(f'batch_size: want 1 or more, got {batch_size}')
+        raise ValueError(f'batch_size: expected 1 or more, got {batch_size}')
     if not 0 <= start <= n:
-        raise ValueError(f'start: want 0 to {n}, got {start}')
-    order = backend.put(epoch_order(n, seed, epoch) if shuffle else np.arange(n))     # on a GPU a batch crosses no bus
+        raise ValueError(f'start: expected 0 to {n}, got {start}')
+    order = backend.put(epoch_order(n, seed, epoch) if shuffle else np.arange(n))     # one transfer to a GPU per epoch
     end = epoch_end(n, batch_size, start, drop_last)
     for first in range(start, end, at_once * batch_size):
         yield order[first:min(first + at_once * batch_size, end)]
 
 
 def split(indices, batch_size):
-    """The batches of several as one array: views of it."""
+    """Split an array of several batches into views of one batch each."""
     return [indices[first:first + batch_size] for first in range(0, len(indices), batch_size)]
 
 

@@ -1,25 +1,25 @@
-"""A set of digits that needs no file: 12,000 images like handwriting, the same ones every time.
+"""Synthetic handwritten digits that require no file: 12,000 images, always the same.
 
-They let a program train and be tested where nothing was downloaded.  Each digit is written by several hands (a 7 with
-a bar, an open and a closed 4, a 1 with and without foot ...), each a few strokes through control points.  An image
-jitters the points of one hand, lays a smooth curve through them, turns, slants and stretches it, bends it by a smooth
-field of displacements, and draws it with a pen whose pressure changes.  Size and place are those of MNIST: the longer
-side fills 20 of 28 pixels, the centre of mass lies in the middle.
-Drawn from a counter-based generator (Philox) with a fixed key: a function of nothing but VERSION.
+Programs can train and be tested on them where nothing was downloaded.  Each digit has several writing styles (a 7 with a
+bar, an open and a closed 4, a 1 with and without a foot ...), each a few strokes through control points.  To draw an image,
+the points of one style are jittered and joined by a smooth curve; the curve is rotated, slanted, stretched, bent by a smooth
+displacement field, and drawn with a pen of varying pressure.  Size and position are those of MNIST: the longer side fills
+20 of 28 pixels, and the centre of mass is in the middle.
+The random numbers come from a counter-based generator (Philox) with a fixed key, so the images depend only on VERSION.
 """
 from functools import cache
 
 import numpy as np
 
-VERSION = 1             # to be raised with every change to what is drawn
+VERSION = 1             # increase it with every change to the images
 TRAIN, TEST = 10_000, 2_000
 SIDE = 28               # pixels
-BOX = 20.0              # pixels that the longer side of a digit fills
-POINTS = 72             # of a drawn curve; the longest is about 60 pixels, so that they lie closer than a pen is wide
-_CHUNK = 256            # images drawn at once: what is worked on stays in the cache
+BOX = 20.0              # length of the longer side of a digit in pixels
+POINTS = 72             # points per curve; curves have up to 60 pixels, so the points are closer than the pen is wide
+_CHUNK = 256            # images drawn at once, so that the working set fits the cache
 
-# Digit -> hands; a hand is strokes, a stroke is control points x, y (y down) in a square of side 1.
-# A point given twice makes a corner.
+# Digit -> styles; a style is strokes, a stroke is control points x, y (y down) in the unit square.  A repeated point makes a
+# corner.
 _HANDS = {
     0: ('.54 .00  .24 .07  .08 .34  .08 .66  .24 .93  .50 1.0  .76 .93  .92 .66  .92 .34  .76 .07  .48 .01',
         '.72 .08  .44 .00  .18 .18  .08 .52  .18 .86  .44 1.0  .72 .88  .88 .58  .86 .24  .66 .03  .42 .08',
@@ -59,8 +59,8 @@ _HANDS = {
 def digits():
     """Return train images uint8 (10000, 784), their labels uint8 (10000,), test images (2000, 784) and their labels.
 
-    0 is paper, 255 ink; rows from above.  Each digit occurs 1,000 times in training and 200 times in the test.
-    The arrays are read-only: they are the same ones at each call.  The first call draws them, in less than a second.
+    0 is paper, 255 is ink; rows run from top to bottom.  Each digit occurs 1,000 times in training and 200 times in the test.
+    The arrays are shared and read-only.  The first call draws them, in less than a second.
     """
     labels = _labels()
     images = _draw(labels)
@@ -74,7 +74,7 @@ def _rng(stream):
 
 
 def _labels():
-    """Every digit equally often, in training and in the test, in an order of no meaning."""
+    """Return labels in random order, with every digit equally often in training and in the test."""
     rng = _rng(0)
     return np.concatenate([rng.permutation(n) % 10 for n in (TRAIN, TEST)]).astype(np.uint8)
 
@@ -82,19 +82,19 @@ def _labels():
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 def _catmull_rom(n, samples):
-    """The matrix (samples, n) that leads a smooth curve through n control points; samples at equal parameter steps."""
+    """Return the matrix (samples, n) of a smooth curve through n control points, sampled at equal parameter steps."""
     t = np.linspace(0, n - 1, samples)
     i = np.minimum(t.astype(int), n - 2)
     u = t - i
     weights = np.stack([-u + 2*u**2 - u**3, 2 - 5*u**2 + 3*u**3, u + 4*u**2 - 3*u**3, u**3 - u**2], axis=1) / 2
     matrix = np.zeros((samples, n))
-    for offset in range(4):                                 # the ends count twice
+    for offset in range(4):                                 # the end points are repeated
         np.add.at(matrix, (np.arange(samples), np.clip(i + offset - 1, 0, n - 1)), weights[:, offset])
     return matrix
 
 
 def _hand(text):
-    """Control points (C, 2) of a hand and the matrix (POINTS, C) that makes its curve of them."""
+    """Return the control points (C, 2) of a style and the matrix (POINTS, C) that maps them to points of its curve."""
     strokes = [np.array(stroke.split(), float).reshape(-1, 2) for stroke in text.split('/')]
     fine = [_catmull_rom(len(stroke), 512) for stroke in strokes]
     along = [np.concatenate([[0], np.hypot(*np.diff(matrix @ stroke, axis=0).T).cumsum()])
@@ -113,8 +113,10 @@ def _hand(text):
 
 
 def _curves(labels, extent, rng):
-    """A curve for each label: x and y, (2, N, POINTS) in pixels from the mean of its points; the longer side of its box
-    is `extent` (N, 1) pixels."""
+    """Return a curve per label: x and y, (2, N, POINTS), in pixels relative to the mean of its points.
+
+    extent (N, 1): the longer side of the bounding box in pixels.
+    """
     n = len(labels)
     points = np.empty((2, n, POINTS))
     pick = rng.random(n)
@@ -124,20 +126,20 @@ def _curves(labels, extent, rng):
             chosen = np.flatnonzero((labels == digit) & (which == number))
             control, matrix = _hand(text)
             jitter = rng.normal(0, 0.028, (len(chosen), *control.shape))
-            # a corner is one point, and both of its copies move alike
+            # the two copies of a corner point must move together
             same = np.flatnonzero((np.diff(control, axis=0) == 0).all(axis=1))
             jitter[:, same + 1] = jitter[:, same]
             points[:, chosen] = np.moveaxis(matrix @ (control + jitter - 0.5), 2, 0)
     x, y = points
 
-    # elastic: each curve in a field of displacements of its own, made of a few long waves
+    # elastic: displace each curve by a field of a few long waves
     for _ in range(3):
         wave_x, wave_y = rng.normal(0, 3.2, (2, n, 1))      # radians for each side of the square
         shift = np.sin(x * wave_x + y * wave_y + rng.uniform(0, 2 * np.pi, (n, 1)))
         for coordinate, amplitude in zip((x, y), rng.normal(0, 0.042, (2, n, 1)), strict=True):
             coordinate += amplitude * shift
 
-    # affine: stretch, slant, turn; then the size of the box
+    # affine: stretch, slant, rotate; then scale to the bounding box
     turn, slant = rng.normal(0, 0.12, (n, 1)), rng.normal(0.14, 0.19, (n, 1))
     x = x * np.exp(rng.normal(-0.24, 0.16, (n, 1))) - y * slant
     points = np.stack([x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)])
@@ -150,14 +152,14 @@ def _curves(labels, extent, rng):
 def _draw(labels):
     rng = _rng(1)
     n = len(labels)
-    pen = np.clip(np.exp(rng.normal(0.22, 0.26, (n, 1))), 0.75, 2.1)         # its radius in pixels
+    pen = np.clip(np.exp(rng.normal(0.22, 0.26, (n, 1))), 0.75, 2.1)         # pen radius in pixels
     points = _curves(labels, BOX * rng.uniform(0.85, 1.02, (n, 1)) - 2 * pen, rng)
     points += (SIDE - 1) / 2 + rng.normal(0, 0.35, (2, n, 1))
-    # pressure: the radius changes along the stroke, as a slow wave
+    # pressure: the radius varies along the stroke in a slow wave
     phase = rng.uniform(2, 9, (n, 1)) * np.linspace(0, 1, POINTS) + rng.uniform(0, 2 * np.pi, (n, 1))
     radius = pen * (1 + 0.16 * np.sin(phase))
-    softness = rng.uniform(0.9, 1.7, n)                     # pixels from full ink to none
-    darkness = rng.uniform(219, 270, n).astype(np.float32)  # beyond 255: ink that saturates
+    softness = rng.uniform(0.9, 1.7, n)                     # width of the edge in pixels
+    darkness = rng.uniform(219, 270, n).astype(np.float32)  # above 255: saturated ink
     images = np.empty((n, SIDE, SIDE), np.uint8)
     for first in range(0, n, _CHUNK):
         part = slice(first, first + _CHUNK)
@@ -168,13 +170,13 @@ def _draw(labels):
 
 
 def _ink(points, radius, softness):
-    """Ink 0 to 1, float32 (SIDE, SIDE, N), by the distance of each pixel to the curve.
+    """Return ink from 0 to 1, float32 (SIDE, SIDE, N), from the distance of each pixel to the curve.
 
     A curve is a row of discs: points (2, N, POINTS) in pixels, radius (N, POINTS), softness (N,) of the edge.  The
-    power distance |pixel - point|^2 - radius^2 is compared, so that only one root is taken for a pixel; in 16-bit
-    fixed point, which halves the time and keeps 1/24 of a square pixel.
+    power distances |pixel - point|^2 - radius^2 are compared, so that each pixel needs only one square root; they are in 16-bit
+    fixed point, with a resolution of 1/24 square pixel, which halves the time.
     """
-    scale, largest = 24, 2**15 - 1                          # two of `largest` still fit
+    scale, largest = 24, 2**15 - 1                          # the sum of two fits uint16
     x, y, radius = (np.ascontiguousarray(array.T) for array in (*points, radius))     # images last: long inner loops
     mean, most = radius.mean(axis=0), radius.max(axis=0)
     grid = np.arange(SIDE)[:, None]
@@ -182,9 +184,9 @@ def _ink(points, radius, softness):
     distance = np.empty_like(nearest)
     dx2 = np.minimum(scale * (grid - x[:, None])**2, largest).astype(np.uint16)
     dy2 = np.minimum(scale * ((grid - y[:, None])**2 + (most**2 - radius**2)[:, None]), largest).astype(np.uint16)
-    for column, row in zip(dx2, dy2, strict=True):          # one for each point
+    for column, row in zip(dx2, dy2, strict=True):          # one per point
         np.add(row[:, None], column[None], out=distance)
         np.minimum(nearest, distance, out=nearest)
-    squared = nearest * np.float32(1 / scale) + (mean**2 - most**2).astype(np.float32)     # as of a pen of mean radius
+    squared = nearest * np.float32(1 / scale) + (mean**2 - most**2).astype(np.float32)     # for a pen of mean radius
     edge = mean.astype(np.float32) - np.sqrt(np.maximum(squared, 0, out=squared), out=squared)
     return np.clip(edge / softness.astype(np.float32) + np.float32(0.5), 0, 1)

@@ -1,7 +1,7 @@
-"""Download data sets: try mirrors in turn, resume what was cut off, believe nothing but the checksum.
+"""Download data sets: try mirrors in turn, resume partial downloads, verify checksums.
 
-A data set is one file or several.  A file that mirrors pack differently (fra-eng comes in zips of several makes) is
-checked by what is inside, and so is one that is gzipped.  Nothing gets its final name before it is checked.
+A data set consists of one or more files.  If mirrors pack a file differently (there are several zips of fra-eng), or if it
+is gzipped, the checksum is that of the content.  A file gets its final name only after it was verified.
 """
 import contextlib
 import gzip
@@ -22,22 +22,22 @@ from tqdm import tqdm
 from pyops.data import locate
 from pyops.errors import UserError
 
-TIMEOUT = 30.0                      # seconds without a byte before a mirror counts as dead
+TIMEOUT = 30.0                      # seconds without data before a mirror is given up
 _CHUNK = 1 << 18
 
 
 class File(NamedTuple):
-    """One file of a data set, as it lies in a data directory after the download."""
-    path: str                       # below the data directory
-    sha256: str                     # of the file, or of the file inside the zip or gzip
-    size: int                       # bytes of the same
+    """One file of a data set."""
+    path: str                       # relative to the data directory
+    sha256: str                     # of the file, or of its content if it is a zip or gzip
+    size: int                       # of the same, in bytes
     urls: tuple
-    inner: str = ''                 # base name of the file inside, if `path` is a zip
-    unpacked: tuple = ()            # where else it may lie, packed or not; it is kept if it does
+    inner: str = ''                 # base name of the content, if `path` is a zip
+    unpacked: tuple = ()            # other accepted paths, packed or not; a valid file there is kept
 
 
 class Dataset(NamedTuple):
-    """A data set that can be fetched by name."""
+    """A data set that can be downloaded."""
     name: str
     title: str
     licence: str
@@ -49,7 +49,7 @@ _MNIST_MIRRORS = (
     'https://storage.googleapis.com/cvdf-datasets/mnist/',
     'http://yann.lecun.com/exdb/mnist/',
 )
-# SHA-256 and bytes of the idx files themselves, in the order of locate.FILES
+# SHA-256 and size of the uncompressed idx files, in the order of locate.FILES
 _MNIST_CONTENTS = (
     ('ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db', 47_040_016),
     ('65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5', 60_008),
@@ -73,7 +73,7 @@ DATASETS = {dataset.name: dataset for dataset in (
 
 
 class Rejected(Exception):
-    """Why a mirror or a file is of no use, in a few words."""
+    """A mirror or a file was rejected; the text is the reason."""
 
 
 def dataset(name):
@@ -84,11 +84,11 @@ def dataset(name):
 
 
 def get(name, data_dir=None, mirrors=(), timeout=TIMEOUT, report=print):
-    """Fetch all files of a data set and return their paths; a file that is there with the right checksum is kept.
+    """Download all files of a data set and return their paths; files with the right checksum are kept.
 
-    `data_dir` (made if missing) is by default $PYOPS_DATA, or else ./data.  `mirrors` are URLs to try first: of the
-    file itself, or of the folder that holds it if the URL ends in a slash.  `report` gets a line for each file.
-    UserError if no mirror has a file (with the reason for each mirror), a file cannot be written, or `data_dir` is empty.
+    data_dir is created if missing; default: $PYOPS_DATA, else ./data.  mirrors: URLs to try first, of the file itself or,
+    with a slash at the end, of its folder.  report is called with a line per file.
+    UserError if no mirror has a file (with the reason for each mirror), a file cannot be written, or data_dir is ''.
     """
     wanted = dataset(name)
     if data_dir == '':
@@ -103,7 +103,7 @@ def get(name, data_dir=None, mirrors=(), timeout=TIMEOUT, report=print):
 
 
 def check(path, file):
-    """Raise Rejected unless the file at `path`, packed or unpacked, is the one that `file` describes."""
+    """Raise Rejected unless the file at `path`, packed or unpacked, has the content that `file` describes."""
     digest, size = hashlib.sha256(), 0
     inner = '' if path.name == file.inner else file.inner
     try:
@@ -114,7 +114,7 @@ def check(path, file):
         raise Rejected(f'not a whole {"zip" if inner else "gzip"} file ({error})') from error
     if digest.hexdigest() != file.sha256:
         raise Rejected(f'wrong checksum: SHA-256 of {file.inner or file.path} ({size} bytes) is '
-                       f'{digest.hexdigest()[:12]}..., want {file.sha256[:12]}... ({file.size} bytes)')
+                       f'{digest.hexdigest()[:12]}..., expected {file.sha256[:12]}... ({file.size} bytes)')
 
 
 def _chunks(path, inner):
@@ -165,20 +165,20 @@ def _get_file(wanted, file, directory, mirrors, timeout, report):
 
 
 def _download_checked(url, part, file, timeout):
-    """Bring the file to `part` and check it.  What a resumed download spoiled gets a second chance from its start."""
+    """Download the file to `part` and check it.  If a resumed download fails the check, start once more from scratch."""
     resumed = part.exists() and part.stat().st_size > 0
     _download(url, part, timeout)
     try:
         check(part, file)
     except Rejected:
-        part.unlink()                                       # the next mirror must not build upon it
+        part.unlink()                                       # the next mirror must not resume it
         if not resumed:
             raise
         _download_checked(url, part, file, timeout)
 
 
 def _download(url, part, timeout):
-    """Append to `part` what it lacks of the file at `url`.  Rejected if the mirror fails; `part` keeps what came."""
+    """Append the missing rest of the file at `url` to `part`.  If the mirror fails, raise Rejected but keep `part`."""
     have = part.stat().st_size if part.exists() else 0
     with _blaming_the_mirror(timeout):
         request = urllib.request.Request(url, headers={'User-Agent': 'pyops', 'Accept-Encoding': 'identity'})
@@ -188,15 +188,15 @@ def _download(url, part, timeout):
             response = urllib.request.urlopen(request, timeout=timeout)
         except urllib.error.HTTPError as error:
             error.close()
-            if have and error.code == 416:                  # nothing lies beyond: whole already, or another file
+            if have and error.code == 416:                  # no more bytes: complete, or another file
                 return
             raise
     with response:
-        # Without a 206 that begins where we asked, the server sends the file from its start.
+        # Without a 206 that starts at our offset, the server sends the whole file.
         start = re.match(r'bytes (\d+)-', response.headers.get('Content-Range', ''))
         resumes = response.status == 206
         if resumes and not (start and int(start[1]) == have):
-            raise Rejected(f'sent bytes from another place than {have}')
+            raise Rejected(f'sent bytes from another offset than {have}')
         length = response.headers.get('Content-Length', '')
         rest = int(length) if length.isdecimal() else None
         came, have = 0, have if resumes else 0
@@ -217,7 +217,7 @@ def _download(url, part, timeout):
 
 @contextlib.contextmanager
 def _blaming_the_mirror(timeout):
-    """Turn what goes wrong on the network into Rejected; an error of the disk is not the mirror's, and goes on."""
+    """Convert network errors to Rejected; disk errors are not the mirror's fault and propagate."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -231,7 +231,7 @@ def _blaming_the_mirror(timeout):
 
 
 def describe(data_dir=None):
-    """Return lines that say what can be fetched, under which licence, and where it lies already."""
+    """Return lines about each data set: its title, licence, and path if it was found."""
     lines = []
     for wanted in DATASETS.values():
         place = locate.find(wanted.name, data_dir)

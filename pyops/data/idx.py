@@ -1,7 +1,7 @@
-"""Files in idx form, as MNIST comes in: a big-endian header of magic number and sizes, then unsigned bytes.
+"""The idx file format of MNIST: a big-endian header with a magic number and sizes, then unsigned bytes.
 
-Magic number 2051 (0x0803) heads images, 2049 (0x0801) labels: 8 is the code of unsigned bytes, 3 and 1 the count of
-sizes that follow.  Format: http://yann.lecun.com/exdb/mnist/.
+Magic number 2051 (0x0803) marks images, 2049 (0x0801) labels: 8 is the code for unsigned bytes, 3 and 1 the number of
+sizes.  Format: http://yann.lecun.com/exdb/mnist/.
 """
 import contextlib
 import mmap
@@ -15,31 +15,30 @@ from pyops.errors import UserError
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 _KINDS = {IMAGES_MAGIC: 'images', LABELS_MAGIC: 'labels'}
-_MAGIC = {3: IMAGES_MAGIC, 1: LABELS_MAGIC}         # by the count of sizes
+_MAGIC = {3: IMAGES_MAGIC, 1: LABELS_MAGIC}         # by number of sizes
 _GZIP_MAGIC = b'\x1f\x8b'
-_GZIP_WBITS = 31                    # zlib's number for: a gzip header before the stream, its CRC-32 after it
-# What a piece of this size inflates to still lies in the cache when it is copied to its place.  A smaller one is inflated
-# no faster, and after each the thread has to wait for Python's lock, 5 ms where another is busy.
+_GZIP_WBITS = 31                    # tells zlib to expect a gzip header and CRC-32
+# The decompressed data of a piece of this size is still in the cache when it is copied.  Smaller pieces are not faster, and
+# after each the thread must reacquire the GIL, which takes up to 5 ms if another thread is busy.
 _CHUNK = 1 << 18
-_LARGE = 1 << 20                    # bytes: what is gzipped and as large is kept inflated; memory for it comes from the system
-_MAX_RATIO = 1032                   # no deflate stream grows by more: 258 bytes for two bits
+_LARGE = 1 << 20                    # bytes from which gzipped files are cached decompressed, and memory is mapped
+_MAX_RATIO = 1032                   # largest deflate ratio: 258 bytes from two bits
 
 
 def read(path, magic=None):
     """Return the array in an idx file: images uint8 (N, rows, columns) or labels uint8 (N,).
 
-    Whether the file is gzipped is seen from its first bytes, not from its name.  `magic` is the magic number that it
-    must have, either of the two if None.
-    UserError if the file is missing or cannot be read, has another magic number, holds fewer or more bytes than its
-    header counts, or is a gzip file that is cut short or spoiled.
+    The file may be gzipped, whatever its name.  magic: the required magic number; None accepts both.
+    UserError if the file is missing or cannot be read, has another magic number or another size than its header specifies,
+    or is a truncated or damaged gzip file.
     """
     content, shape = _content(path, magic)
-    import numpy as np  # not above: a program reads its images while numpy is imported
+    import numpy as np  # not at the top: programs read images while numpy is imported
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _content(path, magic):
-    """The bytes behind the header of an idx file, in memory that can be written, and their shape."""
+    """Return the bytes after the header of an idx file, in writable memory, and their shape."""
     try:
         with open(path, 'rb') as stream:
             gzipped = stream.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
@@ -51,22 +50,22 @@ def _content(path, magic):
                 return kept[start:], shape
             stream.seek(0)
             chunks = iter(partial(stream.read, _CHUNK), b'')
-            limit = size * (_MAX_RATIO if gzipped else 1)                   # bytes that it holds at most
+            limit = size * (_MAX_RATIO if gzipped else 1)                   # largest possible content
             content, shape = _parse(_inflate(chunks, path) if gzipped else chunks, limit, path, magic)
             if key:
                 cache.write('inflated', key, _header(shape), content)
             return content, shape
     except FileNotFoundError as error:
-        raise UserError(f'{path}: no such file; want an idx file, gzipped or not; give another path') from error
+        raise UserError(f'{path}: no such file; expected an idx file, gzipped or not; give another path') from error
     except OSError as error:
-        raise UserError(f'{path}: cannot be read ({error.strerror or error}); want an idx file, gzipped or not; '
+        raise UserError(f'{path}: cannot be read ({error.strerror or error}); expected an idx file, gzipped or not; '
                         'give another path') from error
 
 
 def write(path, array):
     """Write uint8 images (N, rows, columns) or labels (N,) as an idx file, gzipped if `path` ends in .gz."""
     if array.ndim not in _MAGIC or array.dtype != 'uint8':
-        raise ValueError(f'want uint8 (N, rows, columns) or (N,), got {array.dtype} {array.shape}')
+        raise ValueError(f'expected uint8 (N, rows, columns) or (N,), got {array.dtype} {array.shape}')
     content = _header(array.shape) + array.tobytes()
     import gzip
     with open(path, 'wb') as stream:
@@ -74,7 +73,7 @@ def write(path, array):
 
 
 def _inflate(chunks, path):
-    """Yield what gzipped chunks hold."""
+    """Yield the decompressed gzip chunks."""
     inflate = zlib.decompressobj(_GZIP_WBITS)
     streams = 0
     try:
@@ -85,20 +84,20 @@ def _inflate(chunks, path):
                 yield inflate.decompress(chunk)
                 chunk = inflate.unused_data
     except zlib.error as error:
-        what = 'trailing bytes after the end of the gzip stream' if streams else f'the gzip stream is spoiled ({error})'
-        raise UserError(f'{path}: {what}; want a whole idx file; get the file again') from error
+        what = 'trailing bytes after the end of the gzip stream' if streams else f'the gzip stream is damaged ({error})'
+        raise UserError(f'{path}: {what}; expected a complete idx file; get the file again') from error
     if not inflate.eof:
-        raise UserError(f'{path}: the gzip stream is cut short; want a whole idx file; get the file again')
+        raise UserError(f'{path}: the gzip stream is truncated; expected a complete idx file; get the file again')
 
 
 def _parse(chunks, limit, path, magic):
-    """`_content` of a file whose bytes come in `chunks`, `limit` bytes at most."""
+    """Return content and shape of a file read in `chunks` of at most `limit` bytes in total; see _content."""
     head = _gather(chunks, b'', 4 + 4 * max(_MAGIC))
     shape, start = _shape(head, path, magic)
     size = prod(shape)
     counted = f'{" x ".join(map(str, shape))} {_KINDS[_MAGIC[len(shape)]]} are {size} bytes after the header'
-    if size > limit:                                        # before memory is asked for
-        raise _wrong_size(path, f'{counted}, but it is cut short: it holds {limit} at most')
+    if size > limit:                                        # before memory is allocated
+        raise _wrong_size(path, f'{counted}, but the file is truncated: it has at most {limit}')
     content = _memory(size)
     place, have, chunk = memoryview(content), 0, head[start:]
     while True:
@@ -110,21 +109,21 @@ def _parse(chunks, limit, path, magic):
         if chunk is None:
             break
     if have < size:
-        raise _wrong_size(path, f'{counted}, but it is cut short after {have}')
+        raise _wrong_size(path, f'{counted}, but the file is truncated after {have}')
     return content, shape
 
 
 def _shape(head, path, magic):
-    """-> the sizes that a file's first bytes tell, and the place of what follows."""
+    """Return the sizes in a header, and the offset of the data."""
     found = int.from_bytes(head[:4], 'big') if len(head) >= 4 else None
     if found not in _KINDS or magic not in (None, found):
         wanted = ' or '.join(f'{number} ({kind})' for number, kind in _KINDS.items() if magic in (None, number))
-        raise UserError(f'{path}: magic number {"missing" if found is None else found}, want {wanted}; '
+        raise UserError(f'{path}: magic number {"missing" if found is None else found}, expected {wanted}; '
                         'give the idx file itself, gzipped or not')
     dims = found % 256
     start = 4 + 4 * dims
     if len(head) < start:
-        raise _wrong_size(path, f'its header has {len(head)} bytes, want {start}')
+        raise _wrong_size(path, f'its header has {len(head)} bytes, expected {start}')
     return struct.unpack_from(f'>{dims}I', head, 4), start
 
 
@@ -136,21 +135,21 @@ def _memory(size):
     if size < _LARGE:
         return bytearray(size)
     try:
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)     # of shared pages no large ones are made
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)     # shared pages cannot be huge pages
     except OSError as error:
         raise MemoryError(f'{size} bytes') from error
-    if hasattr(mmap, 'MADV_HUGEPAGE'):          # rows of a shuffled batch lie anywhere, each on a page of its own
+    if hasattr(mmap, 'MADV_HUGEPAGE'):          # rows of a shuffled batch are on different pages
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _gather(chunks, head, size):
-    """`head` and what follows it in `chunks`, up to `size` bytes or more if there are so many."""
+    """Return `head` and the following chunks, at least `size` bytes if there are so many."""
     while len(head) < size and (chunk := next(chunks, None)) is not None:
         head += chunk
     return head
 
 
 def _wrong_size(path, what):
-    return UserError(f'{path}: the counts do not match the size: {what}; get the file again')
+    return UserError(f'{path}: header and file size do not match: {what}; get the file again')

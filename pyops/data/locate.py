@@ -1,4 +1,4 @@
-"""Find a data set that is already on this machine."""
+"""Locate data sets that are already on this machine."""
 import os
 import shlex
 from itertools import chain
@@ -6,20 +6,20 @@ from pathlib import Path
 
 from pyops.errors import UserError
 
-# Name of a data set -> for each of its files the paths, below a data directory, that any one of serves.
+# Name of a data set -> for each of its files the accepted paths, relative to a data directory.
 FILES = {
     'fra-eng': (('fra-eng.zip', 'fra-eng/fra.txt', 'fra.txt'),),
     'mnist': tuple((f'mnist/{name}.gz', f'mnist/{name}', f'{name}.gz', name) for name in (
         'train-images-idx3-ubyte', 'train-labels-idx1-ubyte', 't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')),
 }
-# The same, those of all its files together.
+# The paths of all files of a data set together.
 CANDIDATES = {name: tuple(chain.from_iterable(files)) for name, files in FILES.items()}
 
 
 def directories(data_dir=None):
-    """Return the directories to search, in order: `data_dir` alone if it is given, else $PYOPS_DATA and ./data.
+    """Return the directories to search, in order: data_dir alone if given, else $PYOPS_DATA and ./data.
 
-    UserError if `data_dir` or $PYOPS_DATA names no directory.
+    UserError if data_dir or $PYOPS_DATA is not a directory.
     """
     if data_dir is not None:
         if not os.path.isdir(data_dir):
@@ -32,18 +32,18 @@ def directories(data_dir=None):
 
 
 def unknown(name):
-    """Return the UserError for a name that no data set has."""
+    """Return the UserError for an unknown data set."""
     return UserError(f'data set {name}: no such data set; give one of {", ".join(FILES)}; '
                      "'python -m pyops.data list' describes them")
 
 
 def missing(name, data_dir):
-    """Return the UserError for a data set that `data_dir` does not hold."""
+    """Return the UserError for a data set missing from `data_dir`."""
     return UserError(f'data directory {data_dir}: holds no {name}; {_remedy(name, data_dir)}')
 
 
 def incomplete(name, directory, lacking):
-    """Return the UserError for a data set of which `directory` lacks the files `lacking`."""
+    """Return the UserError for a data set whose files `lacking` are missing from `directory`."""
     return UserError(f'{directory}: {name} is incomplete, {", ".join(lacking)} missing; {_remedy(name, directory)}')
 
 
@@ -52,10 +52,9 @@ def _remedy(name, directory):
 
 
 def find(name, data_dir=None):
-    """Return the path of data set `name`: of its file, or of the folder that holds its files.
+    """Return the path of data set `name`: its file, or the folder with its files; None if it is not found.
 
-    None if it is in none of `directories(data_dir)`.
-    UserError if there is no data set of this name, and as of `directories`.
+    UserError if there is no data set of this name; see also `directories`.
     """
     paths = find_files(name, data_dir)
     if paths is None:
@@ -66,7 +65,7 @@ def find(name, data_dir=None):
 def find_files(name, data_dir=None):
     """Return the paths of all files of data set `name` in the order of FILES, None if no directory holds them all.
 
-    All are in the same one of `directories(data_dir)`: parts of two copies are not mixed.  Errors as of `find`.
+    All are from one of `directories(data_dir)`: copies are not mixed.  Errors as for `find`.
     """
     for _, paths in _places(name, data_dir):
         if None not in paths:
@@ -75,8 +74,8 @@ def find_files(name, data_dir=None):
 
 
 def find_incomplete(name, data_dir=None):
-    """Return the first of `directories(data_dir)` that holds some files of data set `name` but not all, and the names
-    of those that it lacks; None if there is no such directory.  Errors as of `find`.
+    """Return the first directory that holds some but not all files of data set `name`, and the names of the missing ones;
+    None if there is no such directory.  Errors as for `find`.
     """
     for directory, paths in _places(name, data_dir):
         lacking = [Path(candidates[0]).name
@@ -87,7 +86,7 @@ def find_incomplete(name, data_dir=None):
 
 
 def _places(name, data_dir):
-    """For each directory: itself, and for each file of the data set its path there or None."""
+    """Yield each directory with the path, or None, of each file of the data set."""
     if name not in FILES:
         raise unknown(name)
     for directory in directories(data_dir):

@@ -1,4 +1,4 @@
-"""MNIST: 60,000 + 10,000 handwritten digits, from four idx files; where there are none, the digits drawn here."""
+"""MNIST, 60,000 + 10,000 handwritten digits in four idx files; if they are not found, the embedded digits."""
 from __future__ import annotations
 
 import io
@@ -8,31 +8,31 @@ from pyops import cache
 from pyops.data import idx, locate
 from pyops.errors import UserError
 
-if TYPE_CHECKING:       # what programs load first must not wait for it
+if TYPE_CHECKING:       # programs load this module before numpy
     import numpy as np
 
 SIDE = 28               # pixels
 CLASSES = 10
 EMBEDDED = 'embedded'
-TRAINED = 50_000        # of MNIST's training images; the rest evaluate
+TRAINED = 50_000        # MNIST images to train on; the rest of its training file is for evaluation
 
 
 class Digits(NamedTuple):
-    """Images of digits, 0 (paper) to 255 (ink), row by row, and which digits they show, 0 to 9."""
-    name: str                           # the folder that they came from, or 'embedded'
+    """Images of digits, 0 (paper) to 255 (ink), row by row, and their labels, 0 to 9."""
+    name: str                           # their folder, or 'embedded'
     train_images: np.ndarray            # uint8 (N, 784)
     train_labels: np.ndarray            # uint8 (N,)
     test_images: np.ndarray             # uint8 (M, 784)
     test_labels: np.ndarray             # uint8 (M,)
-    line: str = ''                      # where they come from, for the user
+    line: str = ''                      # line for the user about their origin
     images_magic: int = idx.IMAGES_MAGIC
     labels_magic: int = idx.LABELS_MAGIC
 
     def parts(self):
-        """-> images and labels to train on, images and labels to evaluate on, labels int32.
+        """Return images and labels for training, images and labels for evaluation; labels are int32.
 
-        Of a training file with more than TRAINED images the first TRAINED train and the others evaluate, and the test file
-        is left for the end; else the test images evaluate.
+        If the training file has more than TRAINED images, the first TRAINED are for training and the others for evaluation,
+        and the test file stays unused until the end; else the test images are for evaluation.
         """
         train = self.train_images, self.train_labels.astype('int32')
         test = self.test_images, self.test_labels.astype('int32')
@@ -42,10 +42,10 @@ class Digits(NamedTuple):
 
 
 def load(data_dir=None, embedded=False):
-    """Return the Digits of MNIST where `locate` finds it, else, or if `embedded`, those of `pyops.data.digits`.
+    """Return the Digits of MNIST if `locate` finds it, else, or if `embedded`, the digits of `pyops.data.digits`.
 
-    UserError if `data_dir` is given and does not hold MNIST, $PYOPS_DATA names no directory, one of the four files is
-    missing or broken, images and labels differ in number, there are none, images are not 28 x 28, or a label is no digit.
+    UserError if data_dir is given and does not hold MNIST, $PYOPS_DATA is not a directory, one of the four files is missing
+    or damaged, images and labels differ in number, there are none, images are not 28 x 28, or a label is not a digit.
     """
     paths = None if embedded else locate.find_files('mnist', data_dir)
     if paths is not None:
@@ -68,7 +68,7 @@ def load(data_dir=None, embedded=False):
 
 
 def _drawn():
-    """The embedded digits, which are drawn once and kept."""
+    """Return the embedded digits, which are drawn once and cached."""
     import numpy as np
 
     from pyops.data import digits
@@ -84,14 +84,14 @@ def _drawn():
 
 
 def _check(paths, arrays):
-    """UserError unless the arrays that these files hold go together."""
+    """Raise UserError unless images and labels match."""
     for first in (0, 2):
         (images_path, labels_path), (images, labels) = paths[first:first + 2], arrays[first:first + 2]
         if len(images) != len(labels):
             raise UserError(f'{images_path}: has {len(images)} images, but {labels_path} {len(labels)} labels: '
-                            'want as many; get the files again')
+                            'expected equal numbers; get the files again')
         if images.shape[1:] != (SIDE, SIDE) or not len(images):
             raise UserError(f'{images_path}: has {" x ".join(map(str, images.shape))} pixels, '
-                            f'want images of {SIDE} x {SIDE} and at least one; get the file again')
+                            f'expected images of {SIDE} x {SIDE} and at least one; get the file again')
         if labels.max() >= CLASSES:
-            raise UserError(f'{labels_path}: has a label {labels.max()}, want 0 to {CLASSES - 1}; get the file again')
+            raise UserError(f'{labels_path}: has a label {labels.max()}, expected 0 to {CLASSES - 1}; get the file again')

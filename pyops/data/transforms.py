@@ -1,7 +1,7 @@
-"""Random changes to images, so that training sees each of them in many forms.
+"""Random augmentation of images.
 
-A transform is a pure function of the image and of four random words, and those are a function of (seed, epoch, number of
-the sample): an epoch can be repeated or resumed, in batches of any size.  Any function of one image is a transform too.
+A transform is a pure function of the image and four random words, which are a function of (seed, epoch, sample index): an
+epoch can be repeated or resumed with any batch size.  Any function of one image is a transform too.
 """
 import operator
 
@@ -12,7 +12,7 @@ from pyops.philox import philox4x32
 
 
 def random_words(seed, name, epoch, indices):
-    """Four random words for each sample, (B, 4) uint32: Philox4x32-10 at counter (index, epoch), 64 bits each.
+    """Return four random words per sample, (B, 4) uint32: Philox4x32-10 with counter (index, epoch), 64 bits each.
 
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; dropout uses the same generator.
     """
@@ -22,15 +22,15 @@ def random_words(seed, name, epoch, indices):
 
 
 class Transform:
-    """transform(x) of one image (H, W, C);  transform.batch(x, words) of many (B, H, W, C), with four words for each.
+    """Base class: transform(x) of one image (H, W, C); transform.batch(x, words) of images (B, H, W, C), four words each.
 
-    Without words, the n-th such call in a process draws them from n and the seed of the process, which pyops.seed sets.
+    Without words, the n-th such call in a process derives them from n and the process seed (pyops.seed).
     """
 
     def __call__(self, x, words=None):
         x = np.asarray(x)
         if x.ndim != 3:
-            raise ValueError(f'{self!r}: want an image (H, W, C), got shape {x.shape}')
+            raise ValueError(f'{self!r}: expected an image (H, W, C), got shape {x.shape}')
         words = random_words(params.next_key('transform'), 'alone', 0, [0]) if words is None else np.asarray(words)[None]
         return self.batch(x[None], words)[0]
 
@@ -43,7 +43,7 @@ class RandomFlipHorizontal(Transform):
 
     def __init__(self, p=0.5):
         if not 0 <= p <= 1:
-            raise ValueError(f'RandomFlipHorizontal: p: want 0 <= p <= 1, got {p}')
+            raise ValueError(f'RandomFlipHorizontal: p: expected 0 <= p <= 1, got {p}')
         self.p = p
 
     def batch(self, x, words):
@@ -57,17 +57,17 @@ class RandomFlipHorizontal(Transform):
 
 
 class RandomCrop(Transform):
-    """Shift by up to `padding` pixels in either direction; what comes in from outside is 0."""
+    """Shift by up to `padding` pixels in either direction; pixels from outside are 0."""
 
     def __init__(self, padding=3):
         if operator.index(padding) < 0:
-            raise ValueError(f'RandomCrop: padding: want 0 or more, got {padding}')
+            raise ValueError(f'RandomCrop: padding: expected 0 or more, got {padding}')
         self.padding = padding
 
     def batch(self, x, words):
         p, (_, H, W, _) = self.padding, x.shape
         padded = np.pad(x, ((0, 0), (p, p), (p, p), (0, 0)))
-        corners = words[:, :2].astype(np.uint64) * np.uint64(2 * p + 1) >> np.uint64(32)        # 0 to 2p, evenly
+        corners = words[:, :2].astype(np.uint64) * np.uint64(2 * p + 1) >> np.uint64(32)        # uniform in 0 .. 2p
         y = np.empty_like(x)
         for b, (row, column) in enumerate(corners.tolist()):
             y[b] = padded[b, row:row + H, column:column + W]
@@ -78,11 +78,11 @@ class RandomCrop(Transform):
 
 
 def apply_all(transforms, x, seed, epoch, indices):
-    """The images (B, H, W, C) of these samples through all transforms; the n-th draws under the name `transform.n`."""
+    """Apply all transforms to images (B, H, W, C) with these sample indices; the n-th one draws as `transform.n`."""
     for place, transform in enumerate(transforms):
         if hasattr(transform, 'batch'):
             if x.ndim != 4:
-                raise ValueError(f'{transform!r}: want images (B, H, W, C), got shape {x.shape}')
+                raise ValueError(f'{transform!r}: expected images (B, H, W, C), got shape {x.shape}')
             x = transform.batch(x, random_words(seed, f'transform.{place}', epoch, indices))
         else:
             x = np.stack([transform(one) for one in x]) if len(x) else x

@@ -1,7 +1,6 @@
-"""A corpus of sentence pairs: read from a file, cut, counted, turned into arrays of ids.
+"""A corpus of sentence pairs: reading, tokenizing, counting, and encoding as arrays of ids.
 
-To cut a large file into tokens takes longer than all else that a program does before it trains, so they are kept
-(pyops.cache).
+Tokenizing a large file takes longer than everything else before training, so the tokens are cached (pyops.cache).
 """
 import contextlib
 import importlib
@@ -17,18 +16,18 @@ from pyops.text.preprocess import preprocess
 from pyops.text.sentences import Sentences
 from pyops.text.vocabulary import EOS, PAD, Vocabulary, tokens_of
 
-_LARGE = 1 << 16        # bytes of a file whose tokens are kept: a smaller one is read as fast
-# first bytes of a file -> its kind, and the module that unpacks it
+_LARGE = 1 << 16        # bytes from which a file's tokens are cached; smaller files are read as fast
+# First bytes of a file -> the format, and the module that decompresses it.
 _COMPRESSED = {b'\x1f\x8b': ('gzip', 'gzip'), b'BZh': ('bz2', 'bz2'), b'\xfd7zXZ\0': ('xz', 'lzma')}
 _UNREADABLE = {b'\x28\xb5\x2f\xfd': 'zstd', b'7z\xbc\xaf\x27\x1c': '7z', b'Rar!\x1a\7': 'RAR'}
-_MANY = 1000            # sentences for which it is worth while to look up every token of their corpus
+_MANY = 1000            # sentences from which looking up every token of the corpus at once is faster
 
 
 class Corpus:
-    """Sentence pairs: `sources[i]` translates to `targets[i]`; each is the sentence's tokens joined by spaces.  Both are lists,
-    or Sentences, as those of a file are.
+    """Sentence pairs: `sources[i]` translates to `targets[i]`.  Both are sequences of sentences, whose tokens are joined by
+    spaces: lists, or Sentences if read from a file.
 
-    `name` is the file's path, or what a corpus without a file calls itself.
+    `name` is the file's path, or another name for a corpus without a file.
     """
 
     def __init__(self, name, sources, targets):
@@ -40,12 +39,12 @@ class Corpus:
 
     @classmethod
     def load(cls, path):
-        """Read sentence pairs from a text, or from a zip, gzip, bz2 or xz file with one text.
+        """Read sentence pairs from a text file, or from a zip, gzip, bz2 or xz file with one text.
 
-        A line is a source, a tab and a target; a third column (the attribution of newer Tatoeba files) is ignored, and so
-        are blank lines.  The kind of the file is taken from its first bytes.
-        UserError if the file is missing, damaged, empty, not UTF-8, a zip with several texts, or if a line lacks a sentence
-        or has more than three columns.
+        A line is a source, a tab and a target; a third column (the attribution in newer Tatoeba files) and blank lines are
+        ignored.  The file format is detected from the first bytes.
+        UserError if the file is missing, damaged, empty, not UTF-8 or a zip with several texts, or if a line lacks a
+        sentence or has more than three columns.
         """
         path = Path(path)
         with _errors(path):
@@ -60,8 +59,8 @@ class Corpus:
 
     @classmethod
     def kept(cls, name, stream, make, *modules):
-        """Return the Corpus whose sources and targets make() returns, or their tokens as they were kept when it was last
-        called on the bytes of this stream by the same code, that of `modules` included."""
+        """Return the Corpus of the sources and targets that make() returns.  The tokens are cached; the key is the rest of the
+        stream and the source code, including that of `modules`."""
         key = cache.digest(stream, *(thing.__module__ for thing in (cls, preprocess, Sentences)), *modules)
         if key and (found := cache.read_arrays('corpus', key)):
             return cls(name, *(Sentences.of_arrays(tokens.tobytes().decode().split('\n'), ids, lengths)
@@ -79,23 +78,23 @@ class Corpus:
         return f'Corpus({self.name!r}, {len(self)} pairs)'
 
     def first(self, n):
-        """Return the corpus of the first `n` pairs, or of all if there are fewer or n is None.  UserError if n < 1."""
+        """Return the corpus of the first n pairs, or of all if there are fewer or n is None.  UserError if n < 1."""
         if n is not None and n < 1:
-            raise UserError(f'{self.name}: want the first 1 pair or more, got {n}; give a larger number')
+            raise UserError(f'{self.name}: expected the first 1 pair or more, got {n}; give a larger number')
         return Corpus(self.name, self.sources[:n], self.targets[:n])
 
     def take(self, index):
-        """Return the corpus of the pairs of these numbers, an array of int64."""
+        """Return the corpus of the pairs with these indices, int64."""
         return Corpus(self.name, *(side.take(index) if isinstance(side, Sentences) else [side[i] for i in index.tolist()]
                                    for side in (self.sources, self.targets)))
 
     def count_cut(self, num_steps):
-        """Return how many sources, targets and pairs `encode` cuts to num_steps."""
+        """Return the numbers of sources, targets and pairs that `encode` truncates to num_steps."""
         sources, targets = (_lengths(side) >= num_steps for side in (self.sources, self.targets))
         return int(sources.sum()), int(targets.sum()), int((sources | targets).sum())
 
     def vocabularies(self, min_count=3):
-        """Return the Vocabulary of the sources and that of the targets."""
+        """Return the Vocabularies of the sources and of the targets."""
         return Vocabulary.build(self.sources, min_count), Vocabulary.build(self.targets, min_count)
 
 
@@ -107,13 +106,13 @@ def _lengths(sentences):
 
 
 def encode(sentences, vocabulary, num_steps):
-    """Return int32 (N, num_steps): the ids of each sentence's tokens and <eos>, cut or padded to num_steps.
+    """Return int32 (N, num_steps): the ids of each sentence's tokens and <eos>, truncated or padded to num_steps.
 
-    `sentences` is a Sentences or a list of N sentences, each a list of tokens or its tokens joined by spaces.  A sentence of
-    num_steps tokens or more loses its end, <eos> included.
+    `sentences` is a Sentences or a list of N sentences, each a list of tokens or tokens joined by spaces.  A sentence of
+    num_steps tokens or more is truncated and has no <eos>.
     """
     if num_steps < 1:
-        raise UserError(f'num_steps: want 1 or more, got {num_steps}; give a larger number')
+        raise UserError(f'num_steps: expected 1 or more, got {num_steps}; give a larger number')
     if isinstance(sentences, Sentences) and len(sentences) >= _MANY:
         return sentences.encode(vocabulary.id, num_steps, EOS, PAD)
     tails = [[EOS] + [PAD] * (num_steps - length - 1) for length in range(num_steps)] + [[]]
@@ -127,7 +126,7 @@ def encode(sentences, vocabulary, num_steps):
 
 @contextlib.contextmanager
 def _errors(path):
-    """What keeps the corpus at `path` from being read, as a UserError."""
+    """Convert errors on reading the corpus at `path` to UserError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -138,14 +137,14 @@ def _errors(path):
 
 
 def _unpack(raw, path):
-    """Return the text in the file at `path`, whose bytes are `raw`, and the name to call it in errors."""
+    """Return the text in the file at `path` with the bytes `raw`, and a name for it in error messages."""
     if _is_zip(raw, path):
         return _member(raw, path)
     kind, module = next((found for magic, found in _COMPRESSED.items() if raw.startswith(magic)), (None, None))
     if kind:
         try:
             raw = importlib.import_module(module).decompress(raw)
-        except ImportError as error:                        # not every Python is built with all of them
+        except ImportError as error:                        # optional modules of a Python build
             raise UserError(f'{path}: this Python has no module {module} to unpack it; unpack it and give the text') from error
         except _damages() as error:
             raise UserError(f'{path}: truncated or damaged {kind} file ({error}); get the file again') from error
@@ -156,7 +155,7 @@ def _unpack(raw, path):
 
 
 def _member(raw, path):
-    """`_unpack` of a zip."""
+    """Like _unpack, for a zip."""
     import zipfile
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -176,7 +175,7 @@ def _is_zip(raw, path):
 
 
 def _damages():
-    """Return the exceptions that truncated or damaged compressed data raises."""
+    """Return the exceptions raised for truncated or damaged compressed data."""
     try:
         from lzma import LZMAError
     except ImportError:
@@ -185,19 +184,19 @@ def _damages():
 
 
 def _is_text(name):
-    """Whether a member of a zip is a text, and neither a note (`_about.txt`) nor a shadow file of macOS (`__MACOSX/`)."""
+    """Return whether a zip member is a text, and not a note (`_about.txt`) or a macOS shadow file (`__MACOSX/`)."""
     folders, _, file = name.rpartition('/')
     return file.endswith('.txt') and not file.startswith(('_', '.')) and '__MACOSX' not in folders.split('/')
 
 
 def _listed(things, most=5):
-    """Return the first of them as text, and the number of the others."""
+    """Return the first `most` things as text, and the number of the others."""
     others = len(things) - most
     return ', '.join(map(str, things[:most])) + (f' and {others} more' if others > 0 else '')
 
 
 def tokenized(pairs):
-    """Return sources and targets of (source, target) pairs of raw text, each sentence's tokens joined by spaces."""
+    """Return sources and targets of (source, target) pairs of raw text, with each sentence's tokens joined by spaces."""
     sources, targets = [], []
     for source, target in pairs:
         sources.append(' '.join(preprocess(source).split()))
@@ -207,14 +206,14 @@ def tokenized(pairs):
 
 def _parse(raw, name):
     try:
-        text = raw.decode('utf-8-sig')                      # a byte order mark is no part of the first word
+        text = raw.decode('utf-8-sig')                      # remove a byte order mark
     except UnicodeDecodeError as error:
         line = raw.count(b'\n', 0, error.start) + 1
         raise UserError(f'{name}: line {line}: not UTF-8 text, byte 0x{raw[error.start]:02x} '
                         f'at offset {error.start}; convert the file to UTF-8') from error
     sources, targets = [], []
     wide = []                                               # numbers of lines with too many columns
-    # Not splitlines: some sentences hold exotic line separators, which are white space inside a line.
+    # Not splitlines: some sentences contain exotic line separators, which are white space within a line.
     for number, line in enumerate(preprocess(text).split('\n'), 1):
         source, *rest = line.split('\t')
         source, target = source.split(), rest[0].split() if rest else []

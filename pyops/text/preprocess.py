@@ -6,10 +6,10 @@ _PLAIN_QUOTES = str.maketrans(dict.fromkeys('‘’‚‛ʼʹ′´＇‹›', "'
 
 
 def preprocess(text):
-    """Return `text` in lower case, no-break spaces made plain, and a space before each of , . ! ? that lacks one.
+    """Return `text` in lower case, with no-break spaces as spaces, and a space before each of , . ! ? that lacks one.
 
-    U+202F and U+00A0 (French sets them before ! and ?) become a space.  Every other character stays, line ends and
-    tabs too, so that a whole file can be preprocessed in one call.
+    U+202F and U+00A0 (used before ! and ? in French) become a space.  All other characters, including line ends and tabs,
+    are unchanged, so that a whole file can be preprocessed in one call.
     """
     return _UNSPACED_PUNCTUATION.sub(' ', text.replace('\u202f', ' ').replace('\xa0', ' ').lower())
 
@@ -20,5 +20,5 @@ def plain_quotes(text):
 
 
 def tokenize(text):
-    """Return the tokens of one sentence: `preprocess`, then split on any white space."""
+    """Return the tokens of one sentence: preprocess, then split at white space."""
     return preprocess(text).split()

@@ -1,4 +1,4 @@
-"""The line REPL in which a trained model serves: a prompt with history on a terminal, a filter in a pipe."""
+"""The line REPL that serves a trained model: a prompt with history on a terminal, a filter in a pipe."""
 import contextlib
 import os
 import sys
@@ -13,16 +13,16 @@ Ctrl-C clears the line, or stops a translation. The up arrow recalls earlier lin
 
 
 def serve(translate, prompt='> '):
-    """Pass each line of standard input to `translate` (str -> iterable of lines) and print the lines that it returns.
+    """Pass each line of standard input to `translate` (str -> iterable of lines) and print the lines it returns.
 
     On a terminal: a prompt, line editing and a history kept between sessions.  `quit`, `exit`, end of input (Ctrl-D), and
     Ctrl-C twice on an empty line leave; `help` prints HELP.  Ctrl-C clears the line, or stops the translation.
     In a pipe: line by line, flushed after each, without commands; a line that is not UTF-8 is reported on stderr and skipped.
-    Blank lines are skipped in both.
+    Blank lines are skipped in both cases.
     """
     if sys.stdin is None:                                   # closed by the parent process
         return
-    sys.stdout.reconfigure(errors='replace')                # for words that the terminal's encoding lacks
+    sys.stdout.reconfigure(errors='replace')                # for characters that the terminal's encoding lacks
     if sys.stdin.isatty() and sys.stdout.isatty():
         with _history():
             _serve_terminal(translate, prompt)
@@ -32,12 +32,12 @@ def serve(translate, prompt='> '):
 
 def _serve_terminal(translate, prompt):
     print(HINT)
-    is_last_warning = False                                 # the line before was an empty one that Ctrl-C ended
+    is_last_warning = False                                 # the previous line was empty and ended with Ctrl-C
     while True:
         line = None
         try:
             line = _read_line(prompt)
-            command = line.rstrip()                         # a space before it makes it a sentence
+            command = line.rstrip()                         # with a leading space it is a sentence
             if command in ('quit', 'exit'):
                 return
             if command == 'help':
@@ -59,18 +59,18 @@ def _serve_terminal(translate, prompt):
 
 
 def _is_empty():
-    """Return whether nothing is typed at the prompt.  Only readline knows, so without it no line counts as empty."""
+    """Return whether the prompt's line is empty.  Without readline no line counts as empty: nothing else knows."""
     readline = sys.modules.get('readline')
     return readline is not None and not readline.get_line_buffer()
 
 
 def _read_line(prompt):
-    """Return a line typed at the prompt, or '' with a message if it is not UTF-8."""
+    """Return the line typed at the prompt, or '' after a message if it is not UTF-8."""
     try:
         line = input(prompt)
         line.encode()                                       # undecodable bytes may come as lone surrogates
     except UnicodeError:
-        print('not UTF-8: want text in UTF-8, skipped')
+        print('not UTF-8: expected text in UTF-8, skipped')
         return ''
     return line
 
@@ -81,7 +81,7 @@ def _serve_pipe(translate):
             line = raw.decode('utf-8-sig' if number == 1 else 'utf-8')
         except UnicodeDecodeError as error:
             print(f'line {number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1}): '
-                  'want text in UTF-8, skipped', file=sys.stderr, flush=True)
+                  'expected text in UTF-8, skipped', file=sys.stderr, flush=True)
             continue
         if line.strip():
             _answer(translate, line.rstrip('\r\n'))
@@ -95,7 +95,7 @@ def _answer(translate, line):
 
 @contextlib.contextmanager
 def _history():
-    """Line editing with a history from and to a file; without either where Python or the disk does not offer it."""
+    """Enable line editing with a history file, as far as Python and the disk support it."""
     try:
         import readline
     except ImportError:

@@ -1,12 +1,12 @@
-"""How good translations are, against all references of their source.
+"""Scores of translations against all references of their source.
 
-Hypotheses and references are sentences as a Corpus keeps them: lower-case tokens joined by spaces.
+Hypotheses and references are sentences as in a Corpus: lower-case tokens joined by spaces.
 """
 from pyops.errors import UserError
 
 
 def exact_match(hypotheses, references_list):
-    """Return the share, 0 to 1, of hypotheses that equal one of their references.
+    """Return the fraction, 0 to 1, of hypotheses that equal one of their references.
 
     `references_list[i]` is the list of references of `hypotheses[i]`.
     """
@@ -16,7 +16,7 @@ def exact_match(hypotheses, references_list):
 
 
 def bleu(hypotheses, references_list):
-    """Return the corpus BLEU, 0 to 100, of sacrebleu on the tokens as they are.
+    """Return sacrebleu's corpus BLEU, 0 to 100, computed on the given tokens.
 
     `references_list[i]` is the list of references of `hypotheses[i]`; the lists may differ in length.
     UserError if sacrebleu is not installed.
@@ -29,7 +29,7 @@ def bleu(hypotheses, references_list):
     most = max(map(len, references_list))
     columns = [[references[k] if k < len(references) else None for references in references_list]
                for k in range(most)]
-    # force: the sentences are tokenised already, which sacrebleu would otherwise warn about.
+    # force: suppresses sacrebleu's warning about tokenised input.
     return sacrebleu.corpus_bleu(hypotheses, columns, tokenize='none', force=True).score
 
 

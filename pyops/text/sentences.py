@@ -1,21 +1,21 @@
-"""Many sentences as arrays: every distinct token once, and of each sentence the numbers of its tokens.
+"""Many sentences as arrays: each distinct token once, and per sentence the indices of its tokens.
 
-A list of strings takes three times the memory, and to count or encode it, each sentence is taken apart again.
+A list of strings takes three times the memory, and counting or encoding it has to split every sentence again.
 """
 from collections.abc import Sequence
 
 import numpy as np
 
-_AT_ONCE = 4096         # sentences whose ids are a list at a time
+_AT_ONCE = 4096         # sentences iterated over at a time
 
 
 class Sentences(Sequence):
-    """A sequence of sentences, each its tokens joined by single spaces, as `Corpus` keeps them; equal to any sequence of the
-    same texts.  A slice is a Sentences on the same arrays, and so is what take() gives.
+    """A sequence of sentences, each a string of tokens joined by single spaces, as in a Corpus.  It equals any sequence of the
+    same strings.  A slice, like take(), is a Sentences on the same arrays.
 
-    tokens   list of distinct texts without white space
-    ids      unsigned int (number of tokens in all,): places in `tokens`
-    starts, lengths   int64, int32 (N,): where the tokens of a sentence are in `ids`
+    tokens   list of distinct strings without white space
+    ids      unsigned int (total number of tokens,): indices into `tokens`
+    starts, lengths   int64, int32 (N,): position and number of a sentence's tokens in `ids`
     """
 
     def __init__(self, tokens, ids, starts, lengths):
@@ -23,7 +23,7 @@ class Sentences(Sequence):
 
     @classmethod
     def of(cls, sentences):
-        """Those of an iterable of lists of tokens, or of tokens joined by single spaces."""
+        """Create Sentences from an iterable of lists of tokens, or of tokens joined by single spaces."""
         numbers, ids, lengths = {}, [], []
         number = numbers.setdefault
         for sentence in sentences:
@@ -34,7 +34,7 @@ class Sentences(Sequence):
 
     @classmethod
     def of_arrays(cls, tokens, ids, lengths):
-        """Those of sentences that lie one behind another."""
+        """Create Sentences from the concatenated ids of all sentences and their lengths."""
         return cls(tokens, ids, np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
 
     def __len__(self):
@@ -66,20 +66,20 @@ class Sentences(Sequence):
         return f'Sentences({len(self)})'
 
     def take(self, index):
-        """The Sentences that a slice, or an array of numbers or of bool, takes."""
+        """Return the Sentences selected by a slice, or by an array of indices or bools."""
         return Sentences(self.tokens, self.ids, self.starts[index], self.lengths[index])
 
     def counts(self):
-        """{token: how often it occurs}, in the order of first occurrence."""
+        """Return {token: number of occurrences}, in the order of first occurrence."""
         ids = self._together()
         counts, first = np.bincount(ids, minlength=len(self.tokens)), np.empty(len(self.tokens), np.int64)
-        first[ids[::-1]] = np.arange(len(ids) - 1, -1, -1)          # of equal places the last that is written stays
+        first[ids[::-1]] = np.arange(len(ids) - 1, -1, -1)          # for repeated indices the last assignment wins
         seen = np.flatnonzero(counts)
         seen = seen[np.argsort(first[seen])]
         return {self.tokens[id]: count for id, count in zip(seen.tolist(), counts[seen].tolist(), strict=True)}
 
     def encode(self, number, num_steps, end, pad):
-        """int32 (N, num_steps): number(token) of each token, then `end`, cut or filled up with `pad`."""
+        """Return int32 (N, num_steps): number(token) of each token, then `end`, truncated or padded with `pad`."""
         numbers = np.array([number(token) for token in self.tokens], np.int32)
         table = np.full((len(self), num_steps), pad, np.int32)
         for step in range(num_steps):
@@ -89,7 +89,7 @@ class Sentences(Sequence):
         return table
 
     def _together(self):
-        """The ids of all sentences, one behind another."""
+        """Return the concatenated ids of all sentences."""
         starts, lengths = self.starts, self.lengths
         behind = np.cumsum(lengths, dtype=np.int64)
         if not len(self) or (starts[0] + behind - lengths == starts).all():

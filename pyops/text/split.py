@@ -1,7 +1,7 @@
-"""Hold sentences out of training, by what they say and not by where they stand.
+"""Hold sentences out of training, selected by their text and not by their position.
 
-Many English sentences come with several French ones.  A split by line would put some of these into training and
-others into the test, so whole groups with one source are held out, chosen by a hash of the source alone: the same
+Many English sentences have several French translations.  A split by line would put some of them into training and others
+into the test, so all pairs with the same source are held out together, selected by a hash of the source alone: the same
 sentence is held out of every corpus, in any order, on any machine.
 """
 from hashlib import blake2b
@@ -12,10 +12,10 @@ from pyops.errors import UserError
 
 
 def hold_out(corpus, fraction):
-    """Return (train, validation, test): about half of `fraction` of the distinct sources each for the last two.
+    """Return (train, validation, test); the last two get about half of `fraction` of the distinct sources each.
 
-    A larger fraction holds out all that a smaller one does.  A fraction of 0 leaves validation and test empty.
-    UserError if the fraction is outside [0, 0.5], or so small that a part which was asked for has no sentence.
+    A larger fraction holds out everything that a smaller one does.  With fraction 0, validation and test are empty.
+    UserError if the fraction is outside [0, 0.5], or so small that a requested part is empty.
     """
     if not 0 <= fraction <= 0.5:
         raise UserError(f'held-out fraction {fraction}: out of range; give 0 to 0.5, such as 0.1 for a tenth')
@@ -38,15 +38,15 @@ def hold_out(corpus, fraction):
 
 
 def references(corpus):
-    """Return a dict from each distinct source to the list of its distinct targets, both in order of appearance."""
+    """Return {source: list of its distinct targets}, both in order of appearance."""
     found = {}
     for source, target in zip(corpus.sources, corpus.targets, strict=True):
-        found.setdefault(source, {})[target] = None         # a dict, as a set that keeps the order
+        found.setdefault(source, {})[target] = None         # a dict as an ordered set
     return {source: list(targets) for source, targets in found.items()}
 
 
 def _place(source, fraction):
-    """Return 0 to train, 1 to validate, 2 to test: eight bytes of a hash say whether, one bit says which."""
+    """Return 0 for training, 1 for validation, 2 for test: eight hash bytes decide on holding out, another bit on the part."""
     digest = blake2b(source.encode(), digest_size=9).digest()
     if int.from_bytes(digest[:8], 'big') >= fraction * 2 ** 64:
         return 0

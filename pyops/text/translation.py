@@ -1,4 +1,4 @@
-"""What the translation programs share: which corpus, its pairs as arrays, batches, answering a line of text."""
+"""Shared by the translation programs: choosing a corpus, encoded pairs, batches, translating a line of text."""
 import functools
 import hashlib
 import sys
@@ -16,16 +16,17 @@ from pyops.text.preprocess import tokenize
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary, tokens_of
 
 TINY = 512              # pairs
-EMBEDDED = 'embedded'   # in place of a file's name
-_SHOWN = 60             # characters of a sentence in a warning
+EMBEDDED = 'embedded'   # instead of a file name
+_SHOWN = 60             # characters of a sentence shown in a warning
 
 
 def open_corpus(path=None, data_dir=None, tiny=False):
-    """Return a Corpus and a line that names it for the user: the file `path` ('embedded': the embedded corpus),
-    else fra-eng where `locate` finds it, else the embedded corpus.  tiny: its first 512 pairs.
+    """Return a Corpus and a line for the user that names it: the file `path` ('embedded': the embedded corpus), else fra-eng
+    if `locate` finds it, else the embedded corpus.  tiny: only its first 512 pairs.
 
-    UserError if the file cannot be read, `path` is empty, `data_dir` is given and does not hold fra-eng, or $PYOPS_DATA
-    names no directory."""
+    UserError if the file cannot be read, `path` is empty, data_dir is given and does not hold fra-eng, or $PYOPS_DATA is not
+    a directory.
+    """
     if path == '':
         raise UserError("corpus '': no such file; give a file or 'embedded'")
     chosen = path or locate.find('fra-eng', data_dir) or EMBEDDED
@@ -57,20 +58,20 @@ class Pairs:
         return len(self.source)
 
     def placed(self):
-        """The same, where arrays are made: on a GPU, a batch of them is taken there."""
+        """Return the pairs on the device of pyops.backend.place, where batches are gathered."""
         return Pairs(backend.put(self.source), backend.put(self.labels))
 
     def arrays(self):
-        """The tables, by name, for a plan."""
+        """Return {name: table} for a plan."""
         return dict(source_table=self.source, label_table=self.labels)
 
     def batch(self, indices):
-        """source, target, labels of these pairs, time-major (num_steps, B) int32; target is <bos> and the labels."""
+        """Return source, target and labels of these pairs, time-major (num_steps, B) int32; target is labels after <bos>."""
         return (gather(self.source, indices, name='source'), gather(self.labels, indices, BOS, name='target'),
                 gather(self.labels, indices, name='labels'))
 
     def digest(self):
-        """A hash of all ids: whether a resumed run sees the pairs that it began with."""
+        """Return a hash of all ids, with which a resumed run detects that its pairs have changed."""
         digest = hashlib.blake2b(digest_size=16)
         digest.update(backend.get(self.source))
         digest.update(backend.get(self.labels))
@@ -78,14 +79,17 @@ class Pairs:
 
 
 def sentence(words):
-    """Words as a Corpus keeps them: joined by spaces, without <eos>."""
+    """Join tokens to a sentence as in a Corpus: separated by spaces, without <eos>."""
     return ' '.join(word for word in words if word != SPECIALS[EOS])
 
 
 @dataclass(frozen=True)
 class Translator:
-    """A model with `decoding() -> decode(source (T, B)) -> (T', B)` ids, whose weights stay as they are; its two vocabularies,
-    the sentence length, and how an answer is put: lines(words that were read, words of the translation), <eos> among them."""
+    """A model with fixed weights, its two vocabularies, the sentence length, and the format of answers.
+
+    model.decoding() returns decode(source (T, B)) -> ids (T', B).  lines(source tokens, output tokens), both with <eos>,
+    returns the lines to print.
+    """
     model: object
     source_vocabulary: Vocabulary
     target_vocabulary: Vocabulary
@@ -97,22 +101,22 @@ class Translator:
         return self.model.decoding()
 
     def sentences(self, sources, batch_size=128):
-        """Translate sentences as a Corpus keeps them; the result is such a list too, without <eos>."""
+        """Translate sentences, given and returned as in a Corpus, without <eos>."""
         return [sentence(words) for words in self._words(sources, batch_size)]
 
     def _words(self, sources, batch_size):
         for first in range(0, len(sources), batch_size):
             source = encode(list(map(self._read, sources[first:first + batch_size])), self.source_vocabulary, self.num_steps)
-            said = self._decode(backend.put(np.ascontiguousarray(source.T)))
-            for ids in said.T:
+            output = self._decode(backend.put(np.ascontiguousarray(source.T)))
+            for ids in output.T:
                 yield self.target_vocabulary.words(ids[ids != PAD])
 
     def _read(self, source):
-        """Return the tokens of a sentence in the forms that the vocabulary knows."""
+        """Return the tokens of a sentence in the forms that the vocabulary contains."""
         return [self.source_vocabulary.known_form(token) for token in tokens_of(source)]
 
     def answer(self, line):
-        """Yield the lines to print for a line of raw text: unknown words, the translation.  Warn on stderr if it is cut."""
+        """Yield the lines to print for a line of raw text: unknown words, the translation.  Warn on stderr if truncated."""
         tokens = self._read(token for token in tokenize(line) if token != SPECIALS[EOS])
         if not tokens:
             return
@@ -128,7 +132,7 @@ class Translator:
 
 
 def check_vocabularies(path, state, vocabularies, pairs):
-    """Raise a UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
+    """Raise UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
     remedy = f'give the corpus it was trained on, {state["corpus"]}, or start from scratch in another folder'
     for which, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
         kept = Vocabulary(state['vocabularies'][which])

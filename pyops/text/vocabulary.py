@@ -1,4 +1,4 @@
-"""Words and their numbers."""
+"""Vocabularies: tokens and their ids."""
 from collections import Counter
 from functools import cached_property
 from itertools import chain
@@ -12,37 +12,37 @@ SPECIALS = ('<pad>', '<eos>', '<unk>', '<bos>')
 
 
 def tokens_of(sentence):
-    """Return the list of tokens of a sentence, which is such a list or its tokens joined by spaces."""
+    """Return the tokens of a sentence as a list; the sentence is a list of tokens or tokens joined by spaces."""
     return sentence.split() if isinstance(sentence, str) else sentence
 
 
 class Vocabulary:
-    """A list of distinct tokens; a token's id is its place in the list, and the first four are `SPECIALS`.
+    """A list of distinct tokens.  A token's id is its index; the first four tokens are `SPECIALS`.
 
     `tokens` is all that a checkpoint has to store: `Vocabulary(tokens)` restores the rest.
-    Text never becomes a control token: `<eos>` written in a sentence is an unknown word.
+    Text never yields a control token: `<eos>` in a sentence is an unknown word.
     """
 
     def __init__(self, tokens):
-        """Take the tokens in the order of their ids.  UserError if the specials do not lead or a token repeats."""
+        """Create it from tokens in id order.  UserError unless it starts with SPECIALS and has no duplicates."""
         self.tokens = list(tokens)
         count = len(SPECIALS)
         if tuple(self.tokens[:count]) != SPECIALS:
             got = ' '.join(map(str, self.tokens[:count])) or 'nothing'
-            raise UserError(f'vocabulary: want it to begin with {" ".join(SPECIALS)}, got {got}; '
+            raise UserError(f'vocabulary: expected it to start with {" ".join(SPECIALS)}, got {got}; '
                             'build it from its corpus again')
         if len(set(self.tokens)) != len(self.tokens):
             token, times = Counter(self.tokens).most_common(1)[0]
-            raise UserError(f'vocabulary: want distinct tokens, got {token!r} {times} times; '
+            raise UserError(f'vocabulary: expected distinct tokens, got {token!r} {times} times; '
                             'build it from its corpus again')
         self._ids = {token: id for id, token in enumerate(self.tokens) if id >= count}
 
     @classmethod
     def build(cls, sentences, min_count=3):
-        """Return the vocabulary of the tokens that occur `min_count` times or more.
+        """Return the vocabulary of the tokens that occur at least min_count times.
 
-        `sentences` is a Sentences, or an iterable of sentences, each a list of tokens or its tokens joined by spaces.  The
-        most frequent token comes first; of two that are equally frequent, the one that was seen first.
+        `sentences` is a Sentences, or an iterable of sentences, each a list of tokens or tokens joined by spaces.  Tokens are
+        sorted by frequency; equally frequent ones are in order of first occurrence.
         """
         counts = Counter(sentences.counts() if isinstance(sentences, Sentences) else
                          chain.from_iterable(map(tokens_of, sentences)))
@@ -56,26 +56,26 @@ class Vocabulary:
     def __eq__(self, other):
         return isinstance(other, Vocabulary) and self.tokens == other.tokens
 
-    __hash__ = None                                         # a mutable list inside
+    __hash__ = None                                         # contains a mutable list
 
     def __repr__(self):
         return f'Vocabulary({len(self)} tokens)'
 
     def ids(self, tokens):
-        """Return the ids of a list of tokens, `UNK` for what is not known."""
+        """Return the ids of a list of tokens, UNK for unknown ones."""
         get = self._ids.get
         return [get(token, UNK) for token in tokens]
 
     def id(self, token):
-        """Return the id of a token, `UNK` if it is not known."""
+        """Return the id of a token, UNK if it is unknown."""
         return self._ids.get(token, UNK)
 
     def known_form(self, token):
-        """Return the form of a token that is in the vocabulary, or the token itself if it has none.
+        """Return the form of a token that is in the vocabulary, or the token itself if there is none.
 
         A known token without typographic quotes is its own form.  For any other it is the most frequent token that differs
-        in the kind of quotes alone: can't for can’t, or can’t for can't if only that is known.  If there is none, and a
-        quote of the token is typographic, it is the token without the quotes around it: you for “you.
+        only in the kind of quotes: can't for can’t, or can’t for can't if only that is known.  If there is none, and the
+        token has typographic quotes, it is the token without the surrounding quotes: you for “you.
         """
         plain = plain_quotes(token)
         if plain == token:
@@ -90,10 +90,10 @@ class Vocabulary:
     def words(self, ids):
         """Return the tokens of an iterable of ids, specials included.  IndexError for an id outside 0..len-1."""
         ids = [int(id) for id in ids]
-        if ids and min(ids) < 0:                            # a list would count it from the end
+        if ids and min(ids) < 0:                            # a list would index from the end
             raise IndexError(f'token id {min(ids)} is negative')
         return [self.tokens[id] for id in ids]
 
     def unknown(self, tokens):
-        """Return those of a list of tokens that the vocabulary does not hold, in their order."""
+        """Return the tokens of a list that are not in the vocabulary, in their order."""
         return [token for token in tokens if token not in self._ids]
