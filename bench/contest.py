@@ -1,6 +1,6 @@
-"""What contests share: contestants in processes of their own that take turns, and how their figures are told.
+"""Shared by the contests: contestants in separate processes that take turns, and the table of their figures.
 
-Each contestant (bench/worker.py) waits while another works, so that a slow minute of the machine falls on all of them.
+Each contestant (bench/worker.py) waits while another works, so that a slow minute of the machine affects all of them.
 """
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def add_flags(p):
 
 
 def kinds_of(args, beside_torch):
-    """-> the contestants; UserError where PyTorch is wanted and not there."""
+    """Return the kinds of contestants.  UserError if PyTorch is requested but not installed."""
     if not beside_torch:
         return ['ours']
     if importlib.util.find_spec('torch') is None:
@@ -34,7 +34,7 @@ def kinds_of(args, beside_torch):
 
 
 class Contestant:
-    """A worker process: turn(*numbers) lets it do its job -> its answer, with `seconds` and `peak_mib`."""
+    """A worker process.  turn(*numbers) runs its job and returns its answer, with `seconds` and `peak_mib`."""
 
     def __init__(self, program, job, kind, folder, threads):
         self.kind, self.threads = kind, threads
@@ -61,12 +61,12 @@ class Contestant:
 
 
 def percentiles(seconds):
-    """-> p20_s, median_s and p80_s of several measurements."""
+    """Return p20_s, median_s and p80_s of several measurements."""
     return dict(zip(('p20_s', 'median_s', 'p80_s'), np.percentile(seconds, (20, 50, 80)).round(7).tolist(), strict=True))
 
 
 def print_figures(title, figures, amount, unit, names=NAMES):
-    """A line for each contestant, beside the first.  amount: how many `unit` a measurement is of."""
+    """Print a line per contestant, with its ratio to the first.  amount: number of `unit` per measurement."""
     print(f'{title:16} {"median":>10} {"p20":>10} {"p80":>10} {unit + "/s":>12} {"peak MiB":>9} {"to first":>9}')
     first = next(iter(figures.values()))
     for kind, f in figures.items():

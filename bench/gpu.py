@@ -1,10 +1,10 @@
-"""Time a GPU: kernels against what its memory can carry, matrix products and training steps beside PyTorch's.
+"""GPU benchmark: kernels against memory bandwidth, matrix products and training steps against PyTorch.
 
     python -m bench.gpu                             a table; with --json FILE the figures too
-    python -m bench.gpu --only transformer --trial  small sizes, to see that it runs (also on an emulation, without torch)
+    python -m bench.gpu --only transformer --trial  a smoke test with small sizes (also on the emulator, without torch)
 
-PyTorch runs eagerly, compiled, and with its step captured in a CUDA graph; the best counts.  All contestants are in this
-process and take turns; a turn is many steps, and the device is waited for at its end.
+PyTorch runs eagerly, compiled, and with its step captured in a CUDA graph; the fastest counts.  All contestants share this
+process and take turns; a turn is many steps, followed by a synchronisation.
 """
 import contextlib
 import json
@@ -48,10 +48,10 @@ def parse(argv):
 # ---- contests --------------------------------------------------------------------------------------------------------
 
 def median_seconds(contestants, sizes):
-    """contestants: {name: (run(n), wait())}, n repetitions and waiting for the device -> {name: seconds of one}."""
+    """Time contestants {name: (run(n), wait())}: n repetitions, and synchronisation.  Return {name: seconds per repetition}."""
     repeats, seconds = {}, {name: [] for name in contestants}
     for name, (run, wait) in contestants.items():
-        run(3)                                          # compiled, captured, loaded
+        run(3)                                          # warm up: compile, capture, load
         wait()
         start = time.perf_counter()
         run(3)
@@ -68,7 +68,7 @@ def median_seconds(contestants, sizes):
 
 
 def repeated(call):
-    """call() -> run(n)."""
+    """Return run(n), which calls call() n times."""
     def run(n):
         for _ in range(n):
             call()
@@ -76,7 +76,7 @@ def repeated(call):
 
 
 class Torch:
-    """What the PyTorch contestants need, or None of it."""
+    """The PyTorch contestants; false if PyTorch is not used."""
 
     def __init__(self, wanted):
         self.torch = None
@@ -94,7 +94,7 @@ class Torch:
 
     @contextlib.contextmanager
     def precision(self, name):
-        """Inside the block float32 products are rounded as ours are, and bf16 is autocast."""
+        """Inside the block, float32 products have the precision of ours; bf16 means autocast."""
         torch = self.torch
         torch.set_float32_matmul_precision('highest' if name == 'fp32' else 'high')
         torch.backends.cudnn.allow_tf32 = name != 'fp32'
@@ -102,8 +102,10 @@ class Torch:
             yield
 
     def contestants(self, make_step, batches, precision, compiles=True):
-        """make_step(compiled) -> step(*batch); batches(): a batch of device tensors -> {name: (run, wait)}, without those
-        that fail."""
+        """Return {name: (run, wait)} for the contestants that work.
+
+        make_step(compiled) -> step(*batch); batches() -> a batch of device tensors.
+        """
         made = {}
         kinds = {'eager': self._plain, 'compiled': self._plain}
         if self.has_gpu:
@@ -113,7 +115,7 @@ class Torch:
                 continue
             try:
                 made[f'torch {name}'] = make(make_step('compiled' in name), batches, precision), self.wait
-            except Exception as error:                  # a contestant that cannot run is left out, and said
+            except Exception as error:                  # report and leave out a contestant that fails
                 print(f'torch {name}: left out ({" ".join(str(error).split())[:200]})', file=sys.stderr)
         return made
 
@@ -148,13 +150,13 @@ class Torch:
 
 
 def best(seconds):
-    """-> the fastest of PyTorch's, by name, or None."""
+    """Return the name of the fastest PyTorch contestant, or None."""
     theirs = {name: s for name, s in seconds.items() if name.startswith('torch')}
     return min(theirs, key=theirs.get) if theirs else None
 
 
 def compare(what, seconds, **more):
-    """A figure of the report, and its line."""
+    """Print a line of the report and return its figures."""
     opponent = best(seconds)
     ratio = seconds[opponent] / seconds['ours'] if opponent else None
     figure = dict(what=what, ours_s=seconds['ours'], all_s=seconds, best=opponent, ratio=ratio) | more
@@ -166,7 +168,7 @@ def compare(what, seconds, **more):
 # ---- memory and products ---------------------------------------------------------------------------------------------
 
 def memory(gpu, torch, sizes):
-    """Kernels that only move memory, as a share of what a copy reaches."""
+    """Time memory-bound kernels and compare their bandwidth with that of a copy."""
     from pyops import backend
     n, rng = sizes.memory, np.random.default_rng(0)
     C, V = 256, max(sizes.memory // 256 // 2, 2)
@@ -175,7 +177,7 @@ def memory(gpu, torch, sizes):
     ids = backend.put(rng.integers(0, V, n // C).astype(np.int32))
     weight, bias = backend.put(np.ones(C, np.float32)), backend.put(np.zeros(C, np.float32))
     mean, rstd = backend.zeros(n // C), backend.zeros(n // C)
-    kernels = {     # bytes that have to move, and the launch
+    kernels = {     # bytes of traffic, and the launch
         'copy (scale)': (8 * n, ('scale', y, x, one, n)),
         'adam': (28 * n, ('adam', x, m, v, g, None, norm, step, lr, n, 1.0, 0.9, 0.999, 1e-8, 0.0)),
         'dropout': (8 * n, ('dropout', y, x, step, n, 0.2, 7)),
@@ -198,7 +200,7 @@ def memory(gpu, torch, sizes):
 
 
 def products(gpu, torch, sizes):
-    """Matrix products beside torch.matmul."""
+    """Time matrix products against torch.matmul."""
     from pyops import backend
     figures, rng = [], np.random.default_rng(0)
     N = sizes.product
@@ -243,7 +245,7 @@ def products(gpu, torch, sizes):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 def translation_contest(what, gpu, torch, sizes, ours, theirs, config, lr, precision, batch):
-    """One training step of a translator on random sentences with the real sizes: 15 % padding at their ends."""
+    """Time one training step of a translator on random sentences with realistic sizes and 15 % padding at their ends."""
     from bench.torch_step import copy_weights, make_step
     from bench.translation import planned_steps
     from pyops import backend
@@ -284,7 +286,7 @@ def translation_contest(what, gpu, torch, sizes, ours, theirs, config, lr, preci
 
 
 def padded(rng, n, steps, words):
-    """Random ids (n, steps) int32 above the special ones, and <pad> behind random lengths that leave 15 % of the places."""
+    """Return random ids (n, steps) int32 above the special ones, padded after random lengths: 15 % padding on average."""
     from pyops.text.vocabulary import PAD, SPECIALS
     ids = rng.integers(len(SPECIALS), words, (n, steps)).astype(np.int32)
     lengths = np.clip(rng.normal(0.85 * steps, 0.15 * steps, n).round(), 1, steps)
@@ -319,7 +321,7 @@ def base(gpu, torch, sizes):
 
 
 def mnist(gpu, torch, sizes):
-    """The whole training of the digits, without loading them: seconds of all epochs."""
+    """Time the whole training on digits without loading them: seconds for all epochs."""
     from bench.torch_mnist import TorchMLP
     from bench.torch_step import copy_weights, make_step
     from mnist.train import AT_ONCE, prepare
@@ -361,7 +363,7 @@ def mnist(gpu, torch, sizes):
 
 
 def once_seconds(contestants, sizes):
-    """Like median_seconds, for runs that are long: each once a turn."""
+    """Like median_seconds, for long runs: one run per turn."""
     seconds = {name: [] for name in contestants}
     for _ in range(sizes.turns):
         for name, (run, wait) in contestants.items():
@@ -384,7 +386,7 @@ def main(argv=None):
     report = dict(device=gpu.model, torch=torch.torch.__version__ if torch else None, date=time.strftime('%Y-%m-%d'))
     for name in args.only or SECTIONS:
         report[name] = SECTIONS[name](gpu, torch, sizes)
-        if args.json:                                   # now, so that a later failure loses nothing
+        if args.json:                                   # after each section, so that a later failure loses nothing
             try:
                 with open(args.json, 'w') as file:
                     json.dump(report, file, indent=1)

@@ -1,8 +1,8 @@
-"""Everything that a GPU alone can show, in one command for a machine that has one: `make gpu-check`.
+"""All checks that require a GPU, in one command: `make gpu-check`.
 
-It builds for the GPU that is there, compares every wrapped instruction with its emulation, runs the tests on the device and
-under compute-sanitizer, and times it beside PyTorch (bench/gpu.py).  It installs nothing, says what is missing, ends within
-nine minutes, and writes bench/results/gpu-NAME.json, which tells of the failures too.
+It builds for the GPU of this machine, compares every wrapped instruction with its emulation, runs the tests on the device and
+under compute-sanitizer, and benchmarks it against PyTorch (bench/gpu.py).  It installs nothing, reports missing tools, ends
+within nine minutes, and writes bench/results/gpu-NAME.json, which also records failures.
 """
 import json
 import os
@@ -16,16 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 9 * 60 - 15         # seconds in all, and some to write the report
-MODULES = {'numpy': True, 'cffi': True, 'safetensors': True, 'tqdm': True, 'pytest': True, 'torch': False}   # whether needed
+LIMIT = 9 * 60 - 15         # seconds in all, with some reserved for the report
+MODULES = {'numpy': True, 'cffi': True, 'safetensors': True, 'tqdm': True, 'pytest': True, 'torch': False}   # True: required
 ON_GPU = {'PYOPS_BACKEND': 'gpu'}
-AT_ONCE = ON_GPU | {'PYOPS_SYNC': '1'}                  # an error is raised by the call that made it
+AT_ONCE = ON_GPU | {'PYOPS_SYNC': '1'}                  # errors are raised by the call that caused them
 TABLE = ['tests/test_ops.py', 'tests/test_kernels.py', 'tests/test_strided.py']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs']
 
 
 def steps(report):
-    """(name, seconds at most, command, environment) of each, in their order."""
+    """Yield (name, time limit in seconds, command, environment) of each step, in order."""
     make = ['make', f'-j{os.cpu_count()}', f'PYTHON={sys.executable}']
     sanitizer = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
     yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'conformance', 'CUDA_ARCH=native'], {}
@@ -42,7 +42,7 @@ def steps(report):
 
 
 def run(name, limit, command, environment):
-    """-> what became of it.  Its output goes to the terminal, and its last lines into the report."""
+    """Run a step and return its outcome.  The last lines of its output go to the terminal and the report."""
     print(f'==== {name}: {" ".join(command)}', flush=True)
     start, log = time.monotonic(), ROOT / f'build/gpu-check-{name.replace(" ", "-")}.log'
     with open(log, 'wb') as file:
@@ -52,7 +52,7 @@ def run(name, limit, command, environment):
             status = process.wait(limit)
             outcome = 'passed' if status == 0 else f'failed with status {status}'
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)      # and what it started, which would go on using the GPU
+            os.killpg(process.pid, signal.SIGKILL)      # also kills its children, which may use the GPU
             process.wait()
             outcome = f'stopped after {limit:.0f} s'
     tail = log.read_text(errors='replace').splitlines()[-40:]
@@ -62,7 +62,7 @@ def run(name, limit, command, environment):
 
 
 def missing():
-    """What stops the check, one line each."""
+    """Yield a line for each problem that prevents the check."""
     for tool in ('nvidia-smi', os.environ.get('NVCC', 'nvcc'), 'make', 'g++', 'gcc'):
         if not shutil.which(tool):
             yield f'{tool} is not on the PATH'
@@ -104,10 +104,10 @@ def main():
         if step == 'build' and report['steps'][step]['outcome'] != 'passed':
             break
     print(f'\n{name}, driver {driver}, {time.monotonic() - start:.0f} s')
-    for step, told in report['steps'].items():
-        print(f'  {step:20} {told["outcome"]}')
+    for step, result in report['steps'].items():
+        print(f'  {step:20} {result["outcome"]}')
     print(f'report: {out.relative_to(ROOT)}')
-    return 0 if all(told['outcome'] == 'passed' for told in report['steps'].values()) else 1
+    return 0 if all(result['outcome'] == 'passed' for result in report['steps'].values()) else 1
 
 
 if __name__ == '__main__':

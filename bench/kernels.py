@@ -1,12 +1,11 @@
-"""The machine's limits, and how near to them kernels come at the programs' shapes, beside PyTorch.
+"""Measure the machine's limits, and the speed of kernels at the programs' shapes relative to the limits and to PyTorch.
 
-    python -m bench.kernels                 a table; needs torch
-    python -m bench.kernels gemm gru        cases whose names hold one of these words
+    python -m bench.kernels                 a table; requires torch
+    python -m bench.kernels gemm gru        only cases whose names contain one of these words
     python -m bench.kernels --save          and append the figures to bench/results/kernels.jsonl
 
-Limits are measured first: fused multiply-adds in registers for each instruction set, and copying from memory to memory, on
-one thread and on all.  Ours, PyTorch's and, of large products, numpy's take turns; a figure is the median, beside it the 20th
-and 80th percentile.
+The limits are measured first: peak FMA throughput for each instruction set and copy bandwidth, on one thread and on all.
+pyops, PyTorch and (for large products) numpy take turns; the table shows the median and the 20th and 80th percentiles.
 """
 import importlib.util
 import os
@@ -22,16 +21,16 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.training import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.kernels'
-# All contestants are in this process, ours and PyTorch's each with threads of its own, which spin for milliseconds after a
-# call, on the core that the next contestant wants.  With this they sleep sooner; OpenMP reads it when it is loaded.
+# All contestants share this process; the threads of each spin for milliseconds after a call and occupy the cores of the next
+# contestant.  With this they sleep sooner; OpenMP reads it when it is loaded.
 os.environ.setdefault('GOMP_SPINCOUNT', '3000')
 ISAS = 'generic', 'avx2', 'avx512'
-T, B, D, V, HEADS = 9, 128, 256, 13387, 4           # the translators': steps, batch, width, French words, attention heads
+T, B, D, V, HEADS = 9, 128, 256, 13387, 4           # of the translators: steps, batch, width, French vocabulary, heads
 
 
 class Case(NamedTuple):
-    """Something to time.  flops or nbytes, the other 0: what it has to do, and so which limit it is held against.
-    theirs: PyTorch's, numpy: numpy's, where there is one."""
+    """A case to time.  Either flops or nbytes is its amount of work, the other is 0; the nonzero one selects the limit.
+    theirs, numpy: the same in PyTorch and in numpy, if available."""
     name: str
     flops: float
     nbytes: float
@@ -41,7 +40,7 @@ class Case(NamedTuple):
 
 
 def limits_of(isa, threads):
-    """-> (FLOP/s, B/s), in a process of its own, since an instruction set is chosen when the library is loaded; None where
+    """Measure (FLOP/s, B/s) in a separate process, since the instruction set is chosen when the library is loaded.  None if
     this CPU lacks it."""
     code = ('import sys; from pyops import backend, profile; backend.set_threads(int(sys.argv[1])); '
             'print(*profile.machine()[:2])')
@@ -51,7 +50,7 @@ def limits_of(isa, threads):
 
 
 def roofline(threads):
-    """-> {isa: {threads: (FLOP/s, B/s)}}: the best of three turns each."""
+    """Return {isa: {threads: (FLOP/s, B/s)}}, each the best of three turns."""
     found = {}
     for _ in range(3):
         for isa in ISAS:
@@ -63,7 +62,7 @@ def roofline(threads):
     return found
 
 
-# ---- cases: ours on the kernels, theirs on torch -----------------------------------------------------------------------
+# ---- cases: pyops and PyTorch -----------------------------------------------------------------------
 
 def gemm_cases(rng, torch):
     from pyops import backend
@@ -80,8 +79,8 @@ def gemm_cases(rng, torch):
         b = rng.standard_normal((N, K) if b_turned else (K, N), np.float32)
         a, b = (x.T if turned else x for x, turned in ((a, a_turned), (b, b_turned)))
         c, x, w, y = backend.empty((M, N)), torch.from_numpy(a), torch.from_numpy(b), torch.empty(M, N)
-        reads_b = name.startswith('gemm one')           # so little is computed with it that reading it is the work
-        is_large = M * N * K >= 2**30                   # those that numpy shares between threads, too
+        reads_b = name.startswith('gemm one')           # a matrix-vector product: limited by reading b
+        is_large = M * N * K >= 2**30                   # numpy uses threads for these too
         out = np.empty((M, N), np.float32) if is_large else None
         yield Case(name, 0 if reads_b else 2 * M * N * K, 4 * N * K if reads_b else 0,
                    lambda c=c, a=a, b=b: backend.gemm(c, a, b), lambda x=x, w=w, y=y: torch.mm(x, w, out=y),
@@ -89,7 +88,7 @@ def gemm_cases(rng, torch):
 
 
 def op_cases(rng, torch):
-    """Forward and backward of whole ops."""
+    """Yield cases of whole ops, forward and backward."""
     from pyops import ops
     from pyops.params import Parameters, Spec
 
@@ -119,7 +118,7 @@ def op_cases(rng, torch):
         torch.nn.functional.cross_entropy(torch.nn.functional.linear(tx, weight, bias), tl).backward()
     yield Case('output layer and loss, with gradients', 3 * 2 * T * B * D * V, 0, ours, theirs)
 
-    # the likeliest words
+    # predict the most likely tokens
     with torch.no_grad():
         for R in (1, B):
             rows = normal(R, D)
@@ -177,9 +176,9 @@ def op_cases(rng, torch):
 
 
 def pass_cases(rng, torch):
-    """One pass over memory each."""
+    """Yield cases of one pass over memory."""
     from pyops import backend, formats
-    n = 8_000_000                                               # floats: as many as seq2seq's parameters, more than a cache
+    n = 8_000_000                                               # floats: the size of seq2seq's parameters, larger than caches
     x, y, step, lr = rng.standard_normal(n, np.float32), backend.zeros(n), np.ones(1, np.int64), np.full(1, 1e-3, np.float32)
     one, tx, ty = np.ones(1, np.float32), torch.from_numpy(x.copy()), torch.empty(n)
     yield Case('copy, 32 MB', 0, 8 * n, lambda: backend.launch('scale', y, x, one, n), lambda: ty.copy_(tx))
@@ -203,9 +202,9 @@ def pass_cases(rng, torch):
 # ---- timing ----------------------------------------------------------------------------------------------------------------
 
 def percentiles(contestants, seconds):
-    """Seconds a call, (20th, 50th, 80th percentile) of each, in turns, within about `seconds` for all."""
+    """Return the (20th, 50th, 80th percentile) of seconds per call for each contestant, taking turns for about `seconds`."""
     times, repeats = [[] for _ in contestants], []
-    for run in contestants:                     # so many calls a turn that it lasts a millisecond
+    for run in contestants:                     # calls per turn: about a millisecond
         run()
         start = time.perf_counter()
         run()
@@ -257,9 +256,9 @@ def main(argv=None):
         medians = {name: times[1] for name, times in zip(others, theirs, strict=True)}
         rate = (case.flops or case.nbytes) / median
         share = rate / (flops if case.flops else copy)
-        told = ' '.join(f'{shown(seconds)} {seconds / median:6.2f}x' for seconds in medians.values())
+        comparison = ' '.join(f'{shown(seconds)} {seconds / median:6.2f}x' for seconds in medians.values())
         print(f'{case.name:46}{shown(median)} {shown(low):>11} - {shown(high)} {rate / 1e9:7.1f} '
-              f'{"GFLOP/s" if case.flops else "GB/s   "} {share:7.0%}  {told}', flush=True)
+              f'{"GFLOP/s" if case.flops else "GB/s   "} {share:7.0%}  {comparison}', flush=True)
         figures.append({'name': case.name, 'seconds': median, 'p20': low, 'p80': high, 'share': share,
                         'unit': 'GFLOP/s' if case.flops else 'GB/s', 'rate': rate / 1e9} | medians)
     if args.save:

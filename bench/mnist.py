@@ -1,4 +1,4 @@
-"""The contest of mnist training steps: what all contestants share, our step, PyTorch's step."""
+"""The contest of mnist training steps: data, our step, PyTorch's step."""
 import numpy as np
 
 from bench.translation import job
@@ -8,7 +8,7 @@ BATCH_SIZE = 100
 
 
 def prepare(args, folder):
-    """Write images, labels, batches and initial weights.  -> a line about the data."""
+    """Write images, labels, batches and initial weights.  Return a line about the data."""
     from mnist.model import MLP
     from pyops.data import mnist
     from pyops.data.batches import epoch_order
@@ -24,12 +24,12 @@ def prepare(args, folder):
 
 
 def train(folder, kind):
-    """-> turn, tell of a contestant in training steps."""
+    """Return turn and describe of a contestant in training steps; see bench.translation.job."""
     return job(make_ours(folder) if kind == 'ours' else make_torch(folder, kind == 'torch-compile'))
 
 
 def make_ours(folder):
-    """-> step(k): our training step on batch k, replayed from a plan as in mnist.train; returns its loss."""
+    """Return step(k): our training step on batch k, replayed from a plan as in mnist.train; it returns the loss."""
     from mnist import train
     from pyops import plan
     with np.load(folder / 'data.npz') as file:
@@ -40,7 +40,7 @@ def make_ours(folder):
 
 
 def make_torch(folder, compiled):
-    """-> step(k): PyTorch's, on the same batch from the same weights; all images are floats beforehand."""
+    """Return step(k): PyTorch's step on the same batch from the same weights, with all images converted to float first."""
     import torch
 
     from bench.torch_mnist import TorchMLP

@@ -1,8 +1,8 @@
-"""Time array operations beside numpy's: python -m bench.ndarray [--size N] [--threads N]
+"""Time array operations against numpy: python -m bench.ndarray [--size N] [--threads N]
 
-Element-wise operations, reductions and products on matrices of N x N, with new results on both sides, and the overhead
-of an operation on a few numbers, on arrays and on Tensors.  The contestants take turns; a figure is the shortest of many
-runs.  numpy uses one thread, except for products.
+Elementwise operations, reductions and products of N x N matrices, each with a new result, and the overhead of an operation
+on small arrays and Tensors.  The contestants take turns; a figure is the shortest of many runs.  numpy uses one thread,
+except for products.
 """
 import time
 
@@ -38,7 +38,7 @@ CASES = {
 
 
 def best(contestants, seconds, repeats):
-    """The shortest time of each, in turns, within about `seconds` for all."""
+    """Return the shortest time of each contestant, taking turns for about `seconds`."""
     times = [float('inf')] * len(contestants)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -51,7 +51,7 @@ def best(contestants, seconds, repeats):
 
 
 def line(name, times):
-    """A row of the table: ours for each number of threads, numpy's, how much longer numpy takes."""
+    """Print a row of the table: our time per number of threads, numpy's time, and the ratios."""
     unit, scale = ('us', 1e6) if times[-1] < 1e-3 else ('ms', 1e3)
     *ours, theirs = times
     print(f'{name:28}' + ''.join(f'{scale * t:9.2f} {unit}' for t in times) + ''.join(f'{theirs / t:8.2f} x' for t in ours))
@@ -73,7 +73,7 @@ def main(argv=None):
         return turn
 
     def contest(name, ours, theirs, x, z):
-        a, b, x = ndarray.array(x), ndarray.array(z), x.copy()          # one changes its operand
+        a, b, x = ndarray.array(x), ndarray.array(z), x.copy()          # a copy, since a case modifies its operand
         runs = [with_threads(n, lambda: ours(a, b)) for n in counts] + [lambda: theirs(x, z)]
         rough = best(runs, 0.01, 1)[-1]
         line(name, best(runs, args.seconds, max(1, int(1e-3 / rough))))

@@ -1,4 +1,4 @@
-"""Figures that are kept: bench/results/NAME.jsonl, one JSON object a line, the newest last."""
+"""The archive of benchmark results: bench/results/NAME.jsonl, one JSON object per line, the newest last."""
 import datetime
 import importlib.metadata
 import json
@@ -32,7 +32,7 @@ def torch_version():
 
 
 def save(name, figures):
-    """Append figures, with date, commit, machine and PyTorch's version, to NAME.jsonl."""
+    """Append figures with date, commit, machine and PyTorch version to NAME.jsonl."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f'{name}.jsonl'
     about = {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': machine_name(), 'torch': torch_version()}
@@ -42,6 +42,6 @@ def save(name, figures):
 
 
 def load(name, folder=FOLDER):
-    """-> what was saved under that name, oldest first."""
+    """Return the results saved under that name, oldest first."""
     path = folder / f'{name}.jsonl'
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

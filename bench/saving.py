@@ -1,9 +1,9 @@
-"""Time training steps while tensors are saved, and the same steps without.
+"""Time training steps with and without saving tensors.
 
     python -m bench.saving                          transformer: 10 layers every 10th step
     python -m bench.saving seq2seq --layers 9 --every 5 --json
 
-Both train the same model and take turns.  A turn with saving ends when the disk has everything.
+Both train the same model and take turns.  A turn with saving ends when everything is on disk.
 """
 import json
 import shutil
@@ -33,7 +33,7 @@ def parse(argv):
 
 
 def prepare(args):
-    """-> plan.Steps of the program, rows(k) of batch k"""
+    """Return plan.Steps of the program, and rows(k), which returns the indices of batch k."""
     if args.program == 'mnist':
         from mnist import train
         from pyops import plan
@@ -75,7 +75,7 @@ def main(argv=None):
             for batch in batches:
                 (saving.step if kind == 'saving' else steps)(batch)
             summary = saving.writer.close() if kind == 'saving' else summary
-            if turn >= 0:                               # the first is a warm-up
+            if turn >= 0:                               # the first turn is a warm-up
                 times.append((time.perf_counter() - start) / args.steps)
             saving.writer.close()
             shutil.rmtree(folder)

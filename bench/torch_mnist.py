@@ -1,4 +1,4 @@
-"""The mnist program in PyTorch, as its users would write it: opponent of the benchmark, oracle of the tests.
+"""The mnist program in idiomatic PyTorch: contestant in the benchmarks, reference in the tests.
 
     python -m bench.torch_mnist [--compile]         10 epochs, the lines of mnist.train
 """
@@ -23,7 +23,7 @@ class TorchMLP(nn.Module):
         return self.linear2(torch.relu(self.linear1(x)))
 
     def named(self):
-        """Our parameter name -> this module's parameter, in our layout."""
+        """Return {our parameter name: this module's parameter}, in our layout."""
         return {'w1': self.linear1.weight.T, 'bias1': self.linear1.bias, 'w2': self.linear2.weight, 'bias2': self.linear2.bias}
 
 
@@ -32,7 +32,7 @@ def main(epochs=10, batch_size=100, trained=50_000):
     torch.manual_seed(0)
     digits = mnist.load()
     x, labels = torch.tensor(digits.train_images).float() / 255, torch.tensor(digits.train_labels).long()
-    trained = min(trained, len(x) * 5 // 6)         # of the embedded digits too a sixth evaluates
+    trained = min(trained, len(x) * 5 // 6)         # embedded digits: evaluate on a sixth too
     model = TorchMLP()
     step = make_step(torch.compile(model) if '--compile' in sys.argv else model, lr=0.001)
     for epoch in range(epochs):

@@ -1,6 +1,6 @@
-"""The same seq2seq in PyTorch, as its users would write it: the oracle of the tests and the opponent of the benchmark.
+"""The seq2seq model in idiomatic PyTorch: reference in the tests, contestant in the benchmarks.
 
-It has nn.GRU with its own dropout, nn.Linear over all positions, and cross entropy that ignores padding.
+It uses nn.GRU with its own dropout, nn.Linear over all positions, and cross entropy that ignores padding.
 """
 import torch
 from torch import nn
@@ -29,18 +29,18 @@ class TorchSeq2Seq(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
 
     def translate(self, source, num_steps):
-        """source (T, B) int64 -> (at most num_steps, B) int64, <pad> after <eos>; of a sentence its states are kept."""
+        """source (T, B) int64 -> (at most num_steps, B) int64, <pad> after <eos>.  The decoder state is carried along."""
         _, states = self.encoder(self.source_embedding(source))
         context = states[-1:]
 
-        def say(said):
+        def predict(tokens):
             nonlocal states
-            h, states = self.decoder(torch.cat([self.target_embedding(said[-1:]), context], -1), states)
+            h, states = self.decoder(torch.cat([self.target_embedding(tokens[-1:]), context], -1), states)
             return self.output(h[-1])
-        return greedy(say, source.shape[1], num_steps)
+        return greedy(predict, source.shape[1], num_steps)
 
     def named(self):
-        """Our parameter name -> this module's parameter."""
+        """Return {our parameter name: this module's parameter}."""
         places = {'encoder.embedding.weight': self.source_embedding.weight,
                   'decoder.embedding.weight': self.target_embedding.weight,
                   'output.weight': self.output.weight, 'output.bias': self.output.bias}

@@ -1,4 +1,4 @@
-"""What the PyTorch contestants share: a training step as in our programs, greedy decoding, and taking over our weights."""
+"""Shared by the PyTorch contestants: a training step as in our programs, greedy decoding, and copying our weights."""
 import torch
 from torch import nn
 
@@ -7,15 +7,15 @@ from pyops.text.vocabulary import BOS, EOS, PAD
 
 @torch.no_grad()
 def copy_weights(model, values):
-    """Give a twin (its named() maps our parameter's name to its own) the arrays values[name]."""
+    """Copy the arrays values[name] into a twin, whose named() maps our parameter names to its parameters.  Return it."""
     for name, place in model.named().items():
         place.copy_(torch.from_numpy(values[name]))
     return model
 
 
 def make_step(model, lr, max_norm=1.0, on_gpu=False):
-    """step(*batch) -> loss tensor: one training step of a model that returns its loss, with clipped Adam; on a GPU with
-    PyTorch's fused one, which can be captured in a graph."""
+    """Return step(*batch) -> loss tensor: one training step of a model that returns its loss, with Adam and clipping.  On a
+    GPU it uses PyTorch's fused Adam, which can be captured in a graph."""
     optimizer = torch.optim.Adam(model.parameters(), lr, **(dict(fused=True, capturable=True) if on_gpu else {}))
 
     def step(*batch):
@@ -28,11 +28,12 @@ def make_step(model, lr, max_norm=1.0, on_gpu=False):
     return step
 
 
-def greedy(say, sentences, num_steps):
-    """say(said (t, B), <bos> first) -> logits (B, V) of the next words  ->  (at most num_steps, B) int64, <pad> after <eos>."""
-    said, done = torch.full((1, sentences), BOS), torch.zeros(sentences, dtype=torch.bool)
-    while len(said) <= num_steps and not done.all():
-        word = say(said).argmax(-1).masked_fill(done, PAD)
-        said = torch.cat([said, word[None]])
+def greedy(predict, sentences, num_steps):
+    """Decode greedily: predict(tokens (t, B), <bos> first) -> logits (B, V) of the next tokens.  Return (at most num_steps,
+    B) int64, <pad> after <eos>."""
+    tokens, done = torch.full((1, sentences), BOS), torch.zeros(sentences, dtype=torch.bool)
+    while len(tokens) <= num_steps and not done.all():
+        word = predict(tokens).argmax(-1).masked_fill(done, PAD)
+        tokens = torch.cat([tokens, word[None]])
         done = done | (word == EOS)
-    return said[1:]
+    return tokens[1:]

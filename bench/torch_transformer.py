@@ -1,6 +1,6 @@
-"""The same transformer in PyTorch, as its users would write it: the oracle of the tests and the opponent of the benchmark.
+"""The transformer in idiomatic PyTorch: reference in the tests, contestant in the benchmarks.
 
-Attention is scaled_dot_product_attention; sentences are (B, T), batch first, as PyTorch likes them.
+It uses scaled_dot_product_attention; sequences are batch-first, (B, T).
 """
 import math
 
@@ -20,7 +20,7 @@ class MultiHeadAttention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(D, D, bias=False, dtype=dtype) for _ in range(4))
 
     def forward(self, x, memory, mask=None, causal=False):
-        """mask: True where a key may be seen."""
+        """mask: True where a query may attend to a key."""
         q, k, v = (projection(rows).unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for projection, rows in ((self.q, x), (self.k, memory), (self.v, memory)))
         y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, causal)
@@ -75,7 +75,7 @@ class TorchTransformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.config.smoothing)
 
     def encode(self, source):
-        """source (B, T) -> what its words are to the decoder (B, T, D), and which of them are words."""
+        """source (B, T) -> encoder output (B, T, D), and the mask of tokens that are not padding."""
         mask = (source != PAD)[:, None, None, :]
         x = self.embed(self.source_embedding, source)
         for block in self.encoder:
@@ -83,20 +83,20 @@ class TorchTransformer(nn.Module):
         return self.encoder_norm(x), mask
 
     def decode(self, target, memory, source_mask):
-        """target (B, T) -> (B, T, D), from which the output layer tells the words behind each."""
+        """target (B, T) -> (B, T, D), from which the output layer predicts the next token at each position."""
         x = self.embed(self.target_embedding, target)
         for block in self.decoder:
             x = block(x, source_mask, memory)
         return self.decoder_norm(x)
 
     def translate(self, source, num_steps):
-        """source (T, B) int64 -> (at most num_steps, B) int64, <pad> after <eos>.  The source is read once; a word looks
-        back at the words before it by reading them again, and only the last one goes through the output layer."""
+        """source (T, B) int64 -> (at most num_steps, B) int64, <pad> after <eos>.  The source is encoded once; each step
+        decodes all previous tokens again, and only the last one goes through the output layer."""
         seen = self.encode(source.T)
-        return greedy(lambda said: self.output(self.decode(said.T, *seen)[:, -1]), source.shape[1], num_steps)
+        return greedy(lambda tokens: self.output(self.decode(tokens.T, *seen)[:, -1]), source.shape[1], num_steps)
 
     def named(self):
-        """Our parameter name -> this module's parameter."""
+        """Return {our parameter name: this module's parameter}."""
         places = {'encoder.embedding.weight': self.source_embedding.weight,
                   'decoder.embedding.weight': self.target_embedding.weight,
                   'output.weight': self.output.weight, 'output.bias': self.output.bias}

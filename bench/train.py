@@ -1,9 +1,9 @@
-"""Time training steps: ours alone, or beside PyTorch on the same batches from the same weights.
+"""Time training steps: pyops alone, or against PyTorch on the same batches from the same weights.
 
-    python -m bench.train seq2seq --json            one JSON object; median_s is our seconds a step
-    python -m bench.train seq2seq --vs torch        a table, and losses along the way on both sides
-    python -m bench.train mnist --vs torch          the same, and then whole runs with their start-up
-    python -m bench.train seq2seq --scaling         ours on one thread and on all
+    python -m bench.train seq2seq --json            one JSON object; median_s is our seconds per step
+    python -m bench.train seq2seq --vs torch        a table, with losses along the way on both sides
+    python -m bench.train mnist --vs torch          the same, followed by whole runs including start-up
+    python -m bench.train seq2seq --scaling         pyops on one thread and on all
     python -m bench.train seq2seq --vs torch --save     and append the figures to bench/results/train.jsonl
 """
 import importlib
@@ -23,7 +23,7 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.training import ArgumentParser, non_negative_int, positive_int
 
 PROGRAM = 'bench.train'
-# program -> turns of a contest, training steps in a turn, which must be long against waking a process and filling the caches
+# program -> turns of a contest, training steps per turn; a turn must be long compared with waking a process with cold caches
 TURNS = {'seq2seq': (20, 3), 'transformer': (20, 3), 'mnist': (60, 50)}
 # program -> whole runs to time, by contestant
 RUNS = {'mnist': {'ours': ['mnist.train', '--quiet'], 'torch': ['bench.torch_mnist'],
@@ -48,7 +48,7 @@ def parse(argv):
 
 
 def contest(args, contestants, turns, length):
-    """Let contestants, {name: (kind, threads)}, take turns -> a line about the data, figures and losses by name."""
+    """Let contestants, {name: (kind, threads)}, take turns.  Return a line about the data, and figures and losses by name."""
     args.steps, args.warmup = turns * length, args.warmup * length
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -68,7 +68,7 @@ def contest(args, contestants, turns, length):
 
 
 def whole_runs(args, kinds):
-    """Seconds of whole runs, start-up included, in turn -> median by kind."""
+    """Time whole runs, including start-up, in turns.  Return {kind: median seconds}."""
     seconds = {kind: [] for kind in kinds}
     for _ in range(args.runs):
         for kind in kinds:

@@ -1,10 +1,10 @@
-"""Time greedy translation beside PyTorch, on the same sentences with the same weights.
+"""Time greedy translation against PyTorch, on the same sentences with the same weights.
 
     python -m bench.translate seq2seq               one sentence alone, and 1000 in batches
     python -m bench.translate transformer --save    and append the figures to bench/results/translate.jsonl
 
-The weights are those that training begins with: no sentence ends early, so everyone says as many words.  Each contestant
-takes the batches it is fastest with, of several sizes that it tries first.
+The weights are untrained: no sentence ends early, so all contestants decode equally many tokens.  Each contestant uses the
+fastest of several batch sizes, which it tries first.
 """
 import importlib
 import json
@@ -18,8 +18,8 @@ from pyops.errors import exits_cleanly
 from pyops.training import ArgumentParser, positive_int
 
 PROGRAM = 'bench.translate'
-ALONE = 20              # sentences, one after the other, in a turn of them: threads spin for a while when a turn has ended
-SIZES = 64, 128, 256    # of batches that are tried
+ALONE = 20              # sentences per turn, one after the other: threads keep spinning for a while after a turn
+SIZES = 64, 128, 256    # batch sizes to try
 
 
 def parse(argv):
@@ -34,14 +34,14 @@ def parse(argv):
 
 
 def contest(args, kinds, threads):
-    """-> a line about the data; figures by kind of one sentence and of all in batches, with the size of these; and how many
-    sentences have other words than ours, by kind."""
+    """Run the contest.  Return a line about the data; the figures by kind, of one sentence and of all in batches, with the
+    batch size; and by kind the number of sentences whose translation differs from ours."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         about = importlib.import_module(f'bench.{args.program}').prepare_sentences(args, Path(folder))
         workers = {kind: stack.enter_context(Contestant(args.program, 'translate', kind, folder, threads)) for kind in kinds}
         few, words, size = min(ALONE, args.sentences), {}, {}
-        for worker in workers.values():                     # compiled, recorded
+        for worker in workers.values():                     # warm up: compile, record
             for _ in range(3):
                 worker.turn(0, few, 1)
         alone = {kind: [] for kind in kinds}

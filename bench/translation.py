@@ -1,7 +1,6 @@
-"""Contests between translation models, in training steps and in greedy translation: what all contestants share, what ours do,
-what PyTorch's do.
+"""Contests between translation models, in training steps and in greedy translation: data, our contestant, PyTorch's.
 
-bench/seq2seq.py and bench/transformer.py say whose.
+bench/seq2seq.py and bench/transformer.py supply the models.
 """
 import json
 
@@ -9,7 +8,7 @@ import numpy as np
 
 
 def planned_steps(model, pairs, lr):
-    """-> plan.Steps of a translator's training step, as in training."""
+    """Return plan.Steps of a translator's training step, as in training."""
     from pyops import plan
     from pyops.optim import Adam
     optimizer = Adam(model.params, lr, max_norm=1.0)
@@ -26,31 +25,32 @@ def planned_steps(model, pairs, lr):
 
 
 def flops_of(plan):
-    """How many operations the matrix products of a plan are, as it ran last."""
+    """Return the number of floating-point operations in the matrix products of a plan, with the sizes of its last run."""
     from pyops.profile import operations
     return sum(operations(action, plan.argument) for action in plan.replayed)
 
 
-def job(step, tell=lambda: {}):
-    """step(k) -> loss  ->  turn(first, last) does the steps on these batches, and what a worker tells of it."""
+def job(step, describe=lambda: {}):
+    """Return turn(first, last), which calls step(k) -> loss for these batches, and a function that turns its result into the
+    worker's answer, with the items of describe()."""
     def turn(first, last):
         for k in range(first, last):
             loss = step(k)
         return loss
-    return turn, lambda loss: dict(loss=loss, **tell())
+    return turn, lambda loss: dict(loss=loss, **describe())
 
 
 class Contest:
-    """ours() -> Config, model class;  theirs() -> its twin's class;  lr: the learning rate of both.
+    """ours() -> Config, model class;  theirs() -> its twin's class;  lr: learning rate of both.
 
-    They are functions, so that a contestant loads no more than it needs: peak memory is one of the figures.
+    They are functions so that a contestant imports only its own modules: peak memory is one of the figures.
     """
 
     def __init__(self, ours, theirs, lr):
         self.ours, self.theirs, self.lr = ours, theirs, lr
 
     def prepare(self, args, folder):
-        """Write batches, configuration and initial weights.  -> a line about the data."""
+        """Write batches, configuration and initial weights.  Return a line about the data."""
         from pyops.data.batches import batches
         from pyops.text.translation import Pairs, open_corpus
         Config, Model = self.ours()
@@ -74,7 +74,7 @@ class Contest:
         (folder / 'config.json').write_text(json.dumps({name: value for name, value in vars(config).items() if name != 'ops'}))
 
     def _load(self, folder):
-        """-> configuration, pairs, rows of each batch."""
+        """Return the configuration, the pairs, and the rows of each batch."""
         from pyops.text.translation import Pairs
         with np.load(folder / 'data.npz') as file:
             return self._config(folder), Pairs(file['source'], file['labels']), file['rows']
@@ -83,7 +83,7 @@ class Contest:
         return self.ours()[0](**json.loads((folder / 'config.json').read_text()))
 
     def train(self, folder, kind):
-        """-> turn, tell of a contestant in training steps: on batch k, from the same weights."""
+        """Return turn and describe of a contestant in training steps: step k uses batch k, from the same weights."""
         config, pairs, rows = self._load(folder)
         if kind == 'ours':          # replayed from a plan as in training; the same seed as in prepare, so the same weights
             steps = planned_steps(self.ours()[1](config), pairs, self.lr)
@@ -104,7 +104,7 @@ class Contest:
     # ---- translation
 
     def prepare_sentences(self, args, folder):
-        """Write sentences of the corpus, configuration and initial weights.  -> a line about the data."""
+        """Write sentences of the corpus, configuration and initial weights.  Return a line about the data."""
         from pyops.text.translation import Pairs, open_corpus
         Config, Model = self.ours()
         corpus, _ = open_corpus(data_dir=args.data_dir)
@@ -117,8 +117,8 @@ class Contest:
         return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}'
 
     def translate(self, folder, kind):
-        """-> turn(first, last, size), which translates these sentences, `size` at a time, and what a worker tells of it: the
-        words.  Ours keep plans from turn to turn, as they do when sentences are served."""
+        """Return turn(first, last, size), which translates these sentences, `size` at a time, and a function that turns its
+        result into the worker's answer: the tokens.  Our plans persist between turns, as when sentences are served."""
         config = self._config(folder)
         with np.load(folder / 'data.npz') as file:
             source = file['source']
@@ -134,4 +134,4 @@ class Contest:
         def turn(first, last, size):
             parts = (source[:, at:min(at + size, last)] for at in range(first, last, size))
             return [decode(part.copy() if kind == 'ours' else part.contiguous()) for part in parts]
-        return turn, lambda said: dict(words=[column.tolist() for words in said for column in words.T])
+        return turn, lambda outputs: dict(words=[column.tolist() for tokens in outputs for column in tokens.T])

@@ -1,6 +1,6 @@
 """One contestant of bench.train or bench.translate: `python -m bench.worker PROGRAM JOB KIND FOLDER THREADS` reads the numbers
-of a turn from a line of stdin and answers each with a JSON line: seconds of the turn, peak memory of the process so far, and
-what the job tells."""
+of a turn from a line of stdin and answers with a JSON line: seconds of the turn, peak memory of the process so far, and the
+job's own results."""
 import importlib
 import json
 import resource
@@ -17,7 +17,7 @@ def main(program, job, kind, folder, threads):
     else:
         import torch
         torch.set_num_threads(int(threads))
-    turn, tell = getattr(contest, job)(Path(folder), kind)
+    turn, describe = getattr(contest, job)(Path(folder), kind)
     print(json.dumps('ready'), flush=True)
     for line in sys.stdin:
         numbers = map(int, line.split())
@@ -25,7 +25,7 @@ def main(program, job, kind, folder, threads):
         result = turn(*numbers)
         seconds = time.perf_counter() - start
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps(dict(seconds=seconds, peak_mib=round(peak, 1), **tell(result))), flush=True)
+        print(json.dumps(dict(seconds=seconds, peak_mib=round(peak, 1), **describe(result))), flush=True)
 
 
 if __name__ == '__main__':
