@@ -1,5 +1,5 @@
-# pyops: `make` builds the CPU library; it needs a C compiler with OpenMP and nothing of Python.  Where nvcc and a GPU are
-# found it builds the CUDA library, too.
+# pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
+# it also builds the CUDA library.
 .DEFAULT_GOAL := all
 .PHONY: all cpu bytecode cuda emulated emulator conformance test-emulated lint emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
 
@@ -11,13 +11,13 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(CORES)
 endif
-# V=1 prints the commands of the compilers.
+# V=1 prints the compiler commands.
 ifneq ($(V),1)
 Q = $(info   $(notdir $(firstword $(1))) $@)@
 endif
 PYTHON ?= python3
 NVCC ?= nvcc
-# a variant (see asan) has objects and a library of its own
+# Each variant (see asan) has its own objects and library.
 BUILD ?= build/c
 LIBRARY ?= pyops/libpyops.so
 EXTRA_CFLAGS ?=
@@ -25,31 +25,31 @@ AVX512 ?= -mavx512f -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512
 
 CFLAGS := -std=gnu11 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math \
           -Wall -Wextra -Wno-unknown-pragmas -Icsrc -MMD -MP $(EXTRA_CFLAGS)
-# proves once that this compiler works
+# PROBE exists once this compiler is known to work.
 PROBE := $(BUILD)/compiler-works-$(notdir $(firstword $(CC)))
 OBJ := $(patsubst csrc/%.c,$(BUILD)/%.o,$(wildcard csrc/*.c) $(wildcard csrc/kernels/*.c))
 
-# only these files know an instruction set; the rest is baseline, so that the library runs anywhere
+# Only these files are compiled for an instruction set; the rest is baseline code, so that the library runs anywhere.
 X86 := $(filter x86_64 amd64 i386 i686,$(shell uname -m))
 ifneq ($(X86),)
 $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
 endif
 
-# The kinds of GPU here that there can be code for, 8.0 and later: all, since CUDA may count them in another order.  What
-# nvidia-smi says of a driver that does not work goes to stdout, too.
+# The compute capabilities of all GPUs here, from 8.0 on: CUDA may number the GPUs in another order.  The awk pattern also drops
+# error messages, which nvidia-smi prints to stdout if the driver does not work.
 GPUS := $(if $(shell command -v $(NVCC)),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
             awk '/^[0-9]+[.][0-9]+ *$$/ && $$1 >= 8 {sub("[.]", "", $$1); print $$1 == "90" ? "90a" : $$1}' | sort -u))
 all: cpu $(if $(GPUS),cuda) ## build what this machine can use: a bare `make` does this
 
 cpu: $(LIBRARY) pyops/pyops.h bytecode ## build the CPU library, pyops/libpyops.so
 
-# Every start compiles all modules where Python is told to write no bytecode (PYTHONDONTWRITEBYTECODE), as in containers, and
-# else the first one does.  Without a Python all is well, too.
+# If Python does not write bytecode (PYTHONDONTWRITEBYTECODE, as in containers), every start compiles all modules; otherwise
+# the first one does.  Failure is ignored: the library does not require Python.
 bytecode: ## compile the modules of Python, so that no start has to
 	@$(PYTHON) -m compileall -q $(sort $(dir $(wildcard */__init__.py))) >/dev/null 2>&1 || true
 
-# OpenMP's threads outlive the last call: unloading the library would pull their code away under them
+# OpenMP's threads outlive the last call: unloading the library would unmap the code they run.
 NODELETE := $(if $(filter Darwin,$(shell uname -s)),,-Wl,-z,nodelete)
 
 $(LIBRARY): $(OBJ)
@@ -70,7 +70,7 @@ $(BUILD)/replay.o: $(BUILD)/replay_calls.inc
 $(BUILD)/replay_calls.inc: csrc/replay.awk csrc/pyops.h | $(PROBE)
 	awk -f $^ > $@.new && mv $@.new $@
 
-# one line instead of a screen of errors
+# Print one line instead of a screen of errors.
 $(PROBE):
 	@mkdir -p $(BUILD)
 	@command -v $(firstword $(CC)) >/dev/null || \
@@ -78,9 +78,9 @@ $(PROBE):
 	@echo 'int main(void) { return 0; }' | $(CC) -fopenmp -x c - -o $@ 2>/dev/null || \
 	    { echo "make: error: '$(CC)' cannot build an OpenMP program: install its OpenMP library (gcc: libgomp, clang: libomp)" >&2; exit 2; }
 
-# ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which needs no GPU ----
+# ---- CUDA: the real library by nvcc, and the same files by g++ on an emulator (cuda/emu), which requires no GPU ----
 CXX := $(if $(filter default,$(origin CXX)),g++,$(CXX))
-# native: the GPUs present; all: every architecture from 80; else numbers with a semicolon between
+# native: the GPUs of this machine; all: every architecture from 80; else numbers separated by semicolons
 CUDA_ARCH ?= $(if $(GPUS),native,80;90a)
 CUDA_BUILD ?= build/cuda
 NVCC_EXTRA ?=
@@ -91,7 +91,7 @@ CUDA_INCLUDES := -Icuda/common -Icuda -Icsrc -I$(BUILD)
 NVCCFLAGS := -std=c++17 -O3 $(NVCC_EXTRA) -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(CUDA_INCLUDES) -lineinfo \
              $(foreach a,$(GENCODE),-gencode arch=compute_$(a),code=sm_$(a)) \
              $(if $(filter 90a,$(GENCODE)),-DPYOPS_FOR_90A) $(if $(filter 80,$(GENCODE)),-gencode arch=compute_80$(comma)code=compute_80)
-# Objects are old when they are for other GPUs: they depend on an empty file whose name says which, the only one of its kind.
+# Objects for other GPUs are out of date: all objects depend on an empty file, the only one of its kind, that names the GPUs.
 CUDA_FOR := $(CUDA_BUILD)/for-$(subst $(subst ,, ),-,$(strip $(GENCODE)))
 CU := $(wildcard cuda/*.cu cuda/common/*.cu)
 CUDA_LIBRARY ?= pyops/libpyops_cuda.so
@@ -113,7 +113,7 @@ $(CUDA_BUILD)/%.o: cuda/%.cu Makefile $(CUDA_FOR)
 
 emulated: $(EMULATED) $(EMULATED_BUILD)/ladder pyops/device.h ## build the same kernels for an emulator on the CPU, for tests without a GPU
 
-# never instrumented, and the same for a library with a sanitizer and one without
+# The emulator is never instrumented: libraries with and without sanitizers share it.
 EMULATOR := $(patsubst cuda/emu/%.cpp,build/emulator/%.o,$(wildcard cuda/emu/*.cpp))
 EMULATED_CXX := $(CXX) -std=c++17 -g -fPIC -fvisibility=hidden -Wall -Wno-unknown-pragmas -Icuda/emu/include $(CUDA_INCLUDES) -MMD -MP
 EMULATED_LIBS := -Wl,-Bsymbolic -Wl,-z,defs -lpthread -ldl
@@ -129,7 +129,7 @@ build/emulator/%.o: cuda/emu/%.cpp Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) -Wextra -O2 -c -o $@ $<
 
-# how a matrix product gets fast, step by step: timed on a GPU, checked on the emulator
+# Steps of optimising a matrix product: timed on a GPU, checked on the emulator.
 LADDER_SIZE ?= 8192 8192 8192
 ladder: $(CUDA_BUILD)/ladder $(CUDA_LIBRARY) ## time the steps of cuda/dev/ladder.cu on this GPU (LADDER_SIZE="M N K")
 	$< $(LADDER_SIZE) ./$(CUDA_LIBRARY)
@@ -142,8 +142,8 @@ $(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(EMULATOR) $(EMULATED_LIBS)
 
-# what tests/test_emulator.py runs: kernels that are right and kernels with a bug, without and with each sanitizer; and
-# a kernel for each wrapper, whose results on a GPU tests/conformance.py compares
+# For tests/test_emulator.py: correct kernels and kernels with bugs, each without and with every sanitizer; and one kernel per
+# wrapper, whose results tests/conformance.py compares with a GPU's.
 PLAIN := -O2
 ASAN := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 TSAN := -O1 -fsanitize=thread
@@ -168,7 +168,7 @@ build/conformance/cuda.so: cuda/test/conformance.cu cuda/common/gpu.cuh cuda/com
 	@mkdir -p $(dir $@)
 	$(call Q,$(NVCC))$(NVCC) $(NVCCFLAGS) -shared -o $@ $<
 
-# The op table on the emulator under a sanitizer (gcc's).  Python is not instrumented, so the sanitizer must be loaded first.
+# The op table on the emulator under a sanitizer (gcc's).  Python is not instrumented, so the sanitizer is preloaded.
 EMULATED_TABLE ?= $(TABLE)
 OF_THE_CPU := requested_kernels or PYOPS_ISA or only_the_abi
 emulated-asan: .venv/test-ready ## the op table on the emulator under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -176,7 +176,7 @@ emulated-asan: .venv/test-ready ## the op table on the emulator under AddressSan
 	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CXX) -print-file-name=libasan.so) \
 	    .venv/bin/python -m pytest -q -p no:cacheprovider $(EMULATED_TABLE) -k 'not (torch or $(OF_THE_CPU))'
 
-# ThreadSanitizer wants its addresses where randomised ones might lie
+# setarch -R: ThreadSanitizer fails if address randomisation places mappings in its own address ranges.
 emulated-tsan: .venv/test-ready ## the op table on the emulator under ThreadSanitizer
 	$(MAKE) build/emulated-tsan/libpyops.so EMULATED_BUILD=build/emulated-tsan EMULATED=build/emulated-tsan/libpyops.so EMULATED_FLAGS='$(TSAN)'
 	PYOPS_SYNC=1 PYOPS_LIBRARY=build/emulated-tsan/libpyops.so OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -201,7 +201,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 	.venv/bin/python -m seq2seq.train -f embedded -e $(DEMO_EPOCHS) -c demo
 	.venv/bin/python -m seq2seq.translate -f embedded -c demo --test 10
 
-# Tests run in a process for each core.  WORKERS=0 runs them in one process, as a debugger needs it.
+# Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := tests/test_ops.py tests/test_kernels.py tests/test_strided.py tests/test_formats.py
@@ -213,8 +213,8 @@ lint: .venv/test-ready ## check the Python code with ruff
 test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
 	$(PYTEST) tests
 
-# The op table once for each instruction set, then everything.  The AVX-512 tiles use the compiler's vector types, so a CPU
-# without AVX-512 runs the same code, compiled for AVX2 ("lowered").
+# The op table once per instruction set, then all tests.  The AVX-512 tiles use the compiler's vector types, so a CPU without
+# AVX-512 runs the same code, compiled for AVX2 ("lowered").
 test-all: cpu .venv/test-ready lint ## run the op table on each instruction set and on the emulated CUDA library, then all tests
 	$(if $(X86),$(MAKE) cpu BUILD=build/lowered LIBRARY=$(LOWERED) EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma')
 	PYOPS_ISA=generic $(PYTEST) $(TABLE)
@@ -222,8 +222,8 @@ test-all: cpu .venv/test-ready lint ## run the op table on each instruction set 
 	$(MAKE) test-emulated
 	$(PYTEST) tests
 
-# What takes arrays wherever they are made, on the CUDA library, emulated; then the table again with other orders of threads.
-# EMULATED_TESTS=all brings the tape, functions, layers and random chains, too, in minutes.
+# The tests of everything that allocates on the current device, on the emulated CUDA library; then the table again with other
+# thread orders.  EMULATED_TESTS=all adds autograd, functions, layers and random chains, which takes minutes.
 ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1 PYOPS_CHAINS=500
 EVERYWHERE := $(patsubst %,tests/test_%.py,plan mlp_step saving \
               $(if $(filter all,$(EMULATED_TESTS)),chains autograd functional nn manual_gradients gradcheck))

@@ -8,14 +8,14 @@ usage() {
 usage: one_click_visualize.sh [LOGS [DRAW]] [FLAGS]
 
 Draws the tensors in the folder LOGS into the folder DRAW: quick_analysis.png, tensor_stats.txt, index.html, and the folders
-distributions, heatmaps, comparisons, statistics and attention_maps. LOGS is ./tensor_logs unless said otherwise (or what
-TENSOR_SAVE_DIR names), DRAW is ./draw.
+distributions, heatmaps, comparisons, statistics and attention_maps. LOGS defaults to $TENSOR_SAVE_DIR, else ./tensor_logs;
+DRAW defaults to ./draw.
 
   FLAGS     those of `python -m pyops inspect draw`, such as --steps 0:100:10 --layers 'encoder.*' --formats mxfp8,bf16
-  --help    this text
+  --help    print this text
 
-The Python is $PYTHON, else the first that has all packages that it needs: of an active virtual environment, of .venv in
-the source tree, then python3 and python.
+The Python used is $PYTHON, else the first one with all required packages: that of an active virtual environment, of .venv
+in the source tree, python3, python.
 END
 }
 
@@ -30,22 +30,22 @@ while (($#)); do
         -h | --help) usage; exit 0 ;;
         --*=* | --no-page) flags+=("$1") ;;
         --*)
-            (($# >= 2)) || die "$1: want a value behind it; see --help"
+            (($# >= 2)) || die "$1: expected a value after it; see --help"
             flags+=("$1" "$2")
             shift ;;
         -*) die "$1: unknown flag; see --help" ;;
-        '') die 'LOGS, DRAW: want the name of a folder, got an empty one' ;;
+        '') die 'LOGS, DRAW: expected the name of a folder, got an empty one' ;;
         *)
             if [[ -z $logs ]]; then logs=$1
             elif [[ -z $draw ]]; then draw=$1
-            else die "$1: want LOGS, DRAW and flags, and no more; see --help"
+            else die "$1: expected at most LOGS, DRAW and flags; see --help"
             fi ;;
     esac
     shift
 done
 logs=${logs:-${TENSOR_SAVE_DIR:-./tensor_logs}}
 draw=${draw:-./draw}
-[[ -d $logs ]] || die "$logs: there is no such folder; want the one that tensors were saved in"
+[[ -d $logs ]] || die "$logs: there is no such folder; name the folder with the saved tensors"
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 packages=(numpy cffi safetensors tqdm matplotlib)
@@ -69,5 +69,5 @@ if [[ -z $python ]]; then
 fi
 command -v "$python" >/dev/null || die "$python: no such program; install Python 3.11 or newer, or name one with PYTHON=..."
 
-# from anywhere: this tree's package comes before one that is installed
+# this tree's package takes precedence over an installed one, from any current folder
 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m pyops inspect draw --tensor-dir="$logs" --output-dir="$draw" ${flags[@]+"${flags[@]}"}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Put the parts that split_checkpoint.sh made together again, byte for byte, checked against their manifest.
+# Join the parts that split_checkpoint.sh wrote, and verify them against their manifest.
 # Works with bash 3.2 and the tools of Linux and macOS.
 set -euo pipefail
 
@@ -8,11 +8,11 @@ usage() {
 usage: restore_checkpoint.sh FILE_OR_PREFIX_OR_MANIFEST [OUTPUT] [--force]
 
 Joins FILE_part_aa, FILE_part_ab, ... as the manifest FILE.sha256 lists them. The first argument is FILE, a part,
-their common beginning FILE_part_, or FILE.sha256. The result is called OUTPUT, or FILE unless said otherwise,
-and gets that name only when its SHA-256 is right. A part that is missing or damaged is named.
+their common prefix FILE_part_, or FILE.sha256. OUTPUT defaults to FILE. The result gets that name only after its SHA-256 was
+verified. Missing and damaged parts are named.
 
-  --force   overwrite a result that is there already
-  --help    this text
+  --force   overwrite an existing result
+  --help    print this text
 END
 }
 
@@ -39,10 +39,10 @@ for argument in "$@"; do
         esac
     elif [[ -z $from ]]; then from=$argument
     elif [[ -z $output ]]; then output=$argument
-    else die "$argument: want FILE [OUTPUT] and no more; see --help"
+    else die "$argument: expected at most FILE [OUTPUT]; see --help"
     fi
 done
-[[ -n $from ]] || die 'FILE: want the file to restore, a part of it, or its manifest; see --help'
+[[ -n $from ]] || die 'FILE: expected the file to restore, a part of it, or its manifest; see --help'
 [[ $from != -* ]] || from=./$from
 
 stem=$from
@@ -51,7 +51,7 @@ if [[ -f $from.sha256 ]]; then manifest=$from.sha256
 elif [[ $from == *.sha256 && -f $from ]]; then manifest=$from
 elif [[ -f $stem.sha256 ]]; then manifest=$stem.sha256
 elif [[ $from == *.sha256 ]]; then die "$from: no such manifest"
-else die "$stem.sha256: no such manifest; want the one that split_checkpoint.sh wrote beside the parts"
+else die "$stem.sha256: no such manifest; copy it from where split_checkpoint.sh wrote the parts"
 fi
 [[ -r $manifest ]] || die "$manifest: cannot be read"
 folder=$(dirname -- "$manifest")
@@ -59,39 +59,39 @@ folder=$(dirname -- "$manifest")
 sums=() names=()
 while IFS= read -r line || [[ -n $line ]]; do
     [[ $line =~ ^([0-9a-f]{64})\ [\ *]([^/]+)$ ]] ||
-        die "$manifest: damaged manifest: want lines of a SHA-256 and a file name"
+        die "$manifest: damaged manifest: expected lines of a SHA-256 and a file name"
     sums+=("${BASH_REMATCH[1]}")
     names+=("${BASH_REMATCH[2]}")
 done < <(tr -d '\r\000' <"$manifest")
-((${#names[@]} >= 2)) || die "$manifest: damaged manifest: want a line for the file and one for each part"
+((${#names[@]} >= 2)) || die "$manifest: damaged manifest: expected a line for the file and one for each part"
 
 output=${output:-$folder/${names[0]}}
 [[ $output != -* ]] || output=./$output
-[[ ! -d $output ]] || die "$output: is a folder; want the name of a file"
-[[ ! $output -ef $manifest ]] || die "$output: is the manifest; want another name"
-[[ $force == 1 || ! -e $output && ! -L $output ]] || die "$output: exists already; move it away or say --force"
+[[ ! -d $output ]] || die "$output: is a folder; name a file"
+[[ ! $output -ef $manifest ]] || die "$output: is the manifest; give another name"
+[[ $force == 1 || ! -e $output && ! -L $output ]] || die "$output: exists already; move it away or pass --force"
 
 missing='' damaged='' parts=()
 for ((i = 1; i < ${#names[@]}; i++)); do
     part=$folder/${names[i]}
     parts+=("$part")
-    [[ ! $output -ef $part ]] || die "$output: is one of the parts; want another name"
+    [[ ! $output -ef $part ]] || die "$output: is one of the parts; give another name"
     if [[ ! -f $part || ! -r $part ]]; then missing+=" $part"
     elif [[ $(sha256 <"$part") != "${sums[i]}" ]]; then damaged+=" $part"
     fi
 done
 [[ -z $missing$damaged ]] ||
-    die "${missing:+missing:$missing; }${damaged:+damaged:$damaged; }want every part as $manifest lists it: copy them again"
+    die "${missing:+missing:$missing; }${damaged:+damaged:$damaged; }copy every part listed in $manifest again"
 
-# mktemp, so that nothing is written under the result's name before it is known to be right
+# A temporary file, so that nothing is written under the result's name before it is verified.
 target=$(dirname -- "$output")
-temporary=$(mktemp "$target/.restore_checkpoint.XXXXXX" 2>/dev/null) || die "$target: want a folder that can be written"
+temporary=$(mktemp "$target/.restore_checkpoint.XXXXXX" 2>/dev/null) || die "$target: expected a folder that can be written"
 trap 'rm -f -- "$temporary"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-cat -- "${parts[@]}" 2>/dev/null >"$temporary" || die "$output: cannot be written: want free room in $target"
+cat -- "${parts[@]}" 2>/dev/null >"$temporary" || die "$output: cannot be written: free some space in $target"
 [[ $(sha256 <"$temporary") == "${sums[0]}" ]] ||
-    die "$output: the parts joined do not have the SHA-256 in $manifest; want parts and manifest of one split"
-chmod "$(printf '%o' $((0666 & ~0$(umask))))" "$temporary"      # mktemp makes it private
+    die "$output: the parts joined do not have the SHA-256 in $manifest; use parts and manifest of one split"
+chmod "$(printf '%o' $((0666 & ~0$(umask))))" "$temporary"      # mktemp creates it private
 mv -f -- "$temporary" "$output"
 printf '%s: restored from %s parts\n' "$output" "${#parts[@]}"

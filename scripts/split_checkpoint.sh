@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Cut a file into parts FILE_part_aa, FILE_part_ab, ... with a SHA-256 manifest FILE.sha256 beside them.
+# Split a file into parts FILE_part_aa, FILE_part_ab, ... with a SHA-256 manifest FILE.sha256.
 # Works with bash 3.2 and the tools of Linux and macOS.
 set -euo pipefail
 
@@ -7,13 +7,13 @@ usage() {
     cat <<'END'
 usage: split_checkpoint.sh FILE [PARTS] [--force]
 
-Cuts FILE into PARTS parts of nearly equal size (2 unless said otherwise), FILE_part_aa, FILE_part_ab, ...,
-and writes FILE.sha256 with the SHA-256 of FILE and of each part. FILE itself stays as it is.
+Splits FILE into PARTS parts of nearly equal size (default 2), FILE_part_aa, FILE_part_ab, ..., and writes FILE.sha256 with
+the SHA-256 of FILE and of each part. FILE itself does not change.
 
-  --force   overwrite parts and a manifest that are there already
-  --help    this text
+  --force   overwrite existing parts and an existing manifest
+  --help    print this text
 
-Put together again with restore_checkpoint.sh FILE.  The parts alone: sha256sum --ignore-missing -c FILE.sha256
+Join them with restore_checkpoint.sh FILE.  To verify only the parts: sha256sum --ignore-missing -c FILE.sha256
 END
 }
 
@@ -29,7 +29,7 @@ sha256() {
     printf '%s' "${line:0:64}"
 }
 
-# suffix INDEX WIDTH: sets `word` to the INDEXth (from 0) word of WIDTH letters: aa, ab, ...
+# suffix INDEX WIDTH: set `word` to the INDEXth (from 0) word of WIDTH letters: aa, ab, ...
 suffix() {
     local letters=abcdefghijklmnopqrstuvwxyz index=$1 i
     word=''
@@ -50,21 +50,21 @@ for argument in "$@"; do
         esac
     elif [[ -z $file ]]; then file=$argument
     elif [[ -z $parts ]]; then parts=$argument
-    else die "$argument: want FILE [PARTS] and no more; see --help"
+    else die "$argument: expected at most FILE [PARTS]; see --help"
     fi
 done
-[[ -n $file ]] || die 'FILE: want the file to split; see --help'
+[[ -n $file ]] || die 'FILE: expected the file to split; see --help'
 parts=${parts:-2}
-[[ $parts =~ ^[1-9][0-9]{0,8}$ ]] || die "PARTS: want a whole number from 1 to 999999999, got $parts"
-[[ $file != *$'\n'* ]] || die 'FILE: want a name without a line break'
+[[ $parts =~ ^[1-9][0-9]{0,8}$ ]] || die "PARTS: expected a whole number from 1 to 999999999, got $parts"
+[[ $file != *$'\n'* ]] || die 'FILE: expected a name without a line break'
 [[ $file != -* ]] || file=./$file
 [[ -e $file ]] || die "$file: no such file"
-[[ -f $file ]] || die "$file: want a file, and it is none"
+[[ -f $file ]] || die "$file: expected a regular file"
 [[ -r $file ]] || die "$file: cannot be read"
 
 size=$(wc -c <"$file")
 size=$((size))                                      # without the blanks of macOS's wc
-((parts <= size)) || die "PARTS: want at most $size, the bytes of $file, got $parts"
+((parts <= size)) || die "PARTS: expected at most $size, the size of $file in bytes, got $parts"
 width=2
 for ((limit = 676; limit < parts; limit *= 26)); do width=$((width + 1)); done
 
@@ -76,12 +76,12 @@ for ((i = 0; i < parts; i++)); do
 done
 for name in "$manifest" "${names[@]}"; do
     [[ ! -d $name ]] || die "$name: is a folder; move it away"
-    [[ $force == 1 || ! -e $name && ! -L $name ]] || die "$name: exists already; move it away or say --force"
+    [[ $force == 1 || ! -e $name && ! -L $name ]] || die "$name: exists already; move it away or pass --force"
 done
 
-# All parts are written under hidden names first, so that a failure leaves nothing half done.
+# Write all parts under hidden names first, so that a failure leaves nothing incomplete.
 folder=$(dirname -- "$file")
-work=$(mktemp -d "$folder/.split_checkpoint.XXXXXX" 2>/dev/null) || die "$folder: want a folder that can be written"
+work=$(mktemp -d "$folder/.split_checkpoint.XXXXXX" 2>/dev/null) || die "$folder: expected a folder that can be written"
 trap 'rm -rf -- "$work"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
@@ -93,17 +93,17 @@ start=0
 for ((i = 0; i < parts; i++)); do
     length=$((size / parts + (i < size % parts)))
     written+=("$work/${names[i]##*/}")
-    # tail may die of the pipe that head closes: what counts is the size of the part, and the checksum below
+    # tail may fail when head closes the pipe: the part's size, and the checksum below, are what is checked
     { tail -c "+$((start + 1))" "$file" 2>/dev/null || true; } | head -c "$length" 2>/dev/null >"${written[i]}" || true
     [[ -f ${written[i]} && $(($(wc -c <"${written[i]}"))) == "$length" ]] ||
-        die "${names[i]}: cannot be written: want $length free bytes in $folder"
+        die "${names[i]}: cannot be written: free at least $length bytes in $folder"
     sums+="$(sha256 <"${written[i]}")  ${names[i]##*/}"$'\n'
     start=$((start + length))
 done
 [[ $(cat -- "${written[@]}" | sha256) == "$whole" ]] || die "$file: changed while it was split; try again"
-{ printf '%s' "$sums" >"$work/manifest"; } 2>/dev/null || die "$manifest: cannot be written: want free room in $folder"
+{ printf '%s' "$sums" >"$work/manifest"; } 2>/dev/null || die "$manifest: cannot be written: free some space in $folder"
 
-rm -f -- "$manifest"                                # parts of two splits never lie under one manifest
+rm -f -- "$manifest"                                # never leave parts of two splits under one manifest
 for ((i = 0; i < parts; i++)); do mv -f -- "${written[i]}" "${names[i]}"; done
 mv -f -- "$work/manifest" "$manifest"
 printf '%s: %s parts and %s\n' "$file" "$parts" "$manifest"

@@ -678,8 +678,8 @@ def test_one_click(dump, tmp_path):
 
 
 @pytest.mark.parametrize('arguments,says', [
-    (['nowhere'], 'nowhere: there is no such folder'), (['a', 'b', 'c'], 'c: want LOGS, DRAW'), (['-x'], '-x: unknown flag'),
-    (['--steps'], '--steps: want a value'), ([''], 'got an empty one')])
+    (['nowhere'], 'nowhere: there is no such folder'), (['a', 'b', 'c'], 'c: expected at most'), (['-x'], '-x: unknown flag'),
+    (['--steps'], '--steps: expected a value'), ([''], 'got an empty one')])
 def test_one_click_with_bad_input(arguments, says, tmp_path):
     result = run_script(*arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, '') and result.stderr.count('\n') == 1

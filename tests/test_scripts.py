@@ -239,10 +239,10 @@ def test_full_disk(tmp_path, script):
             file = shutil.move(file, tmp_path / 'f')
             good('split', file)
             shutil.copy(file, small / 'taken')
-            assert 'free room' in bad('restore', file, small / 'f')
+            assert 'free some space' in bad('restore', file, small / 'f')
             assert os.listdir(small) == ['taken']
         else:
-            assert 'free bytes' in bad('split', file)
+            assert 'cannot be written: free at least' in bad('split', file)
             assert os.listdir(small) == ['f']
     finally:
         subprocess.run(['umount', str(small)], check=True)
@@ -251,11 +251,11 @@ def test_full_disk(tmp_path, script):
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('arguments, want', [
-    ([], 'FILE'), (['none'], 'none: no such file'), (['.'], '.: want a file'), (['f', '0'], 'PARTS'),
+    ([], 'FILE'), (['none'], 'none: no such file'), (['.'], '.: expected a regular file'), (['f', '0'], 'PARTS'),
     (['f', '-1'], '-1: unknown flag'), (['f', '2.5'], 'PARTS'), (['f', 'two'], 'PARTS'), (['f', '6'], 'at most 5'),
-    (['f', '08'], 'PARTS'), (['f', '99999999999999999999'], 'PARTS'), (['f', '2', '3'], '3: want'),
+    (['f', '08'], 'PARTS'), (['f', '99999999999999999999'], 'PARTS'), (['f', '2', '3'], '3: expected'),
     (['--forse', 'f'], '--forse'), (['empty', '1'], 'at most 0'), (['empty'], 'at most 0'),
-    (['/dev/null'], 'want a file')])
+    (['/dev/null'], 'expected a regular file')])
 def test_split_bad_input(tmp_path, arguments, want):
     (tmp_path / 'f').write_bytes(b'12345')
     (tmp_path / 'empty').touch()
@@ -265,8 +265,8 @@ def test_split_bad_input(tmp_path, arguments, want):
 
 @pytest.mark.parametrize('arguments, want', [
     ([], 'FILE'), (['none'], 'none.sha256: no such manifest'), (['none.sha256'], 'none.sha256: no such manifest'),
-    (['none_part_aa'], 'none.sha256: no such manifest'), (['f', '.'], 'is a folder'), (['f', 'g', 'h'], 'h: want'),
-    (['f', 'none/g'], 'none: want a folder'), (['-x'], '-x: unknown flag')])
+    (['none_part_aa'], 'none.sha256: no such manifest'), (['f', '.'], 'is a folder'), (['f', 'g', 'h'], 'h: expected'),
+    (['f', 'none/g'], 'none: expected a folder'), (['-x'], '-x: unknown flag')])
 def test_restore_bad_input(tmp_path, arguments, want):
     (tmp_path / 'f').write_bytes(b'12345')
     good('split', 'f', cwd=tmp_path)
@@ -278,7 +278,7 @@ def test_restore_bad_input(tmp_path, arguments, want):
 def test_split_into_a_folder_that_cannot_be_written():
     if not os.path.exists('/proc/self/status'):
         pytest.skip('no /proc here, the one folder that not even root can write')
-    assert '/proc/self: want a folder that can be written' in bad('split', '/proc/self/exe')
+    assert '/proc/self: expected a folder that can be written' in bad('split', '/proc/self/exe')
 
 
 @pytest.mark.parametrize('script', ['split', 'restore'])
