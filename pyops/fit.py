@@ -276,27 +276,27 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
 def tensors(params, optimizer=None):
     """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments and step count."""
     groups = dict(parameter=params.values) | (dict(adam_m=params.m, adam_v=params.v) if optimizer else {})
-    kept = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
-    return kept | ({'step': optimizer.count} if optimizer else {})
+    arrays = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
+    return arrays | ({'step': optimizer.count} if optimizer else {})
 
 
-def restore(params, optimizer, kept, path):
+def restore(params, optimizer, arrays, path):
     """Copy the tensors of a checkpoint into the model.  optimizer=None: parameters only, for serving.
 
     Raises UserError naming the first tensor that is missing, unknown or of another shape.
     """
     places = tensors(params, optimizer)
     if not optimizer:
-        kept = {name: tensor for name, tensor in kept.items() if name.startswith('parameter/')}
+        arrays = {name: tensor for name, tensor in arrays.items() if name.startswith('parameter/')}
     for name, place in places.items():
-        if name not in kept or kept[name].shape != place.shape:
-            got = kept[name].shape if name in kept else 'none'
+        if name not in arrays or arrays[name].shape != place.shape:
+            got = arrays[name].shape if name in arrays else 'none'
             raise UserError(f'{path}: {name}: expected shape {place.shape}, got {got}; '
                             'pass the sizes it was trained with, or another folder with -c')
-    if extra := sorted(set(kept) - set(places)):
+    if extra := sorted(set(arrays) - set(places)):
         raise UserError(f'{path}: holds {extra[0]}, which this model does not have; give another checkpoint with -c')
     for name, place in places.items():
-        place[...] = kept[name]
+        place[...] = arrays[name]
 
 
 def check_model_memory(specs, growing):
@@ -351,9 +351,9 @@ class Saver:
         if not np.isfinite(backend.get(self._params.values)).all():
             raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
                             f'lower the learning rate with -l; {checkpoint.last(self.last)}')
-        kept = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
+        arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
         state = self._state | {'run': self._run.asdict(), 'by_time': by_time}
-        self.last = checkpoint.save_or_rescue(self._folder, self._run.epoch, kept, state, last_path=self.last)
+        self.last = checkpoint.save_or_rescue(self._folder, self._run.epoch, arrays, state, last_path=self.last)
         if self._replaced:
             with contextlib.suppress(OSError):
                 os.unlink(self._replaced)

@@ -45,9 +45,9 @@ def _content(path, magic):
             size = stream.seek(0, 2)
             stream.seek(0)
             key = cache.digest(stream, __name__) if gzipped and size >= _LARGE else None
-            if key and (kept := cache.read('inflated', key)):
-                shape, start = _shape(kept, path, magic)
-                return kept[start:], shape
+            if key and (cached := cache.read('inflated', key)):
+                shape, start = _shape(cached, path, magic)
+                return cached[start:], shape
             stream.seek(0)
             chunks = iter(partial(stream.read, _CHUNK), b'')
             limit = size * (_MAX_RATIO if gzipped else 1)                   # largest possible content

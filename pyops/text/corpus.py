@@ -55,10 +55,10 @@ class Corpus:
 
         if len(raw) < _LARGE:
             return cls(path, *map(Sentences.of, parse()))
-        return cls.kept(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), parse)
+        return cls.cached(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), parse)
 
     @classmethod
-    def kept(cls, name, stream, make, *modules):
+    def cached(cls, name, stream, make, *modules):
         """Return the Corpus of the sources and targets that make() returns.  The tokens are cached; the key is the rest of the
         stream and the source code, including that of `modules`."""
         key = cache.digest(stream, *(thing.__module__ for thing in (cls, preprocess, Sentences)), *modules)

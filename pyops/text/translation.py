@@ -135,9 +135,9 @@ def check_vocabularies(path, state, vocabularies, pairs):
     """Raise UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
     remedy = f'give the corpus it was trained on, {state["corpus"]}, or start from scratch in another folder'
     for which, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
-        kept = Vocabulary(state['vocabularies'][which])
-        if kept != vocabulary:
-            raise UserError(f'{path}: its {which} vocabulary of {len(kept)} words is not that of the corpus, '
+        trained = Vocabulary(state['vocabularies'][which])
+        if trained != vocabulary:
+            raise UserError(f'{path}: its {which} vocabulary of {len(trained)} words is not that of the corpus, '
                             f'{len(vocabulary)} words; {remedy}')
     if state['pairs'] != pairs.digest():
         raise UserError(f'{path}: was trained on other pairs of the same vocabulary; {remedy}')

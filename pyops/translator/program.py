@@ -148,10 +148,10 @@ class Program:
         self.add_setting(p.group('model'), '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {self.dropped}')
         if self.PRESETS:
             first, *others = self.PRESETS
-            told = [f'{name}: ' + ', '.join(setting.replace('_', '-') + ('' if value is True else f' {value}')
-                                            for setting, value in self.PRESETS[name].items()) for name in others]
+            texts = [f'{name}: ' + ', '.join(setting.replace('_', '-') + ('' if value is True else f' {value}')
+                                             for setting, value in self.PRESETS[name].items()) for name in others]
             p.group('presets and schedule').add_argument(
-                '--preset', choices=list(self.PRESETS), help=f'set of defaults; {"; ".join(told)} (default {first})')
+                '--preset', choices=list(self.PRESETS), help=f'set of defaults; {"; ".join(texts)} (default {first})')
         self.add_flags(p)
         add_gpu_flag(p)
         add_quant_flags(p, 'that of the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
@@ -174,31 +174,31 @@ class Program:
         size.
         """
         from pyops import quantization
-        kept, sizes = state['settings'] if state else {}, self.architecture().sizes
+        stored, sizes = state['settings'] if state else {}, self.architecture().sizes
 
         def refuse(name, value):
-            flag, was = '--' + name.replace('_', '-'), f'with {kept[name]}'
+            flag, was = '--' + name.replace('_', '-'), f'with {stored[name]}'
             given = f'{flag} {value}'
             if isinstance(value, bool):                     # a flag without a value
                 given, was = (flag, 'without it') if value else (f'--no-{flag[2:]}', f'with {flag}')
                 flag = given
-            elif name == 'pairs' and not kept[name]:
+            elif name == 'pairs' and not stored[name]:
                 was = 'with all pairs'
             raise UserError(f'{given}: {path} was trained {was}; leave {flag} out, or give another folder with -c')
 
         settings, defaults, is_another = {}, self.DEFAULTS, False
         if self.PRESETS:
-            preset = settings['preset'] = args.preset or kept.get('preset') or next(iter(self.PRESETS))
-            defaults, is_another = defaults | self.PRESETS.get(preset, {}), kept.get('preset', preset) != preset
+            preset = settings['preset'] = args.preset or stored.get('preset') or next(iter(self.PRESETS))
+            defaults, is_another = defaults | self.PRESETS.get(preset, {}), stored.get('preset', preset) != preset
         for name, default in defaults.items():
             given = getattr(args, name, None)
-            settings[name] = kept.get(name, default) if given is None else given
+            settings[name] = stored.get(name, default) if given is None else given
             is_fixed = name in (*sizes, 'seed', 'tiny', 'pairs', 'min_count', 'hold_out')
-            if is_fixed and name in kept and settings[name] != kept[name]:
+            if is_fixed and name in stored and settings[name] != stored[name]:
                 refuse(name, settings[name])
             if name in sizes and is_another and given is None and settings[name] != default:
                 refuse('preset', preset)
-        return settings | quantization.resolve(args, state and kept)
+        return settings | quantization.resolve(args, state and stored)
 
     def load(self, found):
         """Return tensors and state of the checkpoint found, None and None if there is none.  UserError if it belongs to
@@ -251,7 +251,7 @@ def train(program, args, found, wanted=None):
     from pyops.translator.serving import score
 
     # settings
-    kept, state = program.load(found)
+    stored, state = program.load(found)
     settings, architecture = program.resolve(args, state, found.path), program.architecture()
     architecture.configure(settings)                    # report contradictions before minutes of loading
     say(program.before_data(args, settings))
@@ -287,8 +287,8 @@ def train(program, args, found, wanted=None):
     run = fit.Run(settings['seed'], settings['batch_size'])
     if state:
         check_vocabularies(found.path, state, vocabularies, pairs)
-        fit.restore(model.params, optimizer, kept, found.path)
-        kept.clear()                                    # free the second copy of the model
+        fit.restore(model.params, optimizer, stored, found.path)
+        stored.clear()                                    # free the second copy of the model
         run = fit.Run(**(state['run'] | {'batch_size': settings['batch_size']}))
         print('loaded from checkpoint')
         if run.epoch >= args.epochs and not asks_for_plan(args):

@@ -62,7 +62,7 @@ def open_checkpoint(program, path, args=None):
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
     found = checkpoint.find(path, serving=True)
     print(found.line)
-    kept, state = program.load(found)
+    tensors, state = program.load(found)
     vocabularies = [Vocabulary(state['vocabularies'][which]) for which in ('source', 'target')]
     architecture = program.architecture()
     settings = state['settings'] | quantization.resolve(args, state['settings'])
@@ -70,7 +70,7 @@ def open_checkpoint(program, path, args=None):
     model = architecture.model(config, seed=None)           # skip initial values: restore() overwrites them
     if settings['quant'] != 'none':
         print(config.ops.check())
-    fit.restore(model.params, None, kept, found.path)
+    fit.restore(model.params, None, tensors, found.path)
     print('loaded from checkpoint')
     return Translator(model, *vocabularies, config.num_steps, program.answer), state
 
