@@ -90,7 +90,7 @@ def test_a_stopped_run_goes_on_with_what_it_has_not_seen(drop_last, stop_after, 
 
 @pytest.mark.parametrize('stopping', [dict(stop_after=2), dict(max_steps=2)], ids=['signal', 'max_steps'])
 def test_a_run_that_ends_within_an_epoch_prints_its_loss_before_the_checkpoint(stopping, capfd):
-    _, lines, done = run_epochs(fit.Run(1, 30), 1000, 2, save=lambda: 'PATH', **stopping)
+    _, lines, done = run_epochs(fit.Run(1, 30), 1000, 2, save=lambda by_time: 'PATH', **stopping)
     assert capfd.readouterr().out == '[60/1000] loss : 2.00000\ncheckpoint saved : PATH\n' and not done and lines == []
     _, lines, done = run_epochs(fit.Run(1, 500), 1000, 2, max_steps=2)                  # at its end
     assert capfd.readouterr().out.splitlines()[-1] == 'epoch 1' and not done and len(lines) == 1
