@@ -187,7 +187,7 @@ venv: .venv/test-ready ## make .venv and install the package there, editable, wi
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	    { echo "make: error: $(PYTHON) is too old or missing: want Python 3.11 or later, name one with make PYTHON=..." >&2; exit 2; }
+	    { echo "make: error: $(PYTHON) is too old or missing: expected Python 3.11 or later; name one with make PYTHON=..." >&2; exit 2; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q --disable-pip-version-check -e .
 	touch $@

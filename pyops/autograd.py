@@ -73,6 +73,7 @@ def enable_grad():
 
 
 def is_grad_enabled():
+    """Return whether ops are recorded."""
     return _mode.grad
 
 

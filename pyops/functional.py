@@ -40,30 +40,37 @@ def tensor(x, like=None):
 # ---- element by element ------------------------------------------------------------------------------------------------
 
 def exp(x):
+    """Return e^x, elementwise."""
     return apply(Exp, tensor(x))
 
 
 def log(x):
+    """Return the natural logarithm, elementwise."""
     return apply(Log, tensor(x))
 
 
 def sqrt(x):
+    """Return the square root, elementwise."""
     return apply(Sqrt, tensor(x))
 
 
 def abs(x):
+    """Return the absolute value, elementwise; the gradient at 0 is 0."""
     return apply(Abs, tensor(x))
 
 
 def tanh(x):
+    """Return the hyperbolic tangent, elementwise."""
     return apply(Tanh, tensor(x))
 
 
 def sigmoid(x):
+    """Return 1 / (1 + e^-x), elementwise."""
     return apply(Sigmoid, tensor(x))
 
 
 def relu(x):
+    """Return max(x, 0), elementwise."""
     return apply(ReLU, tensor(x))
 
 
@@ -80,10 +87,12 @@ def minimum(a, b):
 # ---- reductions --------------------------------------------------------------------------------------------------------
 
 def sum(x, axis=None, keepdims=False):
+    """Return the sum over axes."""
     return apply(Sum, tensor(x), axis=axis, keepdims=keepdims)
 
 
 def mean(x, axis=None, keepdims=False):
+    """Return the mean over axes."""
     return apply(Mean, tensor(x), axis=axis, keepdims=keepdims)
 
 
@@ -106,24 +115,29 @@ def min(x, axis=None, keepdims=False):
 
 
 def logsumexp(x, axis=None, keepdims=False):
+    """Return log(sum(e^x)) over axes, without overflow."""
     return apply(LogSumExp, tensor(x), axis=axis, keepdims=keepdims)
 
 
 def softmax(x, axis=-1):
+    """Return e^x / sum(e^x) along an axis, without overflow."""
     return apply(Softmax, tensor(x), axis=axis)
 
 
 def log_softmax(x, axis=-1):
+    """Return log(softmax(x)) along an axis."""
     return apply(LogSoftmax, tensor(x), axis=axis)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------------
 
 def reshape(x, shape):
+    """Return x in another shape with the same number of elements; one size may be -1."""
     return apply(Reshape, tensor(x), shape=tuple(shape))
 
 
 def permute(x, axes):
+    """Return x with axis axes[d] as axis d."""
     return apply(Permute, tensor(x), axes=tuple(axes))
 
 
@@ -133,6 +147,7 @@ def transpose(x, a, b):
 
 
 def broadcast_to(x, shape):
+    """Repeat axes of size 1, and add leading axes, to get `shape`."""
     return apply(BroadcastTo, tensor(x), shape=tuple(shape))
 
 
@@ -221,6 +236,7 @@ def one_hot(labels, num_classes):
 # ---- layers ------------------------------------------------------------------------------------------------------------
 
 def matmul(a, b):
+    """Return the matrix product a @ b; leading axes broadcast."""
     return apply(MatMul, tensor(a), tensor(b))
 
 

@@ -15,23 +15,28 @@ def _described(text, init):
 
 
 def zeros():
+    """Initialise with 0."""
     return _described('zeros', lambda generator, shape: np.zeros(shape, np.float32))
 
 
 def ones():
+    """Initialise with 1."""
     return _described('ones', lambda generator, shape: np.ones(shape, np.float32))
 
 
 def constant(value):
+    """Initialise with value."""
     return _described(f'constant({value:g})', lambda generator, shape: np.full(shape, value, np.float32))
 
 
 def uniform(low, high):
+    """Initialise uniformly in [low, high)."""
     return _described(f'uniform({low:g}, {high:g})',
                       lambda generator, shape: generator.uniform(low, high, shape).astype(np.float32))
 
 
 def normal(sigma):
+    """Initialise from a normal distribution with mean 0 and standard deviation sigma."""
     return _described(f'normal(0, {sigma:g})',
                       lambda generator, shape: (generator.standard_normal(shape) * sigma).astype(np.float32))
 

@@ -991,10 +991,12 @@ def full(shape, value, dtype=None, device=None):
 
 
 def zeros(shape, dtype=FLOAT, device=None):
+    """Return a compact array of zeros."""
     return full(shape, 0, dtype, device)
 
 
 def ones(shape, dtype=FLOAT, device=None):
+    """Return a compact array of ones."""
     return full(shape, 1, dtype, device)
 
 
