@@ -56,7 +56,7 @@ def parser(program, description, hidden, hidden_help):
 
 
 def load(args, module):
-    """Load the data, print a few lines about it and return Digits.  Imports `module` meanwhile."""
+    """Load the data, print a few lines about it and return Digits.  Meanwhile, import `module` and its dependencies."""
     flags.wanted(args)                  # report bad flags before anything is loaded
     use_gpu(args)
     if args.report:

@@ -175,7 +175,7 @@ def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=
     poll_every = POLL_EVERY_ON_CPU if on_cpu else POLL_EVERY
 
     def check(problem):
-        if problem:                                     # programs number the current epoch from 0 or from 1
+        if problem:                                     # finished epochs: programs number the current one from 0 or 1
             raise UserError(f'{problem} at [{run.position}/{end}] after {run.epoch} epochs; '
                             'lower the learning rate with -l' + (f'; {checkpoint.last(save.last)}' if save else ''))
 

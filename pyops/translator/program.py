@@ -220,7 +220,7 @@ class Program:
         say(self.at_start(args))
         if args.epochs == 0:
             if args.save_tensors is not None:
-                raise UserError('--save-tensors: -e 0 serves, and no tensor of a training step is there to be saved')
+                raise UserError('--save-tensors: -e 0 serves and runs no training step whose tensors could be saved')
             from pyops.translator.serving import serve
             return serve(self, args.checkpoint, args)
         if args.checkpoint is not None:
