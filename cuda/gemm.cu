@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2) tile_product(Product g, 
     DYN_SHARED(float, shared);
     const int64_t tiles = work.tiles_m * work.tiles_n;
     const int64_t split = blockIdx.x / tiles % work.splits, product = blockIdx.x / tiles / work.splits;
-    const TilePlace at = place_of_tile<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
+    const TileIndex at = tile_index<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
     const int64_t m0 = at.m * S::M, n0 = at.n * S::N;
     move_to(g, batch, work.first + product);
     const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < g.K ? k0 + work.k_part : g.K;
@@ -262,7 +262,7 @@ using TileBf16 = Tile<TileShape<128, 128, 32, 4, 2, 2>, Precision::bf16, FromBf1
 
 static __global__ void __launch_bounds__(TileBf16::THREADS, 1) tile_product_bf16(RowProduct<uint16_t> g) {
     DYN_SHARED(float, shared);
-    const TilePlace at = place_of_tile<8>(blockIdx.x, blocks_for<int64_t>(g.M, 128), blocks_for<int64_t>(g.N, 128));
+    const TileIndex at = tile_index<8>(blockIdx.x, blocks_for<int64_t>(g.M, 128), blocks_for<int64_t>(g.N, 128));
     const int64_t m0 = at.m * 128, n0 = at.n * 128;
     TileBf16::product(shared, {g.a, g.M, g.lda}, {g.b, g.N, g.ldb}, m0, n0, 0, g.K);
     TileBf16::each(shared, [&](int m, int n, float sum) {

@@ -75,7 +75,7 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
         reg_dealloc<24>();
         if (threadIdx.x != CONSUMERS * 128) return;
         for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const TilePlace at = place_of_tile<16>(tile, tiles_m, tiles_n);
+            const TileIndex at = tile_index<16>(tile, tiles_m, tiles_n);
             for (int step = 0; step < steps; step++, turn.next()) {
                 mbar_wait(empty + turn.slot, turn.round ^ 1);           // in the first round every slot is empty
                 mbar_expect(full + turn.slot, R::SLOT);
@@ -104,7 +104,7 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
             }
             wg_wait<0>();
             if (lane == 0) mbar_arrive(empty + before);
-            const TilePlace at = place_of_tile<16>(tile, tiles_m, tiles_n);
+            const TileIndex at = tile_index<16>(tile, tiles_m, tiles_n);
             write_sums<Element, TN>(g, sum, at.m * TM + group * 64 + warp * 16 + lane / 4, at.n * TN + lane % 4 * 2);
         }
     }

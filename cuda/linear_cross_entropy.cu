@@ -33,6 +33,7 @@ static constexpr int64_t LEAST_PART = 512;              // words in a part of dx
 
 // No shape takes more than 99 KiB of shared memory, which every device from 80 on has for a block, nor more than half of 164
 // KiB, so that two blocks are at work on a multiprocessor.  The gradients form an operand, which takes registers: more warps.
+namespace {
 template <Precision P> struct Shapes {
     using Logits = TileShape<TILE, TILE, 16, 2, 2, 3>;
     using Gradients = TileShape<TILE, TILE, 16, 4, 2, 3>;
@@ -69,6 +70,7 @@ struct Call {                                           // what all kernels get
         return left < chunk ? left : chunk;
     }
 };
+}
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 // A block has GATHER rows.  Its first place is the number of valid rows before, which it counts itself: labels are few.
@@ -141,7 +143,7 @@ logits(Call c, int64_t tiles_m) {
     using S = typename Shapes<P>::Logits;
     using T = Tile<S, P, Stored<true>, Stored<true>>;
     DYN_SHARED(float, shared);
-    const TilePlace place = place_of_tile<16>(blockIdx.x, tiles_m, c.tiles);
+    const TileIndex place = tile_index<16>(blockIdx.x, tiles_m, c.tiles);
     const int64_t rows = c.rows(), m0 = place.m * S::M, v0 = place.n * S::N;
     if (m0 >= rows) return;
     T::product(shared, {c.x_valid + c.first * c.ldx, rows, c.ldx, 1, true}, {c.weight, c.V, c.D, 1, c.weight16},
@@ -183,6 +185,7 @@ logits(Call c, int64_t tiles_m) {
 // ---- gradients -----------------------------------------------------------------------------------------------------
 // dlogits as an operand, made from logits.  Its lines are rows p, whatever it is multiplied with: in dx the words run along K,
 // in dweight they are the rows of the product.
+namespace {
 template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     static constexpr Way way = Way::formed;
     using Line = ValidRow;
@@ -207,6 +210,7 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
         }
     }
 };
+}
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
 dx(Call c, int64_t tiles_m, int64_t tiles_d) {

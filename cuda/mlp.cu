@@ -49,6 +49,7 @@ static constexpr int CLASSES = 4;               // that a block has: no image is
 static constexpr int WIDEST = MOST + 4;         // of a row of da and r
 static constexpr int PARTS = blocks_for(MOST + 1, 32);      // elements of a row of gradients that a lane has
 
+namespace {
 struct Network {
     float *loss, *dw1, *db1, *dw2, *db2;
     const uint8_t *table;
@@ -85,6 +86,7 @@ struct Shared {
     float b1[MOST], b2[MOST], hidden[MOST], logits[MOST], dlogits[MOST];
     double of_warps[WARPS];
 };
+}
 
 // ---- the first half: an image -----------------------------------------------------------------------------
 // The softmax of the logits, by one warp: dlogits, and the loss of the image.
@@ -182,11 +184,13 @@ DEVICE int list_class(const Network &net, Shared &s, int unit, int64_t from, int
 }
 
 // Where the elements lie of the row of gradients that this warp has: H, and one behind them for a class.
+namespace {
 struct Row {
     float *weights, *bias;
     int H, size;
     __device__ float *at(int o) const { return o < H ? weights + o : bias; }
 };
+}
 DEVICE Row row_of(const Network &net, int unit) {
     if (unit < net.pixel_units) {
         const int i = pixel_of(unit);
@@ -211,7 +215,9 @@ DEVICE void mean_loss(const Network &net) {
 
 // ---- the step: Adam on the rows whose gradients the warp has formed ---------------------------------------------
 // What a lane has of a row: elements lane, lane + 32, and so on.
+namespace {
 struct Elements { float param[PARTS], m[PARTS], v[PARTS], grad[PARTS]; };
+}
 
 // f(k, o): for each such element, o of the row and k of the lane.
 template <class F> DEVICE void for_elements(const Row &row, F f) {

@@ -26,8 +26,8 @@ DEVICE float finished(float sum, const float *c, const float *bias, int32_t accu
 
 // The position of tile `tile` in c.  Concurrent blocks should read the same rows of a and b, so that these stay in the L2
 // cache: the order is by bands of BAND rows of tiles, column by column within a band.
-struct TilePlace { int64_t m, n; };
-template <int BAND> static __device__ __forceinline__ TilePlace place_of_tile(int64_t tile, int64_t tiles_m, int64_t tiles_n) {
+struct TileIndex { int64_t m, n; };
+template <int BAND> static __device__ __forceinline__ TileIndex tile_index(int64_t tile, int64_t tiles_m, int64_t tiles_n) {
     const int64_t first = tile / (BAND * tiles_n) * BAND, rows = tiles_m - first < BAND ? tiles_m - first : BAND;
     const int64_t within = tile % (BAND * tiles_n);
     return {first + within % rows, within / rows};
