@@ -423,7 +423,7 @@ def test_a_plan_reports_products_of_parameters_that_no_op_declares(monkeypatch):
         launch('relu_forward', y, weight, 6)
     monkeypatch.undo()
     assert plan.undeclared() == ['action 0, gemm: takes a.weight_view, and its product is not declared; the op must call '
-                                 'note_product behind the launch']
+                                 'note_product after the launch']
     monkeypatch.delitem(KERNELS, 'relu_forward')
     assert 'action 1, relu_forward: takes a.weight, and the kernel is not declared' in plan.undeclared()[1]
 
