@@ -1,6 +1,7 @@
 """python -m pyops inspect draw|serve|compare: the command line of this folder.
 
-A command is a module with run(options) -> exit status, imported when it is called: --help needs none of what it builds on.
+A command is a module with run(options) -> exit status.  It is imported when the command runs, so --help does not load its
+dependencies.
 """
 import argparse
 import importlib
@@ -92,7 +93,7 @@ def _axis(text):
 
 
 def _number(least, most=10**6):
-    """-> an argparse type: a whole number from `least` to `most`."""
+    """Return an argparse type for integers from `least` to `most`."""
     def convert(text):
         if not text.isascii() or not text.isdigit() or len(text) > 9 or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"want a whole number from {least} to {most}, got '{text}'")

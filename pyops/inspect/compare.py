@@ -1,6 +1,6 @@
-"""python -m pyops inspect compare: what every number format does to the saved tensors of a folder, worst first.
+"""python -m pyops inspect compare: the errors of every number format on the saved tensors of a folder, worst first.
 
-Nothing has to be trained again for it: what is saved was not rounded, so any format can be tried on it.
+Saved tensors are not rounded, so any format can be tried on them without another training run.
 """
 import contextlib
 import csv
@@ -21,15 +21,15 @@ from pyops.inspect.logs import Entry, LogError, Logs, printable
 from pyops.inspect.statistics import block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
 from pyops.training import watch
 
-TOP = 30                                        # lines of a table, where --top does not say how many
+TOP = 30                                        # lines of the table without --top
 
 
 class _Column(NamedTuple):
-    """A column of the table, and what --sort can rank by."""
+    """A column of the table, which --sort can rank by."""
     title: str
-    key: str                                    # of a Row's statistics
+    key: str                                    # key in a Row's statistics
     is_worst_largest: bool
-    how: str                                    # it is formatted
+    how: str                                    # format specification
 
 
 SORTS = {'sqnr': _Column('SQNR dB', 'sqnr_db', False, '.2f'),
@@ -39,14 +39,14 @@ SORTS = {'sqnr': _Column('SQNR dB', 'sqnr_db', False, '.2f'),
          'saturation': _Column('satur %', 'saturation_pct', True, '.2f'),
          'block': _Column('block dB', 'worst_block_db', False, '.2f')}
 
-_DROPPED = 'block', 'cosine', 'error'           # columns that go where the terminal is narrow, these in this order
-_ROOM = 30                                      # for the name of a tensor, before columns go
+_DROPPED = 'block', 'cosine', 'error'           # columns to omit on a narrow terminal, in this order
+_ROOM = 30                                      # characters for a tensor's name before columns are omitted
 _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturation_pct'
 
 
 class Row(NamedTuple):
-    """One tensor in one format.  statistics: those of `quantization`, and worst_block_db.  histograms: counts by binade, by
-    scale and by digits, each where there is one."""
+    """One tensor in one format.  statistics: those of statistics.measure, and worst_block_db.  histograms: counts by binade,
+    by scale and by digits, empty if they do not apply."""
     entry: Entry
     format: formats.Format
     statistics: dict
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Total(NamedTuple):
-    """All tensors in one format: their signal over their error, of all, of those of one operation; of single tensors."""
+    """All tensors in one format: SQNR of all together and of those of each operation; median and worst of single tensors."""
     format: formats.Format
     tensors: int
     sqnr_db: float
@@ -65,17 +65,17 @@ class Total(NamedTuple):
 
 
 def parse_formats(text):
-    """'all', or names with options, or several with commas between -> list of Format, each once.  FormatError."""
+    """Parse 'all', or names with options separated by commas, into a list of distinct Formats.  Raises FormatError."""
     names = [name for part in text.split(',') for name in (formats.FORMATS if part.strip() == 'all' else (part,))]
     return list(dict.fromkeys(map(formats.parse, names)))
 
 
 def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter, on_blocks=None):
-    """Round every tensor to every format.  -> ([Row], [(file, reason)] of those that cannot be read)
+    """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
 
-    mask_of: gives an entry's padding, as Logs.mask does.  axis: along which blocks lie, where not as the entry says.
-    on_blocks: called with (entry, format, statistics of the blocks, log2 of their scales or None).  One tensor and what
-    is made of it are in memory at a time.
+    mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: that of the entry.
+    on_blocks: called with (entry, format, statistics of the blocks, log2 of their scales or None).  One tensor at a time is in
+    memory.
     """
     rows, skipped = [], []
     for entry in progress(entries):
@@ -88,7 +88,7 @@ def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter,
         binades = exponents(x, mask)
         for fmt in fmts:
             whole, blocks = measure(x, fmt, along, mask)
-            worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # of those that have one
+            worst = float(np.fmin.reduce(blocks['sqnr_db'], axis=None, initial=math.nan))       # ignores NaN: no SQNR
             if entry.layer_type == 'attention' and entry.name == 'weights' and x.ndim:
                 whole['row_sum_error'] = row_sum_error(x, fmt, along, mask)
             histograms = {'exponents': binades, 'scales': scale_codes(x, fmt, along, mask), 'digits': digits(x, fmt, mask)}
@@ -99,7 +99,7 @@ def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter,
 
 
 def totals(rows):
-    """Rows -> [Total], the worst format first.  Signal and error of many tensors are summed; decibels are not averaged."""
+    """Return the Totals, worst format first.  Signals and errors are summed over tensors; decibels are not averaged."""
     result = []
     for fmt in dict.fromkeys(row.format for row in rows):
         of = [row for row in rows if row.format == fmt]
@@ -113,7 +113,7 @@ def totals(rows):
 
 
 def ranked(rows, sort='sqnr'):
-    """Rows, worst first by a key of SORTS; those without such a number last."""
+    """Return the rows sorted by a key of SORTS, worst first; rows without that value are last."""
     key, sign = SORTS[sort].key, -1 if SORTS[sort].is_worst_largest else 1
     return sorted(rows, key=lambda row: (math.isnan(row.statistics[key]), sign * row.statistics[key]))
 
@@ -133,7 +133,7 @@ def _axis(entry, axis):
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 def run(options):
-    """Print a table, or one document of JSON, of what options.formats do to the tensors in options.logs.  -> 0"""
+    """Print the errors of options.formats on the tensors in options.logs, as a table or as JSON.  Return exit status 0."""
     fmts = parse_formats(options.formats)
     logs = Logs(options.logs)
     entries = select(logs.entries, options.layers, options.names, options.steps)
@@ -175,7 +175,7 @@ def _cannot_write(path, error, flag):
 
 
 class _Blocks:
-    """A CSV file with a line for each block of each tensor in each format; nothing without a path."""
+    """A CSV file with a line for each block of each tensor in each format; writes nothing if the path is None."""
 
     def __init__(self, path):
         self.path = path
@@ -195,7 +195,7 @@ class _Blocks:
                 self._file.close()
 
     def add(self, entry, fmt, blocks, scales):
-        # the place of a block, such as 3:0:17, has the axes of the tensor
+        # the index of a block, such as 3:0:17, has one number per axis of the tensor
         start = [entry.place, entry.key, entry.step, entry.layer, entry.operation, entry.name, str(fmt)]
         with self._failing():
             for place in np.ndindex(blocks['sqnr_db'].shape):
@@ -214,7 +214,7 @@ class _Blocks:
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 def _table(options, rows, shown, width):
-    """The lines of the table, not wider than `width` (None: as wide as they are)."""
+    """Yield the lines of the table, cut to `width` columns (None: not cut)."""
     entries = {row.entry for row in rows}
     steps = sorted({entry.step for entry in entries})
     of = f'step {steps[0]}' if len(steps) == 1 else f'{len(steps)} steps from {steps[0]} to {steps[-1]}'
@@ -243,7 +243,7 @@ def _table(options, rows, shown, width):
 
 
 def _columns(sort, others, width):
-    """The columns that there is room for beside the name; the one that is sorted by is always there."""
+    """Return the columns that fit beside the name, and always the column of --sort."""
     columns = list(SORTS.values())
     for name in _DROPPED:
         if width is None or sum(_size(column) + 2 for column in columns) + others + 4 + _ROOM <= width:
@@ -272,7 +272,7 @@ def _cut(text, width):
 
 
 def _cut_name(start, name, width):
-    """start + name, the middle of the name left out where it is too long: both its ends tell names apart."""
+    """Return start + name, shortened in the middle of the name to fit: both ends are needed to distinguish names."""
     room = None if width is None else max(width - len(start), 9)
     if room is None or len(name) <= room:
         return start + name
@@ -283,7 +283,7 @@ def _cut_name(start, name, width):
 # ---- JSON ----------------------------------------------------------------------------------------------------------
 
 def _document(options, fmts, rows, all_totals, skipped):
-    """What --json writes.  What is not finite is null: a ratio to no error (sum_e2 is 0 then) or what has no value."""
+    """Return the document for --json.  Values that are not finite are null, such as the SQNR if sum_e2 is 0."""
     return {
         'logs': os.fspath(options.logs), 'formats': [str(fmt) for fmt in fmts], 'sort': options.sort,
         'tensors': [{'file': row.entry.place, 'key': row.entry.key, 'step': row.entry.step, 'time': row.entry.time,

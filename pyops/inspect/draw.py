@@ -1,16 +1,16 @@
-"""python -m pyops inspect draw: a folder of pictures of saved tensors, drawn by several processes.
+"""python -m pyops inspect draw: draw a folder of pictures of saved tensors, in several processes.
 
     DRAW/quick_analysis.png     all values, and the tensors by format, layer type and operation
-    DRAW/tensor_stats.txt       a table of all tensors, and what was skipped
-    DRAW/distributions/         of each tensor: histogram, magnitudes over the range of the formats, boxes, quantiles
-    DRAW/heatmaps/              of each tensor: values, errors of each format, scales of blocks
-    DRAW/comparisons/           of each tensor: all formats side by side
+    DRAW/tensor_stats.txt       a table of all tensors, and the skipped files
+    DRAW/distributions/         per tensor: histogram, magnitudes over the range of the formats, boxes, quantiles
+    DRAW/heatmaps/              per tensor: values, errors of each format, scales of blocks
+    DRAW/comparisons/           per tensor: all formats side by side
     DRAW/attention_maps/        the weights of each head for a sentence, with its words
-    DRAW/statistics/            by layer and step: magnitudes, SQNR, the flow of gradients
+    DRAW/statistics/            by layer and step: magnitudes, SQNR, gradient flow
     DRAW/index.html             the same, interactive
 
-A tensor is read once, for all its pictures, in one of the processes, and only numbers of it come back.  Statistics are of
-all tensors; pictures of at most `limit` in each folder, and what was left out is said.
+Each tensor is read once, by the process that draws all its pictures; only its statistics are sent back.  Statistics cover all
+tensors, pictures at most `limit` tensors per folder; a note reports the omitted ones.
 """
 import collections
 import contextlib
@@ -27,9 +27,9 @@ LIMIT, SENTENCES, DPI = 200, 3, 100
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is drawn.  formats: as of compare.parse_formats; layers, names, steps: as of choice.select; sentences: so many of a
-    batch get attention maps; limit: so many tensors get pictures, 0: all; jobs: processes, 0: one for each core; page:
-    index.html too, with data of page_max bytes."""
+    """What to draw.  formats: as in compare.parse_formats; layers, names, steps: as in choice.select; sentences: number of
+    sentences per batch with attention maps; limit: number of tensors with pictures, 0: all; jobs: number of processes, 0: one
+    per core; page: whether to write index.html, with at most page_max bytes of data."""
     formats: str = 'all'
     layers: tuple = ('*',)
     names: tuple = ('*',)
@@ -44,19 +44,19 @@ class Options:
 
 @dataclasses.dataclass
 class Summary:
-    """What came of it.  foreign: files with a name that a picture wanted and that are not ours, left as they are."""
+    """The result of draw().  foreign: existing files that draw() did not create and therefore did not overwrite."""
     pictures: int = 0
     tensors: int = 0
     foreign: list = dataclasses.field(default_factory=list)
     skipped: list = dataclasses.field(default_factory=list)     # (file, reason)
-    notes: list = dataclasses.field(default_factory=list)       # what was left out, in sentences
+    notes: list = dataclasses.field(default_factory=list)       # sentences about omitted pictures
     removed: int = 0
-    page: str = ''              # index.html, where one was written
+    page: str = ''              # path of index.html if it was written
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A tensor and what is to be drawn of it; it travels to a process."""
+    """A tensor and its pictures to draw; sent to a process."""
     entry: object
     mask: object
     formats: tuple
@@ -68,7 +68,7 @@ class _Job:
 
 
 def run(options):
-    """The command -> exit status."""
+    """Run the command and return its exit status."""
     summary = draw(options.tensor_dir, options.output_dir, Options(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}))
     for file, reason in summary.skipped[:10]:
@@ -89,10 +89,10 @@ def run(options):
 
 
 def draw(logs, folder, options=None):
-    """Draw the tensors of the folder `logs` into `folder` -> Summary.
+    """Draw the tensors of the folder `logs` into `folder`, and return a Summary.
 
-    UserError where nothing can be drawn: no tensors, none chosen, none readable, a folder that takes no file.  With more than
-    one job the caller's module must be one that can be imported again, as multiprocessing asks for.
+    UserError if nothing can be drawn: no tensors, no matching ones, no readable ones, or a folder that cannot be written.  With
+    more than one job the caller's main module must be importable without side effects, as multiprocessing requires.
     """
     from pyops.inspect.choice import select
     from pyops.inspect.compare import parse_formats
@@ -152,14 +152,14 @@ def _make_folders(folder):
 
 
 def _steps(steps):
-    """'step 0', or 'steps 0, 10, 20'; of many, the first and the last."""
+    """Return 'step 0', or 'steps 0, 10, 20'; the middle of a long list is omitted."""
     steps = sorted(steps)
     shown = ', '.join(map(str, steps if len(steps) <= 8 else [*steps[:4], '...', *steps[-3:]]))
     return f'step {shown}' if len(steps) == 1 else f'steps {shown}'
 
 
 def _jobs(source, entries, folder, texts, options, summary):
-    """-> a _Job for each entry; which of them have pictures is decided here, and what was left out is noted."""
+    """Return a _Job for each entry.  Selects the entries with pictures, and adds a note about omitted ones to the summary."""
     from pyops.inspect.logs import LogError
     from pyops.inspect.pictures import style
     stems = collections.Counter(_stem(entry) for entry in entries)
@@ -173,14 +173,14 @@ def _jobs(source, entries, folder, texts, options, summary):
     jobs = []
     for entry in entries:
         stem = _stem(entry)
-        if stems[stem] > 1:                     # the same tensor under two formats, of two runs
+        if stems[stem] > 1:                     # the same tensor in two formats, from two runs
             stem = f'{stem}_{style.slug(entry.stem, 60)}'
         try:
             mask = source.mask(entry)
         except LogError as error:
             summary.skipped.append((entry.place, str(error)))
             continue
-        own = () if entry.fmt is None else (str(entry.fmt),)        # is shown first
+        own = () if entry.fmt is None else (str(entry.fmt),)        # shown first
         jobs.append(_Job(entry, mask, tuple(dict.fromkeys((*own, *texts))), FOLDERS[:3] if id(entry) in drawn else (),
                          tuple(maps.get(id(entry), ())), folder, stem,
                          options.dpi))
@@ -188,7 +188,7 @@ def _jobs(source, entries, folder, texts, options, summary):
 
 
 def _stem(entry):
-    """step000010_encoder.0.self_attention.q_forward_input, with _t3 for a time step: the name of a tensor's pictures."""
+    """Return the name of a tensor's pictures: step000010_encoder.0.self_attention.q_forward_input, with _t3 for time step 3."""
     from pyops.inspect.pictures import style
     time = '' if entry.time is None else f'_t{entry.time}'
     operation = style.slug(entry.operation or 'unknown', 20)
@@ -196,7 +196,7 @@ def _stem(entry):
 
 
 def _by_step(entries):
-    """Entries in the order in which they get pictures: the last step, the first, then those halfway between, and so on."""
+    """Return the entries in order of priority: the last step, the first, then steps halfway between, and so on."""
     steps = sorted({entry.step for entry in entries})
     order = [len(steps) - 1, 0]
     parts = 2
@@ -210,8 +210,8 @@ def _by_step(entries):
 
 
 def _choose(entries, limit):
-    """Those that get pictures: step by step, and of a step each tensor's first time step before the second ones; where not all
-    of these fit, evenly many of them."""
+    """Return the entries that get pictures: step by step, and within a step the first time step of every tensor before the
+    second ones.  If a group exceeds the limit, evenly spaced entries are chosen."""
     seen, groups = collections.Counter(), {}
     for entry in _by_step(entries):
         tensor = entry.step, entry.layer, entry.operation, entry.name
@@ -225,7 +225,7 @@ def _choose(entries, limit):
 
 
 def _attention_maps(source, ranked, options, summary):
-    """-> {id of an entry: [(sentence, words)]}: the first sentences of each batch, within the limit."""
+    """Return {id of an entry: [(sentence, words)]} for the first sentences of each batch, within the limit."""
     weights = [entry for entry in ranked if entry.layer_type == 'attention' and entry.name == 'weights'
                and len(entry.shape) in (3, 4) and min(entry.shape) > 0]
     wanted = [(entry, sentence) for entry in weights for sentence in range(min(options.sentences, entry.shape[0]))]
@@ -245,12 +245,12 @@ def _attention_maps(source, ranked, options, summary):
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    record: object              # overview.Record, or (file, reason) where the tensor cannot be read
-    drawn: tuple                # (path, whether it was written)
+    record: object              # overview.Record, or (file, reason) if the tensor cannot be read
+    drawn: tuple                # of (path, whether it was written)
 
 
 def _draw_tensor(job):
-    """Read a tensor, draw all that the job names -> _Result."""
+    """Read a tensor, draw the job's pictures, and return a _Result."""
     from pyops import formats
     from pyops.inspect.logs import LogError
     from pyops.inspect.pictures import attention, overview, style, tensors
@@ -286,7 +286,7 @@ def _draw_tensor(job):
 
 @contextlib.contextmanager
 def _workers(processes, tasks):
-    """-> a map, in order, over so many processes (0: one for each core) as are worth their start for the number of tasks."""
+    """Return an ordered map over at most this many processes (0: one per core).  One process per 4 tasks is the limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     processes = min(processes or cores, math.ceil(tasks / 4))
     if processes <= 1:
@@ -298,14 +298,14 @@ def _workers(processes, tasks):
 
     def work(function, tasks):
         waiting = collections.deque()
-        for task in tasks:                      # not all at once: what waits, and what is done, is held in memory
+        for task in tasks:                      # bounded: pending tasks and finished results are in memory
             waiting.append(pool.submit(function, task))
             if len(waiting) >= 4 * processes:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
-    # spawn: a fork would copy the threads of our kernels half
+    # spawn: a forked process lacks the OpenMP threads that the library assumes
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context('spawn'), _begin)
     try:
         yield work
@@ -316,7 +316,7 @@ def _workers(processes, tasks):
 
 
 def _begin():
-    """In a new process: one thread, since there is one process for each core; Ctrl-C is the first process' business."""
+    """Initialise a worker: one thread, since there is one process per core.  The parent process handles Ctrl-C."""
     import signal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'):
@@ -332,7 +332,7 @@ def _count(summary, written, drawn):
 
 
 def _remove_stale(folder, written):
-    """Take away pictures of an earlier run that this one did not draw; they bear our mark and the name that we gave them."""
+    """Remove pictures of an earlier run that this run did not draw: files with our mark that have not been renamed."""
     from pyops.inspect.pictures import style
     removed = 0
     for name in FOLDERS:
@@ -376,7 +376,7 @@ def _draw_overview(source, records, folder, options, summary):
 
 
 def _write_page(source, entries, folder, texts, work, summary, page_max):
-    """index.html; without plotly it is left out, and that is said."""
+    """Write index.html; without plotly, add a note to the summary instead."""
     from pyops.inspect import page
     from pyops.inspect.pictures import style
     path = os.path.join(folder, 'index.html')
@@ -395,7 +395,7 @@ def _write_page(source, entries, folder, texts, work, summary, page_max):
 
 
 def _write_table(path, logs, records, summary):
-    """tensor_stats.txt: a line a tensor, then what was skipped and left out."""
+    """Write tensor_stats.txt: a line per tensor, then the skipped files and the notes."""
     from pyops.inspect.pictures import style
     if os.path.lexists(path) and not style.is_ours(path):
         summary.foreign.append(path)

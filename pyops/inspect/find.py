@@ -1,8 +1,8 @@
 """Find the tensors of linear layers and attention in a plan.
 
-Ops say which products their launches compute, and a plan keeps that as the Notes of its actions (backend.note_product).  So
-all there is to do here is to read the notes: what each role is called in a dump, at which point of the plan its array can be
-read, and how it was rounded.  Names of arrays play no part: they are for people.
+Ops note which products their launches compute, and a plan stores these Notes with its actions (backend.note_product).  This
+module reads the notes, and determines the name of each operand in a dump, the point of the plan at which its array can be
+read, and its rounding.  The debug names of arrays are not used.
 """
 import math
 from collections.abc import Callable
@@ -18,15 +18,15 @@ class Tensor(NamedTuple):
     """A tensor that a step can save."""
     layer: str
     layer_type: str             # 'linear' or 'attention'
-    index: int                  # which of that type, in order of the forward pass
+    index: int                  # counts the layers of this type in order of the forward pass
     operation: str              # 'forward' or 'backward'
     name: str                   # 'input', 'weight', 'query', 'grad_output', ...
-    time: int | None            # of a layer that is used once for each step of a sequence
+    time: int | None            # time step, if the layer is used once for each step of a sequence
     shape: tuple[int, ...]
-    axis: int                   # of the blocks, in formats with blocks
-    uses: tuple[dict, ...]      # how products that use it round it
+    axis: int                   # axis of the blocks, in formats with blocks
+    uses: tuple[dict, ...]      # its roundings, for each product that uses it
     mask: tuple[dict, ...]
-    quant_type: str             # the name of the format that the layer calculates with
+    quant_type: str             # name of the format of the layer's operands
 
     @property
     def nbytes(self):
@@ -34,29 +34,29 @@ class Tensor(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Tensors that can be read once `at` actions of the plan have run.
+    """Tensors that can be read after `at` actions of the plan.
 
-    read() returns the array of the one tensor, or an array whose first axis counts the tensors."""
+    read() returns the array of a single tensor, or an array whose first axis counts the tensors."""
     at: int
     tensors: tuple[Tensor, ...]
     read: Callable
-    is_fresh: bool              # it is computed for this look, and nothing else writes to it
+    is_fresh: bool              # the array is computed by read(), and nothing else writes to it
 
     def arrays(self):
-        """Return a numpy array for each of the tensors."""
+        """Return one numpy array per tensor."""
         array = backend.get(self.read())
         return [array] if self.tensors[0].shape == array.shape else list(array)
 
 
 def find(plan, side=None):
-    """Return the Looks at a plan that show all tensors of its linear layers and attention, in order of `at`.
+    """Return the Looks for all tensors of a plan's linear layers and attention, in order of `at`.
 
-    side(layer, name) -> 'source' or 'target', the sentences whose words are the rows of a tensor; None: there are no sentences
+    side(layer, name): returns 'source' or 'target', the sentences whose tokens are the rows of a tensor, or None
     """
     return _Finder(plan, side or (lambda layer, name: None)).looks()
 
 
-# of attention: role in a product -> operation, and the name of the tensor
+# attention: role in a product -> operation and name of the tensor
 _ATTENTION = {'q': ('forward', 'query'), 'k': ('forward', 'key'), 'v': ('forward', 'value'), 'p': ('forward', 'weights'),
               'y': ('forward', 'output'), 'do': ('backward', 'grad_output'), 'ds': ('backward', 'grad_scores'),
               'dq': ('backward', 'grad_query'), 'dk': ('backward', 'grad_key'), 'dv': ('backward', 'grad_value')}
@@ -67,16 +67,16 @@ _PARAMETERS = 'weight', 'bias', 'grad_weight', 'grad_bias'
 class _Layer:
     name: str
     type: str
-    axis: int = -1                  # of the weight, that forward sums over
-    steps: bool = False             # it takes the steps of a sequence one by one, and its tensors are saved step by step
-    rows: tuple = ()                # the axes of its input but for the last
-    heads: int = 0                  # of attention
-    seen: dict = field(default_factory=dict)        # (operation, name) -> _Seen of each time
+    axis: int = -1                  # axis of the weight that forward sums over
+    steps: bool = False             # runs once per step of a sequence; its tensors are saved for each step
+    rows: tuple = ()                # shape of its input without the last axis
+    heads: int = 0                  # number of heads, for attention
+    seen: dict = field(default_factory=dict)        # (operation, name) -> one _Seen per use of the layer
     uses: dict = field(default_factory=dict)        # name -> roundings
     index: int = 0
 
     def saw(self, operation, name, at, array, axis=-1):
-        """array: what can be read at `at`, or _Later."""
+        """Record a tensor that can be read after `at` actions.  array: an array, or a _Later."""
         read, is_fresh = (array.make, True) if isinstance(array, _Later) else (lambda: array, False)
         self.seen.setdefault((operation, name), []).append(_Seen(at, array.shape, read, is_fresh, axis))
 
@@ -90,23 +90,23 @@ class _Seen(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """An array that make() makes when it is looked at."""
+    """An array that make() computes when it is read."""
     shape: tuple[int, ...]
     make: Callable
 
 
 class _Role(NamedTuple):
-    """The array of a role in a product."""
-    array: object           # or _Later
-    at: int                 # how many actions have run when it can be read
-    rounding: int | None    # the action that rounded it for the product, if any
+    """The array with a role in a product."""
+    array: object           # an array, or a _Later
+    at: int                 # number of actions after which it can be read
+    rounding: int | None    # index of the action that rounded it for the product, if any
 
 
 class _Finder:
     def __init__(self, plan, side):
         self.plan, self.side, self.actions = plan, side, plan.replayed
         self.boundary = len(self.actions) if plan.forward is None else plan.forward
-        self.layers = {}            # the weight of a linear layer, ('attention', name of the op) -> _Layer, in order of forward
+        self.layers = {}            # weight, or ('attention', name of the op) -> _Layer, in order of the forward pass
 
     def looks(self):
         for i, action in enumerate(self.actions):
@@ -124,7 +124,7 @@ class _Finder:
 
     def _linear(self, i, note):
         kind, roles = note.product.kind, note.product.roles
-        if note.weight is None:                             # the weight is no parameter of this plan
+        if note.weight is None:                             # the weight is not a parameter of this plan
             return
         if kind == 'matmul':
             kind = 'fwd' if i < self.boundary else 'dgrad'
@@ -155,7 +155,7 @@ class _Finder:
         rows = layer.rows if note.rows is None else note.rows
         if 'g' in roles:
             g = self.role(i, note, roles['g'])
-            # the product that makes the gradient of the input is the better place, but there may be none: see _of
+            # the product for the gradient of the input is preferred, but may not exist: see _of
             name = 'grad_output' if kind == 'dgrad' else 'grad_output of weight'
             layer.saw('backward', name, g.at, _with_rows(g.array, rows))
             self._use(layer, 'grad_output', g, kind, 'g')
@@ -166,17 +166,17 @@ class _Finder:
         if 'dx' in roles:
             dx = self.role(i, note, roles['dx'])
             array = _with_rows(dx.array, rows)
-            if self.actions[i].scalars.get('accumulate'):   # it is added to those of other layers: make this layer's part again
+            if self.actions[i].scalars.get('accumulate'):   # added to those of other layers: recompute this layer's part
                 array = _Later(array.shape, lambda: self._product_again(i, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)
 
     def _product_again(self, i, shape):
-        """What a product with `accumulate` has added, in that shape."""
+        """Recompute the summand of a product with `accumulate`, in the given shape."""
         a, b = (self.plan.argument(self.actions[i], name) for name in 'ab')
         return backend.product(a, b).reshape(shape)
 
     def _parameters(self, layer, note, weight_at, bias_at):
-        """Its weight and bias, and their gradients, once."""
+        """Record weight, bias and their gradients, once per layer."""
         if ('forward', 'weight') in layer.seen:
             return
         for name, part, at in ('weight', note.weight, weight_at), ('bias', note.bias, bias_at):
@@ -187,8 +187,8 @@ class _Finder:
                     layer.saw('backward', f'grad_{name}', made + 1, self.plan.part(part, gradient=True))
 
     def _name(self, note):
-        """The name of its parameter without `weight`: encoder.rnn.0.hh of encoder.rnn.0.w_hh.  A parameter without an owner
-        has the name of the op, if that has one of its own."""
+        """Return the layer's name: that of its weight without `weight`, encoder.rnn.0.hh for encoder.rnn.0.w_hh.  If the
+        weight has no owner, the name of the op is used, unless that is the name of a parameter."""
         owner, dot, last = note.weight.tensor.name.rpartition('.')
         name = note.weight.tensor.name
         if dot:
@@ -198,7 +198,7 @@ class _Finder:
             name = f'{note.op}.{note.layer}' if note.layer else note.op
         if note.weight.is_whole:
             return name
-        return f'{name}.{note.weight.offset // math.prod(note.weight.tensor.shape[1:])}'    # the first of its rows
+        return f'{name}.{note.weight.offset // math.prod(note.weight.tensor.shape[1:])}'    # its first row
 
     # ---- attention
 
@@ -220,7 +220,7 @@ class _Finder:
     # ---- the arrays of roles
 
     def role(self, i, note, source):
-        """The array of a role in action i, and where it can be read: before it was rounded, where it was."""
+        """Return the _Role of an operand of action i: its array before rounding, and the point at which that can be read."""
         action, at = self.actions[i], i if note.product.before else i + 1
         if isinstance(source, Made):
             sizes = action.scalars
@@ -240,20 +240,20 @@ class _Finder:
         return lambda name: self.plan.argument(action, name) if name in action.tensors else None
 
     def _use(self, layer, name, role, product, letter):
-        """Note that the tensor `name` of a layer is rounded for an operand of a product, if it is."""
+        """If the operand `letter` of a product is rounded, record this rounding of the layer's tensor `name`."""
         if role.rounding is None:
             return
         shape = _with_rows(role.array, layer.rows).shape if layer.type == 'linear' else role.array.shape
         fmt, axis = self._rounding(role.rounding, shape)
         if axis == 0 and layer.steps and name not in _PARAMETERS:
-            axis = 'tokens'                                 # of all time steps, which are saved one by one
+            axis = 'tokens'                                 # of all time steps, which are saved separately
         use = {'product': product, 'operand': letter, 'format': str(fmt), 'axis': axis}
         uses = layer.uses.setdefault(name, [])
         if use not in uses:
             uses.append(use)
 
     def _rounding(self, j, shape):
-        """Action j, a fake_quantize -> Format, axis in the array that is saved, which has that shape."""
+        """Return the Format of action j, a fake_quantize, and the block axis in the saved array, which has this shape."""
         from pyops import formats
         sizes, tensors, target = self.actions[j].scalars, self.actions[j].tensors, None
         if 'factor' in tensors:
@@ -266,9 +266,9 @@ class _Finder:
     # ---- what was found
 
     def _of(self, layer):
-        """The Looks at a layer."""
+        """Yield the Looks of a layer."""
         for uses in layer.uses.values():
-            uses.sort(key=lambda use: use['product'] == 'wgrad')        # whose sums run along the rows; names tell the first
+            uses.sort(key=lambda use: use['product'] == 'wgrad')        # last: it sums over rows; file names have the first use
         first = next((use for name in ('input', 'query', *layer.uses) for use in layer.uses.get(name, ())), None)
         quant_type = first['format'].partition(':')[0] if first else 'fp32'
         seen, counts = dict(layer.seen), len(layer.seen.get(('forward', 'output'), [None]))
@@ -281,7 +281,7 @@ class _Finder:
                 if layer.steps and name not in _PARAMETERS and len(shape) == 3:
                     times, shape = range(shape[0]), shape[1:]
                 elif counts > 1 and name not in _PARAMETERS:
-                    times = [n if operation == 'forward' else counts - 1 - n]       # backward meets the last use first
+                    times = [n if operation == 'forward' else counts - 1 - n]       # backward starts at the last use
                 tensors = [Tensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis,
                                   tuple(layer.uses.get(name, ())), self._mask(layer, name, shape, step), quant_type)
                            for step in times]
@@ -301,14 +301,14 @@ class _Finder:
 
 
 def _with_rows(array, rows):
-    """The matrix of all rows with the axes that these have in the op's arrays."""
+    """Reshape a matrix of all rows to the axes of the op's arrays; return any other array unchanged."""
     if isinstance(array, _Later) or array.ndim != 2 or len(rows) < 2 or math.prod(rows) != len(array):
         return array
     return array.reshape(*rows, array.shape[-1])
 
 
 def _by_head(array, heads):
-    """(T, B, D) as (T, B, heads, C); other arrays as they are."""
+    """Reshape (T, B, D) to (T, B, heads, C); return any other array unchanged."""
     if isinstance(array, _Later) or array.ndim != 3:
         return array
     T, B, D = array.shape

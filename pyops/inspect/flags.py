@@ -1,4 +1,4 @@
-"""The flags that say which tensors of a training run are saved, and what the environment says where they are not given."""
+"""Flags that select the tensors to save during training, and the environment variables that replace missing flags."""
 import difflib
 import fnmatch
 import os
@@ -13,7 +13,7 @@ FOLDER = './tensor_logs'
 
 
 class Wanted(NamedTuple):
-    """What shall be saved, of which steps, where, how much at most, in which kind of file."""
+    """Tensors to save: folder, layer name patterns, steps, limit in bytes (and as given), file format."""
     folder: str
     patterns: tuple[str, ...]
     steps: Steps
@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
     as_: str
 
     def choose(self, names):
-        """Those of the names of layers that a pattern fits, in their order; UserError for a pattern that fits none."""
+        """Return the layer names that match a pattern, in their order.  UserError if a pattern matches none."""
         chosen = set()
         for pattern in self.patterns:
             fits = fnmatch.filter(names, pattern)
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
 
 def add_saving_flags(parser):
-    """--save-tensors DIR and what goes with it."""
+    """Add --save-tensors DIR and the flags that modify it."""
     group = parser.group('saved tensors', 'See docs/saving.md.')
     group.add_argument('--save-tensors', metavar='DIR',
                        help='while training, save tensors of linear layers and attention in DIR, forward and backward '
@@ -54,7 +54,7 @@ def add_saving_flags(parser):
 
 
 def wanted(args, environment=os.environ):
-    """-> Wanted, or None where nothing is to be saved; UserError where a flag says how and none says that."""
+    """Return a Wanted, or None if nothing is to be saved.  UserError if a flag modifies --save-tensors, which is off."""
     folder = args.save_tensors
     if folder is None and _is_enabled(environment):
         folder = environment.get('TENSOR_SAVE_DIR') or FOLDER
@@ -83,5 +83,5 @@ def _is_enabled(environment):
 
 
 def _size(text):
-    """-> bytes, text"""
+    """Return (number of bytes, text)."""
     return size(text), text

@@ -1,7 +1,7 @@
-"""Save the tensors of linear layers and attention at some steps of a training run; find.py finds them in the plan.
+"""Save the tensors of linear layers and attention at selected steps of a training run; find.py finds them in the plan.
 
-At a step that is saved the plan runs in pieces, and the tensors of each piece are copied before the next one may overwrite
-them.  All other steps are replayed whole.  docs/saving.md says what is saved under which name, and what cannot be saved.
+At a saved step the plan runs in pieces, and the tensors of each piece are copied before the next piece can overwrite them.
+All other steps are replayed as a whole.  docs/saving.md lists the tensors and their names.
 """
 import shutil
 import time
@@ -11,22 +11,22 @@ from pyops.errors import UserError
 from pyops.inspect.find import find
 from pyops.inspect.writer import Writer, size_text
 
-LOOK_EVERY = 0.3            # seconds between the losses that are written
+LOOK_EVERY = 0.3            # seconds between writes of the losses
 
 
 class Saving:
-    """Does the steps of a training run, and saves tensors at those that are wanted.
+    """Run the steps of a training run, and save tensors at the steps selected by `wanted`.
 
-    wanted: a pyops.inspect.flags.Wanted;  planned: the pyops.plan.Steps that does a step on rows;  rows: of the first batch
-    first, last: the numbers of the first step of this run and of the one behind its last
+    wanted: a pyops.inspect.flags.Wanted;  planned: the pyops.plan.Steps that runs a step;  rows: row indices of the first batch
+    first, last: this run consists of the steps first, ..., last - 1
     run: for the manifest, {'program': ..., 'settings': ...};  side: as for `find`
-    sentences(rows) -> lengths, tokens of a batch as the manifest has them; None where there are no sentences
+    sentences(rows): returns (lengths, tokens) of a batch in the manifest's form; None if the data has no sentences
 
-        saving = Saving(...)                UserError where it cannot be saved
-        with saving:                        prints what will be saved, and in the end what was
+        saving = Saving(...)                UserError if saving is impossible
+        with saving:                        prints a forecast at the beginning, and a summary at the end
             saving.step(rows)
             saving.note([(loss, weight, norm), ...])
-        saving.check()                      UserError where nothing was saved
+        saving.check()                      UserError if nothing was saved
     """
 
     def __init__(self, wanted, planned, rows, first, last, run, side=None, sentences=None):
@@ -46,7 +46,7 @@ class Saving:
                             'make room, or save less with --save-layers, --save-steps or --save-max')
 
     def _check(self, looks, steps):
-        """-> what to say of all that will be saved, its bytes"""
+        """Return the line that announces the dump, and its size in bytes."""
         tensors = [tensor for look in looks for tensor in look.tensors]
         each = sum(tensor.nbytes for tensor in tensors)
         layers, total = len({tensor.layer for tensor in tensors}), each * len(steps)
@@ -72,14 +72,14 @@ class Saving:
         print(self.summary, flush=True)
 
     def check(self):
-        """UserError where nothing was saved."""
+        """Raise UserError if no tensor was saved."""
         if not self.summary.tensors:
             why = (f'{self.summary.lost} could not be written' if self.summary.lost else
                    f'--save-steps {self.wanted.steps.text} names none of the steps up to {self.next}')
             raise UserError(f'{self.wanted.folder}: no tensor was saved: {why}; training itself went as ever')
 
     def step(self, rows):
-        """Do the next step."""
+        """Run the next step on these rows, and save its tensors if it is selected."""
         number = self.next
         self.next += 1
         if self._is_over or number not in self.wanted.steps:
@@ -110,7 +110,7 @@ class Saving:
 
     def _save(self, tensor, array, number, lengths, owned):
         fmt, options, axis = 'fp32', {}, tensor.axis
-        if tensor.uses:                                 # the manifest has all of them; a file's name tells the first
+        if tensor.uses:                                 # the manifest lists all uses; the file name has the format of the first
             from pyops import formats
             one = formats.parse(tensor.uses[0]['format'])
             fmt, options, axis = one.name, dict(one.options), tensor.uses[0]['axis']
@@ -120,7 +120,7 @@ class Saving:
                            mask=tensor.mask, lengths=lengths, owned=owned)
 
     def note(self, values):
-        """(loss, weight, norm) of the steps behind those that were noted before, as pyops.fit.History reads them."""
+        """Append (loss, weight, norm) of the steps after those noted before, as pyops.fit.History reads them."""
         self._losses += [(self._noted + i, loss, norm or None) for i, (loss, _, norm) in enumerate(values)]
         self._noted += len(values)
         if time.perf_counter() - self._told > LOOK_EVERY:
