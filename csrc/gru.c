@@ -22,7 +22,7 @@ static weight weight_of(pyops_view at, int64_t K, int64_t N, float *packed, int6
     return (weight){at, K, N, B > PYOPS_FEW_ROWS ? packed : NULL};
 }
 
-/* Every thread packs a part; a barrier is needed before the packed weight is used. */
+/* Every thread packs a part; the packed weight may be used after a barrier. */
 static void pack(const pyops_kernels *k, const weight *w) {
     if (!w->packed) return;
     #pragma omp for schedule(static) nowait
@@ -41,7 +41,7 @@ typedef struct {
     const int32_t *lengths;                             /* NULL: all sequences have T steps */
     const int32_t *first, *index;                       /* (T+1): first position of each step; (first[T]): t*B + b of each */
     int64_t count;
-    int whole;                                          /* every position exists, and index[v] = v */
+    int whole;                                          /* all sequences have T steps, so index[v] = v */
 } positions;
 
 static int64_t indices_size(int64_t T, int64_t B) { return pyops_round_up(T + 1 + T * B, PYOPS_LANES); }
@@ -147,12 +147,12 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     status = positions_of(&p, "gru_forward", lengths, work + l.indices, T, B);
     if (status) return status;
 
-    float *ours = p.whole ? gates : work + l.gates;     /* a = x w_ih' + b_ih for all steps, where r, z, n go, or compacted */
+    float *ours = p.whole ? gates : work + l.gates;     /* a = x w_ih' + b_ih for all steps, stored in r, z, n, or compacted */
     const int64_t lda = I && p.whole ? 4*H : 3*H;
     if (I) {
         int64_t rows = p.count;
         if (!p.whole) {
-            rows = pyops_max(rows, pyops_min(T*B, PYOPS_FEW_ROWS + 1));         /* fewer would be summed in another order */
+            rows = pyops_max(rows, pyops_min(T*B, PYOPS_FEW_ROWS + 1));         /* fewer rows: another order of sums */
             gather(work + l.x, x, &p, I, I);
             k->fill(work + l.x + p.count*I, (rows - p.count) * I, 0.0f);
             x = work + l.x;
@@ -160,7 +160,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
         status = pyops_product_threaded(ours, lda, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, rows, 3*H, I, 0);
         if (status) return status;
     }
-    /* w_rz holds r and z, or all three */
+    /* w_rz contains r and z, or all three gates */
     const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);
     const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, 1, H}, H, H, work + l.n, B);
     int failed = 0;

@@ -1,7 +1,7 @@
 /* mlp.c - all gradients of a network of two linear layers on pixels in one operation, and its whole training step.
  *
- * On a GPU each is one kernel instead of a dozen that would take longer to launch than to run.  On the CPU it calls those dozen
- * in turn, and so is the reference for the GPU.
+ * On a GPU each of the two is one kernel instead of a dozen that would take longer to launch than to run.  On the CPU it calls
+ * these dozen kernels in sequence, and is the reference for the GPU.
  */
 #include <string.h>
 #include "internal.h"
@@ -72,9 +72,9 @@ pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2
     return pyops_pixel_linear_backward(dw1, db1, da, table, rows, ink, places, work + l.rest, N, B, I, H, scale, stream);
 }
 
-/* ---- and the step ---- */
+/* ---- the training step ---- */
 int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {
-    const int64_t largest = (I > C ? I : C) * H;         /* b2, with C numbers, is not larger than w2 */
+    const int64_t largest = (I > C ? I : C) * H;         /* b2, with C floats, is not larger than w2 */
     return pyops_mlp_gradients_work(B, I, H, C) + 4 + pyops_grad_norm_work(largest > 4 ? largest : 4);
 }
 

@@ -45,7 +45,7 @@ static space simplify(const int64_t *shape, const int64_t *strides, int64_t ndim
         for (int o = 0; o < operands; o++) s.stride[o][s.n] = strides[o * ndim + d];
         for (int a = s.n++; a > 0 && outside(&s, by, a, a - 1); a--) swap_axes(&s, operands, a, a - 1);
     }
-    int last = 0;                       /* merge axis d into axis `last` where a step of that spans all of d */
+    int last = 0;                       /* merge axis d into axis `last` if a step along `last` spans all of d */
     for (int d = 1; d < s.n; d++) {
         int joins = 1;
         for (int o = 0; o < operands; o++) joins &= s.stride[o][last] == s.stride[o][d] * s.size[d];
@@ -325,7 +325,7 @@ typedef struct {
     reduce_function *block;
     int op, is_int;
     space s;
-    int column, row, piece;             /* axes: a kept one or -1; the innermost and the outermost reduced one */
+    int column, row, piece;             /* axes: a kept axis or -1; the innermost and the outermost reduced axis */
     int64_t columns;                    /* columns of a block */
     int64_t parts[AXES], blocks;        /* blocks along each kept axis (1 along the others); all blocks */
     int64_t pieces, piece_size;
@@ -345,7 +345,7 @@ static int64_t locate(const reduction *r, int64_t u, int64_t *x, int64_t *y) {
     return columns;
 }
 
-/* sums (op)= all terms of a block in one piece */
+/* Combine all terms of a block in one piece into sums. */
 static void gather_terms(const reduction *r, wide *sums, const element *x, int64_t columns, int64_t piece) {
     const space *s = &r->s;
     int64_t from[AXES], size[AXES], at[AXES] = {0}, step = r->column < 0 ? 1 : s->stride[X][r->column];
@@ -398,7 +398,7 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
         r.blocks *= r.parts[d];
     }
     const int64_t slots = r.blocks * r.columns;        /* sums of a piece */
-    if (r.blocks < FEW) {               /* pieces large enough for a thread, with fewer sums than terms */
+    if (r.blocks < FEW) {               /* cut into pieces large enough for a thread, with fewer sums than terms */
         r.pieces = pyops_min(pyops_min(PIECES, n / PIECE), pyops_min(s->size[r.piece], n / (slots * PIECE_ROWS)));
         r.pieces = pyops_max(r.pieces, 1);
         r.piece_size = (s->size[r.piece] + r.pieces - 1) / r.pieces;
