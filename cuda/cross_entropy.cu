@@ -1,19 +1,19 @@
-// cross_entropy.cu - masked softmax cross entropy on logits that exist.
+// cross_entropy.cu - masked softmax cross entropy on logits in memory.
 //
-// Forward, two launches: a team of threads per row finds the maximum and the sum of exponentials in one pass over the row and,
-// where labels are smoothed, how far the row is below its maximum on average; then one block adds the losses of the valid rows.
-// Backward, one launch: a team per row again.  A team is a warp, eight rows a block, or a whole block where rows are long:
+// Forward has two launches: a team of threads per row computes the maximum and the sum of exponentials in one pass, and with
+// label smoothing the mean of x - maximum; then one block adds the losses of the valid rows.  Backward has one launch, also
+// with a team per row.  A team is a warp (eight rows per block), or a whole block for long rows:
 //
-//     row of 10 logits     lane 0 1 2 .. 9 | the other lanes have nothing
-//     row of 50000         thread 0 1 2 .. 255 | 0 1 2 .. 255 | 0 1 2 ..         neighbours read neighbours
+//     row of 10 logits     lane 0 1 2 .. 9 | the other lanes are idle
+//     row of 50000         thread 0 1 2 .. 255 | 0 1 2 .. 255 | 0 1 2 ..         coalesced
 #include "log_sum_exp.cuh"
 
 static constexpr int THREADS = 256;
-static constexpr int64_t LONG_ROW = 1024;               // from here on a row is worth a block
-static constexpr int SUM_THREADS = 1024;                // of the block that adds the losses
+static constexpr int64_t LONG_ROW = 1024;               // minimum length for a block per row
+static constexpr int SUM_THREADS = 1024;                // threads of the block that adds the losses
 
-namespace {                                             // names of this file alone
-// The sum of x - max over n logits, and how it changes with a larger max.  No term is positive, so there is no cancellation.
+namespace {                                             // names local to this file
+// The sum of x - max over n logits; raise() adjusts it to a larger max.  No term is positive, so there is no cancellation.
 struct Below {
     float sum = 0.0f, n = 0.0f;
     __device__ void raise(float max, float to) { if (n > 0.0f) sum += n * (max - to); }
@@ -67,7 +67,7 @@ row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_
                     other.raise(maxima[w], found.max);
                     below = {below.sum + other.sum, below.n + other.n};
                 }
-            __syncthreads();                            // the next row overwrites them
+            __syncthreads();                            // before the next row overwrites them
         }
         if (member == 0) {
             max[r] = found.max;
@@ -77,7 +77,7 @@ row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_
     }
 }
 
-// The mean of the losses of the valid rows.  One block, so that the order of the sum is always the same.
+// The mean of the losses of the valid rows.  One block, so that the order of the sum is fixed.
 static __global__ void __launch_bounds__(SUM_THREADS)
 mean_loss(float *loss, int32_t *valid, const float *max, const float *sum, const float *means, const float *x,
           const int32_t *labels, FaultRecord *faults, int64_t R, int64_t C, int32_t ignore, float smoothing) {

@@ -1,14 +1,14 @@
 // linear_cross_entropy.cu - output layer, masked softmax cross entropy and all their gradients.
 //
-// Three products with a vocabulary in them, and small kernels between.  The logits of the valid rows are stored once; their
-// gradient never is: both products that need it form it from the logits while these are on their way to the sums.
+// Three products over the vocabulary, and small kernels between them.  The logits of the valid rows are stored once; their
+// gradient is never stored: both products that need it compute it from the logits while loading their operands.
 //
-//   gather      x_valid = the valid rows of x, close together, in order; 0 in the masked rows of dx
+//   gather      x_valid = the valid rows of x, compacted, in order; zeros the masked rows of dx
 //   logits      tiles of x_valid weight' + bias; per row and tile the maximum, the sum of exponentials, the sum of logit - maximum
-//   row_losses  from those: the maximum and the sum of exponentials of each row, its label's logit, its loss
-//   mean_loss   of the losses, in order
-//   dx          tiles of dlogits weight, each in parts of the vocabulary where there are few tiles
-//   add_parts   the parts, in order; then rows go back to their places
+//   row_losses  per row, from these: maximum, sum of exponentials, loss
+//   mean_loss   mean of the losses, summed in order
+//   dx          tiles of dlogits weight; if there are few tiles, each is split into parts of the vocabulary
+//   add_parts   sums the parts, in order, and scatters the rows to dx
 //   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
 //
 //                   V, in tiles of 128                   dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
@@ -18,8 +18,8 @@
 //   of 128     |     |     |      |   |
 //              +-----+-----+--  --+---+
 //
-// How many rows are valid, only the device knows.  So everything is launched for R rows, and blocks whose rows are not there
-// leave at once.  Where all logits would be more than LOGITS bytes, rows take turns, CHUNK of them at a time.
+// Only the device knows the number of valid rows.  So everything is launched for R rows, and blocks without rows exit at once.
+// If all logits exceed LOGITS bytes, the rows are processed in chunks of `chunk` rows.
 #include "compact.cuh"
 #include "log_sum_exp.cuh"
 #include "product.cuh"
@@ -27,12 +27,12 @@
 
 static constexpr int64_t LOGITS = int64_t(1) << 30;
 static constexpr int THREADS = 256, SUM_THREADS = 1024;
-static constexpr int GATHER = 64;                       // rows of a block of `gather`
+static constexpr int GATHER = 64;                       // rows per block of `gather`
 static constexpr int64_t TILE = 128;                    // rows and columns of a tile in all three products
-static constexpr int64_t LEAST_PART = 512;              // words in a part of dx
+static constexpr int64_t LEAST_PART = 512;              // minimum number of words in a part of dx
 
-// No shape takes more than 99 KiB of shared memory, which every device from 80 on has for a block, nor more than half of 164
-// KiB, so that two blocks are at work on a multiprocessor.  The gradients form an operand, which takes registers: more warps.
+// Every shape fits in 99 KiB of shared memory, which all devices from 80 on provide per block, and in half of 164 KiB, so that
+// two blocks are resident on a multiprocessor.  The gradient kernels compute an operand, which takes registers: more warps.
 namespace {
 template <Precision P> struct Shapes {
     using Logits = TileShape<TILE, TILE, 16, 2, 2, 3>;
@@ -44,9 +44,9 @@ template <> struct Shapes<Precision::fp32> {
 };
 
 struct alignas(16) ValidRow { float max, factor; int32_t label; };      // factor = scale / sum, see above
-struct Piece { LogSumExp exps; float below; };          // of the logits of a row in a tile;  below: the sum of logit - max
+struct Piece { LogSumExp exps; float below; };          // the logits of a row in a tile;  below: the sum of logit - max
 
-struct Call {                                           // what all kernels get
+struct Call {                                           // arguments of all kernels
     float *dx, *dweight, *dbias;
     const float *x, *weight, *bias;
     const int32_t *labels;
@@ -58,14 +58,14 @@ struct Call {                                           // what all kernels get
     float *losses;                                      // (R)
     Piece *pieces;                                      // (chunk,tiles)
     float *logits;                                      // (chunk,ldv)
-    float *parts;                                       // (splits,chunk,D)   of dx; unused where there is one part
-    int64_t R, D, V, ldx, ldv, tiles;                   // tiles: of the vocabulary
-    int64_t first, chunk;                               // the chunk under way: rows first <= p < first + chunk
-    int64_t splits, part;                               // of the vocabulary in dx
+    float *parts;                                       // (splits,chunk,D)   of dx; unused if there is only one part
+    int64_t R, D, V, ldx, ldv, tiles;                   // tiles: number of tiles along the vocabulary
+    int64_t first, chunk;                               // the current chunk: rows first <= p < first + chunk
+    int64_t splits, part;                               // dx: number of parts of the vocabulary, and words per part
     float smoothing;
-    bool weight16;                                      // whether 16 bytes of weight can be copied at a time
+    bool weight16;                                      // weight can be copied 16 bytes at a time
 
-    __device__ int64_t rows() const {                   // of this chunk that are there
+    __device__ int64_t rows() const {                   // valid rows in this chunk
         const int64_t left = valid[0] - first;
         return left < chunk ? left : chunk;
     }
@@ -73,7 +73,7 @@ struct Call {                                           // what all kernels get
 }
 
 // ---- rows ------------------------------------------------------------------------------------------------------
-// A block has GATHER rows.  Its first place is the number of valid rows before, which it counts itself: labels are few.
+// One block per GATHER rows.  Each block counts the valid rows before its own, its offset in x_valid: there are few labels.
 static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *faults, int32_t ignore) {
     SHARED(int, counts, [THREADS / 32]);
     SHARED(int, kept, [GATHER]);
@@ -105,7 +105,7 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *fa
     }
 }
 
-// A warp for each row of the chunk.
+// One warp per row of the chunk.
 static __global__ void __launch_bounds__(THREADS) row_losses(Call c) {
     const int64_t m = blockIdx.x * int64_t(THREADS / 32) + threadIdx.x / 32, p = c.first + m;
     if (m >= c.rows()) return;
@@ -183,15 +183,15 @@ logits(Call c, int64_t tiles_m) {
 }
 
 // ---- gradients -----------------------------------------------------------------------------------------------------
-// dlogits as an operand, made from logits.  Its lines are rows p, whatever it is multiplied with: in dx the words run along K,
-// in dweight they are the rows of the product.
+// dlogits as an operand, computed from logits.  Its lines are rows p in both products: in dx the words are the K axis, in
+// dweight they are the rows of the product.
 namespace {
 template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     static constexpr Way way = Way::formed;
     using Line = ValidRow;
     const ValidRow *row;
     float on_label, everywhere;                         // dlogits = factor * exp - everywhere - (v is the label ? on_label : 0)
-    mutable float column_sum[4] = {};                   // of what this thread made; of the same four words always, in dweight
+    mutable float column_sum[4] = {};                   // of the values of this thread; in dweight, of the same four words
 
     __device__ __forceinline__ DLogits(const Call &c, int64_t rows)
         : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true}, row(c.row + c.first) {
@@ -203,7 +203,7 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     __device__ __forceinline__ void form(float (&four)[4], const Line &at, int64_t v) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // what is rounded to 11 bits or 8 for the product needs no exponential that is right to the last of 24
+            // operands rounded to 11 or 8 bits need no exponential that is accurate to 24 bits
             const float e = P == Precision::fp32 ? expf(four[i] - at.max) : __expf(four[i] - at.max);
             four[i] = at.factor * e - everywhere - (v + i == at.label ? on_label : 0.0f);
             column_sum[i] += four[i];
@@ -229,7 +229,7 @@ dx(Call c, int64_t tiles_m, int64_t tiles_d) {
     });
 }
 
-// A block for THREADS columns of a row.
+// One block per THREADS columns of a row.
 static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blocks_a_row) {
     const int64_t m = blockIdx.x / blocks_a_row, d = blockIdx.x % blocks_a_row * int64_t(THREADS) + threadIdx.x;
     if (m >= c.rows() || d >= c.D) return;
@@ -245,7 +245,7 @@ dweight(Call c, int64_t tiles_d) {
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, false>, Stored<false>>;
     DYN_SHARED(float, shared);
-    const bool adds = c.first > 0;                      // to what the chunks before have left
+    const bool adds = c.first > 0;                      // to the sums of the previous chunks
     const int64_t rows = c.rows(), v0 = blockIdx.x / tiles_d * S::M, d0 = blockIdx.x % tiles_d * S::N;
     if (adds && rows <= 0) return;
     const DLogits<P, false> dlogits(c, rows);
@@ -256,7 +256,7 @@ dweight(Call c, int64_t tiles_d) {
         *to = adds ? *to + sum : sum;
     });
     if (d0 > 0) return;
-    // dbias: threads that lie Share::ACROSS apart have made the same words, of different rows.
+    // dbias: threads whose indices differ by a multiple of Share::ACROSS have the same words of different rows.
     using Share = typename T::PanelA::template Share<4>;
     const int own = threadIdx.x / Share::ACROSS * S::M + threadIdx.x % Share::ACROSS * 4;
     __syncthreads();
@@ -271,13 +271,13 @@ dweight(Call c, int64_t tiles_d) {
 }
 
 // ---- the call ------------------------------------------------------------------------------------------------------
-// Sizes, and where things lie in `work`; returns how many floats that is.
+// Set the sizes and the arrays in `work`, and return its size in floats.
 static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bool gradients) {
     c->R = R, c->D = D, c->V = V;
     c->ldx = round_up<int64_t>(D, 4), c->ldv = round_up(V, TILE), c->tiles = blocks_for(V, TILE);
     const int64_t most = LOGITS / int64_t(sizeof(float)) / c->ldv / TILE * TILE, whole = round_up(R, TILE);
     c->chunk = most < TILE ? TILE : most < whole ? most : whole;
-    // as many blocks as can be at work, two a multiprocessor
+    // as many blocks as can be resident, two per multiprocessor
     const int64_t tiles = blocks_for(c->chunk, TILE) * blocks_for(D, TILE), most_splits = blocks_for(V, LEAST_PART);
     const int64_t wanted = tiles ? 2 * pyops_multiprocessors() / tiles : 1;
     const int64_t splits = wanted < most_splits ? wanted : most_splits;
@@ -288,7 +288,7 @@ static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bo
     const auto take = [&](auto **array, int64_t n) {
         using T = std::remove_pointer_t<std::remove_pointer_t<decltype(array)>>;
         *array = reinterpret_cast<T *>(work + used);
-        used += round_up<int64_t>(n * sizeof(T) / sizeof(float), 32);           // everything at a multiple of 128 bytes
+        used += round_up<int64_t>(n * sizeof(T) / sizeof(float), 32);           // every array is aligned to 128 bytes
     };
     take(&c->position, R);
     take(&c->x_valid, R * c->ldx);
@@ -300,7 +300,7 @@ static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bo
     return used;
 }
 
-static constexpr int64_t ALIGN = 32;                    // floats: `work` may begin anywhere
+static constexpr int64_t ALIGN = 32;                    // floats: `work` may have any alignment
 
 extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients) {
     Call c;

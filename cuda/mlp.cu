@@ -1,53 +1,53 @@
-// mlp.cu - the whole gradient of a network of two linear layers on pixels in one launch, or its whole training step.
+// mlp.cu - all gradients of a network of two linear layers on pixels in one launch, or its whole training step.
 //
-// A batch of 100 images is so little work that what takes time is waiting: for a kernel to start, for memory to answer, for
-// other blocks.  So the kernel is laid out by what has to be waited for.
+// A batch of 100 images is so little work that latency dominates: of kernel launches, of memory, of synchronisation between
+// blocks.  The kernel is therefore structured to minimise dependent waits.
 //
-//     a block has an image                              a block has eight pixels, a warp each
+//     one block per image                               one block per eight pixels, one warp per pixel
 //     row number -> pixels -> rows of w1                sum over the images b of x[b,pixel] times
 //                  -> hidden -> logits -> softmax         da of image 0   [ ............ ]
 //                  -> dlogits, da                         da of image 1   [ ............ ]     ->  dw1[pixel,:]
 //                        |                                da of image 2   [ ............ ]
 //                        +--- through work -- [grid] -->  ...
 //
-// In front of [grid], where all blocks meet, nothing is needed from another block; behind it everybody needs da of all images.
-// The pixels of the second half do not depend on the first, so they are fetched at the very start and listed before [grid].
-// The chain of loads that must wait for each other is: row number, pixels, rows of w1, [grid], da.
+// Before [grid], the barrier across all blocks, a block needs no data of other blocks; after it every block needs da of all
+// images.  The pixels for the second half do not depend on the first half, so they are fetched at the start and listed before
+// [grid].  The chain of dependent loads is: row index, pixels, rows of w1, [grid], da.
 //
-// Every gradient is a sum over images of a factor times a row of a matrix, which is what add_terms (pixels.cuh) does:
+// Every gradient is a sum over images of a factor times a row of a matrix, computed by add_terms (pixels.cuh):
 //
-//     dw1[i,:] = sum_b x[b,i] da[b,:]           of the images with ink at i
-//     db1[:]   = sum_b      1 da[b,:]           as if the images had one more pixel, which is always 1
-//     dw2[c,:] = sum_b dlogits[b,c] r[b,:]      and db2[c] behind it, since r has one more column, which is always 1
+//     dw1[i,:] = sum_b x[b,i] da[b,:]           over the images in which pixel i is nonzero
+//     db1[:]   = sum_b      1 da[b,:]           as for an additional pixel that is always 1
+//     dw2[c,:] = sum_b dlogits[b,c] r[b,:]      followed by db2[c], since r has an additional column that is always 1
 //
-// The images are added in their order, whatever the number of blocks.
+// Images are added in order, for any number of blocks.
 //
-// The training step goes on from there.  The warp that formed a row of gradients also updates the weights that belong to it;
-// it has fetched them, with their moments, at the very start.  What it lacks is how long the whole gradient is:
+// The training step continues in the same launch.  The warp that computed a row of gradients also updates the corresponding
+// weights, which it fetched, with their moments, at the start.  It still needs the norm of the whole gradient:
 //
 //     rows of gradients  -> a sum of squares of each --- through work -- [grid] -->  norm -> factor -> Adam on the same rows
 //
-// Every block adds up all sums, in one order.  Where nothing is clipped, nobody needs the norm or the second [grid].
+// Every block adds all sums of squares, in the same order.  Without clipping, neither the norm nor the second [grid] is needed.
 //
-// Why one launch with a meeting of all blocks, and not
-// - two launches: a meeting costs two round trips to the second cache, an atomic addition and a load that sees the sum.  A
-//   second kernel starts when the last block of the first has ended and its writes are out; then it has its row numbers and
-//   pixels still to fetch, one round trip after the other.  One that may start early (programmatic dependent launch, from 9.0
-//   on) could fetch them before, but it waits for the whole first kernel, too.
-// - a cluster of blocks, which meet without going to the second cache and read each other's shared memory: it has at most 16
-//   blocks, on 16 multiprocessors.  Of an image of 784 pixels some 150 are ink, whose rows of w1 are 18 KB.  A hundred blocks
-//   fetch these for an image each, all at the same time; sixteen would fetch them for six or seven each, some 120 KB through
-//   one multiprocessor, which takes longer than the meeting that it saves.
+// Alternatives to one launch with a barrier across the grid:
+// - Two launches.  The barrier costs two round trips to L2, an atomic addition and a load that sees the sum.  A second kernel
+//   starts when the last block of the first has ended and its writes are visible, and only then fetches its row indices and
+//   pixels, one round trip after the other.  With programmatic dependent launch (compute capability 9.0 or later) it could
+//   fetch them earlier, but it would still wait for the whole first kernel.
+// - A cluster of blocks, which synchronise without L2 and read each other's shared memory.  It has at most 16 blocks, on 16
+//   multiprocessors.  An image of 784 pixels has about 150 nonzero ones, whose rows of w1 are 18 KB.  A hundred blocks fetch
+//   the rows for one image each, in parallel; sixteen would fetch those for six or seven images each, about 120 KB per
+//   multiprocessor, which takes longer than the barrier.
 //
-// There is no matrix product that tensor cores would help with, and all is float32 whatever the precision.
+// No matrix product here is large enough for tensor cores; everything is float32, whatever the precision.
 #include "adam.cuh"
 #include "pixels.cuh"
 
-static constexpr int MOST = PYOPS_MLP_WIDEST;                // of H and of C
-static constexpr int TILE = 4096;               // floats: rows of da or r, 128 of 32; before that w2, where it is not larger
-static constexpr int CLASSES = 4;               // that a block has: no image is left out of their sums, which makes them long
-static constexpr int WIDEST = MOST + 4;         // of a row of da and r
-static constexpr int PARTS = blocks_for(MOST + 1, 32);      // elements of a row of gradients that a lane has
+static constexpr int MOST = PYOPS_MLP_WIDEST;                // maximum of H and of C
+static constexpr int TILE = 4096;               // floats: rows of da or r, 128 of 32 floats; before that w2, if it fits
+static constexpr int CLASSES = 4;               // per block; few, because their sums run over all images
+static constexpr int WIDEST = MOST + 4;         // of a row of da or r
+static constexpr int PARTS = blocks_for(MOST + 1, 32);      // elements of a row of gradients per lane
 
 namespace {
 struct Network {
@@ -59,20 +59,20 @@ struct Network {
     float *da, *r, *dlogits, *losses;           // in work: (B,width), (B,width), (C,B), (B)
     int64_t N, B;
     int I, H, C, width;                         // width: of a row of da and r
-    int most;                                   // of these rows that a tile has
-    int pixel_units, units;                     // what a block computes of the gradients: eight pixels or CLASSES classes
-    float scale, share;                         // share: of an image in the loss
+    int most;                                   // maximum number of these rows in a tile
+    int pixel_units, units;                     // unit: the gradients of eight pixels or CLASSES classes, computed by one block
+    float scale, share;                         // share: the weight of an image in the loss, 1 / B
     Who who;
     FaultRecord *faults;
 };
 
-// What the training step has besides.
+// Additional data of the training step.
 struct Update {
-    float *norm;                                // NULL: nothing is clipped
+    float *norm;                                // NULL: no clipping
     int64_t *step;
     float *param, *m, *v;
-    const float *grad, *lr;                     // grad: where the buffer begins of which dw1, db1, dw2 and db2 are parts
-    double *squares;                            // in work: of each warp in each unit
+    const float *grad, *lr;                     // grad: start of the buffer that contains dw1, db1, dw2 and db2
+    double *squares;                            // in work: a sum of squares for each warp in each unit
     float *corrections;                         // in work: step_size and root_correction of the rule
     float max_norm;
     AdamRule rule;
@@ -89,7 +89,7 @@ struct Shared {
 }
 
 // ---- the first half: an image -----------------------------------------------------------------------------
-// The softmax of the logits, by one warp: dlogits, and the loss of the image.
+// Softmax of the logits by one warp: computes dlogits and the loss of the image.
 DEVICE void softmax(const Network &net, Shared &s, int64_t b, int label) {
     const int lane = lane_id();
     float top = -INFINITY, sum = 0.0f;
@@ -155,14 +155,14 @@ DEVICE void one_image(const Network &net, Shared &s, const float *w2, int64_t b)
     __syncthreads();                            // before the next image
 }
 
-// ---- the second half: rows of the gradients, one a warp -------------------------------------------------------
-DEVICE int pixel_of(int unit) { return WARPS * unit + warp_id(); }             // I: the one that is always 1
+// ---- the second half: rows of the gradients, one per warp -------------------------------------------------------
+DEVICE int pixel_of(int unit) { return WARPS * unit + warp_id(); }             // I: the additional pixel that is always 1
 DEVICE int class_of(const Network &net, int unit) {                             // -1: none
     const int c = CLASSES * (unit - net.pixel_units) + warp_id();
     return warp_id() < CLASSES && c < net.C ? c : -1;
 }
 
-// A thread has an image of `count` from `from` on: the number of its row, -1 for none; and its eight pixels of a unit.
+// Of the images from, ..., from + count - 1 each thread has one: its row index, or -1 for none; and its eight pixels of a unit.
 DEVICE int64_t own_row(const Network &net, int64_t from, int count) {
     return static_cast<int>(threadIdx.x) < count ? net.rows[from + threadIdx.x] : -1;
 }
@@ -170,7 +170,7 @@ DEVICE uint64_t pixels_of(const Network &net, int unit, int64_t row) {
     return pixels_at(image_of(net.table, row, net.N, net.I), WARPS * unit, net.I);
 }
 
-// What this warp has to add up: -> how many terms.   own: pixels_of the image of this thread
+// List the terms that this warp adds, and return their number.   own: pixels_of this thread's image
 DEVICE int list_pixel(const Network &net, Shared &s, int unit, uint64_t own, int count) {
     if (threadIdx.x < TERMS) s.columns[threadIdx.x] = own;
     __syncthreads();
@@ -183,7 +183,7 @@ DEVICE int list_class(const Network &net, Shared &s, int unit, int64_t from, int
     return c < 0 ? 0 : list_all(s.terms[warp_id()], net.dlogits + c * net.B + from, count);
 }
 
-// Where the elements lie of the row of gradients that this warp has: H, and one behind them for a class.
+// The row of gradients of this warp: H elements, and one bias if it belongs to a class.
 namespace {
 struct Row {
     float *weights, *bias;
@@ -213,13 +213,13 @@ DEVICE void mean_loss(const Network &net) {
     if (lane_id() == 0) net.loss[0] = static_cast<float>(sum / static_cast<double>(net.B));
 }
 
-// ---- the step: Adam on the rows whose gradients the warp has formed ---------------------------------------------
-// What a lane has of a row: elements lane, lane + 32, and so on.
+// ---- the step: Adam on the rows whose gradients the warp has computed -------------------------------------------
+// The elements lane, lane + 32, ... of a row.
 namespace {
 struct Elements { float param[PARTS], m[PARTS], v[PARTS], grad[PARTS]; };
 }
 
-// f(k, o): for each such element, o of the row and k of the lane.
+// Call f(k, o) for each of these elements: element k of the lane is element o of the row.
 template <class F> DEVICE void for_elements(const Row &row, F f) {
 #pragma unroll
     for (int k = 0; k < PARTS; k++)
@@ -246,7 +246,7 @@ DEVICE void move(const Elements &mine, const Update &update, const AdamRule &rul
     });
 }
 
-// What all parameters have in common, by one thread; nobody else looks at the number of the step.
+// Adam's bias corrections, by one thread; no other thread reads the step count.
 DEVICE void correct(const Network &net, const Update &update) {
     const int64_t t = update.step[0] + 1;
     if (t < 1) report(net.faults, Fault::step, net.who, 0, t, 0);
@@ -264,7 +264,7 @@ DEVICE void square_row(const Network &net, const Update &update, const float *su
     if (lane_id() == 0) update.squares[WARPS * unit + warp_id()] = sum;
 }
 
-// The length of the whole gradient; every thread gets it.
+// Return the norm of the whole gradient to every thread.
 DEVICE float norm_of(const Network &net, Shared &s, const double *squares) {
     double sum = 0.0;
 #pragma unroll 4
@@ -272,14 +272,14 @@ DEVICE float norm_of(const Network &net, Shared &s, const double *squares) {
     return static_cast<float>(sqrt(block_sum(sum, s.of_warps)));
 }
 
-// One block on a multiprocessor: all its registers may be used, so that many loads are under way at a time.
+// One block per multiprocessor: it may use all registers, so that many loads are in flight.
 template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) network(const Network net, const Update update) {
     SHARED(Shared, s, );
     const int thread = threadIdx.x, warp = warp_id(), first = blockIdx.x;
-    const bool leads = UPDATES && thread == 0 && blockIdx.x == gridDim.x - 1;     // no block has fewer images than the last
+    const bool leads = UPDATES && thread == 0 && blockIdx.x == gridDim.x - 1;     // the last block has the fewest images
     const int first_count = static_cast<int>(min(net.B, int64_t(net.most)));
 
-    // what is asked for first has to be waited for longest
+    // these loads start first, because the longest chain of loads depends on them
     const int64_t row = own_row(net, 0, first_count);
     const float b1 = thread < net.H ? net.b1[thread] : 0.0f, b2 = thread < net.C ? net.b2[thread] : 0.0f;
     Elements mine = {};
@@ -314,7 +314,7 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
             cp_async_wait<0>();
             __syncthreads();
             add_terms(s.sums[warp], s.terms[warp], n, s.tile, net.width, pixels ? net.H : net.H + 1);
-            if (from == 0 && unit == net.units - 1 && warp == WARPS - 1) mean_loss(net);        // a warp without a class
+            if (from == 0 && unit == net.units - 1 && warp == WARPS - 1) mean_loss(net);        // this warp has no class
             __syncthreads();                    // before the next tile and the next columns
         }
         write_row(row_of(net, unit), s.sums[warp]);
@@ -329,7 +329,7 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
     AdamRule rule = update.rule;
     rule.step_size = update.corrections[0];
     rule.root_correction = update.corrections[1];
-    const int32_t fault = net.faults->fault;    // the same for all blocks: none is reported behind the first meeting
+    const int32_t fault = net.faults->fault;    // the same for all blocks: no fault is reported after the first barrier
     if (update.norm) {
         const float norm = norm_of(net, s, update.squares);
         rule.clip = clip_factor(norm, update.max_norm);
@@ -348,7 +348,7 @@ template <bool UPDATES> static __global__ void __launch_bounds__(THREADS, 1) net
 }
 
 // ---- the ABI ------------------------------------------------------------------------------------------------
-static int64_t width_of(int64_t H) { return round_up<int64_t>(H + 1, 4); }      // in pieces of 16 bytes
+static int64_t width_of(int64_t H) { return round_up<int64_t>(H + 1, 4); }      // whole pieces of 16 bytes
 static int64_t pixel_units_of(int64_t I) { return blocks_for<int64_t>(I + 1, WARPS); }
 static int64_t units_of(int64_t I, int64_t C) { return pixel_units_of(I) + blocks_for<int64_t>(C, CLASSES); }
 
@@ -376,13 +376,13 @@ static Network network_of(Who who, float *loss, float *dw1, float *db1, float *d
 }
 
 template <bool UPDATES> static cudaError_t launch(const Network &net, const Update &update, void *stream) {
-    // all blocks must run at the same time, and one for each multiprocessor always do
+    // all blocks must be resident at the same time, which is certain for one block per multiprocessor
     const int64_t jobs = max(net.B, int64_t(net.units)), blocks = min(jobs, int64_t(pyops_multiprocessors()));
     return LAUNCH_COOP(network<UPDATES>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), net, update);
 }
 
 extern "C" int64_t pyops_mlp_gradients_work(int64_t B, int64_t, int64_t H, int64_t C) {
-    return B * (2 * width_of(H) + C + 1) + 3;   // 3: to begin at a multiple of 16 bytes
+    return B * (2 * width_of(H) + C + 1) + 3;   // 3: for alignment to 16 bytes
 }
 
 extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2, float *db2,
@@ -396,7 +396,7 @@ extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1,
     return pyops_launched("mlp_gradients", launch<false>(net, {}, stream), stream);
 }
 
-// In front of what the gradients want: a sum for each warp in each unit, and two corrections.
+// `work` of the step, before that of the gradients: a sum for each warp in each unit, and two corrections.
 static int64_t sums_of(int64_t I, int64_t C) { return WARPS * units_of(I, C); }
 
 extern "C" int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {

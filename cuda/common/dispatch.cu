@@ -1,4 +1,4 @@
-// dispatch.cu - the text of the last error, launches and faults, and settings that all kernels read.
+// dispatch.cu - the text of the last error, launches, faults, and settings shared by all kernels.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +13,7 @@ int32_t pyops_abi_version(void) { return PYOPS_ABI_VERSION; }
 const char *pyops_isa(void) { return "cuda"; }
 const char *pyops_gemm_tile(void) { return "128x128"; }
 int32_t pyops_threads(void) { return 1; }
-pyops_status pyops_set_threads(int32_t threads) {               // of the host, which only launches
+pyops_status pyops_set_threads(int32_t threads) {               // host threads: the host only launches
     PYOPS_REQUIRE(threads >= 1 && threads <= 1024, "set_threads: threads=%d, want 1 to 1024", threads);
     return PYOPS_OK;
 }

@@ -1,12 +1,12 @@
 // log_sum_exp.cuh - the maximum of x and the sum of exp(x - max) in one pass over x, by any number of threads.  Callers keep
-// the two apart: max + log(sum) would round log(sum) to the last digit of a large maximum.
+// both values: max + log(sum) would lose the low digits of log(sum) if the maximum is large.
 #pragma once
 #include <cfloat>
 #include "block.cuh"
 
-// sum over what was added of exp(x - max), and the largest of it: no exponent is above 0, so nothing overflows.  A larger
-// element scales the sum down (Milakov and Gimelshein 2018, arXiv:1805.02867).  The first max is finite, so that an x of
-// -infinity adds exp(-infinity) = 0 to any sum; a NaN or +infinity makes the sum NaN, and no later element can change that.
+// The maximum of the added elements, and the sum of exp(x - max): no exponent is above 0, so nothing overflows.  A larger
+// element scales the sum down (Milakov and Gimelshein 2018, arXiv:1805.02867).  The initial max is finite, so that an x of
+// -infinity adds exp(-infinity) = 0 to any sum; a NaN or +infinity makes the sum NaN, and later elements keep it NaN.
 struct LogSumExp {
     float max = -FLT_MAX, sum = 0.0f;
 
@@ -30,7 +30,8 @@ struct LogSumExp {
     __device__ float total() const { return sum > 0.0f ? sum : NAN; }
 };
 
-// Lane 0 gets the result: the rounding of a + b and b + a differs in the last bit, so the others may not have the same.
+// max is the same in all lanes.  The sum is that of lane 0: add(a, b) and add(b, a) may round differently, so the sums of other
+// lanes may differ in the last bit.
 template <int LANES = 32> DEVICE LogSumExp warp_log_sum_exp(LogSumExp mine) {
 #pragma unroll
     for (int step = LANES / 2; step; step >>= 1) {
