@@ -1,4 +1,4 @@
-"""What a plan's actions cost: time, operations, bytes, and how near that is to what the machine can do."""
+"""The costs of the actions of a plan: time, operations, bytes, and the share of the machine's peak."""
 import functools
 import json
 import time
@@ -13,18 +13,19 @@ from pyops.errors import UserError
 
 
 def operations(action, array):
-    """The operations of an action's matrix products, 0 where it has none.  array(action, argument) -> the argument."""
+    """Return the number of operations of an action's matrix products, 0 without products.  array(action, argument) returns the
+    argument."""
     kernel = KERNELS.get(action.kernel, Kernel())
     return kernel.flops(action.scalars, lambda name: array(action, name)) if kernel.flops else 0
 
 
 class Machine(NamedTuple):
-    flops: float            # per second, all threads or multiprocessors, fused multiply-adds in registers
-    bandwidth: float        # bytes per second, all of them, reading one large array and writing another
+    flops: float            # per second, all threads or multiprocessors: fused multiply-adds in registers
+    bandwidth: float        # bytes per second, all threads or multiprocessors: reading one large array and writing another
 
 
 def machine(place=backend.HOST):
-    """Measure the CPU or a GPU, once: the best of several short runs (0.2 s in all)."""
+    """Measure the CPU or a GPU and cache the result: the best of several short runs, 0.2 s in total."""
     return _measure(place)
 
 
@@ -42,9 +43,9 @@ def _measure(place):
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    rounds = 2_000_000 if place is backend.HOST else 16     # milliseconds, against which waking a thread is little
+    rounds = 2_000_000 if place is backend.HOST else 16     # takes milliseconds, so that waking threads is negligible
     while place is not backend.HOST and best(3, 'fma_loop', flops, rounds) < 2e-3:
-        rounds *= 2                                         # from few, which is all that an emulated GPU can do
+        rounds *= 2                                         # few at first: an emulated GPU is slow
     fma = best(15, 'fma_loop', flops, rounds)
     x, y, one = (place.put(np.ones(n, np.float32)) for n in (2**24, 2**24, 1))
     copy = best(5, 'scale', y, x, one, x.size)
@@ -56,8 +57,8 @@ _FIGURES = ' {:>8} {:>6} {:>8} {:>6} {:>7}'
 
 
 def _shortened(name, most):
-    """At most `most` characters of `kernel -> output`: of the kernel its start, of the output both ends, which tell layers
-    apart."""
+    """Shorten `kernel -> output` to at most `most` characters: keep the start of the kernel, and both ends of the output, which
+    distinguish layers."""
     kernel, arrow, output = name.partition(' -> ')
     room = max(most - len(arrow + output), 15)
     if len(kernel) > room:
@@ -72,21 +73,22 @@ def _shortened(name, most):
 class Row(NamedTuple):
     name: str
     seconds: float          # median of a call
-    share: float            # of the step
-    flops: float            # per second, 0 where the kernel has no products
+    share: float            # of the time of the step
+    flops: float            # per second, 0 if the kernel has no products
     bandwidth: float        # bytes per second
-    of_peak: float          # of the machine's operations for products, else of its bandwidth
+    of_peak: float          # share of the machine's peak FLOP/s for products, else of its bandwidth
 
 
 class Profile:
-    """actions, their wall times (runs, actions) and those of whole replays (runs,) in seconds, on that place."""
+    """The measured times of a plan on a place: actions, their wall times (runs, actions) and the wall times of complete replays
+    (runs,), in seconds."""
 
     def __init__(self, actions, times, whole, array, place=backend.HOST):
         self.actions, self.times, self.whole, self.place = actions, times, whole, place
-        self._array = array         # (action, argument) -> its array
+        self._array = array         # (action, argument) -> array
 
     def rows(self):
-        """One Row an action, in their order."""
+        """Return a Row for each action, in order."""
         best, medians, rows = machine(self.place), np.median(self.times, 0), []
         for action, seconds in zip(self.actions, medians, strict=True):
             kernel = KERNELS.get(action.kernel, Kernel())
@@ -99,7 +101,7 @@ class Profile:
 
     def _operand_bytes(self, action):
         count = sum(tensor.nbytes for name, tensor in action.tensors.items() if name != 'work')
-        if 'touched' in action.tensors:             # less the blocks of the gradient that the last step left alone
+        if 'touched' in action.tensors:             # minus the gradient blocks that the last step did not update
             untouched = backend.get(self._array(action, 'touched')) == 0
             count -= int(untouched.sum()) * library.cpu().lib.PYOPS_GRAD_BLOCK * action.tensors['grad'].dtype.itemsize
         return count

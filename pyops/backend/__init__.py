@@ -1,10 +1,10 @@
-"""The floor under the ops: arrays come from `empty`, `zeros` and `put`, and every kernel is started by `launch`.
+"""Allocation and kernel launches for the ops: `empty`, `zeros` and `put` allocate arrays, `launch` runs a kernel.
 
-Nothing else in the package calls a library, so this is the one place where a device is chosen, and where a plan
-(pyops/plan.py) listens to what a step does.
+No module outside this package calls the kernel libraries, so the device is selected here, and a plan (pyops/plan.py) records
+the launches of a step here.
 
-Arrays are made where `use` says: on the CPU, where they are numpy's, or on a GPU, where they are NDArrays.  A kernel runs
-where the arrays are that it is given.
+`use` selects the device of new arrays: the CPU, with numpy arrays, or a GPU, with NDArrays.  A kernel runs on the device of
+its arguments.
 """
 import contextlib
 import functools
@@ -17,11 +17,11 @@ import numpy as np
 
 from pyops.backend import library
 
-# of the arrays behind pointers, by their type in the header
+# C type of a pointer argument in the header -> dtype of the array
 DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32),
           'int64_t': np.dtype(np.int64), 'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8),
           'uint16_t': np.dtype(np.uint16)}
-# by the status that a library returns
+# status returned by a library -> exception
 ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
@@ -31,13 +31,13 @@ _ADDRESS, _cast, _from_buffer, _BYTE = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.
 
 
 def as_shape(shape):
-    """A number or several as a tuple of Python's numbers."""
+    """Return an int or several as a tuple of Python ints."""
     return shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
 
 
 @functools.lru_cache(8192)
 def row_major(shape):
-    """The strides of a compact array, in elements."""
+    """Return the strides of a contiguous array in elements."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -46,21 +46,21 @@ def row_major(shape):
 
 
 def _aligned(make, shape, dtype):
-    """An array whose memory, from make(bytes, uint8), begins on a cache line."""
+    """Return an array aligned to a cache line, in memory from make(bytes, uint8)."""
     dtype, shape = np.dtype(dtype), as_shape(shape)
     raw = make(math.prod(shape) * dtype.itemsize + ALIGN, _BYTE)
     return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
 
 
 class Host:
-    """The place of arrays that are numpy's, and of the kernels of csrc/."""
+    """The CPU as the place of new arrays: numpy arrays and the kernels of csrc/."""
     name = 'cpu'
 
     def empty(self, shape, dtype, name=''):
         return _aligned(np.empty, shape, dtype)
 
     def allocate(self, shape, dtype, name):
-        """As `empty` of this module, but here, wherever arrays are made now."""
+        """Like `empty` of this module, but always on the CPU."""
         return empty(shape, dtype, name) if _place is self else self.empty(shape, dtype)
 
     def zeros(self, shape, dtype):
@@ -76,36 +76,36 @@ class Host:
         return getattr(library.cpu().lib, f'pyops_{name}_work')(*sizes)
 
     def memory(self):
-        """Bytes there are."""
+        """Return the size of the physical memory in bytes."""
         return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
 
     def synchronize(self):
-        """Wait until all is done that was launched: on the CPU it is."""
+        """Wait until all launched kernels have finished: a no-op on the CPU, where launches are synchronous."""
 
-    # ---- what a plan wants
+    # ---- for plans
 
     def calls(self, calls):
         from pyops.backend.calls import Calls
         return Calls(calls)
 
     def block(self, nbytes):
-        """Memory: something with nbytes and, in location(block), an address."""
+        """Allocate nbytes of memory and return an object with nbytes; location(block) is the address."""
         return self.zeros(nbytes, np.uint8)
 
     def lease(self, block, shape, dtype, give_back):
-        """An array over a block; give_back(block) when the last view of it is gone.  None: never."""
+        """Return an array over a block.  give_back(block) is called when the last view is deleted, unless give_back is None."""
         lease = _Lease(block, shape, dtype)
         if give_back:
             weakref.finalize(lease, give_back, block)
         return np.asarray(lease)
 
     def view(self, block, address, shape, dtype, strides):
-        """An array in a block, strides in bytes."""
+        """Return an array at an address in a block, with strides in bytes."""
         return np.ndarray(shape, dtype, block, address - location(block), strides)
 
 
 class _Lease:
-    """The base of an array over a block: when the last view of the array is gone, so is this."""
+    """The base object of an array over a block, deleted with the last view of the array."""
 
     def __init__(self, memory, shape, dtype):
         self.memory = memory
@@ -115,26 +115,26 @@ class _Lease:
 
 HOST = Host()
 _place = HOST
-_gpu = None                 # the GPU that is open, if any: where kernels run that are given its arrays
-_allocate = None            # hands out the arrays of `empty`, while a plan records
-_listen = None              # asked with (name, values) before each launch, while a plan records
-_note = None                # hears which product the last launch was, while a plan records
+_gpu = None                 # the open GPU, if any; it runs the kernels that receive its arrays
+_allocate = None            # allocates the arrays of `empty` while a plan records
+_listen = None              # called with (name, values) before each launch while a plan records; returns whether to run it
+_note = None                # receives the arguments of note_product while a plan records
 
 
 def place():
-    """Where arrays are made now: HOST, or a pyops.backend.gpu.GPU."""
+    """Return the place of new arrays: HOST, or a pyops.backend.gpu.GPU."""
     return _place
 
 
 def use(place):
-    """Make arrays there from now on."""
+    """Allocate new arrays on this place from now on."""
     global _place
     _place = place
 
 
 @contextlib.contextmanager
 def on(place):
-    """Make arrays there inside the block."""
+    """Allocate new arrays on this place inside the block."""
     before = _place
     use(place)
     try:
@@ -144,35 +144,35 @@ def on(place):
 
 
 def set_gpu(gpu):
-    """Say that a GPU is open."""
+    """Register the open GPU."""
     global _gpu
     _gpu = gpu
 
 
 def empty(shape, dtype=np.float32, name='tensor'):
-    """A C-contiguous array of any content.  A plan calls it by `name`, after the op that asks for it."""
+    """Return an uninitialized C-contiguous array.  name: its name in a plan, beginning with the name of the op: 'encoder.y'."""
     return (_allocate or _place.empty)(shape, dtype, name)
 
 
 def zeros(shape, dtype=np.float32):
-    """A C-contiguous array of zeros, which is never a plan's."""
+    """Return a C-contiguous array of zeros, which a plan never allocates."""
     return _place.zeros(shape, dtype)
 
 
 def put(array):
-    """A numpy array where arrays are made: on the CPU the array itself, else a copy."""
+    """Return a numpy array on the place of new arrays: on the CPU the same array, on a GPU a copy."""
     return _place.put(array)
 
 
 def get(array):
-    """The numbers of an array as a numpy array: a copy where they lie on a GPU, which is waited for."""
+    """Return an array as a numpy array.  For an array on a GPU this is a copy and waits for the GPU."""
     return array if isinstance(array, np.ndarray) else array.numpy()
 
 
 @contextlib.contextmanager
 def hooks(allocate=None, listen=None, note=None):
-    """Inside the block allocate(shape, dtype, name) hands out the arrays of `empty`, listen(name, values) decides of every
-    launch whether it runs, and note(...) takes the arguments of `note_product`.  None leaves any of them as it is."""
+    """Install hooks inside the block: allocate(shape, dtype, name) returns the arrays of `empty`, listen(name, values) returns
+    whether a launch runs, and note(...) receives the arguments of `note_product`.  None keeps the current hook."""
     global _allocate, _listen, _note
     before = _allocate, _listen, _note
     _allocate, _listen, _note = allocate or _allocate, listen or _listen, note or _note
@@ -183,38 +183,38 @@ def hooks(allocate=None, listen=None, note=None):
 
 
 def note_product(op, product, layer='', **facts):
-    """Tell a plan that records what the last launch computes: a Product (pyops/backend/kernels.py) of an op's layer.
+    """Record in the current plan the Product (pyops/backend/kernels.py) that the last launch computes; no-op without a plan.
 
-    op      with a `name`;  layer: a name behind that, of an op with several layers
+    op      an object with a `name`;  layer: a suffix of the name, for ops with several layers
     weight, bias    of a linear layer: Parameters, or arrays in the memory of parameters
-    rows    the axes that the rows of its matrices have in the op's arrays, (T, B);  None: those of its input
-    steps   True: the layer takes the steps of a sequence one by one, and its tensors are saved step by step
-    heads   of attention
+    rows    the shape of the row axes in the op's arrays, such as (T, B);  None: the row axes of the input
+    steps   True: the layer processes a sequence step by step, and its tensors are saved step by step
+    heads   the number of heads of attention
     """
     if _note is not None:
         _note(op, product, layer, **facts)
 
 
 def is_recorded():
-    """Whether a plan records: then all that a step does to arrays has to be a launch."""
+    """Return whether a plan is recording; then every operation of a step on arrays must be a launch."""
     return _listen is not None
 
 
 def hooked(shape, dtype, name):
-    """The array that a plan hands out, or None where none records."""
+    """Return an array allocated by the recording plan, or None if no plan records."""
     return _allocate(shape, dtype, name) if _allocate else None
 
 
 def is_array(value):
-    """Whether it is an array that ops take: numpy's, or an NDArray."""
+    """Return whether value is an array that ops accept: a numpy array or an NDArray."""
     return isinstance(value, np.ndarray) or hasattr(value, 'is_compact')
 
 
 def location(array):
-    """The address of the first element."""
+    """Return the address of the first element."""
     if not isinstance(array, np.ndarray):
         return array.location()
-    if array.flags.c_contiguous:                # a third of the time, and to record a plan asks for thousands
+    if array.flags.c_contiguous:                # takes a third of the time; recording a plan needs thousands
         return int(_cast(_ADDRESS, _from_buffer(array)))
     return array.ctypes.data
 
@@ -224,12 +224,13 @@ def byte_strides(array):
 
 
 def may_overlap(a, b):
-    """Whether two C-contiguous arrays have memory in common."""
+    """Return whether two C-contiguous arrays overlap in memory."""
     return location(a) < location(b) + b.nbytes and location(b) < location(a) + a.nbytes
 
 
 def axes(name, array, names):
-    """The sizes of an array's axes, 'T B I' for three; TypeError or ValueError, naming the argument, for another number."""
+    """Return the shape of an array with the named axes, such as 'T B I'.  TypeError if it is not an array, ValueError for
+    a different number of axes; both name the argument."""
     if not is_array(array):
         raise TypeError(f'{name}: want an array, got {type(array).__name__}')
     if array.ndim != len(names.split()):
@@ -238,7 +239,7 @@ def axes(name, array, names):
 
 
 def check_parameter(parameter, shape, sparse=False):
-    """`check` for the value and the gradient of a Parameter.  sparse: whether the op says which rows of it were touched."""
+    """Check the value and the gradient of a Parameter.  sparse: whether the op marks the updated blocks in `touched`."""
     if parameter.touched is not None and not sparse:
         raise ValueError(f'{parameter.name}: its gradient is sparse, and this op adds to all of it; make it of a Spec '
                          'without sparse=True')
@@ -247,7 +248,7 @@ def check_parameter(parameter, shape, sparse=False):
 
 
 def check(name, array, shape, dtype=np.float32):
-    """Raise TypeError or ValueError, naming the argument, unless it is a C-contiguous array of that shape and dtype."""
+    """Raise TypeError or ValueError, naming the argument, unless array is C-contiguous with this shape and dtype."""
     if not is_array(array):
         raise TypeError(f'{name}: want a {np.dtype(dtype)} array, got {type(array).__name__}')
     if array.dtype != dtype:
@@ -259,7 +260,7 @@ def check(name, array, shape, dtype=np.float32):
 
 
 def check_kept(saved):
-    """Raise ValueError where `saved`, of the ctx that a backward pass got, is None: forward was told gradients=False."""
+    """Raise ValueError if `saved`, a field of the ctx passed to backward, is None because forward had gradients=False."""
     if saved is None:
         raise ValueError('ctx: it comes from forward(..., gradients=False), which keeps nothing for backward')
 
@@ -269,17 +270,17 @@ def _is_contiguous(array):
 
 
 def permuted(array, axes):
-    """A view whose axis i is axis axes[i] of the array."""
+    """Return a view whose axis i is axis axes[i] of the array."""
     return array.transpose(axes) if isinstance(array, np.ndarray) else array.permute(axes)
 
 
 def as_rows(array):
-    """A C-contiguous array (..., C) as the matrix (R, C) of its rows: a view."""
+    """View a C-contiguous array (..., C) as the matrix (R, C) of its rows."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def address(array):
-    """A raw pointer to the first element, for kernels that take strides; the caller keeps the array alive."""
+    """Return a raw pointer to the first element, for kernels that take strides; the caller must keep the array alive."""
     ffi = library.cpu().ffi
     return ffi.cast(_pointer_types()[array.dtype], array.ctypes.data)
 
@@ -292,7 +293,7 @@ def _pointer_types():
 def _pointer_converter(function, argument, takes_strides):
     ffi, dtype = library.cpu().ffi, DTYPES[argument.type]
     kind, raw = f'{argument.type}[]', ffi.CData
-    strided = function in ('gemm', 'gemm_batched') and argument.name in 'abc'       # whose strides are arguments too
+    strided = function in ('gemm', 'gemm_batched') and argument.name in 'abc'       # their strides are arguments, too
 
     def convert(array):
         if isinstance(array, raw):
@@ -313,12 +314,12 @@ def _pointer_converter(function, argument, takes_strides):
 
 
 def plain(array):
-    """An array as the place has it that it belongs to: an NDArray in the host's memory as numpy's."""
+    """Return an array in the type of its place: an NDArray in host memory as a numpy array."""
     return array.device.plain_view(array) if hasattr(array, 'is_compact') else array
 
 
 def _as_plain(value):
-    """A value of a launch for a plan."""
+    """Convert an argument of a launch for a plan."""
     if isinstance(value, library.cpu().ffi.CData):
         return np.array(list(value), np.int64)      # shape or strides
     return plain(value)
@@ -326,8 +327,8 @@ def _as_plain(value):
 
 @functools.cache
 def _prepare(name):
-    """The C function, its number of arguments, and for each that is a pointer its place and what turns a Python value
-    into it; the last argument, the stream, is NULL."""
+    """Return the C function, its number of arguments without the stream, (index, converter) for each pointer argument, and
+    NULL for the stream."""
     ffi, lib, functions = library.cpu()
     arguments = functions['pyops_' + name].arguments[:-1]
     takes_strides = name == 'gemm' or any(a.name == 'strides' for a in arguments)
@@ -336,17 +337,17 @@ def _prepare(name):
 
 
 def launch(name, *values):
-    """Run the kernel pyops_<name> of the header on arrays and numbers, in the header's order without the stream.
+    """Run the kernel pyops_<name> with these arguments, in the order of the header without the stream.
 
-    A numpy array must be C-contiguous and of the declared dtype; an NDArray of that dtype, and compact unless the kernel
-    takes its strides; None is NULL.  What the kernel refuses raises ValueError with its text, exhausted memory MemoryError.
+    Arrays must have the declared dtype.  A numpy array must be C-contiguous, an NDArray compact unless the kernel takes its
+    strides.  None is NULL.  Raises ValueError with the kernel's message for invalid arguments, MemoryError for lack of memory.
     """
     if _gpu is not None and _gpu.holds(values):
         return _gpu.launch(name, *values)
     function, count, pointers, stream = _prepare(name)
     if len(values) != count:
         raise TypeError(f'{name}: want {count} arguments, got {len(values)}')
-    converted = list(values)                    # which keeps the arrays alive during the call
+    converted = list(values)                    # keeps the arrays alive during the call
     for i, convert in pointers:
         converted[i] = convert(values[i])
     if is_wanted(name, values):
@@ -356,7 +357,7 @@ def launch(name, *values):
 
 
 def is_wanted(name, values):
-    """Whether a launch shall run now: a plan that records is told of it, and may say no."""
+    """Return whether a launch must run now; a recording plan receives the launch and can suppress it."""
     return _listen is None or _listen(name, [_as_plain(value) for value in values])
 
 
@@ -365,9 +366,9 @@ def _element_strides(array):
 
 
 def gemm(c, a, b, bias=None, accumulate=False, relu=False):
-    """c (+)= a b + bias.  c (M, N) with contiguous rows, a (M, K), b (K, N) of any strides, bias (N,) or None.
+    """Compute c (+)= a b + bias.  c (M, N) with contiguous rows, a (M, K) and b (K, N) with any strides, bias (N,) or None.
 
-    relu: c = max(c, 0) at the very end.  A transposed operand is a view: gemm(dweight, dy.T, x, accumulate=True).
+    relu: apply c = max(c, 0) last.  A transposed operand is a view: gemm(dweight, dy.T, x, accumulate=True).
     """
     (M, N), K = c.shape, a.shape[1]
     if a.shape[0] != M or b.shape != (K, N):
@@ -380,15 +381,15 @@ def gemm(c, a, b, bias=None, accumulate=False, relu=False):
 
 
 def product(a, b, bias=None):
-    """a b + bias as a new array; the operands are those of `gemm`."""
+    """Return a b + bias as a new array; operands as in `gemm`."""
     c = empty((a.shape[0], b.shape[1]))
     gemm(c, a, b, bias)
     return c
 
 
 def gemm_batched(c, a, b, accumulate=False):
-    """c (+)= a b for each place of the leading axes.  c (..., M, N) with contiguous rows, a (..., M, K), b (..., K, N), the
-    leading axes the same and of any strides."""
+    """Compute c (+)= a b for each index of the leading axes.  c (..., M, N) with contiguous rows, a (..., M, K), b (..., K, N),
+    with equal leading axes and any strides."""
     *batch, M, N = c.shape
     K = a.shape[-1]
     if a.shape != (*batch, M, K) or b.shape != (*batch, K, N):
@@ -402,38 +403,38 @@ def gemm_batched(c, a, b, accumulate=False):
 
 
 def copy(y, x):
-    """y = x, both C-contiguous float32 of one size; a launch, so that a plan records it."""
+    """Copy x to y, both C-contiguous float32 of equal size, with a launch, so that a plan records it."""
     launch('strided_unary', y, x, np.array([y.size], np.int64), np.ones(2, np.int64), 1, library.cpu().lib.PYOPS_OP_COPY)
 
 
 def check_status(status):
-    """Turn the status of a C call into an exception with the library's text."""
+    """Raise an exception with the library's message if the status of a C call is an error."""
     if status:
         ffi, lib, _ = library.cpu()
         raise ERRORS[status](ffi.string(lib.pyops_last_error()).decode())
 
 
 def work_size(name, *sizes):
-    """Floats of scratch that the kernel pyops_<name> wants for these sizes."""
+    """Return the workspace size of the kernel pyops_<name> for these sizes, in floats."""
     return _place.work_size(name, *sizes)
 
 
 def work(name, *sizes):
-    """The scratch array itself."""
+    """Allocate the workspace of the kernel pyops_<name> for these sizes."""
     return empty(work_size(name, *sizes), name='work')
 
 
 def isa():
-    """The instruction set whose kernels run: 'generic', 'avx2' or 'avx512'."""
+    """Return the instruction set of the selected kernels: 'generic', 'avx2' or 'avx512'."""
     ffi, lib, _ = library.cpu()
     return ffi.string(lib.pyops_isa()).decode()
 
 
 def threads():
-    """How many threads a kernel may use."""
+    """Return the maximum number of threads of a kernel."""
     return library.cpu().lib.pyops_threads()
 
 
 def set_threads(n):
-    """Use n threads (1 to 1024) from now on; results do not depend on it."""
+    """Set the number of threads (1 to 1024); results do not depend on it."""
     check_status(library.cpu().lib.pyops_set_threads(n))

@@ -1,12 +1,12 @@
-"""A recorded list of kernel calls, laid out as pyops_replay wants it."""
+"""A recorded list of kernel calls in the memory layout of pyops_replay."""
 from pyops import backend
 from pyops.backend import library
 
 
 class Calls:
-    """calls: (kernel, values) of each, the values in the header's order; values that are arrays as addresses.
+    """A list of kernel calls.  calls: (kernel, values) for each call, values in the order of the header, arrays as addresses.
 
-    The caller keeps the memory alive that they name.
+    The caller must keep the memory at these addresses alive.
     """
 
     def __init__(self, calls):
@@ -24,16 +24,16 @@ class Calls:
                     self._values[place].pointer = ffi.cast('void *', value)
                 elif argument.type == 'float':
                     self._values[place].real = value
-                else:                               # two's complement: a uint64_t may look negative
+                else:                               # two's complement: a uint64_t of 2^63 or more becomes negative
                     self._values[place].integer = (int(value) + 2**63) % 2**64 - 2**63
                 place += 1
 
     def run(self, first=0, last=None):
-        """Run the calls [first, last); an error names the one that failed."""
+        """Run the calls [first, last).  An exception names the call that failed."""
         self._replay(first, len(self.kernels) if last is None else last, timed=False)
 
     def time(self):
-        """Run all -> seconds of each."""
+        """Run all calls and return the seconds of each."""
         self._replay(0, len(self.kernels), timed=True)
         return list(self._seconds[0:len(self.kernels)])
 
@@ -41,7 +41,7 @@ class Calls:
         self._values = self._list = None
 
     def _number(self, name):
-        """Return the number of a kernel in the library that replays the calls."""
+        """Return the index of a kernel in the library that replays the calls."""
         return library.cpu().lib.pyops_kernel_number(name)
 
     def _replay(self, first, last, timed):

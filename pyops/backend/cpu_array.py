@@ -1,4 +1,4 @@
-"""The CPU as a device of arrays."""
+"""The CPU as a device for NDArrays."""
 from pyops import backend
 from pyops.backend import library
 from pyops.backend.device import Buffer

@@ -1,7 +1,7 @@
-"""A GPU: its memory, its stream, its kernels as operations on arrays, and plans of it as graphs.
+"""A GPU: memory pool, stream, kernel launches, array operations, and CUDA graphs for plans.
 
-Arrays on it are NDArrays.  Everything is told to one stream, in order, and the host goes on meanwhile; what waits for the
-device is `numpy` alone, which brings numbers back, and with them the errors that kernels met.
+Arrays on a GPU are NDArrays.  All work is enqueued on one stream and does not block the host.  Only `numpy` and `synchronize`
+wait for the device; `numpy` also raises the errors of earlier kernels.
 """
 import ctypes
 import functools
@@ -16,11 +16,11 @@ from pyops.backend.device import Buffer
 from pyops.backend.kernel_device import FLOAT, KernelDevice
 from pyops.errors import UserError
 
-_HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to memory of the host
+_HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to host memory
 
 
 def _call(name, *arguments):
-    """A function of the CUDA library that returns a status."""
+    """Call a function of the CUDA library and raise an exception if its status is an error."""
     _check(getattr(library.cuda().lib, name)(*arguments))
 
 
@@ -30,7 +30,7 @@ def _check(status):
 
 
 class Memory:
-    """A piece of the device's memory; it goes back to its pool when nobody refers to it."""
+    """A block of device memory, returned to its pool when the last reference is deleted."""
     __slots__ = ('pool', 'address', 'nbytes', 'size')
 
     def __init__(self, pool, address, nbytes, size):
@@ -41,7 +41,7 @@ class Memory:
 
 
 class Pool:
-    """Memory that was given back is handed out again at once: what uses it next stands behind in the same stream."""
+    """A pool of device memory.  Returned memory is safe to reuse at once: the next user is queued later on the same stream."""
     SMALL, LARGE = 512, 2**20
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Pool:
         self.reserved = self.used = 0
 
     def take(self, nbytes):
-        """-> Memory of at least that many bytes; MemoryError says how much was asked for and how much there is."""
+        """Return Memory of at least nbytes.  MemoryError with the requested, free and total sizes."""
         unit = self.LARGE if nbytes > self.LARGE else self.SMALL
         size = -(-max(nbytes, 1) // unit) * unit
         addresses = self._free.get(size)
@@ -62,8 +62,8 @@ class Pool:
         self._free.setdefault(size, []).append(address)
 
     def trim(self):
-        """Give back to the device what nobody uses."""
-        for size, addresses in list(self._free.items()):       # a collection meanwhile may give back another size
+        """Free the unused memory of the pool on the device."""
+        for size, addresses in list(self._free.items()):       # list(): garbage collection in the loop may add a size
             while addresses:
                 _call('pyops_device_free', addresses.pop())
                 self.reserved -= size
@@ -85,7 +85,7 @@ class Pool:
 
 
 def memory_info():
-    """-> bytes free and in all, on the device."""
+    """Return the free and total bytes of device memory."""
     free, total = ctypes.c_int64(), ctypes.c_int64()
     _call('pyops_device_memory', ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
@@ -93,7 +93,7 @@ def memory_info():
 
 @functools.cache
 def open_device():
-    """Use the first device -> its name; a UserError where there is none, or none that this build has code for."""
+    """Open the first device and return its name.  UserError if there is no device or this build has no code for it."""
     lib, count = library.cuda().lib, ctypes.c_int32()
     if lib.pyops_device_count(ctypes.byref(count)):
         raise UserError(f'{lib.pyops_last_error().decode()}; train on the CPU with -g 0')
@@ -109,7 +109,7 @@ def open_device():
 
 
 class GPU(KernelDevice):
-    """A device of arrays, and the place where ops make theirs.  array_type: NDArray, which stands a floor above."""
+    """A device for NDArrays, and a place where ops allocate arrays.  array_type: NDArray, defined in a higher layer."""
     name = 'gpu'
 
     def __init__(self, array_type):
@@ -124,7 +124,7 @@ class GPU(KernelDevice):
 
     @property
     def precision(self):
-        """Of the operands of matrix products: 'fp32', 'tf32' or 'bf16'; sums and parameters stay float32."""
+        """The precision of the operands of matrix products: 'fp32', 'tf32' or 'bf16'; sums and parameters are float32."""
         return self._precision
 
     @precision.setter
@@ -134,14 +134,14 @@ class GPU(KernelDevice):
         _call('pyops_set_precision', PRECISIONS.index(name))
         self._precision = name
 
-    # ---- memory: as a device of arrays
+    # ---- memory: as a device for NDArrays
 
     def allocate(self, shape, dtype, name):
         array = backend.hooked(shape, dtype, name)
         return self._buffer(math.prod(shape) * dtype.itemsize) if array is None else array.buffer
 
     def wrap(self, owner, foreign=False):
-        """A copy of a numpy array."""
+        """Return a Buffer with a copy of a numpy array."""
         buffer = self._buffer(owner.nbytes)
         _call('pyops_device_upload', buffer.pointer, owner.ctypes.data, owner.nbytes, self.stream)
         return buffer
@@ -165,7 +165,8 @@ class GPU(KernelDevice):
         return self._array_type(x.buffer, x.offset, x.shape, x.strides, FLOAT)
 
     def assign(self, y, value):
-        """y = value, both compact and of one shape and dtype; value may be numpy's.  -> whether that could be done so."""
+        """Copy value, an NDArray or a numpy array, to y with one transfer.  Return False without a copy unless shape and dtype
+        are equal, y and an NDArray value are compact and in different buffers on this device, and no plan records."""
         if y.shape != value.shape or y.dtype != value.dtype or not y.is_compact() or backend.is_recorded():
             return False
         if isinstance(value, np.ndarray):
@@ -220,7 +221,7 @@ class GPU(KernelDevice):
     # ---- kernels
 
     def holds(self, values):
-        """Whether one of them is an array that lies here."""
+        """Return whether one of the values is an array on this GPU."""
         return any([getattr(value, 'device', None) is self for value in values])
 
     def launch(self, name, *values):
@@ -269,7 +270,7 @@ class GPU(KernelDevice):
 
 
 class _Lease:
-    """What holds the memory of an array over a block: when the last view of the array is gone, so is this."""
+    """The memory owner of an array over a block, deleted with the last view of the array."""
     __slots__ = ('block', 'give_back')
 
     def __init__(self, block, give_back):
@@ -284,9 +285,8 @@ class _Lease:
 
 
 class Graph(Calls):
-    """Recorded calls that are told to the device as one: captured when they run whole for the second time, since what a
-    kernel needs to be loaded for, and what a first call sets up, may not happen during a capture.  Another precision is
-    other kernels, and begins again."""
+    """Recorded calls as one CUDA graph.  The second complete run captures the graph, because kernel loading and setup in the
+    first run are not allowed during capture.  A change of precision selects other kernels, so the graph is captured again."""
     _graph = None
 
     def __init__(self, calls, gpu):
@@ -326,7 +326,7 @@ class Graph(Calls):
         _call('pyops_graph_begin', self._stream)
         try:
             super().run()
-        except BaseException:                   # whose text is the one to be told
+        except BaseException:                   # report this error, not an error from ending the capture
             if not lib.pyops_graph_end(ctypes.byref(graph), self._stream):
                 lib.pyops_graph_free(graph.value)
             raise

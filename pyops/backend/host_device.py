@@ -1,4 +1,4 @@
-"""What devices have in common whose arrays lie in the CPU's memory, where numpy has them, too."""
+"""The common base of devices with arrays in host memory, which they share with numpy."""
 import numpy as np
 
 from pyops import backend
@@ -6,7 +6,7 @@ from pyops.backend.device import Buffer, Device
 
 
 def as_numpy(x):
-    """An NDArray over memory of the CPU as a numpy array over the same."""
+    """Return a numpy array over the memory of an NDArray in host memory."""
     if 0 in x.shape:
         return np.empty(x.shape, x.dtype)
     item = x.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A device whose operations on arrays are the kernels of a library: those of strided, gemm, embedding and argmax."""
+"""A device that implements array operations with the kernels of a library: strided, gemm, embedding and argmax."""
 import functools
 
 import numpy as np
@@ -11,8 +11,8 @@ FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
 
 @functools.lru_cache(8192)
 def _layout(shape, *operands):
-    """-> shape and strides as a kernel wants them, and how many axes.  operands: the shape and the strides of each, which
-    are broadcast to `shape`."""
+    """Return shape and strides as C arrays, and the number of axes.  operands: shape and strides of each operand, which is
+    broadcast to `shape`."""
     ffi, strides = library.cpu().ffi, []
     for own, steps in zip(operands[::2], operands[1::2], strict=True):
         strides += [0] * (len(shape) - len(own)) + [0 if n == 1 else step for n, step in zip(own, steps, strict=True)]
@@ -20,7 +20,7 @@ def _layout(shape, *operands):
 
 
 class KernelDevice(Device):
-    """A subclass says where memory comes from, and launch(name, *values) how a kernel is started."""
+    """A device whose operations are kernel launches.  A subclass implements memory allocation and launch(name, *values)."""
 
     def __init__(self):
         lib = library.cpu().lib
@@ -31,7 +31,7 @@ class KernelDevice(Device):
         raise NotImplementedError
 
     def bits(self, x):
-        """x, compact int32, as float32 without a change of a bit."""
+        """Reinterpret x, compact int32, as float32 with the same bits."""
         raise NotImplementedError
 
     def unary(self, op, y, x):
@@ -63,7 +63,7 @@ class KernelDevice(Device):
 
     def matmul(self, y, a, b):
         (*batch, M, N), K = y.shape, a.shape[-1]
-        if y.dtype is not FLOAT:                # exact, modulo 2^32: one outer product after the other
+        if y.dtype is not FLOAT:                # a sum of outer products, exact modulo 2^32
             self.fill(y, 0)
             for k in range(K):
                 y += a[..., k:k + 1] * b[..., k:k + 1, :]
@@ -75,7 +75,7 @@ class KernelDevice(Device):
             self.launch('gemm', y, a, b, None, M, N, K, N, *a.strides, *b.strides, False, False)
 
     def take(self, y, x, ids):
-        # rows are moved as they are, whatever their bits mean
+        # the kernel copies rows bit by bit, so int32 rows can pass as float32
         y, x = (part if part.dtype is FLOAT else self.bits(part) for part in (y, x))
         try:
             self.launch('embedding_forward', y, x, ids, ids.size, *x.shape)

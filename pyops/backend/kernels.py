@@ -1,26 +1,26 @@
-"""Facts about kernels that the header does not have: costs and matrix products.  Ops declare them; tools read them.
+"""Facts about kernels that are not in the header: costs and matrix products.  Ops declare them; tools read them.
 
 The module that launches a kernel declares its costs, for pyops.profile:
 
     declare(gru_forward=Kernel(flops=...), gru_backward=Kernel(flops=...))
 
-An op that launches a matrix product notes which product of which layer it is, directly after the launch:
+An op that launches a matrix product notes the product and its layer directly after the launch:
 
     gemm(as_rows(y), as_rows(x), self.weight.value.T, bias)
     note_product(self, FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1])
 
-A plan that records keeps the note with the action, and pyops.inspect finds the tensors of the layer by it.  Outside of a plan
-a note costs a function call.  The tests refuse a plan in which a kernel is not declared, or a kernel with products takes a
-parameter without a note.
+A recording plan stores the note with the action, and pyops.inspect uses it to find the tensors of the layer.  Without a plan
+a note costs one function call.  The tests reject a plan with an undeclared kernel, or with a kernel that has products and
+takes a parameter but has no note.
 """
 
 
 class Kernel:
     """The costs of one call.  s: the sizes and scalars by the header's names.
 
-    flops   (s, array) -> operations of its matrix products, two for a multiply-add; array(name) is an argument, None for NULL.
-            None: the kernel has no matrix product and is limited by memory bandwidth
-    bytes   (s) -> bytes read and written.  None: each operand once
+    flops   flops(s, array) returns the operations of its matrix products, two for a multiply-add; array(name) returns an
+            argument, None for NULL.  None: the kernel has no matrix product and is limited by memory bandwidth
+    bytes   bytes(s) returns the bytes read and written.  None: each operand once
     """
 
     def __init__(self, flops=None, bytes=None):
@@ -28,16 +28,16 @@ class Kernel:
 
 
 class Product:
-    """A matrix product of a layer, or several that one kernel computes: the roles of the kernel's arguments.
+    """A matrix product of a layer, or several products in one kernel: the roles of the kernel's arguments.
 
     kind    linear layer    fwd: y = x w' + b;  dgrad: dx = g w;  wgrad: dw += g' x
                             matmul: fwd before the boundary of the plan; after it dgrad, with g for x and dx for y
             attention       qk: q k';  pv: y = p v;  dp: do v';  dv: p' do;  dq: ds k;  dk: ds' q
                             forward, backward, softmax, scale: other launches that read or write these tensors
-    roles   role -> its array: the name of an argument;  (argument, axes), the argument with its axes permuted;  or a Made.
+    roles   {role: array};  an array is an argument name;  (argument, axes): the argument with its axes permuted;  or a Made.
             In a linear layer, an argument name followed by ' means that the argument is the transpose of the array
     axis    the axis of the stored weight that the product sums over: 0 of (I, O), -1 of (O, I)
-    names   role -> the name under which the tensor is saved, if it is not the usual one
+    names   {role: name of the saved tensor}, for names that differ from the default
     before  the kernel overwrites its inputs, so the arrays must be read before it runs
     """
 
@@ -50,17 +50,17 @@ class Product:
 
 
 class Made:
-    """A tensor that the kernel does not store, and a function that computes it again.
+    """A tensor that the kernel does not store, with a function that recomputes it.
 
-    shape   (s) -> its shape
-    make    (s, array) -> the tensor; array(name) is an argument, None for NULL
+    shape   shape(s) returns its shape
+    make    make(s, array) returns the tensor; array(name) returns an argument, None for NULL
     """
 
     def __init__(self, shape, make):
         self.shape, self.make = shape, make
 
 
-# the products of backend.gemm in a linear layer whose weight is stored (O, I), and of one whose weight is stored (I, O)
+# the products of backend.gemm in a linear layer with weight (O, I); _INPUTS_FIRST: with weight (I, O)
 FWD = Product('fwd', {'x': 'a', 'w': "b'", 'y': 'c'})
 DGRAD = Product('dgrad', {'g': 'a', 'w': 'b', 'dx': 'c'})
 WGRAD = Product('wgrad', {'g': "a'", 'x': 'b'})
@@ -73,7 +73,7 @@ KERNELS = {}        # name without pyops_ -> Kernel, of all modules imported so 
 
 
 def declare(**kernels):
-    """Add kernels to KERNELS.  ValueError for a kernel that was declared before."""
+    """Add kernels to KERNELS.  ValueError if a kernel is already declared."""
     for name, kernel in kernels.items():
         if name in KERNELS:
             raise ValueError(f'{name}: this kernel is declared twice; declare it in one module only')
@@ -81,12 +81,12 @@ def declare(**kernels):
 
 
 def product_of_shape(s, array):
-    """The operations of a product (M, K) (K, N)."""
+    """Return the number of operations of a product (M, K) (K, N)."""
     return 2 * s['M'] * s['N'] * s['K']
 
 
 def products_of_shapes(s, array):
-    """The operations of a product for each index of the leading axes."""
+    """Return the number of operations of one product for each index of the leading axes."""
     count = 1
     for n in s['shape']:
         count *= n

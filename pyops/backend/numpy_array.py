@@ -1,4 +1,4 @@
-"""numpy as a device of arrays: an oracle for the CPU's kernels, and for what is written on arrays."""
+"""numpy as a device for NDArrays: the reference for the CPU kernels and for code on NDArrays."""
 import numpy as np
 
 from pyops.backend.host_device import HostDevice
@@ -18,7 +18,7 @@ _REDUCE = {'sum': np.add, 'max': np.maximum, 'min': np.minimum}
 
 
 def _quiet():
-    return np.errstate(all='ignore')            # infinities and NaN are results like others
+    return np.errstate(all='ignore')            # infinities and NaN are valid results
 
 
 class Numpy(HostDevice):
