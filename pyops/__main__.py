@@ -9,7 +9,7 @@ from pyops.errors import UserError, exits_cleanly
 
 
 def main(arguments=None):
-    """Run the command line; bad input ends with one line on stderr and exit status 2."""
+    """Run the command line.  Invalid input prints one line to stderr and exits with status 2."""
     with exits_cleanly('pyops'):
         status = run(arguments)
     sys.exit(status)
@@ -35,7 +35,7 @@ def run(arguments):
 
 
 def gradcheck(options):
-    """Print a table for each op.  -> exit status: 1 if one is wrong."""
+    """Print a table for each op and return the exit status: 1 if a gradient is wrong, else 0."""
     from pyops.differences import check_op, every_op, find_op
     ops = [find_op(name) for name in options.ops] or every_op()
     if None in ops:

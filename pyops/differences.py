@@ -1,12 +1,13 @@
-"""Gradients against central differences: pyops.gradcheck(f, inputs), and `python -m pyops gradcheck` for every op.
+"""Comparison of gradients with central differences: pyops.gradcheck(f, inputs), and `python -m pyops gradcheck` for all ops.
 
-A difference of two float32 values has lost most of its digits.  So the function is run twice: with the ops themselves for
-values and gradients, and with their references in float64 for the differences.  An op class has both that it needs here:
+A difference of two float32 values loses most of its digits.  So the function runs twice: with the ops for values and gradients,
+and with their references in float64 for the differences.  An op class provides both:
 
-    reference(*inputs, **named)     its formula in numpy, called as `apply` calls the op: inputs by position, parameters and
-                                    settings by name -> float64 array or arrays
-    example(normal)                 -> inputs, named, in float32, small enough to take every difference; normal(*shape) draws
-                                    numbers.  A gradient is checked for each float32 array; other arrays are constants
+    reference(*inputs, **named)     the formula in numpy, called as `apply` calls the op: inputs by position, parameters and
+                                    settings by name.  Returns a float64 array or several
+    example(normal)                 returns inputs and named arguments in float32, small enough to take all differences;
+                                    normal(*shape) draws random numbers.  The check covers the gradient of each float32 array;
+                                    other arrays are constants
 """
 import inspect
 from types import BuiltinFunctionType
@@ -19,15 +20,15 @@ from pyops.autograd import Tensor
 from pyops.ops.array import ArrayOp
 from pyops.params import generator
 
-TOLERANCE = 2e-5        # of sums in float32, relative to the largest element
-STEP = 1e-5             # of differences in float64, whose error is then about 1e-10
-SLACK = 1e-3            # joins the largest element, for gradients that are 0
-FLOAT32_STEP = 2e-2     # four points, so the error is of the order of STEP^4, and of rounding 1e-7 / STEP
+TOLERANCE = 2e-5        # for sums in float32, relative to the largest element
+STEP = 1e-5             # for differences in float64, with an error of about 1e-10
+SLACK = 1e-3            # added to the largest element, for gradients that are 0
+FLOAT32_STEP = 2e-2     # four points: a truncation error of order STEP^4, a rounding error of about 1e-7 / STEP
 FLOAT32_TOLERANCE = 1e-3
 
 
 class Double(np.ndarray):
-    """float64 where a Tensor has an NDArray: as much of that as functions of Tensors use beside ops."""
+    """A float64 array in place of the NDArray of a Tensor, with the NDArray attributes that functions of Tensors use."""
     device, is_mask = None, False
 
     def numpy(self):
@@ -37,13 +38,13 @@ class Double(np.ndarray):
 
 
 def settings_of(op):
-    """The settings of a ready-made op that its reference takes, by name."""
+    """Return the attributes of an op instance that its reference takes as arguments, by name."""
     named = inspect.signature(op.reference).parameters
     return {name: value for name, value in vars(op).items() if name in named}
 
 
 def _double(x):
-    """A Tensor as the references take it, int32 as it is; what is no Tensor is a constant that the op takes as it is."""
+    """Convert a Tensor to an array for the references: float32 to float64, int32 unchanged.  Other values are unchanged."""
     if not isinstance(x, Tensor):
         return x
     x = x.array.stored()
@@ -51,7 +52,7 @@ def _double(x):
 
 
 def in_float64(op, inputs, constants):
-    """What `apply` does while differences are taken; a comparison comes as the function of `operator`."""
+    """Apply the float64 reference of op; replaces `apply` during differences.  A comparison is a function of `operator`."""
     kind = op if isinstance(op, type) else type(op)
     reference = op if isinstance(op, BuiltinFunctionType) else getattr(kind, 'reference', None)
     if reference is None:
@@ -77,7 +78,7 @@ class Row(NamedTuple):
     at: tuple
     got: float
     want: float
-    error: float        # relative to the largest wanted element
+    error: float        # relative to the largest expected element
     ok: bool
 
     @classmethod
@@ -92,7 +93,7 @@ class Row(NamedTuple):
 
 
 class Report:
-    """The rows of a check; true if all are right; printed, a table."""
+    """The rows of a check.  True if all rows are ok; str() returns a table."""
     HEADINGS = ('', 'shape', 'worst at', 'analytic', 'numeric', 'error', '')
 
     def __init__(self, rows, tolerance):
@@ -115,15 +116,15 @@ class Report:
 
 
 def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
-    """Compare what f computes, and the gradient of each input, with f in float64 and its central differences.  -> Report.
+    """Compare the outputs of f with f in float64, and the gradients of its inputs with central differences.  Return a Report.
 
-    f           a function of Tensors that gives a Tensor, or a tuple of them
-    inputs      its arguments: Tensors, float32 arrays or numbers, or a dict of them by name.  int32 arrays are constants.
-    tolerance   of the error of an element, relative to the largest element of its array; 2e-5 fits a few ops in a row
-    float32     take the differences of f itself, with a large step, to 1e-3: for an f that asks for gradients inside
+    f           a function of Tensors that returns a Tensor or a tuple of Tensors
+    inputs      its arguments: Tensors, float32 arrays or numbers, or a dict of these by name.  int32 arrays are constants.
+    tolerance   the largest error of an element, relative to the largest element of its array; 2e-5 suits a few ops in sequence
+    float32     take the differences of f in float32 with a large step, to 1e-3: for an f that computes gradients itself
 
-    The upstream gradient is random: with ones everywhere, that of a softmax would be 0 and prove nothing.  Where f has a
-    kink, as ReLU at 0, an input within 1e-5 of it (float32: 4e-2) has no difference to compare with.
+    The upstream gradient is random: with all ones, the gradient of a softmax is 0 and tests nothing.  If f has a kink, such as
+    ReLU at 0, the differences of an input within 1e-5 of the kink (float32: 4e-2) are invalid.
     """
     named = dict(inputs) if isinstance(inputs, dict) else {f'input {i}': x for i, x in enumerate(_sequence(inputs))}
     tensors = {name: x.detach() if isinstance(x, Tensor) else Tensor(x) for name, x in named.items()}
@@ -135,7 +136,7 @@ def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
         tolerance = FLOAT32_TOLERANCE if float32 else TOLERANCE
 
     ys = _outputs(f(*tensors.values()))
-    rng = generator(seed, 'upstream gradient')      # no stream that the inputs may have been drawn from
+    rng = generator(seed, 'upstream gradient')      # independent of the streams of the inputs
     dys = [rng.standard_normal(y.shape).astype(np.float32) for y in ys]
     if not any(y.requires_grad for y in ys):
         raise RuntimeError('gradcheck: what f gives depends on none of its inputs')
@@ -182,16 +183,16 @@ def _float32_values(f):
 
 
 def central_differences(loss, value, float32=False):
-    """The gradient of loss() with respect to the array `value`, which it reads, by steps up and down of one element at a time.
+    """Return the gradient of loss() with respect to the array `value`, which loss reads, by changing one element at a time.
 
-    float32: of a loss that computes in float32, from four points with a large step.
+    float32: for a loss computed in float32, use four points and a large step.
     """
     result = np.zeros(value.shape)
     for at in np.ndindex(value.shape):
         kept = value[at]
 
         def rise(step, at=at, kept=kept):
-            """Between kept - step and kept + step, and how far these are apart once they are rounded."""
+            """Return the slope of the loss between kept - step and kept + step, both rounded to the dtype of value."""
             value[at] = kept + step
             high, above = float(value[at]), loss()
             value[at] = kept - step
@@ -210,7 +211,7 @@ def central_differences(loss, value, float32=False):
 # ---- every op ----------------------------------------------------------------------------------------------------------
 
 def every_op():
-    """-> the op classes of the package: those of kernels, then those on arrays."""
+    """Return the op classes of the package: kernel ops, then array ops."""
     from pyops.ops import convolution, elementwise, matmul, reductions, shapes
     found = [getattr(ops, name) for name in ops.__all__ if isinstance(getattr(ops, name), type)]
     for module in (elementwise, matmul, reductions, shapes, convolution):
@@ -220,12 +221,12 @@ def every_op():
 
 
 def find_op(name):
-    """The op class of a name: 'LayerNorm', 'layer_norm' and 'layernorm' are one.  None: there is no such op."""
+    """Return the op class with this name, None if there is none.  'LayerNorm', 'layer_norm' and 'layernorm' are equivalent."""
     return {op.__name__.lower(): op for op in every_op()}.get(name.replace('_', '').lower())
 
 
 def check_op(op, seed=0):
-    """Check an op class on its example.  -> Report"""
+    """Check an op class on its example and return a Report."""
     rng = np.random.default_rng(seed)
     inputs, named = op.example(lambda *shape: rng.standard_normal(shape).astype(np.float32))
     arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
@@ -234,7 +235,7 @@ def check_op(op, seed=0):
     given = {f'x{i}' if len(free) > 1 else 'x': inputs[i] for i in free} | arrays
 
     def f(*tensors):
-        # constants: of numpy for the formula, and where arrays are made for the op
+        # constants: numpy arrays for the reference, arrays on the current device for the op
         args = list(inputs) if autograd.is_interpreted() else [backend.put(x) for x in inputs]
         for i, x in zip(free, tensors, strict=False):
             args[i] = x

@@ -1,9 +1,12 @@
-"""Philox, the counter-based random number generator of dropout, in numpy: for references and for random changes to images."""
+"""Philox, the counter-based random number generator of dropout, in numpy: for references and image augmentation."""
 import numpy as np
 
 
 def philox4x32(counter, key):
-    """counter (..., 4), key two words, all below 2^32 -> (..., 4) uint32.  Salmon et al. 2011, table 2 and section 3.3."""
+    """Return random words (..., 4) uint32 for counter (..., 4) and a key of two words, all below 2^32.
+
+    Source: Salmon et al. 2011, table 2 and section 3.3.
+    """
     c = [counter[..., i].astype(np.uint64) for i in range(4)]
     k0, k1 = (np.uint64(k) for k in key)
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -15,7 +18,7 @@ def philox4x32(counter, key):
 
 
 def dropout_mask(n, p, step, key):
-    """-> (n,) bool: the elements that pyops_dropout keeps."""
+    """Return a mask (n,) bool of the elements that pyops_dropout keeps."""
     groups = np.arange((n + 3) // 4, dtype=np.uint64)
     counter = np.stack([groups & np.uint64(0xFFFFFFFF), groups >> np.uint64(32),
                         np.full_like(groups, step & 0xFFFFFFFF), np.full_like(groups, step >> 32)], -1)

@@ -1,15 +1,15 @@
 """Op classes: y, ctx = op.forward(x, ...);  dx = op.backward(dy, ctx).
 
-The ctx is returned, not kept on the op, so one op can run many times before its first backward.  Parameter
-gradients add into Parameter.grad; activation gradients are new arrays, or are added to one that is handed in as `into`.
+Forward returns the ctx and does not store it on the op, so one op can run many times before its first backward.  Parameter
+gradients are added to Parameter.grad.  Activation gradients are new arrays, or are added to the array passed as `into`.
 Sequences are time-major, (T, B, ...).
 
-Everything that Python knows about an op is in its own file:
+All Python code of an op is in one file:
 
     forward, backward       the op
     reference, example      its formula in float64 numpy and small inputs, for gradient checks (pyops/differences.py)
-    backward_on_tensors     backward(dy, ctx) as a formula on Tensors, for second derivatives, where that formula is short:
-                            -> gradients of the inputs, {parameter: gradient}.  The ctx and `parameters` hold Tensors
+    backward_on_tensors     backward(dy, ctx) as a formula on Tensors, for second derivatives, if that formula is short.
+                            Returns the gradients of the inputs and {parameter: gradient}; ctx and `parameters` hold Tensors
     declare(...)            the costs of its kernels (pyops/backend/kernels.py)
 """
 from pyops.ops.attention import Attention, sequence_lengths

@@ -1,7 +1,7 @@
-"""What array ops share.
+"""The base class and helpers of array ops.
 
-An array op is written on the operators that NDArray and Tensor have in common.  So its backward runs on NDArrays, where a
-gradient is wanted and no more, and on Tensors, where the gradient itself shall have a gradient: the same formulas.
+An array op uses only the operators that NDArray and Tensor have in common.  So the same backward formulas run on NDArrays for
+first derivatives and on Tensors for higher derivatives.
 """
 
 
@@ -9,17 +9,17 @@ class ArrayOp:
     """An op on NDArrays.  It has no state, so it is not instantiated: forward and backward are functions in a class.
 
     y, ctx = Op.forward(*arrays, **constants)       y: an array, or a tuple of arrays
-    gradients = Op.backward(dy, ctx)                one for each array, in order; of one array: the gradient itself
-    gradients = Op.backward(dy, ctx, wanted)        of ops on several arrays: wanted[i] False where nobody asks for number i
+    gradients = Op.backward(dy, ctx)                a gradient for each array, in order; one array: not a tuple
+    gradients = Op.backward(dy, ctx, wanted)        for ops on several arrays: wanted[i] is False if gradient i is not needed
 
-    ctx is a tuple of what backward needs: shapes, constants, and arrays.  Second derivatives see an array in it that is an
-    input, or is y, as what it is; any other array is a constant for them.  A gradient is a new array, or dy or a view of it.
-    Where it is mostly zeros, add_to(dx, dy, ctx) may add it in place.
+    ctx is a tuple of the shapes, constants and arrays that backward needs.  Second derivatives differentiate through an array
+    in ctx if it is an input or y; any other array in ctx is a constant.  A gradient is a new array, or dy or a view of dy.
+    For gradients that are mostly zeros, add_to(dx, dy, ctx) may add in place.
     """
 
 
 def call(op, x, *more, **constants):
-    """An op within a formula: on the tape where x is a Tensor, else its forward alone."""
+    """Apply an op inside a formula: record it on the tape if x is a Tensor, else run only its forward."""
     tape = getattr(x, 'tape', None)
     return tape(op, x, *more, **constants) if tape else op.forward(x, *more, **constants)[0]
 
@@ -34,7 +34,8 @@ def sum_to(d, shape):
 
 
 def normal_axes(axis, ndim):
-    """None, a number or several, perhaps negative -> a sorted tuple of axes of an array with ndim of them."""
+    """Return axis (None for all, an int, or several; negative ints count from the end) as a sorted tuple of axes in [0, ndim).
+    Raise ValueError for an axis out of bounds or given twice."""
     axes = range(ndim) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     for a in axes:
         if not -ndim <= a < ndim:

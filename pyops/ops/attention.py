@@ -1,4 +1,4 @@
-"""Attention: scaled dot-product attention of several heads, and the lengths of padded sequences that it wants."""
+"""Attention: multi-head scaled dot-product attention, and the lengths of padded sequences."""
 from typing import NamedTuple
 
 import numpy as np
@@ -6,27 +6,27 @@ import numpy as np
 from pyops.backend import axes, check, empty, gemm_batched, get, launch, note_product, permuted
 from pyops.backend.kernels import Kernel, Made, Product, declare
 
-# product.operand, in the order of a training step: the words of a recipe (pyops/quantization.py)
+# product.operand, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'qk.q', 'qk.k', 'pv.p', 'pv.v', 'dp.do', 'dp.v', 'dv.p', 'dv.do', 'dq.ds', 'dq.k', 'dk.ds', 'dk.q'
 
 
 class Attention:
-    """For each query, a mean of the values, weighted by how well the query fits their keys.
+    """Compute for each query the mean of the values, weighted by the softmax of the query's products with the keys.
 
-    Shapes   q, dq, y, dy (Tq, B, D);  k, v, dk, dv (Tk, B, D);  D = heads * C, head h of a row is its columns [h*C, h*C + C)
-             lengths (B,) int32 in [0, Tk], or None: all keys of a sentence;  step (1,) int64, in memory, or None: no dropout
-    Forward  for each sentence b and head h, with q, k, v (T, C) its parts:
-             s[i, j] = q[i] . k[j] / sqrt(C)   where query i may see key j: j < lengths[b], and if causal j <= i + Tk - Tq
+    Shapes   q, dq, y, dy (Tq, B, D);  k, v, dk, dv (Tk, B, D);  D = heads * C, head h is columns [h*C, h*C + C)
+             lengths (B,) int32 in [0, Tk], or None: all Tk keys are valid;  step (1,) int64 array, or None: no dropout
+    Forward  for each sequence b and head h, with q, k, v (T, C) their slices for b and h:
+             s[i, j] = q[i] . k[j] / sqrt(C)   for each key j visible to query i: j < lengths[b], and if causal j <= i + Tk - Tq
              P[i] = softmax(s[i]) over these j;  W[i, j] = keep[i, j] / (1 - p) P[i, j];  y = W v
     Backward dsum[i] = dy[i] . y[i];  dS[i, j] = P[i, j] (keep[i, j] / (1 - p) dy[i] . v[j] - dsum[i])
              dq = dS k / sqrt(C);  dk = dS' q / sqrt(C);  dv = W' dy
     Saves    q, k, v, lengths, step, y, and stats (2, B, heads, Tq): the largest s[i, j], and the sum of
-             exp(s[i, j] - largest) over j; backward computes P again
-    Errors   ValueError where D is no multiple of heads, unless 0 <= p < 1, and for a length outside [0, Tk], with its position;
+             exp(s[i, j] - largest) over j; backward recomputes P
+    Errors   ValueError if D is not a multiple of heads, if not 0 <= p < 1, and for a length outside [0, Tk], with its position;
              TypeError and ValueError naming the argument
-    Source   Vaswani et al. 2017, arXiv:1706.03762; in tiles, Dao et al. 2022, arXiv:2205.14135; docs/attention.md derives it
-    Notes    a query that may see no key has y = 0, and no gradient flows through it.  causal with Tq < Tk: the queries are
-             the last ones, as in incremental decoding.  keep is Dropout's, another for each step; see pyops.h.
+    Source   Vaswani et al. 2017, arXiv:1706.03762; tiled: Dao et al. 2022, arXiv:2205.14135; docs/attention.md derives it
+    Notes    a query with no visible key has y = 0 and passes no gradient back.  causal with Tq < Tk: the queries are the last
+             Tq positions, as in incremental decoding.  keep is the mask of Dropout, different at each step; see pyops.h.
     """
 
     class Ctx(NamedTuple):
@@ -50,7 +50,7 @@ class Attention:
         return y, self.Ctx(q, k, v, lengths, step, y, stats)
 
     def backward(self, dy, ctx):
-        """-> dq, dk, dv."""
+        """Return dq, dk and dv."""
         check('dy', dy, ctx.y.shape)
         dq, dk, dv = (empty(x.shape, name=f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
         launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
@@ -70,13 +70,13 @@ class Attention:
             check('step', step, (1,), np.int64)
 
     def _scalars(self, q, k):
-        """Sizes and scalars, in the header's order."""
+        """Return sizes and scalars in the order of the header."""
         Tq, B, D = q.shape
         return Tq, len(k), B, self.heads, D // self.heads, self.causal, self.p, self.key
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.attention_rounded import QuantizedAttention
         return QuantizedAttention
 
@@ -88,7 +88,7 @@ class Attention:
                           q @ k.swapaxes(2, 3) / np.sqrt(D // heads), -np.inf)
         top = scores.max(-1, keepdims=True, initial=-1e300)
         weights = np.exp(scores - top)
-        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)       # a row that sees nothing: 0
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)       # 0 in a row with no visible key
         if step is not None and p:
             weights = weights * dropout_factors(B, heads, Tq, Tk, p, int(step[0]), key)
         return (weights @ v).transpose(2, 0, 1, 3).reshape(Tq, B, D)
@@ -100,7 +100,7 @@ class Attention:
 
 
 def sequence_lengths(ids, pad, name='lengths'):
-    """-> (B,) int32: how long each sequence of ids (T, B) int32 is without the padding behind it; 0 if it is only that."""
+    """Return the lengths (B,) int32 of the sequences in ids (T, B) int32 without trailing padding; 0 if all is padding."""
     T, B = axes('ids', ids, 'T B')
     check('ids', ids, (T, B), np.int32)
     lengths = empty(B, np.int32, name)
@@ -109,22 +109,22 @@ def sequence_lengths(ids, pad, name='lengths'):
 
 
 def visible(Tq, Tk, lengths, causal):
-    """-> (B, 1, Tq, Tk) bool: the keys that each query sees, for the reference."""
+    """Return a mask (B, 1, Tq, Tk) bool of the keys visible to each query, for the reference."""
     query, key = np.arange(Tq)[:, None], np.arange(Tk)
     seen = key < lengths[:, None, None, None]
     return np.broadcast_to(seen & (key <= query + Tk - Tq) if causal else seen, (len(lengths), 1, Tq, Tk))
 
 
 def dropout_factors(B, heads, Tq, Tk, p, step, key):
-    """-> (B, heads, Tq, Tk): what dropout multiplies the weights by.  Its masks have Tk rounded up to a multiple of 4."""
-    from pyops.philox import dropout_mask  # for references only: programs start sooner without it
+    """Return the dropout factors (B, heads, Tq, Tk) of the weights.  The mask has Tk rounded up to a multiple of 4."""
+    from pyops.philox import dropout_mask  # imported here because only references need it: programs start faster
     Tk4 = -(-Tk // 4) * 4
     mask = dropout_mask(B * heads * Tq * Tk4, p, step, key).reshape(B, heads, Tq, Tk4)[..., :Tk]
     return mask / (1 - np.float64(np.float32(p)))
 
 
 def weights(s, array):
-    """The softmax before dropout, (B, heads, Tq, Tk), which the kernel never has in memory: made again from q and k."""
+    """Return the softmax before dropout, (B, heads, Tq, Tk), recomputed from q and k: the kernel does not store it."""
     Tq, Tk, B, heads, C = (s[name] for name in ('Tq', 'Tk', 'B', 'heads', 'C'))
     q, k = (array(name).reshape(T, B, heads, C) for name, T in (('q', Tq), ('k', Tk)))
     p = empty((B, heads, Tq, Tk))
@@ -139,7 +139,7 @@ BACKWARD = Product('backward', {'do': 'dy', 'dq': 'dq', 'dk': 'dk', 'dv': 'dv'})
 
 
 def _scores(s, array):
-    """The number of pairs of a query and a key that are computed."""
+    """Return the number of computed pairs of a query and a key, over all heads."""
     keys = s['Tk'] if array('lengths') is None else get(array('lengths'))[:, None]
     if s['causal']:
         keys = np.minimum(keys, np.maximum(np.arange(s['Tq']) + 1 + s['Tk'] - s['Tq'], 0))

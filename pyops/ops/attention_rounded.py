@@ -1,4 +1,4 @@
-"""Attention with rounded operands, as six products; rounding.py has the rules."""
+"""Attention with rounded operands, as six products; rounding.py describes the rules."""
 from typing import NamedTuple
 
 import numpy as np
@@ -10,14 +10,14 @@ from pyops.ops.rounding import Rounding
 
 
 class QuantizedAttention(Attention):
-    """Attention with rounded operands: scores and weights are in memory, and each of the six products is a launch of its own.
+    """Attention with rounded operands: scores and weights are stored, and each of the six products is a separate launch.
 
     Forward  qk: s = q k', over C;  W = dropout(softmax(s / sqrt(C)));  pv: y = W v, over Tk
     Backward dp: dW = dy v', over C;  dv: dv = W' dy, over Tq;  dS from dW, as in Attention
              dq: dq = dS k / sqrt(C), over Tk;  dk: dk = dS' q / sqrt(C), over Tq
-    Saves    q, k, v and W, or their rounded copies if backward can use them again; the softmax; lengths and step
-    Notes    a block never crosses into another head or sequence.  Blocks along Tk contain the values of masked keys, whose
-             weights are 0, and these influence the scale of the block.
+    Saves    q, k, v and W, or their rounded copies if backward can reuse them; the softmax; step
+    Notes    a block never spans two heads or sequences.  Blocks along Tk include the values of masked keys, whose
+             weights are 0; these values affect the scale of the block.
     """
 
     class Ctx(NamedTuple):
@@ -31,7 +31,7 @@ class QuantizedAttention(Attention):
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
         self.round = Rounding(recipe, self.name, 'attention')
-        self._factors = {}              # 1 / sqrt(C), in memory, by C
+        self._factors = {}              # C -> array that holds 1 / sqrt(C)
 
     @staticmethod
     def layers(name):
@@ -43,7 +43,7 @@ class QuantizedAttention(Attention):
         q, k, v = map(self._by_head, (q, k, v))
         C, rounded = q.shape[-1], self.round
         qq, qk = rounded('qk.q', q, 3), rounded('qk.k', k, 3)
-        softmax = empty((B, self.heads, Tq, Tk), name=f'{self.name}.softmax')           # the scores first
+        softmax = empty((B, self.heads, Tq, Tk), name=f'{self.name}.softmax')           # holds the scores first
         gemm_batched(softmax, qq.transpose(1, 2, 0, 3), qk.transpose(1, 2, 3, 0))
         note_product(self, QK, heads=self.heads)
         w = empty(softmax.shape, name=f'{self.name}.w') if step is not None and self.p else softmax
@@ -58,14 +58,14 @@ class QuantizedAttention(Attention):
                            qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step)
 
     def backward(self, dy, ctx):
-        """-> dq, dk, dv."""
+        """Return dq, dk and dv."""
         (Tq, B, heads, C), Tk, rounded = ctx.q.shape, len(ctx.k), self.round
         check('dy', dy, (Tq, B, heads * C))
         dy = self._by_head(dy)
         dq, dk, dv = (empty((T, B, heads * C), name=f'{self.name}.d{name}') for T, name in ((Tq, 'q'), (Tk, 'k'), (Tk, 'v')))
 
         qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
-        ds = empty(ctx.softmax.shape, name=f'{self.name}.ds')                           # the gradients of the weights first
+        ds = empty(ctx.softmax.shape, name=f'{self.name}.ds')                           # holds the weight gradients first
         gemm_batched(ds, qdy.transpose(1, 2, 0, 3), qv.transpose(1, 2, 3, 0))
         note_product(self, DP)
         if not rounded.same('dp.do', 'dv.do'):
@@ -89,7 +89,7 @@ class QuantizedAttention(Attention):
         return dq, dk, dv
 
     def _by_head(self, x):
-        """(T, B, D) as (T, B, heads, C)."""
+        """View (T, B, D) as (T, B, heads, C)."""
         T, B, D = x.shape
         return x.reshape(T, B, self.heads, D // self.heads)
 
@@ -99,7 +99,7 @@ class QuantizedAttention(Attention):
         return self._factors[C]
 
 
-# the axes of an operand (B, heads, M, K) in the array that it is a view of, (T, B, heads, C) or (B, heads, Tq, Tk)
+# The axes of an operand (B, heads, M, K) in its base array, (T, B, heads, C) or (B, heads, Tq, Tk).
 LEFT, RIGHT, SAME, SWAPPED = (2, 0, 1, 3), (3, 0, 1, 2), (0, 1, 2, 3), (0, 1, 3, 2)
 QK = Product('qk', {'q': ('a', LEFT), 'k': ('b', RIGHT)})
 SOFTMAX = Product('softmax', {'p': 'p'})

@@ -1,4 +1,4 @@
-"""BatchNorm: every column is brought to mean 0 and variance 1 over the rows of a batch, then scaled and shifted."""
+"""BatchNorm: normalise each column to mean 0 and variance 1 over the rows of a batch, then scale and shift it."""
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ from pyops.ops.layer_norm import LayerNorm
 
 
 class BatchNorm:
-    """Normalise over the rows.
+    """Normalise each column over the rows.
 
     Shapes   x, dx, y, dy (R, C);  weight, bias, running_mean, running_var (C,)
     Forward  in training mean = mean_r x and var = mean_r (x - mean)^2, else mean = running_mean and var = running_var
@@ -18,10 +18,10 @@ class BatchNorm:
     Backward g = dy weight;  in training dx = rstd (g - mean_r g - xhat mean_r (g xhat)), else dx = rstd g
              dweight += sum_r dy xhat;  dbias += sum_r dy
     Saves    x, and mean and rstd of each column
-    Errors   ValueError for a single row in training, which has no variance, for a negative eps, and for evaluation
-             without running statistics; TypeError and ValueError naming the argument or the parameter
+    Errors   ValueError for a single row in training, since its variance is undefined, for a negative eps, and for
+             evaluation without running statistics; TypeError and ValueError naming the argument or the parameter
     Source   Ioffe and Szegedy 2015, arXiv:1502.03167
-    Notes    running_mean and running_var are changed in place; None: they are not kept
+    Notes    running_mean and running_var are updated in place; None: no running statistics
     """
 
     class Ctx(NamedTuple):

@@ -1,4 +1,4 @@
-"""The windows that a convolution looks at, as array ops: a view, and the sum of all windows back into their places."""
+"""The windows of a convolution as array ops: a view of all windows, and its gradient, the sum of overlapping windows."""
 import numpy as np
 
 from pyops import ndarray
@@ -6,14 +6,14 @@ from pyops.ops.array import ArrayOp, call
 
 
 def positions(size, window, stride, dilation):
-    """How many windows of that size fit along an axis."""
+    """Return the number of windows that fit along an axis."""
     return (size - dilation * (window - 1) - 1) // stride + 1
 
 
 class Windows(ArrayOp):
-    """x (N, C, H, W) -> y (N, C, Ho, Wo, kh, kw), a view: y[n, c, i, j, a, b] = x[n, c, i s + a d, j s + b d].
+    """View the windows of x (N, C, H, W) as y (N, C, Ho, Wo, kh, kw): y[n, c, i, j, a, b] = x[n, c, i s + a d, j s + b d].
 
-    window (kh, kw); stride s and dilation d, two numbers each
+    window: (kh, kw).  stride s, dilation d: two ints each, for the vertical and the horizontal axis.
     """
 
     def forward(x, window, stride, dilation):
@@ -38,7 +38,7 @@ class Windows(ArrayOp):
 
 
 class Fold(ArrayOp):
-    """x (N, C, Ho, Wo, kh, kw) -> y of the shape (N, C, H, W): where windows overlap, their elements are added."""
+    """Add the windows x (N, C, Ho, Wo, kh, kw) to zeros y (N, C, H, W) of the given shape: overlapping elements are summed."""
 
     def forward(x, shape, stride, dilation):
         (sh, sw), (dh, dw) = stride, dilation

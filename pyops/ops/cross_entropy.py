@@ -8,15 +8,15 @@ from pyops.backend.kernels import Kernel, declare
 
 
 class CrossEntropy:
-    """The mean negative log-likelihood of the labels, over rows that are not masked.
+    """Compute the mean negative log-likelihood of the labels over the rows that are not masked.
 
     Shapes   x, dx (R, C);  labels (R,) int32 in [0, C) or = ignore;  loss, dloss (1,)
     Forward  max[r] = max_c x[r, c];  sum[r] = sum_c exp(x[r, c] - max[r])
              target = (1 - smoothing) onehot(labels) + smoothing / C
-             loss = mean over valid r of log sum[r] + sum_c target[r, c] (max[r] - x[r, c]);  0 if none is valid
+             loss = mean over valid r of log sum[r] + sum_c target[r, c] (max[r] - x[r, c]);  0 if no row is valid
     Backward dx[r, c] = dloss / valid * (exp(x[r, c] - max[r]) / sum[r] - target[r, c]);  0 in masked rows
     Saves    x, labels, stats (2, R): max and sum, valid (1,) int32: the number of valid rows
-    Errors   ValueError for a label outside the classes, with its position, and unless 0 <= smoothing < 1
+    Errors   ValueError for a label outside [0, C) other than ignore, with its position, and if not 0 <= smoothing < 1
     Source   the derivative of log-sum-exp is the softmax; label smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7
     """
 

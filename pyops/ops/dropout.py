@@ -1,4 +1,4 @@
-"""Dropout: random zeros in training, from counters instead of a stored mask."""
+"""Dropout: random zeros in training; a counter-based generator replaces a stored mask."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,13 +8,13 @@ from pyops.backend.kernels import Kernel, declare
 
 
 class Dropout:
-    """Zero a share p of the elements and scale the rest by 1 / (1 - p).
+    """Zero each element with probability p and scale the rest by 1 / (1 - p).
 
-    Shapes   x, y, dy, dx (...);  step (1,) int64, in memory: each step has another mask
-    Forward  y[i] = x[i] * keep[i] / (1 - p),  keep from Philox4x32-10 at counter (i / 4, step) with this op's key
-    Backward dx[i] = dy[i] * keep[i] / (1 - p), with the same keep made again
-    Saves    nothing but the step, which must not change between forward and backward
-    Errors   ValueError unless 0 <= p < 1
+    Shapes   x, y, dy, dx (...);  step (1,) int64 array: each step has a different mask
+    Forward  y[i] = x[i] * keep[i] / (1 - p),  keep from Philox4x32-10 at counter (i / 4, step) with the key of this op
+    Backward dx[i] = dy[i] * keep[i] / (1 - p), with the same keep, recomputed
+    Saves    only the step, which must not change between forward and backward
+    Errors   ValueError if not 0 <= p < 1
     Source   Srivastava et al. 2014, JMLR 15; Salmon et al. 2011, doi:10.1145/2063384.2063405
     Notes    the same key, step and shape give the same mask on every device; key = pyops.params.key(seed, name)
     """
@@ -44,7 +44,7 @@ class Dropout:
 
     @staticmethod
     def reference(x, step, p, key):
-        from pyops.philox import dropout_mask  # for references only: programs start sooner without it
+        from pyops.philox import dropout_mask  # imported here because only references need it: programs start faster
         return x * dropout_mask(x.size, p, int(step[0]), key).reshape(x.shape) / (1 - np.float64(np.float32(p)))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Array ops, element by element.  Operands are broadcast; one of two may be a number."""
+"""Elementwise array ops.  Operands are broadcast; one operand of a binary op may be a number."""
 import math
 
 import numpy as np
@@ -10,12 +10,12 @@ BOTH = (True, True)
 
 
 def shape_of(operand):
-    """() for a number."""
+    """Return the shape of an operand, () for a number."""
     return getattr(operand, 'shape', ())
 
 
 def log_or_0(a):
-    """log(a), and 0 where a is 0."""
+    """Return log(a), with 0 where a is 0."""
     a = a + (a == 0)
     return a.log() if hasattr(a, 'log') else math.log(a) if a > 0 else math.nan
 
@@ -79,7 +79,7 @@ class Divide(ArrayOp):
 class Power(ArrayOp):
     """y = a ** b;  da = dy b a ** (b - 1), db = dy y log(a).
 
-    Where b is 0, da is 0 whatever a is; where a is 0, db is 0.
+    Where b is 0, da is 0 for every a; where a is 0, db is 0.
     """
 
     def forward(a, b):
@@ -98,7 +98,7 @@ class Power(ArrayOp):
 
 
 class Maximum(ArrayOp):
-    """y = max(a, b);  the gradient goes to the larger one, and in halves to both where they are equal."""
+    """y = max(a, b);  the gradient goes to the larger operand; if both are equal, half goes to each."""
 
     def forward(a, b):
         return a.maximum(b), (a, b)
@@ -112,7 +112,7 @@ class Maximum(ArrayOp):
 
 
 class Minimum(ArrayOp):
-    """y = min(a, b);  the gradient goes to the smaller one, and in halves to both where they are equal."""
+    """y = min(a, b);  the gradient goes to the smaller operand; if both are equal, half goes to each."""
 
     def forward(a, b):
         return a.minimum(b), (a, b)

@@ -1,4 +1,4 @@
-"""Embedding: a row of a table for each token."""
+"""Embedding: a table row for each token."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,15 +8,15 @@ from pyops.backend.kernels import Kernel, declare
 
 
 class Embedding:
-    """Look up a row of the weight for each id.
+    """Look up a row of the weight matrix for each id.
 
     Shapes   ids (...) int32 in [0, V);  y, dy (..., E);  weight (V, E)
     Forward  y[r] = weight[ids[r]]
     Backward dweight[ids[r]] += dy[r], in the order of r;  ids have no gradient: None
-             a weight with a sparse gradient (pyops.params.Spec) is told which rows these are
+             for a weight with a sparse gradient (pyops.params.Spec), marks the updated blocks in weight.touched
     Saves    ids
     Errors   ValueError for an id outside the table, with its position; TypeError for a wrong dtype or strides
-    Source   a product with a one-hot matrix whose zeros are not computed
+    Source   a product with a one-hot matrix, computed without its zeros
     """
 
     class Ctx(NamedTuple):

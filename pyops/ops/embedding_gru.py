@@ -1,4 +1,4 @@
-"""EmbeddingGRU: a gated recurrent unit that reads words, as one op."""
+"""EmbeddingGRU: embedding lookup and gated recurrent unit as one op."""
 from typing import NamedTuple
 
 import numpy as np
@@ -10,19 +10,19 @@ from pyops.ops.join import ConcatContext
 
 
 class EmbeddingGRU(GRU):
-    """Look up a row for each word, put a context beside it, and run a GRU over all T steps.
+    """Look up a row for each token, concatenate a context to it, and run a GRU over all T steps.
 
     Shapes   ids (T, B) int32 in [0, V);  context, dcontext (B, C);  h, dh (T, B, H);  h0, dh0, dh_last (B, H);  lengths (B,)
-             table (V, E);  w_ih (3H, E + C), or (3H, E) where there is no context;  w_hh, b_ih, b_hh as in GRU
+             table (V, E);  w_ih (3H, E + C), or (3H, E) without a context;  w_hh, b_ih, b_hh as in GRU
     Forward  x[t, b] = [table[ids[t, b]], context[b]], then as in GRU
     Backward da = [dr dz dn] as in GRU, and with w_ih = [w_e w_c]:
              u[v] = sum of da over the positions of token v;  s[b] = sum_t da[t, b]
              dtable[v] += u[v] w_e;  dcontext = s w_c;  dw_ih += [sum_v u[v]' table[v], sum_b s[b]' context[b]]
              ids have no gradient
-    Saves    ids, context, h0, lengths, h, gates;  x is never formed
+    Saves    ids, context, h0, lengths, h, gates;  x is never stored
     Errors   TypeError and ValueError naming the argument; ValueError for an id outside the table and a length outside [0, T]
-    Source   Embedding, ConcatContext and GRU, one after the other
-    Notes    x w_ih' is table[v] w_e' of each distinct token plus context[b] w_c' of each sentence: two small products
+    Source   Embedding, ConcatContext and GRU in sequence
+    Notes    x w_ih' is table[v] w_e' for each distinct token plus context[b] w_c' for each sequence: two small products
     """
 
     class Ctx(NamedTuple):
@@ -42,7 +42,7 @@ class EmbeddingGRU(GRU):
             raise ValueError(f'{w_ih.name}: want shape (3H, E + C) with E = {E} as in {table.name}, got {w_ih.value.shape}')
 
     def sizes(self, ids):
-        """-> T, B, V, E, C, 3H: what the kernels of the input product want."""
+        """Return T, B, V, E, C and 3H: the size arguments of the embedding_linear kernels."""
         (V, E), (gates, I) = self.table.value.shape, self.w_ih.value.shape
         return (*ids.shape, V, E, I - E, gates)
 
@@ -71,7 +71,7 @@ class EmbeddingGRU(GRU):
         self.check_sentences(h0, lengths, B)
 
     def backward(self, dh, ctx, dh_last=None):
-        """-> None, since ids have no gradient, dcontext (None where forward had no context), dh0 (None where it had no h0)."""
+        """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
         T, B, H = *ctx.ids.shape, self.w_hh.value.shape[1]
         self.check_gradients(dh, dh_last, T, B)
         sizes = self.sizes(ctx.ids)
@@ -90,7 +90,7 @@ class EmbeddingGRU(GRU):
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.embedding_gru_rounded import QuantizedEmbeddingGRU
         return QuantizedEmbeddingGRU
 
@@ -108,10 +108,10 @@ class EmbeddingGRU(GRU):
                      b_hh=normal(3 * H)))
 
 
-# ---- the linear layer on words and contexts, made again for all positions ---------------------------------------------------
+# ---- the linear layer on tokens and contexts, recomputed for all positions --------------------------------------------------
 
 def inputs(s, array):
-    """[table[ids[t, b]], context[b]] of all positions, (T, B, E + C)."""
+    """Return [table[ids[t, b]], context[b]] for all positions, (T, B, E + C)."""
     T, B, E, C = (s[name] for name in 'TBEC')
     x = empty((T, B, E))
     launch('embedding_forward', x, array('table'), array('ids'), T * B, s['V'], E)
@@ -127,7 +127,7 @@ def outputs(s, array):
 
 
 def output_gradients(s, array):
-    """(T, B, O): the first O numbers of the rows of dy, which has ld in each."""
+    """Return the first O elements of each row of dy, (T, B, O); dy has row stride ld."""
     return np.ascontiguousarray(get(array('dy')).reshape(s['T'], s['B'], s['ld'])[..., :s['O']])
 
 
@@ -148,7 +148,7 @@ INPUT_DGRAD = Product('dgrad', {'g': Made(_output_shape, output_gradients), 'dx'
 
 
 def _inputs(s, array):
-    """The number of elements in the distinct rows that embedding_linear multiplies: those of tokens and of contexts."""
+    """Return the number of elements in the distinct rows that embedding_linear multiplies: token rows and context rows."""
     return len(np.unique(get(array('ids')))) * s['E'] + s['B'] * s['C']
 
 

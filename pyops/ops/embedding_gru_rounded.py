@@ -10,7 +10,7 @@ from pyops.ops.join import ConcatContext
 class QuantizedEmbeddingGRU(EmbeddingGRU):
     """EmbeddingGRU with rounded operands: Embedding, ConcatContext and QuantizedGRU in sequence.
 
-    Saves    the same as these three
+    Saves    the same as these three ops
     """
 
     class Ctx(NamedTuple):

@@ -1,4 +1,5 @@
-"""Examples that several array ops share, for gradient checks: example(normal) -> inputs, settings; normal(*shape) draws."""
+"""Example inputs for gradient checks, shared by several array ops: example(normal) returns inputs and settings;
+normal(*shape) draws random numbers."""
 import numpy as np
 
 INDEX = (slice(None, None, -2), None, 1, ...)
@@ -9,12 +10,12 @@ def one(normal):
 
 
 def two(normal):
-    """Operands that are broadcast to each other."""
+    """Return two operands that broadcast to each other."""
     return [normal(3, 1, 4), normal(2, 1)], {}
 
 
 def of_three_axes(**settings):
-    """An example of one array with three axes, and these settings."""
+    """Return an example function for one array with three axes and these settings."""
     return lambda normal: ([normal(2, 3, 4)], settings)
 
 
@@ -23,5 +24,5 @@ def positive(x):
 
 
 def distinct(normal):
-    """No two elements are near each other, so a small step changes no maximum."""
+    """Return an array whose elements differ by at least 1, so a small step changes no maximum."""
     return np.argsort(normal(24)).reshape(2, 3, 4).astype(np.float32)

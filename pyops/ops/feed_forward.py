@@ -1,4 +1,4 @@
-"""FeedForward: two linear layers with a rectifier between them."""
+"""FeedForward: two linear layers with a ReLU between them."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
 
 class FeedForward:
-    """Take each row through a wider layer, the rectifier, and back to its own width.
+    """Apply two linear layers with a ReLU between them to each row.
 
     Shapes   x, dx, y, dy (..., D);  w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)
     Forward  h = max(x w1' + b1, 0);  y = h w2' + b2
@@ -17,7 +17,7 @@ class FeedForward:
     Saves    x and h (..., F)
     Errors   TypeError and ValueError naming the argument or the parameter
     Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.3
-    Notes    the rectifier is done inside the product, where its sums still are in registers
+    Notes    the first product applies ReLU to its sums while they are in registers
     """
 
     class Ctx(NamedTuple):
@@ -41,7 +41,7 @@ class FeedForward:
         return y, self.Ctx(x, h)
 
     def backward(self, dy, ctx, into=None):
-        """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        """Return dx.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, ctx.x.shape)
         if into is not None:
             check('into', into, ctx.x.shape)
@@ -57,7 +57,7 @@ class FeedForward:
         gemm(self.w1.grad, dh.T, x, accumulate=True)
         note_product(self, WGRAD, 'w1', weight=self.w1)
         launch('column_sums', self.b1.grad, dh, R, F)
-        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into       # dy has been read
+        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into       # dy is no longer needed
         gemm(as_rows(dx), dh, self.w1.value, accumulate=into is not None)
         note_product(self, DGRAD, 'w1', weight=self.w1)
         return dx
@@ -73,7 +73,7 @@ class FeedForward:
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.feed_forward_rounded import QuantizedFeedForward
         return QuantizedFeedForward
 

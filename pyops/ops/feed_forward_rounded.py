@@ -1,4 +1,4 @@
-"""FeedForward with rounded operands; rounding.py has the rules."""
+"""FeedForward with rounded operands; rounding.py describes the rules."""
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from pyops.ops.rounding import Kept, LinearProducts
 class QuantizedFeedForward(FeedForward):
     """FeedForward with rounded operands: two linear layers, <name>.w1 and <name>.w2.
 
-    Saves    h, since backward of the rectifier needs its signs, and for each layer the same as QuantizedLinear
+    Saves    h, since backward of the ReLU needs its signs, and for each layer the same as QuantizedLinear
     """
 
     class Ctx(NamedTuple):
@@ -50,6 +50,6 @@ class QuantizedFeedForward(FeedForward):
         self.second.backward(dy, ctx.second, dh)
         launch('relu_backward', dh, dh, h, dh.size)
         launch('column_sums', self.b1.grad, dh, *dh.shape)
-        dx = empty(ctx.shape, name=f'{self.name}.dx') if into is None else into         # dy has been read
+        dx = empty(ctx.shape, name=f'{self.name}.dx') if into is None else into         # dy is no longer needed
         self.first.backward(dh, ctx.first, dx, into is not None)
         return dx

@@ -12,22 +12,22 @@ class GRU:
 
     Shapes   x, dx (T, B, I);  h, dh (T, B, H);  h0, dh0, dh_last (B, H);  lengths (B,) int32
              w_ih (3H, I), w_hh (3H, H), b_ih (3H,), b_hh (3H,): gates stacked in the order r, z, n
-    Forward  with h[-1] = h0, zeros where h0 is None, for t = 0 .. T-1:
+    Forward  with h[-1] = h0, zeros if h0 is None, for t = 0 .. T-1:
              r = sigmoid(x[t] w_ir' + b_ir + h[t-1] w_hr' + b_hr)
              z = sigmoid(x[t] w_iz' + b_iz + h[t-1] w_hz' + b_hz)
              n = tanh(x[t] w_in' + b_in + r * u),  u = h[t-1] w_hn' + b_hn       (reset_before False)
              n = tanh(x[t] w_in' + b_in + u w_hn' + b_hn),  u = r * h[t-1]       (reset_before True)
              h[t] = (1 - z) * n + z * h[t-1]
-    Backward for t = T-1 .. 0, with d the gradient of h[t] (dh[t], dh_last, and what h[t+1] passed back):
+    Backward for t = T-1 .. 0, with d the total gradient of h[t] (from dh[t], from h[t+1], and at t = T-1 from dh_last):
              dn = d (1 - z)(1 - n^2);  dz = d (h[t-1] - n) z (1 - z)
              reset_before False:  dr = dn u r (1 - r);  du = dn r;  dh[t-1] = d z + [dr dz du] w_hh
              reset_before True:   e = dn w_hn;  dr = e h[t-1] r (1 - r);  dh[t-1] = d z + e r + [dr dz] w_h[rz]
              then over all steps at once  dx = [dr dz dn] w_ih;  dw_ih += [dr dz dn]' x;  dw_hh likewise; biases: sums
-             a sentence has lengths[b] of the steps, all where lengths is None: behind them h is 0, and no gradient comes back
+             sequence b has lengths[b] steps, T if lengths is None: after its end h is 0 and passes no gradient back
     Saves    x, h0, lengths, h, and gates (T, B, 4H) = r, z, n, u
     Errors   ValueError for a length outside [0, T], with its position; TypeError and ValueError naming the argument
-    Source   Cho et al. 2014, arXiv:1406.1078 (reset before the product); cuDNN's and PyTorch's form resets after it
-    Notes    h[-1] of one GRU is the h0 of another: pass its gradient back as dh_last.  A gradient that is None is zero.
+    Source   Cho et al. 2014, arXiv:1406.1078 (reset before the product); cuDNN and PyTorch reset after it
+    Notes    if h[-1] of one GRU is the h0 of another, pass dh0 of the second as dh_last to the first.  A gradient of None is 0.
     """
 
     class Ctx(NamedTuple):
@@ -66,7 +66,7 @@ class GRU:
             check('lengths', lengths, (B,), np.int32)
 
     def backward(self, dh, ctx, dh_last=None):
-        """-> dx, dh0 (None where forward had no h0)."""
+        """Return dx and dh0 (None if forward had no h0)."""
         I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
         T, B, _ = ctx.x.shape
         self.check_gradients(dh, dh_last, T, B)
@@ -88,7 +88,7 @@ class GRU:
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.gru_rounded import QuantizedGRU
         return QuantizedGRU
 
@@ -117,22 +117,22 @@ class GRU:
                 dict(w_ih=normal(3 * H, I), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
 
 
-# ---- the two linear layers, of which the kernels leave little in memory: made again for all steps at once -----------------
+# ---- the tensors of the two linear layers that the kernels do not store, recomputed for all steps at once -----------------
 
 def states(s, array):
-    """h[t-1] of all steps, (T, B, H)."""
+    """Return h[t-1] for all steps, (T, B, H)."""
     h, h0 = get(array('h')), array('h0')
     before = np.zeros((1, s['B'], s['H']), np.float32) if h0 is None else get(h0)[None]
     return np.concatenate([before, h[:-1]])
 
 
 def input_product(s, array):
-    """x[t] w_ih' + b_ih, (T, B, 3H)."""
+    """Return x[t] w_ih' + b_ih, (T, B, 3H)."""
     return product(as_rows(array('x')), array('w_ih').T, array('b_ih')).reshape(_gates_shape(s))
 
 
 def state_product(s, array):
-    """h[t-1] w_hh' + b_hh, (T, B, 3H);  with reset_before, u w_hn' + b_hn in its last third."""
+    """Return h[t-1] w_hh' + b_hh, (T, B, 3H);  with reset_before, the last third is u w_hn' + b_hn."""
     H, w, b = s['H'], array('w_hh'), array('b_hh')
     y = get(product(as_rows(put(states(s, array))), w.T, b).reshape(_gates_shape(s)))
     if s['reset_before']:
@@ -142,12 +142,12 @@ def state_product(s, array):
 
 
 def input_gradients(s, array):
-    """dr, dz, dn of all steps, (T, B, 3H)."""
+    """Return dr, dz and dn for all steps, (T, B, 3H)."""
     return np.ascontiguousarray(get(array('dgates'))[..., :3 * s['H']])
 
 
 def state_gradients(s, array):
-    """dr, dz, du of all steps, (T, B, 3H);  with reset_before, dr, dz, dn."""
+    """Return dr, dz and du for all steps, (T, B, 3H);  with reset_before, dr, dz and dn."""
     if s['reset_before']:
         return input_gradients(s, array)
     H, dgates = s['H'], get(array('dgates'))
@@ -155,7 +155,7 @@ def state_gradients(s, array):
 
 
 def state_input_gradients(s, array):
-    """The part of the gradient of h[t-1] that this product makes, of all steps, (T, B, H)."""
+    """Return the contribution of the state product to the gradient of h[t-1], for all steps, (T, B, H)."""
     H, w, rows = s['H'], array('w_hh'), as_rows(put(state_gradients(s, array)))
     if not s['reset_before']:
         return product(rows, w).reshape(_states_shape(s))
@@ -177,6 +177,6 @@ STATE_FWD = Product('fwd', {'x': Made(_states_shape, states), 'y': Made(_gates_s
 INPUT_DGRAD = Product('dgrad', {'g': Made(_gates_shape, input_gradients), 'dx': 'dx'})
 STATE_DGRAD = Product('dgrad', {'g': Made(_gates_shape, state_gradients), 'dx': Made(_states_shape, state_input_gradients)})
 
-# all positions count, also those behind the lengths, although they are not computed
+# Count all positions, including positions beyond the lengths, although they are not computed.
 declare(gru_forward=Kernel(flops=lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),
         gru_backward=Kernel(flops=lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])))

@@ -1,4 +1,4 @@
-"""GRU with rounded operands, as two linear layers; rounding.py has the rules."""
+"""GRU with rounded operands, as two linear layers; rounding.py describes the rules."""
 from typing import NamedTuple
 
 import numpy as np
@@ -12,14 +12,14 @@ AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
 
 
 class QuantizedGRU(GRU):
-    """GRU with rounded operands: two linear layers, <name>.ih of all steps at once and <name>.hh, a product or two each step.
+    """GRU with rounded operands: two linear layers, <name>.ih for all steps at once and <name>.hh, one or two products a step.
 
-    Forward  the steps of GRU; its products  ih: x w_ih', over I;  hh: h[t-1] w_hh', over H, and with reset_before of r and z
-             alone, then u w_hn', over H
+    Forward  the steps of GRU, with the products  ih: x w_ih', over I;  hh: h[t-1] w_hh', over H;  with reset_before, only the
+             r and z rows of w_hh, then u w_hn', over H
     Backward in each step  hh dgrad: [dr dz du] w_hh, over 3H;  with reset_before dn w_hn, over H, then [dr dz] w_h[rz], over 2H
              for all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
     Saves    h0 and h in one array, gates, u, and for the layers the same as QuantizedLinear
-    Notes    all steps are computed, whatever the lengths.  Beyond the length of a sequence h is not 0 and must not be read; if
+    Notes    all steps are computed, for any lengths.  Beyond the length of a sequence h is not 0 and must not be read; if
              dh and dh_last are 0 there, no gradient flows back
     """
 
@@ -30,7 +30,7 @@ class QuantizedGRU(GRU):
         gates: np.ndarray
         u: np.ndarray | None            # (T, B, H), with reset_before
         ih: Kept
-        w_hh: np.ndarray | None         # as Kept.w
+        w_hh: np.ndarray | None         # the rounded copy if backward can use it
 
     def __init__(self, *arguments, recipe, **named):
         super().__init__(*arguments, **named)
@@ -81,7 +81,7 @@ class QuantizedGRU(GRU):
             copy(carry, dh_last)
 
         w, dw, db = ctx.w_hh, self.w_hh.grad, self.b_hh.grad
-        # the parts of the recurrent product: rows of w_hh, the gradient of what they make, their other operand
+        # the parts of the recurrent product: rows of w_hh, the gradient of their output, their input
         if self.reset_before:
             parts = [(slice(0, 2 * H), empty((T, B, 2 * H), name=f'{self.name}.hh.dy_rz'), ctx.states[:-1]),
                      (slice(2 * H, 3 * H), empty((T, B, H), name=f'{self.name}.hh.dy_n'), ctx.u)]
@@ -101,7 +101,7 @@ class QuantizedGRU(GRU):
             else:
                 back = parts[0][1][t]
                 launch('gru_gates_backward', carry, da[t], back, above, None, gates, h, B, H, AFTER)
-            if t or ctx.has_h0:             # does anyone want the gradient of h[t-1]?
+            if t or ctx.has_h0:             # without h0, its gradient is not needed
                 gemm(carry, self.hh('dgrad.g', back, 1, t), weights[0], accumulate=True)
                 self._note(DGRAD, parts[0][0])
 
@@ -115,7 +115,7 @@ class QuantizedGRU(GRU):
         return dx, carry if ctx.has_h0 else None
 
     def _note(self, product, part, rows=None):
-        """Note a product with some rows of w_hh: those are a layer of their own."""
+        """Note a product with some rows of w_hh; the rows form a separate layer."""
         note_product(self, product, 'hh', weight=self.w_hh.value[part], bias=self.b_hh.value[part], rows=rows, steps=True)
 
 

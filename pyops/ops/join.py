@@ -1,4 +1,4 @@
-"""ConcatContext: the context of a sentence beside the input of every step of its decoder."""
+"""ConcatContext: concatenate the context of a sequence to the input of every decoder step."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,13 +8,13 @@ from pyops.backend.kernels import Kernel, declare
 
 
 class ConcatContext:
-    """Put the same context beside x at every step.
+    """Concatenate the same context to x at every step.
 
     Shapes   x, dx (T, B, E);  context, dcontext (B, H);  y, dy (T, B, E + H)
     Forward  y[t, b] = [x[t, b], context[b]]
     Backward dx[t, b] = dy[t, b, :E];  dcontext[b] = sum_t dy[t, b, E:]
     Saves    E and H
-    Errors   ValueError for shapes that do not fit, naming the argument
+    Errors   ValueError for shapes that do not match, naming the argument
     Source   Cho et al. 2014, arXiv:1406.1078, section 2.2
     """
 

@@ -1,4 +1,4 @@
-"""LayerNorm: every row is brought to mean 0 and variance 1, then scaled and shifted by column."""
+"""LayerNorm: normalise each row to mean 0 and variance 1, then scale and shift each column."""
 import math
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class LayerNorm:
     Saves    x, and mean and rstd of each row
     Errors   ValueError for a negative eps; TypeError and ValueError naming the argument or the parameter
     Source   Ba, Kiros and Hinton 2016, arXiv:1607.06450; docs/layer_norm.md derives the gradient
-    Notes    eps keeps a constant row, whose variance is 0, from a division by 0: there y = bias
+    Notes    eps prevents a division by 0 for a constant row, which has variance 0 and y = bias
     """
 
     class Ctx(NamedTuple):
@@ -43,7 +43,7 @@ class LayerNorm:
         return y, self.Ctx(x, mean, rstd)
 
     def backward(self, dy, ctx, into=None):
-        """-> dx.  into: an array to add dx to, which is then what is returned; it may be dy."""
+        """Return dx.  into: add dx to this array, which may be dy, and return it."""
         C, R = len(self.weight.value), ctx.mean.size
         check('dy', dy, ctx.x.shape)
         if into is not None:

@@ -1,4 +1,4 @@
-"""Linear: the matrix product with a bias that most layers are made of."""
+"""Linear: the matrix product with a bias."""
 from typing import NamedTuple
 
 import numpy as np
@@ -6,12 +6,12 @@ import numpy as np
 from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, may_overlap, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
-# product.operand of a linear layer, in the order of a training step: the words of a recipe (pyops/quantization.py)
+# product.operand of a linear layer, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'
 
 
 class Linear:
-    """Multiply each row with a weight matrix and add a bias.
+    """Multiply each row by the transposed weight matrix and add a bias.
 
     Shapes   x, dx (..., I);  y, dy (..., O);  weight (O, I);  bias (O,) or None
     Forward  y = x weight' + bias
@@ -19,8 +19,8 @@ class Linear:
     Saves    x
     Errors   TypeError for a wrong dtype or strides, ValueError for a wrong shape, each naming the argument
     Source   the chain rule; docs/linear.md derives it
-    Notes    steps=True: x is one step of a sequence, or all of them, in a recurrent layer.  It changes nothing but how a plan's
-             tensors are saved: step by step
+    Notes    steps=True: x is one step of a sequence, or all steps, in a recurrent layer.  A plan then saves the tensors step by
+             step; results do not change
     """
 
     class Ctx(NamedTuple):
@@ -42,9 +42,9 @@ class Linear:
         return y, self.Ctx(x)
 
     def backward(self, dy, ctx, want_dx=True, into=None):
-        """-> dx, or None where nobody wants it: the first layer's input has no gradient.
+        """Return dx, or None with want_dx=False, as for the first layer, whose input needs no gradient.
 
-        into: an array to add dx to, which is then what is returned; it may be dy.
+        into: add dx to this array, which may be dy, and return it.
         """
         O = len(self.weight.value)
         check('dy', dy, (*ctx.x.shape[:-1], O))
@@ -57,7 +57,7 @@ class Linear:
             launch('column_sums', self.bias.grad, dy, *rows.shape)
         if not want_dx:
             return None
-        separate = into is None or may_overlap(into, dy)        # a product cannot lie where its operand does
+        separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
         dx = empty(ctx.x.shape, name=f'{self.name}.dx') if separate else into
         gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
         note_product(self, DGRAD, weight=self.weight)
@@ -76,7 +76,7 @@ class Linear:
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.linear_rounded import QuantizedLinear
         return QuantizedLinear
 

@@ -1,4 +1,4 @@
-"""LinearCrossEntropy: output layer and masked loss as one op, so that the logits never leave it."""
+"""LinearCrossEntropy: output layer and masked loss as one op, which never stores all logits."""
 from typing import NamedTuple
 
 import numpy as np
@@ -9,19 +9,19 @@ from pyops.ops.cross_entropy import CrossEntropy
 
 
 class LinearCrossEntropy:
-    """Multiply with the output weight, take the softmax cross entropy of the valid rows.
+    """Compute logits with a linear layer, and the softmax cross entropy of the valid rows.
 
     Shapes   x, dx (..., D);  labels (...) int32 in [0, V) or = ignore;  weight (V, D);  bias (V,);  loss, dloss (1,)
-    Forward  logits = x weight' + bias;  loss as in CrossEntropy, of the target (1 - smoothing) onehot(labels) + smoothing / V
+    Forward  logits = x weight' + bias;  loss as in CrossEntropy, with target = (1 - smoothing) onehot(labels) + smoothing / V
     Backward dlogits = dloss / valid * (softmax(logits) - target)
              dx = dlogits weight;  dweight += dlogits' x;  dbias += sum_r dlogits[r]
-    Saves    dx, dweight and dbias for dloss = 1, formed in forward while a block of logits is in cache;
-             backward multiplies them with dloss and adds.  Nothing with gradients=False.
-    Errors   ValueError for a label outside the vocabulary, with its position, and unless 0 <= smoothing < 1
-    Source   the order of work of Liger-Kernel's fused linear cross entropy, arXiv:2410.10989, section 3.2;
+    Saves    dx, dweight and dbias for dloss = 1, computed in forward while a block of logits is in cache;
+             backward multiplies them by dloss and adds.  Nothing with gradients=False.
+    Errors   ValueError for a label outside [0, V) other than ignore, with its position, and if not 0 <= smoothing < 1
+    Source   the computation order of the fused linear cross entropy in Liger-Kernel, arXiv:2410.10989, section 3.2;
              label smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7
-    Notes    masked rows are not computed at all.  valid (1,) int32 in the ctx is the number of the others.
-             gradients=False is for evaluation: it gives the loss of the labels themselves, without smoothing.
+    Notes    masked rows are skipped.  valid (1,) int32 in the ctx is the number of valid rows.
+             gradients=False is for evaluation: the loss is computed without label smoothing.
     """
 
     class Ctx(NamedTuple):
@@ -63,15 +63,17 @@ class LinearCrossEntropy:
         return dx
 
     def prepare(self):
-        """-> what `predict` reads of weight and bias as they are now, rounded, to say of most words that they are not the one;
-        to be made again when they change."""
+        """Return a rounded copy of weight and bias that lets predict() rule out most classes; valid until either changes."""
         V, D = self.weight.value.shape
         prepared = empty(work_size('linear_argmax_prepare', D, V), name=f'{self.name}.prepared')
         launch('linear_argmax_prepare', prepared, self.weight.value, self.bias.value, D, V)
         return prepared
 
     def predict(self, x, prepared=None):
-        """x (B, D) -> the index (B,) int32 of the largest logit.  prepared: from `prepare`, for the same result sooner."""
+        """Return the index (B,) int32 of the largest logit for each row of x (B, D).
+
+        prepared: the result of prepare(), for the same indices in less time.
+        """
         V, D = self.weight.value.shape
         check('x', x, (len(x), D))
         index = empty(len(x), np.int32, f'{self.name}.index')
@@ -81,7 +83,7 @@ class LinearCrossEntropy:
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.linear_cross_entropy_rounded import QuantizedLinearCrossEntropy
         return QuantizedLinearCrossEntropy
 
@@ -96,8 +98,8 @@ class LinearCrossEntropy:
                 dict(weight=normal(5, 3), bias=normal(5), smoothing=0.1))
 
 
-LOGITS = Product('fwd', {'x': 'x'})             # the logits never are in memory, and neither are their gradients
-SCALED = Product('dgrad', {'dx': 'y'})          # of `scale`: dx of a loss whose own gradient is 1, times that gradient
+LOGITS = Product('fwd', {'x': 'x'})             # the logits and their gradients are never stored
+SCALED = Product('dgrad', {'dx': 'y'})          # of `scale`: dx for dloss = 1, times dloss
 
 declare(linear_cross_entropy=Kernel(
             flops=lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V']),

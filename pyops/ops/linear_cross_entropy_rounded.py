@@ -1,4 +1,4 @@
-"""LinearCrossEntropy with rounded operands; rounding.py has the rules."""
+"""LinearCrossEntropy with rounded operands; rounding.py describes the rules."""
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from pyops.ops.rounding import Kept, LinearProducts
 
 
 class QuantizedLinearCrossEntropy(LinearCrossEntropy):
-    """LinearCrossEntropy with rounded operands: all logits are in memory, also those of masked rows.
+    """LinearCrossEntropy with rounded operands: all logits are stored, including masked rows.
 
     Saves    logits, labels, stats of CrossEntropy, and the same as QuantizedLinear; nothing with gradients=False
     """
@@ -30,7 +30,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
     layers = QuantizedLinear.layers
 
     def _logits(self, x):
-        """x (..., D) -> logits (R, V), Kept."""
+        """Return the logits (R, V) for x (..., D), and Kept."""
         logits = empty((len(as_rows(x)), len(self.weight.value)), name=f'{self.name}.logits')
         return logits, self.products.forward(logits, x)
 
@@ -55,7 +55,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         return dx
 
     def prepare(self):
-        """Return None: every call of predict() rounds the weight again."""
+        """Return None: each call of predict() rounds the weight again."""
 
     def predict(self, x, prepared=None):
         """Return the index (B,) int32 of the largest logit for each row of x (B, D)."""

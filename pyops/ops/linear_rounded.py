@@ -1,4 +1,4 @@
-"""Linear with rounded operands; rounding.py has the rules."""
+"""Linear with rounded operands; rounding.py describes the rules."""
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from pyops.ops.rounding import Kept, LinearProducts
 class QuantizedLinear(Linear):
     """Linear with rounded operands.
 
-    Saves    x, and the rounded copies of x and the weight if backward can use them again
+    Saves    x or its rounded copy, and the rounded copy of the weight, if backward can reuse the copies
     """
 
     class Ctx(NamedTuple):

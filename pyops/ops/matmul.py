@@ -7,19 +7,19 @@ from pyops.ops.array import ArrayOp, sum_to
 
 
 def swapped(x):
-    """The last two axes exchanged."""
+    """Swap the last two axes of x: a view."""
     return x.permute((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
 def rows(x):
-    """(..., C) as the matrix of its rows."""
+    """Reshape x (..., C) to the matrix (R, C) of its rows."""
     return x.reshape((-1, x.shape[-1])) if x.size else x.reshape((x.size // max(x.shape[-1], 1), x.shape[-1]))
 
 
 class MatMul(ArrayOp):
-    """y = a b, of matrices (..., M, K) and (..., K, N) whose leading axes are broadcast;  da = dy b', db = a' dy.
+    """y = a b, for matrices (..., M, K) and (..., K, N) with leading axes broadcast;  da = dy b', db = a' dy.
 
-    A vector on the left is a row, on the right a column, and that axis goes again.
+    A vector on the left is a row, a vector on the right a column; the added axis is removed from y.
     """
 
     name = 'matmul'
@@ -44,7 +44,7 @@ class MatMul(ArrayOp):
             if is_recorded() and a.ndim == b.ndim == 2 and not hasattr(dy, 'tape'):
                 _note(b, {'x': 'a', 'w': "b'", 'y': 'c'}, 0)
             da = sum_to(da, left.shape).reshape(a.shape)
-        if wanted[1] and right.ndim == 2 and left.ndim > 2:         # a sum over all rows: one product and no sum of products
+        if wanted[1] and right.ndim == 2 and left.ndim > 2:         # one product replaces a batch and its sum
             db = (swapped(rows(left)) @ rows(dy)).reshape(b.shape)
         elif wanted[1]:
             db = swapped(left) @ dy
@@ -60,13 +60,13 @@ class MatMul(ArrayOp):
 
 
 def _note(operand, roles, contracted):
-    """Note the last product for a plan, in case this operand of it is a parameter.
+    """Note the last product for a plan, in case this operand is a parameter.
 
-    roles: how the kernel takes the operand;  contracted: the axis of the operand that y = a b sums over
+    roles: the argument of the kernel for each role;  contracted: the axis of the operand that y = a b sums over
     """
     if operand.is_compact():
         weight = operand
-    else:                                               # the transpose of what is stored
+    else:                                               # the transpose of the stored weight
         weight, contracted = operand.permute((1, 0)), 1 - contracted
         roles = roles | {'w': roles['w'].removesuffix("'") if roles['w'].endswith("'") else roles['w'] + "'"}
     note_product(MatMul, Product('matmul', roles, -contracted), weight=weight)

@@ -1,5 +1,5 @@
-"""MLPGradients: a classifier of pixels with one hidden layer, its loss and all its gradients as one op, or its whole training
-step."""
+"""MLPGradients: an image classifier with one hidden layer, its loss and all gradients, or the complete training step, as one
+op."""
 import math
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from pyops.ops.relu import ReLU
 
 
 class MLPGradients:
-    """Take rows of a table of pixels through two linear layers, and the softmax cross entropy with the labels of the rows.
+    """Apply two linear layers to rows of a table of pixels, and compute the softmax cross entropy with the labels of the rows.
 
     Shapes   images (N, I) uint8;  rows (B,) int64;  labels (N,) int32 in [0, C), of all images;  loss, dloss (1,)
              w1 (I, H), b1 (H,), w2 (C, H), b2 (C,);  B at least 1, H and C at most 128
@@ -21,14 +21,13 @@ class MLPGradients:
              loss = mean over b of -log softmax(logits[b])[labels[rows[b]]]
     Backward dlogits = dloss / B * (softmax(logits) - onehot(labels[rows]));  da = dlogits w2 where r > 0, else 0
              dw2 += dlogits' r;  db2 += sum_b dlogits[b];  dw1 += x' da;  db1 += sum_b da[b];  pixels have no gradient: None
-    Saves    the four gradients for dloss = 1, formed in forward; backward multiplies them with dloss and adds
-    Errors   ValueError for a row outside the table and for a label outside the classes, with their positions
-    Source   Linear, ReLU and CrossEntropy on PixelLinear in one: on a GPU a batch of digits is less work than the start of
-             a kernel
-    Notes    for training there are gradients(), which needs no backward, and step(), which needs no optimizer behind it.
+    Saves    the four gradients for dloss = 1, computed in forward; backward multiplies them by dloss and adds
+    Errors   ValueError for a row outside [0, N) and for a label outside [0, C), with their positions
+    Source   PixelLinear, ReLU, Linear and CrossEntropy fused: on a GPU a batch of digits takes less time than a kernel launch
+    Notes    for training use gradients(), which needs no backward, or step(), which includes the optimizer step
     """
 
-    MOST = 128          # of H and C
+    MOST = 128          # limit of H and C
 
     class Ctx(NamedTuple):
         dw1: np.ndarray
@@ -54,12 +53,12 @@ class MLPGradients:
             launch('axpy', p.grad, grad, dloss, grad.size)
 
     def gradients(self, images, rows, labels):
-        """-> loss (1,).  OVERWRITES the gradients of the parameters, which so need not be zeroed."""
+        """Return the loss (1,).  OVERWRITES the gradients of the parameters, so they need not be zeroed first."""
         return self._run(images, rows, labels, [p.grad for p in self.parameters])
 
     def step(self, images, rows, labels, adam):
-        """-> loss (1,): gradients() and adam.step() as one op.  adam: a pyops.optim.Adam over a Parameters that holds the
-        four parameters of this op and no others."""
+        """Return the loss (1,): run gradients() and adam.step() as one op.  adam: a pyops.optim.Adam over a Parameters with
+        only the four parameters of this op."""
         N, B, I, H, C = self._sizes(images, rows, labels)
         params, starts = adam.params, [location(p.value) for p in self.parameters]
         if params is None or sorted(location(params[name].value) for name in params) != sorted(starts):
@@ -107,10 +106,10 @@ class MLPGradients:
                 dict(w1=normal(6, 5), b1=normal(5), w2=normal(3, 5), b2=normal(3)))
 
 
-# ---- the two linear layers, of which the kernels leave nothing in memory: made again, for a loss whose gradient is 1 ---------
+# ---- the tensors of the two linear layers, which the kernels do not store: recomputed for dloss = 1 --------------------------
 
 def inside(s, array):
-    """-> a, r, dr, da (B, H) and logits, dlogits (B, C) by name."""
+    """Return a, r, dr, da (B, H) and logits, dlogits (B, C) by name."""
     N, B, I, H, C = (s[name] for name in 'NBIHC')
     w1, b1, w2, b2 = _values(s, array)
     a, relu, loss = empty((B, H)), ReLU(), CrossEntropy()
@@ -124,7 +123,7 @@ def inside(s, array):
 
 
 def _values(s, array):
-    """w1, b1, w2, b2: arguments of mlp_gradients, and parts of the flat buffer that mlp_step takes."""
+    """Return w1, b1, w2 and b2: arguments of mlp_gradients, or slices of the flat buffer of mlp_step."""
     I, H, C = (s[name] for name in 'IHC')
     flat, shapes = array('param'), dict(w1=(I, H), b1=(H,), w2=(C, H), b2=(C,))
     if flat is None:
@@ -141,7 +140,7 @@ IN_GRADIENTS = ((Product('fwd', {'x': PIXELS, 'y': _made('a', 'H')}, axis=0),
                  Product('wgrad', {'g': _made('da', 'H')}, axis=0)),
                 (Product('fwd', {'x': _made('r', 'H'), 'y': _made('logits', 'C')}),
                  Product('dgrad', {'g': _made('dlogits', 'C'), 'dx': _made('dr', 'H')})))
-# mlp_step changes the parameters that all this is made of
+# mlp_step overwrites the parameters, so their values must be read before it runs
 IN_STEP = tuple(tuple(one.replaced(before=True) for one in products) for products in IN_GRADIENTS)
 
 

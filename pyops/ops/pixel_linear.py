@@ -1,4 +1,4 @@
-"""PixelLinear: the first layer of a network on images of bytes, most of which are paper."""
+"""PixelLinear: the first layer of a network on uint8 images with mostly zero pixels."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,15 +8,15 @@ from pyops.backend.kernels import Kernel, Made, Product, declare
 
 
 class PixelLinear:
-    """Take rows of a table of pixels and multiply them with a weight matrix.
+    """Gather rows of a table of pixels, multiply them by a weight matrix and add a bias.
 
     Shapes   table (N, I) uint8;  rows (B,) int64;  y, dy (B, O);  weight (I, O);  bias (O,)
     Forward  x = scale table[rows];  y = x weight + bias
     Backward dweight += x' dy;  dbias += sum_b dy[b];  pixels have no gradient: None
-    Saves    table and rows; ink (B,) int32 and places (B, I + 8) uint16: how many pixels are not 0, and which, but with
-             gradients=False, as in evaluation, neither; x is never in memory
+    Saves    table and rows; ink (B,) int32: the number of nonzero pixels of each row, and places (B, I + 8) uint16: their
+             indices; with gradients=False, as in evaluation, neither ink nor places.  x is never stored
     Errors   ValueError for a row outside the table, with its position; TypeError and ValueError naming the argument
-    Source   Linear with the batch's gathering fused in; pixels that are 0 are not computed
+    Source   Linear fused with the gather of the batch; zero pixels are skipped
     """
 
     class Ctx(NamedTuple):
@@ -57,7 +57,7 @@ class PixelLinear:
 
     @staticmethod
     def rounded():
-        """-> the variant with rounded operands."""
+        """Return the op class with rounded operands."""
         from pyops.ops.pixel_linear_rounded import QuantizedPixelLinear
         return QuantizedPixelLinear
 
@@ -72,7 +72,7 @@ class PixelLinear:
 
 
 def pixels(s, array):
-    """The rows of the table as floats, (B, I)."""
+    """Return scale table[rows] as float32, (B, I)."""
     x = empty((s['B'], s['I']))
     launch('gather_pixels', x, array('table'), array('rows'), s['N'], s['B'], s['I'], s['scale'])
     return x

@@ -1,4 +1,4 @@
-"""PixelLinear with rounded operands; rounding.py has the rules."""
+"""PixelLinear with rounded operands; rounding.py describes the rules."""
 from typing import NamedTuple
 
 from pyops.backend import check, check_kept, empty, launch
@@ -8,7 +8,7 @@ from pyops.ops.rounding import Kept, LinearProducts
 
 
 class QuantizedPixelLinear(PixelLinear):
-    """PixelLinear with rounded operands: the batch is first gathered as floats, and no pixel is skipped.
+    """PixelLinear with rounded operands: the batch is first gathered as float32, and no pixel is skipped.
 
     Saves    the same as QuantizedLinear; nothing with gradients=False
     """

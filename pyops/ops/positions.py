@@ -1,4 +1,4 @@
-"""Positions: where in its sequence a token stands, added to what it is."""
+"""Positions: sinusoidal positional encoding, added to the token vectors."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,16 +8,16 @@ from pyops.backend.kernels import Kernel, declare
 
 
 class Positions:
-    """Add a vector of sines and cosines that is different at every step.
+    """Scale x and add a vector of sines and cosines, different at each step.
 
     Shapes   x, dx, y, dy (T, B, size);  table (longest, size)
     Forward  y[t, b] = scale x[t, b] + table[first + t]
              table[t, 2i] = sin(t / 10000^(2i / size));  table[t, 2i + 1] = cos(t / 10000^(2i / size))
     Backward dx = scale dy
     Saves    nothing
-    Errors   ValueError where first + T is beyond the table; TypeError and ValueError naming the argument
-    Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.5; scale is the root of size there, section 3.4
-    Notes    the table is not learned.  first: the number of steps that came before, when a sequence is decoded step by step
+    Errors   ValueError if first < 0 or first + T > longest; TypeError and ValueError naming the argument
+    Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.5; section 3.4 uses scale = sqrt(size)
+    Notes    the table is not learned.  first: the number of previous steps, in incremental decoding
     """
 
     class Ctx(NamedTuple):

@@ -1,4 +1,4 @@
-"""Array ops that sum or compare along axes: None is all of them, a number one, a tuple several; -1 is the last."""
+"""Array ops that reduce along axes.  axis: None for all axes, an int, or a tuple of ints; -1 is the last axis."""
 import math
 
 import numpy as np
@@ -6,17 +6,17 @@ import numpy as np
 from pyops.ops.array import ArrayOp, normal_axes
 from pyops.ops.examples import distinct, of_three_axes
 
-LARGEST = 3.4028234663852886e38         # of float32
+LARGEST = 3.4028234663852886e38         # the largest float32
 
 
 def kept(shape, axis):
-    """The shape with 1 in place of the reduced axes."""
+    """Return the shape with size 1 for the reduced axes."""
     axes = normal_axes(axis, len(shape))
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
 
 
 def bounded(x):
-    """Infinities become the largest float: x - bounded(x) is not NaN where x is one."""
+    """Replace infinities by the largest float32, so that x - bounded(x) is not NaN for an infinite x."""
     return x.maximum(-LARGEST).minimum(LARGEST)
 
 
@@ -49,7 +49,7 @@ class Mean(ArrayOp):
 
 
 class Max(ArrayOp):
-    """y = max x;  dx = dy where x = y: where several are, they share it equally."""
+    """y = max x;  dx = dy where x = y, divided equally among tied elements."""
 
     def forward(x, axis=None, keepdims=False):
         y = x.max(axis, keepdims)
@@ -68,7 +68,7 @@ class Max(ArrayOp):
 
 
 class Min(ArrayOp):
-    """y = min x;  dx = dy where x = y: where several are, they share it equally."""
+    """y = min x;  dx = dy where x = y, divided equally among tied elements."""
 
     def forward(x, axis=None, keepdims=False):
         y = x.min(axis, keepdims)
@@ -85,7 +85,7 @@ class Min(ArrayOp):
 class LogSumExp(ArrayOp):
     """y = log sum exp(x);  dx = dy exp(x - max) / sum exp(x - max).
 
-    Subtracting the largest x keeps the exponentials from overflowing.  The gradient is not exp(x - y): beside a large maximum,
+    Subtracting the largest x prevents overflow of exp.  The gradient is not computed as exp(x - y): if the maximum is large,
     y has lost digits of log sum exp(x - max).
     """
 
@@ -101,7 +101,7 @@ class LogSumExp(ArrayOp):
     def backward(dy, ctx):
         x, top, total, axis = ctx
         e = (x - top).exp()
-        if getattr(x, 'tape', None):            # a saved array is a constant for second derivatives: sum again
+        if getattr(x, 'tape', None):            # a saved array is a constant in second derivatives: recompute the sum
             total = e.sum(axis, keepdims=True)
         return e * (dy.reshape(top.shape) / total)
 

@@ -1,4 +1,4 @@
-"""ReLU: the rectifier between two linear layers."""
+"""ReLU: the rectified linear unit."""
 from typing import NamedTuple
 
 import numpy as np
@@ -8,14 +8,14 @@ from pyops.backend.kernels import Kernel, declare
 
 
 class ReLU:
-    """Let what is positive through.
+    """Replace negative elements by 0.
 
     Shapes   x, y, dy, dx (...)
     Forward  y[i] = max(x[i], 0); NaN stays NaN
     Backward dx[i] = dy[i] where y[i] > 0, else 0
-    Saves    y, which the next layer keeps anyway
+    Saves    y, which the next layer also saves
     Errors   TypeError and ValueError naming the argument
-    Source   Nair and Hinton 2010; at 0, where there is no derivative, 0 is taken
+    Source   Nair and Hinton 2010; at 0, which has no derivative, dx = 0
     """
 
     class Ctx(NamedTuple):

@@ -1,4 +1,4 @@
-"""Residual: a branch is added to what it started from."""
+"""Residual: a residual connection, with dropout of the branch."""
 from typing import NamedTuple
 
 import numpy as np
@@ -11,18 +11,18 @@ from pyops.ops.dropout import Dropout
 class Residual:
     """Add a branch to its own input, after dropout of the branch.
 
-    Shapes   x, branch, y, dy, dx, dbranch (...), all the same;  step (1,) int64, in memory: each step has another mask
-    Forward  y[i] = x[i] + branch[i] * keep[i] / (1 - p), keep as in Dropout;  y = x + branch where step is None or p is 0
-    Backward dx = dy, the very array;  dbranch[i] = dy[i] * keep[i] / (1 - p), or dy itself where nothing was dropped
-    Saves    nothing but the step, which must not change between forward and backward
-    Errors   ValueError unless 0 <= p < 1; TypeError and ValueError naming the argument
-    Source   He et al. 2015, arXiv:1512.03385; dropout where Vaswani et al. 2017, arXiv:1706.03762, section 5.4, has it
-    Notes    dx is a place to add the branch's own gradient to: op.backward(dbranch, ctx, into=dx)
+    Shapes   x, branch, y, dy, dx, dbranch (...), all equal;  step (1,) int64 array: each step has a different mask
+    Forward  y[i] = x[i] + branch[i] * keep[i] / (1 - p), keep as in Dropout;  y = x + branch if step is None or p is 0
+    Backward dx = dy, the same array;  dbranch[i] = dy[i] * keep[i] / (1 - p), or the array dy if there was no dropout
+    Saves    only the step, which must not change between forward and backward
+    Errors   ValueError if not 0 <= p < 1; TypeError and ValueError naming the argument
+    Source   He et al. 2015, arXiv:1512.03385; dropout as in Vaswani et al. 2017, arXiv:1706.03762, section 5.4
+    Notes    the backward pass of the branch can add its input gradient to dx: op.backward(dbranch, ctx, into=dx)
     """
 
     class Ctx(NamedTuple):
         shape: tuple[int, ...]
-        step: np.ndarray | None         # None: nothing was dropped
+        step: np.ndarray | None         # None: no dropout
 
     def __init__(self, p=0.0, key=0, name='residual'):
         self.p, self.key, self.name = p, key, name
@@ -37,7 +37,7 @@ class Residual:
         return y, self.Ctx(x.shape, step if self.p else None)
 
     def backward(self, dy, ctx):
-        """-> dx, dbranch."""
+        """Return dx and dbranch."""
         check('dy', dy, ctx.shape)
         if ctx.step is None:
             return dy, dy

@@ -1,13 +1,13 @@
-"""Fake quantization: the operands of an op's matrix products are rounded to a number format and kept in float32.
+"""Fake quantization: round the operands of the matrix products of an op to a number format, stored as float32.
 
-An op with products has a variant in <op>_rounded.py, which op.rounded() returns: the constructor of the plain op with a recipe
-added, and the same forward and backward.  An operand is rounded along the axis that its product sums over, always from the
-tensor that was not rounded; so a tensor in two products has two copies.  A format without blocks gives the same copy for both,
-and then it is made once.  Sums, biases, softmax and gates stay float32.  Backward treats rounding as the identity (straight
-through) and rounds the operands of its own products.
+op.rounded() returns the variant of an op with rounded operands, from <op>_rounded.py.  Its constructor has the additional
+argument recipe; forward and backward have the same signatures.  An operand is rounded along the axis that its product sums
+over, always from the original tensor, so a tensor in two products has two copies.  A format without blocks gives the same copy
+for both products, so it is computed once.  Sums, biases, softmax and gates remain float32.  Backward treats rounding as the
+identity (straight-through estimator) and rounds the operands of its own products.
 
-A rounded array is called <layer>.<product>.<operand>, as encoder.0.self_attention.q.fwd.x.  docs/quantization.md has the tables
-of products and axes.
+A rounded array is named <layer>.<product>.<operand>, such as encoder.0.self_attention.q.fwd.x.  docs/quantization.md lists the
+products and axes.
 """
 from typing import NamedTuple
 
@@ -20,17 +20,20 @@ from pyops.params import key
 
 
 class Rounding:
-    """Rounds the operands of the products of one layer.
+    """Rounding of the operands of the products of one layer.
 
-    recipe.of(layer, kind) -> {'fwd.x': Format, ...};  recipe.step, recipe.seed: for the random numbers of round=stochastic
+    recipe.of(layer, kind) returns {'fwd.x': Format, ...};  recipe.step and recipe.seed seed the random numbers of
+    round=stochastic
     """
 
     def __init__(self, recipe, layer, kind):
         self.recipe, self.layer, self.formats = recipe, layer, recipe.of(layer, kind)
 
     def __call__(self, operand, x, axis, time=0):
-        """Return x rounded along axis, or x itself if the recipe does not round this operand.  time: counts the uses of a layer
-        that runs many times in a pass."""
+        """Return x rounded along axis, or x if the recipe does not round this operand.
+
+        time: the index of the call, for a layer that runs several times in a pass.
+        """
         fmt = self.formats.get(operand)
         if fmt is None:
             return x
@@ -39,7 +42,7 @@ class Rounding:
         return fake_quantize(x, fmt, axis, name=name, step=self.recipe.step, seed=seed)
 
     def same(self, one, other):
-        """Return whether both operands, which are one tensor, have the same rounded copy, whatever their axes."""
+        """Return whether both operands, which are the same tensor, have the same rounded copy for all axes."""
         fmt = self.formats.get(one)
         return fmt == self.formats.get(other) and (fmt is None or not (fmt.is_block or fmt.is_stochastic))
 
@@ -51,7 +54,7 @@ class Kept(NamedTuple):
 
 
 class LinearProducts:
-    """The three products of a linear layer with rounded operands.  weight (O, I), or with inputs_first (I, O); bias or None.
+    """The three products of a linear layer with rounded operands.  weight (O, I), with inputs_first (I, O); bias (O,) or None.
 
     Forward  y = x w' + bias, summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over the rows
     """
@@ -63,7 +66,7 @@ class LinearProducts:
         self.products = (FWD_INPUTS_FIRST, DGRAD_INPUTS_FIRST, WGRAD_INPUTS_FIRST) if inputs_first else (FWD, DGRAD, WGRAD)
 
     def forward(self, y, x, relu=False):
-        """Write y (..., O) of x (..., I) -> Kept."""
+        """Compute y (..., O) from x (..., I) and return Kept."""
         rows, w = as_rows(x), self.weight.value
         qx, qw = self.round('fwd.x', rows, 1), self.round('fwd.w', w, self.along_inputs)
         gemm(as_rows(y), qx, qw if self.inputs_first else qw.T, self.bias and self.bias.value, relu=relu)
@@ -71,7 +74,8 @@ class LinearProducts:
         return Kept(qx if self.round.same('fwd.x', 'wgrad.x') else rows, qw if self.round.same('fwd.w', 'dgrad.w') else None)
 
     def backward(self, g, kept, dx=None, accumulate=False):
-        """Add to the weight's gradient, of g = dy (..., O); write dx (..., I), or add to it, where it is given."""
+        """Add the weight gradient for g = dy (..., O) to weight.grad.  If dx (..., I) is given, write the input gradient to it,
+        or add with accumulate=True."""
         g, w = as_rows(g), self.weight
         qx = kept.x if self.round.same('fwd.x', 'wgrad.x') else self.round('wgrad.x', kept.x, 0)
         qg = self.round('wgrad.g', g, 0)

@@ -1,6 +1,6 @@
-"""Array ops that move elements and compute nothing.  They come in pairs, each the other's gradient:
+"""Array ops that move elements.  They form pairs; each op of a pair computes the gradient of the other:
 
-    Reshape and itself, Permute and itself, Flip and itself; BroadcastTo and Sum; GetItem and Place; Pad and GetItem;
+    Reshape and Reshape, Permute and Permute, Flip and Flip; BroadcastTo and Sum; GetItem and Place; Pad and GetItem;
     Concatenate and Split; Stack and Unbind; Take and Scatter; Windows and Fold (pyops/ops/convolution.py).
 """
 import numpy as np
@@ -11,7 +11,7 @@ from pyops.ops.examples import INDEX, of_three_axes, one
 
 
 class Copy(ArrayOp):
-    """The same elements in memory of its own."""
+    """Copy x to newly allocated memory."""
 
     def forward(x):
         return x.copy(), ()
@@ -23,7 +23,7 @@ class Copy(ArrayOp):
 
 
 class Reshape(ArrayOp):
-    """The same elements in the same order: a view where strides allow it."""
+    """Change the shape; the elements keep their order.  A view if the strides allow it, else a copy."""
 
     def forward(x, shape):
         return x.reshape(shape), (x.shape,)
@@ -38,7 +38,7 @@ class Reshape(ArrayOp):
 
 
 class Permute(ArrayOp):
-    """Axis i of y is axis axes[i] of x: a view."""
+    """Permute the axes: axis i of y is axis axes[i] of x.  A view."""
 
     def forward(x, axes):
         return x.permute(axes), (tuple(a % x.ndim for a in axes),)
@@ -54,7 +54,7 @@ class Permute(ArrayOp):
 
 
 class BroadcastTo(ArrayOp):
-    """Repeat along new axes and along those of size 1: a view with strides of 0."""
+    """Repeat along new axes and along axes of size 1: a view with stride 0."""
 
     def forward(x, shape):
         return x.broadcast_to(shape), (x.shape,)
@@ -69,7 +69,7 @@ class BroadcastTo(ArrayOp):
 
 
 class Flip(ArrayOp):
-    """The other way round along the axes: a view with negative strides."""
+    """Reverse the elements along the axes: a view with negative strides."""
 
     def forward(x, axes):
         return x.flip(axes), (axes,)
@@ -84,7 +84,7 @@ class Flip(ArrayOp):
 
 
 class GetItem(ArrayOp):
-    """y = x[index], of numbers, slices, ... and None: a view."""
+    """y = x[index], for an index of ints, slices, ... and None: a view."""
 
     def forward(x, index):
         return x[index], (x.shape, index)
@@ -94,7 +94,7 @@ class GetItem(ArrayOp):
         return call(Place, dy, shape=shape, index=index)
 
     def add_to(dx, dy, ctx):
-        """What backward gives, added in place: a loop over the steps of a sequence adds to each step's part."""
+        """Add the gradient to dx in place: a loop over the steps of a sequence adds each step's gradient to its slice."""
         part = dx[ctx[1]]
         part += dy
 
@@ -105,7 +105,7 @@ class GetItem(ArrayOp):
 
 
 class Place(ArrayOp):
-    """x at y[index], zeros elsewhere."""
+    """y[index] = x, in zeros of the given shape."""
 
     def forward(x, shape, index):
         y = ndarray.zeros(shape, x.dtype, x.device)
@@ -125,7 +125,7 @@ class Place(ArrayOp):
 
 
 class SetItem(ArrayOp):
-    """A copy of x with `value`, an array or a number, at [index]."""
+    """Copy x and assign `value`, an array or a number, to y[index]."""
 
     def forward(x, value, index):
         y = x.copy()
@@ -146,7 +146,7 @@ class SetItem(ArrayOp):
 
 
 class Pad(ArrayOp):
-    """widths[i] = (before, after): so many elements `value` at the ends of axis i."""
+    """Pad with `value`: widths[i] = (before, after) is the number of elements added at each end of axis i."""
 
     def forward(x, widths, value=0.0):
         inside = tuple(slice(before, before + n) for (before, _), n in zip(widths, x.shape, strict=True))
@@ -163,7 +163,7 @@ class Pad(ArrayOp):
 
 
 class Concatenate(ArrayOp):
-    """One array after another along an axis."""
+    """Concatenate arrays along an axis."""
 
     def forward(*arrays, axis=0):
         return ndarray.concatenate(arrays, axis), (tuple(a.shape[axis] for a in arrays), axis)
@@ -180,7 +180,7 @@ class Concatenate(ArrayOp):
 
 
 class Split(ArrayOp):
-    """Pieces of the given sizes along an axis: views."""
+    """Split x into pieces of the given sizes along an axis: views."""
 
     def forward(x, sizes, axis=0):
         before, pieces = (slice(None),) * (axis % x.ndim), []
@@ -200,7 +200,7 @@ class Split(ArrayOp):
 
 
 class Stack(ArrayOp):
-    """Arrays of one shape along a new axis."""
+    """Stack arrays of equal shape along a new axis."""
 
     def forward(*arrays, axis=0):
         return ndarray.stack(arrays, axis), (axis,)
@@ -216,7 +216,7 @@ class Stack(ArrayOp):
 
 
 class Unbind(ArrayOp):
-    """All places along an axis, without it: views."""
+    """Split x along an axis into slices without that axis: views."""
 
     def forward(x, axis=0):
         before = (slice(None),) * (axis % x.ndim)
@@ -232,17 +232,17 @@ class Unbind(ArrayOp):
 
 
 class Take(ArrayOp):
-    """y[i] = x[ids[i]]: rows along the first axis; ids (...) int32."""
+    """Gather rows along the first axis: y[i] = x[ids[i]], with ids (...) int32."""
 
     def forward(x, ids):
-        return x.take(ids), (x.shape, ids + (ids < 0) * x.shape[0])         # -1 is the last row
+        return x.take(ids), (x.shape, ids + (ids < 0) * x.shape[0])         # negative ids count from the end
 
     def backward(dy, ctx):
         shape, ids = ctx
         return call(Scatter, dy, ids, shape=shape)
 
     def add_to(dx, dy, ctx):
-        """What backward gives, added in place."""
+        """Add the gradient to dx in place."""
         dx.add_at(ctx[1], dy)
 
     def reference(x, ids):
@@ -253,7 +253,7 @@ class Take(ArrayOp):
 
 
 class Scatter(ArrayOp):
-    """y[ids[i]] = the sum of all x[i] with that id, in the order of i, in zeros of the given shape."""
+    """Add rows along the first axis: y[ids[i]] += x[i], in the order of i, in zeros of the given shape."""
 
     def forward(x, ids, shape):
         y = ndarray.zeros(shape, x.dtype, x.device)
