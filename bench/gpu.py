@@ -168,7 +168,7 @@ def compare(what, seconds, **more):
 # ---- memory and products ---------------------------------------------------------------------------------------------
 
 def memory(gpu, torch, sizes):
-    """Time memory-bound kernels and compare their bandwidth with that of a copy."""
+    """Time memory-bound kernels and compare their bandwidth with a copy."""
     from pyops import backend
     n, rng = sizes.memory, np.random.default_rng(0)
     C, V = 256, max(sizes.memory // 256 // 2, 2)

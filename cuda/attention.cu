@@ -310,7 +310,7 @@ DEVICE void columns_by_columns(Held<OUT> &d, const float *a, const float *b, int
 }
 
 // ---- masks ----------------------------------------------------------------------------------------------------------
-// The scores of a tile that a lane uses: those of visible keys, and among them those that dropout keeps.
+// The scores of a tile that a lane uses: visible keys, and among them the keys that dropout keeps.
 struct Mask {
     int limit[2];                   // number of visible keys of rows g and g + 8, minus 2t
     int columns;                    // number of keys visible to any row of this warp

@@ -1,4 +1,4 @@
-// gru_gates.cuh - the gates of a GRU: forward and backward for one unit of one row.  The numbers are those of docs/gru.md.
+// gru_gates.cuh - the gates of a GRU: forward and backward for one unit of one row.  The numbers refer to docs/gru.md.
 #pragma once
 #include "internal.cuh"
 
@@ -14,7 +14,7 @@ struct GateInputs {                         // known before the product: a_r, a_
 DEVICE GateInputs gate_inputs(const float *a, const float *h, int64_t H) { return {a[0], a[H], a[2 * H], h ? *h : 0.0f}; }
 
 // gate points to r; z, n and u follow H floats apart.  It may alias the a of the inputs.
-// The products are those of h[t-1], bias included.
+// Products with h[t-1], bias included.
 DEVICE void after_gates(float *h, float *gate, int64_t H, GateInputs in, float product_r, float product_z, float u) {
     const float r = sigmoid(in.r + product_r);                         // 1
     const float z = sigmoid(in.z + product_z);                         // 2

@@ -57,7 +57,7 @@ DEVICE uint2 rounded(float4 x, std::integral_constant<Precision, Precision::bf16
     return {pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)};
 }
 
-// Store the weights in the layout that `multiply` reads; quad(column, k) returns those of k .. k+3, zeros outside the matrix.
+// Store the weights in the layout that `multiply` reads; quad(column, k) returns k .. k+3, zeros outside the matrix.
 //   float32        [k/4][column] of 4 k each: adjacent lanes read adjacent columns
 //   tensor cores   [segment][8 columns][lane] of 4 k each: lane = 4 g + t has column g and k = 4t .. 4t+3 of the segment.  The
 //                  instruction defines them as k = t, t+4 (bfloat16: 2t, 2t+1, 2t+8, 2t+9), but any permutation of k is

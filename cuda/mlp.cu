@@ -396,7 +396,7 @@ extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1,
     return pyops_launched("mlp_gradients", launch<false>(net, {}, stream), stream);
 }
 
-// `work` of the step, before that of the gradients: a sum for each warp in each unit, and two corrections.
+// `work` of the step, before the part of the gradients: a sum for each warp in each unit, and two corrections.
 static int64_t sums_of(int64_t I, int64_t C) { return WARPS * units_of(I, C); }
 
 extern "C" int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C) {

@@ -60,7 +60,7 @@ def main(argv=None):
     from pyops.ndarray import over
     from pyops.optim import Adam
 
-    quantization.ignore_environment(f'the layers of {PROGRAM} round nothing; those of mnist.train do')
+    quantization.ignore_environment(f'the layers of {PROGRAM} round nothing, unlike those in mnist.train')
 
     # data
     (images, labels), _ = digits.parts()

@@ -16,6 +16,8 @@ import sys
 import time
 import zlib
 
+from pyops.files import write_atomically
+
 KEPT = 4                # newest files kept per kind
 _MAGIC, _SIZES = b'pyops cache\n', struct.Struct('<IQI')    # checksum, content size, key size in bytes
 _CHUNK = 1 << 24        # bytes hashed per call: then the thread must reacquire the GIL, up to 5 ms if another thread is busy
@@ -71,21 +73,10 @@ def write(kind, key, *parts):
     place = folder()
     if place is None:
         return
-    path = _path(place, kind, key)
-    temporary = os.path.join(place, f'.{os.path.basename(path)}.{os.getpid()}.tmp')
-    try:
+    with contextlib.suppress(OSError):
         os.makedirs(place, 0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)                        # left by a process with our process id
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 'wb') as file:
-            file.write(_head(key, parts))
-            for part in parts:
-                file.write(part)
-        os.replace(temporary, path)
+        write_atomically(_path(place, kind, key), _head(key, parts), *parts, mode=0o600)
         _tidy(place, kind)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
 
 
 def read_arrays(kind, key):

@@ -22,6 +22,7 @@ import tempfile
 import numpy as np
 
 from pyops.errors import UserError
+from pyops.files import write_atomically
 
 SUFFIX = '.safetensors'
 FORMAT = 'pyops checkpoint'
@@ -53,21 +54,14 @@ def save(path, tensors, state):
     name_text = os.fsencode(base).decode(errors='replace')
     metadata = {'format': FORMAT, 'version': str(VERSION), 'name': name_text, 'state': text,
                 'sha256': _digest(tensors, text + name_text)}
-    # Serialised here and written below: the library's save_file does not sync and, when killed, leaves a temporary file
-    # whose name does not identify its process.
+    # Serialised here: the library's save_file does not sync and, when killed, leaves a temporary file whose name does not
+    # identify its process.
     data = serialize(tensors, metadata=metadata)
-    temporary = os.path.join(folder, f'.{base}.{os.getpid()}.tmp')
     try:
-        _write(temporary, data)
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if not isinstance(error, OSError):
-            raise
+        write_atomically(path, data, fsync=True)
+    except OSError as error:
         raise UserError(f'{path}: cannot save the checkpoint ({_reason(error)}){_remedy(error, folder, len(data))} '
                         'or name another folder with -c') from error
-    _sync_folder(folder)
 
 
 def load(path):
@@ -157,26 +151,6 @@ class _Foreign(UserError):
 
 class _TooNew(UserError):
     """A complete checkpoint in a newer format.  It is never skipped: it may be the best one."""
-
-
-def _write(path, data):
-    """Write bytes to a new file and sync it to disk."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)                                 # left by a killed process that had our process id
-    with open(path, 'xb') as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder):
-    """Make a rename durable.  Some network file systems cannot sync a folder; the file itself is safe anyway."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder or '.', os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # ---- a folder of them ----------------------------------------------------------------------------------------------
@@ -307,7 +281,7 @@ def check_free_space(folder, nbytes):
 
 
 def free_path(folder, epoch, now=None):
-    """Return the path for a checkpoint saved now: an unused name, later than those of all checkpoints in the folder.
+    """Return the path for a checkpoint saved now: an unused name, later than all checkpoints in the folder.
 
     The time is advanced by seconds until that holds, so that neither two saves within one second nor a clock that was set
     back (every autumn, in local time) hides a checkpoint behind another.

@@ -95,7 +95,7 @@ class Ended(NamedTuple):
 
 
 class Watch:
-    """Detects an exploding loss: its median over the last STEPS steps exceeds FACTOR times that of an untrained model.
+    """Detects an exploding loss: its median over the last STEPS steps exceeds FACTOR times the loss of an untrained model.
 
     The loss of an untrained model is taken to be the loss of the run's first step, but at least `chance_loss`.  At twice
     that, the right class has probability 1 / classes**2 on average, far less than by chance.

@@ -1,6 +1,6 @@
 """Functions on Tensors, each an op or a short formula of ops.  `from pyops import functional as F`.
 
-Names and argument order follow torch.nn.functional and torch where they have the function.  Axes are called `axis` (None for
+Names and argument order follow torch.nn.functional and torch if they have the function.  Axes are called `axis` (None for
 all, an int, or several) and `keepdims`.  Arrays and lists passed instead of Tensors are constants.
 """
 import builtins

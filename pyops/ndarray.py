@@ -69,7 +69,7 @@ def default_device():
 
 
 def use_gpu(precision='fp32'):
-    """Allocate all new arrays on the GPU, including those of ops, and return the device."""
+    """Allocate all new arrays on the GPU, including the results of ops, and return the device."""
     device = gpu()
     device.precision = precision
     backend.use(device)
@@ -946,7 +946,7 @@ def _matmul(a, b):
 def array(obj, dtype=None, device=None):
     """Return a new compact array with the numbers of obj: an NDArray, a numpy array, a list or a number.
 
-    dtype: float32 or int32.  Default: that of an array; for Python numbers float32 if any is a float, else int32.  Bools
+    dtype: float32 or int32.  Default: an array's dtype; for Python numbers float32 if any is a float, else int32.  Bools
     become a mask, stored as int32; with a dtype they become numbers.
     Raises TypeError for other dtypes, OverflowError for integers outside int32, ValueError for more than 8 axes.
     """

@@ -365,7 +365,7 @@ class Plan:
         """Return the number of the last replayed action before `number` that wrote to the allocation of this argument; None if
         that happened before the step."""
         tensor = self.replayed[number].tensors[argument]
-        tensor = tensor.base or tensor      # each allocation has a Tensor of its own, also where it gets the memory of another
+        tensor = tensor.base or tensor      # each allocation has a Tensor of its own, also if it reuses the memory of another
         return next((i for i in range(number - 1, -1, -1) if any(written is tensor for written, *_ in self._writes(i))), None)
 
     def last_write(self, part):

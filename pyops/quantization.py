@@ -3,7 +3,7 @@
     recipe = Recipe.parse('fwd=mxfp8,dgrad.g=hifp8,attention=mxfp4:scale=even', layers='encoder.*')
     model = Transformer(Config(..., ops=family(recipe)))
 
-docs/quantization.md describes the products, their operands and axes, and where they are rounded.
+docs/quantization.md describes the products, their operands and axes, and their rounding.
 """
 import difflib
 import os
@@ -153,7 +153,7 @@ def resolve(args=None, kept=None):
 
 class Family:
     """A replacement for pyops.ops from which a model creates its layers.  Ops with products round their operands as the recipe
-    specifies; ops without rounded operands are those of pyops.ops.
+    specifies; ops without rounded operands come from pyops.ops.
 
     step: int64 array (1,) that counts training steps, for the random numbers of round=stochastic; None: the same every step.
     """

@@ -439,7 +439,7 @@ def add_quant_flags(parser, default):
                        f'docs/quantization.md (default: {default})')
     group.add_argument('--quant-layers', metavar='PATTERN',
                        help="quantize only layers with these names, such as 'encoder.*,output' "
-                       f"(default: {'that of the checkpoint, else ' * ('checkpoint' in default)}all)")
+                       f"(default: {'as in the checkpoint, else ' * ('checkpoint' in default)}all)")
 
 
 def _recipe(text):

@@ -11,10 +11,10 @@ Draws the tensors in the folder LOGS into the folder DRAW: quick_analysis.png, t
 distributions, heatmaps, comparisons, statistics and attention_maps. LOGS defaults to $TENSOR_SAVE_DIR, else ./tensor_logs;
 DRAW defaults to ./draw.
 
-  FLAGS     those of `python -m pyops inspect draw`, such as --steps 0:100:10 --layers 'encoder.*' --formats mxfp8,bf16
+  FLAGS     flags of `python -m pyops inspect draw`, such as --steps 0:100:10 --layers 'encoder.*' --formats mxfp8,bf16
   --help    print this text
 
-The Python used is $PYTHON, else the first one with all required packages: that of an active virtual environment, of .venv
+The Python used is $PYTHON, else the first one with all required packages: in an active virtual environment, of .venv
 in the source tree, python3, python.
 END
 }

@@ -331,14 +331,14 @@ def small_disk(tmp_path, monkeypatch):
                 ['mount', '-t', 'tmpfs', '-o', f'size={room}', 'tmpfs', folder], capture_output=True).returncode:
             stack.callback(subprocess.run, ['umount', folder], check=True)
         else:
-            write = checkpoint._write
+            write = checkpoint.write_atomically
 
-            def limited(path, content):
+            def limited(path, content, fsync):
                 used = sum(file.stat().st_size for file in folder.iterdir())
                 if Path(path).parent == folder and used + len(content) > room:
                     raise OSError(errno.ENOSPC, 'No space left on device')
-                write(path, content)
-            monkeypatch.setattr(checkpoint, '_write', limited)
+                write(path, content, fsync=fsync)
+            monkeypatch.setattr(checkpoint, 'write_atomically', limited)
         yield folder
 
 

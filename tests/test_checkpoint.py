@@ -18,6 +18,7 @@ import pytest
 
 from pyops import checkpoint
 from pyops.errors import UserError
+from pyops.files import open_atomically
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NOON = datetime.datetime(2025, 3, 22, 12, 0, 0)
@@ -201,9 +202,9 @@ def test_interrupt_in_a_save_leaves_the_old_file(tmp_path, monkeypatch):
     (errno.ENOSPC, r'\(No space left on device\): it needs \d+ bytes and \d+ are free; make room or name another .*'),
     (errno.EIO, r'\(Input/output error\); mend the folder or name another folder with -c')])
 def test_the_remedy_goes_with_the_reason(tmp_path, number, want, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(number, os.strerror(number))
-    monkeypatch.setattr(checkpoint, '_write', fail)
+    monkeypatch.setattr(checkpoint, 'write_atomically', fail)
     message = error_of(checkpoint.save, tmp_path / 'a.safetensors', {}, {})
     assert re.fullmatch(rf'{tmp_path}/a\.safetensors: cannot save the checkpoint {want}', message), message
 
@@ -300,14 +301,13 @@ def test_killed_at_random_moments(tmp_path):
 
 def refuse(monkeypatch, *folders):
     """Make every write into these folders fail as on a full disk, after half of the bytes."""
-    write = checkpoint._write
-
-    def limited(path, data):
-        if os.path.dirname(path) in map(str, folders):
-            write(path, data[:len(data) // 2])
-            raise OSError(errno.ENOSPC, 'No space left on device')
-        write(path, data)
-    monkeypatch.setattr(checkpoint, '_write', limited)
+    def limited(path, data, fsync):
+        with open_atomically(path, fsync=fsync) as file:
+            if os.path.dirname(path) in map(str, folders):
+                file.write(data[:len(data) // 2])
+                raise OSError(errno.ENOSPC, 'No space left on device')
+            file.write(data)
+    monkeypatch.setattr(checkpoint, 'write_atomically', limited)
 
 
 @pytest.fixture

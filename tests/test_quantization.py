@@ -522,8 +522,8 @@ def test_help_names_the_default_of_quant(capsys):
             parse(['--help'])
         text = ' '.join(capsys.readouterr().out.split())
         texts[re.search('usage: python -m (\\S+)', text)[1]] = re.search(r'docs/quantization.md \(default: (.*?)\)', text)[1]
-    assert texts == {'mnist.train': '$CUSTOM_QUANT_TYPE, else none', 'seq2seq.translate': 'that of the checkpoint',
-                     'seq2seq.train': 'that of the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none'}
+    assert texts == {'mnist.train': '$CUSTOM_QUANT_TYPE, else none', 'seq2seq.translate': 'as in the checkpoint',
+                     'seq2seq.train': 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none'}
 
 
 @pytest.mark.parametrize('environment, flags, quant', [('hifp8', [], 'hifp8'), ('hifp8', ['--quant', 'mxfp4'], 'mxfp4'),

@@ -86,8 +86,8 @@ def test_every_flag_changes_what_is_trained(capsys):
 def test_a_format_from_the_environment_is_not_left_aside_in_silence(capsys, monkeypatch):
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'mxfp8')
     resnet.main(['--embedded', '--plan', '-b', '64', '--hidden', '20', '--blocks', '1'])
-    assert capsys.readouterr().err == ('CUSTOM_QUANT_TYPE=mxfp8: ignored, since the layers of mnist.resnet round nothing; '
-                                       'those of mnist.train do\n')
+    assert capsys.readouterr().err == ('CUSTOM_QUANT_TYPE=mxfp8: ignored, since the layers of mnist.resnet round nothing, '
+                                       'unlike those in mnist.train\n')
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'rubbish')      # not used, so no error
     resnet.main(['--embedded', '--plan', '-b', '64', '--hidden', '20', '--blocks', '1'])
     assert capsys.readouterr().err.startswith('CUSTOM_QUANT_TYPE=rubbish: ignored, since the layers of mnist.resnet ')

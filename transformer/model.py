@@ -214,7 +214,7 @@ class DecoderBlock:
         return self.first.backward(dx, ctx.pop(), self.self_attention.backward)
 
     def start(self, memory, num_steps):
-        """Return a Cache for num_steps tokens: source keys and values computed, those of the tokens empty."""
+        """Return a Cache for num_steps tokens: source keys and values computed, target keys and values empty."""
         return Cache(backend.empty((num_steps, *memory.shape[1:])), backend.empty((num_steps, *memory.shape[1:])),
                      self.cross_attention.k.forward(memory)[0], self.cross_attention.v.forward(memory)[0])
 

@@ -109,7 +109,7 @@ class MNISTDataset(Dataset):
 class DataLoader:
     """An iterable over batches: `for images, labels in loader` runs one epoch of Tensors; the next loop runs the next epoch.
 
-    shuffle: use the order of pyops.data.batches, else that of the dataset.  drop_last: leave out an incomplete last batch.
+    shuffle: use the order of pyops.data.batches, else the order of the dataset.  drop_last: leave out an incomplete last batch.
     arrays: yield numpy arrays instead of Tensors, for manual gradients.
     loader.epoch is the next epoch, loader.start the number of its samples to skip, which an earlier run used: set both to
     resume a run.

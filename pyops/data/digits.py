@@ -3,7 +3,7 @@
 Programs can train and be tested on them where nothing was downloaded.  Each digit has several writing styles (a 7 with a
 bar, an open and a closed 4, a 1 with and without a foot ...), each a few strokes through control points.  To draw an image,
 the points of one style are jittered and joined by a smooth curve; the curve is rotated, slanted, stretched, bent by a smooth
-displacement field, and drawn with a pen of varying pressure.  Size and position are those of MNIST: the longer side fills
+displacement field, and drawn with a pen of varying pressure.  Size and position follow MNIST: the longer side fills
 20 of 28 pixels, and the centre of mass is in the middle.
 The random numbers come from a counter-based generator (Philox) with a fixed key, so the images depend only on VERSION.
 """

@@ -1,7 +1,7 @@
 """Download data sets: try mirrors in turn, resume partial downloads, verify checksums.
 
 A data set consists of one or more files.  If mirrors pack a file differently (there are several zips of fra-eng), or if it
-is gzipped, the checksum is that of the content.  A file gets its final name only after it was verified.
+is gzipped, the checksum covers the content.  A file gets its final name only after it was verified.
 """
 import contextlib
 import gzip

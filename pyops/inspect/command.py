@@ -54,7 +54,7 @@ def _add_compare(parser):
     parser.add_argument('logs', type=_path, metavar='LOGS', help='folder of saved tensors')
     _add_choice(parser)
     parser.add_argument('--axis', type=_axis, metavar='N|tokens',
-                        help='axis of the blocks; tokens: all axes but the last, as one (default: that of the run)')
+                        help='axis of the blocks; tokens: all axes but the last, as one (default: as in the run)')
     parser.add_argument('--sort', choices=('sqnr', 'cosine', 'error', 'underflow', 'saturation', 'block'), default='sqnr',
                         help='measure to sort by; block: SQNR of the worst block (default %(default)s)')
     parser.add_argument('--top', type=_number(1), metavar='N', help='number of lines (default 30; with --json all)')

@@ -45,7 +45,7 @@ _BLOCK_COLUMNS = 'sqnr_db', 'cosine', 'max_abs_error', 'underflow_pct', 'saturat
 
 
 class Row(NamedTuple):
-    """One tensor in one format.  statistics: those of statistics.measure, and worst_block_db.  histograms: counts by binade,
+    """One tensor in one format.  statistics: from statistics.measure, and worst_block_db.  histograms: counts by binade,
     by scale and by digits, empty if they do not apply."""
     entry: Entry
     format: formats.Format
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 
 class Total(NamedTuple):
-    """All tensors in one format: SQNR of all together and of those of each operation; median and worst of single tensors."""
+    """All tensors in one format: SQNR of all together and of each operation; median and worst of single tensors."""
     format: formats.Format
     tensors: int
     sqnr_db: float
@@ -73,7 +73,7 @@ def parse_formats(text):
 def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter, on_blocks=None):
     """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
 
-    mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: that of the entry.
+    mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
     on_blocks: called with (entry, format, statistics of the blocks, log2 of their scales or None).  One tensor at a time is in
     memory.
     """

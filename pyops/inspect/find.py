@@ -166,7 +166,7 @@ class _Finder:
         if 'dx' in roles:
             dx = self.role(i, note, roles['dx'])
             array = _with_rows(dx.array, rows)
-            if self.actions[i].scalars.get('accumulate'):   # added to those of other layers: recompute this layer's part
+            if self.actions[i].scalars.get('accumulate'):   # added to other gradients: recompute this part
                 array = _Later(array.shape, lambda: self._product_again(i, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)
 
@@ -187,7 +187,7 @@ class _Finder:
                     layer.saw('backward', f'grad_{name}', made + 1, self.plan.part(part, gradient=True))
 
     def _name(self, note):
-        """Return the layer's name: that of its weight without `weight`, encoder.rnn.0.hh for encoder.rnn.0.w_hh.  If the
+        """Return the layer's name: its weight's name without `weight`, encoder.rnn.0.hh for encoder.rnn.0.w_hh.  If the
         weight has no owner, the name of the op is used, unless that is the name of a parameter."""
         owner, dot, last = note.weight.tensor.name.rpartition('.')
         name = note.weight.tensor.name

@@ -60,7 +60,7 @@ class Corpus:
     @classmethod
     def cached(cls, name, stream, make, *modules):
         """Return the Corpus of the sources and targets that make() returns.  The tokens are cached; the key is the rest of the
-        stream and the source code, including that of `modules`."""
+        stream and the source code, including `modules`."""
         key = cache.digest(stream, *(thing.__module__ for thing in (cls, preprocess, Sentences)), *modules)
         if key and (found := cache.read_arrays('corpus', key)):
             return cls(name, *(Sentences.of_arrays(tokens.tobytes().decode().split('\n'), ids, lengths)

@@ -154,7 +154,7 @@ class Program:
                 '--preset', choices=list(self.PRESETS), help=f'set of defaults; {"; ".join(texts)} (default {first})')
         self.add_flags(p)
         add_gpu_flag(p)
-        add_quant_flags(p, 'that of the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
+        add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
         add_plan_flags(p)
         flags.add_saving_flags(p)
         return p

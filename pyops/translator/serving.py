@@ -21,7 +21,7 @@ def parser(program):
                        help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
     add_threads_flag(p, 'translation')
     add_gpu_flag(p)
-    add_quant_flags(p, 'that of the checkpoint')
+    add_quant_flags(p, 'as in the checkpoint')
     return p
 
 
@@ -52,7 +52,7 @@ def main(program, argv=None):
 def open_checkpoint(program, path, args=None):
     """Load the checkpoint that -c names, print lines about it, and return the Translator and the checkpoint's state.
 
-    args: the parsed flags.  Quantization is that of the training run unless args has another --quant.
+    args: the parsed flags.  Quantization is as in the training run unless args has another --quant.
     """
     from pyops import checkpoint, fit, quantization
     from pyops.text.translation import Translator
