@@ -27,6 +27,7 @@ import time
 from pyops import PRECISIONS, __version__
 from pyops.environment import backend_name
 from pyops.errors import UserError
+from pyops.files import write_atomically
 
 
 class Interrupt:
@@ -192,15 +193,7 @@ class Metrics:
             lines = '1 line' if others == 1 else f'{others} lines'
             print(f'{self.path}: has {lines} that this run does not continue; the old file is kept as {aside}', flush=True)
         if own != before:
-            temporary = f'{self.path}.{os.getpid()}.tmp'
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)                # of a process that had our process id
-            _write_new(temporary, own)
-            try:
-                os.replace(temporary, self.path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            write_atomically(self.path, own)
 
     def _kind(self, line, epoch):
         """Classify a line of metrics.jsonl (bytes): 'own', 'other', or 'half' (a partial line, or nothing)."""
