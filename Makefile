@@ -142,8 +142,8 @@ $(EMULATED_BUILD)/ladder: cuda/dev/ladder.cu $(EMULATOR) Makefile
 	@mkdir -p $(dir $@)
 	$(call Q,$(EMULATED_CXX))$(EMULATED_CXX) $(EMULATED_FLAGS) -o $@ -x c++ $< -x none $(EMULATOR) $(EMULATED_LIBS)
 
-# For tests/test_emulator.py: correct kernels and kernels with bugs, each without and with every sanitizer; and one kernel per
-# wrapper, whose results tests/conformance.py compares with a GPU's.
+# For tests/cuda/test_emulator.py: correct kernels and kernels with bugs, each without and with every sanitizer; and one kernel
+# per wrapper, whose results tests/cuda/conformance.py compares with a GPU's.
 PLAIN := -O2
 ASAN := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 TSAN := -O1 -fsanitize=thread
@@ -204,7 +204,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
-TABLE := tests/test_ops.py tests/test_kernels.py tests/test_strided.py tests/test_formats.py
+TABLE := tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 LOWERED := build/lowered/libpyops.so
 
 lint: .venv/test-ready ## check the Python code with ruff
@@ -225,19 +225,19 @@ test-all: cpu .venv/test-ready lint ## run the op table on each instruction set 
 # The tests of everything that allocates on the current device, on the emulated CUDA library; then the table again with other
 # thread orders.  EMULATED_TESTS=all adds autograd, functions, layers and random chains, which takes minutes.
 ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1 PYOPS_CHAINS=500
-EVERYWHERE := $(patsubst %,tests/test_%.py,plan mlp_step saving \
-              $(if $(filter all,$(EMULATED_TESTS)),chains autograd functional nn manual_gradients gradcheck))
+EVERYWHERE := tests/training/test_plan.py tests/ops/test_mlp_step.py tests/inspect/test_saving.py \
+              $(if $(filter all,$(EMULATED_TESTS)),tests/backend/test_chains.py tests/autograd tests/nn)
 test-emulated: .venv/test-ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
 	$(MAKE) cpu emulated emulator
 	$(ON_EMULATION) $(PYTEST) $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
-	$(ON_EMULATION) $(PYTEST) tests/test_ndarray.py -k gpu
+	$(ON_EMULATION) $(PYTEST) tests/backend/test_ndarray.py -k gpu
 	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order $(PYTEST) $(TABLE) \
 	    -k 'overwrite or large_gemm or grad_norm or argmax' || exit 1; done
 
 asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 	$(MAKE) cpu BUILD=build/asan LIBRARY=build/asan/libpyops.so EXTRA_CFLAGS='-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined'
 	PYOPS_LIBRARY=build/asan/libpyops.so ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) \
-	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/test_ndarray.py tests/test_chains.py -k 'not torch'
+	    $(PYTEST) -p no:cacheprovider $(TABLE) tests/backend/test_ndarray.py tests/backend/test_chains.py -k 'not torch'
 
 BENCH := .venv/bin/python -m bench
 bench: cpu .venv/ready ## the machine's limits, kernels, training, translation beside PyTorch's (needs torch: .venv/bin/pip install torch)

@@ -20,7 +20,7 @@ LIMIT = 9 * 60 - 15         # seconds in all, with some reserved for the report
 MODULES = {'numpy': True, 'cffi': True, 'safetensors': True, 'tqdm': True, 'pytest': True, 'torch': False}   # True: required
 ON_GPU = {'PYOPS_BACKEND': 'gpu'}
 AT_ONCE = ON_GPU | {'PYOPS_SYNC': '1'}                  # errors are raised by the call that caused them
-TABLE = ['tests/test_ops.py', 'tests/test_kernels.py', 'tests/test_strided.py']
+TABLE = ['tests/ops/test_ops.py', 'tests/backend/test_kernels.py', 'tests/backend/test_strided.py']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs']
 
 
@@ -29,10 +29,10 @@ def steps(report):
     make = ['make', f'-j{os.cpu_count()}', f'PYTHON={sys.executable}']
     sanitizer = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
     yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'conformance', 'CUDA_ARCH=native'], {}
-    yield 'conformance', 60, [*PYTEST, 'tests/test_emulator.py', '-k', 'hardware'], {'PYOPS_HARDWARE': '1'}
+    yield 'conformance', 60, [*PYTEST, 'tests/cuda/test_emulator.py', '-k', 'hardware'], {'PYOPS_HARDWARE': '1'}
     yield 'op table', 120, [*PYTEST, *TABLE, '-k', 'not torch and not central_differences'], AT_ONCE
     yield 'bench', 200, [sys.executable, '-m', 'bench.gpu', '--json', str(ROOT / 'build/gpu-bench.json')], {}
-    yield 'programs and plans', 90, [*PYTEST, 'tests/test_gpu.py', 'tests/test_plan.py'], ON_GPU
+    yield 'programs and plans', 90, [*PYTEST, 'tests/backend/test_gpu.py', 'tests/training/test_plan.py'], ON_GPU
     if Path(sanitizer).exists():
         for tool in ('memcheck', 'racecheck'):
             yield tool, 75, [sanitizer, '--tool', tool, '--error-exitcode', '1', *PYTEST, '-x', TABLE[0],

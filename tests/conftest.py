@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: the same for children, and we live on
     signal.signal(signal.SIGHUP, lambda *_: None)
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / 'tests'))
+# Modules of shared code are in tests/helpers.  Some test modules also import others, so their folders are on the path, too.
+sys.path[:0] = [str(ROOT), *(str(folder) for folder in (ROOT / 'tests').iterdir() if folder.is_dir())]
 # Workers of pytest-xdist share the cores; without this each would start a thread for every core.
 if workers := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
     os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // workers)))

@@ -1,8 +1,8 @@
 // conformance.cu - a small kernel for each wrapper of gpu.cuh and hopper.cuh, with inputs from a test.
 //
 // A kernel and the emulator could share a wrong assumption about a layout.  So these kernels are a separate library, built for
-// the emulator and for a GPU, and tests/conformance.py compares the results of both with each other and with a formula.  Every
-// case takes and returns float32 numbers; conversions to bfloat16 happen here.
+// the emulator and for a GPU, and tests/cuda/conformance.py compares both results with a formula.  Every case
+// takes and returns float32 numbers; conversions to bfloat16 happen here.
 #include <cstring>
 #include "hopper.cuh"
 

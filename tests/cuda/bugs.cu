@@ -1,4 +1,4 @@
-// bugs.cu - kernels and calls that are wrong on purpose, one bug each: tests/test_emulator.py says how each must be caught.
+// bugs.cu - kernels and calls that are wrong on purpose, one bug each: test_emulator.py has the expected reports.
 //
 //     bugs name
 //

@@ -15,12 +15,12 @@ import time
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from pyops import checkpoint
 from pyops.errors import UserError
 from pyops.files import open_atomically
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NOON = datetime.datetime(2025, 3, 22, 12, 0, 0)
 STATE = {'epoch': 3, 'vocabulary': ['<pad>', 'été', '"quoted"\n', '\ud800'], 'lr': 0.1 + 0.2, 'nested': {'seed': 2**63}}
 

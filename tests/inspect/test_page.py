@@ -1,4 +1,4 @@
-"""The page of saved tensors in a headless browser, as a file and live, and its server; tests/dumps.py writes the tensors."""
+"""The page of saved tensors in a headless browser, as a file and live, and its server."""
 import base64
 import http.client
 import json

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
-SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'scripts')
+SCRIPTS = os.path.join(ROOT, 'scripts')
 
 
 def run(script, *arguments, cwd=None, **environment):

@@ -1,6 +1,6 @@
 """Training with rounded operands: what is rounded along which axis, recipes, programs, checkpoints, a GPU.
 
-That the ops are the plain ones where nothing is rounded is in the table of tests/test_ops.py (rows `-in-products`).
+That the ops are the plain ones where nothing is rounded is in the table of tests/ops/test_ops.py (rows `-in-products`).
 """
 import itertools
 import json
@@ -335,7 +335,7 @@ def test_patterns_choose_layers_and_what_is_part_of_them(pattern, chosen):
 # ---- models ------------------------------------------------------------------------------------------------------------
 
 def small(make, made_from):
-    """The small model of tests/test_gpu.py, its layers made from that."""
+    """The small model of tests/backend/test_gpu.py, its layers made from that."""
     config = make().config
     module = seq2seq.Seq2Seq if make is make_seq2seq else transformer.Transformer
     return module(type(config)(**vars(config) | {'ops': made_from}), seed=3)

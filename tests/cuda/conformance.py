@@ -1,7 +1,7 @@
 """The expected results of each wrapper of gpu.cuh and hopper.cuh (cuda/common), as formulas; the kernels are in
 cuda/test/conformance.cu.
 
-    python tests/conformance.py LIBRARY [LIBRARY]
+    python tests/cuda/conformance.py LIBRARY [LIBRARY]
 
 runs every case of the first library (build/conformance/cuda.so on a machine with a GPU) on random numbers and on small
 integers, against the formulas and against the second library (build/conformance/emulated.so), and prints a table.  It needs

@@ -7,10 +7,10 @@ import sys
 import time
 
 import pytest
+from conftest import ROOT
 
 from pyops.text import repl
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAM = '''
 import sys
 if sys.stdin is not None and sys.stdin.isatty():

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 import pyops
 from pyops import training
 from pyops.errors import UserError
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def run_on_terminal(code, columns):

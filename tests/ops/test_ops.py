@@ -1403,7 +1403,7 @@ def test_attention_of_nothing():
             'q, k = put(np.zeros((1, 2, 4), "f")), put(np.zeros((0, 2, 4), "f"))\n'
             'print(get(Attention(2).forward(q, k, k)[0]).any())')
     fresh = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,      # no scratch yet
-                           env=os.environ | {'PYTHONPATH': str(ROOT / 'tests')})
+                           env=os.environ | {'PYTHONPATH': str(ROOT / 'tests/helpers')})
     assert fresh.stdout == 'False\n', fresh.stderr
 
     def sizes(Tq, Tk, B):
