@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.results import ROOT
 from pyops.errors import UserError
-from pyops.training import positive_int
+from pyops.flags import positive_int
 
 NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
 

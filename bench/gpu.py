@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from pyops.errors import UserError, exits_cleanly
-from pyops.training import ArgumentParser
+from pyops.flags import ArgumentParser
 
 PROGRAM = 'bench.gpu'
 PRECISIONS = 'fp32', 'tf32', 'bf16'

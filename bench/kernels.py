@@ -18,7 +18,7 @@ import numpy as np
 
 from bench import results
 from pyops.errors import UserError, exits_cleanly
-from pyops.training import ArgumentParser, positive_float, positive_int
+from pyops.flags import ArgumentParser, positive_float, positive_int
 
 PROGRAM = 'bench.kernels'
 # All contestants share this process; the threads of each spin for milliseconds after a call and occupy the cores of the next

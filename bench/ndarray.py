@@ -11,7 +11,7 @@ import numpy as np
 from pyops import backend, ndarray
 from pyops.autograd import Tensor
 from pyops.errors import exits_cleanly
-from pyops.training import ArgumentParser, positive_int
+from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.ndarray'
 

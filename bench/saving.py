@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from pyops.errors import exits_cleanly
-from pyops.training import ArgumentParser, positive_int
+from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.saving'
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench import results
 from pyops.errors import UserError, exits_cleanly
-from pyops.training import ArgumentParser
+from pyops.flags import ArgumentParser
 from scripts.generated import update
 
 PROGRAM = 'bench.table'

@@ -20,7 +20,7 @@ import numpy as np
 from bench import results
 from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures
 from pyops.errors import UserError, exits_cleanly
-from pyops.training import ArgumentParser, non_negative_int, positive_int
+from pyops.flags import ArgumentParser, non_negative_int, positive_int
 
 PROGRAM = 'bench.train'
 # program -> turns of a contest, training steps per turn; a turn must be long compared with waking a process with cold caches

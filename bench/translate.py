@@ -15,7 +15,7 @@ from pathlib import Path
 from bench import results
 from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures
 from pyops.errors import exits_cleanly
-from pyops.training import ArgumentParser, positive_int
+from pyops.flags import ArgumentParser, positive_int
 
 PROGRAM = 'bench.translate'
 ALONE = 20              # sentences per turn, one after the other: threads keep spinning for a while after a turn

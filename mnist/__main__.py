@@ -1,5 +1,5 @@
 """List the programs of this package."""
-from pyops.training import list_programs
+from pyops.flags import list_programs
 
 if __name__ == '__main__':
     list_programs('mnist', 'Classifiers of handwritten digits.', {

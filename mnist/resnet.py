@@ -8,7 +8,8 @@ import argparse
 
 from mnist import program
 from pyops.errors import UserError, exits_cleanly
-from pyops.training import fraction, int_up_to, non_negative_float
+from pyops.flags import fraction, int_up_to, non_negative_float
+from pyops.inspect import flags as saving_flags
 
 PROGRAM = 'mnist.resnet'
 AUGMENTATIONS = 'flip', 'crop'
@@ -41,18 +42,15 @@ def parser():
     return p
 
 
-def parse(argv):
-    return parser().parse_args(argv)
-
-
 def main(argv=None):
-    args = parse(argv)
-    digits = program.load(args, 'mnist.mlp_resnet')
+    args = parser().parse_args(argv)
+    wanted = saving_flags.wanted(args)
+    digits = program.load(args)
 
     import numpy as np
 
     from mnist.mlp_resnet import MLPResNet
-    from pyops import backend, nn, plan, quantization
+    from pyops import backend, fit, nn, plan, quantization
     from pyops.autograd import Tensor, no_grad
     from pyops.backend import launch
     from pyops.data import MNISTDataset, RandomCrop, RandomFlipHorizontal
@@ -63,7 +61,7 @@ def main(argv=None):
     quantization.ignore_environment(f'the layers of {PROGRAM} round nothing, unlike those in mnist.train')
 
     # data
-    (images, labels), _ = digits.parts()
+    (images, labels), evaluated = digits.parts()
     if args.norm == 'batch' and 1 in (args.batch_size, len(images) % args.batch_size):
         raise UserError(f'-b {args.batch_size}: leaves a batch of one image of {len(images)}, and one has no variance; '
                         'give another size, or --norm layer')
@@ -78,9 +76,8 @@ def main(argv=None):
     loss_of, one = nn.SoftmaxLoss(), backend.put(np.ones((), np.float32))
     optimizer = Adam(model.params, args.lr, weight_decay=args.weight_decay)
 
-    # training
-    def prepare(rows, epoch):
-        changed[:len(rows)] = dataset.batch(backend.get(rows), args.seed, epoch)[0].reshape(len(rows), -1)
+    # step
+    history = fit.History()
 
     def step(rows):
         model.params.zero_grads()
@@ -90,7 +87,7 @@ def main(argv=None):
         plan.boundary()
         loss.backward(Tensor(over(one)))
         optimizer.step()
-        return loss.device.plain(loss.array).reshape(1)
+        history.add(loss.device.plain(loss.array).reshape(1), None, optimizer.norm)
 
     def predict(images, classes):
         model.eval()
@@ -101,14 +98,33 @@ def main(argv=None):
                 launch('argmax', classes[first:first + CHUNK], logits, *logits.shape)
         model.train()
 
-    inputs = dict(images=images_here, label_table=label_table, one=one) | dict(model.named_buffers())
-    if args.augment:
-        inputs['changed'] = changed
-    done = program.train(args, digits, optimizer, model.params, step, predict, prepare if args.augment else None, **inputs)
-    if done and len(digits.train_images) > len(images):         # real MNIST: its test file is still unused
-        classes = backend.zeros(len(digits.test_images), np.int32)
-        predict(backend.put(digits.test_images), classes)
-        print(f'test file :  [{len(classes)}/{len(classes)}] correct : {(backend.get(classes) == digits.test_labels).sum()}')
+    run = fit.Run(args.seed, args.batch_size)
+    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(images)), '-b, --hidden or --blocks',
+                                   images=images_here, label_table=label_table, one=one, changed=changed,
+                                   **dict(model.named_buffers()), **optimizer.arrays(), **history.arrays())
+    if train_step is None:
+        return
+
+    # loop
+    evaluation, losses = program.Evaluation(*evaluated, predict), []
+    trainer = fit.Trainer(run, len(images), args.epochs, optimizer, history, max_steps=args.max_steps,
+                          chance_loss=program.CHANCE_LOSS)
+    train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
+    with trainer:
+        for epoch in trainer.epochs():
+            for rows in epoch.batches(unit='images', lines=0):
+                if args.augment:
+                    changed[:len(rows)] = dataset.batch(backend.get(rows), args.seed, epoch.number)[0].reshape(len(rows), -1)
+                train_step(rows)
+            values = epoch.end(correct=evaluation.correct())
+            losses.append(values['loss'])
+            print(program.epoch_text(values, evaluation), flush=True)
+    if args.report:
+        evaluation.draw_report(args.report, losses)
+    trainer.leave()
+    if trainer.is_done and len(digits.train_images) > len(images):      # real MNIST: its test file is still unused
+        test = program.Evaluation(digits.test_images, digits.test_labels, predict)
+        print(f'test file :  [{len(test)}/{len(test)}] correct : {test.correct()}')
 
 
 if __name__ == '__main__':

@@ -6,8 +6,8 @@
 """
 from mnist import program
 from pyops.errors import exits_cleanly
-from pyops.inspect import flags
-from pyops.training import add_quant_flags
+from pyops.flags import add_quant_flags
+from pyops.inspect import flags as saving_flags
 
 PROGRAM = 'mnist.train'
 MAX_NORM = 1.0          # gradients longer than this are clipped
@@ -21,28 +21,58 @@ def parser():
     return p
 
 
-def parse(argv):
-    return parser().parse_args(argv)
-
-
 def main(argv=None):
-    args = parse(argv)
-    digits = program.load(args, 'mnist.model')
-    from pyops import backend, quantization
-    vars(args).update(quantization.resolve(args))       # the manifest of saved tensors records the recipe
-    made_from, saves = quantization.family_of(vars(args)), bool(flags.wanted(args))
-    model, optimizer, step, inputs = prepare(*digits.parts()[0], args.hidden, args.seed, args.lr, made_from, not saves)
-    if isinstance(made_from, quantization.Family):
-        print(made_from.check())
+    args = parser().parse_args(argv)
+    wanted = saving_flags.wanted(args)
+    digits = program.load(args)
+    from pyops import backend, fit, quantization  # here, since --help needs no library
+    from pyops.data.batches import split
+
+    # model
+    (images, labels), evaluated = digits.parts()
+    vars(args).update(quantization.resolve(args))               # the manifest of saved tensors records the recipe
+    family = quantization.family_of(vars(args))
+    model, optimizer, step, inputs = prepare(images, labels, args.hidden, args.seed, args.lr, family, not wanted)
+    if isinstance(family, quantization.Family):
+        print(family.check())
+    evaluation = program.Evaluation(*evaluated, model.predict)
+
+    # step
+    history = fit.History()
+
+    def logged_steps(rows):
+        for batch in split(rows, args.batch_size):
+            history.add(step(batch), None, optimizer.norm)
+
+    run = fit.Run(args.seed, args.batch_size)
+    train_step = fit.training_step(args, logged_steps, model.params, fit.first_batch(run, len(images)), '-b or --hidden',
+                                   **inputs, **optimizer.arrays(), **history.arrays())
+    if train_step is None:
+        return
+
+    # loop
+    trainer = fit.Trainer(run, len(images), args.epochs, optimizer, history, max_steps=args.max_steps,
+                          chance_loss=program.CHANCE_LOSS)
+    train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
     is_large = backend.place() is backend.HOST and args.hidden * args.batch_size > SMALL
-    at_once = 1 if saves or is_large else AT_ONCE
-    program.train(args, digits, optimizer, model.params, step, model.predict, at_once=at_once, **inputs)
+    at_once = 1 if wanted or is_large else AT_ONCE
+    losses = []
+    with trainer:
+        for epoch in trainer.epochs():
+            for rows in epoch.batches(at_once, unit='images', lines=0):
+                train_step(rows)
+            values = epoch.end(correct=evaluation.correct())
+            losses.append(values['loss'])
+            print(program.epoch_text(values, evaluation), flush=True)
+    if args.report:
+        evaluation.draw_report(args.report, losses)
+    trainer.leave()
 
 
-def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=True):
+def prepare(images, labels, hidden=30, seed=0, lr=0.001, family=None, as_one=True):
     """Return model, optimizer, step(rows) -> loss, and {name: array} of the plan inputs.
 
-    images (N, 784) uint8, labels (N,) int32: numpy arrays.  made_from: source of the layers, pyops.ops or a
+    images (N, 784) uint8, labels (N,) int32: numpy arrays.  family: source of the layers, pyops.ops or a
     pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
     """
     from mnist.model import MLP, Config
@@ -53,11 +83,11 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=
 
     images, labels = backend.put(images), backend.put(labels)
     label_table = labels.reshape(-1, 1)
-    made_from = made_from or ops
-    model = MLP(Config(hidden=hidden, ops=made_from), seed)
+    family = family or ops
+    model = MLP(Config(hidden=hidden, ops=family), seed)
     optimizer = Adam(model.params, lr, max_norm=MAX_NORM)
-    if made_from is not ops:
-        made_from.step = optimizer.count
+    if family is not ops:
+        family.step = optimizer.count
 
     def step(rows):
         model.params.zero_grads()
@@ -71,7 +101,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, made_from=None, as_one=
         return model.step(images, rows, labels, optimizer)
 
     # On a GPU, launching the kernels of a batch takes longer than running them.
-    if (as_one and made_from is ops and backend.place() is not backend.HOST
+    if (as_one and family is ops and backend.place() is not backend.HOST
             and max(hidden, model.config.classes) <= MLPGradients.MOST):
         step = step_of_one_op
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)

@@ -17,8 +17,8 @@ def main(arguments=None):
 
 def parser():
     # imported here so that exits_cleanly can name a missing package in one line
+    from pyops.flags import ArgumentParser
     from pyops.inspect import command
-    from pyops.training import ArgumentParser
     p = ArgumentParser(prog='python -m pyops', description='Tools of the package.',
                        epilog='Data sets: python -m pyops.data.  Programs: python -m mnist, seq2seq or transformer.')
     commands = p.add_commands()

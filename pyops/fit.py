@@ -1,24 +1,22 @@
-"""The training loop of all programs: epochs, progress, metrics, checkpoints, signals, resuming.
+"""The training loop of all programs: epochs, results, progress, metrics, checkpoints, signals, resuming.
 
-A program supplies `step(indices)`, one training step on these samples, and `results(sizes)`, the results of the last steps.
-Results are read only now and then: on a GPU steps are only enqueued, and reading them every time would leave it idle.
+Also the steps before it: running a step from its plan, restoring a checkpoint, checking that model and step fit in memory.
 """
 import contextlib
 import math
 import os
-import signal
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, checkpoint
+from pyops import backend, checkpoint, plan
 from pyops.backend.kernels import Kernel, declare
-from pyops.data.batches import batches, epoch_end, split
+from pyops.data.batches import batches, epoch_end, epoch_order, split
 from pyops.errors import Interrupted, UserError
-from pyops.training import Interrupt, Metrics, Output
+from pyops.flags import plan_requested
+from pyops.training import Interrupt, Metrics, Output, Progress
 
 
 @dataclass
@@ -57,7 +55,7 @@ class History:
         self._read, self.on_read = 0, None      # on_read(rows) is called with the rows that read() returns
 
     def add(self, loss, weight, norm):
-        """Append a row; call it in a step.  loss (1,); weight (1,) int32 or None for 0; norm (1,) or None for 0."""
+        """Append a row; call it in a step.  loss (1,); weight (1,) int32, None for the batch size; norm (1,) or None for 0."""
         backend.launch('log_step', self.log, self.written, loss, weight, norm, self.CAPACITY)
 
     def read(self, n):
@@ -74,24 +72,38 @@ class History:
         return dict(log=self.log, written=self.written)
 
 
-def steps_left(run, samples, epochs, drop_last=False, max_steps=None):
-    """Return the number of steps that `fit` will run with these arguments."""
+def first_batch(run, samples):
+    """Return the indices of the samples of the first batch of a run's current epoch, int64; for recording a step."""
+    return epoch_order(samples, run.seed, run.epoch)[:run.batch_size]
+
+
+def training_step(args, step, params, rows, smaller='-b', /, **inputs):
+    """Return the function that runs a training step as the flags of add_plan_flags ask, step(rows); None after describing it.
+
+    step(rows), params, inputs: as for plan.Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
+    The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
+    UserError if the step does not fit in memory.
+    """
+    if args.no_plan:
+        return step
+    steps = plan.Steps(step, params, **inputs)
+    recorded = steps.plan(rows)
+    if plan_requested(args):
+        plan.describe(args, recorded)
+        return None
+    _must_fit('a training step', recorded.memory().peak, smaller)
+    if text := plan.before_training(args, recorded):
+        print(text, flush=True)
+    return steps
+
+
+def steps_left(run, samples, epochs, drop_last=False, max_steps=math.inf):
+    """Return the number of steps that a Trainer will run with these arguments."""
     def steps(start):
         return -(-(epoch_end(samples, run.batch_size, start, drop_last) - start) // run.batch_size)
     whole = max(epochs - run.epoch, 0)
     total = steps(run.position) + (whole - 1) * steps(0) if whole else 0
-    return total if max_steps is None else min(total, max_steps)
-
-
-class Ended(NamedTuple):
-    """The outcome of `fit`."""
-    done: bool                          # all epochs were trained
-    signal: signal.Signals | None       # the signal that ended the run; None: all epochs done, or --max-steps reached
-
-    def leave(self):
-        """Raise Interrupted if a signal ended the run; the exit status becomes 128 + signal."""
-        if self.signal is not None:
-            raise Interrupted(self.signal)
+    return min(total, max_steps)
 
 
 class Watch:
@@ -146,131 +158,227 @@ POLL_EVERY = 0.05           # seconds between reads of results, on a GPU
 POLL_EVERY_ON_CPU = 0.002   # on a CPU a small step takes 0.1 ms and reading its loss 0.01 ms
 
 
-def fit(run, samples, epochs, step, results, folder=None, save=None, save_every=10, validate=None, *, line, progress,
-        drop_last=False, line_first=False, at_once=1, max_steps=None, save_minutes=0, chance_loss=0.0):
-    """Train until `epochs` epochs are done, and return Ended.
+class Trainer:
+    """The loop of a training program: batches, results, progress, metrics, checkpoints, signals.
 
-    step(indices (B,) int64): runs a training step; indices are on the device of pyops.backend.place.
-    at_once: steps per call of step(), one for each batch that pyops.data.batches.split finds in the indices.
-    results(sizes): returns (loss, weight, clipped) for each of the last len(sizes) <= History.CAPACITY steps, whose batch
-    sizes are `sizes`.
-    samples: number of samples.  An epoch uses all of them or, with drop_last, whole batches only (at least one).
-    folder: where metrics.jsonl and checkpoints are written; None: neither.
-    save: a Saver, called after every `save_every` epochs, after the last one, and before leaving on a signal or a failed
-    output; with save_minutes > 0 also at the end of a step when the last checkpoint is that many minutes old.
-    validate(): returns a dict of metrics at the end of each epoch; line(metrics | {'samples': shown}): returns the line to
-    print then, before (line_first) or after the line about the checkpoint.
-    progress(epochs done, samples per epoch, samples already done): returns the Progress that displays an epoch.
-    max_steps: number of steps after which the run saves and ends.
-    chance_loss: loss of a model that gives all classes the same probability.
+        trainer = Trainer(run, samples, epochs, optimizer, history)
+        with trainer:
+            for epoch in trainer.epochs():
+                for rows in epoch.batches():
+                    step(rows)                              # ends with history.add(loss, weight, optimizer.norm)
+                values = epoch.end(validation=...)
+                print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f}')
+        trainer.leave()
+
+    SIGINT, SIGTERM and SIGHUP, a failing standard output, and max_steps leave the `with` block after the current step or at
+    the end of the epoch; a checkpoint is saved first.  So the lines after the inner loop run for complete epochs only.
+
+    run: a Run, which the trainer updates;  samples: number of samples of an epoch;  epochs: number to be done in the end
+    history: the History to which step() appends;  optimizer: counts the clipped steps
+    saver: a Saver, None to save neither checkpoints nor metrics.jsonl
+    drop_last: leave out the last batch of an epoch if it is smaller than the others, unless it is the only one
+    max_steps: number of steps after which the run saves and ends
+    chance_loss: loss of a model that gives all classes the same probability
+
+    Attributes after the block: is_done (all epochs were trained) and signal (signal.Signals that ended the run, or None).
     Raises UserError if the loss is not finite or explodes (Watch), and OSError, after saving, if standard output fails
     (Output).
     """
-    watch = Watch(run, chance_loss)
-    pending, polled = [], time.perf_counter()           # batch sizes of the steps whose results have not been read
-    saved = polled
-    save_after = 60 * save_minutes if save and save_minutes else math.inf
-    left = math.inf if max_steps is None else max_steps
-    on_cpu = backend.place() is backend.HOST            # reading results costs nothing there: read for each progress line
-    poll_every = POLL_EVERY_ON_CPU if on_cpu else POLL_EVERY
 
-    def check(problem):
-        if problem:                                     # finished epochs: programs number the current one from 0 or 1
-            raise UserError(f'{problem} at [{run.position}/{end}] after {run.epoch} epochs; '
-                            'lower the learning rate with -l' + (f'; {checkpoint.last(save.last)}' if save else ''))
+    def __init__(self, run, samples, epochs, optimizer, history, *, saver=None, drop_last=False, max_steps=None,
+                 chance_loss=0.0):
+        self.run, self.samples, self._epochs, self._optimizer, self._history = run, samples, epochs, optimizer, history
+        self._saver, self._saving, self._drop_last = saver, None, drop_last
+        self._left = math.inf if max_steps is None else max_steps
+        self._watch = Watch(run, chance_loss)
+        self._pending = []                                      # batch sizes of the steps whose results have not been read
+        self._polled = self._saved = time.perf_counter()
+        self._save_after = 60 * saver.minutes if saver and saver.minutes else math.inf
+        self._on_cpu = backend.place() is backend.HOST          # reading results costs nothing there
+        self._display = self._metrics = self.signal = None
 
-    def save_checkpoint(by_time=False):
-        """Save a checkpoint, if the run has any, and return the line about it.  Raises if the loss has exploded."""
-        nonlocal saved
-        check(watch.at_save())
-        if save:
-            path = save(by_time)
-            saved = time.perf_counter()
-            return f'checkpoint saved : {path}'
-        return None
+    def save_tensors(self, wanted, train_step, about, side=None, sentences=None):
+        """Return train_step, or if tensors are wanted a function that runs it and saves them.
 
-    def save_and_print(by_time=False):
-        if text := save_checkpoint(by_time):
-            print(text, flush=True)
+        wanted: a pyops.inspect.flags.Wanted, or None;  train_step: the plan.Steps of the training step
+        about: {'program': ..., 'settings': ...} for the manifest;  side, sentences: see pyops.inspect.saving.Saving
+        """
+        if wanted is None:
+            return train_step
+        from pyops.inspect.saving import Saving
+        first = int(backend.get(self._optimizer.count)[0])
+        steps = steps_left(self.run, self.samples, self._epochs, self._drop_last, self._left)
+        self._saving = Saving(wanted, train_step, first_batch(self.run, self.samples), first, first + steps, about, side,
+                              sentences)
+        self._history.on_read = self._saving.note
+        return self._saving.step
 
-    def collect():
-        nonlocal polled
-        for size, (loss, weight, clipped) in zip(pending, results(pending), strict=True):
-            check(watch.add(loss))
+    @property
+    def is_done(self):
+        """Whether all epochs are done."""
+        return self.run.epoch >= self._epochs
+
+    def leave(self):
+        """Raise UserError if tensors were wanted and none was saved, and Interrupted if a signal ended the run: the exit status
+        becomes 128 + signal."""
+        if self._saving:
+            self._saving.check()
+        if self.signal is not None:
+            raise Interrupted(self.signal)
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            if self._saving:
+                stack.enter_context(self._saving)
+            self._output = stack.enter_context(Output())
+            if self._saver:
+                self.run.id = self.run.id or os.urandom(4).hex()
+                stack.enter_context(checkpoint.claim(self._saver.folder))
+            self._stop = stack.enter_context(Interrupt(saves=self._saver is not None))
+            if self._saver:
+                self._metrics = stack.enter_context(Metrics(self._saver.folder, self.run.epoch, self.run.id))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if self._display:
+            self._display.close()                               # an error within an epoch leaves its bar
+        self.signal = self._stop.signal
+        self._stack.close()
+        if kind in (None, _Left) and self._output.failure and self.signal is None:
+            raise self._output.failure
+        return kind is _Left
+
+    def epochs(self):
+        """Yield an Epoch for each epoch to be done, the current one first if it is incomplete."""
+        while not self.is_done:
+            epoch = Epoch(self)
+            yield epoch
+            if not epoch.values:
+                epoch.end()
+            if not epoch.is_saved:
+                epoch.save()
+            if self._is_over():
+                return
+
+    def _is_over(self):
+        return bool(self._stop or self._output.failure) or self._left <= 0
+
+    def _batches(self, end, at_once, progress):
+        """Yield the indices of the batches of an epoch, and after each do what is due: see Epoch.batches."""
+        run, batch_size = self.run, self.run.batch_size
+        with Progress(end, initial=run.position, **progress) as self._display:
+            self._polled = time.perf_counter()
+            for indices in batches(self.samples, batch_size, run.seed, run.epoch, run.position, self._drop_last,
+                                   at_once=at_once):
+                if self._left < at_once:
+                    indices = indices[:self._left * batch_size]
+                yield indices
+                sizes = [len(batch) for batch in split(indices, batch_size)]
+                self._pending += sizes
+                self._left -= len(sizes)
+                is_over = self._is_over()
+                if is_over or self._is_time_to_read(at_once):
+                    self._read(end)
+                if is_over:
+                    break
+                if time.perf_counter() - self._saved > self._save_after:
+                    self._read(end)
+                    # No checkpoint by time while the loss may be exploding.  After an epoch's last step: see Epoch.save.
+                    if run.position < end and not self._watch.at_save():
+                        self._display.print(self._save(by_time=True))
+                        self._polled = time.perf_counter()
+            self._read(end)
+        if run.position < end:
+            self._display.stopped(run.position, loss=run.loss)
+            self._save_and_print()
+            raise _Left
+
+    def _is_time_to_read(self, at_once):
+        if time.perf_counter() - self._polled > (POLL_EVERY_ON_CPU if self._on_cpu else POLL_EVERY):
+            return True
+        if len(self._pending) + at_once > History.CAPACITY:
+            return True
+        return self._on_cpu and self._display.is_due(self.run.position + sum(self._pending))
+
+    def _read(self, end):
+        """Read the results of the last steps into `run`, and show them."""
+        run = self.run
+        for size, (loss, weight, norm) in zip(self._pending, self._history.read(len(self._pending)), strict=True):
+            self._check(self._watch.add(loss), end)
+            weight = weight or size
             run.position += size
             run.loss_sum += loss * weight
             run.weight_sum += weight
-            run.clips += clipped
-        pending.clear()
+            run.clips += self._optimizer.clips(norm)
+        self._pending.clear()
         now = time.perf_counter()
-        run.seconds, polled = run.seconds + now - polled, now
+        run.seconds, self._polled = run.seconds + now - self._polled, now
+        self._display.update(run.position, loss=run.loss)
 
-    def is_time():
-        return time.perf_counter() - polled > poll_every or len(pending) + at_once > History.CAPACITY
+    def _check(self, problem, end):
+        if problem:                                     # finished epochs: programs number the current one from 0 or 1
+            raise UserError(f'{problem} at [{self.run.position}/{end}] after {self.run.epoch} epochs; lower the learning rate '
+                            'with -l' + (f'; {checkpoint.last(self._saver.last)}' if self._saver else ''))
 
-    def is_save_due():
-        return time.perf_counter() - saved > save_after
+    def _end_of_epoch(self):
+        return epoch_end(self.samples, self.run.batch_size, self.run.position, self._drop_last)
 
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(Output())
-        metrics = None
-        if folder is not None:
-            run.id = run.id or os.urandom(4).hex()
-            stack.enter_context(checkpoint.claim(folder))
-        stop = stack.enter_context(Interrupt(saves=save is not None))
-        if folder is not None:
-            metrics = stack.enter_context(Metrics(folder, run.epoch, run.id))
-        is_over = False
-        while run.epoch < epochs and not is_over:
-            end = epoch_end(samples, run.batch_size, run.position, drop_last)
-            with progress(run.epoch, end, run.position) as display:
-                polled = time.perf_counter()
-                for indices in batches(samples, run.batch_size, run.seed, run.epoch, run.position, drop_last,
-                                       at_once=at_once):
-                    if left < at_once:
-                        indices = indices[:left * run.batch_size]
-                    step(indices)
-                    sizes = [len(batch) for batch in split(indices, run.batch_size)]
-                    pending.extend(sizes)
-                    left -= len(sizes)
-                    is_over = bool(stop or output.failure) or left <= 0
-                    if is_over or is_time() or on_cpu and display.is_due(run.position + sum(pending)):
-                        collect()
-                        display.update(run.position, loss=run.loss)
-                    if is_over:
-                        break
-                    if is_save_due():
-                        collect()
-                        # No checkpoint by time while the loss may be exploding.  After an epoch's last step: see below.
-                        if run.position < end and not watch.at_save():
-                            display.print(save_checkpoint(by_time=True))
-                            polled = time.perf_counter()
-                collect()
-                display.update(run.position, loss=run.loss)
-            if run.position < end:
-                display.stopped(run.position, loss=run.loss)
-                save_and_print()
-                break
-            values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
-                          samples_per_second=end / run.seconds)
-            if validate:
-                values |= validate()
-            run.end_epoch()
-            if metrics:
-                metrics.write(**values)
-            text = line(values | {'samples': end})
-            if line_first:
-                print(text, flush=True)
-            is_over = bool(stop or output.failure) or left <= 0
-            if is_over or run.epoch == epochs or run.epoch % save_every == 0:
-                save_and_print()
-            elif is_save_due() and not watch.at_save():
-                save_and_print(by_time=True)
-            if not line_first:
-                print(text, flush=True)
-        if output.failure and not stop:
-            raise output.failure
-    return Ended(run.epoch >= epochs, stop.signal)
+    def _save(self, by_time=False):
+        """Save a checkpoint, if the run has any, and return the line about it.  Raises if the loss has exploded."""
+        self._check(self._watch.at_save(), self._end_of_epoch())
+        if self._saver:
+            path = self._saver(by_time)
+            self._saved = time.perf_counter()
+            return f'checkpoint saved : {path}'
+        return None
+
+    def _save_and_print(self, by_time=False):
+        if text := self._save(by_time):
+            print(text, flush=True)
+
+
+class Epoch:
+    """An epoch of a Trainer.  number: its number, counted from 0;  samples: number of samples that it ends with."""
+
+    def __init__(self, trainer):
+        self._trainer, self.number, self.samples = trainer, trainer.run.epoch, trainer._end_of_epoch()
+        self.values, self.is_saved = None, False
+
+    def batches(self, at_once=1, **progress):
+        """Yield the indices of each batch, (B,) int64 on the device; run a step on them.
+
+        at_once: number of batches per array, which pyops.data.batches.split separates.  progress: arguments of Progress.
+        Results are read from time to time only: on a GPU steps are only enqueued, and reading each would leave it idle.
+        """
+        yield from self._trainer._batches(self.samples, at_once, progress)
+
+    def end(self, **metrics):
+        """Count the epoch as done and write a line of metrics.jsonl.  Return its values by name, and 'samples'.
+
+        metrics: more values, such as the validation loss.  Called by Trainer.epochs if the program does not.
+        """
+        trainer, run = self._trainer, self._trainer.run
+        self.values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
+                           samples_per_second=self.samples / run.seconds) | metrics
+        run.end_epoch()
+        if trainer._metrics:
+            trainer._metrics.write(**self.values)
+        return self.values | {'samples': self.samples}
+
+    def save(self):
+        """Save a checkpoint if one is due, and print a line about it.  Called by Trainer.epochs if the program does not."""
+        trainer, self.is_saved = self._trainer, True
+        saver, run = trainer._saver, trainer.run
+        is_due = trainer._is_over() or trainer.is_done or saver and run.epoch % saver.every == 0
+        if is_due:
+            trainer._save_and_print()
+        elif time.perf_counter() - trainer._saved > trainer._save_after and not trainer._watch.at_save():
+            trainer._save_and_print(by_time=True)
+
+
+class _Left(Exception):
+    """Leaves the block of a Trainer within an epoch."""
 
 
 def tensors(params, optimizer=None):
@@ -299,19 +407,12 @@ def restore(params, optimizer, arrays, path):
         place[...] = arrays[name]
 
 
-def check_model_memory(specs, growing):
+def check_model_memory(specs, flags):
     """Raise UserError if a model with these specs cannot fit: values, gradients and Adam's moments in float32.
 
-    growing: the settings that its memory depends on, two or more.
+    flags: those that make the model smaller, for the message.
     """
-    flags = ['--' + name.replace('_', '-') for name in growing]
-    _must_fit('the model', 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values()),
-              f'{", ".join(flags[:-1])} or {flags[-1]}')
-
-
-def check_step_memory(plan):
-    """Raise UserError if a training step cannot fit, before the system kills the process."""
-    _must_fit('a training step', plan.memory().peak, '-b or --num-steps')
+    _must_fit('the model', 4 * 4 * sum(math.prod(spec.shape) for spec in specs.values()), flags)
 
 
 def _must_fit(what, needed, flags):
@@ -322,22 +423,20 @@ def _must_fit(what, needed, flags):
                         f'give a smaller {flags}')
 
 
-def checkpoint_bytes(params):
-    """Return the size of a checkpoint in bytes, including 1 MiB for names and state."""
-    return 3 * params.values.nbytes + 2 ** 20
-
-
 class Saver:
-    """Saves the checkpoints of a run, for `fit`.
+    """Saves the checkpoints of a run, for a Trainer.  UserError if the disk has no room for one.
 
     found: the checkpoint.Found that the run started from; state: what its checkpoints contain besides `run`.
-    last: path of the newest checkpoint from which the run can resume, None if there is none.
+    every: number of epochs between checkpoints;  minutes: age of the last checkpoint at which another is saved, 0: any
+    folder: where checkpoints are saved;  last: path of the newest one from which the run can resume, None if there is none.
     """
 
-    def __init__(self, found, params, optimizer, run, state):
-        self._folder, self.last = found.folder, found.path
+    def __init__(self, found, params, optimizer, run, state, every=10, minutes=0):
+        self.folder, self.last, self.every, self.minutes = found.folder, found.path, every, minutes
         self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
         self._replaced = found.path if found.by_time else None
+        names_and_state = 2 ** 20                               # bytes
+        checkpoint.check_free_space(self.folder, 3 * params.values.nbytes + names_and_state)
 
     def __call__(self, by_time=False):
         """Save the next checkpoint and return its path.
@@ -353,7 +452,7 @@ class Saver:
                             f'lower the learning rate with -l; {checkpoint.last(self.last)}')
         arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
         state = self._state | {'run': self._run.asdict(), 'by_time': by_time}
-        self.last = checkpoint.save_or_rescue(self._folder, self._run.epoch, arrays, state, last_path=self.last)
+        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, arrays, state, last_path=self.last)
         if self._replaced:
             with contextlib.suppress(OSError):
                 os.unlink(self._replaced)

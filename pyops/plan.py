@@ -132,6 +132,11 @@ class Memory(NamedTuple):
     def __str__(self):
         return '\n'.join(f'{name.replace("_", " "):15} {value:>14,} bytes' for name, value in self._asdict().items())
 
+    def line(self):
+        """Return a line with the bytes of tensors that outlive a step, of intermediate tensors and of gradients."""
+        return (f'allocated : {self.parameters + self.moments + self.inputs} bytes for tensors, {self.intermediates} for '
+                f'intermediate and {self.gradients} for gradient tensors')
+
 
 class Plan:
     """Records the launches inside its `with` block, and replays them.
@@ -544,7 +549,7 @@ def before_training(args, plan):
 
 
 def describe(args, plan):
-    """Print and write the reports on a step that the flags of pyops.training.add_plan_flags request."""
+    """Print and write the reports on a step that the flags of pyops.flags.add_plan_flags request."""
     if args.plan:
         print(plan)
         print(plan.memory())

@@ -132,7 +132,7 @@ def ignore_environment(reason, recipe=NONE):
 
 
 def resolve(args=None, kept=None):
-    """Return the settings `quant` and `quant_layers` of a run: from its flags (pyops.training.add_quant_flags), else from the
+    """Return the settings `quant` and `quant_layers` of a run: from its flags (pyops.flags.add_quant_flags), else from the
     checkpoint (kept: its settings, None without one), else from CUSTOM_QUANT_TYPE.
 
     UserError if CUSTOM_QUANT_TYPE is used and invalid, or if layers are given but no recipe.

@@ -17,8 +17,7 @@ import pyops.data.__main__
 import seq2seq.train
 import transformer.train
 from pyops.errors import exits_cleanly
-from pyops.training import ArgumentParser
-from pyops.translator import serving
+from pyops.flags import ArgumentParser
 from scripts.generated import update
 
 PROGRAM = 'scripts.flag_tables'
@@ -48,10 +47,8 @@ class Group(NamedTuple):
 
 def parsers():
     """Return {program: ArgumentParser}; a program with subcommands has an entry for each, such as 'pyops inspect draw'."""
-    translators = {'seq2seq': seq2seq.train.PROGRAM, 'transformer': transformer.train.PROGRAM}
-    return {'mnist.train': mnist.train.parser(), 'mnist.resnet': mnist.resnet.parser(),
-            **{f'{name}.train': program.parser() for name, program in translators.items()},
-            **{f'{name}.translate': serving.parser(program) for name, program in translators.items()},
+    programs = mnist.train, mnist.resnet, seq2seq.train, transformer.train, seq2seq.translate, transformer.translate
+    return {**{program.PROGRAM: program.parser() for program in programs},
             **dict(leaves('pyops.data', pyops.data.__main__.parser())), **dict(leaves('pyops', pyops.__main__.parser()))}
 
 

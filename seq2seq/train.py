@@ -4,51 +4,100 @@
     python -m seq2seq.train -e 0 -c ckpt            serve: translate lines from standard input
     python -m seq2seq.train -e 1 -t 1               a trial on 512 pairs
 """
+import math
+
 from pyops.errors import exits_cleanly
-from pyops.training import int_up_to
-from pyops.translator.program import Architecture, Program
+from pyops.flags import int_up_to, use_device
+from pyops.inspect import flags as saving_flags
+from pyops.settings import add_setting, configure, resolve
+from pyops.text import flags
+from seq2seq import translate
+
+PROGRAM = 'seq2seq.train'
+DEFAULTS = flags.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False)
+MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
-class Seq2SeqProgram(Program):
-    name = 'seq2seq'
-    description = 'Train a deep GRU that translates English to French.'
-    epochs = 50
-    dropped = 'between the GRU layers'
-    DEFAULTS = Program.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False)
-    GROWING = 'embedding', 'hidden', 'layers'
-
-    def add_flags(self, parser):
-        model = parser.group('model')
-        self.add_setting(model, '--embedding', type=int_up_to(65536), help='size of a word embedding')
-        self.add_setting(model, '--hidden', type=int_up_to(65536), help='size of a hidden state')
-        self.add_setting(model, '--layers', type=int_up_to(64), help='GRU layers, of the encoder and of the decoder')
-        model.add_argument('--reset-before', action='store_true', default=None,
-                           help='apply the reset gate before the recurrent product, as first published (default: after it)')
-
-    def architecture(self):
-        from seq2seq.model import SIZES, Config, Seq2Seq, parameter_specs
-        return Architecture(SIZES, Config, Seq2Seq, parameter_specs)
-
-    def at_start(self, args):
-        from pyops import backend
-        return f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}'
-
-    def before_data(self, args, settings):
-        return f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}'
-
-    def after_data(self, args, settings, found, vocabularies):
-        return f'data loaded\n{found.line}'
-
-    def epoch_line(self, values):
-        return f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
-
-    def answer(self, read, output):
-        return ' '.join(read), f'translate res : {" ".join(output)}'
+def parser():
+    p = flags.parser(PROGRAM, 'Train a deep GRU that translates English to French.', DEFAULTS, 50, 'between the GRU layers')
+    model = p.group('model')
+    add_setting(model, DEFAULTS, '--embedding', type=int_up_to(65536), help='size of a word embedding')
+    add_setting(model, DEFAULTS, '--hidden', type=int_up_to(65536), help='size of a hidden state')
+    add_setting(model, DEFAULTS, '--layers', type=int_up_to(64), help='GRU layers, of the encoder and of the decoder')
+    model.add_argument('--reset-before', action='store_true', default=None,
+                       help='apply the reset gate before the recurrent product, as first published (default: after it)')
+    return p
 
 
-PROGRAM = Seq2SeqProgram()
-parse, main = PROGRAM.parse, PROGRAM.main
+def main(argv=None):
+    args = parser().parse_args(argv)
+    wanted = saving_flags.wanted(args)
+    use_device(args)
+    from pyops import backend  # here, since --help needs no library
+    print(f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}', flush=True)
+    from pyops.text import serving, translation
+    if args.epochs == 0:
+        return serving.serve(args, translate.open_checkpoint)
+    from pyops import fit, plan
+    from pyops.optim import Adam
+    from seq2seq.model import SIZES, Config, Seq2Seq, parameter_specs
+
+    # settings
+    found = translation.find_checkpoint(args, 'seq2seq')
+    settings = resolve(args, found, DEFAULTS, SIZES, flags.FIXED)
+    configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
+    print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}', flush=True)
+
+    # data
+    data = translation.Data.load(args, settings)
+    pairs, validation = data.train.placed(), data.validation.placed()
+    print(f'data loaded\n{found.line}', flush=True)
+
+    # model
+    config = configure(Config, settings, *map(len, data.vocabularies))
+    fit.check_model_memory(parameter_specs(config), '--embedding, --hidden or --layers')
+    model = Seq2Seq(config, settings['seed'])
+    optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
+    run = translation.start_run(args, found, settings, data, model, optimizer, wanted)
+    if run is None:
+        return
+    history = fit.History()
+
+    # step
+    def step(rows):
+        model.params.zero_grads()
+        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+        valid = model.valid(ctx)
+        plan.boundary()
+        model.backward(ctx)
+        optimizer.step()
+        history.add(loss, valid, optimizer.norm)
+
+    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(pairs)), '-b or --num-steps',
+                                   **pairs.arrays(), **model.arrays(), **optimizer.arrays(), **history.arrays())
+    if train_step is None:
+        return
+
+    # loop
+    state = data.state('seq2seq', settings)
+    saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes)
+    trainer = fit.Trainer(run, len(pairs), args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
+                          chance_loss=math.log(config.target_size))
+    train_step = trainer.save_tensors(wanted, train_step, dict(program='seq2seq', settings=settings),
+                                      translation.side, data.describe)
+    with trainer:
+        for epoch in trainer.epochs():
+            for rows in epoch.batches(unit='pairs'):
+                train_step(rows)
+            values = epoch.end(**translation.validation_loss(model, validation, run.batch_size))
+            epoch.save()
+            print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
+                  + translation.validation_text(values), flush=True)
+    if trainer.is_done and trainer.signal is None and len(data.test):
+        serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
+    trainer.leave()
+
 
 if __name__ == '__main__':
-    with exits_cleanly('seq2seq.train'):
+    with exits_cleanly(PROGRAM):
         main()

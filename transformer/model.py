@@ -83,12 +83,15 @@ def side_specs(side, words, attentions, config):
     return specs | (norm_specs(f'{side}.norm', config) if config.pre_norm else {})
 
 
+def output_specs(config):
+    return {'output.weight': Spec((config.target_size, config.d_model), init.xavier_normal(LOGIT_GAIN)),
+            'output.bias': Spec((config.target_size,), init.zeros())}
+
+
 def parameter_specs(config):
     """Return {name: Spec} of all trainable parameters."""
     return (side_specs('encoder', config.source_size, ['self_attention'], config)
-            | side_specs('decoder', config.target_size, ['self_attention', 'cross_attention'], config)
-            | {'output.weight': Spec((config.target_size, config.d_model), init.xavier_normal(LOGIT_GAIN)),
-               'output.bias': Spec((config.target_size,), init.zeros())})
+            | side_specs('decoder', config.target_size, ['self_attention', 'cross_attention'], config) | output_specs(config))
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
@@ -168,8 +171,10 @@ class Sublayer:
 
 
 class EncoderBlock:
-    def __init__(self, params, prefix, config):
-        self.attention = MultiHeadAttention(params, f'{prefix}.self_attention', config)
+    """Self-attention and a feed-forward layer.  causal: each token attends to itself and to earlier ones only."""
+
+    def __init__(self, params, prefix, config, causal=False):
+        self.attention = MultiHeadAttention(params, f'{prefix}.self_attention', config, causal)
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second = (Sublayer(params, f'{prefix}.{name}', config) for name in ('self_attention', 'feed_forward'))
 

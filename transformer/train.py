@@ -4,73 +4,117 @@
     python -m transformer.train -e 0 -c ckpt            serve: translate lines from standard input
     python -m transformer.train --preset base           the size and schedule of the paper (Vaswani et al. 2017)
 """
+import math
 from argparse import BooleanOptionalAction
 
 from pyops.errors import exits_cleanly
-from pyops.training import Progress, fraction, int_up_to, non_negative_int
-from pyops.translator.program import Architecture, Program
+from pyops.flags import fraction, int_up_to, non_negative_int, use_device
+from pyops.inspect import flags as saving_flags
+from pyops.settings import add_setting, configure, resolve
+from pyops.text import flags
+from transformer import translate
+
+PROGRAM = 'transformer.train'
+DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
+                                 pre_norm=False, smoothing=0.0, warmup=0)
+PRESETS = {'small': {},
+           'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
+                        smoothing=0.1, warmup=4000)}
+MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
-class TransformerProgram(Program):
-    name = 'transformer'
-    description = 'Train a transformer that translates English to French.'
-    dropped = 'of embeddings, attention weights and the outputs of sublayers'
-    DEFAULTS = Program.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
-                                       pre_norm=False, smoothing=0.0)
-    PRESETS = {'small': {},
-               'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
-                            smoothing=0.1, warmup=4000)}
-    GROWING = 'd_model', 'd_ff', 'layers'
-    drop_last = True
-    line_first = True
-
-    def add_flags(self, parser):
-        model, schedule = parser.group('model'), parser.group('presets and schedule')
-        self.add_setting(model, '--d-model', type=int_up_to(65536), help='size of a word embedding and of a hidden state')
-        self.add_setting(model, '--d-ff', type=int_up_to(65536), help='inner size of a feed-forward layer')
-        self.add_setting(model, '--heads', type=int_up_to(1024), help='attention heads; d-model is divided among them')
-        self.add_setting(model, '--layers', type=int_up_to(64), help='blocks, of the encoder and of the decoder')
-        self.add_setting(model, '--positions', type=int_up_to(1000), help='encoded positions: the largest num-steps')
-        model.add_argument('--pre-norm', action=BooleanOptionalAction,
-                           help='apply layer norm before each sublayer instead of after its sum (default: after)')
-        self.add_setting(schedule, '--smoothing', type=fraction, metavar='P',
-                         help='label smoothing: the share of a label that is spread over all words')
-        self.add_setting(schedule, '--warmup', type=non_negative_int,
-                         help='steps in which the learning rate rises; then it falls with the square root of the step; 0: '
-                         'constant')
-
-    def architecture(self):
-        from transformer.model import SIZES, Config, Transformer, parameter_specs
-        return Architecture(SIZES, Config, Transformer, parameter_specs)
-
-    def after_data(self, args, settings, found, vocabularies):
-        from pyops.text.vocabulary import BOS, EOS, PAD
-        source, target = vocabularies
-        return (f'epochs : {args.epochs}\nbatch_size : {settings["batch_size"]}\ngpu : {args.gpu}\n'
-                f'learning rate : {settings["lr"]}\ncheckpoint : {found.path or "none"}\n'
-                f'enc_vocab_size : {len(source)}\ndec_vocab_size : {len(target)}\n'
-                f'bos_id : {BOS}\neos_id : {EOS}\nsrc_pad_id : {PAD}\ntgt_pad_id : {PAD}')
-
-    def before_epochs(self, plan):
-        memory = plan.memory()
-        return (f'allocated : {memory.parameters + memory.moments + memory.inputs} bytes for tensors, '
-                f'{memory.intermediates} for intermediate and {memory.gradients} for gradient tensors')
-
-    def progress(self, epoch, total, initial):
-        return Progress(total, 'pairs', initial, label=f'epoch {epoch} :  ', at_end=False)
-
-    def epoch_line(self, values):
-        epoch, samples = values['epoch'] - 1, values['samples']
-        return f'epoch {epoch} :  [{samples}/{samples}] loss : {values["loss"]:.5f}'
-
-    def answer(self, read, output):
-        from pyops.text.translation import sentence
-        return [f'{sentence(read)} -> {sentence(output)}']
+def parser():
+    p = flags.parser(PROGRAM, 'Train a transformer that translates English to French.', DEFAULTS, 10,
+                     'of embeddings, attention weights and the outputs of sublayers', PRESETS)
+    model, schedule = p.group('model'), p.group('presets and schedule')
+    add_setting(model, DEFAULTS, '--d-model', type=int_up_to(65536), help='size of a word embedding and of a hidden state')
+    add_setting(model, DEFAULTS, '--d-ff', type=int_up_to(65536), help='inner size of a feed-forward layer')
+    add_setting(model, DEFAULTS, '--heads', type=int_up_to(1024), help='attention heads; d-model is divided among them')
+    add_setting(model, DEFAULTS, '--layers', type=int_up_to(64), help='blocks, of the encoder and of the decoder')
+    add_setting(model, DEFAULTS, '--positions', type=int_up_to(1000), help='encoded positions: the largest num-steps')
+    model.add_argument('--pre-norm', action=BooleanOptionalAction,
+                       help='apply layer norm before each sublayer instead of after its sum (default: after)')
+    add_setting(schedule, DEFAULTS, '--smoothing', type=fraction, metavar='P',
+                help='label smoothing: the share of a label that is spread over all words')
+    add_setting(schedule, DEFAULTS, '--warmup', type=non_negative_int,
+                help='steps in which the learning rate rises; then it falls with the square root of the step; 0: constant')
+    return p
 
 
-PROGRAM = TransformerProgram()
-parse, main = PROGRAM.parse, PROGRAM.main
+def main(argv=None):
+    args = parser().parse_args(argv)
+    wanted = saving_flags.wanted(args)
+    use_device(args)
+    from pyops.text import serving, translation  # here, since --help needs no library
+    if args.epochs == 0:
+        return serving.serve(args, translate.open_checkpoint)
+    from pyops import fit, plan
+    from pyops.optim import Adam, inverse_square_root
+    from pyops.text.vocabulary import BOS, EOS, PAD
+    from transformer.model import SIZES, Config, Transformer, parameter_specs
+
+    # settings
+    found = translation.find_checkpoint(args, 'transformer')
+    settings = resolve(args, found, DEFAULTS, SIZES, flags.FIXED, PRESETS)
+    configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
+
+    # data
+    data = translation.Data.load(args, settings, least=settings['batch_size'])
+    pairs, validation = data.train.placed(), data.validation.placed()
+    config = configure(Config, settings, *map(len, data.vocabularies))
+    print(f'epochs : {args.epochs}\nbatch_size : {settings["batch_size"]}\ngpu : {args.gpu}\n'
+          f'learning rate : {settings["lr"]}\ncheckpoint : {found.path or "none"}\n'
+          f'enc_vocab_size : {config.source_size}\ndec_vocab_size : {config.target_size}\n'
+          f'bos_id : {BOS}\neos_id : {EOS}\nsrc_pad_id : {PAD}\ntgt_pad_id : {PAD}', flush=True)
+
+    # model
+    fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers')
+    model = Transformer(config, settings['seed'])
+    optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
+    run = translation.start_run(args, found, settings, data, model, optimizer, wanted)
+    if run is None:
+        return
+    history = fit.History()
+
+    # step
+    def step(rows):
+        if settings['warmup']:          # a function of the step count alone, so that a resumed run continues the schedule
+            inverse_square_root(optimizer, settings['lr'], settings['warmup'])
+        model.params.zero_grads()
+        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+        valid = model.valid(ctx)
+        plan.boundary()
+        model.backward(ctx)
+        optimizer.step()
+        history.add(loss, valid, optimizer.norm)
+
+    first_batch = fit.first_batch(run, len(pairs))
+    train_step = fit.training_step(args, step, model.params, first_batch, '-b or --num-steps',
+                                   **pairs.arrays(), **model.arrays(), **optimizer.arrays(), **history.arrays())
+    if train_step is None:
+        return
+    if not args.no_plan:
+        print(train_step.plan(first_batch).memory().line(), flush=True)
+
+    # loop
+    state = data.state('transformer', settings)
+    saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes)
+    trainer = fit.Trainer(run, len(pairs), args.epochs, optimizer, history, saver=saver, drop_last=True,
+                          max_steps=args.max_steps, chance_loss=math.log(config.target_size))
+    train_step = trainer.save_tensors(wanted, train_step, dict(program='transformer', settings=settings),
+                                      translation.side, data.describe)
+    with trainer:
+        for epoch in trainer.epochs():
+            for rows in epoch.batches(unit='pairs', label=f'epoch {epoch.number} :  ', at_end=False):
+                train_step(rows)
+            values = epoch.end(**translation.validation_loss(model, validation, run.batch_size))
+            print(f'epoch {epoch.number} :  [{epoch.samples}/{epoch.samples}] loss : {values["loss"]:.5f}'
+                  + translation.validation_text(values), flush=True)
+    if trainer.is_done and trainer.signal is None and len(data.test):
+        serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
+    trainer.leave()
+
 
 if __name__ == '__main__':
-    with exits_cleanly('transformer.train'):
+    with exits_cleanly(PROGRAM):
         main()

@@ -1,17 +1,43 @@
 """Translate with a trained checkpoint: one sentence, standard input, or held-out sentences.
 
-    python -m transformer.translate -c ckpt "Go now."           one sentence
-    python -m transformer.translate -c ckpt                     standard input, line by line
-    python -m transformer.translate -c ckpt --test 10           held-out sentences, with the share translated correctly
+    python -m transformer.translate -c ckpt "Go now."       one sentence
+    python -m transformer.translate -c ckpt                 standard input, line by line
+    python -m transformer.translate -c ckpt --test 10       held-out sentences, with the share translated correctly
 """
-from functools import partial
-
 from pyops.errors import exits_cleanly
-from pyops.translator import serving
-from transformer.train import PROGRAM
+from pyops.text.flags import parse_serving, serving_parser
 
-parse, main = partial(serving.parse, PROGRAM), partial(serving.main, PROGRAM)
+PROGRAM = 'transformer.translate'
+
+
+def parser():
+    return serving_parser(PROGRAM)
+
+
+def main(argv=None):
+    args = parse_serving(parser(), argv)
+    from pyops.text import serving
+    serving.translate(args, open_checkpoint)
+
+
+def open_checkpoint(path, args=None):
+    """Load a checkpoint, print lines about it, and return the Translator and the checkpoint's state."""
+    from pyops.text import serving
+    return serving.load(path, 'transformer', build, lines, args)
+
+
+def build(settings, source_size, target_size):
+    from pyops.settings import configure
+    from transformer.model import Config, Transformer
+    return Transformer(configure(Config, settings, source_size, target_size), seed=None)    # restoring overwrites all values
+
+
+def lines(read, output):
+    """Return the lines to print for a sentence.  read, output: its tokens and those of the translation, with <eos>."""
+    from pyops.text.translation import sentence
+    return [f'{sentence(read)} -> {sentence(output)}']
+
 
 if __name__ == '__main__':
-    with exits_cleanly('transformer.translate'):
+    with exits_cleanly(PROGRAM):
         main()

@@ -15,7 +15,7 @@ def main(arguments=None):
 def parser():
     # imported here so that exits_cleanly can name a missing package in one line
     from pyops.data import fetch
-    from pyops.training import ArgumentParser
+    from pyops.flags import ArgumentParser
     p = ArgumentParser(prog='python -m pyops.data', description='Fetch data sets.')
     commands = p.add_commands()
     show = commands.add_parser('list', help='print the data sets, their licences, and which of them are found')

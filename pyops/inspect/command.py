@@ -6,8 +6,8 @@ dependencies.
 import argparse
 import importlib
 
+from pyops.flags import output_file
 from pyops.inspect.choice import patterns, size, steps
-from pyops.training import output_file
 
 
 def add_commands(parser):

@@ -21,7 +21,7 @@ from translation import assert_same_training, newest, small_corpus, train_steps
 import pyops
 from mnist import train as mnist_train
 from mnist.mlp_resnet import MLPResNet
-from pyops import autograd, backend, fit, ndarray, nn
+from pyops import PRECISIONS, autograd, backend, fit, ndarray, nn
 from pyops.autograd import Tensor
 from pyops.backend import get, gpu, library, put
 from pyops.errors import UserError
@@ -31,7 +31,6 @@ from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
 from pyops.plan import Plan, Steps
-from pyops.training import PRECISIONS
 from seq2seq import model as seq2seq
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate

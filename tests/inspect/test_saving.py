@@ -45,7 +45,7 @@ from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
 from pyops.quantization import Family, Recipe, family
-from pyops.translator.program import Program
+from pyops.text.translation import side as side_of
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
 from transformer.model import Config as TransformerConfig
@@ -252,11 +252,11 @@ def of_seq2seq(**settings):
     return translation(Seq2Seq(Seq2SeqConfig(20, 21, embedding=10, hidden=12, num_steps=6, **settings), 3))
 
 
-def of_mnist(made_from=None):
+def of_mnist(family=None):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (40, 784)).astype(np.uint8), rng.integers(0, 10, 40).astype(np.int32)
     images[:, ::2] = 0
-    model, adam, _, inputs = mnist.train.prepare(images, labels, hidden=16, made_from=made_from, as_one=False)
+    model, adam, _, inputs = mnist.train.prepare(images, labels, hidden=16, family=family, as_one=False)
     rows, batch = put(np.arange(3, 20)), put(labels[3:20])
 
     def step():
@@ -456,7 +456,7 @@ QUANTIZED = {
     'no_dropout': lambda made: of_transformer(ops=made, dropout=0.0, layers=1),
     'seq2seq': lambda made: of_seq2seq(ops=made, layers=1),
     'reset_before': lambda made: of_seq2seq(ops=made, reset_before=True),
-    'mnist': lambda made: of_mnist(made_from=made)}
+    'mnist': lambda made: of_mnist(family=made)}
 
 
 @pytest.mark.parametrize('recipe', [RECIPE, 'hifp8'])
@@ -947,4 +947,4 @@ def test_the_benchmark(tmp_path, capsys):
     ('decoder.0.cross_attention', 'value', 'source'), ('decoder.0.cross_attention', 'output', 'target'),
     ('decoder.0.self_attention', 'key', 'target')])
 def test_the_side_of_a_tensor(layer, name, side):
-    assert Program.side(layer, name) == side
+    assert side_of(layer, name) == side

@@ -5,7 +5,6 @@ That the ops are the plain ones where nothing is rounded is in the table of test
 import itertools
 import json
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -35,11 +34,12 @@ from pyops.ops.elementwise import Sigmoid
 from pyops.optim import Adam
 from pyops.plan import Steps
 from pyops.quantization import OPERANDS, Family, Recipe, family
-from pyops.translator import serving
 from seq2seq import model as seq2seq
-from seq2seq.train import Seq2SeqProgram
+from seq2seq import train as seq2seq_train
+from seq2seq import translate as seq2seq_translate
 from transformer import model as transformer
-from transformer.train import TransformerProgram
+from transformer import train as transformer_train
+from transformer import translate as transformer_translate
 
 NAMES = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
 # blocks, none, both at once, and some operands that stay as they are
@@ -317,7 +317,7 @@ def test_what_is_no_recipe_gets_the_nearest_names(text, want, capsys):
     with pytest.raises(UserError, match=f'^{want}'):
         Recipe.parse(text)
     with pytest.raises(SystemExit) as left:
-        TransformerProgram().parse(['--quant', text])
+        transformer_train.parser().parse_args(['--quant', text])
     assert left.value.code == 2
     assert re.fullmatch(f'python -m transformer.train: error: --quant: {want}; see --help\n', capsys.readouterr().err)
 
@@ -360,12 +360,12 @@ def test_digits_are_learned_with_every_format(name):
     rng, curves = np.random.default_rng(1), []
     batches = [rng.integers(0, 60, 20) for _ in range(60)]
     for made_from in (family(Recipe.parse(name)), ops):
-        model, _, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, lr=0.005, made_from=made_from)
+        model, _, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, lr=0.005, family=made_from)
         curves.append([float(get(step(put(rows)))[0]) for rows in batches])
     losses, plain = curves
     assert losses != plain and np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
     classes = np.empty(60, np.int32)
-    family_model, *_ = mnist_train.prepare(*digits(), hidden=16, seed=2, made_from=family(Recipe.parse(name)))
+    family_model, *_ = mnist_train.prepare(*digits(), hidden=16, seed=2, family=family(Recipe.parse(name)))
     family_model.predict(digits()[0], classes)
     assert len(set(classes)) > 1
 
@@ -438,46 +438,47 @@ def test_arrays_are_named_after_layer_product_and_operand():
 
 # ---- programs ----------------------------------------------------------------------------------------------------------
 
-PROGRAMS = pytest.mark.parametrize('program,tiny', [(Seq2SeqProgram(), TINY_SEQ2SEQ), (TransformerProgram(), TINY_TRANSFORMER)],
-                                   ids=lambda value: getattr(value, 'name', ''))
+PROGRAMS = pytest.mark.parametrize('train,translate,tiny', [(seq2seq_train, seq2seq_translate, TINY_SEQ2SEQ),
+                                                            (transformer_train, transformer_translate, TINY_TRANSFORMER)],
+                                   ids=['seq2seq', 'transformer'])
 RECIPE = ['--quant', 'mxfp8,dgrad.g=hifp8', '--quant-layers', 'encoder.*,output']
 
 
 @PROGRAMS
-def test_a_resumed_and_a_served_model_are_the_one_that_was_trained(program, tiny, tmp_path, capsys, monkeypatch):
+def test_a_resumed_and_a_served_model_are_the_one_that_was_trained(train, translate, tiny, tmp_path, capsys, monkeypatch):
     whole, parts = tmp_path / 'whole', tmp_path / 'parts'
-    program.main(['-e', '2', '-c', str(whole), '--no-plan', *tiny, *RECIPE])
+    train.main(['-e', '2', '-c', str(whole), '--no-plan', *tiny, *RECIPE])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith('quantised : '))
     rounds = 'fwd=mxfp8,dgrad.g=hifp8,dgrad.w=mxfp8,wgrad=mxfp8,attention=mxfp8'
     assert re.fullmatch(rf'quantised : {rounds} in \d+ of \d+ layers', line)
-    program.main(['-e', '1', '-c', str(parts), *tiny, *RECIPE])
+    train.main(['-e', '1', '-c', str(parts), *tiny, *RECIPE])
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'bf16')
     capsys.readouterr()
-    program.main(['-e', '2', '-c', str(parts), *tiny])
+    train.main(['-e', '2', '-c', str(parts), *tiny])
     told = capsys.readouterr()
     assert line in told.out
     assert re.fullmatch(r'CUSTOM_QUANT_TYPE=bf16: ignored, .* was trained with --quant \S+; .*\n', told.err)
     monkeypatch.delenv('CUSTOM_QUANT_TYPE')
     assert_same_training(newest(whole), newest(parts))
 
-    translator, state = serving.open_checkpoint(program, whole)
+    translator, state = translate.open_checkpoint(whole)
     assert line in capsys.readouterr().out and type(translator.model.output) is ops.LinearCrossEntropy.rounded()
     assert state['settings']['quant_layers'] == 'encoder.*,output' and translator.answer('I sleep.')
-    translator, _ = serving.open_checkpoint(program, whole, program.parse(['--quant', 'none']))
+    translator, _ = translate.open_checkpoint(whole, train.parser().parse_args(['--quant', 'none']))
     assert 'quantised' not in capsys.readouterr().out and type(translator.model.output) is ops.LinearCrossEntropy
 
 
 def test_without_a_recipe_nothing_changes(tmp_path, capsys, monkeypatch):
-    program = TransformerProgram()
-    program.main(['-e', '1', '-c', str(tmp_path / 'unset'), *TINY_TRANSFORMER])
+    train = transformer_train
+    train.main(['-e', '1', '-c', str(tmp_path / 'unset'), *TINY_TRANSFORMER])
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'none')
-    program.main(['-e', '1', '-c', str(tmp_path / 'none'), *TINY_TRANSFORMER, '--quant', ''])
+    train.main(['-e', '1', '-c', str(tmp_path / 'none'), *TINY_TRANSFORMER, '--quant', ''])
     assert_same_training(newest(tmp_path / 'unset'), newest(tmp_path / 'none'))
     assert newest(tmp_path / 'unset')[1]['settings']['quant'] == 'none' and 'quantised' not in capsys.readouterr().out
 
 
 def test_what_a_run_rounds_is_the_flag_then_the_checkpoint_then_the_environment(monkeypatch, capsys):
-    parse = TransformerProgram().parse
+    parse = transformer_train.parser().parse_args
 
     def quant(flags='', kept=None):
         return tuple(quantization.resolve(parse(flags.split()), kept).values())
@@ -502,24 +503,24 @@ def test_what_a_run_rounds_is_the_flag_then_the_checkpoint_then_the_environment(
 
 
 @PROGRAMS
-def test_a_variable_that_is_no_recipe_stops_no_checkpoint_from_serving(program, tiny, tmp_path, capsys, monkeypatch):
-    program.main(['-e', '1', '-c', str(tmp_path), *tiny])
+def test_a_variable_that_is_no_recipe_stops_no_checkpoint_from_serving(train, translate, tiny, tmp_path, capsys, monkeypatch):
+    train.main(['-e', '1', '-c', str(tmp_path), *tiny])
     monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'rubbish')
     capsys.readouterr()
-    serving.main(program, ['-c', str(tmp_path), 'I sleep.'])
+    translate.main(['-c', str(tmp_path), 'I sleep.'])
     told = capsys.readouterr()
     assert told.err == ('CUSTOM_QUANT_TYPE=rubbish: ignored, since the checkpoint was trained with --quant none; '
                         'give --quant to change that\n')
     assert 'i sleep .' in told.out
     with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=rubbish: rubbish: no such number format'):
-        program.main(['-e', '1', '-c', str(tmp_path / 'new'), *tiny])       # here it is used
+        train.main(['-e', '1', '-c', str(tmp_path / 'new'), *tiny])       # here it is used
 
 
 def test_help_names_the_default_of_quant(capsys):
     texts = {}
-    for parse in (mnist_train.parse, Seq2SeqProgram().parse, partial(serving.parse, Seq2SeqProgram())):
+    for program in (mnist_train, seq2seq_train, seq2seq_translate):
         with pytest.raises(SystemExit):
-            parse(['--help'])
+            program.parser().parse_args(['--help'])
         text = ' '.join(capsys.readouterr().out.split())
         texts[re.search('usage: python -m (\\S+)', text)[1]] = re.search(r'docs/quantization.md \(default: (.*?)\)', text)[1]
     assert texts == {'mnist.train': '$CUSTOM_QUANT_TYPE, else none', 'seq2seq.translate': 'as in the checkpoint',
@@ -549,7 +550,7 @@ def test_mnist_rounds_what_its_flags_and_the_environment_say(monkeypatch, capsys
     assert same[0] == same[1] == same[2] and len({lines[-1] for lines in (plain, same[0], last)}) == 3
 
 
-@pytest.mark.parametrize('main', [mnist_train.main, Seq2SeqProgram().main, TransformerProgram().main])
+@pytest.mark.parametrize('main', [mnist_train.main, seq2seq_train.main, transformer_train.main])
 def test_flags_that_are_refused(main, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         main(['--quant', 'mxfp7'])
@@ -569,7 +570,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(make, device):  # noqa: F811
         made_from = family(Recipe.parse('mxfp8,dgrad.g=hifp8'))
         if make:
             return train_steps(small(make, made_from), pairs()[1].placed(), 5, 16, 0.002)
-        *_, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, made_from=made_from)
+        *_, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, family=made_from)
         return [float(get(step(put(np.arange(i, i + 20))))[0]) for i in range(5)]
     ours, theirs = map(np.array, on_both(device, losses))
     assert np.abs(theirs / ours - 1).max() <= 2e-3

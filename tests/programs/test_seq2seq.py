@@ -21,7 +21,6 @@ from pyops.text import embedded
 from pyops.text.corpus import encode
 from pyops.text.translation import Pairs, Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
-from pyops.translator.serving import open_checkpoint
 from seq2seq import train, translate
 from seq2seq.model import Config, Seq2Seq
 
@@ -235,7 +234,7 @@ def trained(tmp_path_factory):
 
 def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsys):
     folder, _ = trained
-    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
+    translator, _ = translate.open_checkpoint(folder / 'ckpt')
     corpus = embedded.Corpus.load(folder / 'pairs.txt')
     batch = translator.sentences(corpus.sources, batch_size=64)
     known = translator.target_vocabulary                # rare words are <unk>, in training too
@@ -248,7 +247,7 @@ def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsy
 def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
     """The state carried from word to word equals a forward pass over all words so far."""
     folder, _ = trained
-    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
+    translator, _ = translate.open_checkpoint(folder / 'ckpt')
     model, vocabulary = translator.model, translator.source_vocabulary
     corpus = embedded.Corpus.load(folder / 'pairs.txt').first(20)
     source = np.ascontiguousarray(Pairs.encode(corpus, vocabulary, translator.target_vocabulary, 9).source.T)
@@ -263,7 +262,7 @@ def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
 
 def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
     folder, _ = trained
-    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
+    translator, _ = translate.open_checkpoint(folder / 'ckpt')
     plain = list(translator.answer('I sleep.'))
     assert plain[0] == 'i sleep . <eos>' and plain[1].startswith('translate res : ') and plain[1].endswith('<eos>')
     assert list(translator.answer('  i   SLEEP . <eos>')) == plain
@@ -276,7 +275,7 @@ def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
 
 def test_decoding_is_translation_when_it_is_recorded_and_replayed_too(trained):
     folder, _ = trained
-    translator, _ = open_checkpoint(train.PROGRAM, folder / 'ckpt')
+    translator, _ = translate.open_checkpoint(folder / 'ckpt')
     source = encode(embedded.Corpus.load(folder / 'pairs.txt').sources[:24], translator.source_vocabulary, 9)
     decode = translator.model.decoding()
     for first in (0, 8, 16, 0):                         # by hand, recorded, replayed
@@ -292,7 +291,7 @@ def test_a_model_without_a_word_to_say_stops_after_num_steps():
     said = model.translate(np.full((7, 3), 4, np.int32))
     assert said.shape == (7, 3) and (said == 7).all()
     vocabulary = Vocabulary([*SPECIALS, *'abcde'])
-    assert Translator(model, vocabulary, vocabulary, 7, train.PROGRAM.answer).sentences(['a b']) == ['d d d d d d d']
+    assert Translator(model, vocabulary, vocabulary, 7, translate.lines).sentences(['a b']) == ['d d d d d d d']
 
 
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------

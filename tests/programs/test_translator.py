@@ -1,4 +1,4 @@
-"""What translation programs share, tried on programs that are seq2seq but for one thing."""
+"""Parts that the translation programs share: settings, schedule, lines, reading, scores."""
 import io
 import os
 import re
@@ -11,26 +11,28 @@ import pytest
 from conftest import NO_CUDA, ROOT
 from test_seq2seq import TINY, assert_same_training, newest
 
-from pyops import checkpoint, fit
+from pyops import checkpoint
 from pyops.errors import UserError
-from pyops.init import zeros
+from pyops.flags import ArgumentParser
 from pyops.optim import Adam, inverse_square_root
-from pyops.params import Spec
-from pyops.text import Corpus
+from pyops.settings import add_preset_flag, add_setting, resolve
+from pyops.text import serving
+from pyops.text.corpus import Corpus
+from pyops.text.flags import FIXED
 from pyops.text.sentences import Sentences
-from pyops.text.translation import Pairs
+from pyops.text.translation import Pairs, cut_line
 from pyops.text.vocabulary import EOS, PAD, UNK
-from pyops.translator import serving
-from pyops.translator.program import cut_line
-from seq2seq.model import Config as ModelConfig
+from seq2seq import train as seq2seq_train
+from seq2seq import translate as seq2seq_translate
 from seq2seq.model import Seq2Seq
-from seq2seq.train import Seq2SeqProgram
-from transformer.train import TransformerProgram
+from transformer import train as transformer_train
+from transformer import translate as transformer_translate
+from transformer.model import SIZES, Transformer
 
 # ---- the kernels of a step -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('program', [Seq2SeqProgram(), TransformerProgram()], ids=lambda program: program.name)
+@pytest.mark.parametrize('program', [seq2seq_train, transformer_train], ids=lambda program: program.PROGRAM)
 def test_a_summary_of_the_step_is_printed_before_training_and_with_v_the_list_of_plan(program, tmp_path, capsys):
     arguments = ['-f', 'embedded', '-t', '1', '-c', str(tmp_path), '-e', '1', '--max-steps', '1']
     program.main([*arguments, '--plan'])
@@ -48,14 +50,12 @@ def test_a_summary_of_the_step_is_printed_before_training_and_with_v_the_list_of
 
 # ---- batches that are dropped ---------------------------------------------------------------------------------------
 
-
-class WholeBatches(Seq2SeqProgram):
-    """451 pairs are left to train of TINY, batches are of 100."""
-    drop_last = True
+TINY_TRANSFORMER = ['-f', 'embedded', '-t', '1', '-b', '100', '--d-model', '16', '--heads', '2', '--layers', '1']
 
 
-def test_a_program_that_drops_its_last_batch(tmp_path, capsys):
-    WholeBatches().main(['-e', '2', '-c', str(tmp_path), *TINY])
+def test_the_transformer_drops_its_last_batch(tmp_path, capsys):
+    """451 pairs are left to train on, batches are of 100."""
+    transformer_train.main(['-e', '2', '-c', str(tmp_path), *TINY_TRANSFORMER])
     out = capsys.readouterr().out
     assert '[400/400] loss : ' in out and '/451]' not in out
     tensors, state = newest(tmp_path)
@@ -65,18 +65,18 @@ def test_a_program_that_drops_its_last_batch(tmp_path, capsys):
 def test_a_corpus_smaller_than_a_batch_that_would_be_dropped(tmp_path, capsys):
     want = 'embedded: has 451 pairs to train on, and a batch is 452; give a smaller -b'
     with pytest.raises(UserError, match=f'^{want}$'):
-        WholeBatches().main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '452'])
-    Seq2SeqProgram().main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '452'])        # seq2seq takes what there is
+        transformer_train.main(['-e', '1', '-c', str(tmp_path), *TINY_TRANSFORMER, '-b', '452'])
+    seq2seq_train.main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '452'])        # seq2seq takes what there is
 
 
 def test_another_batch_size_in_the_middle_of_such_an_epoch(tmp_path, capsys):
-    Seq2SeqProgram().main(['-e', '1', '-c', str(tmp_path), *TINY])
+    transformer_train.main(['-e', '1', '-c', str(tmp_path), *TINY_TRANSFORMER])
     path = checkpoint.find(tmp_path, serving=True).path
     kept, state = checkpoint.load(path)
     state['run'] |= {'epoch': 0, 'position': 300, 'loss_sum': 50.0, 'weight_sum': 10.0, 'seconds': 1.0}
     checkpoint.save(path, kept, state)
     capsys.readouterr()
-    WholeBatches().main(['-e', '1', '-c', str(tmp_path), *TINY, '-b', '70'])
+    transformer_train.main(['-e', '1', '-c', str(tmp_path), *TINY_TRANSFORMER, '-b', '70'])
     assert '[440/440] loss : ' in capsys.readouterr().out                       # 151 were left: twice 70
     tensors, state = newest(tmp_path)
     assert tensors['step'][0] - kept['step'][0] == 2
@@ -102,24 +102,20 @@ def test_the_rate_rises_to_its_peak_and_falls_with_the_root_of_the_step():
     assert [rate(0.5, 0, step) for step in (1, 1000)] == [0.5, 0.5]
 
 
-class WarmingUp(Seq2SeqProgram):
-    DEFAULTS = Seq2SeqProgram.DEFAULTS | {'warmup': 7}
-
-
 def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch):
-    """Five steps an epoch: the peak is in the second."""
-    program, rates, step = WarmingUp(), {}, Adam.step
+    """Four steps an epoch: the peak is in the second."""
+    rates, step, flags = {}, Adam.step, [*TINY_TRANSFORMER, '--warmup', '7']
 
     def noting_step(self):
         rates[int(self.count[0]) + 1] = self.lr[0]
         step(self)
     monkeypatch.setattr(Adam, 'step', noting_step)
-    program.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *TINY])
-    assert rates == {n: rate(0.005, 7, n) for n in range(1, 16)}
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
+    assert rates == {n: rate(0.001, 7, n) for n in range(1, 13)}
     monkeypatch.undo()
-    program.main(['-e', '3', '-c', str(tmp_path / 'whole'), *TINY])
-    program.main(['-e', '1', '-c', str(tmp_path / 'parts'), *TINY])
-    program.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY])
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'whole'), *flags])
+    transformer_train.main(['-e', '1', '-c', str(tmp_path / 'parts'), *flags])
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY_TRANSFORMER])
     assert newest(tmp_path / 'parts')[1]['settings']['warmup'] == 7
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'eager'))        # replayed steps read the rate
@@ -127,25 +123,29 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
 
 # ---- settings: flag, checkpoint, preset, default ---------------------------------------------------------------------
 
-class TwoSizes(Seq2SeqProgram):
-    PRESETS = {'small': {}, 'large': dict(hidden=512, lr=0.001, dropout=0.5), 'gentle': dict(lr=0.002)}
+DEFAULTS = dict(lr=0.005, dropout=0.2, hidden=256, layers=2, seed=0)
+PRESETS = {'small': {}, 'large': dict(hidden=512, lr=0.001, dropout=0.5), 'gentle': dict(lr=0.002)}
 
 
-def resolved(flags='', kept=None):
-    program = TwoSizes()
-    state = {'settings': kept} if kept is not None else None
-    return program.resolve(program.parse(flags.split()), state, 'old.safetensors')
+def resolved(given='', kept=None):
+    p = ArgumentParser(prog='program')
+    for flag, kind in (('--lr', float), ('--dropout', float), ('--hidden', int), ('--layers', int)):
+        add_setting(p, DEFAULTS, flag, type=kind, help='a setting')
+    add_preset_flag(p, PRESETS)
+    found = checkpoint.Found('old.safetensors', '.', '', state=kept and {'settings': kept})
+    settings = resolve(p.parse_args(given.split()), found, DEFAULTS, ('hidden', 'layers'), ('seed',), PRESETS)
+    assert settings.pop('quant') == 'none' and settings.pop('quant_layers') == ''
+    return settings
 
 
 def test_a_flag_goes_before_the_checkpoint_before_the_preset_before_the_default():
     fresh = resolved()
-    assert fresh == TwoSizes.DEFAULTS | {'preset': 'small'} and fresh['hidden'] == 256 and fresh['lr'] == 0.005
-    large = resolved('--preset large -d 0.3')
-    assert large == TwoSizes.DEFAULTS | {'preset': 'large', 'hidden': 512, 'lr': 0.001, 'dropout': 0.3}
+    assert fresh == DEFAULTS | {'preset': 'small'}
+    large = resolved('--preset large --dropout 0.3')
+    assert large == DEFAULTS | {'preset': 'large', 'hidden': 512, 'lr': 0.001, 'dropout': 0.3}
     assert resolved('', large) == large and resolved('--preset large', large) == large
-    assert resolved('-l 0.1', large) == large | {'lr': 0.1}
-    assert resolved('--preset large --hidden 16') == TwoSizes.DEFAULTS | TwoSizes.PRESETS['large'] | {
-        'preset': 'large', 'hidden': 16}
+    assert resolved('--lr 0.1', large) == large | {'lr': 0.1}
+    assert resolved('--preset large --hidden 16') == DEFAULTS | PRESETS['large'] | {'preset': 'large', 'hidden': 16}
     del large['layers']                                     # a setting that an older program did not have
     assert resolved('--layers 3', large)['layers'] == 3 and resolved('', large)['layers'] == 2
 
@@ -153,7 +153,7 @@ def test_a_flag_goes_before_the_checkpoint_before_the_preset_before_the_default(
 def test_another_preset_than_the_checkpoints_is_refused_where_a_size_differs():
     small, large = resolved(), resolved('--preset large')
     for flags, kept, named in (('--preset large', small, 'small'), ('--preset small', large, 'large'),
-                               ('--preset gentle -l 1', large, 'large')):
+                               ('--preset gentle --lr 1', large, 'large')):
         name = flags.split()[1]
         with pytest.raises(UserError, match=f'^--preset {name}: old.safetensors was trained with {named}; '
                                             'leave --preset out, or give another folder with -c$'):
@@ -167,36 +167,29 @@ def test_another_preset_than_the_checkpoints_is_refused_where_a_size_differs():
 
 
 def test_a_preset_is_kept_in_the_checkpoint(tmp_path, capsys):
-    program = TwoSizes()
-    program.main(['-e', '1', '-c', str(tmp_path), '--preset', 'gentle', *TINY])
-    assert newest(tmp_path)[1]['settings']['preset'] == 'gentle' and 'lr : 0.002' in capsys.readouterr().out
-    program.main(['-e', '2', '-c', str(tmp_path), *TINY])
-    assert newest(tmp_path)[1]['settings']['preset'] == 'gentle' and 'lr : 0.002' in capsys.readouterr().out
+    flags = ['--d-model', '16', '--heads', '2', '--layers', '1', '--d-ff', '8', '--num-steps', '9', *TINY_TRANSFORMER[:6]]
+    transformer_train.main(['-e', '1', '-c', str(tmp_path), '--preset', 'base', *flags])
+    assert newest(tmp_path)[1]['settings']['preset'] == 'base' and 'learning rate : 0.0007' in capsys.readouterr().out
+    transformer_train.main(['-e', '2', '-c', str(tmp_path), *flags])
+    assert newest(tmp_path)[1]['settings']['preset'] == 'base' and 'learning rate : 0.0007' in capsys.readouterr().out
 
 
 def test_presets_have_a_flag_where_there_are_any(capsys):
-    for program, arguments, want in ((TwoSizes(), ['--preset', 'huge'], '--preset: invalid choice: .*small.*large.*gentle'),
-                                     (Seq2SeqProgram(), ['--preset', 'small'], 'unrecognized arguments: --preset small')):
+    for program, arguments, want in ((transformer_train, ['--preset', 'huge'], '--preset: invalid choice: .*small.*base'),
+                                     (seq2seq_train, ['--preset', 'small'], 'unrecognized arguments: --preset small')):
         with pytest.raises(SystemExit):
-            program.parse(arguments)
+            program.parser().parse_args(arguments)
         (line,) = capsys.readouterr().err.splitlines()
         assert re.search(f'error: {want}.*; see --help$', line)
 
 
 # ---- the transformer's words -----------------------------------------------------------------------------------------
 
-class TransformerOfGRUs(TransformerProgram):
-    """The flags and lines of transformer.train around the model of seq2seq."""
-    DEFAULTS = TransformerProgram.DEFAULTS | dict(embedding=16, hidden=24)
-    PRESETS = {}
-    architecture = Seq2SeqProgram.architecture
-
-
-SMALL = ['-f', 'embedded', '-t', '1', '-b', '100', '--hold-out', '0']
+SMALL = [*TINY_TRANSFORMER, '--hold-out', '0']
 
 
 def test_the_lines_of_a_transformer_run(tmp_path, capsys):
-    program, ckpt = TransformerOfGRUs(), ['-c', str(tmp_path)]
+    program, ckpt = transformer_train, ['-c', str(tmp_path)]
     program.main(['-e', '2', *ckpt, *SMALL])
     lines = capsys.readouterr().out.splitlines()
     sizes = [len(newest(tmp_path)[1]['vocabularies'][which]) for which in ('source', 'target')]
@@ -204,7 +197,7 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
                           'checkpoint : none', f'enc_vocab_size : {sizes[0]}', f'dec_vocab_size : {sizes[1]}',
                           'bos_id : 3', 'eos_id : 1', 'src_pad_id : 0', 'tgt_pad_id : 0']
     assert re.fullmatch(r'allocated : [1-9]\d+ bytes for tensors, [1-9]\d+ for intermediate and [1-9]\d+ for gradient tensors',
-                        lines[12])
+                        lines[14])
     pairs = r'\d+ pairs/s, \d\d:\d\d left'
     for epoch in (0, 1):
         *progress, last = [line for line in lines if line.startswith(f'epoch {epoch} :  ')]
@@ -213,7 +206,7 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
                 for line in progress] == ['100', '200', '300', '400']
     path = checkpoint.find(tmp_path, serving=True).path
     assert lines[-2].startswith('epoch 1 :  [500/500]') and lines[-1] == f'checkpoint saved : {path}'
-    assert lines[13].startswith('step : ') and lines[14].startswith('-v lists its kernels; ')
+    assert lines[12].startswith('step : ') and lines[13].startswith('-v lists its kernels; ')
     assert len(lines) == 15 + 2 * 5 + 1
     program.main(['-e', '3', *ckpt, '--no-plan', *SMALL])
     out = capsys.readouterr().out
@@ -222,18 +215,17 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
 
 
 def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
-    program = TransformerOfGRUs()
-    program.main(['-e', '1', '-c', str(tmp_path), *SMALL])
-    translator, _ = serving.open_checkpoint(program, tmp_path)
+    transformer_train.main(['-e', '1', '-c', str(tmp_path), *SMALL])
+    translator, _ = transformer_translate.open_checkpoint(tmp_path)
     vocabulary = translator.target_vocabulary
-    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: np.array([[4], [5], [EOS], [PAD]]))
+    monkeypatch.setattr(Transformer, 'decoding', lambda self: lambda source: np.array([[4], [5], [EOS], [PAD]]))
     said = ' '.join(vocabulary.words([4, 5]))
     assert list(translator.answer('I sleep.')) == [f'i sleep . -> {said}']
     notes = list(translator.answer('Zzz i sleep here now with my brother and his father.'))
     assert notes == ['unknown words : zzz now with and', f'zzz i sleep here now with my brother and -> {said}']
     monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'I sleep.\n')))
     capsys.readouterr()
-    program.main(['-e', '0', '-c', str(tmp_path)])
+    transformer_train.main(['-e', '0', '-c', str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[-2:] == ['serving mode', f'i sleep . -> {said}']
 
 
@@ -245,10 +237,10 @@ def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, cap
     sentences = [' '.join(('I can sleep here now with my brother and his old father .').split()[:n]) for n in range(1, 13)]
     corpus.write_text(''.join(f'{sentence}\tJe dors .\n' for sentence in sentences))
     flags = ['-f', str(corpus), '--min-count', '1', '--num-steps', '6', '-b', '4', '--embedding', '8', '--hidden', '8']
-    Seq2SeqProgram().main(['-e', '1', '-c', str(tmp_path / 'ckpt'), *flags])
+    seq2seq_train.main(['-e', '1', '-c', str(tmp_path / 'ckpt'), *flags])
     assert ('cut to --num-steps 6 tokens, end mark included : 7 sources, 0 targets, 7 of 12 pairs (58.3%); '
             'a larger --num-steps cuts fewer\n') in capsys.readouterr().out
-    translator, _ = serving.open_checkpoint(Seq2SeqProgram(), tmp_path / 'ckpt')
+    translator, _ = seq2seq_translate.open_checkpoint(tmp_path / 'ckpt')
     read = []
     monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
     trained = Pairs.encode(Corpus.load(corpus), translator.source_vocabulary, translator.target_vocabulary, 6).source
@@ -287,16 +279,15 @@ def test_a_score_tells_of_references_that_are_longer_than_an_output(capsys):
 # ---- typographic quotes ----------------------------------------------------------------------------------------------
 
 def test_typographic_quotes_are_read_in_the_forms_that_were_trained(tmp_path, monkeypatch):
-    program = Seq2SeqProgram()
-    program.main(['-e', '1', '-c', str(tmp_path), *TINY])
-    translator, _ = serving.open_checkpoint(program, tmp_path)
+    seq2seq_train.main(['-e', '1', '-c', str(tmp_path), *TINY])
+    translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
     plain = list(translator.answer("I don't sleep."))
     assert plain[0] == "i don't sleep . <eos>"
     for typed in ('I don’t sleep.', '“I don’t sleep.”', '‘I donʼt sleep.’', '«I don’t sleep.»', '„I don‘t sleep.“'):
         assert list(translator.answer(typed)) == plain
     read = []
     monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
-    translator, _ = serving.open_checkpoint(program, tmp_path)
+    translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
     translator.sentences(['i don’t sleep .', "i don't sleep ."])
     assert read[0] == read[1] and UNK not in read[0]
     assert list(translator.answer('"I don\'t sleep."'))[0] == 'unknown words : "i ."'           # plain text is read as ever
@@ -310,17 +301,17 @@ def test_a_vocabulary_without_words_is_an_error(tmp_path):
     arguments = ['-e', '1', '-c', str(tmp_path / 'ckpt'), '-f', str(corpus), *TINY[4:]]
     with pytest.raises(UserError, match=f'^{corpus}: no target word occurs 3 times or more; '
                                         'give --min-count 1 or a larger corpus$'):
-        Seq2SeqProgram().main(arguments)
+        seq2seq_train.main(arguments)
     assert not list((tmp_path / 'ckpt').iterdir())
-    Seq2SeqProgram().main([*arguments, '--min-count', '1'])
+    seq2seq_train.main([*arguments, '--min-count', '1'])
 
 
 def test_every_setting_of_the_transformer_has_a_flag_and_a_preset_can_be_undone():
-    program = TransformerProgram()
-    args = program.parse(['--preset', 'base', '--no-pre-norm'])
+    program, parse = transformer_train, transformer_train.parser().parse_args
+    args = parse(['--preset', 'base', '--no-pre-norm'])
     assert vars(args).keys() >= program.DEFAULTS.keys() and args.pre_norm is False
-    assert program.parse(['--pre-norm']).pre_norm is True and program.parse([]).pre_norm is None
-    assert program.DEFAULTS.keys() >= program.PRESETS['base'].keys() | set(program.GROWING)
+    assert parse(['--pre-norm']).pre_norm is True and parse([]).pre_norm is None
+    assert program.DEFAULTS.keys() >= program.PRESETS['base'].keys() | set(SIZES)
 
 
 @pytest.mark.parametrize('arguments, want', [
@@ -334,7 +325,7 @@ def test_what_the_transformer_refuses(arguments, want, tmp_path, monkeypatch, ca
     monkeypatch.setenv('PYOPS_CUDA_LIBRARY', '/nowhere.so')
     checkpoint.save('x.safetensors', {'w': np.zeros(3, np.float32)}, {'program': 'seq2seq'})
     with pytest.raises(UserError) as error:
-        TransformerProgram().main(arguments.split())
+        transformer_train.main(arguments.split())
     assert str(error.value) == want
 
 
@@ -344,10 +335,12 @@ def test_what_the_transformer_refuses(arguments, want, tmp_path, monkeypatch, ca
     ('', '--pairs 300', '--pairs 300: old.safetensors was trained with all pairs; leave --pairs out'),
     ('--pairs 20', '--pairs 300', '--pairs 300: old.safetensors was trained with 20; leave --pairs out')])
 def test_what_a_checkpoint_was_trained_with_is_told_in_flags(before, flags, want):
-    program = TransformerProgram()
-    kept = program.resolve(program.parse(before.split()), None, None)
+    def settings(given, kept=None):
+        found = checkpoint.Found('old.safetensors', '.', '', state=kept and {'settings': kept})
+        args = transformer_train.parser().parse_args(given.split())
+        return resolve(args, found, transformer_train.DEFAULTS, SIZES, FIXED, transformer_train.PRESETS)
     with pytest.raises(UserError) as error:
-        program.resolve(program.parse(flags.split()), {'settings': kept}, 'old.safetensors')
+        settings(flags, settings(before))
     assert str(error.value) == f'{want}, or give another folder with -c'
 
 
@@ -360,7 +353,7 @@ def test_what_a_checkpoint_was_trained_with_is_told_in_flags(before, flags, want
     ('--preset large', "--preset: invalid choice: 'large' .*")])
 def test_flags_that_the_transformer_refuses(arguments, want, capsys):
     with pytest.raises(SystemExit) as left:
-        TransformerProgram().parse(arguments.split())
+        transformer_train.parser().parse_args(arguments.split())
     assert left.value.code == 2
     assert re.fullmatch(f'python -m transformer.train: error: {want}; see --help\n', capsys.readouterr().err)
 
@@ -368,22 +361,18 @@ def test_flags_that_the_transformer_refuses(arguments, want, capsys):
 # ---- what is refused early -------------------------------------------------------------------------------------------
 
 def test_settings_that_do_not_go_together_are_refused_before_the_corpus_is_read(tmp_path, capsys):
-    class Refusing(Seq2SeqProgram):
-        def architecture(self):
-            class Config(ModelConfig):
-                def __post_init__(self):
-                    if self.hidden % 7:
-                        raise UserError(f'--hidden {self.hidden}: want a multiple of 7')
-            return super().architecture()._replace(config=Config)
-    for hidden, want in (('15', '--hidden 15: want a multiple of 7'), ('14', 'none.txt: no such file')):
+    for heads, want in (('3', '--heads 3: expected a divisor of --d-model 16: heads share it evenly'),
+                        ('4', 'none.txt: no such file')):
         with pytest.raises(UserError, match=want):
-            Refusing().main(['-e', '1', '-c', str(tmp_path), '-f', 'none.txt', '--hidden', hidden])
+            transformer_train.main(['-e', '1', '-c', str(tmp_path), '-f', 'none.txt', '--d-model', '16', '--heads', heads])
 
 
-def test_a_model_that_memory_cannot_hold_names_the_programs_own_flags():
-    specs = {'weight': Spec((2 ** 30, 2 ** 30), zeros())}
-    with pytest.raises(UserError, match='; give a smaller --d-model, --d-ff or --layers$'):
-        fit.check_model_memory(specs, TransformerProgram.GROWING)
+@pytest.mark.parametrize('program, flags, named', [
+    (seq2seq_train, ['--hidden', '65536', '--embedding', '65536', '--layers', '64'], '--embedding, --hidden or --layers'),
+    (transformer_train, ['--d-model', '65536', '--d-ff', '65536', '--layers', '64'], '--d-model, --d-ff or --layers')])
+def test_a_model_that_memory_cannot_hold_names_the_programs_own_flags(program, flags, named, tmp_path):
+    with pytest.raises(UserError, match=f'^the model needs .*; give a smaller {named}$'):
+        program.main(['-e', '1', '-c', str(tmp_path), '-f', 'embedded', '-t', '1', *flags])
 
 
 def test_a_step_that_memory_cannot_hold_is_refused_before_it_runs(tmp_path, monkeypatch):
@@ -391,9 +380,9 @@ def test_a_step_that_memory_cannot_hold_is_refused_before_it_runs(tmp_path, monk
     arguments = ['-e', '1', '-c', str(tmp_path), '-f', 'embedded', '--d-model', '16', '--heads', '2', '--layers', '1']
     with pytest.raises(UserError, match=r'^a training step needs \d+\.\d GiB of memory and this machine has 0\.0; '
                                         'give a smaller -b or --num-steps$'):
-        TransformerProgram().main(arguments)
+        transformer_train.main(arguments)
     assert not list(tmp_path.iterdir())
-    TransformerProgram().main([*arguments, '-b', '4', '--pairs', '64'])
+    transformer_train.main([*arguments, '-b', '4', '--pairs', '64'])
 
 
 @pytest.mark.parametrize('program', ['seq2seq.train', 'seq2seq.translate', 'transformer.train', 'transformer.translate'])

@@ -12,8 +12,8 @@ from conftest import ROOT
 
 from pyops.errors import UserError
 from scripts import flag_tables, generated
-from seq2seq.train import PROGRAM as SEQ2SEQ
-from transformer.train import PROGRAM as TRANSFORMER
+from seq2seq.train import DEFAULTS as SEQ2SEQ
+from transformer.train import DEFAULTS as TRANSFORMER
 
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob('*.md'))]
 INDEX = ROOT / 'docs' / 'README.md'
@@ -218,7 +218,7 @@ def test_the_flag_tables_are_up_to_date(tmp_path):
 def test_every_flag_of_a_program_is_in_the_tables_with_its_default(program):
     rows, actions = flag_rows(program), {flag.lower(): action for flag, action in actions_of(program).items()}
     assert set(rows) == set(actions)
-    settings = {'seq2seq.train': SEQ2SEQ.DEFAULTS, 'transformer.train': TRANSFORMER.DEFAULTS}.get(program, {})
+    settings = {'seq2seq.train': SEQ2SEQ, 'transformer.train': TRANSFORMER}.get(program, {})
     for flag, (meaning, cell) in rows.items():
         action = actions[flag]
         assert len(meaning.split()) >= 2

@@ -3,8 +3,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from translation import assert_same_training, newest
+
+from examples import language_model
+from pyops import checkpoint
+from pyops.errors import UserError
 
 EXAMPLES = [path.stem for path in sorted((ROOT / 'examples').glob('*.py'))]
 # arguments of python for the example {}, and the current folder
@@ -28,7 +34,7 @@ def test_every_example_runs_from_any_folder_as_a_file_and_as_a_module(name, way)
 
 
 def test_every_example_has_a_test_below():
-    assert EXAMPLES == ['mlp_on_tensors']
+    assert EXAMPLES == ['language_model', 'mlp_on_tensors']
 
 
 def test_gradients_from_the_tape_are_those_by_hand_bit_for_bit():
@@ -37,3 +43,68 @@ def test_gradients_from_the_tape_are_those_by_hand_bit_for_bit():
     assert [words[3] for words in losses] == [words[6] for words in losses] and float(losses[-1][3]) < 1 < float(losses[0][3])
     same = [line for line in lines if line.endswith('all 100 gradients have the same bits, and so has the parameter: True')]
     assert [line.split()[0] for line in same] == ['w1', 'bias1', 'w2', 'bias2']
+
+
+# ---- the language model ------------------------------------------------------------------------------------------------
+
+def test_the_language_model_learns_the_embedded_sentences_and_writes_letters_of_them():
+    *_, last = lines = run('language_model')
+    losses = [float(line.split()[-1]) for line in lines if line.startswith('epoch ')]
+    assert len(losses) == 5 and losses[0] < 3.4 and losses[-1] < 2.0          # 29 letters by chance: 3.4
+    assert last and len('\n'.join(lines).split(f'{losses[-1]:.5f}\n')[1]) == 200
+
+
+def test_the_gradients_of_the_language_model_are_central_differences():
+    model = language_model.LanguageModel(language_model.Config(1, 9, 8, 16, heads=2, layers=2, dropout=0.0, num_steps=5,
+                                                               pre_norm=True))
+    rng = np.random.default_rng(0)
+    labels = rng.integers(language_model.FIRST, 9, (5, 3)).astype(np.int32)
+    ids = np.concatenate([np.full((1, 3), language_model.BEGIN, np.int32), labels[:-1]])
+
+    def loss():
+        return float(model.forward(ids, labels, None)[0][0])
+    model.params.zero_grads()
+    model.backward(model.forward(ids, labels, None)[1])
+    direction = rng.standard_normal(model.params.values.shape).astype(np.float32)
+    slope, size, start = float(direction @ model.params.grads), 1e-2, model.params.values.copy()
+    model.params.values[:] = start + size * direction / np.linalg.norm(direction)
+    ahead = loss()
+    model.params.values[:] = start - size * direction / np.linalg.norm(direction)
+    numeric = (ahead - loss()) / (2 * size) * np.linalg.norm(direction)
+    assert abs(slope) > 0.01 and abs(slope - numeric) <= 0.02 * abs(slope)
+
+
+def test_a_letter_is_predicted_from_earlier_ones_only():
+    model = language_model.LanguageModel(language_model.Config(1, 9, 8, 16, heads=2, layers=2, dropout=0.0, num_steps=5))
+    ids = np.random.default_rng(0).integers(0, 9, (5, 3)).astype(np.int32)
+    before, _ = model.decoder.forward(ids, None)
+    before = before.copy()
+    ids[3] = (ids[3] + 1) % 9
+    after, _ = model.decoder.forward(ids, None)
+    assert (before[:3] == after[:3]).all() and (before[3:] != after[3:]).any(-1).all()
+
+
+def test_a_resumed_language_model_equals_a_whole_one(tmp_path, capsys):
+    text = tmp_path / 'text.txt'
+    text.write_text('to be or not to be, that is the question: ' * 30)
+    flags = [str(text), '--d-model', '8', '--write', '20', '-b', '8']
+    language_model.main([*flags, '-e', '3', '-c', str(tmp_path / 'whole')])
+    whole = capsys.readouterr().out
+    language_model.main([*flags, '-e', '1', '-c', str(tmp_path / 'parts')])
+    language_model.main([*flags, '-e', '3', '-c', str(tmp_path / 'parts')])
+    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
+    assert capsys.readouterr().out.splitlines()[-1] == whole.splitlines()[-1]
+
+
+@pytest.mark.parametrize('arguments, error', [
+    (['none.txt'], 'none.txt: cannot be read as UTF-8 text .*; name a text file'),
+    (['short.txt'], 'short.txt: has 5 letters; give a longer text or a smaller --context than 32'),
+    (['short.txt', '--context', '4', '-e', '0', '--prompt', 'hex'], "--prompt: the text has no 'x'; leave it out"),
+    (['short.txt', '--context', '4', '-c', 'ckpt'], '.*: was not trained on the letters of short.txt; give another .*')])
+def test_bad_input_of_the_language_model(arguments, error, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'short.txt').write_text('hello')
+    (tmp_path / 'ckpt').mkdir()
+    checkpoint.save('ckpt/checkpoint_20260101_000000_1.safetensors', {'w': np.zeros(1, np.float32)}, {'letters': ['a']})
+    with pytest.raises(UserError, match=f'^{error}$'):
+        language_model.main(arguments)

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from pyops.text import embedded, tokenize
+from pyops.text import embedded
+from pyops.text.preprocess import tokenize
 from pyops.text.split import hold_out, references
 
 PAIRS = embedded.pairs()

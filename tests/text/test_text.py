@@ -15,14 +15,15 @@ import pytest
 
 from pyops.data import locate
 from pyops.errors import UserError
-from pyops.text import BOS, EOS, PAD, SPECIALS, UNK, Corpus, Vocabulary, embedded, encode, preprocess, tokenize
 from pyops.text import corpus as corpus_module
-from pyops.text.corpus import tokenized
+from pyops.text import embedded
+from pyops.text.corpus import Corpus, encode, tokenized
 from pyops.text.decoding import greedy
-from pyops.text.preprocess import plain_quotes
+from pyops.text.preprocess import plain_quotes, preprocess, tokenize
 from pyops.text.score import bleu, exact_match
 from pyops.text.sentences import Sentences
 from pyops.text.split import hold_out, references
+from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, UNK, Vocabulary
 
 # ---- preprocess ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -15,37 +16,49 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.init import zeros
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
-from pyops.training import Progress
 
 
-def run_epochs(run, samples, epochs, stop_after=None, losses=(), after_step=lambda: None, **options):
-    """-> rows of each step, lines of the epochs, whether all were done; a signal comes with step `stop_after`.
-    losses: those of the steps (2.0 after the last of them)."""
-    shown, lines, losses = [], [], iter(losses)
+class Losses:
+    """A History of the given losses, and of 2.0 after the last of them."""
 
-    def step(rows):
-        shown.append(rows.tolist())
-        if len(shown) == stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step()
+    def __init__(self, losses):
+        self.losses = iter(losses)
 
-    def results(sizes):
-        return [(next(losses, 2.0), size, False) for size in sizes]
+    def read(self, n):
+        return [(next(self.losses, 2.0), 0, 0.0) for _ in range(n)]
 
-    def line(values):
-        lines.append(values)
-        return f'epoch {values["epoch"]}'
-    ended = fit.fit(run, samples, epochs, step, results, line=line,
-                   progress=lambda epoch, total, initial: Progress(total, 'pairs', initial), **options)
-    assert ended.signal == (signal.SIGTERM if stop_after else None)
-    return shown, lines, ended.done
+
+def run_epochs(run, samples, epochs, stop_after=None, losses=(), after_step=lambda: None, line_first=False, at_once=1,
+               **options):
+    """Return the rows of each step, the values of each epoch, and whether all epochs were done.
+
+    stop_after: number of the step in which a signal arrives;  losses: see Losses
+    line_first: print the line of an epoch before the line about its checkpoint
+    """
+    shown, lines = [], []
+    optimizer = Adam(Parameters({'w': Spec((3,), zeros())}), 0.1)
+    trainer = fit.Trainer(run, samples, epochs, optimizer, Losses(losses), **options)
+    with trainer:
+        for epoch in trainer.epochs():
+            for rows in epoch.batches(at_once, unit='pairs'):
+                shown.append(rows.tolist())
+                if len(shown) == stop_after:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                after_step()
+            lines.append(epoch.end())
+            if not line_first:
+                epoch.save()
+            print(f'epoch {epoch.number + 1}', flush=True)
+    assert trainer.signal == (signal.SIGTERM if stop_after else None)
+    return shown, lines, trainer.is_done
 
 
 class Saves:
-    """Stands in for a Saver; `saved`: epochs done, samples done and whether it was by time, of each checkpoint."""
+    """A Saver that writes no file.  saved: epochs done, samples done and whether it was by time, of each checkpoint."""
 
-    def __init__(self, run, last='BEFORE'):
-        self.run, self.last, self.saved = run, last, []
+    def __init__(self, run, every=10, minutes=0, last='BEFORE', folder=None):
+        self.run, self.every, self.minutes, self.last, self.saved = run, every, minutes, last, []
+        self.folder = folder or tempfile.mkdtemp()
 
     def __call__(self, by_time=False):
         self.saved.append((self.run.epoch, self.run.position, by_time))
@@ -55,7 +68,8 @@ class Saves:
 
 @pytest.mark.parametrize('drop_last, sizes, samples', [(False, [4, 4, 2], 10), (True, [4, 4], 8)])
 def test_an_epoch_with_and_without_its_incomplete_batch(drop_last, sizes, samples, tmp_path, capsys):
-    shown, lines, done = run_epochs(fit.Run(1, 4), 10, 2, folder=str(tmp_path), drop_last=drop_last)
+    run = fit.Run(1, 4)
+    shown, lines, done = run_epochs(run, 10, 2, saver=Saves(run, folder=str(tmp_path)), drop_last=drop_last)
     assert done and [len(rows) for rows in shown] == sizes * 2
     assert sum(shown[:len(sizes)], []) == epoch_order(10, 1, 0)[:samples].tolist()
     assert [values['samples'] for values in lines] == [samples, samples]
@@ -68,7 +82,7 @@ def test_an_epoch_with_and_without_its_incomplete_batch(drop_last, sizes, sample
 @pytest.mark.parametrize('line_first', [False, True])
 def test_the_line_of_an_epoch_stands_before_or_after_its_checkpoint(line_first, capsys):
     run = fit.Run(1, 4)
-    run_epochs(run, 10, 3, save=Saves(run), save_every=2, line_first=line_first)
+    run_epochs(run, 10, 3, saver=Saves(run, every=2), line_first=line_first)
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith('[')]
     saved = 'checkpoint saved : PATH'
     if line_first:
@@ -90,7 +104,8 @@ def test_a_stopped_run_goes_on_with_what_it_has_not_seen(drop_last, stop_after, 
 
 @pytest.mark.parametrize('stopping', [dict(stop_after=2), dict(max_steps=2)], ids=['signal', 'max_steps'])
 def test_a_run_that_ends_within_an_epoch_prints_its_loss_before_the_checkpoint(stopping, capfd):
-    _, lines, done = run_epochs(fit.Run(1, 30), 1000, 2, save=lambda by_time: 'PATH', **stopping)
+    run = fit.Run(1, 30)
+    _, lines, done = run_epochs(run, 1000, 2, saver=Saves(run), **stopping)
     assert capfd.readouterr().out == '[60/1000] loss : 2.00000\ncheckpoint saved : PATH\n' and not done and lines == []
     _, lines, done = run_epochs(fit.Run(1, 500), 1000, 2, max_steps=2)                  # at its end
     assert capfd.readouterr().out.splitlines()[-1] == 'epoch 1' and not done and len(lines) == 1
@@ -134,8 +149,10 @@ def test_every_plain_line_of_an_epoch_is_printed_however_seldom_results_are_aske
 @pytest.mark.parametrize('number, status', [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_a_signal_ended_has_a_status_of_its_own(number, status, capsys):
     with pytest.raises(SystemExit) as left, exits_cleanly('program'):
-        fit.Ended(True, None).leave()                           # returns
-        fit.Ended(False, number).leave()
+        trainer = fit.Trainer(fit.Run(1, 4), 4, 1, None, None)
+        trainer.leave()                                         # returns
+        trainer.signal = number
+        trainer.leave()
     assert left.value.code == status and capsys.readouterr() == ('', '')
 
 
@@ -159,22 +176,22 @@ def test_an_output_that_fails_ends_a_run_after_it_was_saved(room, line_first, mo
     save, out = Saves(run), Refusing(room)
     monkeypatch.setattr(sys, 'stdout', out)
     with pytest.raises(BrokenPipeError):
-        run_epochs(run, 40, 100, save=save, line_first=line_first)
+        run_epochs(run, 40, 100, saver=save, line_first=line_first)
     assert len(save.saved) == 1 and save.saved[0] == (run.epoch, run.position, False) and out.tell() > room - 100
     assert (run.epoch, run.position) > (0, 0) and run.epoch < 10
 
 
 # ---- checkpoints by time -------------------------------------------------------------------------------------------
 
-def saved_by_a_clock(monkeypatch, samples, epochs, **options):
+def saved_by_a_clock(monkeypatch, samples, epochs, save_every=10, save_minutes=0):
     """What is saved where a step of four samples takes a minute."""
     run, now = fit.Run(1, 4), [0.0]
-    save = Saves(run)
+    save = Saves(run, save_every, save_minutes)
 
     def tick():
         now[0] += 60
     monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
-    run_epochs(run, samples, epochs, save=save, after_step=tick, **options)
+    run_epochs(run, samples, epochs, saver=save, after_step=tick)
     return save.saved
 
 
@@ -269,13 +286,13 @@ BAD = {
 }
 
 
-def train_on(losses, run=None, save_every=10**6, steps=4, **options):
+def train_on(losses, run=None, save_every=10**6, save_minutes=0, steps=4, **options):
     """A run of one loss after the other, `steps` an epoch -> Saves"""
     run = run or fit.Run(1, 4)
-    save = Saves(run)
-    options = dict(save=save, chance_loss=9.5) | options
+    save = Saves(run, save_every, save_minutes)
+    options = dict(saver=save, chance_loss=9.5) | options
     try:
-        run_epochs(run, 4 * steps, len(losses) // steps, losses=[float(loss) for loss in losses], save_every=save_every,
+        run_epochs(run, 4 * steps, len(losses) // steps, losses=[float(loss) for loss in losses],
                    max_steps=len(losses), **options)
     except UserError as error:
         save.error = str(error)
@@ -303,7 +320,7 @@ def test_the_line_about_an_exploding_loss(capsys):
     error = train_on(BAD['at once'], steps=400).error
     assert error == ('the loss has exploded to 59.2 (median of the last 100 steps; an untrained model has 9.5) at [396/1600] '
                      'after 0 epochs; lower the learning rate with -l; the last complete checkpoint is BEFORE')
-    error = train_on(BAD['bad initial values'], steps=400, save=None).error          # as mnist, which saves nothing
+    error = train_on(BAD['bad initial values'], steps=400, saver=None).error          # as mnist, which saves nothing
     assert error == ('the loss has exploded to 200 (median of the last 100 steps; an untrained model has 40) at [396/1600] '
                      'after 0 epochs; lower the learning rate with -l')
 

@@ -1,93 +1,64 @@
-"""Inference with a trained checkpoint: one sentence, standard input, or held-out sentences.
+"""Inference with a trained checkpoint: sentences, standard input, or held-out sentences.
 
-Implements `python -m PROGRAM.translate` and `python -m PROGRAM.train -e 0`.
+A program calls these functions with its own function open_checkpoint(path, args) -> Translator, state.
 """
 from pyops.errors import UserError
-from pyops.training import ArgumentParser, add_gpu_flag, add_quant_flags, add_threads_flag, positive_int, use_gpu
+from pyops.flags import use_device
 
 
-def parser(program):
-    p = ArgumentParser(prog=f'python -m {program.name}.translate',
-                       description='Translate English to French with a checkpoint.')
-    group = p.group('translation')
-    group.add_argument('sentence', nargs='*', help='a sentence to translate (default: read lines from standard input)')
-    group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
-                       help='a checkpoint, or a folder: its newest checkpoint (required)')
-    group.add_argument('--test', type=positive_int, metavar='N',
-                       help='translate N held-out sentences, then score all held-out sentences')
-    group.add_argument('-f', '--corpus', metavar='FILE',
-                       help='with --test: the corpus of the training run (default: fra-eng if found, else embedded)')
-    group.add_argument('--data-dir', metavar='DIR',
-                       help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
-    add_threads_flag(p, 'translation')
-    add_gpu_flag(p)
-    add_quant_flags(p, 'as in the checkpoint')
-    return p
-
-
-def parse(program, argv=None):
-    p = parser(program)
-    args = p.parse_args(argv)
-    if args.test and args.sentence:
-        p.error(f'--test {args.test}: expected no sentence, got {args.sentence[0]!r}; it translates held-out sentences')
-    return args
-
-
-def main(program, argv=None):
-    args = parse(program, argv)
-    use_gpu(args)
-    if args.threads:
-        from pyops import backend
-        backend.set_threads(args.threads)
+def translate(args, open_checkpoint):
+    """Do what the flags of pyops.text.flags.serving_parser ask: translate sentences or standard input, or run the test."""
+    use_device(args)
     if args.test:
-        return test(program, args)
+        return test(args, *open_checkpoint(args.checkpoint, args))
     if not args.sentence:
-        return serve(program, args.checkpoint, args)
-    translator, _ = open_checkpoint(program, args.checkpoint, args)
+        return serve(args, open_checkpoint)
+    translator, _ = open_checkpoint(args.checkpoint, args)
     for sentence in args.sentence:
         for line in translator.answer(sentence):
             print(line)
 
 
-def open_checkpoint(program, path, args=None):
+def load(path, program, build, lines, args=None):
     """Load the checkpoint that -c names, print lines about it, and return the Translator and the checkpoint's state.
 
+    build(settings, source_size, target_size): returns the model;  lines: as for Translator
     args: the parsed flags.  Quantization is as in the training run unless args has another --quant.
     """
     from pyops import checkpoint, fit, quantization
-    from pyops.text.translation import Translator
+    from pyops.text.translation import Translator, check_program
     from pyops.text.vocabulary import Vocabulary
 
     if path is None:
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
     found = checkpoint.find(path, serving=True)
     print(found.line)
-    tensors, state = program.load(found)
+    check_program(found, program)
+    state = found.state
     vocabularies = [Vocabulary(state['vocabularies'][which]) for which in ('source', 'target')]
-    architecture = program.architecture()
     settings = state['settings'] | quantization.resolve(args, state['settings'])
-    config = architecture.configure(settings, *map(len, vocabularies))
-    model = architecture.model(config, seed=None)           # skip initial values: restore() overwrites them
+    model = build(settings, *map(len, vocabularies))
     if settings['quant'] != 'none':
-        print(config.ops.check())
-    fit.restore(model.params, None, tensors, found.path)
+        print(model.config.ops.check())
+    fit.restore(model.params, None, found.tensors, found.path)
     print('loaded from checkpoint')
-    return Translator(model, *vocabularies, config.num_steps, program.answer), state
+    return Translator(model, *vocabularies, model.config.num_steps, lines), state
 
 
-def serve(program, path, args=None):
+def serve(args, open_checkpoint):
     """Translate standard input line by line until it ends."""
+    if getattr(args, 'save_tensors', None) is not None:         # a flag of training programs, of which -e 0 serves
+        raise UserError('--save-tensors: -e 0 serves and runs no training step whose tensors could be saved')
     from pyops.text.repl import serve as serve_lines
-    translator, _ = open_checkpoint(program, path, args)
+    translator, _ = open_checkpoint(args.checkpoint, args)
     print('serving mode', flush=True)
     serve_lines(translator.answer)
 
 
-def test(program, args):
+def test(args, translator, state):
     """Translate and score the sentences held out from the checkpoint's training."""
     from pyops.text.split import hold_out
     from pyops.text.translation import Pairs, check_vocabularies, open_corpus
-    translator, state = open_checkpoint(program, args.checkpoint, args)
     fraction = state['settings']['hold_out']
     if not fraction:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')

@@ -1,0 +1,253 @@
+"""Command-line flags that programs share: a parser with one-line errors, argument types, groups of flags.
+
+Imports neither numpy nor the library, so that --help and a bad flag are quick.
+"""
+import argparse
+import math
+import os
+import re
+import sys
+
+from pyops import PRECISIONS, __version__
+from pyops.environment import backend_name
+from pyops.errors import UserError
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with --version and without abbreviated flags, since a flag that is added later may change their meaning.
+
+    An error is one line, `PROGRAM: error: -e/--epochs: expected ..., got -1; see --help`, and exit status 2.  For an unknown
+    flag it names the nearest ones.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        # So that `-l -1e-3` is a flag with a bad value and not two flags; argparse itself knows only -1 and -1.5.
+        self._negative_number_matcher = re.compile(r'-(\d|\.\d|inf|nan)')
+        self.add_argument('--version', action='version', version=f'pyops {__version__}', help='print the version and exit')
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Like argparse's, but unknown arguments are an error here: a subcommand reports them under its own name."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f'unrecognized arguments: {" ".join(unknown)}{self._nearest_flags(unknown)}')
+        return namespace, unknown
+
+    def _nearest_flags(self, unknown):
+        typed = next((text.partition('=')[0] for text in unknown if re.match('--[a-z]', text)), None)
+        if typed is None:
+            return ''
+        import difflib  # not at the top: needed only for an error
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        alike = [flag for flag in flags if flag.startswith(typed[:6])]          # the same first four letters
+        near = difflib.get_close_matches(typed, alike, 3, 0) or difflib.get_close_matches(typed, flags, 1, 0.75)
+        return f'; did you mean {" or ".join(near)}?' if near else ''
+
+    def error(self, message):
+        message = ' '.join(message.removeprefix('argument ').split())
+        self.exit(2, f'{self.prog}: error: {message}{" See" if message.endswith("?") else "; see"} --help\n')
+
+    def group(self, title, description=None):
+        """Return the argument group with this title, made on first use.  --help and docs/programs.md list flags by group."""
+        found = next((group for group in self._action_groups if group.title == title), None)
+        return found or self.add_argument_group(title, description)
+
+    def add_commands(self):
+        """Return the object to which subcommands are added.  Each sets `run` with set_defaults(); without a subcommand `run`
+        prints the help and exits with status 2."""
+        def no_command(_):
+            self.print_help(sys.stderr)
+            self.exit(2)
+        self.set_defaults(run=no_command)
+        return self.add_subparsers(title='commands', metavar='COMMAND')
+
+
+def list_programs(package, description, programs, arguments=None):
+    """Run `python -m PACKAGE` for a package that only contains programs: print a usage that lists them, and exit with status 2,
+    or 0 for --help.
+
+    programs: {name: one line}, for `python -m PACKAGE.NAME`.
+    """
+    wide = max(map(len, programs))
+    lines = [f'  python -m {package}.{name:{wide}}  {text}' for name, text in programs.items()]
+    parser = ArgumentParser(prog=f'python -m {package}', usage=f'python -m {package}.PROGRAM [FLAGS]',
+                            description='\n'.join([description, '', *lines]),
+                            epilog=f'python -m {package}.PROGRAM --help lists the flags of a program.',
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in ('-h', '--help', '--version'):
+        parser.parse_args(arguments[:1])
+    parser.print_help(sys.stderr)
+    parser.exit(2)
+
+
+def add_gpu_flag(parser):
+    """-g, --gpu 1 or 0; --precision."""
+    group = parser.group('GPU')
+    group.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
+                       help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
+                       'whatever PYOPS_BACKEND is (default 0, or 1 if PYOPS_BACKEND=gpu)')
+    group.add_argument('--precision', choices=PRECISIONS, help='on a GPU, round the factors of matrix products to this '
+                       f'precision; everything else stays float32 (default {PRECISIONS[0]})')
+
+
+def use_gpu(args):
+    """Select the device from the flags of `add_gpu_flag`, else from $PYOPS_BACKEND, and set args.gpu to 0 or 1.
+
+    UserError if there is no GPU, --precision is given without one, or $PYOPS_BACKEND is unknown or, without -g, numpy.
+    """
+    name, source = backend_name(), 'PYOPS_BACKEND=gpu' if args.gpu is None else '-g 1'
+    if args.gpu is None:
+        if name == 'numpy':
+            raise UserError('PYOPS_BACKEND=numpy: training and translation need the kernels of the library; '
+                            'set it to cpu or gpu, or unset it')
+        args.gpu = int(name == 'gpu')
+    elif not args.gpu and name != 'cpu':
+        os.environ['PYOPS_BACKEND'] = 'cpu'             # -g 0 wins; pyops.ndarray reads the variable when it is imported
+        from pyops import backend
+        backend.use(backend.HOST)
+    if args.gpu:
+        from pyops.ndarray import use_gpu
+        try:
+            use_gpu(args.precision or PRECISIONS[0])
+        except UserError as error:
+            raise UserError(f'{source}: {error}') from error
+    elif args.precision:
+        raise UserError(f'--precision {args.precision}: the CPU calculates in float32; leave it out, or give -g 1')
+
+
+def use_device(args):
+    """Select the device (`use_gpu`) and set the number of threads (`add_threads_flag`)."""
+    use_gpu(args)
+    if args.threads:
+        from pyops import backend
+        backend.set_threads(args.threads)
+
+
+def add_quant_flags(parser, default):
+    """--quant, --quant-layers: which operands of matrix products are rounded to which number format (pyops.quantization).
+    default: the recipe without --quant, for --help."""
+    group = parser.group('number formats')
+    group.add_argument('--quant', type=_recipe, metavar='RECIPE',
+                       help='quantize the operands of matrix products to hifp8, mxfp8, mxfp4, bf16 or fp16; or some '
+                       'operands, as operand=format separated by commas: fwd=mxfp8,dgrad.g=hifp8,attention=none; see '
+                       f'docs/quantization.md (default: {default})')
+    group.add_argument('--quant-layers', metavar='PATTERN',
+                       help="quantize only layers with these names, such as 'encoder.*,output' "
+                       f"(default: {'as in the checkpoint, else ' * ('checkpoint' in default)}all)")
+
+
+def _recipe(text):
+    """An argparse type: the text of a pyops.quantization.Recipe."""
+    from pyops.quantization import Recipe
+    try:
+        return str(Recipe.parse(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_threads_flag(parser, group='training'):
+    """--threads N, for pyops.backend.set_threads."""
+    parser.group(group).add_argument('--threads', type=int_up_to(1024), metavar='N',
+                                     help='number of threads; results do not depend on it (default: all cores)')
+
+
+def add_max_steps_flag(parser):
+    """--max-steps N, of pyops.fit."""
+    parser.group('training').add_argument('--max-steps', type=positive_int, metavar='N',
+                                          help='stop after N training steps, with exit status 0 (default: no limit)')
+
+
+def add_plan_flags(parser):
+    """--plan, --profile [FILE], --dot FILE: describe the training step instead of training;  -v: list its kernels first;
+    --no-plan: train without a plan.
+
+    args.listing: 'kernels' with -v, 'summary' without it; a program may add flags with other values, and the last one counts.
+    """
+    group = parser.group('training step', 'With --plan, --profile or --dot the program describes a training step and exits.')
+    group.add_argument('--plan', action='store_true', help='print every tensor, every kernel and the memory of a step')
+    group.add_argument('--profile', nargs='?', const=False, type=output_file, metavar='FILE',
+                       help='time every kernel of a step; FILE: also write a Chrome trace, for chrome://tracing or Perfetto')
+    group.add_argument('--dot', type=output_file, metavar='FILE', help='write the step as a graph for Graphviz')
+    exclusive = group.add_mutually_exclusive_group()
+    exclusive.add_argument('-v', '--verbose', dest='listing', action='store_const', const='kernels', default='summary',
+                           help='list every kernel of a step, then train')
+    exclusive.add_argument('--no-plan', action='store_true',
+                           help='train, but run every step from Python: slower, same numbers')
+
+
+def plan_requested(args):
+    """Return whether the flags of `add_plan_flags` ask for a description of the step instead of training."""
+    return bool(args.plan or args.profile is not None or args.dot is not None)
+
+
+def output_file(text):
+    """An argparse type: a file that can be written, checked before the work that produces its content.  An existing file is
+    not changed."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file, got ''")
+    if not os.path.exists(text) or os.path.isfile(text) or os.path.isdir(text):     # not a pipe, whose reader would notice
+        is_new = not os.path.exists(text)
+        try:
+            with open(text, 'ab'):
+                pass
+            if is_new:
+                os.unlink(os.path.realpath(text))
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f'{text}: cannot be written ({error.strerror}); '
+                                             'name a file in a folder that exists') from None
+    return text
+
+
+LARGEST_INT = 10**18 - 1        # fits C's int64_t
+
+
+def positive_int(text):
+    """An argparse type: a whole number >= 1."""
+    return _int(text, 1)
+
+
+def non_negative_int(text):
+    """An argparse type: a whole number >= 0."""
+    return _int(text, 0)
+
+
+def int_up_to(most):
+    """Return an argparse type: a whole number from 1 to `most`, for sizes where a typing error asks for too much memory."""
+    return lambda text: _int(text, 1, most)
+
+
+def positive_float(text):
+    """An argparse type: a number > 0 that is neither zero nor infinite as float32, which kernels calculate in."""
+    return _float(text, 'a number from 1e-37 to 1e38', lambda value: 1e-37 <= value <= 1e38)
+
+
+def non_negative_float(text):
+    """An argparse type: a finite number >= 0."""
+    return _float(text, 'a finite number >= 0', lambda value: 0 <= value < math.inf)
+
+
+def fraction(text):
+    """An argparse type: a number with 0 <= number < 1, as for a share held out or dropped."""
+    return _float(text, 'a number >= 0 and < 1', lambda value: 0 <= value < 1)
+
+
+def _int(text, least, most=LARGEST_INT):
+    if re.fullmatch(r'[+-]?[0-9]{1,18}', text) and least <= int(text) <= most:
+        return int(text)
+    has_bound = most < LARGEST_INT or re.fullmatch(r'\+?[0-9]{19,}', text)     # else it is no part of the problem
+    raise _unexpected(text, f'a whole number from {least} to {most}' if has_bound else f'a whole number >= {least}')
+
+
+def _float(text, expected, is_good):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_good(value):
+        raise _unexpected(text, expected)
+    return value
+
+
+def _unexpected(text, expected):
+    return argparse.ArgumentTypeError(f'expected {expected}, got ' + (text or "''"))

@@ -1,0 +1,96 @@
+"""Flags and settings that the translation programs share.  Imports nothing large, so that --help is quick."""
+from pyops.flags import (
+    ArgumentParser,
+    add_gpu_flag,
+    add_max_steps_flag,
+    add_plan_flags,
+    add_quant_flags,
+    add_threads_flag,
+    fraction,
+    int_up_to,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
+from pyops.inspect.flags import add_saving_flags
+from pyops.settings import add_preset_flag, add_setting
+
+# Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
+DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, quant='none', quant_layers='')
+FIXED = 'seed', 'tiny', 'pairs', 'min_count', 'hold_out'        # a resumed run keeps them
+EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
+
+
+def parser(program, description, defaults, epochs, dropped, presets=None):
+    """Return the parser of a training program without the flags of its model.
+
+    defaults: the program's settings;  epochs: default of -e;  dropped: where dropout is applied, for --help
+    """
+    p = ArgumentParser(prog=f'python -m {program}', description=description)
+    training, checkpoints, data = map(p.group, ('training', 'checkpoints', 'data'))
+    training.add_argument('-e', '--epochs', type=non_negative_int, default=epochs, metavar='N',
+                          help='train until N epochs are done; 0 serves a checkpoint (default %(default)s)')
+    add_setting(training, defaults, '-b', '--batch-size', type=positive_int, help='sentence pairs per step')
+    add_setting(training, defaults, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
+    add_setting(training, defaults, '--seed', type=non_negative_int, help='seed of weights, dropout and data order')
+    add_max_steps_flag(p)
+    add_threads_flag(p)
+    checkpoints.add_argument('-c', '--checkpoint', metavar='PATH',
+                             help='a checkpoint to resume; or a folder: resume its newest checkpoint, and write new ones '
+                             'there (default: start from scratch, write to ./checkpoints)')
+    checkpoints.add_argument('--save-every', type=positive_int, default=10, metavar='N',
+                             help='epochs between checkpoints (default %(default)s)')
+    checkpoints.add_argument('--save-minutes', type=non_negative_float, default=10, metavar='M',
+                             help='also save when the last checkpoint is M minutes old; the next one replaces it; 0 '
+                             'disables this (default %(default)s)')
+    data.add_argument('-f', '--corpus', metavar='FILE',
+                      help='sentence pairs, one per line, separated by a tab: a text, or a .zip, .gz, .bz2 or .xz file '
+                      "of one; or 'embedded' (default: fra-eng if found, else embedded)")
+    data.add_argument('--data-dir', metavar='DIR',
+                      help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+    data.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
+                      help=f'1: use only the first 512 pairs and their words, for a trial (default {defaults["tiny"]})')
+    data.add_argument('--pairs', type=positive_int, metavar='N',
+                      help='train on the first N pairs only, with the vocabularies of all (default: all)')
+    add_setting(data, defaults, '--min-count', type=positive_int, help='treat words that occur less often as unknown')
+    data.add_argument('--hold-out', type=fraction, metavar='F',
+                      help='share of the sentences that is held out for validation and test '
+                      f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
+    add_setting(data, defaults, '--num-steps', type=int_up_to(1000),
+                help='tokens per sentence, end mark included; longer sentences are cut, shorter ones padded')
+    add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')
+    if presets:
+        add_preset_flag(p.group('presets and schedule'), presets)
+    add_gpu_flag(p)
+    add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
+    add_plan_flags(p)
+    add_saving_flags(p)
+    return p
+
+
+def serving_parser(program):
+    """Return the parser of a program that translates with a checkpoint; use it with `parse_serving`."""
+    p = ArgumentParser(prog=f'python -m {program}', description='Translate English to French with a checkpoint.')
+    group = p.group('translation')
+    group.add_argument('sentence', nargs='*', help='a sentence to translate (default: read lines from standard input)')
+    group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
+                       help='a checkpoint, or a folder: its newest checkpoint (required)')
+    group.add_argument('--test', type=positive_int, metavar='N',
+                       help='translate N held-out sentences, then score all held-out sentences')
+    group.add_argument('-f', '--corpus', metavar='FILE',
+                       help='with --test: the corpus of the training run (default: fra-eng if found, else embedded)')
+    group.add_argument('--data-dir', metavar='DIR',
+                       help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+    add_threads_flag(p, 'translation')
+    add_gpu_flag(p)
+    add_quant_flags(p, 'as in the checkpoint')
+    return p
+
+
+def parse_serving(parser, argv):
+    """Return the parsed flags of a `serving_parser`."""
+    args = parser.parse_args(argv)
+    if args.test and args.sentence:
+        parser.error(f'--test {args.test}: expected no sentence, got {args.sentence[0]!r}; it translates held-out sentences')
+    return args

@@ -1,1 +1,0 @@
-"""Translation programs independent of the model: flags, settings and training (`program`), inference (`serving`)."""
