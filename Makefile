@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated emulator conformance test-emulated lint emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated lowered emulator conformance test-emulated lint emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -205,7 +205,6 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
-LOWERED := build/lowered/libpyops.so
 
 lint: .venv/test-ready ## check the Python code with ruff
 	.venv/bin/python -m ruff check
@@ -213,25 +212,25 @@ lint: .venv/test-ready ## check the Python code with ruff
 test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
 	$(PYTEST) tests
 
-# The op table once per instruction set, then all tests.  The AVX-512 tiles use the compiler's vector types, so a CPU without
-# AVX-512 runs the same code, compiled for AVX2 ("lowered").
-test-all: cpu .venv/test-ready lint ## run the op table on each instruction set and on the emulated CUDA library, then all tests
-	$(if $(X86),$(MAKE) cpu BUILD=build/lowered LIBRARY=$(LOWERED) EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma')
-	PYOPS_ISA=generic $(PYTEST) $(TABLE)
-	$(if $(X86),PYOPS_ISA=avx512 $(if $(shell grep -ls avx512dq /proc/cpuinfo),,PYOPS_LIBRARY=$(LOWERED)) $(PYTEST) $(TABLE))
+# The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.
+lowered: ## build the library whose AVX-512 kernels are compiled for AVX2: pytest --on avx512 uses it on a CPU without AVX-512
+	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
+
+# The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.
+test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
+	for isa in generic $(if $(X86),$(if $(shell grep -ls avx512dq /proc/cpuinfo),avx2,avx512)); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
 	$(MAKE) test-emulated
-	$(PYTEST) tests
+	$(PYTEST) --slow tests
 
 # The tests of everything that allocates on the current device, on the emulated CUDA library; then the table again with other
 # thread orders.  EMULATED_TESTS=all adds autograd, functions, layers and random chains, which takes minutes.
-ON_EMULATION := PYOPS_BACKEND=gpu PYOPS_EMULATE_CUDA=1 PYOPS_SYNC=1 PYOPS_CHAINS=500
 EVERYWHERE := tests/training/test_plan.py tests/ops/test_mlp_step.py tests/inspect/test_saving.py \
               $(if $(filter all,$(EMULATED_TESTS)),tests/backend/test_chains.py tests/autograd tests/nn)
 test-emulated: .venv/test-ready ## run the tests of ops, arrays and plans on the CUDA library, emulated
 	$(MAKE) cpu emulated emulator
-	$(ON_EMULATION) $(PYTEST) $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
-	$(ON_EMULATION) $(PYTEST) tests/backend/test_ndarray.py -k gpu
-	for order in reverse 7; do $(ON_EMULATION) EMU_ORDER=$$order $(PYTEST) $(TABLE) \
+	$(PYTEST) --on emulated $(TABLE) $(EVERYWHERE) -k 'not seq2seq and not central_differences'
+	$(PYTEST) --on emulated tests/backend/test_ndarray.py -k gpu
+	for order in reverse 7; do EMU_ORDER=$$order $(PYTEST) --on emulated $(TABLE) \
 	    -k 'overwrite or large_gemm or grad_norm or argmax' || exit 1; done
 
 asan: .venv/test-ready ## the op table and arrays under AddressSanitizer and UndefinedBehaviorSanitizer (gcc)

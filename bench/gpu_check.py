@@ -18,8 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 9 * 60 - 15         # seconds in all, with some reserved for the report
 MODULES = {'numpy': True, 'cffi': True, 'safetensors': True, 'tqdm': True, 'pytest': True, 'torch': False}   # True: required
-ON_GPU = {'PYOPS_BACKEND': 'gpu'}
-AT_ONCE = ON_GPU | {'PYOPS_SYNC': '1'}                  # errors are raised by the call that caused them
 TABLE = ['tests/ops/test_ops.py', 'tests/backend/test_kernels.py', 'tests/backend/test_strided.py']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs']
 
@@ -30,13 +28,14 @@ def steps(report):
     sanitizer = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
     yield 'build', 240, [*make, 'cpu', 'cuda', 'emulated', 'conformance', 'CUDA_ARCH=native'], {}
     yield 'conformance', 60, [*PYTEST, 'tests/cuda/test_emulator.py', '-k', 'hardware'], {'PYOPS_HARDWARE': '1'}
-    yield 'op table', 120, [*PYTEST, *TABLE, '-k', 'not torch and not central_differences'], AT_ONCE
+    yield 'op table', 120, [*PYTEST, '--on', 'gpu', *TABLE, '-k', 'not torch and not central_differences'], {}
     yield 'bench', 200, [sys.executable, '-m', 'bench.gpu', '--json', str(ROOT / 'build/gpu-bench.json')], {}
-    yield 'programs and plans', 90, [*PYTEST, 'tests/backend/test_gpu.py', 'tests/training/test_plan.py'], ON_GPU
+    tests = ['tests/backend/test_gpu.py', 'tests/training/test_plan.py']
+    yield 'programs and plans', 90, [*PYTEST, '--on', 'gpu', *tests], {'PYOPS_SYNC': '0'}
     if Path(sanitizer).exists():
         for tool in ('memcheck', 'racecheck'):
-            yield tool, 75, [sanitizer, '--tool', tool, '--error-exitcode', '1', *PYTEST, '-x', TABLE[0],
-                             '-k', 'uninitialised and not 1001 and not 1100'], AT_ONCE
+            yield tool, 75, [sanitizer, '--tool', tool, '--error-exitcode', '1', *PYTEST, '--on', 'gpu', '-x', TABLE[0],
+                             '-k', 'uninitialised and not 1001 and not 1100'], {}
     else:
         report['compute-sanitizer'] = 'not found'
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: the tree on the path, the cores of a worker, and a reasoned skip where this CPU lacks PYOPS_ISA."""
+"""Shared by all tests: import path, signal handlers, threads per worker, the options --on and --slow, fixtures."""
 import os
 import signal
 import sys
@@ -8,53 +8,56 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# A shell that starts us in the background has Ctrl-C ignored, and children inherit that; a handler they do not inherit.
+# A shell ignores SIGINT in background jobs, and children inherit that.  They do not inherit a handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: the same for children, and we live on
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: children get the default, this process continues
     signal.signal(signal.SIGHUP, lambda *_: None)
 # Modules of shared code are in tests/helpers.  Some test modules also import others, so their folders are on the path, too.
 sys.path[:0] = [str(ROOT), *(str(folder) for folder in (ROOT / 'tests').iterdir() if folder.is_dir())]
-# Workers of pytest-xdist share the cores; without this each would start a thread for every core.
+import backends  # noqa: E402
+
+# Workers of pytest-xdist share the cores.  Without this, each would start a thread per core.
 if workers := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
     os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // workers)))
-_cache = tempfile.TemporaryDirectory(prefix='pyops-cache-')         # gone when we are
+_cache = tempfile.TemporaryDirectory(prefix='pyops-cache-')         # deleted when this process exits
 os.environ['PYOPS_CACHE'] = _cache.name
 
-if os.environ.get('PYOPS_BACKEND') == 'gpu':
-    import pyops.ndarray  # noqa: F401  from here on arrays are made on the GPU
-
-# what -g 1 says where PYOPS_CUDA_LIBRARY=/nowhere.so
+# the message of -g 1 with PYOPS_CUDA_LIBRARY=/nowhere.so
 NO_CUDA = ('-g 1: /nowhere.so: the CUDA library is not built; run `make cuda` in the source tree (it needs nvcc), '
            'or train on the CPU with -g 0')
 
+
 def environment_without(*names, **values):
-    """The environment for a process, without `names` and without what an outer make hands to an inner one."""
+    """Return the environment for a process, without `names` and without the variables that make passes to an inner make."""
     dropped = {'MAKEFLAGS', 'MAKELEVEL', 'MFLAGS', *names}
     return {name: value for name, value in os.environ.items() if name not in dropped} | values
 
 
-# what /proc/cpuinfo calls the feature that each instruction set cannot do without
-FEATURE = {'generic': '', 'avx2': 'avx2', 'avx512': 'avx512dq'}
+def pytest_addoption(parser):
+    parser.addoption('--on', choices=backends.BACKENDS, metavar='BACKEND',
+                     help=f'run the tests on {", ".join(backends.BACKENDS)} (cpu: the best instruction set of this machine). '
+                          'Builds nothing. Default: as PYOPS_BACKEND and PYOPS_ISA select')
+    parser.addoption('--slow', action='store_true', help='also run the tests marked slow, as `make test-all` does')
 
 
-def cpu_has(isa):
-    try:
-        flags = Path('/proc/cpuinfo').read_text()
-    except OSError:
-        return isa == 'generic'
-    return FEATURE[isa] in flags
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'slow: builds libraries or takes minutes; runs with --slow')
+    if name := config.getoption('--on'):
+        backends.select(name)
+    if os.environ.get('PYOPS_BACKEND') == 'gpu':
+        import pyops.ndarray  # noqa: F401  selects the GPU for new arrays
 
 
-def pytest_collection_modifyitems(items):
-    isa = os.environ.get('PYOPS_ISA')
-    if isa in FEATURE and not cpu_has(isa) and not os.environ.get('PYOPS_LIBRARY'):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption('--slow'):
         for item in items:
-            item.add_marker(pytest.mark.skip(reason=f'this CPU has no {isa}: run on one that has it'))
+            if item.get_closest_marker('slow'):
+                item.add_marker(pytest.mark.skip(reason='slow: run pytest with --slow, or `make test-all`'))
 
 
 @pytest.fixture(scope='session', autouse=True)
 def all_products_are_declared():
-    """A plan with a kernel of which nobody says what it does with a parameter is an error in every test."""
+    """Make it an error in every test if a plan has a kernel without a note about a parameter that it takes."""
     from pyops import plan
     compile_ = plan.Plan._compile
 

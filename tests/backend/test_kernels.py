@@ -10,7 +10,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, cpu_has
+from backends import cpu_has
+from conftest import ROOT
 from places import gemm, get, launch, of_threads, on_the_cpu, put
 
 from pyops import backend, init
