@@ -204,7 +204,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
-TABLE := tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
+TABLE := tests/ops/test_table.py tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
 lint: .venv/test-ready ## check the Python code with ruff
 	.venv/bin/python -m ruff check

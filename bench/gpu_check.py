@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 9 * 60 - 15         # seconds in all, with some reserved for the report
 MODULES = {'numpy': True, 'cffi': True, 'safetensors': True, 'tqdm': True, 'pytest': True, 'torch': False}   # True: required
-TABLE = ['tests/ops/test_ops.py', 'tests/backend/test_kernels.py', 'tests/backend/test_strided.py']
+TABLE = ['tests/ops/test_table.py', 'tests/ops/test_ops.py', 'tests/backend/test_kernels.py', 'tests/backend/test_strided.py']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-rs']
 
 

@@ -12,8 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: children get the default, this process continues
     signal.signal(signal.SIGHUP, lambda *_: None)
-# Modules of shared code are in tests/helpers.  Some test modules also import others, so their folders are on the path, too.
-sys.path[:0] = [str(ROOT), *(str(folder) for folder in (ROOT / 'tests').iterdir() if folder.is_dir())]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests/helpers')]
 import backends  # noqa: E402
 
 # Workers of pytest-xdist share the cores.  Without this, each would start a thread per core.
@@ -25,6 +24,8 @@ os.environ['PYOPS_CACHE'] = _cache.name
 # the message of -g 1 with PYOPS_CUDA_LIBRARY=/nowhere.so
 NO_CUDA = ('-g 1: /nowhere.so: the CUDA library is not built; run `make cuda` in the source tree (it needs nvcc), '
            'or train on the CPU with -g 0')
+has_mnist = pytest.mark.skipif(not os.path.isdir(os.path.join(os.environ.get('PYOPS_DATA', '/nowhere'), 'mnist')),
+                               reason='needs MNIST: set PYOPS_DATA to a folder with mnist/')
 
 
 def environment_without(*names, **values):
@@ -72,3 +73,28 @@ def all_products_are_declared():
 @pytest.fixture(scope='session')
 def torch():
     return pytest.importorskip('torch', reason='torch is not installed: pip install torch')
+
+
+@pytest.fixture(scope='module')
+def device():
+    """The GPU.  If new arrays are on the CPU, the emulated one, opened for the tests of one module."""
+    from places import ON_GPU
+
+    import pyops
+    from pyops import backend, ndarray
+    from pyops.backend import gpu, library
+    from pyops.errors import UserError
+    caches = library.cuda, gpu.open_device, ndarray.gpu
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv('PYOPS_EMULATE_CUDA', '1')
+            for cache in caches:
+                cache.cache_clear()
+        try:
+            yield pyops.gpu()
+        except UserError as error:
+            pytest.skip(f'no GPU and no emulated library: run `make emulated` ({error})')
+    if not ON_GPU:
+        backend.set_gpu(None)
+        for cache in caches:
+            cache.cache_clear()

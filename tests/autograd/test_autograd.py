@@ -7,10 +7,10 @@ import weakref
 
 import numpy as np
 import pytest
+from arrays import close, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import get, on_the_cpu, put, share_memory
-from test_ops import close, normal
 
 import pyops
 from pyops import backend, ndarray

@@ -2,7 +2,7 @@
 shapes and axes; and the second derivatives, where there are any."""
 import numpy as np
 import pytest
-from test_ops import close, normal
+from arrays import close, normal
 
 from pyops import functional as F
 from pyops.autograd import Tensor, grad

@@ -4,8 +4,8 @@ import sys
 
 import numpy as np
 import pytest
+from arrays import close, near, normal, same
 from conftest import ROOT
-from test_ops import close, normal
 
 import pyops
 from pyops import functional as F
@@ -73,8 +73,18 @@ def test_the_upstream_gradient_is_not_the_input():
 def test_a_failing_row_of_the_table_of_ops_names_the_array_and_its_worst_element():
     got, want = np.zeros((2, 3), np.float32), np.zeros((2, 3))
     got[1, 2], got[0, 1], want[0, 0] = 4, 1, 1
-    with pytest.raises(AssertionError, match=r'd weight: at \[1, 2\] got 4, want 0: error 4.00e\+00 > 2e-05'):
+    with pytest.raises(AssertionError, match=r'd weight: at \[1, 2\] got 4, expected 0: error 4.00e\+00, tolerance 2e-05 '):
         close(got, want, name='d weight')
+    with pytest.raises(AssertionError, match=r'd weight: at \[1, 2\] got 4, expected 0: error 4.00e\+00, tolerance 1e-01'):
+        near(got, want, 0.1, 'd weight')
+    with pytest.raises(AssertionError, match=r'd weight: 3 of 6 elements differ; at \[1, 2\] got 4, expected 0, tolerance 0'):
+        same(got, want, 'd weight')
+    got[0, 2] = np.nan
+    for check in close, same:
+        with pytest.raises(AssertionError, match=r'y: .*at \[0, 2\] got nan, expected 0'):
+            check(got, want, name='y')
+    with pytest.raises(AssertionError, match=r'y: shape \(2, 3\), expected \(3, 2\)'):
+        close(got, want.T, name='y')
 
 
 def test_a_wrong_value_and_one_that_is_not_finite_are_found():

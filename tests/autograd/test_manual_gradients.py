@@ -5,8 +5,8 @@ gradient that is there, the tape adds two products.
 """
 import numpy as np
 import pytest
+from arrays import close
 from places import get, put
-from test_ops import close
 from translation import random_batch
 
 from mnist import model as mnist

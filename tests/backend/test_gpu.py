@@ -15,8 +15,9 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, environment_without
-from places import ON_GPU
-from translation import assert_same_training, newest, small_corpus, train_steps
+from places import on_both
+from small_models import digits, make_seq2seq, make_transformer, pairs
+from translation import assert_same_training, newest, train_steps
 
 import pyops
 from mnist import train as mnist_train
@@ -31,10 +32,8 @@ from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
 from pyops.plan import Plan, Steps
-from seq2seq import model as seq2seq
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
-from transformer import model as transformer
 from transformer import train as transformer_train
 from transformer import translate as transformer_translate
 
@@ -43,39 +42,11 @@ needs_emulation = pytest.mark.skipif(not (EMULATED.exists() or os.environ.get('P
                                      reason=f'{EMULATED} is not built: make emulated')
 
 
-@pytest.fixture(scope='module')
-def device():
-    """The GPU; where arrays are made on the CPU it is opened for these tests alone."""
-    caches = library.cuda, gpu.open_device, ndarray.gpu
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setenv('PYOPS_EMULATE_CUDA', '1')
-            for cache in caches:
-                cache.cache_clear()
-        try:
-            yield pyops.gpu()
-        except UserError as error:
-            pytest.skip(f'no GPU and no emulation: make emulated ({error})')
-    if not ON_GPU:
-        backend.set_gpu(None)
-        for cache in caches:
-            cache.cache_clear()
-
-
 @pytest.fixture
 def on_gpu(device):
     with backend.on(device):
         yield device
     device.precision = 'fp32'
-
-
-def on_both(device, function):
-    """-> what it returns with arrays made on the CPU, and on the GPU."""
-    results = []
-    for place in (backend.HOST, device):
-        with backend.on(place):
-            results.append(function())
-    return results
 
 
 @pytest.fixture
@@ -98,30 +69,6 @@ def calls(device, monkeypatch):
 
 
 # ---- the same training -----------------------------------------------------------------------------------------------
-
-@functools.cache
-def pairs():
-    _, vocabularies, pairs = small_corpus(128, num_steps=6)
-    return [len(vocabulary) for vocabulary in vocabularies], pairs
-
-
-@functools.cache
-def digits():
-    rng = np.random.default_rng(0)
-    images = (rng.integers(0, 256, (60, 784)) * (rng.random((60, 784)) < 0.2)).astype(np.uint8)
-    return images, rng.integers(0, 10, 60).astype(np.int32)
-
-
-def make_seq2seq():
-    sizes, _ = pairs()
-    return seq2seq.Seq2Seq(seq2seq.Config(*sizes, embedding=12, hidden=16, num_steps=6), seed=3)
-
-
-def make_transformer():
-    sizes, _ = pairs()
-    config = transformer.Config(*sizes, d_model=16, d_ff=24, heads=2, layers=1, num_steps=6, dropout=0.1, smoothing=0.1)
-    return transformer.Transformer(config, seed=3)
-
 
 def translator_losses(make, steps):
     return train_steps(make(), pairs()[1].placed(), steps, batch_size=16, lr=0.002)

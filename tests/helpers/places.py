@@ -88,3 +88,11 @@ def _memory(array):
         owner = array if isinstance(array, np.ndarray) else owner
     return owner
 
+
+def on_both(device, function):
+    """Return the results of function() with arrays allocated on the CPU and on `device`."""
+    results = []
+    for place in (backend.HOST, device):
+        with backend.on(place):
+            results.append(function())
+    return results

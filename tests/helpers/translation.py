@@ -55,6 +55,11 @@ def assert_same_gradients(params, leaves, rtol=1e-4):
 
 # ---- whole runs ----------------------------------------------------------------------------------------
 
+# flags of a run that takes seconds
+TINY_SEQ2SEQ = ['-f', 'embedded', '-t', '1', '--embedding', '16', '--hidden', '24', '-b', '100']
+TINY_TRANSFORMER = ['-f', 'embedded', '-t', '1', '--d-model', '16', '--d-ff', '8', '-b', '100']
+
+
 def newest(folder):
     """tensors, state of the newest checkpoint of a folder"""
     found = checkpoint.find(folder, serving=True)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from places import get, on_the_cpu, put
 from safetensors import safe_open
-from test_seq2seq import assert_same_training, newest
-from translation import random_batch
+from translation import assert_same_training, newest, random_batch
 
 import bench.saving
 import mnist.resnet

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from arrays import close
 from places import get, put
+from small_models import shaken
 
 import pyops
 from pyops import functional as F
@@ -103,23 +105,6 @@ TABLE = [
 ]
 
 
-def close(got, want, rtol=3e-5):
-    assert got.shape == want.shape and np.isfinite(got).all()
-    err = np.abs(got - want).max(initial=0) / (np.abs(want).max(initial=0) + 1e-3)
-    assert err <= rtol, f'error {err:.2e} > {rtol:.0e}'
-
-
-def shaken(module):
-    """The module with parameters and statistics that are neither 0 nor 1."""
-    rng = np.random.default_rng(1)
-    state = module.state_dict()
-    for name, value in state.items():
-        noise = rng.standard_normal(value.shape) * 0.5
-        state[name] = (value + (np.abs(noise) if 'var' in name else noise)).astype(np.float32)
-    module.load_state_dict(state)
-    return module
-
-
 def run_twin(torch, row, module, training, dys):
     """-> outputs, gradients of the inputs, gradients of the parameters by name, buffers by name, all numpy."""
     twin = row.twin(torch.nn).double().train(training)
@@ -145,7 +130,7 @@ def test_forward_and_all_gradients_equal_torch_both_ways(row, training, torch):
     dys = [normal(*one.shape) for one in flat(y)]
     want_y, want_dx, want_dp, want_buffers = run_twin(torch, row, before, training, dys)
     for one, want in zip(flat(y), want_y, strict=True):
-        close(one.numpy(), want)
+        close(one.numpy(), want, 3e-5)
     total = sum((one * Tensor(dy)).sum() for one, dy in zip(flat(y), dys, strict=True))
     total.backward()
     for leaf, want in zip((leaf for leaf in leaves if leaf.requires_grad), want_dx, strict=True):
@@ -153,10 +138,10 @@ def test_forward_and_all_gradients_equal_torch_both_ways(row, training, torch):
     grads = {name: p.grad.numpy().copy() for name, p in module.named_parameters()}
     assert set(grads) == set(want_dp)
     for name, want in want_dp.items():
-        close(grads[name], want, 1e-4)
+        close(grads[name], want, 1e-4, name)
         assert np.abs(want).max() > 1e-4 or name in row.no_gradient, f'{name}: the check is vacuous'
     for name, buffer in module.named_buffers(persistent=True):
-        close(get(buffer), want_buffers[name])
+        close(get(buffer), want_buffers[name], 3e-5, name)
     if not row.options:                     # by hand: the same bits, and parameter gradients add
         module = before
         module.zero_grad()
@@ -189,7 +174,7 @@ def test_residual_adds_what_its_module_makes(torch):
     twin.load_state_dict({name: torch.tensor(a).double() for name, a in inner.state_dict().items()})
     t = torch.tensor(x).double().requires_grad_()
     ((t + twin(t)) * torch.tensor(dy)).sum().backward()
-    close(leaf.grad.numpy(), t.grad.numpy())
+    close(leaf.grad.numpy(), t.grad.numpy(), 3e-5)
     y2, ctx = block.forward(put(x))
     assert (get(y2) == y.numpy()).all() and (get(block.backward(put(dy), ctx)) == leaf.grad.numpy()).all()
 
@@ -540,7 +525,7 @@ def test_a_parameter_in_two_places_is_one():
     e, w = np.zeros((9, 4)), model.embedding.weight.numpy().astype(np.float64)
     e += w[[3, 5]].sum(0)
     e[[3, 5]] += w.sum(0)
-    close(model.embedding.weight.grad.numpy(), e)
+    close(model.embedding.weight.grad.numpy(), e, 3e-5)
 
 
 def test_a_parameter_without_a_module_can_be_trained():
@@ -780,7 +765,7 @@ def test_optimisers_train_tensors_as_torch_does(make, twin, max_norm, which, tor
         (y * torch.tensor(dy)).sum().backward()
         if max_norm:
             norm = torch.nn.utils.clip_grad_norm_(expected, max_norm)
-            close(get(optimizer.norm), norm.reshape(1).numpy())
+            close(get(optimizer.norm), norm.reshape(1).numpy(), 3e-5)
         reference.step()
     for name, one in theirs.items():
         assert np.abs(ours[name].numpy() - one.detach().numpy()).max() <= 2e-5, name

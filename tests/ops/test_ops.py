@@ -1,27 +1,31 @@
-"""One table of ops; every property below is checked for every row at every size.
-
-A row builds the op and its arguments at any size, and has the same in PyTorch.  The formula in float64 is the op's own
-`reference`.  `large` is a size that is worth several threads.  Every op of the package is also tested on its own `example`; a
-row adds sizes, PyTorch, threads and bad arguments.
-`make test-all` runs this file on each instruction set and on the emulated CUDA library.
-"""
+"""Tests of single ops: what a property of the table does not cover.  `make test-all` runs them on each backend."""
 import functools
-import inspect
 import itertools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
+from arrays import RTOL, close, normal, of_zeros, parameter, same
 from conftest import ROOT
 from places import get, launch, of_threads, put
+from rows import (
+    AttentionRow,
+    EmbeddingGRURow,
+    FeedForwardRow,
+    GRURow,
+    LayerNormRow,
+    LinearCrossEntropyRow,
+    LinearOfSequencesRow,
+    LinearRow,
+    PixelLinearRow,
+    Run,
+    SmoothedLinearCrossEntropyRow,
+    below,
+)
 
 from pyops import backend
-from pyops.backend import library
-from pyops.differences import Row, central_differences, every_op, settings_of
 from pyops.ops import (
     GRU,
     Attention,
@@ -31,742 +35,19 @@ from pyops.ops import (
     Dropout,
     Embedding,
     EmbeddingGRU,
-    FeedForward,
     LayerNorm,
     Linear,
     LinearCrossEntropy,
     MLPGradients,
     PixelLinear,
     Positions,
-    ReLU,
     Residual,
     sequence_lengths,
 )
-from pyops.ops.array import ArrayOp
-from pyops.ops.attention import dropout_factors, visible
-from pyops.params import Parameter
-from pyops.philox import dropout_mask, philox4x32
+from pyops.ops.attention import dropout_factors
+from pyops.philox import philox4x32
 from pyops.quantization import Recipe
 
-
-@dataclass
-class Built:
-    """An op ready to run: float inputs and parameters by name, and constants (ids, labels, step) that have no gradient."""
-    op: Any
-    inputs: dict
-    params: dict
-    constants: dict = field(default_factory=dict)
-
-    def arguments(self):
-        """What forward takes, in its order: ids come first, other constants last."""
-        return dict(sorted((self.inputs | self.constants).items(), key=lambda item: item[0] != 'ids'))
-
-
-def normal(rng, *shape, scale=1.0):
-    return (scale * rng.standard_normal(shape)).astype(np.float32)
-
-
-def labels_with_masked_rows(rng, shape, classes, ignore):
-    labels = rng.integers(0, classes, shape).astype(np.int32)
-    labels[rng.random(shape) < 0.25] = ignore
-    return labels
-
-
-class LinearRow:
-    name = 'linear'
-    sizes = ((1, 1, 1), (3, 5, 7), (6, 16, 256), (7, 17, 257), (13, 32, 40), (64, 100, 96))      # R, O, I
-    large = (901, 100, 96)
-
-    def build(self, size, rng):
-        *shape, O, I = size
-        params = dict(weight=normal(rng, O, I), bias=normal(rng, O))
-        return Built(Linear, dict(x=normal(rng, *shape, I)), params)
-
-    def torch(self, torch, x, weight, bias=None):
-        return torch.nn.functional.linear(x, weight, bias)
-
-
-class LinearOfSequencesRow(LinearRow):
-    name = 'linear-of-sequences'
-    sizes = ((1, 1, 1, 1), (2, 3, 5, 7), (3, 5, 17, 33), (4, 16, 40, 257))                        # T, B, O, I
-    large = (9, 101, 100, 96)
-
-
-class LinearWithoutBiasRow(LinearRow):
-    name = 'linear-without-bias'
-
-    def build(self, size, rng):
-        built = super().build(size, rng)
-        del built.params['bias']
-        return built
-
-
-class FeedForwardRow:
-    name = 'feed_forward'
-    sizes = ((1, 1, 1, 1), (2, 3, 4, 7), (1, 5, 17, 16), (4, 7, 33, 257), (3, 16, 64, 100))       # T, B, D, F
-    large = (9, 101, 100, 96)
-
-    def build(self, size, rng):
-        T, B, D, F = size
-        params = dict(w1=normal(rng, F, D), b1=normal(rng, F), w2=normal(rng, D, F), b2=normal(rng, D))
-        x = normal(rng, T, B, D)
-        for _ in range(100):                    # away from the kink
-            near = np.abs(Linear.reference(x.astype(np.float64), params['w1'], params['b1'])).min(-1) < 1e-3
-            x[near] = normal(rng, near.sum(), D)
-        assert not near.any()
-        return Built(FeedForward, dict(x=x), params)
-
-    def torch(self, torch, x, w1, b1, w2, b2):
-        linear = torch.nn.functional.linear
-        return linear(torch.relu(linear(x, w1, b1)), w2, b2)
-
-
-class LayerNormRow:
-    name = 'layer_norm'
-    sizes = ((1, 1, 3), (2, 3, 5), (3, 5, 33), (2, 70, 8), (4, 40, 257))                          # T, B, C
-    large = (9, 101, 300)
-
-    def build(self, size, rng):
-        C = size[-1]
-        return Built(LayerNorm, dict(x=normal(rng, *size) + np.float32(0.5)), dict(weight=normal(rng, C), bias=normal(rng, C)))
-
-    def torch(self, torch, x, weight, bias):
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
-
-
-class PositionsRow:
-    name = 'positions'
-    sizes = ((1, 1, 1), (2, 3, 5), (4, 7, 16), (3, 1, 33), (20, 7, 64))                           # T, B, D
-    large = (9, 101, 300)
-    SCALE = 1.75
-
-    def build(self, size, rng):
-        return Built(lambda: Positions(size[-1], scale=self.SCALE), dict(x=normal(rng, *size)), {})
-
-    def torch(self, torch, x):
-        T, _, D = x.shape
-        angles = torch.arange(T, dtype=torch.float64).outer(10000 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
-        return self.SCALE * x + torch.stack([angles.sin(), angles.cos()], -1).reshape(T, 1, -1)[..., :D]
-
-
-class BatchNormRow:
-    wrong_axis = {'running_mean': 0, 'running_var': 0}
-    sizes = ((4, 1), (3, 5), (70, 33), (129, 8), (40, 257))                                       # R, C
-    large = (301, 300)
-
-    def __init__(self, training):
-        self.name, self.training = f'batch_norm{"" if training else "-evaluation"}', training
-
-    def build(self, size, rng):
-        C = size[-1]
-        running = {} if self.training else dict(running_mean=normal(rng, C), running_var=normal(rng, C) ** 2 + np.float32(0.1))
-        return Built(lambda **p: BatchNorm(**p, training=self.training), dict(x=normal(rng, *size) + np.float32(0.5)),
-                     dict(weight=normal(rng, C), bias=normal(rng, C)), running)
-
-    def torch(self, torch, x, weight, bias, running_mean=None, running_var=None):
-        running = (None, None) if self.training else (running_mean.double(), running_var.double())
-        return torch.nn.functional.batch_norm(x, *running, weight, bias, self.training)
-
-
-class PixelLinearRow:
-    name = 'pixel_linear'
-    wrong_axis = {'rows': None}             # any length will do
-    sizes = ((1, 1, 1, 1), (5, 3, 9, 4), (9, 7, 17, 33), (6, 40, 784, 30), (3, 2, 2100, 40))      # N, B, I, O
-    large = (300, 401, 784, 30)
-
-    def build(self, size, rng):
-        N, B, I, O = size
-        table = (rng.integers(0, 256, (N, I)) * (rng.random((N, I)) < 0.3)).astype(np.uint8)
-        table[0, 0] = 255
-        rows = rng.integers(0, N, B)
-        rows[0] = 0
-        params = dict(weight=normal(rng, I, O), bias=normal(rng, O))
-        return Built(PixelLinear, {}, params, dict(table=table, rows=rows))
-
-    def torch(self, torch, weight, bias, table, rows):
-        return table[rows].double() / 255 @ weight + bias
-
-
-class MLPGradientsRow:
-    name = 'mlp_gradients'
-    wrong_axis = {'rows': None}             # any length will do
-    sizes = ((1, 1, 1, 1, 1), (4, 3, 5, 3, 2), (9, 7, 17, 33, 5), (6, 40, 784, 30, 10), (3, 2, 2100, 40, 17),
-             (5, 130, 20, 128, 128))                                                             # N, B, I, H, C
-    large = (300, 401, 784, 30, 10)
-
-    def build(self, size, rng):
-        N, B, I, H, C = size
-        images = (rng.integers(0, 256, (N, I)) * (rng.random((N, I)) < 0.3)).astype(np.uint8)
-        images[0, 0] = 255
-        rows, labels = rng.integers(0, N, B), rng.integers(0, C, N).astype(np.int32)
-        rows[0] = 0
-        params = dict(w1=normal(rng, I, H, scale=2 / np.sqrt(I)), b1=normal(rng, H), w2=normal(rng, C, H), b2=normal(rng, C))
-        for _ in range(100):                    # away from the kink
-            near = np.abs(images[rows] / 255 @ params['w1'] + params['b1']).min(0) < 1e-3
-            params['b1'][near] = normal(rng, near.sum())
-        assert not near.any()
-        return Built(MLPGradients, {}, params, dict(images=images, rows=rows, labels=labels))
-
-    def torch(self, torch, w1, b1, w2, b2, images, rows, labels):
-        r = torch.relu(images[rows].double() / 255 @ w1 + b1)
-        return torch.nn.functional.cross_entropy(r @ w2.T + b2, labels[rows].long()).reshape(1)
-
-
-class ReLURow:
-    name = 'relu'
-    wrong_axis = {'x': None}                # any shape will do
-    sizes = ((1,), (2, 3), (5, 17), (40, 1001))
-    large = (300, 1001)
-
-    def build(self, size, rng):
-        x = normal(rng, *size)
-        return Built(ReLU, dict(x=np.where(np.abs(x) < 1e-3, np.float32(1e-3), x)), {})     # away from the kink
-
-    def torch(self, torch, x):
-        return torch.relu(x)
-
-
-class EmbeddingRow:
-    name = 'embedding'
-    wrong_axis = {'ids': None}              # any shape will do
-    sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (9, 16, 7, 33), (9, 64, 50, 64))                         # T, B, V, E
-    large = (9, 461, 50, 64)
-
-    def build(self, size, rng):
-        T, B, V, E = size
-        ids = rng.integers(0, V, (T, B)).astype(np.int32)
-        return Built(Embedding, {}, dict(weight=normal(rng, V, E)), dict(ids=ids))
-
-    def torch(self, torch, weight, ids):
-        return torch.nn.functional.embedding(ids.long(), weight)
-
-
-class SparseEmbeddingRow(EmbeddingRow):
-    """An embedding that also says which rows it adds to; several share a block, or, in the third size, have two."""
-    name = 'embedding-sparse'
-    sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (3, 4, 90, 99), (9, 64, 50, 64))
-
-    def build(self, size, rng):
-        built = super().build(size, rng)
-        words = np.zeros(-(-built.params['weight'].size // library.cpu().lib.PYOPS_GRAD_BLOCK), np.int32)
-        built.op = lambda weight: Embedding(weight._replace(touched=put(words)))
-        return built
-
-
-class DropoutRow:
-    name = 'dropout'
-    wants_op = True
-    wrong_axis = {'x': None}
-    sizes = ((1, 0.2), (3, 0.5), (257, 0.2), (4097, 0.0), (9000, 0.9))                            # n, p
-    large = (70_001, 0.3)
-
-    def build(self, size, rng):
-        n, p = size
-        return Built(lambda: Dropout(p, 0x0123456789ABCDEF), dict(x=normal(rng, n)), {}, dict(step=np.array([7 + (3 << 32)])))
-
-    def keep(self, op, n):
-        return dropout_mask(n, op.p, 7 + (3 << 32), op.key) / (1 - op.p)
-
-    def torch(self, torch, x, step, op):
-        return x * torch.tensor(self.keep(op, x.numel()))
-
-
-class ResidualRow:
-    sizes = ((1,), (2, 3), (3, 5, 17), (9, 1001))
-    large = (70, 4001)
-    STEP, P, KEY = 7 + (3 << 32), 0.3, 0x0123456789ABCDEF
-
-    def __init__(self, with_dropout):
-        self.name, self.with_dropout = f'residual{"-dropout" if with_dropout else ""}', with_dropout
-
-    def build(self, size, rng):
-        return Built(lambda: Residual(self.P, self.KEY), dict(x=normal(rng, *size), branch=normal(rng, *size)), {},
-                     dict(step=np.array([self.STEP])) if self.with_dropout else {})
-
-    def kept(self, shape):
-        if not self.with_dropout:
-            return np.ones(shape)
-        return dropout_mask(int(np.prod(shape)), self.P, self.STEP, self.KEY).reshape(shape) / (1 - self.P)
-
-    def torch(self, torch, x, branch, step=None):
-        return x + branch * torch.tensor(self.kept(x.shape))
-
-
-class ConcatContextRow:
-    name = 'concat_context'
-    wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
-    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (9, 17, 33, 16), (9, 64, 32, 64))                        # T, B, E, H
-    large = (9, 257, 65, 64)
-
-    def build(self, size, rng):
-        T, B, E, H = size
-        return Built(ConcatContext, dict(x=normal(rng, T, B, E), context=normal(rng, B, H)), {})
-
-    def torch(self, torch, x, context):
-        return torch.cat([x, context.expand(len(x), -1, -1)], -1)
-
-
-class GRURow:
-    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
-    large = (9, 251, 40, 64)
-
-    def __init__(self, reset_before, with_h0, with_lengths=False):
-        self.name = (f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
-                     f'{"-lengths" if with_lengths else ""}')
-        self.reset_before, self.with_h0, self.with_lengths = reset_before, with_h0, with_lengths
-
-    def build(self, size, rng):
-        T, B, I, H = size
-        scale = 1 / np.sqrt(H)
-        params = dict(w_ih=normal(rng, 3 * H, I, scale=scale), w_hh=normal(rng, 3 * H, H, scale=scale),
-                      b_ih=normal(rng, 3 * H), b_hh=normal(rng, 3 * H))
-        inputs = dict(x=normal(rng, T, B, I))
-        if self.with_h0:
-            inputs['h0'] = normal(rng, B, H)
-        return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params, self.lengths(T, B, rng))
-
-    def lengths(self, T, B, rng):
-        """One sentence with all steps, one with none, and the others between."""
-        if not self.with_lengths:
-            return {}
-        lengths = rng.integers(0, T + 1, B).astype(np.int32)
-        lengths[0], lengths[1:2] = T, 0
-        return dict(lengths=lengths)
-
-    def torch(self, torch, x, w_ih, w_hh, b_ih, b_hh, h0=None, lengths=None):
-        if lengths is not None:
-            return self.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0) * (torch.arange(len(x))[:, None, None] < lengths[:, None])
-        H = w_hh.shape[1]
-        if not self.reset_before:
-            twin = torch.nn.GRU(x.shape[2], H, dtype=torch.float64)
-            names = dict(weight_ih_l0=w_ih, weight_hh_l0=w_hh, bias_ih_l0=b_ih, bias_hh_l0=b_hh)
-            return torch.func.functional_call(twin, names, (x, None if h0 is None else h0[None]))[0]
-        h, out = torch.zeros(x.shape[1], H, dtype=torch.float64) if h0 is None else h0, []
-        for x_t in x:
-            a = x_t @ w_ih.T + b_ih
-            r, z = torch.sigmoid(a[:, :2*H] + h @ w_hh[:2*H].T + b_hh[:2*H]).split(H, 1)
-            n = torch.tanh(a[:, 2*H:] + (r * h) @ w_hh[2*H:].T + b_hh[2*H:])
-            h = (1 - z) * n + z * h
-            out.append(h)
-        return torch.stack(out)
-
-
-class EmbeddingGRURow:
-    """context, with_h0 and with_lengths False leave them out."""
-    sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
-             (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
-    large = (9, 251, 300, 24, 16, 64)
-
-    def __init__(self, reset_before, context, with_h0, with_lengths=False):
-        self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}{"" if context else "-no-context"}'
-                     f'{"" if with_h0 else "-no-h0"}{"-lengths" if with_lengths else ""}')
-        self.gru, self.context, self.with_h0 = GRURow(reset_before, with_h0, with_lengths), context, with_h0
-        # of ids any shape will do where nothing stands beside them
-        self.wrong_axis = {} if context or with_h0 or with_lengths else {'ids': None}
-
-    def build(self, size, rng):
-        T, B, V, E, C, H = size
-        built = self.gru.build((T, B, E + C if self.context else E, H), rng)
-        constants = dict(ids=rng.integers(0, V, (T, B)).astype(np.int32))
-        constants['ids'][T // 2:, B // 2:] = V - 1              # as padding, which is the token of many positions
-        inputs = dict(context=normal(rng, B, C)) if self.context else {}
-        if self.with_h0:
-            inputs['h0'] = built.inputs['h0']
-
-        def make(**parameters):
-            return EmbeddingGRU(**parameters, reset_before=self.gru.reset_before)
-        return Built(make, inputs, dict(table=normal(rng, V, E)) | built.params, constants | built.constants)
-
-    def input_of(self, table, ids, context, concatenate):
-        x = table[ids]
-        return x if context is None else concatenate([x, context + 0 * x[..., :1]], -1)
-
-    def torch(self, torch, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None, lengths=None):
-        x = self.input_of(table, ids.long(), context, torch.cat)
-        return self.gru.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0, lengths)
-
-
-class AttentionRow:
-    """lengths None leaves them out, with step; 'full' masks nothing; 'any' has sentences of 0 and of all words."""
-    sizes = ((1, 1, 1, 1, 1), (3, 5, 2, 2, 4), (5, 3, 2, 1, 7), (6, 6, 1, 2, 4), (4, 9, 3, 2, 16), (9, 9, 3, 4, 64),
-             (2, 130, 2, 2, 33), (64, 64, 2, 1, 20), (70, 130, 2, 2, 5), (130, 70, 2, 1, 17),
-             (5, 6, 1, 1, 300))                                                                  # Tq, Tk, B, heads, C
-    large = (33, 65, 23, 3, 31)
-    wants_op = True
-    wrong_axis = {'k': 1, 'v': 0}           # of q the last axis, of k any number of rows would do
-
-    def __init__(self, causal=False, p=0.0, lengths=None):
-        self.name = 'attention' + '-causal' * causal + '-dropout' * (p > 0) + f'-lengths-{lengths}' * bool(lengths)
-        self.causal, self.p, self.lengths = causal, p, lengths
-
-    def build(self, size, rng):
-        Tq, Tk, B, heads, C = size
-        q, k, v = (normal(rng, T, B, heads * C) for T in (Tq, Tk, Tk))
-        constants = {}
-        if self.lengths:
-            lengths = np.full(B, Tk, np.int32)
-            if self.lengths == 'any' and B > 1:
-                lengths[:-1] = rng.integers(0, Tk + 1, B - 1)
-                lengths[0] = 0
-            constants = dict(lengths=lengths, step=np.array([7 + (3 << 32)]))
-        return Built(lambda: Attention(heads, self.causal, self.p, 0x0123456789ABCDEF), dict(q=q, k=k, v=v), {}, constants)
-
-    def keep(self, Tq, Tk, B, heads):
-        return dropout_factors(B, heads, Tq, Tk, self.p, 7 + (3 << 32), 0x0123456789ABCDEF) if self.p else 1.0
-
-    def torch(self, torch, q, k, v, op, lengths=None, step=None):
-        (Tq, B, D), Tk = q.shape, len(k)
-        lengths = np.full(B, Tk) if lengths is None else lengths.numpy()
-        q, k, v = (x.reshape(len(x), B, op.heads, D // op.heads).permute(1, 2, 0, 3) for x in (q, k, v))
-        seen = torch.tensor(visible(Tq, Tk, lengths, self.causal).copy())
-        some = seen.any(-1, keepdim=True)           # a query that sees nothing would be NaN: let it see all, and take it out
-        if self.p:
-            scores = (q @ k.transpose(2, 3) / (D // op.heads)**0.5).masked_fill(~(seen | ~some), -torch.inf)
-            y = scores.softmax(-1) * torch.tensor(self.keep(Tq, Tk, B, op.heads)) @ v
-        else:
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen | ~some)
-        return (y * some).permute(2, 0, 1, 3).reshape(Tq, B, D)
-
-
-class CrossEntropyRow:
-    name, smoothing = 'cross_entropy', 0.0
-    wrong_axis = {'x': 0}
-    sizes = ((1, 2), (3, 5), (8, 17), (33, 100), (20, 1001))                                      # R, C
-    large = (81, 1001)
-
-    def build(self, size, rng):
-        R, C, *_ = size
-        labels = labels_with_masked_rows(rng, R, C, -1)
-        labels[0] = C - 1
-        return Built(lambda: CrossEntropy(smoothing=self.smoothing), dict(x=self.logits(size, labels, rng)), {},
-                     dict(labels=labels))
-
-    def logits(self, size, labels, rng):
-        return normal(rng, *size, scale=3)
-
-    def torch(self, torch, x, labels):
-        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1, label_smoothing=self.smoothing).reshape(1)
-
-
-class SmoothedCrossEntropyRow(CrossEntropyRow):
-    name, smoothing, sizes = 'cross_entropy-smoothed', 0.1, ((1, 2), (3, 5), (33, 100), (20, 1001))
-
-
-def below(top, shape, rng):
-    """float32 numbers from 0 to 3 below top, exact, and many of them equal; where floats are farther apart, 24 of these."""
-    step = max(np.spacing(np.float32(top)), np.float32(0.125))
-    return np.float32(top) - step * rng.integers(0, 25, shape).astype(np.float32)
-
-
-class LargeCrossEntropyRow(CrossEntropyRow):
-    """Rows just below a large number; every fifth from the second on is all equal, has one huge logit, is as far below 0."""
-    sizes = ((1, 2, 1e2), (3, 2, 1e2), (9, 5, 1e4), (12, 17, 1e9), (33, 100, 1e4), (20, 1001, 1e2))       # R, C, top
-    large = (81, 1001, 1e4)
-
-    def __init__(self, smoothing=0.0):
-        self.name, self.smoothing = f'cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
-
-    def logits(self, size, labels, rng):
-        R, C, top = size
-        x = below(top, (R, C), rng)
-        x[1::5] = top
-        x[2::5] = normal(rng, *x[2::5].shape)
-        x[2::5, 0] = top
-        labels[2::5][labels[2::5] >= 0] = 0         # a loss of 1e9 would hide those of the other rows
-        x[3::5] *= -1
-        return x
-
-
-class LinearCrossEntropyRow:
-    name, smoothing = 'linear_cross_entropy', 0.0
-    sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
-    large = (7, 75, 17, 1100)
-
-    def build(self, size, rng):
-        T, B, D, V = size
-        labels = labels_with_masked_rows(rng, (T, B), V, 0)
-        labels[0, 0] = V - 1
-        params = dict(weight=normal(rng, V, D), bias=normal(rng, V))
-        return Built(lambda **p: LinearCrossEntropy(**p, ignore=0, smoothing=self.smoothing), dict(x=normal(rng, T, B, D)),
-                     params, dict(labels=labels))
-
-    def torch(self, torch, x, weight, bias, labels):
-        logits = torch.nn.functional.linear(x, weight, bias).reshape(labels.numel(), -1)
-        return torch.nn.functional.cross_entropy(logits, labels.reshape(-1).long(), ignore_index=0,
-                                                 label_smoothing=self.smoothing).reshape(1)
-
-
-class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
-    name, smoothing = 'linear_cross_entropy-smoothed', 0.1
-
-
-class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
-    """Biases just below 1e4.  All numbers are multiples of powers of 2 for which logits have no rounding in float32."""
-
-    def __init__(self, smoothing=0.0):
-        self.name, self.smoothing = f'linear_cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
-
-    def build(self, size, rng):
-        built = super().build(size, rng)
-        for arrays, step in ((built.inputs, 4), (built.params, 8)):
-            arrays |= {name: np.rint(step * value) / np.float32(step) for name, value in arrays.items()}
-        built.params['bias'] = below(1e4, size[-1], rng)
-        return built
-
-
-class ExampleRow:
-    """The example of an op class, which has one size."""
-    sizes = ((1,),)
-
-    def __init__(self, op):
-        self.name, self.op = f'{op.__name__}-example', op
-
-    def build(self, size, rng):
-        given, named = self.op.example(functools.partial(normal, rng))
-        _, *names = inspect.signature(self.op.forward).parameters
-        inputs = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, np.ndarray)}
-        params = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
-        settings = {name: value for name, value in named.items() if name not in params}
-        floats = {name: value for name, value in inputs.items() if value.dtype == np.float32}
-        return Built(lambda **parameters: self.op(**parameters, **settings), floats, params,
-                     {name: value for name, value in inputs.items() if name not in floats})
-
-
-class InProductsRow:
-    """The rounded variant of another row's op, which is made of single products, with a recipe that rounds nothing."""
-
-    def __init__(self, row, *sizes, recipe=None):
-        self.row, self.name, self.sizes, self.recipe = row, f'{row.name}-in-products', sizes, recipe or Recipe()
-
-    def __getattr__(self, name):
-        return getattr(self.row, name)
-
-    def build(self, size, rng):
-        built = self.row.build(size, rng)
-
-        def op(**parameters):
-            plain = built.op(**parameters)
-            # every op is made of what it keeps under the names of its constructor's arguments
-            arguments = inspect.signature(type(plain)).parameters
-            return type(plain).rounded()(**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
-        return Built(op, built.inputs, built.params, built.constants)
-
-
-TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
-         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
-         AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
-         AttentionRow(True, 0.3, 'any'),
-         *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
-         *(EmbeddingGRURow(before, True, h0) for before in (False, True) for h0 in (True, False)),
-         EmbeddingGRURow(False, False, False),
-         *(GRURow(before, True, True) for before in (False, True)),
-         *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
-         *(ResidualRow(with_dropout) for with_dropout in (False, True)),
-         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
-         PositionsRow(), SmoothedLinearCrossEntropyRow(),
-         *(BatchNormRow(training) for training in (True, False)),
-         SmoothedCrossEntropyRow(),
-         *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
-         *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (
-             AttentionRow(lengths='any'), AttentionRow(True, 0.3, 'any'))),
-         *(InProductsRow(GRURow(before, h0), (2, 3, 4, 5), (4, 13, 8, 33)) for before in (False, True) for h0 in (True, False)),
-         InProductsRow(EmbeddingGRURow(False, True, True), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
-         InProductsRow(EmbeddingGRURow(True, False, False), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
-         *(InProductsRow(row, (3, 4, 6, 5), (3, 60, 40, 150)) for row in (
-             SmoothedLinearCrossEntropyRow(), LargeLinearCrossEntropyRow(0.1))),
-         InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
-         InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
-         InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16))]
-EXAMPLES = [pytest.param(row, row.sizes[0], id=row.name)
-            for row in (ExampleRow(op) for op in every_op() if not issubclass(op, ArrayOp))]
-EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
-SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
-FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
-
-RTOL = 2e-5         # of float32 sums against float64, relative to the largest element
-
-
-def close(got, want, rtol=RTOL, name='y'):
-    """Fail with the worst element unless all of `got` is near `want`, relative to the largest element of that."""
-    want = np.asarray(want)
-    assert got.shape == want.shape, name
-    row = Row.of(name, got, want, rtol)
-    assert row.ok, f'{name}: at {list(row.at)} got {row.got:.8g}, want {row.want:.8g}: error {row.error:.2e} > {rtol:.0e}'
-
-
-def parameter(name, value, grad=None):
-    """A Parameter where arrays are made; without a gradient it has one of zeros."""
-    return Parameter(name, put(value), put(np.zeros_like(value) if grad is None else grad))
-
-
-def of_zeros(name, *shape):
-    return parameter(name, np.zeros(shape, np.float32))
-
-
-class Run:
-    """One forward and one backward of a row, with a random upstream gradient and parameter gradients that start as noise.
-
-    The op has its arrays where arrays are made: `place` brings one there.  What is kept here is numpy's.
-    """
-
-    def __init__(self, row, size, backward=True, place=put):
-        self.row, self.built = row, row.build(size, np.random.default_rng(0))
-        b, rng = self.built, np.random.default_rng(1)
-        self.noise = {name: normal(rng, *value.shape) for name, value in b.params.items()}
-        self.params = {name: Parameter(name, place(value), put(self.noise[name].copy())) for name, value in b.params.items()}
-        self.op = b.op(**self.params)
-        self.placed = {name: place(value) for name, value in b.arguments().items()}
-        y, self.ctx = self.op.forward(*self.placed.values())
-        self.y = get(y)
-        self.dy = normal(rng, *self.y.shape)
-        if backward:
-            self.grads = self.backward()
-
-    def backward(self):
-        """-> gradients of the inputs by name, then what was added to the gradients of the parameters."""
-        before = {name: get(p.grad).copy() for name, p in self.params.items()}
-        result = self.op.backward(put(self.dy), self.ctx)
-        result = result if isinstance(result, tuple) else (result,)
-        grads = dict(zip(self.built.inputs, (get(dx) for dx in result if dx is not None), strict=True))
-        return grads | {name: get(p.grad) - before[name] for name, p in self.params.items()}
-
-    def variables(self):
-        """What has a gradient, in float64."""
-        return {name: a.astype(np.float64) for name, a in (self.built.inputs | self.built.params).items()}
-
-    def reference(self, variables):
-        """What the formula of the op gives, called as forward is."""
-        inputs = [variables.get(name, value) for name, value in self.built.arguments().items()]
-        parameters = {name: variables[name] for name in self.params}
-        return self.op.reference(*inputs, **settings_of(self.op) | parameters)
-
-    def extra(self):
-        """The op itself, for twins in PyTorch that need more of it than its parameters."""
-        return {'op': self.op} if getattr(self.row, 'wants_op', False) else {}
-
-
-@pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
-def test_forward_equals_the_formula_in_float64(row, size):
-    run = Run(row, size, backward=False)
-    close(run.y, run.reference(run.variables()))
-
-
-@pytest.mark.parametrize('row,size', [*SMALL, *EXAMPLES])
-def test_backward_equals_central_differences(row, size):
-    """Differentiates the float64 reference, so steps can be small; the kernel only has to agree with it."""
-    run = Run(row, size)
-    variables = run.variables()
-    for name, value in variables.items():
-        numeric = central_differences(lambda: (run.reference(variables) * run.dy).sum(), value)
-        if max(size) > 1:
-            assert np.abs(numeric).max() > 1e-3, f'{name}: the check is vacuous'
-        close(run.grads[name], numeric, 5e-5, f'd {name}')
-
-
-@pytest.mark.parametrize('row,size', EACH)
-def test_forward_and_backward_equal_torch(row, size, torch):
-    run = Run(row, size)
-    leaves = {name: torch.tensor(a, requires_grad=True) for name, a in run.variables().items()}
-    constants = {name: torch.tensor(a) for name, a in run.built.constants.items()}
-    y = row.torch(torch, **leaves, **constants, **run.extra())
-    close(run.y, y.detach().numpy())
-    y.backward(torch.tensor(run.dy.astype(np.float64)))
-    for name, leaf in leaves.items():
-        close(run.grads[name], leaf.grad.numpy(), 5e-5, f'd {name}')
-
-
-@pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
-def test_parameter_gradients_add_and_activation_gradients_overwrite(row, size):
-    run = Run(row, size)
-    again = run.backward()
-    for name, grad in run.grads.items():
-        if name in run.params:
-            total = run.noise[name] + 2 * grad          # whose size is what rounding is relative to
-            err = np.abs(get(run.params[name].grad) - total).max()
-            assert err <= 1e-6 * (np.abs(run.noise[name]).max() + np.abs(total).max()), (name, err)
-            assert np.abs(again[name] - grad).max() <= 1e-6 * (np.abs(run.noise[name]).max() + np.abs(total).max()), name
-        else:
-            assert (again[name] == grad).all()
-
-
-GUARD = {np.dtype(t): value for t, value in (
-    (np.float32, -7.25), (np.int32, -725), (np.int64, -725), (np.uint8, 201), (np.uint16, 7777))}
-
-
-@pytest.mark.parametrize('row,size', [*EACH, *EXAMPLES])
-def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=33):
-    """Every array an op asks for lies between guard zones, starts as NaN and at an odd float; inputs keep their bits."""
-    zones = []
-
-    def guarded(array):
-        zone = np.full(array.size + 2 * guard, GUARD[array.dtype], array.dtype)
-        zone[guard:guard + array.size] = array.reshape(-1)
-        zones.append((put(zone), array.size))
-        return zones[-1][0][guard:guard + array.size].reshape(array.shape)
-
-    def allocate(shape, dtype, name=''):
-        return guarded(np.full(shape, np.nan if dtype == np.float32 else 99, dtype))
-
-    plain = Run(row, size)
-    with backend.hooks(allocate):
-        run = Run(row, size, place=guarded)
-    given = run.placed | {name: p.value for name, p in run.params.items()}
-    assert len(zones) > len(given), 'the op asked for no array: the check is vacuous'
-    for zone, n in ((get(zone), n) for zone, n in zones):
-        for side in (zone[:guard], zone[guard + n:]):
-            assert (side == GUARD[zone.dtype]).all(), 'a guard zone was written'
-    for name, array in (run.built.inputs | run.built.params | run.built.constants).items():
-        assert (get(given[name]) == array).all(), f'{name} was changed'
-    assert (run.y == plain.y).all()
-    for name, grad in run.grads.items():
-        assert np.isfinite(grad).all() and (grad == plain.grads[name]).all(), name
-
-
-@of_threads
-@pytest.mark.parametrize('row,size', [*(pytest.param(row, row.large, id=row.name) for row in TABLE),
-                                      pytest.param(AttentionRow(True, 0.3, 'any'), (9, 7, 65, 4, 64), id='short attention')])
-def test_same_bits_for_any_number_of_threads(row, size):
-    before = backend.threads()
-    try:
-        runs = []
-        for threads in (1, 2, 3, 8):
-            backend.set_threads(threads)
-            runs.append(Run(row, size))
-    finally:
-        backend.set_threads(before)
-    for run in runs[1:]:
-        assert (run.y == runs[0].y).all()
-        for name, grad in run.grads.items():
-            assert (grad == runs[0].grads[name]).all(), name
-
-
-@pytest.mark.parametrize('row,size', FIRST)
-def test_bad_arguments_are_refused_by_name(row, size):
-    built = row.build(size, np.random.default_rng(0))
-    op = built.op(**{name: parameter(name, value) for name, value in built.params.items()})
-    arguments = built.arguments()
-    placed = {name: put(array) for name, array in arguments.items()}
-    for name, array in arguments.items():
-        def call(bad, name=name):
-            return op.forward(*(placed | {name: put(bad)}).values())
-        with pytest.raises(TypeError, match=name):
-            call(np.zeros(array.shape, np.float16))
-        if array.ndim > 1:
-            with pytest.raises(TypeError, match=name):
-                call(put(np.asfortranarray(np.repeat(array, 2, -1)))[..., ::2])
-        axis = getattr(row, 'wrong_axis', {}).get(name, -1)
-        if axis is not None:
-            with pytest.raises(ValueError, match='want shape'):
-                call(np.concatenate([array, array], axis))
-    y, ctx = op.forward(*placed.values())
-    with pytest.raises(TypeError, match='dy|dh|dloss'):
-        op.backward(put(np.zeros(y.shape, np.float64)), ctx)
-    if row.name != 'dropout':
-        with pytest.raises(ValueError, match='dy|dh|dloss'):
-            op.backward(put(np.zeros((*y.shape[:-1], y.shape[-1] + 1), np.float32)), ctx)
-
-
-# ---- what only some ops have ------------------------------------------------------------------
 
 def test_ids_outside_the_table_are_refused_with_their_position():
     for bad in (-1, 4):
@@ -800,12 +81,12 @@ def test_dropout_changes_with_step_and_key_and_keeps_the_right_share():
     n = 200_000
     x = put(np.ones(n, np.float32))
     masks = [get(Dropout(0.2, key).forward(x, put(np.array([step])))[0]) for key, step in ((1, 1), (1, 2), (2, 1), (1, 1))]
-    assert (masks[0] == masks[3]).all()
+    same(masks[0], masks[3], 'masks[0]')
     for other in masks[1:3]:
         assert 0.6 < (masks[0] == other).mean() < 0.76             # independent: 0.8^2 + 0.2^2 = 0.68
     for mask in masks:
         assert abs((mask > 0).mean() - 0.8) <= 5 * np.sqrt(0.16 / n)
-        assert (mask[mask > 0] == np.float32(1) / (np.float32(1) - np.float32(0.2))).all()
+        same(mask[mask > 0], np.float32(1) / (np.float32(1) - np.float32(0.2)), 'mask[mask > 0]')
 
 
 @pytest.mark.parametrize('n', (1, 4099, 70_001))
@@ -818,7 +99,7 @@ def test_residual_drops_what_dropout_drops_and_may_overwrite_what_it_adds(n):
         operands = [x.copy(), branch.copy()]
         launch('residual', operands[place], *operands, step, n, 0.4, 3)
         close(operands[place], want, 1e-6)
-        assert (operands[1 - place] == (x, branch)[1 - place]).all()
+        same(operands[1 - place], (x, branch)[1 - place], 'operands[1 - place]')
 
 
 def test_residual_without_dropout_passes_its_gradient_on_without_a_copy():
@@ -826,10 +107,12 @@ def test_residual_without_dropout_passes_its_gradient_on_without_a_copy():
     for op, given in ((Residual(0.5, 1), None), (Residual(0.0, 1), step)):
         y, ctx = op.forward(x, 2 * x, given)
         dx, dbranch = op.backward(x, ctx)
-        assert (get(y) == 3).all() and dx is x and dbranch is x
+        same(get(y), 3, 'y')
+        assert dx is x and dbranch is x
     y, ctx = Residual(0.5, 1).forward(x, 2 * x, step)
     dx, dbranch = Residual(0.5, 1).backward(x, ctx)
-    assert dx is x and dbranch is not x and (get(dbranch) == (get(y) - 1) / 2).all()
+    same(get(dbranch), (get(y) - 1) / 2, 'dbranch')
+    assert dx is x and dbranch is not x
 
 
 def test_philox_gives_the_published_numbers():
@@ -859,7 +142,8 @@ def test_cross_entropy_of_extreme_rows(op):
         assert np.isfinite(dx).all()
         assert get(ctx.valid)[0] == (now >= 0).sum()
         if (now < 0).all():
-            assert loss[0] == 0 and (dx == 0).all()
+            same(dx, 0, 'dx')
+            assert loss[0] == 0
 
 
 def large_rows(C, top):
@@ -884,7 +168,7 @@ def loss_of_one_row(op, x, label, smoothing):
         op = CrossEntropy(smoothing=smoothing)
         loss, ctx = op.forward(put(rows), put(ignored))
         dx = get(op.backward(one, ctx))
-        assert (dx[1] == 0).all()
+        same(dx[1], 0, 'dx[1]')
         return x, get(loss)[0], dx[0]
     if op == 'mlp_gradients':                           # whose hidden layer is 0, so that the biases are the logits
         bias = parameter('b2', x)
@@ -967,14 +251,17 @@ def test_masked_rows_do_not_influence_the_loss():
     x[labels == 0] = np.nan
     loss, ctx = run.op.forward(put(x), put(labels))
     loss, dx = get(loss), get(run.op.backward(put(run.dy), ctx))
-    assert loss[0] == run.y[0] and (dx == run.grads['x']).all() and (dx[labels == 0] == 0).all()
+    same(dx, run.grads['x'], 'dx')
+    same(dx[labels == 0], 0, 'dx[labels == 0]')
+    assert loss[0] == run.y[0]
 
 
 def test_predict_is_the_argmax_of_the_logits():
     run = Run(LinearCrossEntropyRow(), (3, 60, 40, 150))
     x = run.built.inputs['x'][0]
     want = Linear.reference(x.astype(np.float64), *run.built.params.values()).argmax(-1)
-    assert (get(run.op.predict(put(x))) == want).all() and (get(run.op.predict(put(x), run.op.prepare())) == want).all()
+    same(get(run.op.predict(put(x))), want, 'predictions')
+    same(get(run.op.predict(put(x), run.op.prepare())), want, 'predictions of prepared weights')
 
 
 @pytest.mark.parametrize('row,size', [(LinearOfSequencesRow(), (5, 60, 300, 300)), (LinearOfSequencesRow(), (2, 3, 7, 7)),
@@ -993,7 +280,7 @@ def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
     assert got is into
     close(get(got), want, 1e-6)
     for name, p in run.params.items():
-        close(get(p.grad), run.grads[name], 1e-5)
+        close(get(p.grad), run.grads[name], 1e-5, f'd {name}')
 
 
 def test_backward_refuses_an_array_of_another_shape_to_add_to():
@@ -1014,7 +301,8 @@ def test_what_works_on_rows_takes_one_row_and_none():
         before = [get(p.grad).copy() for p in run.params.values()]
         y, ctx = run.op.forward(put(x[:0]))
         assert run.op.backward(y, ctx).shape == x[:0].shape
-        assert all((get(p.grad) == kept).all() for p, kept in zip(run.params.values(), before, strict=True))
+        for p, kept in zip(run.params.values(), before, strict=True):
+            same(get(p.grad), kept, f'd {p.name}')
 
 
 def test_positions_begin_where_they_are_told_to():
@@ -1022,7 +310,8 @@ def test_positions_begin_where_they_are_told_to():
     whole = get(op.forward(put(x))[0])
     for first in (0, 1, 9, 11):
         y, ctx = op.forward(put(x[first:]), first)
-        assert (get(y) == whole[first:]).all() and (get(op.backward(y, ctx)) == 2 * get(y)).all()
+        same(get(y), whole[first:], 'y')
+        same(get(op.backward(y, ctx)), 2 * get(y), 'dx')
 
 
 @pytest.mark.parametrize('T,first', [(13, 0), (1, 12), (5, 8), (1, -1)])
@@ -1050,7 +339,8 @@ def test_layer_norm_of_a_constant_row_is_the_bias(C):
     op = layer_norm(C, 2.0, 0.7)
     x = np.repeat(np.array([[0], [-3.3], [10000.3], [1e6 / 3]], np.float32), C, 1)
     y, ctx = op.forward(put(x))
-    assert (get(y) == np.float32(0.7)).all() and (get(ctx.mean) == x[:, 0]).all()
+    same(get(y), np.float32(0.7), 'y')
+    same(get(ctx.mean), x[:, 0], 'mean')
     close(get(ctx.rstd), np.full(4, 1 / np.sqrt(1e-5)), 1e-5)
     assert np.isfinite(get(op.backward(put(normal(np.random.default_rng(2), 4, C)), ctx))).all()
 
@@ -1115,7 +405,9 @@ def test_a_gru_of_few_long_rows_gives_the_same_bits_for_any_number_of_threads(re
         backend.set_threads(before)
     close(runs[0].y, runs[0].reference(runs[0].variables()))
     for run in runs[1:]:
-        assert (run.y == runs[0].y).all() and all((grad == runs[0].grads[name]).all() for name, grad in run.grads.items())
+        same(run.y, runs[0].y, 'y')
+        for name, grad in run.grads.items():
+            same(grad, runs[0].grads[name], f'd {name}')
 
 
 @pytest.mark.parametrize('lengths', [(4, 2, 0, 3, 4, 1, 1), (0, 0, 1, 0, 0, 0, 0), (0,) * 7, (4,) * 7, (2,), (3, 1, 2)],
@@ -1133,16 +425,18 @@ def test_a_gru_of_sentences_with_lengths_is_one_of_all_steps_that_is_not_looked_
     want = run.op.backward(put(dh * has), run.ctx, put(last * has[-1]))
     sums = [get(p.grad).copy() for p in run.params.values()]
     h, ctx = run.op.forward(x, h0, put(before))
-    assert (get(h) == run.y * has).all() and (get(ctx.gates) == get(run.ctx.gates) * has).all()
+    same(get(h), run.y * has, 'h')
+    same(get(ctx.gates), get(run.ctx.gates) * has, 'gates')
     for noise, p in zip(run.noise.values(), run.params.values(), strict=True):
         p.grad[...] = put(noise)
     dx, dh0 = run.op.backward(put(dh), ctx, put(last))
-    close(get(dx), get(want[0]), 1e-5)
-    assert (get(dx) * ~has == 0).all() and (dh0 is None) == (not with_h0)
+    close(get(dx), get(want[0]), 1e-5, 'd x')
+    same(get(dx) * ~has, 0, 'dx after the lengths')
+    assert (dh0 is None) == (not with_h0)
     if with_h0:
-        close(get(dh0), get(want[1]), 1e-5)
+        close(get(dh0), get(want[1]), 1e-5, 'd h0')
     for p, sum_ in zip(run.params.values(), sums, strict=True):
-        close(get(p.grad), sum_, 1e-5)
+        close(get(p.grad), sum_, 1e-5, f'd {p.name}')
 
 
 def test_a_gru_refuses_a_length_that_is_none():
@@ -1170,7 +464,7 @@ def test_an_embedding_gru_is_an_embedding_a_context_and_a_gru():
     assert get(dcontext).shape == (B, C) and len(np.unique(run.built.constants['ids'])) < T * B
     grads = dict(context=dcontext, h0=dh0) | {p.name: p.grad for p in (table, *weights)}
     for name, want in grads.items():
-        close(run.grads[name], get(want), 1e-5)
+        close(run.grads[name], get(want), 1e-5, f'd {name}')
 
 
 def test_an_embedding_gru_says_what_it_wants():
@@ -1231,13 +525,16 @@ def test_a_sentence_of_padding_alone_gives_zeros_and_disturbs_no_other(Tq, Tk, c
     op, lengths = Attention(2, causal), np.array([Tk, 0, 3], np.int32)
     (q, k, v), dy, y, grads = attention_run(op, (Tq, Tk, 3, 6), lengths)
     for result in (y, *grads):
-        assert np.isfinite(result).all() and (result[:, 1] == 0).all()
+        same(result[:, 1], 0, 'result[:, 1]')
+        assert np.isfinite(result).all()
     top, total = get(attend(op, q, k, v, lengths)[1].stats)
-    assert (top[1] == -np.inf).all() and (total[1] == 0).all()
+    same(top[1], -np.inf, 'top[1]')
+    same(total[1], 0, 'total[1]')
     others = [np.ascontiguousarray(x[:, [0, 2]]) for x in (q, k, v, dy)]
     y2, ctx = attend(op, *others[:3], lengths[[0, 2]])
     for got, want in zip((y, *grads), (y2, *attend_back(op, others[3], ctx)), strict=True):
-        assert (got[:, [0, 2]] == want).all() and np.abs(want).max() > 1e-3
+        same(got[:, [0, 2]], want, 'got[:, [0, 2]]')
+        assert np.abs(want).max() > 1e-3
 
 
 def test_keys_beyond_a_length_are_not_even_read():
@@ -1246,9 +543,9 @@ def test_keys_beyond_a_length_are_not_even_read():
     for x in (k, v):
         x[7:, 0] = x[70:, 1] = np.nan
     y2, ctx = attend(op, q, k, v, lengths)
-    assert (y2 == y).all()
+    same(y2, y, 'y')
     for got, want in zip(attend_back(op, dy, ctx), grads, strict=True):
-        assert (got == want).all()
+        same(got, want)
     assert all((grad[7:, 0] == 0).all() and (grad[70:, 1] == 0).all() for grad in grads[1:])
 
 
@@ -1259,7 +556,7 @@ def test_gradients_pass_through_masks(torch):
     leaves = [torch.tensor(x.astype(np.float64), requires_grad=True) for x in inputs]
     AttentionRow(causal=True).torch(torch, *leaves, op, torch.tensor(lengths)).backward(torch.tensor(dy.astype(np.float64)))
     for name, got, leaf in zip('qkv', grads, leaves, strict=True):
-        close(got, leaf.grad.numpy(), 5e-5)
+        close(got, leaf.grad.numpy(), 5e-5, f'd {name}')
         for b, length in enumerate(lengths):
             # the first query sees one key only, whose weight is 1 whatever the query is
             taking_part = got[1:, b] if name == 'q' else got[:length, b]
@@ -1309,7 +606,8 @@ def test_attention_passes_nan_on(Tq, Tk, which):
     y, ctx = attend(op, *arrays.values())
     bad = np.zeros(y.shape, bool)
     bad[-1 if which == 'q' else slice(None), 1, 5 if which == 'v' else slice(4, 8)] = True
-    assert (np.isnan(y) == bad).all() and np.isnan(get(ctx.stats)[1]).any() == (which != 'v')
+    same(np.isnan(y), bad, 'NaN in y')
+    assert np.isnan(get(ctx.stats)[1]).any() == (which != 'v')
 
 
 @pytest.mark.parametrize('Tk', [1, 9, 64, 65, 300])
@@ -1409,8 +707,10 @@ def test_attention_of_nothing():
     def sizes(Tq, Tk, B):
         return attention_run(Attention(2), (Tq, Tk, B, 4))
     _, _, y, grads = sizes(3, 0, 2)
-    assert (y == 0).all() and (grads[0] == 0).all()
-    assert (sizes(0, 3, 2)[3][1] == 0).all() and sizes(3, 3, 0)[2].size == 0
+    same(y, 0, 'y')
+    same(grads[0], 0, 'grads[0]')
+    same(sizes(0, 3, 2)[3][1], 0, 'dk')
+    assert sizes(3, 3, 0)[2].size == 0
 
 
 @pytest.mark.parametrize('T,B', [(0, 2), (1, 1), (9, 7), (40, 33)])
@@ -1467,13 +767,15 @@ def test_batch_norm_keeps_the_running_statistics_of_torch(torch):
     before = get(mean).copy(), get(var).copy()
     y, _ = batch_norm(130, training=False).forward(put(x), mean, var)
     close(get(y), twin.eval()(torch.tensor(x).double()).detach().numpy())
-    assert (get(mean) == before[0]).all() and (get(var) == before[1]).all()
+    same(get(mean), before[0], 'mean')
+    same(get(var), before[1], 'var')
 
 
 @pytest.mark.parametrize('R', (2, 1000))
 def test_batch_norm_of_a_constant_column_is_the_bias(R):
     y, ctx = batch_norm(3, 2.0, 0.7).forward(put(np.full((R, 3), 12345.678, np.float32)))
-    assert (get(y) == np.float32(0.7)).all() and (get(ctx.rstd) == np.float32(1 / np.sqrt(np.float32(1e-5)))).all()
+    same(get(y), np.float32(0.7), 'y')
+    same(get(ctx.rstd), np.float32(1 / np.sqrt(np.float32(1e-5))), 'rstd')
 
 
 def test_batch_norm_says_what_it_wants():

@@ -1,6 +1,6 @@
 """Training with rounded operands: what is rounded along which axis, recipes, programs, checkpoints, a GPU.
 
-That the ops are the plain ones where nothing is rounded is in the table of tests/ops/test_ops.py (rows `-in-products`).
+That the ops are the plain ones where nothing is rounded is in the op table (tests/helpers/rows.py, rows `-in-products`).
 """
 import itertools
 import json
@@ -8,9 +8,9 @@ import re
 
 import numpy as np
 import pytest
-from places import get, put
-from test_gpu import device, digits, make_seq2seq, make_transformer, on_both, pairs  # noqa: F401  device is a fixture
-from test_ops import (
+from arrays import close
+from places import get, on_both, put
+from rows import (
     AttentionRow,
     FeedForwardRow,
     GRURow,
@@ -19,11 +19,9 @@ from test_ops import (
     LinearOfSequencesRow,
     PixelLinearRow,
     Run,
-    close,
 )
-from test_seq2seq import TINY as TINY_SEQ2SEQ
-from test_transformer import TINY as TINY_TRANSFORMER
-from translation import assert_same_training, newest, train_steps
+from small_models import digits, make_seq2seq, make_transformer, pairs
+from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest, train_steps
 
 from mnist import train as mnist_train
 from pyops import backend, formats, ops, quantization
@@ -335,7 +333,7 @@ def test_patterns_choose_layers_and_what_is_part_of_them(pattern, chosen):
 # ---- models ------------------------------------------------------------------------------------------------------------
 
 def small(make, made_from):
-    """The small model of tests/backend/test_gpu.py, its layers made from that."""
+    """The small model of tests/helpers/small_models.py, its layers made from that."""
     config = make().config
     module = seq2seq.Seq2Seq if make is make_seq2seq else transformer.Transformer
     return module(type(config)(**vars(config) | {'ops': made_from}), seed=3)
@@ -564,7 +562,7 @@ def test_flags_that_are_refused(main, tmp_path, capsys):
 # ---- a GPU -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('make', [make_seq2seq, make_transformer, None], ids=['seq2seq', 'transformer', 'mnist'])
-def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(make, device):  # noqa: F811
+def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(make, device):
     """A number that is rounded to the other side of a step moves a loss by less than this."""
     def losses():
         made_from = family(Recipe.parse('mxfp8,dgrad.g=hifp8'))

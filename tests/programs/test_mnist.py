@@ -7,7 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import NO_CUDA, ROOT
+from conftest import NO_CUDA, ROOT, has_mnist
+from translation import TINY_SEQ2SEQ, assert_same_training, newest
 
 from mnist import train
 from mnist.model import MLP, Config
@@ -19,9 +20,6 @@ from pyops.params import Parameter
 from pyops.plan import Steps
 from pyops.text import embedded as embedded_text
 from seq2seq import train as seq2seq_train
-
-has_mnist = pytest.mark.skipif(not os.path.isdir(os.path.join(os.environ.get('PYOPS_DATA', '/nowhere'), 'mnist')),
-                               reason='needs MNIST: set PYOPS_DATA to a folder with mnist/')
 
 
 def small_data(n=60, seed=0):
@@ -255,10 +253,9 @@ def test_what_both_programs_can_tell(tmp_path, capsys, monkeypatch):
 
 
 def test_seq2seq_trains_the_same_with_and_without_plans(tmp_path):
-    from test_seq2seq import TINY, assert_same_training, newest
     assert len(embedded_text.pairs()) > 512
     for folder, flags in (('with', []), ('without', ['--no-plan'])):
-        seq2seq_train.main(['-e', '2', '-c', str(tmp_path / folder), *TINY, *flags])
+        seq2seq_train.main(['-e', '2', '-c', str(tmp_path / folder), *TINY_SEQ2SEQ, *flags])
     assert_same_training(newest(tmp_path / 'with'), newest(tmp_path / 'without'))
 
 

@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import NO_CUDA, ROOT
-from test_mnist import has_mnist
-from test_nn import close, shaken
+from arrays import close
+from conftest import NO_CUDA, ROOT, has_mnist
+from small_models import shaken
 
 from mnist import resnet
 from mnist.mlp_resnet import MLPResNet

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from conftest import ROOT
+from translation import TINY_SEQ2SEQ as TINY
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
 from pyops import backend
@@ -295,9 +296,6 @@ def test_a_model_without_a_word_to_say_stops_after_num_steps():
 
 
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------
-
-TINY = ['-f', 'embedded', '-t', '1', '--embedding', '16', '--hidden', '24', '-b', '100']
-
 
 def test_two_epochs_resumed_for_two_more_equal_four(tmp_path, capsys):
     train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *TINY])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from translation import TINY_TRANSFORMER as TINY
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
 from pyops import backend, plan
@@ -263,9 +264,6 @@ def test_a_replayed_step_equals_an_eager_one_bit_for_bit(pre_norm):
 
 
 # ---- the program: resumed runs, threads, what it refuses --------------------------------------------------
-
-TINY = ['-f', 'embedded', '-t', '1', '--d-model', '16', '--d-ff', '8', '-b', '100']
-
 
 @pytest.mark.parametrize('more', [[], ['--preset', 'base', '--layers', '1', '--num-steps', '12', '--warmup', '7']])
 def test_two_epochs_resumed_for_two_more_equal_four(tmp_path, capsys, more):

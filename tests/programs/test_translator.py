@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import NO_CUDA, ROOT
-from test_seq2seq import TINY, assert_same_training, newest
+from translation import TINY_SEQ2SEQ as TINY
+from translation import assert_same_training, newest
 
 from pyops import checkpoint
 from pyops.errors import UserError

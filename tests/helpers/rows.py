@@ -1,0 +1,614 @@
+"""The rows of the op table: each builds an op and its arguments at any size, and has the same op in PyTorch.
+
+The float64 formula is the op's own `reference`.  `large` is a size that runs on several threads.  tests/ops/test_table.py
+checks every property for every row.  An op without a row is tested on its own `example`.
+"""
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from arrays import normal
+from places import get, put
+
+from pyops.backend import library
+from pyops.differences import every_op, settings_of
+from pyops.ops import (
+    GRU,
+    Attention,
+    BatchNorm,
+    ConcatContext,
+    CrossEntropy,
+    Dropout,
+    Embedding,
+    EmbeddingGRU,
+    FeedForward,
+    LayerNorm,
+    Linear,
+    LinearCrossEntropy,
+    MLPGradients,
+    PixelLinear,
+    Positions,
+    ReLU,
+    Residual,
+)
+from pyops.ops.array import ArrayOp
+from pyops.ops.attention import dropout_factors, visible
+from pyops.params import Parameter
+from pyops.philox import dropout_mask
+from pyops.quantization import Recipe
+
+
+@dataclass
+class Built:
+    """An op ready to run: float inputs and parameters by name, and constants (ids, labels, step) that have no gradient."""
+    op: Any
+    inputs: dict
+    params: dict
+    constants: dict = field(default_factory=dict)
+
+    def arguments(self):
+        """What forward takes, in its order: ids come first, other constants last."""
+        return dict(sorted((self.inputs | self.constants).items(), key=lambda item: item[0] != 'ids'))
+
+
+def labels_with_masked_rows(rng, shape, classes, ignore):
+    labels = rng.integers(0, classes, shape).astype(np.int32)
+    labels[rng.random(shape) < 0.25] = ignore
+    return labels
+
+
+class LinearRow:
+    name = 'linear'
+    sizes = ((1, 1, 1), (3, 5, 7), (6, 16, 256), (7, 17, 257), (13, 32, 40), (64, 100, 96))      # R, O, I
+    large = (901, 100, 96)
+
+    def build(self, size, rng):
+        *shape, O, I = size
+        params = dict(weight=normal(rng, O, I), bias=normal(rng, O))
+        return Built(Linear, dict(x=normal(rng, *shape, I)), params)
+
+    def torch(self, torch, x, weight, bias=None):
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+class LinearOfSequencesRow(LinearRow):
+    name = 'linear-of-sequences'
+    sizes = ((1, 1, 1, 1), (2, 3, 5, 7), (3, 5, 17, 33), (4, 16, 40, 257))                        # T, B, O, I
+    large = (9, 101, 100, 96)
+
+
+class LinearWithoutBiasRow(LinearRow):
+    name = 'linear-without-bias'
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        del built.params['bias']
+        return built
+
+
+class FeedForwardRow:
+    name = 'feed_forward'
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 7), (1, 5, 17, 16), (4, 7, 33, 257), (3, 16, 64, 100))       # T, B, D, F
+    large = (9, 101, 100, 96)
+
+    def build(self, size, rng):
+        T, B, D, F = size
+        params = dict(w1=normal(rng, F, D), b1=normal(rng, F), w2=normal(rng, D, F), b2=normal(rng, D))
+        x = normal(rng, T, B, D)
+        for _ in range(100):                    # away from the kink
+            near = np.abs(Linear.reference(x.astype(np.float64), params['w1'], params['b1'])).min(-1) < 1e-3
+            x[near] = normal(rng, near.sum(), D)
+        assert not near.any()
+        return Built(FeedForward, dict(x=x), params)
+
+    def torch(self, torch, x, w1, b1, w2, b2):
+        linear = torch.nn.functional.linear
+        return linear(torch.relu(linear(x, w1, b1)), w2, b2)
+
+
+class LayerNormRow:
+    name = 'layer_norm'
+    sizes = ((1, 1, 3), (2, 3, 5), (3, 5, 33), (2, 70, 8), (4, 40, 257))                          # T, B, C
+    large = (9, 101, 300)
+
+    def build(self, size, rng):
+        C = size[-1]
+        return Built(LayerNorm, dict(x=normal(rng, *size) + np.float32(0.5)), dict(weight=normal(rng, C), bias=normal(rng, C)))
+
+    def torch(self, torch, x, weight, bias):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+class PositionsRow:
+    name = 'positions'
+    sizes = ((1, 1, 1), (2, 3, 5), (4, 7, 16), (3, 1, 33), (20, 7, 64))                           # T, B, D
+    large = (9, 101, 300)
+    SCALE = 1.75
+
+    def build(self, size, rng):
+        return Built(lambda: Positions(size[-1], scale=self.SCALE), dict(x=normal(rng, *size)), {})
+
+    def torch(self, torch, x):
+        T, _, D = x.shape
+        angles = torch.arange(T, dtype=torch.float64).outer(10000 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+        return self.SCALE * x + torch.stack([angles.sin(), angles.cos()], -1).reshape(T, 1, -1)[..., :D]
+
+
+class BatchNormRow:
+    wrong_axis = {'running_mean': 0, 'running_var': 0}
+    sizes = ((4, 1), (3, 5), (70, 33), (129, 8), (40, 257))                                       # R, C
+    large = (301, 300)
+
+    def __init__(self, training):
+        self.name, self.training = f'batch_norm{"" if training else "-evaluation"}', training
+
+    def build(self, size, rng):
+        C = size[-1]
+        running = {} if self.training else dict(running_mean=normal(rng, C), running_var=normal(rng, C) ** 2 + np.float32(0.1))
+        return Built(lambda **p: BatchNorm(**p, training=self.training), dict(x=normal(rng, *size) + np.float32(0.5)),
+                     dict(weight=normal(rng, C), bias=normal(rng, C)), running)
+
+    def torch(self, torch, x, weight, bias, running_mean=None, running_var=None):
+        running = (None, None) if self.training else (running_mean.double(), running_var.double())
+        return torch.nn.functional.batch_norm(x, *running, weight, bias, self.training)
+
+
+class PixelLinearRow:
+    name = 'pixel_linear'
+    wrong_axis = {'rows': None}             # any length will do
+    sizes = ((1, 1, 1, 1), (5, 3, 9, 4), (9, 7, 17, 33), (6, 40, 784, 30), (3, 2, 2100, 40))      # N, B, I, O
+    large = (300, 401, 784, 30)
+
+    def build(self, size, rng):
+        N, B, I, O = size
+        table = (rng.integers(0, 256, (N, I)) * (rng.random((N, I)) < 0.3)).astype(np.uint8)
+        table[0, 0] = 255
+        rows = rng.integers(0, N, B)
+        rows[0] = 0
+        params = dict(weight=normal(rng, I, O), bias=normal(rng, O))
+        return Built(PixelLinear, {}, params, dict(table=table, rows=rows))
+
+    def torch(self, torch, weight, bias, table, rows):
+        return table[rows].double() / 255 @ weight + bias
+
+
+class MLPGradientsRow:
+    name = 'mlp_gradients'
+    wrong_axis = {'rows': None}             # any length will do
+    sizes = ((1, 1, 1, 1, 1), (4, 3, 5, 3, 2), (9, 7, 17, 33, 5), (6, 40, 784, 30, 10), (3, 2, 2100, 40, 17),
+             (5, 130, 20, 128, 128))                                                             # N, B, I, H, C
+    large = (300, 401, 784, 30, 10)
+
+    def build(self, size, rng):
+        N, B, I, H, C = size
+        images = (rng.integers(0, 256, (N, I)) * (rng.random((N, I)) < 0.3)).astype(np.uint8)
+        images[0, 0] = 255
+        rows, labels = rng.integers(0, N, B), rng.integers(0, C, N).astype(np.int32)
+        rows[0] = 0
+        params = dict(w1=normal(rng, I, H, scale=2 / np.sqrt(I)), b1=normal(rng, H), w2=normal(rng, C, H), b2=normal(rng, C))
+        for _ in range(100):                    # away from the kink
+            near = np.abs(images[rows] / 255 @ params['w1'] + params['b1']).min(0) < 1e-3
+            params['b1'][near] = normal(rng, near.sum())
+        assert not near.any()
+        return Built(MLPGradients, {}, params, dict(images=images, rows=rows, labels=labels))
+
+    def torch(self, torch, w1, b1, w2, b2, images, rows, labels):
+        r = torch.relu(images[rows].double() / 255 @ w1 + b1)
+        return torch.nn.functional.cross_entropy(r @ w2.T + b2, labels[rows].long()).reshape(1)
+
+
+class ReLURow:
+    name = 'relu'
+    wrong_axis = {'x': None}                # any shape will do
+    sizes = ((1,), (2, 3), (5, 17), (40, 1001))
+    large = (300, 1001)
+
+    def build(self, size, rng):
+        x = normal(rng, *size)
+        return Built(ReLU, dict(x=np.where(np.abs(x) < 1e-3, np.float32(1e-3), x)), {})     # away from the kink
+
+    def torch(self, torch, x):
+        return torch.relu(x)
+
+
+class EmbeddingRow:
+    name = 'embedding'
+    wrong_axis = {'ids': None}              # any shape will do
+    sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (9, 16, 7, 33), (9, 64, 50, 64))                         # T, B, V, E
+    large = (9, 461, 50, 64)
+
+    def build(self, size, rng):
+        T, B, V, E = size
+        ids = rng.integers(0, V, (T, B)).astype(np.int32)
+        return Built(Embedding, {}, dict(weight=normal(rng, V, E)), dict(ids=ids))
+
+    def torch(self, torch, weight, ids):
+        return torch.nn.functional.embedding(ids.long(), weight)
+
+
+class SparseEmbeddingRow(EmbeddingRow):
+    """An embedding that also says which rows it adds to; several share a block, or, in the third size, have two."""
+    name = 'embedding-sparse'
+    sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (3, 4, 90, 99), (9, 64, 50, 64))
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        words = np.zeros(-(-built.params['weight'].size // library.cpu().lib.PYOPS_GRAD_BLOCK), np.int32)
+        built.op = lambda weight: Embedding(weight._replace(touched=put(words)))
+        return built
+
+
+class DropoutRow:
+    name = 'dropout'
+    wants_op = True
+    wrong_axis = {'x': None}
+    sizes = ((1, 0.2), (3, 0.5), (257, 0.2), (4097, 0.0), (9000, 0.9))                            # n, p
+    large = (70_001, 0.3)
+
+    def build(self, size, rng):
+        n, p = size
+        return Built(lambda: Dropout(p, 0x0123456789ABCDEF), dict(x=normal(rng, n)), {}, dict(step=np.array([7 + (3 << 32)])))
+
+    def keep(self, op, n):
+        return dropout_mask(n, op.p, 7 + (3 << 32), op.key) / (1 - op.p)
+
+    def torch(self, torch, x, step, op):
+        return x * torch.tensor(self.keep(op, x.numel()))
+
+
+class ResidualRow:
+    sizes = ((1,), (2, 3), (3, 5, 17), (9, 1001))
+    large = (70, 4001)
+    STEP, P, KEY = 7 + (3 << 32), 0.3, 0x0123456789ABCDEF
+
+    def __init__(self, with_dropout):
+        self.name, self.with_dropout = f'residual{"-dropout" if with_dropout else ""}', with_dropout
+
+    def build(self, size, rng):
+        return Built(lambda: Residual(self.P, self.KEY), dict(x=normal(rng, *size), branch=normal(rng, *size)), {},
+                     dict(step=np.array([self.STEP])) if self.with_dropout else {})
+
+    def kept(self, shape):
+        if not self.with_dropout:
+            return np.ones(shape)
+        return dropout_mask(int(np.prod(shape)), self.P, self.STEP, self.KEY).reshape(shape) / (1 - self.P)
+
+    def torch(self, torch, x, branch, step=None):
+        return x + branch * torch.tensor(self.kept(x.shape))
+
+
+class ConcatContextRow:
+    name = 'concat_context'
+    wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (9, 17, 33, 16), (9, 64, 32, 64))                        # T, B, E, H
+    large = (9, 257, 65, 64)
+
+    def build(self, size, rng):
+        T, B, E, H = size
+        return Built(ConcatContext, dict(x=normal(rng, T, B, E), context=normal(rng, B, H)), {})
+
+    def torch(self, torch, x, context):
+        return torch.cat([x, context.expand(len(x), -1, -1)], -1)
+
+
+class GRURow:
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
+    large = (9, 251, 40, 64)
+
+    def __init__(self, reset_before, with_h0, with_lengths=False):
+        self.name = (f'gru-reset-{"before" if reset_before else "after"}{"" if with_h0 else "-no-h0"}'
+                     f'{"-lengths" if with_lengths else ""}')
+        self.reset_before, self.with_h0, self.with_lengths = reset_before, with_h0, with_lengths
+
+    def build(self, size, rng):
+        T, B, I, H = size
+        scale = 1 / np.sqrt(H)
+        params = dict(w_ih=normal(rng, 3 * H, I, scale=scale), w_hh=normal(rng, 3 * H, H, scale=scale),
+                      b_ih=normal(rng, 3 * H), b_hh=normal(rng, 3 * H))
+        inputs = dict(x=normal(rng, T, B, I))
+        if self.with_h0:
+            inputs['h0'] = normal(rng, B, H)
+        return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params, self.lengths(T, B, rng))
+
+    def lengths(self, T, B, rng):
+        """One sentence with all steps, one with none, and the others between."""
+        if not self.with_lengths:
+            return {}
+        lengths = rng.integers(0, T + 1, B).astype(np.int32)
+        lengths[0], lengths[1:2] = T, 0
+        return dict(lengths=lengths)
+
+    def torch(self, torch, x, w_ih, w_hh, b_ih, b_hh, h0=None, lengths=None):
+        if lengths is not None:
+            return self.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0) * (torch.arange(len(x))[:, None, None] < lengths[:, None])
+        H = w_hh.shape[1]
+        if not self.reset_before:
+            twin = torch.nn.GRU(x.shape[2], H, dtype=torch.float64)
+            names = dict(weight_ih_l0=w_ih, weight_hh_l0=w_hh, bias_ih_l0=b_ih, bias_hh_l0=b_hh)
+            return torch.func.functional_call(twin, names, (x, None if h0 is None else h0[None]))[0]
+        h, out = torch.zeros(x.shape[1], H, dtype=torch.float64) if h0 is None else h0, []
+        for x_t in x:
+            a = x_t @ w_ih.T + b_ih
+            r, z = torch.sigmoid(a[:, :2*H] + h @ w_hh[:2*H].T + b_hh[:2*H]).split(H, 1)
+            n = torch.tanh(a[:, 2*H:] + (r * h) @ w_hh[2*H:].T + b_hh[2*H:])
+            h = (1 - z) * n + z * h
+            out.append(h)
+        return torch.stack(out)
+
+
+class EmbeddingGRURow:
+    """context, with_h0 and with_lengths False leave them out."""
+    sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
+             (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
+    large = (9, 251, 300, 24, 16, 64)
+
+    def __init__(self, reset_before, context, with_h0, with_lengths=False):
+        self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}{"" if context else "-no-context"}'
+                     f'{"" if with_h0 else "-no-h0"}{"-lengths" if with_lengths else ""}')
+        self.gru, self.context, self.with_h0 = GRURow(reset_before, with_h0, with_lengths), context, with_h0
+        # of ids any shape will do where nothing stands beside them
+        self.wrong_axis = {} if context or with_h0 or with_lengths else {'ids': None}
+
+    def build(self, size, rng):
+        T, B, V, E, C, H = size
+        built = self.gru.build((T, B, E + C if self.context else E, H), rng)
+        constants = dict(ids=rng.integers(0, V, (T, B)).astype(np.int32))
+        constants['ids'][T // 2:, B // 2:] = V - 1              # as padding, which is the token of many positions
+        inputs = dict(context=normal(rng, B, C)) if self.context else {}
+        if self.with_h0:
+            inputs['h0'] = built.inputs['h0']
+
+        def make(**parameters):
+            return EmbeddingGRU(**parameters, reset_before=self.gru.reset_before)
+        return Built(make, inputs, dict(table=normal(rng, V, E)) | built.params, constants | built.constants)
+
+    def input_of(self, table, ids, context, concatenate):
+        x = table[ids]
+        return x if context is None else concatenate([x, context + 0 * x[..., :1]], -1)
+
+    def torch(self, torch, table, w_ih, w_hh, b_ih, b_hh, ids, context=None, h0=None, lengths=None):
+        x = self.input_of(table, ids.long(), context, torch.cat)
+        return self.gru.torch(torch, x, w_ih, w_hh, b_ih, b_hh, h0, lengths)
+
+
+class AttentionRow:
+    """lengths None leaves them out, with step; 'full' masks nothing; 'any' has sentences of 0 and of all words."""
+    sizes = ((1, 1, 1, 1, 1), (3, 5, 2, 2, 4), (5, 3, 2, 1, 7), (6, 6, 1, 2, 4), (4, 9, 3, 2, 16), (9, 9, 3, 4, 64),
+             (2, 130, 2, 2, 33), (64, 64, 2, 1, 20), (70, 130, 2, 2, 5), (130, 70, 2, 1, 17),
+             (5, 6, 1, 1, 300))                                                                  # Tq, Tk, B, heads, C
+    large = (33, 65, 23, 3, 31)
+    wants_op = True
+    wrong_axis = {'k': 1, 'v': 0}           # of q the last axis, of k any number of rows would do
+
+    def __init__(self, causal=False, p=0.0, lengths=None):
+        self.name = 'attention' + '-causal' * causal + '-dropout' * (p > 0) + f'-lengths-{lengths}' * bool(lengths)
+        self.causal, self.p, self.lengths = causal, p, lengths
+
+    def build(self, size, rng):
+        Tq, Tk, B, heads, C = size
+        q, k, v = (normal(rng, T, B, heads * C) for T in (Tq, Tk, Tk))
+        constants = {}
+        if self.lengths:
+            lengths = np.full(B, Tk, np.int32)
+            if self.lengths == 'any' and B > 1:
+                lengths[:-1] = rng.integers(0, Tk + 1, B - 1)
+                lengths[0] = 0
+            constants = dict(lengths=lengths, step=np.array([7 + (3 << 32)]))
+        return Built(lambda: Attention(heads, self.causal, self.p, 0x0123456789ABCDEF), dict(q=q, k=k, v=v), {}, constants)
+
+    def keep(self, Tq, Tk, B, heads):
+        return dropout_factors(B, heads, Tq, Tk, self.p, 7 + (3 << 32), 0x0123456789ABCDEF) if self.p else 1.0
+
+    def torch(self, torch, q, k, v, op, lengths=None, step=None):
+        (Tq, B, D), Tk = q.shape, len(k)
+        lengths = np.full(B, Tk) if lengths is None else lengths.numpy()
+        q, k, v = (x.reshape(len(x), B, op.heads, D // op.heads).permute(1, 2, 0, 3) for x in (q, k, v))
+        seen = torch.tensor(visible(Tq, Tk, lengths, self.causal).copy())
+        some = seen.any(-1, keepdim=True)           # a query that sees nothing would be NaN: let it see all, and take it out
+        if self.p:
+            scores = (q @ k.transpose(2, 3) / (D // op.heads)**0.5).masked_fill(~(seen | ~some), -torch.inf)
+            y = scores.softmax(-1) * torch.tensor(self.keep(Tq, Tk, B, op.heads)) @ v
+        else:
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen | ~some)
+        return (y * some).permute(2, 0, 1, 3).reshape(Tq, B, D)
+
+
+class CrossEntropyRow:
+    name, smoothing = 'cross_entropy', 0.0
+    wrong_axis = {'x': 0}
+    sizes = ((1, 2), (3, 5), (8, 17), (33, 100), (20, 1001))                                      # R, C
+    large = (81, 1001)
+
+    def build(self, size, rng):
+        R, C, *_ = size
+        labels = labels_with_masked_rows(rng, R, C, -1)
+        labels[0] = C - 1
+        return Built(lambda: CrossEntropy(smoothing=self.smoothing), dict(x=self.logits(size, labels, rng)), {},
+                     dict(labels=labels))
+
+    def logits(self, size, labels, rng):
+        return normal(rng, *size, scale=3)
+
+    def torch(self, torch, x, labels):
+        return torch.nn.functional.cross_entropy(x, labels.long(), ignore_index=-1, label_smoothing=self.smoothing).reshape(1)
+
+
+class SmoothedCrossEntropyRow(CrossEntropyRow):
+    name, smoothing, sizes = 'cross_entropy-smoothed', 0.1, ((1, 2), (3, 5), (33, 100), (20, 1001))
+
+
+def below(top, shape, rng):
+    """float32 numbers from 0 to 3 below top, exact, and many of them equal; where floats are farther apart, 24 of these."""
+    step = max(np.spacing(np.float32(top)), np.float32(0.125))
+    return np.float32(top) - step * rng.integers(0, 25, shape).astype(np.float32)
+
+
+class LargeCrossEntropyRow(CrossEntropyRow):
+    """Rows just below a large number; every fifth from the second on is all equal, has one huge logit, is as far below 0."""
+    sizes = ((1, 2, 1e2), (3, 2, 1e2), (9, 5, 1e4), (12, 17, 1e9), (33, 100, 1e4), (20, 1001, 1e2))       # R, C, top
+    large = (81, 1001, 1e4)
+
+    def __init__(self, smoothing=0.0):
+        self.name, self.smoothing = f'cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
+
+    def logits(self, size, labels, rng):
+        R, C, top = size
+        x = below(top, (R, C), rng)
+        x[1::5] = top
+        x[2::5] = normal(rng, *x[2::5].shape)
+        x[2::5, 0] = top
+        labels[2::5][labels[2::5] >= 0] = 0         # a loss of 1e9 would hide those of the other rows
+        x[3::5] *= -1
+        return x
+
+
+class LinearCrossEntropyRow:
+    name, smoothing = 'linear_cross_entropy', 0.0
+    sizes = ((1, 1, 1, 2), (3, 4, 6, 5), (2, 7, 16, 33), (3, 60, 40, 150), (5, 70, 17, 1100))     # T, B, D, V
+    large = (7, 75, 17, 1100)
+
+    def build(self, size, rng):
+        T, B, D, V = size
+        labels = labels_with_masked_rows(rng, (T, B), V, 0)
+        labels[0, 0] = V - 1
+        params = dict(weight=normal(rng, V, D), bias=normal(rng, V))
+        return Built(lambda **p: LinearCrossEntropy(**p, ignore=0, smoothing=self.smoothing), dict(x=normal(rng, T, B, D)),
+                     params, dict(labels=labels))
+
+    def torch(self, torch, x, weight, bias, labels):
+        logits = torch.nn.functional.linear(x, weight, bias).reshape(labels.numel(), -1)
+        return torch.nn.functional.cross_entropy(logits, labels.reshape(-1).long(), ignore_index=0,
+                                                 label_smoothing=self.smoothing).reshape(1)
+
+
+class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
+    name, smoothing = 'linear_cross_entropy-smoothed', 0.1
+
+
+class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
+    """Biases just below 1e4.  All numbers are multiples of powers of 2 for which logits have no rounding in float32."""
+
+    def __init__(self, smoothing=0.0):
+        self.name, self.smoothing = f'linear_cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        for arrays, step in ((built.inputs, 4), (built.params, 8)):
+            arrays |= {name: np.rint(step * value) / np.float32(step) for name, value in arrays.items()}
+        built.params['bias'] = below(1e4, size[-1], rng)
+        return built
+
+
+class ExampleRow:
+    """The example of an op class, which has one size."""
+    sizes = ((1,),)
+
+    def __init__(self, op):
+        self.name, self.op = f'{op.__name__}-example', op
+
+    def build(self, size, rng):
+        given, named = self.op.example(functools.partial(normal, rng))
+        _, *names = inspect.signature(self.op.forward).parameters
+        inputs = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, np.ndarray)}
+        params = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        settings = {name: value for name, value in named.items() if name not in params}
+        floats = {name: value for name, value in inputs.items() if value.dtype == np.float32}
+        return Built(lambda **parameters: self.op(**parameters, **settings), floats, params,
+                     {name: value for name, value in inputs.items() if name not in floats})
+
+
+class InProductsRow:
+    """The rounded variant of another row's op, which is made of single products, with a recipe that rounds nothing."""
+
+    def __init__(self, row, *sizes, recipe=None):
+        self.row, self.name, self.sizes, self.recipe = row, f'{row.name}-in-products', sizes, recipe or Recipe()
+
+    def __getattr__(self, name):
+        return getattr(self.row, name)
+
+    def build(self, size, rng):
+        built = self.row.build(size, rng)
+
+        def op(**parameters):
+            plain = built.op(**parameters)
+            # every op is made of what it keeps under the names of its constructor's arguments
+            arguments = inspect.signature(type(plain)).parameters
+            return type(plain).rounded()(**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
+        return Built(op, built.inputs, built.params, built.constants)
+
+
+TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
+         ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
+         AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
+         AttentionRow(True, 0.3, 'any'),
+         *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
+         *(EmbeddingGRURow(before, True, h0) for before in (False, True) for h0 in (True, False)),
+         EmbeddingGRURow(False, False, False),
+         *(GRURow(before, True, True) for before in (False, True)),
+         *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
+         *(ResidualRow(with_dropout) for with_dropout in (False, True)),
+         LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
+         PositionsRow(), SmoothedLinearCrossEntropyRow(),
+         *(BatchNormRow(training) for training in (True, False)),
+         SmoothedCrossEntropyRow(),
+         *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
+         *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (
+             AttentionRow(lengths='any'), AttentionRow(True, 0.3, 'any'))),
+         *(InProductsRow(GRURow(before, h0), (2, 3, 4, 5), (4, 13, 8, 33)) for before in (False, True) for h0 in (True, False)),
+         InProductsRow(EmbeddingGRURow(False, True, True), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
+         InProductsRow(EmbeddingGRURow(True, False, False), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
+         *(InProductsRow(row, (3, 4, 6, 5), (3, 60, 40, 150)) for row in (
+             SmoothedLinearCrossEntropyRow(), LargeLinearCrossEntropyRow(0.1))),
+         InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
+         InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
+         InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16))]
+EXAMPLES = [pytest.param(row, row.sizes[0], id=row.name)
+            for row in (ExampleRow(op) for op in every_op() if not issubclass(op, ArrayOp))]
+EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]
+SMALL = [p for p in EACH if np.prod([s for s in p.values[1] if s >= 1]) <= 700]
+FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
+
+
+class Run:
+    """One forward and one backward of a row, with a random upstream gradient and parameter gradients that start as noise.
+
+    The op has its arrays where arrays are made: `place` brings one there.  What is kept here is numpy's.
+    """
+
+    def __init__(self, row, size, backward=True, place=put):
+        self.row, self.built = row, row.build(size, np.random.default_rng(0))
+        b, rng = self.built, np.random.default_rng(1)
+        self.noise = {name: normal(rng, *value.shape) for name, value in b.params.items()}
+        self.params = {name: Parameter(name, place(value), put(self.noise[name].copy())) for name, value in b.params.items()}
+        self.op = b.op(**self.params)
+        self.placed = {name: place(value) for name, value in b.arguments().items()}
+        y, self.ctx = self.op.forward(*self.placed.values())
+        self.y = get(y)
+        self.dy = normal(rng, *self.y.shape)
+        if backward:
+            self.grads = self.backward()
+
+    def backward(self):
+        """-> gradients of the inputs by name, then what was added to the gradients of the parameters."""
+        before = {name: get(p.grad).copy() for name, p in self.params.items()}
+        result = self.op.backward(put(self.dy), self.ctx)
+        result = result if isinstance(result, tuple) else (result,)
+        grads = dict(zip(self.built.inputs, (get(dx) for dx in result if dx is not None), strict=True))
+        return grads | {name: get(p.grad) - before[name] for name, p in self.params.items()}
+
+    def variables(self):
+        """What has a gradient, in float64."""
+        return {name: a.astype(np.float64) for name, a in (self.built.inputs | self.built.params).items()}
+
+    def reference(self, variables):
+        """What the formula of the op gives, called as forward is."""
+        inputs = [variables.get(name, value) for name, value in self.built.arguments().items()]
+        parameters = {name: variables[name] for name in self.params}
+        return self.op.reference(*inputs, **settings_of(self.op) | parameters)
+
+    def extra(self):
+        """The op itself, for twins in PyTorch that need more of it than its parameters."""
+        return {'op': self.op} if getattr(self.row, 'wants_op', False) else {}
