@@ -46,7 +46,7 @@ def same(got, expected, name='array'):
 
 
 def parameter(name, value, grad=None):
-    """A Parameter where arrays are made; without a gradient it has one of zeros."""
+    """Return a Parameter on the current device.  Its gradient is zero by default."""
     return Parameter(name, put(value), put(np.zeros_like(value) if grad is None else grad))
 
 

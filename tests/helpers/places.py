@@ -1,6 +1,6 @@
-"""What tests need that run wherever arrays are made: on the CPU, or with PYOPS_BACKEND=gpu on a GPU or its emulation.
+"""For tests that run on the CPU and, with `--on emulated` or `--on gpu`, on a GPU: transfers, kernel calls, devices.
 
-On the CPU `put`, `get` and `launch` are those of pyops.backend, which do nothing to numpy's arrays.
+On the CPU, `put` and `get` return their argument, and `launch` calls the kernel directly.
 """
 import ctypes
 
@@ -11,15 +11,15 @@ import pyops
 from pyops import backend
 from pyops.backend import get, library, put  # noqa: F401
 from pyops.errors import UserError
-from pyops.ndarray import NDArray  # with PYOPS_BACKEND=gpu this makes the GPU the place of arrays
+from pyops.ndarray import NDArray  # with PYOPS_BACKEND=gpu the import selects the GPU
 
 ON_GPU = backend.place() is not backend.HOST
-on_the_cpu = pytest.mark.skipif(ON_GPU, reason='about the CPU alone: run without PYOPS_BACKEND=gpu')
-of_threads = pytest.mark.skipif(ON_GPU, reason='a GPU has no number of threads to set: run without PYOPS_BACKEND=gpu')
+on_the_cpu = pytest.mark.skipif(ON_GPU, reason='tests the CPU only: run it with --on cpu')
+of_threads = pytest.mark.skipif(ON_GPU, reason='sets the number of threads of the CPU: run it with --on cpu')
 
 
 def devices():
-    """What arrays can lie on here, by name; with PYOPS_BACKEND=gpu that alone."""
+    """Return the available devices by name; with PYOPS_BACKEND=gpu only the GPU."""
     if ON_GPU:
         return {'gpu': pyops.gpu}
     found = {'cpu': pyops.cpu, 'numpy_device': pyops.numpy_device}
@@ -31,13 +31,13 @@ def devices():
 
 
 def share_memory(a, b):
-    """Whether two contiguous arrays, numpy's, NDArrays or those of Tensors, look at the same memory."""
+    """Return whether two contiguous arrays (numpy, NDArray or Tensor) share memory."""
     a, b = (getattr(x, 'array', x) for x in (a, b))
     return backend.may_overlap(a, b) if ON_GPU else np.shares_memory(np.asarray(a), np.asarray(b))
 
 
 def launch(name, *values):
-    """backend.launch on numpy arrays of any strides that the kernel takes, and back come those that it may write to."""
+    """Call backend.launch on numpy arrays with any strides, and copy the results into the arrays that the kernel may write."""
     arguments = library.cpu().functions['pyops_' + name].arguments
     return _carried(lambda *arrays: backend.launch(name, *arrays), values,
                     [argument.pointer and not argument.const for argument in arguments],
@@ -50,13 +50,15 @@ def gemm(c, a, b, *how, **named):
 
 
 def strided(array):
-    """What `launch` takes for an array whose strides are arguments of their own."""
+    """Return the argument of `launch` for an array whose strides are separate arguments."""
     return array if ON_GPU else backend.address(array)
 
 
 def _carried(function, values, is_written, is_of_host):
-    """function(*values), with numpy arrays as arrays on the GPU.  Whatever memory they look at is there as a whole, and
-    once: so arrays that overlap do it there, too, and what lies around them comes back to be compared."""
+    """Return function(*values) with the numpy arrays copied to the GPU.
+
+    Each underlying buffer is copied once and as a whole, so arrays that overlap also overlap there, and the bytes around
+    them are copied back for comparison."""
     if not ON_GPU:
         return function(*values)
     device, memories, brought, written = backend.place(), {}, [], []
@@ -81,7 +83,7 @@ def _carried(function, values, is_written, is_of_host):
 
 
 def _memory(array):
-    """The array that owns the memory which this one looks at."""
+    """Return the array that owns the memory of this view."""
     owner = array
     while getattr(array, 'base', None) is not None:
         array = array.base

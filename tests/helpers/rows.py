@@ -50,7 +50,7 @@ class Built:
     constants: dict = field(default_factory=dict)
 
     def arguments(self):
-        """What forward takes, in its order: ids come first, other constants last."""
+        """Return the arguments of forward by name, in its order: ids come first, other constants last."""
         return dict(sorted((self.inputs | self.constants).items(), key=lambda item: item[0] != 'ids'))
 
 
@@ -158,7 +158,7 @@ class BatchNormRow:
 
 class PixelLinearRow:
     name = 'pixel_linear'
-    wrong_axis = {'rows': None}             # any length will do
+    wrong_axis = {'rows': None}             # any length is accepted
     sizes = ((1, 1, 1, 1), (5, 3, 9, 4), (9, 7, 17, 33), (6, 40, 784, 30), (3, 2, 2100, 40))      # N, B, I, O
     large = (300, 401, 784, 30)
 
@@ -177,7 +177,7 @@ class PixelLinearRow:
 
 class MLPGradientsRow:
     name = 'mlp_gradients'
-    wrong_axis = {'rows': None}             # any length will do
+    wrong_axis = {'rows': None}             # any length is accepted
     sizes = ((1, 1, 1, 1, 1), (4, 3, 5, 3, 2), (9, 7, 17, 33, 5), (6, 40, 784, 30, 10), (3, 2, 2100, 40, 17),
              (5, 130, 20, 128, 128))                                                             # N, B, I, H, C
     large = (300, 401, 784, 30, 10)
@@ -202,7 +202,7 @@ class MLPGradientsRow:
 
 class ReLURow:
     name = 'relu'
-    wrong_axis = {'x': None}                # any shape will do
+    wrong_axis = {'x': None}                # any shape is accepted
     sizes = ((1,), (2, 3), (5, 17), (40, 1001))
     large = (300, 1001)
 
@@ -216,7 +216,7 @@ class ReLURow:
 
 class EmbeddingRow:
     name = 'embedding'
-    wrong_axis = {'ids': None}              # any shape will do
+    wrong_axis = {'ids': None}              # any shape is accepted
     sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (9, 16, 7, 33), (9, 64, 50, 64))                         # T, B, V, E
     large = (9, 461, 50, 64)
 
@@ -230,7 +230,7 @@ class EmbeddingRow:
 
 
 class SparseEmbeddingRow(EmbeddingRow):
-    """An embedding that also says which rows it adds to; several share a block, or, in the third size, have two."""
+    """An embedding that marks the rows it adds to.  Several rows share a block; in the third size a row spans two."""
     name = 'embedding-sparse'
     sizes = ((1, 1, 1, 1), (2, 3, 5, 4), (3, 4, 90, 99), (9, 64, 50, 64))
 
@@ -282,7 +282,7 @@ class ResidualRow:
 
 class ConcatContextRow:
     name = 'concat_context'
-    wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length: double the batch
+    wrong_axis = {'x': 1, 'context': 0}     # the last axis may have any length, so the test doubles the batch
     sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (9, 17, 33, 16), (9, 64, 32, 64))                        # T, B, E, H
     large = (9, 257, 65, 64)
 
@@ -314,7 +314,7 @@ class GRURow:
         return Built(lambda **p: GRU(**p, reset_before=self.reset_before), inputs, params, self.lengths(T, B, rng))
 
     def lengths(self, T, B, rng):
-        """One sentence with all steps, one with none, and the others between."""
+        """Return one length T, one length 0, and random ones."""
         if not self.with_lengths:
             return {}
         lengths = rng.integers(0, T + 1, B).astype(np.int32)
@@ -340,7 +340,7 @@ class GRURow:
 
 
 class EmbeddingGRURow:
-    """context, with_h0 and with_lengths False leave them out."""
+    """False for context, with_h0 or with_lengths omits that argument."""
     sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
              (4, 13, 700, 8, 5, 33))                                                             # T, B, V, E, C, H
     large = (9, 251, 300, 24, 16, 64)
@@ -349,14 +349,14 @@ class EmbeddingGRURow:
         self.name = (f'embedding_gru-reset-{"before" if reset_before else "after"}{"" if context else "-no-context"}'
                      f'{"" if with_h0 else "-no-h0"}{"-lengths" if with_lengths else ""}')
         self.gru, self.context, self.with_h0 = GRURow(reset_before, with_h0, with_lengths), context, with_h0
-        # of ids any shape will do where nothing stands beside them
+        # any shape of ids is accepted if they are the only input
         self.wrong_axis = {} if context or with_h0 or with_lengths else {'ids': None}
 
     def build(self, size, rng):
         T, B, V, E, C, H = size
         built = self.gru.build((T, B, E + C if self.context else E, H), rng)
         constants = dict(ids=rng.integers(0, V, (T, B)).astype(np.int32))
-        constants['ids'][T // 2:, B // 2:] = V - 1              # as padding, which is the token of many positions
+        constants['ids'][T // 2:, B // 2:] = V - 1              # like padding, one id at many positions
         inputs = dict(context=normal(rng, B, C)) if self.context else {}
         if self.with_h0:
             inputs['h0'] = built.inputs['h0']
@@ -375,13 +375,13 @@ class EmbeddingGRURow:
 
 
 class AttentionRow:
-    """lengths None leaves them out, with step; 'full' masks nothing; 'any' has sentences of 0 and of all words."""
+    """lengths: None omits lengths and step; 'full' masks nothing; 'any' includes lengths 0 and Tk."""
     sizes = ((1, 1, 1, 1, 1), (3, 5, 2, 2, 4), (5, 3, 2, 1, 7), (6, 6, 1, 2, 4), (4, 9, 3, 2, 16), (9, 9, 3, 4, 64),
              (2, 130, 2, 2, 33), (64, 64, 2, 1, 20), (70, 130, 2, 2, 5), (130, 70, 2, 1, 17),
              (5, 6, 1, 1, 300))                                                                  # Tq, Tk, B, heads, C
     large = (33, 65, 23, 3, 31)
     wants_op = True
-    wrong_axis = {'k': 1, 'v': 0}           # of q the last axis, of k any number of rows would do
+    wrong_axis = {'k': 1, 'v': 0}           # q: the last axis; any number of rows of k is accepted
 
     def __init__(self, causal=False, p=0.0, lengths=None):
         self.name = 'attention' + '-causal' * causal + '-dropout' * (p > 0) + f'-lengths-{lengths}' * bool(lengths)
@@ -407,7 +407,7 @@ class AttentionRow:
         lengths = np.full(B, Tk) if lengths is None else lengths.numpy()
         q, k, v = (x.reshape(len(x), B, op.heads, D // op.heads).permute(1, 2, 0, 3) for x in (q, k, v))
         seen = torch.tensor(visible(Tq, Tk, lengths, self.causal).copy())
-        some = seen.any(-1, keepdim=True)           # a query that sees nothing would be NaN: let it see all, and take it out
+        some = seen.any(-1, keepdim=True)           # no visible key would give NaN: show all keys and set the result to 0
         if self.p:
             scores = (q @ k.transpose(2, 3) / (D // op.heads)**0.5).masked_fill(~(seen | ~some), -torch.inf)
             y = scores.softmax(-1) * torch.tensor(self.keep(Tq, Tk, B, op.heads)) @ v
@@ -441,13 +441,13 @@ class SmoothedCrossEntropyRow(CrossEntropyRow):
 
 
 def below(top, shape, rng):
-    """float32 numbers from 0 to 3 below top, exact, and many of them equal; where floats are farther apart, 24 of these."""
+    """Return exact float32 numbers between top and 3 (or 24 float spacings, if larger) below it.  Many are equal."""
     step = max(np.spacing(np.float32(top)), np.float32(0.125))
     return np.float32(top) - step * rng.integers(0, 25, shape).astype(np.float32)
 
 
 class LargeCrossEntropyRow(CrossEntropyRow):
-    """Rows just below a large number; every fifth from the second on is all equal, has one huge logit, is as far below 0."""
+    """Logits just below a large number.  Of each five rows, one has equal logits, one a single huge logit, one is negated."""
     sizes = ((1, 2, 1e2), (3, 2, 1e2), (9, 5, 1e4), (12, 17, 1e9), (33, 100, 1e4), (20, 1001, 1e2))       # R, C, top
     large = (81, 1001, 1e4)
 
@@ -460,7 +460,7 @@ class LargeCrossEntropyRow(CrossEntropyRow):
         x[1::5] = top
         x[2::5] = normal(rng, *x[2::5].shape)
         x[2::5, 0] = top
-        labels[2::5][labels[2::5] >= 0] = 0         # a loss of 1e9 would hide those of the other rows
+        labels[2::5][labels[2::5] >= 0] = 0         # a loss of 1e9 would hide errors in the other rows
         x[3::5] *= -1
         return x
 
@@ -489,7 +489,7 @@ class SmoothedLinearCrossEntropyRow(LinearCrossEntropyRow):
 
 
 class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
-    """Biases just below 1e4.  All numbers are multiples of powers of 2 for which logits have no rounding in float32."""
+    """Biases just below 1e4.  All numbers are multiples of powers of 2, so that float32 logits are exact."""
 
     def __init__(self, smoothing=0.0):
         self.name, self.smoothing = f'linear_cross_entropy-large{"-smoothed" if smoothing else ""}', smoothing
@@ -503,7 +503,7 @@ class LargeLinearCrossEntropyRow(LinearCrossEntropyRow):
 
 
 class ExampleRow:
-    """The example of an op class, which has one size."""
+    """The example of an op class; it has one size."""
     sizes = ((1,),)
 
     def __init__(self, op):
@@ -521,7 +521,7 @@ class ExampleRow:
 
 
 class InProductsRow:
-    """The rounded variant of another row's op, which is made of single products, with a recipe that rounds nothing."""
+    """The rounded variant of another row's op, composed of single products, with a recipe that rounds nothing."""
 
     def __init__(self, row, *sizes, recipe=None):
         self.row, self.name, self.sizes, self.recipe = row, f'{row.name}-in-products', sizes, recipe or Recipe()
@@ -534,7 +534,7 @@ class InProductsRow:
 
         def op(**parameters):
             plain = built.op(**parameters)
-            # every op is made of what it keeps under the names of its constructor's arguments
+            # an op stores the arguments of its constructor under their names
             arguments = inspect.signature(type(plain)).parameters
             return type(plain).rounded()(**{name: getattr(plain, name) for name in arguments}, recipe=self.recipe)
         return Built(op, built.inputs, built.params, built.constants)
@@ -573,9 +573,9 @@ FIRST = [pytest.param(row, row.sizes[1], id=row.name) for row in TABLE]
 
 
 class Run:
-    """One forward and one backward of a row, with a random upstream gradient and parameter gradients that start as noise.
+    """Forward and backward of a row, with a random upstream gradient and random initial parameter gradients.
 
-    The op has its arrays where arrays are made: `place` brings one there.  What is kept here is numpy's.
+    `place` puts an array on the current device, for the op.  The attributes are numpy arrays.
     """
 
     def __init__(self, row, size, backward=True, place=put):
@@ -592,7 +592,7 @@ class Run:
             self.grads = self.backward()
 
     def backward(self):
-        """-> gradients of the inputs by name, then what was added to the gradients of the parameters."""
+        """Return the gradients of the inputs by name, then the amounts added to the gradients of the parameters."""
         before = {name: get(p.grad).copy() for name, p in self.params.items()}
         result = self.op.backward(put(self.dy), self.ctx)
         result = result if isinstance(result, tuple) else (result,)
@@ -600,15 +600,15 @@ class Run:
         return grads | {name: get(p.grad) - before[name] for name, p in self.params.items()}
 
     def variables(self):
-        """What has a gradient, in float64."""
+        """Return inputs and parameters by name, in float64."""
         return {name: a.astype(np.float64) for name, a in (self.built.inputs | self.built.params).items()}
 
     def reference(self, variables):
-        """What the formula of the op gives, called as forward is."""
+        """Return the result of the float64 formula of the op."""
         inputs = [variables.get(name, value) for name, value in self.built.arguments().items()]
         parameters = {name: variables[name] for name in self.params}
         return self.op.reference(*inputs, **settings_of(self.op) | parameters)
 
     def extra(self):
-        """The op itself, for twins in PyTorch that need more of it than its parameters."""
+        """Return {'op': op} for PyTorch versions that need more than its parameters."""
         return {'op': self.op} if getattr(self.row, 'wants_op', False) else {}

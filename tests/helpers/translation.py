@@ -1,4 +1,4 @@
-"""What the tests of the translation models share: batches, a small corpus, training steps, comparisons."""
+"""Shared by the tests of the translators: batches, a small corpus, training steps, comparisons of runs."""
 import numpy as np
 
 from pyops import backend, checkpoint
@@ -9,14 +9,14 @@ from pyops.text.vocabulary import BOS, PAD
 
 
 def padded(rng, words, T, B):
-    """(T, B) int32 ids without <pad> but at the end of sentences, which have all lengths from 2 to T."""
+    """Return (T, B) int32 ids of sentences with random lengths from 2 to T, padded at the end."""
     ids = rng.integers(1, words, (T, B)).astype(np.int32)
     ids[np.arange(T)[:, None] >= rng.integers(2, T + 1, B)] = PAD
     return ids
 
 
 def random_batch(config, B, seed=0):
-    """source, target, labels (T, B) with padding of several lengths."""
+    """Return source, target and labels (T, B), with padding of several lengths."""
     rng = np.random.default_rng(seed)
     source, labels = (padded(rng, words, config.num_steps, B) for words in (config.source_size, config.target_size))
     return source, np.concatenate([np.full((1, B), BOS, np.int32), labels[:-1]]), labels
@@ -29,7 +29,7 @@ def small_corpus(n=512, num_steps=9):
 
 
 def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
-    """-> losses of that many steps on the pairs, in an order that depends on the seed alone."""
+    """Train and return the losses.  The order of the pairs depends only on the seed."""
     optimizer, losses = Adam(model.params, lr, max_norm=1.0), []
     rng = np.random.default_rng(seed)
     for _ in range(steps):
@@ -43,12 +43,13 @@ def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
 
 
 def assert_same_gradients(params, leaves, rtol=1e-4):
-    """The gradient of every parameter is that of the leaf of its name, a float64 torch tensor, and is not zero.  The
-    tolerance, relative to the largest element, is twice that of a gradient in the table of ops: a model is several deep."""
+    """Compare the gradient of each parameter with the float64 torch leaf of the same name; it must not be zero.
+
+    rtol is relative to the largest element.  It is twice that of the op table, because a model is several ops deep."""
     assert set(leaves) == set(params)
     for name, leaf in leaves.items():
         scale = leaf.grad.abs().max().item()
-        assert scale > 1e-6, f'{name}: no gradient, the check is vacuous'
+        assert scale > 1e-6, f'{name}: the gradient is 0: this test checks nothing'
         err = np.abs(params[name].grad - leaf.grad.numpy()).max()
         assert err <= rtol * scale, f'{name}: {err / scale:.1e}'
 
@@ -61,13 +62,13 @@ TINY_TRANSFORMER = ['-f', 'embedded', '-t', '1', '--d-model', '16', '--d-ff', '8
 
 
 def newest(folder):
-    """tensors, state of the newest checkpoint of a folder"""
+    """Return (tensors, state) of the newest checkpoint in a folder."""
     found = checkpoint.find(folder, serving=True)
     return found.tensors, found.state
 
 
 def assert_same_training(one, other):
-    """Two checkpoints are equal bit for bit but for the time they took and the id of their run."""
+    """Require two checkpoints to have the same bits, except for the time and id of their runs."""
     (tensors, state), (other_tensors, other_state) = one, other
     assert set(tensors) == set(other_tensors) and len(tensors) > 3 * 10
     for name, tensor in tensors.items():
