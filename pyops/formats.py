@@ -241,13 +241,14 @@ class Codes(NamedTuple):
     factor: np.ndarray | None = None
 
 
-def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', step=None, seed=0, **options):
+def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', kind='intermediate', step=None, seed=0,
+                  **options):
     """Round x to a number format.  Return a float32 array of x's shape, on x's device.
 
     x: float32, or anything numpy can convert to float32 (float64 is rounded twice).
     axis: direction of the blocks, the contraction axis of the product that reads x; ignored by formats without blocks.
     step (1,) int64 and seed: key of the random numbers for round=stochastic; default step: 0.
-    name: name of the new array in a plan.
+    name, kind: name and kind of the new array in a plan (backend.empty).
     FormatError for an unknown format or option; ValueError for an axis outside x.
     """
     f = parse(fmt, **options)
@@ -255,7 +256,7 @@ def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', step=None, seed=0, 
         from pyops.ndarray import array
         return array(fake_quantize(_on_host(x), f, axis, step=step, seed=seed), device=x.device)
     x, layout, _ = _prepared(x, axis)
-    y = _empty(x, x.shape, np.float32, name)
+    y = _empty(x, x.shape, np.float32, name, kind)
     factor = _factor(x, f)
     backend.launch('fake_quantize', y, x, factor, _step(x, f, step), *layout, *f.scalars(), seed)
     return y
@@ -314,10 +315,10 @@ def _place(x):
     return backend.HOST if isinstance(x, np.ndarray) else x.device
 
 
-def _empty(x, shape, dtype, name):
+def _empty(x, shape, dtype, name, kind='intermediate'):
     """Allocate an array on x's device, in the memory of a plan if one records there."""
     place = _place(x)
-    return backend.empty(shape, dtype, name) if place is backend.place() else place.empty(shape, dtype)
+    return backend.empty(shape, dtype, name, kind) if place is backend.place() else place.empty(shape, dtype)
 
 
 def _factor(x, f):

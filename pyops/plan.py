@@ -18,7 +18,6 @@ import bisect
 import contextlib
 import json
 import math
-import re
 import time
 from typing import NamedTuple
 
@@ -27,9 +26,6 @@ import numpy as np
 from pyops import backend
 from pyops.backend import kernels, library, location
 from pyops.backend.device import Buffer
-
-_GRADIENT = re.compile(r'\.d[a-z]+\d?$')     # matches the names that ops give to gradients
-
 
 _LAYOUT = ('shape', 'strides')      # size arguments of strided kernels, whose arrays are in host memory
 
@@ -222,7 +218,7 @@ class Plan:
         finally:
             self._once = False
 
-    def _allocate(self, shape, dtype, name):
+    def _allocate(self, shape, dtype, name, kind):
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
         nbytes = -(-max(math.prod(shape) * np.dtype(dtype).itemsize, 1) // backend.ALIGN) * backend.ALIGN
         self._asked += nbytes
@@ -236,7 +232,6 @@ class Plan:
             place = bisect.bisect(self._starts, _start(block))
             self._starts.insert(place, _start(block))
             self._blocks.insert(place, block)
-        kind = 'scratch' if name == 'work' else 'gradient' if _GRADIENT.search(name) else 'intermediate'
         self._live[_start(block)] = Tensor(name, shape, np.dtype(dtype), kind)
         # no reuse for an array computed once: it must outlive the step
         return self._place.lease(block, shape, dtype, None if self._once else self._give_back)

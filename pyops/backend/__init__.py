@@ -149,9 +149,18 @@ def set_gpu(gpu):
     _gpu = gpu
 
 
-def empty(shape, dtype=np.float32, name='tensor'):
-    """Return an uninitialized C-contiguous array.  name: its name in a plan, beginning with the name of the op: 'encoder.y'."""
-    return (_allocate or _place.empty)(shape, dtype, name)
+def empty(shape, dtype=np.float32, name='tensor', kind='intermediate'):
+    """Return an uninitialized C-contiguous array.
+
+    name    its name in a plan, beginning with the name of the op: 'encoder.y'
+    kind    its kind in a plan: 'intermediate', 'gradient' or 'scratch'
+    """
+    return _place.empty(shape, dtype, name) if _allocate is None else _allocate(shape, dtype, name, kind)
+
+
+def empty_gradient(shape, name):
+    """Return an uninitialized C-contiguous float32 array that is a gradient.  name: as for `empty`."""
+    return empty(shape, name=name, kind='gradient')
 
 
 def zeros(shape, dtype=np.float32):
@@ -171,8 +180,8 @@ def get(array):
 
 @contextlib.contextmanager
 def hooks(allocate=None, listen=None, note=None):
-    """Install hooks inside the block: allocate(shape, dtype, name) returns the arrays of `empty`, listen(name, values) returns
-    whether a launch runs, and note(...) receives the arguments of `note_product`.  None keeps the current hook."""
+    """Install hooks inside the block: allocate(shape, dtype, name, kind) returns the arrays of `empty`, listen(name, values)
+    returns whether a launch runs, and note(...) receives the arguments of `note_product`.  None keeps the current hook."""
     global _allocate, _listen, _note
     before = _allocate, _listen, _note
     _allocate, _listen, _note = allocate or _allocate, listen or _listen, note or _note
@@ -202,7 +211,7 @@ def is_recorded():
 
 def hooked(shape, dtype, name):
     """Return an array allocated by the recording plan, or None if no plan records."""
-    return _allocate(shape, dtype, name) if _allocate else None
+    return _allocate(shape, dtype, name, 'intermediate') if _allocate else None
 
 
 def is_array(value):
@@ -421,7 +430,7 @@ def work_size(name, *sizes):
 
 def work(name, *sizes):
     """Allocate the workspace of the kernel pyops_<name> for these sizes."""
-    return empty(work_size(name, *sizes), name='work')
+    return empty(work_size(name, *sizes), name='work', kind='scratch')
 
 
 def isa():

@@ -1,7 +1,7 @@
 """Containers of modules.  Their manual backward calls the members in reverse order."""
 from pyops import ops
 from pyops.autograd import apply
-from pyops.backend import empty, launch
+from pyops.backend import empty_gradient, launch
 from pyops.nn.module import Layer, Module
 
 
@@ -74,6 +74,6 @@ class Residual(Layer):
 
     def backward(self, dy, ctx):
         dbranch = self.module.backward(dy, ctx)
-        dx = empty(dy.shape, name=f'{self._path or "residual"}.dx')
+        dx = empty_gradient(dy.shape, f'{self._path or "residual"}.dx')
         launch('residual', dx, dy, dbranch, None, dx.size, 0.0, 0)
         return dx

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, gemm_batched, get, launch, note_product, permuted
+from pyops.backend import axes, check, empty, empty_gradient, gemm_batched, get, launch, note_product, permuted
 from pyops.backend.kernels import Kernel, Made, Product, declare
 
 # product.operand, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
@@ -52,7 +52,7 @@ class Attention:
     def backward(self, dy, ctx):
         """Return dq, dk and dv."""
         check('dy', dy, ctx.y.shape)
-        dq, dk, dv = (empty(x.shape, name=f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
+        dq, dk, dv = (empty_gradient(x.shape, f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
         launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
         note_product(self, BACKWARD)
         return dq, dk, dv

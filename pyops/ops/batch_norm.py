@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch
+from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.layer_norm import LayerNorm
 
@@ -51,7 +51,7 @@ class BatchNorm:
     def backward(self, dy, ctx):
         R, C = ctx.x.shape
         check('dy', dy, (R, C))
-        dx = empty((R, C), name=f'{self.name}.dx')
+        dx = empty_gradient((R, C), f'{self.name}.dx')
         launch('batch_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
                R, C, self.training)
         return dx

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, launch
+from pyops.backend import axes, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 
@@ -41,7 +41,7 @@ class CrossEntropy:
     def backward(self, dloss, ctx):
         R, C = ctx.x.shape
         check('dloss', dloss, (1,))
-        dx = empty((R, C), name=f'{self.name}.dx')
+        dx = empty_gradient((R, C), f'{self.name}.dx')
         launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.stats, ctx.valid, R, C, self.ignore, self.smoothing)
         return dx
 

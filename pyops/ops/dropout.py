@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch
+from pyops.backend import check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 
@@ -29,12 +29,12 @@ class Dropout:
         return self._apply('x', x, step, 'y'), self.Ctx(step)
 
     def backward(self, dy, ctx):
-        return self._apply('dy', dy, ctx.step, 'dx')
+        return self._apply('dy', dy, ctx.step, 'dx', empty_gradient)
 
-    def _apply(self, argument, x, step, result):
+    def _apply(self, argument, x, step, result, allocate=empty):
         check(argument, x, np.shape(x))
         check('step', step, (1,), np.int64)
-        y = empty(x.shape, name=f'{self.name}.{result}')
+        y = allocate(x.shape, name=f'{self.name}.{result}')
         launch('dropout', y, x, step, x.size, self.p, self.key)
         return y
 

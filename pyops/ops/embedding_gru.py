@@ -3,7 +3,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, get, launch, note_product, product, put, work
+from pyops.backend import (
+    as_rows,
+    axes,
+    check,
+    check_parameter,
+    empty,
+    empty_gradient,
+    get,
+    launch,
+    note_product,
+    product,
+    put,
+    work,
+)
 from pyops.backend.kernels import Kernel, Made, Product, declare
 from pyops.ops.gru import GRU, STATE_DGRAD, STATE_FWD
 from pyops.ops.join import ConcatContext
@@ -75,9 +88,9 @@ class EmbeddingGRU(GRU):
         T, B, H = *ctx.ids.shape, self.w_hh.value.shape[1]
         self.check_gradients(dh, dh_last, T, B)
         sizes = self.sizes(ctx.ids)
-        dh0 = None if ctx.h0 is None else empty((B, H), name=f'{self.name}.dh0')
-        dcontext = None if ctx.context is None else empty(ctx.context.shape, name=f'{self.name}.dcontext')
-        dgates = empty((T, B, 4 * H), name=f'{self.name}.dgates')
+        dh0 = None if ctx.h0 is None else empty_gradient((B, H), f'{self.name}.dh0')
+        dcontext = None if ctx.context is None else empty_gradient(ctx.context.shape, f'{self.name}.dcontext')
+        dgates = empty_gradient((T, B, 4 * H), f'{self.name}.dgates')
         launch('gru_backward', None, dh0, None, self.w_hh.grad, None, self.b_hh.grad, dgates,
                dh, dh_last, None, ctx.h0, ctx.lengths, None, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, 0, H), T, B, 0, H, self.reset_before)

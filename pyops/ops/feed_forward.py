@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, note_product
+from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
 
@@ -47,7 +47,7 @@ class FeedForward:
             check('into', into, ctx.x.shape)
         x, h, dy = as_rows(ctx.x), as_rows(ctx.h), as_rows(dy)
         (R, F), D = h.shape, x.shape[1]
-        dh = empty((R, F), name=f'{self.name}.dh')
+        dh = empty_gradient((R, F), f'{self.name}.dh')
         gemm(dh, dy, self.w2.value)
         note_product(self, DGRAD, 'w2', weight=self.w2)
         launch('relu_backward', dh, dh, h, R * F)
@@ -57,7 +57,7 @@ class FeedForward:
         gemm(self.w1.grad, dh.T, x, accumulate=True)
         note_product(self, WGRAD, 'w1', weight=self.w1)
         launch('column_sums', self.b1.grad, dh, R, F)
-        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into       # dy is no longer needed
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if into is None else into     # dy is no longer needed
         gemm(as_rows(dx), dh, self.w1.value, accumulate=into is not None)
         note_product(self, DGRAD, 'w1', weight=self.w1)
         return dx

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, check, empty, launch
+from pyops.backend import as_rows, check, empty, empty_gradient, launch
 from pyops.ops.feed_forward import FeedForward
 from pyops.ops.rounding import Kept, LinearProducts
 
@@ -45,11 +45,11 @@ class QuantizedFeedForward(FeedForward):
         if into is not None:
             check('into', into, ctx.shape)
         h, dy = as_rows(ctx.h), as_rows(dy)
-        dh = empty(h.shape, name=f'{self.name}.dh')
+        dh = empty_gradient(h.shape, f'{self.name}.dh')
         launch('column_sums', self.b2.grad, dy, *dy.shape)
         self.second.backward(dy, ctx.second, dh)
         launch('relu_backward', dh, dh, h, dh.size)
         launch('column_sums', self.b1.grad, dh, *dh.shape)
-        dx = empty(ctx.shape, name=f'{self.name}.dx') if into is None else into         # dy is no longer needed
+        dx = empty_gradient(ctx.shape, f'{self.name}.dx') if into is None else into       # dy is no longer needed
         self.first.backward(dh, ctx.first, dx, into is not None)
         return dx

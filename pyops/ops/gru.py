@@ -3,7 +3,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, get, launch, note_product, product, put, work
+from pyops.backend import (
+    as_rows,
+    axes,
+    check,
+    check_parameter,
+    empty,
+    empty_gradient,
+    get,
+    launch,
+    note_product,
+    product,
+    put,
+    work,
+)
 from pyops.backend.kernels import Kernel, Made, Product, declare
 
 
@@ -70,9 +83,9 @@ class GRU:
         I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
         T, B, _ = ctx.x.shape
         self.check_gradients(dh, dh_last, T, B)
-        dx = empty((T, B, I), name=f'{self.name}.dx')
-        dh0 = None if ctx.h0 is None else empty((B, H), name=f'{self.name}.dh0')
-        dgates = empty((T, B, 4 * H), name=f'{self.name}.dgates')
+        dx = empty_gradient((T, B, I), f'{self.name}.dx')
+        dh0 = None if ctx.h0 is None else empty_gradient((B, H), f'{self.name}.dh0')
+        dgates = empty_gradient((T, B, 4 * H), f'{self.name}.dgates')
         launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad, dgates,
                dh, dh_last, ctx.x, ctx.h0, ctx.lengths, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
                work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)

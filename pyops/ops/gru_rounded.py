@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, copy, empty, gemm, launch, note_product
+from pyops.backend import as_rows, copy, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD, Kernel, declare
 from pyops.ops.gru import GRU
 from pyops.ops.rounding import Kept, LinearProducts, Rounding
@@ -74,7 +74,7 @@ class QuantizedGRU(GRU):
         """Return dx and dh0 (None if forward had no h0)."""
         (T, B, I), H = ctx.shape, self.w_hh.value.shape[1]
         self.check_gradients(dh, dh_last, T, B)
-        carry, da = empty((B, H), name=f'{self.name}.dh0'), empty((T, B, 3 * H), name=f'{self.name}.ih.dy')
+        carry, da = empty_gradient((B, H), f'{self.name}.dh0'), empty_gradient((T, B, 3 * H), f'{self.name}.ih.dy')
         if dh_last is None:
             launch('fill', carry, B * H, 0.0)
         else:
@@ -85,9 +85,9 @@ class QuantizedGRU(GRU):
         if self.reset_before:
             parts = [(slice(0, 2 * H), empty((T, B, 2 * H), name=f'{self.name}.hh.dy_rz'), ctx.states[:-1]),
                      (slice(2 * H, 3 * H), empty((T, B, H), name=f'{self.name}.hh.dy_n'), ctx.u)]
-            du = empty((B, H), name=f'{self.name}.du')
+            du = empty_gradient((B, H), f'{self.name}.du')
         else:
-            parts = [(slice(0, 3 * H), empty((T, B, 3 * H), name=f'{self.name}.hh.dy'), ctx.states[:-1])]
+            parts = [(slice(0, 3 * H), empty_gradient((T, B, 3 * H), f'{self.name}.hh.dy'), ctx.states[:-1])]
         weights = [self.hh('dgrad.w', self.w_hh.value[rows], 0) if w is None else w[rows] for rows, _, _ in parts]
         for t in reversed(range(T)):
             above, gates, h = None if dh is None else dh[t], ctx.gates[t], ctx.states[t]
@@ -110,7 +110,7 @@ class QuantizedGRU(GRU):
             self._note(WGRAD, rows, (T, B))
             launch('column_sums', db[rows], g, T * B, g.shape[-1])
         launch('column_sums', self.b_ih.grad, da, T * B, 3 * H)
-        dx = empty((T, B, I), name=f'{self.name}.dx')
+        dx = empty_gradient((T, B, I), f'{self.name}.dx')
         self.ih.backward(da, ctx.ih, dx)
         return dx, carry if ctx.has_h0 else None
 

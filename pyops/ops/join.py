@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, launch
+from pyops.backend import axes, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 
@@ -36,7 +36,7 @@ class ConcatContext:
     def backward(self, dy, ctx):
         T, B, _ = dy.shape
         check('dy', dy, (T, B, ctx.E + ctx.H))
-        dx, dcontext = empty((T, B, ctx.E), name=f'{self.name}.dx'), empty((B, ctx.H), name=f'{self.name}.dcontext')
+        dx, dcontext = empty_gradient((T, B, ctx.E), f'{self.name}.dx'), empty_gradient((B, ctx.H), f'{self.name}.dcontext')
         launch('concat_context_backward', dx, dcontext, dy, T, B, ctx.E, ctx.H)
         return dx, dcontext
 

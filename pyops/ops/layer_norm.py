@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch, work
+from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch, work
 from pyops.backend.kernels import Kernel, declare
 
 
@@ -48,7 +48,7 @@ class LayerNorm:
         check('dy', dy, ctx.x.shape)
         if into is not None:
             check('into', into, ctx.x.shape)
-        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if into is None else into
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if into is None else into
         launch('layer_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
                work('layer_norm_backward', R, C), R, C, into is not None)
         return dx

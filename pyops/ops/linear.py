@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, gemm, launch, may_overlap, note_product
+from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, may_overlap, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
 # product.operand of a linear layer, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
@@ -58,7 +58,7 @@ class Linear:
         if not want_dx:
             return None
         separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
-        dx = empty(ctx.x.shape, name=f'{self.name}.dx') if separate else into
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if separate else into
         gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
         note_product(self, DGRAD, weight=self.weight)
         if separate and into is not None:

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, note_product, work, work_size
+from pyops.backend import axes, check, check_kept, check_parameter, empty, empty_gradient, launch, note_product, work, work_size
 from pyops.backend.kernels import Kernel, Product, declare
 from pyops.ops.cross_entropy import CrossEntropy
 
@@ -43,8 +43,8 @@ class LinearCrossEntropy:
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
         dx = dweight = dbias = None
         if gradients:
-            dx, dweight = empty(x.shape, name=f'{self.name}.dx1'), empty((V, D), name=f'{self.name}.dweight1')
-            dbias = empty(V, name=f'{self.name}.dbias1')
+            dx, dweight = empty_gradient(x.shape, f'{self.name}.dx1'), empty_gradient((V, D), f'{self.name}.dweight1')
+            dbias = empty_gradient(V, f'{self.name}.dbias1')
         launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, x, self.weight.value, self.bias.value, labels,
                work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore,
                self.smoothing if gradients else 0.0)
@@ -55,7 +55,7 @@ class LinearCrossEntropy:
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
         check_kept(ctx.dx)
-        dx = empty(ctx.dx.shape, name=f'{self.name}.dx')
+        dx = empty_gradient(ctx.dx.shape, f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
         note_product(self, SCALED, weight=self.weight)
         launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, check, check_kept, empty, launch
+from pyops.backend import as_rows, check, check_kept, empty, empty_gradient, launch
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.linear_rounded import QuantizedLinear
 from pyops.ops.rounding import Kept, LinearProducts
@@ -47,7 +47,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
     def backward(self, dloss, ctx):
         check('dloss', dloss, (1,))
         check_kept(ctx.kept)
-        dlogits, dx = empty(ctx.logits.shape, name=f'{self.name}.dlogits'), empty(ctx.shape, name=f'{self.name}.dx')
+        dlogits, dx = empty_gradient(ctx.logits.shape, f'{self.name}.dlogits'), empty_gradient(ctx.shape, f'{self.name}.dx')
         launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.stats, ctx.valid, *ctx.logits.shape,
                self.ignore, self.smoothing)
         launch('column_sums', self.bias.grad, dlogits, *dlogits.shape)

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, check, empty, launch, may_overlap
+from pyops.backend import as_rows, check, empty, empty_gradient, launch, may_overlap
 from pyops.ops.linear import Linear
 from pyops.ops.rounding import Kept, LinearProducts
 
@@ -42,7 +42,7 @@ class QuantizedLinear(Linear):
         if self.bias:
             launch('column_sums', self.bias.grad, dy, *as_rows(dy).shape)
         separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
-        dx = None if not want_dx else empty(ctx.shape, name=f'{self.name}.dx') if separate else into
+        dx = None if not want_dx else empty_gradient(ctx.shape, f'{self.name}.dx') if separate else into
         self.products.backward(dy, ctx.kept, dx, accumulate=not separate)
         if separate and want_dx and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)

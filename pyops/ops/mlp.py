@@ -5,7 +5,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, get, launch, location, note_product, product, put, work
+from pyops.backend import (
+    axes,
+    check,
+    check_parameter,
+    empty,
+    empty_gradient,
+    get,
+    launch,
+    location,
+    note_product,
+    product,
+    put,
+    work,
+)
 from pyops.backend.kernels import Kernel, Made, Product, declare
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.pixel_linear import PIXELS
@@ -43,7 +56,7 @@ class MLPGradients:
             check_parameter(parameter, shape)
 
     def forward(self, images, rows, labels):
-        grads = [empty(p.value.shape, name=f'{self.name}.d{short}')
+        grads = [empty_gradient(p.value.shape, f'{self.name}.d{short}')
                  for p, short in zip(self.parameters, self.Ctx._fields, strict=True)]
         return self._run(images, rows, labels, grads), self.Ctx(*grads)
 

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import HOST, axes, check, empty, launch, put
+from pyops.backend import HOST, axes, check, empty, empty_gradient, launch, put
 from pyops.backend.kernels import Kernel, declare
 
 
@@ -43,7 +43,7 @@ class Positions:
 
     def backward(self, dy, ctx):
         check('dy', dy, ctx.shape)
-        dx = empty(ctx.shape, name=f'{self.name}.dx')
+        dx = empty_gradient(ctx.shape, f'{self.name}.dx')
         launch('add_positions_backward', dx, dy, dx.size, self.scale)
         return dx
 

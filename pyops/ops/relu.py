@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch
+from pyops.backend import check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 
@@ -32,7 +32,7 @@ class ReLU:
 
     def backward(self, dy, ctx):
         check('dy', dy, ctx.y.shape)
-        dx = empty(dy.shape, name=f'{self.name}.dx')
+        dx = empty_gradient(dy.shape, f'{self.name}.dx')
         launch('relu_backward', dx, dy, ctx.y, dy.size)
         return dx
 

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, launch
+from pyops.backend import check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.dropout import Dropout
 
@@ -41,7 +41,7 @@ class Residual:
         check('dy', dy, ctx.shape)
         if ctx.step is None:
             return dy, dy
-        dbranch = empty(ctx.shape, name=f'{self.name}.dbranch')
+        dbranch = empty_gradient(ctx.shape, f'{self.name}.dbranch')
         launch('dropout', dbranch, dy, ctx.step, dy.size, self.p, self.key)
         return dy, dbranch
 

@@ -29,17 +29,17 @@ class Rounding:
     def __init__(self, recipe, layer, kind):
         self.recipe, self.layer, self.formats = recipe, layer, recipe.of(layer, kind)
 
-    def __call__(self, operand, x, axis, time=0):
+    def __call__(self, operand, x, axis, time=0, kind='intermediate'):
         """Return x rounded along axis, or x if the recipe does not round this operand.
 
-        time: the index of the call, for a layer that runs several times in a pass.
+        time: the index of the call, for a layer that runs several times in a pass.  kind: of the copy, for plans.
         """
         fmt = self.formats.get(operand)
         if fmt is None:
             return x
         name = f'{self.layer}.{operand}'
         seed = key(self.recipe.seed, f'{name}.{time}') if fmt.is_stochastic else 0
-        return fake_quantize(x, fmt, axis, name=name, step=self.recipe.step, seed=seed)
+        return fake_quantize(x, fmt, axis, name=name, kind=kind, step=self.recipe.step, seed=seed)
 
     def same(self, one, other):
         """Return whether both operands, which are the same tensor, have the same rounded copy for all axes."""

@@ -509,7 +509,8 @@ def test_what_is_found_does_not_depend_on_the_names_of_arrays(name, recipe):
     plans_of = []
     for rename in (lambda name: name, lambda name: 'x'):
         with Plan(params, run=False, **inputs, **adam.arrays()) as plan, \
-                backend.hooks(lambda shape, dtype, name, plan=plan, rename=rename: plan._allocate(shape, dtype, rename(name))):
+                backend.hooks(lambda shape, dtype, name, kind, plan=plan, rename=rename:
+                              plan._allocate(shape, dtype, rename(name), kind)):
             step()
         plans_of.append(plan)
     assert 'Tensor(x)' in plans_of[1].listing() and plans_of[0].listing() != plans_of[1].listing()

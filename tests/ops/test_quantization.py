@@ -426,7 +426,7 @@ def test_a_plan_replays_the_bits_of_single_steps(make, text):
 
 def test_arrays_are_named_after_layer_product_and_operand():
     names = set()
-    with backend.hooks(lambda shape, dtype, name='': names.add(name) or np.empty(shape, dtype)):
+    with backend.hooks(lambda shape, dtype, name, kind: names.add(name) or np.empty(shape, dtype)):
         for make in (make_seq2seq, make_transformer):
             train_steps(small(make, family(Recipe.parse('mxfp8'))), pairs()[1], 1, 16)
     for want in ('encoder.rnn.0.ih.fwd.x', 'decoder.rnn.1.hh.dgrad.w', 'encoder.0.self_attention.q.wgrad.g', 'output.fwd.w',

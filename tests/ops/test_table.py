@@ -71,7 +71,7 @@ def test_writes_stay_inside_and_nothing_uninitialised_is_read(row, size, guard=3
         zones.append((put(zone), array.size))
         return zones[-1][0][guard:guard + array.size].reshape(array.shape)
 
-    def allocate(shape, dtype, name=''):
+    def allocate(shape, dtype, name, kind):
         return guarded(np.full(shape, np.nan if dtype == np.float32 else 99, dtype))
 
     plain = Run(row, size)

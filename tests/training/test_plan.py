@@ -500,3 +500,16 @@ def test_a_plan_can_be_recorded_without_running():
     assert plan.memory() == Tiny().record()[0].memory()
     plan.run()
     assert same(loss, eager.step()) and same(planned.params.values, eager.params.values)
+
+
+def test_the_kind_of_an_array_does_not_depend_on_its_name():
+    arrays = dict(name='x.data', kind='intermediate'), dict(name='work', kind='intermediate'), \
+        dict(name='slope', kind='gradient'), dict(name='y.dx', kind='scratch')
+    with Plan(run=False) as plan:
+        held = [backend.empty(2, **array) for array in arrays] + [backend.empty_gradient(2, 'slopes')]
+        for array in held:
+            backend.launch('fill', array, 2, 0.0)
+    want = {array['name']: array['kind'] for array in arrays} | {'slopes': 'gradient'}
+    assert {tensor.name: tensor.kind for tensor in plan.tensors()} == want
+    lines = str(plan).splitlines()
+    assert lines[lines.index('Grad Tensors:') + 1:lines.index('Actions:')] == ['\tTensor(slope)(2)', '\tTensor(slopes)(2)']
