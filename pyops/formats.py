@@ -335,4 +335,4 @@ def _step(x, f, step):
     return step if step is not None else _place(x).zeros(1, np.int64)
 
 
-declare(fake_quantize=Kernel(), encode=Kernel(), decode=Kernel(), amax_factor=Kernel())
+declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel())

@@ -16,15 +16,17 @@ takes a parameter but has no note.
 
 
 class Kernel:
-    """The costs of one call.  s: the sizes and scalars by the header's names.
+    """What tools need to know about a kernel.  s: the sizes and scalars of one call by the header's names.
 
     flops   flops(s, array) returns the operations of its matrix products, two for a multiply-add; array(name) returns an
             argument, None for NULL.  None: the kernel has no matrix product and is limited by memory bandwidth
     bytes   bytes(s) returns the bytes read and written.  None: each operand once
+    rounds  the argument that the kernel rounds to a number format; the output is the rounded copy.  The scalars of the
+            format are arguments with the names of formats.SCALARS.  None: the kernel is no rounding
     """
 
-    def __init__(self, flops=None, bytes=None):
-        self.flops, self.bytes = flops, bytes
+    def __init__(self, flops=None, bytes=None, rounds=None):
+        self.flops, self.bytes, self.rounds = flops, bytes, rounds
 
 
 class Product:

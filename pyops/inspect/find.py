@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pyops import backend
-from pyops.backend.kernels import Made
+from pyops.backend.kernels import KERNELS, Kernel, Made
 from pyops.inspect.writer import HEADER
 
 
@@ -227,8 +227,9 @@ class _Finder:
             return _Role(_Later(source.shape(sizes), lambda: source.make(sizes, self._argument_of(action))), at, None)
         argument, axes = source if isinstance(source, tuple) else (source.removesuffix("'"), None)
         j = self.plan.writer(i, argument)
-        if j is not None and self.actions[j].kernel == 'fake_quantize':
-            return _Role(self.plan.argument(self.actions[j], 'x'), j + 1, j)
+        rounded = None if j is None else KERNELS.get(self.actions[j].kernel, Kernel()).rounds
+        if rounded:
+            return _Role(self.plan.argument(self.actions[j], rounded), j + 1, j)
         array = self.plan.argument(action, argument)
         if axes:
             array = backend.permuted(array, axes)
@@ -253,7 +254,7 @@ class _Finder:
             uses.append(use)
 
     def _rounding(self, j, shape):
-        """Return the Format of action j, a fake_quantize, and the block axis in the saved array, which has this shape."""
+        """Return the Format of action j, a rounding, and the block axis in the saved array, which has this shape."""
         from pyops import formats
         sizes, tensors, target = self.actions[j].scalars, self.actions[j].tensors, None
         if 'factor' in tensors:

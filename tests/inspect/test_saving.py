@@ -28,7 +28,7 @@ from pyops import backend, nn, ops
 from pyops import plan as plans
 from pyops.autograd import Tensor
 from pyops.backend import as_rows, gemm, launch
-from pyops.backend.kernels import KERNELS
+from pyops.backend.kernels import KERNELS, Kernel
 from pyops.errors import Interrupted, UserError
 from pyops.fit import Run, steps_left
 from pyops.formats import fake_quantize
@@ -515,6 +515,15 @@ def test_what_is_found_does_not_depend_on_the_names_of_arrays(name, recipe):
         plans_of.append(plan)
     assert 'Tensor(x)' in plans_of[1].listing() and plans_of[0].listing() != plans_of[1].listing()
     assert found_in(plans_of[0]) == found_in(plans_of[1]) != []
+
+
+def test_a_rounded_operand_is_recognised_by_the_declaration_of_the_kernel(monkeypatch):
+    step, adam, params, inputs = QUANTIZED['mnist'](family(Recipe.parse('mxfp8')))
+    with Plan(params, run=False, **inputs, **adam.arrays()) as plan:
+        step()
+    assert {use['format'] for _, tensor in found_in(plan) for use in tensor.uses} == {'mxfp8'}
+    monkeypatch.setitem(KERNELS, 'fake_quantize', Kernel())
+    assert not any(tensor.uses for _, tensor in found_in(plan))
 
 
 # ---- what a run writes ----------------------------------------------------------------------------------------------------
