@@ -65,22 +65,22 @@ class QuantizedAttention(Attention):
         dq, dk, dv = (empty_gradient((T, B, heads * C), f'{self.name}.d{name}')
                       for T, name in ((Tq, 'q'), (Tk, 'k'), (Tk, 'v')))
 
-        qdy, qv = rounded('dp.do', dy, 3, kind='gradient'), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
+        qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
         ds = empty_gradient(ctx.softmax.shape, f'{self.name}.ds')          # holds the weight gradients first
         gemm_batched(ds, qdy.transpose(1, 2, 0, 3), qv.transpose(1, 2, 3, 0))
         note_product(self, DP)
         if not rounded.same('dp.do', 'dv.do'):
-            qdy = rounded('dv.do', dy, 0, kind='gradient')
+            qdy = rounded('dv.do', dy, 0)
         qw = ctx.w if rounded.same('pv.p', 'dv.p') else rounded('dv.p', ctx.w, 2)
         gemm_batched(self._by_head(dv).transpose(1, 2, 0, 3), qw.transpose(0, 1, 3, 2), qdy.transpose(1, 2, 0, 3))
         note_product(self, DROPPED_DV if ctx.step is not None and self.p else DV)
         launch('attention_softmax_backward', ds, ds, ctx.softmax, ctx.step, Tq, Tk, B, heads, self.p, self.key)
 
-        qds, qk = rounded('dq.ds', ds, 3, kind='gradient'), ctx.k if rounded.same('qk.k', 'dq.k') else rounded('dq.k', ctx.k, 0)
+        qds, qk = rounded('dq.ds', ds, 3), ctx.k if rounded.same('qk.k', 'dq.k') else rounded('dq.k', ctx.k, 0)
         gemm_batched(self._by_head(dq).transpose(1, 2, 0, 3), qds, qk.transpose(1, 2, 0, 3))
         note_product(self, DQ)
         if not rounded.same('dq.ds', 'dk.ds'):
-            qds = rounded('dk.ds', ds, 2, kind='gradient')
+            qds = rounded('dk.ds', ds, 2)
         qq = ctx.q if rounded.same('qk.q', 'dk.q') else rounded('dk.q', ctx.q, 0)
         gemm_batched(self._by_head(dk).transpose(1, 2, 0, 3), qds.transpose(0, 1, 3, 2), qq.transpose(1, 2, 0, 3))
         note_product(self, DK)

@@ -83,8 +83,8 @@ class QuantizedGRU(GRU):
         w, dw, db = ctx.w_hh, self.w_hh.grad, self.b_hh.grad
         # the parts of the recurrent product: rows of w_hh, the gradient of their output, their input
         if self.reset_before:
-            parts = [(slice(0, 2 * H), empty((T, B, 2 * H), name=f'{self.name}.hh.dy_rz'), ctx.states[:-1]),
-                     (slice(2 * H, 3 * H), empty((T, B, H), name=f'{self.name}.hh.dy_n'), ctx.u)]
+            parts = [(slice(0, 2 * H), empty_gradient((T, B, 2 * H), f'{self.name}.hh.dy_rz'), ctx.states[:-1]),
+                     (slice(2 * H, 3 * H), empty_gradient((T, B, H), f'{self.name}.hh.dy_n'), ctx.u)]
             du = empty_gradient((B, H), f'{self.name}.du')
         else:
             parts = [(slice(0, 3 * H), empty_gradient((T, B, 3 * H), f'{self.name}.hh.dy'), ctx.states[:-1])]

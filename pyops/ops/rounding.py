@@ -18,6 +18,8 @@ from pyops.backend.kernels import DGRAD, DGRAD_INPUTS_FIRST, FWD, FWD_INPUTS_FIR
 from pyops.formats import fake_quantize
 from pyops.params import key
 
+GRADIENTS = 'g', 'do', 'ds'         # the operands of the products that are gradients
+
 
 class Rounding:
     """Rounding of the operands of the products of one layer.
@@ -29,15 +31,16 @@ class Rounding:
     def __init__(self, recipe, layer, kind):
         self.recipe, self.layer, self.formats = recipe, layer, recipe.of(layer, kind)
 
-    def __call__(self, operand, x, axis, time=0, kind='intermediate'):
+    def __call__(self, operand, x, axis, time=0):
         """Return x rounded along axis, or x if the recipe does not round this operand.
 
-        time: the index of the call, for a layer that runs several times in a pass.  kind: of the copy, for plans.
+        time: the index of the call, for a layer that runs several times in a pass.
         """
         fmt = self.formats.get(operand)
         if fmt is None:
             return x
         name = f'{self.layer}.{operand}'
+        kind = 'gradient' if operand.rpartition('.')[2] in GRADIENTS else 'intermediate'
         seed = key(self.recipe.seed, f'{name}.{time}') if fmt.is_stochastic else 0
         return fake_quantize(x, fmt, axis, name=name, kind=kind, step=self.recipe.step, seed=seed)
 

@@ -28,7 +28,7 @@ from pyops import backend, nn, ops
 from pyops import plan as plans
 from pyops.autograd import Tensor
 from pyops.backend import as_rows, gemm, launch
-from pyops.backend.kernels import KERNELS, Kernel
+from pyops.backend.kernels import KERNELS, Kernel, Made
 from pyops.errors import Interrupted, UserError
 from pyops.fit import Run, steps_left
 from pyops.formats import fake_quantize
@@ -515,6 +515,20 @@ def test_what_is_found_does_not_depend_on_the_names_of_arrays(name, recipe):
         plans_of.append(plan)
     assert 'Tensor(x)' in plans_of[1].listing() and plans_of[0].listing() != plans_of[1].listing()
     assert found_in(plans_of[0]) == found_in(plans_of[1]) != []
+
+
+@pytest.mark.parametrize('recipe', ['none', 'mxfp8'])
+@pytest.mark.parametrize('name', QUANTIZED)
+def test_a_plan_lists_every_gradient_as_one(name, recipe):
+    step, adam, params, inputs = QUANTIZED[name](family(Recipe.parse(recipe)))
+    with Plan(params, run=False, **inputs, **adam.arrays()) as plan:
+        step()
+    written = [(action.kernel, argument, tensor) for action in plan.actions for argument, tensor in action.split()[1].items()
+               if argument.startswith('d')]                             # the header's names: dx, dweight, dgates, ...
+    operands = [(action.kernel, role, action.tensors[source[0] if isinstance(source, tuple) else source.removesuffix("'")])
+                for action in plan.actions for note in action.notes for role, source in note.product.roles.items()
+                if role in rounding.GRADIENTS and not isinstance(source, Made)]
+    assert written and [one for one in written + operands if one[-1].kind != 'gradient'] == []
 
 
 def test_a_rounded_operand_is_recognised_by_the_declaration_of_the_kernel(monkeypatch):
