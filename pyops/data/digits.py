@@ -1,6 +1,6 @@
 """Synthetic handwritten digits that require no file: 12,000 images, always the same.
 
-Programs can train and be tested on them where nothing was downloaded.  Each digit has several writing styles (a 7 with a
+Programs can train and be tested on them if no data was downloaded.  Each digit has several writing styles (a 7 with a
 bar, an open and a closed 4, a 1 with and without a foot ...), each a few strokes through control points.  To draw an image,
 the points of one style are jittered and joined by a smooth curve; the curve is rotated, slanted, stretched, bent by a smooth
 displacement field, and drawn with a pen of varying pressure.  Size and position follow MNIST: the longer side fills

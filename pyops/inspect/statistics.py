@@ -1,7 +1,7 @@
 """Statistics of a tensor and of its quantization error.  docs/inspect.md has the formulas.
 
-All sums are float64, over finite values, without padding.  Tensors are processed in tiles of 0.5 MiB, so memory use is that
-of the tensor and its rounded copy.
+All sums are float64, over finite values, without padding.  Tensors are processed in tiles of 0.5 MiB, so the memory in use
+is the tensor and its rounded copy.
 """
 import math
 from typing import NamedTuple
