@@ -83,7 +83,7 @@ def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter,
             x, mask = entry.load(), mask_of(entry)
             along = _axis(entry, axis)
         except LogError as error:
-            skipped.append((entry.place, str(error)))
+            skipped.append((entry.relative_path, str(error)))
             continue
         binades = exponents(x, mask)
         for fmt in fmts:
@@ -126,8 +126,8 @@ def _sqnr(rows):
 def _axis(entry, axis):
     if axis is None or axis == 'tokens' or -len(entry.shape) <= axis < max(len(entry.shape), 1):
         return entry.axis if axis is None else axis
-    raise LogError(f'{printable(entry.place)}: has the shape {entry.shape} and no axis {axis}; leave --axis out, or choose '
-                   'tensors with --names')
+    raise LogError(f'{printable(entry.relative_path)}: has the shape {entry.shape} and no axis {axis}; leave --axis out, or '
+                   'choose tensors with --names')
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ class _Blocks:
 
     def add(self, entry, fmt, blocks, scales):
         # the index of a block, such as 3:0:17, has one number per axis of the tensor
-        start = [entry.place, entry.key, entry.step, entry.layer, entry.operation, entry.name, str(fmt)]
+        start = [entry.relative_path, entry.key, entry.step, entry.layer, entry.operation, entry.name, str(fmt)]
         with self._failing():
-            for place in np.ndindex(blocks['sqnr_db'].shape):
-                figures = (f'{blocks[name][place]:.6g}' for name in _BLOCK_COLUMNS)
-                scale = '' if scales is None else f'{scales[place]:g}'
-                self._csv.writerow([*start, ':'.join(map(str, place)), *figures, scale])
+            for index in np.ndindex(blocks['sqnr_db'].shape):
+                figures = (f'{blocks[name][index]:.6g}' for name in _BLOCK_COLUMNS)
+                scale = '' if scales is None else f'{scales[index]:g}'
+                self._csv.writerow([*start, ':'.join(map(str, index)), *figures, scale])
 
     @contextlib.contextmanager
     def _failing(self):
@@ -263,7 +263,7 @@ def _text(value, how='.2f'):
 
 def _name(entry):
     time = '' if entry.time is None else f' t {entry.time}'
-    rank = os.path.dirname(entry.place)
+    rank = os.path.dirname(entry.relative_path)
     return printable(f'{rank + "/" if rank else ""}{entry.layer} {entry.name}{time}')
 
 
@@ -286,7 +286,7 @@ def _document(options, fmts, rows, all_totals, skipped):
     """Return the document for --json.  Values that are not finite are null, such as the SQNR if sum_e2 is 0."""
     return {
         'logs': os.fspath(options.logs), 'formats': [str(fmt) for fmt in fmts], 'sort': options.sort,
-        'tensors': [{'file': row.entry.place, 'key': row.entry.key, 'step': row.entry.step, 'time': row.entry.time,
+        'tensors': [{'file': row.entry.relative_path, 'key': row.entry.key, 'step': row.entry.step, 'time': row.entry.time,
                      'layer': row.entry.layer, 'layer_type': row.entry.layer_type, 'index': row.entry.index,
                      'operation': row.entry.operation, 'name': row.entry.name, 'shape': row.entry.shape,
                      'axis': _axis(row.entry, options.axis), 'format': str(row.format),
@@ -295,7 +295,7 @@ def _document(options, fmts, rows, all_totals, skipped):
                     'forward_db': _finite(total.forward_db), 'backward_db': _finite(total.backward_db),
                     'median_db': _finite(total.median_db),
                     'worst_db': _finite(total.worst.statistics['sqnr_db']) if total.worst else None,
-                    'worst_file': total.worst.entry.place if total.worst else None} for total in all_totals],
+                    'worst_file': total.worst.entry.relative_path if total.worst else None} for total in all_totals],
         'skipped': [{'file': file, 'reason': reason} for file, reason in skipped]}
 
 

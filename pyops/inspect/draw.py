@@ -178,7 +178,7 @@ def _jobs(source, entries, folder, texts, options, summary):
         try:
             mask = source.mask(entry)
         except LogError as error:
-            summary.skipped.append((entry.place, str(error)))
+            summary.skipped.append((entry.relative_path, str(error)))
             continue
         own = () if entry.fmt is None else (str(entry.fmt),)        # shown first
         jobs.append(_Job(entry, mask, tuple(dict.fromkeys((*own, *texts))), FOLDERS[:3] if id(entry) in drawn else (),
@@ -204,8 +204,8 @@ def _by_step(entries):
         order += [round(i * (len(steps) - 1) / parts) for i in range(1, parts, 2)]
         parts *= 2
     ranks = {}
-    for place in [*order, *range(len(steps))]:
-        ranks.setdefault(steps[place], len(ranks))
+    for index in [*order, *range(len(steps))]:
+        ranks.setdefault(steps[index], len(ranks))
     return sorted(entries, key=lambda entry: ranks[entry.step])
 
 
@@ -257,7 +257,7 @@ def _draw_tensor(job):
     try:
         x = job.entry.load()
     except LogError as error:
-        return _Result((job.entry.place, str(error)), ())
+        return _Result((job.entry.relative_path, str(error)), ())
     drawn = []
     with style.look():
         parsed = [formats.parse(text) for text in job.formats]
@@ -279,8 +279,8 @@ def _draw_tensor(job):
             drawn.append((path, sheet.save(path, job.dpi)))
     entry = job.entry
     record = overview.Record(entry.layer, entry.layer_type, entry.operation or 'unknown', entry.name, entry.step, entry.time,
-                             'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.place, described, counts,
-                             losses)
+                             'fp32' if entry.fmt is None else str(entry.fmt), entry.shape, entry.relative_path, described,
+                             counts, losses)
     return _Result(record, tuple(drawn))
 
 

@@ -58,7 +58,7 @@ class Entry:
     dtype: str
     mask: tuple = field(hash=False)
     statistics: dict | None = field(hash=False)
-    place: str = ''                 # path of the file relative to the folder given to Logs
+    relative_path: str = ''         # path of the file relative to the folder given to Logs
     run: int = 0
 
     @property
@@ -80,9 +80,9 @@ class Entry:
     @property
     def stem(self):
         """A base name for files about this tensor.  It is unique and consists of letters, digits and -_. only."""
-        base = os.path.splitext(self.place)[0] + (f'.{self.key}' if self.key not in ('', 'tensor') else '')
+        base = os.path.splitext(self.relative_path)[0] + (f'.{self.key}' if self.key not in ('', 'tensor') else '')
         safe = re.sub(r'[^A-Za-z0-9_.-]', '_', base).lstrip('.')[:150]
-        return safe if safe == base else f'{safe}-{_digest(self.place, self.key)}'
+        return safe if safe == base else f'{safe}-{_digest(self.relative_path, self.key)}'
 
     def load(self):
         """Return the values as a C-contiguous float32 array.  LogError if the file is missing, damaged or was replaced."""
@@ -189,7 +189,7 @@ class Logs:
 
 
 def _sort_key(entry):
-    return entry.step, entry.counter, entry.run, entry.place, entry.key
+    return entry.step, entry.counter, entry.run, entry.relative_path, entry.key
 
 
 def _digest(*texts):
@@ -263,7 +263,7 @@ class _Folder:
         if not stat.S_ISREG(status.st_mode) or os.path.splitext(file)[1] not in SUFFIXES:
             raise Refused(f'not a tensor file; expected {", ".join(SUFFIXES)}')
         line = self.missing.pop(file, None)
-        shared = {'folder': self.path, 'file': file, 'place': os.path.join(self.name, file)}
+        shared = {'folder': self.path, 'file': file, 'relative_path': os.path.join(self.name, file)}
         if line is not None:
             if nbytes(line['shape'], line['dtype']) > status.st_size:
                 raise Refused(f'truncated: {status.st_size} bytes for a tensor of shape {tuple(line["shape"])}')

@@ -199,7 +199,7 @@ def _blobs(logs, entries, formats, omissions, measured):
             pictured.append(number)
             yield f't{number}', detail
         if failure:
-            skipped.append([entries[number].place or entries[number].file, failure])
+            skipped.append([entries[number].relative_path or entries[number].file, failure])
     yield 'catalogue', _packed({'run': logs.run, 'steps': payload.thin_steps(logs.steps), 'skipped': skipped,
                                 'omissions': omissions, 'tensors': rows, 'quality': quality, 'pictured': pictured})
 

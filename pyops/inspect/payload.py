@@ -40,7 +40,7 @@ def row(number, entry):
     """Return the table row of a tensor, whose file is not read."""
     return {'id': number, 'layer': entry.layer, 'type': entry.layer_type, 'index': entry.index, 'operation': entry.operation,
             'name': entry.name, 'step': entry.step, 'time': entry.time, 'counter': entry.counter, 'run': entry.run,
-            'folder': os.path.dirname(entry.place), 'shape': list(entry.shape), 'dtype': entry.dtype,
+            'folder': os.path.dirname(entry.relative_path), 'shape': list(entry.shape), 'dtype': entry.dtype,
             'format': str(entry.fmt or 'fp32'), 'axis': entry.axis,
             'uses': [[use['product'], use['operand'], use['format'], use['axis']] for use in entry.uses],
             'statistics': description(entry.statistics) if entry.statistics else None}

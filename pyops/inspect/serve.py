@@ -141,8 +141,8 @@ class Source:
             if serial == self.serial:
                 self._quality.setdefault(fmt, {})[number] = measures, statistics
                 self._events.append(('quality', number, fmt))
-                if failure and (entry.place, failure) not in self._failed:
-                    self._failed.append((entry.place, failure))
+                if failure and (entry.relative_path, failure) not in self._failed:
+                    self._failed.append((entry.relative_path, failure))
         return True
 
     def _mask(self, entry):

@@ -237,7 +237,7 @@ def test_a_folder_for_each_rank(tmp_path):
     saved(tmp_path / 'pictures' / 'deeper')                             # two levels deep: not read
     logs = Logs(tmp_path)
     assert len(logs.entries) == 50 and logs.skipped == [] and logs.run
-    assert {os.path.dirname(entry.place) for entry in logs.entries} == {'rank 0', 'rank1'}
+    assert {os.path.dirname(entry.relative_path) for entry in logs.entries} == {'rank 0', 'rank1'}
     assert len({entry.stem for entry in logs.entries}) == 50
     for entry in logs.entries:
         assert entry.load().shape == entry.shape
