@@ -60,11 +60,11 @@ def main(argv=None):
     args = parse(argv)
     from pyops import backend
     from pyops.inspect.find import find
-    from pyops.inspect.flags import Steps, Wanted
+    from pyops.inspect.flags import StepRanges, Wanted
     from pyops.inspect.saving import Saving
     steps, rows = prepare(args)
     names = list(dict.fromkeys(look.tensors[0].layer for look in find(steps.plan(rows(0)))))[:args.layers]
-    wanted = Wanted('', tuple(names), Steps('', (range(0, 2**62, args.every),)), 2**62, '', 'safetensors')
+    wanted = Wanted('', tuple(names), StepRanges('', (range(0, 2**62, args.every),)), 2**62, '', 'safetensors')
     seconds, summary = {'plain': [], 'saving': []}, None
     for turn in range(-1, args.turns):
         for kind, times in seconds.items():

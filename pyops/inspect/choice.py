@@ -12,7 +12,7 @@ _NO_END = 2**62
 _UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
 
 
-class Steps(NamedTuple):
+class StepRanges(NamedTuple):
     """A set of training steps."""
     text: str
     ranges: tuple[range, ...]
@@ -38,8 +38,8 @@ def patterns(text):
 
 
 def steps(text):
-    """Parse '0:100:10' or '0,5,7' into Steps.  For argparse's `type`."""
-    return Steps(text, tuple(_range(part.strip(), text) for part in text.split(',')))
+    """Parse '0:100:10' or '0,5,7' into StepRanges.  For argparse's `type`."""
+    return StepRanges(text, tuple(_range(part.strip(), text) for part in text.split(',')))
 
 
 def _range(part, text):

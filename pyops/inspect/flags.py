@@ -5,7 +5,7 @@ import os
 from typing import NamedTuple
 
 from pyops.errors import UserError
-from pyops.inspect.choice import Steps, patterns, size, steps
+from pyops.inspect.choice import StepRanges, patterns, size, steps
 
 LIMIT = '4G'
 STEPS = '0:100:10'
@@ -16,7 +16,7 @@ class Wanted(NamedTuple):
     """Tensors to save: folder, layer name patterns, steps, limit in bytes (and as given), file format."""
     folder: str
     patterns: tuple[str, ...]
-    steps: Steps
+    steps: StepRanges
     limit: int
     limit_text: str
     as_: str

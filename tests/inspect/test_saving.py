@@ -431,7 +431,7 @@ def test_steps_that_are_not_saved_are_whole_replays(tmp_path, monkeypatch):
     step, adam, params, inputs = of_mnist()
     rows = inputs.pop('rows')
     steps = plans.Steps(lambda rows: step(), params, **inputs)
-    saving = Saving(flags.Wanted(str(tmp_path), ('*',), flags.Steps('1', (range(1, 2),)), 10**8, '100M', 'safetensors'),
+    saving = Saving(flags.Wanted(str(tmp_path), ('*',), flags.StepRanges('1', (range(1, 2),)), 10**8, '100M', 'safetensors'),
                     steps, rows, 0, 3, {})
     run, ran = Plan.run, []
     monkeypatch.setattr(Plan, 'run', lambda self, first=0, last=None: (ran.append((first, last)), run(self, first, last)))
