@@ -48,7 +48,7 @@ class MultiHeadAttention(Layer):
         scores = q @ k.transpose(-1, -2) * (E // heads) ** -0.5 + added
         return (self.dropout(F.softmax(scores)) @ v).permute(2, 0, 1, 3).reshape(L, B, E)
 
-    def on_tensors(self, query, key=None, value=None, attn_mask=None, is_causal=False, lengths=None):
+    def forward_tensors(self, query, key=None, value=None, attn_mask=None, is_causal=False, lengths=None):
         key = query if key is None else key
         value = key if value is None else value
         for name, x in (('query', query), ('key', key), ('value', value)):
@@ -100,7 +100,7 @@ class TransformerEncoderLayer(_TransformerLayer):
         self.norm1, self.norm2 = LayerNorm(d_model), LayerNorm(d_model)
         self.dropout1, self.dropout2 = Dropout(dropout), Dropout(dropout)
 
-    def on_tensors(self, x, mask=None, is_causal=False, lengths=None):
+    def forward_tensors(self, x, mask=None, is_causal=False, lengths=None):
         def attend(x):
             return self.self_attn(x, attn_mask=mask, is_causal=is_causal, lengths=lengths)
         x = self._add(x, attend, self.norm1, self.dropout1)
@@ -120,7 +120,7 @@ class TransformerDecoderLayer(_TransformerLayer):
         self.norm1, self.norm2, self.norm3 = LayerNorm(d_model), LayerNorm(d_model), LayerNorm(d_model)
         self.dropout1, self.dropout2, self.dropout3 = Dropout(dropout), Dropout(dropout), Dropout(dropout)
 
-    def on_tensors(self, x, memory, mask=None, memory_mask=None, is_causal=False, memory_lengths=None):
+    def forward_tensors(self, x, memory, mask=None, memory_mask=None, is_causal=False, memory_lengths=None):
         def attend(x):
             return self.self_attn(x, attn_mask=mask, is_causal=is_causal)
 

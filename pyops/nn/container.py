@@ -5,9 +5,9 @@ from pyops.backend import empty_gradient, launch
 from pyops.nn.module import Layer, Module
 
 
-def _by_hand(module, *inputs):
-    """Run a module on arrays.  A Layer's forward() adds the layer's name to errors; other modules only have by_hand()."""
-    return module.forward(*inputs) if isinstance(module, Layer) else module.by_hand(*inputs)
+def _forward_arrays(module, *inputs):
+    """Run a module on arrays.  A Layer's forward() adds the layer's name to errors; others only have forward_arrays()."""
+    return module.forward(*inputs) if isinstance(module, Layer) else module.forward_arrays(*inputs)
 
 
 def _module(module):
@@ -36,15 +36,15 @@ class Sequential(Layer):
     def __getitem__(self, index):
         return self.layers[index]
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         for module in self.layers:
             x = module(x)
         return x
 
-    def by_hand(self, x):
+    def forward_arrays(self, x):
         ctx = []
         for module in self.layers:
-            x, c = _by_hand(module, x)
+            x, c = _forward_arrays(module, x)
             ctx.append(c)
         return x, ctx
 
@@ -61,14 +61,14 @@ class Residual(Layer):
     def __init__(self, module):
         self.module = _module(module)
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         return apply(self._op(), x, self.module(x))
 
     def _op(self):
         return ops.Residual(name=self._path or 'residual')
 
-    def by_hand(self, x):
-        branch, c = _by_hand(self.module, x)
+    def forward_arrays(self, x):
+        branch, c = _forward_arrays(self.module, x)
         y, _ = self._op().forward(x, branch)
         return y, c
 

@@ -14,10 +14,10 @@ from pyops.nn.module import KernelLayer, Layer, Parameter
 class Identity(Layer):
     """y = x"""
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         return x
 
-    def by_hand(self, x):
+    def forward_arrays(self, x):
         return x, None
 
     def backward(self, dy, ctx):
@@ -27,13 +27,13 @@ class Identity(Layer):
 class Flatten(Layer):
     """(B, ...) -> (B, product of the other sizes): a view."""
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         if not x.shape:
             raise ValueError('x: expected shape (B, ...), got ()')
         return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
-    def by_hand(self, x):
-        return self.on_tensors(x), x.shape
+    def forward_arrays(self, x):
+        return self.forward_tensors(x), x.shape
 
     def backward(self, dy, ctx):
         return dy.reshape(ctx)
@@ -67,14 +67,14 @@ class ReLU(KernelLayer):
 class Tanh(Layer):
     """y = tanh(x)"""
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         return F.tanh(x)
 
 
 class Sigmoid(Layer):
     """y = 1 / (1 + exp(-x))"""
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         return F.sigmoid(x)
 
 
@@ -84,7 +84,7 @@ class Softmax(Layer):
     def __init__(self, axis=-1):
         self.axis = axis
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         return F.softmax(x, self.axis)
 
     def settings(self):
@@ -114,11 +114,11 @@ class Dropout(Layer):
         backend.launch('tick', step, self.count)
         return self.p, params.key(self.seed, self._path), step
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         p, key, step = self.draw()
         return autograd.apply(ops.Dropout(p, key, self._path or 'dropout'), x, step) if p else x
 
-    def by_hand(self, x):
+    def forward_arrays(self, x):
         p, key, step = self.draw()
         if not p:
             return x, None
@@ -186,10 +186,10 @@ class Embedding(KernelLayer):
     def op(self):
         return ops.Embedding, {'weight': self.weight}, {}
 
-    def by_hand(self, ids):
+    def forward_arrays(self, ids):
         if isinstance(ids, np.ndarray) and ids.dtype.kind in 'iu' and not backend.is_recorded():
             ids = ids if ids.dtype == np.int32 else backend.put(ndarray.array(ids, np.int32, ndarray.cpu()).numpy())
-        return super().by_hand(ids)
+        return super().forward_arrays(ids)
 
     def settings(self):
         return f'{self.number}, {self.dim}'
@@ -208,7 +208,7 @@ class Conv2d(Layer):
         self.weight = Parameter((out_channels, in_channels, *self.kernel_size), init.kaiming_uniform())
         self.bias = Parameter((out_channels,), init.zeros()) if bias else None
 
-    def on_tensors(self, x):
+    def forward_tensors(self, x):
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
 
     def settings(self):
@@ -229,10 +229,10 @@ class CrossEntropyLoss(Layer):
     def __init__(self, ignore_index=-100):
         self.ignore_index = ignore_index
 
-    def on_tensors(self, x, labels):
+    def forward_tensors(self, x, labels):
         return F.cross_entropy(x, labels, self.ignore_index)
 
-    def by_hand(self, x, labels):
+    def forward_arrays(self, x, labels):
         op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
         loss, ctx = op.forward(x, labels)
         return loss, (op, ctx)
@@ -249,7 +249,7 @@ class SoftmaxLoss(CrossEntropyLoss):
 class MSELoss(Layer):
     """Return the mean squared difference of x and target, which have one shape."""
 
-    def on_tensors(self, x, target):
+    def forward_tensors(self, x, target):
         if x.shape != target.shape:
             raise ValueError(f'target: expected shape {x.shape}, got {target.shape}')
         return F.mse_loss(x, target)

@@ -72,7 +72,7 @@ class Parameter(Tensor):
     def zero_grad(self):
         self.grad = None
 
-    def by_hand(self):
+    def flat_parameter(self):
         """Return the pyops.params.Parameter, the form that op classes take."""
         self._settle()
         return self.entry
@@ -143,7 +143,7 @@ class Module:
 
     # ---- manual gradients: arrays in, arrays out ---------------------------------------------------------------------
 
-    def by_hand(self, *inputs):
+    def forward_arrays(self, *inputs):
         """Run forward on arrays and return (y, ctx) for backward(dy, ctx).
 
         Unless a subclass overrides it, forward runs on Tensors and ctx is the recorded tape.
@@ -326,7 +326,7 @@ class Module:
             parameter.array.buffer.version += 1
 
     def _places(self):
-        return {name: parameter.by_hand().value for name, parameter in self.named_parameters()} \
+        return {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
             | dict(self.named_buffers(persistent=True))
 
     def __deepcopy__(self, memo):
@@ -353,7 +353,7 @@ class Module:
 class Layer(Module):
     """A module with two uses: layer(x) takes and returns Tensors and records on the tape; `y, ctx = layer.forward(x)` and
     `dx = layer.backward(dy, ctx)` work on arrays.  A call converts arrays and lists to Tensors.  A subclass defines
-    on_tensors(x, ...), and by_hand and backward unless autograd should compute them.
+    forward_tensors(x, ...), and forward_arrays and backward unless autograd should compute them.
 
     Errors about arguments start with the layer's name.
     A layer outside any module draws from a seed of its own, derived from the process seed (pyops.seed), so two such layers
@@ -374,13 +374,13 @@ class Layer(Module):
 
     def forward(self, *inputs, **named):
         if _tensors((inputs, *named.values())):
-            return self._naming(self.on_tensors, *inputs, **named)
+            return self._naming(self.forward_tensors, *inputs, **named)
         if named:
             raise TypeError(f'{self.label()}: on arrays, arguments are positional, got keyword {", ".join(named)}')
-        return self._naming(self.by_hand, *inputs)
+        return self._naming(self.forward_arrays, *inputs)
 
-    def on_tensors(self, *inputs):
-        raise NotImplementedError(f'{type(self).__name__}.on_tensors(x)')
+    def forward_tensors(self, *inputs):
+        raise NotImplementedError(f'{type(self).__name__}.forward_tensors(x)')
 
     def label(self):
         """Return path and repr, such as 'blocks.0.linear1: Linear(100, 100)'."""
@@ -408,13 +408,13 @@ class KernelLayer(Layer):
         """Return the arguments of the op's forward that follow the inputs."""
         return ()
 
-    def on_tensors(self, *inputs):
+    def forward_tensors(self, *inputs):
         op, parameters, settings = self.op()
         return autograd.apply(op, *inputs, *self.constants(), **parameters, **settings)
 
-    def by_hand(self, *inputs):
+    def forward_arrays(self, *inputs):
         op, parameters, settings = self.op()
-        one = op(**{argument: parameter.by_hand() for argument, parameter in parameters.items()}, **settings)
+        one = op(**{argument: parameter.flat_parameter() for argument, parameter in parameters.items()}, **settings)
         y, ctx = one.forward(*inputs, *self.constants())
         return y, (one, ctx)
 

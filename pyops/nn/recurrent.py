@@ -55,7 +55,7 @@ class _Cell(Layer):
         self.input_size, self.hidden_size = input_size, hidden_size
         _weights(self, self.GATES, input_size, hidden_size)
 
-    def on_tensors(self, x, *states):
+    def forward_tensors(self, x, *states):
         if x.ndim != 2 or x.shape[1] != self.input_size:
             raise ValueError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
         _check_states(states, (x.shape[0], self.hidden_size), self.STATES)
@@ -85,8 +85,8 @@ class LSTMCell(_Cell):
     """(h', c') = cell(x (B, I), (h, c) or None), states (B, H); see LSTM for the formulas; on arrays cell.forward(x, h, c)."""
     GATES, STATES = 4, 2
 
-    def on_tensors(self, x, *states):
-        return super().on_tensors(x, *_pair(states))
+    def forward_tensors(self, x, *states):
+        return super().forward_tensors(x, *_pair(states))
 
     def step(self, x, h=None, c=None):
         h, c = (_zeros(x, self.hidden_size) if state is None else state for state in (h, c))
@@ -117,7 +117,7 @@ class _Recurrent(Layer):
     def weights(self, layer):
         return [getattr(self, f'{name}_l{layer}') for name in ('weight_ih', 'weight_hh', 'bias_ih', 'bias_hh')]
 
-    def on_tensors(self, x, *states):
+    def forward_tensors(self, x, *states):
         if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[0]:
             raise ValueError(f'x: expected shape (T, B, {self.input_size}) with T >= 1, got {x.shape}')
         _check_states(states, (self.num_layers, x.shape[1], self.hidden_size), self.STATES)
@@ -157,8 +157,8 @@ class LSTM(_Recurrent):
     """
     GATES, STATES = 4, 2
 
-    def on_tensors(self, x, *states):
-        output, h_n, c_n = super().on_tensors(x, *_pair(states))
+    def forward_tensors(self, x, *states):
+        output, h_n, c_n = super().forward_tensors(x, *_pair(states))
         return output, (h_n, c_n)
 
     def run(self, layer, x, h, c):

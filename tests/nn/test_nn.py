@@ -232,7 +232,7 @@ def test_a_call_with_arrays_gives_tensors_and_forward_the_protocol_by_hand(row):
 
 def test_a_call_keeps_the_history_of_tensors_in_a_list():
     class Sum(nn.Layer):
-        def on_tensors(self, parts):
+        def forward_tensors(self, parts):
             return sum(parts[1:], parts[0])
     x = Tensor(normal(3), requires_grad=True)
     Sum()([x, 2 * x]).sum().backward()
@@ -608,7 +608,7 @@ def test_parameters_of_given_values():
             return x * self.factor
     model = Scale()
     assert model(Tensor([[2.0, 4.0]])).tolist() == [[3.0, 10.0]]
-    y, ctx = model.by_hand(put(np.ones((2, 2), np.float32)))
+    y, ctx = model.forward_arrays(put(np.ones((2, 2), np.float32)))
     assert y.tolist() == [[1.5, 2.5]] * 2
     assert model.backward(put(np.array([[1, 2], [3, 4]], np.float32)), ctx).tolist() == [[1.5, 5.0], [4.5, 10.0]]
     assert model.factor.grad.tolist() == [4.0, 6.0] and model.factor.name == 'factor'
