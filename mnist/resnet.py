@@ -55,7 +55,7 @@ def main(argv=None):
     from pyops.backend import launch
     from pyops.data import MNISTDataset, RandomCrop, RandomFlipHorizontal
     from pyops.data.batches import gather, gather_pixels
-    from pyops.ndarray import over
+    from pyops.ndarray import as_ndarray
     from pyops.optim import Adam
 
     quantization.ignore_environment(f'the layers of {PROGRAM} round nothing, unlike those in mnist.train')
@@ -83,9 +83,9 @@ def main(argv=None):
         model.params.zero_grads()
         x = changed[:len(rows)] if args.augment else gather_pixels(images_here, rows)
         y = gather(label_table, rows, name='labels').reshape(-1)
-        loss = loss_of(model(Tensor(over(x))), Tensor(over(y)))
+        loss = loss_of(model(Tensor(as_ndarray(x))), Tensor(as_ndarray(y)))
         plan.boundary()
-        loss.backward(Tensor(over(one)))
+        loss.backward(Tensor(as_ndarray(one)))
         optimizer.step()
         history.add(loss.device.plain(loss.array).reshape(1), None, optimizer.norm)
 
@@ -94,7 +94,7 @@ def main(argv=None):
         with no_grad():
             for first in range(0, len(images), CHUNK):
                 rows = backend.put(np.arange(first, min(first + CHUNK, len(images))))
-                logits = model(Tensor(over(gather_pixels(images, rows)))).array
+                logits = model(Tensor(as_ndarray(gather_pixels(images, rows)))).array
                 launch('argmax', classes[first:first + CHUNK], logits, *logits.shape)
         model.train()
 

@@ -69,10 +69,10 @@ def main(argv=None):
     trainer.leave()
 
 
-def prepare(images, labels, hidden=30, seed=0, lr=0.001, family=None, as_one=True):
+def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=True):
     """Return model, optimizer, step(rows) -> loss, and {name: array} of the plan inputs.
 
-    images (N, 784) uint8, labels (N,) int32: numpy arrays.  family: source of the layers, pyops.ops or a
+    images (N, 784) uint8, labels (N,) int32: numpy arrays.  layer_ops: source of the layers, pyops.ops or a
     pyops.quantization.Family.  as_one: allow the whole step to be one op; its layers take their names from the op.
     """
     from mnist.model import MLP, Config
@@ -83,11 +83,11 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, family=None, as_one=Tru
 
     images, labels = backend.put(images), backend.put(labels)
     label_table = labels.reshape(-1, 1)
-    family = family or ops
-    model = MLP(Config(hidden=hidden, ops=family), seed)
+    layer_ops = layer_ops or ops
+    model = MLP(Config(hidden=hidden, ops=layer_ops), seed)
     optimizer = Adam(model.params, lr, max_norm=MAX_NORM)
-    if family is not ops:
-        family.step = optimizer.count
+    if layer_ops is not ops:
+        layer_ops.step = optimizer.count
 
     def step(rows):
         model.params.zero_grads()
@@ -101,7 +101,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, family=None, as_one=Tru
         return model.step(images, rows, labels, optimizer)
 
     # On a GPU, launching the kernels of a batch takes longer than running them.
-    if (as_one and family is ops and backend.place() is not backend.HOST
+    if (as_one and layer_ops is ops and backend.place() is not backend.HOST
             and max(hidden, model.config.classes) <= MLPGradients.MOST):
         step = step_of_one_op
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)

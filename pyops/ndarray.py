@@ -1031,7 +1031,7 @@ def from_numpy(a, device=None):
     return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // 4 for step in a.strides), dtype)
 
 
-def over(array, device=None):
+def as_ndarray(array, device=None):
     """Wrap an op's array in an NDArray over the same memory: from_numpy for numpy arrays; an NDArray is returned unchanged."""
     return array if isinstance(array, NDArray) else from_numpy(array, device)
 

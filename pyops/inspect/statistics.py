@@ -130,7 +130,7 @@ def _add(sums, counts, tile, f):
         all_valid = tile.is_full and math.isfinite(float(x.sum()) + float(q.sum()))
     size = np.abs(x)
     if all_valid:                                       # fast path without masks
-        nonzero, flushed, over = size > 0, q == 0, size > f.max * tile.scale
+        nonzero, flushed, saturated = size > 0, q == 0, size > f.max * tile.scale
         subnormal = size < f.min_normal * tile.scale
         pairs = finite = np.float64(x.shape[2])
     else:
@@ -139,7 +139,7 @@ def _add(sums, counts, tile, f):
         counts['nan'] += _count(valid & np.isnan(x))
         counts['inf'] += _count(valid & np.isinf(x))
         counts['overflow'] += _count(is_finite & ~both_finite)
-        nonzero, flushed, over = is_finite & (size > 0), q == 0, is_finite & (size > f.max * tile.scale)
+        nonzero, flushed, saturated = is_finite & (size > 0), q == 0, is_finite & (size > f.max * tile.scale)
         subnormal = is_finite & (size < f.min_normal * tile.scale)
         pairs, finite = both_finite.sum(2), is_finite.sum(2)
         x, q, size = (np.where(both_finite, array, 0) for array in (x, q, size))
@@ -148,7 +148,7 @@ def _add(sums, counts, tile, f):
         sums[name][tile.blocks] = np.einsum('obki,obki->obi', a, b)
     sums['amax'][tile.blocks], sums['error'][tile.blocks] = size.max(2), error.max(2)
     sums['pairs'][tile.blocks], sums['finite'][tile.blocks] = pairs, finite
-    for name, flags in ('nonzero', nonzero), ('underflow', nonzero & flushed), ('saturated', over):
+    for name, flags in ('nonzero', nonzero), ('underflow', nonzero & flushed), ('saturated', saturated):
         if flags.any():
             sums[name][tile.blocks] = finite if flags.all() and all_valid else flags.sum(2)
     counts['subnormal'] += _count(nonzero & subnormal)

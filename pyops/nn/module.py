@@ -87,8 +87,8 @@ class Parameter(Tensor):
 
     def _bind(self, home, name):
         self.home, self.name, self.entry, self._drawn = home, name, home[name], (home.seed, name)
-        self._array = ndarray.over(self.entry.value)
-        self._gradient = Tensor(ndarray.over(self.entry.grad))
+        self._array = ndarray.as_ndarray(self.entry.value)
+        self._gradient = Tensor(ndarray.as_ndarray(self.entry.grad))
         if self._given is not None:
             self.assign(self._given)
 
@@ -148,7 +148,7 @@ class Module:
 
         Unless a subclass overrides it, forward runs on Tensors and ctx is the recorded tape.
         """
-        leaves = [None if x is None else Tensor(ndarray.over(x)) for x in inputs]
+        leaves = [None if x is None else Tensor(ndarray.as_ndarray(x)) for x in inputs]
         for leaf in leaves:
             if leaf is not None and leaf.dtype == np.float32:
                 leaf.requires_grad_()
@@ -162,7 +162,7 @@ class Module:
         """
         leaves, y = ctx
         outputs, gradients = _flat(y), _flat(dy)
-        pairs = [(tensor, Tensor(ndarray.over(gradient)))
+        pairs = [(tensor, Tensor(ndarray.as_ndarray(gradient)))
                  for tensor, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
         autograd.backward(*map(list, zip(*pairs, strict=True)))
         found = tuple(None if leaf.grad is None else leaf.device.plain_view(leaf.grad.array)

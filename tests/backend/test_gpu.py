@@ -401,7 +401,7 @@ def test_a_hundred_steps_need_no_more_memory_than_three(how, on_gpu):
 
     def taped():
         optimizer.zero_grad()
-        loss_of(model(Tensor(ndarray.over(x))), Tensor(ndarray.over(labels))).backward()
+        loss_of(model(Tensor(ndarray.as_ndarray(x))), Tensor(ndarray.as_ndarray(labels))).backward()
         optimizer.step()
 
     step = taped if how == 'tape' else by_hand

@@ -785,7 +785,7 @@ def test_a_plan_that_records_array_operations_replays_them_to_the_bit(run):
     rng = np.random.default_rng(3)
     x, w = (backend.put(rng.standard_normal(shape).astype('f')) for shape in ((5, 4), (4, 6)))
     with Plan(run=run, x=x, w=w) as plan:
-        results = step(ndarray.over(x), ndarray.over(w))
+        results = step(ndarray.as_ndarray(x), ndarray.as_ndarray(w))
     for _ in range(20):
         plan.feed(x=rng.standard_normal((5, 4)), w=rng.standard_normal((4, 6)))
         plan.run()

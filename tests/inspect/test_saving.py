@@ -38,7 +38,7 @@ from pyops.inspect.logs import Logs
 from pyops.inspect.saving import Saving
 from pyops.inspect.statistics import describe
 from pyops.inspect.writer import HEADER, Writer
-from pyops.ndarray import over
+from pyops.ndarray import as_ndarray
 from pyops.ops import rounding
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
@@ -251,11 +251,11 @@ def of_seq2seq(**settings):
     return translation(Seq2Seq(Seq2SeqConfig(20, 21, embedding=10, hidden=12, num_steps=6, **settings), 3))
 
 
-def of_mnist(family=None):
+def of_mnist(layer_ops=None):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (40, 784)).astype(np.uint8), rng.integers(0, 10, 40).astype(np.int32)
     images[:, ::2] = 0
-    model, adam, _, inputs = mnist.train.prepare(images, labels, hidden=16, family=family, as_one=False)
+    model, adam, _, inputs = mnist.train.prepare(images, labels, hidden=16, layer_ops=layer_ops, as_one=False)
     rows, batch = put(np.arange(3, 20)), put(labels[3:20])
 
     def step():
@@ -276,9 +276,9 @@ def of_resnet():
 
     def step():
         model.params.zero_grads()
-        loss = loss_of(model(Tensor(over(x))), Tensor(over(labels)))
+        loss = loss_of(model(Tensor(as_ndarray(x))), Tensor(as_ndarray(labels)))
         plans.boundary()
-        loss.backward(Tensor(over(one)))
+        loss.backward(Tensor(as_ndarray(one)))
     return step, Adam(model.params, 0.01), model.params, dict(x=x, labels=labels, one=one)
 
 
@@ -455,7 +455,7 @@ QUANTIZED = {
     'no_dropout': lambda made: of_transformer(ops=made, dropout=0.0, layers=1),
     'seq2seq': lambda made: of_seq2seq(ops=made, layers=1),
     'reset_before': lambda made: of_seq2seq(ops=made, reset_before=True),
-    'mnist': lambda made: of_mnist(family=made)}
+    'mnist': lambda made: of_mnist(layer_ops=made)}
 
 
 @pytest.mark.parametrize('recipe', [RECIPE, 'hifp8'])
@@ -527,7 +527,7 @@ def test_a_plan_lists_every_gradient_as_one(name, recipe):
                if argument.startswith('d')]                             # the header's names: dx, dweight, dgates, ...
     operands = [(action.kernel, role, action.tensors[source[0] if isinstance(source, tuple) else source.removesuffix("'")])
                 for action in plan.actions for note in action.notes for role, source in note.product.roles.items()
-                if role in rounding.GRADIENTS and not isinstance(source, Made)]
+                if role in (*rounding.GRADIENTS, 'dx', 'dq', 'dk', 'dv') and not isinstance(source, Made)]
     assert written and [one for one in written + operands if one[-1].kind != 'gradient'] == []
 
 

@@ -332,11 +332,11 @@ def test_patterns_choose_layers_and_what_is_part_of_them(pattern, chosen):
 
 # ---- models ------------------------------------------------------------------------------------------------------------
 
-def small(make, made_from):
-    """The small model of tests/helpers/small_models.py, its layers made from that."""
+def small(make, layer_ops):
+    """Return a small model of tests/helpers/small_models.py whose layers come from layer_ops."""
     config = make().config
     module = seq2seq.Seq2Seq if make is make_seq2seq else transformer.Transformer
-    return module(type(config)(**vars(config) | {'ops': made_from}), seed=3)
+    return module(type(config)(**vars(config) | {'ops': layer_ops}), seed=3)
 
 
 MODELS = pytest.mark.parametrize('make', [make_seq2seq, make_transformer], ids=['seq2seq', 'transformer'])
@@ -345,25 +345,25 @@ MODELS = pytest.mark.parametrize('make', [make_seq2seq, make_transformer], ids=[
 @MODELS
 @pytest.mark.parametrize('name', NAMES)
 def test_models_learn_with_every_format(make, name):
-    made_from = family(Recipe.parse(name))
-    losses = train_steps(small(make, made_from), pairs()[1], 60, 16, 0.005)
+    layer_ops = family(Recipe.parse(name))
+    losses = train_steps(small(make, layer_ops), pairs()[1], 60, 16, 0.005)
     plain = train_steps(small(make, ops), pairs()[1], 60, 16, 0.005)
     assert losses != plain and np.abs(np.array(losses[:10]) / plain[:10] - 1).max() < 0.05
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
-    assert all(made_from.layers.values()) and made_from.check().startswith(f'quantised : {name} in ')
+    assert all(layer_ops.layers.values()) and layer_ops.check().startswith(f'quantised : {name} in ')
 
 
 @pytest.mark.parametrize('name', NAMES)
 def test_digits_are_learned_with_every_format(name):
     rng, curves = np.random.default_rng(1), []
     batches = [rng.integers(0, 60, 20) for _ in range(60)]
-    for made_from in (family(Recipe.parse(name)), ops):
-        model, _, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, lr=0.005, family=made_from)
+    for layer_ops in (family(Recipe.parse(name)), ops):
+        model, _, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, lr=0.005, layer_ops=layer_ops)
         curves.append([float(get(step(put(rows)))[0]) for rows in batches])
     losses, plain = curves
     assert losses != plain and np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
     classes = np.empty(60, np.int32)
-    family_model, *_ = mnist_train.prepare(*digits(), hidden=16, seed=2, family=family(Recipe.parse(name)))
+    family_model, *_ = mnist_train.prepare(*digits(), hidden=16, seed=2, layer_ops=family(Recipe.parse(name)))
     family_model.predict(digits()[0], classes)
     assert len(set(classes)) > 1
 
@@ -371,10 +371,10 @@ def test_digits_are_learned_with_every_format(name):
 @MODELS
 def test_layers_of_which_a_recipe_says_nothing_are_the_plain_ones(make):
     assert family(Recipe()) is ops is make().config.ops
-    made_from = Family(Recipe.parse('linear=mxfp8', layers='output'))
-    model = small(make, made_from)
+    layer_ops = Family(Recipe.parse('linear=mxfp8', layers='output'))
+    model = small(make, layer_ops)
     assert type(model.output) is ops.LinearCrossEntropy.rounded()
-    assert [name for name, rounds in made_from.layers.items() if rounds] == ['output']
+    assert [name for name, rounds in layer_ops.layers.items() if rounds] == ['output']
     if make is make_transformer:
         block = model.encoder.blocks[0]
         assert {type(op) for op in (block.attention.q, block.attention.attention, block.feed_forward)} == {
@@ -384,18 +384,18 @@ def test_layers_of_which_a_recipe_says_nothing_are_the_plain_ones(make):
     else:
         assert {type(layer) for layer in model.encoder.layers} == {ops.EmbeddingGRU, ops.GRU}
         with pytest.raises(UserError, match='^--quant qk=bf16: rounds nothing in this model'):
-            made_from = Family(Recipe.parse('qk=bf16'))
-            small(make, made_from)
-            made_from.check()
+            layer_ops = Family(Recipe.parse('qk=bf16'))
+            small(make, layer_ops)
+            layer_ops.check()
 
 
 def test_a_pattern_without_a_layer_is_refused():
     for pattern, remedy in (('zzz', 'there are 20, from encoder.0.self_attention.q, '),
                             ('encodr.0.feed_forward', 'did you mean encoder.0.feed_forward.w2 or ')):
-        made_from = Family(Recipe.parse('mxfp8', layers=f'output,{pattern}'))
-        small(make_transformer, made_from)
+        layer_ops = Family(Recipe.parse('mxfp8', layers=f'output,{pattern}'))
+        small(make_transformer, layer_ops)
         with pytest.raises(UserError, match=f'^--quant-layers {pattern}: no layer has that name; {remedy}'):
-            made_from.check()
+            layer_ops.check()
 
 
 @MODELS
@@ -565,10 +565,10 @@ def test_flags_that_are_refused(main, tmp_path, capsys):
 def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(make, device):
     """A number that is rounded to the other side of a step moves a loss by less than this."""
     def losses():
-        made_from = family(Recipe.parse('mxfp8,dgrad.g=hifp8'))
+        layer_ops = family(Recipe.parse('mxfp8,dgrad.g=hifp8'))
         if make:
-            return train_steps(small(make, made_from), pairs()[1].placed(), 5, 16, 0.002)
-        *_, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, family=made_from)
+            return train_steps(small(make, layer_ops), pairs()[1].placed(), 5, 16, 0.002)
+        *_, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, layer_ops=layer_ops)
         return [float(get(step(put(np.arange(i, i + 20))))[0]) for i in range(5)]
     ours, theirs = map(np.array, on_both(device, losses))
     assert np.abs(theirs / ours - 1).max() <= 2e-3
