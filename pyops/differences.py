@@ -17,6 +17,8 @@ import numpy as np
 
 from pyops import autograd, backend, ops
 from pyops.autograd import Tensor
+from pyops.autograd.mode import interpreted_by, is_interpreted
+from pyops.autograd.tape import constant
 from pyops.ops.array import ArrayOp
 from pyops.params import generator
 
@@ -68,7 +70,7 @@ def _result(y):
     y = np.asarray(y)
     array = (y if y.dtype.kind == 'i' else y.astype(np.float64)).view(Double)
     array.is_mask = y.dtype.kind == 'b'
-    return autograd.constant(array)
+    return constant(array)
 
 
 class Row(NamedTuple):
@@ -169,8 +171,8 @@ def _outputs(y):
 
 def _float64_values(f):
     def evaluate(values):
-        with autograd.interpreted_by(in_float64):
-            ys = _outputs(f(*(autograd.constant(value.view(Double)) for value in values.values())))
+        with interpreted_by(in_float64):
+            ys = _outputs(f(*(constant(value.view(Double)) for value in values.values())))
         return [np.asarray(y.array) for y in ys]
     return evaluate
 
@@ -236,7 +238,7 @@ def check_op(op, seed=0):
 
     def f(*tensors):
         # constants: numpy arrays for the reference, arrays on the current device for the op
-        args = list(inputs) if autograd.is_interpreted() else [backend.put(x) for x in inputs]
+        args = list(inputs) if is_interpreted() else [backend.put(x) for x in inputs]
         for i, x in zip(free, tensors, strict=False):
             args[i] = x
         return autograd.apply(op, *args, **dict(zip(arrays, tensors[len(free):], strict=True)), **settings)

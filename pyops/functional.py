@@ -9,7 +9,8 @@ import itertools
 import numpy as np
 
 from pyops import backend
-from pyops.autograd import Tensor, apply, is_grad_enabled, is_interpreted, no_grad
+from pyops.autograd import Tensor, apply, is_grad_enabled, no_grad
+from pyops.autograd.mode import is_interpreted
 from pyops.ops import (
     GRU,
     Attention,

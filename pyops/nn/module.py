@@ -13,6 +13,7 @@ import numpy as np
 
 from pyops import autograd, backend, ndarray
 from pyops.autograd import Tensor
+from pyops.autograd.tape import gradient_for
 from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key
 
@@ -65,7 +66,7 @@ class Parameter(Tensor):
         if value is None:
             self.entry.grad[...] = 0
             return
-        value = autograd.gradient_for(self, value)
+        value = gradient_for(self, value)
         if value.array is not self._gradient.array:
             self.entry.grad[...] = value.device.plain(value.array)
 

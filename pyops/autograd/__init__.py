@@ -1,0 +1,13 @@
+"""Automatic differentiation: a Tensor is an array with a record of the op that produced it; see docs/autograd.md.
+
+    mode.py         whether ops are recorded
+    tape.py         apply(op, ...) runs an op on Tensors and records it as a Node
+    gradients.py    backward() and grad() visit the Nodes from the last to the first
+    tensor.py       Tensor: its operators and methods apply ops
+"""
+from pyops.autograd.gradients import backward, grad
+from pyops.autograd.mode import enable_grad, is_grad_enabled, no_grad
+from pyops.autograd.tape import Node, apply
+from pyops.autograd.tensor import Tensor
+
+__all__ = ['Node', 'Tensor', 'apply', 'backward', 'enable_grad', 'grad', 'is_grad_enabled', 'no_grad']

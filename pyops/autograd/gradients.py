@@ -1,0 +1,279 @@
+"""Backward: visit the recorded nodes from the last to the first, and add up gradients.
+
+Nodes are numbered in order of creation, so an op has a larger number than everything it depends on, and backward visits the
+nodes from the largest number to the smallest.
+"""
+import functools
+import heapq
+import inspect
+
+import numpy as np
+
+from pyops import backend, ndarray
+from pyops.autograd.mode import mode
+from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, parent_of, wrap
+from pyops.ndarray import NDArray
+
+
+class _Backward:
+    """One traversal of the tape.
+
+    create_graph    gradients are Tensors, and operations on them are recorded; else they are NDArrays
+    accumulate      the gradient of a leaf starts from its current .grad
+    relevant        the ids of the requested leaves and the nodes on paths to them; None: everything is relevant
+    """
+
+    def __init__(self, create_graph, retain_graph, accumulate, relevant=None):
+        self.create_graph, self.retain_graph, self.accumulate, self.relevant = create_graph, retain_graph, accumulate, relevant
+        self.leaves = {}        # id of a leaf -> slot [gradient so far, whether it may be added to in place, the leaf]
+        self.nodes = {}         # node -> one slot [gradient so far, whether ...] per output
+        self.heap = []          # (-number, node) of the nodes still to visit
+        self.captured = {}      # (node, output) -> gradient, for requested tensors that are not leaves
+
+    def slot(self, parent):
+        """Return the slot in which the gradient of a leaf or of a node's output is accumulated."""
+        if type(parent) is tuple:
+            node, output = parent
+            slots = self.nodes.get(node)
+            if slots is None:
+                slots = self.nodes[node] = [[None, False] for _ in node.outputs]
+                heapq.heappush(self.heap, (-node.number, node))
+            return slots[output]
+        slot = self.leaves.get(id(parent))
+        if slot is None:
+            slot = self.leaves[id(parent)] = [None, False, parent]
+            if self.accumulate and parent.grad is not None:
+                slot[0] = parent.grad if self.create_graph else parent.grad.array
+                slot[1] = not self.create_graph and slot[0].is_compact()
+        return slot
+
+    def add(self, parent, gradient):
+        """Add a gradient to a leaf or a node's output."""
+        slot = self.slot(parent)
+        if slot[0] is None:
+            slot[0] = gradient
+        elif slot[1]:
+            slot[0] += gradient
+        else:
+            slot[0], slot[1] = slot[0] + gradient, not self.create_graph
+
+    def sum_of(self, parent):
+        """Return the gradient of `parent` as an array that may be added to in place."""
+        slot = self.slot(parent)
+        if not slot[1]:
+            if slot[0] is None:
+                shape, dtype, device = parent[0].outputs[parent[1]] if type(parent) is tuple else parent.kind
+                slot[0] = ndarray.zeros(shape, dtype, device)
+            else:
+                slot[0] = slot[0].copy()
+            slot[1] = True
+        return slot[0]
+
+    def wanted(self, parent):
+        """Return whether the gradient of an input is needed."""
+        if self.relevant is None or parent is None:
+            return parent is not None
+        if type(parent) is tuple:
+            return parent[0] in self.relevant or parent in self.captured
+        return id(parent) in self.relevant
+
+    def run(self):
+        before, mode.grad = mode.grad, self.create_graph
+        try:
+            while self.heap:
+                _, node = heapq.heappop(self.heap)
+                slots = self.nodes.pop(node)
+                for i, slot in enumerate(slots):
+                    if (node, i) in self.captured:
+                        self.captured[node, i] = slot[0]
+                if self.relevant is None or node in self.relevant:
+                    node.check()
+                    step = self.kernel_op if isinstance(node.op, KernelCall) else self.array_op
+                    step(node, [slot[0] for slot in slots])
+                    if not self.retain_graph:
+                        node.free()
+        finally:
+            mode.grad = before
+
+    def array_op(self, node, dys):
+        """Run the backward of an array op, on NDArrays or on Tensors."""
+        op, ctx, wanted = node.op, node.ctx, [self.wanted(parent) for parent in node.parents]
+        if self.create_graph:
+            ctx = tuple(self.tensor(node, a) if type(a) is NDArray else a for a in ctx)
+        elif hasattr(op, 'add_to'):         # the gradient of a part of x is added in place
+            return op.add_to(self.sum_of(node.parents[0]), dys[0], ctx)
+        dy = dys[0]
+        if node.several:
+            dy = tuple(self.zeros(output) if dy is None else dy for dy, output in zip(dys, node.outputs, strict=True))
+        gradients = op.backward(dy, ctx, wanted) if _asks_what_is_wanted(op) else op.backward(dy, ctx)
+        self.pass_on(node, gradients, wanted)
+
+    def pass_on(self, node, gradients, wanted):
+        """Add the gradients of a node's inputs to their parents."""
+        if not isinstance(gradients, (tuple, list)):
+            gradients = (gradients,)
+        for parent, gradient, needed in zip(node.parents, gradients, wanted, strict=False):     # ids come last and have none
+            if needed and gradient is not None:
+                shape = parent[0].outputs[parent[1]][0] if type(parent) is tuple else parent.shape
+                if gradient.shape != shape:
+                    raise RuntimeError(f'{node.name}: its backward returned a gradient of shape {gradient.shape} '
+                                       f'for an input of shape {shape}')
+                self.add(parent, gradient)
+
+    def kernel_op(self, node, dys):
+        """Run the backward of a kernel op, which adds to the gradients of its parameters itself."""
+        kernel, dy = node.op, dys[0]
+        wanted = [self.wanted(parent) for parent in node.parents]
+        device, n = node.outputs[0][2], len(node.parents) - len(kernel.parameters)
+        if self.create_graph:
+            self.pass_on(node, self.derivatives(node, dy, device, n), wanted)
+            return
+        sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
+                for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
+        op = kernel.make([device.plain(d) for d in sums])
+        options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}
+        dy = dy.compact()
+        given = device.plain(dy)
+        with backend.on(device.place):
+            gradients = op.backward(given, node.ctx, **options)
+        for d in sums:
+            d.buffer.version += 1
+        known, arrays = {id(given): dy}, []         # Residual returns dy itself, twice: keep them identical
+        for gradient in gradients if type(gradients) is tuple else (gradients,):
+            if gradient is not None and id(gradient) not in known:
+                known[id(gradient)] = as_ndarray(gradient, device)
+            arrays.append(known.get(id(gradient)))
+        self.pass_on(node, arrays, wanted)
+
+    def derivatives(self, node, dy, device, n):
+        """Return the gradients of the n inputs and the parameters of a kernel op, computed with recorded array ops."""
+        kernel = node.op
+        if getattr(kernel.op, 'backward_on_tensors', None) is None:
+            raise RuntimeError(f'{node.name}: has no second derivative: its gradient is computed by a kernel; '
+                               'use array ops (@, +, exp, sum ...) for a function that needs create_graph')
+
+        def tensor(array):
+            """Wrap an array of ctx, with its history if it is an input or the output."""
+            if not backend.is_array(array) or array.dtype not in (np.float32, np.int32):
+                return array
+            i = node.arrays.index(id(array)) if id(array) in node.arrays else None
+            return wrap(as_ndarray(array, device), None if i is None else (node, 0) if i == n else node.parents[i])
+        parameters = {argument: wrap(as_ndarray(value, device), parent)
+                      for (argument, _, value), parent in zip(kernel.parameters, node.parents[n:], strict=True)}
+        op = kernel.make([value for _, _, value in kernel.parameters])
+        inputs, gradients = op.backward_on_tensors(dy, type(node.ctx)(*map(tensor, node.ctx)), parameters)
+        return [*inputs, *[None] * (n - len(inputs)), *(gradients[argument] for argument in parameters)]
+
+    def tensor(self, node, array):
+        """Wrap an array of ctx as a Tensor with its history, for second derivatives."""
+        try:
+            i = node.arrays.index(id(array))
+        except ValueError:
+            return wrap(array, None)
+        n = len(node.parents)
+        return wrap(array, node.parents[i] if i < n else (node, i - n))
+
+    def zeros(self, output):
+        """Return the gradient of an output that was not used: zeros."""
+        array = ndarray.zeros(*output)
+        return wrap(array, None) if self.create_graph else array
+
+
+@functools.cache
+def _skips_dx(op):
+    """Return whether the op's backward can skip computing dx."""
+    return 'want_dx' in inspect.signature(op.backward).parameters
+
+
+@functools.cache
+def _asks_what_is_wanted(op):
+    return 'wanted' in inspect.signature(op.backward).parameters
+
+
+def _start(walk, outputs, gradients):
+    """Set the gradients of the outputs."""
+    if mode.interpreter is not None:
+        raise RuntimeError('gradcheck: the function computes gradients itself, which is not supported in float64; '
+                           'pass float32=True')
+    for y, dy in zip(outputs, gradients, strict=True):
+        if not y.requires_grad:
+            raise RuntimeError(f'backward: a tensor of shape {y.shape} needs no gradient: nothing that led to it was made '
+                               'with requires_grad=True, or it was made within no_grad()')
+        if dy is None:
+            if y.size != 1:
+                raise RuntimeError(f'backward: a tensor of shape {y.shape} is not a scalar; pass its gradient, or sum it first')
+            dy = wrap(ndarray.ones(*y.kind), None)
+        else:
+            dy = dy if isinstance(dy, Recorded) else wrap(as_array(dy, y.device), None)
+            if dy.shape != y.shape:
+                raise ValueError(f'backward: the gradient of a tensor of shape {y.shape} has shape {dy.shape}')
+            if not walk.create_graph:
+                dy = wrap(dy.array.copy(), None)    # it may be a .grad, to which backward adds
+        walk.add(parent_of(y), dy if walk.create_graph else dy.array)
+
+
+def backward(outputs, gradients, create_graph=False, retain_graph=None):
+    """Add the gradients of the outputs, started with `gradients`, to the .grad of all leaves."""
+    walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True)
+    _start(walk, outputs, gradients)
+    walk.run()
+    taken = set()
+    for gradient, ours, leaf in walk.leaves.values():
+        if create_graph:
+            leaf.grad = gradient
+        elif leaf.grad is None or leaf.grad.array is not gradient:
+            leaf.grad = wrap(gradient if ours else _own(gradient, taken), None)
+
+
+def _own(gradient, taken):
+    """Return a compact gradient with memory of its own: x and y in x + y get the same array.  taken: ids of Buffers in use."""
+    if id(gradient.buffer) in taken or not gradient.is_compact():
+        gradient = gradient.copy()
+    taken.add(id(gradient.buffer))
+    return gradient
+
+
+def grad(outputs, inputs, grad_outputs=None, create_graph=False, retain_graph=None, allow_unused=False):
+    """Return the gradients of the inputs, leaves or not, as a tuple of Tensors.  No .grad changes.
+
+    inputs: a Tensor or several.  grad_outputs: the gradient of each output; None: 1, for a scalar.
+    create_graph, retain_graph: see Tensor.backward.
+    allow_unused: return None for an input that the outputs do not depend on, instead of raising RuntimeError.
+    """
+    outputs, inputs = ([x] if isinstance(x, Recorded) else list(x) for x in (outputs, inputs))
+    if grad_outputs is None or isinstance(grad_outputs, Recorded):
+        grad_outputs = [grad_outputs] * len(outputs)
+    for i, x in enumerate(inputs):
+        if not x.requires_grad and mode.interpreter is None:
+            raise RuntimeError(f'grad: input {i} of shape {x.shape} needs no gradient: make it with requires_grad=True')
+    parents = [parent_of(x) for x in inputs]
+    captured = dict.fromkeys(p for p in parents if type(p) is tuple)
+    relevant = _relevant([parent_of(y) for y in outputs], {id(p) for p in parents if type(p) is not tuple}, captured)
+    walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, False, relevant)
+    walk.captured = captured
+    _start(walk, outputs, grad_outputs)
+    walk.run()
+    found = [captured[p] if type(p) is tuple else walk.leaves.get(id(p), [None])[0] for p in parents]
+    for i, (gradient, x) in enumerate(zip(found, inputs, strict=True)):
+        if gradient is None and not allow_unused:
+            raise RuntimeError(f'grad: the outputs do not depend on input {i} of shape {x.shape}; '
+                               'allow_unused=True gives None for it')
+    taken = set()
+    return tuple(g if g is None or create_graph else wrap(_own(g, taken), None) for g in found)
+
+
+def _relevant(parents, leaves, captured):
+    """Return the leaves, and the nodes reachable from `parents` on a path to a leaf or to an output in `captured`."""
+    nodes, todo = set(), [p[0] for p in parents if type(p) is tuple]
+    while todo:
+        node = todo.pop()
+        if node not in nodes:
+            nodes.add(node)
+            todo.extend(p[0] for p in node.parents or () if type(p) is tuple)
+    relevant = set(leaves)
+    for node in sorted(nodes, key=lambda node: node.number):        # inputs come before results
+        # A freed node is relevant: visiting it must raise.
+        if node.parents is None or any(p in captured or p[0] in relevant if type(p) is tuple else id(p) in relevant
+                                       for p in node.parents):
+            relevant.add(node)
+    return relevant

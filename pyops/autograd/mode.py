@@ -1,0 +1,68 @@
+"""Whether ops are recorded, and what runs them: no_grad, enable_grad, and the interpreter of gradcheck."""
+import contextlib
+import functools
+import inspect
+import threading
+
+
+class _Mode(threading.local):
+    grad = True
+    before = ()             # values of `grad` outside the open no_grad and enable_grad blocks
+    interpreter = None      # runs ops instead of `apply`
+
+
+mode = _Mode()
+
+
+class _Grad:
+    """Context manager and decorator: `with no_grad(): ...` or `@no_grad()` above a function."""
+
+    def __init__(self, enabled):
+        self.enabled = enabled
+
+    def __enter__(self):
+        mode.before, mode.grad = (*mode.before, mode.grad), self.enabled        # not in self: it may be entered twice
+
+    def __exit__(self, *_):
+        *mode.before, mode.grad = mode.before
+
+    def __call__(self, function):
+        if inspect.isgeneratorfunction(function):
+            raise TypeError(f'{function.__name__}: a generator runs after the call that creates it; use `with` inside its body')
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            with _Grad(self.enabled):
+                return function(*args, **kwargs)
+        return wrapped
+
+
+def no_grad():
+    """Disable recording inside the block: results require no gradient, and leaves may be changed in place."""
+    return _Grad(False)
+
+
+def enable_grad():
+    """Enable recording inside the block, within no_grad()."""
+    return _Grad(True)
+
+
+def is_grad_enabled():
+    """Return whether ops are recorded."""
+    return mode.grad
+
+
+def is_interpreted():
+    """Return whether gradcheck is evaluating the function in float64; state that lasts must not change then."""
+    return mode.interpreter is not None
+
+
+@contextlib.contextmanager
+def interpreted_by(run):
+    """Inside the block, apply(op, *inputs, **constants) calls run(op, inputs, constants), and nothing is recorded."""
+    before, mode.interpreter = mode.interpreter, run
+    try:
+        with no_grad():
+            yield
+    finally:
+        mode.interpreter = before

@@ -1,0 +1,240 @@
+"""The tape: apply(op, ...) runs an op and records it as a Node.
+
+Two kinds of op are applied in the same way.  Array ops (pyops/ops/array.py) are formulas whose backward can be recorded in
+turn, which gives second derivatives.  Kernel ops, such as Linear or GRU, are the classes that programs with manual
+gradients call; here their parameters are Tensors too.  Some of them have a second, differentiable definition of their
+gradient, the method `backward_on_tensors`.
+"""
+import itertools
+
+import numpy as np
+
+from pyops import backend, ndarray
+from pyops.autograd.mode import mode
+from pyops.ndarray import NDArray
+from pyops.ops.array import ArrayOp
+from pyops.params import Parameter
+
+_numbers = itertools.count()
+
+
+# ---- what is recorded --------------------------------------------------------------------------------------------------
+
+class Recorded:
+    """The part of a Tensor that the tape uses.  Tensor, the only direct subclass, adds the operators (tensor.py).
+
+    array           the NDArray
+    origin          (node, index of its output) of the op that produced it; None for a leaf
+    """
+    __slots__ = ('array', 'origin', 'requires_grad', '_grad', '__weakref__')
+    of_results = None               # the class of the results of ops: Tensor
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def ndim(self):
+        return self.array.ndim
+
+    @property
+    def size(self):
+        return self.array.size
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    @property
+    def device(self):
+        return self.array.device
+
+    @property
+    def kind(self):
+        """(shape, dtype, device)."""
+        return self.array.shape, self.array.dtype, self.array.device
+
+    @property
+    def grad(self):
+        """The gradient accumulated by backward(): a Tensor, or None."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, value):
+        self._grad = None if value is None else gradient_for(self, value)
+
+
+def as_array(data, device=None):
+    """Convert numbers to an NDArray: floats to float32, integers to int32, bools to a mask."""
+    if isinstance(data, Recorded):
+        data = data.array
+    if isinstance(data, NDArray):
+        if device is not None and data.device != device:
+            raise TypeError(f'device: expected {device}, got an array on {data.device}; convert it with .numpy()')
+        return data
+    data = np.asarray(data)
+    if data.dtype.kind not in 'fiub':
+        raise TypeError(f'data: expected real numbers, got {data.dtype}')
+    return ndarray.array(data, {'f': np.float32, 'b': None}.get(data.dtype.kind, np.int32), device)
+
+
+def constant(array):
+    """Wrap an NDArray in a Tensor without a copy or a check."""
+    return wrap(array, None)
+
+
+def wrap(array, origin):
+    """Create the Tensor of an op's output."""
+    tensor = object.__new__(Recorded.of_results)
+    tensor.array, tensor.origin, tensor.requires_grad, tensor._grad = array, origin, origin is not None, None
+    return tensor
+
+
+def gradient_for(tensor, value):
+    """Convert value (a Tensor, an array or a list) to a gradient of `tensor`.  ValueError for another shape or dtype."""
+    if not isinstance(value, Recorded):
+        value = constant(as_array(value if isinstance(value, NDArray) else np.asarray(value, np.float32), tensor.device))
+    if value.shape != tensor.shape or value.dtype != np.float32:
+        raise ValueError(f'grad: expected shape {tensor.shape} and float32, got {value.shape} and {value.dtype}')
+    return value
+
+
+def name_of(op):
+    """Return the name of an op class, or of the class of an op instance."""
+    return op.__name__ if isinstance(op, type) else type(op).__name__
+
+
+class Node:
+    """One recorded application of an op, with the values its backward needs until backward has run.
+
+    parents     for each input: the leaf Tensor, or (node, index of its output), or None if it needs no gradient
+    arrays      the ids of the input and output arrays, by which derivatives() recognises them in ctx
+    guards      (buffer, version, shape) of the arrays that backward will read
+    outputs     (shape, dtype, device) of each output
+    several     whether the op returns a tuple of outputs, and its backward takes a tuple of gradients
+    """
+    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', '__weakref__')
+
+    def __init__(self, op, ctx, parents, arrays, guards, outputs, several=False):
+        self.op, self.ctx, self.parents, self.arrays = op, ctx, parents, arrays
+        self.guards, self.outputs, self.several = guards, outputs, several
+        self.number = next(_numbers)
+
+    @property
+    def name(self):
+        return name_of(self.op.op if isinstance(self.op, KernelCall) else self.op)
+
+    def check(self):
+        """Raise RuntimeError if backward cannot run: saved values were freed, or changed in place since forward."""
+        if self.parents is None:
+            raise RuntimeError(f'{self.name}: this part of the graph was used by an earlier backward, which freed what it had '
+                               'saved; pass retain_graph=True to the earlier one')
+        for buffer, version, shape in self.guards:
+            if buffer.version != version:
+                raise RuntimeError(f'{self.name}: an array of shape {shape} that backward needs was changed in place after '
+                                   f'forward (version {buffer.version}, expected {version}); change a copy of it instead')
+
+    def free(self):
+        self.ctx = self.parents = self.arrays = None
+        self.guards = ()
+
+
+def apply(op, *inputs, **constants):
+    """Run an op on Tensors, record it, and return a Tensor, or a tuple of them if the op has several outputs.
+
+    An array op:  apply(Sum, x, axis=0).  Inputs that are not Tensors, and all keyword arguments, are constants.
+    A kernel op:  apply(Linear, x, weight=w, bias=b).  Keyword arguments go to the op's __init__, Tensors as Parameters;
+    positional arguments go to forward, Tensors as C-contiguous arrays.  An op without parameters may also be an instance.
+    """
+    if mode.interpreter is not None:
+        return mode.interpreter(op, inputs, constants)
+    if not (isinstance(op, type) and issubclass(op, ArrayOp)):
+        return _apply_kernel(op, inputs, constants)
+    arrays, parents, record = [], [], False
+    for x in inputs:
+        parent = None
+        if isinstance(x, Recorded):
+            if x.requires_grad:
+                parent, record = x if x.origin is None else x.origin, True
+            x = x.array
+        elif isinstance(x, np.ndarray):
+            x = as_array(x, next((other.device for other in inputs if isinstance(other, Recorded)), None))
+        arrays.append(x)
+        parents.append(parent)
+    y, ctx = op.forward(*arrays, **constants)
+    several = type(y) is tuple
+    if not (record and mode.grad):
+        return tuple(wrap(a, None) for a in y) if several else wrap(y, None)
+    outputs = y if several else (y,)
+    node = Node(op, ctx, parents, [id(a) for a in (*arrays, *outputs)],
+                [(a.buffer, a.buffer.version, a.shape) for a in ctx if type(a) is NDArray],
+                [(a.shape, a.dtype, a.buffer.device) for a in outputs], several)
+    return tuple(wrap(a, (node, i)) for i, a in enumerate(y)) if several else wrap(y, (node, 0))
+
+
+def parent_of(x):
+    """Return the destination of the gradient of an input, None if it needs none."""
+    if not (isinstance(x, Recorded) and x.requires_grad):
+        return None
+    return x if x.origin is None else x.origin
+
+
+# ---- kernel ops --------------------------------------------------------------------------------------------------------
+
+class KernelCall:
+    """A recorded kernel op: its class, the settings of its __init__, and its parameters as (argument, name, value).
+
+    Backward creates it again with other gradient arrays.  An op applied as an instance has no parameters.
+    """
+    __slots__ = ('op', 'parameters', 'settings')
+
+    def __init__(self, op, parameters, settings):
+        self.op, self.parameters, self.settings = op, parameters, settings
+
+    def make(self, grads):
+        if not isinstance(self.op, type):
+            return self.op
+        parameters = {argument: Parameter(name, value, grad)
+                      for (argument, name, value), grad in zip(self.parameters, grads, strict=True)}
+        return self.op(**parameters, **self.settings)
+
+
+def _apply_kernel(op, inputs, constants):
+    tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
+    every = [x for x in (*inputs, *tensors.values()) if isinstance(x, Recorded)]
+    device = _same_device(op, every)
+    kernel = KernelCall(op, [(argument, getattr(p, 'name', None) or argument, device.plain(p.array))
+                             for argument, p in tensors.items()],
+                        {name: value for name, value in constants.items() if name not in tensors})
+    arrays = [device.plain(x.array) if isinstance(x, Recorded) else x for x in inputs]
+    # forward does not use gradients: any array of the right shape will do
+    with backend.on(device.place):
+        made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
+    y = as_ndarray(made, device)
+    if not mode.grad or not any([x.requires_grad for x in every]):
+        return wrap(y, None)
+    saved = {id(a) for a in ctx}
+    read = [x.array for x, a in zip(inputs, arrays, strict=True) if isinstance(x, Recorded) and id(a) in saved]
+    read += [p.array for p in tensors.values()] + [y] * (id(made) in saved)
+    node = Node(kernel, ctx, [parent_of(x) for x in (*inputs, *tensors.values())], [id(a) for a in (*arrays, made)],
+                [(a.buffer, a.buffer.version, a.shape) for a in read], [(y.shape, y.dtype, device)])
+    return wrap(y, (node, 0))
+
+
+def _same_device(op, tensors):
+    """Return the common device of the tensors.  Raises TypeError if they are on several."""
+    if not tensors:
+        return ndarray.default_device()
+    device = tensors[0].device
+    for other in tensors:
+        if other.device is not device:
+            raise TypeError(f'{name_of(op)}: expected all tensors on one device, got {device} and {other.device}')
+    return device
+
+
+def as_ndarray(array, device):
+    """Wrap a C-contiguous array, an output of a kernel op, in an NDArray on the device of its inputs."""
+    if isinstance(array, NDArray):
+        return array
+    dtype = ndarray.FLOAT if array.dtype == np.float32 else ndarray.INT
+    return NDArray(device.wrap(array, True), 0, array.shape, ndarray.row_major(array.shape), dtype)
