@@ -3,10 +3,12 @@
 Zeroing, the gradient norm, an Adam step and a checkpoint therefore take one call each.  An initial value is a function of
 (seed, name, shape) alone, independent of the order of construction.
 """
+from __future__ import annotations
+
 import hashlib
 import itertools
 import operator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,18 +16,23 @@ from pyops import backend
 from pyops.backend import library
 from pyops.backend.kernels import Kernel, declare
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pyops.typing import Array, Init, Shape
+
 ALIGN = 16      # floats: every parameter starts on its own cache line
 
 
 class Parameter(NamedTuple):
     """One parameter of a Parameters, as op classes take it."""
     name: str
-    value: np.ndarray
-    grad: np.ndarray        # backward passes add to it
-    touched: np.ndarray | None = None       # int32, one word per PYOPS_GRAD_BLOCK floats of a sparse gradient; see Spec
+    value: Array
+    grad: Array             # backward passes add to it
+    touched: Array | None = None       # int32, one word per PYOPS_GRAD_BLOCK floats of a sparse gradient; see Spec
 
     @property
-    def owner(self):
+    def owner(self) -> str:
         """The layer: 'encoder.rnn.0' for 'encoder.rnn.0.w_ih'; the name itself if it has no dot."""
         return self.name.rpartition('.')[0] or self.name
 
@@ -37,25 +44,26 @@ class Spec(NamedTuple):
     `touched` (pyops_zero_touched in pyops.h).  Zeroing, the gradient norm and Adam then skip the reads of all other rows,
     whose gradient is 0; the results are bit-identical.
     """
-    shape: tuple[int, ...]
-    init: object
+    shape: Shape
+    init: Init
     sparse: bool = False
 
 
-def generator(seed, name):
+def generator(seed: int, name: str) -> np.random.Generator:
     """Return a numpy Generator (Philox) keyed with a hash of (seed, name)."""
     return np.random.Generator(np.random.Philox(key=key(seed, name)))
 
 
-def key(seed, name):
+def key(seed: int, name: str) -> int:
     """Return a 64-bit hash of (seed, name)."""
     return int.from_bytes(hashlib.blake2b(f'{seed}/{name}'.encode(), digest_size=8).digest(), 'little')
 
 
-_seed, _draws = 0, {}
+_seed = 0
+_draws: dict[str, Iterator[int]] = {}
 
 
-def seed(value):
+def seed(value: int) -> None:
     """Set the process seed, which layers, parameters and transforms use that have neither a name in a module tree nor a seed:
     layers and parameters outside any module, in order of creation, and transforms called on a single image.
 
@@ -66,7 +74,7 @@ def seed(value):
     _draws.clear()
 
 
-def next_key(kind):
+def next_key(kind: str) -> int:
     """Return a 64-bit hash of (process seed, kind, number of earlier calls with that kind)."""
     return key(_seed, f'{kind}.{next(_draws.setdefault(kind, itertools.count()))}')
 
@@ -78,7 +86,7 @@ class Parameters:
     touched: int32, one word per PYOPS_GRAD_BLOCK floats of grads; None if no parameter is sparse.
     """
 
-    def __init__(self, specs, seed=0):
+    def __init__(self, specs: Mapping[str, Spec], seed: int | None = 0) -> None:
         self.seed, self._places, n = seed, {}, 0
         self._block = library.cpu().lib.PYOPS_GRAD_BLOCK
         for name, spec in specs.items():
@@ -89,50 +97,51 @@ class Parameters:
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
         self._sparse = {name for name, spec in specs.items() if spec.sparse}
         self.touched = backend.put(self._untouched(n)) if self._sparse else None
-        for name, spec in specs.items() if seed is not None else ():
-            self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
+        if seed is not None:
+            for name, spec in specs.items():
+                self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
         self._inits = {name: spec.init for name, spec in specs.items()}
 
-    def view(self, flat, name):
+    def view(self, flat: Array, name: str) -> Any:
         """Return the part of a flat buffer that belongs to parameter `name`, in its shape."""
         start, shape = self._places[name]
         return flat[start:start + int(np.prod(shape))].reshape(shape)
 
-    def _untouched(self, n):
+    def _untouched(self, n: int) -> np.ndarray:
         """Return the initial `touched` for n floats: 0 for blocks that hold only sparse parameters, else PYOPS_DENSE."""
         touched = np.zeros(-(-n // self._block), np.int32)
         for name in self._places.keys() - self._sparse:
             touched[self._blocks(name)] = library.cpu().lib.PYOPS_DENSE
         return touched
 
-    def __getitem__(self, name):
-        touched = self.touched[self._blocks(name)] if name in self._sparse else None
+    def __getitem__(self, name: str) -> Parameter:
+        touched = None if self.touched is None or name not in self._sparse else self.touched[self._blocks(name)]
         return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched)
 
-    def _blocks(self, name):
+    def _blocks(self, name: str) -> slice:
         """Return the slice of gradient blocks that a parameter overlaps."""
         start, shape = self._places[name]
         return slice(start // self._block, -(-(start + int(np.prod(shape))) // self._block))
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._places)
 
-    def arrays(self):
+    def arrays(self) -> dict[str, Array]:
         """Return {name: view of the values}."""
         return {name: self.view(self.values, name) for name in self}
 
-    def count(self):
+    def count(self) -> int:
         """Return the total number of elements."""
         return sum(int(np.prod(shape)) for _, shape in self._places.values())
 
-    def initial(self, name):
+    def initial(self, name: str) -> str:
         """Describe the initial values of a parameter, such as 'zeros'."""
         return getattr(self._inits[name], '__doc__', None) or 'given values'
 
-    def zero_grads(self):
+    def zero_grads(self) -> None:
         if self.touched is None:
             backend.launch('fill', self.grads, self.grads.size, 0.0)
         else:
