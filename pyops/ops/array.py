@@ -3,6 +3,12 @@
 An array op uses only the operators that NDArray and Tensor have in common.  So the same backward formulas run on NDArrays for
 first derivatives and on Tensors for higher derivatives.
 """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyops.typing import Axis, Shape
 
 
 class ArrayOp:
@@ -18,13 +24,13 @@ class ArrayOp:
     """
 
 
-def call(op, x, *more, **constants):
+def call(op: Any, x: Any, *more: Any, **constants: Any) -> Any:
     """Apply an op inside a formula: record it on the tape if x is a Tensor, else run only its forward."""
     tape = getattr(x, 'tape', None)
     return tape(op, x, *more, **constants) if tape else op.forward(x, *more, **constants)[0]
 
 
-def sum_to(d, shape):
+def sum_to(d: Any, shape: Shape) -> Any:
     """Undo broadcasting: sum d over the axes along which `shape` was stretched."""
     if d.shape == shape:
         return d
@@ -33,7 +39,7 @@ def sum_to(d, shape):
     return d.sum(stretched, keepdims=True).reshape(shape)
 
 
-def normal_axes(axis, ndim):
+def normal_axes(axis: Axis, ndim: int) -> Shape:
     """Return axis (None for all, an int, or several; negative ints count from the end) as a sorted tuple of axes in [0, ndim).
     Raise ValueError for an axis out of bounds or given twice."""
     axes = range(ndim) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)

@@ -1,10 +1,15 @@
 """Attention: multi-head scaled dot-product attention, and the lengths of padded sequences."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, empty, empty_gradient, gemm_batched, get, launch, note_product, permuted
 from pyops.backend.kernels import Kernel, Made, Product, declare
+
+if TYPE_CHECKING:
+    from pyops.typing import Argument, Array, Example, Normal, Sizes
 
 # product.operand, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'qk.q', 'qk.k', 'pv.p', 'pv.v', 'dp.do', 'dp.v', 'dv.p', 'dv.do', 'dq.ds', 'dq.k', 'dk.ds', 'dk.q'
@@ -30,18 +35,19 @@ class Attention:
     """
 
     class Ctx(NamedTuple):
-        q: np.ndarray
-        k: np.ndarray
-        v: np.ndarray
-        lengths: np.ndarray | None
-        step: np.ndarray | None
-        y: np.ndarray
-        stats: np.ndarray
+        q: Array
+        k: Array
+        v: Array
+        lengths: Array | None
+        step: Array | None
+        y: Array
+        stats: Array
 
-    def __init__(self, heads, causal=False, p=0.0, key=0, name='attention'):
+    def __init__(self, heads: int, causal: bool = False, p: float = 0.0, key: int = 0, name: str = 'attention') -> None:
         self.heads, self.causal, self.p, self.key, self.name = heads, causal, p, key, name
 
-    def forward(self, q, k, v, lengths=None, step=None):
+    def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None,
+                step: Array | None = None) -> tuple[Array, Ctx]:
         self.check(q, k, v, lengths, step)
         Tq, B, _ = q.shape
         y, stats = empty(q.shape, name=f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
@@ -49,7 +55,7 @@ class Attention:
         note_product(self, FORWARD, heads=self.heads)
         return y, self.Ctx(q, k, v, lengths, step, y, stats)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array, Array]:
         """Return dq, dk and dv."""
         check('dy', dy, ctx.y.shape)
         dq, dk, dv = (empty_gradient(x.shape, f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
@@ -57,7 +63,7 @@ class Attention:
         note_product(self, BACKWARD)
         return dq, dk, dv
 
-    def check(self, q, k, v, lengths, step):
+    def check(self, q: Array, k: Array, v: Array, lengths: Array | None, step: Array | None) -> None:
         (Tq, B, D), (Tk, _, _) = axes('q', q, 'Tq B D'), axes('k', k, 'Tk B D')
         if D == 0 or D % self.heads:
             raise ValueError(f'q: want shape (Tq, B, D) with D a multiple of {self.heads} heads, got {q.shape}')
@@ -69,19 +75,21 @@ class Attention:
         if step is not None:
             check('step', step, (1,), np.int64)
 
-    def _scalars(self, q, k):
+    def _scalars(self, q: Array, k: Array) -> tuple[int | float, ...]:
         """Return sizes and scalars in the order of the header."""
         Tq, B, D = q.shape
         return Tq, len(k), B, self.heads, D // self.heads, self.causal, self.p, self.key
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[Attention]:
         """Return the op class with rounded operands."""
         from pyops.ops.attention_rounded import QuantizedAttention
         return QuantizedAttention
 
     @staticmethod
-    def reference(q, k, v, lengths=None, step=None, *, heads, causal=False, p=0.0, key=0):
+    def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray | None = None,
+                  step: np.ndarray | None = None, *, heads: int, causal: bool = False, p: float = 0.0,
+                  key: int = 0) -> np.ndarray:
         (Tq, B, D), Tk = q.shape, len(k)
         q, k, v = (x.reshape(len(x), B, heads, D // heads).transpose(1, 2, 0, 3) for x in (q, k, v))
         scores = np.where(visible(Tq, Tk, np.full(B, Tk) if lengths is None else lengths, causal),
@@ -94,12 +102,12 @@ class Attention:
         return (weights @ v).transpose(2, 0, 1, 3).reshape(Tq, B, D)
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return ([normal(3, 2, 4), normal(5, 2, 4), normal(5, 2, 4), np.array([5, 3], np.int32)],
                 dict(heads=2, causal=True))
 
 
-def sequence_lengths(ids, pad, name='lengths'):
+def sequence_lengths(ids: Array, pad: int, name: str = 'lengths') -> Array:
     """Return the lengths (B,) int32 of the sequences in ids (T, B) int32 without trailing padding; 0 if all is padding."""
     T, B = axes('ids', ids, 'T B')
     check('ids', ids, (T, B), np.int32)
@@ -108,14 +116,14 @@ def sequence_lengths(ids, pad, name='lengths'):
     return lengths
 
 
-def visible(Tq, Tk, lengths, causal):
+def visible(Tq: int, Tk: int, lengths: np.ndarray, causal: bool) -> np.ndarray:
     """Return a mask (B, 1, Tq, Tk) bool of the keys visible to each query, for the reference."""
     query, key = np.arange(Tq)[:, None], np.arange(Tk)
     seen = key < lengths[:, None, None, None]
     return np.broadcast_to(seen & (key <= query + Tk - Tq) if causal else seen, (len(lengths), 1, Tq, Tk))
 
 
-def dropout_factors(B, heads, Tq, Tk, p, step, key):
+def dropout_factors(B: int, heads: int, Tq: int, Tk: int, p: float, step: int, key: int) -> np.ndarray:
     """Return the dropout factors (B, heads, Tq, Tk) of the weights.  The mask has Tk rounded up to a multiple of 4."""
     from pyops.philox import dropout_mask  # imported here because only references need it: programs start faster
     Tk4 = -(-Tk // 4) * 4
@@ -123,7 +131,7 @@ def dropout_factors(B, heads, Tq, Tk, p, step, key):
     return mask / (1 - np.float64(np.float32(p)))
 
 
-def weights(s, array):
+def weights(s: Sizes, array: Argument) -> Array:
     """Return the softmax before dropout, (B, heads, Tq, Tk), recomputed from q and k: the kernel does not store it."""
     Tq, Tk, B, heads, C = (s[name] for name in ('Tq', 'Tk', 'B', 'heads', 'C'))
     q, k = (array(name).reshape(T, B, heads, C) for name, T in (('q', Tq), ('k', Tk)))
@@ -138,7 +146,7 @@ FORWARD = Product('forward', {'q': 'q', 'k': 'k', 'v': 'v', 'y': 'y', 'p': WEIGH
 BACKWARD = Product('backward', {'do': 'dy', 'dq': 'dq', 'dk': 'dk', 'dv': 'dv'})
 
 
-def _scores(s, array):
+def _scores(s: Sizes, array: Argument) -> int:
     """Return the number of computed pairs of a query and a key, over all heads."""
     keys = s['Tk'] if array('lengths') is None else get(array('lengths'))[:, None]
     if s['causal']:

@@ -1,5 +1,7 @@
 """Attention with rounded operands, as six products; rounding.py describes the rules."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -7,6 +9,9 @@ from pyops.backend import check, empty, empty_gradient, gemm_batched, launch, no
 from pyops.backend.kernels import Product
 from pyops.ops.attention import Attention
 from pyops.ops.rounding import Rounding
+
+if TYPE_CHECKING:
+    from pyops.typing import Array
 
 
 class QuantizedAttention(Attention):
@@ -21,23 +26,24 @@ class QuantizedAttention(Attention):
     """
 
     class Ctx(NamedTuple):
-        q: np.ndarray
-        k: np.ndarray
-        v: np.ndarray
-        w: np.ndarray
-        softmax: np.ndarray
-        step: np.ndarray | None
+        q: Array
+        k: Array
+        v: Array
+        w: Array
+        softmax: Array
+        step: Array | None
 
-    def __init__(self, *arguments, recipe, **named):
+    def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.round = Rounding(recipe, self.name, 'attention')
-        self._factors = {}              # C -> array that holds 1 / sqrt(C)
+        self._factors: dict[int, Array] = {}        # C -> array that holds 1 / sqrt(C)
 
     @staticmethod
-    def layers(name):
+    def layers(name: str) -> list[tuple[str, str]]:
         return [(name, 'attention')]
 
-    def forward(self, q, k, v, lengths=None, step=None):
+    def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None,
+                step: Array | None = None) -> tuple[Array, Ctx]:
         self.check(q, k, v, lengths, step)
         (Tq, B, _), Tk = q.shape, len(k)
         q, k, v = map(self._by_head, (q, k, v))
@@ -57,7 +63,7 @@ class QuantizedAttention(Attention):
         return y, self.Ctx(qq if rounded.same('qk.q', 'dk.q') else q, qk if rounded.same('qk.k', 'dq.k') else k,
                            qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array, Array]:
         """Return dq, dk and dv."""
         (Tq, B, heads, C), Tk, rounded = ctx.q.shape, len(ctx.k), self.round
         check('dy', dy, (Tq, B, heads * C))
@@ -89,12 +95,12 @@ class QuantizedAttention(Attention):
             note_product(self, product)
         return dq, dk, dv
 
-    def _by_head(self, x):
+    def _by_head(self, x: Array) -> Any:
         """View (T, B, D) as (T, B, heads, C)."""
         T, B, D = x.shape
         return x.reshape(T, B, self.heads, D // self.heads)
 
-    def _factor(self, C):
+    def _factor(self, C: int) -> Array:
         if C not in self._factors:
             self._factors[C] = put(np.full(1, C ** -0.5, np.float32))
         return self._factors[C]

@@ -1,11 +1,18 @@
 """BatchNorm: normalise each column to mean 0 and variance 1 over the rows of a batch, then scale and shift it."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.layer_norm import LayerNorm
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class BatchNorm:
@@ -25,18 +32,19 @@ class BatchNorm:
     """
 
     class Ctx(NamedTuple):
-        x: np.ndarray
-        mean: np.ndarray
-        rstd: np.ndarray
+        x: Array
+        mean: Array
+        rstd: Array
 
-    def __init__(self, weight, bias, training=True, eps=1e-5, momentum=0.1, name=None):
+    def __init__(self, weight: Parameter, bias: Parameter, training: bool = True, eps: float = 1e-5, momentum: float = 0.1,
+                 name: str | None = None) -> None:
         self.weight, self.bias, self.name = weight, bias, name or weight.owner
         self.training, self.eps, self.momentum = training, eps, momentum
         C, = axes(weight.name, weight.value, 'C')
         check_parameter(weight, (C,))
         check_parameter(bias, (C,))
 
-    def forward(self, x, running_mean=None, running_var=None):
+    def forward(self, x: Array, running_mean: Array | None = None, running_var: Array | None = None) -> tuple[Array, Ctx]:
         C = len(self.weight.value)
         R, _ = axes('x', x, 'R C')
         check('x', x, (R, C))
@@ -48,7 +56,7 @@ class BatchNorm:
                R, C, self.eps, self.momentum, self.training)
         return y, self.Ctx(x, mean, rstd)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> Array:
         R, C = ctx.x.shape
         check('dy', dy, (R, C))
         dx = empty_gradient((R, C), f'{self.name}.dx')
@@ -56,19 +64,21 @@ class BatchNorm:
                R, C, self.training)
         return dx
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         if self.training:
-            return LayerNorm.backward_on_tensors(self, dy, ctx, parameters, axis=0)
+            return LayerNorm.backward_on_tensors(self, dy, ctx, parameters, axis=0)      # type: ignore[arg-type]
         return (dy * (parameters['weight'] * ctx.rstd),), {
             'weight': (dy * ((ctx.x - ctx.mean) * ctx.rstd)).sum(0), 'bias': dy.sum(0)}
 
     @staticmethod
-    def reference(x, running_mean=None, running_var=None, *, weight, bias, training=True, eps=1e-5, momentum=0.1):
+    def reference(x: np.ndarray, running_mean: np.ndarray | None = None, running_var: np.ndarray | None = None, *,
+                  weight: np.ndarray, bias: np.ndarray, training: bool = True, eps: float = 1e-5,
+                  momentum: float = 0.1) -> np.ndarray:
         mean, var = (x.mean(0), x.var(0)) if training else (running_mean, running_var)
-        return (x - mean) / np.sqrt(var + eps) * weight + bias
+        return (x - mean) / np.sqrt(var + eps) * weight + bias       # type: ignore[operator]
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(7, 3)], dict(weight=normal(3), bias=normal(3))
 
 

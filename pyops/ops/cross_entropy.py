@@ -1,10 +1,16 @@
 """CrossEntropy: masked softmax cross entropy on logits."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class CrossEntropy:
@@ -21,15 +27,15 @@ class CrossEntropy:
     """
 
     class Ctx(NamedTuple):
-        x: np.ndarray
-        labels: np.ndarray
-        stats: np.ndarray
-        valid: np.ndarray
+        x: Array
+        labels: Array
+        stats: Array
+        valid: Array
 
-    def __init__(self, ignore=-1, smoothing=0.0, name='cross_entropy'):
+    def __init__(self, ignore: int = -1, smoothing: float = 0.0, name: str = 'cross_entropy') -> None:
         self.ignore, self.smoothing, self.name = ignore, smoothing, name
 
-    def forward(self, x, labels):
+    def forward(self, x: Array, labels: Array) -> tuple[Array, Ctx]:
         R, C = axes('x', x, 'R C')
         check('x', x, (R, C))
         check('labels', labels, (R,), np.int32)
@@ -38,14 +44,14 @@ class CrossEntropy:
         launch('cross_entropy_forward', loss, valid, stats, x, labels, R, C, self.ignore, self.smoothing)
         return loss, self.Ctx(x, labels, stats, valid)
 
-    def backward(self, dloss, ctx):
+    def backward(self, dloss: Array, ctx: Ctx) -> Array:
         R, C = ctx.x.shape
         check('dloss', dloss, (1,))
         dx = empty_gradient((R, C), f'{self.name}.dx')
         launch('cross_entropy_backward', dx, dloss, ctx.x, ctx.labels, ctx.stats, ctx.valid, R, C, self.ignore, self.smoothing)
         return dx
 
-    def backward_on_tensors(self, dloss, ctx, parameters):
+    def backward_on_tensors(self, dloss: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import call
         from pyops.ops.reductions import Softmax
         labels, classes = ctx.labels, ctx.x.shape[1]
@@ -56,7 +62,7 @@ class CrossEntropy:
         return (dloss * (share * (call(Softmax, ctx.x, axis=1) - target)), None), {}
 
     @staticmethod
-    def reference(x, labels, ignore=-1, smoothing=0.0):
+    def reference(x: np.ndarray, labels: np.ndarray, ignore: int = -1, smoothing: float = 0.0) -> np.ndarray:
         valid = labels != ignore
         if not valid.any():
             return np.zeros(1)
@@ -66,7 +72,7 @@ class CrossEntropy:
         return np.array([(np.log(np.exp(x - top).sum(-1)) + (target * (top - x)).sum(-1)).mean()])
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(4, 5), np.array([4, -1, 0, 2], np.int32)], {}
 
 

@@ -1,10 +1,17 @@
 """Dropout: random zeros in training; a counter-based generator replaces a stored mask."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class Dropout:
@@ -20,35 +27,35 @@ class Dropout:
     """
 
     class Ctx(NamedTuple):
-        step: np.ndarray
+        step: Array
 
-    def __init__(self, p, key, name='dropout'):
+    def __init__(self, p: float, key: int, name: str = 'dropout') -> None:
         self.p, self.key, self.name = p, key, name
 
-    def forward(self, x, step):
+    def forward(self, x: Array, step: Array) -> tuple[Array, Ctx]:
         return self._apply('x', x, step, 'y'), self.Ctx(step)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> Array:
         return self._apply('dy', dy, ctx.step, 'dx', empty_gradient)
 
-    def _apply(self, argument, x, step, result, allocate=empty):
+    def _apply(self, argument: str, x: Array, step: Array | None, result: str, allocate: Callable[..., Array] = empty) -> Array:
         check(argument, x, np.shape(x))
         check('step', step, (1,), np.int64)
         y = allocate(x.shape, name=f'{self.name}.{result}')
         launch('dropout', y, x, step, x.size, self.p, self.key)
         return y
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import call
         return (call(self, dy, ctx.step),), {}
 
     @staticmethod
-    def reference(x, step, p, key):
+    def reference(x: np.ndarray, step: np.ndarray, p: float, key: int) -> np.ndarray:
         from pyops.philox import dropout_mask  # imported here because only references need it: programs start faster
         return x * dropout_mask(x.size, p, int(step[0]), key).reshape(x.shape) / (1 - np.float64(np.float32(p)))
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(4, 5), np.array([3])], dict(p=0.3, key=7)
 
 

@@ -1,10 +1,17 @@
 """Embedding: a table row for each token."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, launch
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class Embedding:
@@ -20,36 +27,36 @@ class Embedding:
     """
 
     class Ctx(NamedTuple):
-        ids: np.ndarray
+        ids: Array
 
-    def __init__(self, weight, name=None):
+    def __init__(self, weight: Parameter, name: str | None = None) -> None:
         self.weight, self.name = weight, name or weight.owner
         axes(weight.name, weight.value, 'V E')
         check_parameter(weight, weight.value.shape, sparse=True)
 
-    def forward(self, ids):
+    def forward(self, ids: Array) -> tuple[Array, Ctx]:
         V, E = self.weight.value.shape
         check('ids', ids, np.shape(ids), np.int32)
         y = empty((*ids.shape, E), name=f'{self.name}.y')
         launch('embedding_forward', y, self.weight.value, ids, ids.size, V, E)
         return y, self.Ctx(ids)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> None:
         V, E = self.weight.value.shape
         check('dy', dy, (*ctx.ids.shape, E))
         launch('embedding_backward', self.weight.grad, self.weight.touched, dy, ctx.ids, ctx.ids.size, V, E)
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import call
         from pyops.ops.shapes import Scatter
         return (None,), {'weight': call(Scatter, dy, ctx.ids, shape=parameters['weight'].shape)}
 
     @staticmethod
-    def reference(ids, weight):
+    def reference(ids: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return weight[ids]
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [np.array([[1, 0], [3, 1]], np.int32)], dict(weight=normal(5, 3))
 
 

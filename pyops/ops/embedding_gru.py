@@ -1,5 +1,7 @@
 """EmbeddingGRU: embedding lookup and gated recurrent unit as one op."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,10 @@ from pyops.backend.kernels import Kernel, Made, Product, declare
 from pyops.ops.gru import GRU, STATE_DGRAD, STATE_FWD
 from pyops.ops.join import ConcatContext
 
+if TYPE_CHECKING:
+    from pyops.params import Parameter
+    from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
+
 
 class EmbeddingGRU(GRU):
     """Look up a row for each token, concatenate a context to it, and run a GRU over all T steps.
@@ -39,14 +45,15 @@ class EmbeddingGRU(GRU):
     """
 
     class Ctx(NamedTuple):
-        ids: np.ndarray
-        context: np.ndarray | None
-        h0: np.ndarray | None
-        lengths: np.ndarray | None
-        h: np.ndarray
-        gates: np.ndarray
+        ids: Array
+        context: Array | None
+        h0: Array | None
+        lengths: Array | None
+        h: Array
+        gates: Array
 
-    def __init__(self, table, w_ih, w_hh, b_ih, b_hh, reset_before=False, name=None):
+    def __init__(self, table: Parameter, w_ih: Parameter, w_hh: Parameter, b_ih: Parameter, b_hh: Parameter,
+                 reset_before: bool = False, name: str | None = None) -> None:
         super().__init__(w_ih, w_hh, b_ih, b_hh, reset_before, name)
         self.table = table
         (_, E), (_, I) = axes(table.name, table.value, 'V E'), w_ih.value.shape
@@ -54,12 +61,13 @@ class EmbeddingGRU(GRU):
         if E > I:
             raise ValueError(f'{w_ih.name}: want shape (3H, E + C) with E = {E} as in {table.name}, got {w_ih.value.shape}')
 
-    def sizes(self, ids):
+    def sizes(self, ids: Array) -> tuple[int, ...]:
         """Return T, B, V, E, C and 3H: the size arguments of the embedding_linear kernels."""
         (V, E), (gates, I) = self.table.value.shape, self.w_ih.value.shape
         return (*ids.shape, V, E, I - E, gates)
 
-    def forward(self, ids, context=None, h0=None, lengths=None):
+    def forward(self, ids: Array, context: Array | None = None, h0: Array | None = None,
+                lengths: Array | None = None) -> tuple[Array, Ctx]:
         self.check(ids, context, h0, lengths)
         T, B, H = *ids.shape, self.w_hh.value.shape[1]
         sizes = self.sizes(ids)
@@ -73,7 +81,7 @@ class EmbeddingGRU(GRU):
         note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
         return h, self.Ctx(ids, context, h0, lengths, h, gates)
 
-    def check(self, ids, context, h0, lengths):
+    def check(self, ids: Array, context: Array | None, h0: Array | None, lengths: Array | None) -> None:
         T, B = axes('ids', ids, 'T B')
         check('ids', ids, (T, B), np.int32)
         *_, C, _ = self.sizes(ids)
@@ -83,7 +91,7 @@ class EmbeddingGRU(GRU):
             raise ValueError(f'context: want shape {(B, C)}, got None')
         self.check_sentences(h0, lengths, B)
 
-    def backward(self, dh, ctx, dh_last=None):
+    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[None, Array | None, Array | None]:
         """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
         T, B, H = *ctx.ids.shape, self.w_hh.value.shape[1]
         self.check_gradients(dh, dh_last, T, B)
@@ -102,18 +110,20 @@ class EmbeddingGRU(GRU):
         return None, dcontext, dh0
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[EmbeddingGRU]:
         """Return the op class with rounded operands."""
         from pyops.ops.embedding_gru_rounded import QuantizedEmbeddingGRU
         return QuantizedEmbeddingGRU
 
     @staticmethod
-    def reference(ids, context=None, h0=None, lengths=None, *, table, w_ih, w_hh, b_ih, b_hh, reset_before=False):
+    def reference(ids: np.ndarray, context: np.ndarray | None = None, h0: np.ndarray | None = None,
+                  lengths: np.ndarray | None = None, *, table: np.ndarray, w_ih: np.ndarray, w_hh: np.ndarray, b_ih: np.ndarray,
+                  b_hh: np.ndarray, reset_before: bool = False) -> np.ndarray:
         x = table[ids] if context is None else ConcatContext.reference(table[ids], context)
         return GRU.reference(x, h0, lengths, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh, reset_before=reset_before)
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         B, V, E, C, H = 2, 4, 3, 2, 5
         ids = np.array([[1, 0], [3, 1], [1, 1]], np.int32)
         return ([ids, normal(B, C), normal(B, H), np.array([2, 3], np.int32)],
@@ -123,7 +133,7 @@ class EmbeddingGRU(GRU):
 
 # ---- the linear layer on tokens and contexts, recomputed for all positions --------------------------------------------------
 
-def inputs(s, array):
+def inputs(s: Sizes, array: Argument) -> Array:
     """Return [table[ids[t, b]], context[b]] for all positions, (T, B, E + C)."""
     T, B, E, C = (s[name] for name in 'TBEC')
     x = empty((T, B, E))
@@ -135,24 +145,24 @@ def inputs(s, array):
     return both
 
 
-def outputs(s, array):
+def outputs(s: Sizes, array: Argument) -> Array:
     return product(as_rows(inputs(s, array)), array('weight').T, array('bias')).reshape(_output_shape(s))
 
 
-def output_gradients(s, array):
+def output_gradients(s: Sizes, array: Argument) -> Array:
     """Return the first O elements of each row of dy, (T, B, O); dy has row stride ld."""
     return np.ascontiguousarray(get(array('dy')).reshape(s['T'], s['B'], s['ld'])[..., :s['O']])
 
 
-def input_gradients(s, array):
+def input_gradients(s: Sizes, array: Argument) -> Array:
     return product(as_rows(put(output_gradients(s, array))), array('weight')).reshape(_input_shape(s))
 
 
-def _input_shape(s):
+def _input_shape(s: Sizes) -> Shape:
     return s['T'], s['B'], s['E'] + s['C']
 
 
-def _output_shape(s):
+def _output_shape(s: Sizes) -> Shape:
     return s['T'], s['B'], s['O']
 
 
@@ -160,7 +170,7 @@ INPUT_FWD = Product('fwd', {'x': Made(_input_shape, inputs), 'y': Made(_output_s
 INPUT_DGRAD = Product('dgrad', {'g': Made(_output_shape, output_gradients), 'dx': Made(_input_shape, input_gradients)})
 
 
-def _inputs(s, array):
+def _inputs(s: Sizes, array: Argument) -> Array:
     """Return the number of elements in the distinct rows that embedding_linear multiplies: token rows and context rows."""
     return len(np.unique(get(array('ids')))) * s['E'] + s['B'] * s['C']
 

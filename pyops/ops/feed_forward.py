@@ -1,10 +1,17 @@
 """FeedForward: two linear layers with a ReLU between them."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class FeedForward:
@@ -21,16 +28,16 @@ class FeedForward:
     """
 
     class Ctx(NamedTuple):
-        x: np.ndarray
-        h: np.ndarray
+        x: Array
+        h: Array
 
-    def __init__(self, w1, b1, w2, b2, name=None):
+    def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, name: str | None = None) -> None:
         self.w1, self.b1, self.w2, self.b2, self.name = w1, b1, w2, b2, name or w1.owner
         F, D = axes(w1.name, w1.value, 'F D')
         for parameter, shape in ((w1, (F, D)), (b1, (F,)), (w2, (D, F)), (b2, (D,))):
             check_parameter(parameter, shape)
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Ctx]:
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D))
         h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
@@ -40,7 +47,7 @@ class FeedForward:
         note_product(self, FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
         return y, self.Ctx(x, h)
 
-    def backward(self, dy, ctx, into=None):
+    def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, ctx.x.shape)
         if into is not None:
@@ -62,7 +69,7 @@ class FeedForward:
         note_product(self, DGRAD, 'w1', weight=self.w1)
         return dx
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import sum_to
         from pyops.ops.matmul import rows, swapped
         w1, b1, w2, b2 = (parameters[name] for name in ('w1', 'b1', 'w2', 'b2'))
@@ -72,15 +79,15 @@ class FeedForward:
                             'w2': swapped(rows(dy)) @ rows(h), 'b2': sum_to(dy, b2.shape)}
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[FeedForward]:
         """Return the op class with rounded operands."""
         from pyops.ops.feed_forward_rounded import QuantizedFeedForward
         return QuantizedFeedForward
 
     @staticmethod
-    def reference(x, w1, b1, w2, b2):
+    def reference(x: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> np.ndarray:
         return np.maximum(x @ w1.T + b1, 0) @ w2.T + b2
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(3, 4)], dict(w1=normal(6, 4), b1=normal(6), w2=normal(4, 6), b2=normal(4))

@@ -1,11 +1,16 @@
 """FeedForward with rounded operands; rounding.py describes the rules."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import as_rows, check, empty, empty_gradient, launch
 from pyops.ops.feed_forward import FeedForward
 from pyops.ops.rounding import Kept, LinearProducts
+
+if TYPE_CHECKING:
+    from pyops.typing import Array, Shape
 
 
 class QuantizedFeedForward(FeedForward):
@@ -15,31 +20,31 @@ class QuantizedFeedForward(FeedForward):
     """
 
     class Ctx(NamedTuple):
-        shape: tuple[int, ...]
-        h: np.ndarray
+        shape: Shape
+        h: Array
         first: Kept
         second: Kept
 
-    def __init__(self, *arguments, recipe, **named):
+    def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         (first, _), (second, _) = self.layers(self.name)
         self.first = LinearProducts(recipe, first, self.w1, self.b1)
         self.second = LinearProducts(recipe, second, self.w2, self.b2)
 
-    backward_on_tensors = None      # the formula of the plain op does not round
+    backward_on_tensors = None      # type: ignore[assignment]  # the formula of the plain op does not round
 
     @staticmethod
-    def layers(name):
+    def layers(name: str) -> list[tuple[str, str]]:
         return [(f'{name}.w1', 'linear'), (f'{name}.w2', 'linear')]
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Ctx]:
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D))
         h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
         first = self.first.forward(h, x, relu=True)
         return y, self.Ctx(x.shape, h, first, self.second.forward(y, h))
 
-    def backward(self, dy, ctx, into=None):
+    def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, ctx.shape)
         if into is not None:

@@ -1,5 +1,7 @@
 """GRU: a gated recurrent unit over a whole sequence, as one op."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,10 @@ from pyops.backend import (
     work,
 )
 from pyops.backend.kernels import Kernel, Made, Product, declare
+
+if TYPE_CHECKING:
+    from pyops.params import Parameter
+    from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
 
 
 class GRU:
@@ -44,20 +50,21 @@ class GRU:
     """
 
     class Ctx(NamedTuple):
-        x: np.ndarray
-        h0: np.ndarray | None
-        lengths: np.ndarray | None
-        h: np.ndarray
-        gates: np.ndarray
+        x: Array
+        h0: Array | None
+        lengths: Array | None
+        h: Array
+        gates: Array
 
-    def __init__(self, w_ih, w_hh, b_ih, b_hh, reset_before=False, name=None):
+    def __init__(self, w_ih: Parameter, w_hh: Parameter, b_ih: Parameter, b_hh: Parameter, reset_before: bool = False,
+                 name: str | None = None) -> None:
         self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.reset_before = w_ih, w_hh, b_ih, b_hh, reset_before
         self.name = name or w_ih.owner
         (_, I), (_, H) = axes(w_ih.name, w_ih.value, '3H I'), axes(w_hh.name, w_hh.value, '3H H')
         for parameter, shape in ((w_ih, (3 * H, I)), (w_hh, (3 * H, H)), (b_ih, (3 * H,)), (b_hh, (3 * H,))):
             check_parameter(parameter, shape)
 
-    def forward(self, x, h0=None, lengths=None):
+    def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None) -> tuple[Array, Ctx]:
         self.check(x, h0, lengths)
         (T, B, I), H = x.shape, self.w_hh.value.shape[1]
         h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
@@ -67,18 +74,18 @@ class GRU:
         note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
         return h, self.Ctx(x, h0, lengths, h, gates)
 
-    def check(self, x, h0, lengths):
+    def check(self, x: Array, h0: Array | None, lengths: Array | None) -> None:
         T, B, _ = axes('x', x, 'T B I')
         check('x', x, (T, B, self.w_ih.value.shape[1]))
         self.check_sentences(h0, lengths, B)
 
-    def check_sentences(self, h0, lengths, B):
+    def check_sentences(self, h0: Array | None, lengths: Array | None, B: int) -> None:
         if h0 is not None:
             check('h0', h0, (B, self.w_hh.value.shape[1]))
         if lengths is not None:
             check('lengths', lengths, (B,), np.int32)
 
-    def backward(self, dh, ctx, dh_last=None):
+    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[Array, Array | None]:
         """Return dx and dh0 (None if forward had no h0)."""
         I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
         T, B, _ = ctx.x.shape
@@ -93,21 +100,22 @@ class GRU:
         note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
         return dx, dh0
 
-    def check_gradients(self, dh, dh_last, T, B):
+    def check_gradients(self, dh: Array, dh_last: Array | None, T: int, B: int) -> None:
         H = self.w_hh.value.shape[1]
         for name, gradient, shape in (('dh', dh, (T, B, H)), ('dh_last', dh_last, (B, H))):
             if gradient is not None:
                 check(name, gradient, shape)
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[GRU]:
         """Return the op class with rounded operands."""
         from pyops.ops.gru_rounded import QuantizedGRU
         return QuantizedGRU
 
     @staticmethod
-    def reference(x, h0=None, lengths=None, *, w_ih, w_hh, b_ih, b_hh, reset_before=False):
-        def sigmoid(x):
+    def reference(x: np.ndarray, h0: np.ndarray | None = None, lengths: np.ndarray | None = None, *, w_ih: np.ndarray,
+                  w_hh: np.ndarray, b_ih: np.ndarray, b_hh: np.ndarray, reset_before: bool = False) -> np.ndarray:
+        def sigmoid(x: np.ndarray) -> np.ndarray:
             return 1 / (1 + np.exp(-x))
 
         H = w_hh.shape[1]
@@ -124,7 +132,7 @@ class GRU:
         return h if lengths is None else h * (np.arange(len(x))[:, None, None] < lengths[:, None])
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         T, B, I, H = 3, 2, 4, 5
         return ([normal(T, B, I), normal(B, H), np.array([3, 2], np.int32)],
                 dict(w_ih=normal(3 * H, I), w_hh=normal(3 * H, H), b_ih=normal(3 * H), b_hh=normal(3 * H)))
@@ -132,19 +140,19 @@ class GRU:
 
 # ---- the tensors of the two linear layers that the kernels do not store, recomputed for all steps at once -----------------
 
-def states(s, array):
+def states(s: Sizes, array: Argument) -> np.ndarray:
     """Return h[t-1] for all steps, (T, B, H)."""
     h, h0 = get(array('h')), array('h0')
     before = np.zeros((1, s['B'], s['H']), np.float32) if h0 is None else get(h0)[None]
     return np.concatenate([before, h[:-1]])
 
 
-def input_product(s, array):
+def input_product(s: Sizes, array: Argument) -> Array:
     """Return x[t] w_ih' + b_ih, (T, B, 3H)."""
     return product(as_rows(array('x')), array('w_ih').T, array('b_ih')).reshape(_gates_shape(s))
 
 
-def state_product(s, array):
+def state_product(s: Sizes, array: Argument) -> np.ndarray:
     """Return h[t-1] w_hh' + b_hh, (T, B, 3H);  with reset_before, the last third is u w_hn' + b_hn."""
     H, w, b = s['H'], array('w_hh'), array('b_hh')
     y = get(product(as_rows(put(states(s, array))), w.T, b).reshape(_gates_shape(s)))
@@ -154,12 +162,12 @@ def state_product(s, array):
     return y
 
 
-def input_gradients(s, array):
+def input_gradients(s: Sizes, array: Argument) -> np.ndarray:
     """Return dr, dz and dn for all steps, (T, B, 3H)."""
     return np.ascontiguousarray(get(array('dgates'))[..., :3 * s['H']])
 
 
-def state_gradients(s, array):
+def state_gradients(s: Sizes, array: Argument) -> np.ndarray:
     """Return dr, dz and du for all steps, (T, B, 3H);  with reset_before, dr, dz and dn."""
     if s['reset_before']:
         return input_gradients(s, array)
@@ -167,7 +175,7 @@ def state_gradients(s, array):
     return np.concatenate([dgates[..., :2 * H], dgates[..., 3 * H:]], -1)
 
 
-def state_input_gradients(s, array):
+def state_input_gradients(s: Sizes, array: Argument) -> Array:
     """Return the contribution of the state product to the gradient of h[t-1], for all steps, (T, B, H)."""
     H, w, rows = s['H'], array('w_hh'), as_rows(put(state_gradients(s, array)))
     if not s['reset_before']:
@@ -177,11 +185,11 @@ def state_input_gradients(s, array):
     return get(product(rows[:, :2 * H], w[:2 * H])).reshape(_states_shape(s)) + r * through_u
 
 
-def _gates_shape(s):
+def _gates_shape(s: Sizes) -> Shape:
     return s['T'], s['B'], 3 * s['H']
 
 
-def _states_shape(s):
+def _states_shape(s: Sizes) -> Shape:
     return s['T'], s['B'], s['H']
 
 

@@ -1,12 +1,16 @@
 """GRU with rounded operands, as two linear layers; rounding.py describes the rules."""
-from typing import NamedTuple
+from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyops.backend import as_rows, copy, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD, Kernel, declare
 from pyops.ops.gru import GRU
 from pyops.ops.rounding import Kept, LinearProducts, Rounding
+
+if TYPE_CHECKING:
+    from pyops.backend.kernels import Product
+    from pyops.typing import Array, Shape
 
 AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
 
@@ -24,29 +28,29 @@ class QuantizedGRU(GRU):
     """
 
     class Ctx(NamedTuple):
-        shape: tuple[int, ...]
+        shape: Shape
         has_h0: bool
-        states: np.ndarray              # (T + 1, B, H): h0, or zeros, and h
-        gates: np.ndarray
-        u: np.ndarray | None            # (T, B, H), with reset_before
+        states: Array              # (T + 1, B, H): h0, or zeros, and h
+        gates: Array
+        u: Array | None            # (T, B, H), with reset_before
         ih: Kept
-        w_hh: np.ndarray | None         # the rounded copy if backward can use it
+        w_hh: Array | None         # the rounded copy if backward can use it
 
-    def __init__(self, *arguments, recipe, **named):
+    def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         (ih, _), (hh, kind) = self.layers(self.name)
         self.ih, self.hh = LinearProducts(recipe, ih, self.w_ih, self.b_ih, steps=True), Rounding(recipe, hh, kind)
 
     @staticmethod
-    def layers(name):
+    def layers(name: str) -> list[tuple[str, str]]:
         return [(f'{name}.ih', 'linear'), (f'{name}.hh', 'linear')]
 
-    def forward(self, x, h0=None, lengths=None):
+    def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None) -> tuple[Array, Ctx]:
         self.check(x, h0, lengths)
         (T, B, _), H = x.shape, self.w_hh.value.shape[1]
         states, gates = empty((T + 1, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         a, product = empty((T, B, 3 * H), name=f'{self.name}.ih.y'), empty((B, 3 * H), name=f'{self.name}.hh.y')
-        u = empty((T, B, H), name=f'{self.name}.u') if self.reset_before else None
+        u: Any = empty((T, B, H), name=f'{self.name}.u') if self.reset_before else None
         if h0 is None:
             launch('fill', states[0], B * H, 0.0)
         else:
@@ -70,7 +74,7 @@ class QuantizedGRU(GRU):
         return states[1:], self.Ctx(x.shape, h0 is not None, states, gates, u, ih,
                                     w if self.hh.same('fwd.w', 'dgrad.w') else None)
 
-    def backward(self, dh, ctx, dh_last=None):
+    def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[Array, Array | None]:
         """Return dx and dh0 (None if forward had no h0)."""
         (T, B, I), H = ctx.shape, self.w_hh.value.shape[1]
         self.check_gradients(dh, dh_last, T, B)
@@ -114,7 +118,7 @@ class QuantizedGRU(GRU):
         self.ih.backward(da, ctx.ih, dx)
         return dx, carry if ctx.has_h0 else None
 
-    def _note(self, product, part, rows=None):
+    def _note(self, product: Product, part: slice, rows: Shape | None = None) -> None:
         """Note a product with some rows of w_hh; the rows form a separate layer."""
         note_product(self, product, 'hh', weight=self.w_hh.value[part], bias=self.b_hh.value[part], rows=rows, steps=True)
 

@@ -1,10 +1,16 @@
 """ConcatContext: concatenate the context of a sequence to the input of every decoder step."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class ConcatContext:
@@ -22,10 +28,10 @@ class ConcatContext:
         E: int
         H: int
 
-    def __init__(self, name='concat_context'):
+    def __init__(self, name: str = 'concat_context') -> None:
         self.name = name
 
-    def forward(self, x, context):
+    def forward(self, x: Array, context: Array) -> tuple[Array, Ctx]:
         (T, B, E), (_, H) = axes('x', x, 'T B E'), axes('context', context, 'B H')
         check('x', x, (T, B, E))
         check('context', context, (B, H))
@@ -33,22 +39,22 @@ class ConcatContext:
         launch('concat_context_forward', y, x, context, T, B, E, H)
         return y, self.Ctx(E, H)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
         T, B, _ = dy.shape
         check('dy', dy, (T, B, ctx.E + ctx.H))
         dx, dcontext = empty_gradient((T, B, ctx.E), f'{self.name}.dx'), empty_gradient((B, ctx.H), f'{self.name}.dcontext')
         launch('concat_context_backward', dx, dcontext, dy, T, B, ctx.E, ctx.H)
         return dx, dcontext
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         return (dy[..., :ctx.E], dy[..., ctx.E:].sum(0)), {}
 
     @staticmethod
-    def reference(x, context):
+    def reference(x: np.ndarray, context: np.ndarray) -> np.ndarray:
         return np.concatenate([x, np.broadcast_to(context, (len(x), *context.shape))], axis=-1)
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(3, 2, 4), normal(2, 5)], {}
 
 

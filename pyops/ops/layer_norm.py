@@ -1,11 +1,18 @@
 """LayerNorm: normalise each row to mean 0 and variance 1, then scale and shift each column."""
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch, work
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class LayerNorm:
@@ -23,17 +30,17 @@ class LayerNorm:
     """
 
     class Ctx(NamedTuple):
-        x: np.ndarray
-        mean: np.ndarray
-        rstd: np.ndarray
+        x: Array
+        mean: Array
+        rstd: Array
 
-    def __init__(self, weight, bias, eps=1e-5, name=None):
+    def __init__(self, weight: Parameter, bias: Parameter, eps: float = 1e-5, name: str | None = None) -> None:
         self.weight, self.bias, self.eps, self.name = weight, bias, eps, name or weight.owner
         C, = axes(weight.name, weight.value, 'C')
         check_parameter(weight, (C,))
         check_parameter(bias, (C,))
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Ctx]:
         C = len(self.weight.value)
         check('x', x, (*np.shape(x)[:-1], C))
         rows = x.shape[:-1]
@@ -42,7 +49,7 @@ class LayerNorm:
         launch('layer_norm_forward', y, mean, rstd, x, self.weight.value, self.bias.value, math.prod(rows), C, self.eps)
         return y, self.Ctx(x, mean, rstd)
 
-    def backward(self, dy, ctx, into=None):
+    def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
         C, R = len(self.weight.value), ctx.mean.size
         check('dy', dy, ctx.x.shape)
@@ -53,7 +60,7 @@ class LayerNorm:
                work('layer_norm_backward', R, C), R, C, into is not None)
         return dx
 
-    def backward_on_tensors(self, dy, ctx, parameters, axis=-1):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor], axis: int = -1) -> TensorGradients:
         from pyops.ops.array import sum_to
         weight, bias, x = parameters['weight'], parameters['bias'], ctx.x
         centred = x - x.mean(axis, True)
@@ -63,12 +70,12 @@ class LayerNorm:
         return (dx,), {'weight': sum_to(dy * xhat, weight.shape), 'bias': sum_to(dy, bias.shape)}
 
     @staticmethod
-    def reference(x, weight, bias, eps=1e-5):
+    def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float = 1e-5) -> np.ndarray:
         centred = x - x.mean(-1, keepdims=True)
         return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(4, 6)], dict(weight=normal(6), bias=normal(6))
 
 

@@ -1,10 +1,17 @@
 """Linear: the matrix product with a bias."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, may_overlap, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 # product.operand of a linear layer, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'
@@ -24,16 +31,16 @@ class Linear:
     """
 
     class Ctx(NamedTuple):
-        x: np.ndarray
+        x: Array
 
-    def __init__(self, weight, bias=None, name=None, steps=False):
+    def __init__(self, weight: Parameter, bias: Parameter | None = None, name: str | None = None, steps: bool = False) -> None:
         self.weight, self.bias, self.name, self.steps = weight, bias, name or weight.owner, steps
         O, _ = axes(weight.name, weight.value, 'O I')
         check_parameter(weight, weight.value.shape)
         if bias:
             check_parameter(bias, (O,))
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Ctx]:
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I))
         y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
@@ -41,7 +48,7 @@ class Linear:
         note_product(self, FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return y, self.Ctx(x)
 
-    def backward(self, dy, ctx, want_dx=True, into=None):
+    def backward(self, dy: Array, ctx: Ctx, want_dx: bool = True, into: Array | None = None) -> Array | None:
         """Return dx, or None with want_dx=False, as for the first layer, whose input needs no gradient.
 
         into: add dx to this array, which may be dy, and return it.
@@ -65,7 +72,7 @@ class Linear:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
         return dx if into is None else into
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import sum_to
         from pyops.ops.matmul import rows, swapped
         weight = parameters['weight']
@@ -75,16 +82,16 @@ class Linear:
         return (dy @ weight,), gradients
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[Linear]:
         """Return the op class with rounded operands."""
         from pyops.ops.linear_rounded import QuantizedLinear
         return QuantizedLinear
 
     @staticmethod
-    def reference(x, weight, bias=None, steps=False):
+    def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, steps: bool = False) -> np.ndarray:
         y = x @ weight.T
         return y if bias is None else y + bias
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(2, 3, 4)], dict(weight=normal(5, 4), bias=normal(5))

@@ -1,11 +1,17 @@
 """LinearCrossEntropy: output layer and masked loss as one op, which never stores all logits."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, check_kept, check_parameter, empty, empty_gradient, launch, note_product, work, work_size
 from pyops.backend.kernels import Kernel, Product, declare
 from pyops.ops.cross_entropy import CrossEntropy
+
+if TYPE_CHECKING:
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal
 
 
 class LinearCrossEntropy:
@@ -25,18 +31,19 @@ class LinearCrossEntropy:
     """
 
     class Ctx(NamedTuple):
-        valid: np.ndarray
-        dx: np.ndarray | None
-        dweight: np.ndarray | None
-        dbias: np.ndarray | None
+        valid: Array
+        dx: Array | None
+        dweight: Array | None
+        dbias: Array | None
 
-    def __init__(self, weight, bias, ignore=-1, smoothing=0.0, name=None):
+    def __init__(self, weight: Parameter, bias: Parameter, ignore: int = -1, smoothing: float = 0.0,
+                 name: str | None = None) -> None:
         self.weight, self.bias, self.ignore, self.smoothing, self.name = weight, bias, ignore, smoothing, name or weight.owner
         V, _ = axes(weight.name, weight.value, 'V D')
         check_parameter(weight, weight.value.shape)
         check_parameter(bias, (V,))
 
-    def forward(self, x, labels, gradients=True):
+    def forward(self, x: Array, labels: Array, gradients: bool = True) -> tuple[Array, Ctx]:
         V, D = self.weight.value.shape
         check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, D))
@@ -52,7 +59,7 @@ class LinearCrossEntropy:
             note_product(self, LOGITS, weight=self.weight, bias=self.bias)
         return loss, self.Ctx(valid, dx, dweight, dbias)
 
-    def backward(self, dloss, ctx):
+    def backward(self, dloss: Array, ctx: Ctx) -> Array:
         check('dloss', dloss, (1,))
         check_kept(ctx.dx)
         dx = empty_gradient(ctx.dx.shape, f'{self.name}.dx')
@@ -62,14 +69,14 @@ class LinearCrossEntropy:
         launch('axpy', self.bias.grad, ctx.dbias, dloss, ctx.dbias.size)
         return dx
 
-    def prepare(self):
+    def prepare(self) -> Array | None:
         """Return a rounded copy of weight and bias that lets predict() rule out most classes; valid until either changes."""
         V, D = self.weight.value.shape
         prepared = empty(work_size('linear_argmax_prepare', D, V), name=f'{self.name}.prepared')
         launch('linear_argmax_prepare', prepared, self.weight.value, self.bias.value, D, V)
         return prepared
 
-    def predict(self, x, prepared=None):
+    def predict(self, x: Array, prepared: Array | None = None) -> Array:
         """Return the index (B,) int32 of the largest logit for each row of x (B, D).
 
         prepared: the result of prepare(), for the same indices in less time.
@@ -82,18 +89,19 @@ class LinearCrossEntropy:
         return index
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[LinearCrossEntropy]:
         """Return the op class with rounded operands."""
         from pyops.ops.linear_cross_entropy_rounded import QuantizedLinearCrossEntropy
         return QuantizedLinearCrossEntropy
 
     @staticmethod
-    def reference(x, labels, gradients=True, *, weight, bias, ignore=-1, smoothing=0.0):
+    def reference(x: np.ndarray, labels: np.ndarray, gradients: bool = True, *, weight: np.ndarray, bias: np.ndarray,
+                  ignore: int = -1, smoothing: float = 0.0) -> np.ndarray:
         logits = x.reshape(labels.size, -1) @ weight.T + bias
         return CrossEntropy.reference(logits, labels.reshape(-1), ignore, smoothing)
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return ([normal(4, 3), np.array([4, -1, 0, 2], np.int32)],
                 dict(weight=normal(5, 3), bias=normal(5), smoothing=0.1))
 

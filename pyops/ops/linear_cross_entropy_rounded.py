@@ -1,5 +1,7 @@
 """LinearCrossEntropy with rounded operands; rounding.py describes the rules."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -7,6 +9,9 @@ from pyops.backend import as_rows, check, check_kept, empty, empty_gradient, lau
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.linear_rounded import QuantizedLinear
 from pyops.ops.rounding import Kept, LinearProducts
+
+if TYPE_CHECKING:
+    from pyops.typing import Array, Shape
 
 
 class QuantizedLinearCrossEntropy(LinearCrossEntropy):
@@ -16,25 +21,25 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
     """
 
     class Ctx(NamedTuple):
-        valid: np.ndarray
-        shape: tuple[int, ...]
-        logits: np.ndarray | None
-        labels: np.ndarray | None
-        stats: np.ndarray | None
+        valid: Array
+        shape: Shape
+        logits: Array | None
+        labels: Array | None
+        stats: Array | None
         kept: Kept | None
 
-    def __init__(self, *arguments, recipe, **named):
+    def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.products = LinearProducts(recipe, self.name, self.weight, self.bias)
 
     layers = QuantizedLinear.layers
 
-    def _logits(self, x):
+    def _logits(self, x: Array) -> tuple[Array, Kept]:
         """Return the logits (R, V) for x (..., D), and Kept."""
         logits = empty((len(as_rows(x)), len(self.weight.value)), name=f'{self.name}.logits')
         return logits, self.products.forward(logits, x)
 
-    def forward(self, x, labels, gradients=True):
+    def forward(self, x: Array, labels: Array, gradients: bool = True) -> tuple[Array, Ctx]:
         check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, self.weight.value.shape[1]))
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
@@ -44,20 +49,20 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
                self.smoothing if gradients else 0.0)
         return loss, self.Ctx(valid, x.shape, *((logits, labels, stats, kept) if gradients else [None] * 4))
 
-    def backward(self, dloss, ctx):
+    def backward(self, dloss: Array, ctx: Ctx) -> Array:
         check('dloss', dloss, (1,))
         check_kept(ctx.kept)
         dlogits, dx = empty_gradient(ctx.logits.shape, f'{self.name}.dlogits'), empty_gradient(ctx.shape, f'{self.name}.dx')
         launch('cross_entropy_backward', dlogits, dloss, ctx.logits, ctx.labels, ctx.stats, ctx.valid, *ctx.logits.shape,
                self.ignore, self.smoothing)
         launch('column_sums', self.bias.grad, dlogits, *dlogits.shape)
-        self.products.backward(dlogits, ctx.kept, dx)
+        self.products.backward(dlogits, ctx.kept, dx)        # type: ignore[arg-type]
         return dx
 
-    def prepare(self):
+    def prepare(self) -> None:
         """Return None: each call of predict() rounds the weight again."""
 
-    def predict(self, x, prepared=None):
+    def predict(self, x: Array, prepared: Array | None = None) -> Array:
         """Return the index (B,) int32 of the largest logit for each row of x (B, D)."""
         check('x', x, (len(x), self.weight.value.shape[1]))
         logits, _ = self._logits(x)

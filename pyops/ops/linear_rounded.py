@@ -1,11 +1,16 @@
 """Linear with rounded operands; rounding.py describes the rules."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import as_rows, check, empty, empty_gradient, launch, may_overlap
 from pyops.ops.linear import Linear
 from pyops.ops.rounding import Kept, LinearProducts
+
+if TYPE_CHECKING:
+    from pyops.typing import Array, Shape
 
 
 class QuantizedLinear(Linear):
@@ -15,26 +20,26 @@ class QuantizedLinear(Linear):
     """
 
     class Ctx(NamedTuple):
-        shape: tuple[int, ...]
+        shape: Shape
         kept: Kept
 
-    def __init__(self, *arguments, recipe, **named):
+    def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.products = LinearProducts(recipe, self.name, self.weight, self.bias)
 
-    backward_on_tensors = None      # the formula of the plain op does not round
+    backward_on_tensors = None      # type: ignore[assignment]  # the formula of the plain op does not round
 
     @staticmethod
-    def layers(name):
+    def layers(name: str) -> list[tuple[str, str]]:
         return [(name, 'linear')]
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Ctx]:
         O, I = self.weight.value.shape
         check('x', x, (*np.shape(x)[:-1], I))
         y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
         return y, self.Ctx(x.shape, self.products.forward(y, x))
 
-    def backward(self, dy, ctx, want_dx=True, into=None):
+    def backward(self, dy: Array, ctx: Ctx, want_dx: bool = True, into: Array | None = None) -> Array | None:
         """Return dx, or None with want_dx=False.  into: add dx to this array, which may be dy, and return it."""
         check('dy', dy, (*ctx.shape[:-1], len(self.weight.value)))
         if into is not None:

@@ -1,7 +1,9 @@
 """MLPGradients: an image classifier with one hidden layer, its loss and all gradients, or the complete training step, as one
 op."""
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,13 @@ from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.pixel_linear import PIXELS
 from pyops.ops.relu import ReLU
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyops.optim import Adam
+    from pyops.params import Parameter
+    from pyops.typing import Argument, Array, Example, Normal, Sizes
+
 
 class MLPGradients:
     """Apply two linear layers to rows of a table of pixels, and compute the softmax cross entropy with the labels of the rows.
@@ -43,33 +52,34 @@ class MLPGradients:
     MOST = 128          # limit of H and C
 
     class Ctx(NamedTuple):
-        dw1: np.ndarray
-        db1: np.ndarray
-        dw2: np.ndarray
-        db2: np.ndarray
+        dw1: Array
+        db1: Array
+        dw2: Array
+        db2: Array
 
-    def __init__(self, w1, b1, w2, b2, scale=1 / 255, name=None):
+    def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, scale: float = 1 / 255,
+                 name: str | None = None) -> None:
         self.parameters, self.scale, self.name = (w1, b1, w2, b2), scale, name or w1.owner
         (I, H), (C, _) = axes(w1.name, w1.value, 'I H'), axes(w2.name, w2.value, 'C H')
         self.sizes = I, H, C
         for parameter, shape in zip(self.parameters, ((I, H), (H,), (C, H), (C,)), strict=True):
             check_parameter(parameter, shape)
 
-    def forward(self, images, rows, labels):
+    def forward(self, images: Array, rows: Array, labels: Array) -> tuple[Array, Ctx]:
         grads = [empty_gradient(p.value.shape, f'{self.name}.d{short}')
                  for p, short in zip(self.parameters, self.Ctx._fields, strict=True)]
         return self._run(images, rows, labels, grads), self.Ctx(*grads)
 
-    def backward(self, dloss, ctx):
+    def backward(self, dloss: Array, ctx: Ctx) -> None:
         check('dloss', dloss, (1,))
         for p, grad in zip(self.parameters, ctx, strict=True):
             launch('axpy', p.grad, grad, dloss, grad.size)
 
-    def gradients(self, images, rows, labels):
+    def gradients(self, images: Array, rows: Array, labels: Array) -> Array:
         """Return the loss (1,).  OVERWRITES the gradients of the parameters, so they need not be zeroed first."""
         return self._run(images, rows, labels, [p.grad for p in self.parameters])
 
-    def step(self, images, rows, labels, adam):
+    def step(self, images: Array, rows: Array, labels: Array, adam: Adam) -> Array:
         """Return the loss (1,): run gradients() and adam.step() as one op.  adam: a pyops.optim.Adam over a Parameters with
         only the four parameters of this op."""
         N, B, I, H, C = self._sizes(images, rows, labels)
@@ -86,7 +96,7 @@ class MLPGradients:
         self._note_products(*IN_STEP)
         return loss
 
-    def _run(self, images, rows, labels, grads):
+    def _run(self, images: Array, rows: Array, labels: Array, grads: Sequence[Array]) -> Array:
         N, B, I, H, C = self._sizes(images, rows, labels)
         loss = empty(1, name=f'{self.name}.loss')
         launch('mlp_gradients', loss, *grads, images, rows, labels, *(p.value for p in self.parameters),
@@ -94,13 +104,13 @@ class MLPGradients:
         self._note_products(*IN_GRADIENTS)
         return loss
 
-    def _note_products(self, of_first, of_second):
+    def _note_products(self, of_first: Sequence[Product], of_second: Sequence[Product]) -> None:
         w1, b1, w2, b2 = self.parameters
         for layer, products, weight, bias in (('w1', of_first, w1, b1), ('w2', of_second, w2, b2)):
             for one in products:
                 note_product(self, one, layer, weight=weight, bias=bias)
 
-    def _sizes(self, images, rows, labels):
+    def _sizes(self, images: Array, rows: Array, labels: Array) -> tuple[int, int, int, int, int]:
         (I, H, C), (N, _), (B,) = self.sizes, axes('images', images, 'N I'), axes('rows', rows, 'B')
         check('images', images, (N, I), np.uint8)
         check('rows', rows, (B,), np.int64)
@@ -108,12 +118,13 @@ class MLPGradients:
         return N, B, I, H, C
 
     @staticmethod
-    def reference(images, rows, labels, w1, b1, w2, b2, scale=1 / 255):
+    def reference(images: np.ndarray, rows: np.ndarray, labels: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray,
+                  b2: np.ndarray, scale: float = 1 / 255) -> np.ndarray:
         r = np.maximum(scale * images[rows] @ w1 + b1, 0)
         return CrossEntropy.reference(r @ w2.T + b2, labels[rows])
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         images, rows = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])
         return ([images, rows, np.array([1, 0, 2, 0], np.int32)],
                 dict(w1=normal(6, 5), b1=normal(5), w2=normal(3, 5), b2=normal(3)))
@@ -121,7 +132,7 @@ class MLPGradients:
 
 # ---- the tensors of the two linear layers, which the kernels do not store: recomputed for dloss = 1 --------------------------
 
-def inside(s, array):
+def inside(s: Sizes, array: Argument) -> dict[str, Array]:
     """Return a, r, dr, da (B, H) and logits, dlogits (B, C) by name."""
     N, B, I, H, C = (s[name] for name in 'NBIHC')
     w1, b1, w2, b2 = _values(s, array)
@@ -135,7 +146,7 @@ def inside(s, array):
     return dict(a=a, r=r, logits=logits, dlogits=dlogits, dr=dr, da=relu.backward(dr, c1))
 
 
-def _values(s, array):
+def _values(s: Sizes, array: Argument) -> list[Array]:
     """Return w1, b1, w2 and b2: arguments of mlp_gradients, or slices of the flat buffer of mlp_step."""
     I, H, C = (s[name] for name in 'IHC')
     flat, shapes = array('param'), dict(w1=(I, H), b1=(H,), w2=(C, H), b2=(C,))
@@ -144,7 +155,7 @@ def _values(s, array):
     return [flat[s[name]:s[name] + math.prod(shape)].reshape(shape) for name, shape in shapes.items()]
 
 
-def _made(name, columns):
+def _made(name: str, columns: str) -> Made:
     return Made(lambda s: (s['B'], s[columns]), lambda s, array: inside(s, array)[name])
 
 
@@ -157,7 +168,7 @@ IN_GRADIENTS = ((Product('fwd', {'x': PIXELS, 'y': _made('a', 'H')}, axis=0),
 IN_STEP = tuple(tuple(one.replaced(before=True) for one in products) for products in IN_GRADIENTS)
 
 
-def _flops(s, array):
+def _flops(s: Sizes, array: Argument) -> int:
     return s['B'] * s['H'] * (4 * s['I'] + 6 * s['C'])
 
 

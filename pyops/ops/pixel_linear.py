@@ -1,10 +1,16 @@
 """PixelLinear: the first layer of a network on uint8 images with mostly zero pixels."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pyops.backend import axes, check, check_kept, check_parameter, empty, launch, note_product, work
 from pyops.backend.kernels import Kernel, Made, Product, declare
+
+if TYPE_CHECKING:
+    from pyops.params import Parameter
+    from pyops.typing import Argument, Array, Example, Normal, Sizes
 
 
 class PixelLinear:
@@ -20,18 +26,18 @@ class PixelLinear:
     """
 
     class Ctx(NamedTuple):
-        table: np.ndarray
-        rows: np.ndarray
-        ink: np.ndarray | None
-        places: np.ndarray | None
+        table: Array
+        rows: Array
+        ink: Array | None
+        places: Array | None
 
-    def __init__(self, weight, bias, scale=1 / 255, name=None):
+    def __init__(self, weight: Parameter, bias: Parameter, scale: float = 1 / 255, name: str | None = None) -> None:
         self.weight, self.bias, self.scale, self.name = weight, bias, scale, name or weight.owner
         _, O = axes(weight.name, weight.value, 'I O')
         check_parameter(weight, weight.value.shape)
         check_parameter(bias, (O,))
 
-    def forward(self, table, rows, gradients=True):
+    def forward(self, table: Array, rows: Array, gradients: bool = True) -> tuple[Array, Ctx]:
         self.check(table, rows)
         (I, O), N, B = self.weight.value.shape, len(table), len(rows)
         y, ink, places = empty((B, O), name=f'{self.name}.y'), None, None
@@ -41,12 +47,12 @@ class PixelLinear:
         note_product(self, FWD, weight=self.weight, bias=self.bias)
         return y, self.Ctx(table, rows, ink, places)
 
-    def check(self, table, rows):
+    def check(self, table: Array, rows: Array) -> None:
         (N, _), (B,) = axes('table', table, 'N I'), axes('rows', rows, 'B')
         check('table', table, (N, len(self.weight.value)), np.uint8)
         check('rows', rows, (B,), np.int64)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> None:
         (I, O), N, B = self.weight.value.shape, len(ctx.table), len(ctx.rows)
         check_kept(ctx.places)
         check('dy', dy, (B, O))
@@ -56,22 +62,23 @@ class PixelLinear:
         note_product(self, WGRAD, weight=self.weight)
 
     @staticmethod
-    def rounded():
+    def rounded() -> type[PixelLinear]:
         """Return the op class with rounded operands."""
         from pyops.ops.pixel_linear_rounded import QuantizedPixelLinear
         return QuantizedPixelLinear
 
     @staticmethod
-    def reference(table, rows, weight, bias, scale=1 / 255):
+    def reference(table: np.ndarray, rows: np.ndarray, weight: np.ndarray, bias: np.ndarray,
+                  scale: float = 1 / 255) -> np.ndarray:
         return scale * table[rows] @ weight + bias
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return ([np.arange(24, dtype=np.uint8).reshape(4, 6) * 10, np.array([2, 0, 2])],
                 dict(weight=normal(6, 3), bias=normal(3)))
 
 
-def pixels(s, array):
+def pixels(s: Sizes, array: Argument) -> Array:
     """Return scale table[rows] as float32, (B, I)."""
     x = empty((s['B'], s['I']))
     launch('gather_pixels', x, array('table'), array('rows'), s['N'], s['B'], s['I'], s['scale'])

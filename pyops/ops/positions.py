@@ -1,10 +1,15 @@
 """Positions: sinusoidal positional encoding, added to the token vectors."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pyops.backend import HOST, axes, check, empty, empty_gradient, launch, put
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.typing import Array, Example, Normal, Shape
 
 
 class Positions:
@@ -21,9 +26,9 @@ class Positions:
     """
 
     class Ctx(NamedTuple):
-        shape: tuple[int, ...]
+        shape: Shape
 
-    def __init__(self, size, longest=1000, scale=1.0, name='positions'):
+    def __init__(self, size: int, longest: float = 1000, scale: float = 1.0, name: str = 'positions') -> None:
         self.scale, self.name = scale, name
         table = HOST.zeros((longest, size), np.float32)
         angles = np.arange(longest)[:, None] / 10000.0 ** (np.arange(0, size, 2) / size)
@@ -31,7 +36,7 @@ class Positions:
         table[:, 1::2] = np.cos(angles[:, :size // 2])
         self.table = put(table)
 
-    def forward(self, x, first=0):
+    def forward(self, x: Array, first: int = 0) -> tuple[Array, Ctx]:
         (longest, D), (T, B, _) = self.table.shape, axes('x', x, 'T B D')
         check('x', x, (T, B, D))
         if not 0 <= first <= longest - T:
@@ -41,14 +46,15 @@ class Positions:
         launch('add_positions_forward', y, x, self.table[first:first + T], T, B, D, self.scale)
         return y, self.Ctx((T, B, D))
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> Array:
         check('dy', dy, ctx.shape)
         dx = empty_gradient(ctx.shape, f'{self.name}.dx')
         launch('add_positions_backward', dx, dy, dx.size, self.scale)
         return dx
 
     @staticmethod
-    def reference(x, first=0, scale=1.0, size=None, longest=None):
+    def reference(x: np.ndarray, first: int = 0, scale: float = 1.0, size: int | None = None,
+                  longest: int | None = None) -> np.ndarray:
         T, _, size = x.shape
         table = np.empty((T, size))
         for column in range(size):
@@ -57,7 +63,7 @@ class Positions:
         return scale * x + table[:, None]
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(3, 2, 6), 2], dict(size=6, longest=8, scale=3.0)
 
 

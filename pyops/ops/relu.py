@@ -1,10 +1,16 @@
 """ReLU: the rectified linear unit."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.typing import Array, Example, Normal, TensorGradients
 
 
 class ReLU:
@@ -19,32 +25,32 @@ class ReLU:
     """
 
     class Ctx(NamedTuple):
-        y: np.ndarray
+        y: Array
 
-    def __init__(self, name='relu'):
+    def __init__(self, name: str = 'relu') -> None:
         self.name = name
 
-    def forward(self, x):
+    def forward(self, x: Array) -> tuple[Array, Ctx]:
         check('x', x, np.shape(x))
         y = empty(x.shape, name=f'{self.name}.y')
         launch('relu_forward', y, x, x.size)
         return y, self.Ctx(y)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> Array:
         check('dy', dy, ctx.y.shape)
         dx = empty_gradient(dy.shape, f'{self.name}.dx')
         launch('relu_backward', dx, dy, ctx.y, dy.size)
         return dx
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         return (dy * (ctx.y > 0),), {}
 
     @staticmethod
-    def reference(x):
+    def reference(x: np.ndarray) -> np.ndarray:
         return np.maximum(x, 0)
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(4, 5)], {}
 
 

@@ -1,11 +1,17 @@
 """Residual: a residual connection, with dropout of the branch."""
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.dropout import Dropout
+
+if TYPE_CHECKING:
+    from pyops.autograd import Tensor
+    from pyops.typing import Array, Example, Normal, Shape, TensorGradients
 
 
 class Residual:
@@ -21,13 +27,13 @@ class Residual:
     """
 
     class Ctx(NamedTuple):
-        shape: tuple[int, ...]
-        step: np.ndarray | None         # None: no dropout
+        shape: Shape
+        step: Array | None         # None: no dropout
 
-    def __init__(self, p=0.0, key=0, name='residual'):
+    def __init__(self, p: float = 0.0, key: int = 0, name: str = 'residual') -> None:
         self.p, self.key, self.name = p, key, name
 
-    def forward(self, x, branch, step=None):
+    def forward(self, x: Array, branch: Array, step: Array | None = None) -> tuple[Array, Ctx]:
         check('x', x, np.shape(x))
         check('branch', branch, x.shape)
         if step is not None:
@@ -36,7 +42,7 @@ class Residual:
         launch('residual', y, x, branch, step, x.size, self.p, self.key)
         return y, self.Ctx(x.shape, step if self.p else None)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
         """Return dx and dbranch."""
         check('dy', dy, ctx.shape)
         if ctx.step is None:
@@ -45,16 +51,17 @@ class Residual:
         launch('dropout', dbranch, dy, ctx.step, dy.size, self.p, self.key)
         return dy, dbranch
 
-    def backward_on_tensors(self, dy, ctx, parameters):
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import call
         return (dy, dy if ctx.step is None else call(Dropout(self.p, self.key), dy, ctx.step)), {}
 
     @staticmethod
-    def reference(x, branch, step=None, p=0.0, key=0):
+    def reference(x: np.ndarray, branch: np.ndarray, step: np.ndarray | None = None, p: float = 0.0,
+                  key: int = 0) -> np.ndarray:
         return x + (branch if step is None or not p else Dropout.reference(branch, step, p, key))
 
     @staticmethod
-    def example(normal):
+    def example(normal: Normal) -> Example:
         return [normal(4, 5), normal(4, 5), np.array([3])], dict(p=0.3, key=7)
 
 

@@ -9,14 +9,18 @@ identity (straight-through estimator) and rounds the operands of its own product
 A rounded array is named <layer>.<product>.<operand>, such as encoder.0.self_attention.q.fwd.x.  docs/quantization.md lists the
 products and axes.
 """
-from typing import NamedTuple
+from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyops.backend import as_rows, gemm, note_product
 from pyops.backend.kernels import DGRAD, DGRAD_INPUTS_FIRST, FWD, FWD_INPUTS_FIRST, WGRAD, WGRAD_INPUTS_FIRST
 from pyops.formats import fake_quantize
 from pyops.params import key
+
+if TYPE_CHECKING:
+    from pyops.params import Parameter
+    from pyops.typing import Array
 
 GRADIENTS = 'g', 'do', 'ds'         # the operands of the products that are gradients
 
@@ -28,10 +32,10 @@ class Rounding:
     round=stochastic
     """
 
-    def __init__(self, recipe, layer, kind):
+    def __init__(self, recipe: Any, layer: str, kind: str) -> None:
         self.recipe, self.layer, self.formats = recipe, layer, recipe.of(layer, kind)
 
-    def __call__(self, operand, x, axis, time=0):
+    def __call__(self, operand: str, x: Array, axis: int, time: int = 0) -> Array:
         """Return x rounded along axis, or x if the recipe does not round this operand.
 
         time: the index of the call, for a layer that runs several times in a pass.
@@ -44,7 +48,7 @@ class Rounding:
         seed = key(self.recipe.seed, f'{name}.{time}') if fmt.is_stochastic else 0
         return fake_quantize(x, fmt, axis, name=name, kind=kind, step=self.recipe.step, seed=seed)
 
-    def same(self, one, other):
+    def same(self, one: str, other: str) -> bool:
         """Return whether both operands, which are the same tensor, have the same rounded copy for all axes."""
         fmt = self.formats.get(one)
         return fmt == self.formats.get(other) and (fmt is None or not (fmt.is_block or fmt.is_stochastic))
@@ -52,8 +56,8 @@ class Rounding:
 
 class Kept(NamedTuple):
     """Arrays that a linear layer saves for backward."""
-    x: np.ndarray               # the rounded copy if backward can use it, else x
-    w: np.ndarray | None        # the rounded copy if backward can use it
+    x: Array               # the rounded copy if backward can use it, else x
+    w: Array | None        # the rounded copy if backward can use it
 
 
 class LinearProducts:
@@ -62,13 +66,14 @@ class LinearProducts:
     Forward  y = x w' + bias, summed over I;  dgrad dx = g w, over O;  wgrad dw += g' x, over the rows
     """
 
-    def __init__(self, recipe, name, weight, bias=None, inputs_first=False, steps=False):
+    def __init__(self, recipe: Any, name: str, weight: Parameter, bias: Parameter | None = None, inputs_first: bool = False,
+                 steps: bool = False) -> None:
         self.name, self.weight, self.bias, self.inputs_first, self.steps = name, weight, bias, inputs_first, steps
         self.round = Rounding(recipe, name, 'linear')
         self.along_inputs, self.along_outputs = (0, 1) if inputs_first else (1, 0)
         self.products = (FWD_INPUTS_FIRST, DGRAD_INPUTS_FIRST, WGRAD_INPUTS_FIRST) if inputs_first else (FWD, DGRAD, WGRAD)
 
-    def forward(self, y, x, relu=False):
+    def forward(self, y: Array, x: Array, relu: bool = False) -> Kept:
         """Compute y (..., O) from x (..., I) and return Kept."""
         rows, w = as_rows(x), self.weight.value
         qx, qw = self.round('fwd.x', rows, 1), self.round('fwd.w', w, self.along_inputs)
@@ -76,7 +81,7 @@ class LinearProducts:
         note_product(self, self.products[0], weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return Kept(qx if self.round.same('fwd.x', 'wgrad.x') else rows, qw if self.round.same('fwd.w', 'dgrad.w') else None)
 
-    def backward(self, g, kept, dx=None, accumulate=False):
+    def backward(self, g: Array, kept: Kept, dx: Array | None = None, accumulate: bool = False) -> None:
         """Add the weight gradient for g = dy (..., O) to weight.grad.  If dx (..., I) is given, write the input gradient to it,
         or add with accumulate=True."""
         g, w = as_rows(g), self.weight
