@@ -7,10 +7,13 @@
 It behaves like numpy's ndarray, with dtypes float32 and int32 and at most 8 axes; docs/ndarray.md lists the differences.
 A view allocates no memory; operations accept operands with any strides.
 """
+from __future__ import annotations
+
 import functools
 import gc
 import math
 import operator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +24,15 @@ from pyops.backend.device import Buffer
 from pyops.backend.numpy_array import Numpy
 from pyops.environment import backend_name
 from pyops.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import DTypeLike
+
+    from pyops.backend.device import Device
+    from pyops.backend.gpu import GPU
+    from pyops.typing import Axis, Index, Numbers, Shape
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
 MAX_AXES = 8
@@ -35,31 +47,31 @@ _UNSURE = -1            # Buffer.mask of such a sum or difference; never a versi
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 @functools.cache
-def cpu():
+def cpu() -> Device:
     """Return the CPU device, which uses the kernels of the library."""
     return CPU()
 
 
 @functools.cache
-def numpy_device():
+def numpy_device() -> Device:
     """Return the CPU device that uses numpy: the reference for the kernels."""
     return Numpy()
 
 
 @functools.cache
-def gpu():
+def gpu() -> GPU:
     """Return the first GPU, which uses the CUDA library; its `precision` can be set.  UserError if there is none."""
     from pyops.backend.gpu import GPU
     return GPU(NDArray)
 
 
 @functools.cache
-def _chosen_device():
+def _chosen_device() -> Device:
     """Return the device that $PYOPS_BACKEND names."""
     return {'cpu': cpu, 'numpy': numpy_device, 'gpu': gpu}[backend_name()]()
 
 
-def default_device():
+def default_device() -> Device:
     """Return the device for new arrays: the one on which ops allocate, else the one of $PYOPS_BACKEND."""
     place = backend.place()
     if place is not backend.HOST:
@@ -68,7 +80,7 @@ def default_device():
     return device if device.place is place else cpu()       # a GPU, but ops allocate on the CPU
 
 
-def use_gpu(precision='fp32'):
+def use_gpu(precision: str = 'fp32') -> GPU:
     """Allocate all new arrays on the GPU, including the results of ops, and return the device."""
     device = gpu()
     device.precision = precision
@@ -76,14 +88,14 @@ def use_gpu(precision='fp32'):
     return device
 
 
-def _remade(values, device, is_mask=False):
-    device = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]()
+def _remade(values: np.ndarray, device: str, is_mask: bool = False) -> NDArray:
+    place: Any = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]()
     # an array of an op on a GPU may have another dtype, such as a step count
-    made = array(values, device=device) if values.dtype in (FLOAT, INT) else device.put(values)
+    made = array(values, device=place) if values.dtype in (FLOAT, INT) else place.put(values)
     return _as_mask(made) if is_mask else made
 
 
-def live_buffers():
+def live_buffers() -> list[Buffer]:
     """Return all Buffers that are still referenced; for memory tests."""
     return [found for found in gc.get_objects() if type(found) is Buffer and found.owner is not None]
 
@@ -91,7 +103,7 @@ def live_buffers():
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 @functools.lru_cache(8192)
-def broadcast_shape(*shapes):
+def broadcast_shape(*shapes: Shape) -> Shape:
     """Return the shape that all shapes broadcast to.  Raises ValueError naming them."""
     try:
         shape = np.broadcast_shapes(*shapes)
@@ -101,19 +113,19 @@ def broadcast_shape(*shapes):
 
 
 @functools.lru_cache(8192)
-def _fits(shape, to):
+def _fits(shape: Shape, to: Shape) -> bool:
     """Return whether an array of `shape` can be broadcast to `to`."""
     missing = len(to) - len(shape)
     return missing >= 0 and all(n in (1, size) for n, size in zip(shape, to[missing:], strict=True))
 
 
-def _checked(shape):
+def _checked(shape: Shape) -> Shape:
     if len(shape) > MAX_AXES:
         raise ValueError(f'shape {shape}: {len(shape)} axes, expected at most {MAX_AXES}')
     return shape
 
 
-def _shape_of(shape):
+def _shape_of(shape: Any) -> Shape:
     """Convert an int or several to a checked shape."""
     try:
         shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
@@ -125,7 +137,7 @@ def _shape_of(shape):
 
 
 @functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
-def _axes(axis, ndim):
+def _axes(axis: Axis, ndim: int) -> Shape:
     """Return axes (None for all, an int, or several) as non-negative ints.  Raises np.exceptions.AxisError beyond ndim."""
     if axis is None:
         return tuple(range(ndim))
@@ -141,7 +153,7 @@ def _axes(axis, ndim):
 
 
 @functools.lru_cache(8192)
-def _view_strides(shape, strides, to):
+def _view_strides(shape: Shape, strides: Shape, to: Shape) -> Shape | None:
     """Return the strides of a view with shape `to` of the same elements in order; None if it requires a copy."""
     if 0 in shape or row_major(shape) == strides:
         return row_major(to)
@@ -172,47 +184,47 @@ class NDArray:
     __slots__ = ('buffer', 'offset', 'shape', 'strides', 'dtype', '__weakref__')
     __array_ufunc__ = None                      # numpy's operators defer to ours
 
-    def __init__(self, buffer, offset, shape, strides, dtype):
+    def __init__(self, buffer: Buffer, offset: int, shape: Shape, strides: Shape, dtype: np.dtype) -> None:
         self.buffer, self.offset, self.shape, self.strides, self.dtype = buffer, offset, shape, strides, dtype
 
     @property
-    def device(self):
+    def device(self) -> Device:
         return self.buffer.device
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         return len(self.shape)
 
     @property
-    def size(self):
+    def size(self) -> int:
         return math.prod(self.shape)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
     @property
-    def T(self):
+    def T(self) -> NDArray:
         return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
 
-    def pointer(self):
+    def pointer(self) -> Any:
         """Return a C pointer to the first element, for kernels.  Raises ValueError if the memory was freed."""
         try:
             return self.buffer.pointer + self.offset
         except TypeError:
             raise self._freed() from None
 
-    def location(self):
+    def location(self) -> int:
         """Return the address of the first element, on the device."""
         if self.buffer.owner is None:
             raise self._freed()
         return self.buffer.address + self.dtype.itemsize * self.offset
 
-    def _freed(self):
+    def _freed(self) -> ValueError:
         return ValueError(f'array of shape {self.shape}: its memory was freed')
 
     @property
-    def is_mask(self):
+    def is_mask(self) -> bool:
         """Whether the elements are truth values: the array is the result of a comparison, was created from bools, or is a view
         or copy of such an array.
 
@@ -223,18 +235,18 @@ class NDArray:
 
     # ---- to Python and numpy -----------------------------------------------------------------------
 
-    def numpy(self):
+    def numpy(self) -> np.ndarray:
         """Return a numpy array over the same memory; for a mask, a bool copy; from a GPU, a copy that waits for the device."""
         found = self.stored()
         return found.astype(bool) if self.is_mask else found
 
-    def stored(self):
+    def stored(self) -> np.ndarray:
         """Like `numpy`, but a mask is returned as stored: 1 and 0 in its dtype."""
         if self.buffer.owner is None:
             raise self._freed()
         return self.device.numpy(self)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         array = self.numpy()
         if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
@@ -242,59 +254,59 @@ class NDArray:
             return array.astype(dtype)
         return array.copy() if copy else array
 
-    def __dlpack__(self, **how):
+    def __dlpack__(self, **how: Any) -> Any:
         if self.size and min(self.strides, default=0) < 0:              # torch would abort the process
             raise BufferError(f'array of shape {self.shape}: DLPack consumers may not support negative strides, got '
                               f'{self.strides}; export .copy()')
         return self.numpy().__dlpack__(**{name: value for name, value in how.items() if value is not None})
 
-    def __dlpack_device__(self):
+    def __dlpack_device__(self) -> tuple[int, int]:
         return self.numpy().__dlpack_device__()
 
-    def item(self):
+    def item(self) -> Any:
         """Return the only element as a Python number.  Raises ValueError for another size."""
         if self.size != 1:
             raise ValueError(f'can only convert an array of size 1 to a number, got shape {self.shape}')
         return self.numpy().item()
 
-    def tolist(self):
+    def tolist(self) -> Any:
         return self.numpy().tolist()
 
-    def __format__(self, how):
+    def __format__(self, how: str) -> str:
         return format(self.item(), how) if how and not self.shape else super().__format__(how)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         """Support copy and pickle: the result is an independent array on the same device."""
         return _remade, (np.array(self.stored()), self.device.name, self.is_mask)
 
-    def __float__(self):
+    def __float__(self) -> float:
         return float(self.item())
 
-    def __int__(self):
+    def __int__(self) -> int:
         return int(self.item())
 
-    def __index__(self):
+    def __index__(self) -> int:
         if self.dtype is not INT or self.ndim or self.is_mask:
             raise TypeError(f'only an int32 array of shape () is an index, got {self._kind()} {self.shape}')
         return self.item()
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(f'the truth value of an array of shape {self.shape} is ambiguous: it has {self.size} elements; '
                              'use .max() for any of them, .min() for all')
         return bool(self.item())
 
-    def __len__(self):
+    def __len__(self) -> int:
         if not self.shape:
             raise TypeError('len() of an array of shape ()')
         return self.shape[0]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[NDArray]:
         if not self.shape:
             raise TypeError('iteration over an array of shape ()')
         return (self[i] for i in range(self.shape[0]))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         if self.buffer.owner is None:
             return f'NDArray(shape={self.shape}, dtype={self.dtype}, freed)'
         text = np.array2string(self.numpy(), separator=', ', prefix='NDArray(')
@@ -302,21 +314,21 @@ class NDArray:
         device = '' if isinstance(self.device, CPU) else f', device={self.device}'
         return f'NDArray({text}, {shape}{"" if self.is_mask else "dtype="}{self._kind()}{device})'
 
-    def _kind(self):
+    def _kind(self) -> str:
         return f'mask of {self.dtype}' if self.is_mask else str(self.dtype)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return str(self.numpy())
 
     # ---- views -------------------------------------------------------------------------------------
 
-    def is_compact(self):
+    def is_compact(self) -> bool:
         """Return whether the elements are contiguous in row-major order."""
         compact = row_major(self.shape)
         return self.strides == compact or 0 in self.shape or all(
             n == 1 or step == packed for n, step, packed in zip(self.shape, self.strides, compact, strict=True))
 
-    def as_strided(self, shape, strides, offset=None):
+    def as_strided(self, shape: Shape | int, strides: Sequence[int], offset: int | None = None) -> NDArray:
         """Return a view with these strides, `offset` elements after the start of the buffer (default: this array's offset).
 
         Strides are in elements.  Raises ValueError if the view would leave the buffer.
@@ -332,7 +344,7 @@ class NDArray:
                              f'{high}, but the buffer has {self.buffer.nbytes // self.dtype.itemsize}')
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
-    def reshape(self, *shape):
+    def reshape(self, *shape: Any) -> NDArray:
         """Return the same elements in order in another shape: a view if strides allow it, else a compact copy.
 
         One size may be -1 and is inferred.  Raises ValueError if the number of elements differs.
@@ -353,7 +365,7 @@ class NDArray:
             return self.copy().reshape(to)
         return NDArray(self.buffer, self.offset, to, strides, self.dtype)
 
-    def permute(self, axes):
+    def permute(self, axes: Iterable[int]) -> NDArray:
         """Return a view whose axis d is axis axes[d] of this array."""
         order = _axes(tuple(axes), len(self.shape))
         if len(order) != len(self.shape):
@@ -361,18 +373,18 @@ class NDArray:
         return NDArray(self.buffer, self.offset, tuple([self.shape[d] for d in order]),
                        tuple([self.strides[d] for d in order]), self.dtype)
 
-    def transpose(self, *axes):
+    def transpose(self, *axes: Any) -> NDArray:
         """Permute the axes; without arguments, reverse their order."""
-        axes = axes[0] if len(axes) == 1 and (axes[0] is None or not isinstance(axes[0], int)) else axes
-        return self.permute(axes) if axes else self.T
+        order = axes[0] if len(axes) == 1 and (axes[0] is None or not isinstance(axes[0], int)) else axes
+        return self.permute(order) if order else self.T
 
-    def swapaxes(self, a, b):
+    def swapaxes(self, a: int, b: int) -> NDArray:
         a, b = _axes((a,), self.ndim)[0], _axes((b,), self.ndim)[0]
         order = list(range(self.ndim))
         order[a], order[b] = b, a
         return self.permute(order)
 
-    def broadcast_to(self, shape):
+    def broadcast_to(self, shape: Shape | int) -> NDArray:
         """Return a read-only view of another shape, with stride 0 along repeated axes.  ValueError if it does not broadcast."""
         shape = _shape_of(shape)
         if not _fits(self.shape, shape):
@@ -380,16 +392,16 @@ class NDArray:
         steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
         return NDArray(self.buffer, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps), self.dtype)
 
-    def flip(self, *axes):
+    def flip(self, *axes: Any) -> NDArray:
         """Return a view in reverse order along these axes (numbers or one tuple); along all if none or None is given."""
-        axes = axes[0] if len(axes) == 1 else axes or None
+        axis = axes[0] if len(axes) == 1 else axes or None
         offset, strides = self.offset, list(self.strides)
-        for d in _axes(tuple(axes) if isinstance(axes, list) else axes, self.ndim):
+        for d in _axes(tuple(axis) if isinstance(axis, list) else axis, self.ndim):
             offset += max(self.shape[d] - 1, 0) * strides[d]
             strides[d] = -strides[d]
         return NDArray(self.buffer, offset, self.shape, tuple(strides), self.dtype)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Index) -> NDArray:
         """Return a view for integers, slices, Ellipsis and None; take() along the first axis for an array or list of integers;
         a copy of the selected elements for a mask, or bools, in the shape of the first axes."""
         is_array = isinstance(index, NDArray) and (index.shape or index.buffer.mask is not None)
@@ -402,7 +414,7 @@ class NDArray:
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
-    def _select(self, index):
+    def _select(self, index: Index) -> tuple[int, Shape, Shape]:
         items = index if type(index) is tuple else (index,)
         offset, shape, strides, axis = self.offset, [], [], 0
         wanted = sum([item is not None and item is not Ellipsis for item in items])
@@ -439,7 +451,7 @@ class NDArray:
             _checked(tuple(shape))
         return offset, tuple(shape), tuple(strides)
 
-    def _position(self, item, axis):
+    def _position(self, item: Any, axis: int) -> int:
         n = self.shape[axis]
         try:
             if isinstance(item, bool | np.bool_):
@@ -454,17 +466,17 @@ class NDArray:
 
     # ---- copies ------------------------------------------------------------------------------------
 
-    def copy(self):
+    def copy(self) -> NDArray:
         """Return a compact copy."""
         y = _new(self.shape, self.dtype, self.buffer.device, 'copy')
         self.buffer.device.unary('copy', y, self)
         return _as_mask(y) if self.is_mask else y
 
-    def compact(self):
+    def compact(self) -> NDArray:
         """Return this array if it is compact, else a compact copy."""
         return self if self.is_compact() else self.copy()
 
-    def astype(self, dtype):
+    def astype(self, dtype: DTypeLike) -> NDArray:
         """Convert to float32 or int32 (rounding towards 0).  Returns this array if it has that dtype and is not a mask."""
         y = self._cast(_dtype(dtype))
         if y.buffer.mask is None:
@@ -473,18 +485,18 @@ class NDArray:
         y.buffer.mask = None            # from now on numbers, not truth values
         return y
 
-    def _cast(self, dtype):
+    def _cast(self, dtype: np.dtype) -> NDArray:
         if dtype is self.dtype:
             return self
         y = _new(self.shape, dtype, self.device, 'astype')
         self.device.convert(y, self)
         return y
 
-    def to(self, device):
+    def to(self, device: Device) -> NDArray:
         """Return this array if it is on that device, else a copy there."""
         return self if device is self.device else array(self, device=device)
 
-    def take(self, ids):
+    def take(self, ids: Numbers) -> NDArray:
         """Return a copy of the elements of axis 0 with these indices, negative from the end.  IndexError if one is outside."""
         if not self.shape:
             raise IndexError('too many indices for array of shape (): 1')
@@ -502,34 +514,34 @@ class NDArray:
             raise IndexError(f'index {wrong} is out of bounds for axis 0 with size {n}') from None
         return _as_mask(y) if self.is_mask else y
 
-    def add_at(self, ids, rows):
+    def add_at(self, ids: Numbers, rows: Numbers) -> None:
         """self[ids[r]] += rows[r] for r in order; ids may repeat.  In place, for compact float32 arrays."""
         if self.dtype is not FLOAT or not self.is_compact() or not self.shape:
             raise TypeError(f'add_at: expected a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
                             f'strides {self.strides}')
         ids = _ids(ids, self.shape[0], self.device)
-        rows = _operand(rows, self)._cast(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
+        added = _operand(rows, self)._cast(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
         width = math.prod(self.shape[1:])
-        self.device.add_at(self.reshape(self.shape[0], width), ids.reshape(ids.size), rows.reshape(ids.size, width))
+        self.device.add_at(self.reshape(self.shape[0], width), ids.reshape(ids.size), added.reshape(ids.size, width))
         self.buffer.version += 1
 
     # ---- assignment --------------------------------------------------------------------------------
 
-    def __setitem__(self, index, value):
+    def __setitem__(self, index: Index, value: Numbers) -> None:
         offset, shape, strides = self._select(index)
         NDArray(self.buffer, offset, shape, strides, self.dtype)._assign(value)
 
-    def fill(self, value):
+    def fill(self, value: Numbers) -> None:
         """Set every element to value."""
         self._assign(value)
 
-    def _assign(self, value):
+    def _assign(self, value: Numbers) -> None:
         stays_mask = self.is_mask and _is_boolean(value)
         self._write(value)
         if stays_mask:
             self.buffer.mask = self.buffer.version
 
-    def _write(self, value):
+    def _write(self, value: Any) -> None:
         self._check_writable()
         if self.dtype is not FLOAT and self.dtype is not INT and isinstance(value, _NUMBERS):
             value = np.full(self.shape, value, self.dtype)      # arrays of ops on a GPU: step counts, rows, pixels
@@ -561,14 +573,14 @@ class NDArray:
             self.device.convert(self, value)
         self.buffer.version += 1
 
-    def _check_writable(self):
+    def _check_writable(self) -> None:
         if 0 in self.strides and 0 not in self.shape and any(
                 n > 1 and step == 0 for n, step in zip(self.shape, self.strides, strict=True)):
             raise ValueError(f'array of shape {self.shape}: a broadcast view cannot be written to; copy() it first')
 
     # ---- element by element ------------------------------------------------------------------------
 
-    def _unary(self, op):
+    def _unary(self, op: str) -> NDArray:
         x = self.astype(FLOAT) if self.dtype is INT and op not in ('negate', 'abs') else self
         device = x.buffer.device
         y = _new(x.shape, x.dtype, device, op)
@@ -577,7 +589,7 @@ class NDArray:
             y.buffer.mask = _UNSURE if op == 'negate' else y.buffer.version
         return y
 
-    def _binary(self, op, other, reflected=False):
+    def _binary(self, op: str, other: Any, reflected: bool = False) -> NDArray:
         if type(other) is not NDArray:
             if isinstance(other, _NUMBERS):
                 return self._scalar(op, other, reflected)
@@ -599,7 +611,7 @@ class NDArray:
             y.buffer.mask = _UNSURE
         return y
 
-    def _scalar(self, op, value, reflected, y=None):
+    def _scalar(self, op: str, value: Any, reflected: bool, y: NDArray | None = None) -> NDArray:
         x = self
         if x.dtype is INT:
             if op == 'divide' or isinstance(value, _FLOATS):
@@ -614,7 +626,7 @@ class NDArray:
         device.scalar(op, y, x, value, reflected)
         return _as_mask(y) if op in _COMPARISONS else y
 
-    def _in_place(self, op, other):
+    def _in_place(self, op: str, other: Any) -> NDArray:
         self._check_writable()
         if type(other) is not NDArray:
             if isinstance(other, _NUMBERS):
@@ -639,125 +651,125 @@ class NDArray:
         self.buffer.version += 1
         return self
 
-    def __add__(self, other):
+    def __add__(self, other: Numbers) -> NDArray:
         return self._binary('add', other)
 
-    def __radd__(self, other):
+    def __radd__(self, other: Numbers) -> NDArray:
         return self._binary('add', other, True)
 
-    def __iadd__(self, other):
+    def __iadd__(self, other: Numbers) -> NDArray:
         return self._in_place('add', other)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Numbers) -> NDArray:
         return self._binary('subtract', other)
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Numbers) -> NDArray:
         return self._binary('subtract', other, True)
 
-    def __isub__(self, other):
+    def __isub__(self, other: Numbers) -> NDArray:
         return self._in_place('subtract', other)
 
-    def __mul__(self, other):
+    def __mul__(self, other: Numbers) -> NDArray:
         return self._binary('multiply', other)
 
-    def __rmul__(self, other):
+    def __rmul__(self, other: Numbers) -> NDArray:
         return self._binary('multiply', other, True)
 
-    def __imul__(self, other):
+    def __imul__(self, other: Numbers) -> NDArray:
         return self._in_place('multiply', other)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Numbers) -> NDArray:
         return self._binary('divide', other)
 
-    def __rtruediv__(self, other):
+    def __rtruediv__(self, other: Numbers) -> NDArray:
         return self._binary('divide', other, True)
 
-    def __itruediv__(self, other):
+    def __itruediv__(self, other: Numbers) -> NDArray:
         return self._in_place('divide', other)
 
-    def __pow__(self, other):
+    def __pow__(self, other: Numbers) -> NDArray:
         return self._binary('power', other)
 
-    def __rpow__(self, other):
+    def __rpow__(self, other: Numbers) -> NDArray:
         return self._binary('power', other, True)
 
-    def __ipow__(self, other):
+    def __ipow__(self, other: Numbers) -> NDArray:
         return self._in_place('power', other)
 
-    def __eq__(self, other):
+    def __eq__(self, other: Any) -> NDArray:                # type: ignore[override]
         return self._binary('equal', other)
 
-    def __ne__(self, other):
+    def __ne__(self, other: Any) -> NDArray:                # type: ignore[override]
         return self._binary('not_equal', other)
 
-    def __lt__(self, other):
+    def __lt__(self, other: Numbers) -> NDArray:
         return self._binary('less', other)
 
-    def __le__(self, other):
+    def __le__(self, other: Numbers) -> NDArray:
         return self._binary('less_equal', other)
 
-    def __gt__(self, other):
+    def __gt__(self, other: Numbers) -> NDArray:
         return self._binary('greater', other)
 
-    def __ge__(self, other):
+    def __ge__(self, other: Numbers) -> NDArray:
         return self._binary('greater_equal', other)
 
-    __hash__ = None                             # == returns an array
+    __hash__ = None                             # type: ignore[assignment]  # == returns an array
 
-    def __neg__(self):
+    def __neg__(self) -> NDArray:
         return self._unary('negate')
 
-    def __pos__(self):
+    def __pos__(self) -> NDArray:
         return self.copy()
 
-    def __abs__(self):
+    def __abs__(self) -> NDArray:
         return self._unary('abs')
 
-    def maximum(self, other):
+    def maximum(self, other: Numbers) -> NDArray:
         """Return the elementwise maximum; NaN if either operand is NaN."""
         return self._named('maximum', other)
 
-    def minimum(self, other):
+    def minimum(self, other: Numbers) -> NDArray:
         """Return the elementwise minimum; NaN if either operand is NaN."""
         return self._named('minimum', other)
 
-    def _named(self, op, other):
+    def _named(self, op: str, other: Numbers) -> NDArray:
         y = self._binary(op, other)
         if y is NotImplemented:
             raise TypeError(f'{op}: expected an array or a number, got {type(other).__name__}')
         return y
 
-    def exp(self):
+    def exp(self) -> NDArray:
         return self._unary('exp')
 
-    def log(self):
+    def log(self) -> NDArray:
         return self._unary('log')
 
-    def sqrt(self):
+    def sqrt(self) -> NDArray:
         return self._unary('sqrt')
 
-    def tanh(self):
+    def tanh(self) -> NDArray:
         return self._unary('tanh')
 
-    def sigmoid(self):
+    def sigmoid(self) -> NDArray:
         return self._unary('sigmoid')
 
-    def abs(self):
+    def abs(self) -> NDArray:
         return self._unary('abs')
 
     # ---- products ----------------------------------------------------------------------------------
 
-    def __matmul__(self, other):
-        other = _operand(other, self)
-        return other if other is NotImplemented else _matmul(self, other)
+    def __matmul__(self, other: Numbers) -> NDArray:
+        matrix = _operand(other, self)
+        return matrix if matrix is NotImplemented else _matmul(self, matrix)
 
-    def __rmatmul__(self, other):
-        other = _operand(other, self)
-        return other if other is NotImplemented else _matmul(other, self)
+    def __rmatmul__(self, other: Numbers) -> NDArray:
+        matrix = _operand(other, self)
+        return matrix if matrix is NotImplemented else _matmul(matrix, self)
 
     # ---- reductions --------------------------------------------------------------------------------
 
-    def _reduce(self, op, axis, keepdims):
+    def _reduce(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
         axes = _axes(tuple(axis) if isinstance(axis, list) else axis, len(self.shape))
         kept = tuple([1 if d in axes else n for d, n in enumerate(self.shape)])
         y = _new(kept, self.dtype, self.buffer.device, op)
@@ -772,24 +784,24 @@ class NDArray:
         shape = tuple([n for d, n in enumerate(kept) if d not in axes])
         return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
 
-    def sum(self, axis=None, keepdims=False):
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
         """Sum over one axis, several or all, in an order that does not depend on threads.  int32 stays int32 and wraps."""
         return self._reduce('sum', axis, keepdims)
 
-    def max(self, axis=None, keepdims=False):
+    def max(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
         """Return the maximum over one axis, several or all; NaN if there is one."""
         return self._reduce('max', axis, keepdims)
 
-    def min(self, axis=None, keepdims=False):
+    def min(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
         """Return the minimum over one axis, several or all; NaN if there is one."""
         return self._reduce('min', axis, keepdims)
 
-    def mean(self, axis=None, keepdims=False):
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
         """Return the mean over one axis, several or all, as float32; NaN without elements."""
         y = self._cast(FLOAT).sum(axis, keepdims)
         return y / (self.size / y.size if y.size else 1)
 
-    def argmax(self, axis=None, keepdims=False):
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
         """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
         if axis is None:
             x, kept = self.reshape(1, self.size), (1,) * self.ndim
@@ -812,11 +824,11 @@ class NDArray:
 
 # ---- operands --------------------------------------------------------------------------------------------------------
 
-def _new(shape, dtype, device, name):
+def _new(shape: Shape, dtype: np.dtype, device: Device, name: str) -> NDArray:
     return NDArray(device.allocate(shape, dtype, name), 0, shape, row_major(shape), dtype)
 
 
-def _dtype(dtype):
+def _dtype(dtype: DTypeLike) -> np.dtype:
     """Return the object FLOAT or INT, so that dtypes can be compared by identity."""
     found = np.dtype(dtype)
     if found == FLOAT:
@@ -826,13 +838,13 @@ def _dtype(dtype):
     raise TypeError(f'{found}: expected float32 or int32')
 
 
-def _int32(value):
+def _int32(value: int) -> int:
     if value not in _INT_RANGE:
         raise OverflowError(f'Python integer {value} out of bounds for int32')
     return value
 
 
-def _operand(other, like):
+def _operand(other: Any, like: NDArray) -> Any:
     """Convert `other` to an NDArray on the device of `like`; NotImplemented if it is not an array or a number."""
     if isinstance(other, NDArray):
         return other
@@ -845,7 +857,7 @@ def _operand(other, like):
     return NotImplemented
 
 
-def _ids(ids, n, device):
+def _ids(ids: Any, n: int, device: Device) -> NDArray:
     """Convert row numbers to a compact int32 array; negative ones count from the end of n rows."""
     if isinstance(ids, NDArray) and ids.dtype is INT and not ids.is_mask:
         return (ids + (ids < 0) * n).compact()
@@ -855,19 +867,19 @@ def _ids(ids, n, device):
     return array(np.where(ids < 0, ids + n, ids), INT, device)
 
 
-def _as_mask(a):
+def _as_mask(a: NDArray) -> NDArray:
     """Mark an array as a mask and return it."""
     a.buffer.mask = a.buffer.version
     return a
 
 
-def _is_boolean(value):
+def _is_boolean(value: Any) -> bool:
     if isinstance(value, NDArray):
         return value.is_mask
     return value in (0, 1) if isinstance(value, _NUMBERS) else np.asarray(value).dtype.kind == 'b'
 
 
-def mask_in(index):
+def mask_in(index: Index) -> np.ndarray | None:
     """Return an array or list used as an index as a numpy array of bools; None if it holds row numbers.
 
     Raises IndexError if it was computed from masks and could be either, RuntimeError for a mask while a plan records.
@@ -886,7 +898,7 @@ def mask_in(index):
     return index.numpy()
 
 
-def selected(mask, shape):
+def selected(mask: np.ndarray, shape: Shape) -> np.ndarray:
     """Return the indices of the elements, along the first axes of an array of that shape, where a numpy mask is true."""
     if not mask.ndim or mask.shape != shape[:mask.ndim]:
         raise IndexError(f'a mask of shape {mask.shape} cannot index an array of shape {shape}: it must have the shape of the '
@@ -894,17 +906,17 @@ def selected(mask, shape):
     return np.flatnonzero(mask)
 
 
-def _same_device(a, b):
+def _same_device(a: NDArray, b: NDArray) -> None:
     if a.device is not b.device:
         raise TypeError(f'arrays on two devices, {a.device} and {b.device}; move one with .to(device)')
 
 
-def _identical(a, b):
+def _identical(a: NDArray, b: NDArray) -> bool:
     """Return whether two arrays are views of the same elements in the same order."""
     return a.buffer is b.buffer and a.offset == b.offset and a.shape == b.shape and a.strides == b.strides
 
 
-def _overlap(a, b):
+def _overlap(a: NDArray, b: NDArray) -> bool:
     """Return whether two arrays may share memory, judged by the first and last byte of each."""
     if a.buffer is not b.buffer and not (a.buffer.foreign or b.buffer.foreign):
         return False
@@ -912,7 +924,7 @@ def _overlap(a, b):
     return low_a < high_b and low_b < high_a
 
 
-def _bounds(a):
+def _bounds(a: NDArray) -> tuple[int, int]:
     if a.buffer.owner is None:
         raise a._freed()
     if 0 in a.shape:
@@ -922,7 +934,7 @@ def _bounds(a):
     return start + sum([min(end, 0) for end in ends]), start + sum([max(end, 0) for end in ends]) + item
 
 
-def _matmul(a, b):
+def _matmul(a: NDArray, b: NDArray) -> NDArray:
     _same_device(a, b)
     if not a.shape or not b.shape:
         raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: expected at least one axis each')
@@ -943,7 +955,7 @@ def _matmul(a, b):
 
 # ---- making arrays ---------------------------------------------------------------------------------------------------
 
-def array(obj, dtype=None, device=None):
+def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
     """Return a new compact array with the numbers of obj: an NDArray, a numpy array, a list or a number.
 
     dtype: float32 or int32.  Default: an array's dtype; for Python numbers float32 if any is a float, else int32.  Bools
@@ -976,12 +988,12 @@ def array(obj, dtype=None, device=None):
     return _as_mask(y) if is_mask else y
 
 
-def empty(shape, dtype=FLOAT, device=None):
+def empty(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = None) -> NDArray:
     """Return a compact array with undefined contents."""
     return _new(_shape_of(shape), _dtype(dtype), device or default_device(), 'empty')
 
 
-def full(shape, value, dtype=None, device=None):
+def full(shape: Shape | int, value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
     """Return a compact array filled with value.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
     is_mask = dtype is None and isinstance(value, bool | np.bool_)
     dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer | np.bool_) else FLOAT
@@ -990,24 +1002,25 @@ def full(shape, value, dtype=None, device=None):
     return _as_mask(y) if is_mask else y
 
 
-def zeros(shape, dtype=FLOAT, device=None):
+def zeros(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = None) -> NDArray:
     """Return a compact array of zeros."""
     return full(shape, 0, dtype, device)
 
 
-def ones(shape, dtype=FLOAT, device=None):
+def ones(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = None) -> NDArray:
     """Return a compact array of ones."""
     return full(shape, 1, dtype, device)
 
 
-def arange(start, stop=None, step=1, dtype=None, device=None):
+def arange(start: float, stop: float | None = None, step: float = 1, dtype: DTypeLike | None = None,
+           device: Device | None = None) -> NDArray:
     """Return start, start + step, ... below stop, like np.arange."""
     start, stop = (0, start) if stop is None else (start, stop)
     numbers = np.arange(start, stop, step)
     return array(numbers, dtype or (INT if numbers.dtype.kind in 'iu' else FLOAT), device)
 
 
-def from_numpy(a, device=None):
+def from_numpy(a: np.ndarray, device: Device | None = None) -> NDArray:
     """Return an NDArray over the memory of a numpy array, with its strides.
 
     Raises TypeError for another dtype, ValueError for a read-only or unaligned array.
@@ -1031,30 +1044,30 @@ def from_numpy(a, device=None):
     return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // 4 for step in a.strides), dtype)
 
 
-def as_ndarray(array, device=None):
+def as_ndarray(array: Any, device: Device | None = None) -> NDArray:
     """Wrap an op's array in an NDArray over the same memory: from_numpy for numpy arrays; an NDArray is returned unchanged."""
     return array if isinstance(array, NDArray) else from_numpy(array, device)
 
 
-def from_dlpack(x, device=None):
+def from_dlpack(x: Any, device: Device | None = None) -> NDArray:
     """Return an NDArray over the memory of another library's array, which must be in CPU memory."""
     return from_numpy(np.from_dlpack(x), device)
 
 
-def _all_alike(arrays, who):
+def _all_alike(arrays: Iterable[Numbers], who: str) -> tuple[list[NDArray], np.dtype]:
     """Convert to NDArrays and check: at least one, all on one device.  Also return the common dtype, float32 if mixed."""
-    arrays = list(arrays)
-    if not arrays:
+    given = list(arrays)
+    if not given:
         raise ValueError(f'{who}: expected at least one array')
-    first = next((a for a in arrays if isinstance(a, NDArray)), None)
-    arrays = [a if isinstance(a, NDArray) else array(a, device=first.device if first is not None else None) for a in arrays]
-    for other in arrays:
-        _same_device(arrays[0], other)
-    dtype = INT if all(a.dtype is INT for a in arrays) else FLOAT
-    return arrays, dtype
+    first = next((a for a in given if isinstance(a, NDArray)), None)
+    found = [a if isinstance(a, NDArray) else array(a, device=first.device if first is not None else None) for a in given]
+    for other in found:
+        _same_device(found[0], other)
+    dtype = INT if all(a.dtype is INT for a in found) else FLOAT
+    return found, dtype
 
 
-def concatenate(arrays, axis=0):
+def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays along an existing axis.  ValueError if their shapes differ in another axis."""
     arrays, dtype = _all_alike(arrays, 'concatenate')
     first = arrays[0]
@@ -1070,7 +1083,7 @@ def concatenate(arrays, axis=0):
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
-def stack(arrays, axis=0):
+def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays of one shape along a new axis.  ValueError if shapes differ."""
     arrays, dtype = _all_alike(arrays, 'stack')
     first = arrays[0]
@@ -1084,7 +1097,7 @@ def stack(arrays, axis=0):
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
-def pad(a, widths, value=0):
+def pad(a: NDArray, widths: Any, value: float = 0) -> NDArray:
     """Surround a with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number."""
     widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist() if a.ndim else []
     if any(n < 0 for pair in widths for n in pair):
