@@ -3,9 +3,12 @@
 Nodes are numbered in order of creation, so an op has a larger number than everything it depends on, and backward visits the
 nodes from the largest number to the smallest.
 """
+from __future__ import annotations
+
 import functools
 import heapq
 import inspect
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +16,14 @@ from pyops import backend, ndarray
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, parent_of, wrap
 from pyops.ndarray import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyops.autograd import Tensor
+    from pyops.autograd.tape import Node, Parent
+    from pyops.backend.device import Device
+    from pyops.typing import Numbers, Shape
 
 
 class _Backward:
@@ -23,14 +34,15 @@ class _Backward:
     relevant        the ids of the requested leaves and the nodes on paths to them; None: everything is relevant
     """
 
-    def __init__(self, create_graph, retain_graph, accumulate, relevant=None):
+    def __init__(self, create_graph: bool, retain_graph: bool, accumulate: bool, relevant: set[Any] | None = None) -> None:
         self.create_graph, self.retain_graph, self.accumulate, self.relevant = create_graph, retain_graph, accumulate, relevant
-        self.leaves = {}        # id of a leaf -> slot [gradient so far, whether it may be added to in place, the leaf]
-        self.nodes = {}         # node -> one slot [gradient so far, whether ...] per output
-        self.heap = []          # (-number, node) of the nodes still to visit
-        self.captured = {}      # (node, output) -> gradient, for requested tensors that are not leaves
+        # id of a leaf -> slot [gradient so far, whether it may be added to in place, the leaf]
+        self.leaves: dict[int, list[Any]] = {}
+        self.nodes: dict[Node, list[list[Any]]] = {}        # node -> one slot [gradient so far, whether ...] per output
+        self.heap: list[tuple[int, Node]] = []              # (-number, node) of the nodes still to visit
+        self.captured: dict[Any, Any] = {}  # (node, output) -> gradient, for requested tensors that are not leaves
 
-    def slot(self, parent):
+    def slot(self, parent: Any) -> list[Any]:
         """Return the slot in which the gradient of a leaf or of a node's output is accumulated."""
         if type(parent) is tuple:
             node, output = parent
@@ -47,7 +59,7 @@ class _Backward:
                 slot[1] = not self.create_graph and slot[0].is_compact()
         return slot
 
-    def add(self, parent, gradient):
+    def add(self, parent: Parent | None, gradient: Any) -> None:
         """Add a gradient to a leaf or a node's output."""
         slot = self.slot(parent)
         if slot[0] is None:
@@ -57,7 +69,7 @@ class _Backward:
         else:
             slot[0], slot[1] = slot[0] + gradient, not self.create_graph
 
-    def sum_of(self, parent):
+    def sum_of(self, parent: Any) -> NDArray:
         """Return the gradient of `parent` as an array that may be added to in place."""
         slot = self.slot(parent)
         if not slot[1]:
@@ -69,7 +81,7 @@ class _Backward:
             slot[1] = True
         return slot[0]
 
-    def wanted(self, parent):
+    def wanted(self, parent: Parent | None) -> bool:
         """Return whether the gradient of an input is needed."""
         if self.relevant is None or parent is None:
             return parent is not None
@@ -77,7 +89,7 @@ class _Backward:
             return parent[0] in self.relevant or parent in self.captured
         return id(parent) in self.relevant
 
-    def run(self):
+    def run(self) -> None:
         before, mode.grad = mode.grad, self.create_graph
         try:
             while self.heap:
@@ -95,7 +107,7 @@ class _Backward:
         finally:
             mode.grad = before
 
-    def array_op(self, node, dys):
+    def array_op(self, node: Node, dys: list[Any]) -> None:
         """Run the backward of an array op, on NDArrays or on Tensors."""
         op, ctx, wanted = node.op, node.ctx, [self.wanted(parent) for parent in node.parents]
         if self.create_graph:
@@ -108,7 +120,7 @@ class _Backward:
         gradients = op.backward(dy, ctx, wanted) if _asks_what_is_wanted(op) else op.backward(dy, ctx)
         self.pass_on(node, gradients, wanted)
 
-    def pass_on(self, node, gradients, wanted):
+    def pass_on(self, node: Node, gradients: Any, wanted: list[bool]) -> None:
         """Add the gradients of a node's inputs to their parents."""
         if not isinstance(gradients, (tuple, list)):
             gradients = (gradients,)
@@ -120,7 +132,7 @@ class _Backward:
                                        f'for an input of shape {shape}')
                 self.add(parent, gradient)
 
-    def kernel_op(self, node, dys):
+    def kernel_op(self, node: Node, dys: list[Any]) -> None:
         """Run the backward of a kernel op, which adds to the gradients of its parameters itself."""
         kernel, dy = node.op, dys[0]
         wanted = [self.wanted(parent) for parent in node.parents]
@@ -131,7 +143,7 @@ class _Backward:
         sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
                 for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
         op = kernel.make([device.plain(d) for d in sums])
-        options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}
+        options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}      # type: ignore[arg-type]
         dy = dy.compact()
         given = device.plain(dy)
         with backend.on(device.place):
@@ -145,14 +157,14 @@ class _Backward:
             arrays.append(known.get(id(gradient)))
         self.pass_on(node, arrays, wanted)
 
-    def derivatives(self, node, dy, device, n):
+    def derivatives(self, node: Node, dy: Any, device: Device, n: int) -> list[Any]:
         """Return the gradients of the n inputs and the parameters of a kernel op, computed with recorded array ops."""
         kernel = node.op
         if getattr(kernel.op, 'backward_on_tensors', None) is None:
             raise RuntimeError(f'{node.name}: has no second derivative: its gradient is computed by a kernel; '
                                'use array ops (@, +, exp, sum ...) for a function that needs create_graph')
 
-        def tensor(array):
+        def tensor(array: Any) -> Any:
             """Wrap an array of ctx, with its history if it is an input or the output."""
             if not backend.is_array(array) or array.dtype not in (np.float32, np.int32):
                 return array
@@ -164,7 +176,7 @@ class _Backward:
         inputs, gradients = op.backward_on_tensors(dy, type(node.ctx)(*map(tensor, node.ctx)), parameters)
         return [*inputs, *[None] * (n - len(inputs)), *(gradients[argument] for argument in parameters)]
 
-    def tensor(self, node, array):
+    def tensor(self, node: Node, array: NDArray) -> Tensor:
         """Wrap an array of ctx as a Tensor with its history, for second derivatives."""
         try:
             i = node.arrays.index(id(array))
@@ -173,24 +185,24 @@ class _Backward:
         n = len(node.parents)
         return wrap(array, node.parents[i] if i < n else (node, i - n))
 
-    def zeros(self, output):
+    def zeros(self, output: tuple[Shape, np.dtype, Device]) -> NDArray | Tensor:
         """Return the gradient of an output that was not used: zeros."""
         array = ndarray.zeros(*output)
         return wrap(array, None) if self.create_graph else array
 
 
 @functools.cache
-def _skips_dx(op):
+def _skips_dx(op: Any) -> bool:
     """Return whether the op's backward can skip computing dx."""
     return 'want_dx' in inspect.signature(op.backward).parameters
 
 
 @functools.cache
-def _asks_what_is_wanted(op):
+def _asks_what_is_wanted(op: Any) -> bool:
     return 'wanted' in inspect.signature(op.backward).parameters
 
 
-def _start(walk, outputs, gradients):
+def _start(walk: _Backward, outputs: Sequence[Tensor], gradients: Sequence[Any]) -> None:
     """Set the gradients of the outputs."""
     if mode.interpreter is not None:
         raise RuntimeError('gradcheck: the function computes gradients itself, which is not supported in float64; '
@@ -212,12 +224,13 @@ def _start(walk, outputs, gradients):
         walk.add(parent_of(y), dy if walk.create_graph else dy.array)
 
 
-def backward(outputs, gradients, create_graph=False, retain_graph=None):
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Numbers | None], create_graph: bool = False,
+             retain_graph: bool | None = None) -> None:
     """Add the gradients of the outputs, started with `gradients`, to the .grad of all leaves."""
     walk = _Backward(create_graph, create_graph if retain_graph is None else retain_graph, accumulate=True)
     _start(walk, outputs, gradients)
     walk.run()
-    taken = set()
+    taken: set[int] = set()
     for gradient, ours, leaf in walk.leaves.values():
         if create_graph:
             leaf.grad = gradient
@@ -225,7 +238,7 @@ def backward(outputs, gradients, create_graph=False, retain_graph=None):
             leaf.grad = wrap(gradient if ours else _own(gradient, taken), None)
 
 
-def _own(gradient, taken):
+def _own(gradient: NDArray, taken: set[int]) -> NDArray:
     """Return a compact gradient with memory of its own: x and y in x + y get the same array.  taken: ids of Buffers in use."""
     if id(gradient.buffer) in taken or not gradient.is_compact():
         gradient = gradient.copy()
@@ -233,7 +246,8 @@ def _own(gradient, taken):
     return gradient
 
 
-def grad(outputs, inputs, grad_outputs=None, create_graph=False, retain_graph=None, allow_unused=False):
+def grad(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], grad_outputs: Any = None,
+         create_graph: bool = False, retain_graph: bool | None = None, allow_unused: bool = False) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs, leaves or not, as a tuple of Tensors.  No .grad changes.
 
     inputs: a Tensor or several.  grad_outputs: the gradient of each output; None: 1, for a scalar.
@@ -258,11 +272,11 @@ def grad(outputs, inputs, grad_outputs=None, create_graph=False, retain_graph=No
         if gradient is None and not allow_unused:
             raise RuntimeError(f'grad: the outputs do not depend on input {i} of shape {x.shape}; '
                                'allow_unused=True gives None for it')
-    taken = set()
-    return tuple(g if g is None or create_graph else wrap(_own(g, taken), None) for g in found)
+    taken: set[int] = set()
+    return tuple(g if g is None or create_graph else wrap(_own(g, taken), None) for g in found)    # type: ignore[misc]
 
 
-def _relevant(parents, leaves, captured):
+def _relevant(parents: list[Parent | None], leaves: set[int], captured: dict[Any, Any]) -> set[Any]:
     """Return the leaves, and the nodes reachable from `parents` on a path to a leaf or to an output in `captured`."""
     nodes, todo = set(), [p[0] for p in parents if type(p) is tuple]
     while todo:
@@ -270,7 +284,7 @@ def _relevant(parents, leaves, captured):
         if node not in nodes:
             nodes.add(node)
             todo.extend(p[0] for p in node.parents or () if type(p) is tuple)
-    relevant = set(leaves)
+    relevant: set[Any] = set(leaves)
     for node in sorted(nodes, key=lambda node: node.number):        # inputs come before results
         # A freed node is relevant: visiting it must raise.
         if node.parents is None or any(p in captured or p[0] in relevant if type(p) is tuple else id(p) in relevant

@@ -1,14 +1,22 @@
 """Whether ops are recorded, and what runs them: no_grad, enable_grad, and the interpreter of gradcheck."""
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect
 import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+T = TypeVar('T')
 
 
 class _Mode(threading.local):
     grad = True
-    before = ()             # values of `grad` outside the open no_grad and enable_grad blocks
-    interpreter = None      # runs ops instead of `apply`
+    before: tuple[bool, ...] = ()       # values of `grad` outside the open no_grad and enable_grad blocks
+    interpreter: Callable[..., Any] | None = None       # runs ops instead of `apply`
 
 
 mode = _Mode()
@@ -17,48 +25,48 @@ mode = _Mode()
 class _Grad:
     """Context manager and decorator: `with no_grad(): ...` or `@no_grad()` above a function."""
 
-    def __init__(self, enabled):
+    def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         mode.before, mode.grad = (*mode.before, mode.grad), self.enabled        # not in self: it may be entered twice
 
-    def __exit__(self, *_):
-        *mode.before, mode.grad = mode.before
+    def __exit__(self, *_: Any) -> None:
+        mode.before, mode.grad = mode.before[:-1], mode.before[-1]
 
-    def __call__(self, function):
+    def __call__(self, function: Callable[..., T]) -> Callable[..., T]:
         if inspect.isgeneratorfunction(function):
             raise TypeError(f'{function.__name__}: a generator runs after the call that creates it; use `with` inside its body')
 
         @functools.wraps(function)
-        def wrapped(*args, **kwargs):
+        def wrapped(*args: Any, **kwargs: Any) -> T:
             with _Grad(self.enabled):
                 return function(*args, **kwargs)
         return wrapped
 
 
-def no_grad():
+def no_grad() -> _Grad:
     """Disable recording inside the block: results require no gradient, and leaves may be changed in place."""
     return _Grad(False)
 
 
-def enable_grad():
+def enable_grad() -> _Grad:
     """Enable recording inside the block, within no_grad()."""
     return _Grad(True)
 
 
-def is_grad_enabled():
+def is_grad_enabled() -> bool:
     """Return whether ops are recorded."""
     return mode.grad
 
 
-def is_interpreted():
+def is_interpreted() -> bool:
     """Return whether gradcheck is evaluating the function in float64; state that lasts must not change then."""
     return mode.interpreter is not None
 
 
 @contextlib.contextmanager
-def interpreted_by(run):
+def interpreted_by(run: Callable[..., Any]) -> Iterator[None]:
     """Inside the block, apply(op, *inputs, **constants) calls run(op, inputs, constants), and nothing is recorded."""
     before, mode.interpreter = mode.interpreter, run
     try:

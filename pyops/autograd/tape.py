@@ -5,7 +5,10 @@ turn, which gives second derivatives.  Kernel ops, such as Linear or GRU, are th
 gradients call; here their parameters are Tensors too.  Some of them have a second, differentiable definition of their
 gradient, the method `backward_on_tensors`.
 """
+from __future__ import annotations
+
 import itertools
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -14,6 +17,17 @@ from pyops.autograd.mode import mode
 from pyops.ndarray import NDArray
 from pyops.ops.array import ArrayOp
 from pyops.params import Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyops.autograd import Tensor
+    from pyops.backend.device import Buffer, Device
+    from pyops.typing import Numbers, Shape
+
+# where the gradient of an input goes: a leaf, or an output of a node
+Origin: TypeAlias = 'tuple[Node, int]'
+Parent: TypeAlias = 'Recorded | Origin'
 
 _numbers = itertools.count()
 
@@ -27,44 +41,48 @@ class Recorded:
     origin          (node, index of its output) of the op that produced it; None for a leaf
     """
     __slots__ = ('array', 'origin', 'requires_grad', '_grad', '__weakref__')
-    of_results = None               # the class of the results of ops: Tensor
+    of_results: ClassVar[type[Tensor]]          # the class of the results of ops, set in tensor.py
+    array: NDArray
+    origin: Origin | None
+    requires_grad: bool
+    _grad: Tensor | None
 
     @property
-    def shape(self):
+    def shape(self) -> Shape:
         return self.array.shape
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         return self.array.ndim
 
     @property
-    def size(self):
+    def size(self) -> int:
         return self.array.size
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.array.dtype
 
     @property
-    def device(self):
+    def device(self) -> Device:
         return self.array.device
 
     @property
-    def kind(self):
+    def kind(self) -> tuple[Shape, np.dtype, Device]:
         """(shape, dtype, device)."""
         return self.array.shape, self.array.dtype, self.array.device
 
     @property
-    def grad(self):
+    def grad(self) -> Tensor | None:
         """The gradient accumulated by backward(): a Tensor, or None."""
         return self._grad
 
     @grad.setter
-    def grad(self, value):
+    def grad(self, value: Numbers | None) -> None:
         self._grad = None if value is None else gradient_for(self, value)
 
 
-def as_array(data, device=None):
+def as_array(data: Numbers, device: Device | None = None) -> NDArray:
     """Convert numbers to an NDArray: floats to float32, integers to int32, bools to a mask."""
     if isinstance(data, Recorded):
         data = data.array
@@ -78,19 +96,19 @@ def as_array(data, device=None):
     return ndarray.array(data, {'f': np.float32, 'b': None}.get(data.dtype.kind, np.int32), device)
 
 
-def constant(array):
+def constant(array: NDArray) -> Tensor:
     """Wrap an NDArray in a Tensor without a copy or a check."""
     return wrap(array, None)
 
 
-def wrap(array, origin):
+def wrap(array: NDArray, origin: Origin | None) -> Tensor:
     """Create the Tensor of an op's output."""
     tensor = object.__new__(Recorded.of_results)
     tensor.array, tensor.origin, tensor.requires_grad, tensor._grad = array, origin, origin is not None, None
     return tensor
 
 
-def gradient_for(tensor, value):
+def gradient_for(tensor: Recorded, value: Numbers) -> Tensor:
     """Convert value (a Tensor, an array or a list) to a gradient of `tensor`.  ValueError for another shape or dtype."""
     if not isinstance(value, Recorded):
         value = constant(as_array(value if isinstance(value, NDArray) else np.asarray(value, np.float32), tensor.device))
@@ -99,7 +117,7 @@ def gradient_for(tensor, value):
     return value
 
 
-def name_of(op):
+def name_of(op: Any) -> str:
     """Return the name of an op class, or of the class of an op instance."""
     return op.__name__ if isinstance(op, type) else type(op).__name__
 
@@ -115,16 +133,20 @@ class Node:
     """
     __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', '__weakref__')
 
-    def __init__(self, op, ctx, parents, arrays, guards, outputs, several=False):
-        self.op, self.ctx, self.parents, self.arrays = op, ctx, parents, arrays
-        self.guards, self.outputs, self.several = guards, outputs, several
+    def __init__(self, op: Any, ctx: Any, parents: list[Parent | None], arrays: list[int],
+                 guards: list[tuple[Buffer, int, Shape]], outputs: list[tuple[Shape, np.dtype, Device]],
+                 several: bool = False) -> None:
+        self.op, self.ctx, self.outputs, self.several = op, ctx, outputs, several
+        self.parents: Any = parents         # None, like ctx and arrays, after free()
+        self.arrays: Any = arrays
+        self.guards = guards
         self.number = next(_numbers)
 
     @property
-    def name(self):
+    def name(self) -> str:
         return name_of(self.op.op if isinstance(self.op, KernelCall) else self.op)
 
-    def check(self):
+    def check(self) -> None:
         """Raise RuntimeError if backward cannot run: saved values were freed, or changed in place since forward."""
         if self.parents is None:
             raise RuntimeError(f'{self.name}: this part of the graph was used by an earlier backward, which freed what it had '
@@ -134,12 +156,12 @@ class Node:
                 raise RuntimeError(f'{self.name}: an array of shape {shape} that backward needs was changed in place after '
                                    f'forward (version {buffer.version}, expected {version}); change a copy of it instead')
 
-    def free(self):
+    def free(self) -> None:
         self.ctx = self.parents = self.arrays = None
-        self.guards = ()
+        self.guards = []
 
 
-def apply(op, *inputs, **constants):
+def apply(op: Any, *inputs: Any, **constants: Any) -> Any:
     """Run an op on Tensors, record it, and return a Tensor, or a tuple of them if the op has several outputs.
 
     An array op:  apply(Sum, x, axis=0).  Inputs that are not Tensors, and all keyword arguments, are constants.
@@ -161,7 +183,7 @@ def apply(op, *inputs, **constants):
             x = as_array(x, next((other.device for other in inputs if isinstance(other, Recorded)), None))
         arrays.append(x)
         parents.append(parent)
-    y, ctx = op.forward(*arrays, **constants)
+    y, ctx = op.forward(*arrays, **constants)         # type: ignore[attr-defined]
     several = type(y) is tuple
     if not (record and mode.grad):
         return tuple(wrap(a, None) for a in y) if several else wrap(y, None)
@@ -172,7 +194,7 @@ def apply(op, *inputs, **constants):
     return tuple(wrap(a, (node, i)) for i, a in enumerate(y)) if several else wrap(y, (node, 0))
 
 
-def parent_of(x):
+def parent_of(x: Any) -> Parent | None:
     """Return the destination of the gradient of an input, None if it needs none."""
     if not (isinstance(x, Recorded) and x.requires_grad):
         return None
@@ -188,10 +210,10 @@ class KernelCall:
     """
     __slots__ = ('op', 'parameters', 'settings')
 
-    def __init__(self, op, parameters, settings):
+    def __init__(self, op: Any, parameters: list[tuple[str, str, Any]], settings: dict[str, Any]) -> None:
         self.op, self.parameters, self.settings = op, parameters, settings
 
-    def make(self, grads):
+    def make(self, grads: Sequence[Any]) -> Any:
         if not isinstance(self.op, type):
             return self.op
         parameters = {argument: Parameter(name, value, grad)
@@ -199,7 +221,7 @@ class KernelCall:
         return self.op(**parameters, **self.settings)
 
 
-def _apply_kernel(op, inputs, constants):
+def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -> Tensor:
     tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
     every = [x for x in (*inputs, *tensors.values()) if isinstance(x, Recorded)]
     device = _same_device(op, every)
@@ -221,7 +243,7 @@ def _apply_kernel(op, inputs, constants):
     return wrap(y, (node, 0))
 
 
-def _same_device(op, tensors):
+def _same_device(op: Any, tensors: Sequence[Recorded]) -> Device:
     """Return the common device of the tensors.  Raises TypeError if they are on several."""
     if not tensors:
         return ndarray.default_device()
@@ -232,7 +254,7 @@ def _same_device(op, tensors):
     return device
 
 
-def as_ndarray(array, device):
+def as_ndarray(array: Any, device: Device) -> NDArray:
     """Wrap a C-contiguous array, an output of a kernel op, in an NDArray on the device of its inputs."""
     if isinstance(array, NDArray):
         return array
