@@ -3,8 +3,11 @@
 Names and argument order follow torch.nn.functional and torch if they have the function.  Axes are called `axis` (None for
 all, an int, or several) and `keepdims`.  Arrays and lists passed instead of Tensors are constants.
 """
+from __future__ import annotations
+
 import builtins
 import itertools
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,72 +35,77 @@ from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
 from pyops.ops.shapes import BroadcastTo, Concatenate, GetItem, Pad, Permute, Place, Reshape, Split, Stack, Unbind
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
-def tensor(x, like=None):
+    from pyops.typing import Array, Axis, Numbers, Shape
+
+
+def tensor(x: Numbers, like: Tensor | None = None) -> Tensor:
     """Convert x to a Tensor, on the device of `like`; a Tensor is returned unchanged."""
     return x if isinstance(x, Tensor) else Tensor(x, device=None if like is None else like.device)
 
 
 # ---- element by element ------------------------------------------------------------------------------------------------
 
-def exp(x):
+def exp(x: Numbers) -> Tensor:
     """Return e^x, elementwise."""
     return apply(Exp, tensor(x))
 
 
-def log(x):
+def log(x: Numbers) -> Tensor:
     """Return the natural logarithm, elementwise."""
     return apply(Log, tensor(x))
 
 
-def sqrt(x):
+def sqrt(x: Numbers) -> Tensor:
     """Return the square root, elementwise."""
     return apply(Sqrt, tensor(x))
 
 
-def abs(x):
+def abs(x: Numbers) -> Tensor:
     """Return the absolute value, elementwise; the gradient at 0 is 0."""
     return apply(Abs, tensor(x))
 
 
-def tanh(x):
+def tanh(x: Numbers) -> Tensor:
     """Return the hyperbolic tangent, elementwise."""
     return apply(Tanh, tensor(x))
 
 
-def sigmoid(x):
+def sigmoid(x: Numbers) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise."""
     return apply(Sigmoid, tensor(x))
 
 
-def relu(x):
+def relu(x: Numbers) -> Tensor:
     """Return max(x, 0), elementwise."""
     return apply(ReLU, tensor(x))
 
 
-def maximum(a, b):
+def maximum(a: Numbers, b: Numbers) -> Tensor:
     """Return the elementwise maximum.  Equal elements get half of the gradient each."""
     return tensor(a).maximum(b)
 
 
-def minimum(a, b):
+def minimum(a: Numbers, b: Numbers) -> Tensor:
     """Return the elementwise minimum.  Equal elements get half of the gradient each."""
     return tensor(a).minimum(b)
 
 
 # ---- reductions --------------------------------------------------------------------------------------------------------
 
-def sum(x, axis=None, keepdims=False):
+def sum(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the sum over axes."""
     return apply(Sum, tensor(x), axis=axis, keepdims=keepdims)
 
 
-def mean(x, axis=None, keepdims=False):
+def mean(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the mean over axes."""
     return apply(Mean, tensor(x), axis=axis, keepdims=keepdims)
 
 
-def var(x, axis=None, keepdims=False, correction=1):
+def var(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> Tensor:
     """Return the variance: the sum of squared deviations from the mean, divided by n - correction."""
     x = tensor(x)
     centred = x - mean(x, axis, True)
@@ -105,74 +113,74 @@ def var(x, axis=None, keepdims=False, correction=1):
     return squares / (x.size // builtins.max(squares.size, 1) - correction)
 
 
-def max(x, axis=None, keepdims=False):
+def max(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the maximum.  Equal maxima share the gradient equally."""
     return apply(Max, tensor(x), axis=axis, keepdims=keepdims)
 
 
-def min(x, axis=None, keepdims=False):
+def min(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the minimum.  Equal minima share the gradient equally."""
     return apply(Min, tensor(x), axis=axis, keepdims=keepdims)
 
 
-def logsumexp(x, axis=None, keepdims=False):
+def logsumexp(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return log(sum(e^x)) over axes, without overflow."""
     return apply(LogSumExp, tensor(x), axis=axis, keepdims=keepdims)
 
 
-def softmax(x, axis=-1):
+def softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along an axis, without overflow."""
     return apply(Softmax, tensor(x), axis=axis)
 
 
-def log_softmax(x, axis=-1):
+def log_softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return log(softmax(x)) along an axis."""
     return apply(LogSoftmax, tensor(x), axis=axis)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------------
 
-def reshape(x, shape):
+def reshape(x: Numbers, shape: Sequence[int]) -> Tensor:
     """Return x in another shape with the same number of elements; one size may be -1."""
     return apply(Reshape, tensor(x), shape=tuple(shape))
 
 
-def permute(x, axes):
+def permute(x: Numbers, axes: Sequence[int]) -> Tensor:
     """Return x with axis axes[d] as axis d."""
     return apply(Permute, tensor(x), axes=tuple(axes))
 
 
-def transpose(x, a, b):
+def transpose(x: Numbers, a: int, b: int) -> Tensor:
     """Exchange two axes."""
     return tensor(x).transpose(a, b)
 
 
-def broadcast_to(x, shape):
+def broadcast_to(x: Numbers, shape: Sequence[int]) -> Tensor:
     """Repeat axes of size 1, and add leading axes, to get `shape`."""
     return apply(BroadcastTo, tensor(x), shape=tuple(shape))
 
 
-def flip(x, axis=None):
+def flip(x: Numbers, axis: Axis = None) -> Tensor:
     """Reverse the order along an axis, several, or all (None)."""
     return tensor(x).flip(axis)
 
 
-def stack(tensors, axis=0):
+def stack(tensors: Iterable[Numbers], axis: int = 0) -> Tensor:
     """Join tensors of one shape along a new axis."""
     return apply(Stack, *map(tensor, tensors), axis=axis)
 
 
-def unbind(x, axis=0):
+def unbind(x: Numbers, axis: int = 0) -> tuple[Tensor, ...]:
     """Return the slices of x along an axis, without that axis, as a tuple: the inverse of stack."""
     return apply(Unbind, tensor(x), axis=axis)
 
 
-def cat(tensors, axis=0):
+def cat(tensors: Iterable[Numbers], axis: int = 0) -> Tensor:
     """Join tensors along an existing axis."""
     return apply(Concatenate, *map(tensor, tensors), axis=axis)
 
 
-def split(x, sizes, axis=0):
+def split(x: Numbers, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
     """Split x along an axis and return a tuple: the inverse of cat.
 
     sizes: the size of each piece, or one size for all pieces but the last.  ValueError if they do not add up.
@@ -188,25 +196,26 @@ def split(x, sizes, axis=0):
     return apply(Split, x, sizes=tuple(sizes), axis=axis)
 
 
-def pad(x, widths, value=0.0):
+def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
     """Pad x with `value` at both ends of its axes.
 
     widths: (before, after) of the last axis, then of the one before it, ..., flat as in PyTorch: (1, 2, 3, 4); or as in numpy
     one pair per axis: ((3, 4), (1, 2))
     """
-    x, widths = tensor(x), tuple(widths)
-    if all(isinstance(n, int) for n in widths):
-        if len(widths) % 2 or len(widths) > 2 * x.ndim:
-            raise ValueError(f'pad: expected two widths for each of at most {x.ndim} axes, got {widths}')
-        pairs = [(0, 0)] * (x.ndim - len(widths) // 2) + list(zip(widths[::2], widths[1::2], strict=True))[::-1]
+    x = tensor(x)
+    given: Any = tuple(widths)
+    if all(isinstance(n, int) for n in given):
+        if len(given) % 2 or len(given) > 2 * x.ndim:
+            raise ValueError(f'pad: expected two widths for each of at most {x.ndim} axes, got {given}')
+        pairs = [(0, 0)] * (x.ndim - len(given) // 2) + list(zip(given[::2], given[1::2], strict=True))[::-1]
     else:
-        pairs = [tuple(pair) for pair in widths]
+        pairs = [tuple(pair) for pair in given]
     if len(pairs) != x.ndim or any(n < 0 for pair in pairs for n in pair):
-        raise ValueError(f'pad: expected widths of at least 0 for the {x.ndim} axes of {x.shape}, got {widths}')
+        raise ValueError(f'pad: expected widths of at least 0 for the {x.ndim} axes of {x.shape}, got {given}')
     return apply(Pad, x, widths=tuple(pairs), value=value)
 
 
-def dilate(x, axis, dilation):
+def dilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     """Insert `dilation` zeros after each element along the axes: size n becomes n (1 + dilation)."""
     x = tensor(x)
     axes = normal_axes(axis, x.ndim)
@@ -214,17 +223,17 @@ def dilate(x, axis, dilation):
     return apply(Place, x, shape=shape, index=_every(axes, x.ndim, 1 + dilation))
 
 
-def undilate(x, axis, dilation):
+def undilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     """Remove the zeros that dilate inserted."""
     x = tensor(x)
     return apply(GetItem, x, index=_every(normal_axes(axis, x.ndim), x.ndim, 1 + dilation))
 
 
-def _every(axes, ndim, step):
+def _every(axes: Shape, ndim: int, step: int) -> tuple[slice, ...]:
     return tuple(slice(None, None, step if i in axes else None) for i in range(ndim))
 
 
-def one_hot(labels, num_classes):
+def one_hot(labels: Numbers, num_classes: int) -> Tensor:
     """Return float32 (..., num_classes): 1 at the label, 0 elsewhere.  ValueError for a label outside 0 .. num_classes - 1."""
     labels = tensor(labels)
     classes = Tensor(np.arange(num_classes, dtype=np.int32), device=labels.device)
@@ -236,23 +245,23 @@ def one_hot(labels, num_classes):
 
 # ---- layers ------------------------------------------------------------------------------------------------------------
 
-def matmul(a, b):
+def matmul(a: Numbers, b: Numbers) -> Tensor:
     """Return the matrix product a @ b; leading axes broadcast."""
     return apply(MatMul, tensor(a), tensor(b))
 
 
-def linear(x, weight, bias=None):
+def linear(x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Tensor:
     """Return x weight' + bias;  x (..., I), weight (O, I), bias (O,) or None -> (..., O)."""
-    bias = {} if bias is None else {'bias': tensor(bias)}
-    return apply(Linear, tensor(x), weight=tensor(weight), **bias)
+    parameters = {} if bias is None else {'bias': tensor(bias)}
+    return apply(Linear, tensor(x), weight=tensor(weight), **parameters)
 
 
-def feed_forward(x, w1, b1, w2, b2):
+def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers) -> Tensor:
     """Return linear(relu(linear(x, w1, b1)), w2, b2), one op;  x (..., D), w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)."""
     return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2))
 
 
-def embedding(ids, weight):
+def embedding(ids: Numbers, weight: Numbers) -> Tensor:
     """Return weight[ids];  ids (...) of any integer type, weight (V, E) -> (..., E)."""
     weight = tensor(weight)
     return apply(Embedding, tensor(ids, weight), weight=weight)
@@ -261,12 +270,12 @@ def embedding(ids, weight):
 _masks = itertools.count()
 
 
-def _mask_number(step):
+def _mask_number(step: Any) -> Array:
     """Return the number of a dropout mask as an array of its own: backward must read the same number."""
     return backend.put(np.array([next(_masks) if step is None else int(np.asarray(step).reshape(()))], np.int64))
 
 
-def dropout(x, p=0.5, training=True, key=0, step=None):
+def dropout(x: Numbers, p: float = 0.5, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
     """Set each element to 0 with probability p and scale the rest by 1 / (1 - p).  Return x unchanged if not training.
 
     The mask is a function of (key, step).  step=None: the next number of a counter in this process.
@@ -275,18 +284,19 @@ def dropout(x, p=0.5, training=True, key=0, step=None):
     return apply(Dropout, x, _mask_number(step), p=p, key=key) if training and p else x
 
 
-def residual(x, branch, p=0.0, training=True, key=0, step=None):
+def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
     """Return x + dropout(branch), computed in one pass."""
     step = _mask_number(step) if training and p else None
     return apply(Residual, tensor(x), tensor(branch), step, p=p, key=key)
 
 
-def layer_norm(x, weight, bias, eps=1e-5):
+def layer_norm(x: Numbers, weight: Numbers, bias: Numbers, eps: float = 1e-5) -> Tensor:
     """Normalise the last axis to mean 0 and variance 1, scale by weight, add bias;  x (..., C), weight (C,), bias (C,)."""
     return apply(LayerNorm, tensor(x), weight=tensor(weight), bias=tensor(bias), eps=eps)
 
 
-def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | None, weight: Numbers | None = None,
+               bias: Numbers | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
     """Normalise each channel to mean 0 and variance 1, scale by weight, add bias;  x (N, C, ...), all others (C,).
 
     training: use the mean and variance of the batch, and move the running ones towards them in place by `momentum` (the
@@ -301,19 +311,23 @@ def batch_norm(x, running_mean, running_var, weight=None, bias=None, training=Fa
         mean_ = mean(x, axes, True)
         centred = x - mean_
         variance = mean(centred * centred, axes, True)
+        moved: Any = (running_mean, mean_, 1), (running_var, variance, n / (n - 1))
         with no_grad():
-            for running, now, factor in ((running_mean, mean_, 1), (running_var, variance, n / (n - 1))):
+            for running, now, factor in moved:
                 if running is not None and not is_interpreted():
                     running *= 1 - momentum
                     running += now.reshape(running.shape) * (momentum * factor)
     else:
+        if running_mean is None or running_var is None:
+            raise ValueError('batch_norm: running_mean and running_var: expected arrays in evaluation, got None')
         centred, variance = x - tensor(running_mean, x).reshape(shape), tensor(running_var, x).reshape(shape)
     y = centred / sqrt(variance + eps)
     y = y if weight is None else y * tensor(weight, x).reshape(shape)
     return y if bias is None else y + tensor(bias, x).reshape(shape)
 
 
-def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False, lengths=None):
+def gru(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numbers, b_hh: Numbers, reset_before: bool = False,
+        lengths: Numbers | None = None) -> Tensor:
     """Return h (T, B, H) of a GRU; without lengths, h[-1] is the final state.  See pyops.ops.GRU.
 
     x (T, B, I), h0 (B, H) or None for zeros, w_ih (3H, I), w_hh (3H, H), b_ih and b_hh (3H,); lengths (B,) int32: number of
@@ -325,7 +339,8 @@ def gru(x, h0, w_ih, w_hh, b_ih, b_hh, reset_before=False, lengths=None):
                  **parameters, reset_before=reset_before)
 
 
-def attention(q, k, v, heads, causal=False, lengths=None, p=0.0, training=True, key=0, step=None):
+def attention(q: Numbers, k: Numbers, v: Numbers, heads: int, causal: bool = False, lengths: Numbers | None = None,
+              p: float = 0.0, training: bool = True, key: int = 0, step: Any = None) -> Tensor:
     """Multi-head attention in tiles, without storing the matrix of scores.  See pyops.ops.Attention.
 
     q (Tq, B, D), k and v (Tk, B, D) -> (Tq, B, D); lengths (B,) int32: number of valid keys, or None for all; causal: query i
@@ -337,12 +352,13 @@ def attention(q, k, v, heads, causal=False, lengths=None, p=0.0, training=True, 
                  heads=heads, causal=causal, p=p if training else 0.0, key=key)
 
 
-def concat_context(x, context):
+def concat_context(x: Numbers, context: Numbers) -> Tensor:
     """Append the context (B, H) to x (T, B, E) at every step -> (T, B, E + H)."""
     return apply(ConcatContext, tensor(x), tensor(context))
 
 
-def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
+def scaled_dot_product_attention(q: Numbers, k: Numbers, v: Numbers, attn_mask: Numbers | None = None,
+                                 is_causal: bool = False) -> Tensor:
     """Return softmax(q k' / sqrt(E) + mask) v;  q (..., L, E), k (..., S, E), v (..., S, V) -> (..., L, V).
 
     attn_mask (..., L, S): bool, int or a comparison of Tensors, 0 where a query may not attend to a key; or float32, added to
@@ -361,7 +377,8 @@ def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False):
     return softmax(scores) @ v
 
 
-def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1):
+def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
+           padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1) -> Tensor:
     """Convolve: x (N, C, H, W), weight (O, C, kh, kw), bias (O,) or None -> (N, O, Ho, Wo).
 
     stride, padding, dilation: an int or a pair.  Computed as one matrix product of the windows of x with the weight.
@@ -382,7 +399,7 @@ def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1):
     return y if bias is None else y + tensor(bias).reshape(O, 1, 1)
 
 
-def _pair(name, value, least):
+def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or any(not isinstance(n, int) or n < least for n in pair):
         raise ValueError(f'{name}: expected a whole number of at least {least}, or two, got {value}')
@@ -391,7 +408,7 @@ def _pair(name, value, least):
 
 # ---- losses ------------------------------------------------------------------------------------------------------------
 
-def cross_entropy(x, labels, ignore_index=-100):
+def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100) -> Tensor:
     """Return the mean of -log softmax(x)[label] over rows whose label is not ignore_index, shape ().
 
     x (..., C): classes along the last axis;  labels (...) int32
@@ -401,7 +418,8 @@ def cross_entropy(x, labels, ignore_index=-100):
     return apply(CrossEntropy, x.reshape(-1, x.shape[-1]), labels.reshape(-1), ignore=ignore_index).reshape(())
 
 
-def linear_cross_entropy(x, weight, bias, labels, ignore_index=-100, label_smoothing=0.0):
+def linear_cross_entropy(x: Numbers, weight: Numbers, bias: Numbers, labels: Numbers, ignore_index: int = -100,
+                         label_smoothing: float = 0.0) -> Tensor:
     """Return cross_entropy(linear(x, weight, bias), labels) without storing the logits of all rows."""
     x, weight, bias = tensor(x), tensor(weight), tensor(bias)
     gradients = is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
@@ -410,7 +428,7 @@ def linear_cross_entropy(x, weight, bias, labels, ignore_index=-100, label_smoot
     return loss.reshape(())
 
 
-def mse_loss(x, target):
+def mse_loss(x: Numbers, target: Numbers) -> Tensor:
     """Return the mean squared difference, shape ()."""
     difference = tensor(x) - target
     return mean(difference * difference)

@@ -297,3 +297,8 @@ def test_second_derivatives_are_those_of_torch(torch, case):
             assert all(not np.any(one.numpy()) for one in (g, w) if one is not None)
         else:
             close(g.numpy(), w.numpy(), 1e-4)
+
+
+def test_batch_norm_in_evaluation_without_running_statistics_names_them():
+    with pytest.raises(ValueError, match='batch_norm: running_mean and running_var: expected arrays in evaluation, got None'):
+        F.batch_norm(Tensor(np.ones((3, 2), np.float32)), None, None)
