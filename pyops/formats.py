@@ -7,18 +7,25 @@
 
 A format is given as a name, a text 'name:option=value:option=value', or a Format.  docs/formats.md describes them all.
 """
+from __future__ import annotations
+
 import difflib
 import functools
 import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from pyops import backend
 from pyops.backend.kernels import Kernel, declare
 from pyops.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pyops.typing import Array, Numbers, Shape
 
 FORMATS = ('hifp8', 'mxfp8', 'mxfp4', 'bf16', 'fp16')
 ELEMENTS = ('e4m3', 'e5m2', 'e2m1')             # elements of block formats; on their own: casts without a scale
@@ -56,15 +63,15 @@ _LIMITS = {
 }
 
 
-def _choice(*names):
-    def convert(value):
+def _choice(*names: str) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
         if value not in names:
             raise ValueError(_nearest(value, names))
         return value
     return convert
 
 
-def _flag(value):
+def _flag(value: Any) -> bool:
     if value in (True, False, 0, 1):
         return bool(value)
     if str(value).lower() not in ('true', 'false', '1', '0'):
@@ -72,8 +79,8 @@ def _flag(value):
     return str(value).lower() in ('true', '1')
 
 
-def _whole(least, most):
-    def convert(value):
+def _whole(least: int, most: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
         try:
             number = int(value)
         except (ValueError, TypeError):
@@ -84,7 +91,7 @@ def _whole(least, most):
     return convert
 
 
-def _target(value):
+def _target(value: Any) -> float:
     try:
         number = float(value)
     except (ValueError, TypeError):
@@ -95,13 +102,14 @@ def _target(value):
 
 
 # options of a format: name -> (default, function that converts a value or text)
-_ON_NUMBERS = {'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'overflow': ('inf', _choice('inf', 'saturate'))}
-_ON_BLOCKS = {
+_Options: TypeAlias = 'dict[str, tuple[Any, Callable[[Any], Any]]]'
+_ON_NUMBERS: _Options = {'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'overflow': ('inf', _choice('inf', 'saturate'))}
+_ON_BLOCKS: _Options = {
     'elem': ('e4m3', _choice('e4m3', 'e5m2')), 'scale': ('floor', _choice(*_RULES)),
     'round': ('rne', _choice(*_ROUNDINGS[:-1])), 'block': (32, _whole(1, 4096)), 'shift': (0, _whole(-256, 256)),
     'flush_subnormal_blocks': (False, _flag),
 }
-_OPTIONS = {
+_OPTIONS: dict[str, _Options] = {
     'hifp8': _ON_NUMBERS | {'round': ('away', _choice(*_ROUNDINGS)), 'overflow': ('saturate', _ON_NUMBERS['overflow'][1]),
                             'amax_target': (None, _target)},
     'mxfp8': _ON_BLOCKS,
@@ -111,7 +119,7 @@ _OPTIONS = {
 } | {name: _ON_NUMBERS | {'overflow': ('saturate', _ON_NUMBERS['overflow'][1])} for name in ELEMENTS}
 
 
-def _nearest(name, names):
+def _nearest(name: object, names: Sequence[str]) -> str:
     """Return the end of an error message for a name that is not in `names`."""
     close = difflib.get_close_matches(str(name).lower(), names, 3, 0.5)
     return (f'did you mean {" or ".join(close)}? ' if close else '') + f'expected one of: {", ".join(names)}'
@@ -123,35 +131,35 @@ class Format:
     name: str
     options: MappingProxyType = field(default_factory=lambda: MappingProxyType({}))     # options that differ from their default
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(str(self))
 
-    def __reduce__(self):           # a MappingProxyType cannot be pickled
+    def __reduce__(self) -> tuple[Any, ...]:           # a MappingProxyType cannot be pickled
         return parse, (str(self),)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return ':'.join([self.name, *(f'{key}={_text(value)}' for key, value in self.options.items())])
 
-    def option(self, name):
+    def option(self, name: str) -> Any:
         """Return the value of an option, or its default."""
         return self.options.get(name, _OPTIONS[self.name].get(name, (None,))[0])
 
     @property
-    def element(self):
+    def element(self) -> str:
         """The format of a single element: 'e4m3' for mxfp8."""
         return self.option('elem') or self.name
 
     @property
-    def is_block(self):
+    def is_block(self) -> bool:
         return self.name in ('mxfp8', 'mxfp4')
 
     @property
-    def block(self):
+    def block(self) -> int:
         """Number of elements that share a scale; 0 for formats without scales."""
         return self.option('block') if self.is_block else 0
 
     @property
-    def is_stochastic(self):
+    def is_stochastic(self) -> bool:
         return self.option('round') == 'stochastic'
 
     bits = property(lambda self: _LIMITS[self.element].bits, doc='bits per element, without the scale')
@@ -159,7 +167,7 @@ class Format:
     min_normal = property(lambda self: _LIMITS[self.element].min_normal, doc='smallest normal number')
     min_subnormal = property(lambda self: _LIMITS[self.element].min_subnormal, doc='smallest subnormal number')
 
-    def scalars(self):
+    def scalars(self) -> tuple[int, int, int, bool, int, int, bool]:
         """Return block, format, rounding, saturate, rule, shift, flush: the arguments of pyops_fake_quantize."""
         return (self.block, _NUMBERS.index(self.element), _ROUNDINGS.index(self.option('round')),
                 self.is_block or self.option('overflow') == 'saturate', _RULES.index(self.option('scale') or 'floor'),
@@ -169,7 +177,8 @@ class Format:
 SCALARS = 'block', 'format', 'rounding', 'saturate', 'rule', 'shift', 'flush'       # names of Format.scalars() in pyops.h
 
 
-def of_scalars(block, number, rounding, saturate, rule, shift, flush, target=None):
+def of_scalars(block: int, number: int, rounding: int, saturate: bool, rule: int, shift: int, flush: bool,
+               target: float | None = None) -> Format:
     """Return the Format with these `scalars`.  target: the amax_target option."""
     element, round = _NUMBERS[number], _ROUNDINGS[rounding]
     if block:
@@ -179,12 +188,12 @@ def of_scalars(block, number, rounding, saturate, rule, shift, flush, target=Non
     return parse(element, round=round, overflow='saturate' if saturate else 'inf', **scaled)
 
 
-def _text(value):
+def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f'{value:g}' if isinstance(value, float) else str(value)
 
 
 @functools.lru_cache(512)
-def _parse(text):
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
     name, *settings = text.split(':')
     options = {}
     for setting in settings:
@@ -193,7 +202,7 @@ def _parse(text):
     return name, options
 
 
-def parse(fmt, **options):
+def parse(fmt: str | Format, **options: Any) -> Format:
     """Return the Format for a name, a text such as 'mxfp8:scale=rceil:block=16', or a Format, with further options.
 
     FormatError for an unknown format, option or value; TypeError if fmt is something else.
@@ -220,7 +229,7 @@ def parse(fmt, **options):
     return Format(name, MappingProxyType({key: wanted[key] for key in known if key in wanted}))
 
 
-def _convert(name, key, convert, value):
+def _convert(name: str, key: str, convert: Callable[[Any], Any], value: Any) -> Any:
     try:
         return convert(value)
     except ValueError as error:
@@ -234,15 +243,15 @@ class Codes(NamedTuple):
     of x with one element per block along `axis`; None without blocks.  factor: float32 (1,), by which x was multiplied, or
     None.
     """
-    codes: np.ndarray
-    scales: np.ndarray | None
+    codes: Array
+    scales: Array | None
     format: Format
     axis: int
-    factor: np.ndarray | None = None
+    factor: Array | None = None
 
 
-def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', kind='intermediate', step=None, seed=0,
-                  **options):
+def fake_quantize(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, name: str = 'fake_quantized',
+                  kind: str = 'intermediate', step: Array | None = None, seed: int = 0, **options: Any) -> Array:
     """Round x to a number format.  Return a float32 array of x's shape, on x's device.
 
     x: float32, or anything numpy can convert to float32 (float64 is rounded twice).
@@ -252,34 +261,38 @@ def fake_quantize(x, fmt, axis=-1, *, name='fake_quantized', kind='intermediate'
     FormatError for an unknown format or option; ValueError for an axis outside x.
     """
     f = parse(fmt, **options)
-    if _on_host(x) is not x:
+    on_host: Any = _on_host(x)
+    if on_host is not x:
         from pyops.ndarray import array
-        return array(fake_quantize(_on_host(x), f, axis, step=step, seed=seed), device=x.device)
-    x, layout, _ = _prepared(x, axis)
-    y = _empty(x, x.shape, np.float32, name, kind)
-    factor = _factor(x, f)
-    backend.launch('fake_quantize', y, x, factor, _step(x, f, step), *layout, *f.scalars(), seed)
+        rounded: Any = fake_quantize(on_host, f, axis, step=step, seed=seed)
+        return array(rounded, device=x.device)          # type: ignore[union-attr, arg-type]
+    values, layout, _ = _prepared(x, axis)
+    y = _empty(values, values.shape, np.float32, name, kind)
+    factor = _factor(values, f)
+    backend.launch('fake_quantize', y, values, factor, _step(values, f, step), *layout, *f.scalars(), seed)
     return y
 
 
-def encode(x, fmt, axis=-1, *, step=None, seed=0, **options):
+def encode(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, step: Array | None = None, seed: int = 0,
+           **options: Any) -> Codes:
     """Return x as Codes of a number format: numpy arrays, or NDArrays on a GPU.  Arguments and errors as for fake_quantize.
 
     ValueError if x contains an infinity or NaN and the format is E2M1 without blocks, which cannot encode them.
     """
     f = parse(fmt, **options)
-    x, layout, axis = _prepared(_on_host(x), axis)
-    if f.name == 'e2m1' and not np.isfinite(backend.get(x)).all():
+    values, layout, axis = _prepared(_on_host(x), axis)
+    if f.name == 'e2m1' and not np.isfinite(backend.get(values)).all():
         raise ValueError('x: e2m1 has no code for infinities and NaN; encode blocks of it: mxfp4')
-    codes = _empty(x, x.shape, np.uint16, 'codes')
-    blocks = -(-x.shape[axis] // f.block) if f.is_block and x.shape else 1
-    scales = _empty(x, (*x.shape[:axis], blocks, *x.shape[axis + 1:]), np.uint8, 'scales') if f.is_block else None
-    factor = _factor(x, f)
-    backend.launch('encode', codes, scales, x, factor, _step(x, f, step), *layout, *f.scalars(), seed)
+    shape = values.shape
+    codes = _empty(values, shape, np.uint16, 'codes')
+    blocks = -(-shape[axis] // f.block) if f.is_block and shape else 1
+    scales = _empty(values, (*shape[:axis], blocks, *shape[axis + 1:]), np.uint8, 'scales') if f.is_block else None
+    factor = _factor(values, f)
+    backend.launch('encode', codes, scales, values, factor, _step(values, f, step), *layout, *f.scalars(), seed)
     return Codes(codes.astype(np.uint8) if isinstance(codes, np.ndarray) and f.bits <= 8 else codes, scales, f, axis, factor)
 
 
-def decode(codes):
+def decode(codes: Codes) -> Array:
     """Return the float32 numbers for Codes: the result of fake_quantize."""
     words = codes.codes.astype(np.uint16) if isinstance(codes.codes, np.ndarray) else codes.codes
     layout = _layout(words.shape, codes.axis)
@@ -288,12 +301,12 @@ def decode(codes):
     return y
 
 
-def _on_host(x):
+def _on_host(x: Any) -> Any:
     """Return an NDArray in host memory as a numpy array, and anything else unchanged."""
     return x.numpy() if hasattr(x, 'is_compact') and x.device.place is backend.HOST else x
 
 
-def _prepared(x, axis):
+def _prepared(x: Any, axis: int) -> tuple[Any, tuple[int, int, int], int]:
     """Return x as a compact float32 array, its layout (outer, n, inner), and axis >= 0."""
     if not hasattr(x, 'is_compact'):
         x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # keeps shape () of a number
@@ -307,21 +320,21 @@ def _prepared(x, axis):
     return x, _layout(x.shape, axis % rank), axis % rank
 
 
-def _layout(shape, axis):
+def _layout(shape: Shape, axis: int) -> tuple[int, int, int]:
     return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1:])) if shape else (1, 1, 1)
 
 
-def _place(x):
+def _place(x: Any) -> Any:
     return backend.HOST if isinstance(x, np.ndarray) else x.device
 
 
-def _empty(x, shape, dtype, name, kind='intermediate'):
+def _empty(x: Array, shape: Shape, dtype: Any, name: str, kind: str = 'intermediate') -> Any:
     """Allocate an array on x's device, in the memory of a plan if one records there."""
     place = _place(x)
     return backend.empty(shape, dtype, name, kind) if place is backend.place() else place.empty(shape, dtype)
 
 
-def _factor(x, f):
+def _factor(x: Array, f: Format) -> Array | None:
     if not f.option('amax_target'):
         return None
     factor = _empty(x, (1,), np.float32, 'factor')
@@ -329,7 +342,7 @@ def _factor(x, f):
     return factor
 
 
-def _step(x, f, step):
+def _step(x: Array, f: Format, step: Array | None) -> Array | None:
     if not f.is_stochastic:
         return None
     return step if step is not None else _place(x).zeros(1, np.int64)
