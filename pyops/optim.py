@@ -2,15 +2,24 @@
 
 All parameters are updated in one call, with gradients clipped by their global norm.
 """
+from __future__ import annotations
+
 import inspect
 import math
 import numbers
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pyops import backend
 from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pyops.autograd import Tensor
+    from pyops.typing import Array
 
 
 class Optimizer:
@@ -23,18 +32,22 @@ class Optimizer:
     gradients do not change.
     weight_decay: weight_decay times the parameter is added to its (clipped) gradient.
     """
-    MOMENTS = ()            # state per parameter: the names of its buffers in Parameters
+    MOMENTS: tuple[str, ...] = ()       # state per parameter: the names of its buffers in Parameters
+    _update: Callable[..., None]        # a subclass updates one unit: (unit, norm or None, *moments)
 
-    def __init__(self, params, lr, max_norm, weight_decay):
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float, max_norm: float | None, weight_decay: float) -> None:
         self._check(lr=lr, weight_decay=weight_decay, max_norm=max_norm or 0)
         self.max_norm, self.weight_decay = max_norm, weight_decay
         self._lr = backend.put(np.array([lr], np.float32))
         self.count = backend.zeros(1, np.int64)         # number of steps so far
         self.norm = backend.zeros(1)                    # norm of the last gradient before clipping; 0 without max_norm
         self.params = params if isinstance(params, Parameters) else None
+        self._units: list[tuple[Any, list[Any]]]
+        self._own: dict[str, Any] = {}
+        self._tensors: list[Any] = []
+        self._together: list[Any] = []
         if self.params is not None:
-            self._units, self._own, self._tensors = [(params, [getattr(params, name) for name in self.MOMENTS])], {}, []
-            self._together = []
+            self._units = [(self.params, [getattr(params, name) for name in self.MOMENTS])]
         else:
             self._tensors = _unique(params)
             units = _units(self._tensors)
@@ -46,30 +59,30 @@ class Optimizer:
             self._own['norms'] = self._norms = backend.zeros(len(units))
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
-    def _check_positional(self, more):
+    def _check_positional(self, more: tuple[Any, ...]) -> None:
         """Raise TypeError if arguments after lr were given by position."""
         if more:
             names = [p.name for p in inspect.signature(type(self)).parameters.values() if p.kind is p.KEYWORD_ONLY]
             raise TypeError(f'{type(self).__name__}: only params and lr may be given by position, got {len(more)} more: '
                             f'{", ".join(map(repr, more))}; give the rest by name: {", ".join(names)}')
 
-    def _check(self, below=math.inf, **settings):
+    def _check(self, below: float = math.inf, **settings: Any) -> None:
         for name, value in settings.items():
             if not isinstance(value, numbers.Real):
                 raise TypeError(f'{type(self).__name__}: {name}: expected a number, got {type(value).__name__}')
-            if not 0 <= value < below:
+            if not 0 <= value < below:          # type: ignore[operator]
                 raise ValueError(f'{type(self).__name__}: {name}: expected 0 <= {name} < {below}, got {value}')
 
     @property
-    def lr(self):
+    def lr(self) -> Array:
         """Learning rate, an array of one element.  Assigning a number changes the element."""
         return self._lr
 
     @lr.setter
-    def lr(self, value):
+    def lr(self, value: float) -> None:
         self._lr[...] = value
 
-    def step(self):
+    def step(self) -> None:
         """Update all parameters once."""
         for tensor in self._together:                   # Adam's m and v would still move its value
             if not tensor.requires_grad:
@@ -84,7 +97,7 @@ class Optimizer:
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
 
-    def _find_norm(self, units):
+    def _find_norm(self, units: Sequence[Any]) -> None:
         """Compute the global norm: the norm of the norms of the units."""
         alone = len(units) == 1
         for i, unit in enumerate(units):
@@ -93,20 +106,20 @@ class Optimizer:
         if not alone:
             backend.launch('grad_norm', self.norm, self._norms, None, self._work, len(units))
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Clear the gradients.  Call it before each backward pass."""
         for unit, _ in self._units:
             unit.zero_grads()
 
-    def arrays(self):
+    def arrays(self) -> dict[str, Array]:
         """Return {name: array} of the optimiser's state, for a plan."""
         return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work) | self._own
 
-    def clipped(self):
+    def clipped(self) -> bool:
         """Return whether the last step clipped its gradient."""
         return self.clips(float(self.norm[0]))
 
-    def clips(self, norm):
+    def clips(self, norm: float) -> bool:
         """Return whether a gradient of this norm is clipped."""
         return bool(self.max_norm and norm > self.max_norm)
 
@@ -115,7 +128,9 @@ class Adam(Optimizer):
     """Adam with bias correction; see docs/optimiser.md.  Give beta1 and beta2, or both as betas (PyTorch's form)."""
     MOMENTS = 'm', 'v'
 
-    def __init__(self, params, lr=0.001, *more, max_norm=None, beta1=None, beta2=None, betas=None, eps=1e-8, weight_decay=0.0):
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
+                 beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
+                 eps: float = 1e-8, weight_decay: float = 0.0) -> None:
         self._check_positional(more)
         if betas is not None:
             if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -129,7 +144,7 @@ class Adam(Optimizer):
         self._check(eps=eps)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
-    def _update(self, unit, norm, m, v):
+    def _update(self, unit: Any, norm: Any, m: Array, v: Array) -> None:
         values = unit.values
         backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, self.lr,
                        values.size, self.max_norm or 1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
@@ -139,7 +154,8 @@ class SGD(Optimizer):
     """velocity = momentum * velocity + g;  param -= lr * velocity, or with nesterov  lr * (g + momentum * velocity)."""
     MOMENTS = 'm',
 
-    def __init__(self, params, lr=0.01, *more, momentum=0.0, weight_decay=0.0, nesterov=False, max_norm=None):
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.01, *more: Any, momentum: float = 0.0,
+                 weight_decay: float = 0.0, nesterov: bool = False, max_norm: float | None = None) -> None:
         self._check_positional(more)
         if nesterov and not momentum:
             raise ValueError('SGD: nesterov: expected a momentum > 0, got 0; pass momentum, such as 0.9')
@@ -147,7 +163,7 @@ class SGD(Optimizer):
         self._check(momentum=momentum)
         self.momentum, self.nesterov = momentum, nesterov
 
-    def _update(self, unit, norm, velocity):
+    def _update(self, unit: Any, norm: Any, velocity: Array) -> None:
         values = unit.values
         backend.launch('sgd', values, velocity if self.momentum else None, unit.grads, norm, self.lr,
                        values.size, self.max_norm or 1.0, self.momentum, self.weight_decay, self.nesterov)
@@ -157,22 +173,22 @@ class _Alone:
     """A Tensor updated on its own, with the interface of Parameters."""
     touched = None
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     @property
-    def values(self):
+    def values(self) -> Array:
         return _flat(self.tensor)
 
     @property
-    def grads(self):
+    def grads(self) -> Array | None:
         return None if self.tensor.grad is None else _flat(self.tensor.grad)
 
-    def zero_grads(self):
+    def zero_grads(self) -> None:
         self.tensor.zero_grad()
 
 
-def _flat(tensor):
+def _flat(tensor: Tensor) -> Any:
     array = tensor.device.plain_view(tensor.array)
     if array.dtype != np.float32 or not tensor.array.is_compact():
         raise TypeError(f'optimizer: expected contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
@@ -180,7 +196,7 @@ def _flat(tensor):
     return array.reshape(-1)
 
 
-def _unique(params):
+def _unique(params: Any) -> list[Tensor]:
     """Return the leaves that require a gradient, each once.  Raise if there are none, or if params holds anything else."""
     if hasattr(params, 'requires_grad'):
         raise TypeError(f'optimizer: expected several Tensors, got one of shape {params.shape}; pass a list')
@@ -198,9 +214,10 @@ def _unique(params):
     return trained
 
 
-def _units(tensors):
+def _units(tensors: Iterable[Tensor]) -> list[Any]:
     """Group Tensors into units that one call can update: whole Parameters, and single Tensors."""
-    homes, units = {}, []
+    homes: dict[int, tuple[Any, list[Tensor]]] = {}
+    units: list[Any] = []
     for tensor in tensors:
         home = getattr(tensor, 'home', None)
         homes.setdefault(id(home), (home, []))[1].append(tensor)
@@ -210,7 +227,7 @@ def _units(tensors):
     return units
 
 
-def inverse_square_root(optimizer, lr, warmup):
+def inverse_square_root(optimizer: Optimizer, lr: float, warmup: int) -> None:
     """Set the learning rate for the next step, with a kernel that a plan can record.
 
     With steps counted from 1, the rate rises linearly to `lr` at step `warmup`, then falls with 1 / sqrt(step) (Vaswani et
