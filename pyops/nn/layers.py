@@ -2,7 +2,10 @@
 
 Parameter names and shapes match PyTorch's, so its weights can be loaded.
 """
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,32 +13,38 @@ from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
 from pyops.nn.module import KernelLayer, Layer, Parameter
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyops.autograd import Tensor
+    from pyops.typing import Array
+
 
 class Identity(Layer):
     """y = x"""
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         return x
 
-    def forward_arrays(self, x):
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
         return x, None
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Any) -> Array:
         return dy
 
 
 class Flatten(Layer):
     """(B, ...) -> (B, product of the other sizes): a view."""
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         if not x.shape:
             raise ValueError('x: expected shape (B, ...), got ()')
         return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
-    def forward_arrays(self, x):
+    def forward_arrays(self, x: Any) -> tuple[Any, Any]:
         return self.forward_tensors(x), x.shape
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Any) -> Array:
         return dy.reshape(ctx)
 
 
@@ -45,49 +54,49 @@ class Linear(KernelLayer):
     weight (out_features, in_features) is initialised with kaiming_uniform, bias (out_features,) with zeros.
     """
 
-    def __init__(self, in_features, out_features, bias=True):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         self.in_features, self.out_features = in_features, out_features
         self.weight = Parameter((out_features, in_features), init.kaiming_uniform())
         self.bias = Parameter((out_features,), init.zeros()) if bias else None
 
-    def op(self):
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.Linear, {'weight': self.weight} | ({'bias': self.bias} if self.bias is not None else {}), {}
 
-    def settings(self):
+    def settings(self) -> str:
         return f'{self.in_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'
 
 
 class ReLU(KernelLayer):
     """y = max(x, 0)"""
 
-    def op(self):
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.ReLU, {}, {'name': self._path or 'relu'}
 
 
 class Tanh(Layer):
     """y = tanh(x)"""
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         return F.tanh(x)
 
 
 class Sigmoid(Layer):
     """y = 1 / (1 + exp(-x))"""
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         return F.sigmoid(x)
 
 
 class Softmax(Layer):
     """y = exp(x) / sum exp(x) along an axis."""
 
-    def __init__(self, axis=-1):
+    def __init__(self, axis: int = -1) -> None:
         self.axis = axis
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         return F.softmax(x, self.axis)
 
-    def settings(self):
+    def settings(self) -> str:
         return f'axis={self.axis}'
 
 
@@ -97,14 +106,15 @@ class Dropout(Layer):
     The mask is a function of (seed, name of the layer in the tree, `count`).  `count` is an array of one element, the number
     of calls so far; replaying a plan increments it too.
     """
+    count: Array
 
-    def __init__(self, p=0.5):
+    def __init__(self, p: float = 0.5) -> None:
         if not 0 <= p < 1:
             raise ValueError(f'Dropout: p: expected 0 <= p < 1, got {p}')
         self.p = p
         self.register_buffer('count', backend.zeros(1, np.int64), persistent=False)
 
-    def draw(self):
+    def draw(self) -> tuple[float, int, Any]:
         """Return p, key and step of the next mask; p is 0 and step None if nothing is dropped."""
         if not (self.training and self.p):
             return 0.0, 0, None
@@ -112,13 +122,13 @@ class Dropout(Layer):
             self.root().build()
         step = backend.empty(1, np.int64, f'{self._path or "dropout"}.step')
         backend.launch('tick', step, self.count)
-        return self.p, params.key(self.seed, self._path), step
+        return self.p, params.key(self.seed, self._path), step         # type: ignore[arg-type]
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         p, key, step = self.draw()
         return autograd.apply(ops.Dropout(p, key, self._path or 'dropout'), x, step) if p else x
 
-    def forward_arrays(self, x):
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
         p, key, step = self.draw()
         if not p:
             return x, None
@@ -126,27 +136,27 @@ class Dropout(Layer):
         y, ctx = op.forward(x, step)
         return y, (op, ctx)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Any) -> Array:
         if ctx is None:
             return dy
         op, ctx = ctx
         return op.backward(dy, ctx)
 
-    def settings(self):
+    def settings(self) -> str:
         return f'p={self.p}'
 
 
 class LayerNorm(KernelLayer):
     """Normalise the last axis to mean 0 and variance 1, then scale by weight and add bias;  x (..., features)."""
 
-    def __init__(self, features, eps=1e-5):
+    def __init__(self, features: int, eps: float = 1e-5) -> None:
         self.features, self.eps = features, eps
         self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
 
-    def op(self):
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.LayerNorm, {'weight': self.weight, 'bias': self.bias}, {'eps': self.eps}
 
-    def settings(self):
+    def settings(self) -> str:
         return f'{self.features}'
 
 
@@ -158,40 +168,42 @@ class BatchNorm1d(KernelLayer):
 
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     """
+    running_mean: Array
+    running_var: Array
 
-    def __init__(self, features, eps=1e-5, momentum=0.1):
+    def __init__(self, features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         self.features, self.eps, self.momentum = features, eps, momentum
         self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
         self.register_buffer('running_mean', backend.zeros(features))
         self.register_buffer('running_var', backend.put(np.ones(features, np.float32)))
 
-    def op(self):
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return (ops.BatchNorm, {'weight': self.weight, 'bias': self.bias},
                 {'training': self.training, 'eps': self.eps, 'momentum': self.momentum})
 
-    def constants(self):
+    def constants(self) -> tuple[Any, ...]:
         return self.running_mean, self.running_var
 
-    def settings(self):
+    def settings(self) -> str:
         return f'{self.features}'
 
 
 class Embedding(KernelLayer):
     """y = weight[ids];  ids (...) of any integer type, y (..., dim).  weight (number, dim) is initialised with normal(1)."""
 
-    def __init__(self, number, dim):
+    def __init__(self, number: int, dim: int) -> None:
         self.number, self.dim = number, dim
         self.weight = Parameter((number, dim), init.normal(1.0))
 
-    def op(self):
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.Embedding, {'weight': self.weight}, {}
 
-    def forward_arrays(self, ids):
+    def forward_arrays(self, ids: Any) -> tuple[Array, Any]:
         if isinstance(ids, np.ndarray) and ids.dtype.kind in 'iu' and not backend.is_recorded():
             ids = ids if ids.dtype == np.int32 else backend.put(ndarray.array(ids, np.int32, ndarray.cpu()).numpy())
         return super().forward_arrays(ids)
 
-    def settings(self):
+    def settings(self) -> str:
         return f'{self.number}, {self.dim}'
 
 
@@ -202,16 +214,17 @@ class Conv2d(Layer):
     kernel_size, stride, padding and dilation: an int or a pair.
     """
 
-    def __init__(self, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, bias=True):
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
+                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, bias: bool = True) -> None:
         self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.weight = Parameter((out_channels, in_channels, *self.kernel_size), init.kaiming_uniform())
         self.bias = Parameter((out_channels,), init.zeros()) if bias else None
 
-    def forward_tensors(self, x):
+    def forward_tensors(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
 
-    def settings(self):
+    def settings(self) -> str:
         out_channels, in_channels, *_ = self.weight.shape
         options = ('stride', self.stride, 1), ('padding', self.padding, 0), ('dilation', self.dilation, 1)
         more = ''.join(f', {name}={value}' for name, value, default in options if value != default)
@@ -226,18 +239,18 @@ class CrossEntropyLoss(Layer):
     On arrays, x is (R, C) and the loss (1,); backward(dloss (1,), ctx) returns dx.
     """
 
-    def __init__(self, ignore_index=-100):
+    def __init__(self, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
 
-    def forward_tensors(self, x, labels):
+    def forward_tensors(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(x, labels, self.ignore_index)
 
-    def forward_arrays(self, x, labels):
+    def forward_arrays(self, x: Array, labels: Array) -> tuple[Array, Any]:
         op = ops.CrossEntropy(self.ignore_index, name=self._path or 'loss')
         loss, ctx = op.forward(x, labels)
         return loss, (op, ctx)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Array, ctx: Any) -> Array:
         op, ctx = ctx
         return self._naming(op.backward, dy, ctx)
 
@@ -249,7 +262,7 @@ class SoftmaxLoss(CrossEntropyLoss):
 class MSELoss(Layer):
     """Return the mean squared difference of x and target, which have one shape."""
 
-    def forward_tensors(self, x, target):
+    def forward_tensors(self, x: Tensor, target: Tensor) -> Tensor:
         if x.shape != target.shape:
             raise ValueError(f'target: expected shape {x.shape}, got {target.shape}')
         return F.mse_loss(x, target)

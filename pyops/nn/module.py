@@ -4,10 +4,13 @@ A name is known only once the tree is complete, so memory is allocated and initi
 is called or its parameters are requested.  An initial value is a function of (seed, name, shape) alone, independent of the
 order of construction.  The layout of the buffer follows the names, so training is reproducible bit by bit.
 """
+from __future__ import annotations
+
 import copy
 import operator
 import re
 import weakref
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -16,6 +19,12 @@ from pyops.autograd import Tensor
 from pyops.autograd.tape import gradient_for
 from pyops.ndarray import NDArray
 from pyops.params import Parameters, Spec, generator, next_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from pyops import params
+    from pyops.typing import Array, Init, Numbers, Shape
 
 _ALONE = 'parameter'        # name of a parameter outside any module
 
@@ -31,37 +40,46 @@ class Parameter(Tensor):
     requires_grad is off.
     """
     __slots__ = ('name', 'home', 'entry', 'init', '_shape', '_array', '_gradient', '_owner', '_drawn', '_seed', '_given')
+    name: str | None            # this and the next two are None until the tree is first used
+    home: Any                   # the pyops.params.Parameters with its memory
+    entry: Any                  # its pyops.params.Parameter
+    _array: Any
+    _gradient: Any
+    _drawn: Any
+    _given: Any
 
-    def __init__(self, shape, init=None):
+    def __init__(self, shape: Numbers, init: Init | None = None) -> None:
         if init is None:
             values = _float32(shape)
             shape, init = values.shape, lambda generator, shape: values
-        self._shape, self.init = tuple(map(operator.index, shape)), init
+        self._shape, self.init = tuple(map(operator.index, shape)), init        # type: ignore[arg-type]
         if min(self._shape, default=1) < 1:
             raise ValueError(f'Parameter: shape {self._shape}: expected sizes of 1 or more')
         self.name = self.home = self.entry = self._array = self._gradient = self._owner = self._drawn = self._given = None
         self.origin, self.requires_grad, self._seed = None, True, next_key('parameter')
 
-    shape = property(lambda self: self._shape)
+    @property
+    def shape(self) -> Shape:
+        return self._shape
 
     @property
-    def array(self):
+    def array(self) -> NDArray:
         self._settle()
         return self._array
 
     @array.setter
-    def array(self, value):
+    def array(self, value: NDArray) -> None:
         self._settle()
         self.entry.value[...] = value.device.plain(value)
         self._array.buffer.version += 1
 
     @property
-    def grad(self):
+    def grad(self) -> Tensor | None:
         self._settle()
         return self._gradient if self.requires_grad else None
 
     @grad.setter
-    def grad(self, value):
+    def grad(self, value: Numbers | None) -> None:
         self._settle()
         if value is None:
             self.entry.grad[...] = 0
@@ -70,15 +88,15 @@ class Parameter(Tensor):
         if value.array is not self._gradient.array:
             self.entry.grad[...] = value.device.plain(value.array)
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         self.grad = None
 
-    def flat_parameter(self):
+    def flat_parameter(self) -> params.Parameter:
         """Return the pyops.params.Parameter, the form that op classes take."""
         self._settle()
         return self.entry
 
-    def _settle(self):
+    def _settle(self) -> None:
         if self._array is None:
             owner = _up(self._owner)
             if owner is None:
@@ -86,14 +104,14 @@ class Parameter(Tensor):
             else:
                 owner.root().build()
 
-    def _bind(self, home, name):
+    def _bind(self, home: Parameters, name: str) -> None:
         self.home, self.name, self.entry, self._drawn = home, name, home[name], (home.seed, name)
         self._array = ndarray.as_ndarray(self.entry.value)
         self._gradient = Tensor(ndarray.as_ndarray(self.entry.grad))
         if self._given is not None:
             self.assign(self._given)
 
-    def assign(self, values):
+    def assign(self, values: Numbers) -> None:
         """Copy an array, a Tensor or nested lists of the same shape into the parameter; its memory and name do not change."""
         if isinstance(values, Tensor) and values.origin is not None:
             raise TypeError(f'got the result of {values.origin[0].name}, whose history would be lost; assign its detach()')
@@ -105,22 +123,22 @@ class Parameter(Tensor):
         else:
             self.array, self._given = ndarray.from_numpy(values), None
 
-    def _draw(self, seed, name):
+    def _draw(self, seed: Any, name: Any) -> None:
         """Set the initial value of (seed, name)."""
         self._drawn, self.array = (seed, name), ndarray.from_numpy(self.init(generator(seed, name), self.shape))
 
-    def _is_untouched(self):
+    def _is_untouched(self) -> bool:
         return (backend.get(self.entry.value) == self.init(generator(*self._drawn), self.shape)).all()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         twin = memo[id(self)] = Parameter(self.shape, self.init) if self._array is None else Parameter(self)
         twin.requires_grad, twin._given, twin._seed = self.requires_grad, self._given, self._seed
         return twin
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         raise TypeError(f'{self!r} cannot be pickled because it is part of a tree; save state_dict() of its module')
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f'Parameter {self.name or "without a name"} of shape {self.shape}'
 
 
@@ -131,20 +149,23 @@ class Module:
     training    True during training, which layers such as Dropout consult; train() and eval() set it for the whole tree
     seed        seed of the initial values, set by reset_parameters(seed), else 0; see Layer for layers outside any module
     """
-    training, seed = True, 0
-    _parent, _path, _is_built = None, None, False
+    training = True
+    seed: int | None = 0
+    _parent: Any = None
+    _path: str | None = None
+    _is_built = False
 
-    def __call__(self, *inputs, **named):
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not self._is_built:
             self.root().build()
         return self.forward(*inputs, **named)
 
-    def forward(self, *inputs):
+    def forward(self, *inputs: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.forward(x)')
 
     # ---- manual gradients: arrays in, arrays out ---------------------------------------------------------------------
 
-    def forward_arrays(self, *inputs):
+    def forward_arrays(self, *inputs: Any) -> tuple[Any, Any]:
         """Run forward on arrays and return (y, ctx) for backward(dy, ctx).
 
         Unless a subclass overrides it, forward runs on Tensors and ctx is the recorded tape.
@@ -156,7 +177,7 @@ class Module:
         y = self.forward(*leaves)
         return _each(lambda tensor: tensor.device.plain_view(tensor.array), y), (leaves, y)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Any, ctx: Any) -> Any:
         """Return dx, or a tuple if several inputs have a gradient.  Adds parameter gradients to their .grad.
 
         dy has the structure of y; None stands for zeros.
@@ -165,14 +186,14 @@ class Module:
         outputs, gradients = _flat(y), _flat(dy)
         pairs = [(tensor, Tensor(ndarray.as_ndarray(gradient)))
                  for tensor, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-        autograd.backward(*map(list, zip(*pairs, strict=True)))
+        autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         found = tuple(None if leaf.grad is None else leaf.device.plain_view(leaf.grad.array)
                       for leaf in leaves if leaf is not None and leaf.requires_grad)
         return found[0] if len(found) == 1 else found
 
     # ---- the tree ----------------------------------------------------------------------------------------------------
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         held = vars(self).get(name)
         if isinstance(held, Parameter) and not (value is None or isinstance(value, Parameter | Module)):
             try:
@@ -187,20 +208,20 @@ class Module:
                 object.__setattr__(module, '_is_built', False)
                 module = _up(module._parent)
 
-    def members(self):
+    def members(self) -> Iterator[tuple[str, Parameter | Module]]:
         """Yield (name, Parameter or Module) for each direct member."""
         for name, value in vars(self).items():
             if name != '_parent':
                 yield from _members(name, value)
 
-    def root(self):
+    def root(self) -> Module:
         """Return the module at the top of the tree."""
         module = self
         while (above := _up(module._parent)) is not None:
             module = above
         return module
 
-    def named_modules(self, prefix='', seen=None):
+    def named_modules(self, prefix: str = '', seen: set[int] | None = None) -> Iterator[tuple[str, Module]]:
         """Yield (name, module) for this module, named '', and all below it, each once."""
         seen = set() if seen is None else seen
         if id(self) not in seen:
@@ -210,10 +231,10 @@ class Module:
                 if isinstance(member, Module):
                     yield from member.named_modules(f'{prefix}.{name}' if prefix else name, seen)
 
-    def modules(self):
+    def modules(self) -> list[Module]:
         return [module for _, module in self.named_modules()]
 
-    def _named_parameters(self):
+    def _named_parameters(self) -> list[tuple[str, Parameter]]:
         seen = {}
         for prefix, module in self.named_modules():
             for name, member in module.members():
@@ -221,17 +242,17 @@ class Module:
                     seen[id(member)] = f'{prefix}.{name}' if prefix else name, member
         return list(seen.values())
 
-    def named_parameters(self):
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
         """Return [(name, Parameter)] of the tree, each once."""
         self.root().build()
         return self._named_parameters()
 
-    def parameters(self):
+    def parameters(self) -> list[Parameter]:
         """Return [Parameter] of the tree, each once."""
         return [parameter for _, parameter in self.named_parameters()]
 
     @property
-    def params(self):
+    def params(self) -> Parameters:
         """The pyops.params.Parameters with the flat buffers of the whole tree, for plans, optimisers and checkpoints.
 
         Raises ValueError if the parameters do not share one buffer.
@@ -242,7 +263,7 @@ class Module:
                              'or there are none; pass parameters() to the optimiser')
         return homes.popitem()[1]
 
-    def build(self):
+    def build(self) -> Self:
         """Allocate, name and initialise the parameters that are not built yet, and return self.  Called on demand.
 
         A parameter used before it joined this tree keeps its memory.  If it still holds the initial value of its old name,
@@ -266,7 +287,7 @@ class Module:
                 parameter._bind(home, name)
         return self
 
-    def reset_parameters(self, seed=0):
+    def reset_parameters(self, seed: int = 0) -> Self:
         """Set all parameters to the initial values of `seed`, and return self."""
         for module in self.modules():
             module.seed = seed
@@ -278,34 +299,34 @@ class Module:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> Self:
         for module in self.modules():
             module.training = mode
         return self
 
-    def eval(self):
+    def eval(self) -> Self:
         return self.train(False)
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         for parameter in self.parameters():
             parameter.zero_grad()
 
-    def register_buffer(self, name, array, persistent=True):
+    def register_buffer(self, name: str, array: Array, persistent: bool = True) -> None:
         """Register an array that changes from step to step, such as a running mean, as attribute `name`.  persistent:
         include it in state_dict()."""
         setattr(self, name, array)
         self.__dict__.setdefault('_buffers', {})[name] = persistent
 
-    def named_buffers(self, persistent=False):
+    def named_buffers(self, persistent: bool = False) -> list[tuple[str, Array]]:
         """Return [(name, array)] of the buffers of the tree; with persistent=True only of those in state_dict()."""
         return [(f'{prefix}.{name}' if prefix else name, getattr(module, name)) for prefix, module in self.named_modules()
                 for name, is_saved in vars(module).get('_buffers', {}).items() if is_saved or not persistent]
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, np.ndarray]:
         """Return {name: copy} of all parameters and persistent buffers."""
         return {name: np.array(value) for name, value in self._places().items()}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy arrays (of numpy or another library) into parameters and buffers: all of them or, if one is wrong, none.
 
         Raises KeyError for a missing or unknown name, ValueError for a wrong shape, TypeError for a wrong dtype.
@@ -326,11 +347,11 @@ class Module:
         for parameter in self.parameters():
             parameter.array.buffer.version += 1
 
-    def _places(self):
+    def _places(self) -> dict[str, Array]:
         return {name: parameter.flat_parameter().value for name, parameter in self.named_parameters()} \
             | dict(self.named_buffers(persistent=True))
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name not in ('_parent', '_path', '_is_built'):
@@ -339,11 +360,11 @@ class Module:
 
     # ---- printing ----------------------------------------------------------------------------------------------------
 
-    def settings(self):
+    def settings(self) -> str:
         """Return the text between the parentheses of repr."""
         return ''
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         below = [(name, repr(member)) for name, member in self.members() if isinstance(member, Module)]
         if not below:
             return f'{type(self).__name__}({self.settings()})'
@@ -360,71 +381,71 @@ class Layer(Module):
     A layer outside any module draws from a seed of its own, derived from the process seed (pyops.seed), so two such layers
     differ.  Sequential and Residual are trees; their seed is 0.
     """
-    seed = None             # containers set a number
+    seed: int | None = None             # containers set a number
 
-    def __new__(cls, *_, **__):
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         layer = super().__new__(cls)
         if cls.seed is None:
             vars(layer)['seed'] = next_key('layer')
         return layer
 
-    def __call__(self, *inputs, **named):
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not inputs or not all([isinstance(x, Tensor) for x in inputs]):
             inputs = self._naming(_as_tensors, inputs, named)
         return super().__call__(*inputs, **named)
 
-    def forward(self, *inputs, **named):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         if _tensors((inputs, *named.values())):
             return self._naming(self.forward_tensors, *inputs, **named)
         if named:
             raise TypeError(f'{self.label()}: on arrays, arguments are positional, got keyword {", ".join(named)}')
         return self._naming(self.forward_arrays, *inputs)
 
-    def forward_tensors(self, *inputs):
+    def forward_tensors(self, *inputs: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.forward_tensors(x)')
 
-    def label(self):
+    def label(self) -> str:
         """Return path and repr, such as 'blocks.0.linear1: Linear(100, 100)'."""
         layer = f'{type(self).__name__}({self.settings()})'
         return f'{self._path}: {layer}' if self._path else layer
 
-    def _naming(self, function, *inputs, **named):
+    def _naming(self, function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         """Call a function; prefix errors about its arguments with the name of the innermost layer."""
         try:
             return function(*inputs, **named)
         except (TypeError, ValueError, IndexError, OverflowError) as error:
             if not getattr(error, 'names_layer', False):
-                error.args, error.names_layer = (f'{self.label()}: {error}',), True
+                error.args, error.names_layer = (f'{self.label()}: {error}',), True     # type: ignore[union-attr]
             raise
 
 
 class KernelLayer(Layer):
     """A layer that runs one op class, given by op(), both on Tensors and on arrays."""
 
-    def op(self):
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         """Return the op class, {argument of __init__: Parameter} and {argument of __init__: setting}."""
         raise NotImplementedError(f'{type(self).__name__}.op()')
 
-    def constants(self):
+    def constants(self) -> tuple[Any, ...]:
         """Return the arguments of the op's forward that follow the inputs."""
         return ()
 
-    def forward_tensors(self, *inputs):
+    def forward_tensors(self, *inputs: Any) -> Any:
         op, parameters, settings = self.op()
         return autograd.apply(op, *inputs, *self.constants(), **parameters, **settings)
 
-    def forward_arrays(self, *inputs):
+    def forward_arrays(self, *inputs: Any) -> tuple[Any, Any]:
         op, parameters, settings = self.op()
         one = op(**{argument: parameter.flat_parameter() for argument, parameter in parameters.items()}, **settings)
         y, ctx = one.forward(*inputs, *self.constants())
         return y, (one, ctx)
 
-    def backward(self, dy, ctx):
+    def backward(self, dy: Any, ctx: Any) -> Any:
         op, ctx = ctx
         return self._naming(op.backward, dy, ctx)
 
 
-def _float32(values):
+def _float32(values: Any) -> np.ndarray:
     """Copy real numbers from a Tensor, an array or nested lists into a float32 numpy array."""
     found = np.asarray(values.numpy() if isinstance(values, Tensor | NDArray) else values)
     if found.dtype.kind not in 'biuf':
@@ -432,7 +453,7 @@ def _float32(values):
     return np.array(found, np.float32)
 
 
-def _members(name, value):
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Module | Parameter):
         yield name, value
     elif isinstance(value, list | tuple):
@@ -443,7 +464,7 @@ def _members(name, value):
             yield from _members(f'{name}.{key}', one)
 
 
-def _adopt(module, value, link):
+def _adopt(module: Module, value: Any, link: Any) -> bool:
     """Make `module` the parent of all Modules and Parameters in value.  Return whether there are any.
 
     link: the module itself until the tree is built, since names and values depend on it; a weak reference afterwards.
@@ -457,16 +478,16 @@ def _adopt(module, value, link):
     return bool(found)
 
 
-def _up(link):
+def _up(link: Any) -> Any:
     return link() if isinstance(link, weakref.ref) else link
 
 
-def _in_order(name):
+def _in_order(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that orders 'blocks.9.x' before 'blocks.10.x'."""
     return [(0, int(part), '') if part.isdigit() else (1, 0, part) for part in re.split(r'\.', name)]
 
 
-def _tensors(values):
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return the Tensors in a tuple or list and in the tuples and lists inside it."""
     found = []
     for value in values:
@@ -477,11 +498,11 @@ def _tensors(values):
     return found
 
 
-def _as_tensors(inputs, named):
+def _as_tensors(inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
     """Convert the inputs of a call to Tensors, also inside tuples.  Raises TypeError if none of them is a Tensor then."""
     device = next((x.device for x in _tensors(inputs)), None)
 
-    def convert(value):
+    def convert(value: Any) -> Any:
         if isinstance(value, list) and _tensors(value):
             return value                    # converting Tensors to an array would drop their history
         if isinstance(value, np.ndarray | list) and backend.is_recorded():
@@ -495,9 +516,9 @@ def _as_tensors(inputs, named):
     return converted
 
 
-def _each(function, value):
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
     return tuple(_each(function, one) for one in value) if isinstance(value, tuple) else function(value)
 
 
-def _flat(value):
+def _flat(value: Any) -> list[Any]:
     return [one for part in value for one in _flat(part)] if isinstance(value, tuple) else [value]

@@ -872,3 +872,12 @@ def test_gradients_of_parameters_can_be_asked_for_and_differentiated_again():
     assert first.tolist() == [27.0, 24.0] and not model.w.grad.numpy().any()
     second, = grad(first.sum(), [model.w])
     assert second.tolist() == [18.0, -24.0]
+
+
+def test_backward_by_hand_without_any_gradient_returns_none():
+    class Square(nn.Module):
+        def forward(self, x):
+            return x * x
+    model = Square()
+    _, ctx = model.by_hand(put(np.ones((2, 2), np.float32)))
+    assert model.backward(None, ctx) is None
