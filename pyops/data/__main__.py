@@ -3,16 +3,25 @@
 python -m pyops.data list
 python -m pyops.data get fra-eng|mnist [--data-dir DIR] [--mirror URL]...
 """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pyops.errors import exits_cleanly
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def main(arguments=None):
+    from pyops.training import ArgumentParser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; bad input ends with one line on stderr and exit status 2."""
     with exits_cleanly('pyops.data'):
         run(arguments)
 
 
-def parser():
+def parser() -> ArgumentParser:
     # imported here so that exits_cleanly can name a missing package in one line
     from pyops.data import fetch
     from pyops.flags import ArgumentParser
@@ -30,7 +39,7 @@ def parser():
     return p
 
 
-def run(arguments):
+def run(arguments: Sequence[str] | None) -> None:
     options = parser().parse_args(arguments)
     options.run(options)
 

@@ -1,11 +1,20 @@
 """The order of training batches: a pure function of (n, seed, epoch), so that training can resume at any point."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from pyops import backend
 from pyops.backend.kernels import Kernel, declare
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-def epoch_order(n, seed, epoch):
+    from pyops.typing import Array
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
     """Return a permutation of 0..n-1, int64 (n,), that depends only on the three arguments.
 
     0 <= seed, epoch < 2**64; together they are the key of a Philox generator, so orders for different seeds or epochs are
@@ -15,7 +24,7 @@ def epoch_order(n, seed, epoch):
     return np.random.Generator(np.random.Philox(key=key)).permutation(n)
 
 
-def gather(table, rows, first=-1, name='ids'):
+def gather(table: Array, rows: Array, first: int = -1, name: str = 'ids') -> Array:
     """Return rows of a table (N, T) int32 as time steps, (T, B) int32.  rows: (B,) int64.
 
     first >= 0: shift each sequence right by one step and start it with this id.  ValueError for a row outside the table.
@@ -26,12 +35,12 @@ def gather(table, rows, first=-1, name='ids'):
     return ids
 
 
-def epoch_end(n, batch_size, start=0, drop_last=False):
+def epoch_end(n: int, batch_size: int, start: int = 0, drop_last: bool = False) -> int:
     """Return the number of samples used when an epoch ends that resumes after `start` of n samples."""
     return n - (n - start) % batch_size if drop_last else n
 
 
-def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
+def gather_pixels(table: Array, rows: Array, scale: float = 1 / 255, name: str = 'pixels') -> Any:
     """Return rows of a table (N, C) uint8 times scale, (B, C) float32.  rows: (B,) int64.  ValueError for a row outside."""
     (N, C), B = table.shape, len(rows)
     y = backend.empty((B, C), name=name)
@@ -39,7 +48,8 @@ def gather_pixels(table, rows, scale=1 / 255, name='pixels'):
     return y
 
 
-def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True, at_once=1):
+def batches(n: int, batch_size: int, seed: int, epoch: int, start: int = 0, drop_last: bool = False, shuffle: bool = True,
+            at_once: int = 1) -> Iterator[Any]:
     """Yield the indices of one epoch's batches, int64 (batch_size,) each; the last may be smaller, or is dropped.
 
     start: number of samples already used; the rest of the epoch is the same as without the interruption.
@@ -56,7 +66,7 @@ def batches(n, batch_size, seed, epoch, start=0, drop_last=False, shuffle=True, 
         yield order[first:min(first + at_once * batch_size, end)]
 
 
-def split(indices, batch_size):
+def split(indices: Array, batch_size: int) -> list[Any]:
     """Split an array of several batches into views of one batch each."""
     return [indices[first:first + batch_size] for first in range(0, len(indices), batch_size)]
 

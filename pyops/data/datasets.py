@@ -1,11 +1,19 @@
 """Datasets, and the loader that draws batches from them.  Every random number is a function of (seed, epoch, sample)."""
+from __future__ import annotations
+
 import operator
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from pyops.autograd import Tensor
 from pyops.data import batches, mnist
 from pyops.data.transforms import apply_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from pyops.typing import PathLike
 
 
 class Dataset:
@@ -17,18 +25,18 @@ class Dataset:
     transforms: functions of one image (H, W, C), the first element of a sample; see pyops.data.transforms.
     """
 
-    transforms = ()         # default for subclasses that do not call __init__
+    transforms: Sequence[Callable[..., Any]] = ()         # default for subclasses that do not call __init__
 
-    def __init__(self, transforms=()):
+    def __init__(self, transforms: Iterable[Callable[..., Any]] = ()) -> None:
         self.transforms = list(transforms or ())
 
-    def __len__(self):
+    def __len__(self) -> int:
         raise NotImplementedError(f'{type(self).__name__}.__len__')
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__}.__getitem__')
 
-    def batch(self, rows, seed=0, epoch=0):
+    def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
         """Return the samples with these indices, (B,) int64, as a tuple of arrays (B, ...), the first one transformed."""
         samples = [self[int(row)] for row in rows]
         for row, sample in zip(rows, samples, strict=True):
@@ -38,7 +46,7 @@ class Dataset:
         first, *rest = (np.stack(column) for column in zip(*samples, strict=True))
         return apply_all(self.transforms, first, seed, epoch, rows), *rest
 
-    def at(self, index):
+    def at(self, index: Any) -> tuple[Any, ...]:
         """Return batch(), with seed 0 and epoch 0, for a slice or indices; for a single index without the first axis."""
         try:
             row = operator.index(index)
@@ -52,19 +60,19 @@ class Dataset:
 class ArrayDataset(Dataset):
     """A dataset of arrays of equal length; sample i is (arrays[0][i], arrays[1][i], ...)."""
 
-    def __init__(self, *arrays, transforms=()):
+    def __init__(self, *arrays: Any, transforms: Iterable[Callable[..., Any]] = ()) -> None:
         super().__init__(transforms)
         self.arrays = [np.asarray(array) for array in arrays]
         if not arrays or any(array.ndim < 1 or len(array) != len(self.arrays[0]) for array in self.arrays):
             raise ValueError(f'ArrayDataset: expected arrays of equal length, got {[array.shape for array in self.arrays]}')
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.arrays[0])
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         return self.at(index)
 
-    def batch(self, rows, seed=0, epoch=0):
+    def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
         first, *rest = (array[rows] for array in self.arrays)
         return apply_all(self.transforms, first, seed, epoch, rows), *rest
 
@@ -77,31 +85,33 @@ class MNISTDataset(Dataset):
     """
     SHAPE = (mnist.SIDE, mnist.SIDE, 1)
 
-    def __init__(self, train=True, data_dir=None, embedded=False, transforms=()):
+    def __init__(self, train: bool = True, data_dir: PathLike | None = None, embedded: bool = False,
+                 transforms: Iterable[Callable[..., Any]] = ()) -> None:
         if not isinstance(train, int | np.bool_):
             raise TypeError(f'MNISTDataset: train: expected True or False, got {train!r}; data_dir names the folder, '
                             'and MNISTDataset.of(images, labels) takes arrays of other files')
         digits = mnist.load(data_dir, embedded)
-        self._set(*(digits[1:3] if train else digits[3:5]), transforms)
+        images, labels = digits[1:3] if train else digits[3:5]
+        self._set(images, labels, transforms)
 
     @classmethod
-    def of(cls, images, labels, transforms=()):
+    def of(cls, images: np.ndarray, labels: np.ndarray, transforms: Iterable[Callable[..., Any]] = ()) -> Self:
         """Return a dataset of given images (N, 784) uint8 and labels (N,)."""
         dataset = cls.__new__(cls)
         dataset._set(images, labels, transforms)
         return dataset
 
-    def _set(self, images, labels, transforms):
+    def _set(self, images: np.ndarray, labels: np.ndarray, transforms: Iterable[Callable[..., Any]]) -> None:
         super().__init__(transforms)
         self.images, self.labels = images, labels.astype(np.int32)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         return self.at(index)
 
-    def batch(self, rows, seed=0, epoch=0):
+    def batch(self, rows: np.ndarray, seed: int = 0, epoch: int = 0) -> tuple[Any, ...]:
         images = batches.gather_pixels(self.images, rows).reshape(len(rows), *self.SHAPE)
         return apply_all(self.transforms, images, seed, epoch, rows), self.labels[rows]
 
@@ -115,7 +125,8 @@ class DataLoader:
     resume a run.
     """
 
-    def __init__(self, dataset, batch_size=1, shuffle=False, seed=0, drop_last=False, arrays=False):
+    def __init__(self, dataset: Dataset, batch_size: int = 1, shuffle: bool = False, seed: int = 0, drop_last: bool = False,
+                 arrays: bool = False) -> None:
         if not hasattr(dataset, 'batch'):
             raise TypeError(f'DataLoader: expected a Dataset, got {type(dataset).__name__}; ArrayDataset makes one of arrays')
         if operator.index(batch_size) < 1:
@@ -123,16 +134,16 @@ class DataLoader:
         self.dataset, self.batch_size, self.shuffle, self.seed, self.drop_last = dataset, batch_size, shuffle, seed, drop_last
         self.arrays, self.epoch, self.start = arrays, 0, 0
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Return the number of batches in a whole epoch."""
         return -(-batches.epoch_end(len(self.dataset), self.batch_size, 0, self.drop_last) // self.batch_size)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         epoch, start = self.epoch, self.start
         self.epoch, self.start = epoch + 1, 0
         return self._batches(epoch, start)
 
-    def _batches(self, epoch, start):
+    def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, ...]]:
         for rows in batches.batches(len(self.dataset), self.batch_size, self.seed, epoch, start, self.drop_last, self.shuffle):
             batch = self.dataset.batch(rows, self.seed, epoch)
             yield batch if self.arrays else tuple(map(Tensor, batch))

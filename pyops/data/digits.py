@@ -7,6 +7,8 @@ displacement field, and drawn with a pen of varying pressure.  Size and position
 20 of 28 pixels, and the centre of mass is in the middle.
 The random numbers come from a counter-based generator (Philox) with a fixed key, so the images depend only on VERSION.
 """
+from __future__ import annotations
+
 from functools import cache
 
 import numpy as np
@@ -56,7 +58,7 @@ _HANDS = {
 
 
 @cache
-def digits():
+def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return train images uint8 (10000, 784), their labels uint8 (10000,), test images (2000, 784) and their labels.
 
     0 is paper, 255 is ink; rows run from top to bottom.  Each digit occurs 1,000 times in training and 200 times in the test.
@@ -69,11 +71,11 @@ def digits():
     return images[:TRAIN], labels[:TRAIN], images[TRAIN:], labels[TRAIN:]
 
 
-def _rng(stream):
+def _rng(stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([VERSION, stream], np.uint64)))
 
 
-def _labels():
+def _labels() -> np.ndarray:
     """Return labels in random order, with every digit equally often in training and in the test."""
     rng = _rng(0)
     return np.concatenate([rng.permutation(n) % 10 for n in (TRAIN, TEST)]).astype(np.uint8)
@@ -81,7 +83,7 @@ def _labels():
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
-def _catmull_rom(n, samples):
+def _catmull_rom(n: int, samples: int) -> np.ndarray:
     """Return the matrix (samples, n) of a smooth curve through n control points, sampled at equal parameter steps."""
     t = np.linspace(0, n - 1, samples)
     i = np.minimum(t.astype(int), n - 2)
@@ -93,7 +95,7 @@ def _catmull_rom(n, samples):
     return matrix
 
 
-def _hand(text):
+def _hand(text: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the control points (C, 2) of a style and the matrix (POINTS, C) that maps them to points of its curve."""
     strokes = [np.array(stroke.split(), float).reshape(-1, 2) for stroke in text.split('/')]
     fine = [_catmull_rom(len(stroke), 512) for stroke in strokes]
@@ -112,7 +114,7 @@ def _hand(text):
     return control, matrix
 
 
-def _curves(labels, extent, rng):
+def _curves(labels: np.ndarray, extent: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return a curve per label: x and y, (2, N, POINTS), in pixels relative to the mean of its points.
 
     extent (N, 1): the longer side of the bounding box in pixels.
@@ -149,7 +151,7 @@ def _curves(labels, extent, rng):
 
 # ---- ink -------------------------------------------------------------------------------------------------------------
 
-def _draw(labels):
+def _draw(labels: np.ndarray) -> np.ndarray:
     rng = _rng(1)
     n = len(labels)
     pen = np.clip(np.exp(rng.normal(0.22, 0.26, (n, 1))), 0.75, 2.1)         # pen radius in pixels
@@ -169,7 +171,7 @@ def _draw(labels):
     return images.reshape(n, -1)
 
 
-def _ink(points, radius, softness):
+def _ink(points: np.ndarray, radius: np.ndarray, softness: np.ndarray) -> np.ndarray:
     """Return ink from 0 to 1, float32 (SIDE, SIDE, N), from the distance of each pixel to the curve.
 
     A curve is a row of discs: points (2, N, POINTS) in pixels, radius (N, POINTS), softness (N,) of the edge.  The

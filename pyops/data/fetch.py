@@ -3,6 +3,8 @@
 A data set consists of one or more files.  If mirrors pack a file differently (there are several zips of fra-eng), or if it
 is gzipped, the checksum covers the content.  A file gets its final name only after it was verified.
 """
+from __future__ import annotations
+
 import contextlib
 import gzip
 import hashlib
@@ -15,12 +17,17 @@ import urllib.request
 import zipfile
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
 from pyops.data import locate
 from pyops.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pyops.typing import PathLike
 
 TIMEOUT = 30.0                      # seconds without data before a mirror is given up
 _CHUNK = 1 << 18
@@ -76,14 +83,15 @@ class Rejected(Exception):
     """A mirror or a file was rejected; the text is the reason."""
 
 
-def dataset(name):
+def dataset(name: str) -> Dataset:
     """Return the Dataset of this name.  UserError if there is none."""
     if name not in DATASETS:
         raise locate.unknown(name)
     return DATASETS[name]
 
 
-def get(name, data_dir=None, mirrors=(), timeout=TIMEOUT, report=print):
+def get(name: str, data_dir: PathLike | None = None, mirrors: Sequence[str] = (), timeout: float = TIMEOUT,
+        report: Callable[[str], Any] = print) -> list[Path]:
     """Download all files of a data set and return their paths; files with the right checksum are kept.
 
     data_dir is created if missing; default: $PYOPS_DATA, else ./data.  mirrors: URLs to try first, of the file itself or,
@@ -102,7 +110,7 @@ def get(name, data_dir=None, mirrors=(), timeout=TIMEOUT, report=print):
                         'give another directory') from error
 
 
-def check(path, file):
+def check(path: Path, file: File) -> None:
     """Raise Rejected unless the file at `path`, packed or unpacked, has the content that `file` describes."""
     digest, size = hashlib.sha256(), 0
     inner = '' if path.name == file.inner else file.inner
@@ -117,7 +125,7 @@ def check(path, file):
                        f'{digest.hexdigest()[:12]}..., expected {file.sha256[:12]}... ({file.size} bytes)')
 
 
-def _chunks(path, inner):
+def _chunks(path: Path, inner: str) -> Iterator[bytes]:
     if not inner:
         with open(path, 'rb') as file:
             gzipped = file.read(2) == b'\x1f\x8b'
@@ -136,7 +144,8 @@ def _chunks(path, inner):
                 yield chunk
 
 
-def _get_file(wanted, file, directory, mirrors, timeout, report):
+def _get_file(wanted: Dataset, file: File, directory: Path, mirrors: Sequence[str], timeout: float,
+              report: Callable[[str], Any]) -> Path:
     for here in (directory / place for place in (file.path, *file.unpacked)):
         if here.is_file():
             try:
@@ -164,7 +173,7 @@ def _get_file(wanted, file, directory, mirrors, timeout, report):
                     'try again later, or give the URL of another mirror')
 
 
-def _download_checked(url, part, file, timeout):
+def _download_checked(url: str, part: Path, file: File, timeout: float) -> None:
     """Download the file to `part` and check it.  If a resumed download fails the check, start once more from scratch."""
     resumed = part.exists() and part.stat().st_size > 0
     _download(url, part, timeout)
@@ -177,7 +186,7 @@ def _download_checked(url, part, file, timeout):
         _download_checked(url, part, file, timeout)
 
 
-def _download(url, part, timeout):
+def _download(url: str, part: Path, timeout: float) -> None:
     """Append the missing rest of the file at `url` to `part`.  If the mirror fails, raise Rejected but keep `part`."""
     have = part.stat().st_size if part.exists() else 0
     with _blaming_the_mirror(timeout):
@@ -216,7 +225,7 @@ def _download(url, part, timeout):
 
 
 @contextlib.contextmanager
-def _blaming_the_mirror(timeout):
+def _blaming_the_mirror(timeout: float) -> Iterator[None]:
     """Convert network errors to Rejected; disk errors are not the mirror's fault and propagate."""
     try:
         yield
@@ -230,7 +239,7 @@ def _blaming_the_mirror(timeout):
         raise Rejected(str(error) or type(error).__name__) from error
 
 
-def describe(data_dir=None):
+def describe(data_dir: PathLike | None = None) -> list[str]:
     """Return lines about each data set: its title, licence, and path if it was found."""
     lines = []
     for wanted in DATASETS.values():

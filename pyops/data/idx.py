@@ -3,15 +3,25 @@
 Magic number 2051 (0x0803) marks images, 2049 (0x0801) labels: 8 is the code for unsigned bytes, 3 and 1 the number of
 sizes.  Format: http://yann.lecun.com/exdb/mnist/.
 """
+from __future__ import annotations
+
 import contextlib
 import mmap
 import struct
 import zlib
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from pyops import cache
 from pyops.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
+    from pyops.typing import PathLike, Shape
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 _KINDS = {IMAGES_MAGIC: 'images', LABELS_MAGIC: 'labels'}
@@ -25,7 +35,7 @@ _LARGE = 1 << 20                    # bytes from which gzipped files are cached 
 _MAX_RATIO = 1032                   # largest deflate ratio: 258 bytes from two bits
 
 
-def read(path, magic=None):
+def read(path: PathLike, magic: int | None = None) -> np.ndarray:
     """Return the array in an idx file: images uint8 (N, rows, columns) or labels uint8 (N,).
 
     The file may be gzipped, whatever its name.  magic: the required magic number; None accepts both.
@@ -37,7 +47,7 @@ def read(path, magic=None):
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def _content(path, magic):
+def _content(path: PathLike, magic: int | None) -> tuple[Any, Shape]:
     """Return the bytes after the header of an idx file, in writable memory, and their shape."""
     try:
         with open(path, 'rb') as stream:
@@ -62,7 +72,7 @@ def _content(path, magic):
                         'give another path') from error
 
 
-def write(path, array):
+def write(path: PathLike, array: np.ndarray) -> None:
     """Write uint8 images (N, rows, columns) or labels (N,) as an idx file, gzipped if `path` ends in .gz."""
     if array.ndim not in _MAGIC or array.dtype != 'uint8':
         raise ValueError(f'expected uint8 (N, rows, columns) or (N,), got {array.dtype} {array.shape}')
@@ -72,7 +82,7 @@ def write(path, array):
         stream.write(gzip.compress(content, mtime=0) if str(path).endswith('.gz') else content)
 
 
-def _inflate(chunks, path):
+def _inflate(chunks: Iterator[bytes], path: PathLike) -> Iterator[bytes]:
     """Yield the decompressed gzip chunks."""
     inflate = zlib.decompressobj(_GZIP_WBITS)
     streams = 0
@@ -90,7 +100,7 @@ def _inflate(chunks, path):
         raise UserError(f'{path}: the gzip stream is truncated; expected a complete idx file; get the file again')
 
 
-def _parse(chunks, limit, path, magic):
+def _parse(chunks: Iterator[bytes], limit: int, path: PathLike, magic: int | None) -> tuple[Any, Shape]:
     """Return content and shape of a file read in `chunks` of at most `limit` bytes in total; see _content."""
     head = _gather(chunks, b'', 4 + 4 * max(_MAGIC))
     shape, start = _shape(head, path, magic)
@@ -99,21 +109,20 @@ def _parse(chunks, limit, path, magic):
     if size > limit:                                        # before memory is allocated
         raise _wrong_size(path, f'{counted}, but the file is truncated: it has at most {limit}')
     content = _memory(size)
-    place, have, chunk = memoryview(content), 0, head[start:]
-    while True:
+    place, have = memoryview(content), 0
+    chunk: bytes | None = head[start:]
+    while chunk is not None:
         end = have + len(chunk)
         if end > size:
             raise _wrong_size(path, f'{counted}, but trailing bytes follow')
         place[have:end] = chunk
         have, chunk = end, next(chunks, None)
-        if chunk is None:
-            break
     if have < size:
         raise _wrong_size(path, f'{counted}, but the file is truncated after {have}')
     return content, shape
 
 
-def _shape(head, path, magic):
+def _shape(head: bytes, path: PathLike, magic: int | None) -> tuple[Shape, int]:
     """Return the sizes in a header, and the offset of the data."""
     found = int.from_bytes(head[:4], 'big') if len(head) >= 4 else None
     if found not in _KINDS or magic not in (None, found):
@@ -127,11 +136,11 @@ def _shape(head, path, magic):
     return struct.unpack_from(f'>{dims}I', head, 4), start
 
 
-def _header(shape):
+def _header(shape: Shape) -> bytes:
     return struct.pack(f'>{1 + len(shape)}I', _MAGIC[len(shape)], *shape)
 
 
-def _memory(size):
+def _memory(size: int) -> Any:
     if size < _LARGE:
         return bytearray(size)
     try:
@@ -144,12 +153,12 @@ def _memory(size):
     return memory
 
 
-def _gather(chunks, head, size):
+def _gather(chunks: Iterator[bytes], head: bytes, size: int) -> bytes:
     """Return `head` and the following chunks, at least `size` bytes if there are so many."""
     while len(head) < size and (chunk := next(chunks, None)) is not None:
         head += chunk
     return head
 
 
-def _wrong_size(path, what):
+def _wrong_size(path: PathLike, what: str) -> UserError:
     return UserError(f'{path}: header and file size do not match: {what}; get the file again')

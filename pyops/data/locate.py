@@ -1,10 +1,18 @@
 """Locate data sets that are already on this machine."""
+from __future__ import annotations
+
 import os
 import shlex
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyops.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from pyops.typing import PathLike
 
 # Name of a data set -> for each of its files the accepted paths, relative to a data directory.
 FILES = {
@@ -16,7 +24,7 @@ FILES = {
 CANDIDATES = {name: tuple(chain.from_iterable(files)) for name, files in FILES.items()}
 
 
-def directories(data_dir=None):
+def directories(data_dir: PathLike | None = None) -> list[Path]:
     """Return the directories to search, in order: data_dir alone if given, else $PYOPS_DATA and ./data.
 
     UserError if data_dir or $PYOPS_DATA is not a directory.
@@ -31,27 +39,27 @@ def directories(data_dir=None):
     return [Path(place) for place in (chosen, 'data') if place]
 
 
-def unknown(name):
+def unknown(name: str) -> UserError:
     """Return the UserError for an unknown data set."""
     return UserError(f'data set {name}: no such data set; give one of {", ".join(FILES)}; '
                      "'python -m pyops.data list' describes them")
 
 
-def missing(name, data_dir):
+def missing(name: str, data_dir: PathLike) -> UserError:
     """Return the UserError for a data set missing from `data_dir`."""
     return UserError(f'data directory {data_dir}: holds no {name}; {_remedy(name, data_dir)}')
 
 
-def incomplete(name, directory, lacking):
+def incomplete(name: str, directory: PathLike, lacking: Iterable[str]) -> UserError:
     """Return the UserError for a data set whose files `lacking` are missing from `directory`."""
     return UserError(f'{directory}: {name} is incomplete, {", ".join(lacking)} missing; {_remedy(name, directory)}')
 
 
-def _remedy(name, directory):
+def _remedy(name: str, directory: PathLike) -> str:
     return f'get it with: python -m pyops.data get {name} --data-dir {shlex.quote(str(directory))}'
 
 
-def find(name, data_dir=None):
+def find(name: str, data_dir: PathLike | None = None) -> Path | None:
     """Return the path of data set `name`: its file, or the folder with its files; None if it is not found.
 
     UserError if there is no data set of this name; see also `directories`.
@@ -62,18 +70,19 @@ def find(name, data_dir=None):
     return paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.parent for path in paths]))
 
 
-def find_files(name, data_dir=None):
+def find_files(name: str, data_dir: PathLike | None = None) -> list[Path] | None:
     """Return the paths of all files of data set `name` in the order of FILES, None if no directory holds them all.
 
     All are from one of `directories(data_dir)`: copies are not mixed.  Errors as for `find`.
     """
     for _, paths in _places(name, data_dir):
-        if None not in paths:
-            return paths
+        found = [path for path in paths if path is not None]
+        if len(found) == len(paths):
+            return found
     return None
 
 
-def find_incomplete(name, data_dir=None):
+def find_incomplete(name: str, data_dir: PathLike | None = None) -> tuple[Path, list[str]] | None:
     """Return the first directory that holds some but not all files of data set `name`, and the names of the missing ones;
     None if there is no such directory.  Errors as for `find`.
     """
@@ -85,7 +94,7 @@ def find_incomplete(name, data_dir=None):
     return None
 
 
-def _places(name, data_dir):
+def _places(name: str, data_dir: PathLike | None) -> Iterator[tuple[Path, list[Path | None]]]:
     """Yield each directory with the path, or None, of each file of the data set."""
     if name not in FILES:
         raise unknown(name)

@@ -9,7 +9,12 @@ from pyops.data import idx, locate
 from pyops.errors import UserError
 
 if TYPE_CHECKING:       # programs load this module before numpy
+    from collections.abc import Sequence
+    from pathlib import Path
+
     import numpy as np
+
+    from pyops.typing import PathLike
 
 SIDE = 28               # pixels
 CLASSES = 10
@@ -28,7 +33,7 @@ class Digits(NamedTuple):
     images_magic: int = idx.IMAGES_MAGIC
     labels_magic: int = idx.LABELS_MAGIC
 
-    def parts(self):
+    def parts(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         """Return images and labels for training, images and labels for evaluation; labels are int32.
 
         If the training file has more than TRAINED images, the first TRAINED are for training and the others for evaluation,
@@ -41,7 +46,7 @@ class Digits(NamedTuple):
         return tuple(a[:TRAINED] for a in train), tuple(a[TRAINED:] for a in train)
 
 
-def load(data_dir=None, embedded=False):
+def load(data_dir: PathLike | None = None, embedded: bool = False) -> Digits:
     """Return the Digits of MNIST if `locate` finds it, else, or if `embedded`, the digits of `pyops.data.digits`.
 
     UserError if data_dir is given and does not hold MNIST, $PYOPS_DATA is not a directory, one of the four files is missing
@@ -54,20 +59,20 @@ def load(data_dir=None, embedded=False):
         _check(paths, arrays)
         arrays[::2] = [images.reshape(len(images), -1) for images in arrays[::2]]
         folder = str(locate.find('mnist', data_dir))
-        return Digits(folder, *arrays, f'mnist : {folder}')
+        return Digits(folder, arrays[0], arrays[1], arrays[2], arrays[3], f'mnist : {folder}')
     if not embedded:
         if found := locate.find_incomplete('mnist', data_dir):
             raise locate.incomplete('mnist', *found)
         if data_dir is not None:
             raise locate.missing('mnist', data_dir)
-    arrays = _drawn()
+    arrays = list(_drawn())
     line = f'embedded digits : {len(arrays[0])} train, {len(arrays[2])} test'
     if not embedded:
         line = f'no MNIST found, using the {line}; get the real one with: python -m pyops.data get mnist'
-    return Digits(EMBEDDED, *arrays, line)
+    return Digits(EMBEDDED, arrays[0], arrays[1], arrays[2], arrays[3], line)
 
 
-def _drawn():
+def _drawn() -> Sequence[np.ndarray]:
     """Return the embedded digits, which are drawn once and cached."""
     import numpy as np
 
@@ -83,7 +88,7 @@ def _drawn():
     return arrays
 
 
-def _check(paths, arrays):
+def _check(paths: Sequence[Path], arrays: Sequence[np.ndarray]) -> None:
     """Raise UserError unless images and labels match."""
     for first in (0, 2):
         (images_path, labels_path), (images, labels) = paths[first:first + 2], arrays[first:first + 2]
