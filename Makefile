@@ -206,8 +206,9 @@ WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := tests/ops/test_table.py tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
-lint: .venv/test-ready ## check the Python code with ruff
+lint: .venv/test-ready ## check the Python code with ruff, and its types with mypy
 	.venv/bin/python -m ruff check
+	.venv/bin/python -m mypy
 
 test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
 	$(PYTEST) tests

@@ -17,8 +17,17 @@ _FROM = {
     'seed': 'pyops.params',
 }
 
+TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time
+if TYPE_CHECKING:                       # the names of _FROM
+    from pyops.autograd import Tensor, apply, grad, no_grad
+    from pyops.differences import gradcheck
+    from pyops.ndarray import cpu, gpu, numpy_device, use_gpu
+    from pyops.params import seed
 
-def __getattr__(name):
+__all__ = ['PRECISIONS', 'Tensor', 'apply', 'cpu', 'gpu', 'grad', 'gradcheck', 'no_grad', 'numpy_device', 'seed', 'use_gpu']
+
+
+def __getattr__(name: str) -> object:
     if name not in _FROM:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     import importlib
@@ -26,5 +35,5 @@ def __getattr__(name):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *_FROM})

@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:       # the names of _HOMES
+    from pyops.data.datasets import ArrayDataset, DataLoader, Dataset, MNISTDataset
+    from pyops.data.transforms import RandomCrop, RandomFlipHorizontal
 
 _HOMES = {'Dataset': 'datasets', 'ArrayDataset': 'datasets', 'MNISTDataset': 'datasets', 'DataLoader': 'datasets',
           'RandomFlipHorizontal': 'transforms', 'RandomCrop': 'transforms'}
-__all__ = list(_HOMES)
+__all__ = ['ArrayDataset', 'DataLoader', 'Dataset', 'MNISTDataset', 'RandomCrop', 'RandomFlipHorizontal']
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from conftest import ROOT, environment_without
 
 DEVELOPMENT = {'bench', 'tests'}        # packages and folders that are not installed
 PARTS = ('Makefile', 'MANIFEST.in', 'LICENSE', 'README.md', 'pyproject.toml', 'setup.py', 'csrc', 'cuda', 'scripts')
-SOURCES = '*.py', '*.html', '*.css', '*.js'         # of a package
+SOURCES = '*.py', '*.html', '*.css', '*.js', 'py.typed'         # of a package
 BUILT = ('*.so', '*.o', '__pycache__', '*.egg-info')
 
 
