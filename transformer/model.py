@@ -319,7 +319,7 @@ class Transformer:
         """Add to params.grads.  Empties ctx, so that saved activations are freed as early as possible."""
         dh = self.output.backward(self.one, ctx.pop())
         c2, m = ctx.pop(), ctx.pop()
-        dm = backend.empty(m.shape, name='encoder.dx')
+        dm = backend.empty_gradient(m.shape, 'encoder.dx')
         backend.launch('fill', dm, dm.size, 0.0)        # every decoder block read m and adds its gradient here
         self.decoder.backward(dh, c2, dm)
         self.encoder.backward(dm, ctx.pop())

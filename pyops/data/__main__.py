@@ -12,7 +12,7 @@ from pyops.errors import exits_cleanly
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyops.training import ArgumentParser
+    from pyops.flags import ArgumentParser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
