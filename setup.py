@@ -21,7 +21,7 @@ class BuildWithLibrary(build_py):
 
 
 class WithLibrary(Distribution):
-    """One with code for a machine, so that its files lie at the root of a wheel that is not pure."""
+    """A distribution with compiled libraries, so that setuptools builds a platform wheel."""
 
     def has_ext_modules(self):
         return True

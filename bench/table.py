@@ -28,7 +28,7 @@ def shown(seconds):
 
 
 def row(what, seconds, rate='', share=None, others=(), memory=None):
-    """Return a row.  others: (whose, seconds) of each, of which the fastest is shown; memory: ours and PyTorch's, MiB."""
+    """Return a row.  others: (name, seconds) of each contestant; the fastest is shown; memory: ours and PyTorch's, MiB."""
     best = min(others, key=lambda one: one[1], default=None)
     compared = f'{shown(best[1])}, {best[0]}' if best else ''
     ratio = f'{best[1] / seconds:.2f} x' if best else ''

@@ -76,9 +76,9 @@ def run(options):
     if len(summary.skipped) > 10:
         print(f'skipped: {len(summary.skipped) - 10} more, all in {os.path.join(options.output_dir, "tensor_stats.txt")}')
     for path in summary.foreign[:10]:
-        print(f'not ours, left as it is: {path}')
+        print(f'kept, not written by this command: {path}')
     if len(summary.foreign) > 10:
-        print(f'not ours, left as they are: {len(summary.foreign) - 10} more files')
+        print(f'kept, not written by this command: {len(summary.foreign) - 10} more files')
     for note in summary.notes:
         print(note)
     if summary.removed:
@@ -133,9 +133,9 @@ def draw(logs, folder, options=None):
 def _check_folder(folder, logs):
     inside, around = os.path.realpath(folder), os.path.realpath(logs)
     if os.path.isdir(around) and os.path.commonpath([inside, around]) == around:
-        raise UserError(f'{folder}: lies in the folder of the tensors; want one elsewhere')
+        raise UserError(f'{folder}: is in the folder of the tensors; choose a folder outside it')
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise UserError(f'{folder}: is a file; want a folder for the pictures, or a name that is free')
+        raise UserError(f'{folder}: is a file; name a folder for the pictures')
 
 
 def _make_folders(folder):
@@ -144,11 +144,11 @@ def _make_folders(folder):
         try:
             os.makedirs(path, exist_ok=True)
         except FileExistsError as error:
-            raise UserError(f'{path}: is a file; want a folder there, or none: move it away') from error
+            raise UserError(f'{path}: is a file, but a folder is needed there; move the file') from error
         except OSError as error:
-            raise UserError(f'{path}: cannot be made ({error.strerror}); want a folder that can be written') from error
+            raise UserError(f'{path}: cannot be made ({error.strerror}); choose a folder that can be written') from error
         if not os.access(path, os.W_OK | os.X_OK):
-            raise UserError(f'{path}: cannot be written; want a folder that you may write to')
+            raise UserError(f'{path}: cannot be written; choose a folder with write permission')
 
 
 def _steps(steps):

@@ -180,7 +180,7 @@ class Module:
     def backward(self, dy: Any, ctx: Any) -> Any:
         """Return dx, or a tuple if several inputs have a gradient.  Adds parameter gradients to their .grad.
 
-        dy has the structure of y; None stands for zeros.
+        dy has the structure of y; None means zeros.
         """
         leaves, y = ctx
         outputs, gradients = _flat(y), _flat(dy)

@@ -40,7 +40,7 @@ class Positions:
         (longest, D), (T, B, _) = self.table.shape, axes('x', x, 'T B D')
         check('x', x, (T, B, D))
         if not 0 <= first <= longest - T:
-            raise ValueError(f'{self.name}: T={T} steps from first={first} on do not lie in a table of longest={longest}; '
+            raise ValueError(f'{self.name}: T={T} steps from first={first} on do not fit in a table of longest={longest}; '
                              'shorten the sequence or make the op with a larger `longest`')
         y = empty((T, B, D), name=f'{self.name}.y')
         launch('add_positions_forward', y, x, self.table[first:first + T], T, B, D, self.scale)

@@ -317,7 +317,7 @@ def test_positions_begin_where_they_are_told_to():
 @pytest.mark.parametrize('T,first', [(13, 0), (1, 12), (5, 8), (1, -1)])
 def test_positions_beyond_the_table_are_refused(T, first):
     op = Positions(5, longest=12, name='places')
-    with pytest.raises(ValueError, match=f'places: T={T} steps from first={first} on do not lie in a table of longest=12'):
+    with pytest.raises(ValueError, match=f'places: T={T} steps from first={first} on do not fit in a table of longest=12'):
         op.forward(put(np.zeros((T, 3, 5), np.float32)), first)
 
 
