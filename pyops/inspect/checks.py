@@ -1,5 +1,8 @@
 """Checks shared by the readers of saved tensors.  The files may come from anyone, so nothing in them is trusted."""
+from __future__ import annotations
+
 import json
+from typing import Any, TypeGuard
 
 AXES_LIMIT = 32                     # numpy 1 supports no more
 
@@ -8,13 +11,13 @@ class Refused(Exception):
     """The reason for skipping a file or a line."""
 
 
-def printable(text):
+def printable(text: object) -> str:
     """Return `text` as one line that is safe to print: control characters and invalid bytes become \\x1b and the like."""
     return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode()
                    for letter in str(text))
 
 
-def parse_json(text):
+def parse_json(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object and return the dict.  NaN and infinities become None."""
     try:
         line = json.loads(text, parse_constant=lambda name: None)
@@ -25,6 +28,6 @@ def parse_json(text):
     return line
 
 
-def is_count(value):
+def is_count(value: object) -> TypeGuard[int]:
     """Return whether `value` is an integer from 0 to 2^53 - 1, which is exact in every JSON parser."""
     return type(value) is int and 0 <= value < 1 << 53      # bool is a subclass of int

@@ -1,12 +1,19 @@
 """Selection of layers, tensors and steps by the name patterns and ranges that flags accept."""
+from __future__ import annotations
+
 import argparse
 import difflib
 import fnmatch
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyops.errors import UserError
 from pyops.inspect.checks import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+    from pyops.inspect.logs import Entry
 
 _NO_END = 2**62
 _UNITS = {'': 1, 'K': 10**3, 'M': 10**6, 'G': 10**9, 'T': 10**12}
@@ -17,10 +24,10 @@ class StepRanges(NamedTuple):
     text: str
     ranges: tuple[range, ...]
 
-    def __contains__(self, step):
+    def __contains__(self, step: object) -> bool:
         return any(step in part for part in self.ranges)
 
-    def within(self, first, last):
+    def within(self, first: int, last: int) -> Sequence[int]:
         """Return the steps from `first` to `last` - 1, in order."""
         parts = []
         for part in self.ranges:
@@ -29,7 +36,7 @@ class StepRanges(NamedTuple):
         return parts[0] if len(parts) == 1 else sorted(set().union(*parts))
 
 
-def patterns(text):
+def patterns(text: str) -> tuple[str, ...]:
     """Parse 'encoder.*,linear_L3' into a tuple of patterns.  For argparse's `type`."""
     result = tuple(part.strip() for part in text.split(','))
     if not all(result):
@@ -37,12 +44,12 @@ def patterns(text):
     return result
 
 
-def steps(text):
+def steps(text: str) -> StepRanges:
     """Parse '0:100:10' or '0,5,7' into StepRanges.  For argparse's `type`."""
     return StepRanges(text, tuple(_range(part.strip(), text) for part in text.split(',')))
 
 
-def _range(part, text):
+def _range(part: str, text: str) -> range:
     numbers = part.split(':')
     if len(numbers) > 3 or not all(re.fullmatch('[0-9]{0,15}', n) for n in numbers) or not any(numbers) and len(numbers) == 1:
         raise argparse.ArgumentTypeError(f'expected a number, A:B:S, or a comma-separated list of these, got {text!r}')
@@ -57,7 +64,7 @@ def _range(part, text):
     return result
 
 
-def size(text):
+def size(text: str | int) -> int:
     """Parse '500M' into a number of bytes; an int is returned unchanged.  For argparse's `type`."""
     if isinstance(text, int):
         return text
@@ -67,7 +74,8 @@ def size(text):
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def select(entries, layers=('*',), names=('*',), steps=None):
+def select(entries: Iterable[Entry], layers: Sequence[str] = ('*',), names: Sequence[str] = ('*',),
+           steps: Container[int] | None = None) -> list[Entry]:
     """Return the entries that match one of `layers`, one of `names` and `steps` (None: all steps).
 
     A layer pattern matches the layer's name, or its type and number such as linear_L3.

@@ -1,11 +1,17 @@
 """Flags that select the tensors to save during training, and the environment variables that replace missing flags."""
+from __future__ import annotations
+
 import difflib
 import fnmatch
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyops.errors import UserError
 from pyops.inspect.choice import StepRanges, patterns, size, steps
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Mapping
 
 LIMIT = '4G'
 STEPS = '0:100:10'
@@ -21,7 +27,7 @@ class Wanted(NamedTuple):
     limit_text: str
     as_: str
 
-    def choose(self, names):
+    def choose(self, names: list[str]) -> list[str]:
         """Return the layer names that match a pattern, in their order.  UserError if a pattern matches none."""
         chosen = set()
         for pattern in self.patterns:
@@ -35,7 +41,7 @@ class Wanted(NamedTuple):
         return [name for name in names if name in chosen]
 
 
-def add_saving_flags(parser):
+def add_saving_flags(parser: Any) -> None:
     """Add --save-tensors DIR and the flags that modify it."""
     group = parser.group('saved tensors', 'See docs/saving.md.')
     group.add_argument('--save-tensors', metavar='DIR',
@@ -53,7 +59,7 @@ def add_saving_flags(parser):
                        help='file format; pt is for torch.load(weights_only=True) (default safetensors)')
 
 
-def wanted(args, environment=os.environ):
+def wanted(args: Namespace, environment: Mapping[str, str] = os.environ) -> Wanted | None:
     """Return a Wanted, or None if nothing is to be saved.  UserError if a flag modifies --save-tensors, which is off."""
     folder = args.save_tensors
     if folder is None and _is_enabled(environment):
@@ -73,7 +79,7 @@ def wanted(args, environment=os.environ):
                   args.save_as or 'safetensors')
 
 
-def _is_enabled(environment):
+def _is_enabled(environment: Mapping[str, str]) -> bool:
     text = environment.get('TENSOR_SAVE_ENABLED', '')
     if text.lower() in ('true', '1', 'yes', 'on'):
         return True
@@ -82,6 +88,6 @@ def _is_enabled(environment):
     raise UserError(f'TENSOR_SAVE_ENABLED={text}: want true or false')
 
 
-def _size(text):
+def _size(text: str) -> tuple[int, str]:
     """Return (number of bytes, text)."""
     return size(text), text

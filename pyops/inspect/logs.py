@@ -7,17 +7,26 @@ embedded in its metadata is used or, without one, the shape in its header and th
 No file is trusted: readers.py checks headers before it allocates memory, and links and names that lead out of the folder are
 refused.  `Logs.skipped` lists every unreadable file with the reason; the others are still read.
 """
+from __future__ import annotations
+
 import hashlib
 import os
 import re
 import stat
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from pyops.errors import UserError
 from pyops.inspect.checks import Refused, is_count, parse_json, printable
 from pyops.inspect.manifest import NAME, Manifest, known_format, parse_format, tensor_line
 from pyops.inspect.readers import SUFFIXES, NoTorch, list_tensors, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pyops.formats import Format
+    from pyops.typing import PathLike, Shape
 
 _TIME = re.compile(r'(.+)_t(\d{1,9})', re.S)
 
@@ -62,29 +71,29 @@ class Entry:
     run: int = 0
 
     @property
-    def path(self):
+    def path(self) -> str:
         return os.path.join(self.folder, self.file)
 
     @property
-    def fmt(self):
+    def fmt(self) -> Format | None:
         """The Format to which the run rounded the tensor, None for fp32."""
         return None if self.format == 'fp32' else parse_format(self.format, self.options)
 
     @property
-    def title(self):
+    def title(self) -> str:
         """Such as 'encoder.0.self_attention.q forward input, step 10'; ', t 3' and ', mxfp8' are appended if they apply."""
         time = '' if self.time is None else f', t {self.time}'
         fmt = '' if self.format == 'fp32' else f', {self.format}'
         return printable(f'{self.layer} {self.operation} {self.name}, step {self.step}{time}{fmt}')
 
     @property
-    def stem(self):
+    def stem(self) -> str:
         """A base name for files about this tensor.  It is unique and consists of letters, digits and -_. only."""
         base = os.path.splitext(self.relative_path)[0] + (f'.{self.key}' if self.key not in ('', 'tensor') else '')
         safe = re.sub(r'[^A-Za-z0-9_.-]', '_', base).lstrip('.')[:150]
         return safe if safe == base else f'{safe}-{_digest(self.relative_path, self.key)}'
 
-    def load(self):
+    def load(self) -> np.ndarray:
         """Return the values as a C-contiguous float32 array.  LogError if the file is missing, damaged or was replaced."""
         try:
             array = read(self.path, self.key)
@@ -110,14 +119,16 @@ class Logs:
     UserError if the folder cannot be read, or is empty without `empty`.
     """
 
-    def __init__(self, folder, empty=False):
+    def __init__(self, folder: PathLike, empty: bool = False) -> None:
         self.folder = os.fspath(folder)
         if not os.path.isdir(self.folder):
             raise UserError(f'{printable(self.folder)}: no such folder; give the folder of saved tensors, the value of '
                             '--save-tensors or TENSOR_SAVE_DIR')
-        self.entries, self.steps, self.run = [], [], {}
+        self.entries: list[Entry] = []
+        self.steps: list[dict[str, Any]] = []
+        self.run: dict[str, Any] = {}
         self._root = os.path.realpath(self.folder)
-        self._folders = {}              # path relative to the root -> _Folder
+        self._folders: dict[str, _Folder] = {}      # path relative to the root -> _Folder
         self.refresh()
         if not self.entries and not empty:
             reasons = '; '.join(f'{file}: {reason}' for file, reason in self.skipped[:3])
@@ -125,12 +136,12 @@ class Logs:
                             f'{", ".join(SUFFIXES)} files, as written by --save-tensors or torch.attach')
 
     @property
-    def skipped(self):
+    def skipped(self) -> list[tuple[str, str]]:
         return [(file, reason) for name in sorted(self._folders) for file, reason in self._folders[name].skipped()]
 
-    def refresh(self):
+    def refresh(self) -> list[Entry]:
         """Read the tensors added since the last call and return their entries, in order.  The folder is listed anew."""
-        new = []
+        new: list[Entry] = []
         subfolders = self._refresh('', new)
         for name in sorted(subfolders):
             self._refresh(name, new)
@@ -139,7 +150,7 @@ class Logs:
             self.entries = sorted(self.entries + new, key=_sort_key)
         return new
 
-    def _refresh(self, name, new):
+    def _refresh(self, name: str, new: list[Entry]) -> list[str]:
         """Read one folder, append its new entries to `new` and return the names of its subfolders."""
         state = self._folders.get(name) or _Folder(self._root, name, self.folder)
         subfolders = state.refresh(new)
@@ -149,7 +160,7 @@ class Logs:
         self.run = state.manifest.run or self.run
         return subfolders
 
-    def mask(self, entry):
+    def mask(self, entry: Entry) -> np.ndarray | None:
         """Return a bool array that broadcasts to the tensor and is False at padding, or None for a tensor without padding.
 
         LogError if the manifest lacks the lengths to which the mask refers.
@@ -164,7 +175,7 @@ class Logs:
                                f'{printable(side)} sentences at step {entry.step}; save the tensor again')
         return padding(entry.shape, entry.mask, lengths, entry.time or 0)
 
-    def tokens(self, entry, sentence):
+    def tokens(self, entry: Entry, sentence: int) -> tuple[list[str], list[str]] | None:
         """Return the words of one sentence of the batch for attention weights of shape (B, heads, Tq, Tk).
 
         The result is (Tq query words, Tk key words) with '' at padding, or None if the manifest has no words.
@@ -180,19 +191,19 @@ class Logs:
                 return None
             size = entry.shape[axis]
             result.append([*sentences[sentence][:size], *[''] * (size - len(sentences[sentence]))])
-        return tuple(result)
+        return result[0], result[1]
 
-    def _batch(self, entry):
+    def _batch(self, entry: Entry) -> dict[str, Any]:
         name = os.path.relpath(entry.folder, self.folder)
         state = self._folders.get('' if name == '.' else name)
         return state.manifest.batches.get((entry.run, entry.step), {}) if state else {}
 
 
-def _sort_key(entry):
+def _sort_key(entry: Entry) -> tuple[int, int, int, str, str]:
     return entry.step, entry.counter, entry.run, entry.relative_path, entry.key
 
 
-def _digest(*texts):
+def _digest(*texts: str) -> str:
     return hashlib.sha256('\0'.join(texts).encode('utf-8', 'surrogatepass')).hexdigest()[:8]
 
 
@@ -205,21 +216,21 @@ class _Folder:
     opened: the folder given to Logs, as the user wrote it
     """
 
-    def __init__(self, root, name, opened):
+    def __init__(self, root: str, name: str, opened: str) -> None:
         self.root, self.name = root, name
         self.path = os.path.join(opened, name) if name else opened
         self.manifest = Manifest(os.path.join(self.path, MANIFEST))
-        self.known = set()              # files with entries
-        self.refused = {}               # file -> (reason, (size, mtime) at the last attempt)
-        self.missing = {}               # file -> its manifest line, until the file exists
+        self.known: set[str] = set()    # files with entries
+        self.refused: dict[str, tuple[str, Any]] = {}       # file -> (reason, (size, mtime) at the last attempt)
+        self.missing: dict[str, dict[str, Any]] = {}        # file -> its manifest line, until the file exists
 
-    def skipped(self):
+    def skipped(self) -> list[tuple[str, str]]:
         prefix = self.name and self.name + '/'
         missing = ((file, 'the manifest lists this file, but it does not exist') for file in self.missing)
         refused = ((file, reason) for file, (reason, _) in self.refused.items())
         return [(printable(prefix + file), reason) for file, reason in (*self.manifest.refused, *sorted(refused), *missing)]
 
-    def refresh(self, new):
+    def refresh(self, new: list[Entry]) -> list[str]:
         """Append new entries to `new` and return the names of the subfolders."""
         # Manifest first: writers create a file before its line.
         for line in self.manifest.read():
@@ -247,7 +258,7 @@ class _Folder:
                 self.refused[item.name] = f'cannot be read ({error.strerror or error})', _version(item)
         return subfolders
 
-    def _list(self):
+    def _list(self) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(self.path) as items:
                 return sorted(items, key=lambda item: item.name)
@@ -258,7 +269,7 @@ class _Folder:
             self.manifest.refused[:] = [('', f'cannot be read ({error.strerror})')]
             return []
 
-    def _add(self, file, status, new):
+    def _add(self, file: str, status: os.stat_result, new: list[Entry]) -> None:
         """Append the entries of one file to `new`."""
         if not stat.S_ISREG(status.st_mode) or os.path.splitext(file)[1] not in SUFFIXES:
             raise Refused(f'not a tensor file; expected {", ".join(SUFFIXES)}')
@@ -273,7 +284,7 @@ class _Folder:
         self.known.add(file)
         new += entries
 
-    def _inspect(self, shared, key, shape, dtype, metadata):
+    def _inspect(self, shared: dict[str, Any], key: str, shape: Shape, dtype: str, metadata: dict[str, Any]) -> Entry:
         """Return the Entry of a tensor that the manifest does not list, from the file's metadata (a dict) and its name."""
         run = max(self.manifest.runs - 1, 0)
         if isinstance(metadata.get('pyops'), str) and key == 'tensor':
@@ -286,8 +297,8 @@ class _Folder:
         name, time = fields['name'], None
         if key not in ('', 'tensor', 'data'):
             name = f'{name}.{key}' if name != stem else key
-        elif _TIME.fullmatch(name):
-            name, time = _TIME.fullmatch(name).groups()
+        elif match := _TIME.fullmatch(name):
+            name, time = match.groups()
         layer_type, index, fmt = fields['layer_type'].lower(), fields['index'], fields['format'].lower()
         layer = fields['layer'] or (layer_type if index is None else f'{layer_type}_L{index}')
         return Entry(**shared, key=key, origin='file', counter=int(fields['counter']), timestamp=fields['timestamp'],
@@ -299,7 +310,7 @@ class _Folder:
                      dtype=dtype, mask=(), statistics=None, run=run)
 
 
-def _fields(stem, metadata):
+def _fields(stem: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the fields in a file's name.  `metadata`, as in dumps of Megatron, takes precedence."""
     match = NAME.fullmatch(stem)
     fields = {'timestamp': '', 'counter': 0, 'layer': '' if match else stem, 'layer_type': 'other', 'index': None,
@@ -319,12 +330,12 @@ def _fields(stem, metadata):
     return fields
 
 
-def _is_inside(item, root):
+def _is_inside(item: os.DirEntry[str], root: str) -> bool:
     """Return whether a directory item is not a link, or is a link to a target inside `root`."""
     return not item.is_symlink() or os.path.realpath(item.path).startswith(os.path.join(root, ''))
 
 
-def _version(item):
+def _version(item: os.DirEntry[str]) -> tuple[int, int] | None:
     """Return (size, mtime) of a directory item, by which a changed file is recognized."""
     try:
         status = item.stat(follow_symlinks=False)

@@ -1,12 +1,20 @@
 """Reader of manifest.jsonl, the index of a folder of saved tensors.  Every line is checked before use."""
+from __future__ import annotations
+
 import functools
 import os
 import re
 import stat
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json, printable
 from pyops.inspect.readers import SUFFIXES
 from pyops.inspect.writer import MANIFEST, VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from pyops.formats import Format
 
 _LINE_LIMIT = 64 << 20              # bytes; far more than any writer needs
 _REPORT_LIMIT = 100                 # invalid lines reported per manifest
@@ -22,22 +30,23 @@ _STATISTICS = 'count', 'nan', 'inf', 'zeros', 'amax', 'mean', 'mean_abs', 'rms',
 class Manifest:
     """An incremental reader of one manifest.jsonl.  An incomplete last line is left for the next read."""
 
-    def __init__(self, path):
+    def __init__(self, path: str) -> None:
         self.path = path
         self.offset = self.lines = self.runs = self.bad = 0
-        self.run, self.origins = {}, []
-        self.batches = {}               # (run, step) -> {'lengths': ..., 'tokens': ...}
-        self.refused = []               # (manifest.jsonl:line number, reason)
-        self._steps = []
+        self.run: dict[str, Any] = {}
+        self.origins: list[str] = []
+        self.batches: dict[tuple[int, int], dict[str, Any]] = {}    # (run, step) -> {'lengths': ..., 'tokens': ...}
+        self.refused: list[tuple[str, str]] = []        # (manifest.jsonl:line number, reason)
+        self._steps: list[dict[str, Any]] = []
 
-    def origin(self, run):
+    def origin(self, run: int) -> str:
         return self.origins[run] if run < len(self.origins) else 'pyops'
 
-    def take_steps(self):
+    def take_steps(self) -> list[dict[str, Any]]:
         steps, self._steps = self._steps, []
         return steps
 
-    def read(self):
+    def read(self) -> list[dict[str, Any]]:
         """Return the tensor lines added since the last call, checked, as arguments of Entry."""
         try:
             if not stat.S_ISREG(os.lstat(self.path).st_mode):
@@ -52,12 +61,12 @@ class Manifest:
         except OSError as error:
             return self._refuse_file(f'cannot be read ({error.strerror or error})')
 
-    def _refuse_file(self, reason):
+    def _refuse_file(self, reason: str) -> list[dict[str, Any]]:
         if (MANIFEST, reason) not in self.refused:
             self.refused.append((MANIFEST, reason))
         return []
 
-    def _lines(self, file):
+    def _lines(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
         while line := file.readline(_LINE_LIMIT):
             if not line.endswith(b'\n'):
                 if len(line) == _LINE_LIMIT:
@@ -76,7 +85,7 @@ class Manifest:
                 elif self.bad == _REPORT_LIMIT:
                     self.refused.append((f'{MANIFEST}:{self.lines}', 'invalid; further invalid lines are not listed'))
 
-    def _line(self, line):
+    def _line(self, line: dict[str, Any]) -> dict[str, Any] | None:
         kind = line.get('kind')
         if kind == 'run':
             self.runs += 1
@@ -92,9 +101,10 @@ class Manifest:
             self._steps.append({'step': _count(line, 'step'), 'loss': _number(line, 'loss'), 'norm': _number(line, 'norm')})
         elif kind == 'lost':
             self.refused.append((_text(line, 'file'), f'could not be written: {printable(_text(line, "reason"))}'))
+        return None
 
 
-def tensor_line(line):
+def tensor_line(line: dict[str, Any]) -> dict[str, Any]:
     """Check a manifest line of kind `tensor` and return the arguments of Entry that it contains."""
     file = _text(line, 'file')
     if os.path.basename(file) != file or file in ('', '.', '..') or os.path.splitext(file)[1] not in SUFFIXES:
@@ -123,7 +133,7 @@ def tensor_line(line):
             'dtype': _text(line, 'dtype', 'float32'), 'mask': tuple(mask), 'statistics': _statistics(line.get('statistics'))}
 
 
-def _batch_line(line):
+def _batch_line(line: dict[str, Any]) -> dict[str, Any]:
     """Check a batch line and return its lengths, {side: [int]}, and tokens, {side: [[str]]}."""
     lengths, tokens = line.get('lengths') or {}, line.get('tokens') or {}
     if not isinstance(lengths, dict) or not all(_is_list(side, is_count) for side in lengths.values()):
@@ -135,37 +145,37 @@ def _batch_line(line):
     return {'lengths': lengths, 'tokens': tokens}
 
 
-def _is_list(value, check):
+def _is_list(value: Any, check: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(check(item) for item in value)
 
 
-def _is_mask(item, shape):
+def _is_mask(item: Any, shape: Any) -> bool:
     if not isinstance(item, dict) or not isinstance(item.get('of'), str) or 'time' not in item:
         return False
     time, batch = item['time'], item.get('batch')
     return (time is None or is_count(time) and time < len(shape)) and is_count(batch) and batch < len(shape)
 
 
-def _text(line, key, default=None):
+def _text(line: dict[str, Any], key: str, default: str | None = None) -> str:
     value = line.get(key, default)
     if not isinstance(value, str):
         raise Refused(f'{key} is {printable(value)}; expected a string')
     return value
 
 
-def _count(line, key):
+def _count(line: dict[str, Any], key: str) -> int:
     value = line.get(key)
     if not is_count(value):
         raise Refused(f'{key} is {printable(value)}; expected a non-negative integer')
     return value
 
 
-def _number(line, key):
+def _number(line: dict[str, Any], key: str) -> float | None:
     value = line.get(key)
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
 
 
-def _items(line, key, check, default=None):
+def _items(line: dict[str, Any], key: str, check: Callable[[Any], bool], default: Any = None) -> Any:
     value = line.get(key, default)
     if value is default and default is not None:
         return default
@@ -174,7 +184,7 @@ def _items(line, key, check, default=None):
     return value
 
 
-def _statistics(values):
+def _statistics(values: Any) -> dict[str, Any] | None:
     """Return the statistics of a line, or None if one is missing."""
     if not isinstance(values, dict) or not all(key in values for key in _STATISTICS):
         return None
@@ -182,7 +192,7 @@ def _statistics(values):
 
 
 @functools.lru_cache(maxsize=256)
-def known_format(name, options=()):
+def known_format(name: str, options: tuple[tuple[str, str], ...] = ()) -> str | None:
     """Return the canonical name of a number format, or None if formats.parse rejects the name or an option."""
     if name in ('fp32', 'float32', 'none'):
         return None if options else 'fp32'
@@ -193,6 +203,6 @@ def known_format(name, options=()):
         return None
 
 
-def parse_format(name, options):
+def parse_format(name: str, options: Mapping[str, Any]) -> Format:
     from pyops import formats
     return formats.parse(':'.join([name, *(f'{key}={value}' for key, value in options.items())]))

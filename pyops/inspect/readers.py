@@ -5,16 +5,24 @@
 No file is trusted.  Headers are checked against the file size before any allocation, .npy files are read without pickle
 support, and .pt files with torch's weights_only.
 """
+from __future__ import annotations
+
 import contextlib
 import math
 import os
 import pickle
 import re
 import zipfile
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
 
 from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pyops.typing import Shape
 
 SUFFIXES = '.safetensors', '.pt', '.npy'
 
@@ -23,6 +31,7 @@ _SAFE_TORCH = 2, 6                  # in older versions a file could run code de
 
 # safetensors dtype -> numpy dtype of the stored bytes, name of the dtype
 _DTYPES = {'F64': ('<f8', 'float64'), 'F32': ('<f4', 'float32'), 'F16': ('<f2', 'float16'), 'BF16': ('<u2', 'bfloat16')}
+Description: TypeAlias = 'tuple[str, Shape, str, dict[str, Any]]'      # key, shape, dtype, metadata
 _EXPECTED = 'expected float64, float32, float16 or bfloat16'
 
 
@@ -30,22 +39,22 @@ class NoTorch(Refused):
     """The file may be fine, but PyTorch is missing or too old to read it."""
 
 
-def list_tensors(path):
+def list_tensors(path: str) -> list[Description]:
     """Return [(key, shape, dtype, metadata)] for the tensors of a file.  Its numbers are not read."""
     return _DESCRIBERS[os.path.splitext(path)[1]](path)
 
 
-def read(path, key):
+def read(path: str, key: str) -> np.ndarray:
     """Return one tensor of a file as a contiguous float32 array."""
     return _READERS[os.path.splitext(path)[1]](path, key)
 
 
-def nbytes(shape, dtype):
+def nbytes(shape: Iterable[int], dtype: str) -> int:
     """Return the number of bytes that a tensor of the named dtype needs in a file."""
     return math.prod(shape) * {'float64': 8, 'float32': 4}.get(dtype, 2)
 
 
-def _safetensors_header(file):
+def _safetensors_header(file: BinaryIO) -> tuple[dict[str, Any], int, int]:
     """Return the parsed header, the offset of the data and its size in bytes.
 
     The safetensors library is not used: its numpy API does not support bfloat16.
@@ -61,7 +70,7 @@ def _safetensors_header(file):
     return parse_json(header), 8 + length, size - 8 - length
 
 
-def _safetensors_tensor(key, value, size):
+def _safetensors_tensor(key: str, value: Any, size: int) -> tuple[Shape, str, int]:
     """Check one tensor of the header and return its shape, safetensors dtype and offset in the data."""
     try:
         shape, dtype, (begin, end) = tuple(value['shape']), value['dtype'], value['data_offsets']
@@ -77,7 +86,7 @@ def _safetensors_tensor(key, value, size):
     return shape, dtype, begin
 
 
-def _describe_safetensors(path):
+def _describe_safetensors(path: str) -> list[Description]:
     with open(path, 'rb') as file:
         header, _, size = _safetensors_header(file)
     metadata = header.pop('__metadata__', None)
@@ -92,7 +101,7 @@ def _describe_safetensors(path):
     return _require_tensors(result, reasons)
 
 
-def _read_safetensors(path, key):
+def _read_safetensors(path: str, key: str) -> np.ndarray:
     with _open_regular(path) as file:
         header, start, size = _safetensors_header(file)
         if key not in header:
@@ -105,16 +114,16 @@ def _read_safetensors(path, key):
     return _widen(array, dtype == 'BF16').reshape(shape)
 
 
-def _describe_npy(path):
+def _describe_npy(path: str) -> list[Description]:
     array = _map_npy(path)
     return [('', array.shape, array.dtype.name, {})]
 
 
-def _read_npy(path, key):
+def _read_npy(path: str, key: str) -> np.ndarray:
     return _widen(_map_npy(path))
 
 
-def _map_npy(path):
+def _map_npy(path: str) -> np.ndarray:
     try:
         # Memory-mapped, so that a header with a wrong shape cannot cause a large allocation.
         array = np.load(path, mmap_mode='r', allow_pickle=False)
@@ -129,7 +138,7 @@ def _map_npy(path):
     return array
 
 
-def _describe_pt(path):
+def _describe_pt(path: str) -> list[Description]:
     tensors, metadata = _load_pt(path)
     result, reasons = [], []
     for key, tensor in tensors.items():
@@ -140,7 +149,7 @@ def _describe_pt(path):
     return _require_tensors(result, reasons)
 
 
-def _read_pt(path, key):
+def _read_pt(path: str, key: str) -> np.ndarray:
     tensors, _ = _load_pt(path)
     if key not in tensors:
         raise Refused(f'contains no tensor {printable(key)!r}')
@@ -148,7 +157,7 @@ def _read_pt(path, key):
     return np.array(tensors[key].detach().float().resolve_neg().numpy(), np.float32, order='C')
 
 
-def _describe_torch(tensor, size):
+def _describe_torch(tensor: Any, size: int) -> tuple[Shape, str]:
     """Check that a tensor is dense and not larger than its file, and return its shape and dtype."""
     torch = _torch()
     dtype = str(tensor.dtype).removeprefix('torch.')
@@ -161,7 +170,7 @@ def _describe_torch(tensor, size):
     return tuple(tensor.shape), dtype
 
 
-def _load_pt(path):
+def _load_pt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ({key: tensor}, metadata) of a file written by torch.save.  Its pickle can create tensors only.
 
     The zip directory is checked first: a compressed record can expand to any size, and a file in the format before torch
@@ -203,7 +212,7 @@ def _load_pt(path):
     raise Refused('contains no tensor; expected a tensor or a dict of tensors')
 
 
-def _is_utf8(text):
+def _is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -211,7 +220,7 @@ def _is_utf8(text):
     return True
 
 
-def _torch():
+def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
@@ -222,14 +231,14 @@ def _torch():
     return torch
 
 
-def _open_regular(path):
+def _open_regular(path: str) -> BinaryIO:
     """Open a regular file.  Opening anything else, such as a FIFO, could block forever."""
     if not os.path.isfile(path):
         raise Refused('the file no longer exists')
     return open(path, 'rb')
 
 
-def _widen(array, bfloat16=False):
+def _widen(array: np.ndarray, bfloat16: bool = False) -> np.ndarray:
     """Convert float16 and bfloat16 exactly, and float64 with rounding (out of range: infinity), to float32."""
     if bfloat16:
         return (array.astype(np.uint32) << 16).view(np.float32)
@@ -237,7 +246,7 @@ def _widen(array, bfloat16=False):
         return np.array(array, np.float32, order='C')
 
 
-def _require_tensors(tensors, reasons):
+def _require_tensors(tensors: list[Any], reasons: list[str]) -> list[Any]:
     if not tensors:
         raise Refused(reasons[0] if reasons else 'contains no tensor')
     return tensors

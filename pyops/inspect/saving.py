@@ -3,13 +3,24 @@
 At a saved step the plan runs in pieces, and the tensors of each piece are copied before the next piece can overwrite them.
 All other steps are replayed as a whole.  docs/saving.md lists the tensors and their names.
 """
+from __future__ import annotations
+
 import shutil
 import time
+from typing import TYPE_CHECKING, Any, Self
 
 from pyops import backend
 from pyops.errors import UserError
 from pyops.inspect.find import find
 from pyops.inspect.writer import Writer, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import numpy as np
+
+    from pyops import plan
+    from pyops.inspect.flags import Wanted
 
 LOOK_EVERY = 0.3            # seconds between writes of the losses
 
@@ -29,10 +40,14 @@ class Saving:
         saving.check()                      UserError if nothing was saved
     """
 
-    def __init__(self, wanted, planned, rows, first, last, run, side=None, sentences=None):
+    def __init__(self, wanted: Wanted, planned: plan.Steps, rows: np.ndarray, first: int, last: int, run: Mapping[str, Any],
+                 side: Any = None, sentences: Callable[[np.ndarray], tuple[Any, Any]] | None = None) -> None:
         self.wanted, self.planned, self.next, self._side, self._sentences = wanted, planned, first, side, sentences
-        self._noted, self._losses, self._told = first, [], time.perf_counter()
-        self._looks, self._is_over, self.summary = {}, False, None
+        self._noted, self._told = first, time.perf_counter()
+        self._losses: list[tuple[int, float, float | None]] = []
+        self._looks: dict[int, list[Any]] = {}
+        self._is_over = False
+        self.summary: Any = None            # the WriterSummary, at the end
         plan = planned.plan(rows)
         looks = find(plan, side)
         self._layers = set(wanted.choose(list(dict.fromkeys(tensor.layer for look in looks for tensor in look.tensors))))
@@ -45,7 +60,7 @@ class Saving:
             raise UserError(f'{wanted.folder}: {size_text(size)} of tensors will be saved and {size_text(free)} are free; '
                             'make room, or save less with --save-layers, --save-steps or --save-max')
 
-    def _check(self, looks, steps):
+    def _check(self, looks: Sequence[Any], steps: Sequence[int]) -> tuple[str, int]:
         """Return the line that announces the dump, and its size in bytes."""
         tensors = [tensor for look in looks for tensor in look.tensors]
         each = sum(tensor.nbytes for tensor in tensors)
@@ -62,23 +77,23 @@ class Saving:
             line += f'; --save-max {self.wanted.limit_text} ends it after {fits} step' + 's' * (fits > 1)
         return line, min(total, self.wanted.limit)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         print(self.promise, flush=True)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         self._tell()
         self.summary = self.writer.close()
         print(self.summary, flush=True)
 
-    def check(self):
+    def check(self) -> None:
         """Raise UserError if no tensor was saved."""
         if not self.summary.tensors:
             why = (f'{self.summary.lost} could not be written' if self.summary.lost else
                    f'--save-steps {self.wanted.steps.text} names none of the steps up to {self.next}')
             raise UserError(f'{self.wanted.folder}: no tensor was saved: {why}; training itself went as ever')
 
-    def step(self, rows):
+    def step(self, rows: np.ndarray) -> None:
         """Run the next step on these rows, and save its tensors if it is selected."""
         number = self.next
         self.next += 1
@@ -95,7 +110,7 @@ class Saving:
                   'training goes on', flush=True)
             plan.run()
             return
-        lengths, tokens = self._sentences(rows) if self._sentences else (None, None)
+        lengths, tokens = self._sentences(rows) if self._sentences else (None, {})
         if lengths:
             self.writer.batch(number, lengths, tokens)
         done = 0
@@ -108,7 +123,7 @@ class Saving:
                 self._save(tensor, array, number, lengths, look.is_fresh or backend.place() is not backend.HOST)
         plan.run(done, len(plan.replayed))
 
-    def _save(self, tensor, array, number, lengths, owned):
+    def _save(self, tensor: Any, array: np.ndarray, number: int, lengths: Any, owned: bool) -> None:
         fmt, options, axis = 'fp32', {}, tensor.axis
         if tensor.uses:                                 # the manifest lists all uses; the file name has the format of the first
             from pyops import formats
@@ -119,16 +134,16 @@ class Saving:
                            quant_type=fmt if tensor.uses else tensor.quant_type, options=options, axis=axis, uses=tensor.uses,
                            mask=tensor.mask, lengths=lengths, owned=owned)
 
-    def note(self, values):
+    def note(self, values: Sequence[tuple[float, Any, float]]) -> None:
         """Append (loss, weight, norm) of the steps after those noted before, as pyops.fit.History reads them."""
         self._losses += [(self._noted + i, loss, norm or None) for i, (loss, _, norm) in enumerate(values)]
         self._noted += len(values)
         if time.perf_counter() - self._told > LOOK_EVERY:
             self._tell()
 
-    def _tell(self):
+    def _tell(self) -> None:
         self.writer.steps(self._losses)
         self._losses, self._told = [], time.perf_counter()
 
-    def _chosen(self, looks):
+    def _chosen(self, looks: Iterable[Any]) -> list[Any]:
         return [look for look in looks if look.tensors[0].layer in self._layers]

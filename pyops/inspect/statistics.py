@@ -3,12 +3,19 @@
 All sums are float64, over finite values, without padding.  Tensors are processed in tiles of 0.5 MiB, so the memory in use
 is the tensor and its rounded copy.
 """
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops import formats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyops.formats import Format
 
 BLOCK = 32                          # block size in statistics of formats without blocks
 
@@ -16,7 +23,7 @@ _TILE = 1 << 16                     # values; 0.5 MiB of float64 fit in the L2 c
 _MOMENTS = 'amax', 'mean', 'mean_abs', 'rms', 'std', 'min', 'max'
 
 
-def describe(x, mask=None):
+def describe(x: Any, mask: np.ndarray | None = None) -> dict[str, Any]:
     """Return a dict with count, nan, inf, zeros and, of the finite values, amax, mean, mean_abs, rms, std, min, max.
 
     x: float32 of any shape;  mask: bool that broadcasts to x, False at padding.  Without finite values, amax to max are None.
@@ -53,13 +60,13 @@ def describe(x, mask=None):
                      'min': low, 'max': high}
 
 
-def rounded(x, fmt, axis=-1):
+def rounded(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     """Return x rounded to fmt, as float32.  Like fake_quantize, but axis may be 'tokens': the flattened leading axes."""
     flat, axis = _flattened(x, axis)
     return formats.fake_quantize(flat, fmt, axis).reshape(np.shape(x))
 
 
-def quantization(x, fmt, axis=-1, mask=None):
+def quantization(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | None = None) -> dict[str, float]:
     """Return a dict of error measures of x rounded to a number format.
 
     x: float32 of any shape;  fmt: a Format or its text, such as 'mxfp8:scale=rceil'
@@ -73,7 +80,8 @@ def quantization(x, fmt, axis=-1, mask=None):
     return measure(x, fmt, axis, mask)[0]
 
 
-def block_quantization(x, fmt, axis=-1, mask=None):
+def block_quantization(x: Any, fmt: str | Format, axis: int | str = -1,
+                       mask: np.ndarray | None = None) -> dict[str, np.ndarray]:
     """Return the error measures of each block; arguments as for `quantization`.
 
     Keys: sqnr_db, cosine, max_abs_error, underflow_pct, saturation_pct.  Each array is float64 and has x's shape (for
@@ -83,12 +91,13 @@ def block_quantization(x, fmt, axis=-1, mask=None):
     return measure(x, fmt, axis, mask)[1]
 
 
-def block_sqnr(x, fmt, axis=-1, mask=None):
+def block_sqnr(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | None = None) -> np.ndarray:
     """Return the sqnr_db of each block; see block_quantization."""
     return measure(x, fmt, axis, mask)[1]['sqnr_db']
 
 
-def measure(x, fmt, axis=-1, mask=None):
+def measure(x: Any, fmt: str | Format, axis: int | str = -1,
+            mask: np.ndarray | None = None) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return the results of `quantization` and `block_quantization`, both computed in one pass."""
     f = formats.parse(fmt)
     blocks = _Blocks(x, f, axis, mask)
@@ -122,7 +131,7 @@ def measure(x, fmt, axis=-1, mask=None):
     return whole, {name: np.where(sums['pairs'] > 0, values, np.nan).reshape(blocks.shape) for name, values in parts.items()}
 
 
-def _add(sums, counts, tile, f):
+def _add(sums: dict[str, np.ndarray], counts: dict[str, int], tile: _Tile, f: Format) -> float:
     """Add the values of a tile to the sums of their blocks and to the counts.  Return sum |e / x|."""
     x, q, valid = tile.x, tile.q, tile.valid
     # A float64 sum of finite float32 values cannot overflow.
@@ -156,14 +165,14 @@ def _add(sums, counts, tile, f):
     return float(np.divide(error, size, out=error, where=size > 0).sum())
 
 
-def decibels(signal, error):
+def decibels(signal: float, error: float) -> float:
     """Return 10 log10(signal / error) of two energies, inf for an error of 0."""
     if not error:
         return math.inf
     return 10 * (math.log10(signal) - math.log10(error)) if signal else -math.inf
 
 
-def exponents(x, mask=None):
+def exponents(x: Any, mask: np.ndarray | None = None) -> dict[int, int]:
     """Return the number of values per binade, {floor(log2 |x|): count}, of finite nonzero values without padding."""
     flat = np.asarray(x).reshape(-1)
     valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(-1)
@@ -177,7 +186,7 @@ def exponents(x, mask=None):
     return {int(index) + lowest: int(counts[index]) for index in np.flatnonzero(counts)}
 
 
-def scale_codes(x, fmt, axis=-1, mask=None):
+def scale_codes(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | None = None) -> dict[int, int]:
     """Return the number of blocks per scale, {E8M0 code: count}; {} for a format without blocks.
 
     The scale of a code is 2^(code - 127); code 255 is NaN.  Blocks of padding only are not counted.
@@ -187,12 +196,12 @@ def scale_codes(x, fmt, axis=-1, mask=None):
         return {}
     blocks = _Blocks(x, f, axis, mask)
     codes = blocks.codes()
-    if mask is not None and codes.size:
+    if blocks.valid is not None and codes.size:
         codes = codes[np.logical_or.reduceat(blocks.valid, np.arange(0, blocks.n, blocks.block), axis=1)]
     return {int(code): int(count) for code, count in zip(*np.unique(codes, return_counts=True), strict=True)}
 
 
-def digits(x, fmt, mask=None):
+def digits(x: Any, fmt: str | Format, mask: np.ndarray | None = None) -> dict[int, int]:
     """Return the number of values per HiFloat8 mantissa width, {bits: count}, where bits is 3, 2, 1 or 0.
 
     Values that round to 0 or to infinity are not counted.  {} for other formats.
@@ -205,7 +214,7 @@ def digits(x, fmt, mask=None):
     return result
 
 
-def row_sum_error(x, fmt, axis=-1, mask=None):
+def row_sum_error(x: Any, fmt: str | Format, axis: int | str = -1, mask: np.ndarray | None = None) -> float:
     """Return the largest |sum - 1| of the rounded rows of attention weights; nan if all rows are padding."""
     valid = np.ones(np.shape(x), bool) if mask is None else np.broadcast_to(mask, np.shape(x))
     sums = np.where(valid, rounded(x, fmt, axis), 0).sum(-1, dtype=np.float64)
@@ -213,7 +222,7 @@ def row_sum_error(x, fmt, axis=-1, mask=None):
     return float(errors.max()) if errors.size else math.nan
 
 
-def block_scales(x, fmt, axis=-1):
+def block_scales(x: Any, fmt: str | Format, axis: int | str = -1) -> np.ndarray:
     """Return log2 of each block's scale as float64, in the shape of block_sqnr; nan for a block with NaN or infinity.
 
     ValueError for a format without blocks.
@@ -225,17 +234,17 @@ def block_scales(x, fmt, axis=-1):
     return view.exponents().reshape(view.shape)
 
 
-def _flattened(x, axis):
+def _flattened(x: Any, axis: Any) -> tuple[np.ndarray, int]:
     """Return x and the axis as a number.  For 'tokens', x is reshaped to tokens by features."""
     x = np.asarray(x)
     return (x.reshape(-1, x.shape[-1] if x.ndim else 1), 0) if axis == 'tokens' else (x, axis)
 
 
-def _count(flags):
+def _count(flags: np.ndarray) -> int:
     return int(np.count_nonzero(flags))
 
 
-def _ratio(a, b, default):
+def _ratio(a: float, b: float, default: float) -> float:
     return a / b if b else default
 
 
@@ -258,7 +267,7 @@ class _Blocks:
     shape_of_sums: (outer, blocks, inner);  shape: the same with the axes of the tensor
     """
 
-    def __init__(self, x, f, axis, mask):
+    def __init__(self, x: Any, f: Format, axis: int | str, mask: np.ndarray | None) -> None:
         flat, axis = _flattened(x, axis)
         flat = np.ascontiguousarray(flat, np.float32).reshape(flat.shape)           # ascontiguousarray changes () to (1,)
         axis = axis % max(flat.ndim, 1)
@@ -271,26 +280,28 @@ class _Blocks:
         self.x = flat.reshape(self.full)
         self.valid = None if mask is None else np.broadcast_to(mask, np.shape(x)).reshape(self.full)
 
-    def codes(self):
+    def codes(self) -> np.ndarray:
         """Return the E8M0 code of each block's scale.  Only the largest value is encoded, since it determines the scale."""
         if not self.n:
             return np.zeros(self.shape_of_sums, np.uint8)
         largest = np.maximum.reduceat(np.abs(self.x), np.arange(0, self.n, self.block), axis=1)
-        return formats.encode(largest, self.f, block=1).scales
+        scales: Any = formats.encode(largest, self.f, block=1).scales
+        return scales
 
-    def exponents(self):
+    def exponents(self) -> np.ndarray:
         """Return log2 of each block's scale."""
         codes = self.codes()
         return np.where(codes == 255, np.nan, codes.astype(np.float64) - 127)
 
-    def tiles(self):
+    def tiles(self) -> Iterator[_Tile]:
         outer, n, inner = self.full
         rounded = formats.fake_quantize(self.x, self.f, 1)
-        scale = 1.0
+        scale: Any = 1.0
         if self.f.is_block:
             scale = np.exp2(self.exponents())
         elif self.f.option('amax_target'):
-            scale = 1 / float(formats.encode(self.x, self.f).factor[0])
+            factor: Any = formats.encode(self.x, self.f).factor
+            scale = 1 / float(factor[0])
         i_step = max(1, min(inner, _TILE // self.block))
         b_step = max(1, min(self.shape_of_sums[1], _TILE // (i_step * self.block)))
         o_step = max(1, _TILE // (i_step * b_step * self.block))
@@ -306,7 +317,7 @@ class _Blocks:
                                 scale[blocks][:, :, None] if isinstance(scale, np.ndarray) else scale,
                                 valid, is_full and self.valid is None, blocks)
 
-    def _padded(self, part, dtype):
+    def _padded(self, part: np.ndarray, dtype: Any) -> tuple[np.ndarray, bool]:
         """Return a part as (outer, blocks, block, inner), zero-padded to whole blocks, and whether it needed no padding."""
         outer, n, inner = part.shape
         blocks = -(-n // self.block)

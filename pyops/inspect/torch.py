@@ -13,6 +13,8 @@ Only the model itself has hooks at all times.  In a saved step every module has 
 TorchFunctionMode intercepts the attention functions.  Results do not change by a bit.  Errors are printed once to stderr,
 and training continues.
 """
+from __future__ import annotations
+
 import argparse
 import atexit
 import fnmatch
@@ -21,9 +23,17 @@ import math
 import sys
 import types
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 from pyops.errors import UserError
 from pyops.inspect import choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from pyops.formats import Format
+    from pyops.inspect.writer import WriterSummary
+    from pyops.typing import PathLike
 
 try:
     import torch
@@ -38,8 +48,10 @@ _SDPA = 'query', 'key', 'value', 'attn_mask', 'dropout_p', 'is_causal'
 _QKV = ('query', 'key', 'value'), ('query_layer', 'key_layer', 'value_layer'), ('q', 'k', 'v')
 
 
-def attach(model, folder, *, layers='*', steps='0:100:10', save_max='4G', as_='safetensors', fmt=None, tokens=None,
-           forwards_per_step=1, batch_first=None, program=None):
+def attach(model: torch.nn.Module, folder: PathLike, *, layers: str = '*', steps: str | Container[int] = '0:100:10',
+           save_max: int | str = '4G', as_: str = 'safetensors', fmt: str | Format | None = None,
+           tokens: Callable[[int], dict[str, list[list[str]]]] | None = None, forwards_per_step: int = 1,
+           batch_first: bool | None = None, program: str | None = None) -> Attachment:
     """Start saving tensors of `model`, an nn.Module, to `folder`.  Return an Attachment; its close() stops it.
 
     layers: module name patterns separated by commas
@@ -83,13 +95,13 @@ class Attachment:
                        model.register_forward_hook(_Hook(self._after), with_kwargs=True, always_call=True)]
         atexit.register(self.close)                     # finish writing before the interpreter exits
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def step(self, loss=None, norm=None):
+    def step(self, loss: Any = None, norm: Any = None) -> None:
         """End a training step.  loss, norm: numbers, or tensors with one element, to record for the step."""
         with self.guarded():
             if loss is not None or norm is not None:
@@ -98,7 +110,7 @@ class Attachment:
         self.number += 1
         self._forwards, self._per_step = 0, 0
 
-    def batch(self, lengths=None, tokens=None):
+    def batch(self, lengths: dict[str, Sequence[int]] | None = None, tokens: dict[str, list[list[str]]] | None = None) -> None:
         """Describe the sentences of the next forward pass.
 
         tokens: {'source': [[words] per sentence], ...};  lengths: {'source': [length of each sentence]}, default from tokens
@@ -107,7 +119,7 @@ class Attachment:
         lengths = lengths or {side: [len(words) for words in sentences] for side, sentences in tokens.items()}
         self._sentences = {side: [int(n) for n in side_lengths] for side, side_lengths in lengths.items()}, tokens
 
-    def close(self):
+    def close(self) -> WriterSummary | None:
         """Remove all hooks and wait until everything is written.  Return the WriterSummary, or None if writing failed.
 
         May be called again, with the same result.

@@ -9,6 +9,8 @@ File names contain the most important fields:
 Disk errors never end a training run.  A tensor that cannot be written is counted, recorded in the manifest if possible and
 included in the summary; the first one also prints a warning.
 """
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import io
@@ -18,12 +20,17 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from pyops.errors import UserError
 from pyops.files import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pyops.typing import PathLike, Shape
 
 VERSION = 1
 MANIFEST = 'manifest.jsonl'
@@ -42,7 +49,7 @@ class WriterSummary(NamedTuple):
     lost: int
     reasons: dict
 
-    def __str__(self):
+    def __str__(self) -> str:
         reasons = '; '.join(f'{n} for {reason}' if len(self.reasons) > 1 else reason for reason, n in self.reasons.items())
         return (f'tensors saved : {self.tensors} ({size_text(self.bytes)}) in {self.folder}'
                 + (f', {self.lost} LOST ({reasons})' if self.lost else ''))
@@ -57,7 +64,8 @@ class Writer:
     UserError if the folder cannot be written, another writer uses it, or 'pt' is given and torch is not installed.
     """
 
-    def __init__(self, folder, limit=None, as_='safetensors', run=None):
+    def __init__(self, folder: PathLike, limit: int | None = None, as_: str = 'safetensors',
+                 run: Mapping[str, Any] | None = None) -> None:
         self.folder, self.limit, self.suffix = os.fspath(folder), limit, as_
         self._serialise = {'safetensors': _safetensors, 'pt': _pt}[as_]
         if as_ == 'pt':
@@ -65,8 +73,9 @@ class Writer:
         self.taken = self.written = 0       # bytes accepted, bytes written
         self.counter = self.tensors = 0     # tensors accepted, tensors written
         self.is_full = False                # a tensor exceeded the limit
-        self._lost, self._warned, self._steps = Counter(), False, 0
-        self._pending = deque(maxlen=_PENDING)      # manifest lines not yet written
+        self._lost: Counter[str] = Counter()
+        self._warned, self._steps = False, 0
+        self._pending: deque[str] = deque(maxlen=_PENDING)      # manifest lines not yet written
         self._ends_line = True                      # the manifest is empty or ends with a newline
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -79,30 +88,34 @@ class Writer:
         except OSError as error:
             raise UserError(f'{self.folder}: cannot save tensors there ({error.strerror}); name a folder that can be '
                             'written') from error
-        self._queue, self._queued_bytes, self._failure = deque(), 0, None
+        self._queue: deque[tuple[Callable[[], Any], int]] = deque()
+        self._queued_bytes = 0
+        self._failure: BaseException | None = None
         self._changed, self._is_closed = threading.Condition(), False
-        self._line(kind='run', version=VERSION, **({'program': '', 'origin': 'pyops', 'settings': {}} | (run or {})),
+        self._line(kind='run', version=VERSION, **({'program': '', 'origin': 'pyops', 'settings': {}} | dict(run or {})),
                    started=time.strftime(_TIME))
         self._thread = threading.Thread(target=self._work, name='tensor writer', daemon=True)
         self._thread.start()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
     # ---- called by the program -------------------------------------------------------------------------
 
-    def batch(self, step, lengths, tokens):
+    def batch(self, step: int, lengths: Mapping[str, Any], tokens: Mapping[str, Any]) -> None:
         """Record the sentences of a step, before its tensors.
 
         lengths: {'source': [B], 'target': [B]};  tokens: {'source': [[words] x B], ...}
         """
         self._put(lambda: self._line(kind='batch', step=step, lengths=lengths, tokens=tokens))
 
-    def tensor(self, array, *, layer, layer_type, index, operation, name, step, time=None, format='fp32', quant_type=None,
-               options=None, axis=-1, uses=(), mask=(), lengths=None, owned=False):
+    def tensor(self, array: np.ndarray, *, layer: str, layer_type: str, index: int, operation: str, name: str, step: int,
+               time: int | None = None, format: str = 'fp32', quant_type: str | None = None,
+               options: Mapping[str, Any] | None = None, axis: int | str = -1, uses: Sequence[Mapping[str, Any]] = (),
+               mask: Sequence[Mapping[str, Any]] = (), lengths: Mapping[str, Any] | None = None, owned: bool = False) -> bool:
         """Queue a float32 array for writing.  Return False if it would exceed the limit.
 
         layer: name in the model;  layer_type, index: 'linear' or 'attention', numbered in order of the forward pass
@@ -127,14 +140,14 @@ class Writer:
         self._put(lambda: self._write(entry, array, lengths), array.nbytes)
         return True
 
-    def steps(self, values):
+    def steps(self, values: Iterable[tuple[int, float | None, float | None]]) -> None:
         """Record training steps.  values: an iterable of (step, loss, gradient norm)."""
         values = list(values)
         self._put(lambda: self._lines([dict(kind='step', step=step, loss=_finite(loss), norm=_finite(norm))
                                        for step, loss, norm in values]))
         self._steps += len(values)
 
-    def close(self):
+    def close(self) -> WriterSummary:
         """Wait until everything is written and return the WriterSummary.  May be called again, with the same result."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
@@ -151,7 +164,7 @@ class Writer:
 
     # ---- the thread ------------------------------------------------------------------------------------
 
-    def _put(self, job, nbytes=0):
+    def _put(self, job: Callable[[], Any], nbytes: int = 0) -> None:
         with self._changed:
             if self._is_closed:
                 raise RuntimeError('the writer is closed')
@@ -161,7 +174,7 @@ class Writer:
             self._queued_bytes += nbytes
             self._changed.notify_all()
 
-    def _work(self):
+    def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
@@ -180,11 +193,11 @@ class Writer:
                 self._queued_bytes -= nbytes
                 self._changed.notify_all()
 
-    def _raise(self):
+    def _raise(self) -> None:
         if self._failure is not None:
             raise RuntimeError('the tensor writer thread failed') from self._failure
 
-    def _write(self, entry, array, lengths):
+    def _write(self, entry: dict[str, Any], array: np.ndarray, lengths: Mapping[str, Any] | None) -> None:
         from pyops.inspect.statistics import describe
         path = os.path.join(self.folder, entry['file'])
         try:
@@ -198,24 +211,24 @@ class Writer:
         self.written += nbytes
         self._append(text)
 
-    def _count_lost(self, entry, reason):
+    def _count_lost(self, entry: dict[str, Any], reason: str) -> None:
         self._lost[reason] += 1
         self._warn(f'{os.path.join(self.folder, entry["file"])}: cannot write a tensor ({reason}); training goes on, and '
                    'tensors that cannot be written are lost')
         self._line(kind='lost', step=entry['step'], file=entry['file'], reason=reason)
 
-    def _warn(self, text):
+    def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
             print(f'warning: {text}', file=sys.stderr, flush=True)
 
-    def _line(self, **values):
+    def _line(self, **values: Any) -> None:
         self._lines([values])
 
-    def _lines(self, lines):
+    def _lines(self, lines: Iterable[dict[str, Any]]) -> None:
         self._append(*map(json.dumps, lines))
 
-    def _append(self, *lines):
+    def _append(self, *lines: str) -> None:
         """Append lines to the manifest, after those that could not be written earlier."""
         self._pending.extend(lines)
         data = '\n'.join(([] if self._ends_line else ['']) + [*self._pending, '']).encode()
@@ -227,7 +240,7 @@ class Writer:
                 return
             reason = 'disk full'
         except OSError as error:
-            n, reason = 0, error.strerror
+            n, reason = 0, str(error.strerror)
         if n:                                       # drop the complete lines; a partial one is written again as a whole
             done = data[:n].count(b'\n') - (not self._ends_line)
             for _ in range(done):
@@ -235,7 +248,7 @@ class Writer:
             self._ends_line = data[n - 1:n] == b'\n'
         self._warn(f'{os.path.join(self.folder, MANIFEST)}: cannot write the manifest ({reason}); training goes on')
 
-    def _lock_folder(self):
+    def _lock_folder(self) -> None:
         """Lock the folder against other writers, whose file names and manifest lines would mix with ours.
 
         The kernel releases the lock when the process ends in any way.  On a file system without locks nothing is checked.
@@ -249,7 +262,7 @@ class Writer:
         except OSError:
             pass
 
-    def _wait_for_unused_second(self):
+    def _wait_for_unused_second(self) -> None:
         """Wait until the current second is in no file name of an earlier run, so that names are unique."""
         names = os.listdir(self.folder)
         while any(name.startswith(time.strftime(_TIME)) for name in names):
@@ -258,22 +271,24 @@ class Writer:
 
 # ---- names, files ------------------------------------------------------------------------------------------------------
 
-def file_stem(counter, layer_type, index, operation, format, name, step=None):
+def file_stem(counter: int, layer_type: str, index: int, operation: str, format: str, name: str,
+              step: int | None = None) -> str:
     """Return the name of a tensor's file without its suffix.  step: time step of a recurrent layer."""
     return (f'{time.strftime(_TIME)}_{counter:04d}_{layer_type}_L{index}_{operation}_{format}_{name}'
             + ('' if step is None else f'_t{step}'))
 
 
-def padding(shape, mask, lengths, time=None):
+def padding(shape: Shape, mask: Sequence[Mapping[str, Any]], lengths: Any,
+            time: int | None = None) -> np.ndarray | None:
     """Return a bool array that broadcasts to `shape` and is False at padding, or None if `mask` is empty.
 
     mask: [{'time': axis, 'batch': axis, 'of': key}]; a time axis of None means that the whole tensor belongs to step `time`
     lengths: {key: (B,)}
     """
-    def along(axis, array):
+    def along(axis: int, array: Any) -> np.ndarray:
         return np.asarray(array).reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
-    valid = None
+    valid: Any = None
     for part in mask:
         t, b = part['time'], part['batch']
         inside = (time if t is None else along(t, np.arange(shape[t]))) < along(b, lengths[part['of']])
@@ -281,15 +296,18 @@ def padding(shape, mask, lengths, time=None):
     return valid
 
 
-def size_text(nbytes):
+def size_text(nbytes: float) -> str:
     """1234567 -> '1.2 MB'."""
-    for unit in ('bytes', 'KB', 'MB', 'GB', 'TB'):
-        if nbytes < 1000 or unit == 'TB':
-            return f'{nbytes:.0f} {unit}' if unit == 'bytes' else f'{nbytes:.1f} {unit}'
+    if nbytes < 1000:
+        return f'{nbytes:.0f} bytes'
+    for unit in ('KB', 'MB', 'GB'):
         nbytes /= 1000
+        if nbytes < 1000:
+            return f'{nbytes:.1f} {unit}'
+    return f'{nbytes / 1000:.1f} TB'
 
 
-def need_torch():
+def need_torch() -> None:
     """Raise UserError if torch is not installed."""
     try:
         import torch  # noqa: F401
@@ -297,7 +315,7 @@ def need_torch():
         raise UserError('--save-as pt: torch is not installed: install it with: pip install torch') from error
 
 
-def _safetensors(array, text):
+def _safetensors(array: np.ndarray, text: str) -> list[Any]:
     """Return the parts of a safetensors file.  The library's own function would copy the values twice."""
     header = json.dumps({'__metadata__': {'pyops': text},
                          'tensor': {'dtype': 'F32', 'shape': array.shape, 'data_offsets': [0, array.nbytes]}}).encode()
@@ -305,13 +323,13 @@ def _safetensors(array, text):
     return [len(header).to_bytes(8, 'little') + header, np.ascontiguousarray(array, '<f4')]
 
 
-def _pt(array, text):
+def _pt(array: np.ndarray, text: str) -> list[Any]:
     import torch
     file = io.BytesIO()
     torch.save({'tensor': torch.from_numpy(array), 'pyops': text}, file)
     return [file.getbuffer()]
 
 
-def _finite(value):
+def _finite(value: float | None) -> float | None:
     """Return a float, or None for NaN and infinities, which JSON does not support."""
     return float(value) if value is not None and np.isfinite(value) else None
