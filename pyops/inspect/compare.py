@@ -2,6 +2,8 @@
 
 Saved tensors are not rounded, so any format can be tried on them without another training run.
 """
+from __future__ import annotations
+
 import contextlib
 import csv
 import json
@@ -10,7 +12,7 @@ import os
 import shutil
 import sys
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,11 @@ from pyops.inspect.choice import select
 from pyops.inspect.logs import Entry, LogError, Logs, printable
 from pyops.inspect.statistics import block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
 from pyops.training import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pyops.formats import Format
 
 TOP = 30                                        # lines of the table without --top
 
@@ -64,13 +71,16 @@ class Total(NamedTuple):
     worst: Row | None
 
 
-def parse_formats(text):
+def parse_formats(text: str) -> list[Format]:
     """Parse 'all', or names with options separated by commas, into a list of distinct Formats.  Raises FormatError."""
     names = [name for part in text.split(',') for name in (formats.FORMATS if part.strip() == 'all' else (part,))]
     return list(dict.fromkeys(map(formats.parse, names)))
 
 
-def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter, on_blocks=None):
+def compare(entries: Iterable[Entry], fmts: Sequence[Format],
+            mask_of: Callable[[Entry], np.ndarray | None] = lambda entry: None, axis: int | str | None = None,
+            progress: Callable[[Iterable[Entry]], Iterable[Entry]] = iter,
+            on_blocks: Callable[..., Any] | None = None) -> tuple[list[Row], list[tuple[str, str]]]:
     """Round every tensor to every format.  Return ([Row], [(file, reason)] of unreadable files).
 
     mask_of: returns an entry's padding, like Logs.mask.  axis: of the blocks; None: the entry's axis.
@@ -98,7 +108,7 @@ def compare(entries, fmts, mask_of=lambda entry: None, axis=None, progress=iter,
     return rows, skipped
 
 
-def totals(rows):
+def totals(rows: Sequence[Row]) -> list[Total]:
     """Return the Totals, worst format first.  Signals and errors are summed over tensors; decibels are not averaged."""
     result = []
     for fmt in dict.fromkeys(row.format for row in rows):
@@ -106,13 +116,13 @@ def totals(rows):
         single = [row.statistics['sqnr_db'] for row in of if not math.isnan(row.statistics['sqnr_db'])]
         worst = min((row for row in of if not math.isnan(row.statistics['sqnr_db'])),
                     key=lambda row: row.statistics['sqnr_db'], default=None)
-        result.append(Total(fmt, len(of), _sqnr(of), *(_sqnr([row for row in of if row.entry.operation == operation])
-                                                       for operation in ('forward', 'backward')),
-                            median(single) if single else math.nan, worst))
+        forward, backward = (_sqnr([row for row in of if row.entry.operation == operation])
+                             for operation in ('forward', 'backward'))
+        result.append(Total(fmt, len(of), _sqnr(of), forward, backward, median(single) if single else math.nan, worst))
     return sorted(result, key=lambda total: (math.isnan(total.sqnr_db), total.sqnr_db))
 
 
-def ranked(rows, sort='sqnr'):
+def ranked(rows: Iterable[Row], sort: str = 'sqnr') -> list[Row]:
     """Return the rows sorted by a key of SORTS, worst first; rows without that value are last."""
     key, sign = SORTS[sort].key, -1 if SORTS[sort].is_worst_largest else 1
     return sorted(rows, key=lambda row: (math.isnan(row.statistics[key]), sign * row.statistics[key]))

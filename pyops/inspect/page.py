@@ -4,6 +4,8 @@ The file contains page.html, page.css, page.js and plotly.js.  It also embeds th
 statistics, loss) and one detail per tensor.  To stay within `page_max` bytes, the maps get coarser first, then details are
 omitted, then tensors; evenly spaced steps remain, and the page lists the omissions.
 """
+from __future__ import annotations
+
 import base64
 import collections
 import hashlib
@@ -13,6 +15,7 @@ import math
 import os
 import re
 import zlib
+from typing import TYPE_CHECKING, Any
 
 from pyops.errors import UserError
 from pyops.files import open_atomically
@@ -20,13 +23,21 @@ from pyops.formats import FORMATS
 from pyops.inspect import payload
 from pyops.inspect.writer import size_text
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pyops.formats import Format
+    from pyops.inspect.logs import Entry, Logs
+    from pyops.typing import PathLike
+
 PAGE_MAX = 64_000_000               # bytes
 # most rows and columns of the map of values, and of the maps of each format
 _SIDES = (128, 64), (128, 48), (96, 48), (96, 32), (64, 32), (64, 24), (48, 24), (32, 16), (16, 8)
 _ROW = 400                          # most bytes of a table row and of its error measures in one format
 
 
-def write(logs, folder, formats=FORMATS, page_max=PAGE_MAX, work=map, entries=None):
+def write(logs: Logs, folder: PathLike, formats: Sequence[str | Format] = FORMATS, page_max: int = PAGE_MAX,
+          work: Callable[..., Iterable[Any]] = map, entries: list[Entry] | None = None) -> str:
     """Write folder/index.html atomically and return its path.
 
     logs: a Logs;  formats: the formats to show, in addition to those that the run used
@@ -52,7 +63,7 @@ def write(logs, folder, formats=FORMATS, page_max=PAGE_MAX, work=map, entries=No
     return path
 
 
-def script():
+def script() -> str:
     """Return plotly.js.  UserError if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs

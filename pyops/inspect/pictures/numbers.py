@@ -3,11 +3,17 @@
 Counts and statistics cover all values without padding.  Quantiles and boxes, which require sorting, use a deterministic
 sample of at most SAMPLE values.
 """
+from __future__ import annotations
+
 import dataclasses
 import math
 import statistics as standard
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SAMPLE = 65_536
 ROWS, COLUMNS = 250, 280            # largest map, one cell per pixel
@@ -15,14 +21,14 @@ BROKEN_BIN = 255            # biased exponent of NaN and the infinities
 _BIAS = 127
 
 
-def valid(x, mask=None):
+def valid(x: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
     """Return the values of x without padding, 1-D.  mask: bool that broadcasts to x, False at padding, or None."""
     if mask is None:
         return x.reshape(-1)
     return x[np.broadcast_to(mask, x.shape)]
 
 
-def sample(values, most=SAMPLE, seed=0):
+def sample(values: np.ndarray, most: int = SAMPLE, seed: int = 0) -> np.ndarray:
     """Return at most `most` of 1-D values: a random one from each of `most` equal intervals."""
     if len(values) <= most:
         return values
@@ -32,7 +38,7 @@ def sample(values, most=SAMPLE, seed=0):
 
 # ---- distributions -----------------------------------------------------------------------------------------------------
 
-def binades(values):
+def binades(values: np.ndarray) -> np.ndarray:
     """Return int64 (2, 256): the number of nonzero values per sign and biased float32 exponent e = floor(log2 |x|) + 127.
 
     e = 0 has the subnormals, e = 255 NaN and infinities.  Counts of several tensors can be added.
@@ -45,13 +51,13 @@ def binades(values):
     return counts.reshape(2, 256)
 
 
-def span_of(counts):
+def span_of(counts: np.ndarray) -> tuple[int, int] | None:
     """Return the smallest and largest floor(log2 |x|) in the counts of `binades`, None without finite nonzero values."""
     occupied = np.flatnonzero(counts.sum(0)[:BROKEN_BIN])
     return None if not len(occupied) else (int(occupied[0]) - _BIAS, int(occupied[-1]) - _BIAS)
 
 
-def histogram(values, most=100):
+def histogram(values: np.ndarray, most: int = 100) -> tuple[np.ndarray, np.ndarray] | None:
     """Return (edges, counts) of the finite values in equal bins over their range, None without finite values.
 
     The number of bins depends on the number of values, up to `most`; a constant has one bin.
@@ -64,14 +70,14 @@ def histogram(values, most=100):
     if low == high or not high - low > 1e-6 * max(abs(low), abs(high)):
         bins, margin = 1, max(abs(low), 1e-30) * 0.01
         low, high = low - margin, high + margin
-    counts, edges = np.zeros(bins, np.int64), None
+    counts, edges = np.zeros(bins, np.int64), np.zeros(0)
     for start in range(0, len(finite), 1 << 20):            # float64, because high - low may overflow in float32
         part, edges = np.histogram(finite[start:start + (1 << 20)].astype(np.float64), bins, (low, high))
         counts += part
     return edges, counts
 
 
-def normal_quantiles(values, points=257):
+def normal_quantiles(values: np.ndarray, points: int = 257) -> tuple[np.ndarray, np.ndarray] | None:
     """Return (expected, observed) quantiles: of a normal distribution with the mean and std of the values, and of the values.
 
     Up to `points` values all are used.  None if fewer than 3 values are finite or all are equal.
@@ -105,7 +111,7 @@ class Box:
     outliers: np.ndarray
 
 
-def boxes(x, mask=None, heads_axis=None, most=12):
+def boxes(x: np.ndarray, mask: np.ndarray | None = None, heads_axis: int | None = None, most: int = 12) -> list[Box]:
     """Return the boxes of all values and of up to `most` groups: the heads if x has them, else equal parts of the last axis.
 
     Groups without finite values are omitted.
@@ -151,7 +157,7 @@ class View:
     fold: int = 0               # row length of a folded vector
     first: int | None = None    # number of items of the first axis that are shown, None: all
 
-    def of(self, x):
+    def of(self, x: np.ndarray) -> np.ndarray:
         """Return the matrix, a view of x if possible.  The last row of a folded vector is filled with NaN or False."""
         x = np.broadcast_to(x, self.shape)
         if self.fold:
@@ -161,7 +167,8 @@ class View:
         return x[:self.first].transpose(self.order).reshape(self.matrix)
 
 
-def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
+def view_of(shape: Iterable[int], layer_type: str = 'linear', name: str = '', axis: int = -1, batch: int | None = 1,
+            sentences: int = 4) -> View:
     """Return the View of a tensor of this shape.
 
     A vector is folded into rows of a multiple of 32, the block size of the MX formats.  (time, batch, features) has a row
@@ -190,9 +197,9 @@ def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
         return View(shape, (batch, 1 - batch, 2), (rows, C), 'token, sentence by sentence', 'feature', tuple(range(T, rows, T)))
     if n == 4 and layer_type == 'attention' and name == 'weights':
         B, H, Tq, Tk = shape
-        rows = 'query, sentence by sentence' if B <= sentences else f'query, the first {sentences} of {B} sentences'
+        label = 'query, sentence by sentence' if B <= sentences else f'query, the first {sentences} of {B} sentences'
         B = min(B, sentences)
-        return View(shape, (0, 2, 1, 3), (B * Tq, H * Tk), rows, 'key, head by head', tuple(range(Tq, B * Tq, Tq)),
+        return View(shape, (0, 2, 1, 3), (B * Tq, H * Tk), label, 'key, head by head', tuple(range(Tq, B * Tq, Tq)),
                     tuple(range(Tk, H * Tk, Tk)), first=B)
     if n == 4 and layer_type == 'attention':
         T, B, H, C = shape
@@ -201,7 +208,7 @@ def view_of(shape, layer_type='linear', name='', axis=-1, batch=1, sentences=4):
     return View(shape, tuple(range(n)), (math.prod(shape[:-1]), shape[-1]), 'leading axes', 'last axis')
 
 
-def shrink(matrix, rows=ROWS, columns=COLUMNS):
+def shrink(matrix: np.ndarray, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
     """Reduce a matrix to at most (rows, columns) cells, each the element of largest magnitude of its part, with its sign.
 
     A part with NaN becomes NaN.
@@ -212,7 +219,7 @@ def shrink(matrix, rows=ROWS, columns=COLUMNS):
     return np.where(high >= -low, high, low)                # both are NaN if the part has NaN
 
 
-def reduced(operation, matrix, rows=ROWS, columns=COLUMNS):
+def reduced(operation: np.ufunc, matrix: np.ndarray, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
     """Reduce a matrix to at most (rows, columns) cells, each a ufunc reduction of its part."""
     for axis, most in ((1, columns), (0, rows)):
         if matrix.shape[axis] > most:
@@ -221,7 +228,7 @@ def reduced(operation, matrix, rows=ROWS, columns=COLUMNS):
     return np.array(matrix)
 
 
-def limits(matrix):
+def limits(matrix: np.ndarray) -> tuple[float, float, float, bool]:
     """Return (low, high, share beyond them, whether signed) for the colour scale of a map.
 
     The scale is symmetric if there are negative values, else it starts at 0.  Its end is the largest |x|, or the 99.8 %
@@ -238,7 +245,7 @@ def limits(matrix):
     return -high if signed else 0.0, high, float((magnitude > high).mean()), signed
 
 
-def patch_of(matrix, rows=24, columns=32):
+def patch_of(matrix: np.ndarray, rows: int = 24, columns: int = 32) -> tuple[slice, slice]:
     """Return (slice of rows, slice of columns) of a window of at most (rows, columns) around the largest finite magnitude.
 
     The window starts at a multiple of 32 columns, the block size of the MX formats.
@@ -252,7 +259,7 @@ def patch_of(matrix, rows=24, columns=32):
     return slice(int(top), int(top) + rows), slice(int(left), int(left) + columns)
 
 
-def relative_errors(x, q, bins=48, lowest=-24):
+def relative_errors(x: np.ndarray, q: np.ndarray, bins: int = 48, lowest: int = -24) -> tuple[np.ndarray, np.ndarray]:
     """Return edges (bins + 1,) and, per bin, the share of the nonzero values by log2 |(q - x) / x|.
 
     Errors of 0 and below 2^lowest are in no bin.
