@@ -14,12 +14,14 @@ replay: its value cannot be recorded.
 Arrays that ops allocate while the plan records are in blocks owned by the plan.  When the last reference to an array is
 dropped, its block is reused, so the plan's memory is the peak that one step needs.
 """
+from __future__ import annotations
+
 import bisect
 import contextlib
 import json
 import math
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -27,13 +29,21 @@ from pyops import backend
 from pyops.backend import kernels, library, location
 from pyops.backend.device import Buffer
 
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator
+
+    from pyops.params import Parameters
+    from pyops.profile import Profile
+    from pyops.typing import Array, PathLike
+
 _LAYOUT = ('shape', 'strides')      # size arguments of strided kernels, whose arrays are in host memory
 
 
 _recording = []     # a stack: the last plan records
 
 
-def boundary():
+def boundary() -> None:
     """Mark the end of the forward pass of a step.  Does nothing unless a plan records."""
     if _recording:
         _recording[-1].boundary()
@@ -45,13 +55,13 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     kind: str           # 'parameter', 'gradient', 'moment', 'input' (given by name), 'intermediate', 'scratch'
-    base: 'Tensor | None' = None
+    base: Tensor | None = None
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __str__(self):
+    def __str__(self) -> str:
         kind = '' if self.dtype == np.float32 else self.dtype.name.upper()
         return f'Tensor{f"({kind})" if kind else ""}({self.name}){_shape(self.shape)}'
 
@@ -67,7 +77,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def is_whole(self):
+    def is_whole(self) -> bool:
         return math.prod(self.shape) == math.prod(self.tensor.shape)
 
 
@@ -92,20 +102,20 @@ class Action(NamedTuple):
     notes: tuple[Note, ...] = ()
 
     @property
-    def scalars(self):
+    def scalars(self) -> dict[str, Any]:
         """The scalar arguments by name, with the shapes and strides of strided kernels as tuples."""
         arguments = library.cpu().functions['pyops_' + self.kernel].arguments
         return {a.name: tuple(v.tolist()) if a.name in _LAYOUT else v for a, v in zip(arguments, self.values, strict=False)
                 if not a.pointer or a.name in _LAYOUT}
 
-    def split(self):
+    def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Return inputs, outputs and scratch: dicts of Tensors by argument name."""
         arguments = {a.name: a for a in library.cpu().functions['pyops_' + self.kernel].arguments}
         inputs = {name: t for name, t in self.tensors.items() if arguments[name].const}
         outputs = {name: t for name, t in self.tensors.items() if not arguments[name].const and name != 'work'}
         return inputs, outputs, {name: t for name, t in self.tensors.items() if name == 'work'}
 
-    def __str__(self):
+    def __str__(self) -> str:
         inputs, outputs, _ = self.split()
         sides = [', '.join(f'{name} {tensor}' for name, tensor in side.items()) for side in (inputs, outputs)]
         sizes = ' '.join(f'{name}={value:g}' if isinstance(value, float) else
@@ -125,10 +135,10 @@ class Memory(NamedTuple):
     saved_by_reuse: int     # additional bytes if every array had its own block
     peak: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         return '\n'.join(f'{name.replace("_", " "):15} {value:>14,} bytes' for name, value in self._asdict().items())
 
-    def line(self):
+    def line(self) -> str:
         """Return a line with the bytes of tensors that outlive a step, of intermediate tensors and of gradients."""
         return (f'allocated : {self.parameters + self.moments + self.inputs} bytes for tensors, {self.intermediates} for '
                 f'intermediate and {self.gradients} for gradient tensors')
@@ -142,7 +152,7 @@ class Plan:
     inputs: other arrays that outlive a step, by name.
     """
 
-    def __init__(self, params=None, /, *, run=True, **inputs):
+    def __init__(self, params: Parameters | None = None, /, *, run: bool = True, **inputs: Array) -> None:
         self._runs_while_recorded, self._place = run, backend.place()
         self.actions, self.replayed = [], []    # all actions; after recording, the ones that run() replays
         self.params, self.inputs = params, inputs
@@ -191,7 +201,7 @@ class Plan:
 
     # ---- recording ---------------------------------------------------------------------------------
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         if self.actions:
             raise RuntimeError('a plan records only once; create another one')
         self._stack = contextlib.ExitStack()
@@ -199,18 +209,18 @@ class Plan:
         _recording.append(self)
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         _recording.remove(self)
         self._stack.close()
         if error[0] is None:
             self._compile()
 
-    def boundary(self):
+    def boundary(self) -> None:
         """Mark the end of the forward pass."""
         self._boundary = len(self.actions)
 
     @contextlib.contextmanager
-    def once(self):
+    def once(self) -> Iterator[None]:
         """Inside the block, launches run now and are not replayed."""
         self._once = True
         try:
@@ -301,7 +311,7 @@ class Plan:
         self.replayed = [action for action in self.actions if not action.once]
         self._calls = self._place.calls([(action.kernel, [_address(v) for v in action.values]) for action in self.replayed])
 
-    def run(self, first=0, last=None):
+    def run(self, first: int = 0, last: int | None = None) -> None:
         """Replay the step, or actions first to last - 1.  Raises ValueError naming the action whose kernel refused its
         arguments, and RuntimeError after close().
 
@@ -311,7 +321,7 @@ class Plan:
             raise RuntimeError('this plan is closed and its memory freed; record another one')
         self._calls.run(first, last)
 
-    def feed(self, **arrays):
+    def feed(self, **arrays: Any) -> None:
         """Copy arrays into the inputs with these names.  Raises TypeError for a dtype that cannot be cast, and ValueError for
         another shape, which requires another plan."""
         for name, array in arrays.items():
@@ -324,7 +334,7 @@ class Plan:
                                  'record another plan for that shape')
             place[...] = array.astype(place.dtype, copy=False) if isinstance(array, np.ndarray) else array
 
-    def check(self):
+    def check(self) -> None:
         """Replay action by action.  Raises FloatingPointError naming the first action with a result that is not finite."""
         for i, action in enumerate(self.replayed):
             self.run(first=i, last=i + 1)
@@ -332,7 +342,7 @@ class Plan:
                 if tensor.dtype == np.float32 and not np.isfinite(backend.get(self.argument(action, argument))).all():
                     raise FloatingPointError(f'action {i}, {action}: {argument} is not finite')
 
-    def close(self):
+    def close(self) -> None:
         """Free the plan's memory.  run() raises afterwards."""
         self._closed = True
         self.actions, self.replayed, self._blocks, self._starts, self._free = [], [], [], [], []
@@ -340,11 +350,11 @@ class Plan:
         self._calls.close()
 
     @property
-    def forward(self):
+    def forward(self) -> int | None:
         """The number of replayed actions before the boundary; None without a boundary."""
         return None if self._boundary is None else len([a for a in self.actions[:self._boundary] if not a.once])
 
-    def argument(self, action, name):
+    def argument(self, action: Action, name: str) -> Any:
         """Return the array passed as an action's argument, None for NULL."""
         names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
         value = action.values[names.index(name)]
@@ -353,7 +363,7 @@ class Plan:
         tensor = action.tensors[name]
         return self._place.view(value.block, value.address, tensor.shape, tensor.dtype, value.strides)
 
-    def part(self, part, gradient=False):
+    def part(self, part: Part, gradient: bool = False) -> Any:
         """Return the array of a Part, or its gradient; in the parameter's own shape if the Part is the whole parameter."""
         parameter = self.params[part.tensor.name]
         array = parameter.grad if gradient else parameter.value
@@ -361,14 +371,14 @@ class Plan:
             return array
         return array.reshape(-1)[part.offset:part.offset + math.prod(part.shape)].reshape(part.shape)
 
-    def writer(self, number, argument):
+    def writer(self, number: int, argument: str) -> int | None:
         """Return the number of the last replayed action before `number` that wrote to the allocation of this argument; None if
         that happened before the step."""
         tensor = self.replayed[number].tensors[argument]
         tensor = tensor.base or tensor      # each allocation has a Tensor of its own, also if it reuses the memory of another
         return next((i for i in range(number - 1, -1, -1) if any(written is tensor for written, *_ in self._writes(i))), None)
 
-    def last_write(self, part):
+    def last_write(self, part: Part) -> int | None:
         """Return the number of the replayed action that completes the gradient of a Part; None if there is none.
 
         A kernel that takes all gradients as one array counts only if it has a note: the others fill or clip."""
@@ -391,7 +401,7 @@ class Plan:
             self._written[number] = found
         return self._written[number]
 
-    def undeclared(self):
+    def undeclared(self) -> list[str]:
         """Return a line for each action on a parameter or its gradient whose kernel or product is not declared."""
         known = {id(tensor) for *_, tensor in self._parts} | {
             id(tensor) for *_, tensor in self._regions if tensor.kind in ('parameter', 'gradient')}
@@ -409,7 +419,7 @@ class Plan:
 
     # ---- reports -------------------------------------------------------------------------------------
 
-    def tensors(self):
+    def tensors(self) -> list[Tensor]:
         """Return all Tensors of the actions, with gradients and views, in order of first use."""
         seen = {}
         for action in self.actions:
@@ -419,7 +429,7 @@ class Plan:
                         seen.setdefault((one.name, one.shape), one)
         return list(seen.values())
 
-    def __str__(self):
+    def __str__(self) -> str:
         tensors = self.tensors()
         is_gradient = [t.kind == 'gradient' for t in tensors]
         groups = {
@@ -432,7 +442,7 @@ class Plan:
             lines += [f'{title}:', *(f'\t{tensor}' + (f' of {tensor.base}' if tensor.base else '') for tensor in members)]
         return '\n'.join([*lines, self.listing()])
 
-    def listing(self):
+    def listing(self) -> str:
         """Return the actions as text."""
         lines = ['Actions:', *self.initial]
         for i, action in enumerate(self.actions):
@@ -441,7 +451,7 @@ class Plan:
             lines.append(str(action))
         return '\n'.join(lines)
 
-    def summary(self):
+    def summary(self) -> str:
         """Return one line: the number of kernels in forward, backward and update, and the peak memory.  The update starts
         after the last kernel that writes a gradient."""
         replayed, forward = self.replayed, self.forward
@@ -453,7 +463,7 @@ class Plan:
             count += f' ({forward} forward, {update - forward} backward, {len(replayed) - update} update)'
         return f'step : {count}, peak memory {self.memory().peak / 2**20:.1f} MiB'
 
-    def memory(self):
+    def memory(self) -> Memory:
         """Return the Memory of the step."""
         kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input')}
         for start, end, tensor in self._regions:
@@ -462,7 +472,7 @@ class Plan:
         return Memory(kinds['parameter'], kinds['gradient'], kinds['moment'], kinds['input'], blocks,
                       self._asked - blocks, sum(kinds.values()) + blocks)
 
-    def profile(self, runs=20):
+    def profile(self, runs: int = 20) -> Profile:
         """Run the plan `runs` times, timing every action, and return a pyops.profile.Profile."""
         from pyops.profile import Profile
         self.run()                                  # warm up
@@ -477,7 +487,7 @@ class Plan:
             whole.append(time.perf_counter() - start)
         return Profile(self.replayed, np.array(times), np.array(whole), self.argument, self._place)
 
-    def dot(self, path):
+    def dot(self, path: PathLike) -> None:
         """Write the plan as a Graphviz graph: a box per action, an ellipse per tensor; backward boxes are rounded and shaded.
 
         Raises UserError if the file cannot be written.
@@ -512,16 +522,16 @@ class Steps:
     the same objects at every call, with new contents.
     """
 
-    def __init__(self, step, params, /, **inputs):
+    def __init__(self, step: Callable[[Any], Any], params: Parameters | None, /, **inputs: Array) -> None:
         self._step, self._params, self._inputs, self.plans = step, params, inputs, {}
 
-    def __call__(self, rows):
+    def __call__(self, rows: np.ndarray) -> Any:
         plan, results = self.plans.get(len(rows)) or self._record(len(rows))
         plan.inputs['rows'][...] = rows
         plan.run()
         return results
 
-    def plan(self, rows):
+    def plan(self, rows: np.ndarray) -> Plan:
         """Return the plan of a step on these rows, recorded but not run."""
         plan, _ = self.plans.get(len(rows)) or self._record(len(rows))
         plan.inputs['rows'][...] = rows
@@ -535,7 +545,7 @@ class Steps:
         return plan, results
 
 
-def before_training(args, plan):
+def before_training(args: Namespace, plan: Plan) -> str | None:
     """Return the text printed before training: a summary of the step; with -v all its actions; with --quiet None."""
     if args.listing == 'kernels':
         return plan.listing()
@@ -543,7 +553,7 @@ def before_training(args, plan):
         return f'{plan.summary()}\n-v lists its kernels; --plan, --profile and --dot describe it instead of training'
 
 
-def describe(args, plan):
+def describe(args: Namespace, plan: Plan) -> None:
     """Print and write the reports on a step that the flags of pyops.flags.add_plan_flags request."""
     if args.plan:
         print(plan)

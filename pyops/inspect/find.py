@@ -4,14 +4,21 @@ Ops note which products their launches compute, and a plan stores these Notes wi
 module reads the notes, and determines the name of each operand in a dump, the point of the plan at which its array can be
 read, and its rounding.  The debug names of arrays are not used.
 """
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyops import backend
 from pyops.backend.kernels import KERNELS, Kernel, Made
 from pyops.inspect.writer import HEADER
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pyops.plan import Plan
 
 
 class Tensor(NamedTuple):
@@ -29,7 +36,7 @@ class Tensor(NamedTuple):
     quant_type: str             # name of the format of the layer's operands
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return 4 * math.prod(self.shape) + HEADER
 
 
@@ -42,13 +49,13 @@ class Look(NamedTuple):
     read: Callable
     is_fresh: bool              # the array is computed by read(), and nothing else writes to it
 
-    def arrays(self):
+    def arrays(self) -> list[np.ndarray]:
         """Return one numpy array per tensor."""
         array = backend.get(self.read())
         return [array] if self.tensors[0].shape == array.shape else list(array)
 
 
-def find(plan, side=None):
+def find(plan: Plan, side: Callable[[str, str], str | None] | None = None) -> list[Look]:
     """Return the Looks for all tensors of a plan's linear layers and attention, in order of `at`.
 
     side(layer, name): returns 'source' or 'target', the sentences whose tokens are the rows of a tensor, or None
