@@ -87,7 +87,7 @@ def main(argv=None):
         plan.boundary()
         loss.backward(Tensor(as_ndarray(one)))
         optimizer.step()
-        history.add(loss.device.plain(loss.array).reshape(1), None, optimizer.norm)
+        history.add(loss.device.kernel_array(loss.array).reshape(1), None, optimizer.norm)
 
     def predict(images, classes):
         model.eval()

@@ -54,7 +54,7 @@ def main(argv=None):
     trainer = fit.Trainer(run, len(images), args.epochs, optimizer, history, max_steps=args.max_steps,
                           chance_loss=program.CHANCE_LOSS)
     train_step = trainer.save_tensors(wanted, train_step, program.about(PROGRAM, args))
-    is_large = backend.place() is backend.HOST and args.hidden * args.batch_size > SMALL
+    is_large = backend.current_device().is_host and args.hidden * args.batch_size > SMALL
     at_once = 1 if wanted or is_large else AT_ONCE
     losses = []
     with trainer:
@@ -101,7 +101,7 @@ def prepare(images, labels, hidden=30, seed=0, lr=0.001, layer_ops=None, as_one=
         return model.step(images, rows, labels, optimizer)
 
     # On a GPU, launching the kernels of a batch takes longer than running them.
-    if (as_one and layer_ops is ops and backend.place() is not backend.HOST
+    if (as_one and layer_ops is ops and not backend.current_device().is_host
             and max(hidden, model.config.classes) <= MLPGradients.MOST):
         step = step_of_one_op
     return model, optimizer, step, dict(images=images, label_table=label_table, one=model.one)

@@ -194,7 +194,7 @@ class Trainer:
         self._pending = []                                      # batch sizes of the steps whose results have not been read
         self._polled = self._saved = time.perf_counter()
         self._save_after = 60 * saver.minutes if saver and saver.minutes else math.inf
-        self._on_cpu = backend.place() is backend.HOST          # reading results costs nothing there
+        self._on_cpu = backend.current_device().is_host          # reading results costs nothing there
         self._display = self._metrics = self.signal = None
 
     def save_tensors(self, wanted, train_step, about, side=None, sentences=None):
@@ -416,8 +416,8 @@ def check_model_memory(specs, flags):
 
 
 def _must_fit(what, needed, flags):
-    place = backend.place()
-    available, owner = place.memory(), 'this machine' if place is backend.HOST else 'the GPU'
+    device = backend.current_device()
+    available, owner = device.memory(), 'this machine' if device.is_host else 'the GPU'
     if needed > available:
         raise UserError(f'{what} needs {needed / 2 ** 30:.1f} GiB of memory and {owner} has {available / 2 ** 30:.1f}; '
                         f'give a smaller {flags}')

@@ -261,10 +261,10 @@ def fake_quantize(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, name
     FormatError for an unknown format or option; ValueError for an axis outside x.
     """
     f = parse(fmt, **options)
-    on_host: Any = _on_host(x)
-    if on_host is not x:
+    kernel_array: Any = backend.as_kernel_array(x)
+    if kernel_array is not x:                       # an NDArray in host memory
         from pyops.ndarray import array
-        rounded: Any = fake_quantize(on_host, f, axis, step=step, seed=seed)
+        rounded: Any = fake_quantize(kernel_array, f, axis, step=step, seed=seed)
         return array(rounded, device=x.device)          # type: ignore[union-attr, arg-type]
     values, layout, _ = _prepared(x, axis)
     y = _empty(values, values.shape, np.float32, name, kind)
@@ -280,7 +280,7 @@ def encode(x: Numbers | Array, fmt: str | Format, axis: int = -1, *, step: Array
     ValueError if x contains an infinity or NaN and the format is E2M1 without blocks, which cannot encode them.
     """
     f = parse(fmt, **options)
-    values, layout, axis = _prepared(_on_host(x), axis)
+    values, layout, axis = _prepared(x, axis)
     if f.name == 'e2m1' and not np.isfinite(backend.get(values)).all():
         raise ValueError('x: e2m1 has no code for infinities and NaN; encode blocks of it: mxfp4')
     shape = values.shape
@@ -301,19 +301,15 @@ def decode(codes: Codes) -> Array:
     return y
 
 
-def _on_host(x: Any) -> Any:
-    """Return an NDArray in host memory as a numpy array, and anything else unchanged."""
-    return x.numpy() if hasattr(x, 'is_compact') and x.device.place is backend.HOST else x
-
-
 def _prepared(x: Any, axis: int) -> tuple[Any, tuple[int, int, int], int]:
     """Return x as a compact float32 array, its layout (outer, n, inner), and axis >= 0."""
-    if not hasattr(x, 'is_compact'):
+    x = backend.as_kernel_array(x)
+    if not isinstance(x, backend.Array):
         x = np.ascontiguousarray(x, np.float32).reshape(np.shape(x))       # keeps shape () of a number
     elif x.dtype != np.float32:
         raise TypeError(f'x: expected float32, got {x.dtype}')
     else:
-        x = x.compact()
+        x = x.compact()         # type: ignore[attr-defined]
     rank = max(x.ndim, 1)
     if not -rank <= axis < rank:
         raise ValueError(f'axis {axis} is out of bounds for an array of {x.ndim} dimensions')
@@ -324,14 +320,9 @@ def _layout(shape: Shape, axis: int) -> tuple[int, int, int]:
     return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1:])) if shape else (1, 1, 1)
 
 
-def _place(x: Any) -> Any:
-    return backend.HOST if isinstance(x, np.ndarray) else x.device
-
-
 def _empty(x: Array, shape: Shape, dtype: Any, name: str, kind: str = 'intermediate') -> Any:
     """Allocate an array on x's device, in the memory of a plan if one records there."""
-    place = _place(x)
-    return backend.empty(shape, dtype, name, kind) if place is backend.place() else place.empty(shape, dtype)
+    return backend.device_of(x).empty(shape, dtype, name, kind)
 
 
 def _factor(x: Array, f: Format) -> Array | None:
@@ -345,7 +336,7 @@ def _factor(x: Array, f: Format) -> Array | None:
 def _step(x: Array, f: Format, step: Array | None) -> Array | None:
     if not f.is_stochastic:
         return None
-    return step if step is not None else _place(x).zeros(1, np.int64)
+    return step if step is not None else backend.device_of(x).zeros(1, np.int64)
 
 
 declare(fake_quantize=Kernel(rounds='x'), encode=Kernel(), decode=Kernel(), amax_factor=Kernel())

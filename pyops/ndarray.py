@@ -19,9 +19,9 @@ import numpy as np
 
 from pyops import backend
 from pyops.backend import row_major
-from pyops.backend.cpu_array import CPU
+from pyops.backend.arrays import Array
 from pyops.backend.device import Buffer
-from pyops.backend.numpy_array import Numpy
+from pyops.backend.numpy_device import Numpy
 from pyops.environment import backend_name
 from pyops.errors import UserError
 
@@ -46,10 +46,9 @@ _UNSURE = -1            # Buffer.mask of such a sum or difference; never a versi
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
-@functools.cache
 def cpu() -> Device:
     """Return the CPU device, which uses the kernels of the library."""
-    return CPU()
+    return backend.HOST
 
 
 @functools.cache
@@ -65,19 +64,9 @@ def gpu() -> GPU:
     return GPU(NDArray)
 
 
-@functools.cache
-def _chosen_device() -> Device:
-    """Return the device that $PYOPS_BACKEND names."""
-    return {'cpu': cpu, 'numpy': numpy_device, 'gpu': gpu}[backend_name()]()
-
-
 def default_device() -> Device:
-    """Return the device for new arrays: the one on which ops allocate, else the one of $PYOPS_BACKEND."""
-    place = backend.place()
-    if place is not backend.HOST:
-        return place
-    device = _chosen_device()
-    return device if device.place is place else cpu()       # a GPU, but ops allocate on the CPU
+    """Return the device of new arrays, on which ops allocate as well: at first the one that $PYOPS_BACKEND names."""
+    return backend.current_device()
 
 
 def use_gpu(precision: str = 'fp32') -> GPU:
@@ -89,7 +78,8 @@ def use_gpu(precision: str = 'fp32') -> GPU:
 
 
 def _remade(values: np.ndarray, device: str, is_mask: bool = False) -> NDArray:
-    place: Any = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}[device]()
+    devices: dict[str, Any] = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}
+    place = devices[device]()
     # an array of an op on a GPU may have another dtype, such as a step count
     made = array(values, device=place) if values.dtype in (FLOAT, INT) else place.put(values)
     return _as_mask(made) if is_mask else made
@@ -178,50 +168,15 @@ def _view_strides(shape: Shape, strides: Shape, to: Shape) -> Shape | None:
 
 # ---- the array -------------------------------------------------------------------------------------------------------
 
-class NDArray:
+class NDArray(Array):
     """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
-    __slots__ = ('buffer', 'offset', 'shape', 'strides', 'dtype', '__weakref__')
+    __slots__ = ()
     __array_ufunc__ = None                      # numpy's operators defer to ours
-
-    def __init__(self, buffer: Buffer, offset: int, shape: Shape, strides: Shape, dtype: np.dtype) -> None:
-        self.buffer, self.offset, self.shape, self.strides, self.dtype = buffer, offset, shape, strides, dtype
-
-    @property
-    def device(self) -> Device:
-        return self.buffer.device
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
 
     @property
     def T(self) -> NDArray:
         return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
-
-    def pointer(self) -> Any:
-        """Return a C pointer to the first element, for kernels.  Raises ValueError if the memory was freed."""
-        try:
-            return self.buffer.pointer + self.offset
-        except TypeError:
-            raise self._freed() from None
-
-    def location(self) -> int:
-        """Return the address of the first element, on the device."""
-        if self.buffer.owner is None:
-            raise self._freed()
-        return self.buffer.address + self.dtype.itemsize * self.offset
-
-    def _freed(self) -> ValueError:
-        return ValueError(f'array of shape {self.shape}: its memory was freed')
 
     @property
     def is_mask(self) -> bool:
@@ -311,7 +266,7 @@ class NDArray:
             return f'NDArray(shape={self.shape}, dtype={self.dtype}, freed)'
         text = np.array2string(self.numpy(), separator=', ', prefix='NDArray(')
         shape = '' if self.size else f'shape={self.shape}, '
-        device = '' if isinstance(self.device, CPU) else f', device={self.device}'
+        device = '' if self.device is backend.HOST else f', device={self.device}'
         return f'NDArray({text}, {shape}{"" if self.is_mask else "dtype="}{self._kind()}{device})'
 
     def _kind(self) -> str:
@@ -321,12 +276,6 @@ class NDArray:
         return str(self.numpy())
 
     # ---- views -------------------------------------------------------------------------------------
-
-    def is_compact(self) -> bool:
-        """Return whether the elements are contiguous in row-major order."""
-        compact = row_major(self.shape)
-        return self.strides == compact or 0 in self.shape or all(
-            n == 1 or step == packed for n, step, packed in zip(self.shape, self.strides, compact, strict=True))
 
     def as_strided(self, shape: Shape | int, strides: Sequence[int], offset: int | None = None) -> NDArray:
         """Return a view with these strides, `offset` elements after the start of the buffer (default: this array's offset).
@@ -1107,7 +1056,9 @@ def pad(a: NDArray, widths: Any, value: float = 0) -> NDArray:
     return _as_mask(y) if a.is_mask and value in (0, 1) else y
 
 
-if backend_name() == 'gpu':     # at import time, before any array is allocated
+if backend_name() == 'numpy':   # at import time, before any array is allocated
+    backend.use(numpy_device())
+elif backend_name() == 'gpu':
     try:
         use_gpu()
     except UserError as error:

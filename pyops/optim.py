@@ -189,7 +189,7 @@ class _Alone:
 
 
 def _flat(tensor: Tensor) -> Any:
-    array = tensor.device.plain_view(tensor.array)
+    array = tensor.device.kernel_view(tensor.array)
     if array.dtype != np.float32 or not tensor.array.is_compact():
         raise TypeError(f'optimizer: expected contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
                         f'strides {array.strides}')

@@ -27,7 +27,6 @@ import numpy as np
 
 from pyops import backend
 from pyops.backend import kernels, library, location
-from pyops.backend.device import Buffer
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -153,7 +152,7 @@ class Plan:
     """
 
     def __init__(self, params: Parameters | None = None, /, *, run: bool = True, **inputs: Array) -> None:
-        self._runs_while_recorded, self._place = run, backend.place()
+        self._runs_while_recorded, self._device = run, backend.current_device()
         self.actions, self.replayed = [], []    # all actions; after recording, the ones that run() replays
         self.params, self.inputs = params, inputs
         self.initial = []                       # descriptions of the parameter initialisation
@@ -238,16 +237,16 @@ class Plan:
             block = min(fits, key=lambda b: b.nbytes)
             self._free = [b for b in self._free if b is not block]
         else:
-            block = self._place.block(nbytes)
-            place = bisect.bisect(self._starts, _start(block))
-            self._starts.insert(place, _start(block))
-            self._blocks.insert(place, block)
-        self._live[_start(block)] = Tensor(name, shape, np.dtype(dtype), kind)
+            block = self._device.block(nbytes)
+            i = bisect.bisect(self._starts, block.address)
+            self._starts.insert(i, block.address)
+            self._blocks.insert(i, block)
+        self._live[block.address] = Tensor(name, shape, np.dtype(dtype), kind)
         # no reuse for an array computed once: it must outlive the step
-        return self._place.lease(block, shape, dtype, None if self._once else self._give_back)
+        return self._device.lease(block, shape, dtype, None if self._once else self._give_back)
 
     def _give_back(self, block):
-        self._live.pop(_start(block), None)
+        self._live.pop(block.address, None)
         self._free.append(block)
 
     def _record(self, kernel, values):
@@ -264,7 +263,7 @@ class Plan:
 
     def _part(self, parameter):
         """Return the Part for a Parameter, or for an array in the memory of one; None for any other array."""
-        array = backend.plain(getattr(parameter, 'value', parameter))
+        array = backend.as_kernel_array(getattr(parameter, 'value', parameter))
         start = location(array)
         for low, high, tensor in self._parts:
             if low <= start < high and tensor.kind == 'parameter':
@@ -272,18 +271,18 @@ class Plan:
         return None
 
     def _keep(self, value):
-        """Return a form of an argument that an action can hold: a _Place for an array of the plan, since a reference to the
+        """Return a form of an argument that an action can hold: a _Reference for an array of the plan, since a reference to the
         array would keep its block from being reused; any other value itself."""
         if not backend.is_array(value):
             return value
         block = self._block_of(value)
-        return value if block is None else _Place(block, location(value), backend.byte_strides(value))
+        return value if block is None else _Reference(block, location(value), backend.byte_strides(value))
 
     def _block_of(self, array):
         start = location(array)
-        place = bisect.bisect(self._starts, start) - 1
-        if place >= 0 and start < self._starts[place] + self._blocks[place].nbytes:
-            return self._blocks[place]
+        i = bisect.bisect(self._starts, start) - 1
+        if i >= 0 and start < self._starts[i] + self._blocks[i].nbytes:
+            return self._blocks[i]
         return None
 
     def _tensor(self, array, fallback):
@@ -293,7 +292,7 @@ class Plan:
         base = None
         block = self._block_of(array)
         if block is not None:
-            base = self._live[_start(block)]
+            base = self._live[block.address]
         else:
             inside = [tensor for low, high, tensor in self._regions if low <= start < high and tensor.shape == shape]
             inside += [tensor for low, high, tensor in self._parts + self._regions if low <= start < high]
@@ -309,7 +308,7 @@ class Plan:
     def _compile(self):
         """Convert the recorded calls to the layout that pyops_replay expects."""
         self.replayed = [action for action in self.actions if not action.once]
-        self._calls = self._place.calls([(action.kernel, [_address(v) for v in action.values]) for action in self.replayed])
+        self._calls = self._device.calls([(action.kernel, [_address(v) for v in action.values]) for action in self.replayed])
 
     def run(self, first: int = 0, last: int | None = None) -> None:
         """Replay the step, or actions first to last - 1.  Raises ValueError naming the action whose kernel refused its
@@ -325,14 +324,14 @@ class Plan:
         """Copy arrays into the inputs with these names.  Raises TypeError for a dtype that cannot be cast, and ValueError for
         another shape, which requires another plan."""
         for name, array in arrays.items():
-            place = self.inputs[name]
+            target = self.inputs[name]
             array = array if backend.is_array(array) else np.asarray(array)
-            if not np.can_cast(array.dtype, place.dtype, 'same_kind'):
-                raise TypeError(f'{name}: expected {place.dtype}, got {array.dtype}')
-            if array.shape != place.shape:
-                raise ValueError(f'{name}: this plan was recorded with shape {place.shape}, got {array.shape}; '
+            if not np.can_cast(array.dtype, target.dtype, 'same_kind'):
+                raise TypeError(f'{name}: expected {target.dtype}, got {array.dtype}')
+            if array.shape != target.shape:
+                raise ValueError(f'{name}: this plan was recorded with shape {target.shape}, got {array.shape}; '
                                  'record another plan for that shape')
-            place[...] = array.astype(place.dtype, copy=False) if isinstance(array, np.ndarray) else array
+            target[...] = array.astype(target.dtype, copy=False) if isinstance(array, np.ndarray) else array
 
     def check(self) -> None:
         """Replay action by action.  Raises FloatingPointError naming the first action with a result that is not finite."""
@@ -358,10 +357,10 @@ class Plan:
         """Return the array passed as an action's argument, None for NULL."""
         names = [a.name for a in library.cpu().functions[f'pyops_{action.kernel}'].arguments]
         value = action.values[names.index(name)]
-        if not isinstance(value, _Place):
+        if not isinstance(value, _Reference):
             return value
         tensor = action.tensors[name]
-        return self._place.view(value.block, value.address, tensor.shape, tensor.dtype, value.strides)
+        return self._device.view(value.block, value.address, tensor.shape, tensor.dtype, value.strides)
 
     def part(self, part: Part, gradient: bool = False) -> Any:
         """Return the array of a Part, or its gradient; in the parameter's own shape if the Part is the whole parameter."""
@@ -480,12 +479,12 @@ class Plan:
         for _ in range(runs):
             times.append(self._calls.time())
             self.run()                              # on a GPU, the first of these is captured
-            self._place.synchronize()
+            self._device.synchronize()
             start = time.perf_counter()
             self.run()
-            self._place.synchronize()
+            self._device.synchronize()
             whole.append(time.perf_counter() - start)
-        return Profile(self.replayed, np.array(times), np.array(whole), self.argument, self._place)
+        return Profile(self.replayed, np.array(times), np.array(whole), self.argument, self._device)
 
     def dot(self, path: PathLike) -> None:
         """Write the plan as a Graphviz graph: a box per action, an ellipse per tensor; backward boxes are rounded and shaded.
@@ -570,7 +569,7 @@ def describe(args: Namespace, plan: Plan) -> None:
         print(f'graph written : {args.dot} (draw it: dot -Tsvg {args.dot} -o plan.svg)')
 
 
-class _Place(NamedTuple):
+class _Reference(NamedTuple):
     """A reference to an array of the plan: its block, which stays allocated, its address, and its strides in bytes."""
     block: object
     address: int
@@ -581,12 +580,6 @@ def _address(value):
     """Return a value of an action as an integer: arrays as their address."""
     if value is None:
         return 0
-    if isinstance(value, _Place):
+    if isinstance(value, _Reference):
         return value.address
-    if isinstance(value, library.cpu().ffi.CData):
-        return int(library.cpu().ffi.cast('intptr_t', value))
     return location(value) if backend.is_array(value) else value
-
-
-def _start(block):
-    return block.address if isinstance(block, Buffer) else location(block)

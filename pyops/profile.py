@@ -24,30 +24,30 @@ class Machine(NamedTuple):
     bandwidth: float        # bytes per second, all threads or multiprocessors: reading one large array and writing another
 
 
-def machine(place=backend.HOST):
+def machine(device=backend.HOST):
     """Measure the CPU or a GPU and cache the result: the best of several short runs, 0.2 s in total."""
-    return _measure(place)
+    return _measure(device)
 
 
 @functools.cache
-def _measure(place):
+def _measure(device):
     flops = np.empty(1, np.float64)
 
     def best(times, *launch):
         seconds = []
         for _ in range(times):
-            place.synchronize()
+            device.synchronize()
             start = time.perf_counter()
-            place.launch(*launch)
-            place.synchronize()
+            device.launch(*launch)
+            device.synchronize()
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    rounds = 2_000_000 if place is backend.HOST else 16     # takes milliseconds, so that waking threads is negligible
-    while place is not backend.HOST and best(3, 'fma_loop', flops, rounds) < 2e-3:
+    rounds = 2_000_000 if device.is_host else 16     # takes milliseconds, so that waking threads is negligible
+    while not device.is_host and best(3, 'fma_loop', flops, rounds) < 2e-3:
         rounds *= 2                                         # few at first: an emulated GPU is slow
     fma = best(15, 'fma_loop', flops, rounds)
-    x, y, one = (place.put(np.ones(n, np.float32)) for n in (2**24, 2**24, 1))
+    x, y, one = (device.put(np.ones(n, np.float32)) for n in (2**24, 2**24, 1))
     copy = best(5, 'scale', y, x, one, x.size)
     return Machine(flops[0] / fma, 2 * x.nbytes / copy)
 
@@ -80,16 +80,16 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """The measured times of a plan on a place: actions, their wall times (runs, actions) and the wall times of complete replays
-    (runs,), in seconds."""
+    """The measured times of a plan on a device: actions, their wall times (runs, actions) and the wall times of complete
+    replays (runs,), in seconds."""
 
-    def __init__(self, actions, times, whole, array, place=backend.HOST):
-        self.actions, self.times, self.whole, self.place = actions, times, whole, place
+    def __init__(self, actions, times, whole, array, device=backend.HOST):
+        self.actions, self.times, self.whole, self.device = actions, times, whole, device
         self._array = array         # (action, argument) -> array
 
     def rows(self):
         """Return a Row for each action, in order."""
-        best, medians, rows = machine(self.place), np.median(self.times, 0), []
+        best, medians, rows = machine(self.device), np.median(self.times, 0), []
         for action, seconds in zip(self.actions, medians, strict=True):
             kernel = KERNELS.get(action.kernel, Kernel())
             flops = operations(action, self._array) / seconds
@@ -111,7 +111,7 @@ class Profile:
 
     def table(self, width=80):
         """Return a table with a line for each action, at most `width` columns wide, or 72 if that is more."""
-        best, rows = machine(self.place), self.rows()
+        best, rows = machine(self.device), self.rows()
         room = max(width, 72) - len(_FIGURES.format(*_TITLES))
         names = [_shortened(row.name, room) for row in rows]
         wide = max(map(len, [*names, 'action']))
@@ -124,7 +124,7 @@ class Profile:
         lines.append(f'{len(rows)} actions, {1e3 * total:.3f} ms; a replay of all: {1e3 * np.median(self.whole):.3f} ms; '
                      f'medians of {len(self.times)}')
         threads = f'{backend.threads()} thread' + 's' * (backend.threads() != 1)
-        on = threads if self.place is backend.HOST else self.place.model
+        on = threads if self.device.is_host else self.device.model
         lines.append(f'this machine: {best.flops / 1e9:.1f} GFLOP/s, {best.bandwidth / 1e9:.1f} GB/s on {on}')
         return '\n'.join(lines)
 

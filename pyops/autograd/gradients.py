@@ -142,11 +142,11 @@ class _Backward:
             return
         sums = [self.sum_of(parent) if needed else ndarray.zeros(value.shape, device=device)
                 for parent, needed, (_, _, value) in zip(node.parents[n:], wanted[n:], kernel.parameters, strict=True)]
-        op = kernel.make([device.plain(d) for d in sums])
+        op = kernel.make([device.kernel_array(d) for d in sums])
         options = {} if any(wanted[:n]) or not _skips_dx(type(op)) else {'want_dx': False}      # type: ignore[arg-type]
         dy = dy.compact()
-        given = device.plain(dy)
-        with backend.on(device.place):
+        given = device.kernel_array(dy)
+        with backend.on(device):
             gradients = op.backward(given, node.ctx, **options)
         for d in sums:
             d.buffer.version += 1

@@ -225,12 +225,12 @@ def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -
     tensors = {name: value for name, value in constants.items() if isinstance(value, Recorded)}
     every = [x for x in (*inputs, *tensors.values()) if isinstance(x, Recorded)]
     device = _same_device(op, every)
-    kernel = KernelCall(op, [(argument, getattr(p, 'name', None) or argument, device.plain(p.array))
+    kernel = KernelCall(op, [(argument, getattr(p, 'name', None) or argument, device.kernel_array(p.array))
                              for argument, p in tensors.items()],
                         {name: value for name, value in constants.items() if name not in tensors})
-    arrays = [device.plain(x.array) if isinstance(x, Recorded) else x for x in inputs]
+    arrays = [device.kernel_array(x.array) if isinstance(x, Recorded) else x for x in inputs]
     # forward does not use gradients: any array of the right shape will do
-    with backend.on(device.place):
+    with backend.on(device):
         made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
     y = as_ndarray(made, device)
     if not mode.grad or not any([x.requires_grad for x in every]):

@@ -1,32 +1,32 @@
 """A recorded list of kernel calls in the memory layout of pyops_replay."""
-from pyops import backend
 from pyops.backend import library
 
 
 class Calls:
-    """A list of kernel calls.  calls: (kernel, values) for each call, values in the order of the header, arrays as addresses.
+    """A list of kernel calls on a device.  calls: (kernel, values) for each call, values in the order of the header, arrays as
+    addresses.
 
     The caller must keep the memory at these addresses alive.
     """
 
-    def __init__(self, calls):
+    def __init__(self, calls, device):
         ffi, _, functions = library.cpu()
-        self.kernels = [kernel for kernel, _ in calls]
+        self._device, self.kernels = device, [kernel for kernel, _ in calls]
         self._values = ffi.new('pyops_value[]', max(sum(len(values) for _, values in calls), 1))
         self._list = ffi.new('pyops_action[]', max(len(calls), 1))
         self._seconds, self._at = ffi.new('double[]', max(len(calls), 1)), ffi.new('int64_t *')
-        place = 0
+        at = 0
         for i, (kernel, values) in enumerate(calls):
             self._list[i].kernel = self._number(f'pyops_{kernel}'.encode())
-            self._list[i].first_value = place
+            self._list[i].first_value = at
             for argument, value in zip(functions[f'pyops_{kernel}'].arguments, values, strict=False):
                 if argument.pointer:
-                    self._values[place].pointer = ffi.cast('void *', value)
+                    self._values[at].pointer = ffi.cast('void *', value)
                 elif argument.type == 'float':
-                    self._values[place].real = value
+                    self._values[at].real = value
                 else:                               # two's complement: a uint64_t of 2^63 or more becomes negative
-                    self._values[place].integer = (int(value) + 2**63) % 2**64 - 2**63
-                place += 1
+                    self._values[at].integer = (int(value) + 2**63) % 2**64 - 2**63
+                at += 1
 
     def run(self, first=0, last=None):
         """Run the calls [first, last).  An exception names the call that failed."""
@@ -42,17 +42,17 @@ class Calls:
 
     def _number(self, name):
         """Return the index of a kernel in the library that replays the calls."""
-        return library.cpu().lib.pyops_kernel_number(name)
+        return self._device.library().lib.pyops_kernel_number(name)
 
     def _replay(self, first, last, timed):
         ffi, lib, _ = library.cpu()
         self._check(lib.pyops_replay(self._list, self._values, self._seconds if timed else ffi.NULL, self._at, first, last,
-                                     ffi.NULL), backend.check_status)
+                                     ffi.NULL))
 
-    def _check(self, status, check_status):
+    def _check(self, status):
         if status:
             try:
-                check_status(status)
+                self._device.check(status)
             except Exception as error:
                 error.args = (f'action {self._at[0]}, {self.kernels[self._at[0]]}: {error}',)
                 raise

@@ -1,11 +1,30 @@
-"""The device interface of pyops.ndarray: memory, and a few operations on arrays with any strides."""
+"""The device protocol: memory, copies, kernel launches, record and replay, and operations on NDArrays.
+
+Three classes implement it: CPU (host.py) and GPU (gpu.py) with kernels, and Numpy (numpy_device.py), the reference in the
+tests, whose operations on NDArrays are numpy's.
+"""
+import _cffi_backend
+import numpy as np
+
+from pyops.backend import state
+from pyops.backend.arrays import as_kernel_array
+
+# C type of a pointer argument in the header -> dtype of the array
+DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32),
+          'int64_t': np.dtype(np.int64), 'uint64_t': np.dtype(np.uint64), 'uint8_t': np.dtype(np.uint8),
+          'uint16_t': np.dtype(np.uint16)}
+# status returned by a library -> exception
+ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
+# pointer arguments that are in host memory on every device
+HOST_ARGUMENTS = 'shape', 'strides', 'flops'
+_CData = _cffi_backend.FFI.CData
 
 
 class Buffer:
     """A block of device memory.
 
     device    the Device
-    owner     the object that keeps the memory alive: on a CPU a C-contiguous numpy array over the block; None after free()
+    owner     the object that keeps the memory alive, in host memory a C-contiguous numpy array over it; None after free()
     nbytes    its size in bytes
     pointer   the pointer to its first element for kernels; None on a device that does not use pointers
     foreign   whether other code may hold arrays over the same memory
@@ -29,45 +48,139 @@ class Buffer:
 
 
 class Device:
-    """The interface of a device.  Arrays are pyops.ndarray.NDArrays on the device.
+    """The protocol of a device.  A method without a body here must be implemented.
 
-    Operations write the output y, which has the shape of the result; inputs broadcast to it.  y is one of the inputs or has no
-    memory in common with them.  All arrays have the same dtype unless stated otherwise.
+    Ops work on the device's own array type: numpy arrays in host memory, NDArrays on a GPU.  NDArrays exist on every device.
     """
     name = '?'
-    place = None            # where kernel ops allocate their results if their inputs are on this device
+    is_host = False         # whether arrays are in host memory; then ops take numpy arrays, and a launch waits for its kernel
+    stream = None           # the last argument of every kernel
+
+    def __init__(self):
+        self._functions = {}        # kernel -> what _prepare returns
 
     def __repr__(self):
         return f'pyops.{self.name}()'
 
+    # ---- allocate
+
+    def empty(self, shape, dtype, name='', kind='intermediate'):
+        """Return an uninitialized C-contiguous array for ops: memory of the plan that records on this device, if any.
+        name, kind: its name and kind in the plan."""
+        if state.on_allocate is None or not self._records():
+            return self.new(shape, dtype)
+        return state.on_allocate(shape, dtype, name, kind)
+
+    def new(self, shape, dtype):
+        """Return an uninitialized C-contiguous array for ops, which no plan owns."""
+        raise NotImplementedError
+
+    def zeros(self, shape, dtype):
+        """Return a C-contiguous array of zeros for ops, which no plan owns."""
+        raise NotImplementedError
+
     def allocate(self, shape, dtype, name):
-        """Return an uninitialized Buffer; `name` is its name in a plan."""
+        """Return the uninitialized Buffer of an NDArray; memory and name as for `empty`."""
+        raise NotImplementedError
+
+    def memory(self):
+        """Return the size of the device's memory in bytes."""
+        raise NotImplementedError
+
+    # ---- copy
+
+    def put(self, array):
+        """Return a numpy array as an array for ops: in host memory the same array, else a copy."""
         raise NotImplementedError
 
     def wrap(self, owner, foreign=False):
-        """Return a Buffer with the elements of a C-contiguous numpy array: on a CPU its memory, else a copy."""
+        """Return a Buffer with the elements of a C-contiguous numpy array: in host memory the same memory, else a copy."""
+        raise NotImplementedError
+
+    def numpy(self, x):
+        """Return an NDArray as a numpy array: in host memory the same memory, else a copy, after waiting for the device."""
+        raise NotImplementedError
+
+    def assign(self, y, value):
+        """Copy value, an NDArray or a numpy array, to the NDArray y with a copy function of the device, if one applies; return
+        whether it did."""
+        raise NotImplementedError
+
+    def kernel_array(self, x):
+        """Return an NDArray, made compact if necessary, in the array type of ops."""
+        raise NotImplementedError
+
+    def kernel_view(self, x):
+        """Return an NDArray with its strides, in the array type of ops."""
         raise NotImplementedError
 
     def address(self, owner):
         """Return the address of the first byte of a Buffer's owner."""
         raise NotImplementedError
 
-    def numpy(self, x):
-        """Return x as a numpy array: on a CPU over the same memory, else a copy, after waiting for the device."""
+    # ---- launch and synchronize
+
+    def launch(self, name, *values):
+        """Run the kernel pyops_<name> on arrays of this device: see pyops.backend.launch."""
+        function, count, converters = self._functions.get(name) or self._prepare(name)
+        if len(values) != count:
+            raise TypeError(f'{name}: expected {count} arguments, got {len(values)}')
+        arguments = list(values)                # `values` keeps the arrays alive during the call
+        for i, convert in converters:
+            arguments[i] = convert(values[i])
+        if state.on_launch is None or self._listen(name, values):
+            status = function(*arguments, self.stream)
+            if status:
+                self.check(status)
+
+    def work_size(self, name, *sizes):
+        """Return the workspace size of the kernel pyops_<name> for these sizes, in floats."""
+        return getattr(self.library().lib, f'pyops_{name}_work')(*sizes)
+
+    def synchronize(self):
+        """Wait until all launched kernels have finished."""
         raise NotImplementedError
 
-    def plain(self, x):
-        """Return x, made compact if necessary, in the array type that kernel ops take on this device."""
+    def library(self):
+        """Return the Library that runs the kernels."""
         raise NotImplementedError
 
-    def plain_view(self, x):
-        """Return x with its strides, in the array type that kernel ops take on this device."""
+    def converter(self, kernel, argument, takes_strides):
+        """Return a function from an array to the value of this pointer argument.  TypeError for a wrong dtype, and for strides
+        unless the kernel takes them."""
         raise NotImplementedError
 
-    def assign(self, y, value):
-        """Copy value, an NDArray or a numpy array, into y with a copy function of the device, if one applies; return whether
-        it did."""
+    def host_converter(self, kernel, argument):
+        """Return the same for one of HOST_ARGUMENTS."""
         raise NotImplementedError
+
+    def check(self, status):
+        """Raise an exception with the library's message if the status of a C call is an error."""
+        raise NotImplementedError
+
+    # ---- record and replay
+
+    def block(self, nbytes):
+        """Return a Buffer of nbytes for a plan."""
+        raise NotImplementedError
+
+    def lease(self, block, shape, dtype, give_back):
+        """Return an array for ops over a block.  give_back(block) is called when the last view is deleted, unless give_back is
+        None."""
+        raise NotImplementedError
+
+    def view(self, block, address, shape, dtype, strides):
+        """Return an array for ops at an address in a block, with strides in bytes."""
+        raise NotImplementedError
+
+    def calls(self, calls):
+        """Return a list of (kernel, values) as pyops.backend.calls.Calls, which replays them."""
+        raise NotImplementedError
+
+    # ---- operations on NDArrays
+    #
+    # They write the output y, which has the shape of the result; inputs broadcast to it.  y is one of the inputs or has no
+    # memory in common with them.  All arrays have the same dtype unless stated otherwise.
 
     def unary(self, op, y, x):
         """Compute y = op(x): copy, negate, abs; for float32 also sqrt, exp, log, tanh, sigmoid."""
@@ -109,3 +222,42 @@ class Device:
     def add_at(self, y, ids, rows):
         """Compute y[ids[r]] += rows[r], in the order of r;  shapes as in take, float32."""
         raise NotImplementedError
+
+    # ---- the steps of `launch` and `empty`
+
+    def _prepare(self, name):
+        """Return the C function, the number of its arguments without the stream, and (index, converter) for each pointer."""
+        _, lib, functions = self.library()
+        arguments = functions['pyops_' + name].arguments[:-1]
+        takes_strides = name == 'gemm' or any(a.name == 'strides' for a in arguments)
+        converters = [(i, self.host_converter(name, a) if a.name in HOST_ARGUMENTS else self.converter(name, a, takes_strides))
+                      for i, a in enumerate(arguments) if a.pointer]
+        found = self._functions[name] = getattr(lib, 'pyops_' + name), len(arguments), converters
+        return found
+
+    def _records(self):
+        """Return whether the hooks apply to this device; all devices with arrays in host memory are equal in this respect."""
+        return state.hooked_device.is_host is self.is_host
+
+    def _listen(self, name, values):
+        """Pass a launch to the recording plan.  Return whether to run it now."""
+        if not self._records():
+            raise RuntimeError(f'{name}: runs on {self}, but the plan records on {state.hooked_device}; move the arrays with '
+                               'pyops.backend.put, or launch the kernel before or after the recording')
+        return state.on_launch(name, [_recorded(value) for value in values])
+
+
+def _recorded(value):
+    """Return an argument of a launch for a plan: arrays in the array type of ops, shapes and strides as numpy arrays."""
+    return np.array(list(value), np.int64) if isinstance(value, _CData) else as_kernel_array(value)
+
+
+def wrong_dtype(kernel, argument, dtype, array):
+    """Return the TypeError for an argument of another dtype."""
+    return TypeError(f'{kernel}: {argument}: expected {dtype}, got {array.dtype}')
+
+
+def not_compact(kernel, argument, array):
+    """Return the TypeError for strides that the kernel does not take."""
+    return TypeError(f'{kernel}: {argument}: expected a compact array, got shape {array.shape} with strides {array.strides}; '
+                     'pass .compact()')

@@ -9,14 +9,13 @@ import math
 
 import numpy as np
 
-from pyops import PRECISIONS, backend
-from pyops.backend import library
+from pyops import PRECISIONS
+from pyops.backend import library, state
+from pyops.backend.arrays import as_shape, row_major
 from pyops.backend.calls import Calls
-from pyops.backend.device import Buffer
-from pyops.backend.kernel_device import FLOAT, KernelDevice
+from pyops.backend.device import DTYPES, ERRORS, Buffer, not_compact, wrong_dtype
+from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
-
-_HOST_ARGUMENTS = 'shape', 'strides', 'flops'   # pointers to host memory
 
 
 def _call(name, *arguments):
@@ -26,7 +25,7 @@ def _call(name, *arguments):
 
 def _check(status):
     if status:
-        raise backend.ERRORS[status](library.cuda().lib.pyops_last_error().decode())
+        raise ERRORS[status](library.cuda().lib.pyops_last_error().decode())
 
 
 class Memory:
@@ -108,19 +107,19 @@ def open_device():
     return lib.pyops_device_name().decode()
 
 
-class GPU(KernelDevice):
-    """A device for NDArrays, and a place where ops allocate arrays.  array_type: NDArray, defined in a higher layer."""
+class GPU(KernelOperations):
+    """A GPU, with the kernels of cuda/ for all operations.  array_type: NDArray, defined in a higher layer."""
     name = 'gpu'
+    library = staticmethod(library.cuda)
 
     def __init__(self, array_type):
         super().__init__()
         self.model = open_device()
-        self._array_type, self._pool, self._prepared = array_type, Pool(), {}
+        self._array_type, self._pool = array_type, Pool()
         stream = ctypes.c_uint64()
         _call('pyops_stream_create', ctypes.byref(stream))
         self.stream, self._precision = stream.value, 'fp32'
-        self.place = self
-        backend.set_gpu(self)
+        state.gpu = self
 
     @property
     def precision(self):
@@ -134,20 +133,39 @@ class GPU(KernelDevice):
         _call('pyops_set_precision', PRECISIONS.index(name))
         self._precision = name
 
-    # ---- memory: as a device for NDArrays
+    # ---- allocate
+
+    def new(self, shape, dtype):
+        shape, dtype = as_shape(shape), np.dtype(dtype)
+        return self._array(self.block(math.prod(shape) * dtype.itemsize), shape, dtype)
+
+    def zeros(self, shape, dtype):
+        array = self.new(shape, dtype)
+        _call('pyops_device_zero', array.location(), array.nbytes, self.stream)
+        return array
 
     def allocate(self, shape, dtype, name):
-        array = backend.hooked(shape, dtype, name)
-        return self._buffer(math.prod(shape) * dtype.itemsize) if array is None else array.buffer
+        if state.on_allocate is None or not self._records():
+            return self.block(math.prod(shape) * dtype.itemsize)
+        return state.on_allocate(shape, dtype, name, 'intermediate').buffer
+
+    def memory(self):
+        return memory_info()[1]
+
+    def _array(self, buffer, shape, dtype):
+        return self._array_type(buffer, 0, shape, row_major(shape), dtype)
+
+    # ---- copy
+
+    def put(self, array):
+        if not isinstance(array, np.ndarray):
+            return array
+        return self._array(self.wrap(np.ascontiguousarray(array)), array.shape, array.dtype)
 
     def wrap(self, owner, foreign=False):
-        """Return a Buffer with a copy of a numpy array."""
-        buffer = self._buffer(owner.nbytes)
+        buffer = self.block(owner.nbytes)
         _call('pyops_device_upload', buffer.pointer, owner.ctypes.data, owner.nbytes, self.stream)
         return buffer
-
-    def address(self, owner):
-        return owner.address
 
     def numpy(self, x):
         x = x.compact()
@@ -155,19 +173,10 @@ class GPU(KernelDevice):
         _call('pyops_device_download', y.ctypes.data, x.location(), y.nbytes, self.stream)
         return y
 
-    def plain(self, x):
-        return x.compact()
-
-    def plain_view(self, x):
-        return x
-
-    def bits(self, x):
-        return self._array_type(x.buffer, x.offset, x.shape, x.strides, FLOAT)
-
     def assign(self, y, value):
         """Copy value, an NDArray or a numpy array, to y with one transfer.  Return False without a copy unless shape and dtype
         are equal, y and an NDArray value are compact and in different buffers on this device, and no plan records."""
-        if y.shape != value.shape or y.dtype != value.dtype or not y.is_compact() or backend.is_recorded():
+        if y.shape != value.shape or y.dtype != value.dtype or not y.is_compact() or state.on_launch is not None:
             return False
         if isinstance(value, np.ndarray):
             value = np.ascontiguousarray(value)
@@ -178,92 +187,63 @@ class GPU(KernelDevice):
             return False
         return True
 
-    def _buffer(self, nbytes):
-        memory = self._pool.take(nbytes)
-        return Buffer(self, memory, memory.address)
+    def kernel_array(self, x):
+        return x.compact()
 
-    # ---- memory: as a place
+    def kernel_view(self, x):
+        return x
 
-    def empty(self, shape, dtype, name=''):
-        shape, dtype = backend.as_shape(shape), np.dtype(dtype)
-        return self._array(self._buffer(math.prod(shape) * dtype.itemsize), shape, dtype)
+    def address(self, owner):
+        return owner.address
 
-    def zeros(self, shape, dtype):
-        array = self.empty(shape, dtype)
-        _call('pyops_device_zero', array.location(), array.nbytes, self.stream)
-        return array
+    def bits(self, x):
+        return self._array_type(x.buffer, x.offset, x.shape, x.strides, FLOAT)
 
-    def put(self, array):
-        if not isinstance(array, np.ndarray):
-            return array
-        return self._array(self.wrap(np.ascontiguousarray(array)), array.shape, array.dtype)
-
-    def memory(self):
-        return memory_info()[1]
-
-    def synchronize(self):
-        _call('pyops_stream_synchronize', self.stream)
-
-    def block(self, nbytes):
-        return self._buffer(nbytes)
-
-    def lease(self, block, shape, dtype, give_back):
-        return self._array(Buffer(self, _Lease(block, give_back), block.pointer), backend.as_shape(shape), np.dtype(dtype))
-
-    def view(self, block, address, shape, dtype, strides):
-        item = dtype.itemsize
-        return self._array_type(Buffer(self, block.owner, block.pointer), (address - block.pointer) // item, shape,
-                                tuple(n // item for n in strides), dtype)
-
-    def _array(self, buffer, shape, dtype):
-        return self._array_type(buffer, 0, shape, backend.row_major(shape), dtype)
-
-    # ---- kernels
+    # ---- launch and synchronize
 
     def holds(self, values):
         """Return whether one of the values is an array on this GPU."""
         return any([getattr(value, 'device', None) is self for value in values])
 
-    def launch(self, name, *values):
-        function, count, pointers = self._prepared.get(name) or self._prepare(name)
-        if len(values) != count:
-            raise TypeError(f'{name}: want {count} arguments, got {len(values)}')
-        converted = list(values)
-        for i, convert in pointers:
-            converted[i] = convert(values[i])
-        if backend.is_wanted(name, values):
-            _check(function(*converted, self.stream))
+    def synchronize(self):
+        _call('pyops_stream_synchronize', self.stream)
 
-    def _prepare(self, name):
-        _, lib, functions = library.cuda()
-        arguments = functions['pyops_' + name].arguments[:-1]
-        takes_strides = name == 'gemm' or any(a.name == 'strides' for a in arguments)
-        pointers = [(i, self._converter(name, a, takes_strides)) for i, a in enumerate(arguments) if a.pointer]
-        found = self._prepared[name] = getattr(lib, 'pyops_' + name), len(arguments), pointers
-        return found
-
-    def _converter(self, function, argument, takes_strides):
-        ffi = library.cpu().ffi
-        if argument.name in _HOST_ARGUMENTS:
-            return lambda value: value.ctypes.data if isinstance(value, np.ndarray) else int(ffi.cast('intptr_t', value))
-        dtype = backend.DTYPES[argument.type]
+    def converter(self, kernel, argument, takes_strides):
+        name, dtype = argument.name, DTYPES[argument.type]
 
         def convert(array):
             if array is None:
                 return None
             if getattr(array, 'device', None) is not self:
-                raise TypeError(f'{function}: {argument.name}: lies in memory of the host, and other arrays on the GPU; '
-                                'bring it there with pyops.backend.put, or .to(device)')
+                raise TypeError(f'{kernel}: {name}: is in host memory, but other arguments are on the GPU; copy it there '
+                                'with pyops.backend.put, or .to(device)')
             if array.dtype is not dtype and array.dtype != dtype:
-                raise TypeError(f'{function}: {argument.name}: want {dtype}, got {array.dtype}')
+                raise wrong_dtype(kernel, name, dtype, array)
             if not takes_strides and not array.is_compact():
-                raise TypeError(f'{function}: {argument.name}: want a compact array, got shape {array.shape}, '
-                                f'strides {array.strides}')
+                raise not_compact(kernel, name, array)
             return array.location()
         return convert
 
-    def work_size(self, name, *sizes):
-        return getattr(library.cuda().lib, f'pyops_{name}_work')(*sizes)
+    def host_converter(self, kernel, argument):
+        cast = library.cpu().ffi.cast
+        return lambda value: value.ctypes.data if isinstance(value, np.ndarray) else int(cast('intptr_t', value))
+
+    def check(self, status):
+        _check(status)
+
+    # ---- record and replay
+
+    def block(self, nbytes):
+        memory = self._pool.take(nbytes)
+        return Buffer(self, memory, memory.address)
+
+    def lease(self, block, shape, dtype, give_back):
+        return self._array(Buffer(self, _Lease(block, give_back), block.pointer), as_shape(shape), np.dtype(dtype))
+
+    def view(self, block, address, shape, dtype, strides):
+        item = dtype.itemsize
+        return self._array_type(Buffer(self, block.owner, block.pointer), (address - block.pointer) // item, shape,
+                                tuple(n // item for n in strides), dtype)
 
     def calls(self, calls):
         return Graph(calls, self)
@@ -290,15 +270,15 @@ class Graph(Calls):
     _graph = None
 
     def __init__(self, calls, gpu):
-        super().__init__(calls)
-        self._gpu, self._stream, self._has_run, self._precision = gpu, gpu.stream, False, gpu.precision
+        super().__init__(calls, gpu)
+        self._stream, self._has_run, self._precision = gpu.stream, False, gpu.precision
 
     def run(self, first=0, last=None):
         if first or last is not None:
             return super().run(first, last)
-        if self._precision != self._gpu.precision:
+        if self._precision != self._device.precision:
             self._drop()
-            self._has_run, self._precision = False, self._gpu.precision
+            self._has_run, self._precision = False, self._device.precision
         if self._graph is None and self._has_run:
             self._capture()
         if self._graph is None:
@@ -333,12 +313,9 @@ class Graph(Calls):
         _call('pyops_graph_end', ctypes.byref(graph), self._stream)
         self._graph = graph.value
 
-    def _number(self, name):
-        return library.cuda().lib.pyops_kernel_number(name)
-
     def _replay(self, first, last, timed):
         ffi, lib = library.cpu().ffi, library.cuda().lib
         addresses = [int(ffi.cast('intptr_t', memory)) for memory in (self._list, self._values, self._seconds, self._at)]
         if not timed:
             addresses[2] = None
-        self._check(lib.pyops_replay(*addresses, first, last, self._stream), _check)
+        self._check(lib.pyops_replay(*addresses, first, last, self._stream))

@@ -54,7 +54,7 @@ def batches(n: int, batch_size: int, seed: int, epoch: int, start: int = 0, drop
 
     start: number of samples already used; the rest of the epoch is the same as without the interruption.
     shuffle=False: 0, 1, 2, ... in every epoch.   at_once: batches per array, fewer in the last.
-    The arrays are on the device of pyops.backend.place.  ValueError if start is not in 0..n or batch_size is below 1.
+    The arrays are on the device of pyops.backend.current_device.  ValueError if start is not in 0..n or batch_size is below 1.
     """
     if batch_size < 1:
         raise ValueError(f'batch_size: expected 1 or more, got {batch_size}')

@@ -120,7 +120,7 @@ class Saving:
                 done = look.at
             arrays = look.arrays()
             for tensor, array in zip(look.tensors, arrays, strict=True):
-                self._save(tensor, array, number, lengths, look.is_fresh or backend.place() is not backend.HOST)
+                self._save(tensor, array, number, lengths, look.is_fresh or not backend.current_device().is_host)
         plan.run(done, len(plan.replayed))
 
     def _save(self, tensor: Any, array: np.ndarray, number: int, lengths: Any, owned: bool) -> None:

@@ -70,7 +70,7 @@ class Parameter(Tensor):
     @array.setter
     def array(self, value: NDArray) -> None:
         self._settle()
-        self.entry.value[...] = value.device.plain(value)
+        self.entry.value[...] = value.device.kernel_array(value)
         self._array.buffer.version += 1
 
     @property
@@ -86,7 +86,7 @@ class Parameter(Tensor):
             return
         value = gradient_for(self, value)
         if value.array is not self._gradient.array:
-            self.entry.grad[...] = value.device.plain(value.array)
+            self.entry.grad[...] = value.device.kernel_array(value.array)
 
     def zero_grad(self) -> None:
         self.grad = None
@@ -175,7 +175,7 @@ class Module:
             if leaf is not None and leaf.dtype == np.float32:
                 leaf.requires_grad_()
         y = self.forward(*leaves)
-        return _each(lambda tensor: tensor.device.plain_view(tensor.array), y), (leaves, y)
+        return _each(lambda tensor: tensor.device.kernel_view(tensor.array), y), (leaves, y)
 
     def backward(self, dy: Any, ctx: Any) -> Any:
         """Return dx, or a tuple if several inputs have a gradient.  Adds parameter gradients to their .grad.
@@ -187,7 +187,7 @@ class Module:
         pairs = [(tensor, Tensor(ndarray.as_ndarray(gradient)))
                  for tensor, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
         autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        found = tuple(None if leaf.grad is None else leaf.device.plain_view(leaf.grad.array)
+        found = tuple(None if leaf.grad is None else leaf.device.kernel_view(leaf.grad.array)
                       for leaf in leaves if leaf is not None and leaf.requires_grad)
         return found[0] if len(found) == 1 else found
 

@@ -62,7 +62,7 @@ class Pairs:
         return len(self.source)
 
     def placed(self):
-        """Return the pairs on the device of pyops.backend.place, where batches are gathered."""
+        """Return the pairs on the device of pyops.backend.current_device, where batches are gathered."""
         return Pairs(backend.put(self.source), backend.put(self.labels))
 
     def arrays(self):

@@ -352,7 +352,7 @@ def test_an_epoch_of_a_program_looks_at_its_log_alone(device, calls, monkeypatch
     run(seq2seq_train.main, '-g', 1, '-e', 1, '-c', tmp_path, *PROGRAMS['seq2seq'][2], *SMALL, '--hold-out', 0)
     (n, before), = looked
     assert n == 5                                               # 150 pairs, in batches of 32 and one of 22
-    assert before.get('device_download', 0) == 2 and before['graph_launch'] == 3       # digests of two tables, before it began
+    assert before.get('device_download', 0) == 0 and before['graph_launch'] == 3
 
 
 def test_a_row_that_is_not_there_is_told_when_the_log_is_read(on_gpu):
@@ -619,7 +619,7 @@ def test_another_precision_is_refused(on_gpu):
 
 # ---- arrays of the host and of the GPU -------------------------------------------------------------------------------
 
-HOST_ARRAY = ': lies in memory of the host, and other arrays on the GPU; bring it there with pyops.backend.put'
+HOST_ARRAY = ': is in host memory, but other arguments are on the GPU; copy it there with pyops.backend.put'
 
 
 def test_a_kernel_that_is_given_arrays_of_both_names_one(on_gpu):
@@ -649,6 +649,23 @@ def test_arrays_of_the_host_are_calculated_with_there(on_gpu):
     a = ndarray.from_numpy(x, pyops.cpu())
     a += 1
     assert x.tolist() == [1, 2, 3, 4] and (a * 2).tolist() == [2, 4, 6, 8]
+
+
+def test_a_plan_refuses_a_kernel_on_another_device(on_gpu):
+    """Its replay would pass host addresses to the GPU, or the reverse."""
+    host, there = np.ones(4, 'f'), put(np.ones(4, 'f'))
+    with pytest.raises(RuntimeError, match=r'fill: runs on pyops.cpu\(\), but the plan records on pyops.gpu\(\)'), Plan():
+        backend.launch('fill', host, 4, 2.0)
+    with (backend.on(backend.HOST), Plan() as plan,
+          pytest.raises(RuntimeError, match=r'fill: runs on pyops.gpu\(\), but the plan records on pyops.cpu\(\)')):
+        backend.launch('fill', there, 4, 2.0)
+    assert not plan.actions and (host == 1).all() and (get(there) == 1).all()
+
+
+def test_a_plan_allocates_only_on_the_device_that_it_records_on(on_gpu):
+    with backend.on(backend.HOST), Plan() as plan:
+        there, here = ndarray.empty(4, device=on_gpu), backend.empty(4)
+    assert there.device is on_gpu and type(here) is np.ndarray and plan.memory().intermediates == 64
 
 
 def test_numpy_has_copies_of_what_lies_on_a_gpu(on_gpu):

@@ -605,9 +605,9 @@ def test_loading_leaves_denormals_alone():
 
 def test_launch_refuses_wrong_types_and_counts():
     x = put(np.zeros(4, np.float32))
-    with pytest.raises(TypeError, match='fill: y: want float32, got float64'):
+    with pytest.raises(TypeError, match='fill: y: expected float32, got float64'):
         backend.launch('fill', put(np.zeros(4)), 4, 0.0)
-    with pytest.raises(TypeError, match='fill: want 3 arguments, got 2'):
+    with pytest.raises(TypeError, match='fill: expected 3 arguments, got 2'):
         backend.launch('fill', x, 4)
     assert (get(x) == 0).all()
 
@@ -619,6 +619,19 @@ def test_launch_refuses_an_array_that_may_not_be_written_to():
     with pytest.raises((BufferError, ValueError)):
         backend.launch('fill', x, 4, 1.0)
     assert (x == 0).all()
+
+
+@on_the_cpu
+def test_gemm_refuses_read_only_rows_of_a_wider_matrix():
+    """Their address passes to the kernel without numpy's own check of a buffer."""
+    c, a, b = np.zeros((3, 8), np.float32), np.ones((3, 5), np.float32), np.ones((5, 4), np.float32)
+    left = c[:, :4]
+    left.flags.writeable = False
+    with pytest.raises(ValueError, match='gemm: c: expected a writeable array, got a read-only one; copy it'):
+        backend.gemm(left, a, b)
+    assert (c == 0).all()
+    backend.gemm(c[:, :4], a, b)
+    assert (c == [5, 5, 5, 5, 0, 0, 0, 0]).all()
 
 
 @on_the_cpu

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from places import ON_GPU, devices, on_the_cpu
 import pyops
 from pyops import backend, ndarray
 from pyops.autograd import Tensor
+from pyops.backend.device import Device
 from pyops.ndarray import NDArray, array, concatenate, from_dlpack, from_numpy, live_buffers, pad, stack
 from pyops.plan import Plan
 
@@ -23,15 +25,11 @@ DTYPES = ('float32', 'int32')
 
 
 @pytest.fixture(params=DEVICES, autouse=True)
-def device(request, monkeypatch):
-    """Every test runs on each device, by the default that $PYOPS_BACKEND sets."""
-    monkeypatch.setenv('PYOPS_BACKEND', request.param)
-    ndarray._chosen_device.cache_clear()
+def device(request):
+    """Every test runs with each device as the current one."""
     device = DEVICES[request.param]()
-    with backend.on(device.place):
+    with backend.on(device):
         yield device
-    monkeypatch.undo()
-    ndarray._chosen_device.cache_clear()
 
 
 # of arrays that look at the memory of numpy's
@@ -805,6 +803,28 @@ def test_an_unknown_backend_is_a_clear_error():
     out = subprocess.run([sys.executable, '-c', 'from pyops import ndarray; ndarray.zeros(3)'], cwd=ROOT, text=True,
                          env=os.environ | {'PYOPS_BACKEND': 'tpu'}, capture_output=True)
     assert 'PYOPS_BACKEND=tpu: no such backend; set it to cpu, numpy or gpu, or unset it' in out.stderr
+
+
+def test_every_device_implements_the_whole_protocol(device):
+    methods = {name: method for name, method in vars(Device).items() if isinstance(method, types.FunctionType)}
+    required = [name for name, method in methods.items() if 'NotImplementedError' in method.__code__.co_names]
+    assert {'new', 'put', 'converter', 'synchronize', 'lease', 'calls', 'matmul'} <= {*required}, 'the check is vacuous'
+    assert [name for name in required if getattr(type(device), name) is getattr(Device, name)] == []
+    assert backend.current_device() is device and type(device).launch is Device.launch
+
+
+def test_every_device_allocates_copies_launches_records_and_replays(device):
+    x, two = backend.put(np.arange(4, dtype='f')), backend.put(np.full(1, 2, 'f'))
+    with Plan(x=x) as plan:
+        y = backend.empty(4, name='y')
+        backend.launch('scale', y, x, two, 4)
+    device.synchronize()
+    assert backend.get(y).tolist() == [0, 2, 4, 6] and backend.device_of(y).is_host == device.is_host
+    plan.feed(x=np.full(4, 5, 'f'))
+    plan.run()
+    assert backend.get(y).tolist() == [10] * 4 and plan.memory().intermediates == 64
+    assert backend.get(device.new(3, np.int64)).shape == (3,)
+    assert backend.get(device.zeros((2, 1), np.uint8)).tolist() == [[0], [0]]
 
 
 def test_the_oracle_needs_no_kernels():

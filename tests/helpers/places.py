@@ -13,7 +13,7 @@ from pyops.backend import get, library, put  # noqa: F401
 from pyops.errors import UserError
 from pyops.ndarray import NDArray  # with PYOPS_BACKEND=gpu the import selects the GPU
 
-ON_GPU = backend.place() is not backend.HOST
+ON_GPU = not backend.current_device().is_host
 on_the_cpu = pytest.mark.skipif(ON_GPU, reason='tests the CPU only: run it with --on cpu')
 of_threads = pytest.mark.skipif(ON_GPU, reason='sets the number of threads of the CPU: run it with --on cpu')
 
@@ -49,11 +49,6 @@ def gemm(c, a, b, *how, **named):
     return _carried(lambda c, a, b, *how: backend.gemm(c, a, b, *how, **named), (c, a, b, *how), [True], [])
 
 
-def strided(array):
-    """Return the argument of `launch` for an array whose strides are separate arguments."""
-    return array if ON_GPU else backend.address(array)
-
-
 def _carried(function, values, is_written, is_of_host):
     """Return function(*values) with the numpy arrays copied to the GPU.
 
@@ -61,7 +56,7 @@ def _carried(function, values, is_written, is_of_host):
     them are copied back for comparison."""
     if not ON_GPU:
         return function(*values)
-    device, memories, brought, written = backend.place(), {}, [], []
+    device, memories, brought, written = backend.current_device(), {}, [], []
     for i, value in enumerate(values):
         if not isinstance(value, np.ndarray) or i < len(is_of_host) and is_of_host[i]:
             brought.append(value)

@@ -152,7 +152,7 @@ def launch_raw(buffers, at, images, rows, labels, I, H, C, step=0, norm=True, **
     work = np.full(backend.work_size('mlp_step', B, I, H, C), np.nan, np.float32)
     launch('mlp_step', loss, length if norm else None, count, *buffers.values(), images, rows, labels,
            np.array([0.01], np.float32), work, N, B, I, H, C, *at, *given.values())
-    backend.place().synchronize()
+    backend.current_device().synchronize()
     return loss[0], length[0], count[0]
 
 
@@ -198,7 +198,7 @@ def test_a_norm_that_is_nan_clips_nothing_and_reaches_the_parameters():
 def test_data_that_is_wrong_moves_nothing_until_it_was_heard_of(spoil, text, max_norm):
     images, labels = digits(40, 30, 10)
     model, adam = made(30, 11, 10, max_norm=max_norm)
-    rows, place = np.arange(7), backend.place()
+    rows, device = np.arange(7), backend.current_device()
     here = put(images), put(labels)
     model.step(here[0], put(rows), here[1], adam)
     bad_rows, bad_labels, good = rows.copy(), labels.copy(), get(adam.count).copy()
@@ -207,7 +207,7 @@ def test_data_that_is_wrong_moves_nothing_until_it_was_heard_of(spoil, text, max
     with pytest.raises(ValueError, match=f'mlp_step: {text}'):
         model.step(here[0], put(bad_rows), put(bad_labels), adam)
         model.step(here[0], put(rows), here[1], adam)       # a GPU has not been asked yet
-        place.synchronize()
+        device.synchronize()
     after = state(model, adam)
     assert all((a == b).all() for i, (a, b) in enumerate(zip(before, after, strict=True)) if BUFFERS[i:i + 1] != ('grads',))
     adam.count[...] = good

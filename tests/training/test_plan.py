@@ -418,7 +418,7 @@ def test_profile_measures_every_action():
     gemm = next(row for row in rows if row.name == 'gemm -> layer1.y')
     assert gemm.flops == pytest.approx(2 * 64 * 300 * 200 / gemm.seconds)
     assert gemm.bandwidth == pytest.approx(4 * (64 * 300 + 300 * 200 + 200 + 64 * 200) / gemm.seconds)
-    assert gemm.of_peak == pytest.approx(gemm.flops / machine(backend.place()).flops)
+    assert gemm.of_peak == pytest.approx(gemm.flops / machine(backend.current_device()).flops)
     text = str(profile)
     assert text.splitlines()[0].split() == ['action', 'time/us', 'share', 'GFLOP/s', 'GB/s', 'of', 'peak']
     assert 'gemm -> layer1.y' in text and 'this machine: ' in text and 'a replay of all: ' in text and 'medians of 3' in text

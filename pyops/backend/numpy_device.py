@@ -1,7 +1,7 @@
-"""numpy as a device for NDArrays: the reference for the CPU kernels and for code on NDArrays."""
+"""The CPU with numpy for the operations on NDArrays: the reference for the kernels, and for code on NDArrays."""
 import numpy as np
 
-from pyops.backend.host_device import HostDevice
+from pyops.backend.host import Host
 
 
 def _sigmoid(x, out):
@@ -21,7 +21,7 @@ def _quiet():
     return np.errstate(all='ignore')            # infinities and NaN are valid results
 
 
-class Numpy(HostDevice):
+class Numpy(Host):
     name = 'numpy_device'
 
     def unary(self, op, y, x):

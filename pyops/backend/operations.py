@@ -1,4 +1,4 @@
-"""A device that implements array operations with the kernels of a library: strided, gemm, embedding and argmax."""
+"""Operations on NDArrays as launches of the strided, gemm, embedding and argmax kernels."""
 import functools
 
 import numpy as np
@@ -19,19 +19,17 @@ def _layout(shape, *operands):
     return ffi.new('int64_t[]', list(shape)), ffi.new('int64_t[]', strides), len(shape)
 
 
-class KernelDevice(Device):
-    """A device whose operations are kernel launches.  A subclass implements memory allocation and launch(name, *values)."""
+class KernelOperations(Device):
+    """The operations of a Device that launches kernels."""
 
-    def __init__(self):
+    @functools.cached_property
+    def _numbers(self):
+        """{name of an operation: its number in pyops.h}"""
         lib = library.cpu().lib
-        self._numbers = {name.removeprefix('PYOPS_OP_').lower(): getattr(lib, name)
-                         for name in dir(lib) if name.startswith('PYOPS_OP_')}
-
-    def launch(self, name, *values):
-        raise NotImplementedError
+        return {name.removeprefix('PYOPS_OP_').lower(): getattr(lib, name) for name in dir(lib) if name.startswith('PYOPS_OP_')}
 
     def bits(self, x):
-        """Reinterpret x, compact int32, as float32 with the same bits."""
+        """Return a compact int32 NDArray as a float32 array for `launch`, with the same bits."""
         raise NotImplementedError
 
     def unary(self, op, y, x):

@@ -1,0 +1,139 @@
+"""The two array types of ops: numpy arrays in host memory, and NDArrays on a GPU.
+
+The functions of this module accept both, so that no other module needs to know the difference.
+"""
+import functools
+import math
+
+import _cffi_backend
+import numpy as np
+
+ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
+_ffi = _cffi_backend.FFI()
+_ADDRESS, _cast, _from_buffer = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.from_buffer
+
+
+def as_shape(shape):
+    """Return an int or several as a tuple of Python ints."""
+    return shape if isinstance(shape, tuple) else tuple(np.atleast_1d(shape).tolist())
+
+
+@functools.lru_cache(8192)
+def row_major(shape):
+    """Return the strides of a contiguous array in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+class Array:
+    """The memory of an NDArray: a Buffer, and offset, shape and strides in elements.  pyops.ndarray adds the operations."""
+
+    __slots__ = ('buffer', 'offset', 'shape', 'strides', 'dtype', '__weakref__')
+
+    def __init__(self, buffer, offset, shape, strides, dtype):
+        self.buffer, self.offset, self.shape, self.strides, self.dtype = buffer, offset, shape, strides, dtype
+
+    @property
+    def device(self):
+        return self.buffer.device
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self):
+        return self.size * self.dtype.itemsize
+
+    def is_compact(self):
+        """Return whether the elements are contiguous in row-major order."""
+        compact = row_major(self.shape)
+        return self.strides == compact or 0 in self.shape or all(
+            n == 1 or step == packed for n, step, packed in zip(self.shape, self.strides, compact, strict=True))
+
+    def pointer(self):
+        """Return a C pointer to the first element, for kernels.  Raises ValueError if the memory was freed."""
+        try:
+            return self.buffer.pointer + self.offset
+        except TypeError:
+            raise self._freed() from None
+
+    def location(self):
+        """Return the address of the first element, on the device.  Raises ValueError if the memory was freed."""
+        if self.buffer.owner is None:
+            raise self._freed()
+        return self.buffer.address + self.dtype.itemsize * self.offset
+
+    def kernel_view(self):
+        """Return this array in the array type that kernel ops take on its device, over the same memory."""
+        if self.buffer.owner is None:
+            raise self._freed()
+        return self.buffer.device.kernel_view(self)
+
+    def _freed(self):
+        return ValueError(f'array of shape {self.shape}: its memory was freed')
+
+
+ARRAY_TYPES = np.ndarray, Array
+
+
+def is_array(value):
+    """Return whether value is an array that ops accept: a numpy array or an NDArray."""
+    return isinstance(value, ARRAY_TYPES)
+
+
+def get(array):
+    """Return an array as a numpy array.  For an array on a GPU this is a copy and waits for the GPU."""
+    return array if isinstance(array, np.ndarray) else array.numpy()
+
+
+def as_kernel_array(array):
+    """Return an array in the array type of ops on its device: an NDArray in host memory as a numpy array."""
+    return array.kernel_view() if isinstance(array, Array) else array
+
+
+def location(array):
+    """Return the address of the first element."""
+    if not isinstance(array, np.ndarray):
+        return array.location()
+    if array.flags.c_contiguous:                # takes a third of the time; recording a plan needs thousands
+        return int(_cast(_ADDRESS, _from_buffer(array)))
+    return array.ctypes.data
+
+
+def byte_strides(array):
+    return array.strides if isinstance(array, np.ndarray) else tuple([array.dtype.itemsize * n for n in array.strides])
+
+
+def element_strides(array):
+    if not isinstance(array, np.ndarray):
+        return array.strides
+    item = array.itemsize
+    return [n // item for n in array.strides]
+
+
+def is_contiguous(array):
+    """Return whether the elements are contiguous in row-major order."""
+    return array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_compact()
+
+
+def permuted(array, axes):
+    """Return a view whose axis i is axis axes[i] of the array."""
+    return array.transpose(axes) if isinstance(array, np.ndarray) else array.permute(axes)
+
+
+def as_rows(array):
+    """View a C-contiguous array (..., C) as the matrix (R, C) of its rows."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def may_overlap(a, b):
+    """Return whether two C-contiguous arrays overlap in memory."""
+    return location(a) < location(b) + b.nbytes and location(b) < location(a) + a.nbytes

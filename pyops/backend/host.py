@@ -1,0 +1,146 @@
+"""The CPU: memory shared with numpy, kernel launches through cffi, and replay."""
+import math
+import os
+import weakref
+
+import _cffi_backend
+import numpy as np
+
+from pyops.backend import library
+from pyops.backend.arrays import ALIGN, Array, as_shape, location
+from pyops.backend.calls import Calls
+from pyops.backend.device import DTYPES, ERRORS, Buffer, Device, not_compact, wrong_dtype
+from pyops.backend.operations import FLOAT, INT, KernelOperations
+
+_ffi = _cffi_backend.FFI()
+_ADDRESS, _CData, _NULL, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, _ffi.NULL, np.dtype(np.uint8)
+_cast, _from_buffer = _ffi.cast, _ffi.from_buffer
+_KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]')}
+
+
+def aligned(make, shape, dtype):
+    """Return an array aligned to a cache line, in memory from make(bytes, uint8)."""
+    dtype, shape = np.dtype(dtype), as_shape(shape)
+    raw = make(math.prod(shape) * dtype.itemsize + ALIGN, _BYTE)
+    return np.ndarray(shape, dtype, raw, -int(_cast(_ADDRESS, _from_buffer(raw))) % ALIGN)
+
+
+class Host(Device):
+    """A device with arrays in host memory.  Kernels of csrc/ run on them."""
+    is_host, stream = True, _NULL
+    library = staticmethod(library.cpu)
+
+    # ---- allocate
+
+    def new(self, shape, dtype):
+        return aligned(np.empty, shape, dtype)
+
+    def zeros(self, shape, dtype):
+        return aligned(np.zeros, shape, dtype)
+
+    def allocate(self, shape, dtype, name):
+        return self.wrap(self.empty(shape, dtype, name))
+
+    def memory(self):
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+
+    # ---- copy
+
+    def put(self, array):
+        return array
+
+    def wrap(self, owner, foreign=False):
+        return Buffer(self, owner, None, foreign)
+
+    def numpy(self, x):
+        if 0 in x.shape:
+            return np.empty(x.shape, x.dtype)
+        item = x.dtype.itemsize
+        return np.ndarray(x.shape, x.dtype, x.buffer.owner, item * x.offset, tuple([item * n for n in x.strides]))
+
+    def assign(self, y, value):
+        return False
+
+    def kernel_array(self, x):
+        return self.numpy(x.compact())
+
+    def kernel_view(self, x):
+        return self.numpy(x)
+
+    def address(self, owner):
+        return location(owner)
+
+    # ---- launch and synchronize
+
+    def synchronize(self):
+        pass                                    # a launch returns when the kernel has finished
+
+    def converter(self, kernel, argument, takes_strides):
+        name, dtype, kind = argument.name, DTYPES[argument.type], _ffi.typeof(f'{argument.type}[]')
+        pointer, is_written = _ffi.typeof(f'{argument.type} *'), not argument.const
+        takes_strides |= kernel == 'gemm_batched' and name in 'abc'
+
+        def convert(array):
+            if array is None:
+                return _NULL
+            if array.dtype is not dtype and array.dtype != dtype:
+                raise wrong_dtype(kernel, name, dtype, array)
+            if isinstance(array, Array):
+                if takes_strides or array.is_compact():
+                    return array.pointer()
+                raise not_compact(kernel, name, array)
+            if takes_strides and not array.flags.c_contiguous:
+                if is_written and not array.flags.writeable:
+                    raise ValueError(f'{kernel}: {name}: expected a writeable array, got a read-only one; copy it')
+                return _cast(pointer, array.ctypes.data)
+            return _from_buffer(kind, array, is_written)
+        return convert
+
+    def host_converter(self, kernel, argument):
+        convert = self.converter(kernel, argument, False)
+        return lambda value: value if isinstance(value, _CData) else convert(value)
+
+    def check(self, status):
+        if status:
+            ffi, lib, _ = library.cpu()
+            raise ERRORS[status](ffi.string(lib.pyops_last_error()).decode())
+
+    # ---- record and replay
+
+    def block(self, nbytes):
+        return Buffer(self, self.zeros(nbytes, _BYTE))
+
+    def lease(self, block, shape, dtype, give_back):
+        lease = _Lease(block, shape, dtype)
+        if give_back:
+            weakref.finalize(lease, give_back, block)
+        return np.asarray(lease)
+
+    def view(self, block, address, shape, dtype, strides):
+        return np.ndarray(shape, dtype, block.owner, address - block.address, strides)
+
+    def calls(self, calls):
+        return Calls(calls, self)
+
+
+class _Lease:
+    """The base object of an array over a block, deleted with the last view of the array."""
+
+    def __init__(self, block, shape, dtype):
+        self.block = block
+        self.__array_interface__ = {'version': 3, 'data': (block.address, False), 'shape': tuple(shape),
+                                    'typestr': np.dtype(dtype).str}
+
+
+class CPU(KernelOperations, Host):
+    """The CPU, with the kernels of csrc/ for all operations."""
+    name = 'cpu'
+
+    def wrap(self, owner, foreign=False):
+        return Buffer(self, owner, _from_buffer(_KINDS[owner.dtype], owner), foreign)
+
+    def bits(self, x):
+        return self.numpy(x).view(FLOAT)
+
+
+HOST = CPU()
