@@ -1,4 +1,4 @@
-"""Tests of single ops: what a property of the table does not cover.  `make test-all` runs them on each backend."""
+"""Tests of single ops, beyond the properties of the op table.  `make test-all` runs them on each backend."""
 import functools
 import itertools
 import os
@@ -116,7 +116,7 @@ def test_residual_without_dropout_passes_its_gradient_on_without_a_copy():
 
 
 def test_philox_gives_the_published_numbers():
-    """The known answers of Random123's kat_vectors for philox4x32-10: they prove the reference, the table proves us."""
+    """Compare the numpy reference with Random123's kat_vectors for philox4x32-10; the op table compares the kernels with it."""
     for counter, key, want in [
         ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -147,7 +147,7 @@ def test_cross_entropy_of_extreme_rows(op):
 
 
 def large_rows(C, top):
-    """(row of C logits, its label) of many kinds, whose largest logit is about top."""
+    """Return {kind: (C logits, label)}; the largest logit is about `top`."""
     rng = np.random.default_rng(6)
     x, step = below(top, C, rng), max(np.spacing(np.float32(top)), np.float32(0.125))
     huge = normal(rng, C)
@@ -161,7 +161,7 @@ def large_rows(C, top):
 
 
 def loss_of_one_row(op, x, label, smoothing):
-    """-> logits (C,) as the op has them, loss, gradient of the logits (C,).  A second row is ignored."""
+    """Return the logits (C,) that the op computes, the loss, and the gradient of the logits (C,).  A second row is masked."""
     C, rows, ignored = len(x), np.stack([x, x[::-1]]), np.array([label, -1], np.int32)
     one = put(np.ones(1, np.float32))
     if op == 'cross_entropy':
@@ -170,7 +170,7 @@ def loss_of_one_row(op, x, label, smoothing):
         dx = get(op.backward(one, ctx))
         same(dx[1], 0, 'dx[1]')
         return x, get(loss)[0], dx[0]
-    if op == 'mlp_gradients':                           # whose hidden layer is 0, so that the biases are the logits
+    if op == 'mlp_gradients':                           # the hidden layer is 0, so the biases are the logits
         bias = parameter('b2', x)
         op = MLPGradients(of_zeros('w1', 2, 3), of_zeros('b1', 3), of_zeros('w2', C, 3), bias)
         loss, ctx = op.forward(put(np.ones((1, 2), np.uint8)), put(np.zeros(1, np.int64)), put(ignored[:1]))
@@ -190,7 +190,7 @@ def loss_of_one_row(op, x, label, smoothing):
                        [2, 5, 16, 17, 100, 1100]),
     *itertools.product(['mlp_gradients'], [0.0], [2, 10, 17, 128])])
 def test_a_large_maximum_costs_no_digit_of_the_loss_or_its_gradient(op, smoothing, C):
-    """Rounding errors are those of exponentials, logarithm and sums, all relative to the loss and not to the logits.
+    """The rounding errors of exponentials, logarithm and sums are relative to the loss, not to the logits.
 
     A sum of C equal terms one by one, as in a library that is not optimised, has an error of up to C / 2 eps.
     """
@@ -234,7 +234,7 @@ def test_smoothing_is_a_share_below_one(bad):
 
 
 def test_a_smoothed_loss_is_least_at_its_target():
-    """At logits that are the logarithm of the target the loss is the target's entropy, and its gradient is 0."""
+    """If the logits are the logarithm of the target, the loss is the entropy of the target, and the gradient is 0."""
     V, s = 37, 0.2
     target = (1 - s) * np.eye(V) + s / V
     op = LinearCrossEntropy(parameter('weight', np.log(target).T.astype('f', order='C')), of_zeros('bias', V), smoothing=s)
@@ -244,7 +244,7 @@ def test_a_smoothed_loss_is_least_at_its_target():
 
 
 def test_masked_rows_do_not_influence_the_loss():
-    """The output layer computes valid rows only: NaN in a masked row is never touched."""
+    """The output layer computes valid rows only, so it never reads NaN in a masked row."""
     row, size = LinearCrossEntropyRow(), (3, 60, 40, 150)
     run = Run(row, size)
     x, labels = run.built.inputs['x'].copy(), run.built.constants['labels']
@@ -270,7 +270,7 @@ def test_predict_is_the_argmax_of_the_logits():
                          ids=lambda value: getattr(value, 'name', None))
 @pytest.mark.parametrize('where', ['elsewhere', 'dy'])
 def test_backward_adds_dx_to_the_array_it_is_given(row, size, where):
-    """Where gradients meet, as behind a residual connection, whose dx and dbranch may be the same array."""
+    """A residual connection adds two gradients; its dx and dbranch may be the same array."""
     run = Run(row, size)
     start = run.dy.copy() if where == 'dy' else normal(np.random.default_rng(2), *run.grads['x'].shape)
     want, into = start.astype(np.float64) + run.grads['x'], put(start)
@@ -325,7 +325,7 @@ def test_the_table_of_positions_is_that_of_the_formula():
     table = get(Positions(7, longest=900).table)
     assert table.shape == (900, 7) and table.dtype == np.float32
     want = Positions.reference(np.zeros((900, 1, 7)))[:, 0]
-    assert np.abs(table - want).max() <= 1.01 * 2**-25          # half the distance of two floats below 1
+    assert np.abs(table - want).max() <= 1.01 * 2**-25          # half the spacing of floats below 1
 
 
 def layer_norm(C, weight=1.0, bias=0.0, **settings):
@@ -335,7 +335,7 @@ def layer_norm(C, weight=1.0, bias=0.0, **settings):
 
 @pytest.mark.parametrize('C', (1, 3, 64, 333))
 def test_layer_norm_of_a_constant_row_is_the_bias(C):
-    """However large the constant is: a mean that is off by one rounding would show as 0.3, since rstd is 316."""
+    """This holds for large constants, too.  rstd is 316, so one rounding error in the mean would change y by 0.3."""
     op = layer_norm(C, 2.0, 0.7)
     x = np.repeat(np.array([[0], [-3.3], [10000.3], [1e6 / 3]], np.float32), C, 1)
     y, ctx = op.forward(put(x))
@@ -347,7 +347,7 @@ def test_layer_norm_of_a_constant_row_is_the_bias(C):
 
 @pytest.mark.parametrize('C', (5, 256, 1001))
 def test_layer_norm_far_from_zero_loses_no_more_than_the_rounding_of_the_mean(C):
-    """At 1e4 a float32 has a distance of 2^-10 from the next; E[x^2] - E[x]^2 would leave no digit of the variance."""
+    """The spacing of floats at 1e4 is 2^-10; E[x^2] - E[x]^2 would lose all digits of the variance."""
     x = normal(np.random.default_rng(2), 20, C) + np.float32(1e4)
     y, ctx = layer_norm(C).forward(put(x))
     y, mean, rstd, exact = get(y), get(ctx.mean), get(ctx.rstd), x.astype(np.float64)
@@ -357,7 +357,7 @@ def test_layer_norm_far_from_zero_loses_no_more_than_the_rounding_of_the_mean(C)
 
 
 def test_layer_norm_does_not_see_a_gradient_that_is_the_same_everywhere():
-    """Which is why the checks above need a random dy: with this one any dx near 0 would pass."""
+    """So other tests need a random dy: with a constant one, any dx near 0 would pass."""
     op = layer_norm(256)
     _, ctx = op.forward(put(normal(np.random.default_rng(2), 7, 256)))
     assert np.abs(get(op.backward(put(np.ones((7, 256), np.float32)), ctx))).max() <= 1e-5
@@ -379,7 +379,7 @@ def test_layer_norm_wants_a_column():
                          ids=lambda value: getattr(value, 'name', None))
 @pytest.mark.parametrize('which', ['dh', 'dh_last', 'both'])
 def test_gru_takes_the_gradient_of_the_last_state_apart(row, size, which):
-    """dh_last is one more gradient of h[T-1]; None is zeros."""
+    """dh_last is added to the gradient of h[T-1].  None means zeros."""
     run = Run(row, size, backward=False)
     dh, last = (run.dy, run.dy[0] * 3)
     whole = np.zeros_like(dh) if which == 'dh_last' else dh.copy()
@@ -395,7 +395,7 @@ def test_gru_takes_the_gradient_of_the_last_state_apart(row, size, which):
 @of_threads
 @pytest.mark.parametrize('reset_before', [False, True])
 def test_a_gru_of_few_long_rows_gives_the_same_bits_for_any_number_of_threads(reset_before):
-    """Its recurrent weights are not packed, and threads have one row each, or two, or all three."""
+    """The recurrent weights are not packed.  A thread has one, two or three rows."""
     row, size, before, runs = GRURow(reset_before, True), (3, 3, 5, 1000), backend.threads(), []
     try:
         for threads in (1, 2, 3):
@@ -415,7 +415,7 @@ def test_a_gru_of_few_long_rows_gives_the_same_bits_for_any_number_of_threads(re
 @pytest.mark.parametrize('with_h0', [True, False])
 @pytest.mark.parametrize('reset_before', [False, True])
 def test_a_gru_of_sentences_with_lengths_is_one_of_all_steps_that_is_not_looked_at_behind_them(reset_before, with_h0, lengths):
-    """The same bits of h, and the gradients of a dh that is 0 behind the lengths, whatever stands there in dh and dh_last."""
+    """h has the same bits.  After the lengths, dh and dh_last are ignored."""
     T, B, I, H = 4, len(lengths), 8, 33
     row, before = GRURow(reset_before, with_h0), np.array(lengths, np.int32)
     run = Run(row, (T, B, I, H), backward=False)
@@ -450,7 +450,7 @@ def test_a_gru_refuses_a_length_that_is_none():
 
 
 def test_an_embedding_gru_is_an_embedding_a_context_and_a_gru():
-    """The same numbers but for the order of sums, with words that occur often, once and never."""
+    """The results differ only by the order of sums.  Some words occur often, some once, some never."""
     run, (T, B, C) = Run(EmbeddingGRURow(False, True, True), (9, 24, 40, 24, 16, 64)), (9, 24, 16)
     table, *weights = (parameter(name, value) for name, value in run.built.params.items())
     embedding, concat, gru = Embedding(table), ConcatContext(), GRU(*weights)
@@ -502,7 +502,7 @@ def test_kernels_refuse_an_input_product_that_is_half_given():
 # ---- attention ----------------------------------------------------------------------------------
 
 def attend(op, q, k, v, *lengths_and_step):
-    """forward -> y, ctx."""
+    """Run forward and return y, ctx."""
     y, ctx = op.forward(*(None if a is None else put(a) for a in (q, k, v, *lengths_and_step)))
     return get(y), ctx
 
@@ -512,7 +512,7 @@ def attend_back(op, dy, ctx):
 
 
 def attention_run(op, size, lengths=None, step=None, seed=0):
-    """-> inputs (q, k, v), dy, y, gradients."""
+    """Return inputs (q, k, v), dy, y and the gradients."""
     (Tq, Tk, B, D), rng = size, np.random.default_rng(seed)
     inputs, dy = [normal(rng, T, B, D) for T in (Tq, Tk, Tk)], normal(rng, Tq, B, D)
     y, ctx = attend(op, *inputs, lengths, step)
@@ -550,7 +550,7 @@ def test_keys_beyond_a_length_are_not_even_read():
 
 
 def test_gradients_pass_through_masks(torch):
-    """Through the values, and through the softmax to queries and keys: every row that takes part has one, PyTorch's."""
+    """Every row that is not masked has a gradient, equal to PyTorch's: of values, queries and keys."""
     lengths, op = np.array([9, 4, 6], np.int32), Attention(4, causal=True)
     inputs, dy, _, grads = attention_run(op, (9, 9, 3, 32), lengths)
     leaves = [torch.tensor(x.astype(np.float64), requires_grad=True) for x in inputs]
@@ -558,14 +558,14 @@ def test_gradients_pass_through_masks(torch):
     for name, got, leaf in zip('qkv', grads, leaves, strict=True):
         close(got, leaf.grad.numpy(), 5e-5, f'd {name}')
         for b, length in enumerate(lengths):
-            # the first query sees one key only, whose weight is 1 whatever the query is
+            # the first query sees one key, whose weight is always 1
             taking_part = got[1:, b] if name == 'q' else got[:length, b]
             assert (np.abs(taking_part).max(-1) > 1e-3).all(), f'd{name} of sentence {b}'
 
 
 @pytest.mark.parametrize('Tq,Tk', [(2, 6), (9, 9), (5, 130)])
 def test_dropout_of_the_weights_is_the_counter_s(Tq, Tk):
-    """With equal scores and values 1, 2, 4, ... in columns of their own, y shows every element of the mask."""
+    """With equal scores and the identity as values, y contains every element of the mask."""
     B, heads, p, step, key = 2, 3, 0.4, 5 + (9 << 32), 0xFEDCBA9876543210
     q, k = np.zeros((Tq, B, heads * Tk), 'f'), np.zeros((Tk, B, heads * Tk), 'f')
     v = np.broadcast_to(np.tile(np.eye(Tk, dtype='f')[:, None], heads), k.shape).copy()
@@ -587,7 +587,7 @@ def test_decoding_word_by_word_equals_one_causal_call(T):
 
 @pytest.mark.parametrize('Tq,Tk', [(2, 9), (9, 9), (40, 150)])
 def test_attention_to_extreme_scores(Tq, Tk):
-    """Scores in the hundreds, where float32 itself leaves the weights an error of 1e-4."""
+    """Scores in the hundreds: rounding them to float32 changes the weights by 1e-4."""
     rng = np.random.default_rng(3)
     q, k, v, dy = (normal(rng, T, 2, 16, scale=8) for T in (Tq, Tk, Tk, Tq))
     k[Tk // 2] = k[Tk - 1] = 2 * q[0]
@@ -602,7 +602,7 @@ def test_attention_to_extreme_scores(Tq, Tk):
 @pytest.mark.parametrize('which', 'qkv')
 def test_attention_passes_nan_on(Tq, Tk, which):
     op, arrays = Attention(2), dict(zip('qkv', attention_run(Attention(2), (Tq, Tk, 2, 8))[0], strict=True))
-    arrays[which][-1, 1, 5] = np.nan            # of the second sentence, its last row, in its second head
+    arrays[which][-1, 1, 5] = np.nan            # second sentence, last row, second head
     y, ctx = attend(op, *arrays.values())
     bad = np.zeros(y.shape, bool)
     bad[-1 if which == 'q' else slice(None), 1, 5 if which == 'v' else slice(4, 8)] = True
@@ -626,7 +626,7 @@ def test_maxima_and_sums_of_attention_are_exact(Tq, Tk):
 @pytest.mark.parametrize('Tq,Tk,C', [(1, 5, 1), (1, 70, 3), (4, 2, 3), (5, 7, 4), (20, 130, 3), (70, 200, 1)])
 @pytest.mark.parametrize('score', [1e2, 1e4, 1e9])
 def test_attention_to_large_scores_has_the_weights_of_their_differences(score, Tq, Tk, C, in_products):
-    """Scores have one channel, so dot products are exact; 1 / sqrt(C) rounds them, as it rounds those of the reference."""
+    """Scores have one nonzero channel, so dot products are exact; 1 / sqrt(C) rounds them, also in the reference."""
     rng = np.random.default_rng(7)
     q, k, v = np.zeros((Tq, 1, C), 'f'), np.zeros((Tk, 1, C), 'f'), normal(rng, Tk, 1, C)
     q[..., 0], k[..., 0] = 1, below(score * np.sqrt(C), (Tk, 1), rng)

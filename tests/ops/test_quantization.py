@@ -1,6 +1,6 @@
 """Training with rounded operands: what is rounded along which axis, recipes, programs, checkpoints, a GPU.
 
-That the ops are the plain ones where nothing is rounded is in the op table (tests/helpers/rows.py, rows `-in-products`).
+The op table (tests/helpers/rows.py, rows `-in-products`) tests the ops with a recipe that rounds nothing.
 """
 import itertools
 import json
