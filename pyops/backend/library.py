@@ -2,7 +2,8 @@
 types and constness, and the ctypes prototypes of the CUDA library, are read from the same text.  The CUDA library also has the
 functions of device.h.
 
-Parsing takes longer than the rest of the startup, so the result is cached together with the header text (pyops.cache)."""
+Parsing would add a third to the start of mnist.train (docs/speed.md), so the result is cached together with the header text
+(pyops.cache)."""
 import ctypes
 import functools
 import json
