@@ -38,7 +38,7 @@ static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, 
     const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
     if (status) return status;
     for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, want 0 to %lld",
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, expected 0 to %lld",
                       who, LL(b), lengths[b], LL(Tk));
     *c = (call){
         .k = pyops_active(), .Tq = Tq, .Tk = Tk, .B = B, .heads = heads, .C = C, .row = B * heads * C,
@@ -341,7 +341,8 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
 /* ---- lengths of padded sequences ---- */
 pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld", LL(T), LL(B));
+    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0,
+                  "sequence_lengths: T=%lld B=%lld, expected T from 0 to 2^31 - 1, B >= 0", LL(T), LL(B));
     memset(lengths, 0, (size_t)B * sizeof *lengths);
     for (int64_t t = 0; t < T; t++)
         for (int64_t b = 0; b < B; b++)

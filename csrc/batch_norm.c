@@ -43,7 +43,8 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
     pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
     if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
-    PYOPS_REQUIRE(training || (running_mean && running_var), "batch_norm_forward: want running statistics outside training");
+    PYOPS_REQUIRE(training || (running_mean && running_var),
+                  "batch_norm_forward: running_mean or running_var is NULL, expected both outside training");
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t c = 0; c < C; c += COLUMNS) {

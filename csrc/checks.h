@@ -8,38 +8,41 @@
 #define PYOPS_CHECKS_H
 
 static inline pyops_status check_gru(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
-    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1, "%s: T=%lld B=%lld I=%lld H=%lld", who, LL(T), LL(B), LL(I), LL(H));
-    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, want 0 where there is no x, and only there", who, LL(I));
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1,
+                  "%s: T=%lld B=%lld I=%lld H=%lld, expected T and H of at least 1, B and I of at least 0",
+                  who, LL(T), LL(B), LL(I), LL(H));
+    PYOPS_REQUIRE(!I == !x, "%s: I=%lld, expected 0 if x is NULL, else at least 1", who, LL(I));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_gru_step(const char *who, int64_t B, int64_t H, int32_t stage) {
-    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld", who, LL(B), LL(H));
-    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, want 0 to %d", who, stage,
+    PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld, expected B >= 0, H >= 1", who, LL(B), LL(H));
+    PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, expected 0 to %d", who, stage,
                   PYOPS_GRU_BEFORE_2);
     return PYOPS_OK;
 }
 
 /* layer norm and cross entropy: rows with at least one element */
 static inline pyops_status check_rows(const char *who, int64_t R, int64_t C) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld", who, LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 1, "%s: R=%lld C=%lld, expected R >= 0, C >= 1", who, LL(R), LL(C));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_eps(const char *who, float eps) {
-    PYOPS_REQUIRE(eps >= 0.0f, "%s: eps=%g, want at least 0", who, (double)eps);
+    PYOPS_REQUIRE(eps >= 0.0f, "%s: eps=%g, expected at least 0", who, (double)eps);
     return PYOPS_OK;
 }
 
 /* R = 1 has no variance. */
 static inline pyops_status check_batch_norm(const char *who, int64_t R, int64_t C, int32_t training) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld", who, LL(R), LL(C));
-    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, want at least 2 rows in training: one has no variance", who, LL(R));
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld, expected at least 0", who, LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, expected at least 2 rows in training: one row has no variance", who, LL(R));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_smoothing(const char *who, float smoothing) {
-    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, want 0 <= smoothing < 1", who, (double)smoothing);
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f,
+                  "%s: smoothing=%g, expected 0 <= smoothing < 1", who, (double)smoothing);
     return PYOPS_OK;
 }
 
@@ -50,56 +53,62 @@ static inline pyops_status check_cross_entropy(const char *who, int64_t R, int64
 
 static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias,
                                                       int64_t R, int64_t D, int64_t V, float smoothing) {
-    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1,
+                  "linear_cross_entropy: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V >= 1", LL(R), LL(D), LL(V));
     PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx,
-                  "linear_cross_entropy: dx, dweight and dbias must be given together or not at all");
+                  "linear_cross_entropy: dx, dweight and dbias: expected all or none");
     return check_smoothing("linear_cross_entropy", smoothing);
 }
 
 static inline pyops_status check_embedding(const char *who, int64_t R, int64_t V, int64_t E) {
-    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld", who, LL(R), LL(V), LL(E));
+    PYOPS_REQUIRE(R >= 0 && V >= 0 && E >= 0, "%s: R=%lld V=%lld E=%lld, expected at least 0", who, LL(R), LL(V), LL(E));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_embedding_linear(const char *who, const float *context, int64_t T, int64_t B, int64_t V,
                                                   int64_t E, int64_t C, int64_t O) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1, "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld",
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1,
+                  "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld, expected V, E and O of at least 1, the others of at least 0",
                   who, LL(T), LL(B), LL(V), LL(E), LL(C), LL(O));
-    PYOPS_REQUIRE(!C == !context, "%s: C=%lld, want 0 where there is no context, and only there", who, LL(C));
+    PYOPS_REQUIRE(!C == !context, "%s: C=%lld, expected 0 if context is NULL, else at least 1", who, LL(C));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_gather(const char *who, int64_t N, int64_t B, int64_t C) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld, B=%lld, sizes of a row %lld", who, LL(N), LL(B), LL(C));
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0,
+                  "%s: N=%lld B=%lld and rows of %lld, expected at least 0", who, LL(N), LL(B), LL(C));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_pixel_linear(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0, "%s: N=%lld B=%lld I=%lld O=%lld",
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0,
+                  "%s: N=%lld B=%lld I=%lld O=%lld, expected I from 0 to 65535, the others of at least 0",
                   who, LL(N), LL(B), LL(I), LL(O));
-    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN, expected a number", who);
     return PYOPS_OK;
 }
 
 static inline pyops_status check_dropout_p(const char *who, float p) {
-    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, want 0 <= p < 1", who, (double)p);
+    PYOPS_REQUIRE(p >= 0.0f && p < 1.0f, "%s: p=%g, expected 0 <= p < 1", who, (double)p);
     return PYOPS_OK;
 }
 
 static inline pyops_status check_dropout(const char *who, int64_t n, float p) {
-    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
+    PYOPS_REQUIRE(n >= 0, "%s: n=%lld, expected at least 0", who, LL(n));
     return check_dropout_p(who, p);
 }
 
 static inline pyops_status check_attention(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                            float p) {
-    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld",
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1,
+                  "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld, expected heads and C of at least 1, the others of at least 0",
                   who, LL(Tq), LL(Tk), LL(B), LL(heads), LL(C));
     return check_dropout_p(who, p);
 }
 
 static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
-    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1, "%s: Tq=%lld Tk=%lld B=%lld heads=%lld",
+    PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1,
+                  "%s: Tq=%lld Tk=%lld B=%lld heads=%lld, expected heads of at least 1, the others of at least 0",
                   who, LL(Tq), LL(Tk), LL(B), LL(heads));
     return check_dropout_p(who, p);
 }
@@ -108,20 +117,20 @@ enum { PYOPS_MLP_WIDEST = 128 };        /* of H and of C */
 
 static inline pyops_status check_mlp(const char *who, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= PYOPS_MLP_WIDEST && C >= 1 && C <= PYOPS_MLP_WIDEST,
-                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, want B >= 1, I < 65536, H and C from 1 to %d",
+                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, expected B >= 1, I < 65536, H and C from 1 to %d",
                   who, LL(N), LL(B), LL(I), LL(H), LL(C), PYOPS_MLP_WIDEST);
-    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN", who);
+    PYOPS_REQUIRE(scale == scale, "%s: scale is NaN, expected a number", who);
     return PYOPS_OK;
 }
 
 static inline pyops_status check_max_norm(const char *who, int64_t n, float max_norm) {
-    PYOPS_REQUIRE(n >= 0, "%s: n=%lld", who, LL(n));
-    PYOPS_REQUIRE(max_norm > 0.0f, "%s: max_norm=%g, want > 0", who, (double)max_norm);
+    PYOPS_REQUIRE(n >= 0, "%s: n=%lld, expected at least 0", who, LL(n));
+    PYOPS_REQUIRE(max_norm > 0.0f, "%s: max_norm=%g, expected max_norm > 0", who, (double)max_norm);
     return PYOPS_OK;
 }
 
 static inline pyops_status check_weight_decay(const char *who, float weight_decay) {
-    PYOPS_REQUIRE(weight_decay >= 0.0f, "%s: weight_decay=%g, want >= 0", who, (double)weight_decay);
+    PYOPS_REQUIRE(weight_decay >= 0.0f, "%s: weight_decay=%g, expected at least 0", who, (double)weight_decay);
     return PYOPS_OK;
 }
 
@@ -129,7 +138,8 @@ static inline pyops_status check_adam(const char *who, int64_t n, float max_norm
                                       float weight_decay) {
     const pyops_status status = check_max_norm(who, n, max_norm);
     if (status) return status;
-    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f, "%s: beta1=%g beta2=%g, want [0, 1)",
+    PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f,
+                  "%s: beta1=%g beta2=%g, expected 0 <= beta < 1",
                   who, (double)beta1, (double)beta2);
     return check_weight_decay(who, weight_decay);
 }
@@ -137,14 +147,15 @@ static inline pyops_status check_adam(const char *who, int64_t n, float max_norm
 static inline pyops_status check_sgd(const float *velocity, int64_t n, float max_norm, float momentum, float weight_decay) {
     const pyops_status status = check_max_norm("sgd", n, max_norm);
     if (status) return status;
-    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, want [0, 1)", (double)momentum);
-    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, want a velocity", (double)momentum);
+    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, expected 0 <= momentum < 1", (double)momentum);
+    PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, expected 0 if velocity is NULL", (double)momentum);
     return check_weight_decay("sgd", weight_decay);
 }
 
 static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, int64_t b2,
                                           float max_norm, float beta1, float beta2, float weight_decay) {
-    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0, "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, want offsets >= 0",
+    PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0,
+                  "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, expected offsets of at least 0",
                   LL(w1), LL(b1), LL(w2), LL(b2));
     return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);
 }
@@ -153,25 +164,43 @@ static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, in
 enum { PYOPS_AXES = 8 };
 
 static inline pyops_status check_shape(const char *who, const int64_t *shape, int64_t ndim) {
-    PYOPS_REQUIRE(ndim >= 0 && ndim <= PYOPS_AXES, "%s: ndim=%lld, want 0 to %d", who, LL(ndim), PYOPS_AXES);
-    for (int64_t d = 0; d < ndim; d++) PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld", who, LL(d), LL(shape[d]));
+    PYOPS_REQUIRE(ndim >= 0 && ndim <= PYOPS_AXES, "%s: ndim=%lld, expected 0 to %d", who, LL(ndim), PYOPS_AXES);
+    for (int64_t d = 0; d < ndim; d++)
+        PYOPS_REQUIRE(shape[d] >= 0, "%s: shape[%lld]=%lld, expected at least 0", who, LL(d), LL(shape[d]));
     return PYOPS_OK;
 }
 
+static inline pyops_status check_op(const char *who, int32_t op, int32_t last) {
+    PYOPS_REQUIRE(op >= 0 && op <= last, "%s: op=%d, expected 0 to %d", who, op, last);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_no_division(const char *who, int32_t op) {
+    PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, "%s: int32 has no division, expected float32", who);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_strided(const char *who, int32_t op, int32_t last, const int64_t *shape, int64_t ndim) {
+    const pyops_status status = check_op(who, op, last);
+    return status ? status : check_shape(who, shape, ndim);
+}
+
 static inline pyops_status check_gemm(const char *who, int64_t M, int64_t N, int64_t K, int64_t ldc) {
-    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "%s: M=%lld N=%lld K=%lld", who, LL(M), LL(N), LL(K));
-    PYOPS_REQUIRE(ldc >= N, "%s: ldc=%lld, want at least N=%lld", who, LL(ldc), LL(N));
+    PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0, "%s: M=%lld N=%lld K=%lld, expected at least 0", who, LL(M), LL(N), LL(K));
+    PYOPS_REQUIRE(ldc >= N, "%s: ldc=%lld, expected at least N=%lld", who, LL(ldc), LL(N));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_to_bf16(int64_t R, int64_t C, int64_t ld) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld", LL(R), LL(C), LL(ld));
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C,
+                  "to_bf16: R=%lld C=%lld ld=%lld, expected R >= 0, C >= 0, ld >= C", LL(R), LL(C), LL(ld));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_gemm_bf16(int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t lda, int64_t ldb) {
     PYOPS_REQUIRE(M >= 0 && N >= 0 && K >= 0 && ldc >= N && lda >= K && ldb >= K,
-                  "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld",
+                  "gemm_bf16: M=%lld N=%lld K=%lld ldc=%lld lda=%lld ldb=%lld, "
+                  "expected sizes of at least 0, ldc >= N, lda >= K, ldb >= K",
                   LL(M), LL(N), LL(K), LL(ldc), LL(lda), LL(ldb));
     return PYOPS_OK;
 }

@@ -11,7 +11,7 @@ pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *l
     int32_t n = 0;
     for (int64_t r = 0; r < R; r++) {
         if (labels[r] == ignore) continue;
-        PYOPS_REQUIRE(labels[r] >= 0 && labels[r] < C, "%s: labels[%lld]=%d, want 0 to %lld or %d (ignored)",
+        PYOPS_REQUIRE(labels[r] >= 0 && labels[r] < C, "%s: labels[%lld]=%d, expected 0 to %lld or %d (ignored)",
                       who, LL(r), labels[r], LL(C - 1), ignore);
         n++;
     }

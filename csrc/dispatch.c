@@ -55,7 +55,7 @@ const pyops_kernels *pyops_active(void) { return active; }
 int32_t pyops_threads(void) { return omp_get_max_threads(); }
 
 pyops_status pyops_set_threads(int32_t threads) {
-    PYOPS_REQUIRE(threads >= 1 && threads <= 1024, "set_threads: threads=%d, want 1 to 1024", threads);
+    PYOPS_REQUIRE(threads >= 1 && threads <= 1024, "set_threads: threads=%d, expected 1 to 1024", threads);
     omp_set_num_threads(threads);
     return PYOPS_OK;
 }

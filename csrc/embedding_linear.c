@@ -126,7 +126,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
     (void)stream;
     const pyops_status status = check("embedding_linear_backward", ids, context, T, B, V, E, C, O);
     if (status) return status;
-    PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, want at least O=%lld", LL(ld), LL(O));
+    PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, expected at least O=%lld", LL(ld), LL(O));
     const pyops_kernels *k = pyops_active();
     const int64_t R = T * B, I = E + C;
     const layout l = layout_of(R, B, V, E, C, O);

@@ -186,7 +186,8 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
                       (pyops_view){b.p + j*b.col, b.row, b.col}, bias ? bias + j : NULL,
                       rows, pyops_min(columns, N - j), K, flags, scratch);
     }
-    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats a thread", pyops_product_scratch(k));
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY,
+                                  "gemm: no memory for %zu packed floats per thread", pyops_product_scratch(k));
     return PYOPS_OK;
 }
 
@@ -240,7 +241,8 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         }
     }
     if (status || failed)
-        return pyops_fail(PYOPS_NO_MEMORY, "gemm_batched: no memory for %zu packed floats a thread", pyops_product_scratch(k));
+        return pyops_fail(PYOPS_NO_MEMORY,
+                          "gemm_batched: no memory for %zu packed floats per thread", pyops_product_scratch(k));
     return PYOPS_OK;
 }
 

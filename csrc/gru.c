@@ -49,9 +49,9 @@ static int64_t length_of(const positions *p, int64_t b, int64_t T) { return p->l
 
 static pyops_status positions_of(positions *p, const char *who, const int32_t *lengths, float *work, int64_t T, int64_t B) {
     int32_t *first = (int32_t *)work, *index = first + T + 1;
-    PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, want less than 2^31 positions", who, LL(T), LL(B));
+    PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, expected T * B < 2^31", who, LL(T), LL(B));
     for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, want 0 to %lld",
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, expected 0 to %lld",
                       who, LL(b), lengths[b], LL(T));
     *p = (positions){.lengths = lengths, .first = first, .index = index};
     for (int64_t t = 0; t < T; t++) {
@@ -140,7 +140,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     (void)stream;
     pyops_status status = check_gru("gru_forward", x, T, B, I, H);
     if (status) return status;
-    PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
+    PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, expected 0 if a is given, else at least 1", LL(I));
     const pyops_kernels *k = pyops_active();
     const layout l = forward_layout(k, T, B, I, H, reset_before);
     positions p;

@@ -166,12 +166,13 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((
 
 static inline pyops_status pyops_check_ids(const char *who, const int32_t *ids, int64_t n, int64_t V) {
     for (int64_t r = 0; r < n; r++)
-        PYOPS_REQUIRE(ids[r] >= 0 && ids[r] < V, "%s: ids[%lld]=%d, want 0 to %lld", who, LL(r), ids[r], LL(V - 1));
+        PYOPS_REQUIRE(ids[r] >= 0 && ids[r] < V, "%s: ids[%lld]=%d, expected 0 to %lld", who, LL(r), ids[r], LL(V - 1));
     return PYOPS_OK;
 }
 static inline pyops_status pyops_check_rows(const char *who, const int64_t *rows, int64_t B, int64_t N) {
     for (int64_t b = 0; b < B; b++)
-        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
+        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N,
+                      "%s: rows[%lld]=%lld, expected 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
     return PYOPS_OK;
 }
 

@@ -85,7 +85,7 @@ static void round_word(const pyops_kernels *k, int8_t *q, float *scale, float *m
 pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, const float *bias, int64_t D, int64_t V,
                                          void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(D >= 1 && V >= 1, "linear_argmax_prepare: D=%lld V=%lld", LL(D), LL(V));
+    PYOPS_REQUIRE(D >= 1 && V >= 1, "linear_argmax_prepare: D=%lld V=%lld, expected D >= 1, V >= 1", LL(D), LL(V));
     const pyops_kernels *k = pyops_active();
     const layout l = prepared_layout(D, V);
     const int64_t pairs = pairs_of(D);
@@ -158,7 +158,8 @@ static uint64_t compute(const pyops_kernels *k, uint64_t *best, const float *x, 
 pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *weight, const float *bias, const float *prepared,
                                  float *work, int64_t R, int64_t D, int64_t V, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1 && V <= INT32_MAX, "linear_argmax: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1 && V <= INT32_MAX,
+                  "linear_argmax: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V from 1 to 2^31 - 1", LL(R), LL(D), LL(V));
     const pyops_kernels *k = pyops_active();
     const layout l = prepared_layout(D, V);
     const int64_t pairs = pairs_of(D);

@@ -37,8 +37,8 @@ static pyops_status check(const char *who, const int64_t *rows, const int32_t *l
     TRY(check_mlp(who, N, B, I, H, C, scale));
     for (int64_t b = 0; b < B; b++) {
         const int64_t row = rows[b];
-        PYOPS_REQUIRE(row >= 0 && row < N, "%s: rows[%lld]=%lld, want 0 to %lld", who, LL(b), LL(row), LL(N - 1));
-        PYOPS_REQUIRE(labels[row] >= 0 && labels[row] < C, "%s: labels[%lld]=%d, want 0 to %lld",
+        PYOPS_REQUIRE(row >= 0 && row < N, "%s: rows[%lld]=%lld, expected 0 to %lld", who, LL(b), LL(row), LL(N - 1));
+        PYOPS_REQUIRE(labels[row] >= 0 && labels[row] < C, "%s: labels[%lld]=%d, expected 0 to %lld",
                       who, LL(row), labels[row], LL(C - 1));
     }
     return PYOPS_OK;
@@ -85,7 +85,7 @@ pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *para
                             float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
     TRY(check("mlp_step", rows, labels, N, B, I, H, C, scale));
     TRY(check_mlp_step(w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay));
-    PYOPS_REQUIRE(step[0] >= 0, "mlp_step: step=%lld, want at least 1", LL(step[0] + 1));
+    PYOPS_REQUIRE(step[0] >= 0, "mlp_step: step=%lld, expected at least 1", LL(step[0] + 1));
     const int64_t at[4] = {w1, b1, w2, b2}, size[4] = {I * H, H, C * H, C};
     float *const norms = work + pyops_mlp_gradients_work(B, I, H, C), *const rest = norms + 4;
     TRY(pyops_mlp_gradients(loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,

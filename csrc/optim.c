@@ -24,7 +24,7 @@ static int64_t end_of_run(const int32_t *touched, int64_t from, int64_t to) {
 
 pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(dynamic, TURN / CHUNK) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) {
@@ -43,7 +43,7 @@ int64_t pyops_grad_norm_work(int64_t n) { return 2 * ((n + CHUNK - 1) / CHUNK); 
 
 pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
     #pragma omp parallel for schedule(dynamic, TURN / CHUNK) if (n > PYOPS_SHARE_FLOATS)
@@ -82,7 +82,7 @@ pyops_status pyops_adam(float *param, float *m, float *v,
     (void)stream;
     const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
-    PYOPS_REQUIRE(step[0] >= 1, "adam: step=%lld, want at least 1", LL(step[0]));
+    PYOPS_REQUIRE(step[0] >= 1, "adam: step=%lld, expected at least 1", LL(step[0]));
     const pyops_kernels *k = pyops_active();
     const double t = (double)step[0];
     const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
@@ -120,7 +120,7 @@ pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const f
 
 pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld", LL(warmup));
+    PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld, expected at least 0", LL(warmup));
     const double t = (double)step[0] + 1.0, w = (double)warmup;
     lr[0] = warmup ? (float)((double)base * fmin(t / w, sqrt(w / t))) : base;
     return PYOPS_OK;

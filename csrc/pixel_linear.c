@@ -58,7 +58,7 @@ pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places
     (void)stream;
     const pyops_status status = check("pixel_linear_forward", rows, N, B, I, O, scale);
     if (status) return status;
-    PYOPS_REQUIRE(!ink == !places, "pixel_linear_forward: want both ink and places, or neither");
+    PYOPS_REQUIRE(!ink == !places, "pixel_linear_forward: ink and places: expected both or neither");
     const pyops_kernels *k = pyops_active();
     float values[256];
     list_values(values, scale);

@@ -1,4 +1,4 @@
-/* replay.c - run a recorded list of kernel calls; measure what the machine can do at best.
+/* replay.c - run a recorded list of kernel calls; measure the peak throughput of the machine.
  *
  * A call through Python costs microseconds, as much as a small kernel.  A recorded step is an array of actions, with only this
  * loop between them.  replay.awk generates the calls from pyops.h.
@@ -29,7 +29,7 @@ pyops_status pyops_replay(const pyops_action *actions, const pyops_value *values
 
 pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "fma_loop: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "fma_loop: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     double sum = 0.0;
     #pragma omp parallel

@@ -10,7 +10,7 @@ enum { CHUNK = 16384 };
 
 pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "fill: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "fill: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->fill(y + i, pyops_min(CHUNK, n - i), value);
@@ -19,7 +19,7 @@ pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
 
 pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "axpy: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "axpy: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->axpy(y + i, x + i, alpha[0], pyops_min(CHUNK, n - i));
@@ -28,7 +28,7 @@ pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n,
 
 pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "scale: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "scale: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->scale(y + i, x + i, alpha[0], pyops_min(CHUNK, n - i));
@@ -49,14 +49,15 @@ void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64
 
 pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld", LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld, expected at least 0", LL(R), LL(C));
     pyops_add_column_sums(y, x, R, C, C);
     return PYOPS_OK;
 }
 
 pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld", LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX,
+                  "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R), LL(C));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) {
@@ -82,7 +83,7 @@ pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream) {
 
 pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->relu(y + i, x + i, pyops_min(CHUNK, n - i));
@@ -91,7 +92,7 @@ pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *strea
 
 pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld, expected at least 0", LL(n));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) k->relu_back(dx + i, dy + i, y + i, pyops_min(CHUNK, n - i));
@@ -101,7 +102,8 @@ pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int
 pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
                                           int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld",
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
+                  "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
                   LL(T), LL(B), LL(E), LL(H));
     #pragma omp parallel for schedule(static) if (T * B * (E + H) > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < T * B; r++) {
@@ -114,7 +116,8 @@ pyops_status pyops_concat_context_forward(float *y, const float *x, const float 
 pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
                                            int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld",
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
+                  "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
                   LL(T), LL(B), LL(E), LL(H));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (T * B * (E + H) > PYOPS_SHARE_FLOATS)
@@ -132,7 +135,8 @@ pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const flo
 pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
                                          int64_t T, int64_t B, int64_t D, float scale, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld", LL(T), LL(B), LL(D));
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0,
+                  "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B), LL(D));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (T * B * D > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < T * B; r++) k->scale_add(y + r*D, x + r*D, table + r / B * D, scale, D);
@@ -141,14 +145,14 @@ pyops_status pyops_add_positions_forward(float *y, const float *x, const float *
 
 pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n, float scale, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld, expected at least 0", LL(n));
     return pyops_scale(dx, dy, &scale, n, stream);
 }
 
 pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
                             int64_t capacity, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, want at least 1", LL(capacity));
+    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, expected at least 1", LL(capacity));
     float *entry = log + written[0] % capacity * 3;
     entry[0] = loss[0];
     entry[1] = valid ? (float)valid[0] : 0.0f;

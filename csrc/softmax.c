@@ -19,10 +19,10 @@ pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s,
     const pyops_status status = check_attention_softmax("attention_softmax_forward", Tq, Tk, B, heads, share);
     if (status) return status;
     for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "attention_softmax_forward: lengths[%lld]=%d, want 0 to %lld",
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "attention_softmax_forward: lengths[%lld]=%d, expected 0 to %lld",
                       LL(b), lengths[b], LL(Tk));
     const int drops = step && share > 0.0f;
-    PYOPS_REQUIRE(w || !drops, "attention_softmax_forward: w: want a place for the weights that dropout leaves");
+    PYOPS_REQUIRE(w || !drops, "attention_softmax_forward: w is NULL, expected an array for the weights after dropout");
     const pyops_kernels *k = pyops_active();
     const int64_t rows = B * heads * Tq;
     #pragma omp parallel for schedule(static) if (rows * Tk > PYOPS_SHARE_EXPS)

@@ -153,16 +153,14 @@ static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PY
 
 static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x,
                           const int64_t *shape, const int64_t *strides, int64_t ndim) {
-    PYOPS_REQUIRE(op >= PYOPS_OP_COPY && op <= PYOPS_OP_SIGMOID, "%s: op=%d, no such operation", who, op);
-    const pyops_status status = check_shape(who, shape, ndim);
+    const pyops_status status = check_strided(who, op, PYOPS_OP_SIGMOID, shape, ndim);
     if (!status) elementwise(row, op, 2, (void *[]){y, (void *)x}, shape, strides, ndim, share(op));
     return status;
 }
 
 static pyops_status binary(const char *who, row_function *row, int op, void *y, const void *a, const void *b,
                            const int64_t *shape, const int64_t *strides, int64_t ndim) {
-    PYOPS_REQUIRE(op >= PYOPS_OP_ADD && op <= PYOPS_OP_GREATER_EQUAL, "%s: op=%d, no such operation", who, op);
-    const pyops_status status = check_shape(who, shape, ndim);
+    const pyops_status status = check_strided(who, op, PYOPS_OP_GREATER_EQUAL, shape, ndim);
     if (!status) elementwise(row, op, 3, (void *[]){y, (void *)a, (void *)b}, shape, strides, ndim,
                              op == PYOPS_OP_POWER ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS);
     return status;
@@ -188,7 +186,8 @@ pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape,
 pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
                                        int64_t ndim, int32_t op, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(op <= PYOPS_OP_ABS, "strided_unary_int32: op=%d, want copy, negate or abs", op);
+    PYOPS_REQUIRE(op >= PYOPS_OP_COPY && op <= PYOPS_OP_ABS,
+                  "strided_unary_int32: op=%d, expected copy, negate or abs for int32", op);
     return unary("strided_unary_int32", pyops_active()->strided_unary_int32, op, y, x, shape, strides, ndim);
 }
 
@@ -198,13 +197,11 @@ pyops_status pyops_strided_binary(float *y, const float *a, const float *b, cons
     return binary("strided_binary", pyops_active()->strided_binary, op, y, a, b, shape, strides, ndim);
 }
 
-static const char no_division[] = "%s: int32 has no division: want floats";
-
 pyops_status pyops_strided_binary_int32(int32_t *y, const int32_t *a, const int32_t *b, const int64_t *shape,
                                         const int64_t *strides, int64_t ndim, int32_t op, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_binary_int32");
-    pyops_status status = check_shape("strided_binary_int32", shape, ndim);
+    pyops_status status = check_no_division("strided_binary_int32", op);
+    if (!status) status = check_shape("strided_binary_int32", shape, ndim);
     if (op == PYOPS_OP_POWER && !status) {
         int64_t two[2 * AXES] = {0};
         int32_t least = 0;
@@ -212,7 +209,8 @@ pyops_status pyops_strided_binary_int32(int32_t *y, const int32_t *a, const int3
         int64_t n = 1;
         for (int64_t d = 0; d < ndim; d++) n *= shape[d];
         if (n) status = pyops_strided_reduce_int32(&least, b, shape, two, ndim, PYOPS_OP_MIN, stream);
-        PYOPS_REQUIRE(status || least >= 0, "strided_binary_int32: int32 to a negative power: want floats");
+        PYOPS_REQUIRE(status || least >= 0,
+                      "strided_binary_int32: int32 to a negative power, expected exponents of at least 0 or float32");
     }
     if (status) return status;
     return binary("strided_binary_int32", pyops_active()->strided_binary_int32, op, y, a, b, shape, strides, ndim);
@@ -240,10 +238,11 @@ pyops_status pyops_strided_scalar(float *y, const float *x, const int64_t *shape
 
 pyops_status pyops_strided_scalar_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
                                         int64_t ndim, int32_t op, int32_t reflected, int32_t value, void *stream) {
-    PYOPS_REQUIRE(op != PYOPS_OP_DIVIDE, no_division, "strided_scalar_int32");
+    pyops_status status = check_no_division("strided_scalar_int32", op);
+    if (status) return status;
     if (op == PYOPS_OP_POWER) {                         /* that function checks the exponents */
         int64_t three[OPERANDS * AXES] = {0};
-        const pyops_status status = check_shape("strided_scalar_int32", shape, ndim);
+        status = check_shape("strided_scalar_int32", shape, ndim);
         if (status) return status;
         memcpy(three, strides, (size_t)ndim * sizeof *three);
         memcpy(three + (reflected ? 2 : 1) * ndim, strides + ndim, (size_t)ndim * sizeof *three);
@@ -371,8 +370,7 @@ static void gather_terms(const reduction *r, wide *sums, const element *x, int64
 static pyops_status reduce(const char *who, reduce_function *block, int is_int, void *y, const void *x, const int64_t *shape,
                            const int64_t *strides, int64_t ndim, int op) {
     enum { FEW = 16, PIECES = 32, PIECE = 65536, PIECE_ROWS = 64, NARROW = 32 };
-    PYOPS_REQUIRE(op >= PYOPS_OP_SUM && op <= PYOPS_OP_MIN, "%s: op=%d, no such operation", who, op);
-    const pyops_status status = check_shape(who, shape, ndim);
+    const pyops_status status = check_strided(who, op, PYOPS_OP_MIN, shape, ndim);
     if (status) return status;
     reduction r = {.block = block, .op = op, .is_int = is_int, .s = simplify(shape, strides, ndim, 2, X),
                    .column = -1, .row = -1, .piece = -1, .columns = 1, .blocks = 1, .pieces = 1, .piece_size = INT64_MAX};
@@ -389,7 +387,7 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
         row_function *copy = is_int ? pyops_active()->strided_unary_int32 : pyops_active()->strided_unary;
         return unary(who, copy, PYOPS_OP_COPY, y, x, shape, strides, ndim);
     }
-    PYOPS_REQUIRE(n || op == PYOPS_OP_SUM, "%s: no elements have a maximum or minimum", who);
+    PYOPS_REQUIRE(n || op == PYOPS_OP_SUM, "%s: no elements, expected at least one for a maximum or minimum", who);
     /* reduce contiguous rows, unless they are so short that loops over columns are longer */
     if (s->stride[Y][inner] || s->size[inner] < NARROW) r.column = kept;
     if (r.column >= 0) r.columns = pyops_min(PYOPS_REDUCE_COLUMNS, s->size[r.column]);

@@ -612,7 +612,8 @@ template <class... Pointers> static bool aligned(Pointers... x) { return ((reint
 static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
     const double needed = static_cast<double>(c.B) * static_cast<double>(c.heads) * static_cast<double>(c.chunks) *
                           static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
-    PYOPS_REQUIRE(needed < 2147483648.0, "%s: B=%lld heads=%lld: more than 2^31 blocks of scores", who, LL(c.B), LL(c.heads));
+    PYOPS_REQUIRE(needed < 2147483648.0,
+                  "%s: B=%lld heads=%lld, expected fewer than 2^31 blocks of scores", who, LL(c.B), LL(c.heads));
     blocks = static_cast<unsigned>(needed);
     return PYOPS_OK;
 }
@@ -711,7 +712,8 @@ static __global__ void find_lengths(int32_t *lengths, const int32_t *ids, int64_
 
 extern "C" pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad,
                                                void *stream) {
-    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld", LL(T), LL(B));
+    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0,
+                  "sequence_lengths: T=%lld B=%lld, expected T from 0 to 2^31 - 1, B >= 0", LL(T), LL(B));
     if (B == 0) return PYOPS_OK;
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B, SEQUENCES));
     return pyops_launched("sequence_lengths", LAUNCH(find_lengths, blocks, dim3(SEQUENCES, SHARES), 0, stream_of(stream),

@@ -174,7 +174,8 @@ extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, 
     pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
     if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
-    PYOPS_REQUIRE(training || (running_mean && running_var), "batch_norm_forward: want running statistics outside training");
+    PYOPS_REQUIRE(training || (running_mean && running_var),
+                  "batch_norm_forward: running_mean or running_var is NULL, expected both outside training");
     if (C == 0) return PYOPS_OK;
     const Shares s = share(R, C);
     const Statistics statistics = {running_mean, running_var, mean, rstd};

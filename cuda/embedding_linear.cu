@@ -44,7 +44,7 @@ extern "C" pyops_status pyops_embedding_linear_backward(
     int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
     pyops_status status = check_embedding_linear("embedding_linear_backward", context, T, B, V, E, C, O);
     if (status) return status;
-    PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, want at least O=%lld", LL(ld), LL(O));
+    PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, expected at least O=%lld", LL(ld), LL(O));
     const int64_t I = E + C, R = T * B;
     float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
     if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);

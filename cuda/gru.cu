@@ -141,7 +141,7 @@ extern "C" pyops_status pyops_gru_forward(
     int32_t reset_before, void *stream) {
     pyops_status status = check_gru("gru_forward", x, T, B, I, H);
     if (status || B == 0) return status;
-    PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, want a where it is 0, and only there", LL(I));
+    PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, expected 0 if a is given, else at least 1", LL(I));
     // a = x w_ih' + b_ih of all steps, stored where r, z, n will overwrite it
     if (I) status = pyops_gemm(gates, x, w_ih, b_ih, T * B, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
     if (status) return status;

@@ -5,7 +5,7 @@
 #include "internal.cuh"
 
 extern "C" pyops_status pyops_linear_argmax_prepare(float *, const float *, const float *, int64_t D, int64_t V, void *) {
-    PYOPS_REQUIRE(D >= 1 && V >= 1, "linear_argmax_prepare: D=%lld V=%lld", LL(D), LL(V));
+    PYOPS_REQUIRE(D >= 1 && V >= 1, "linear_argmax_prepare: D=%lld V=%lld, expected D >= 1, V >= 1", LL(D), LL(V));
     return PYOPS_OK;
 }
 
@@ -14,7 +14,8 @@ extern "C" int64_t pyops_linear_argmax_work(int64_t R, int64_t, int64_t V) { ret
 
 extern "C" pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *weight, const float *bias,
                                             const float *, float *work, int64_t R, int64_t D, int64_t V, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1 && V <= INT32_MAX, "linear_argmax: R=%lld D=%lld V=%lld", LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1 && V <= INT32_MAX,
+                  "linear_argmax: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V from 1 to 2^31 - 1", LL(R), LL(D), LL(V));
     const pyops_status status = pyops_gemm(work, x, weight, bias, R, V, D, V, D, 1, 1, D, 0, 0, stream);
     return status ? status : pyops_argmax(index, work, R, V, stream);
 }

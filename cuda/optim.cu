@@ -34,7 +34,7 @@ static __global__ void __launch_bounds__(ZERO_THREADS) zero(float *grad, int32_t
 }
 
 extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld, expected at least 0", LL(n));
     if (!touched) return pyops_fill(grad, n, 0.0f, stream);
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(blocks_for<int64_t>(n, PYOPS_GRAD_BLOCK), ZERO_THREADS));
     if (!blocks) return PYOPS_OK;
@@ -92,7 +92,7 @@ static __global__ void __launch_bounds__(NORM_THREADS) root_of_sum(float *norm, 
 
 extern "C" pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touched, float *work, int64_t n,
                                         void *stream) {
-    PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "grad_norm: n=%lld, expected at least 0", LL(n));
     const int64_t chunks = blocks_for<int64_t>(n, CHUNK);
     double *sums = sums_of(work);
     Launches launches;
@@ -218,6 +218,6 @@ static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, 
 }
 
 extern "C" pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
-    PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld", LL(warmup));
+    PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld, expected at least 0", LL(warmup));
     return pyops_launched("inverse_square_root", LAUNCH(schedule, 1, 1, 0, stream_of(stream), lr, step, warmup, base), stream);
 }

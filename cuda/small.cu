@@ -49,38 +49,38 @@ struct ReluBackward {
 }
 
 extern "C" pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "fill: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "fill: n=%lld, expected at least 0", LL(n));
     return pyops_launched("fill", launch_flat(Fill{value}, {{}, {y}}, n, stream), stream);
 }
 
 extern "C" pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "axpy: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "axpy: n=%lld, expected at least 0", LL(n));
     return pyops_launched("axpy", launch_flat(Axpy{alpha, 0.0f}, {{y, x}, {y}}, n, stream), stream);
 }
 
 extern "C" pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "scale: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "scale: n=%lld, expected at least 0", LL(n));
     return pyops_launched("scale", launch_flat(Scale{alpha, 0.0f}, {{x}, {y}}, n, stream), stream);
 }
 
 extern "C" pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld, expected at least 0", LL(n));
     return pyops_launched("relu_forward", launch_flat(Relu{}, {{x}, {y}}, n, stream), stream);
 }
 
 extern "C" pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld, expected at least 0", LL(n));
     return pyops_launched("relu_backward", launch_flat(ReluBackward{}, {{dy, y}, {dx}}, n, stream), stream);
 }
 
 extern "C" pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n, float scale, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld, expected at least 0", LL(n));
     return pyops_launched("add_positions_backward", launch_flat(Scale{nullptr, scale}, {{dy}, {dx}}, n, stream), stream);
 }
 
 // ---- column sums -------------------------------------------------------------------------------------
 extern "C" pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld", LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld, expected at least 0", LL(R), LL(C));
     Space columns, rows;
     columns.add({C, {1, 1}});
     rows.add({R, {C}});
@@ -139,7 +139,8 @@ static __global__ void __launch_bounds__(THREADS) argmax(int32_t *index, const f
 }
 
 extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld", LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX,
+                  "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R), LL(C));
     if (R == 0) return PYOPS_OK;
     const int threads = C <= 1024 ? 32 : THREADS;
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(R, THREADS / threads));
@@ -195,7 +196,8 @@ static cudaError_t launch_concat(float *y, const float *x, const float *context,
 
 extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
                                                      int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_forward: T=%lld B=%lld E=%lld H=%lld",
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
+                  "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
                   LL(T), LL(B), LL(E), LL(H));
     const int64_t n = T * B * (E + H);
     if (n == 0) return PYOPS_OK;
@@ -218,7 +220,8 @@ static cudaError_t launch_split(float *dx, float *dcontext, const float *dy, int
 
 extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
                                                       int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0, "concat_context_backward: T=%lld B=%lld E=%lld H=%lld",
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
+                  "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
                   LL(T), LL(B), LL(E), LL(H));
     const int64_t n = B * (E + H);
     if (n == 0) return PYOPS_OK;
@@ -257,7 +260,8 @@ static cudaError_t launch_positions(float *y, const float *x, const float *table
 
 extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
                                                     int64_t T, int64_t B, int64_t D, float scale, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld", LL(T), LL(B), LL(D));
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0,
+                  "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B), LL(D));
     const int64_t n = T * B * D;
     if (n == 0) return PYOPS_OK;
     const bool fours = D % 4 == 0 && aligned(y) && aligned(x) && aligned(table);
@@ -296,7 +300,7 @@ static __global__ void write_entry(float *log, int64_t *written, const float *lo
 
 extern "C" pyops_status pyops_log_step(float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm,
                                        int64_t capacity, void *stream) {
-    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, want at least 1", LL(capacity));
+    PYOPS_REQUIRE(capacity >= 1, "log_step: capacity=%lld, expected at least 1", LL(capacity));
     const cudaError_t error = LAUNCH(write_entry, 1, 1, 0, stream_of(stream), log, written, loss, valid, norm, capacity);
     return pyops_launched("log_step", error, stream);
 }
@@ -318,7 +322,7 @@ static __global__ void __launch_bounds__(THREADS) fma_loop(float *sink, int64_t 
 }
 
 extern "C" pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {
-    PYOPS_REQUIRE(n >= 0, "fma_loop: n=%lld", LL(n));
+    PYOPS_REQUIRE(n >= 0, "fma_loop: n=%lld, expected at least 0", LL(n));
     float *sink = static_cast<float *>(pyops_workspace(sizeof(float)));
     if (!sink) return pyops_fail(PYOPS_NO_MEMORY, "fma_loop: no memory");
     const unsigned blocks = static_cast<unsigned>(pyops_multiprocessors()) * (2048 / THREADS);

@@ -110,7 +110,7 @@ extern "C" pyops_status pyops_attention_softmax_forward(
     Call c;
     const pyops_status status = make_call(&c, "attention_softmax_forward", Tq, Tk, B, heads, step, share, key);
     if (status) return status;
-    PYOPS_REQUIRE(w || !c.step, "attention_softmax_forward: w: want a place for the weights that dropout leaves");
+    PYOPS_REQUIRE(w || !c.step, "attention_softmax_forward: w is NULL, expected an array for the weights after dropout");
     if (c.rows == 0) return PYOPS_OK;
     return pyops_launched("attention_softmax_forward",
                           LAUNCH(forward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream),

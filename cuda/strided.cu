@@ -374,10 +374,6 @@ static pyops_status elementwise(const Geometry &g, const F &f, typename F::Out *
     return pyops_launched(g.who, launch_elementwise(f, arrays, s, g.stream), g.stream);
 }
 
-static pyops_status no_such(const char *who, int op) {
-    return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, no such operation", who, op);
-}
-
 // A copy moves the bits, whatever the type.
 template <class T> static pyops_status copy(const Geometry &g, T *y, const Operand<T> &x) {
     int32_t number;
@@ -396,7 +392,7 @@ static pyops_status unary(const Geometry &g, int op, float *y, const Operand<flo
     case PYOPS_OP_LOG:     return elementwise(g, Log(), y, x);
     case PYOPS_OP_TANH:    return elementwise(g, Tanh(), y, x);
     case PYOPS_OP_SIGMOID: return elementwise(g, Sigmoid(), y, x);
-    default:               return no_such(g.who, op);
+    default:               return check_op(g.who, op, PYOPS_OP_SIGMOID);
     }
 }
 
@@ -411,7 +407,7 @@ static pyops_status binary(const Geometry &g, int op, float *y, const Operand<fl
     case PYOPS_OP_MINIMUM:  return elementwise(g, Minimum(), y, a, b);
     case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
     case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<float>{accepted_relations(op)}, y, a, b);
-    default:                return no_such(g.who, op);
+    default:                return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
     }
 }
 
@@ -420,13 +416,13 @@ static pyops_status binary(const Geometry &g, int op, int32_t *y, const Operand<
     case PYOPS_OP_ADD:      return elementwise(g, AddInt(), y, a, b);
     case PYOPS_OP_SUBTRACT: return elementwise(g, SubtractInt(), y, a, b);
     case PYOPS_OP_MULTIPLY: return elementwise(g, MultiplyInt(), y, a, b);
-    case PYOPS_OP_DIVIDE:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 has no division: want floats", g.who);
+    case PYOPS_OP_DIVIDE:   return check_no_division(g.who, op);
     case PYOPS_OP_POWER:    return elementwise(g, PowerInt{pyops_faults()}, y, a, b);
     case PYOPS_OP_MAXIMUM:  return elementwise(g, MaximumInt(), y, a, b);
     case PYOPS_OP_MINIMUM:  return elementwise(g, MinimumInt(), y, a, b);
     case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
     case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<int32_t>{accepted_relations(op)}, y, a, b);
-    default:                return no_such(g.who, op);
+    default:                return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
     }
 }
 
@@ -448,8 +444,7 @@ extern "C" pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, 
     case PYOPS_OP_NEGATE: return elementwise(g, NegateInt(), y, array(x, g.of(1)));
     case PYOPS_OP_ABS:    return elementwise(g, AbsInt(), y, array(x, g.of(1)));
     default:
-        if (op < 0) return no_such(g.who, op);
-        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, want copy, negate or abs", g.who, op);
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, expected copy, negate or abs for int32", g.who, op);
     }
 }
 
@@ -512,8 +507,7 @@ extern "C" pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const
 namespace {
 // The reduced axes are those with stride 0 in y.  Axes are ordered by the strides of x.
 template <class T> static pyops_status reduction(const Geometry &g, int op, T *y, const T *x) {
-    if (op < PYOPS_OP_SUM || op > PYOPS_OP_MIN) return no_such(g.who, op);
-    const pyops_status status = check_shape(g.who, g.shape, g.ndim);
+    const pyops_status status = check_strided(g.who, op, PYOPS_OP_MIN, g.shape, g.ndim);
     if (status) return status;
     const int64_t *const strides[OPERANDS] = {g.of(0), g.of(1), nullptr};
     const Space s = simplify(g.shape, strides, g.ndim, 1);
@@ -524,7 +518,8 @@ template <class T> static pyops_status reduction(const Geometry &g, int op, T *y
     }
     if (!kept.elements()) return PYOPS_OK;
     if (!reduced.n) return copy(g, y, array(x, g.of(1)));
-    PYOPS_REQUIRE(reduced.elements() || op == PYOPS_OP_SUM, "%s: no elements have a maximum or minimum", g.who);
+    PYOPS_REQUIRE(reduced.elements() || op == PYOPS_OP_SUM,
+                  "%s: no elements, expected at least one for a maximum or minimum", g.who);
     const bool along = s.axis[s.n - 1].stride[0] == 0;
     if (op == PYOPS_OP_MAX) return reduce_axes<MaxOf<T>, MaxOf<T>>(g.who, y, x, kept, reduced, along, false, g.stream);
     if (op == PYOPS_OP_MIN) return reduce_axes<MinOf<T>, MinOf<T>>(g.who, y, x, kept, reduced, along, false, g.stream);

@@ -12,7 +12,8 @@ static void *at(uint64_t address) { return reinterpret_cast<void *>(address); }
 static pyops_status check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return PYOPS_OK;
     cudaGetLastError();                     // clear it, so that the next call does not report it again
-    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
+    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR,
+                      "%s: %s", what, cudaGetErrorString(error));
 }
 #define TRY(call, what) do { const pyops_status tried = check((call), (what)); if (tried) return tried; } while (0)
 
@@ -41,7 +42,9 @@ pyops_status pyops_device_open(int32_t device) {
     }
     TRY(error, "device_open");
     if (!pyops_faults() || !pyops_workspace(0))     // allocate now, so that the error does not appear in a kernel
-        return pyops_fail(PYOPS_NO_MEMORY, "device_open: %s has no %d MiB left to work with", pyops_device_name(), int(PYOPS_WORKSPACE >> 20));
+        return pyops_fail(PYOPS_NO_MEMORY,
+                          "device_open: %s has less than %d MiB of free memory",
+                          pyops_device_name(), int(PYOPS_WORKSPACE >> 20));
     return check(cudaStreamSynchronize(nullptr), "device_open");
 }
 
@@ -73,7 +76,7 @@ pyops_status pyops_device_memory(int64_t *free, int64_t *total) {
 
 // ---- memory -------------------------------------------------------------------------------------------------
 pyops_status pyops_device_malloc(uint64_t *address, int64_t bytes) {
-    PYOPS_REQUIRE(bytes >= 0, "device_malloc: bytes=%lld", LL(bytes));
+    PYOPS_REQUIRE(bytes >= 0, "device_malloc: bytes=%lld, expected at least 0", LL(bytes));
     void *made = nullptr;
     TRY(cudaMalloc(&made, bytes ? static_cast<size_t>(bytes) : 1), "device_malloc");
     *address = reinterpret_cast<uint64_t>(made);
@@ -103,7 +106,7 @@ struct Ring {
 }
 
 pyops_status pyops_device_upload(uint64_t to, const void *from, int64_t bytes, void *stream) {
-    PYOPS_REQUIRE(bytes >= 0, "device_upload: bytes=%lld", LL(bytes));
+    PYOPS_REQUIRE(bytes >= 0, "device_upload: bytes=%lld, expected at least 0", LL(bytes));
     std::lock_guard<std::mutex> guard(ring.lock);
     TRY(ring.open(), "device_upload");
     for (size_t done = 0; done < static_cast<size_t>(bytes); done += PIECE) {
@@ -119,18 +122,18 @@ pyops_status pyops_device_upload(uint64_t to, const void *from, int64_t bytes, v
 }
 
 pyops_status pyops_device_download(void *to, uint64_t from, int64_t bytes, void *stream) {
-    PYOPS_REQUIRE(bytes >= 0, "device_download: bytes=%lld", LL(bytes));
+    PYOPS_REQUIRE(bytes >= 0, "device_download: bytes=%lld, expected at least 0", LL(bytes));
     TRY(cudaMemcpyAsync(to, at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(stream)), "device_download");
     return pyops_stream_synchronize(stream);
 }
 
 pyops_status pyops_device_copy(uint64_t to, uint64_t from, int64_t bytes, void *stream) {
-    PYOPS_REQUIRE(bytes >= 0, "device_copy: bytes=%lld", LL(bytes));
+    PYOPS_REQUIRE(bytes >= 0, "device_copy: bytes=%lld, expected at least 0", LL(bytes));
     return check(cudaMemcpyAsync(at(to), at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream_of(stream)), "device_copy");
 }
 
 pyops_status pyops_device_zero(uint64_t to, int64_t bytes, void *stream) {
-    PYOPS_REQUIRE(bytes >= 0, "device_zero: bytes=%lld", LL(bytes));
+    PYOPS_REQUIRE(bytes >= 0, "device_zero: bytes=%lld, expected at least 0", LL(bytes));
     return check(cudaMemsetAsync(at(to), 0, static_cast<size_t>(bytes), stream_of(stream)), "device_zero");
 }
 

@@ -14,7 +14,7 @@ const char *pyops_isa(void) { return "cuda"; }
 const char *pyops_gemm_tile(void) { return "128x128"; }
 int32_t pyops_threads(void) { return 1; }
 pyops_status pyops_set_threads(int32_t threads) {               // host threads: the host only launches
-    PYOPS_REQUIRE(threads >= 1 && threads <= 1024, "set_threads: threads=%d, want 1 to 1024", threads);
+    PYOPS_REQUIRE(threads >= 1 && threads <= 1024, "set_threads: threads=%d, expected 1 to 1024", threads);
     return PYOPS_OK;
 }
 }
@@ -55,13 +55,18 @@ pyops_status pyops_check_faults() {
     if (cudaMemcpy(&found, record, sizeof found, cudaMemcpyDeviceToHost) != cudaSuccess || !found.fault) return PYOPS_OK;
     clear(record);
     const char *who = WHO[found.who];
+    const auto out_of_range = [&](const char *array) {
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: %s[%lld]=%lld, expected 0 to %lld", who, array, found.index, found.value,
+                          found.limit);
+    };
     switch (static_cast<Fault>(found.fault)) {
-    case Fault::embedding_id: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: ids[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
-    case Fault::label:  return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: labels[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
-    case Fault::row:    return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: rows[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
-    case Fault::length: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: lengths[%lld]=%lld, want 0 to %lld", who, found.index, found.value, found.limit);
-    case Fault::step:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, want at least 1", who, found.value);
-    case Fault::exponent: return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power: want floats", who);
+    case Fault::embedding_id: return out_of_range("ids");
+    case Fault::label:  return out_of_range("labels");
+    case Fault::row:    return out_of_range("rows");
+    case Fault::length: return out_of_range("lengths");
+    case Fault::step:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, expected at least 1", who, found.value);
+    case Fault::exponent:
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power, expected exponents of at least 0 or float32", who);
     default:            return pyops_fail(PYOPS_DEVICE_ERROR, "%s: an unknown fault", who);
     }
 }
@@ -78,14 +83,16 @@ pyops_status pyops_launched(const char *who, cudaError_t error, void *stream) {
     }
     if (error == cudaSuccess) return PYOPS_OK;
     cudaGetLastError();                                         // report an error only once, unless it is sticky
-    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", who, cudaGetErrorString(error));
+    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR,
+                      "%s: %s", who, cudaGetErrorString(error));
 }
 
 // ---- settings ------------------------------------------------------------------------------------------------
 static Precision precision = Precision::fp32;
 Precision pyops_precision_now() { return precision; }
 extern "C" pyops_status pyops_set_precision(int32_t wanted) {
-    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2, "set_precision: precision=%d, want 0 (float32), 1 (TF32) or 2 (bfloat16)", wanted);
+    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2,
+                  "set_precision: precision=%d, expected 0 (float32), 1 (TF32) or 2 (bfloat16)", wanted);
     precision = static_cast<Precision>(wanted);
     return PYOPS_OK;
 }

@@ -24,7 +24,7 @@ extern "C" pyops_status pyops_replay(const pyops_action *actions, const pyops_va
                                      int64_t from, int64_t to, void *stream) {
     cudaEvent_t before = nullptr, after = nullptr;
     if (seconds && (cudaEventCreate(&before) != cudaSuccess || cudaEventCreate(&after) != cudaSuccess))
-        return pyops_fail(PYOPS_DEVICE_ERROR, "replay: no events to measure with");
+        return pyops_fail(PYOPS_DEVICE_ERROR, "replay: cannot create events for timing");
     pyops_status status = PYOPS_OK;
     for (int64_t i = from; i < to && !status; i++) {
         at[0] = i;

@@ -59,7 +59,7 @@ class Numpy(Host):
     def take(self, y, x, ids):
         rows = ids.stored()
         if rows.size and not (0 <= rows.min() and rows.max() < len(x)):
-            raise IndexError(f'take: ids from {rows.min()} to {rows.max()}, want 0 to {len(x) - 1}')
+            raise IndexError(f'take: ids from {rows.min()} to {rows.max()}, expected 0 to {len(x) - 1}')
         y.stored()[...] = x.stored()[rows]
 
     def add_at(self, y, ids, rows):

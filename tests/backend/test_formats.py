@@ -437,8 +437,8 @@ def test_kernels_refuse_what_they_do_not_know():
         backend.launch('fake_quantize', x, x, None, None, *values, 0)
     for values, message in {
             (1, 4, 1, -1, 0, 0, 0, 0, 0, 0): 'block=-1', (1, 4, 1, 0, 9, 0, 0, 0, 0, 0): 'format=9',
-            (1, 4, 1, 0, 1, 4, 0, 0, 0, 0): 'rounding=4 is of format 0 alone',
-            (1, 4, 1, 0, 1, 3, 0, 0, 0, 0): 'stochastic rounding needs a step',
+            (1, 4, 1, 0, 1, 4, 0, 0, 0, 0): 'rounding=4, expected another rounding or format 0',
+            (1, 4, 1, 0, 1, 3, 0, 0, 0, 0): 'step is NULL, expected an array for stochastic rounding',
             (1, 4, 1, 32, 1, 0, 0, 7, 0, 0): 'rule=7', (1, 4, 1, 32, 1, 0, 0, 0, 999, 0): 'shift=999',
             (1, 4, 1, 32, 0, 0, 0, 0, 0, 0): 'format 0 has no blocks', (-1, 4, 1, 0, 0, 0, 0, 0, 0, 0): 'outer=-1'}.items():
         with pytest.raises(ValueError, match=message):

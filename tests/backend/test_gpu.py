@@ -363,7 +363,7 @@ def test_a_row_that_is_not_there_is_told_when_the_log_is_read(on_gpu):
             planned(put(np.array(rows)))
         except ValueError:                                      # at once with PYOPS_SYNC=1, where it is no graph
             break
-    with pytest.raises(ValueError, match=r'gather_sequences: rows\[1\]=128, want 0 to 127'):
+    with pytest.raises(ValueError, match=r'gather_sequences: rows\[1\]=128, expected 0 to 127'):
         training.history.read(3)
     planned(put(np.array([0, 1, 2])))                           # told once: the device goes on
     assert np.isfinite(training.history.read(1)).all()
@@ -577,7 +577,7 @@ def test_a_plan_takes_kernel_numbers_from_the_library_that_replays_it(on_gpu, mo
     monkeypatch.setattr(library.cuda().lib, 'pyops_kernel_number', lambda name: 12_345)
     with Plan(None) as plan:
         backend.launch('fill', backend.empty(3), 3, 1.0)
-    with pytest.raises(ValueError, match='replay: action 0 has kernel 12345 of'):
+    with pytest.raises(ValueError, match='replay: action 0: kernel=12345, expected 0 to'):
         plan.run()
 
 

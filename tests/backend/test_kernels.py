@@ -4,6 +4,7 @@ Runs once for each instruction set and on the emulation of a GPU, as the op tabl
 """
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def test_gemm_rectifies_without_hiding_nan():
 
 def test_gemm_refuses_impossible_sizes():
     one = np.zeros((1, 1), np.float32)
-    for sizes, text in (((-1, 1, 1, 1), 'M=-1'), ((1, 5, 1, 4), 'ldc=4, want at least N=5')):
+    for sizes, text in (((-1, 1, 1, 1), 'M=-1'), ((1, 5, 1, 4), 'ldc=4, expected at least N=5')):
         with pytest.raises(ValueError, match=text):
             launch('gemm', one, one, one, None, *sizes, 1, 1, 1, 1, 0, 0)
 
@@ -450,9 +451,9 @@ def unchecked(optimizer, **settings):
 
 
 @pytest.mark.parametrize('make, text', [
-    (lambda p: unchecked(SGD(p), momentum=1.0), r'sgd: momentum=1, want \[0, 1\)'),
+    (lambda p: unchecked(SGD(p), momentum=1.0), r'sgd: momentum=1, expected 0 <= momentum < 1'),
     (lambda p: unchecked(SGD(p), momentum=float('nan')), 'sgd: momentum='),
-    (lambda p: unchecked(SGD(p), weight_decay=-1), 'sgd: weight_decay=-1, want >= 0'),
+    (lambda p: unchecked(SGD(p), weight_decay=-1), 'sgd: weight_decay=-1, expected at least 0'),
     (lambda p: SGD(p, momentum=float('nan')), 'SGD: momentum: expected 0 <= momentum < '),
     (lambda p: SGD(p, nesterov=True), 'SGD: nesterov: expected a momentum > 0'),
     (lambda p: unchecked(Adam(p), weight_decay=float('nan')), 'adam: weight_decay='),
@@ -469,7 +470,7 @@ def test_adam_refuses_a_step_before_the_first():
     params, _ = make_params()
     adam = Adam(params, lr=0.01)
     adam.count[0] = -1
-    with pytest.raises(ValueError, match='adam: step=0, want at least 1'):
+    with pytest.raises(ValueError, match='adam: step=0, expected at least 1'):
         adam.step()
 
 
@@ -635,10 +636,20 @@ def test_gemm_refuses_read_only_rows_of_a_wider_matrix():
 
 
 @on_the_cpu
+def test_every_argument_check_of_the_c_library_names_the_accepted_values():
+    sources = [path for folder in ('csrc', 'cuda') for path in (ROOT / folder).rglob('*.*')
+               if path.suffix in ('.c', '.h', '.inc', '.cu', '.cuh')]
+    texts = [text for path in sources
+             for text in re.findall(r'(?<!define )PYOPS_REQUIRE\([^"]*((?:"(?:[^"\\]|\\.)*"\s*)+)', path.read_text())]
+    assert len(texts) > 100
+    assert [text for text in texts if 'expected ' not in text] == []
+
+
+@on_the_cpu
 def test_threads_are_checked():
     before = backend.threads()
     for bad in (0, -3, 5000):
-        with pytest.raises(ValueError, match=f'threads={bad}, want 1 to 1024'):
+        with pytest.raises(ValueError, match=f'threads={bad}, expected 1 to 1024'):
             backend.set_threads(bad)
     assert backend.threads() == before
 
@@ -679,5 +690,5 @@ def test_gather_sequences_time_major_and_shifted(B, T):
 @pytest.mark.parametrize('bad', [-1, 20])
 def test_rows_outside_the_data_are_refused(kernel, dtype, bad):
     out = np.empty((1, 2), np.float32 if kernel == 'gather_pixels' else np.int32)
-    with pytest.raises(ValueError, match=rf'{kernel}: rows\[1\]={bad}, want 0 to 19'):
+    with pytest.raises(ValueError, match=rf'{kernel}: rows\[1\]={bad}, expected 0 to 19'):
         launch(kernel, out, np.zeros((20, 1), dtype), np.array([0, bad]), 20, 2, 1, 1)

@@ -655,7 +655,7 @@ def test_adding_to_rows_that_repeat():
     x[1] += 1
     same(a, x)
     if a.device is not pyops.numpy_device():
-        with pytest.raises(IndexError, match='want 0 to 4'):
+        with pytest.raises(IndexError, match='expected 0 to 4'):
             a.add_at([5], 1.0)
             a.numpy()                                                   # a GPU tells by then
 

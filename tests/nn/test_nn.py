@@ -287,7 +287,7 @@ def test_ids_of_any_integers_find_their_rows():
     for call in (layer, layer.forward, lambda ids: F.embedding(ids, layer.weight)):
         with pytest.raises(OverflowError, match='4294967297 out of bounds for int32'):
             call(np.array([1, 2**32 + 1]))
-        with pytest.raises(ValueError, match=r'ids\[1\]=7, want 0 to 6'):
+        with pytest.raises(ValueError, match=r'ids\[1\]=7, expected 0 to 6'):
             call(np.array([1, 7]))
         with pytest.raises(TypeError, match='ids: want dtype int32, got float'):
             call(np.array([1.0, 2.0]))
@@ -681,7 +681,7 @@ def test_modules_are_printed_as_a_tree():
      r'^1: Linear\(7, 5\): x: want shape \(4, 7\), got \(4, 8\)'),
     (lambda: nn.Linear(7, 5), (4, 8), ValueError, r'^Linear\(7, 5\): x: want shape'),
     (lambda: nn.BatchNorm1d(7), (4, 8), ValueError, r'^BatchNorm1d\(7\): x: want shape \(4, 7\), got \(4, 8\)'),
-    (lambda: nn.BatchNorm1d(7), (1, 7), ValueError, r'^BatchNorm1d\(7\): .*R=1, want at least 2 rows in training'),
+    (lambda: nn.BatchNorm1d(7), (1, 7), ValueError, r'^BatchNorm1d\(7\): .*R=1, expected at least 2 rows in training'),
     (lambda: nn.LayerNorm(7), (4, 8), ValueError, r'^LayerNorm\(7\): x: want shape'),
     (lambda: nn.GRU(7, 5), (3, 4, 8), ValueError, r'^GRU\(7, 5\): x: expected shape \(T, B, 7\) with T >= 1, got \(3, 4, 8\)'),
     (lambda: nn.LSTM(7, 5), (0, 4, 7), ValueError, r'^LSTM\(7, 5\): x: expected shape'),
@@ -707,7 +707,7 @@ def test_other_errors_name_what_is_wrong():
     for shape in ((0, 3), (3, -1)):
         with pytest.raises(ValueError, match=r'Parameter: shape .* expected sizes of 1 or more'):
             nn.Linear(*shape)
-    with pytest.raises(ValueError, match=r'Embedding\(7, 5\): .*ids\[1\]=9, want 0 to 6'):
+    with pytest.raises(ValueError, match=r'Embedding\(7, 5\): .*ids\[1\]=9, expected 0 to 6'):
         nn.Embedding(7, 5)(Tensor(np.array([3, 9])))
     with pytest.raises(ValueError, match='embed_dim 8 must be a multiple of num_heads 3'):
         nn.MultiHeadAttention(8, 3)

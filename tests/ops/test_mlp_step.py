@@ -188,11 +188,11 @@ def test_a_norm_that_is_nan_clips_nothing_and_reaches_the_parameters():
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('spoil, text', [
-    (lambda rows, labels, adam: rows.__setitem__(2, 40), r'rows\[2\]=40, want 0 to 39'),
-    (lambda rows, labels, adam: rows.__setitem__(2, -1), r'rows\[2\]=-1, want 0 to 39'),
-    (lambda rows, labels, adam: labels.__setitem__(3, 10), r'labels\[3\]=10, want 0 to 9'),
-    (lambda rows, labels, adam: labels.__setitem__(3, -1), r'labels\[3\]=-1, want 0 to 9'),
-    (lambda rows, labels, adam: adam.count.__setitem__(0, -1), 'step=0, want at least 1'),
+    (lambda rows, labels, adam: rows.__setitem__(2, 40), r'rows\[2\]=40, expected 0 to 39'),
+    (lambda rows, labels, adam: rows.__setitem__(2, -1), r'rows\[2\]=-1, expected 0 to 39'),
+    (lambda rows, labels, adam: labels.__setitem__(3, 10), r'labels\[3\]=10, expected 0 to 9'),
+    (lambda rows, labels, adam: labels.__setitem__(3, -1), r'labels\[3\]=-1, expected 0 to 9'),
+    (lambda rows, labels, adam: adam.count.__setitem__(0, -1), 'step=0, expected at least 1'),
 ], ids=['row', 'negative-row', 'label', 'negative-label', 'step'])
 @pytest.mark.parametrize('max_norm', (None, 0.1))
 def test_data_that_is_wrong_moves_nothing_until_it_was_heard_of(spoil, text, max_norm):
@@ -216,18 +216,19 @@ def test_data_that_is_wrong_moves_nothing_until_it_was_heard_of(spoil, text, max
 
 
 @pytest.mark.parametrize('more, text', [
-    (dict(max_norm=0.0), 'max_norm=0, want > 0'), (dict(max_norm=float('nan')), 'max_norm='),
-    (dict(beta1=1.0), r'beta1=1 beta2=0.999, want \[0, 1\)'), (dict(beta2=-0.5), r'beta2=-0.5, want \[0, 1\)'),
-    (dict(weight_decay=-1.0), 'weight_decay=-1, want >= 0'), (dict(scale=float('nan')), 'scale is NaN'),
+    (dict(max_norm=0.0), 'max_norm=0, expected max_norm > 0'), (dict(max_norm=float('nan')), 'max_norm='),
+    (dict(beta1=1.0), 'beta1=1 beta2=0.999, expected 0 <= beta < 1'),
+    (dict(beta2=-0.5), 'beta2=-0.5, expected 0 <= beta < 1'),
+    (dict(weight_decay=-1.0), 'weight_decay=-1, expected at least 0'), (dict(scale=float('nan')), 'scale is NaN'),
 ])
 def test_settings_that_are_wrong_are_refused(more, text):
     buffers, at, _ = raw(19, 6, 5)
     before = {name: buffer.copy() for name, buffer in buffers.items()}
     with pytest.raises(ValueError, match=f'mlp_step: .*{text}'):
         launch_raw(buffers, at, *digits(8, 19, 5)[:1], np.arange(8), digits(8, 19, 5)[1], 19, 6, 5, **more)
-    with pytest.raises(ValueError, match='mlp_step: w1=1 b1=-4 w2=2 b2=3, want offsets >= 0'):
+    with pytest.raises(ValueError, match='mlp_step: w1=1 b1=-4 w2=2 b2=3, expected offsets of at least 0'):
         launch_raw(buffers, (1, -4, 2, 3), *digits(8, 19, 5)[:1], np.arange(8), digits(8, 19, 5)[1], 19, 6, 5)
-    with pytest.raises(ValueError, match='mlp_step: .*B=0.*, want B >= 1'):
+    with pytest.raises(ValueError, match='mlp_step: .*B=0.*, expected B >= 1'):
         launch_raw(buffers, at, *digits(8, 19, 5)[:1], np.arange(0), digits(8, 19, 5)[1], 19, 6, 5)
     assert all(np.array_equal(buffers[name], before[name], equal_nan=True) for name in before)
 

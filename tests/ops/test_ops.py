@@ -51,20 +51,20 @@ from pyops.quantization import Recipe
 
 def test_ids_outside_the_table_are_refused_with_their_position():
     for bad in (-1, 4):
-        with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, want 0 to 3'):
+        with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, expected 0 to 3'):
             Embedding(of_zeros('weight', 4, 2)).forward(put(np.array([0, 3, bad], np.int32)))
         gru = EmbeddingGRU(*(of_zeros(str(shape), *shape) for shape in ((4, 2), (9, 2), (9, 3), (9,), (9,))))
-        with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, want 0 to 3'):
+        with pytest.raises(ValueError, match=rf'ids\[2\]={bad}, expected 0 to 3'):
             gru.forward(put(np.array([[0, 3, bad]], np.int32)))
 
 
 @pytest.mark.parametrize('bad', [-2, 5])
 def test_labels_outside_the_classes_are_refused_with_their_position(bad):
     labels = put(np.array([0, 4, bad], np.int32))
-    with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, want 0 to 4'):
+    with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, expected 0 to 4'):
         CrossEntropy().forward(put(np.zeros((3, 5), np.float32)), labels)
     op = LinearCrossEntropy(of_zeros('weight', 5, 2), of_zeros('bias', 5))
-    with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, want 0 to 4'):
+    with pytest.raises(ValueError, match=rf'labels\[2\]={bad}, expected 0 to 4'):
         op.forward(put(np.zeros((3, 2), np.float32)), labels)
 
 
@@ -225,11 +225,11 @@ def test_evaluation_gives_the_loss_without_smoothing_and_forms_no_gradients(row)
 @pytest.mark.parametrize('bad', [-0.1, 1.0, float('nan')])
 def test_smoothing_is_a_share_below_one(bad):
     labels = put(np.zeros(3, np.int32))
-    with pytest.raises(ValueError, match='cross_entropy_forward: smoothing=.*, want 0 <= smoothing < 1'):
+    with pytest.raises(ValueError, match='cross_entropy_forward: smoothing=.*, expected 0 <= smoothing < 1'):
         CrossEntropy(smoothing=bad).forward(put(np.zeros((3, 2), np.float32)), labels)
     run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
     op = LinearCrossEntropy(*run.params.values(), smoothing=bad)
-    with pytest.raises(ValueError, match='linear_cross_entropy: smoothing=.*, want 0 <= smoothing < 1'):
+    with pytest.raises(ValueError, match='linear_cross_entropy: smoothing=.*, expected 0 <= smoothing < 1'):
         op.forward(*run.placed.values())
 
 
@@ -365,7 +365,7 @@ def test_layer_norm_does_not_see_a_gradient_that_is_the_same_everywhere():
 
 @pytest.mark.parametrize('eps', (-1e-5, float('nan')))
 def test_layer_norm_refuses_a_negative_eps(eps):
-    with pytest.raises(ValueError, match='layer_norm_forward: eps=.*, want at least 0'):
+    with pytest.raises(ValueError, match='layer_norm_forward: eps=.*, expected at least 0'):
         layer_norm(3, eps=eps).forward(put(np.zeros((2, 3), np.float32)))
 
 
@@ -443,7 +443,7 @@ def test_a_gru_refuses_a_length_that_is_none():
     row = GRURow(False, True)
     run = Run(row, (4, 3, 8, 5), backward=False)
     for bad in (-1, 5):
-        with pytest.raises(ValueError, match=rf'gru_forward: lengths\[1\]={bad}, want 0 to 4'):
+        with pytest.raises(ValueError, match=rf'gru_forward: lengths\[1\]={bad}, expected 0 to 4'):
             run.op.forward(*run.placed.values(), put(np.array([4, bad, 0], np.int32)))
     with pytest.raises(ValueError, match=r'lengths: want shape \(3,\)'):
         run.op.forward(*run.placed.values(), put(np.zeros(4, np.int32)))
@@ -485,15 +485,15 @@ def test_an_embedding_gru_says_what_it_wants():
 def test_kernels_refuse_an_input_product_that_is_half_given():
     x = [put(np.zeros(64, np.float32)) for _ in range(12)]
     ids = put(np.zeros(2, np.int32))
-    with pytest.raises(ValueError, match='gru_forward: I=0, want 0 where there is no x, and only there'):
+    with pytest.raises(ValueError, match='gru_forward: I=0, expected 0 if x is NULL, else at least 1'):
         launch('gru_forward', *x[:3], None, None, None, *x[3:8], 1, 1, 0, 2, 0)
-    with pytest.raises(ValueError, match='gru_forward: I=0, want a where it is 0, and only there'):
+    with pytest.raises(ValueError, match='gru_forward: I=0, expected 0 if a is given, else at least 1'):
         launch('gru_forward', *x[:2], None, None, None, None, *x[3:8], 1, 1, 0, 2, 0)
-    with pytest.raises(ValueError, match='gru_backward: I=3, want 0 where there is no x, and only there'):
+    with pytest.raises(ValueError, match='gru_backward: I=3, expected 0 if x is NULL, else at least 1'):
         launch('gru_backward', None, None, *x[:5], None, None, None, None, None, *x[5:10], 1, 1, 3, 2, 0)
-    with pytest.raises(ValueError, match='embedding_linear_forward: C=2, want 0 where there is no context, and only there'):
+    with pytest.raises(ValueError, match='embedding_linear_forward: C=2, expected 0 if context is NULL, else at least 1'):
         launch('embedding_linear_forward', x[0], x[1], ids, None, *x[2:5], 1, 2, 3, 2, 2, 2)
-    with pytest.raises(ValueError, match='embedding_linear_backward: ld=1, want at least O=2'):
+    with pytest.raises(ValueError, match='embedding_linear_backward: ld=1, expected at least O=2'):
         launch('embedding_linear_backward', x[0], None, None, *x[1:5], ids, None, *x[5:7], 1, 2, 3, 2, 0, 2, 1)
     with pytest.raises(ValueError, match='embedding_linear_forward: T=1 B=2 V=0 E=2 C=0 O=2'):
         launch('embedding_linear_forward', x[0], x[1], ids, None, *x[2:5], 1, 2, 0, 2, 0, 2)
@@ -642,7 +642,7 @@ def test_attention_to_large_scores_has_the_weights_of_their_differences(score, T
 @pytest.mark.parametrize('bad', [-1, 6])
 def test_lengths_outside_the_keys_are_refused_with_their_position(bad):
     q, k = np.zeros((2, 3, 4), 'f'), np.zeros((5, 3, 4), 'f')
-    with pytest.raises(ValueError, match=rf'attention_forward: lengths\[2\]={bad}, want 0 to 5'):
+    with pytest.raises(ValueError, match=rf'attention_forward: lengths\[2\]={bad}, expected 0 to 5'):
         attend(Attention(2), q, k, k, np.array([0, 5, bad], np.int32))
 
 
@@ -660,7 +660,7 @@ attention_in_products = functools.partial(Attention.rounded(), recipe=Recipe())
 
 def test_attention_in_products_refuses_what_the_whole_one_refuses():
     make, q, k = attention_in_products, np.zeros((2, 3, 4), 'f'), np.zeros((5, 3, 4), 'f')
-    with pytest.raises(ValueError, match=r'attention_softmax_forward: lengths\[2\]=6, want 0 to 5'):
+    with pytest.raises(ValueError, match=r'attention_softmax_forward: lengths\[2\]=6, expected 0 to 5'):
         attend(make(2), q, k, k, np.array([0, 5, 6], np.int32))
     for p in (-0.1, 1.0, float('nan')):
         with pytest.raises(ValueError, match='attention_softmax_forward: p='):
@@ -690,7 +690,7 @@ def test_attention_in_products_survives_extreme_scores_and_passes_nan_on():
 def test_gates_refuse_a_stage_that_there_is_not(kernel, count):
     arrays = [put(np.zeros(12, np.float32)) for _ in range(count)]
     for stage in (-1, 3):
-        with pytest.raises(ValueError, match=f'{kernel}: stage={stage}, want 0 to 2'):
+        with pytest.raises(ValueError, match=f'{kernel}: stage={stage}, expected 0 to 2'):
             backend.launch(kernel, *arrays, 1, 3, stage)
     with pytest.raises(ValueError, match=f'{kernel}: B=1 H=0'):
         backend.launch(kernel, *arrays, 1, 0, 0)
@@ -780,9 +780,9 @@ def test_batch_norm_of_a_constant_column_is_the_bias(R):
 
 def test_batch_norm_says_what_it_wants():
     x = put(np.zeros((1, 3), np.float32))
-    for op, arguments, text in ((batch_norm(3), (x,), 'R=1, want at least 2 rows in training'),
-                                (batch_norm(3, training=False), (x,), 'want running statistics outside training'),
-                                (batch_norm(3, eps=-1), (put(np.zeros((2, 3), np.float32)),), 'eps=-1, want at least 0'),
+    for op, arguments, text in ((batch_norm(3), (x,), 'R=1, expected at least 2 rows in training'),
+                                (batch_norm(3, training=False), (x,), 'running_mean or running_var is NULL, expected both'),
+                                (batch_norm(3, eps=-1), (put(np.zeros((2, 3), np.float32)),), 'eps=-1, expected at least 0'),
                                 (batch_norm(3), (x, x), r'running_mean: want shape \(3,\)')):
         with pytest.raises(ValueError, match=text):
             op.forward(*arguments)

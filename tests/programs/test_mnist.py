@@ -88,7 +88,7 @@ def test_rows_and_labels_that_do_not_exist_are_refused_with_their_position(I, H,
     layer = PixelLinear(parameter('weight', I, H), parameter('bias', H))
     for bad in (-1, 7, 2**40):
         rows = np.array([0, 6, bad, 3])
-        text = rf'rows\[2\]={bad}, want 0 to 6'
+        text = rf'rows\[2\]={bad}, expected 0 to 6'
         with pytest.raises(ValueError, match=f'mlp_gradients: {text}'):
             op.gradients(images, rows, labels)
         with pytest.raises(ValueError, match=f'pixel_linear_forward: {text}'):
@@ -98,7 +98,7 @@ def test_rows_and_labels_that_do_not_exist_are_refused_with_their_position(I, H,
             layer.backward(y, ctx._replace(rows=rows))
     for bad in (-1, C):
         labels[3] = bad
-        with pytest.raises(ValueError, match=rf'mlp_gradients: labels\[3\]={bad}, want 0 to {C - 1}'):
+        with pytest.raises(ValueError, match=rf'mlp_gradients: labels\[3\]={bad}, expected 0 to {C - 1}'):
             op.gradients(images, np.array([0, 6, 3, 1]), labels)
     op.gradients(images, np.array([0, 6, 2, 1]), labels)        # a label that is not in the batch may be anything
 
@@ -107,7 +107,7 @@ def test_rows_and_labels_that_do_not_exist_are_refused_with_their_position(I, H,
 def test_one_op_says_what_sizes_it_takes(B, H, C, text):
     shapes = dict(w1=(5, H), b1=(H,), w2=(C, H), b2=(C,))
     op = MLPGradients(*(Parameter(name, np.ones(s, np.float32), np.ones(s, np.float32)) for name, s in shapes.items()))
-    with pytest.raises(ValueError, match=f'mlp_gradients: .*{text}.*, want B >= 1, I < 65536, H and C from 1 to 128'):
+    with pytest.raises(ValueError, match=f'mlp_gradients: .*{text}.*, expected B >= 1, I < 65536, H and C from 1 to 128'):
         op.gradients(np.zeros((4, 5), np.uint8), np.zeros(B, np.int64), np.zeros(4, np.int32))
 
 

@@ -351,7 +351,7 @@ def test_a_refused_action_is_named():
         backend.launch('fill', y, 6, 0.0)
         backend.launch('gather_pixels', y, table, rows, 4, 2, 3, 1.0)
     rows[1] = 4
-    with pytest.raises(ValueError, match=r'action 1, gather_pixels: gather_pixels: rows\[1\]=4, want 0 to 3'):
+    with pytest.raises(ValueError, match=r'action 1, gather_pixels: gather_pixels: rows\[1\]=4, expected 0 to 3'):
         plan.run()
     rows[1] = 2
     plan.run()
