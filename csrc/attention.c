@@ -67,8 +67,8 @@ static int64_t seen_from(const call *c, int64_t task, int64_t i, int64_t j) {
     return i < 0 ? 0 : pyops_max(0, pyops_min(c->keys, seen(c, task / c->heads, i) - j));
 }
 
-/* Draw dropout_mask (rows,n) / (1 - p) for the queries from i on (also of the next tasks) and the keys from j on, a multiple of
- * 4; return the stride of its rows.  Whole rows have consecutive counters, so they are drawn together, padding included. */
+/* Draw dropout_mask (rows,n) / (1 - p) for the queries from i on (also of the next tasks) and the keys from j on, a multiple
+ * of 4; return the stride of its rows.  Whole rows have consecutive counters, so they are drawn together, padding included. */
 static int64_t draw(const call *c, float *dropout_mask, int64_t task, int64_t i, int64_t rows, int64_t j, int64_t n) {
     const int64_t Tk4 = pyops_round_up(c->Tk, 4), ld = Tk4 <= KEYS ? Tk4 : pyops_round_up(n, 4), at_once = ld == Tk4;
     const int64_t first = ((task * c->Tq + i) * Tk4 + j) / 4, count = at_once ? rows * ld : ld;
@@ -278,7 +278,7 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
             const int64_t written = seen_from(c, task + g, pyops_min(QUERIES, c->Tq) - 1, j), others = j + written;
             kernels->scale_rows(work + l.k + g * keys, k + j*row + g*C, 1.0f, used, C, ld, row);
             kernels->scale_rows(work + l.v + g * keys, v + j*row + g*C, 1.0f, used, C, ld, row);
-            kernels->fill_rows(dk + others*row + g*C, all - written, C, row, 0.0f);     /* the first queries write the rest, */
+            kernels->fill_rows(dk + others*row + g*C, all - written, C, row, 0.0f); /* the first queries write the rest, */
             kernels->fill_rows(dv + others*row + g*C, all - written, C, row, 0.0f);     /* and later ones add */
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {

@@ -1,9 +1,9 @@
 /* embedding_linear.c - embedding, concatenation with a context, and a linear layer over both.
  *
- * A token has the same row at every position, and a sequence the same context at every step.  So the weight [w_e w_c] is split:
- * the product with w_e is computed once for each distinct token, the product with w_c once for each sequence, and a position
- * adds the two.  Backward first sums the gradients of the positions by token and by sequence, in the order of the positions,
- * and then computes the products of these sums.
+ * A token has the same row at every position, and a sequence the same context at every step.  So the weight [w_e w_c] is
+ * split: the product with w_e is computed once for each distinct token, the product with w_c once for each sequence, and a
+ * position adds the two.  Backward first sums the gradients of the positions by token and by sequence, in the order of the
+ * positions, and then computes the products of these sums.
  */
 #include <omp.h>
 #include <string.h>

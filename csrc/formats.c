@@ -26,8 +26,8 @@ static call make_call(const float *factor, const int64_t *step, int64_t block, i
     };
 }
 
-/* Prepare n <= CHUNK contiguous numbers that start at element `first`: write x times the factor, if any, to `scaled`, and their
- * random words.  Returns the numbers to round: scaled or x. */
+/* Prepare n <= CHUNK contiguous numbers that start at element `first`: write x times the factor, if any, to `scaled`, and
+ * their random words.  Returns the numbers to round: scaled or x. */
 static const float *prepare(const call *c, float *scaled, uint32_t *words, const float *x, int64_t first, int64_t n) {
     if (c->step) c->k->random_words(words, first, n, (uint64_t)c->step[0], c->key);
     if (!c->factor) return x;

@@ -74,7 +74,7 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
         }
 }
 
-/* ---- products that do not repay packing: with few rows, which would use a packed b only once or twice, and small ones ---- */
+/* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones ---- */
 enum { SMALL = 32768, DOTS = 64 };                        /* multiply-adds; columns per call */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
@@ -143,7 +143,7 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
     float *packed_a = scratch, *sums = scratch + k->MC * k->KC;
     if (!K) bias_only(c + from, ldc, bias ? bias + from : NULL, M, to - from, flags);
     for (int64_t ic = 0; ic < M; ic += k->MC)
-        for (int64_t jc = from; jc < to; jc += K > k->KC ? SUMS : to - from)
+        for (int64_t jc = from; jc < to; jc += (K > k->KC ? SUMS : to - from))
             for (int64_t pc = 0; pc < K; pc += k->KC) {
                 const int64_t mc = pyops_min(k->MC, M - ic), kc = pyops_min(k->KC, K - pc);
                 const int64_t nc = K > k->KC ? pyops_min(SUMS, to - jc) : to - from;
@@ -223,7 +223,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     }
     const int flags = accumulate ? PYOPS_ADD : 0;
     const pyops_kernels *k = pyops_active();
-    const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;      /* threads share each product, otherwise the batch */
+    const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;     /* threads share each product, otherwise the batch */
     const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : omp_get_max_threads();
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)

@@ -147,7 +147,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     status = positions_of(&p, "gru_forward", lengths, work + l.indices, T, B);
     if (status) return status;
 
-    float *ours = p.whole ? gates : work + l.gates;     /* a = x w_ih' + b_ih for all steps, stored in r, z, n, or compacted */
+    float *ours = p.whole ? gates : work + l.gates;    /* a = x w_ih' + b_ih for all steps, stored in r, z, n, or compacted */
     const int64_t lda = I && p.whole ? 4*H : 3*H;
     if (I) {
         int64_t rows = p.count;

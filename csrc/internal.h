@@ -16,6 +16,7 @@ typedef struct {
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
  * The list declares the fields of the table here and initialises them in kernels/table_body.inc.
  */
+/* clang-format off */
 #define PYOPS_ROWS(ROW) \
     ROW(void,   fill,         (float *y, int64_t n, float value)) \
     ROW(void,   add,          (float *y, const float *x, int64_t n)) \
@@ -111,6 +112,7 @@ typedef struct {
                                        int op)) \
     ROW(void,   strided_reduce_int32, (void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, \
                                        int op))
+/* clang-format on */
 
 /* Rows of weight in a panel of rounded ones: see kernels/screen_body.inc. */
 enum { PYOPS_PANEL = 16 };
@@ -209,12 +211,14 @@ enum { PYOPS_PIXEL_BLOCK = 32 };
 enum { PYOPS_NARROW = 16 };
 
 /* Operations on strided arrays with a vectorised loop each: all except power. */
+/* clang-format off */
 #define PYOPS_UNARY_OPS(OP) OP(PYOPS_OP_COPY) OP(PYOPS_OP_NEGATE) OP(PYOPS_OP_ABS) OP(PYOPS_OP_SQRT) OP(PYOPS_OP_EXP) \
     OP(PYOPS_OP_LOG) OP(PYOPS_OP_TANH) OP(PYOPS_OP_SIGMOID)
 #define PYOPS_BINARY_OPS(OP) OP(PYOPS_OP_ADD) OP(PYOPS_OP_SUBTRACT) OP(PYOPS_OP_MULTIPLY) OP(PYOPS_OP_DIVIDE) \
     OP(PYOPS_OP_MAXIMUM) OP(PYOPS_OP_MINIMUM) OP(PYOPS_OP_EQUAL) OP(PYOPS_OP_NOT_EQUAL) \
     OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL)
 #define PYOPS_REDUCE_OPS(OP) OP(PYOPS_OP_SUM) OP(PYOPS_OP_MAX) OP(PYOPS_OP_MIN)
+/* clang-format on */
 
 /* A reduction processes at most this many columns at a time, so that their sums fit in L1 and L2. */
 enum { PYOPS_REDUCE_COLUMNS = 4096 };

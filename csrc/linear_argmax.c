@@ -1,7 +1,7 @@
 /* linear_argmax.c - argmax of each row of logits, x weight' + bias, without computing most logits.
  *
- * Decoding needs one token of thousands, and an approximate product rules out almost all of them.  So weight is rounded once to
- * 8 bits per number: a row w of weight is s q + e, with integers q from -127 to 127 and the rounding error e.  A row x is
+ * Decoding needs one token of thousands, and an approximate product rules out almost all of them.  So weight is rounded once
+ * to 8 bits per number: a row w of weight is s q + e, with integers q from -127 to 127 and the rounding error e.  A row x is
  * likewise a u + f, with 16 bits.  Then
  *
  *     w . x  =  a s (q . u)  +  s q . f  +  e . x        and        |s q . f + e . x|  <=  (|w| + |e|) |f| + |e| |x|
@@ -11,8 +11,9 @@
  * of 13387 tokens.  The result is the argmax of all logits, the first of equal ones, for any order and number of threads.
  *
  * |f| is at most half a unit, |x| / levels, times sqrt(D), since no |x[d]| exceeds |x|; rounding within the float sums is
- * bounded by D eps |w| |x|.  So the bound is |x| margin + top, with two numbers per token.  If a row of x or weight has NaN, an
- * infinity, or numbers too small or large for these formulas, its bound is infinite or NaN, and all its logits are computed.
+ * bounded by D eps |w| |x|.  So the bound is |x| margin + top, with two numbers per token.  If a row of x or weight has NaN,
+ * an infinity, or numbers too small or large for these formulas, its bound is infinite or NaN, and all its logits are
+ * computed.
  */
 #include <float.h>
 #include <math.h>
@@ -92,7 +93,7 @@ pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, c
     int failed = 0;
     #pragma omp parallel if (V * D > PYOPS_SHARE_FLOATS)
     {
-        uint16_t *rows = (uint16_t *)pyops_scratch_or_fail((size_t)(pairs * PYOPS_PANEL + 1) / 2, &failed);     /* of a panel */
+        uint16_t *rows = (uint16_t *)pyops_scratch_or_fail((size_t)(pairs * PYOPS_PANEL + 1) / 2, &failed);   /* of a panel */
         #pragma omp for schedule(static)
         for (int64_t first = 0; first < V; first += PYOPS_PANEL) {
             if (!rows) continue;

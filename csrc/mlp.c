@@ -1,7 +1,7 @@
 /* mlp.c - all gradients of a network of two linear layers on pixels in one operation, and its whole training step.
  *
- * On a GPU each of the two is one kernel instead of a dozen that would take longer to launch than to run.  Here they call these
- * dozen kernels in sequence: a reference for the GPU, not faster than the separate ops (docs/mlp.md).
+ * On a GPU each of the two is one kernel instead of a dozen that would take longer to launch than to run.  Here they call
+ * these dozen kernels in sequence: a reference for the GPU, not faster than the separate ops (docs/mlp.md).
  */
 #include <string.h>
 #include "internal.h"
@@ -12,6 +12,7 @@ typedef struct { int64_t labels, valid, one, a, da, logits, dlogits, stats, ink,
 static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
     layout l;
     int64_t at = 0;
+    /* clang-format off */
     l.labels = at;      at += B;
     l.valid = at;       at += 1;
     l.one = at;         at += 1;
@@ -23,6 +24,7 @@ static layout make_layout(int64_t B, int64_t I, int64_t H, int64_t C) {
     l.ink = at;         at += B;
     l.places = at;      at += (B * (I + 8) + 1) / 2;        /* two uint16 in the space of a float */
     l.rest = at;        at += pyops_pixel_linear_backward_work(B, I, H);
+    /* clang-format on */
     l.size = at;
     return l;
 }

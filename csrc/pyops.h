@@ -27,6 +27,8 @@
 extern "C" {
 #endif
 
+/* The lines of a prototype group its parameters by role. */
+/* clang-format off */
 typedef enum {
     PYOPS_OK = 0,
     PYOPS_BAD_ARGUMENT = 1,

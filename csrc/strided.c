@@ -2,8 +2,8 @@
  *
  * The axes of a call are first simplified: axes of size 1 are dropped, the others are ordered by stride, and adjacent axes are
  * merged where possible.  A contiguous array of any shape becomes a single axis.  The rest is cut into units, which threads
- * share; a unit is one row for the loops in kernels/strided_rows.inc, or a tile if an operand is transposed with respect to the
- * result.  float and int32 have the same size, so only those loops depend on the type.
+ * share; a unit is one row for the loops in kernels/strided_rows.inc, or a tile if an operand is transposed with respect to
+ * the result.  float and int32 have the same size, so only those loops depend on the type.
  */
 #include <math.h>
 #include <omp.h>
@@ -286,8 +286,8 @@ pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const int64_t *s
 }
 
 /* ---- reductions ----
- * An axis of x is either kept, or reduced if y has stride 0 along it.  Outputs are computed in blocks of columns along one kept
- * axis; the reduced axes are the rows of a block.  Threads share the blocks.  If blocks are few and have many terms, the
+ * An axis of x is either kept, or reduced if y has stride 0 along it.  Outputs are computed in blocks of columns along one
+ * kept axis; the reduced axes are the rows of a block.  Threads share the blocks.  If blocks are few and have many terms, the
  * outermost reduced axis is cut into pieces, whose sums are then added in order.  The cut depends on the shape alone, so the
  * order of a sum never depends on the number of threads.
  */

@@ -20,9 +20,9 @@
 //   backward_queries   otherwise: dq as in forward; this computes the scores twice, but no block waits for another
 //
 // No two blocks add to the same sum, so the order of every sum is fixed.  Keys that no query of a tile may see are skipped.
-// Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round a
-// score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or bf16
-// in registers, according to the precision.
+// Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round
+// a score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or
+// bf16 in registers, according to the precision.
 #include "block.cuh"
 #include "philox.cuh"
 
@@ -165,7 +165,8 @@ DEVICE float row_max(float x) {                                // ignores NaN
 // ---- products of a warp --------------------------------------------------------------------------------------------
 // Each function adds a product to d (16, 8N); its operands are in tiles or in registers.  A tensor core instruction takes 16
 // summands of 16 rows of the left operand and of 8 columns of the right one, as adjacent pairs: half h of the 16 has summands
-// 8h + 2t, 8h + 2t + 1.  (The TF32 instruction defines them as t and t + 4; any permutation used for both operands is correct.)
+// 8h + 2t, 8h + 2t + 1.  (The TF32 instruction defines them as t and t + 4; any permutation used for both operands is
+// correct.)
 struct Left { unsigned x[2][4]; };              // of rows g and g + 8;  bf16: all 16 summands in x[0]
 struct Right { unsigned x[2][2]; };             // of column g
 
@@ -235,8 +236,8 @@ DEVICE void rows_by_rows(Held<N> &d, const float *a, const float *b, int summand
     }
 }
 
-// The inner step of the two products below, for one summand in float32 or 16 on a tensor core: elements of the left operand, of
-// rows g and g + 8, times rows of b.
+// The inner step of the two products below, for one summand in float32 or 16 on a tensor core: elements of the left operand,
+// of rows g and g + 8, times rows of b.
 DEVICE void add_row(Held<OUT> &d, float a0, float a1, const float *b, int columns) {
     for_columns<OUT>(columns, [&](int n) {
         const float2 x = two(b + lane_pair() + 8 * n);
@@ -350,8 +351,8 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, in
 }
 
 // ---- forward ----------------------------------------------------------------------------------------------------------
-// ONCE: one tile contains all keys.  Then the result needs no registers while the scores are computed, and four blocks fit on a
-// multiprocessor instead of three.
+// ONCE: one tile contains all keys.  Then the result needs no registers while the scores are computed, and four blocks fit on
+// a multiprocessor instead of three.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
 forward(Call c, float *y, float *stats, const float *q, const float *k, const float *v) {
@@ -365,7 +366,7 @@ forward(Call c, float *y, float *stats, const float *q, const float *k, const fl
         const int64_t length = c.lengths[p.sequence];
         if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sequence, length, c.Tk);
     }
-    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};       // sum of exp(score - top), maximum of the scores, so far
+    float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};    // sum of exp(score - top), maximum of the scores, so far
     Held<OUT> result;
     zero(result);
     for (int64_t j = 0; j < all; j += ROWS) {
@@ -456,8 +457,8 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
 
 // For queries starting at i and keys starting at j: the weights times D (see pyops.h) and the gradients of the scores, in
 // registers.  Tiles are loaded if new_queries or new_keys is set, or if there are several chunks; at the end they contain the
-// chunk of this block.  `all`: the number of keys to read.  dsum is an input unless all_keys is set: then it is computed as the
-// sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
+// chunk of this block.  `all`: the number of keys to read.  dsum is an input unless all_keys is set: then it is computed as
+// the sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
 template <Precision P, int WARPS, int N>
 DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c, const BlockTask &p,
                                   const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys, bool new_queries,
@@ -476,7 +477,7 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
     zero(w);
     zero(ds);
     for (unsigned n = 0; n < c.chunks; n++) {
-        const int64_t channel = static_cast<int64_t>((p.chunk + n + 1) % c.chunks) * CHANNELS;         // this block's chunk last
+        const int64_t channel = static_cast<int64_t>((p.chunk + n + 1) % c.chunks) * CHANNELS;      // this block's chunk last
         const int width = width_of(c, channel);
         __syncthreads();                                        // all reads of the tiles have finished
         const bool queries_too = new_queries || c.chunks > 1, keys_too = new_keys || c.chunks > 1;
@@ -516,8 +517,8 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
     }
 }
 
-// dk and dv of a tile of keys.  Also dq, unless it is NULL because there are several tiles of keys.  ONCE: there is one tile of
-// queries, so the sums need no registers before and after it, and three blocks fit on a multiprocessor instead of two.
+// dk and dv of a tile of keys.  Also dq, unless it is NULL because there are several tiles of keys.  ONCE: there is one tile
+// of queries, so the sums need no registers before and after it, and three blocks fit on a multiprocessor instead of two.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
 backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {

@@ -1,12 +1,12 @@
 // batch_norm.cu - normalise columns to mean 0 and variance 1 over the rows of a batch, then scale and shift.
 //
-// A block has 32 columns and 16 warps.  A warp reads 32 adjacent elements of a row (coalesced), and a lane stays in its column.
-// Warp w takes rows w, w + 16, ... of a piece of 256 rows, so a lane has 16 numbers in registers:
+// A block has 32 columns and 16 warps.  A warp reads 32 adjacent elements of a row (coalesced), and a lane stays in its
+// column.  Warp w takes rows w, w + 16, ... of a piece of 256 rows, so a lane has 16 numbers in registers:
 //
 //                 32 columns
 //            +-----------------+
-//    row 0   | warp 0          |      A lane sums its numbers, then the block adds its 16 warps in order, then pieces and groups
-//        1   | warp 1          |      of rows are added in order: no sum has many terms, and the order is fixed.
+//    row 0   | warp 0          |    A lane sums its numbers, then the block adds its 16 warps in order, then pieces and groups
+//        1   | warp 1          |    of rows are added in order: no sum has many terms, and the order is fixed.
 //       ..   |  ..             |
 //       15   | warp 15         |
 //       16   | warp 0          |

@@ -12,6 +12,7 @@
 extern "C" {
 #endif
 
+/* clang-format off */
 /* Number of devices.  0 and an error with the reason if there is no driver or no device. */
 PYOPS_API pyops_status pyops_device_count(int32_t *count);
 /* Select the device for all later calls.  Fails if this build contains no code for it. */

@@ -2,12 +2,12 @@
 //
 // Forward: a warp copies a row.
 //
-// Backward: a token that occurs several times adds several gradients, in the order of its positions.  So one warp must have all
-// positions of a token.  Two launches per CHUNK of positions:
+// Backward: a token that occurs several times adds several gradients, in the order of its positions.  So one warp must have
+// all positions of a token.  Two launches per CHUNK of positions:
 //
 //   group   Tokens are distributed over classes, one block each (Fibonacci hashing puts adjacent ids into different classes:
-//           Knuth, The Art of Computer Programming 3, section 6.4).  A block scans all ids and keeps the positions of its class,
-//           in order; then its warps group equal tokens:
+//           Knuth, The Art of Computer Programming 3, section 6.4).  A block scans all ids and keeps the positions of its
+//           class, in order; then its warps group equal tokens:
 //
 //               ids        7  4  7  9  4  7  2                    positions 0 to 6
 //               classes    [ 0 2 4 1 5 | 3 6 ]                    tokens 4 and 7 in the first, 2 and 9 in the second
@@ -56,7 +56,7 @@ DEVICE int class_of(int32_t id, int bits) { return bits ? (uint32_t(id) * 265443
 
 struct Groups {                                         // in the workspace of the library, for the launches of one call
     int32_t position[CHUNK], id[CHUNK];                 // sorted by class, then by position
-    int32_t order[CHUNK], length[CHUNK];                // sorted by token; length: count at its first position, 0 at the others
+    int32_t order[CHUNK], length[CHUNK];              // sorted by token; length: count at its first position, 0 at the others
 };
 
 // ids has R positions, the first of which is position `first` of the call.  A block for each of the 2^bits classes.

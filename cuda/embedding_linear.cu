@@ -1,7 +1,7 @@
 // embedding_linear.cu - rows of a table by index, concatenated with a context, and a linear layer over both.
 //
-// The rows and the context are concatenated in `work`, and the products cover all positions.  The CPU finds the distinct tokens
-// first; here that would need a synchronisation, since the launch of a product depends on their number.
+// The rows and the context are concatenated in `work`, and the products cover all positions.  The CPU finds the distinct
+// tokens first; here that would need a synchronisation, since the launch of a product depends on their number.
 #include "index.cuh"
 #include "reduce.cuh"
 
@@ -48,7 +48,7 @@ extern "C" pyops_status pyops_embedding_linear_backward(
     const int64_t I = E + C, R = T * B;
     float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
     if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
-    if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);       // x is no longer needed
+    if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);  // x is no longer needed
     if (!status && C) status = pyops_concat_context_backward(work, dcontext, x, T, B, E, C, stream);
     if (!status) status = pyops_embedding_backward(dtable, touched, work, ids, R, V, E, stream);
     if (status) return status;

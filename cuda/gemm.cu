@@ -1,9 +1,9 @@
 // gemm.cu - matrix products: c (+)= a b + bias, for operands of any strides.
 //
-// A block computes a tile of c (tile.cuh) of 128 x 128, 64 x 64 or 32 x 32 sums.  If there are fewer tiles than multiprocessors
-// and K is long, several blocks share a tile, each with a part of K (split-K): their sums go to the workspace, and a second
-// kernel adds them in order.  Both choices depend only on the sizes, so a product has the same bits in every run, alone or in a
-// batch.
+// A block computes a tile of c (tile.cuh) of 128 x 128, 64 x 64 or 32 x 32 sums.  If there are fewer tiles than
+// multiprocessors and K is long, several blocks share a tile, each with a part of K (split-K): their sums go to the workspace,
+// and a second kernel adds them in order.  Both choices depend only on the sizes, so a product has the same bits in every run,
+// alone or in a batch.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -287,7 +287,7 @@ static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precisio
     const bool bf16 = precision == Precision::bf16;
     const int64_t processors = pyops_multiprocessors();
     const double waves = blocks_for(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256), processors);
-    const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);           // 20 bytes per cycle
+    const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);         // 20 bytes per cycle
     const double product = waves * (2000 + 128.0 * 256 * K / (bf16 ? 1500 : 750));
     return passes + product < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
 }

@@ -171,8 +171,8 @@ extern "C" pyops_status pyops_gru_backward(
     if (p.teams) status = pyops_launched("gru_backward", launch_backward(b, p, reset_before, stream), stream);
     else status = backward_by_steps(b, rest, reset_before, stream);
 
-    // Sums over all steps.  The gradient of the n part of w_hh is du x h[t-1] with the reset gate after the product, and dn x u
-    // with it before.  Without an h0 the first step adds nothing to dw_hh, and h contains the h[t-1] of the other steps.
+    // Sums over all steps.  The gradient of the n part of w_hh is du x h[t-1] with the reset gate after the product, and dn x
+    // u with it before.  Without an h0 the first step adds nothing to dw_hh, and h contains the h[t-1] of the other steps.
     const auto add_weight_gradient = [&](float *dw, const float *d, int64_t M, const float *input, int64_t N, int64_t ld,
                                          int64_t rows) {
         if (!status && rows) status = pyops_gemm(dw, d, input, nullptr, M, N, rows, N, 1, 4 * H, ld, 1, 1, 0, stream);

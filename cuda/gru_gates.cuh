@@ -7,7 +7,7 @@ namespace gru {
 // ---- forward ----------------------------------------------------------------------------------------------------
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-struct GateInputs {                         // known before the product: a_r, a_z, a_n and h[t-1]; for before_gates_2, z itself
+struct GateInputs {                        // known before the product: a_r, a_z, a_n and h[t-1]; for before_gates_2, z itself
     float r, z, n, h;
 };
 // a points to a_r; a_z and a_n follow H floats apart.  h may be NULL.

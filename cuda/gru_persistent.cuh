@@ -1,5 +1,5 @@
-// gru_persistent.cuh - all steps of a GRU in one kernel, which keeps the recurrent weights in shared memory from the first step
-// to the last (persistent RNNs: Diamos et al. 2016, ICML).
+// gru_persistent.cuh - all steps of a GRU in one kernel, which keeps the recurrent weights in shared memory from the first
+// step to the last (persistent RNNs: Diamos et al. 2016, ICML).
 //
 // The units of the state and the rows of the batch are divided among blocks.  There are at most as many blocks as
 // multiprocessors:
@@ -31,9 +31,9 @@ namespace gru {
 // segments, which are divided among the slices.
 static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 8, SEGMENT = 16;
 
-// In float32 a lane has 3 or 4 columns of all 8 rows.  If fewer than 32 lanes cover all columns, the slice of K is also divided
-// among the lanes: each takes every PARTS-th group of four k.  On tensor cores the weights are the left operand, in tiles of 16
-// columns.
+// In float32 a lane has 3 or 4 columns of all 8 rows.  If fewer than 32 lanes cover all columns, the slice of K is also
+// divided among the lanes: each takes every PARTS-th group of four k.  On tensor cores the weights are the left operand, in
+// tiles of 16 columns.
 template <int N> struct Lanes {
     static constexpr int EACH = N % 3 ? 4 : 3, ACROSS = N / EACH, PARTS = 32 / ACROSS;
     // If fewer than 8 lanes cover all columns, 8 lanes that read at once read several k.  To avoid bank conflicts the columns
@@ -311,8 +311,8 @@ DEVICE void arrive(const Assignment &own, int chunk) {
     if (threadIdx.x == 0) add_release(own.counters + chunk * COUNTER, 1);
 }
 
-// Copy rows of `ld` floats to shared memory: from each, `parts` parts of H floats, the first at column `first`.  The zeros that
-// pad each part to whole segments are already there.  A third part skips one: of dr dz dn du it is du.
+// Copy rows of `ld` floats to shared memory: from each, `parts` parts of H floats, the first at column `first`.  The zeros
+// that pad each part to whole segments are already there.  A third part skips one: of dr dz dn du it is du.
 DEVICE void load(float *to, const float *from, int64_t ld, int count, int first, int parts, const Partition &p) {
     const bool whole = p.H % 4 == 0 && uintptr_t(from) % 16 == 0;      // then every row and part is aligned to 16 bytes
     const int lane = threadIdx.x % 32;

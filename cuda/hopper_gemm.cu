@@ -3,15 +3,15 @@
 // Three warpgroups of 128 threads share a block; a tile of c has 128 x TN sums, TN = 256 or 128:
 //
 //                           ring of rows of 128 bytes along K in shared memory
-//    warpgroup 2            +--------------+--------------+--------------+---    warpgroup 0: wgmma, rows  0 ..  63 of the tile
-//    one thread issues -->  | a 128, b TN  | a 128, b TN  |   arriving   |  -->  warpgroup 1: wgmma, rows 64 .. 127
-//    bulk copies            +--------------+--------------+--------------+---      64 x TN sums each, in registers
+//    warpgroup 2            +--------------+--------------+--------------+---   warpgroup 0: wgmma, rows  0 ..  63 of the tile
+//    one thread issues -->  | a 128, b TN  | a 128, b TN  |   arriving   |  --> warpgroup 1: wgmma, rows 64 .. 127
+//    bulk copies            +--------------+--------------+--------------+---     64 x TN sums each, in registers
 //                                full[slot]: its bytes have arrived;   empty[slot]: all 8 warps have multiplied it
 //
 // The copying warpgroup runs ahead of the others by up to the number of slots, also across tiles: while sums are written, the
 // panels of the next tile arrive.  It needs few registers and releases the rest.  Blocks are persistent: each computes every
-// gridDim.x-th tile.  Tiles are ordered in bands, so that concurrent blocks share rows of a and b in L2.  Rows in shared memory
-// have the 128-byte swizzle of bulk copies and wgmma.
+// gridDim.x-th tile.  Tiles are ordered in bands, so that concurrent blocks share rows of a and b in L2.  Rows in shared
+// memory have the 128-byte swizzle of bulk copies and wgmma.
 #include "hopper.cuh"
 #include "product.cuh"
 

@@ -1,8 +1,8 @@
 // layer_norm.cu - normalise rows to mean 0 and variance 1, then scale and shift by column.
 //
-// A row is read once and stays in the registers of a team: a warp, or a block for longer rows.  All sums over the row use these
-// registers, in as many passes as accuracy requires.  A lane of the team has every n-th pack of 4 adjacent elements (one access
-// if aligned to 16 bytes), or of 1 element if the number of columns is not a multiple of 4:
+// A row is read once and stays in the registers of a team: a warp, or a block for longer rows.  All sums over the row use
+// these registers, in as many passes as accuracy requires.  A lane of the team has every n-th pack of 4 adjacent elements (one
+// access if aligned to 16 bytes), or of 1 element if the number of columns is not a multiple of 4:
 //
 //     row   | pack 0 | pack 1 | ... | pack n-1 | pack n | pack n+1 | ...         n = 32 or 256 lanes of a team,
 //           | lane 0 | lane 1 | ... | lane n-1 | lane 0 | lane 1   | ...         each with up to 4 or 8 packs
@@ -53,7 +53,8 @@ template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bo
     for (int k = 0; k < WIDTH; k++) p[k] = x.at[k];
 }
 
-// A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row.  PACKS = 0: not kept in registers but read again.
+// A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row.  PACKS = 0: not kept in registers but read
+// again.
 template <int LANES_, int WIDTH_, int PACKS_> struct Share {
     static constexpr int LANES = LANES_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, SLOTS = HELD ? PACKS : 1;
     using Neighbours = Pack<float, WIDTH>;
@@ -107,7 +108,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
         });
         row_sums<S::LANES>(sum);
         const float first = sum[0] * share;
-        float sums[2] = {};                     // of the deviations, which corrects the rounding of the mean, and of their squares
+        float sums[2] = {};                // of the deviations, which corrects the rounding of the mean, and of their squares
         S::each(C, [&](int i, int64_t c) {
             const Neighbours in = row.at(i, c);
 #pragma unroll

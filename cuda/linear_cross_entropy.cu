@@ -4,17 +4,17 @@
 // gradient is never stored: both products that need it compute it from the logits while loading their operands.
 //
 //   gather      x_valid = the valid rows of x, compacted, in order; zeros the masked rows of dx
-//   logits      tiles of x_valid weight' + bias; per row and tile the maximum, the sum of exponentials, the sum of logit - maximum
+//   logits      tiles of x_valid weight' + bias; per row and tile: maximum, sum of exponentials, sum of logit - maximum
 //   row_losses  per row, from these: maximum, sum of exponentials, loss
 //   mean_loss   mean of the losses, summed in order
 //   dx          tiles of dlogits weight; if there are few tiles, each is split into parts of the vocabulary
 //   add_parts   sums the parts, in order, and scatters the rows to dx
 //   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
 //
-//                   V, in tiles of 128                   dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
+//                   V, in tiles of 128               dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
 //              +-----+-----+--  --+---+
-//   valid rows |     |     |      |   |  logits, rows ldv apart      max and sum come from all tiles of a row, so no gradient
-//   p in tiles +-----+-----+--  --+---+                              can be formed before the last tile of the row is done
+//   valid rows |     |     |      |   |  logits, rows ldv apart   max and sum come from all tiles of a row, so no gradient
+//   p in tiles +-----+-----+--  --+---+                           can be formed before the last tile of the row is done
 //   of 128     |     |     |      |   |
 //              +-----+-----+--  --+---+
 //
@@ -190,7 +190,7 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     static constexpr Way way = Way::formed;
     using Line = ValidRow;
     const ValidRow *row;
-    float on_label, everywhere;                         // dlogits = factor * exp - everywhere - (v is the label ? on_label : 0)
+    float on_label, everywhere;                       // dlogits = factor * exp - everywhere - (v is the label ? on_label : 0)
     mutable float column_sum[4] = {};                   // of the values of this thread; in dweight, of the same four words
 
     __device__ __forceinline__ DLogits(const Call &c, int64_t rows)

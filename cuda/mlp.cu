@@ -27,7 +27,8 @@
 //
 //     rows of gradients  -> a sum of squares of each --- through work -- [grid] -->  norm -> factor -> Adam on the same rows
 //
-// Every block adds all sums of squares, in the same order.  Without clipping, neither the norm nor the second [grid] is needed.
+// Every block adds all sums of squares, in the same order.  Without clipping, neither the norm nor the second [grid] is
+// needed.
 //
 // Alternatives to one launch with a barrier across the grid:
 // - Two launches.  The barrier costs two round trips to L2, an atomic addition and a load that sees the sum.  A second kernel
@@ -60,7 +61,7 @@ struct Network {
     int64_t N, B;
     int I, H, C, width;                         // width: of a row of da and r
     int most;                                   // maximum number of these rows in a tile
-    int pixel_units, units;                     // unit: the gradients of eight pixels or CLASSES classes, computed by one block
+    int pixel_units, units;                   // unit: the gradients of eight pixels or CLASSES classes, computed by one block
     float scale, share;                         // share: the weight of an image in the loss, 1 / B
     Who who;
     FaultRecord *faults;
@@ -162,7 +163,8 @@ DEVICE int class_of(const Network &net, int unit) {                             
     return warp_id() < CLASSES && c < net.C ? c : -1;
 }
 
-// Of the images from, ..., from + count - 1 each thread has one: its row index, or -1 for none; and its eight pixels of a unit.
+// Of the images from, ..., from + count - 1 each thread has one: its row index, or -1 for none; and its eight pixels of a
+// unit.
 DEVICE int64_t own_row(const Network &net, int64_t from, int count) {
     return static_cast<int>(threadIdx.x) < count ? net.rows[from + threadIdx.x] : -1;
 }

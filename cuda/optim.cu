@@ -44,8 +44,8 @@ extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_
 
 // ---- the norm ----------------------------------------------------------------------------------------
 namespace {
-// Two launches: a block sums the squares of a chunk, then one block adds the sums of the chunks.  All sums are in double, since
-// float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
+// Two launches: a block sums the squares of a chunk, then one block adds the sums of the chunks.  All sums are in double,
+// since float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
 
 // The array of sums in `work`, aligned for double.
@@ -186,7 +186,7 @@ struct Descent {
 struct DescentWithMomentum {
     static constexpr int INPUTS = 3, OUTPUTS = 2;                              // param, velocity, grad -> param, velocity
     Descent plain;
-    float momentum, own, ahead;                                                // coefficients of gradient and velocity in the step
+    float momentum, own, ahead;                                           // coefficients of gradient and velocity in the step
     __device__ bool begin() { return plain.begin(); }
     __device__ void operator()(const float (&in)[3], float (&out)[2]) const {
         const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + g;

@@ -1,4 +1,5 @@
-// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions, the log of steps.
+// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions, the log of
+// steps.
 //
 // All are bound by memory bandwidth.  Flat arrays use flat.cuh, column sums reduce.cuh.  In the other kernels a thread takes
 // four adjacent floats, or one, at a time, and accesses of a warp are coalesced.
@@ -38,7 +39,7 @@ struct Scale {
 struct Relu {
     static constexpr int INPUTS = 1, OUTPUTS = 1;
     __device__ bool begin() { return true; }
-    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] < 0.0f ? 0.0f : x[0]; }    // NaN stays NaN
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] < 0.0f ? 0.0f : x[0]; } // NaN stays NaN
 };
 
 struct ReluBackward {

@@ -1,7 +1,7 @@
 // softmax.cu - the softmax of attention scores in memory, for attention that is composed of separate products.
 //
-// A warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128, which share a
-// counter of dropout:
+// A warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128, which share
+// a counter of dropout:
 //
 //     row   | 0 1 2 3 | 4 5 6 7 | ...  | 124 ... 127 | 128 ... 131 | ...
 //           | lane 0  | lane 1  | ...  | lane 31     | lane 0      | ...

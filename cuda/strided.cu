@@ -1,8 +1,8 @@
 // strided.cu - element-wise operations, copies and reductions on arrays with any strides.
 //
 // The host first simplifies the axes of a call: it drops axes of size 1, orders the others by stride, and merges adjacent axes
-// that are contiguous in all operands.  A contiguous array of any shape becomes a single axis.  Then one of three kernels runs,
-// each over all elements of y in memory order:
+// that are contiguous in all operands.  A contiguous array of any shape becomes a single axis.  Then one of three kernels
+// runs, each over all elements of y in memory order:
 //
 //     packs      every operand is contiguous or constant along the last axis: a thread takes four adjacent elements at once
 //     elements   any strides: a thread takes one element, the next thread the next element of y
@@ -193,9 +193,9 @@ static __global__ void __launch_bounds__(THREADS) packs(F f, Arrays<F> arrays, A
 }
 
 // ---- the kernel: tiles -------------------------------------------------------------------------------
-// A tile has 1024 elements of the plane of two axes, the last one and the transposed one: 32 x 32, or longer in one axis if the
-// other is short.  In shared memory it has the order of the input, with columns padded by one element to reduce bank conflicts
-// in both orders.
+// A tile has 1024 elements of the plane of two axes, the last one and the transposed one: 32 x 32, or longer in one axis if
+// the other is short.  In shared memory it has the order of the input, with columns padded by one element to reduce bank
+// conflicts in both orders.
 static constexpr int TILE = 1024, SHORTEST = 4, PER_THREAD = TILE / THREADS, TILE_ROOM = TILE + TILE / SHORTEST;
 
 struct Plane {

@@ -2,8 +2,8 @@
 #pragma once
 #include "internal.cuh"
 
-// A block of 32 x 32 threads sums 32 adjacent columns, so a warp reads 128 contiguous bytes of a row.  Rows are assigned to the
-// warps in turn, and the sums of the warps are added in order.  The threads with threadIdx.y = 0 get the result.
+// A block of 32 x 32 threads sums 32 adjacent columns, so a warp reads 128 contiguous bytes of a row.  Rows are assigned to
+// the warps in turn, and the sums of the warps are added in order.  The threads with threadIdx.y = 0 get the result.
 constexpr int COLUMNS = 32, COLUMN_THREADS = 32;
 
 DEVICE float column_sum(const float *x, int64_t rows, int64_t ld, int64_t column, int64_t columns) {

@@ -3,8 +3,8 @@
 #include "block.cuh"
 
 // Call emit(rank, i) for each i < n with keep(i), where rank = 0, 1, ... in the order of i; return their number.
-// Each warp has a slice of consecutive indices.  It counts the indices that it keeps; the counts of the previous warps give the
-// first rank of its slice; then it traverses the slice again.  Within 32 lanes the rank follows from a ballot.
+// Each warp has a slice of consecutive indices.  It counts the indices that it keeps; the counts of the previous warps give
+// the first rank of its slice; then it traverses the slice again.  Within 32 lanes the rank follows from a ballot.
 // `counts` has one element per warp.  All threads of the block must call this; keep is called twice for each i.
 template <class Keep, class Emit> DEVICE int block_compact(int n, int *counts, Keep keep, Emit emit) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;

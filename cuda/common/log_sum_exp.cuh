@@ -30,8 +30,8 @@ struct LogSumExp {
     __device__ float total() const { return sum > 0.0f ? sum : NAN; }
 };
 
-// max is the same in all lanes.  The sum is taken from lane 0: add(a, b) and add(b, a) may round differently, so the sums of other
-// lanes may differ in the last bit.
+// max is the same in all lanes.  The sum is taken from lane 0: add(a, b) and add(b, a) may round differently, so the sums of
+// other lanes may differ in the last bit.
 template <int LANES = 32> DEVICE LogSumExp warp_log_sum_exp(LogSumExp mine) {
 #pragma unroll
     for (int step = LANES / 2; step; step >>= 1) {

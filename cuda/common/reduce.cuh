@@ -1,8 +1,8 @@
 // reduce.cuh - sums, maxima and minima over any axes of an array.
 //
-// Every axis is kept or reduced.  Outputs (over the kept axes) and the terms of an output (over the reduced axes) are numbered.
-// A block of 256 threads computes several outputs, with several threads per output.  The lanes of a warp follow the dimension
-// that is contiguous in memory:
+// Every axis is kept or reduced.  Outputs (over the kept axes) and the terms of an output (over the reduced axes) are
+// numbered.  A block of 256 threads computes several outputs, with several threads per output.  The lanes of a warp follow the
+// dimension that is contiguous in memory:
 //
 //     contiguous terms                             contiguous outputs
 //          terms ->                                     outputs ->

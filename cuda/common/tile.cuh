@@ -1,8 +1,8 @@
 // tile.cuh - the matrix product of a block, for any kernel: a tile of sums  c[m,n] = sum_k a[m,k] b[n,k].
 //
 // Both operands are matrices with K as the second dimension and rows along the tile (the rows m of a, the columns n of the
-// usual b).  A block traverses K in steps of S::K.  The two panels of a step are in shared memory, in a ring of S::STAGES slots
-// that is filled in advance:
+// usual b).  A block traverses K in steps of S::K.  The two panels of a step are in shared memory, in a ring of S::STAGES
+// slots that is filled in advance:
 //
 //              panel of b   S::N rows x S::K              slots    [ computing ][ arriving ][ arriving ]
 //            +------------------------+
@@ -172,8 +172,8 @@ template <class S, int ROWS, class X> struct Panel {
 };
 
 // ---- assignment of rows to lanes -----------------------------------------------------------------------------------
-// GROUP adjacent lanes have COUNT rows each; index(q, g) is the row of the tile that is row q of lane g.  In a panel along k it
-// is q * GROUP + g: adjacent lanes read adjacent padded rows.  In a panel of lines of rows, a lane has V adjacent rows.
+// GROUP adjacent lanes have COUNT rows each; index(q, g) is the row of the tile that is row q of lane g.  In a panel along k
+// it is q * GROUP + g: adjacent lanes read adjacent padded rows.  In a panel of lines of rows, a lane has V adjacent rows.
 template <bool K_INNER, int GROUP, int COUNT> struct Rows {
     static constexpr int V = K_INNER ? 1 : COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
     static __device__ __forceinline__ constexpr int index(int q, int g) { return q / V * V * GROUP + g * V + q % V; }
@@ -368,7 +368,7 @@ template <class S, Precision P, class A, class B> struct Tile {
             cp_async_wait<S::STAGES - 2>();                     // this thread's copies for this step have arrived
             panel_a.form(shared + here * SLOT);
             panel_b.form(shared + here * SLOT + PanelA::FLOATS);
-            __syncthreads();                                    // all copies have arrived, and no thread reads `ahead` any more
+            __syncthreads();                                  // all copies have arrived, and no thread reads `ahead` any more
             const bool more = step + S::STAGES - 1 < steps;
             if (more) begin(ahead);
             cp_async_commit();

@@ -185,9 +185,9 @@ static __global__ void __launch_bounds__(256) tensor_core(Problem p) {
     warp.write(p);
 }
 
-// ---- 7. Asynchronous copies, and 8. more sums per warp ----------------------------------------------------------------------
-// Copies from memory to shared memory are asynchronous and run two steps of K ahead of the multiplication.  With 64 x 32 sums a
-// warp reads 24 numbers per lane for 16 instructions; with 64 x 64, 32 numbers for 32 instructions.
+// ---- 7. Asynchronous copies, and 8. more sums per warp ---------------------------------------------------------------------
+// Copies from memory to shared memory are asynchronous and run two steps of K ahead of the multiplication.  With 64 x 32 sums
+// a warp reads 24 numbers per lane for 16 instructions; with 64 x 64, 32 numbers for 32 instructions.
 template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (WM * WN) * 32) pipeline(Problem p) {
     constexpr int THREADS = 128 * 128 / (WM * WN) * 32, SLOTS = 3;
     DYN_SHARED(float, ring);
@@ -213,7 +213,7 @@ template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (
     warp.write(p);
 }
 
-// ---- 9. Hopper: bulk copies and wgmma ---------------------------------------------------------------------------------------
+// ---- 9. Hopper: bulk copies and wgmma --------------------------------------------------------------------------------------
 // One thread issues copies of whole panels, and four warps together multiply 64 x 16 by 16 x 256 numbers directly from shared
 // memory, in bfloat16.  The library continues from here, with a separate warp for the copies and persistent blocks
 // (hopper_gemm.cu).
@@ -255,7 +255,7 @@ static __global__ void __launch_bounds__(256, 1) wgmma_tma(
         *reinterpret_cast<float2 *>(p.c + size_t(m + i / 2 % 2 * 8) * p.N + n + i / 4 * 8) = make_float2(sum[i], sum[i + 1]);
 }
 
-// ---- the steps --------------------------------------------------------------------------------------------------------------
+// ---- the steps -------------------------------------------------------------------------------------------------------------
 static dim3 tiles(const Problem &p, int m, int n) { return dim3(p.N / n, p.M / m); }
 template <auto *KERNEL> static cudaError_t squares(const Problem &p) {
     return LAUNCH(KERNEL, tiles(p, 32, 32), dim3(32, 32), 0, 0, p);
@@ -286,7 +286,7 @@ static const Step STEPS[] = {
     {"9 wgmma, TMA, bfloat16", hopper},
 };
 
-// ---- the program ------------------------------------------------------------------------------------------------------------
+// ---- the program -----------------------------------------------------------------------------------------------------------
 static void check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
     fprintf(stderr, "ladder: %s: %s\n", what, cudaGetErrorString(error));

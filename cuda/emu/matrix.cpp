@@ -99,9 +99,9 @@ void do_store_matrices(void *const lanes[32], unsigned mask) {
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------------------
-// A descriptor of a matrix in shared memory, in units of 16 bytes: bits 0 to 13: start address; 16 to 29: leading offset; 32 to
-// 45: stride; 62 and 63: swizzle.  The emulator supports the 128-byte swizzle: within each 1024 bytes, the index of a 16-byte
-// piece is XORed with the index of its 128-byte row.
+// A descriptor of a matrix in shared memory, in units of 16 bytes: bits 0 to 13: start address; 16 to 29: leading offset; 32
+// to 45: stride; 62 and 63: swizzle.  The emulator supports the 128-byte swizzle: within each 1024 bytes, the index of a
+// 16-byte piece is XORed with the index of its 128-byte row.
 //
 // Contiguous in K: rows of 128 bytes, in groups of 8 rows, `stride` apart.  A product reads 32 bytes of each row.
 // Transposed: rows of 64 elements of bfloat16 along m or n, one row per k; groups of 8 rows are `stride` apart, the next 64

@@ -1,7 +1,7 @@
 // sanitizer.h - the interface to AddressSanitizer and ThreadSanitizer, if one of them is in the process.
 //
-// The symbols are weak and resolved at run time, so one build of the emulator works with any sanitizer.  The emulator itself is
-// never instrumented.  When it moves data for a kernel, it reports the reads and writes here.  Its own accesses must stay
+// The symbols are weak and resolved at run time, so one build of the emulator works with any sanitizer.  The emulator itself
+// is never instrumented.  When it moves data for a kernel, it reports the reads and writes here.  Its own accesses must stay
 // invisible: TSan would take them for races, or for synchronisation between threads.
 #pragma once
 #include <cstddef>
@@ -69,8 +69,8 @@ static inline void copy(void *to, const void *from, size_t bytes) {
 void *own_memory(size_t bytes);         // for the emulator itself: TSan counts malloc and free as writes
 void own_memory_back(void *p);
 
-// A growing array in such memory.  Not std::vector: the linker may merge its functions with instrumented copies from the object
-// file of a kernel.
+// A growing array in such memory.  Not std::vector: the linker may merge its functions with instrumented copies from the
+// object file of a kernel.
 template <class T> struct Array {
     T *data = nullptr;
     size_t count = 0, room = 0;

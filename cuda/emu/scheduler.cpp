@@ -1,8 +1,9 @@
 // scheduler.cpp - run the blocks of a grid, and the threads of a block, in the order set by EMU_ORDER.
 //
 // One OS thread runs one block at a time (all blocks at once if they may wait for each other), and each CUDA thread of it is a
-// fibre.  A thread that must wait switches directly to the next runnable thread.  If there is none, that is a deadlock, and the
-// report lists the waiting threads.  Threads that never wait run one after the other on the same fibre, without any switch.
+// fibre.  A thread that must wait switches directly to the next runnable thread.  If there is none, that is a deadlock, and
+// the report lists the waiting threads.  Threads that never wait run one after the other on the same fibre, without any
+// switch.
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>

@@ -1,7 +1,7 @@
 // stream.cpp - streams, events and graphs.
 //
-// A stream is a queue of work.  It runs the work at once, or, with EMU_LAZY=1, only when something waits for it: a program that
-// reads a result too early then always reads NaN.  During a capture, the work is added to a graph.
+// A stream is a queue of work.  It runs the work at once, or, with EMU_LAZY=1, only when something waits for it: a program
+// that reads a result too early then always reads NaN.  During a capture, the work is added to a graph.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -164,7 +164,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     Inside inside(runtime);
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
     auto is_captured_there = [=](cudaStream_t other) { return other->capture == event->capture; };
-    if (event->capture && std::any_of(streams.begin(), streams.end(), is_captured_there)) {     // the stream joins the capture
+    if (event->capture && std::any_of(streams.begin(), streams.end(), is_captured_there)) {    // the stream joins the capture
         if (!stream) return fail(cudaErrorStreamCaptureImplicit);
         stream->capture = event->capture;
         return cudaSuccess;

@@ -299,7 +299,7 @@ template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float 
         b = rounded + 64 * K;
     }
     CUtensorMap a_map, b_map;
-    if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);     // both layouts: 64 x 64
+    if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);   // both layouts: 64 x 64
     if (!error) error = TRANS_B ? make_tensor_map_2d(&b_map, b, SIZE, N, K, N * SIZE, 64, K, true)
                                           : make_tensor_map_2d(&b_map, b, SIZE, K, N, K * SIZE, 128 / SIZE, N, true);
     const int bytes = (64 + (N < 64 ? 64 : N)) * 128 + 64;
