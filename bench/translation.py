@@ -7,11 +7,11 @@ import json
 import numpy as np
 
 
-def planned_steps(model, pairs, lr):
-    """Return plan.Steps of a translator's training step, as in training."""
+def planned_steps(model, pairs, lr, optimizer=None):
+    """Return plan.Steps of a translator's training step, as in training; optimizer: default Adam."""
     from pyops import plan
     from pyops.optim import Adam
-    optimizer = Adam(model.params, lr, max_norm=1.0)
+    optimizer = optimizer or Adam(model.params, lr, max_norm=1.0)
 
     def step(rows):
         model.params.zero_grads()

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from bench import gpu_products
+from pyops import PRECISIONS
 from pyops.backend.library import functions
 
 LADDER = ROOT / 'build' / 'emulated' / 'ladder'
@@ -55,13 +57,7 @@ def gemm(c, a, b, bias=None, accumulate=0, relu=0):
 # ---- what precision makes of an operand ------------------------------------------------------------------------------
 
 def rounded(x, p):
-    """TF32 keeps 10 bits of the mantissa, ties away from zero; bfloat16 7 bits, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    if p == TF32:
-        bits = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
-    if p == BF16:
-        bits = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32)
+    return gpu_products.rounded(x, PRECISIONS[p])
 
 
 def bf16(x):

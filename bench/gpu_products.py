@@ -1,0 +1,361 @@
+"""Matrix products and the ops around them at the sizes of the programs: errors, times, and the same bits after timing.
+
+The references of products are float64 products of the rounded operands, computed by numpy.
+"""
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.gpu_contest import compare, median_seconds, repeated, same_bits
+
+PRECISIONS = 'bf16', 'tf32', 'fp32'             # what matters most first
+EPS = float(np.finfo(np.float32).eps)
+SAMPLED = 2**31         # multiply-adds of a reference; of a larger product, some rows are compared element by element
+
+
+class Shape(NamedTuple):
+    """A product (M, K) x (K, N).  layout: N or T for each operand, T: it is stored transposed."""
+    name: str
+    M: int
+    N: int
+    K: int
+    layout: str
+    relu: bool = False
+
+
+def layer(name, rows, outputs, inputs, relu=False):
+    """The three products of a linear layer: forward, gradient of the input, gradient of the weight."""
+    return [Shape(name, rows, outputs, inputs, 'NT', relu), Shape(f'{name} dx', rows, inputs, outputs, 'NN'),
+            Shape(f'{name} dweight', outputs, inputs, rows, 'TN')]
+
+
+# Edges, every layout, rows that are no multiple of 16 bytes, long sums in parts.
+RAGGED = [Shape('ragged', *sizes, layout) for sizes in ((129, 131, 17), (33, 1, 65), (40, 33, 4103))
+          for layout in ('NT', 'NN', 'TN', 'TT')]
+# 9 tokens x 128 sentences, 64 x 256, and 8 sequences of 1024 tokens
+FULL = [*RAGGED, *layer('seq2seq gates', 1152, 768, 256), Shape('seq2seq decoder gates', 1152, 768, 512, 'NT'),
+        *layer('logits', 1152, 13387, 256),
+        *layer('transformer q', 1152, 256, 256), *layer('transformer ff', 1152, 64, 256, True),
+        *layer('base q', 16384, 512, 512), *layer('base ff', 16384, 2048, 512, True),
+        Shape('base logits', 16384, 13387, 512, 'NT'),
+        *layer('124M qkv', 8192, 2304, 768), *layer('124M ff', 8192, 3072, 768, True),
+        Shape('square', 8192, 8192, 8192, 'NT')]
+# The last is large enough for the emulator's four multiprocessors to convert the operands and use wgmma.
+TRIAL = [*layer('gates', 36, 48, 16), *RAGGED, *layer('ff', 130, 264, 72, True), *layer('logits', 12, 30, 16),
+         Shape('converted', 1020, 1024, 200, 'NT')]
+
+
+def rounded(x, precision):
+    """Round float32 operands as the library does: tf32 keeps 10 bits, ties away from zero; bf16 7 bits, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    if precision == 'tf32':
+        bits = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    if precision == 'bf16':
+        bits = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32)
+
+
+class Reference:
+    """The float64 result of a product, for some or all rows, and bounds of the error.
+
+    Float32 units round each of K sums; tensor cores truncate once per instruction of at least 8 terms.  s, the root of the
+    summed squares, is the size of a sum of random signs.  So an error of eps s (4 sqrt(K) + K / 8) is allowed.  Operands with
+    one bit less than bfloat16 exceed it 60 times at K = 16384.
+    """
+
+    def __init__(self, a, b, bias, initial, relu, rng):
+        self.relu, self.initial, self.bias = relu, initial, bias
+        (M, K), N = a.shape, b.shape[1]
+        self.shape, self.factor = (M, N), EPS * (4 * math.sqrt(K) + K / 8)
+        count = min(M, max(2, SAMPLED // (N * K)))
+        self.rows = np.unique(np.r_[0, M - 1, rng.choice(M, count, replace=False)]) if count < M else np.arange(M)
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        self.exact = a[self.rows] @ b + bias
+        if initial is not None:
+            self.exact += initial[self.rows]
+        left, right = np.square(a, dtype=np.float32), np.square(b, dtype=np.float32)
+        self.allowed = self.factor * np.sqrt(left[self.rows] @ right) + 2 * EPS * (np.abs(self.exact) + 1)
+        # Every element of the rows that are not compared: sums of whole rows with random signs.
+        self.signs = rng.choice([-1.0, 1.0], N)
+        self.sums = a @ (b @ self.signs) + bias @ self.signs
+        self.sums += 0 if initial is None else initial @ self.signs
+        self.sums_allowed = 4 * self.factor * np.sqrt(left @ right.sum(1)) + 8 * EPS * math.sqrt(N) * (np.abs(self.sums) + 1)
+
+    def check(self, run, figure, c):
+        want = np.maximum(self.exact, 0) if self.relu else self.exact
+        run.check(figure, f'{len(self.rows)} of {len(c)} rows', (np.abs(c[self.rows] - want) / self.allowed).max(), 1.0)
+        if not self.relu:
+            sums = np.concatenate([part.astype(np.float64) @ self.signs for part in np.array_split(c, -(-len(c) // 1024))])
+            run.check(figure, 'sums of all rows', (np.abs(sums - self.sums) / self.sums_allowed).max(), 1.0)
+
+
+class Case:
+    """The operands of a Shape on the host, on the GPU and in PyTorch."""
+
+    def __init__(self, shape, torch):
+        from pyops import backend
+        self.shape, self.torch = shape, torch
+        _, M, N, K, layout, _ = shape
+        rng = self.rng = np.random.default_rng([M, N, K])
+        self.a, self.b = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, N), np.float32)
+        self.is_forward, self.is_dweight = layout == 'NT', layout == 'TN'
+        self.bias = rng.standard_normal(N, np.float32) if self.is_forward else np.zeros(N, np.float32)
+        self.initial = rng.standard_normal((M, N), np.float32) if self.is_dweight else None     # gradients accumulate
+        self.start = np.full((M, N), np.nan, np.float32) if self.initial is None else self.initial
+        stored = [np.ascontiguousarray(x.T if kind == 'T' else x) for x, kind in zip((self.a, self.b), layout, strict=True)]
+        self.stored, self.c = [backend.put(x) for x in stored], backend.zeros((M, N))
+        self.device_bias = backend.put(self.bias) if self.is_forward else None
+        if torch:
+            self.torch_stored = [torch.put(x) for x in stored]
+            self.torch_bias, self.torch_c = torch.put(self.bias), torch.put(self.start)
+
+    def views(self, stored):
+        """Return both operands, (M, K) and (K, N), as views of stored matrices."""
+        return [x.T if kind == 'T' else x for x, kind in zip(stored, self.shape.layout, strict=True)]
+
+    def reference(self, precision, is_plain=False):
+        """Return the Reference.  is_plain: without bias and activation."""
+        bias, relu = (np.zeros_like(self.bias), False) if is_plain else (self.bias, self.shape.relu)
+        return Reference(rounded(self.a, precision), rounded(self.b, precision), bias, self.initial, relu, self.rng)
+
+    def result(self, call):
+        """Return c after one call."""
+        from pyops import backend
+        self.c[...] = self.start
+        call()
+        return backend.get(self.c)
+
+    def gemm(self):
+        """Return call() of the product of float32 operands."""
+        from pyops import backend
+        views = self.views(self.stored)
+        return lambda: backend.gemm(self.c, *views, self.device_bias, self.is_dweight, self.shape.relu)
+
+    def gemm_bf16(self, gpu):
+        """Return call() of the product of matrices in bfloat16: by wgmma if their rows are multiples of 16 bytes."""
+        name, M, N, K, _, _ = self.shape
+        ld = K if name == 'ragged' else -(-K // 8) * 8
+        halves = [to_bf16(gpu, x, rows, K, ld) for x, rows in zip(self.stored, (M, N), strict=True)]
+        return lambda: gpu.launch('gemm_bf16', self.c, *halves, M, N, K, N, ld, ld, False)
+
+    def torch_call(self, precision, is_plain=False):
+        """Return call() of the same in PyTorch; with bf16, its operands are bfloat16 matrices."""
+        stored = [x.bfloat16() for x in self.torch_stored] if precision == 'bf16' else self.torch_stored
+        a, b = self.views(stored)
+        if is_plain or not (self.is_forward or self.is_dweight):
+            return lambda: a @ b
+        if self.is_dweight:
+            return lambda: self.torch_c.add_(a @ b)
+        bias, addmm = self.torch_bias.to(a.dtype), self.torch.torch.addmm
+        return (lambda: addmm(bias, a, b).relu_()) if self.shape.relu else (lambda: addmm(bias, a, b))
+
+
+def products(run):
+    """Compare matrix products with float64 products, time them against torch.matmul, and compare their bits after timing."""
+    gpu, torch, sizes = run.gpu, run.torch, run.sizes
+
+    def measure(case, what, precision, call, is_plain=False):
+        figure = run.figure(f'{what} {precision}')
+        if figure is None:
+            return
+        first = case.result(call)
+        case.reference(precision, is_plain).check(run, figure, first)
+        contestants = {'ours': (repeated(call), gpu.synchronize)}
+        if torch:
+            theirs = repeated(case.torch_call(precision, is_plain))
+
+            def torch_run(n):
+                with torch.torch.no_grad(), torch.precision(precision):
+                    theirs(n)
+            contestants['torch'] = torch_run, torch.wait
+        seconds = median_seconds(contestants, sizes.product_turns, sizes.product_seconds)
+        same_bits(run, figure, {'c': case.result(call)}, {'c': first})
+        _, M, N, K, _, _ = case.shape
+        rate = 2 * M * N * K / seconds['ours']
+        run.timed(figure, seconds, flops=2 * M * N * K, flops_per_s=rate)
+        run.show(figure, f'{rate * 1e-12:7.1f} TFLOP/s')
+
+    for shape in sizes.products:
+        what = f'{shape.name} {shape.M}x{shape.N}x{shape.K} {shape.layout}'
+        if run.is_over():                               # not even its operands
+            run.figure(what)
+            continue
+        case = Case(shape, torch)
+        for precision in PRECISIONS:
+            gpu.precision = precision
+            measure(case, what, precision, case.gemm())
+            if precision == 'bf16' and case.is_forward and not shape.relu:
+                measure(case, f'{what} of bf16 matrices', precision, case.gemm_bf16(gpu), is_plain=True)
+        gpu.precision = 'fp32'
+
+
+def to_bf16(gpu, x, rows, columns, ld):
+    """Return a matrix on the GPU in bfloat16, with rows of ld elements in memory."""
+    from pyops import backend
+    y = backend.zeros((rows, ld), np.uint16)
+    gpu.launch('to_bf16', y, x, rows, columns, ld, columns, 1)
+    return y
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+# Relative error of a chain of a few products, of which each rounds its operands.
+TOLERANCE = {'fp32': 1e-5, 'tf32': 2e-3, 'bf16': 2e-2}
+
+
+def attention(T, B, D, heads, causal=False, p=0.0):
+    def make():
+        from pyops import backend
+        from pyops.ops import Attention
+        rng = np.random.default_rng(0)
+        q, k, v, dy = (backend.put(rng.standard_normal((T, B, D), np.float32)) for _ in range(4))
+        lengths = backend.put(rng.integers(1, T + 1, B).astype(np.int32))
+        op, step = Attention(heads, causal, p, key=3), backend.put(np.array([5], np.int64))
+
+        def call():
+            y, ctx = op.forward(q, k, v, lengths, step)
+            return dict(zip(('y', 'dq', 'dk', 'dv'), (y, *op.backward(dy, ctx)), strict=True))
+        return call
+    return make
+
+
+def gru(T, B, inputs, H):
+    def make():
+        from pyops import backend
+        from pyops.ops import GRU
+        rng = np.random.default_rng(0)
+        scale = 1 / math.sqrt(H)
+        params = parameters(rng, scale, w_ih=(3 * H, inputs), w_hh=(3 * H, H), b_ih=(3 * H,), b_hh=(3 * H,))
+        x, h0, dh = (backend.put(rng.standard_normal(shape, np.float32)) for shape in ((T, B, inputs), (B, H), (T, B, H)))
+        lengths = backend.put(rng.integers(1, T + 1, B).astype(np.int32))
+        op = GRU(*(params[name] for name in params))
+
+        def call():
+            params.zero_grads()
+            h, ctx = op.forward(x, h0, lengths)
+            dx, dh0 = op.backward(dh, ctx)
+            return dict(h=h, dx=dx, dh0=dh0, gradients=params.grads)
+        return call
+    return make
+
+
+def output_layer(R, D, V):
+    def make():
+        from pyops import backend
+        from pyops.ops import LinearCrossEntropy
+        rng = np.random.default_rng(0)
+        params = parameters(rng, 1 / math.sqrt(D), weight=(V, D), bias=(V,))
+        x, one = backend.put(rng.standard_normal((R, D), np.float32)), backend.put(np.ones(1, np.float32))
+        labels = rng.integers(0, V, R)
+        labels[rng.random(R) < 0.15] = -1
+        labels = backend.put(labels.astype(np.int32))
+        op = LinearCrossEntropy(params['weight'], params['bias'], smoothing=0.1)
+
+        def call():
+            params.zero_grads()
+            loss, ctx = op.forward(x, labels)
+            return dict(loss=loss, dx=op.backward(one, ctx), gradients=params.grads)
+        return call
+    return make
+
+
+def digits_step(N, B, H):
+    def make():
+        from mnist.train import prepare
+        from pyops import backend
+        rng = np.random.default_rng(0)
+        images = (rng.integers(0, 256, (N, 784)) * (rng.random((N, 784)) < 0.2)).astype(np.uint8)
+        model, optimizer, step, _ = prepare(images, rng.integers(0, 10, N).astype(np.int32), H)
+        initial, batches = backend.get(model.params.values).copy(), [backend.put(rng.integers(0, N, B)) for _ in range(3)]
+
+        def call():
+            reset(model.params, optimizer, initial)
+            for batch in batches:
+                loss = step(batch)
+            return dict(loss=loss, m=model.params.m, v=model.params.v)
+        return call
+    return make
+
+
+def formats(rows, columns):
+    """Every format: rounding, and codes."""
+    def make():
+        from pyops import backend
+        from pyops.formats import ELEMENTS, FORMATS, decode, encode, fake_quantize
+        rng = np.random.default_rng(0)
+        x = (rng.standard_normal((rows, columns)) * np.exp2(rng.integers(-12, 12, (rows, 1)))).astype(np.float32)
+        here = backend.put(x)
+        names = [*FORMATS, *(name for name in ELEMENTS if name != 'e2m1'), 'hifp8:round=hybrid', 'mxfp4:scale=even']
+
+        def call():
+            made = {}
+            for name in names:
+                for axis in (0, 1):
+                    made[f'{name} axis {axis}'] = fake_quantize(here, name, axis)
+                codes = encode(here, name)
+                made[f'{name} decoded'] = decode(codes)
+            return made
+        return call
+    return make
+
+
+def parameters(rng, scale, **shapes):
+    from pyops.params import Parameters, Spec
+    values = {name: (scale * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    return Parameters({name: Spec(shape, lambda _, shape, name=name: values[name]) for name, shape in shapes.items()})
+
+
+def reset(params, optimizer, initial):
+    """Set a model and its optimizer back to their start."""
+    params.values[...] = initial
+    for moments in (params.m, params.v):
+        moments[...] = np.zeros(moments.shape, np.float32)
+    optimizer.count[...] = np.zeros(1, np.int64)
+
+
+FULL_LAYERS = {
+    'attention 9x128x256': attention(9, 128, 256, 4, p=0.2), 'attention 64x256x512': attention(64, 256, 512, 8, p=0.1),
+    'attention 1024x8x768 causal': attention(1024, 8, 768, 12, causal=True),
+    'gru 9x128x256': gru(9, 128, 256, 256), 'gru 9x128x512->256': gru(9, 128, 512, 256), 'gru 64x64x512': gru(64, 64, 512, 512),
+    'output layer 1152x256x13387': output_layer(1152, 256, 13387),
+    'output layer 4096x512x13387': output_layer(4096, 512, 13387),
+    'mlp_step 100x784x30': digits_step(5000, 100, 30), 'formats 2048x1024': formats(2048, 1024)}
+TRIAL_LAYERS = {
+    'attention 9x4x32': attention(9, 4, 32, 2, p=0.2), 'attention 70x1x64 causal': attention(70, 1, 64, 2, causal=True),
+    'gru 5x8x16->32': gru(5, 8, 16, 32), 'output layer 40x16x70': output_layer(40, 16, 70),
+    'mlp_step 20x784x30': digits_step(60, 20, 30), 'formats 40x70': formats(40, 70)}
+ROUNDS_EXACTLY = 'formats'          # the same bits on both devices
+FLOAT32_ONLY = 'formats', 'mlp_step'
+
+
+def layers(run):
+    """Compare forward and backward of ops with those of the CPU library, and their bits after timing."""
+    from pyops import backend
+    gpu = run.gpu
+    for name, make in run.sizes.layers.items():
+        references = None
+        for precision in PRECISIONS[-1:] if name.startswith(FLOAT32_ONLY) else PRECISIONS:
+            figure = run.figure(f'{name} {precision}')
+            if figure is None:
+                continue
+            if references is None:
+                with backend.on(backend.HOST):
+                    references = {key: np.array(value) for key, value in make()().items()}
+            gpu.precision = precision
+            call = make()
+
+            def result(call=call):
+                return {key: backend.get(value).copy() for key, value in call().items()}
+            first = result()
+            if name.startswith(ROUNDS_EXACTLY):
+                for key, want in references.items():
+                    run.check(figure, f'{key}: different numbers', np.count_nonzero(first[key] != want))
+            else:
+                compare(run, figure, first, references, TOLERANCE[precision])
+            seconds = median_seconds({'ours': (repeated(call), gpu.synchronize)}, run.sizes.product_turns,
+                                     run.sizes.product_seconds)
+            same_bits(run, figure, result(), first)
+            run.timed(figure, seconds)
+            run.show(figure)
+        gpu.precision = 'fp32'
