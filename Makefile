@@ -250,8 +250,9 @@ bench: cpu .venv/ready ## the machine's limits, kernels, training, translation b
 	$(BENCH).train seq2seq --scaling --save
 	$(BENCH).table
 
-gpu-check: ## on a machine with a GPU: build, test, compare with the emulator, time beside PyTorch; nine minutes at most
-	$(PYTHON) -m bench.gpu_check
+# FLAGS: --emulated, --limit SECONDS, --report FILE
+gpu-check: ## on a machine with a GPU: list the checks; PART=NAME or PART=all runs them
+	@$(PYTHON) -m bench.gpu_check $(PART) $(FLAGS)
 
 clean: ## remove what was built
 	rm -rf build pyops/libpyops*.so pyops/pyops.h pyops/device.h *.egg-info

@@ -20,7 +20,11 @@ def machine_name():
 
 
 def commit():
-    found = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, text=True, capture_output=True)
+    """Return the commit of this tree; '' if git is not installed or the tree is a copy without its repository."""
+    try:
+        found = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=ROOT, text=True, capture_output=True)
+    except FileNotFoundError:
+        return ''
     return found.stdout.strip()
 
 

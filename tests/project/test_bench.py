@@ -1,9 +1,18 @@
-"""Contests of ours alone, and the table of the README, from figures that are made up."""
+"""Contests of ours alone, the table of the README from made-up figures, and the GPU checks on the emulator."""
+import contextlib
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
 
 import pytest
+from conftest import ROOT, environment_without
 
-from bench import results, table, train, translate
+from bench import gpu_check, results, table, train, translate
+from bench.gpu_contest import Run
 from pyops.errors import UserError
 
 PLACE = {'machine': 'a machine', 'isa': 'avx2', 'threads': 2, 'torch': '9.9', 'commit': 'c'}
@@ -122,3 +131,260 @@ def test_the_contest_of_translation(capsys):
 def test_scaling_is_of_ours_alone():
     with pytest.raises(UserError, match='--scaling times ours alone; leave out --vs'):
         train.main(['mnist', '--scaling', '--vs', 'torch'])
+
+
+# ---- the checks that require a GPU, on the emulator ------------------------------------------------------------------
+
+needs_emulation = pytest.mark.skipif(not (ROOT / 'pyops/libpyops_emulated.so').exists(),
+                                     reason='pyops/libpyops_emulated.so is not built: make emulated')
+CHECK = [sys.executable, '-m', 'bench.gpu_check', '--emulated']
+
+
+def emulated(**values):
+    return environment_without('PYOPS_BACKEND', 'PYOPS_CUDA_LIBRARY', PYOPS_EMULATE_CUDA='1', OMP_NUM_THREADS='1',
+                               PYTHONPATH=str(ROOT), **values)
+
+
+def checked(*arguments, cwd=ROOT, **values):
+    """Run the check and return its exit status, its output, and its report."""
+    report = ROOT / 'build' / f'gpu-check-of-{os.getpid()}.json'
+    done = subprocess.run([*CHECK, *arguments, '--report', report], cwd=cwd, env=emulated(**values), capture_output=True,
+                          text=True)
+    try:
+        return done.returncode, done.stdout + done.stderr, json.loads(report.read_text())
+    finally:
+        report.unlink(missing_ok=True)
+
+
+def figures_of(report, part):
+    return report['parts'][part]['steps'][0]['figures']['sections'][part]
+
+
+def test_the_gpu_check_lists_its_parts(capsys):
+    assert gpu_check.main([]) == 0
+    listed = re.findall(r'^  (\w+) +(\d+) s  \S', capsys.readouterr().out, re.M)
+    assert [name for name, _ in listed] == list(gpu_check.PARTS) and 'products' in gpu_check.PARTS
+    assert all(int(limit) + gpu_check.BUILD_LIMIT < 600 for _, limit in listed)     # of one part with its build
+
+
+def test_the_gpu_check_refuses_a_part_that_it_does_not_have():
+    with pytest.raises(UserError, match='produkts: no such part; expected all or one of conformance, products, layers'):
+        gpu_check.main(['produkts'])
+    with pytest.raises(UserError, match='memcheck: needs compute-sanitizer and a GPU'):
+        gpu_check.main(['memcheck', '--emulated'])
+
+
+@needs_emulation
+def test_the_gpu_check_passes_on_the_emulator_and_checks_again_after_timing():
+    parts = 'conformance', 'ladder', 'layers', 'memory', 'mnist', 'seq2seq', 'transformer', 'base'
+    status, out, report = checked(*parts, '--limit', '600')
+    assert status == 0 and set(report['parts']) == {'build', *parts}, out
+    for part in parts:
+        assert report['parts'][part]['outcome'] == 'passed' and report['parts'][part]['seconds'] > 0
+    for part in parts[2:]:
+        for figure in figures_of(report, part):
+            assert figure['ours_s'] > 0 and all(check['ok'] for check in figure['checks'].values())
+            assert any('after timing' in name for name in figure['checks'])
+            assert any('after timing' not in name for name in figure['checks'])
+    for part in ('layers', 'seq2seq', 'transformer'):
+        assert {figure['what'].split()[-1] for figure in figures_of(report, part)} == {'bf16', 'tf32', 'fp32'}
+    assert {'mlp_step', 'formats'} <= {figure['what'].split()[0] for figure in figures_of(report, 'layers')}
+
+
+@pytest.mark.slow
+@needs_emulation
+def test_a_broken_kernel_fails_the_gpu_check_in_a_copy_without_git(tmp_path):
+    """wgmma stops before the end of K.  The copy has no repository, and git is not on the PATH."""
+    tree = tmp_path / 'tree'
+    for folder in ('csrc', 'cuda', 'pyops', 'bench', 'mnist', 'seq2seq', 'transformer', 'tests', 'build/c', 'build/emulated',
+                   'build/emulator', 'build/conformance'):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns('asan', 'tsan', 'plain', '__pycache__'))
+    shutil.copy2(ROOT / 'Makefile', tree)
+    source = tree / 'cuda/hopper_gemm.cu'
+    text = source.read_text()
+    steps = 'const int steps = static_cast<int>(blocks_for<int64_t>(g.K, TK))'
+    assert steps in text
+    source.write_text(text.replace(steps, 'const int steps = static_cast<int>((g.K + 1) / TK + (g.K < TK))'))
+    tools = tmp_path / 'tools'
+    tools.mkdir()
+    for tool in ('make', 'g++', 'gcc', 'awk', 'sh', 'uname', 'getconf', 'mkdir', 'rm', 'cp', 'touch', 'mv', 'as', 'ld', 'sort',
+                 'grep'):
+        if found := shutil.which(tool):
+            (tools / tool).symlink_to(found)
+    environment = emulated() | dict(PATH=str(tools), PYTHONPATH='', PYOPS_CACHE='0')
+    report = tmp_path / 'report.json'
+    command = ['make', 'gpu-check', 'PART=products', f'PYTHON={sys.executable}',
+               f'FLAGS=--emulated --limit 600 --report {report}']
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    report = json.loads(report.read_text())
+    built = report['parts']['build']['steps'][0]
+    assert built['outcome'] == 'passed' and 'g++ build/emulated/hopper_gemm.o' in built['tail'], done.stdout + done.stderr
+    assert done.returncode == 2 and 'Error 1' in done.stderr        # of make: the check's is 1
+    assert report['parts']['products']['commit'] is None
+    wrong = report['parts']['products']['steps'][0]['wrong']
+    assert any('bf16 matrices' in line for line in wrong) and any('converted' in line and 'tf32' in line for line in wrong)
+    assert not any('fp32' in line for line in wrong) and all(f'WRONG {line}' in done.stdout for line in wrong)
+
+
+WRONG_LATER = """
+import sys
+from bench import gpu
+from pyops import backend
+calls, gemm = [], backend.gemm
+
+def wrong_from_the_sixth_call(c, *arguments):
+    gemm(c, *arguments)
+    calls.append(c)
+    if len(calls) > 5:
+        backend.launch('fill', c, 1, 5.0)
+
+backend.gemm = wrong_from_the_sixth_call
+del gpu.TRIAL.products[1:]
+sys.exit(gpu.main(['--only', 'products', '--trial', '--no-torch', '--json', sys.argv[1]]))
+"""
+
+
+@needs_emulation
+def test_a_result_that_is_wrong_after_the_timed_loop_fails_the_gpu_benchmark(tmp_path):
+    done = subprocess.run([sys.executable, '-c', WRONG_LATER, tmp_path / 'figures.json'], cwd=ROOT, env=emulated(),
+                          capture_output=True, text=True)
+    report = json.loads((tmp_path / 'figures.json').read_text())
+    checks = report['sections']['products'][0]['checks']
+    assert done.returncode == 1 and [check['ok'] for check in checks.values()] == [True, True, False], done.stdout
+    assert list(checks)[2] == 'c after timing: changed elements' and report['wrong'][0].endswith('bound 0')
+
+
+@needs_emulation
+def test_a_gpu_check_that_is_killed_leaves_its_figures(tmp_path):
+    report = tmp_path / 'report.json'
+    command = [*CHECK, 'products', '--report', report]
+    with subprocess.Popen(command, cwd=ROOT, env=emulated(), stdout=subprocess.DEVNULL) as check:
+        def products():
+            with contextlib.suppress(FileNotFoundError, KeyError, TypeError):
+                return figures_of(json.loads(report.read_text()), 'products')
+        until = time.monotonic() + 120
+        while len(products() or ()) < 3 and check.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        assert check.poll() is None
+        check.kill()
+    part = json.loads(report.read_text())['parts']['products']
+    assert part['outcome'] == 'running' and part['steps'][0]['outcome'] == 'running'
+    assert len(products()) >= 3 and products()[0]['checks'] and products()[0]['ours_s'] > 0
+
+
+@needs_emulation
+def test_a_limit_cuts_a_part_of_the_gpu_check_and_is_told_by_the_exit_status():
+    status, out, report = checked('products', '--limit', '2')
+    part = report['parts']['products']
+    assert status == 3 and part['outcome'].startswith('cut') and part['seconds'] < 30, out
+    assert not part['steps'][0]['wrong']
+
+
+def test_the_gpu_benchmark_begins_no_figure_after_its_limit(capsys):
+    run = Run(None, None, None, {}, None, ends=0.0)
+    run.section('some')
+    assert run.figure('a kernel') is None and run.status() == 3
+    assert run.report['left_out'] == ['some: a kernel']
+    assert 'left out' in capsys.readouterr().out
+
+
+TESTS = """
+import pytest
+
+def test_right():
+    pass
+
+def test_wrong():
+    assert 1 == 2
+
+@pytest.mark.skip(reason='never')
+def test_skipped():
+    pass
+"""
+
+
+def test_a_step_whose_program_is_missing_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, 'FOLDER', tmp_path)
+    part = gpu_check.Part('', lambda emulated: [gpu_check.Step([tmp_path / 'ladder'], {})])
+    result = gpu_check.run_part('ladder', part, 10, True, lambda result: None)
+    assert gpu_check.state(result) == 1 and result['outcome'] == f'failed: {tmp_path}/ladder: No such file or directory'
+
+
+@pytest.mark.parametrize('deadline, count', [('60', {'passed': 1, 'failed': 1, 'skipped': 1}),
+                                             ('0', {'left out': 2, 'skipped': 1})])
+def test_every_test_is_recorded_and_none_begins_after_the_deadline(deadline, count, tmp_path):
+    (tmp_path / 'test_some.py').write_text(TESTS)
+    record = tmp_path / 'some.jsonl'
+    environment = environment_without(PYTHONPATH=str(ROOT), GPU_CHECK_RECORD=str(record), GPU_CHECK_DEADLINE=deadline)
+    command = [sys.executable, '-m', 'pytest', '-q', '-p', 'bench.deadline', '-p', 'no:cacheprovider']
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    figures, failed, left_out = gpu_check.read_figures(record)
+    assert figures['count'] == count and left_out == count.get('left out', 0), done.stdout
+    assert done.returncode == len(failed) == count.get('failed', 0) and all('test_wrong' in line for line in failed)
+
+
+def test_the_gpu_check_keeps_the_path_of_python_and_drops_the_flags_of_make(monkeypatch):
+    monkeypatch.setenv('PYTHONPATH', '/wheels')
+    monkeypatch.setenv('MAKEFLAGS', ' -j8 --jobserver-auth=3,4')
+    made = gpu_check.environment({}, emulated=False)
+    assert made['PYTHONPATH'].split(os.pathsep) == [str(ROOT), '/wheels'] and 'MAKEFLAGS' not in made
+    assert 'PYOPS_EMULATE_CUDA' not in made and gpu_check.environment({}, emulated=True)['PYOPS_EMULATE_CUDA'] == '1'
+
+
+def test_the_gpu_check_names_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(gpu_check, 'find_spec', lambda name: None if name in ('pycparser', 'torch') else name)
+    monkeypatch.setattr(gpu_check, '_which', lambda tool: None if tool == 'nvidia-smi' else tool)
+    told = list(gpu_check.problems(emulated=False))
+    assert len(told) == 2 and told[0].startswith('nvidia-smi is not on the PATH')
+    assert told[1].startswith('the Python package pycparser is not installed for ')
+
+
+def test_the_gpu_check_runs_every_test_file_that_covers_the_library():
+    commands = [str(word) for part in ('ops', 'plans', 'programs') for step in gpu_check.PARTS[part].steps(False)
+                for word in step.command]
+    for name in ('table', 'ops', 'kernels', 'strided', 'formats', 'plan', 'mlp_step', 'ndarray', 'gpu'):
+        assert any(word.endswith(f'test_{name}.py') for word in commands), name
+    plan = gpu_check.PARTS['plans'].steps(False)[0]
+    assert plan.environment['PYOPS_SYNC'] == '1'        # a fault is raised by the call that caused it, as test_plan expects
+
+
+def test_a_tree_without_git_has_no_commit(monkeypatch):
+    monkeypatch.setenv('PATH', '/nowhere')
+    assert results.commit() == ''
+
+
+def test_torch_gathers_inside_the_step_that_a_graph_captures(torch):
+    from bench.gpu_contest import Torch
+    table, seen = torch.arange(20), []
+    contestants = Torch(True).contestants(lambda chosen: seen.append(table[chosen].tolist()),
+                                          lambda: torch.tensor([[1, 2], [3, 4]]), 'fp32')
+    run, _ = contestants['torch eager']
+    seen.clear()
+    run(2)
+    assert seen == 2 * [[1, 2], [3, 4]]
+
+
+def test_a_graph_of_torch_reads_the_rows_of_its_next_steps(torch, monkeypatch):
+    """The streams and graphs of PyTorch are replaced: a replay reads what the captured steps were given."""
+    from bench.gpu_contest import Torch
+    given, replayed = [], []
+
+    class Graph:
+        def replay(self):
+            replayed.append([rows.tolist() for rows in given[-2:]])
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    for name, made in dict(Stream=Stream, current_stream=Stream, CUDAGraph=Graph, stream=contextlib.nullcontext,
+                           graph=contextlib.nullcontext, synchronize=lambda: None).items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    contestants, batches = Torch(True), iter([[i, i + 1], [i + 2, i + 3]] for i in range(0, 100, 4))
+    contestants.has_gpu = True
+    made = contestants.contestants(given.append, lambda: torch.tensor(next(batches)), 'fp32')
+    assert set(made) == {'torch eager', 'torch eager graph'}
+    replayed.clear()
+    after = next(batches)[0][0]
+    made['torch eager graph'][0](2)
+    assert replayed == [[[after + 4, after + 5], [after + 6, after + 7]], [[after + 8, after + 9], [after + 10, after + 11]]]
