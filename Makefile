@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated lowered emulator conformance test-emulated lint emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -206,9 +206,14 @@ WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
 TABLE := tests/ops/test_table.py tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
-lint: .venv/test-ready ## check the Python code with ruff, and its types with mypy
+C_FILES = $(shell find csrc cuda -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
+lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format
 	.venv/bin/python -m ruff check
 	.venv/bin/python -m mypy
+	.venv/bin/clang-format --dry-run -Werror $(C_FILES)
+
+format: .venv/test-ready ## format the C and CUDA code
+	.venv/bin/clang-format -i $(C_FILES)
 
 test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
 	$(PYTEST) tests
