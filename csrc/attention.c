@@ -38,13 +38,25 @@ static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, 
     const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
     if (status) return status;
     for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, expected 0 to %lld",
-                      who, LL(b), lengths[b], LL(Tk));
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, expected 0 to %lld", who, LL(b), lengths[b],
+                      LL(Tk));
     *c = (call){
-        .k = pyops_active(), .Tq = Tq, .Tk = Tk, .B = B, .heads = heads, .C = C, .row = B * heads * C,
-        .ld = pyops_round_up(C, PYOPS_LANES), .lengths = lengths, .step = p > 0.0f ? step : NULL, .causal = causal,
-        .p = p, .scale = 1.0f / sqrtf((float)C), .key = key,
-        .group = pyops_max(1, pyops_min(B * heads, COLUMNS / pyops_max(1, pyops_max(Tq, Tk)))), .keys = pyops_min(Tk, KEYS),
+        .k = pyops_active(),
+        .Tq = Tq,
+        .Tk = Tk,
+        .B = B,
+        .heads = heads,
+        .C = C,
+        .row = B * heads * C,
+        .ld = pyops_round_up(C, PYOPS_LANES),
+        .lengths = lengths,
+        .step = p > 0.0f ? step : NULL,
+        .causal = causal,
+        .p = p,
+        .scale = 1.0f / sqrtf((float)C),
+        .key = key,
+        .group = pyops_max(1, pyops_min(B * heads, COLUMNS / pyops_max(1, pyops_max(Tq, Tk)))),
+        .keys = pyops_min(Tk, KEYS),
     };
     c->columns = pyops_round_up(c->group * pyops_min(Tq, QUERIES), PYOPS_LANES);
     return PYOPS_OK;
@@ -73,8 +85,8 @@ static int64_t draw(const call *c, float *dropout_mask, int64_t task, int64_t i,
     const int64_t Tk4 = pyops_round_up(c->Tk, 4), ld = Tk4 <= KEYS ? Tk4 : pyops_round_up(n, 4), at_once = ld == Tk4;
     const int64_t first = ((task * c->Tq + i) * Tk4 + j) / 4, count = at_once ? rows * ld : ld;
     for (int64_t r = 0; r < (at_once ? 1 : rows); r++) {
-        c->k->fill(dropout_mask + r*ld, count, 1.0f);
-        c->k->dropout(dropout_mask + r*ld, dropout_mask + r*ld, first + r * Tk4 / 4, count, (uint64_t)c->step[0], c->key,
+        c->k->fill(dropout_mask + r * ld, count, 1.0f);
+        c->k->dropout(dropout_mask + r * ld, dropout_mask + r * ld, first + r * Tk4 / 4, count, (uint64_t)c->step[0], c->key,
                       pyops_dropout_threshold(c->p), 1.0f / (1.0f - c->p));
     }
     return ld;
@@ -145,8 +157,8 @@ static forward_layout lay_out_forward(const call *c) {
     return l;
 }
 
-static void forward(const call *c, float *work, int64_t task, int64_t tasks, float *y, float *max, float *sum,
-                    const float *q, const float *k, const float *v) {
+static void forward(const call *c, float *work, int64_t task, int64_t tasks, float *y, float *max, float *sum, const float *q,
+                    const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     const forward_layout l = lay_out_forward(c);
     const int64_t C = c->C, row = c->row, ld = c->ld, copied = c->keys * ld;
@@ -154,15 +166,15 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
         for (int64_t g = 0; g < tasks; g++) {
             const int64_t n = seen_from(c, task + g, c->Tq - 1, j);
-            kernels->scale_rows(work + l.k + g * copied, k + j*row + g*C, 1.0f, n, C, ld, row);
-            kernels->scale_rows(work + l.v + g * copied, v + j*row + g*C, 1.0f, n, C, ld, row);
+            kernels->scale_rows(work + l.k + g * copied, k + j * row + g * C, 1.0f, n, C, ld, row);
+            kernels->scale_rows(work + l.v + g * copied, v + j * row + g * C, 1.0f, n, C, ld, row);
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
             float max_i[COLUMNS] = {0}, sum_i[COLUMNS] = {0}, before[COLUMNS];
             if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
             for (int64_t g = 0; g < tasks; g++) {
-                const float *q_g = q + i*row + g*C;
+                const float *q_g = q + i * row + g * C;
                 const int copy = t.rows < PYOPS_LANES;
                 if (copy) kernels->scale_rows(work + l.q, q_g, 1.0f, t.rows, C, ld, row), q_g = work + l.q;
                 scores(c, s + g * t.rows, work + l.k + g * copied, q_g, copy ? ld : row, keys_of(&t, g), t.rows,
@@ -175,8 +187,8 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
             pyops_copy(max + i, max_i, t.columns);
             pyops_copy(sum + i, sum_i, t.columns);
             for (int64_t g = 0; g < tasks; g++) {
-                float *const y_g = y + i*row + g*C;
-                for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y_g + r*row, y_g + r*row, before[r], C);
+                float *const y_g = y + i * row + g * C;
+                for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y_g + r * row, y_g + r * row, before[r], C);
                 kernels->direct(y_g, s + g * t.rows, work + l.v + g * copied, t.rows, C, keys_of(&t, g), row, 1, c->columns, ld,
                                 j > 0);
             }
@@ -185,8 +197,8 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
 }
 
 /* The same for few queries: each has a row of scores, and k and v are read in place, since each row is read once. */
-static void forward_few(const call *c, float *work, int64_t task, float *y, float *max, float *sum,
-                        const float *q, const float *k, const float *v) {
+static void forward_few(const call *c, float *work, int64_t task, float *y, float *max, float *sum, const float *q,
+                        const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     float *const s = work, *const dropout_mask = work + pyops_round_up(c->Tk, 4);
     for (int64_t i = 0; i < c->Tq; i++) {
@@ -204,9 +216,8 @@ static void forward_few(const call *c, float *work, int64_t task, float *y, floa
 }
 
 pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
-                                     const int32_t *lengths, const int64_t *step,
-                                     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                                     int32_t causal, float p, uint64_t key, void *stream) {
+                                     const int32_t *lengths, const int64_t *step, int64_t Tq, int64_t Tk, int64_t B,
+                                     int64_t heads, int64_t C, int32_t causal, float p, uint64_t key, void *stream) {
     (void)stream;
     call c;
     const pyops_status status = make_call(&c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
@@ -222,10 +233,12 @@ pyops_status pyops_attention_forward(float *y, float *stats, const float *q, con
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += group) {
             if (!work) continue;
-            if (Tq <= FEW) forward_few(&c, work, task, y + task * C, max + task * Tq, sum + task * Tq, q + task * C,
-                                       k + task * C, v + task * C);
-            else forward(&c, work, task, pyops_min(group, B * heads - task), y + task * C, max + task * Tq, sum + task * Tq,
-                         q + task * C, k + task * C, v + task * C);
+            if (Tq <= FEW)
+                forward_few(&c, work, task, y + task * C, max + task * Tq, sum + task * Tq, q + task * C, k + task * C,
+                            v + task * C);
+            else
+                forward(&c, work, task, pyops_min(group, B * heads - task), y + task * C, max + task * Tq, sum + task * Tq,
+                        q + task * C, k + task * C, v + task * C);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_forward: no memory for tiles") : PYOPS_OK;
@@ -270,16 +283,17 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
     const int64_t C = c->C, row = c->row, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
     float *const s = work + l.s, *const ds = work + l.ds, *const dsum = work + l.dsum;
     const int whole = c->Tk <= KEYS;                      /* a tile has all keys, so dsum is computed from it */
-    for (int64_t g = 0; !whole && g < tasks; g++) kernels->dots(dsum + g * c->Tq, dy + g*C, y + g*C, 1.0f, c->Tq, C, row, row);
+    for (int64_t g = 0; !whole && g < tasks; g++)
+        kernels->dots(dsum + g * c->Tq, dy + g * C, y + g * C, 1.0f, c->Tq, C, row, row);
     if (!whole) kernels->fill(dsum + tasks * c->Tq, l.total - l.dsum - tasks * c->Tq, 0.0f);
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
         for (int64_t g = 0; g < tasks; g++) {
             const int64_t all = pyops_min(KEYS, c->Tk - j), used = seen_from(c, task + g, c->Tq - 1, j);
             const int64_t written = seen_from(c, task + g, pyops_min(QUERIES, c->Tq) - 1, j), others = j + written;
-            kernels->scale_rows(work + l.k + g * keys, k + j*row + g*C, 1.0f, used, C, ld, row);
-            kernels->scale_rows(work + l.v + g * keys, v + j*row + g*C, 1.0f, used, C, ld, row);
-            kernels->fill_rows(dk + others*row + g*C, all - written, C, row, 0.0f); /* the first queries write the rest, */
-            kernels->fill_rows(dv + others*row + g*C, all - written, C, row, 0.0f);     /* and later ones add */
+            kernels->scale_rows(work + l.k + g * keys, k + j * row + g * C, 1.0f, used, C, ld, row);
+            kernels->scale_rows(work + l.v + g * keys, v + j * row + g * C, 1.0f, used, C, ld, row);
+            kernels->fill_rows(dk + others * row + g * C, all - written, C, row, 0.0f); /* the first queries write the rest, */
+            kernels->fill_rows(dv + others * row + g * C, all - written, C, row, 0.0f); /* and later ones add */
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
@@ -289,11 +303,11 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
             for (int64_t g = 0; g < tasks; g++) {
                 float *const q_g = work + l.q + g * queries, *const dy_g = work + l.dy + g * queries;
                 const int64_t n = keys_of(&t, g), at = g * t.rows;
-                kernels->scale_rows(q_g, q + i*row + g*C, 1.0f, t.rows, C, ld, row);
-                kernels->scale_rows(dy_g, dy + i*row + g*C, 1.0f, t.rows, C, ld, row);
-                if (first) fetch_next(c, k, c->keys, task, g), fetch(c, dv + g*C, n);
+                kernels->scale_rows(q_g, q + i * row + g * C, 1.0f, t.rows, C, ld, row);
+                kernels->scale_rows(dy_g, dy + i * row + g * C, 1.0f, t.rows, C, ld, row);
+                if (first) fetch_next(c, k, c->keys, task, g), fetch(c, dv + g * C, n);
                 scores(c, s + at, work + l.k + g * keys, q_g, ld, n, t.rows, work + l.transposed);
-                if (first) fetch_next(c, v, c->keys, task, g), fetch(c, dk + g*C, n), fetch(c, dq + g*C, t.rows);
+                if (first) fetch_next(c, v, c->keys, task, g), fetch(c, dk + g * C, n), fetch(c, dq + g * C, t.rows);
                 scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.transposed);
             }
             draw_tile(c, &t, work + l.dropout_mask, work + l.drawn);
@@ -303,7 +317,8 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
                                   c->columns, t.ld_mask);
             for (int64_t g = 0; g < tasks; g++) {
                 const int64_t n = keys_of(&t, g), at = g * t.rows;
-                float *const dq_g = dq + i*row + g*C, *const dk_g = dk + j*row + g*C, *const dv_g = dv + j*row + g*C;
+                float *const dq_g = dq + i * row + g * C, *const dk_g = dk + j * row + g * C,
+                             *const dv_g = dv + j * row + g * C;
                 if (first) fetch_next(c, q, t.rows, task, g);
                 kernels->direct(dv_g, s + at, work + l.dy + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
                 if (first) fetch_next(c, dy, t.rows, task, g);
@@ -314,10 +329,9 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
     }
 }
 
-pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy,
-                                      const float *q, const float *k, const float *v, const int32_t *lengths,
-                                      const int64_t *step, const float *y, const float *stats,
-                                      int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy, const float *q, const float *k,
+                                      const float *v, const int32_t *lengths, const int64_t *step, const float *y,
+                                      const float *stats, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                       int32_t causal, float p, uint64_t key, void *stream) {
     (void)stream;
     call c;
@@ -327,7 +341,7 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
     #pragma omp parallel if (shared(&c, 5))
     {
         float *work = pyops_scratch_or_fail((size_t)lay_out_backward(&c).total, &failed);
-        if (work && c.ld > C) c.k->fill(work, lay_out_backward(&c).transposed, 0.0f);      /* beyond the copied rows */
+        if (work && c.ld > C) c.k->fill(work, lay_out_backward(&c).transposed, 0.0f); /* beyond the copied rows */
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += c.group)
             if (work)
@@ -341,11 +355,11 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
 /* ---- lengths of padded sequences ---- */
 pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0,
-                  "sequence_lengths: T=%lld B=%lld, expected T from 0 to 2^31 - 1, B >= 0", LL(T), LL(B));
+    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld, expected T from 0 to 2^31 - 1, B >= 0",
+                  LL(T), LL(B));
     memset(lengths, 0, (size_t)B * sizeof *lengths);
     for (int64_t t = 0; t < T; t++)
         for (int64_t b = 0; b < B; b++)
-            if (ids[t*B + b] != pad) lengths[b] = (int32_t)(t + 1);
+            if (ids[t * B + b] != pad) lengths[b] = (int32_t)(t + 1);
     return PYOPS_OK;
 }

@@ -14,14 +14,14 @@ static void moments(const pyops_kernels *k, float *mean, float *variance, const 
     const float share = 1.0f / (float)R;
     for (int64_t r = 0; r < R; r += ROWS) {
         k->fill(part, n, 0.0f);
-        for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add(part, x + i*ldx, n);
+        for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add(part, x + i * ldx, n);
         k->add(sums, part, n);
     }
     k->scale(mean, sums, share, n);
     for (int64_t r = 0; r < R; r += ROWS) {
         k->fill(part, n, 0.0f);
         k->fill(part_squares, n, 0.0f);
-        for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add_deviations(part, part_squares, x + i*ldx, mean, n);
+        for (int64_t i = r; i < pyops_min(r + ROWS, R); i++) k->add_deviations(part, part_squares, x + i * ldx, mean, n);
         k->add(deviations, part, n);
         k->add(squares, part_squares, n);
     }
@@ -37,8 +37,8 @@ static void run(float *running, const float *now, float momentum, float scale, i
 }
 
 pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *running_var, float *mean, float *rstd,
-                                      const float *x, const float *weight, const float *bias,
-                                      int64_t R, int64_t C, float eps, float momentum, int32_t training, void *stream) {
+                                      const float *x, const float *weight, const float *bias, int64_t R, int64_t C, float eps,
+                                      float momentum, int32_t training, void *stream) {
     (void)stream;
     pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
     if (!status) status = check_eps("batch_norm_forward", eps);
@@ -59,14 +59,14 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
         }
         for (int64_t i = 0; i < n; i++) rstd[c + i] = 1.0f / sqrtf(variance[i] + eps);
         for (int64_t r = 0; r < R; r++)
-            k->batch_norm(y + r*C + c, x + r*C + c, mean + c, rstd + c, weight + c, bias + c, n);
+            k->batch_norm(y + r * C + c, x + r * C + c, mean + c, rstd + c, weight + c, bias + c, n);
     }
     return PYOPS_OK;
 }
 
 pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
-                                       const float *weight, const float *mean, const float *rstd,
-                                       int64_t R, int64_t C, int32_t training, void *stream) {
+                                       const float *weight, const float *mean, const float *rstd, int64_t R, int64_t C,
+                                       int32_t training, void *stream) {
     (void)stream;
     const pyops_status status = check_batch_norm("batch_norm_backward", R, C, training);
     if (status) return status;
@@ -79,7 +79,7 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
             k->fill(part, n, 0.0f);
             k->fill(part_products, n, 0.0f);
             for (int64_t i = r; i < pyops_min(r + ROWS, R); i++)
-                k->add_normed(part, part_products, dy + i*C + c, x + i*C + c, mean + c, rstd + c, n);
+                k->add_normed(part, part_products, dy + i * C + c, x + i * C + c, mean + c, rstd + c, n);
             k->add(sums, part, n);
             k->add(products, part_products, n);
         }
@@ -89,7 +89,8 @@ pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, 
         k->scale(sums, sums, share, n);
         k->scale(products, products, share, n);
         for (int64_t r = 0; r < R; r++)
-            k->batch_norm_back(dx + r*C + c, dy + r*C + c, x + r*C + c, mean + c, rstd + c, weight + c, sums, products, n);
+            k->batch_norm_back(dx + r * C + c, dy + r * C + c, x + r * C + c, mean + c, rstd + c, weight + c, sums, products,
+                               n);
     }
     return PYOPS_OK;
 }

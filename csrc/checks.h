@@ -9,8 +9,8 @@
 
 static inline pyops_status check_gru(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
     PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1,
-                  "%s: T=%lld B=%lld I=%lld H=%lld, expected T and H of at least 1, B and I of at least 0",
-                  who, LL(T), LL(B), LL(I), LL(H));
+                  "%s: T=%lld B=%lld I=%lld H=%lld, expected T and H of at least 1, B and I of at least 0", who, LL(T), LL(B),
+                  LL(I), LL(H));
     PYOPS_REQUIRE(!I == !x, "%s: I=%lld, expected 0 if x is NULL, else at least 1", who, LL(I));
     return PYOPS_OK;
 }
@@ -41,8 +41,8 @@ static inline pyops_status check_batch_norm(const char *who, int64_t R, int64_t 
 }
 
 static inline pyops_status check_smoothing(const char *who, float smoothing) {
-    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f,
-                  "%s: smoothing=%g, expected 0 <= smoothing < 1", who, (double)smoothing);
+    PYOPS_REQUIRE(smoothing >= 0.0f && smoothing < 1.0f, "%s: smoothing=%g, expected 0 <= smoothing < 1", who,
+                  (double)smoothing);
     return PYOPS_OK;
 }
 
@@ -51,12 +51,11 @@ static inline pyops_status check_cross_entropy(const char *who, int64_t R, int64
     return status ? status : check_smoothing(who, smoothing);
 }
 
-static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias,
-                                                      int64_t R, int64_t D, int64_t V, float smoothing) {
-    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1,
-                  "linear_cross_entropy: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V >= 1", LL(R), LL(D), LL(V));
-    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx,
-                  "linear_cross_entropy: dx, dweight and dbias: expected all or none");
+static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias, int64_t R,
+                                                      int64_t D, int64_t V, float smoothing) {
+    PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V >= 1",
+                  LL(R), LL(D), LL(V));
+    PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx, "linear_cross_entropy: dx, dweight and dbias: expected all or none");
     return check_smoothing("linear_cross_entropy", smoothing);
 }
 
@@ -75,15 +74,15 @@ static inline pyops_status check_embedding_linear(const char *who, const float *
 }
 
 static inline pyops_status check_gather(const char *who, int64_t N, int64_t B, int64_t C) {
-    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0,
-                  "%s: N=%lld B=%lld and rows of %lld, expected at least 0", who, LL(N), LL(B), LL(C));
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && C >= 0, "%s: N=%lld B=%lld and rows of %lld, expected at least 0", who, LL(N), LL(B),
+                  LL(C));
     return PYOPS_OK;
 }
 
 static inline pyops_status check_pixel_linear(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0,
-                  "%s: N=%lld B=%lld I=%lld O=%lld, expected I from 0 to 65535, the others of at least 0",
-                  who, LL(N), LL(B), LL(I), LL(O));
+                  "%s: N=%lld B=%lld I=%lld O=%lld, expected I from 0 to 65535, the others of at least 0", who, LL(N), LL(B),
+                  LL(I), LL(O));
     PYOPS_REQUIRE(scale == scale, "%s: scale is NaN, expected a number", who);
     return PYOPS_OK;
 }
@@ -108,8 +107,8 @@ static inline pyops_status check_attention(const char *who, int64_t Tq, int64_t 
 
 static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
     PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1,
-                  "%s: Tq=%lld Tk=%lld B=%lld heads=%lld, expected heads of at least 1, the others of at least 0",
-                  who, LL(Tq), LL(Tk), LL(B), LL(heads));
+                  "%s: Tq=%lld Tk=%lld B=%lld heads=%lld, expected heads of at least 1, the others of at least 0", who, LL(Tq),
+                  LL(Tk), LL(B), LL(heads));
     return check_dropout_p(who, p);
 }
 
@@ -117,8 +116,8 @@ enum { PYOPS_MLP_WIDEST = 128 };        /* of H and of C */
 
 static inline pyops_status check_mlp(const char *who, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 1 && I >= 0 && I < 65536 && H >= 1 && H <= PYOPS_MLP_WIDEST && C >= 1 && C <= PYOPS_MLP_WIDEST,
-                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, expected B >= 1, I < 65536, H and C from 1 to %d",
-                  who, LL(N), LL(B), LL(I), LL(H), LL(C), PYOPS_MLP_WIDEST);
+                  "%s: N=%lld B=%lld I=%lld H=%lld C=%lld, expected B >= 1, I < 65536, H and C from 1 to %d", who, LL(N), LL(B),
+                  LL(I), LL(H), LL(C), PYOPS_MLP_WIDEST);
     PYOPS_REQUIRE(scale == scale, "%s: scale is NaN, expected a number", who);
     return PYOPS_OK;
 }
@@ -139,8 +138,7 @@ static inline pyops_status check_adam(const char *who, int64_t n, float max_norm
     const pyops_status status = check_max_norm(who, n, max_norm);
     if (status) return status;
     PYOPS_REQUIRE(beta1 >= 0.0f && beta1 < 1.0f && beta2 >= 0.0f && beta2 < 1.0f,
-                  "%s: beta1=%g beta2=%g, expected 0 <= beta < 1",
-                  who, (double)beta1, (double)beta2);
+                  "%s: beta1=%g beta2=%g, expected 0 <= beta < 1", who, (double)beta1, (double)beta2);
     return check_weight_decay(who, weight_decay);
 }
 
@@ -152,11 +150,10 @@ static inline pyops_status check_sgd(const float *velocity, int64_t n, float max
     return check_weight_decay("sgd", weight_decay);
 }
 
-static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, int64_t b2,
-                                          float max_norm, float beta1, float beta2, float weight_decay) {
+static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, int64_t b2, float max_norm, float beta1,
+                                          float beta2, float weight_decay) {
     PYOPS_REQUIRE(w1 >= 0 && b1 >= 0 && w2 >= 0 && b2 >= 0,
-                  "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, expected offsets of at least 0",
-                  LL(w1), LL(b1), LL(w2), LL(b2));
+                  "mlp_step: w1=%lld b1=%lld w2=%lld b2=%lld, expected offsets of at least 0", LL(w1), LL(b1), LL(w2), LL(b2));
     return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);
 }
 
@@ -192,8 +189,8 @@ static inline pyops_status check_gemm(const char *who, int64_t M, int64_t N, int
 }
 
 static inline pyops_status check_to_bf16(int64_t R, int64_t C, int64_t ld) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C,
-                  "to_bf16: R=%lld C=%lld ld=%lld, expected R >= 0, C >= 0, ld >= C", LL(R), LL(C), LL(ld));
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && ld >= C, "to_bf16: R=%lld C=%lld ld=%lld, expected R >= 0, C >= 0, ld >= C", LL(R), LL(C),
+                  LL(ld));
     return PYOPS_OK;
 }
 

@@ -11,8 +11,8 @@ pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *l
     int32_t n = 0;
     for (int64_t r = 0; r < R; r++) {
         if (labels[r] == ignore) continue;
-        PYOPS_REQUIRE(labels[r] >= 0 && labels[r] < C, "%s: labels[%lld]=%d, expected 0 to %lld or %d (ignored)",
-                      who, LL(r), labels[r], LL(C - 1), ignore);
+        PYOPS_REQUIRE(labels[r] >= 0 && labels[r] < C, "%s: labels[%lld]=%d, expected 0 to %lld or %d (ignored)", who, LL(r),
+                      labels[r], LL(C - 1), ignore);
         n++;
     }
     valid[0] = n;
@@ -33,25 +33,25 @@ pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *sta
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t first = 0; first < R; first += each) {
         const int64_t end = pyops_min(first + each, R);
-        if (C <= PYOPS_NARROW) k->narrow_softmax(max + first, sum + first, terms + first, x + first*C, end - first, C);
+        if (C <= PYOPS_NARROW) k->narrow_softmax(max + first, sum + first, terms + first, x + first * C, end - first, C);
         for (int64_t r = first; r < end && C > PYOPS_NARROW; r++) {
-            max[r] = k->max(x + r*C, C);
-            sum[r] = k->sum_exp(x + r*C, max[r], C);
+            max[r] = k->max(x + r * C, C);
+            sum[r] = k->sum_exp(x + r * C, max[r], C);
             terms[r] = logf(sum[r]);
         }
         for (int64_t r = first; r < end && smoothing > 0.0f; r++)
-            terms[r] -= smoothing * (k->sum_shifted(x + r*C, max[r], C) / (float)C);
+            terms[r] -= smoothing * (k->sum_shifted(x + r * C, max[r], C) / (float)C);
     }
     double total = 0.0;
     for (int64_t r = 0; r < R; r++)
-        if (labels[r] != ignore) total += terms[r] + (1.0f - smoothing) * (max[r] - x[r*C + labels[r]]);
+        if (labels[r] != ignore) total += terms[r] + (1.0f - smoothing) * (max[r] - x[r * C + labels[r]]);
     loss[0] = valid[0] ? (float)(total / valid[0]) : 0.0f;
     return PYOPS_OK;
 }
 
 pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
-                                          const float *stats, const int32_t *valid,
-                                          int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
+                                          const float *stats, const int32_t *valid, int64_t R, int64_t C, int32_t ignore,
+                                          float smoothing, void *stream) {
     (void)stream;
     const pyops_status status = check_cross_entropy("cross_entropy_backward", R, C, smoothing);
     if (status) return status;
@@ -61,12 +61,12 @@ pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const f
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_EXPS)
     for (int64_t r = 0; r < R; r++) {
         if (labels[r] == ignore) {
-            k->fill(dx + r*C, C, 0.0f);
+            k->fill(dx + r * C, C, 0.0f);
             continue;
         }
-        k->scaled_exp(dx + r*C, x + r*C, max[r], scale / sum[r], C);
-        if (smoothing > 0.0f) k->add_constant(dx + r*C, -scale * smoothing / (float)C, C);
-        dx[r*C + labels[r]] -= scale * (1.0f - smoothing);
+        k->scaled_exp(dx + r * C, x + r * C, max[r], scale / sum[r], C);
+        if (smoothing > 0.0f) k->add_constant(dx + r * C, -scale * smoothing / (float)C, C);
+        dx[r * C + labels[r]] -= scale * (1.0f - smoothing);
     }
     return PYOPS_OK;
 }

@@ -19,8 +19,8 @@ pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_
     return PYOPS_OK;
 }
 
-pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step,
-                            int64_t n, float p, uint64_t key, void *stream) {
+pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step, int64_t n, float p,
+                            uint64_t key, void *stream) {
     (void)stream;
     const pyops_status status = check_dropout("residual", n, p);
     if (status) return status;
@@ -32,8 +32,7 @@ pyops_status pyops_residual(float *y, const float *x, const float *branch, const
         const int64_t m = pyops_min(CHUNK, n - i);
         if (drops)
             k->residual_dropout(y + i, x + i, branch + i, i / 4, m, (uint64_t)step[0], key, threshold, 1.0f / (1.0f - p));
-        else
-            k->residual(y + i, x + i, branch + i, m);
+        else k->residual(y + i, x + i, branch + i, m);
     }
     return PYOPS_OK;
 }

@@ -33,8 +33,8 @@ int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t V, in
     return layout_of(T * B, B, V, E, C, O).total;
 }
 
-static pyops_status check(const char *who, const int32_t *ids, const float *context, int64_t T, int64_t B, int64_t V,
-                          int64_t E, int64_t C, int64_t O) {
+static pyops_status check(const char *who, const int32_t *ids, const float *context, int64_t T, int64_t B, int64_t V, int64_t E,
+                          int64_t C, int64_t O) {
     const pyops_status status = check_embedding_linear(who, context, T, B, V, E, C, O);
     return status ? status : pyops_check_ids(who, ids, T * B, V);
 }
@@ -62,24 +62,24 @@ static pyops_range share_of(int64_t n, int64_t unit) {
                          pyops_min(n, pyops_round_up(n * (thread + 1) / threads, unit))};
 }
 
-static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p + from*b.col, b.row, b.col}; }
+static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p + from * b.col, b.row, b.col}; }
 static pyops_view transposed(pyops_view a) { return (pyops_view){a.p, a.col, a.row}; }
 
 /* Compute this thread's rows of c (M,N) = a b and return their range.  The first thread computes all rows of a small product,
  * and of one whose parts would have few rows, because few rows may be summed in another order. */
-static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b,
-                            int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
+static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N,
+                            int64_t K, int flags, float *scratch) {
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;
     const pyops_range own = shared ? share_of(M, 1) : (pyops_range){0, omp_get_thread_num() ? 0 : M};
     if (own.from < own.to)
-        pyops_product(k, c + own.from*ldc, ldc, (pyops_view){a.p + own.from*a.row, a.row, a.col}, b, NULL, own.to - own.from,
-                      N, K, flags, scratch);
+        pyops_product(k, c + own.from * ldc, ldc, (pyops_view){a.p + own.from * a.row, a.row, a.col}, b, NULL,
+                      own.to - own.from, N, K, flags, scratch);
     return own;
 }
 
 pyops_status pyops_embedding_linear_forward(float *y, const float *table, const int32_t *ids, const float *context,
-                                            const float *weight, const float *bias, float *work,
-                                            int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
+                                            const float *weight, const float *bias, float *work, int64_t T, int64_t B,
+                                            int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
     (void)stream;
     const pyops_status status = check("embedding_linear_forward", ids, context, T, B, V, E, C, O);
     if (status) return status;
@@ -98,7 +98,7 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
         const int64_t j = own.from, n = own.to - own.from;
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         #pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
+        for (int64_t i = 0; i < count; i++) pyops_copy(rows + i * E, table + tokens[i] * E, E);
         if (scratch && n) {
             pyops_product(k, by_token + j, O, (pyops_view){rows, E, 1}, columns(w_e, j), bias + j, count, n, E, 0, scratch);
             if (C)
@@ -107,8 +107,8 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
         #pragma omp barrier
         #pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < R; r++) {
-            if (C) k->residual(y + r*O, by_token + slot[r]*O, by_sequence + r % B * O, O);
-            else pyops_copy(y + r*O, by_token + slot[r]*O, O);
+            if (C) k->residual(y + r * O, by_token + slot[r] * O, by_sequence + r % B * O, O);
+            else pyops_copy(y + r * O, by_token + slot[r] * O, O);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_forward: no memory for packed tiles") : PYOPS_OK;
@@ -135,7 +135,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
     float *const by_token = work + l.by_token, *const by_sequence = work + l.by_sequence;
 
     const int64_t count = distinct(tokens, slot, (int32_t *)(work + l.seen), ids, R, V);
-    for (int64_t i = 0; i < count; i++) pyops_touch(touched, tokens[i]*E, tokens[i]*E + E);
+    for (int64_t i = 0; i < count; i++) pyops_touch(touched, tokens[i] * E, tokens[i] * E + E);
     const int64_t sequences = T ? B : 0;                /* with a gradient */
     const pyops_view c = {context, C, 1}, u = {by_token, O, 1}, s = {by_sequence, O, 1};
     int failed = 0;
@@ -146,18 +146,18 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
         const int64_t j = own.from, n = own.to - own.from;
         float *scratch = pyops_scratch_or_fail((size_t)pyops_max((int64_t)pyops_product_scratch(k), n), &failed);
         #pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < count; i++) pyops_copy(rows + i*E, table + tokens[i]*E, E);
+        for (int64_t i = 0; i < count; i++) pyops_copy(rows + i * E, table + tokens[i] * E, E);
         int32_t before = 0;                             /* distinct tokens so far */
         for (int64_t r = 0; r < R && n; r++) {
-            const float *dy_r = dy + r*ld + j;
+            const float *dy_r = dy + r * ld + j;
             const int is_new = slot[r] == before;
-            add_or_set(k, by_token + slot[r]*O + j, dy_r, n, is_new);
+            add_or_set(k, by_token + slot[r] * O + j, dy_r, n, is_new);
             if (C) add_or_set(k, by_sequence + r % B * O + j, dy_r, n, r < B);
             before += is_new;
         }
         if (scratch && n) {
             k->fill(scratch, n, 0.0f);
-            for (int64_t i = 0; i < count; i++) k->add(scratch, by_token + i*O + j, n);
+            for (int64_t i = 0; i < count; i++) k->add(scratch, by_token + i * O + j, n);
             k->add(dbias + j, scratch, n);
         }
         #pragma omp barrier
@@ -166,7 +166,7 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
             multiply(k, dweight, I, transposed(u), (pyops_view){rows, E, 1}, O, E, count, PYOPS_ADD, scratch);
             if (C) multiply(k, dweight + E, I, transposed(s), c, O, C, sequences, PYOPS_ADD, scratch);
             const pyops_range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
-            for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i]*E, drows + i*E, E);
+            for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i] * E, drows + i * E, E);
             if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, T ? O : 0, 0, scratch);
         }
     }

@@ -20,8 +20,16 @@ typedef struct {
 static call make_call(const float *factor, const int64_t *step, int64_t block, int32_t format, int32_t rounding,
                       int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key) {
     return (call){
-        .k = pyops_active(), .factor = factor, .step = rounding == PYOPS_ROUND_STOCHASTIC ? step : NULL, .key = key,
-        .how = {.format = format, .rounding = rounding, .saturate = saturate, .rule = rule, .shift = shift, .flush = flush,
+        .k = pyops_active(),
+        .factor = factor,
+        .step = rounding == PYOPS_ROUND_STOCHASTIC ? step : NULL,
+        .key = key,
+        .how = {.format = format,
+                .rounding = rounding,
+                .saturate = saturate,
+                .rule = rule,
+                .shift = shift,
+                .flush = flush,
                 .block = block},
     };
 }
@@ -55,23 +63,22 @@ static void quantize_columns(const call *c, float *y, const float *x, int64_t fi
     int32_t scales[COLUMNS];
     float scaled[COLUMNS];
     for (int64_t r = 0; r < rows; r++) {
-        const float *from = x + first + r*inner;
+        const float *from = x + first + r * inner;
         if (c->factor) c->k->scale(scaled, from, c->factor[0], n), from = scaled;
         c->k->amax_columns(amax, from, n);
     }
     c->k->block_scales(scales, amax, n, &c->how);
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t i = first + r*inner;
+        const int64_t i = first + r * inner;
         const float *from = prepare(c, scaled, words, x + i, i, n);
         c->k->round_numbers(y + i, from, scales, 1, c->step ? words : NULL, n, &c->how);
         divide(c, y + i, n);
     }
 }
 
-pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, const int64_t *step,
-                                 int64_t outer, int64_t n, int64_t inner, int64_t block,
-                                 int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
-                                 int32_t flush, uint64_t key, void *stream) {
+pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, const int64_t *step, int64_t outer, int64_t n,
+                                 int64_t inner, int64_t block, int32_t format, int32_t rounding, int32_t saturate, int32_t rule,
+                                 int32_t shift, int32_t flush, uint64_t key, void *stream) {
     (void)stream;
     const pyops_status status = check_quantize("fake_quantize", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
@@ -92,16 +99,16 @@ pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, 
         #pragma omp parallel for schedule(static) if (all > PYOPS_SHARE_EXPS)
         for (int64_t task = 0; task < outer * blocks * strips; task++) {
             const int64_t strip = task % strips * COLUMNS, b = task / strips % blocks * block, o = task / strips / blocks;
-            quantize_columns(&c, y, x, (o*n + b) * inner + strip, pyops_min(block, n - b), inner, pyops_min(COLUMNS, inner - strip));
+            quantize_columns(&c, y, x, (o * n + b) * inner + strip, pyops_min(block, n - b), inner,
+                             pyops_min(COLUMNS, inner - strip));
         }
     }
     return PYOPS_OK;
 }
 
 pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, const float *factor, const int64_t *step,
-                          int64_t outer, int64_t n, int64_t inner, int64_t block,
-                          int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
-                          int32_t flush, uint64_t key, void *stream) {
+                          int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, int32_t rounding,
+                          int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key, void *stream) {
     (void)stream;
     const pyops_status status = check_quantize("encode", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
@@ -112,19 +119,19 @@ pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, cons
     #pragma omp parallel for schedule(static) if (outer * n * inner > PYOPS_SHARE_EXPS)
     for (int64_t line = 0; line < lines; line++) {              /* of a block's numbers, or of an axis */
         const int64_t j = line % inner, b = line / inner % blocks * length, o = line / inner / blocks;
-        const int64_t first = (o*n + b) * inner + j, count = pyops_min(length, n - b);
+        const int64_t first = (o * n + b) * inner + j, count = pyops_min(length, n - b);
         int32_t scale = SCALE_ONE;
         if (block) {
             uint32_t amax = 0;
             for (int64_t i = 0; i < count; i++) {
-                const uint32_t magnitude = bits_of(x[first + i*inner] * scaling) & 0x7fffffffu;
+                const uint32_t magnitude = bits_of(x[first + i * inner] * scaling) & 0x7fffffffu;
                 amax = magnitude > amax ? magnitude : amax;
             }
             scale = block_scale(amax, f, rule, shift, flush);
             scales[line] = scale == SCALE_DEAD ? 0 : (uint8_t)scale;
         }
         for (int64_t i = 0; i < count; i++) {
-            const int64_t at = first + i*inner;
+            const int64_t at = first + i * inner;
             uint32_t word = 0;
             if (c.step) c.k->random_words(&word, at, 1, (uint64_t)c.step[0], c.key);
             codes[at] = (uint16_t)code_of(round_number(x[at] * scaling, scale, word, f, rounding, saturate), f);
@@ -133,8 +140,8 @@ pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, cons
     return PYOPS_OK;
 }
 
-pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
-                          int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream) {
+pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor, int64_t outer, int64_t n,
+                          int64_t inner, int64_t block, int32_t format, void *stream) {
     (void)stream;
     const pyops_status status = check_quantize("decode", NULL, outer, n, inner, block, format, PYOPS_ROUND_EVEN,
                                                PYOPS_SCALE_FLOOR, 0);
@@ -144,7 +151,7 @@ pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales
     #pragma omp parallel for schedule(static) if (outer * n * inner > PYOPS_SHARE_EXPS)
     for (int64_t i = 0; i < outer * n * inner; i++) {
         const int64_t j = i % inner, place = i / inner % n, o = i / inner / n;
-        const int32_t scale = block ? scales[(o*blocks + place / block) * inner + j] : SCALE_ONE;
+        const int32_t scale = block ? scales[(o * blocks + place / block) * inner + j] : SCALE_ONE;
         rounded r = from_code(codes[i], f);
         if (scale == SCALE_NAN) r.special = 2;
         y[i] = value_of(r, scale);
@@ -159,7 +166,7 @@ pyops_status pyops_amax_factor(float *factor, const float *x, int64_t n, float t
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     uint32_t amax = 0;
-    #pragma omp parallel for schedule(static) reduction(max: amax) if (n > PYOPS_SHARE_FLOATS)
+    #pragma omp parallel for schedule(static) reduction(max : amax) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) {
         const uint32_t some = k->amax(x + i, pyops_min(CHUNK, n - i));
         amax = some > amax ? some : amax;

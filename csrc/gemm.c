@@ -52,10 +52,10 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             }
             if (t.before == edge)
                 for (int64_t r = 0; r < t.rows; r++)
-                    for (int64_t s = 0; s < NR; s++) edge[r*NR + s] = s < n ? c_ij[r*ldc + s] : 0.0f;
+                    for (int64_t s = 0; s < NR; s++) edge[r * NR + s] = s < n ? c_ij[r * ldc + s] : 0.0f;
             k->gemm(&t);
             if (t.c == edge)
-                for (int64_t r = 0; r < t.rows; r++) memcpy(c_ij + r*ldc, edge + r*NR, (size_t)n * sizeof *c);
+                for (int64_t r = 0; r < t.rows; r++) memcpy(c_ij + r * ldc, edge + r * NR, (size_t)n * sizeof *c);
         }
     }
 }
@@ -69,8 +69,8 @@ size_t pyops_product_scratch(const pyops_kernels *k) { return (size_t)(k->B + k-
 static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64_t N, int flags) {
     for (int64_t m = 0; m < M; m++)
         for (int64_t n = 0; n < N; n++) {
-            const float sum = (bias ? bias[n] : 0.0f) + (flags & PYOPS_ADD ? c[m*ldc + n] : 0.0f);
-            c[m*ldc + n] = flags & PYOPS_RELU ? relu(sum) : sum;
+            const float sum = (bias ? bias[n] : 0.0f) + (flags & PYOPS_ADD ? c[m * ldc + n] : 0.0f);
+            c[m * ldc + n] = flags & PYOPS_RELU ? relu(sum) : sum;
         }
 }
 
@@ -80,13 +80,13 @@ enum { SMALL = 32768, DOTS = 64 };                        /* multiply-adds; colu
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
 
 /* The columns of b are contiguous: dot products with the rows of a. */
-static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                     int64_t M, int64_t N, int64_t K, int flags) {
+static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
+                     int64_t N, int64_t K, int flags) {
     for (int64_t j = 0; j < N; j += DOTS) {
         const int64_t n = pyops_min(DOTS, N - j);
         for (int64_t m = 0; m < M; m++) {
-            float sums[DOTS], *c_m = c + m*ldc + j;
-            k->dots(sums, b.p + j*b.col, a.p + m*a.row, 1.0f, n, K, b.col, 0);
+            float sums[DOTS], *c_m = c + m * ldc + j;
+            k->dots(sums, b.p + j * b.col, a.p + m * a.row, 1.0f, n, K, b.col, 0);
             for (int64_t i = 0; i < n; i++) {
                 const float sum = (flags & PYOPS_ADD ? c_m[i] : 0.0f) + sums[i] + (bias ? bias[j + i] : 0.0f);
                 c_m[i] = flags & PYOPS_RELU ? relu(sum) : sum;
@@ -96,14 +96,14 @@ static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
 }
 
 /* The rows of b are contiguous: nothing is packed. */
-static void unpacked(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                           int64_t M, int64_t N, int64_t K, int flags) {
+static void unpacked(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
+                     int64_t N, int64_t K, int flags) {
     k->direct(c, a.p, b.p, M, N, K, ldc, a.row, a.col, b.row, flags & PYOPS_ADD);
     if (bias || flags & PYOPS_RELU) bias_only(c, ldc, bias, M, N, flags | PYOPS_ADD);
 }
 
-void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                   int64_t M, int64_t N, int64_t K, int flags, float *scratch) {
+void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
+                   int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
     if (is_few(a, b, M)) return few_rows(k, c, ldc, a, b, bias, M, N, K, flags);
@@ -113,8 +113,8 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
     for (int64_t jc = 0; jc < N; jc += columns)
         for (int64_t pb = 0; pb < K; pb += steps) {
             const int64_t nc = pyops_min(columns, N - jc), kb = pyops_min(steps, K - pb);
-            pyops_pack_b(k, packed_b, (pyops_view){b.p + pb*b.row + jc*b.col, b.row, b.col}, kb, nc, 0, nc);
-            pyops_product_packed(k, c + jc, ldc, (pyops_view){a.p + pb*a.col, a.row, a.col}, packed_b,
+            pyops_pack_b(k, packed_b, (pyops_view){b.p + pb * b.row + jc * b.col, b.row, b.col}, kb, nc, 0, nc);
+            pyops_product_packed(k, c + jc, ldc, (pyops_view){a.p + pb * a.col, a.row, a.col}, packed_b,
                                  bias && !pb ? bias + jc : NULL, M, nc, kb, 0, nc,
                                  (pb ? PYOPS_ADD : flags & PYOPS_ADD) | (pb + kb < K ? 0 : flags & PYOPS_RELU), packed_a);
         }
@@ -124,7 +124,7 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     const int64_t padded = pyops_round_up(N, k->NR);
     for (int64_t pc = 0; pc < K; pc += k->KC) {
         const int64_t kc = pyops_min(k->KC, K - pc);
-        k->pack_b(packed + pc*padded + from*kc, b.p + pc*b.row + from*b.col, b.col, b.row, to - from, kc);
+        k->pack_b(packed + pc * padded + from * kc, b.p + pc * b.row + from * b.col, b.col, b.row, to - from, kc);
     }
 }
 
@@ -135,9 +135,8 @@ static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
 }
 
 /* Rows of c in the outer loop, blocks of K in the inner: partial sums of a block of c stay in L2, and c is written once. */
-void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
-                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
-                          float *scratch) {
+void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
+                          int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch) {
     const int64_t padded = pyops_round_up(N, k->NR);
     const int packs = !is_fast_in_place(k, a);
     float *packed_a = scratch, *sums = scratch + k->MC * k->KC;
@@ -148,13 +147,13 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 const int64_t mc = pyops_min(k->MC, M - ic), kc = pyops_min(k->KC, K - pc);
                 const int64_t nc = K > k->KC ? pyops_min(SUMS, to - jc) : to - from;
                 const int more = (pc ? FROM_SUMS : flags & PYOPS_ADD) | (pc + kc < K ? TO_SUMS : flags & PYOPS_RELU);
-                const float *a_part = a.p + ic*a.row + pc*a.col;
-                pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .b = packed_b + pc*padded + jc*kc, .K = kc};
+                const float *a_part = a.p + ic * a.row + pc * a.col;
+                pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .b = packed_b + pc * padded + jc * kc, .K = kc};
                 if (packs) {
                     k->pack_a(packed_a, a_part, a.row, a.col, mc, kc);
                     t.a = packed_a, t.a_row = 1, t.a_col = k->MR;
                 }
-                block(k, c + ic*ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
+                block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
             }
 }
 
@@ -167,8 +166,8 @@ static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
     return best;
 }
 
-pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                                    int64_t M, int64_t N, int64_t K, int flags) {
+pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
+                                    int64_t K, int flags) {
     const pyops_kernels *k = pyops_active();
     /* by its multiply-adds or, with few rows, by the size of b */
     const int is_large = M * N * K > PYOPS_SHARE_FMAS || (M <= PYOPS_FEW_ROWS && N * K > PYOPS_SHARE_FLOATS);
@@ -182,30 +181,28 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
         if (!rows || j >= N) continue;
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
         if (!scratch) continue;
-        pyops_product(k, c + i*ldc + j, ldc, (pyops_view){a.p + i*a.row, a.row, a.col},
-                      (pyops_view){b.p + j*b.col, b.row, b.col}, bias ? bias + j : NULL,
-                      rows, pyops_min(columns, N - j), K, flags, scratch);
+        pyops_product(k, c + i * ldc + j, ldc, (pyops_view){a.p + i * a.row, a.row, a.col},
+                      (pyops_view){b.p + j * b.col, b.row, b.col}, bias ? bias + j : NULL, rows, pyops_min(columns, N - j), K,
+                      flags, scratch);
     }
-    if (failed) return pyops_fail(PYOPS_NO_MEMORY,
-                                  "gemm: no memory for %zu packed floats per thread", pyops_product_scratch(k));
+    if (failed)
+        return pyops_fail(PYOPS_NO_MEMORY, "gemm: no memory for %zu packed floats per thread", pyops_product_scratch(k));
     return PYOPS_OK;
 }
 
-pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias,
-                        int64_t M, int64_t N, int64_t K, int64_t ldc,
-                        int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
-                        int32_t accumulate, int32_t relu, void *stream) {
+pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K,
+                        int64_t ldc, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int32_t accumulate,
+                        int32_t relu, void *stream) {
     (void)stream;
     const pyops_status status = check_gemm("gemm", M, N, K, ldc);
     if (status) return status;
-    return pyops_product_threaded(c, ldc, (pyops_view){a, a_row, a_col}, (pyops_view){b, b_row, b_col}, bias,
-                                  M, N, K, (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0));
+    return pyops_product_threaded(c, ldc, (pyops_view){a, a_row, a_col}, (pyops_view){b, b_row, b_col}, bias, M, N, K,
+                                  (accumulate ? PYOPS_ADD : 0) | (relu ? PYOPS_RELU : 0));
 }
 
 pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape, const int64_t *strides,
-                                int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                                int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
-                                int32_t accumulate, void *stream) {
+                                int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc, int64_t a_row, int64_t a_col,
+                                int64_t b_row, int64_t b_col, int32_t accumulate, void *stream) {
     (void)stream;
     pyops_status status = check_gemm("gemm_batched", M, N, K, ldc);
     if (!status) status = check_shape("gemm_batched", shape, ndim);
@@ -241,8 +238,8 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
         }
     }
     if (status || failed)
-        return pyops_fail(PYOPS_NO_MEMORY,
-                          "gemm_batched: no memory for %zu packed floats per thread", pyops_product_scratch(k));
+        return pyops_fail(PYOPS_NO_MEMORY, "gemm_batched: no memory for %zu packed floats per thread",
+                          pyops_product_scratch(k));
     return PYOPS_OK;
 }
 
@@ -269,12 +266,12 @@ pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, in
     if (status) return status;
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++)
-        for (int64_t c = 0; c < C; c++) y[r*ld + c] = to_bf16(x[r*row + c*col]);
+        for (int64_t c = 0; c < C; c++) y[r * ld + c] = to_bf16(x[r * row + c * col]);
     return PYOPS_OK;
 }
 
-pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
-                             int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream) {
+pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                             int64_t lda, int64_t ldb, int32_t accumulate, void *stream) {
     (void)stream;
     const pyops_status status = check_gemm_bf16(M, N, K, ldc, lda, ldb);
     if (status) return status;
@@ -282,9 +279,9 @@ pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int
     for (int64_t m = 0; m < M; m++)
         for (int64_t n = 0; n < N; n++) {
             float sum = 0.0f;
-            #pragma omp simd reduction(+:sum)
-            for (int64_t k = 0; k < K; k++) sum += from_bf16(a[m*lda + k]) * from_bf16(b[n*ldb + k]);
-            c[m*ldc + n] = (accumulate ? c[m*ldc + n] : 0.0f) + sum;
+            #pragma omp simd reduction(+ : sum)
+            for (int64_t k = 0; k < K; k++) sum += from_bf16(a[m * lda + k]) * from_bf16(b[n * ldb + k]);
+            c[m * ldc + n] = (accumulate ? c[m * ldc + n] : 0.0f) + sum;
         }
     return PYOPS_OK;
 }

@@ -16,7 +16,11 @@
 #include "internal.h"
 
 /* ---- recurrent products: w (K,N), packed, or in index for few rows ---- */
-typedef struct { pyops_view at; int64_t K, N; float *packed; } weight;
+typedef struct {
+    pyops_view at;
+    int64_t K, N;
+    float *packed;
+} weight;
 
 static weight weight_of(pyops_view at, int64_t K, int64_t N, float *packed, int64_t B) {
     return (weight){at, K, N, B > PYOPS_FEW_ROWS ? packed : NULL};
@@ -30,8 +34,8 @@ static void pack(const pyops_kernels *k, const weight *w) {
 }
 
 /* c (M,N) = a w + bias; K is the K of w, or 0 if a is zeros, which leaves only the bias */
-static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const weight *w, const float *bias,
-                     int64_t M, int64_t K, int flags, float *scratch) {
+static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const weight *w, const float *bias, int64_t M,
+                     int64_t K, int flags, float *scratch) {
     if (w->packed) pyops_product_packed(k, c, ldc, a, w->packed, bias, M, w->N, K, 0, w->N, flags, scratch);
     else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
 }
@@ -51,13 +55,13 @@ static pyops_status positions_of(positions *p, const char *who, const int32_t *l
     int32_t *first = (int32_t *)work, *index = first + T + 1;
     PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, expected T * B < 2^31", who, LL(T), LL(B));
     for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, expected 0 to %lld",
-                      who, LL(b), lengths[b], LL(T));
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, expected 0 to %lld", who, LL(b), lengths[b],
+                      LL(T));
     *p = (positions){.lengths = lengths, .first = first, .index = index};
     for (int64_t t = 0; t < T; t++) {
         first[t] = (int32_t)p->count;
         for (int64_t b = 0; b < B; b++)
-            if (t < length_of(p, b, T)) index[p->count++] = (int32_t)(t*B + b);
+            if (t < length_of(p, b, T)) index[p->count++] = (int32_t)(t * B + b);
     }
     first[T] = (int32_t)p->count;
     p->whole = p->count == T * B;
@@ -78,22 +82,22 @@ static pyops_range share_of(const positions *p, int64_t T, int64_t B) {
 /* The positions of these sequences at step t. */
 static pyops_range positions_at(const positions *p, int64_t t, pyops_range share, int64_t B) {
     pyops_range at = {p->first[t], p->first[t + 1]};
-    while (at.from < at.to && p->index[at.from] < t*B + share.from) at.from++;
-    while (at.from < at.to && p->index[at.to - 1] >= t*B + share.to) at.to--;
+    while (at.from < at.to && p->index[at.from] < t * B + share.from) at.from++;
+    while (at.from < at.to && p->index[at.to - 1] >= t * B + share.to) at.to--;
     return at;
 }
 
 /* y (count,C) = the rows of x, ldx apart, at the positions */
 static void gather(float *y, const float *x, const positions *p, int64_t C, int64_t ldx) {
     #pragma omp parallel for schedule(static) if (p->count * C > PYOPS_SHARE_FLOATS)
-    for (int64_t v = 0; v < p->count; v++) pyops_copy(y + v*C, x + p->index[v]*ldx, C);
+    for (int64_t v = 0; v < p->count; v++) pyops_copy(y + v * C, x + p->index[v] * ldx, C);
 }
 
 /* Zero x (T,B,C) after the end of each sequence of this thread. */
 static void clear_rest(const pyops_kernels *k, float *x, const int32_t *lengths, int64_t T, int64_t B, int64_t C,
                        pyops_range share) {
     for (int64_t b = share.from; b < share.to; b++)
-        for (int64_t t = lengths[b]; t < T; t++) k->fill(x + (t*B + b)*C, C, 0.0f);
+        for (int64_t t = lengths[b]; t < T; t++) k->fill(x + (t * B + b) * C, C, 0.0f);
 }
 
 /* ---- work: offsets of its parts, in floats ---- */
@@ -135,8 +139,8 @@ int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
 }
 
 pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths,
-                               const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
-                               float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+                               const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh, float *work,
+                               int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
     pyops_status status = check_gru("gru_forward", x, T, B, I, H);
     if (status) return status;
@@ -148,26 +152,27 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     if (status) return status;
 
     float *ours = p.whole ? gates : work + l.gates;    /* a = x w_ih' + b_ih for all steps, stored in r, z, n, or compacted */
-    const int64_t lda = I && p.whole ? 4*H : 3*H;
+    const int64_t lda = I && p.whole ? 4 * H : 3 * H;
     if (I) {
         int64_t rows = p.count;
         if (!p.whole) {
-            rows = pyops_max(rows, pyops_min(T*B, PYOPS_FEW_ROWS + 1));         /* fewer rows: another order of sums */
+            rows = pyops_max(rows, pyops_min(T * B, PYOPS_FEW_ROWS + 1));         /* fewer rows: another order of sums */
             gather(work + l.x, x, &p, I, I);
-            k->fill(work + l.x + p.count*I, (rows - p.count) * I, 0.0f);
+            k->fill(work + l.x + p.count * I, (rows - p.count) * I, 0.0f);
             x = work + l.x;
         }
-        status = pyops_product_threaded(ours, lda, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, rows, 3*H, I, 0);
+        status = pyops_product_threaded(ours, lda, (pyops_view){x, I, 1}, (pyops_view){w_ih, 1, I}, b_ih, rows, 3 * H, I, 0);
         if (status) return status;
     }
     /* w_rz contains r and z, or all three gates */
-    const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2*H : 3*H, work + l.rz, B);
-    const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, 1, H}, H, H, work + l.n, B);
+    const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2 * H : 3 * H, work + l.rz, B);
+    const weight w_n = weight_of((pyops_view){w_hh + 2 * H * H, 1, H}, H, H, work + l.n, B);
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
-        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed), *product = work + l.rows + share.from*3*H;
+        float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed),
+              *product = work + l.rows + share.from * 3 * H;
         pack(k, &w_rz);
         if (reset_before) pack(k, &w_n);
         #pragma omp barrier
@@ -176,41 +181,40 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
             const int64_t rows = at.to - at.from, K = t || h0 ? H : 0;
             if (!rows) break;
             const int32_t *index = p.index + at.from;
-            float *state = (p.whole ? h : work + l.state) + share.from*H;
-            const float *h_prev = p.whole && t ? state + (t - 1)*B*H : p.whole && h0 ? h0 + share.from*H : state;
+            float *state = (p.whole ? h : work + l.state) + share.from * H;
+            const float *h_prev = p.whole && t ? state + (t - 1) * B * H : p.whole && h0 ? h0 + share.from * H : state;
             if (!K) k->fill(state, rows * H, 0.0f);
             else if (!t && !p.whole)
-                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i*H, h0 + index[i]*H, H);
-            multiply(k, product, 3*H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
+                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i * H, h0 + index[i] * H, H);
+            multiply(k, product, 3 * H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
                 for (int64_t i = 0; i < rows; i++) {
-                    const float *a_i = I ? ours + (at.from + i)*lda : a + index[i]*lda;
-                    float *gates_i = gates + index[i]*(4*H), *product_i = product + i*3*H;
-                    k->gru_before_1(gates_i, a_i, product_i, h_prev + i*H, H);
-                    pyops_copy(product_i, gates_i + 3*H, H);
+                    const float *a_i = I ? ours + (at.from + i) * lda : a + index[i] * lda;
+                    float *gates_i = gates + index[i] * (4 * H), *product_i = product + i * 3 * H;
+                    k->gru_before_1(gates_i, a_i, product_i, h_prev + i * H, H);
+                    pyops_copy(product_i, gates_i + 3 * H, H);
                 }
-                multiply(k, product + 2*H, 3*H, (pyops_view){product, 3*H, 1}, &w_n, b_hh + 2*H, rows, K, 0, scratch);
+                multiply(k, product + 2 * H, 3 * H, (pyops_view){product, 3 * H, 1}, &w_n, b_hh + 2 * H, rows, K, 0, scratch);
             }
             for (int64_t i = 0, next = 0; i < rows; i++) {
-                const float *a_i = I ? ours + (at.from + i)*lda : a + index[i]*lda, *product_i = product + i*3*H;
-                float *h_i = h + index[i]*H, *gates_i = gates + index[i]*(4*H);
-                if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2*H, h_prev + i*H, H);
-                else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i*H, H);
-                if (!p.whole && t + 1 < lengths[index[i] - t*B]) pyops_copy(state + next++*H, h_i, H);
+                const float *a_i = I ? ours + (at.from + i) * lda : a + index[i] * lda, *product_i = product + i * 3 * H;
+                float *h_i = h + index[i] * H, *gates_i = gates + index[i] * (4 * H);
+                if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2 * H, h_prev + i * H, H);
+                else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i * H, H);
+                if (!p.whole && t + 1 < lengths[index[i] - t * B]) pyops_copy(state + next++ * H, h_i, H);
             }
         }
         if (!p.whole) {
             clear_rest(k, h, lengths, T, B, H, share);
-            clear_rest(k, gates, lengths, T, B, 4*H, share);
+            clear_rest(k, gates, lengths, T, B, 4 * H, share);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "gru_forward: no memory for packed tiles") : PYOPS_OK;
 }
 
-pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
-                                float *dgates, const float *dh, const float *dh_last,
-                                const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
-                                const float *h, const float *gates, float *work,
+pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
+                                const float *dh, const float *dh_last, const float *x, const float *h0, const int32_t *lengths,
+                                const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
                                 int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
     (void)stream;
     pyops_status status = check_gru("gru_backward", x, T, B, I, H);
@@ -224,16 +228,16 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     const int moves_h = !p.whole || h0;                 /* h[t-1] has another layout */
 
     /* pass 1: the gate gradients of all steps, last step first */
-    const weight w_rz = weight_of((pyops_view){w_hh, H, 1}, 2*H, H, work + l.rz, B);
-    const weight w_n = weight_of((pyops_view){w_hh + 2*H*H, H, 1}, H, H, work + l.n, B);
-    float *zeros = work + l.state + B*H;
+    const weight w_rz = weight_of((pyops_view){w_hh, H, 1}, 2 * H, H, work + l.rz, B);
+    const weight w_n = weight_of((pyops_view){w_hh + 2 * H * H, H, 1}, H, H, work + l.n, B);
+    float *zeros = work + l.state + B * H;
     k->fill(zeros, H, 0.0f);
     int failed = 0;
     #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
-        float *carry = work + l.state + share.from*H;   /* the gradient of h[t] */
+        float *carry = work + l.state + share.from * H;   /* the gradient of h[t] */
         pack(k, &w_rz);
         pack(k, &w_n);
         #pragma omp barrier
@@ -242,41 +246,41 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             const pyops_range at = positions_at(&p, t, share, B);
             const int64_t rows = at.to - at.from;
             const int32_t *index = p.index + at.from;
-            float *ours_t = ours + at.from*4*H;
+            float *ours_t = ours + at.from * 4 * H;
             const int carry_on = t || dh0;              /* is the gradient of h[t-1] needed? */
             for (int64_t i = rows - 1; i >= 0; i--) {   /* insert a row for each sequence that ends here */
-                const int64_t b = index[i] - t*B;
-                if (t + 1 >= length_of(&p, b, T)) pyops_copy(carry + i*H, dh_last && t == T - 1 ? dh_last + b*H : zeros, H);
-                else if (--later < i) pyops_copy(carry + i*H, carry + later*H, H);
+                const int64_t b = index[i] - t * B;
+                if (t + 1 >= length_of(&p, b, T)) pyops_copy(carry + i * H, dh_last && t == T - 1 ? dh_last + b * H : zeros, H);
+                else if (--later < i) pyops_copy(carry + i * H, carry + later * H, H);
             }
             for (int64_t i = 0; i < rows; i++) {
                 const int64_t v = at.from + i, r = index[i];
-                float *d = ours + v*4*H, *carry_i = carry + i*H;
-                const float *gates_r = gates + r*4*H, *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
-                if (dh) k->add(carry_i, dh + r*H, H);
+                float *d = ours + v * 4 * H, *carry_i = carry + i * H;
+                const float *gates_r = gates + r * 4 * H, *h_prev = t ? h + (r - B) * H : h0 ? h0 + r * H : zeros;
+                if (dh) k->add(carry_i, dh + r * H, H);
                 k->gru_back(d, carry_i, gates_r, h_prev, H);
-                if (moves_h) pyops_copy(work + l.h + v*H, h_prev, H);
-                if (I && !p.whole) pyops_copy(work + l.x + v*I, x + r*I, I);
+                if (moves_h) pyops_copy(work + l.h + v * H, h_prev, H);
+                if (I && !p.whole) pyops_copy(work + l.x + v * I, x + r * I, I);
                 if (reset_before) continue;
                 k->gru_back_reset_after(d, gates_r, H);
-                if (!p.whole) pyops_copy(dgates + r*4*H, d, 4*H);
+                if (!p.whole) pyops_copy(dgates + r * 4 * H, d, 4 * H);
             }
             later = rows;
-            const pyops_view dn = {ours_t + 2*H, 4*H, 1}, du = {ours_t + 3*H, 4*H, 1};
-            if (reset_before) multiply(k, ours_t + 3*H, 4*H, dn, &w_n, NULL, rows, H, 0, scratch);
+            const pyops_view dn = {ours_t + 2 * H, 4 * H, 1}, du = {ours_t + 3 * H, 4 * H, 1};
+            if (reset_before) multiply(k, ours_t + 3 * H, 4 * H, dn, &w_n, NULL, rows, H, 0, scratch);
             else if (carry_on) multiply(k, carry, H, du, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
             for (int64_t i = 0; i < rows && reset_before; i++) {
                 const int64_t r = index[i];
-                const float *h_prev = t ? h + (r - B)*H : h0 ? h0 + r*H : zeros;
-                k->gru_back_reset_before(ours_t + i*4*H, carry + i*H, gates + r*4*H, h_prev, H);
-                if (!p.whole) pyops_copy(dgates + r*4*H, ours_t + i*4*H, 4*H);
+                const float *h_prev = t ? h + (r - B) * H : h0 ? h0 + r * H : zeros;
+                k->gru_back_reset_before(ours_t + i * 4 * H, carry + i * H, gates + r * 4 * H, h_prev, H);
+                if (!p.whole) pyops_copy(dgates + r * 4 * H, ours_t + i * 4 * H, 4 * H);
             }
-            if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4*H, 1}, &w_rz, NULL, rows, 2*H, PYOPS_ADD, scratch);
+            if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4 * H, 1}, &w_rz, NULL, rows, 2 * H, PYOPS_ADD, scratch);
         }
         const int32_t *sequences = p.index + positions_at(&p, 0, share, B).from;
-        for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sequences[i]*H, carry + i*H, H);
+        for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sequences[i] * H, carry + i * H, H);
         if (!p.whole) {
-            clear_rest(k, dgates, lengths, T, B, 4*H, share);
+            clear_rest(k, dgates, lengths, T, B, 4 * H, share);
             if (I && dx) clear_rest(k, dx, lengths, T, B, I, share);
             if (dh0) clear_rest(k, dh0, lengths, 1, B, H, share);
         }
@@ -286,36 +290,36 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     /* pass 2: one product each over all steps.  For the n part of w_hh, gradient x input is
      * du x h[t-1] with the reset gate after the product, dn x u with the reset gate before it. */
     const int64_t V = p.count, first = h0 ? 0 : p.first[1];      /* h[-1] = 0 contributes nothing */
-    const float *d_n = ours + (reset_before ? 2*H : 3*H);
-    const pyops_view h_prev = {moves_h ? work + l.h + first*H : h, H, 1};
+    const float *d_n = ours + (reset_before ? 2 * H : 3 * H);
+    const pyops_view h_prev = {moves_h ? work + l.h + first * H : h, H, 1};
     if (I && dx) {
         float *to = p.whole ? dx : work + l.dx;
-        status = pyops_product_threaded(to, I, (pyops_view){ours, 4*H, 1}, (pyops_view){w_ih, I, 1}, NULL, V, I, 3*H, 0);
+        status = pyops_product_threaded(to, I, (pyops_view){ours, 4 * H, 1}, (pyops_view){w_ih, I, 1}, NULL, V, I, 3 * H, 0);
         #pragma omp parallel for schedule(static) if (V * I > PYOPS_SHARE_FLOATS)
-        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) pyops_copy(dx + p.index[v]*I, to + v*I, I);
+        for (int64_t v = 0; v < (p.whole ? 0 : V); v++) pyops_copy(dx + p.index[v] * I, to + v * I, I);
     }
     if (!status && I)
-        status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4*H}, (pyops_view){p.whole ? x : work + l.x, I, 1},
-                                        NULL, 3*H, I, V, PYOPS_ADD);
+        status = pyops_product_threaded(dw_ih, I, (pyops_view){ours, 1, 4 * H}, (pyops_view){p.whole ? x : work + l.x, I, 1},
+                                        NULL, 3 * H, I, V, PYOPS_ADD);
     if (!status)
-        status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first*4*H, 1, 4*H}, h_prev, NULL, 2*H, H, V - first,
-                                        PYOPS_ADD);
+        status = pyops_product_threaded(dw_hh, H, (pyops_view){ours + first * 4 * H, 1, 4 * H}, h_prev, NULL, 2 * H, H,
+                                        V - first, PYOPS_ADD);
     if (!status && reset_before) {
         float *u = work + l.h;                          /* reuses the space of h[t-1] */
-        if (!p.whole) gather(u, gates + 3*H, &p, H, 4*H);
-        const pyops_view us = p.whole ? (pyops_view){gates + 3*H, 4*H, 1} : (pyops_view){u, H, 1};
-        status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n, 1, 4*H}, us, NULL, H, H, V, PYOPS_ADD);
+        if (!p.whole) gather(u, gates + 3 * H, &p, H, 4 * H);
+        const pyops_view us = p.whole ? (pyops_view){gates + 3 * H, 4 * H, 1} : (pyops_view){u, H, 1};
+        status = pyops_product_threaded(dw_hh + 2 * H * H, H, (pyops_view){d_n, 1, 4 * H}, us, NULL, H, H, V, PYOPS_ADD);
     }
     if (!status && !reset_before)
-        status = pyops_product_threaded(dw_hh + 2*H*H, H, (pyops_view){d_n + first*4*H, 1, 4*H}, h_prev, NULL, H, H, V - first,
-                                        PYOPS_ADD);
+        status = pyops_product_threaded(dw_hh + 2 * H * H, H, (pyops_view){d_n + first * 4 * H, 1, 4 * H}, h_prev, NULL, H, H,
+                                        V - first, PYOPS_ADD);
     if (status) return status;
     float *sums = work + l.sums;
-    k->fill(sums, 4*H, 0.0f);
-    pyops_add_column_sums(sums, ours, V, 4*H, 4*H);
-    if (I) k->add(db_ih, sums, 3*H);
-    k->add(db_hh, sums, 2*H);
-    k->add(db_hh + 2*H, sums + (d_n - ours), H);
+    k->fill(sums, 4 * H, 0.0f);
+    pyops_add_column_sums(sums, ours, V, 4 * H, 4 * H);
+    if (I) k->add(db_ih, sums, 3 * H);
+    k->add(db_hh, sums, 2 * H);
+    k->add(db_hh + 2 * H, sums + (d_n - ours), H);
     return PYOPS_OK;
 }
 
@@ -328,23 +332,22 @@ pyops_status pyops_gru_gates_forward(float *y, float *gates, const float *a, con
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (B * H > PYOPS_SHARE_EXPS)
     for (int64_t b = 0; b < B; b++) {
-        float *gates_b = gates + b*4*H, *y_b = y + b*H;
-        const float *a_b = a + b*3*H, *h_b = h_prev + b*H;
+        float *gates_b = gates + b * 4 * H, *y_b = y + b * H;
+        const float *a_b = a + b * 3 * H, *h_b = h_prev + b * H;
         if (stage == PYOPS_GRU_AFTER) {
-            k->gru_after(y_b, gates_b, a_b, product + b*3*H, h_b, H);
+            k->gru_after(y_b, gates_b, a_b, product + b * 3 * H, h_b, H);
         } else if (stage == PYOPS_GRU_BEFORE_1) {
-            k->gru_before_1(gates_b, a_b, product + b*2*H, h_b, H);
-            memcpy(y_b, gates_b + 3*H, (size_t)H * sizeof *y_b);
+            k->gru_before_1(gates_b, a_b, product + b * 2 * H, h_b, H);
+            memcpy(y_b, gates_b + 3 * H, (size_t)H * sizeof *y_b);
         } else {
-            k->gru_before_2(y_b, gates_b, a_b, product + b*H, h_b, H);
+            k->gru_before_2(y_b, gates_b, a_b, product + b * H, h_b, H);
         }
     }
     return PYOPS_OK;
 }
 
-pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const float *dy, const float *du,
-                                      const float *gates, const float *h_prev,
-                                      int64_t B, int64_t H, int32_t stage, void *stream) {
+pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates,
+                                      const float *h_prev, int64_t B, int64_t H, int32_t stage, void *stream) {
     (void)stream;
     const pyops_status status = check_gru_step("gru_gates_backward", B, H, stage);
     if (status) return status;
@@ -357,25 +360,25 @@ pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const flo
         #pragma omp for schedule(static)
         for (int64_t b = 0; b < B; b++) {
             if (!dgates) continue;
-            float *dh_b = dh + b*H, *da_b = da + b*3*H;
-            const float *gates_b = gates + b*4*H, *h_b = h_prev + b*H;
+            float *dh_b = dh + b * H, *da_b = da + b * 3 * H;
+            const float *gates_b = gates + b * 4 * H, *h_b = h_prev + b * H;
             if (stage == PYOPS_GRU_BEFORE_2) {
-                memcpy(dgates + 3*H, du + b*H, row);
+                memcpy(dgates + 3 * H, du + b * H, row);
                 k->gru_back_reset_before(dgates, dh_b, gates_b, h_b, H);
                 memcpy(da_b, dgates, row);
-                memcpy(dp + b*2*H, da_b, 2 * row);
+                memcpy(dp + b * 2 * H, da_b, 2 * row);
                 continue;
             }
-            if (dy) k->add(dh_b, dy + b*H, H);
+            if (dy) k->add(dh_b, dy + b * H, H);
             k->gru_back(dgates, dh_b, gates_b, h_b, H);
             if (stage == PYOPS_GRU_AFTER) {
                 k->gru_back_reset_after(dgates, gates_b, H);
                 memcpy(da_b, dgates, 3 * row);
-                memcpy(dp + b*3*H, dgates, 2 * row);
-                memcpy(dp + b*3*H + 2*H, dgates + 3*H, row);
+                memcpy(dp + b * 3 * H, dgates, 2 * row);
+                memcpy(dp + b * 3 * H + 2 * H, dgates + 3 * H, row);
             } else {
                 memcpy(da_b + H, dgates + H, 2 * row);
-                memcpy(dp + b*H, dgates + 2*H, row);
+                memcpy(dp + b * H, dgates + 2 * H, row);
             }
         }
     }

@@ -150,7 +150,7 @@ typedef struct {
     /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`, into panels. */
     void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
     void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
-#define ROW(result, name, arguments) result (*name) arguments;
+#define ROW(result, name, arguments) result(*name) arguments;
     PYOPS_ROWS(ROW)
 #undef ROW
 } pyops_kernels;
@@ -162,7 +162,10 @@ const pyops_kernels *pyops_active(void);
 
 /* ---- errors ------------------------------------------------------------------------------ */
 pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
-#define PYOPS_REQUIRE(cond, ...) do { if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
+#define PYOPS_REQUIRE(cond, ...) \
+    do { \
+        if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); \
+    } while (0)
 #define LL(x) ((long long)(x))      /* for %lld: int64_t is long on some systems, long long on others */
 #include "checks.h"
 
@@ -173,8 +176,8 @@ static inline pyops_status pyops_check_ids(const char *who, const int32_t *ids, 
 }
 static inline pyops_status pyops_check_rows(const char *who, const int64_t *rows, int64_t B, int64_t N) {
     for (int64_t b = 0; b < B; b++)
-        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N,
-                      "%s: rows[%lld]=%lld, expected 0 to %lld", who, LL(b), LL(rows[b]), LL(N - 1));
+        PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, expected 0 to %lld", who, LL(b), LL(rows[b]),
+                      LL(N - 1));
     return PYOPS_OK;
 }
 
@@ -227,7 +230,10 @@ enum { PYOPS_REDUCE_COLUMNS = 4096 };
  * A packed A is panels of MR rows of one block of KC columns.  A packed B is panels of NR columns for each block of KC rows.
  * The last panel is padded with zeros.  Only gemm.c packs A.
  */
-typedef struct { const float *p; int64_t row, col; } pyops_view;      /* strides in floats */
+typedef struct {
+    const float *p;
+    int64_t row, col;
+} pyops_view;      /* strides in floats */
 
 static inline int64_t pyops_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t pyops_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -237,9 +243,7 @@ static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(
 typedef struct { int64_t from, to; } pyops_range;                    /* [from, to) */
 
 /* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR. */
-static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) {
-    return K * pyops_round_up(N, k->NR);
-}
+static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) { return K * pyops_round_up(N, k->NR); }
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
 
 /* Products with at most this many rows read b unpacked if its rows or its columns are contiguous. */
@@ -249,15 +253,14 @@ enum { PYOPS_FEW_ROWS = 3 };
 size_t pyops_product_scratch(const pyops_kernels *k);
 
 /* One thread: c (M,N) = a (M,K) b (K,N) + bias; flags: PYOPS_ADD, PYOPS_RELU. */
-void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                   int64_t M, int64_t N, int64_t K, int flags, float *scratch);
+void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
+                   int64_t N, int64_t K, int flags, float *scratch);
 /* The same with a packed b, for the columns [from, to) of c; `from` is a multiple of NR. */
-void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b,
-                          const float *bias, int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags,
-                          float *scratch);
+void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, const float *packed_b, const float *bias,
+                          int64_t M, int64_t N, int64_t K, int64_t from, int64_t to, int flags, float *scratch);
 /* All threads: pyops_gemm without its checks. */
-pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias,
-                                    int64_t M, int64_t N, int64_t K, int flags);
+pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M, int64_t N,
+                                    int64_t K, int flags);
 
 /* y[c] += sum_r x[r*ldx + c], in the order of the rows; threads share columns. */
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);
@@ -274,6 +277,5 @@ static inline void pyops_touch(int32_t *touched, int64_t from, int64_t to) {
 }
 
 /* ---- labels with masked rows, for both cross entropies --------------------------------------- */
-pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C,
-                               int32_t ignore);
+pyops_status pyops_count_valid(int32_t *valid, const char *who, const int32_t *labels, int64_t R, int64_t C, int32_t ignore);
 #endif

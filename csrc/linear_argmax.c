@@ -48,7 +48,7 @@ int64_t pyops_linear_argmax_prepare_work(int64_t D, int64_t V) { return prepared
 /* keys (R) of 64 bits, aligned; scales and lengths of the rows (R); the rounded rows (R,D) of 16 bits */
 int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V) {
     (void)V;
-    return 2*R + 1 + 2*R + R * pairs_of(D);
+    return 2 * R + 1 + 2 * R + R * pairs_of(D);
 }
 
 /* ---- rounding ---- */
@@ -105,7 +105,7 @@ pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, c
                     memset(q, 0, (size_t)(2 * pairs));
                     continue;
                 }
-                round_word(k, q, prepared + l.scales + v, prepared + l.margins + v, weight + v*D, D);
+                round_word(k, q, prepared + l.scales + v, prepared + l.margins + v, weight + v * D, D);
                 prepared[l.tops + v] = bias[v] + (float)(4.0 * FLT_EPSILON) * fabsf(bias[v]);
             }
             for (int64_t i = 0; i < pairs; i++)
@@ -147,7 +147,7 @@ static uint64_t compute(const pyops_kernels *k, uint64_t *best, const float *x, 
     for (int64_t end = v + n; v < end; v += DOTS) {
         float z[DOTS];
         const int64_t some = pyops_min(DOTS, end - v);
-        k->dots(z, weight + v*D, x, 1.0f, some, D, D, 0);
+        k->dots(z, weight + v * D, x, 1.0f, some, D, D, 0);
         for (int64_t i = 0; i < some; i++) {
             const uint64_t key = key_of(z[i] + bias[v + i], v + i);
             if (key > found) found = key;
@@ -165,7 +165,7 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
     const layout l = prepared_layout(D, V);
     const int64_t pairs = pairs_of(D);
     uint64_t *const best = (uint64_t *)(((uintptr_t)work + 7) & ~(uintptr_t)7);
-    float *const scales = work + 2*R + 1, *const lengths = scales + R;
+    float *const scales = work + 2 * R + 1, *const lengths = scales + R;
     int16_t *const rounded = (int16_t *)(lengths + R);
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS || D * V > 4 * PYOPS_SHARE_FLOATS)
@@ -173,13 +173,13 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
         int32_t *sums = (int32_t *)pyops_scratch_or_fail((size_t)(WORDS * ROWS), &failed);
         #pragma omp for schedule(static)
         for (int64_t r = 0; r < R; r++) {
-            const float most = largest(k, x + r*D, D);
+            const float most = largest(k, x + r * D, D);
             best[r] = 0;
             if (!prepared) continue;
             scales[r] = fits(most) ? most / (float)levels(D) : 0.0f;
-            lengths[r] = fits(most) ? (float)(sqrt(k->sum_squares(x + r*D, D)) * (1.0 + 1e-6)) : INFINITY;
-            memset(rounded + r * 2*pairs, 0, (size_t)(2 * pairs) * sizeof *rounded);
-            if (scales[r] != 0.0f) k->to_int16(rounded + r * 2*pairs, x + r*D, scales[r], D);
+            lengths[r] = fits(most) ? (float)(sqrt(k->sum_squares(x + r * D, D)) * (1.0 + 1e-6)) : INFINITY;
+            memset(rounded + r * 2 * pairs, 0, (size_t)(2 * pairs) * sizeof *rounded);
+            if (scales[r] != 0.0f) k->to_int16(rounded + r * 2 * pairs, x + r * D, scales[r], D);
         }
         #pragma omp for schedule(dynamic)
         for (int64_t v = 0; v < V; v += WORDS) {
@@ -187,10 +187,11 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
             for (int64_t r0 = 0; r0 < R && sums; r0 += ROWS) {
                 const int64_t rows = pyops_min(ROWS, R - r0);
                 for (int64_t j = 0; j < n && prepared; j += PYOPS_PANEL)
-                    k->screen(sums + j, rounded + r0 * 2*pairs, (const int8_t *)prepared + (v + j) * 2*pairs, rows, pairs, WORDS);
+                    k->screen(sums + j, rounded + r0 * 2 * pairs, (const int8_t *)prepared + (v + j) * 2 * pairs, rows, pairs,
+                              WORDS);
                 for (int64_t r = r0; r < r0 + rows; r++) {
                     if (!prepared || !isfinite(lengths[r])) {
-                        compute(k, best + r, x + r*D, weight, bias, v, n, D);
+                        compute(k, best + r, x + r * D, weight, bias, v, n, D);
                         continue;
                     }
                     uint64_t seen = __atomic_load_n(best + r, __ATOMIC_RELAXED);
@@ -198,7 +199,7 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
                         i = k->next_not_below(sums + (r - r0) * WORDS, prepared + l.scales + v, prepared + l.margins + v,
                                               prepared + l.tops + v, scales[r], lengths[r], logit_of(seen), i, n);
                         if (i >= n) break;
-                        seen = compute(k, best + r, x + r*D, weight, bias, v + i, 1, D);
+                        seen = compute(k, best + r, x + r * D, weight, bias, v + i, 1, D);
                     }
                 }
             }

@@ -55,10 +55,9 @@ int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t
     return make_layout(pyops_active(), R, D, V, gradients).total;
 }
 
-pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-                                        const float *x, const float *weight, const float *bias, const int32_t *labels,
-                                        float *work, int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing,
-                                        void *stream) {
+pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias, const float *x,
+                                        const float *weight, const float *bias, const int32_t *labels, float *work, int64_t R,
+                                        int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream) {
     (void)stream;
     pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, R, D, V, smoothing);
     const int gradients = dx != NULL;
@@ -93,8 +92,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             pyops_pack_b(k, work + l.w_logits, weight_t, D, V, v, pyops_min(v + COLUMNS, V));
         if (gradients) {
             #pragma omp for schedule(dynamic)
-            for (int64_t d = 0; d < D; d += k->NR)
-                pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
+            for (int64_t d = 0; d < D; d += k->NR) pyops_pack_b(k, work + l.w_dx, weight_n, V, D, d, pyops_min(d + k->NR, D));
         }
         #pragma omp barrier                             /* makes `failed` and the packed weights visible */
         const int go_on = !failed;
@@ -103,22 +101,22 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             const int64_t rows = pyops_min(ROWS, n_valid - r0), threads = omp_get_num_threads();
             const int64_t share = pyops_round_up((rows + threads - 1) / threads, k->MR);
             #pragma omp for schedule(static)
-            for (int64_t r = 0; r < rows; r++) memcpy(x_b + r*D, x + row[r0 + r]*D, (size_t)D * sizeof *x_b);
+            for (int64_t r = 0; r < rows; r++) memcpy(x_b + r * D, x + row[r0 + r] * D, (size_t)D * sizeof *x_b);
 
             /* phase 1 */
             #pragma omp for schedule(dynamic)
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 float *z = chunk(logits, block, v);
-                pyops_product_packed(k, z - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias,
-                                     rows, V, D, v, v + n, 0, scratch);
-                for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r*LD, n);
+                pyops_product_packed(k, z - v, LD, (pyops_view){x_b, D, 1}, work + l.w_logits, bias, rows, V, D, v, v + n, 0,
+                                     scratch);
+                for (int64_t r = 0; r < rows; r++) maxima[v / COLUMNS * block + r] = k->max(z + r * LD, n);
             }
             /* phase 2 */
             #pragma omp for schedule(dynamic, 8)
             for (int64_t r = 0; r < rows; r++) {
                 const int32_t label = labels[row[r0 + r]];
-                float *z_label = chunk(logits, block, label) + r*LD + label % COLUMNS;
+                float *z_label = chunk(logits, block, label) + r * LD + label % COLUMNS;
                 float max = -INFINITY, sum_exp = 0.0f, below = 0.0f;     /* below: sum of z - max */
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const float m = maxima[v / COLUMNS * block + r];
@@ -127,7 +125,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 const float missing = max - *z_label;
                 for (int64_t v = 0; v < V; v += COLUMNS) {
                     const int64_t n = pyops_min(COLUMNS, V - v);
-                    float *z = chunk(logits, block, v) + r*LD;
+                    float *z = chunk(logits, block, v) + r * LD;
                     if (smoothing > 0.0f) below += k->sum_shifted(z, max, n);
                     sum_exp += k->exp_sum(z, z, max, n);
                 }
@@ -136,10 +134,11 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 if (!gradients) continue;
                 if (smoothing > 0.0f)
                     for (int64_t v = 0; v < V; v += COLUMNS)
-                        k->add_constant(chunk(logits, block, v) + r*LD, -smoothing / (float)V * sum_exp, pyops_min(COLUMNS, V - v));
+                        k->add_constant(chunk(logits, block, v) + r * LD, -smoothing / (float)V * sum_exp,
+                                        pyops_min(COLUMNS, V - v));
                 *z_label -= (1.0f - smoothing) * sum_exp;
                 factors[r] = scale / sum_exp;
-                k->scale(x_b + r*D, x_b + r*D, factors[r], D);
+                k->scale(x_b + r * D, x_b + r * D, factors[r], D);
             }
             #pragma omp single nowait
             for (int64_t r = 0; r < rows; r++) sum += losses[r];
@@ -155,20 +154,20 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
             for (int64_t r = 0; r < rows; r += share) {
                 const int64_t n = pyops_min(share, rows - r);
                 for (int64_t v = 0; v < V; v += COLUMNS)
-                    pyops_product_packed(k, dx_b + r*D, D, (pyops_view){chunk(logits, block, v) + r*LD, LD, 1},
-                                         work + l.w_dx + v * pyops_round_up(D, k->NR), NULL,
-                                         n, D, pyops_min(COLUMNS, V - v), 0, D, v ? PYOPS_ADD : 0, scratch);
-                for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i]*D, dx_b + i*D, factors[i], D);
+                    pyops_product_packed(k, dx_b + r * D, D, (pyops_view){chunk(logits, block, v) + r * LD, LD, 1},
+                                         work + l.w_dx + v * pyops_round_up(D, k->NR), NULL, n, D, pyops_min(COLUMNS, V - v), 0,
+                                         D, v ? PYOPS_ADD : 0, scratch);
+                for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D, dx_b + i * D, factors[i], D);
             }
             /* phase 4 */
             #pragma omp for schedule(dynamic)
             for (int64_t v = 0; v < V; v += COLUMNS) {
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 const float *dz = chunk(logits, block, v);
-                pyops_product_packed(k, dweight + v*D, D, (pyops_view){dz, 1, LD}, work + l.x_packed, NULL,
-                                     n, D, rows, 0, D, r0 ? PYOPS_ADD : 0, scratch);
+                pyops_product_packed(k, dweight + v * D, D, (pyops_view){dz, 1, LD}, work + l.x_packed, NULL, n, D, rows, 0, D,
+                                     r0 ? PYOPS_ADD : 0, scratch);
                 if (!r0) k->fill(dbias + v, n, 0.0f);
-                for (int64_t r = 0; r < rows; r++) k->axpy(dbias + v, dz + r*LD, factors[r], n);
+                for (int64_t r = 0; r < rows; r++) k->axpy(dbias + v, dz + r * LD, factors[r], n);
             }
         }
     }

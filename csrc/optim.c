@@ -48,25 +48,23 @@ pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touc
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
     #pragma omp parallel for schedule(dynamic, TURN / CHUNK) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < chunks; i++) {
-        const int64_t end = pyops_min(i*CHUNK + CHUNK, n);
+        const int64_t end = pyops_min(i * CHUNK + CHUNK, n);
         double s = 0.0;
-        for (int64_t b = i*CHUNK; b < end; b += PYOPS_GRAD_BLOCK)
+        for (int64_t b = i * CHUNK; b < end; b += PYOPS_GRAD_BLOCK)
             if (pyops_is_touched(touched, b)) s += k->sum_squares(grad + b, pyops_min(PYOPS_GRAD_BLOCK, end - b));
-        memcpy(work + 2*i, &s, sizeof s);           /* a double in two floats */
+        memcpy(work + 2 * i, &s, sizeof s);           /* a double in two floats */
     }
     double sum = 0.0;
     for (int64_t i = 0; i < chunks; i++) {
         double s;
-        memcpy(&s, work + 2*i, sizeof s);
+        memcpy(&s, work + 2 * i, sizeof s);
         sum += s;
     }
     norm[0] = (float)sqrt(sum);
     return PYOPS_OK;
 }
 
-static float clip_factor(const float *norm, float max_norm) {
-    return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f;
-}
+static float clip_factor(const float *norm, float max_norm) { return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f; }
 
 pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
     (void)stream;
@@ -76,9 +74,9 @@ pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_nor
     return factor == 1.0f ? PYOPS_OK : pyops_scale(grad, grad, &factor, n, stream);
 }
 
-pyops_status pyops_adam(float *param, float *m, float *v,
-                        const float *grad, const int32_t *touched, const float *norm, const int64_t *step, const float *lr,
-                        int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, const int32_t *touched, const float *norm,
+                        const int64_t *step, const float *lr, int64_t n, float max_norm, float beta1, float beta2, float eps,
+                        float weight_decay, void *stream) {
     (void)stream;
     const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
@@ -93,15 +91,15 @@ pyops_status pyops_adam(float *param, float *m, float *v,
         const int64_t end = pyops_min(i + ADAM_CHUNK, n);
         for (int64_t from = i, to; from < end; from = to) {
             to = end_of_run(touched, from, end);
-            k->adam(param + from, m + from, v + from, pyops_is_touched(touched, from) ? grad + from : NULL, to - from,
-                    clip, beta1, beta2, step_size, root_correction, eps, weight_decay);
+            k->adam(param + from, m + from, v + from, pyops_is_touched(touched, from) ? grad + from : NULL, to - from, clip,
+                    beta1, beta2, step_size, root_correction, eps, weight_decay);
         }
     }
     return PYOPS_OK;
 }
 
-pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
-                       int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
+pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr, int64_t n,
+                       float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
     (void)stream;
     const pyops_status status = check_sgd(velocity, n, max_norm, momentum, weight_decay);
     if (status) return status;
@@ -110,10 +108,8 @@ pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const f
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) {
         const int64_t m = pyops_min(CHUNK, n - i);
-        if (velocity)
-            k->sgd_momentum(param + i, velocity + i, grad + i, m, clip, lr[0], momentum, weight_decay, nesterov != 0);
-        else
-            k->sgd(param + i, grad + i, m, clip, lr[0], weight_decay);
+        if (velocity) k->sgd_momentum(param + i, velocity + i, grad + i, m, clip, lr[0], momentum, weight_decay, nesterov != 0);
+        else k->sgd(param + i, grad + i, m, clip, lr[0], weight_decay);
     }
     return PYOPS_OK;
 }

@@ -35,26 +35,26 @@ static void forward_share(const pyops_kernels *k, float *y, int32_t *ink, uint16
                           int64_t from, int64_t to, int64_t I, int64_t O) {
     float *const w = work, *const sums = w + I * PYOPS_PIXEL_BLOCK;
     uint16_t *const own_places = (uint16_t *)(sums + PYOPS_PIXEL_BLOCK);
-    for (int64_t b = from; b < pyops_min(from + AHEAD, to); b++) prefetch_row(table + rows[b]*I, I);
+    for (int64_t b = from; b < pyops_min(from + AHEAD, to); b++) prefetch_row(table + rows[b] * I, I);
     for (int64_t o = 0; o < O; o += PYOPS_PIXEL_BLOCK) {
         const size_t size = (size_t)pyops_min(PYOPS_PIXEL_BLOCK, O - o) * sizeof *sums;
-        k->pixels_pack(w, weight + o, I, O, I*O - o);
+        k->pixels_pack(w, weight + o, I, O, I * O - o);
         for (int64_t b = from; b < to; b++) {
-            uint16_t *const places_b = places ? places + b*(I + 8) : own_places;
-            const uint8_t *const x = table + rows[b]*I;
-            if (o == 0 && b + AHEAD < to) prefetch_row(table + rows[b + AHEAD]*I, I);
+            uint16_t *const places_b = places ? places + b * (I + 8) : own_places;
+            const uint8_t *const x = table + rows[b] * I;
+            if (o == 0 && b + AHEAD < to) prefetch_row(table + rows[b + AHEAD] * I, I);
             const int32_t ink_b = o > 0 && places ? ink[b] : k->pixels_find(places_b, x, I);
             if (places) ink[b] = ink_b;
             memcpy(sums, bias + o, size);
             k->pixels_times(sums, places_b, ink_b, x, values, w);
-            memcpy(y + b*O + o, sums, size);
+            memcpy(y + b * O + o, sums, size);
         }
     }
 }
 
-pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places,
-                                        const uint8_t *table, const int64_t *rows, const float *weight, const float *bias,
-                                        int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
+pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table, const int64_t *rows,
+                                        const float *weight, const float *bias, int64_t N, int64_t B, int64_t I, int64_t O,
+                                        float scale, void *stream) {
     (void)stream;
     const pyops_status status = check("pixel_linear_forward", rows, N, B, I, O, scale);
     if (status) return status;
@@ -68,8 +68,8 @@ pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         float *const work = pyops_scratch_or_fail((size_t)((I + 1) * PYOPS_PIXEL_BLOCK + I + 8), &failed);
         if (work)
-            forward_share(k, y, ink, places, table, rows, weight, bias, values, work,
-                          B * thread / threads, B * (thread + 1) / threads, I, O);
+            forward_share(k, y, ink, places, table, rows, weight, bias, values, work, B * thread / threads,
+                          B * (thread + 1) / threads, I, O);
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "pixel_linear_forward: no memory for %lld pixels", LL(I)) : PYOPS_OK;
 }
@@ -98,8 +98,8 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
     const int64_t P = padded(O);
     float *const dw = work, *const d = work + I * P;
     for (int64_t b = 0; b < B; b++) {
-        memcpy(d + b*P, dy + b*O, (size_t)O * sizeof *d);
-        memset(d + b*P + O, 0, (size_t)(P - O) * sizeof *d);
+        memcpy(d + b * P, dy + b * O, (size_t)O * sizeof *d);
+        memset(d + b * P + O, 0, (size_t)(P - O) * sizeof *d);
     }
     float values[256];
     list_values(values, scale);
@@ -107,13 +107,13 @@ pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const flo
     {
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t from = I * thread / threads, to = I * (thread + 1) / threads;
-        k->fill(dw + from*P, (to - from) * P, 0.0f);
+        k->fill(dw + from * P, (to - from) * P, 0.0f);
         for (int64_t b = 0; b < B; b++) {
-            const uint16_t *places_b = places + b*(I + 8);
+            const uint16_t *places_b = places + b * (I + 8);
             const int64_t first = before(places_b, ink[b], from), last = before(places_b, ink[b], to);
-            k->pixels_outer(dw, places_b + first, last - first, table + rows[b]*I, values, d + b*P, P);
+            k->pixels_outer(dw, places_b + first, last - first, table + rows[b] * I, values, d + b * P, P);
         }
-        k->add_rows(dweight + from*O, dw + from*P, to - from, O, P);
+        k->add_rows(dweight + from * O, dw + from * P, to - from, O, P);
     }
     pyops_add_column_sums(dbias, dy, B, O, O);
     return PYOPS_OK;

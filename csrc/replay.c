@@ -13,8 +13,8 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-pyops_status pyops_replay(const pyops_action *actions, const pyops_value *values, double *seconds, int64_t *at,
-                          int64_t from, int64_t to, void *stream) {
+pyops_status pyops_replay(const pyops_action *actions, const pyops_value *values, double *seconds, int64_t *at, int64_t from,
+                          int64_t to, void *stream) {
     for (int64_t i = from; i < to; i++) {
         at[0] = i;
         pyops_status status = check_action(actions, i);

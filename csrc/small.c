@@ -42,7 +42,7 @@ void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64
     for (int64_t c = 0; c < C; c += COLUMNS) {
         const int64_t n = pyops_min(COLUMNS, C - c);
         float sums[COLUMNS] = {0};
-        for (int64_t r = 0; r < R; r++) k->add(sums, x + r*ldx + c, n);
+        for (int64_t r = 0; r < R; r++) k->add(sums, x + r * ldx + c, n);
         k->add(y + c, sums, n);
     }
 }
@@ -56,12 +56,12 @@ pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, v
 
 pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX,
-                  "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R),
+                  LL(C));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++) {
-        const float *x_r = x + r*C, m = k->max(x_r, C);
+        const float *x_r = x + r * C, m = k->max(x_r, C);
         int64_t c = 0;
         while (c < C - 1 && !(x_r[c] == m || x_r[c] != x_r[c])) c++;
         index[r] = (int32_t)c;
@@ -99,47 +99,45 @@ pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int
     return PYOPS_OK;
 }
 
-pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
-                                          int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context, int64_t T, int64_t B, int64_t E,
+                                          int64_t H, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
-                  "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
-                  LL(T), LL(B), LL(E), LL(H));
+                  "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0", LL(T), LL(B), LL(E), LL(H));
     #pragma omp parallel for schedule(static) if (T * B * (E + H) > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < T * B; r++) {
-        memcpy(y + r*(E + H), x + r*E, (size_t)E * sizeof *y);
-        memcpy(y + r*(E + H) + E, context + r % B * H, (size_t)H * sizeof *y);
+        memcpy(y + r * (E + H), x + r * E, (size_t)E * sizeof *y);
+        memcpy(y + r * (E + H) + E, context + r % B * H, (size_t)H * sizeof *y);
     }
     return PYOPS_OK;
 }
 
-pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
-                                           int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B, int64_t E,
+                                           int64_t H, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
-                  "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
-                  LL(T), LL(B), LL(E), LL(H));
+                  "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0", LL(T), LL(B), LL(E), LL(H));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (T * B * (E + H) > PYOPS_SHARE_FLOATS)
     for (int64_t b = 0; b < B; b++) {
-        k->fill(dcontext + b*H, H, 0.0f);
+        k->fill(dcontext + b * H, H, 0.0f);
         for (int64_t t = 0; t < T; t++) {
-            const float *dy_tb = dy + (t*B + b) * (E + H);
-            memcpy(dx + (t*B + b) * E, dy_tb, (size_t)E * sizeof *dx);
-            k->add(dcontext + b*H, dy_tb + E, H);
+            const float *dy_tb = dy + (t * B + b) * (E + H);
+            memcpy(dx + (t * B + b) * E, dy_tb, (size_t)E * sizeof *dx);
+            k->add(dcontext + b * H, dy_tb + E, H);
         }
     }
     return PYOPS_OK;
 }
 
-pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
-                                         int64_t T, int64_t B, int64_t D, float scale, void *stream) {
+pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, int64_t T, int64_t B, int64_t D,
+                                         float scale, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0,
-                  "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B), LL(D));
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B),
+                  LL(D));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (T * B * D > PYOPS_SHARE_FLOATS)
-    for (int64_t r = 0; r < T * B; r++) k->scale_add(y + r*D, x + r*D, table + r / B * D, scale, D);
+    for (int64_t r = 0; r < T * B; r++) k->scale_add(y + r * D, x + r * D, table + r / B * D, scale, D);
     return PYOPS_OK;
 }
 

@@ -6,8 +6,8 @@
 #include "internal.h"
 
 /* y = D x of row r; y may be x */
-static void drop(const pyops_kernels *k, float *y, const float *x, int64_t r, int64_t Tk, const int64_t *step,
-                 float share, uint64_t key) {
+static void drop(const pyops_kernels *k, float *y, const float *x, int64_t r, int64_t Tk, const int64_t *step, float share,
+                 uint64_t key) {
     k->dropout(y, x, r * (pyops_round_up(Tk, 4) / 4), Tk, (uint64_t)step[0], key, pyops_dropout_threshold(share),
                1.0f / (1.0f - share));
 }
@@ -29,20 +29,19 @@ pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s,
     for (int64_t r = 0; r < rows; r++) {
         const int64_t i = r % Tq, length = lengths ? lengths[r / (heads * Tq)] : Tk;
         const int64_t n = causal ? pyops_max(0, pyops_min(length, i + 1 + Tk - Tq)) : length;
-        float *p_r = p + r*Tk;
-        k->scale(p_r, s + r*Tk, scale, n);
+        float *p_r = p + r * Tk;
+        k->scale(p_r, s + r * Tk, scale, n);
         const float max = k->max(p_r, n), sum = k->exp_sum(p_r, p_r, max, n);
         k->scale(p_r, p_r, 1.0f / sum, n);
         k->fill(p_r + n, Tk - n, 0.0f);
-        if (drops) drop(k, w + r*Tk, p_r, r, Tk, step, share, key);
-        else if (w) k->scale(w + r*Tk, p_r, 1.0f, Tk);
+        if (drops) drop(k, w + r * Tk, p_r, r, Tk, step, share, key);
+        else if (w) k->scale(w + r * Tk, p_r, 1.0f, Tk);
     }
     return PYOPS_OK;
 }
 
-pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const float *p, const int64_t *step,
-                                              int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key,
-                                              void *stream) {
+pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const float *p, const int64_t *step, int64_t Tq,
+                                              int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key, void *stream) {
     (void)stream;
     const pyops_status status = check_attention_softmax("attention_softmax_backward", Tq, Tk, B, heads, share);
     if (status) return status;
@@ -51,8 +50,8 @@ pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const 
     const int drops = step && share > 0.0f;
     #pragma omp parallel for schedule(static) if (rows * Tk > (drops ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS))
     for (int64_t r = 0; r < rows; r++) {
-        if (drops) drop(k, ds + r*Tk, dw + r*Tk, r, Tk, step, share, key);
-        k->softmax_row_back(ds + r*Tk, (drops ? ds : dw) + r*Tk, p + r*Tk, Tk);
+        if (drops) drop(k, ds + r * Tk, dw + r * Tk, r, Tk, step, share, key);
+        k->softmax_row_back(ds + r * Tk, (drops ? ds : dw) + r * Tk, p + r * Tk, Tk);
     }
     return PYOPS_OK;
 }

@@ -137,8 +137,7 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
             void *q[OPERANDS];
             for (int o = 0; o < operands; o++) q[o] = p[o];
             if (across < 0) row(q, step, columns, op);
-            else tile(row, op, operands, q, down, step,
-                      pyops_min(TILE_ROWS, s.size[across] - at[across] * TILE_ROWS), columns);
+            else tile(row, op, operands, q, down, step, pyops_min(TILE_ROWS, s.size[across] - at[across] * TILE_ROWS), columns);
             for (int d = inner; d >= 0; d--) {          /* advance to the next unit */
                 for (int o = 0; o < operands; o++) p[o] += part[d] * s.stride[o][d];
                 if (++at[d] < parts[d]) break;
@@ -151,8 +150,8 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
 
 static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS; }
 
-static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x,
-                          const int64_t *shape, const int64_t *strides, int64_t ndim) {
+static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x, const int64_t *shape,
+                          const int64_t *strides, int64_t ndim) {
     const pyops_status status = check_strided(who, op, PYOPS_OP_SIGMOID, shape, ndim);
     if (!status) elementwise(row, op, 2, (void *[]){y, (void *)x}, shape, strides, ndim, share(op));
     return status;
@@ -161,8 +160,9 @@ static pyops_status unary(const char *who, row_function *row, int op, void *y, c
 static pyops_status binary(const char *who, row_function *row, int op, void *y, const void *a, const void *b,
                            const int64_t *shape, const int64_t *strides, int64_t ndim) {
     const pyops_status status = check_strided(who, op, PYOPS_OP_GREATER_EQUAL, shape, ndim);
-    if (!status) elementwise(row, op, 3, (void *[]){y, (void *)a, (void *)b}, shape, strides, ndim,
-                             op == PYOPS_OP_POWER ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS);
+    if (!status)
+        elementwise(row, op, 3, (void *[]){y, (void *)a, (void *)b}, shape, strides, ndim,
+                    op == PYOPS_OP_POWER ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS);
     return status;
 }
 
@@ -183,8 +183,8 @@ pyops_status pyops_strided_unary(float *y, const float *x, const int64_t *shape,
     return unary("strided_unary", pyops_active()->strided_unary, op, y, x, shape, strides, ndim);
 }
 
-pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides,
-                                       int64_t ndim, int32_t op, void *stream) {
+pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim,
+                                       int32_t op, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(op >= PYOPS_OP_COPY && op <= PYOPS_OP_ABS,
                   "strided_unary_int32: op=%d, expected copy, negate or abs for int32", op);
@@ -292,12 +292,19 @@ pyops_status pyops_strided_to_int32(int32_t *y, const float *x, const int64_t *s
  * order of a sum never depends on the number of threads.
  */
 typedef void reduce_function(void *sums, const void *x, int64_t R, int64_t C, int64_t row_step, int64_t step, int op);
-typedef union { double real; int64_t integer; } wide;           /* type of partial sums: double for float, int64 for int32 */
+typedef union {
+    double real;
+    int64_t integer;
+} wide;           /* type of partial sums: double for float, int64 for int32 */
 enum { Y, X };                                                  /* the operands */
 
 static void start(wide *sums, int64_t n, int op, int is_int) {
-    const wide first = is_int ? (wide){.integer = op == PYOPS_OP_SUM ? 0 : op == PYOPS_OP_MAX ? INT32_MIN : INT32_MAX}
-                              : (wide){.real = op == PYOPS_OP_SUM ? 0.0 : op == PYOPS_OP_MAX ? -INFINITY : INFINITY};
+    const wide first = is_int ? (wide){.integer = op == PYOPS_OP_SUM ? 0
+                                           : op == PYOPS_OP_MAX      ? INT32_MIN
+                                                                     : INT32_MAX}
+                              : (wide){.real = op == PYOPS_OP_SUM ? 0.0
+                                           : op == PYOPS_OP_MAX   ? -INFINITY
+                                                                  : INFINITY};
     for (int64_t i = 0; i < n; i++) sums[i] = first;
 }
 
@@ -354,7 +361,7 @@ static void gather_terms(const reduction *r, wide *sums, const element *x, int64
         if (size[d] <= 0) return;
         x += from[d] * s->stride[X][d];
     }
-    for (int d; ; ) {
+    for (int d;;) {
         r->block(sums, x, size[r->row], columns, s->stride[X][r->row], step, r->op);
         for (d = s->n - 1; d >= 0; d--) {               /* advance to the next rows */
             if (d == r->row || s->stride[Y][d]) continue;
@@ -372,8 +379,17 @@ static pyops_status reduce(const char *who, reduce_function *block, int is_int, 
     enum { FEW = 16, PIECES = 32, PIECE = 65536, PIECE_ROWS = 64, NARROW = 32 };
     const pyops_status status = check_strided(who, op, PYOPS_OP_MIN, shape, ndim);
     if (status) return status;
-    reduction r = {.block = block, .op = op, .is_int = is_int, .s = simplify(shape, strides, ndim, 2, X),
-                   .column = -1, .row = -1, .piece = -1, .columns = 1, .blocks = 1, .pieces = 1, .piece_size = INT64_MAX};
+    reduction r = {.block = block,
+                   .op = op,
+                   .is_int = is_int,
+                   .s = simplify(shape, strides, ndim, 2, X),
+                   .column = -1,
+                   .row = -1,
+                   .piece = -1,
+                   .columns = 1,
+                   .blocks = 1,
+                   .pieces = 1,
+                   .piece_size = INT64_MAX};
     const space *s = &r.s;
     const int64_t n = elements(s), inner = s->n - 1;
     int64_t outputs = 1;

@@ -355,7 +355,7 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, in
 // a multiprocessor instead of three.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
-forward(Call c, float *y, float *stats, const float *q, const float *k, const float *v) {
+    forward(Call c, float *y, float *stats, const float *q, const float *k, const float *v) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, q_tile);
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
@@ -460,9 +460,9 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
 // chunk of this block.  `all`: the number of keys to read.  dsum is an input unless all_keys is set: then it is computed as
 // the sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
 template <Precision P, int WARPS, int N>
-DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c, const BlockTask &p,
-                                  const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys, bool new_queries,
-                                  bool new_keys) {
+DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c,
+                                  const BlockTask &p, const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys,
+                                  bool new_queries, bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
     const int queries = in_tile(c.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
     const int64_t from_query = p.pair * c.C + i * c.row, from_key = p.pair * c.C + j * c.row, mine = i + above + lane_row();
@@ -521,7 +521,7 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
 // of queries, so the sums need no registers before and after it, and three blocks fit on a multiprocessor instead of two.
 template <Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
-backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
+    backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
@@ -601,9 +601,22 @@ static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, 
     const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
     if (status) return status;
     const bool drops = step && p > 0.0f;
-    c = {Tq, Tk, B, heads, C, B * heads * C, lengths, drops ? step : nullptr, key, dropout_threshold(p), causal,
-         1.0f / sqrtf(static_cast<float>(C)), drops ? 1.0f / (1.0f - p) : 1.0f,
-         static_cast<unsigned>(blocks_for<int64_t>(C, CHANNELS)), C % 4 == 0, pyops_faults()};
+    c = {Tq,
+         Tk,
+         B,
+         heads,
+         C,
+         B * heads * C,
+         lengths,
+         drops ? step : nullptr,
+         key,
+         dropout_threshold(p),
+         causal,
+         1.0f / sqrtf(static_cast<float>(C)),
+         drops ? 1.0f / (1.0f - p) : 1.0f,
+         static_cast<unsigned>(blocks_for<int64_t>(C, CHANNELS)),
+         C % 4 == 0,
+         pyops_faults()};
     return PYOPS_OK;
 }
 
@@ -612,9 +625,9 @@ template <class... Pointers> static bool aligned(Pointers... x) { return ((reint
 // Blocks for the tiles of T rows of all pairs; a grid has at most 2^31 - 1 blocks.
 static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
     const double needed = static_cast<double>(c.B) * static_cast<double>(c.heads) * static_cast<double>(c.chunks) *
-                          static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
-    PYOPS_REQUIRE(needed < 2147483648.0,
-                  "%s: B=%lld heads=%lld, expected fewer than 2^31 blocks of scores", who, LL(c.B), LL(c.heads));
+        static_cast<double>(T > rows ? blocks_for<int64_t>(T, rows) : 1);
+    PYOPS_REQUIRE(needed < 2147483648.0, "%s: B=%lld heads=%lld, expected fewer than 2^31 blocks of scores", who, LL(c.B),
+                  LL(c.heads));
     blocks = static_cast<unsigned>(needed);
     return PYOPS_OK;
 }
@@ -661,16 +674,15 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 
 // Call run<precision, warps>(...) for the current precision and the size.
 #define FOR_PRECISION(run, warps, ...) \
-    (pyops_precision_now() == Precision::fp32 ? run<Precision::fp32, warps>(__VA_ARGS__) : \
-     pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) : \
-     run<Precision::bf16, warps>(__VA_ARGS__))
+    (pyops_precision_now() == Precision::fp32       ? run<Precision::fp32, warps>(__VA_ARGS__) \
+         : pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) \
+                                                    : run<Precision::bf16, warps>(__VA_ARGS__))
 #define FOR_SIZE(run, c, ...) \
     ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
 
 extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
-                                                const int32_t *lengths, const int64_t *step,
-                                                int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                                                int32_t causal, float p, uint64_t key, void *stream) {
+                                                const int32_t *lengths, const int64_t *step, int64_t Tq, int64_t Tk, int64_t B,
+                                                int64_t heads, int64_t C, int32_t causal, float p, uint64_t key, void *stream) {
     Call c;
     const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status || Tq == 0 || B == 0) return status;
@@ -678,11 +690,11 @@ extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const fl
     return FOR_SIZE(run_forward, c, y, stats, q, k, v, stream);
 }
 
-extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy,
-                                                 const float *q, const float *k, const float *v, const int32_t *lengths,
-                                                 const int64_t *step, const float *y, const float *stats,
-                                                 int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                                                 int32_t causal, float p, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy, const float *q,
+                                                 const float *k, const float *v, const int32_t *lengths, const int64_t *step,
+                                                 const float *y, const float *stats, int64_t Tq, int64_t Tk, int64_t B,
+                                                 int64_t heads, int64_t C, int32_t causal, float p, uint64_t key,
+                                                 void *stream) {
     Call c;
     const pyops_status status = make_call(c, "attention_backward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
     if (status || (Tq == 0 && Tk == 0) || B == 0) return status;
@@ -713,10 +725,11 @@ static __global__ void find_lengths(int32_t *lengths, const int32_t *ids, int64_
 
 extern "C" pyops_status pyops_sequence_lengths(int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad,
                                                void *stream) {
-    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0,
-                  "sequence_lengths: T=%lld B=%lld, expected T from 0 to 2^31 - 1, B >= 0", LL(T), LL(B));
+    PYOPS_REQUIRE(T >= 0 && T <= INT32_MAX && B >= 0, "sequence_lengths: T=%lld B=%lld, expected T from 0 to 2^31 - 1, B >= 0",
+                  LL(T), LL(B));
     if (B == 0) return PYOPS_OK;
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B, SEQUENCES));
-    return pyops_launched("sequence_lengths", LAUNCH(find_lengths, blocks, dim3(SEQUENCES, SHARES), 0, stream_of(stream),
-                                                     lengths, ids, T, B, pad), stream);
+    return pyops_launched("sequence_lengths",
+                          LAUNCH(find_lengths, blocks, dim3(SEQUENCES, SHARES), 0, stream_of(stream), lengths, ids, T, B, pad),
+                          stream);
 }

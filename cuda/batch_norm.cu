@@ -127,7 +127,7 @@ DEVICE Moments moments_of_groups(const float2 *sums, const Shares &s, Part &mean
 }
 
 // ---- forward ------------------------------------------------------------------------------------------------------------
-static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_moments(float2 *sums, const float *x, Shares s) {
+static __global__ void __launch_bounds__(COLUMNS *WARPS, 2) group_moments(float2 *sums, const float *x, Shares s) {
     SHARED(float, part, [WARPS][COLUMNS]);
     const Moments m = moments_of_rows(x, s, blockIdx.y, part);
     if (threadIdx.y == 0 && column() < s.C) sums[blockIdx.y * s.C + column()] = make_float2(m.mean, m.squares);
@@ -137,9 +137,9 @@ static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_moments(float
 enum class From { rows, groups, running };
 
 template <From FROM>
-static __global__ void __launch_bounds__(COLUMNS * WARPS, 2)
-normalise(float *y, Statistics out, const float *x, const float *weight, const float *bias, const float2 *sums, Shares s,
-          float eps, float momentum) {
+static __global__ void __launch_bounds__(COLUMNS *WARPS, 2)
+    normalise(float *y, Statistics out, const float *x, const float *weight, const float *bias, const float2 *sums, Shares s,
+              float eps, float momentum) {
     SHARED(float, part, [WARPS][COLUMNS]);
     SHARED(float, more, [WARPS][COLUMNS]);
     const int64_t c = column(), rows = rows_in(s, blockIdx.y), first = blockIdx.y * s.rows;
@@ -168,9 +168,8 @@ normalise(float *y, Statistics out, const float *x, const float *weight, const f
 }
 
 extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *running_var, float *mean, float *rstd,
-                                                 const float *x, const float *weight, const float *bias,
-                                                 int64_t R, int64_t C, float eps, float momentum, int32_t training,
-                                                 void *stream) {
+                                                 const float *x, const float *weight, const float *bias, int64_t R, int64_t C,
+                                                 float eps, float momentum, int32_t training, void *stream) {
     pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
     if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
@@ -182,17 +181,17 @@ extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, 
     float2 *sums = nullptr;
     Launches launches;
     if (!training) {
-        launches << LAUNCH(normalise<From::running>, grid_of(s), BLOCK, 0, stream_of(stream),
-                           y, statistics, x, weight, bias, sums, s, eps, momentum);
+        launches << LAUNCH(normalise<From::running>, grid_of(s), BLOCK, 0, stream_of(stream), y, statistics, x, weight, bias,
+                           sums, s, eps, momentum);
     } else if (s.groups == 1) {
-        launches << LAUNCH(normalise<From::rows>, grid_of(s), BLOCK, 0, stream_of(stream),
-                           y, statistics, x, weight, bias, sums, s, eps, momentum);
+        launches << LAUNCH(normalise<From::rows>, grid_of(s), BLOCK, 0, stream_of(stream), y, statistics, x, weight, bias, sums,
+                           s, eps, momentum);
     } else {
         sums = workspace_for_sums(s);
         if (!sums) return pyops_fail(PYOPS_NO_MEMORY, "batch_norm_forward: no memory for the sums of %d groups", s.groups);
         launches << LAUNCH(group_moments, grid_of(s), BLOCK, 0, stream_of(stream), sums, x, s);
-        launches << LAUNCH(normalise<From::groups>, grid_of(s), BLOCK, 0, stream_of(stream),
-                           y, statistics, x, weight, bias, sums, s, eps, momentum);
+        launches << LAUNCH(normalise<From::groups>, grid_of(s), BLOCK, 0, stream_of(stream), y, statistics, x, weight, bias,
+                           sums, s, eps, momentum);
     }
     return pyops_launched("batch_norm_forward", launches.error, stream);
 }
@@ -234,7 +233,7 @@ DEVICE float2 sums_of_groups(const float2 *sums, const Shares &s, Part &part) {
     return all;
 }
 
-static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_sums(float2 *sums, Saved in, Shares s) {
+static __global__ void __launch_bounds__(COLUMNS *WARPS, 2) group_sums(float2 *sums, Saved in, Shares s) {
     SHARED(float, part, [WARPS][COLUMNS]);
     const float2 all = sums_of_rows(in, s, blockIdx.y, part);
     if (threadIdx.y == 0 && column() < s.C) sums[blockIdx.y * s.C + column()] = all;
@@ -242,8 +241,8 @@ static __global__ void __launch_bounds__(COLUMNS * WARPS, 2) group_sums(float2 *
 
 // dx may alias dy: a block has read all of dy that its sums need before it writes its rows.
 template <bool GROUPS>
-static __global__ void __launch_bounds__(COLUMNS * WARPS, 2)
-backward(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, Shares s, float share) {
+static __global__ void __launch_bounds__(COLUMNS *WARPS, 2)
+    backward(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, Shares s, float share) {
     SHARED(float, part, [WARPS][COLUMNS]);
     const int64_t c = column(), rows = rows_in(s, blockIdx.y), first = blockIdx.y * s.rows;
     const float2 all = GROUPS ? sums_of_groups(sums, s, part) : sums_of_rows(in, s, 0, part);
@@ -259,8 +258,8 @@ backward(float *dx, float *dweight, float *dbias, Saved in, const float2 *sums, 
 }
 
 extern "C" pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
-                                                  const float *weight, const float *mean, const float *rstd,
-                                                  int64_t R, int64_t C, int32_t training, void *stream) {
+                                                  const float *weight, const float *mean, const float *rstd, int64_t R,
+                                                  int64_t C, int32_t training, void *stream) {
     const pyops_status status = check_batch_norm("batch_norm_backward", R, C, training);
     if (status || C == 0) return status;
     const Shares s = share(R, C);

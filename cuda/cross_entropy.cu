@@ -16,13 +16,15 @@ namespace {                                             // names local to this f
 // The sum of x - max over n logits; raise() adjusts it to a larger max.  No term is positive, so there is no cancellation.
 struct Below {
     float sum = 0.0f, n = 0.0f;
-    __device__ void raise(float max, float to) { if (n > 0.0f) sum += n * (max - to); }
+    __device__ void raise(float max, float to) {
+        if (n > 0.0f) sum += n * (max - to);
+    }
 };
 }
 
 // TEAM threads share a row: 32 or THREADS.  means: NULL, or (R) for the mean of x - max of each row.
 template <int TEAM> static __global__ void __launch_bounds__(THREADS)
-row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_t C) {
+    row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_t C) {
     constexpr int TEAMS = THREADS / TEAM, WARPS = TEAM / 32, AT_ONCE = 4;
     SHARED(float, maxima, [WARPS]);
     SHARED(float, sums, [WARPS]);
@@ -35,7 +37,7 @@ row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_
         for (int64_t c = member; c < C; c += AT_ONCE * TEAM) {
             float several[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) several[i] = c + i * TEAM < C ? x[r*C + c + i * TEAM] : -INFINITY;
+            for (int i = 0; i < AT_ONCE; i++) several[i] = c + i * TEAM < C ? x[r * C + c + i * TEAM] : -INFINITY;
             const float before = found.max;
             found.add(several);
             if (!means) continue;
@@ -79,8 +81,8 @@ row_sums(float *max, float *sum, float *means, const float *x, int64_t R, int64_
 
 // The mean of the losses of the valid rows.  One block, so that the order of the sum is fixed.
 static __global__ void __launch_bounds__(SUM_THREADS)
-mean_loss(float *loss, int32_t *valid, const float *max, const float *sum, const float *means, const float *x,
-          const int32_t *labels, FaultRecord *faults, int64_t R, int64_t C, int32_t ignore, float smoothing) {
+    mean_loss(float *loss, int32_t *valid, const float *max, const float *sum, const float *means, const float *x,
+              const int32_t *labels, FaultRecord *faults, int64_t R, int64_t C, int32_t ignore, float smoothing) {
     SHARED(double, sums, [SUM_THREADS / 32]);
     SHARED(int, counts, [SUM_THREADS / 32]);
     double total = 0.0;
@@ -92,7 +94,7 @@ mean_loss(float *loss, int32_t *valid, const float *max, const float *sum, const
             report(faults, Fault::label, Who::cross_entropy_forward, r, label, C - 1);
             continue;
         }
-        total += logf(sum[r]) + (1.0f - smoothing) * (max[r] - x[r*C + label]) - (means ? smoothing * means[r] : 0.0f);
+        total += logf(sum[r]) + (1.0f - smoothing) * (max[r] - x[r * C + label]) - (means ? smoothing * means[r] : 0.0f);
         count++;
     }
     total = block_sum(total, sums);
@@ -104,8 +106,8 @@ mean_loss(float *loss, int32_t *valid, const float *max, const float *sum, const
 }
 
 template <int TEAM> static __global__ void __launch_bounds__(THREADS)
-backward(float *dx, const float *dloss, const float *x, const int32_t *labels, const float *max, const float *sum,
-         const int32_t *valid, int64_t R, int64_t C, int32_t ignore, float smoothing) {
+    backward(float *dx, const float *dloss, const float *x, const int32_t *labels, const float *max, const float *sum,
+             const int32_t *valid, int64_t R, int64_t C, int32_t ignore, float smoothing) {
     constexpr int TEAMS = THREADS / TEAM;
     const float scale = valid[0] ? dloss[0] / static_cast<float>(valid[0]) : 0.0f;
     const float on_label = scale * (1.0f - smoothing), everywhere = scale * smoothing / static_cast<float>(C);
@@ -115,33 +117,35 @@ backward(float *dx, const float *dloss, const float *x, const int32_t *labels, c
         const bool masked = label == ignore;
 #pragma unroll 4
         for (int64_t c = threadIdx.x % TEAM; c < C; c += TEAM)
-            dx[r*C + c] = masked ? 0.0f : factor * expf(x[r*C + c] - top) - (c == label ? on_label : 0.0f) - everywhere;
+            dx[r * C + c] = masked ? 0.0f : factor * expf(x[r * C + c] - top) - (c == label ? on_label : 0.0f) - everywhere;
     }
 }
 
-extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *stats,
-                                                    const float *x, const int32_t *labels,
-                                                    int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
+extern "C" pyops_status pyops_cross_entropy_forward(float *loss, int32_t *valid, float *stats, const float *x,
+                                                    const int32_t *labels, int64_t R, int64_t C, int32_t ignore,
+                                                    float smoothing, void *stream) {
     const pyops_status status = check_cross_entropy("cross_entropy_forward", R, C, smoothing);
     if (status) return status;
     float *const means = smoothing > 0.0f ? static_cast<float *>(pyops_workspace(size_t(R) * sizeof(float))) : nullptr;
     if (smoothing > 0.0f && !means) return pyops_fail(PYOPS_NO_MEMORY, "cross_entropy_forward: no memory for %lld rows", LL(R));
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     Launches launches;
-    if (R) launches << LAUNCH(team == 32 ? row_sums<32> : row_sums<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
-                              stream_of(stream), stats, stats + R, means, x, R, C);
-    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream),
-                       loss, valid, stats, stats + R, means, x, labels, pyops_faults(), R, C, ignore, smoothing);
+    if (R)
+        launches << LAUNCH(team == 32 ? row_sums<32> : row_sums<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
+                           stream_of(stream), stats, stats + R, means, x, R, C);
+    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream_of(stream), loss, valid, stats, stats + R, means, x, labels,
+                       pyops_faults(), R, C, ignore, smoothing);
     return pyops_launched("cross_entropy_forward", launches.error, stream);
 }
 
 extern "C" pyops_status pyops_cross_entropy_backward(float *dx, const float *dloss, const float *x, const int32_t *labels,
-                                                     const float *stats, const int32_t *valid,
-                                                     int64_t R, int64_t C, int32_t ignore, float smoothing, void *stream) {
+                                                     const float *stats, const int32_t *valid, int64_t R, int64_t C,
+                                                     int32_t ignore, float smoothing, void *stream) {
     const pyops_status status = check_cross_entropy("cross_entropy_backward", R, C, smoothing);
     if (status || R == 0) return status;
     const int64_t team = C < LONG_ROW ? 32 : THREADS;
     return pyops_launched("cross_entropy_backward",
                           LAUNCH(team == 32 ? backward<32> : backward<THREADS>, grid_for(R * team, THREADS), THREADS, 0,
-                                 stream_of(stream), dx, dloss, x, labels, stats, stats + R, valid, R, C, ignore, smoothing), stream);
+                                 stream_of(stream), dx, dloss, x, labels, stats, stats + R, valid, R, C, ignore, smoothing),
+                          stream);
 }

@@ -11,7 +11,8 @@ static constexpr int THREADS = 256;
 static __global__ void drop(float *y, const float *base, const float *x, const int64_t *step, int64_t n, uint64_t key,
                             uint32_t threshold, float scale) {
     const bool whole = ((uintptr_t(y) | uintptr_t(x) | uintptr_t(base)) & 15) == 0;
-    for (int64_t group = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; 4 * group < n; group += int64_t(gridDim.x) * blockDim.x) {
+    for (int64_t group = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; 4 * group < n;
+         group += int64_t(gridDim.x) * blockDim.x) {
         const Words random = philox(group, step[0], key);
         const int64_t i = 4 * group;
         if (whole && i + 4 <= n) {
@@ -30,24 +31,28 @@ static __global__ void drop(float *y, const float *base, const float *x, const i
 }
 
 static __global__ void add(float *y, const float *x, const float *branch, int64_t n) {
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) y[i] = x[i] + branch[i];
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
+        y[i] = x[i] + branch[i];
 }
 }
 
-extern "C" pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_dropout(float *y, const float *x, const int64_t *step, int64_t n, float p, uint64_t key,
+                                      void *stream) {
     const pyops_status status = check_dropout("dropout", n, p);
     if (status || n == 0) return status;
-    return pyops_launched("dropout", LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
-                                            y, nullptr, x, step, n, key, dropout_threshold(p), 1.0f / (1.0f - p)), stream);
+    return pyops_launched("dropout",
+                          LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream), y, nullptr,
+                                 x, step, n, key, dropout_threshold(p), 1.0f / (1.0f - p)),
+                          stream);
 }
 
-extern "C" pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step,
-                                       int64_t n, float p, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_residual(float *y, const float *x, const float *branch, const int64_t *step, int64_t n, float p,
+                                       uint64_t key, void *stream) {
     const pyops_status status = check_dropout("residual", n, p);
     if (status || n == 0) return status;
     const cudaError_t error = step && p > 0.0f
-        ? LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream),
-                 y, x, branch, step, n, key, dropout_threshold(p), 1.0f / (1.0f - p))
+        ? LAUNCH(drop, grid_for(blocks_for<int64_t>(n, 4), THREADS), THREADS, 0, stream_of(stream), y, x, branch, step, n, key,
+                 dropout_threshold(p), 1.0f / (1.0f - p))
         : LAUNCH(add, grid_for(n, THREADS), THREADS, 0, stream_of(stream), y, x, branch, n);
     return pyops_launched("residual", error, stream);
 }

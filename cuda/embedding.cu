@@ -31,22 +31,22 @@ static constexpr int MOST_BITS = 9;                     // of the index of a cla
 DEVICE bool in_table(int32_t id, int64_t V) { return id >= 0 && id < V; }
 
 // ---- forward ---------------------------------------------------------------------------------------------------
-static __global__ void __launch_bounds__(THREADS) copy_rows(float *y, const float *weight, const int32_t *ids,
-                                                            FaultRecord *faults, int64_t R, int64_t V, int64_t E) {
+static __global__ void __launch_bounds__(THREADS)
+    copy_rows(float *y, const float *weight, const int32_t *ids, FaultRecord *faults, int64_t R, int64_t V, int64_t E) {
     const bool whole = ((uintptr_t(y) | uintptr_t(weight)) & 15) == 0 && E % 4 == 0;
     const int lane = threadIdx.x & 31;
     for (int64_t r = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32; r < R; r += int64_t(gridDim.x) * (THREADS / 32)) {
         const int32_t id = ids[r];
         if (!in_table(id, V)) {
             if (lane == 0) report(faults, Fault::embedding_id, Who::embedding_forward, r, id, V - 1);
-            for (int64_t e = lane; e < E; e += 32) y[r*E + e] = 0.0f;
+            for (int64_t e = lane; e < E; e += 32) y[r * E + e] = 0.0f;
         } else if (whole) {
             const float4 *from = reinterpret_cast<const float4 *>(weight + id * E);
-            float4 *to = reinterpret_cast<float4 *>(y + r*E);
+            float4 *to = reinterpret_cast<float4 *>(y + r * E);
 #pragma unroll 4
             for (int64_t e = lane; e < E / 4; e += 32) to[e] = from[e];
         } else {
-            for (int64_t e = lane; e < E; e += 32) y[r*E + e] = weight[id * E + e];
+            for (int64_t e = lane; e < E; e += 32) y[r * E + e] = weight[id * E + e];
         }
     }
 }
@@ -60,8 +60,8 @@ struct Groups {                                         // in the workspace of t
 };
 
 // ids has R positions, the first of which is position `first` of the call.  A block for each of the 2^bits classes.
-static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, const int32_t *ids, FaultRecord *faults,
-                                                              int64_t first, int R, int64_t V, int bits) {
+static __global__ void __launch_bounds__(GROUP_THREADS)
+    group(Groups *groups, const int32_t *ids, FaultRecord *faults, int64_t first, int R, int64_t V, int bits) {
     SHARED(int, counts, [GROUP_THREADS / 32]);
     const int own = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int before = 0;                                     // positions in lower classes
@@ -74,11 +74,12 @@ static __global__ void __launch_bounds__(GROUP_THREADS) group(Groups *groups, co
 
     int32_t *const position = groups->position + before, *const id = groups->id + before;
     int32_t *const order = groups->order + before, *const length = groups->length + before;
-    const int n = block_compact(R, counts, [&](int r) { return in_table(ids[r], V) && class_of(ids[r], bits) == own; },
-                                [&](int rank, int r) {
-        position[rank] = r;
-        id[rank] = ids[r];
-    });
+    const int n = block_compact(
+        R, counts, [&](int r) { return in_table(ids[r], V) && class_of(ids[r], bits) == own; },
+        [&](int rank, int r) {
+            position[rank] = r;
+            id[rank] = ids[r];
+        });
     if (own == int(gridDim.x) - 1)                      // invalid ids leave unused entries at the end
         for (int p = before + n + threadIdx.x; p < R; p += GROUP_THREADS) groups->length[p] = 0;
 
@@ -151,12 +152,14 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *t
 }
 }
 
-extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids,
-                                                int64_t R, int64_t V, int64_t E, void *stream) {
+extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids, int64_t R, int64_t V,
+                                                int64_t E, void *stream) {
     const pyops_status status = check_embedding("embedding_forward", R, V, E);
     if (status || R == 0) return status;
-    return pyops_launched("embedding_forward", LAUNCH(copy_rows, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream),
-                                                      y, weight, ids, pyops_faults(), R, V, E), stream);
+    return pyops_launched(
+        "embedding_forward",
+        LAUNCH(copy_rows, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream), y, weight, ids, pyops_faults(), R, V, E),
+        stream);
 }
 
 extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
@@ -171,11 +174,12 @@ extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touche
         const int rows = static_cast<int>(R - first < CHUNK ? R - first : CHUNK);
         int bits = 0;
         while (bits < MOST_BITS && IN_CLASS << bits < rows) bits++;
-        launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream),
-                           groups, ids + first, pyops_faults(), first, rows, V, bits);
-        if (E) launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0,
-                                  stream_of(stream), dweight, touched, groups, dy + first * E, ids + first, rows, E,
-                                  static_cast<int>(slices));
+        launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream), groups, ids + first, pyops_faults(), first,
+                           rows, V, bits);
+        if (E)
+            launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0,
+                               stream_of(stream), dweight, touched, groups, dy + first * E, ids + first, rows, E,
+                               static_cast<int>(slices));
     }
     return pyops_launched("embedding_backward", launches.error, stream);
 }

@@ -28,9 +28,9 @@ static float *input_of(pyops_status &status, float *work, const float *table, co
 }
 }
 
-extern "C" pyops_status pyops_embedding_linear_forward(
-    float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias, float *work,
-    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
+extern "C" pyops_status pyops_embedding_linear_forward(float *y, const float *table, const int32_t *ids, const float *context,
+                                                       const float *weight, const float *bias, float *work, int64_t T,
+                                                       int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
     pyops_status status = check_embedding_linear("embedding_linear_forward", context, T, B, V, E, C, O);
     if (status) return status;
     const int64_t I = E + C;
@@ -38,10 +38,11 @@ extern "C" pyops_status pyops_embedding_linear_forward(
     return status ? status : pyops_gemm(y, x, weight, bias, T * B, O, I, O, I, 1, 1, I, 0, 0, stream);
 }
 
-extern "C" pyops_status pyops_embedding_linear_backward(
-    float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias, const float *dy, const float *table,
-    const int32_t *ids, const float *context, const float *weight, float *work,
-    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
+extern "C" pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight,
+                                                        float *dbias, const float *dy, const float *table, const int32_t *ids,
+                                                        const float *context, const float *weight, float *work, int64_t T,
+                                                        int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld,
+                                                        void *stream) {
     pyops_status status = check_embedding_linear("embedding_linear_backward", context, T, B, V, E, C, O);
     if (status) return status;
     PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, expected at least O=%lld", LL(ld), LL(O));

@@ -41,8 +41,12 @@ struct ToNumbers {
 struct ToCodes {
     uint16_t *codes;
     uint8_t *scales;
-    __device__ void number(int64_t i, rounded r, int32_t, const How &how) const { codes[i] = static_cast<uint16_t>(code_of(r, how.f)); }
-    __device__ void scale(int64_t line, int32_t code) const { scales[line] = static_cast<uint8_t>(code == SCALE_DEAD ? 0 : code); }
+    __device__ void number(int64_t i, rounded r, int32_t, const How &how) const {
+        codes[i] = static_cast<uint16_t>(code_of(r, how.f));
+    }
+    __device__ void scale(int64_t line, int32_t code) const {
+        scales[line] = static_cast<uint8_t>(code == SCALE_DEAD ? 0 : code);
+    }
 };
 
 // The number to round: x times the factor.
@@ -65,11 +69,13 @@ template <class Out>
 static __global__ void __launch_bounds__(THREADS) round_numbers(Out out, const float *x, int64_t n, How how, bool whole) {
     for (int64_t group = blockIdx.x * int64_t(THREADS) + threadIdx.x; 4 * group < n; group += int64_t(gridDim.x) * THREADS) {
         const int64_t first = 4 * group;
-        const Words random = how.step ? philox(static_cast<uint64_t>(group), static_cast<uint64_t>(how.step[0]), how.key) : Words{};
+        const Words random = how.step ? philox(static_cast<uint64_t>(group), static_cast<uint64_t>(how.step[0]), how.key)
+                                      : Words{};
         const int some = n - first < 4 ? static_cast<int>(n - first) : 4;
         Pack<float, 4> in = {};
         if (whole && some == 4) in = load_pack<4>(x + first);
-        else for (int j = 0; j < some; j++) in.at[j] = x[first + j];
+        else
+            for (int j = 0; j < some; j++) in.at[j] = x[first + j];
 #pragma unroll
         for (int j = 0; j < 4; j++)
             if (j < some) round_at(out, first + j, in.at[j], SCALE_ONE, random.word[j], how);
@@ -79,7 +85,7 @@ static __global__ void __launch_bounds__(THREADS) round_numbers(Out out, const f
 // Rows of n numbers; `lanes` lanes (a power of two) process a block, WIDTH numbers each at a time.
 template <int WIDTH, class Out>
 static __global__ void __launch_bounds__(THREADS)
-round_blocks(Out out, const float *x, int64_t n, int64_t block, int64_t blocks, int64_t lines, int lanes, How how) {
+    round_blocks(Out out, const float *x, int64_t n, int64_t block, int64_t blocks, int64_t lines, int lanes, How how) {
     const int lane = threadIdx.x % lanes, teams = THREADS / lanes;
     // all lanes of a warp run the same iterations, for the shuffles
     for (int64_t turn = blockIdx.x * int64_t(teams); turn < lines; turn += int64_t(gridDim.x) * teams) {
@@ -102,7 +108,7 @@ round_blocks(Out out, const float *x, int64_t n, int64_t block, int64_t blocks, 
 
 template <class Out>
 static __global__ void __launch_bounds__(THREADS)
-round_columns(Out out, const float *x, int64_t n, int64_t inner, int64_t block, int64_t blocks, int64_t tasks, How how) {
+    round_columns(Out out, const float *x, int64_t n, int64_t inner, int64_t block, int64_t blocks, int64_t tasks, How how) {
     SHARED(uint32_t, of_warps, [WARPS][COLUMNS]);
     const int lane = threadIdx.x % COLUMNS, warp = threadIdx.x / COLUMNS;
     const int64_t strips = blocks_for<int64_t>(inner, COLUMNS);
@@ -111,7 +117,7 @@ round_columns(Out out, const float *x, int64_t n, int64_t inner, int64_t block, 
         const int64_t first = (line / blocks * n + b) * inner + j, rows = n - b < block ? n - b : block;
         uint32_t amax = 0;
         if (j < inner)
-            for (int64_t r = warp; r < rows; r += WARPS) amax = max(amax, magnitude_of(given(x[first + r*inner], how)));
+            for (int64_t r = warp; r < rows; r += WARPS) amax = max(amax, magnitude_of(given(x[first + r * inner], how)));
         of_warps[warp][lane] = amax;
         __syncthreads();
         for (int w = 0; w < WARPS; w++) amax = max(amax, of_warps[w][lane]);
@@ -119,7 +125,7 @@ round_columns(Out out, const float *x, int64_t n, int64_t inner, int64_t block, 
         if (j < inner) {
             if (warp == 0) out.scale(line * inner + j, scale);
             for (int64_t r = warp; r < rows; r += WARPS) {
-                const int64_t i = first + r*inner;
+                const int64_t i = first + r * inner;
                 round_at(out, i, x[i], scale, word_of(i, how), how);
             }
         }
@@ -128,57 +134,71 @@ round_columns(Out out, const float *x, int64_t n, int64_t inner, int64_t block, 
 }
 
 template <class Out>
-static cudaError_t quantize(const Out &out, const float *x, int64_t outer, int64_t n, int64_t inner, int64_t block, const How &how,
-                            void *stream) {
+static cudaError_t quantize(const Out &out, const float *x, int64_t outer, int64_t n, int64_t inner, int64_t block,
+                            const How &how, void *stream) {
     const int64_t all = outer * n * inner;
     if (all == 0) return cudaSuccess;
     if (block == 0)
-        return LAUNCH(round_numbers<Out>, grid_for(blocks_for<int64_t>(all, 4), THREADS), THREADS, 0, stream_of(stream),
-                      out, x, all, how, aligned(x));
+        return LAUNCH(round_numbers<Out>, grid_for(blocks_for<int64_t>(all, 4), THREADS), THREADS, 0, stream_of(stream), out, x,
+                      all, how, aligned(x));
     const int64_t blocks = blocks_for(n, block), lines = outer * blocks;
     if (inner > 1) {
         const int64_t tasks = lines * blocks_for<int64_t>(inner, COLUMNS);
-        return LAUNCH(round_columns<Out>, grid_for(tasks * THREADS, THREADS), THREADS, 0, stream_of(stream),
-                      out, x, n, inner, block, blocks, tasks, how);
+        return LAUNCH(round_columns<Out>, grid_for(tasks * THREADS, THREADS), THREADS, 0, stream_of(stream), out, x, n, inner,
+                      block, blocks, tasks, how);
     }
     const bool fours = aligned(x) && n % 4 == 0 && block % 4 == 0;
     const int lanes = static_cast<int>(power_above(fours ? block / 4 : block, 1, 32));
     const unsigned grid = grid_for(lines * lanes, THREADS);
-    return fours ? LAUNCH((round_blocks<4, Out>), grid, THREADS, 0, stream_of(stream), out, x, n, block, blocks, lines, lanes, how)
-                 : LAUNCH((round_blocks<1, Out>), grid, THREADS, 0, stream_of(stream), out, x, n, block, blocks, lines, lanes, how);
+    return fours
+        ? LAUNCH((round_blocks<4, Out>), grid, THREADS, 0, stream_of(stream), out, x, n, block, blocks, lines, lanes, how)
+        : LAUNCH((round_blocks<1, Out>), grid, THREADS, 0, stream_of(stream), out, x, n, block, blocks, lines, lanes, how);
 }
 }
 
-extern "C" pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, const int64_t *step,
-                                            int64_t outer, int64_t n, int64_t inner, int64_t block,
-                                            int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
-                                            int32_t flush, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_fake_quantize(float *y, const float *x, const float *factor, const int64_t *step, int64_t outer,
+                                            int64_t n, int64_t inner, int64_t block, int32_t format, int32_t rounding,
+                                            int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key,
+                                            void *stream) {
     const pyops_status status = check_quantize("fake_quantize", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
-    const How how = {number_formats[format], factor, rounding == PYOPS_ROUND_STOCHASTIC ? step : nullptr, key,
-                     rounding, saturate, rule, shift, flush};
+    const How how = {number_formats[format],
+                     factor,
+                     rounding == PYOPS_ROUND_STOCHASTIC ? step : nullptr,
+                     key,
+                     rounding,
+                     saturate,
+                     rule,
+                     shift,
+                     flush};
     return pyops_launched("fake_quantize", quantize(ToNumbers{y}, x, outer, n, inner, block, how, stream), stream);
 }
 
 extern "C" pyops_status pyops_encode(uint16_t *codes, uint8_t *scales, const float *x, const float *factor, const int64_t *step,
-                                     int64_t outer, int64_t n, int64_t inner, int64_t block,
-                                     int32_t format, int32_t rounding, int32_t saturate, int32_t rule, int32_t shift,
-                                     int32_t flush, uint64_t key, void *stream) {
+                                     int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, int32_t rounding,
+                                     int32_t saturate, int32_t rule, int32_t shift, int32_t flush, uint64_t key, void *stream) {
     const pyops_status status = check_quantize("encode", step, outer, n, inner, block, format, rounding, rule, shift);
     if (status) return status;
-    const How how = {number_formats[format], factor, rounding == PYOPS_ROUND_STOCHASTIC ? step : nullptr, key,
-                     rounding, saturate, rule, shift, flush};
+    const How how = {number_formats[format],
+                     factor,
+                     rounding == PYOPS_ROUND_STOCHASTIC ? step : nullptr,
+                     key,
+                     rounding,
+                     saturate,
+                     rule,
+                     shift,
+                     flush};
     return pyops_launched("encode", quantize(ToCodes{codes, scales}, x, outer, n, inner, block, how, stream), stream);
 }
 
 namespace {
 static __global__ void __launch_bounds__(THREADS)
-decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor, int64_t all, int64_t n, int64_t inner,
-       int64_t block, number_format f) {
+    decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor, int64_t all, int64_t n, int64_t inner,
+           int64_t block, number_format f) {
     const int64_t blocks = block ? blocks_for(n, block) : 0;
     for (int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x; i < all; i += int64_t(gridDim.x) * THREADS) {
         const int64_t j = i % inner, position = i / inner % n, o = i / inner / n;
-        const int32_t scale = block ? scales[(o*blocks + position / block) * inner + j] : SCALE_ONE;
+        const int32_t scale = block ? scales[(o * blocks + position / block) * inner + j] : SCALE_ONE;
         rounded r = from_code(codes[i], f);
         if (scale == SCALE_NAN) r.special = 2;
         const float value = value_of(r, scale);
@@ -187,14 +207,16 @@ decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *fact
 }
 }
 
-extern "C" pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor,
-                                     int64_t outer, int64_t n, int64_t inner, int64_t block, int32_t format, void *stream) {
+extern "C" pyops_status pyops_decode(float *y, const uint16_t *codes, const uint8_t *scales, const float *factor, int64_t outer,
+                                     int64_t n, int64_t inner, int64_t block, int32_t format, void *stream) {
     const pyops_status status = check_quantize("decode", nullptr, outer, n, inner, block, format, PYOPS_ROUND_EVEN,
                                                PYOPS_SCALE_FLOOR, 0);
     const int64_t all = outer * n * inner;
     if (status || all == 0) return status;
-    return pyops_launched("decode", LAUNCH(decode, grid_for(all, THREADS), THREADS, 0, stream_of(stream),
-                                           y, codes, scales, factor, all, n, inner, block, number_formats[format]), stream);
+    return pyops_launched("decode",
+                          LAUNCH(decode, grid_for(all, THREADS), THREADS, 0, stream_of(stream), y, codes, scales, factor, all,
+                                 n, inner, block, number_formats[format]),
+                          stream);
 }
 
 namespace {

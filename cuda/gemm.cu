@@ -79,7 +79,10 @@ template <> struct ShapeOf<Precision::fp32, Size::large> { using S = TileShape<1
 template <Precision P> struct ShapeOf<P, Size::medium> { using S = TileShape<64, 64, 32, 2, 2, 3>; };
 template <Precision P> struct ShapeOf<P, Size::small> { using S = TileShape<32, 32, 64, 2, 2, 4>; };
 
-struct Cut { Size size; int64_t splits; };
+struct Cut {
+    Size size;
+    int64_t splits;
+};
 
 static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K are multiples of PART
 
@@ -87,8 +90,12 @@ static constexpr int64_t PART = 64, MOST_PARTS = 32;            // parts of K ar
 // large ones, every wave has a fixed latency, and split-K costs a second kernel and memory traffic.
 static double cycles(Size size, int64_t splits, int64_t products, int64_t M, int64_t N, int64_t K, Precision precision) {
     const int64_t side = size == Size::large ? 128 : size == Size::medium ? 64 : 32, processors = pyops_multiprocessors();
-    const double fmas_a_cycle = (precision == Precision::fp32 ? 110 : precision == Precision::tf32 ? 450 : 520)
-                                * (size == Size::large ? 1.0 : size == Size::medium ? 0.6 : 0.3);
+    const double fmas_a_cycle = (precision == Precision::fp32       ? 110
+                                     : precision == Precision::tf32 ? 450
+                                                                    : 520) *
+        (size == Size::large        ? 1.0
+             : size == Size::medium ? 0.6
+                                    : 0.3);
     const double waves = blocks_for(blocks_for(M, side) * blocks_for(N, side) * splits * products, processors);
     const double parts = splits == 1 ? 0 : 3000 + 2.0 * M * N * products * splits / (8.0 * processors);
     return waves * (1500 + side * side * double(blocks_for(K, splits)) / fmas_a_cycle) + parts;
@@ -132,8 +139,8 @@ static bool whole16(const float *p, int64_t inner_step, int64_t line_step, const
     return whole;
 }
 
-template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_tiles(
-    const Product &g, const Batch &batch, Work work, cudaStream_t stream) {
+template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_tiles(const Product &g, const Batch &batch,
+                                                                                    Work work, cudaStream_t stream) {
     using T = Tile<S, P, Stored<A_K>, Stored<B_K>>;
     const bool a16 = whole16(g.a, A_K ? g.a_col : g.a_row, A_K ? g.a_row : g.a_col, batch.a_step, batch);
     const bool b16 = whole16(g.b, B_K ? g.b_row : g.b_col, B_K ? g.b_col : g.b_row, batch.b_step, batch);
@@ -144,20 +151,20 @@ template <class S, Precision P, bool A_K, bool B_K> static cudaError_t launch_ti
     return LAUNCH((tile_product<S, P, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, batch, work, a16, b16);
 }
 
-template <class S, Precision P> static cudaError_t launch_layout(
-    const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
+template <class S, Precision P> static cudaError_t launch_layout(const Product &g, const Batch &batch, const Work &work,
+                                                                 cudaStream_t stream) {
     const bool a_k = std::abs(g.a_col) <= std::abs(g.a_row), b_k = std::abs(g.b_row) <= std::abs(g.b_col);
     return a_k && b_k ? launch_tiles<S, P, true, true>(g, batch, work, stream)
-         : a_k ? launch_tiles<S, P, true, false>(g, batch, work, stream)
-         : b_k ? launch_tiles<S, P, false, true>(g, batch, work, stream)
-               : launch_tiles<S, P, false, false>(g, batch, work, stream);
+        : a_k         ? launch_tiles<S, P, true, false>(g, batch, work, stream)
+        : b_k         ? launch_tiles<S, P, false, true>(g, batch, work, stream)
+                      : launch_tiles<S, P, false, false>(g, batch, work, stream);
 }
 
-template <Precision P> static cudaError_t launch_size(
-    Size size, const Product &g, const Batch &batch, const Work &work, cudaStream_t stream) {
+template <Precision P> static cudaError_t launch_size(Size size, const Product &g, const Batch &batch, const Work &work,
+                                                      cudaStream_t stream) {
     return size == Size::large ? launch_layout<typename ShapeOf<P, Size::large>::S, P>(g, batch, work, stream)
-         : size == Size::medium ? launch_layout<typename ShapeOf<P, Size::medium>::S, P>(g, batch, work, stream)
-                                : launch_layout<typename ShapeOf<P, Size::small>::S, P>(g, batch, work, stream);
+        : size == Size::medium ? launch_layout<typename ShapeOf<P, Size::medium>::S, P>(g, batch, work, stream)
+                               : launch_layout<typename ShapeOf<P, Size::small>::S, P>(g, batch, work, stream);
 }
 
 // A batch is launched in pieces if the workspace or the grid is too small for it.
@@ -175,11 +182,10 @@ static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits
     Launches launches;
     for (; work.first < products; work.first += at_once) {
         batch.products = std::min(at_once, products - work.first);
-        launches << (precision == Precision::fp32 ? launch_size<Precision::fp32>(size, g, batch, work, stream)
-                   : precision == Precision::tf32 ? launch_size<Precision::tf32>(size, g, batch, work, stream)
-                                                  : launch_size<Precision::bf16>(size, g, batch, work, stream));
-        if (work.parts)
-            launches << LAUNCH(add_parts, grid_for(M * N * batch.products, 256), 256, 0, stream, g, batch, work);
+        launches << (precision == Precision::fp32       ? launch_size<Precision::fp32>(size, g, batch, work, stream)
+                         : precision == Precision::tf32 ? launch_size<Precision::tf32>(size, g, batch, work, stream)
+                                                        : launch_size<Precision::bf16>(size, g, batch, work, stream));
+        if (work.parts) launches << LAUNCH(add_parts, grid_for(M * N * batch.products, 256), 256, 0, stream, g, batch, work);
     }
     return launches.error;
 }
@@ -197,8 +203,8 @@ template <class Element> DEVICE Element converted(float x) {
 }
 
 // A thread converts 8 adjacent elements of a row of y.  whole16: they are aligned to 16 bytes in x and in y.
-template <class Element> static __global__ void convert_rows(
-    Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, bool whole16) {
+template <class Element> static __global__ void convert_rows(Element *y, const float *x, int64_t R, int64_t C, int64_t ld,
+                                                             int64_t row, int64_t col, bool whole16) {
     const int64_t across = blocks_for<int64_t>(C, 8);
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < R * across; i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t r = i / across, c = i % across * 8;
@@ -221,8 +227,8 @@ template <class Element> static __global__ void convert_rows(
 // If adjacent elements of x are in a column of y, a block transposes a tile of 64 x 64 in shared memory: it reads along the
 // columns of y and writes along its rows.
 static constexpr int SQUARE = 64;
-template <class Element> static __global__ void convert_transposed(
-    Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col) {
+template <class Element> static __global__ void convert_transposed(Element *y, const float *x, int64_t R, int64_t C, int64_t ld,
+                                                                   int64_t row, int64_t col) {
     SHARED(float, square, [SQUARE][SQUARE + 1]);
     const int64_t across = blocks_for<int64_t>(C, SQUARE), r0 = blockIdx.x / across * SQUARE, c0 = blockIdx.x % across * SQUARE;
     const int fast = threadIdx.x % SQUARE, step = blockDim.x / SQUARE;
@@ -233,8 +239,8 @@ template <class Element> static __global__ void convert_transposed(
         if (r0 + slow < R && c0 + fast < C) y[(r0 + slow) * ld + c0 + fast] = converted<Element>(square[slow][fast]);
 }
 
-template <class Element> static cudaError_t convert(
-    Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col, cudaStream_t stream) {
+template <class Element> static cudaError_t convert(Element *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row,
+                                                    int64_t col, cudaStream_t stream) {
     if (std::abs(col) <= std::abs(row) || C == 1) {
         const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y);
         const bool whole16 = col == 1 && row % 4 == 0 && ld % 8 == 0 && addresses % 16 == 0;
@@ -305,8 +311,9 @@ template <class Element> static cudaError_t launch_converted(const Product &g, c
         for (int64_t m = 0; m < g.M; m += rows) {
             const int64_t M = std::min(rows, g.M - m);
             if (n == 0 || rows < g.M) launches << convert(a, g.a + m * g.a_row, M, g.K, ld, g.a_row, g.a_col, stream);
-            launches << hopper_product<Element>({g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr,
-                                                 M, N, g.K, g.ldc, ld, ld, g.accumulate, g.relu}, stream);
+            launches << hopper_product<Element>(
+                {g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld, g.accumulate, g.relu},
+                stream);
         }
     }
     return launches.error;
@@ -317,10 +324,9 @@ static cudaError_t launch_converted(const Product &g, Precision precision, cudaS
 }
 
 // ---- the ABI --------------------------------------------------------------------------------------------------
-extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias,
-                                   int64_t M, int64_t N, int64_t K, int64_t ldc,
-                                   int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
-                                   int32_t accumulate, int32_t relu, void *stream) {
+extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K,
+                                   int64_t ldc, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int32_t accumulate,
+                                   int32_t relu, void *stream) {
     const pyops_status status = check_gemm("gemm", M, N, K, ldc);
     if (status) return status;
     if (!M || !N) return PYOPS_OK;
@@ -336,8 +342,8 @@ extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, con
 
 extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const int64_t *shape,
                                            const int64_t *strides, int64_t ndim, int64_t M, int64_t N, int64_t K, int64_t ldc,
-                                           int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
-                                           int32_t accumulate, void *stream) {
+                                           int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int32_t accumulate,
+                                           void *stream) {
     pyops_status status = check_gemm("gemm_batched", M, N, K, ldc);
     if (!status) status = check_shape("gemm_batched", shape, ndim);
     if (status) return status;

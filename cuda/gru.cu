@@ -47,14 +47,17 @@ static pyops_status forward_by_steps(const Forward &f, float *product, int64_t T
         pyops_status status = pyops_gemm(product, rows, f.w_hh, f.b_hh, B, N, K, 3 * H, H, 1, 1, H, 0, 0, stream);
         if (status) return status;
         if (!before) {
-            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B, H);
+            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B,
+                               H);
             continue;
         }
-        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B, H);
-        status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H,
-                            4 * H, 1, 1, H, 0, 0, stream);
+        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B,
+                           H);
+        status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H, 4 * H, 1, 1, H,
+                            0, 0, stream);
         if (status) return status;
-        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B, H);
+        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B,
+                           H);
     }
     return pyops_launched("gru_forward", launches.error, stream);
 }
@@ -135,10 +138,10 @@ extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_
     return T * B * H + B * H + counters_or(B * H, B);
 }
 
-extern "C" pyops_status pyops_gru_forward(
-    float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths, const float *w_ih,
-    const float *w_hh, const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H,
-    int32_t reset_before, void *stream) {
+extern "C" pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0,
+                                          const int32_t *lengths, const float *w_ih, const float *w_hh, const float *b_ih,
+                                          const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H,
+                                          int32_t reset_before, void *stream) {
     pyops_status status = check_gru("gru_forward", x, T, B, I, H);
     if (status || B == 0) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, expected 0 if a is given, else at least 1", LL(I));
@@ -151,22 +154,23 @@ extern "C" pyops_status pyops_gru_forward(
     if (p.teams) launches << launch_forward(f, p, reset_before, stream);
     else status = forward_by_steps(f, work, T, B, H, reset_before, stream);
     if (status) return status;
-    if (lengths) launches << LAUNCH(clear_rest, grid_for(T * B * H, THREADS), THREADS, 0, stream_of(stream),
-                                    h, gates, lengths, T, B, H, pyops_faults());
+    if (lengths)
+        launches << LAUNCH(clear_rest, grid_for(T * B * H, THREADS), THREADS, 0, stream_of(stream), h, gates, lengths, T, B, H,
+                           pyops_faults());
     return pyops_launched("gru_forward", launches.error, stream);
 }
 
-extern "C" pyops_status pyops_gru_backward(
-    float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates, const float *dh,
-    const float *dh_last, const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
-    const float *h, const float *gates, float *work,
-    int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+extern "C" pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
+                                           float *dgates, const float *dh, const float *dh_last, const float *x,
+                                           const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
+                                           const float *h, const float *gates, float *work, int64_t T, int64_t B, int64_t I,
+                                           int64_t H, int32_t reset_before, void *stream) {
     pyops_status status = check_gru("gru_backward", x, T, B, I, H);
     if (status || B == 0) return status;
     float *const states = work, *const carry = states + T * B * H, *const rest = carry + B * H;
 
-    const Backward b = {dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, lengths, T, B, H,
-                        reinterpret_cast<unsigned *>(rest)};
+    const Backward b = {
+        dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, lengths, T, B, H, reinterpret_cast<unsigned *>(rest)};
     const Partition p = backward_partition(T, B, H, reset_before);
     if (p.teams) status = pyops_launched("gru_backward", launch_backward(b, p, reset_before, stream), stream);
     else status = backward_by_steps(b, rest, reset_before, stream);
@@ -186,15 +190,15 @@ extern "C" pyops_status pyops_gru_backward(
     else add_weight_gradient(dw_hh + 2 * H * H, d + 3 * H, H, h_before, H, H, rows);
     if (status) return status;
     const cudaError_t error = LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(4 * H, COLUMNS)),
-                                     dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream),
-                                     db_ih, db_hh, dgates, T * B, H, reset_before != 0);
+                                     dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream), db_ih, db_hh, dgates, T * B, H,
+                                     reset_before != 0);
     return pyops_launched("gru_backward", error, stream);
 }
 
 // ---- one step; the caller computes the products ------------------------------------------------------------------------
 namespace {
-template <Stage STAGE> static __global__ void gates_forward(
-    float *y, float *gates, const float *a, const float *product, const float *h_prev, int64_t B, int64_t H) {
+template <Stage STAGE> static __global__ void gates_forward(float *y, float *gates, const float *a, const float *product,
+                                                            const float *h_prev, int64_t B, int64_t H) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / H, unit = i % H;
         float *const gate = gates + row * 4 * H + unit;
@@ -216,8 +220,8 @@ template <Stage STAGE> static __global__ void gates_forward(
     }
 }
 
-template <Stage STAGE> static __global__ void gates_backward(
-    float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev, int64_t B, int64_t H) {
+template <Stage STAGE> static __global__ void gates_backward(float *dh, float *da, float *dp, const float *dy, const float *du,
+                                                             const float *gates, const float *h_prev, int64_t B, int64_t H) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / H, unit = i % H;
         const float *const gate = gates + row * 4 * H + unit;
@@ -248,24 +252,28 @@ template <Stage STAGE> static __global__ void gates_backward(
 
 }
 
-extern "C" pyops_status pyops_gru_gates_forward(
-    float *y, float *gates, const float *a, const float *product, const float *h_prev,
-    int64_t B, int64_t H, int32_t stage, void *stream) {
+extern "C" pyops_status pyops_gru_gates_forward(float *y, float *gates, const float *a, const float *product,
+                                                const float *h_prev, int64_t B, int64_t H, int32_t stage, void *stream) {
     const pyops_status status = check_gru_step("gru_gates_forward", B, H, stage);
     if (status || B == 0) return status;
-    const auto kernel = stage == PYOPS_GRU_AFTER ? gates_forward<Stage::after> :
-                        stage == PYOPS_GRU_BEFORE_1 ? gates_forward<Stage::before_1> : gates_forward<Stage::before_2>;
-    return pyops_launched("gru_gates_forward", LAUNCH(kernel, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream),
-                                                      y, gates, a, product, h_prev, B, H), stream);
+    const auto kernel = stage == PYOPS_GRU_AFTER ? gates_forward<Stage::after>
+        : stage == PYOPS_GRU_BEFORE_1            ? gates_forward<Stage::before_1>
+                                                 : gates_forward<Stage::before_2>;
+    return pyops_launched(
+        "gru_gates_forward",
+        LAUNCH(kernel, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream), y, gates, a, product, h_prev, B, H), stream);
 }
 
-extern "C" pyops_status pyops_gru_gates_backward(
-    float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev,
-    int64_t B, int64_t H, int32_t stage, void *stream) {
+extern "C" pyops_status pyops_gru_gates_backward(float *dh, float *da, float *dp, const float *dy, const float *du,
+                                                 const float *gates, const float *h_prev, int64_t B, int64_t H, int32_t stage,
+                                                 void *stream) {
     const pyops_status status = check_gru_step("gru_gates_backward", B, H, stage);
     if (status || B == 0) return status;
-    const auto kernel = stage == PYOPS_GRU_AFTER ? gates_backward<Stage::after> :
-                        stage == PYOPS_GRU_BEFORE_1 ? gates_backward<Stage::before_1> : gates_backward<Stage::before_2>;
-    return pyops_launched("gru_gates_backward", LAUNCH(kernel, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream),
-                                                       dh, da, dp, dy, du, gates, h_prev, B, H), stream);
+    const auto kernel = stage == PYOPS_GRU_AFTER ? gates_backward<Stage::after>
+        : stage == PYOPS_GRU_BEFORE_1            ? gates_backward<Stage::before_1>
+                                                 : gates_backward<Stage::before_2>;
+    return pyops_launched(
+        "gru_gates_backward",
+        LAUNCH(kernel, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream), dh, da, dp, dy, du, gates, h_prev, B, H),
+        stream);
 }

@@ -43,9 +43,7 @@ struct Saved {                              // by forward; d: the gradient of h[
 };
 
 // Gradients of the gates' sums (before their activations), of u, and the part of h[t-1]'s that comes from no product.
-struct GateGradients {
-    float r, z, n, u, h;
-};
+struct GateGradients { float r, z, n, u, h; };
 
 // Backward through steps 5, 4, 2, and with reset after the product also 1, for the gradient d of h[t].
 template <bool BEFORE> DEVICE GateGradients back_gates(const Saved &s, float d) {

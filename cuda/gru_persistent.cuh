@@ -45,9 +45,7 @@ static constexpr int weights_of_k(int n, Precision p) { return p == Precision::b
 static constexpr int sums_of_row(int n) { return round_up(n, 16) + 4; }
 static constexpr int sums_of_block(int n) { return WARPS * ROWS * sums_of_row(n); }
 
-template <int N, Precision P> struct Product {
-    static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N);
-};
+template <int N, Precision P> struct Product { static constexpr int WEIGHTS = weights_of_k(N, P), SUM_ROW = sums_of_row(N); };
 
 // Four consecutive k, rounded for the tensor cores.
 DEVICE uint4 rounded(float4 x, std::integral_constant<Precision, Precision::tf32>) {
@@ -332,8 +330,8 @@ DEVICE void load(float *to, const float *from, int64_t ld, int count, int first,
 // Run `items` items: fetch(item) reads the inputs that do not depend on the team, begin(item, rows) waits for the team and
 // starts to copy its results, finish(item, rows, fetched) computes.
 template <class Fetch, class Begin, class Finish>
-DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, int phases, float *buffer,
-                 Fetch fetch, Begin begin, Finish finish) {
+DEVICE void run_items(const Partition &p, const Assignment &own, int64_t items, int phases, float *buffer, Fetch fetch,
+                      Begin begin, Finish finish) {
     if (p.padded != p.H) {                                             // nothing overwrites the zeros of the padding
         for (int i = threadIdx.x; i < p.buffers * p.chunk * ROWS * p.stride; i += THREADS) buffer[i] = 0.0f;
         __syncthreads();
@@ -397,7 +395,8 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
         if (BEFORE && item.phase) k.z = f.gates[(at * 4 + 1) * H + own.unit];
         return k;
     };
-    run_items(p, own, p.T * PHASES * own.chunks, PHASES, buffer,
+    run_items(
+        p, own, p.T * PHASES * own.chunks, PHASES, buffer,
         [&](const Item &item) { return fetch_row(item, rows_of(p, own, item.chunk), threadIdx.x / U); },
         [&](const Item &item, float *to) {
             const RowRange rows = rows_of(p, own, item.chunk);
@@ -467,7 +466,8 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     }
     // An item multiplies the gradients of the gates of step t.  The last phase of a step yields the gradient of h[t-1], from
     // which the gradients of the gates of step t - 1 follow.
-    run_items(p, own, items, PHASES, buffer,
+    run_items(
+        p, own, items, PHASES, buffer,
         [&](const Item &item) {
             const int64_t t = p.T - 1 - item.step;
             return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, own, item.chunk), threadIdx.x / U);

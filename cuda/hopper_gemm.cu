@@ -25,7 +25,9 @@ template <int TN> struct Ring {
 // The next slot and its round, the parity of the mbarriers: a wait for round 0 of `full` ends when it has been filled once.
 template <int SLOTS> struct Turn {
     int slot = 0, round = 0;
-    __device__ __forceinline__ void next() { if (++slot == SLOTS) slot = 0, round ^= 1; }
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, round ^= 1;
+    }
 };
 
 // 64 x TN sums += 32 bytes of rows along K: 16 elements in bfloat16, 8 in TF32.
@@ -36,8 +38,8 @@ template <class Element, int TN> DEVICE void multiply(float (&sum)[TN / 2], uint
 
 // Of each 8 columns, a lane has rows lane/4 and lane/4 + 8, and columns 2 (lane%4) and the next one: a warp writes 32
 // contiguous bytes per row.
-template <class Element, int TN> DEVICE void write_sums(
-    const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row, int64_t column) {
+template <class Element, int TN> DEVICE void write_sums(const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row,
+                                                        int64_t column) {
     const bool pairs = g.ldc % 2 == 0 && reinterpret_cast<uintptr_t>(g.c) % 8 == 0;
 #pragma unroll
     for (int i = 0; i < TN / 2; i += 2) {
@@ -56,8 +58,8 @@ template <class Element, int TN> DEVICE void write_sums(
     }
 }
 
-template <class Element, int TN> static __global__ void __launch_bounds__(THREADS, 1) hopper_tiles(
-    const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, RowProduct<Element> g) {
+template <class Element, int TN> static __global__ void __launch_bounds__(THREADS, 1)
+    hopper_tiles(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, RowProduct<Element> g) {
     using R = Ring<TN>;
     DYN_SHARED(char, shared);                                   // aligned to 1024 bytes for the swizzle
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;

@@ -93,13 +93,13 @@ template <int LANES> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) *
 
 // ---- forward ----------------------------------------------------------------------------------------------------
 template <class S>
-static __global__ void __launch_bounds__(THREADS) forward(
-    float *y, float *mean, float *rstd, const float *x, const float *weight, const float *bias,
-    int64_t R, int64_t C, float eps, bool whole) {
+static __global__ void __launch_bounds__(THREADS)
+    forward(float *y, float *mean, float *rstd, const float *x, const float *weight, const float *bias, int64_t R, int64_t C,
+            float eps, bool whole) {
     using Neighbours = typename S::Neighbours;
     const float share = 1.0f / static_cast<float>(C);
     for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
-        const typename S::Row row(x + r*C, C, whole);
+        const typename S::Row row(x + r * C, C, whole);
         float sum[1] = {};
         S::each(C, [&](int i, int64_t c) {
             const Neighbours in = row.at(i, c);
@@ -126,7 +126,7 @@ static __global__ void __launch_bounds__(THREADS) forward(
             Neighbours out;
 #pragma unroll
             for (int k = 0; k < S::WIDTH; k++) out.at[k] = (in.at[k] - m) * s * w.at[k] + b.at[k];
-            store<S::WIDTH>(y + r*C + c, out, whole);
+            store<S::WIDTH>(y + r * C + c, out, whole);
         });
         if (threadIdx.x % S::LANES == 0) {
             mean[r] = m;
@@ -142,21 +142,21 @@ static constexpr int resident(int held) { return held == 0 ? 4 : held <= 4 ? MOS
 
 // sums: per block, its contribution to dweight (C) and to dbias (C)
 template <class S>
-static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
-    float *dx, float *sums, const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
-    int64_t R, int64_t C, bool accumulate, bool whole) {
+static __global__ void __launch_bounds__(THREADS, resident(S::HELD))
+    backward(float *dx, float *sums, const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
+             int64_t R, int64_t C, bool accumulate, bool whole) {
     using Neighbours = typename S::Neighbours;
     constexpr int WIDTH = S::WIDTH;
     const float share = 1.0f / static_cast<float>(C);
     Neighbours dweight[S::SLOTS] = {}, dbias[S::SLOTS] = {};
-    sums += blockIdx.x * 2*C;
+    sums += blockIdx.x * 2 * C;
     if constexpr (S::PACKS == 0)
         S::each(C, [&](int, int64_t c) {
             store<WIDTH>(sums + c, Neighbours{}, whole);
             store<WIDTH>(sums + C + c, Neighbours{}, whole);
         });
     for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
-        const typename S::Row row_dy(dy + r*C, C, whole), row_x(x + r*C, C, whole);
+        const typename S::Row row_dy(dy + r * C, C, whole), row_x(x + r * C, C, whole);
         const float m = mean[r], s = rstd[r];
         float of_g[2] = {};                                     // sums of g = dy weight, and of g xhat
         S::each(C, [&](int i, int64_t c) {
@@ -182,10 +182,10 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
         const float a = of_g[0] * share, b = of_g[1] * share;
         S::each(C, [&](int i, int64_t c) {
             const Neighbours d = row_dy.at(i, c), in = row_x.at(i, c), w = load<WIDTH>(weight + c, whole);
-            Neighbours out = accumulate ? load<WIDTH>(dx + r*C + c, whole) : Neighbours{};
+            Neighbours out = accumulate ? load<WIDTH>(dx + r * C + c, whole) : Neighbours{};
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) out.at[k] += s * (d.at[k] * w.at[k] - a - (in.at[k] - m) * s * b);
-            store<WIDTH>(dx + r*C + c, out, whole);
+            store<WIDTH>(dx + r * C + c, out, whole);
         });
     }
     if constexpr (S::PACKS > 0 && S::LANES == THREADS)
@@ -195,7 +195,7 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
         });
     if constexpr (S::LANES == 32) {                              // add the warps first, one array after the other
         SHARED(float, of_warp, [WARPS][32 * S::HELD]);
-        const auto add_warps = [&](float *to, const Neighbours (&mine)[S::SLOTS]) {
+        const auto add_warps = [&](float *to, const Neighbours(&mine)[S::SLOTS]) {
             S::each(C, [&](int i, int64_t c) {
 #pragma unroll
                 for (int k = 0; k < WIDTH; k++) of_warp[threadIdx.x / 32][c + k] = mine[i].at[k];
@@ -216,8 +216,8 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD)) backward(
 
 static __global__ void add_sums(float *dweight, float *dbias, const float *sums, int64_t blocks, int64_t C) {
     const int64_t column = blockIdx.x * int64_t(COLUMNS) + threadIdx.x;
-    const float sum = column_sum(sums, blocks, 2*C, column, 2*C);
-    if (threadIdx.y || column >= 2*C) return;
+    const float sum = column_sum(sums, blocks, 2 * C, column, 2 * C);
+    if (threadIdx.y || column >= 2 * C) return;
     if (column < C) dweight[column] += sum;
     else dbias[column - C] += sum;
 }
@@ -254,15 +254,15 @@ extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *r
         using S = decltype(share);
         // a team per row; the hardware assigns blocks to free multiprocessors
         const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
-        return LAUNCH(forward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
-                      y, mean, rstd, x, weight, bias, R, C, eps, whole);
+        return LAUNCH(forward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), y, mean, rstd, x, weight, bias,
+                      R, C, eps, whole);
     });
     return pyops_launched("layer_norm_forward", error, stream);
 }
 
 // Per block, its contribution to dweight (C) and to dbias (C); there are at most as many blocks as rows.
 extern "C" int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) {
-    return std::min(R, int64_t(pyops_multiprocessors()) * MOST_RESIDENT) * 2*C;
+    return std::min(R, int64_t(pyops_multiprocessors()) * MOST_RESIDENT) * 2 * C;
 }
 
 extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
@@ -276,10 +276,10 @@ extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, flo
     launches << with_share<4>(C, [&](auto share) {
         using S = decltype(share);
         blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * resident(S::HELD));
-        return LAUNCH(backward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream),
-                      dx, work, dy, x, weight, mean, rstd, R, C, accumulate != 0, whole);
+        return LAUNCH(backward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, work, dy, x, weight, mean,
+                      rstd, R, C, accumulate != 0, whole);
     });
-    launches << LAUNCH(add_sums, static_cast<unsigned>(blocks_for<int64_t>(2*C, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+    launches << LAUNCH(add_sums, static_cast<unsigned>(blocks_for<int64_t>(2 * C, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
                        stream_of(stream), dweight, dbias, work, blocks, C);
     return pyops_launched("layer_norm_backward", launches.error, stream);
 }

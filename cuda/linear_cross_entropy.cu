@@ -43,8 +43,14 @@ template <> struct Shapes<Precision::fp32> {
     using Gradients = Logits;
 };
 
-struct alignas(16) ValidRow { float max, factor; int32_t label; };      // factor = scale / sum, see above
-struct Piece { LogSumExp exps; float below; };          // the logits of a row in a tile;  below: the sum of logit - max
+struct alignas(16) ValidRow {
+    float max, factor;
+    int32_t label;
+};      // factor = scale / sum, see above
+struct Piece {
+    LogSumExp exps;
+    float below;
+};          // the logits of a row in a tile;  below: the sum of logit - max
 
 struct Call {                                           // arguments of all kernels
     float *dx, *dweight, *dbias;
@@ -86,10 +92,12 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *fa
 #pragma unroll 4
     for (int64_t r = threadIdx.x; r < first; r += THREADS) before += is_valid(r);
     before = block_sum(before, counts);
-    const int n = block_compact(rows, counts, [&](int r) { return is_valid(first + r); }, [&](int place, int r) {
-        kept[place] = r;
-        c.position[before + place] = static_cast<int32_t>(first + r);
-    });
+    const int n = block_compact(
+        rows, counts, [&](int r) { return is_valid(first + r); },
+        [&](int place, int r) {
+            kept[place] = r;
+            c.position[before + place] = static_cast<int32_t>(first + r);
+        });
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) c.valid[0] = before + n;
 
     for (int i = warp; i < n; i += THREADS / 32)
@@ -138,16 +146,15 @@ static __global__ void __launch_bounds__(SUM_THREADS) mean_loss(float *loss, Cal
 }
 
 // ---- logits ------------------------------------------------------------------------------------------------------
-template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2)
-logits(Call c, int64_t tiles_m) {
+template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Logits::THREADS, 2) logits(Call c, int64_t tiles_m) {
     using S = typename Shapes<P>::Logits;
     using T = Tile<S, P, Stored<true>, Stored<true>>;
     DYN_SHARED(float, shared);
     const TileIndex place = tile_index<16>(blockIdx.x, tiles_m, c.tiles);
     const int64_t rows = c.rows(), m0 = place.m * S::M, v0 = place.n * S::N;
     if (m0 >= rows) return;
-    T::product(shared, {c.x_valid + c.first * c.ldx, rows, c.ldx, 1, true}, {c.weight, c.V, c.D, 1, c.weight16},
-               m0, v0, 0, c.D);
+    T::product(shared, {c.x_valid + c.first * c.ldx, rows, c.ldx, 1, true}, {c.weight, c.V, c.D, 1, c.weight16}, m0, v0, 0,
+               c.D);
 
     // Eight lanes share a row: lane t has columns 4 t .. 4 t + 3 of every 32.
     constexpr int ACROSS = 8, WIDE = S::N / (4 * ACROSS);
@@ -168,14 +175,15 @@ logits(Call c, int64_t tiles_m) {
 #pragma unroll
             for (int i = 4 * w; i < 4 * w + 4; i++) several[i] += bias[i];
             if (m0 + m < rows)
-                *reinterpret_cast<float4 *>(c.logits + (m0 + m) * c.ldv + v0 + n) =
-                    make_float4(several[4 * w], several[4 * w + 1], several[4 * w + 2], several[4 * w + 3]);
+                *reinterpret_cast<float4 *>(c.logits + (m0 + m) * c.ldv + v0 + n) = make_float4(
+                    several[4 * w], several[4 * w + 1], several[4 * w + 2], several[4 * w + 3]);
         }
         LogSumExp exps;
         exps.add(several);
         exps = warp_log_sum_exp<ACROSS>(exps);          // max is the same in all lanes of the row
 #pragma unroll
-        for (int i = 0; i < 4 * WIDE; i++) below += v0 + i / 4 * 4 * ACROSS + 4 * t + i % 4 < c.V ? several[i] - exps.max : 0.0f;
+        for (int i = 0; i < 4 * WIDE; i++)
+            below += v0 + i / 4 * 4 * ACROSS + 4 * t + i % 4 < c.V ? several[i] - exps.max : 0.0f;
 #pragma unroll
         for (int step = ACROSS / 2; step; step >>= 1) below += __shfl_xor_sync(ALL_LANES, below, step);
         if (t == 0 && m0 + m < rows) c.pieces[(m0 + m) * c.tiles + place.n] = {exps, below};
@@ -194,7 +202,8 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     mutable float column_sum[4] = {};                   // of the values of this thread; in dweight, of the same four words
 
     __device__ __forceinline__ DLogits(const Call &c, int64_t rows)
-        : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true}, row(c.row + c.first) {
+        : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true},
+          row(c.row + c.first) {
         const float scale = 1.0f / static_cast<float>(c.valid[0]);
         on_label = scale * (1.0f - c.smoothing);
         everywhere = scale * c.smoothing / static_cast<float>(c.V);
@@ -213,7 +222,7 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
 }
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
-dx(Call c, int64_t tiles_m, int64_t tiles_d) {
+    dx(Call c, int64_t tiles_m, int64_t tiles_d) {
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, true>, Stored<false>>;
     DYN_SHARED(float, shared);
@@ -241,7 +250,7 @@ static __global__ void __launch_bounds__(THREADS) add_parts(Call c, unsigned blo
 }
 
 template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradients::THREADS, 2)
-dweight(Call c, int64_t tiles_d) {
+    dweight(Call c, int64_t tiles_d) {
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, false>, Stored<false>>;
     DYN_SHARED(float, shared);
@@ -315,8 +324,8 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
     const int64_t tiles_m = blocks_for(c.chunk, TILE), tiles_d = blocks_for(c.D, TILE);
     const unsigned blocks_a_row = grid(blocks_for<int64_t>(c.D, THREADS));
     Launches launches;
-    launches << allow_shared<logits<P>>(TileLogits::BYTES)
-             << allow_shared<dx<P>>(TileDx::BYTES) << allow_shared<dweight<P>>(TileDweight::BYTES);
+    launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES)
+             << allow_shared<dweight<P>>(TileDweight::BYTES);
     launches << LAUNCH(gather, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, pyops_faults(), ignore);
     do {
         if (c.R) {
@@ -324,22 +333,23 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
             launches << LAUNCH(row_losses, grid(blocks_for<int64_t>(c.chunk, THREADS / 32)), THREADS, 0, stream, c);
         }
         if (c.R && c.dx) {
-            launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream,
-                               c, tiles_m, tiles_d);
+            launches << LAUNCH(dx<P>, grid(tiles_m * tiles_d * c.splits), TileDx::THREADS, TileDx::BYTES, stream, c, tiles_m,
+                               tiles_d);
             if (c.splits > 1) launches << LAUNCH(add_parts, grid(c.chunk * blocks_a_row), THREADS, 0, stream, c, blocks_a_row);
         }
-        if (c.dx) launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream,
-                                     c, tiles_d);
+        if (c.dx)
+            launches << LAUNCH(dweight<P>, grid(c.tiles * tiles_d), TileDweight::THREADS, TileDweight::BYTES, stream, c,
+                               tiles_d);
         c.first += c.chunk;
     } while (c.first < c.R);
     launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream, loss, c);
     return launches.error;
 }
 
-extern "C" pyops_status pyops_linear_cross_entropy(
-    float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-    const float *x, const float *weight, const float *bias, const int32_t *labels, float *work,
-    int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream) {
+extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
+                                                   const float *x, const float *weight, const float *bias,
+                                                   const int32_t *labels, float *work, int64_t R, int64_t D, int64_t V,
+                                                   int32_t ignore, float smoothing, void *stream) {
     const pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, R, D, V, smoothing);
     if (status) return status;
     Call c = {};
@@ -349,7 +359,9 @@ extern "C" pyops_status pyops_linear_cross_entropy(
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));
     lay_out(&c, work, R, D, V, dx);
     const Precision precision = pyops_precision_now();
-    return pyops_launched("linear_cross_entropy", (precision == Precision::fp32 ? launch<Precision::fp32>
-                                                   : precision == Precision::tf32 ? launch<Precision::tf32>
-                                                   : launch<Precision::bf16>)(c, loss, ignore, stream_of(stream)), stream);
+    return pyops_launched("linear_cross_entropy",
+                          (precision == Precision::fp32       ? launch<Precision::fp32>
+                               : precision == Precision::tf32 ? launch<Precision::tf32>
+                                                              : launch<Precision::bf16>)(c, loss, ignore, stream_of(stream)),
+                          stream);
 }

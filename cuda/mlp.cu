@@ -178,7 +178,8 @@ DEVICE int list_pixel(const Network &net, Shared &s, int unit, uint64_t own, int
     __syncthreads();
     const int i = pixel_of(unit);
     return i < net.I ? list_column(s.terms[warp_id()], s.columns, net.scale)
-         : i == net.I ? list_all(s.terms[warp_id()], nullptr, count) : 0;
+        : i == net.I ? list_all(s.terms[warp_id()], nullptr, count)
+                     : 0;
 }
 DEVICE int list_class(const Network &net, Shared &s, int unit, int64_t from, int count) {
     const int c = class_of(net, unit);
@@ -365,16 +366,41 @@ static float *on_16_bytes(float *work) {
     return reinterpret_cast<float *>(round_up<uintptr_t>(reinterpret_cast<uintptr_t>(work), 16));
 }
 
-static Network network_of(Who who, float *loss, float *dw1, float *db1, float *dw2, float *db2,
-                          const uint8_t *table, const int64_t *rows, const int32_t *labels,
-                          const float *w1, const float *b1, const float *w2, const float *b2, float *work,
-                          int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
+static Network network_of(Who who, float *loss, float *dw1, float *db1, float *dw2, float *db2, const uint8_t *table,
+                          const int64_t *rows, const int32_t *labels, const float *w1, const float *b1, const float *w2,
+                          const float *b2, float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale) {
     const int64_t width = width_of(H);
     float *const da = on_16_bytes(work), *const r = da + B * width;
     float *const dlogits = r + B * width, *const losses = dlogits + B * C;
-    return {loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, da, r, dlogits, losses, N, B,
-            int(I), int(H), int(C), int(width), int(width * TERMS <= TILE ? TERMS : TILE / width),
-            int(pixel_units_of(I)), int(units_of(I, C)), scale, 1.0f / static_cast<float>(B), who, pyops_faults()};
+    return {loss,
+            dw1,
+            db1,
+            dw2,
+            db2,
+            table,
+            rows,
+            labels,
+            w1,
+            b1,
+            w2,
+            b2,
+            da,
+            r,
+            dlogits,
+            losses,
+            N,
+            B,
+            int(I),
+            int(H),
+            int(C),
+            int(width),
+            int(width * TERMS <= TILE ? TERMS : TILE / width),
+            int(pixel_units_of(I)),
+            int(units_of(I, C)),
+            scale,
+            1.0f / static_cast<float>(B),
+            who,
+            pyops_faults()};
 }
 
 template <bool UPDATES> static cudaError_t launch(const Network &net, const Update &update, void *stream) {
@@ -387,14 +413,14 @@ extern "C" int64_t pyops_mlp_gradients_work(int64_t B, int64_t, int64_t H, int64
     return B * (2 * width_of(H) + C + 1) + 3;   // 3: for alignment to 16 bytes
 }
 
-extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2, float *db2,
-                                            const uint8_t *table, const int64_t *rows, const int32_t *labels,
-                                            const float *w1, const float *b1, const float *w2, const float *b2, float *work,
-                                            int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, float scale, void *stream) {
+extern "C" pyops_status pyops_mlp_gradients(float *loss, float *dw1, float *db1, float *dw2, float *db2, const uint8_t *table,
+                                            const int64_t *rows, const int32_t *labels, const float *w1, const float *b1,
+                                            const float *w2, const float *b2, float *work, int64_t N, int64_t B, int64_t I,
+                                            int64_t H, int64_t C, float scale, void *stream) {
     const pyops_status status = check("mlp_gradients", N, B, I, H, C, scale);
     if (status) return status;
-    const Network net = network_of(Who::mlp_gradients, loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, work,
-                                   N, B, I, H, C, scale);
+    const Network net = network_of(Who::mlp_gradients, loss, dw1, db1, dw2, db2, table, rows, labels, w1, b1, w2, b2, work, N,
+                                   B, I, H, C, scale);
     return pyops_launched("mlp_gradients", launch<false>(net, {}, stream), stream);
 }
 
@@ -407,16 +433,25 @@ extern "C" int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t 
 
 extern "C" pyops_status pyops_mlp_step(float *loss, float *norm, int64_t *step, float *param, float *grad, float *m, float *v,
                                        const uint8_t *table, const int64_t *rows, const int32_t *labels, const float *lr,
-                                       float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C,
-                                       int64_t w1, int64_t b1, int64_t w2, int64_t b2, float scale,
-                                       float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+                                       float *work, int64_t N, int64_t B, int64_t I, int64_t H, int64_t C, int64_t w1,
+                                       int64_t b1, int64_t w2, int64_t b2, float scale, float max_norm, float beta1,
+                                       float beta2, float eps, float weight_decay, void *stream) {
     pyops_status status = check("mlp_step", N, B, I, H, C, scale);
     if (!status) status = check_mlp_step(w1, b1, w2, b2, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
     float *const squares = on_16_bytes(work), *const corrections = squares + 2 * sums_of(I, C);
     const Network net = network_of(Who::mlp_step, loss, grad + w1, grad + b1, grad + w2, grad + b2, table, rows, labels,
                                    param + w1, param + b1, param + w2, param + b2, corrections + 2, N, B, I, H, C, scale);
-    const Update update = {norm, step, param, m, v, grad, lr, reinterpret_cast<double *>(squares), corrections,
-                           max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
+    const Update update = {norm,
+                           step,
+                           param,
+                           m,
+                           v,
+                           grad,
+                           lr,
+                           reinterpret_cast<double *>(squares),
+                           corrections,
+                           max_norm,
+                           {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};
     return pyops_launched("mlp_step", launch<true>(net, update, stream), stream);
 }

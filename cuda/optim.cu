@@ -38,8 +38,8 @@ extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_
     if (!touched) return pyops_fill(grad, n, 0.0f, stream);
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(blocks_for<int64_t>(n, PYOPS_GRAD_BLOCK), ZERO_THREADS));
     if (!blocks) return PYOPS_OK;
-    return pyops_launched("zero_touched", LAUNCH(zero, blocks, ZERO_THREADS, 0, stream_of(stream), grad, touched, n,
-                                                 aligned(grad)), stream);
+    return pyops_launched("zero_touched",
+                          LAUNCH(zero, blocks, ZERO_THREADS, 0, stream_of(stream), grad, touched, n, aligned(grad)), stream);
 }
 
 // ---- the norm ----------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64
 namespace {
 // sums[chunk] = sum of the squares of a chunk; a thread has four loads in flight.
 static_assert(CHUNK % PYOPS_GRAD_BLOCK == 0, "a chunk must be whole blocks");
-static __global__ void __launch_bounds__(NORM_THREADS) squares(double *sums, const float *grad, const int32_t *touched,
-                                                               int64_t n, bool whole) {
+static __global__ void __launch_bounds__(NORM_THREADS)
+    squares(double *sums, const float *grad, const int32_t *touched, int64_t n, bool whole) {
     SHARED(double, of_warps, [NORM_THREADS / 32]);
     const float *x = grad + blockIdx.x * int64_t(CHUNK);
     const int32_t *const here = touched ? touched + blockIdx.x * int64_t(CHUNK / PYOPS_GRAD_BLOCK) : nullptr;
@@ -157,10 +157,9 @@ struct Adam {
 }
 
 // `touched` is not used: it would save 4 of 28 bytes per parameter, and an untouched gradient reads as 0 anyway.
-extern "C" pyops_status pyops_adam(float *param, float *m, float *v,
-                                   const float *grad, const int32_t *, const float *norm, const int64_t *step,
-                                   const float *lr, int64_t n,
-                                   float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream) {
+extern "C" pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, const int32_t *, const float *norm,
+                                   const int64_t *step, const float *lr, int64_t n, float max_norm, float beta1, float beta2,
+                                   float eps, float weight_decay, void *stream) {
     const pyops_status status = check_adam("adam", n, max_norm, beta1, beta2, weight_decay);
     if (status) return status;
     const Adam adam{norm, lr, step, pyops_faults(), max_norm, {beta1, beta2, eps, weight_decay, 1.0f, 0.0f, 0.0f}};

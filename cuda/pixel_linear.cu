@@ -45,8 +45,8 @@ DEVICE int write_places(uint16_t *places, const Term *terms, const int *counts) 
 }
 
 static __global__ void __launch_bounds__(THREADS, BLOCKS)
-forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table, const int64_t *rows, const float *weight,
-        const float *bias, int64_t N, int64_t B, int64_t I, int64_t O, int64_t slices, float scale, FaultRecord *faults) {
+    forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table, const int64_t *rows, const float *weight,
+            const float *bias, int64_t N, int64_t B, int64_t I, int64_t O, int64_t slices, float scale, FaultRecord *faults) {
     SHARED(float, sums, [WARPS][OUTPUTS]);
     SHARED(Term, terms, [WARPS][TERMS]);
     SHARED(int, counts, [WARPS * VOTES]);
@@ -83,8 +83,8 @@ forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table, const in
 }
 
 static __global__ void __launch_bounds__(THREADS, BLOCKS)
-backward(float *dweight, float *dbias, const float *dy, const uint8_t *table, const int64_t *rows,
-         int64_t N, int64_t B, int64_t I, int64_t O, int64_t slices, int64_t jobs, float scale, FaultRecord *faults) {
+    backward(float *dweight, float *dbias, const float *dy, const uint8_t *table, const int64_t *rows, int64_t N, int64_t B,
+             int64_t I, int64_t O, int64_t slices, int64_t jobs, float scale, FaultRecord *faults) {
     SHARED(float, sums, [WARPS][OUTPUTS]);
     SHARED(Term, terms, [WARPS][TERMS]);
     SHARED(uint64_t, columns, [TERMS]);
@@ -112,7 +112,8 @@ backward(float *dweight, float *dbias, const float *dy, const uint8_t *table, co
             if (thread < TERMS) columns[thread] = pixels_at(image, pixel, I);
             __syncthreads();
             const int n = own < I ? list_column(terms[warp], columns, scale)
-                        : own == I ? list_all(terms[warp], nullptr, count) : 0;
+                : own == I        ? list_all(terms[warp], nullptr, count)
+                                  : 0;
             add_terms(sums[warp], terms[warp], n, tile, width, width);
             __syncthreads();                    // before the next columns and the next tile
         }
@@ -127,25 +128,25 @@ static int64_t slices_of(int64_t O) { return O > 0 ? blocks_for<int64_t>(O, OUTP
 }
 
 extern "C" pyops_status pyops_pixel_linear_forward(float *y, int32_t *ink, uint16_t *places, const uint8_t *table,
-                                                   const int64_t *rows, const float *weight, const float *bias,
-                                                   int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
+                                                   const int64_t *rows, const float *weight, const float *bias, int64_t N,
+                                                   int64_t B, int64_t I, int64_t O, float scale, void *stream) {
     const pyops_status status = check("pixel_linear_forward", N, B, I, O, scale);
     if (status || B == 0) return status;
     const int64_t slices = slices_of(O);
-    const cudaError_t error = LAUNCH(forward, grid_for(B * slices * THREADS, THREADS), THREADS, 0, stream_of(stream),
-                                     y, ink, places, table, rows, weight, bias, N, B, I, O, slices, scale, pyops_faults());
+    const cudaError_t error = LAUNCH(forward, grid_for(B * slices * THREADS, THREADS), THREADS, 0, stream_of(stream), y, ink,
+                                     places, table, rows, weight, bias, N, B, I, O, slices, scale, pyops_faults());
     return pyops_launched("pixel_linear_forward", error, stream);
 }
 
 extern "C" int64_t pyops_pixel_linear_backward_work(int64_t, int64_t, int64_t) { return 0; }
 
 extern "C" pyops_status pyops_pixel_linear_backward(float *dweight, float *dbias, const float *dy, const uint8_t *table,
-                                                    const int64_t *rows, const int32_t *, const uint16_t *, float *,
-                                                    int64_t N, int64_t B, int64_t I, int64_t O, float scale, void *stream) {
+                                                    const int64_t *rows, const int32_t *, const uint16_t *, float *, int64_t N,
+                                                    int64_t B, int64_t I, int64_t O, float scale, void *stream) {
     const pyops_status status = check("pixel_linear_backward", N, B, I, O, scale);
     if (status || B == 0 || O == 0) return status;
     const int64_t slices = slices_of(O), jobs = blocks_for<int64_t>(I + 1, WARPS) * slices;
-    const cudaError_t error = LAUNCH(backward, grid_for(jobs * THREADS, THREADS), THREADS, 0, stream_of(stream),
-                                     dweight, dbias, dy, table, rows, N, B, I, O, slices, jobs, scale, pyops_faults());
+    const cudaError_t error = LAUNCH(backward, grid_for(jobs * THREADS, THREADS), THREADS, 0, stream_of(stream), dweight, dbias,
+                                     dy, table, rows, N, B, I, O, slices, jobs, scale, pyops_faults());
     return pyops_launched("pixel_linear_backward", error, stream);
 }

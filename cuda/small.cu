@@ -24,7 +24,10 @@ struct Axpy {
     static constexpr int INPUTS = 2, OUTPUTS = 1;                              // y, x -> y
     const float *from;
     float alpha;
-    __device__ bool begin() { alpha = from[0]; return true; }
+    __device__ bool begin() {
+        alpha = from[0];
+        return true;
+    }
     __device__ void operator()(const float (&in)[2], float (&y)[1]) const { y[0] = in[0] + alpha * in[1]; }
 };
 
@@ -32,7 +35,10 @@ struct Scale {
     static constexpr int INPUTS = 1, OUTPUTS = 1;
     const float *from;                                                         // NULL: alpha is given
     float alpha;
-    __device__ bool begin() { if (from) alpha = from[0]; return true; }
+    __device__ bool begin() {
+        if (from) alpha = from[0];
+        return true;
+    }
     __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = alpha * x[0]; }
 };
 
@@ -43,7 +49,7 @@ struct Relu {
 };
 
 struct ReluBackward {
-    static constexpr int INPUTS = 2, OUTPUTS = 1;                              // dy, y -> dx
+    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, y -> dx
     __device__ bool begin() { return true; }
     __device__ void operator()(const float (&in)[2], float (&dx)[1]) const { dx[0] = in[1] > 0.0f ? in[0] : 0.0f; }
 };
@@ -115,7 +121,7 @@ static __global__ void __launch_bounds__(THREADS) argmax(int32_t *index, const f
     SHARED(Candidate, of_warps, [THREADS / 32]);
     const int thread = threadIdx.x % threads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t r = blockIdx.x * int64_t(THREADS / threads) + threadIdx.x / threads;
-    constexpr Candidate NONE = {-INFINITY, INT32_MAX};     // loses to everything
+    constexpr Candidate NONE = {-INFINITY, INT32_MAX}; // loses to everything
     constexpr int AT_ONCE = 4;
     Candidate best = NONE;
     for (int64_t from = thread; r < R && from < C; from += AT_ONCE * threads) {
@@ -140,8 +146,8 @@ static __global__ void __launch_bounds__(THREADS) argmax(int32_t *index, const f
 }
 
 extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream) {
-    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX,
-                  "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R), LL(C));
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "argmax: R=%lld C=%lld, expected R >= 0, C from 1 to 2^31 - 1", LL(R),
+                  LL(C));
     if (R == 0) return PYOPS_OK;
     const int threads = C <= 1024 ? 32 : THREADS;
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(R, THREADS / threads));
@@ -152,8 +158,8 @@ extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, 
 namespace {
 // E, H, width: sizes of a row of x, of the context and of y = E + H, in packs.
 template <int WIDTH, class Index>
-static __global__ void __launch_bounds__(THREADS)
-concat(float *y, const float *x, const float *context, Index n, Index E, Index H, Divider<Index> width, Divider<Index> batch) {
+static __global__ void __launch_bounds__(THREADS) concat(float *y, const float *x, const float *context, Index n, Index E,
+                                                         Index H, Divider<Index> width, Divider<Index> batch) {
     const auto load = [&](Index i) {
         const Index r = width.divide(i), c = i - r * width.divisor, b = r - batch.divide(r) * batch.divisor;
         return load_pack<WIDTH>(c < E ? x + int64_t(WIDTH) * (r * E + c) : context + int64_t(WIDTH) * (b * H + c - E));
@@ -166,7 +172,7 @@ concat(float *y, const float *x, const float *context, Index n, Index E, Index H
 // (dcontext).
 template <class Index>
 static __global__ void __launch_bounds__(THREADS)
-split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, Index H, Divider<Index> width) {
+    split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, Index H, Divider<Index> width) {
     constexpr int STEPS = 8;
     const Index n = B * (E + H), i = Index(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= n) return;
@@ -189,23 +195,21 @@ split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, 
 template <int WIDTH, class Index>
 static cudaError_t launch_concat(float *y, const float *x, const float *context, int64_t n, int64_t B, int64_t E, int64_t H,
                                  void *stream) {
-    return LAUNCH((concat<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream),
-                  y, x, context, Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH),
-                  Divider<Index>(B));
+    return LAUNCH((concat<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream), y, x, context,
+                  Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH), Divider<Index>(B));
 }
 }
 
-extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context,
-                                                     int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context, int64_t T, int64_t B,
+                                                     int64_t E, int64_t H, void *stream) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
-                  "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
-                  LL(T), LL(B), LL(E), LL(H));
+                  "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0", LL(T), LL(B), LL(E), LL(H));
     const int64_t n = T * B * (E + H);
     if (n == 0) return PYOPS_OK;
     const bool fours = E % 4 == 0 && H % 4 == 0 && aligned(y) && aligned(x) && aligned(context);
     const cudaError_t error = !fits_int32(n) ? launch_concat<1, uint64_t>(y, x, context, n, B, E, H, stream)
-        : fours ? launch_concat<4, uint32_t>(y, x, context, n, B, E, H, stream)
-        : launch_concat<1, uint32_t>(y, x, context, n, B, E, H, stream);
+        : fours                              ? launch_concat<4, uint32_t>(y, x, context, n, B, E, H, stream)
+                                             : launch_concat<1, uint32_t>(y, x, context, n, B, E, H, stream);
     return pyops_launched("concat_context_forward", error, stream);
 }
 
@@ -214,20 +218,19 @@ template <class Index>
 static cudaError_t launch_split(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B, int64_t E, int64_t H,
                                 void *stream) {
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B * (E + H), THREADS));
-    return LAUNCH(split<Index>, blocks, THREADS, 0, stream_of(stream),
-                  dx, dcontext, dy, T, Index(B), Index(E), Index(H), Divider<Index>(E + H));
+    return LAUNCH(split<Index>, blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, Index(B), Index(E), Index(H),
+                  Divider<Index>(E + H));
 }
 }
 
-extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy,
-                                                      int64_t T, int64_t B, int64_t E, int64_t H, void *stream) {
+extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B,
+                                                      int64_t E, int64_t H, void *stream) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
-                  "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0",
-                  LL(T), LL(B), LL(E), LL(H));
+                  "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0", LL(T), LL(B), LL(E), LL(H));
     const int64_t n = B * (E + H);
     if (n == 0) return PYOPS_OK;
     const cudaError_t error = fits_int32(n) ? launch_split<uint32_t>(dx, dcontext, dy, T, B, E, H, stream)
-                                             : launch_split<uint64_t>(dx, dcontext, dy, T, B, E, H, stream);
+                                            : launch_split<uint64_t>(dx, dcontext, dy, T, B, E, H, stream);
     return pyops_launched("concat_context_backward", error, stream);
 }
 
@@ -236,7 +239,7 @@ namespace {
 // n, step (of all sequences) and row: sizes in packs.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
-add_positions(float *y, const float *x, const float *table, float scale, Index n, Divider<Index> step, Divider<Index> row) {
+    add_positions(float *y, const float *x, const float *table, float scale, Index n, Divider<Index> step, Divider<Index> row) {
     struct Read { Pack<float, WIDTH> x, table; };
     const auto load = [&](Index i) {
         const Index t = step.divide(i), c = i - row.divide(i) * row.divisor;
@@ -254,27 +257,27 @@ add_positions(float *y, const float *x, const float *table, float scale, Index n
 template <int WIDTH, class Index>
 static cudaError_t launch_positions(float *y, const float *x, const float *table, float scale, int64_t n, int64_t B, int64_t D,
                                     void *stream) {
-    return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream),
-                  y, x, table, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
+    return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream), y, x,
+                  table, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
 }
 }
 
-extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table,
-                                                    int64_t T, int64_t B, int64_t D, float scale, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0,
-                  "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B), LL(D));
+extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, int64_t T, int64_t B,
+                                                    int64_t D, float scale, void *stream) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B),
+                  LL(D));
     const int64_t n = T * B * D;
     if (n == 0) return PYOPS_OK;
     const bool fours = D % 4 == 0 && aligned(y) && aligned(x) && aligned(table);
     const cudaError_t error = !fits_int32(n) ? launch_positions<1, uint64_t>(y, x, table, scale, n, B, D, stream)
-        : fours ? launch_positions<4, uint32_t>(y, x, table, scale, n, B, D, stream)
-        : launch_positions<1, uint32_t>(y, x, table, scale, n, B, D, stream);
+        : fours                              ? launch_positions<4, uint32_t>(y, x, table, scale, n, B, D, stream)
+                                             : launch_positions<1, uint32_t>(y, x, table, scale, n, B, D, stream);
     return pyops_launched("add_positions_forward", error, stream);
 }
 
 // ---- single numbers ----------------------------------------------------------------------------------
 namespace {
-static __global__ void count(int64_t *counter, int64_t *now) {                 // now may be NULL
+static __global__ void count(int64_t *counter, int64_t *now) { // now may be NULL
     counter[0]++;
     if (now) now[0] = counter[0];
 }
@@ -318,7 +321,7 @@ static __global__ void __launch_bounds__(THREADS) fma_loop(float *sink, int64_t 
 #pragma unroll
         for (int j = 0; j < CHAINS; j++) sum[j] = fmaf(sum[j], 0.999f, 0.001f);
     for (int j = 0; j < CHAINS; j++) total += sum[j];
-    if (total < 0.0f) sink[0] = total;                    // never true (they converge to 1): prevents dead code elimination
+    if (total < 0.0f) sink[0] = total; // never true (they converge to 1): prevents dead code elimination
 }
 }
 
@@ -327,6 +330,6 @@ extern "C" pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream) {
     float *sink = static_cast<float *>(pyops_workspace(sizeof(float)));
     if (!sink) return pyops_fail(PYOPS_NO_MEMORY, "fma_loop: no memory");
     const unsigned blocks = static_cast<unsigned>(pyops_multiprocessors()) * (2048 / THREADS);
-    flops[0] = 2.0 * CHAINS * THREADS * blocks * static_cast<double>(n);       // in host memory
+    flops[0] = 2.0 * CHAINS * THREADS * blocks * static_cast<double>(n); // in host memory
     return pyops_launched("fma_loop", LAUNCH(fma_loop, blocks, THREADS, 0, stream_of(stream), sink, n), stream);
 }

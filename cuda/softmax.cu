@@ -30,8 +30,8 @@ DEVICE void drop(const Call &c, float (&x)[EACH], int64_t row, int64_t j) {
     for (int i = 0; i < EACH; i++) x[i] = random.word[i] >= c.threshold ? x[i] * c.kept : 0.0f;
 }
 
-static __global__ void __launch_bounds__(THREADS)
-forward(Call c, float *p, float *w, const float *s, const int32_t *lengths, int32_t causal, float scale, FaultRecord *faults) {
+static __global__ void __launch_bounds__(THREADS) forward(Call c, float *p, float *w, const float *s, const int32_t *lengths,
+                                                          int32_t causal, float scale, FaultRecord *faults) {
     const int lane = threadIdx.x % 32;
     for (int64_t row = blockIdx.x * int64_t(WARPS) + threadIdx.x / 32; row < c.rows; row += int64_t(gridDim.x) * WARPS) {
         const int64_t i = row % c.Tq, sequence = row / (c.heads * c.Tq), given = lengths ? lengths[sequence] : c.Tk;
@@ -66,7 +66,8 @@ forward(Call c, float *p, float *w, const float *s, const int32_t *lengths, int3
 }
 
 // Gradients of the weights of four adjacent keys.  0 beyond the last key, and for masked keys whatever dw contains there.
-DEVICE void gradients(const Call &c, float (&d)[EACH], float (&weight)[EACH], const float *dw, const float *p, int64_t row, int64_t j) {
+DEVICE void gradients(const Call &c, float (&d)[EACH], float (&weight)[EACH], const float *dw, const float *p, int64_t row,
+                      int64_t j) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
         const bool there = j + k < c.Tk;
@@ -104,25 +105,27 @@ static pyops_status make_call(Call *c, const char *who, int64_t Tq, int64_t Tk, 
 }
 }
 
-extern "C" pyops_status pyops_attention_softmax_forward(
-    float *p, float *w, const float *s, const int32_t *lengths, const int64_t *step,
-    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale, float share, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths,
+                                                        const int64_t *step, int64_t Tq, int64_t Tk, int64_t B, int64_t heads,
+                                                        int32_t causal, float scale, float share, uint64_t key, void *stream) {
     Call c;
     const pyops_status status = make_call(&c, "attention_softmax_forward", Tq, Tk, B, heads, step, share, key);
     if (status) return status;
     PYOPS_REQUIRE(w || !c.step, "attention_softmax_forward: w is NULL, expected an array for the weights after dropout");
     if (c.rows == 0) return PYOPS_OK;
     return pyops_launched("attention_softmax_forward",
-                          LAUNCH(forward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream),
-                                 c, p, w, s, lengths, causal, scale, pyops_faults()), stream);
+                          LAUNCH(forward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream), c, p, w, s, lengths,
+                                 causal, scale, pyops_faults()),
+                          stream);
 }
 
-extern "C" pyops_status pyops_attention_softmax_backward(
-    float *ds, const float *dw, const float *p, const int64_t *step,
-    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const float *p, const int64_t *step,
+                                                         int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share,
+                                                         uint64_t key, void *stream) {
     Call c;
     const pyops_status status = make_call(&c, "attention_softmax_backward", Tq, Tk, B, heads, step, share, key);
     if (status || c.rows == 0) return status;
     return pyops_launched("attention_softmax_backward",
-                          LAUNCH(backward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream), c, ds, dw, p), stream);
+                          LAUNCH(backward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream), c, ds, dw, p),
+                          stream);
 }

@@ -63,7 +63,7 @@ UNARY(ToInt, int32_t, float, x >= -2147483648.0f && x < 2147483648.0f ? static_c
     };
 BINARY(Add, float, a + b)
 BINARY(Subtract, float, a - b)
-BINARY(Multiply, float, a * b)
+BINARY(Multiply, float, a *b)
 BINARY(Divide, float, a / b)
 BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN if either is NaN
 BINARY(Minimum, float, a <= b || a != a ? a : b)
@@ -314,8 +314,8 @@ template <class F> static cudaError_t launch_tiles(const F &f, const Arrays<F> &
         plane.across[o] = o && plane.down[o] && std::abs(plane.down[o]) < std::abs(plane.along[o]);
         row.stride[o] *= rows, column.stride[o] *= columns;
     }
-    return LAUNCH(tiles<F>, static_cast<unsigned>(s.elements()), THREADS, 0, stream_of(stream),
-                  f, arrays, Axes<uint32_t>(s), plane);
+    return LAUNCH(tiles<F>, static_cast<unsigned>(s.elements()), THREADS, 0, stream_of(stream), f, arrays, Axes<uint32_t>(s),
+                  plane);
 }
 
 // Whether every operand is contiguous or constant along the last axis, in packs of four aligned to 16 bytes.
@@ -342,8 +342,8 @@ template <class F> static cudaError_t launch_elementwise(const F &f, Arrays<F> a
         last.size /= 4;
         for (int o = 0; o < OPERANDS; o++) last.stride[o] *= 4;
         for (int o = 0; o < F::INPUTS; o++) arrays.same[o] |= last.stride[1 + o] == 0;
-        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, ROUNDS), THREADS, 0, stream_of(stream),
-                      f, arrays, Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
+        return LAUNCH(packs<F>, grid_of_rounds(blocks_for<int64_t>(n, 4), THREADS, ROUNDS), THREADS, 0, stream_of(stream), f,
+                      arrays, Axes<uint32_t>(in_packs), static_cast<uint32_t>(n / 4), n);
     }
     const unsigned blocks = grid_of_rounds(n, THREADS, 2 * ROUNDS);
     return fits_int32(n)
@@ -398,31 +398,39 @@ static pyops_status unary(const Geometry &g, int op, float *y, const Operand<flo
 
 static pyops_status binary(const Geometry &g, int op, float *y, const Operand<float> &a, const Operand<float> &b) {
     switch (op) {
-    case PYOPS_OP_ADD:      return elementwise(g, Add(), y, a, b);
-    case PYOPS_OP_SUBTRACT: return elementwise(g, Subtract(), y, a, b);
-    case PYOPS_OP_MULTIPLY: return elementwise(g, Multiply(), y, a, b);
-    case PYOPS_OP_DIVIDE:   return elementwise(g, Divide(), y, a, b);
-    case PYOPS_OP_POWER:    return elementwise(g, Power(), y, a, b);
-    case PYOPS_OP_MAXIMUM:  return elementwise(g, Maximum(), y, a, b);
-    case PYOPS_OP_MINIMUM:  return elementwise(g, Minimum(), y, a, b);
-    case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
+    case PYOPS_OP_ADD:           return elementwise(g, Add(), y, a, b);
+    case PYOPS_OP_SUBTRACT:      return elementwise(g, Subtract(), y, a, b);
+    case PYOPS_OP_MULTIPLY:      return elementwise(g, Multiply(), y, a, b);
+    case PYOPS_OP_DIVIDE:        return elementwise(g, Divide(), y, a, b);
+    case PYOPS_OP_POWER:         return elementwise(g, Power(), y, a, b);
+    case PYOPS_OP_MAXIMUM:       return elementwise(g, Maximum(), y, a, b);
+    case PYOPS_OP_MINIMUM:       return elementwise(g, Minimum(), y, a, b);
+    case PYOPS_OP_EQUAL:
+    case PYOPS_OP_NOT_EQUAL:
+    case PYOPS_OP_LESS:
+    case PYOPS_OP_LESS_EQUAL:
+    case PYOPS_OP_GREATER:
     case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<float>{accepted_relations(op)}, y, a, b);
-    default:                return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
+    default:                     return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
     }
 }
 
 static pyops_status binary(const Geometry &g, int op, int32_t *y, const Operand<int32_t> &a, const Operand<int32_t> &b) {
     switch (op) {
-    case PYOPS_OP_ADD:      return elementwise(g, AddInt(), y, a, b);
-    case PYOPS_OP_SUBTRACT: return elementwise(g, SubtractInt(), y, a, b);
-    case PYOPS_OP_MULTIPLY: return elementwise(g, MultiplyInt(), y, a, b);
-    case PYOPS_OP_DIVIDE:   return check_no_division(g.who, op);
-    case PYOPS_OP_POWER:    return elementwise(g, PowerInt{pyops_faults()}, y, a, b);
-    case PYOPS_OP_MAXIMUM:  return elementwise(g, MaximumInt(), y, a, b);
-    case PYOPS_OP_MINIMUM:  return elementwise(g, MinimumInt(), y, a, b);
-    case PYOPS_OP_EQUAL: case PYOPS_OP_NOT_EQUAL: case PYOPS_OP_LESS: case PYOPS_OP_LESS_EQUAL: case PYOPS_OP_GREATER:
+    case PYOPS_OP_ADD:           return elementwise(g, AddInt(), y, a, b);
+    case PYOPS_OP_SUBTRACT:      return elementwise(g, SubtractInt(), y, a, b);
+    case PYOPS_OP_MULTIPLY:      return elementwise(g, MultiplyInt(), y, a, b);
+    case PYOPS_OP_DIVIDE:        return check_no_division(g.who, op);
+    case PYOPS_OP_POWER:         return elementwise(g, PowerInt{pyops_faults()}, y, a, b);
+    case PYOPS_OP_MAXIMUM:       return elementwise(g, MaximumInt(), y, a, b);
+    case PYOPS_OP_MINIMUM:       return elementwise(g, MinimumInt(), y, a, b);
+    case PYOPS_OP_EQUAL:
+    case PYOPS_OP_NOT_EQUAL:
+    case PYOPS_OP_LESS:
+    case PYOPS_OP_LESS_EQUAL:
+    case PYOPS_OP_GREATER:
     case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<int32_t>{accepted_relations(op)}, y, a, b);
-    default:                return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
+    default:                     return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
     }
 }
 
@@ -443,8 +451,7 @@ extern "C" pyops_status pyops_strided_unary_int32(int32_t *y, const int32_t *x, 
     case PYOPS_OP_COPY:   return copy(g, y, array(x, g.of(1)));
     case PYOPS_OP_NEGATE: return elementwise(g, NegateInt(), y, array(x, g.of(1)));
     case PYOPS_OP_ABS:    return elementwise(g, AbsInt(), y, array(x, g.of(1)));
-    default:
-        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, expected copy, negate or abs for int32", g.who, op);
+    default:              return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: op=%d, expected copy, negate or abs for int32", g.who, op);
     }
 }
 
@@ -518,8 +525,8 @@ template <class T> static pyops_status reduction(const Geometry &g, int op, T *y
     }
     if (!kept.elements()) return PYOPS_OK;
     if (!reduced.n) return copy(g, y, array(x, g.of(1)));
-    PYOPS_REQUIRE(reduced.elements() || op == PYOPS_OP_SUM,
-                  "%s: no elements, expected at least one for a maximum or minimum", g.who);
+    PYOPS_REQUIRE(reduced.elements() || op == PYOPS_OP_SUM, "%s: no elements, expected at least one for a maximum or minimum",
+                  g.who);
     const bool along = s.axis[s.n - 1].stride[0] == 0;
     if (op == PYOPS_OP_MAX) return reduce_axes<MaxOf<T>, MaxOf<T>>(g.who, y, x, kept, reduced, along, false, g.stream);
     if (op == PYOPS_OP_MIN) return reduce_axes<MinOf<T>, MinOf<T>>(g.who, y, x, kept, reduced, along, false, g.stream);

@@ -12,10 +12,14 @@ static void *at(uint64_t address) { return reinterpret_cast<void *>(address); }
 static pyops_status check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return PYOPS_OK;
     cudaGetLastError();                     // clear it, so that the next call does not report it again
-    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR,
-                      "%s: %s", what, cudaGetErrorString(error));
+    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", what,
+                      cudaGetErrorString(error));
 }
-#define TRY(call, what) do { const pyops_status tried = check((call), (what)); if (tried) return tried; } while (0)
+#define TRY(call, what) \
+    do { \
+        const pyops_status tried = check((call), (what)); \
+        if (tried) return tried; \
+    } while (0)
 
 extern "C" {
 
@@ -33,7 +37,8 @@ static __global__ void nothing() {}
 pyops_status pyops_device_open(int32_t device) {
     TRY(cudaSetDevice(device), "device_open");
     const cudaError_t error = LAUNCH(nothing, 1, 1, 0, nullptr);
-    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction || error == cudaErrorUnsupportedPtxVersion) {
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+        error == cudaErrorUnsupportedPtxVersion) {
         int32_t major = 0, minor = 0, multiprocessors = 0;
         pyops_device_properties(&major, &minor, &multiprocessors);
         cudaGetLastError();
@@ -42,9 +47,8 @@ pyops_status pyops_device_open(int32_t device) {
     }
     TRY(error, "device_open");
     if (!pyops_faults() || !pyops_workspace(0))     // allocate now, so that the error does not appear in a kernel
-        return pyops_fail(PYOPS_NO_MEMORY,
-                          "device_open: %s has less than %d MiB of free memory",
-                          pyops_device_name(), int(PYOPS_WORKSPACE >> 20));
+        return pyops_fail(PYOPS_NO_MEMORY, "device_open: %s has less than %d MiB of free memory", pyops_device_name(),
+                          int(PYOPS_WORKSPACE >> 20));
     return check(cudaStreamSynchronize(nullptr), "device_open");
 }
 
@@ -99,7 +103,8 @@ struct Ring {
     cudaError_t open() {
         if (memory) return cudaSuccess;
         cudaError_t error = cudaSuccess;
-        for (int i = 0; i < PIECES && error == cudaSuccess; i++) error = cudaEventCreateWithFlags(&free[i], cudaEventDisableTiming);
+        for (int i = 0; i < PIECES && error == cudaSuccess; i++)
+            error = cudaEventCreateWithFlags(&free[i], cudaEventDisableTiming);
         return error == cudaSuccess ? cudaMallocHost(reinterpret_cast<void **>(&memory), PIECES * PIECE) : error;
     }
 } ring;
@@ -114,7 +119,8 @@ pyops_status pyops_device_upload(uint64_t to, const void *from, int64_t bytes, v
         char *piece = ring.memory + ring.next * PIECE;
         TRY(cudaEventSynchronize(ring.free[ring.next]), "device_upload");       // returns at once if nothing was recorded yet
         memcpy(piece, static_cast<const char *>(from) + done, n);
-        TRY(cudaMemcpyAsync(static_cast<char *>(at(to)) + done, piece, n, cudaMemcpyHostToDevice, stream_of(stream)), "device_upload");
+        TRY(cudaMemcpyAsync(static_cast<char *>(at(to)) + done, piece, n, cudaMemcpyHostToDevice, stream_of(stream)),
+            "device_upload");
         TRY(cudaEventRecord(ring.free[ring.next], stream_of(stream)), "device_upload");
         ring.next = (ring.next + 1) % PIECES;
     }
@@ -123,13 +129,15 @@ pyops_status pyops_device_upload(uint64_t to, const void *from, int64_t bytes, v
 
 pyops_status pyops_device_download(void *to, uint64_t from, int64_t bytes, void *stream) {
     PYOPS_REQUIRE(bytes >= 0, "device_download: bytes=%lld, expected at least 0", LL(bytes));
-    TRY(cudaMemcpyAsync(to, at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(stream)), "device_download");
+    TRY(cudaMemcpyAsync(to, at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_of(stream)),
+        "device_download");
     return pyops_stream_synchronize(stream);
 }
 
 pyops_status pyops_device_copy(uint64_t to, uint64_t from, int64_t bytes, void *stream) {
     PYOPS_REQUIRE(bytes >= 0, "device_copy: bytes=%lld, expected at least 0", LL(bytes));
-    return check(cudaMemcpyAsync(at(to), at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream_of(stream)), "device_copy");
+    return check(cudaMemcpyAsync(at(to), at(from), static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream_of(stream)),
+                 "device_copy");
 }
 
 pyops_status pyops_device_zero(uint64_t to, int64_t bytes, void *stream) {
@@ -176,5 +184,4 @@ pyops_status pyops_graph_launch(uint64_t graph, void *stream) {
 pyops_status pyops_graph_free(uint64_t graph) {
     return check(cudaGraphExecDestroy(reinterpret_cast<cudaGraphExec_t>(graph)), "graph_free");
 }
-
 }

@@ -43,10 +43,21 @@ FaultRecord *pyops_faults() {
     return record;
 }
 
-static const char *const WHO[] = {
-    "embedding_forward", "embedding_backward", "gather_pixels", "gather_sequences", "pixel_linear_forward",
-    "pixel_linear_backward", "cross_entropy_forward", "linear_cross_entropy", "attention_forward", "adam", "mlp_gradients",
-    "strided_binary_int32", "mlp_step", "attention_softmax_forward", "gru_forward"};
+static const char *const WHO[] = {"embedding_forward",
+                                  "embedding_backward",
+                                  "gather_pixels",
+                                  "gather_sequences",
+                                  "pixel_linear_forward",
+                                  "pixel_linear_backward",
+                                  "cross_entropy_forward",
+                                  "linear_cross_entropy",
+                                  "attention_forward",
+                                  "adam",
+                                  "mlp_gradients",
+                                  "strided_binary_int32",
+                                  "mlp_step",
+                                  "attention_softmax_forward",
+                                  "gru_forward"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {
@@ -61,18 +72,22 @@ pyops_status pyops_check_faults() {
     };
     switch (static_cast<Fault>(found.fault)) {
     case Fault::embedding_id: return out_of_range("ids");
-    case Fault::label:  return out_of_range("labels");
-    case Fault::row:    return out_of_range("rows");
-    case Fault::length: return out_of_range("lengths");
-    case Fault::step:   return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, expected at least 1", who, found.value);
+    case Fault::label:        return out_of_range("labels");
+    case Fault::row:          return out_of_range("rows");
+    case Fault::length:       return out_of_range("lengths");
+    case Fault::step:         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, expected at least 1", who, found.value);
     case Fault::exponent:
-        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power, expected exponents of at least 0 or float32", who);
-    default:            return pyops_fail(PYOPS_DEVICE_ERROR, "%s: an unknown fault", who);
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power, expected exponents of at least 0 or float32",
+                          who);
+    default: return pyops_fail(PYOPS_DEVICE_ERROR, "%s: an unknown fault", who);
     }
 }
 
 pyops_status pyops_launched(const char *who, cudaError_t error, void *stream) {
-    static const bool waits = [] { const char *value = getenv("PYOPS_SYNC"); return value && *value && *value != '0'; }();
+    static const bool waits = [] {
+        const char *value = getenv("PYOPS_SYNC");
+        return value && *value && *value != '0';
+    }();
     if (error == cudaSuccess && waits) {
         cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
         cudaStreamIsCapturing(stream_of(stream), &capture);
@@ -83,16 +98,16 @@ pyops_status pyops_launched(const char *who, cudaError_t error, void *stream) {
     }
     if (error == cudaSuccess) return PYOPS_OK;
     cudaGetLastError();                                         // report an error only once, unless it is sticky
-    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR,
-                      "%s: %s", who, cudaGetErrorString(error));
+    return pyops_fail(error == cudaErrorMemoryAllocation ? PYOPS_NO_MEMORY : PYOPS_DEVICE_ERROR, "%s: %s", who,
+                      cudaGetErrorString(error));
 }
 
 // ---- settings ------------------------------------------------------------------------------------------------
 static Precision precision = Precision::fp32;
 Precision pyops_precision_now() { return precision; }
 extern "C" pyops_status pyops_set_precision(int32_t wanted) {
-    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2,
-                  "set_precision: precision=%d, expected 0 (float32), 1 (TF32) or 2 (bfloat16)", wanted);
+    PYOPS_REQUIRE(wanted >= 0 && wanted <= 2, "set_precision: precision=%d, expected 0 (float32), 1 (TF32) or 2 (bfloat16)",
+                  wanted);
     precision = static_cast<Precision>(wanted);
     return PYOPS_OK;
 }
@@ -115,12 +130,16 @@ bool pyops_has_hopper() {
 #if defined(__CUDACC__) && !defined(PYOPS_FOR_90A)      // e.g. built for 80 or 90: the code of hopper.cuh traps
     return false;
 #else
-    static const bool has = attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+    static const bool has = attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+        attribute(cudaDevAttrComputeCapabilityMinor) == 0;
     return has;
 #endif
 }
 
 void *pyops_workspace(size_t bytes) {
-    static void *memory = [] { void *made = nullptr; return cudaMalloc(&made, PYOPS_WORKSPACE) == cudaSuccess ? made : (void *)nullptr; }();
+    static void *memory = [] {
+        void *made = nullptr;
+        return cudaMalloc(&made, PYOPS_WORKSPACE) == cudaSuccess ? made : (void *)nullptr;
+    }();
     return bytes <= PYOPS_WORKSPACE ? memory : nullptr;
 }

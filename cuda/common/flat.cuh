@@ -51,7 +51,7 @@ DEVICE void flat_packs(const F &f, const FlatArrays<F::INPUTS, F::OUTPUTS> &arra
 
 template <class F>
 static __global__ void __launch_bounds__(FLAT_THREADS, FLAT_RESIDENT)
-flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS> arrays, int64_t n, bool whole) {
+    flat(F f, FlatArrays<F::INPUTS, F::OUTPUTS> arrays, int64_t n, bool whole) {
     if (!f.begin()) return;
     const int64_t fours = whole ? n / 4 : 0;
     flat_packs<4, ROUNDS_OF<F>>(f, arrays, 0, fours);

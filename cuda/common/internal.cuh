@@ -7,7 +7,10 @@
 
 // ---- errors -----------------------------------------------------------------------------------------
 pyops_status pyops_fail(pyops_status code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-#define PYOPS_REQUIRE(condition, ...) do { if (!(condition)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); } while (0)
+#define PYOPS_REQUIRE(condition, ...) \
+    do { \
+        if (!(condition)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); \
+    } while (0)
 #define LL(x) ((long long)(x))          // for %lld
 #include "checks.h"
 
@@ -21,23 +24,44 @@ static inline cudaStream_t stream_of(void *stream) { return static_cast<cudaStre
 // The first error of several launches: Launches launches;  launches << LAUNCH(...);  launches << LAUNCH(...);
 struct Launches {
     cudaError_t error = cudaSuccess;
-    Launches &operator<<(cudaError_t next) { if (error == cudaSuccess) error = next; return *this; }
+    Launches &operator<<(cudaError_t next) {
+        if (error == cudaSuccess) error = next;
+        return *this;
+    }
 };
 
 // ---- faults: invalid data that a kernel found ---------------------------------------------------------
 // The host cannot read ids or labels on the device without waiting for it.  So a kernel that finds an invalid one reports it
 // here and continues with a harmless value; the next call that waits for the device returns the error.
 enum class Fault : int32_t {            // the text of each is in dispatch.cu
-    none, embedding_id, label, row, length, step, exponent
+    none,
+    embedding_id,
+    label,
+    row,
+    length,
+    step,
+    exponent
 };
 struct FaultRecord {
     int32_t fault, who;                 // who: one of Who
     long long index, value, limit;
 };
 enum class Who : int32_t {              // the function named in the text
-    embedding_forward, embedding_backward, gather_pixels, gather_sequences, pixel_linear_forward, pixel_linear_backward,
-    cross_entropy_forward, linear_cross_entropy, attention_forward, adam, mlp_gradients,
-    strided_binary_int32, mlp_step, attention_softmax_forward, gru_forward
+    embedding_forward,
+    embedding_backward,
+    gather_pixels,
+    gather_sequences,
+    pixel_linear_forward,
+    pixel_linear_backward,
+    cross_entropy_forward,
+    linear_cross_entropy,
+    attention_forward,
+    adam,
+    mlp_gradients,
+    strided_binary_int32,
+    mlp_step,
+    attention_softmax_forward,
+    gru_forward
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed
 pyops_status pyops_check_faults();      // return and clear a recorded fault; the streams must be synchronised
@@ -82,6 +106,7 @@ static inline unsigned grid_for(int64_t n, int threads) {
 
 // More than 48 KiB of dynamic shared memory must be enabled once per kernel.
 template <auto *KERNEL> static cudaError_t allow_shared(size_t bytes) {
-    static const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    static const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                          static_cast<int>(bytes));
     return error;
 }

@@ -109,8 +109,8 @@ DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, In
 // y[o] = op over the terms of output o (+ y[o]); with pieces, y[o, piece].  Strides of `kept`: of y, of x.
 template <class Op, class Out, class Index>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
-reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape,
-       bool add) {
+    reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms,
+           ReduceShape shape, bool add) {
     using Wide = typename Op::Wide;
     const int thread = threadIdx.x;
     const Index output = Index(blockIdx.x) * shape.outputs + (shape.along ? thread / shape.threads : thread % shape.outputs);
@@ -150,8 +150,8 @@ static cudaError_t reduce_with(Out *y, const typename Op::Term *x, const Space &
                                bool add, void *stream) {
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     const dim3 grid(static_cast<unsigned>(blocks_for<int64_t>(outputs, shape.outputs)), static_cast<unsigned>(shape.pieces));
-    return LAUNCH((reduce<Op, Out, Index>), grid, REDUCE_THREADS, 0, stream_of(stream),
-                  y, x, Axes<Index>(kept), Axes<Index>(reduced), Index(outputs), Index(terms), shape, add);
+    return LAUNCH((reduce<Op, Out, Index>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept),
+                  Axes<Index>(reduced), Index(outputs), Index(terms), shape, add);
 }
 template <class Op, class Out, class... More>
 static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, More... more) {

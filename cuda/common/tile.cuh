@@ -133,7 +133,8 @@ template <class S, int ROWS, class X> struct Panel {
         for (int i = 0; i < HELD; i++) {
             const int further = i * share.STEP;
             held[i] = along > 0 && further < lines
-                ? x(row0 + share.row + (X::k_inner ? further : 0), k + share.k + (X::k_inner ? 0 : further)) : 0.0f;
+                ? x(row0 + share.row + (X::k_inner ? further : 0), k + share.k + (X::k_inner ? 0 : further))
+                : 0.0f;
         }
     }
 
@@ -201,8 +202,8 @@ template <class S, bool A_K, bool B_K> struct PlainSums {
     float sum[ROWS][COLUMNS] = {};
 
     // Elements k .. k+3 of V rows of a lane, starting at row q: the vector load runs along k or along the rows.
-    template <class R, bool K_INNER> static __device__ __forceinline__ void load_rows(
-        float (&x)[4][R::V], const float *panel, int stride, int q, int g, int k) {
+    template <class R, bool K_INNER> static __device__ __forceinline__ void load_rows(float (&x)[4][R::V], const float *panel,
+                                                                                      int stride, int q, int g, int k) {
         if constexpr (K_INNER) {
             float along[4];
             load<4>(along, panel + R::index(q, g) * stride + k);
@@ -254,8 +255,8 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     float sum[ROWS][COLUMNS][4] = {};
 
     // Load element (g, k + t + 4 h) of each of COUNT groups of 8 rows, starting at group q, into x[..][h].
-    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void load_groups(
-        unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void
+    load_groups(unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
         const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
         if constexpr (K_INNER) {                // ldmatrix: four pieces of 8 rows x 4 k's; lane i provides a row of piece i/8
 #pragma unroll
@@ -278,8 +279,8 @@ template <class S, Precision P, bool A_K, bool B_K> struct TensorSums {
     }
     // The rounded fragment of one instruction: 8 k's in TF32, 16 in bfloat16.  Any permutation of the 16 k's is correct if a
     // and b use the same: here t and t+4 are a pair, so both precisions read panels in the same way.
-    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void fragment(
-        unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
+    template <class R, bool K_INNER, int COUNT> static __device__ __forceinline__ void
+    fragment(unsigned (&x)[COUNT][2], const float *panel, int stride, int q, int k) {
         if constexpr (P == Precision::tf32) {
             load_groups<R, K_INNER>(x, panel, stride, q, k);
 #pragma unroll
@@ -341,11 +342,11 @@ template <class S, Precision P, class A, class B> struct Tile {
     static constexpr int THREADS = S::THREADS, SLOT = PanelA::FLOATS + PanelB::FLOATS;
     // stride of the finished tile: padded to reduce bank conflicts between lanes that store sums of several rows
     static constexpr int STRIDE = S::N + (!B::k_inner ? 1 : A::k_inner ? 8 : 2);
-    static constexpr int FLOATS = S::STAGES * SLOT > S::M * STRIDE ? S::STAGES * SLOT : S::M * STRIDE;
+    static constexpr int FLOATS = S::STAGES * SLOT > S::M *STRIDE ? S::STAGES * SLOT : S::M * STRIDE;
     static constexpr size_t BYTES = sizeof(float) * FLOATS;
 
-    static __device__ __forceinline__ void product(
-        float *shared, const A &a, const B &b, int64_t m0, int64_t n0, int64_t k0, int64_t k1) {
+    static __device__ __forceinline__ void product(float *shared, const A &a, const B &b, int64_t m0, int64_t n0, int64_t k0,
+                                                   int64_t k1) {
         const int warp = threadIdx.x / 32, m = warp / S::WARPS_N * S::WARP_M, n = warp % S::WARPS_N * S::WARP_N;
         const int64_t steps = blocks_for<int64_t>(k1 - k0, S::K);
         Sums sums;
@@ -375,8 +376,8 @@ template <class S, Precision P, class A, class B> struct Tile {
             panel_a.read_lines();
             panel_b.read_lines();
             const float *from = shared + here * SLOT;
-            sums.template add<PanelA::STRIDE, PanelB::STRIDE>(
-                from + (A::k_inner ? m * PanelA::STRIDE : m), from + PanelA::FLOATS + (B::k_inner ? n * PanelB::STRIDE : n));
+            sums.template add<PanelA::STRIDE, PanelB::STRIDE>(from + (A::k_inner ? m * PanelA::STRIDE : m),
+                                                              from + PanelA::FLOATS + (B::k_inner ? n * PanelB::STRIDE : n));
             if (more) finish(ahead);
             here = here + 1 == S::STAGES ? 0 : here + 1;
             ahead = ahead + 1 == S::STAGES ? 0 : ahead + 1;

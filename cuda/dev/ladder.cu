@@ -173,10 +173,10 @@ static __global__ void __launch_bounds__(256) tensor_core(Problem p) {
     const float *a = p.a + size_t(blockIdx.y) * 128 * p.K, *b = p.b + blockIdx.x * 128;
     for (int k0 = 0; k0 < p.K; k0 += 32) {
         for (int i = threadIdx.x; i < 128 * 8; i += 256) {
-            *reinterpret_cast<float4 *>(panels + i / 8 * A_LINE + i % 8 * 4)
-                = *reinterpret_cast<const float4 *>(a + size_t(i / 8) * p.K + k0 + i % 8 * 4);
-            *reinterpret_cast<float4 *>(panels + A_PANEL + i / 32 * B_LINE + i % 32 * 4)
-                = *reinterpret_cast<const float4 *>(b + size_t(k0 + i / 32) * p.N + i % 32 * 4);
+            *reinterpret_cast<float4 *>(panels + i / 8 * A_LINE + i % 8 * 4) = *reinterpret_cast<const float4 *>(
+                a + size_t(i / 8) * p.K + k0 + i % 8 * 4);
+            *reinterpret_cast<float4 *>(panels + A_PANEL + i / 32 * B_LINE + i % 32 * 4) = *reinterpret_cast<const float4 *>(
+                b + size_t(k0 + i / 32) * p.N + i % 32 * 4);
         }
         __syncthreads();
         warp.multiply(panels, panels + A_PANEL);
@@ -219,8 +219,8 @@ template <int WM, int WN> static __global__ void __launch_bounds__(128 * 128 / (
 // (hopper_gemm.cu).
 constexpr int SLOTS9 = 4, SLOT9 = (128 + 256) * 64 * 2;
 
-static __global__ void __launch_bounds__(256, 1) wgmma_tma(
-    const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, Problem p) {
+static __global__ void __launch_bounds__(256, 1)
+    wgmma_tma(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, Problem p) {
     DYN_SHARED(char, ring);
     SHARED(uint64_t, full, [SLOTS9]);
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32, steps = p.K / 64;
@@ -273,7 +273,10 @@ static cudaError_t hopper(const Problem &p) {
     return LAUNCH(wgmma_tma, tiles(p, 128, 256), 256, SLOTS9 * SLOT9, 0, a_map, b_map, p);
 }
 
-struct Step { const char *name; cudaError_t (*run)(const Problem &); };
+struct Step {
+    const char *name;
+    cudaError_t (*run)(const Problem &);
+};
 static const Step STEPS[] = {
     {"1 naive", squares<naive>},
     {"2 coalesced", squares<coalesced>},
@@ -360,9 +363,8 @@ template <class F> static float milliseconds(const F &run) {
 }
 
 // Run a step and check its sums, time it, and check them again.  Each time c is NaN before the run.
-template <class F> static bool measure(
-    const char *name, const Problem &p, const std::vector<float> &a, const std::vector<float> &b, const Expected &expected,
-    const F &run) {
+template <class F> static bool measure(const char *name, const Problem &p, const std::vector<float> &a,
+                                       const std::vector<float> &b, const Expected &expected, const F &run) {
     bool good = true;
     float took = 0;
     for (int when = 0; when < 2; when++) {
@@ -418,9 +420,8 @@ int main(int count, char **arguments) {
                 return status(gemm(p.c, p.a, p.b, nullptr, p.M, p.N, p.K, p.N, p.K, 1, p.N, 1, 0, 0, nullptr));
             });
         }
-        good &= measure("pyops_gemm_bf16", p, a, b, expected, [&] {
-            return status(gemm_bf16(p.c, p.a_bf16, p.b_bf16, p.M, p.N, p.K, p.N, p.K, p.K, 0, nullptr));
-        });
+        good &= measure("pyops_gemm_bf16", p, a, b, expected,
+                        [&] { return status(gemm_bf16(p.c, p.a_bf16, p.b_bf16, p.M, p.N, p.K, p.N, p.K, p.K, 0, nullptr)); });
     }
     return good ? 0 : 1;
 }

@@ -110,8 +110,12 @@ cudaError_t make_tensor_map(TensorMap *map, void *base, int element_size, uint64
     if (stride < row || stride >= uint64_t(1) << 40) return cudaErrorInvalidValue;
     if (!size0 || !size1 || size0 > most || size1 > most) return cudaErrorInvalidValue;
     if (!box0 || !box1 || box0 > 256 || box1 > 256 || box_row % 16 || (swizzle && box_row > 128)) return cudaErrorInvalidValue;
-    *map = {base, element_size, {static_cast<long>(size0), static_cast<long>(size1)}, static_cast<long>(stride),
-            {static_cast<int>(box0), static_cast<int>(box1)}, swizzle};
+    *map = {base,
+            element_size,
+            {static_cast<long>(size0), static_cast<long>(size1)},
+            static_cast<long>(stride),
+            {static_cast<int>(box0), static_cast<int>(box1)},
+            swizzle};
     return cudaSuccess;
 }
 

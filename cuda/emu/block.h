@@ -13,10 +13,27 @@ enum class State { fresh, ready, running, at_barrier, in_warp_operation, at_grid
 
 // ---- asynchronous work of one thread (async.cpp).  Work of group g is complete after a wait that leaves fewer than `group -
 // g` groups, where `group` is the current group of that kind
-struct Copy { void *to; const void *from; int bytes, valid, group; };
-struct PendingWgmma { Wgmma product; int hidden, group; };              // hidden: index of the accumulators
-struct Hidden { float *d; int products; float accumulators[128]; };     // products: number of pending products
-struct Store { TensorMap map; int column, row; const char *from; int group; char *data; };     // data: a copy, or NULL
+struct Copy {
+    void *to;
+    const void *from;
+    int bytes, valid, group;
+};
+struct PendingWgmma {
+    Wgmma product;
+    int hidden, group;
+};              // hidden: index of the accumulators
+struct Hidden {
+    float *d;
+    int products;
+    float accumulators[128];
+};     // products: number of pending products
+struct Store {
+    TensorMap map;
+    int column, row;
+    const char *from;
+    int group;
+    char *data;
+};     // data: a copy, or NULL
 struct Pending {
     Array<Copy> copies;
     Array<PendingWgmma> products;
@@ -39,8 +56,17 @@ struct alignas(64) Thread : ThreadView {
 };
 static_assert(sizeof(Thread) == 128);
 
-struct SharedVariable { const void *key; char *memory; size_t bytes; };
-struct BulkLoad { char *to; TensorMap map; int column, row; uint64_t *barrier; };
+struct SharedVariable {
+    const void *key;
+    char *memory;
+    size_t bytes;
+};
+struct BulkLoad {
+    char *to;
+    TensorMap map;
+    int column, row;
+    uint64_t *barrier;
+};
 
 // A barrier of OS threads, each of which runs a block.
 struct Meeting {

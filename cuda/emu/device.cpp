@@ -66,31 +66,33 @@ void needs_hopper(const char *what) {
         die("%s requires a device of capability 9.0, this one has %d.%d", what, settings().major, settings().minor);
 }
 
-static const struct { cudaError_t error; const char *name, *text; } errors[] = {
+static const struct {
+    cudaError_t error;
+    const char *name, *text;
+} errors[] = {
 #define ERROR(name, text) {name, #name, text},
-    ERROR(cudaSuccess, "no error")
-    ERROR(cudaErrorInvalidValue, "invalid argument")
-    ERROR(cudaErrorMemoryAllocation, "out of memory")
-    ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument")
-    ERROR(cudaErrorInsufficientDriver, "CUDA driver version is insufficient for CUDA runtime version")
-    ERROR(cudaErrorInvalidDeviceFunction, "invalid device function")
-    ERROR(cudaErrorNoDevice, "no CUDA-capable device is detected")
-    ERROR(cudaErrorInvalidDevice, "invalid device ordinal")
-    ERROR(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device")
-    ERROR(cudaErrorUnsupportedPtxVersion, "the provided PTX was compiled with an unsupported toolchain.")
-    ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle")
-    ERROR(cudaErrorNotReady, "device not ready")
-    ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered")
-    ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch")
-    ERROR(cudaErrorLaunchFailure, "unspecified launch failure")
-    ERROR(cudaErrorCooperativeLaunchTooLarge, "too many blocks in cooperative launch")
-    ERROR(cudaErrorNotSupported, "operation not supported")
-    ERROR(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")
-    ERROR(cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")
-    ERROR(cudaErrorStreamCaptureUnmatched, "capture was not initiated in this stream")
-    ERROR(cudaErrorStreamCaptureUnjoined, "capture sequence contains a fork that was not joined to the primary stream")
-    ERROR(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream")
-    ERROR(cudaErrorUnknown, "unknown error")
+    ERROR(cudaSuccess, "no error") ERROR(cudaErrorInvalidValue, "invalid argument") ERROR(
+        cudaErrorMemoryAllocation, "out of memory") ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument")
+        ERROR(cudaErrorInsufficientDriver, "CUDA driver version is insufficient for CUDA runtime version") ERROR(
+            cudaErrorInvalidDeviceFunction, "invalid device function") ERROR(cudaErrorNoDevice,
+                                                                             "no CUDA-capable device is detected")
+            ERROR(cudaErrorInvalidDevice, "invalid device ordinal") ERROR(
+                cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device")
+                ERROR(cudaErrorUnsupportedPtxVersion, "the provided PTX was compiled with an unsupported toolchain.") ERROR(
+                    cudaErrorInvalidResourceHandle, "invalid resource handle") ERROR(cudaErrorNotReady, "device not ready")
+                    ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered") ERROR(
+                        cudaErrorLaunchOutOfResources,
+                        "too many resources requested for launch") ERROR(cudaErrorLaunchFailure, "unspecified launch failure")
+                        ERROR(cudaErrorCooperativeLaunchTooLarge,
+                              "too many blocks in cooperative launch") ERROR(cudaErrorNotSupported, "operation not supported")
+                            ERROR(cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing") ERROR(
+                                cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")
+                                ERROR(cudaErrorStreamCaptureUnmatched, "capture was not initiated in this stream")
+                                    ERROR(cudaErrorStreamCaptureUnjoined,
+                                          "capture sequence contains a fork that was not joined to the primary stream")
+                                        ERROR(cudaErrorStreamCaptureImplicit,
+                                              "operation would make the legacy stream depend on a capturing blocking stream")
+                                            ERROR(cudaErrorUnknown, "unknown error")
 #undef ERROR
 };
 }
@@ -160,18 +162,18 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device)
     if (const cudaError_t error = cudaSetDevice(device)) return error;
     const cudaDeviceProp p = properties();
     switch (which) {
-    case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = static_cast<int>(p.sharedMemPerBlock); break;
-    case cudaDevAttrWarpSize: *value = p.warpSize; break;
-    case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
-    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
+    case cudaDevAttrMaxThreadsPerBlock:               *value = p.maxThreadsPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:          *value = static_cast<int>(p.sharedMemPerBlock); break;
+    case cudaDevAttrWarpSize:                         *value = p.warpSize; break;
+    case cudaDevAttrMultiProcessorCount:              *value = p.multiProcessorCount; break;
+    case cudaDevAttrL2CacheSize:                      *value = p.l2CacheSize; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:      *value = p.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrComputeCapabilityMajor:           *value = p.major; break;
+    case cudaDevAttrComputeCapabilityMinor:           *value = p.minor; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = static_cast<int>(p.sharedMemPerMultiprocessor); break;
-    case cudaDevAttrCooperativeLaunch: *value = 1; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(p.sharedMemPerBlockOptin); break;
-    default: return fail(cudaErrorInvalidValue);
+    case cudaDevAttrCooperativeLaunch:                *value = 1; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:     *value = static_cast<int>(p.sharedMemPerBlockOptin); break;
+    default:                                          return fail(cudaErrorInvalidValue);
     }
     return cudaSuccess;
 }

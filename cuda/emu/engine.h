@@ -97,10 +97,20 @@ static EMU_INLINE void warp_barrier(unsigned mask) {    // also orders memory, u
     follow(begin_warp(mask, nullptr, nullptr, true));
     end_warp_barrier();
 }
-struct Shuffle { void *value; size_t size; int source; };               // 4 or 8 bytes, replaced by the source's value
-struct Match { unsigned long long value; unsigned same; };
+struct Shuffle {
+    void *value;
+    size_t size;
+    int source;
+};               // 4 or 8 bytes, replaced by the source's value
+struct Match {
+    unsigned long long value;
+    unsigned same;
+};
 enum class Reduction { add, min, max, bit_and, bit_or, bit_xor };
-template <class T> struct Reduce { T value; Reduction how; };           // T: int or unsigned
+template <class T> struct Reduce {
+    T value;
+    Reduction how;
+};           // T: int or unsigned
 void do_shuffle(void *const lanes[32], unsigned mask);
 void do_ballot(void *const lanes[32], unsigned mask);                   // on unsigned: in one vote, out all votes
 void do_match(void *const lanes[32], unsigned mask);
@@ -114,8 +124,16 @@ int cluster_rank();
 void *of_block(const void *address, int rank);                          // the same address in another block of the cluster
 
 // ---- matrices: operations of a whole warp; each lane has its fragments -----------------------------------------------
-struct Mma { float *d; const unsigned *a, *b; };
-struct Matrices { unsigned *fragments; void *row; int count; bool transposed; };
+struct Mma {
+    float *d;
+    const unsigned *a, *b;
+};
+struct Matrices {
+    unsigned *fragments;
+    void *row;
+    int count;
+    bool transposed;
+};
 void do_mma_tf32(void *const lanes[32], unsigned mask);                 // m16n8k8
 void do_mma_bf16(void *const lanes[32], unsigned mask);                 // m16n8k16
 void do_load_matrices(void *const lanes[32], unsigned mask);

@@ -81,9 +81,7 @@ static EMU_INLINE int __reduce_max_sync(unsigned mask, int v) { return emu::redu
 static EMU_INLINE unsigned __reduce_and_sync(unsigned mask, unsigned v) {
     return emu::reduce(mask, emu::Reduction::bit_and, v);
 }
-static EMU_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) {
-    return emu::reduce(mask, emu::Reduction::bit_or, v);
-}
+static EMU_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned v) { return emu::reduce(mask, emu::Reduction::bit_or, v); }
 static EMU_INLINE unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
     return emu::reduce(mask, emu::Reduction::bit_xor, v);
 }
@@ -100,17 +98,21 @@ template <class T, class F> static inline T atomic(T *address, F change) {
     }
 }
 }
-#define EMU_ATOMICS(T)                                                                                                  \
-    static inline T atomicAdd(T *p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }                         \
-    static inline T atomicExch(T *p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }                       \
-    static inline T atomicMin(T *p, T v) { return emu::atomic(p, [=](T old) { return old < v ? old : v; }); }           \
-    static inline T atomicMax(T *p, T v) { return emu::atomic(p, [=](T old) { return old > v ? old : v; }); }           \
-    static inline T atomicAnd(T *p, T v) { return __atomic_fetch_and(p, v, __ATOMIC_RELAXED); }                         \
-    static inline T atomicOr(T *p, T v) { return __atomic_fetch_or(p, v, __ATOMIC_RELAXED); }                           \
-    static inline T atomicXor(T *p, T v) { return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED); }                         \
-    static inline T atomicCAS(T *p, T expected, T v) {                                                                  \
-        __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);                        \
-        return expected;                                                                                                \
+#define EMU_ATOMICS(T) \
+    static inline T atomicAdd(T *p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); } \
+    static inline T atomicExch(T *p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); } \
+    static inline T atomicMin(T *p, T v) { \
+        return emu::atomic(p, [=](T old) { return old < v ? old : v; }); \
+    } \
+    static inline T atomicMax(T *p, T v) { \
+        return emu::atomic(p, [=](T old) { return old > v ? old : v; }); \
+    } \
+    static inline T atomicAnd(T *p, T v) { return __atomic_fetch_and(p, v, __ATOMIC_RELAXED); } \
+    static inline T atomicOr(T *p, T v) { return __atomic_fetch_or(p, v, __ATOMIC_RELAXED); } \
+    static inline T atomicXor(T *p, T v) { return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED); } \
+    static inline T atomicCAS(T *p, T expected, T v) { \
+        __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED); \
+        return expected; \
     }
 EMU_ATOMICS(int)
 EMU_ATOMICS(unsigned)

@@ -84,8 +84,8 @@ void do_load_matrices(void *const lanes[32], unsigned mask) {
     for (int lane = 0; lane < 32; lane++) {
         const Matrices &own = *static_cast<Matrices *>(lanes[lane]);
         for (int m = 0; m < own.count; m++)
-            own.fragments[m] = *element_of(lanes, m, lane, 0, own.transposed)
-                             | static_cast<unsigned>(*element_of(lanes, m, lane, 1, own.transposed)) << 16;
+            own.fragments[m] = *element_of(lanes, m, lane, 0, own.transposed) |
+                static_cast<unsigned>(*element_of(lanes, m, lane, 1, own.transposed)) << 16;
     }
 }
 void do_store_matrices(void *const lanes[32], unsigned mask) {
@@ -108,8 +108,7 @@ void do_store_matrices(void *const lanes[32], unsigned mask) {
 // elements `leading`.
 struct Descriptor {
     unsigned start, leading, stride;
-    explicit Descriptor(uint64_t bits)
-        : start(bits & 0x3fff), leading(bits >> 16 & 0x3fff), stride(bits >> 32 & 0x3fff) {
+    explicit Descriptor(uint64_t bits) : start(bits & 0x3fff), leading(bits >> 16 & 0x3fff), stride(bits >> 32 & 0x3fff) {
         if (bits >> 62 != 1) die("wgmma: the emulator knows the 128-byte swizzle only");
     }
     // The address of element (line, k); a line is a row of a or a column of b.

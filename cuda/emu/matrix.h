@@ -3,6 +3,9 @@
 #include "engine.h"
 
 namespace emu {
-struct WgmmaOfLane { const Wgmma *product; float *accumulators; };
+struct WgmmaOfLane {
+    const Wgmma *product;
+    float *accumulators;
+};
 void multiply_warpgroup(void *const lanes[32], unsigned mask);          // the warp operation, on WgmmaOfLane
 }

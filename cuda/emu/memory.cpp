@@ -24,7 +24,9 @@ static void *pages(size_t bytes) {              // a direct system call, which T
 }
 
 void *own_memory(size_t bytes) { return has_tsan() ? pages(bytes) : aligned_alloc(64, (bytes + 63) / 64 * 64); }
-void own_memory_back(void *p) { if (!has_tsan()) free(p); }
+void own_memory_back(void *p) {
+    if (!has_tsan()) free(p);
+}
 
 // At least 64 bytes after the end are poisoned.
 static size_t with_margin(size_t bytes, size_t alignment) { return (bytes + 64 + alignment - 1) / alignment * alignment; }
@@ -105,8 +107,12 @@ static size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 static void set_access(int access) {
     for (const auto &[address, bytes] : device_arrays) mprotect(address, whole_pages(bytes), access);
 }
-DeviceMemoryOpen::DeviceMemoryOpen() { if (settings().guard && openings++ == 0) set_access(PROT_READ | PROT_WRITE); }
-DeviceMemoryOpen::~DeviceMemoryOpen() { if (settings().guard && --openings == 0) set_access(PROT_NONE); }
+DeviceMemoryOpen::DeviceMemoryOpen() {
+    if (settings().guard && openings++ == 0) set_access(PROT_READ | PROT_WRITE);
+}
+DeviceMemoryOpen::~DeviceMemoryOpen() {
+    if (settings().guard && --openings == 0) set_access(PROT_NONE);
+}
 
 static const std::pair<char *const, size_t> *array_with(const std::map<char *, size_t> &arrays, const void *address) {
     char *p = const_cast<char *>(static_cast<const char *>(address));

@@ -28,8 +28,12 @@ static inline bool has_asan() { return __asan_poison_memory_region != nullptr; }
 static inline bool has_tsan() { return __tsan_create_fiber != nullptr; }
 
 // Everything before release(word) in one thread happens before everything after acquire(word) in another.
-static inline void release(void *word) { if (has_tsan()) __tsan_release(word); }
-static inline void acquire(void *word) { if (has_tsan()) __tsan_acquire(word); }
+static inline void release(void *word) {
+    if (has_tsan()) __tsan_release(word);
+}
+static inline void acquire(void *word) {
+    if (has_tsan()) __tsan_acquire(word);
+}
 
 static inline void check(void *p, size_t bytes, bool write) {
     if (!has_asan() || !bytes) return;

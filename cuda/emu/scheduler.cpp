@@ -24,8 +24,9 @@ void die(const char *format, ...) {
     if (block) {
         const Launch &l = block->grid->launch;
         fprintf(stderr, "%s", l.name);
-        if (current) fprintf(stderr, ", block (%u, %u, %u), thread %d", current->block_index.x, current->block_index.y,
-                             current->block_index.z, self()->number);
+        if (current)
+            fprintf(stderr, ", block (%u, %u, %u), thread %d", current->block_index.x, current->block_index.y,
+                    current->block_index.z, self()->number);
         fputs(": ", stderr);
     }
     va_list arguments;
@@ -55,8 +56,7 @@ static void make_ready(Block *b, Thread *t) {
 static EMU_INLINE Thread *next_ready(Block *b) {
     if (b->begun < b->threads) return &b->thread[b->order[b->begun++]];
     if (b->next_ready == b->ready.size()) return nullptr;
-    if (b->shuffled)
-        swap(b->ready[b->next_ready], b->ready[b->next_ready + random_below(b, b->ready.size() - b->next_ready)]);
+    if (b->shuffled) swap(b->ready[b->next_ready], b->ready[b->next_ready + random_below(b, b->ready.size() - b->next_ready)]);
     Thread *t = &b->thread[b->ready[b->next_ready++]];
     if (b->next_ready == b->ready.size()) {
         b->ready.clear();

@@ -22,7 +22,10 @@ struct CUstream_st {
     std::vector<emu::Work> queue;
 };
 struct CUevent_st {
-    struct Record { bool done = false; std::chrono::steady_clock::time_point time; };
+    struct Record {
+        bool done = false;
+        std::chrono::steady_clock::time_point time;
+    };
     std::shared_ptr<Record> record;             // the latest one; NULL counts as done
     cudaStream_t stream = nullptr;
     cudaGraph_t capture = nullptr;              // the capture in which it was recorded, if any
@@ -218,7 +221,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
     Inside inside(runtime);
     if (!known(stream)) return fail(cudaErrorInvalidResourceHandle);
     *status = !stream || !stream->capture ? cudaStreamCaptureStatusNone
-            : stream->capture->invalidated ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+        : stream->capture->invalidated    ? cudaStreamCaptureStatusInvalidated
+                                          : cudaStreamCaptureStatusActive;
     return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {

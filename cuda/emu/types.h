@@ -9,12 +9,12 @@ struct dim3 {
 };
 
 // Loads and stores of a vector require an aligned address; UndefinedBehaviorSanitizer detects an unaligned one.
-#define EMU_VECTORS(T, name)                                                                                        \
-    struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                                              \
-    struct name##3 { T x, y, z; };                                                                                  \
-    struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; };                              \
-    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                               \
-    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                       \
+#define EMU_VECTORS(T, name) \
+    struct alignas(2 * sizeof(T)) name##2 { T x, y; }; \
+    struct name##3 { T x, y, z; }; \
+    struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
+    static inline name##2 make_##name##2(T x, T y) { return {x, y}; } \
+    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
     static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMU_VECTORS(signed char, char)
 EMU_VECTORS(unsigned char, uchar)

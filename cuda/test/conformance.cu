@@ -176,7 +176,8 @@ static __global__ void bulk_loads(const __grid_constant__ CUtensorMap map, float
             tma_load_2d(tile, &map, phase ? -7 : 3, phase ? -4 : 2, arrived);
             tma_load_2d(tile + BOX * BOX_ROWS, &map, phase ? -100 : 16, phase ? 0 : 12, arrived);
         }
-        if (phase) while (!mbar_test(arrived, phase)) {}
+        if (phase)
+            while (!mbar_test(arrived, phase)) {}
         else mbar_wait(arrived, phase);
         for (int i = t; i < 2 * BOX * BOX_ROWS; i += blockDim.x) out[phase * 2 * BOX * BOX_ROWS + i] = tile[i];
         __syncthreads();
@@ -236,7 +237,7 @@ template <Form F> struct Operands {
 
 template <int N, Form FORM>
 static __global__ void __launch_bounds__(128, 1)
-wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, float *out) {
+    wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, float *out) {
     constexpr bool TRANS_A = Operands<FORM>::TRANS_A, TRANS_B = Operands<FORM>::TRANS_B, REGISTERS = Operands<FORM>::REGISTERS;
     constexpr int A_BYTES = 64 * 128, B_BYTES = (N < 64 && TRANS_B ? 64 : N) * 128;
     DYN_SHARED(char, a_tile);
@@ -251,7 +252,8 @@ wgmma_case(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CU
     if (t == 0) {
         mbar_expect(arrived, A_BYTES + B_BYTES);
         tma_load_2d(a_tile, &a_map, 0, 0, arrived);
-        if (TRANS_B) for (int n = 0; n < N; n += 64) tma_load_2d(b_tile + n * 128, &b_map, n, 0, arrived);
+        if (TRANS_B)
+            for (int n = 0; n < N; n += 64) tma_load_2d(b_tile + n * 128, &b_map, n, 0, arrived);
         else tma_load_2d(b_tile, &b_map, 0, 0, arrived);
     }
     mbar_wait(arrived, 0);
@@ -300,8 +302,9 @@ template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float 
     }
     CUtensorMap a_map, b_map;
     if (!error) error = make_tensor_map_2d(&a_map, a, SIZE, K, 64, K * SIZE, 128 / SIZE, 64, true);   // both layouts: 64 x 64
-    if (!error) error = TRANS_B ? make_tensor_map_2d(&b_map, b, SIZE, N, K, N * SIZE, 64, K, true)
-                                          : make_tensor_map_2d(&b_map, b, SIZE, K, N, K * SIZE, 128 / SIZE, N, true);
+    if (!error)
+        error = TRANS_B ? make_tensor_map_2d(&b_map, b, SIZE, N, K, N * SIZE, 64, K, true)
+                        : make_tensor_map_2d(&b_map, b, SIZE, K, N, K * SIZE, 128 / SIZE, N, true);
     const int bytes = (64 + (N < 64 ? 64 : N)) * 128 + 64;
     if (!error) error = cudaFuncSetAttribute(wgmma_case<N, FORM>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     return error ? error : LAUNCH((wgmma_case<N, FORM>), 1, 128, bytes, nullptr, a_map, b_map, out);
@@ -335,7 +338,10 @@ struct Case {
     cudaError_t (*run)(const float *in, float *out, float *scratch);
 };
 #define RUN(...) \
-    [](const float *in, float *out, float *scratch) -> cudaError_t { (void)in, (void)out, (void)scratch; __VA_ARGS__ }
+    [](const float *in, float *out, float *scratch) -> cudaError_t { \
+        (void)in, (void)out, (void)scratch; \
+        __VA_ARGS__ \
+    }
 #define ONE_BLOCK(kernel, threads, shared) RUN(return LAUNCH(kernel, 1, threads, shared, nullptr, in, out);)
 #define WGMMA(n, form) {"wgmma_" #form "_" #n, (64 + n) * Operands<Form::form>::DEPTH, 64 * n, 90, run_wgmma<n, Form::form>}
 
@@ -360,23 +366,35 @@ static const Case cases[] = {
     {"stmatrix_4", 256, 256, 90, ONE_BLOCK((stmatrix_case<4, false>), 32, 512)},
     {"stmatrix_trans_4", 256, 256, 90, ONE_BLOCK((stmatrix_case<4, true>), 32, 512)},
     {"arrivals", 64, 64, 90, ONE_BLOCK(arrivals, 64, 64 * 4 + 8)},
-#define LOADS(swizzle) RUN(                                                                                             \
-        CUtensorMap map;                                                                                                \
-        const cudaError_t error = make_tensor_map_2d(&map, in, 4, COLUMNS, ROWS, STRIDE * 4, BOX, BOX_ROWS, swizzle);   \
+#define LOADS(swizzle) \
+    RUN(CUtensorMap map; \
+        const cudaError_t error = make_tensor_map_2d(&map, in, 4, COLUMNS, ROWS, STRIDE * 4, BOX, BOX_ROWS, swizzle); \
         return error ? error : LAUNCH(bulk_loads, 1, 64, 2 * BOX * BOX_ROWS * 4 + 8, nullptr, map, out);)
     {"bulk_loads", ROWS * STRIDE, 4 * BOX * BOX_ROWS, 90, LOADS(false)},
     {"bulk_loads_swizzled", ROWS * STRIDE, 4 * BOX * BOX_ROWS, 90, LOADS(true)},
-#define STORES(swizzle) RUN(                                                                                            \
-        CUtensorMap map;                                                                                                \
-        cudaError_t error = make_tensor_map_2d(&map, out, 4, COLUMNS, ROWS, STRIDE * 4, BOX, BOX_ROWS, swizzle);        \
-        if (!error) error = LAUNCH(clear, 1, 64, 0, nullptr, out, ROWS * STRIDE);                                       \
+#define STORES(swizzle) \
+    RUN(CUtensorMap map; \
+        cudaError_t error = make_tensor_map_2d(&map, out, 4, COLUMNS, ROWS, STRIDE * 4, BOX, BOX_ROWS, swizzle); \
+        if (!error) error = LAUNCH(clear, 1, 64, 0, nullptr, out, ROWS * STRIDE); \
         return error ? error : LAUNCH(bulk_stores, 1, 64, 2 * BOX * BOX_ROWS * 4, nullptr, map, in);)
     {"bulk_stores", 2 * BOX * BOX_ROWS, ROWS * STRIDE, 90, STORES(false)},
     {"bulk_stores_swizzled", 2 * BOX * BOX_ROWS, ROWS * STRIDE, 90, STORES(true)},
-    WGMMA(32, bf16), WGMMA(64, bf16), WGMMA(128, bf16), WGMMA(192, bf16), WGMMA(256, bf16),
-    WGMMA(64, bf16_trans_a), WGMMA(64, bf16_trans_b), WGMMA(256, bf16_trans_b), WGMMA(128, bf16_trans_both),
-    WGMMA(64, bf16_ra), WGMMA(128, bf16_ra_trans_b),
-    WGMMA(32, tf32), WGMMA(64, tf32), WGMMA(128, tf32), WGMMA(256, tf32), WGMMA(64, tf32_ra),
+    WGMMA(32, bf16),
+    WGMMA(64, bf16),
+    WGMMA(128, bf16),
+    WGMMA(192, bf16),
+    WGMMA(256, bf16),
+    WGMMA(64, bf16_trans_a),
+    WGMMA(64, bf16_trans_b),
+    WGMMA(256, bf16_trans_b),
+    WGMMA(128, bf16_trans_both),
+    WGMMA(64, bf16_ra),
+    WGMMA(128, bf16_ra_trans_b),
+    WGMMA(32, tf32),
+    WGMMA(64, tf32),
+    WGMMA(128, tf32),
+    WGMMA(256, tf32),
+    WGMMA(64, tf32_ra),
     {"registers", 256, 256, 90, ONE_BLOCK(registers, 256, 0)},
     {"clusters", 256, 256, 90, RUN(return LAUNCH_CLUSTER(4, clusters, 8, 32, 0, nullptr, in, out);)},
 };
