@@ -35,7 +35,7 @@ def main(argv=None):
     use_device(args)
     from pyops import backend  # here, since --help needs no library
     print(f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}', flush=True)
-    from pyops.text import serving, translation
+    from pyops.text import serving, training, translation
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
     from pyops import fit, plan
@@ -43,13 +43,13 @@ def main(argv=None):
     from seq2seq.model import SIZES, Config, Seq2Seq, parameter_specs
 
     # settings
-    found = translation.find_checkpoint(args, 'seq2seq')
+    found = training.find_checkpoint(args, 'seq2seq')
     settings = resolve(args, found, DEFAULTS, SIZES, flags.FIXED)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
     print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}', flush=True)
 
     # data
-    data = translation.Data.load(args, settings)
+    data = training.Data.load(args, settings)
     pairs, validation = data.train.placed(), data.validation.placed()
     print(f'data loaded\n{found.line}', flush=True)
 
@@ -58,7 +58,7 @@ def main(argv=None):
     fit.check_model_memory(parameter_specs(config), '--embedding, --hidden or --layers')
     model = Seq2Seq(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
-    run = translation.start_run(args, found, settings, data, model, optimizer, wanted)
+    run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
     history = fit.History()
@@ -84,15 +84,15 @@ def main(argv=None):
     trainer = fit.Trainer(run, len(pairs), args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
                           chance_loss=math.log(config.target_size))
     train_step = trainer.save_tensors(wanted, train_step, dict(program='seq2seq', settings=settings),
-                                      translation.side, data.describe)
+                                      training.side, data.describe)
     with trainer:
         for epoch in trainer.epochs():
             for rows in epoch.batches(unit='pairs'):
                 train_step(rows)
-            values = epoch.end(**translation.validation_loss(model, validation, run.batch_size))
+            values = epoch.end(**training.validation_loss(model, validation, run.batch_size))
             epoch.save()
             print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
-                  + translation.validation_text(values), flush=True)
+                  + training.validation_text(values), flush=True)
     if trainer.is_done and trainer.signal is None and len(data.test):
         serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
     trainer.leave()

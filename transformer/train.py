@@ -45,7 +45,7 @@ def main(argv=None):
     args = parser().parse_args(argv)
     wanted = saving_flags.wanted(args)
     use_device(args)
-    from pyops.text import serving, translation  # here, since --help needs no library
+    from pyops.text import serving, training, translation  # here, since --help needs no library
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
     from pyops import fit, plan
@@ -54,12 +54,12 @@ def main(argv=None):
     from transformer.model import SIZES, Config, Transformer, parameter_specs
 
     # settings
-    found = translation.find_checkpoint(args, 'transformer')
+    found = training.find_checkpoint(args, 'transformer')
     settings = resolve(args, found, DEFAULTS, SIZES, flags.FIXED, PRESETS)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
 
     # data
-    data = translation.Data.load(args, settings, least=settings['batch_size'])
+    data = training.Data.load(args, settings, least=settings['batch_size'])
     pairs, validation = data.train.placed(), data.validation.placed()
     config = configure(Config, settings, *map(len, data.vocabularies))
     print(f'epochs : {args.epochs}\nbatch_size : {settings["batch_size"]}\ngpu : {args.gpu}\n'
@@ -71,7 +71,7 @@ def main(argv=None):
     fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers')
     model = Transformer(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
-    run = translation.start_run(args, found, settings, data, model, optimizer, wanted)
+    run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
     history = fit.History()
@@ -102,14 +102,14 @@ def main(argv=None):
     trainer = fit.Trainer(run, len(pairs), args.epochs, optimizer, history, saver=saver, drop_last=True,
                           max_steps=args.max_steps, chance_loss=math.log(config.target_size))
     train_step = trainer.save_tensors(wanted, train_step, dict(program='transformer', settings=settings),
-                                      translation.side, data.describe)
+                                      training.side, data.describe)
     with trainer:
         for epoch in trainer.epochs():
             for rows in epoch.batches(unit='pairs', label=f'epoch {epoch.number} :  ', at_end=False):
                 train_step(rows)
-            values = epoch.end(**translation.validation_loss(model, validation, run.batch_size))
+            values = epoch.end(**training.validation_loss(model, validation, run.batch_size))
             print(f'epoch {epoch.number} :  [{epoch.samples}/{epoch.samples}] loss : {values["loss"]:.5f}'
-                  + translation.validation_text(values), flush=True)
+                  + training.validation_text(values), flush=True)
     if trainer.is_done and trainer.signal is None and len(data.test):
         serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
     trainer.leave()

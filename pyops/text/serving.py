@@ -26,7 +26,8 @@ def load(path, program, build, lines, args=None):
     args: the parsed flags.  Quantization is as in the training run unless args has another --quant.
     """
     from pyops import checkpoint, fit, quantization
-    from pyops.text.translation import Translator, check_program
+    from pyops.text.training import check_program
+    from pyops.text.translation import Translator
     from pyops.text.vocabulary import Vocabulary
 
     if path is None:

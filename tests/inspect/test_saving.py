@@ -44,7 +44,7 @@ from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
 from pyops.quantization import Family, Recipe, family
-from pyops.text.translation import side as side_of
+from pyops.text.training import side as side_of
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
 from transformer.model import Config as TransformerConfig

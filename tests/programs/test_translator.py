@@ -21,7 +21,8 @@ from pyops.text import serving
 from pyops.text.corpus import Corpus
 from pyops.text.flags import FIXED
 from pyops.text.sentences import Sentences
-from pyops.text.translation import Pairs, cut_line
+from pyops.text.training import cut_line
+from pyops.text.translation import Pairs
 from pyops.text.vocabulary import EOS, PAD, UNK
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
