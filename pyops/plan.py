@@ -48,13 +48,13 @@ def boundary() -> None:
         _recording[-1].boundary()
 
 
-class Tensor(NamedTuple):
-    """An array used by actions.  base: the Tensor it is a view of, or None."""
+class PlanTensor(NamedTuple):
+    """An array used by actions.  base: the PlanTensor it is a view of, or None."""
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     kind: str           # 'parameter', 'gradient', 'moment', 'input' (given by name), 'intermediate', 'scratch'
-    base: Tensor | None = None
+    base: PlanTensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ def _shape(shape):
 
 class Part(NamedTuple):
     """A parameter, or a part of one with contiguous memory."""
-    tensor: Tensor          # the parameter
+    tensor: PlanTensor      # the parameter
     offset: int             # of the part, in elements
     shape: tuple[int, ...]
 
@@ -93,10 +93,10 @@ class Note(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One launch of pyops_<kernel>: all argument values in the header's order, and the Tensors of the array arguments."""
+    """One launch of pyops_<kernel>: all argument values in the header's order, and the PlanTensors of the array arguments."""
     kernel: str
     values: tuple
-    tensors: dict[str, Tensor]      # by argument name, as in the header
+    tensors: dict[str, PlanTensor]  # by argument name, as in the header
     once: bool = False              # ran when it was recorded; not replayed
     notes: tuple[Note, ...] = ()
 
@@ -107,8 +107,8 @@ class Action(NamedTuple):
         return {a.name: tuple(v.tolist()) if a.name in _LAYOUT else v for a, v in zip(arguments, self.values, strict=False)
                 if not a.pointer or a.name in _LAYOUT}
 
-    def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Return inputs, outputs and scratch: dicts of Tensors by argument name."""
+    def split(self) -> tuple[dict[str, PlanTensor], dict[str, PlanTensor], dict[str, PlanTensor]]:
+        """Return inputs, outputs and scratch: dicts of PlanTensors by argument name."""
         arguments = {a.name: a for a in library.cpu().functions['pyops_' + self.kernel].arguments}
         inputs = {name: t for name, t in self.tensors.items() if arguments[name].const}
         outputs = {name: t for name, t in self.tensors.items() if not arguments[name].const and name != 'work'}
@@ -124,7 +124,7 @@ class Action(NamedTuple):
         return f'{"[once]" if self.once else ""}{title}Action: {sides[0]}{" " if sides[0] else ""}-> {sides[1]}  [{sizes}]'
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """Memory of a step in bytes.  peak: parameters, gradients, moments, named inputs and the plan's own blocks together."""
     parameters: int
     gradients: int
@@ -158,12 +158,12 @@ class Plan:
         self.initial = []                       # descriptions of the parameter initialisation
         self._boundary = None                   # number of forward actions
         self._once = False
-        self._named = {}                        # (address, shape) -> Tensor, for arrays that outlive the step
-        self._regions = []                      # (start, end, Tensor) of the buffers that outlive the step
+        self._named = {}                        # (address, shape) -> PlanTensor, for arrays that outlive the step
+        self._regions = []                      # (start, end, PlanTensor) of the buffers that outlive the step
         self._parts = []                        # the same for the named parts of those buffers
         self._blocks, self._starts = [], []     # memory blocks of the plan and their addresses, both sorted by address
         self._free = []                         # blocks that no array uses
-        self._live = {}                         # block address -> Tensor of the array that uses it
+        self._live = {}                         # block address -> PlanTensor of the array that uses it
         self._asked = 0                         # bytes allocated, counting reused blocks every time
         self._closed = False
         self._written = {}                      # of _writes
@@ -173,11 +173,11 @@ class Plan:
         if params is not None:
             for flat, suffix, kind in ((params.values, '', 'parameter'), (params.grads, '_grad', 'gradient'),
                                        (params.m, '_adam_m', 'moment'), (params.v, '_adam_v', 'moment')):
-                whole = Tensor({'': 'parameters'}.get(suffix, 'all' + suffix), flat.shape, flat.dtype, kind)
+                whole = PlanTensor({'': 'parameters'}.get(suffix, 'all' + suffix), flat.shape, flat.dtype, kind)
                 self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
                 for name in params:
                     part = params.view(flat, name)
-                    tensor = Tensor(name + suffix, part.shape, part.dtype, kind)
+                    tensor = PlanTensor(name + suffix, part.shape, part.dtype, kind)
                     self._named[location(part), part.shape] = tensor
                     self._parts.append((location(part), location(part) + part.nbytes, tensor))
             if params.touched is not None:
@@ -186,17 +186,17 @@ class Plan:
                             f'= {params.initial(name)}' for name in params]
         for name, array in inputs.items():
             start = location(array)
-            self._regions.append((start, start + array.nbytes, Tensor(name, array.shape, array.dtype, 'input')))
+            self._regions.append((start, start + array.nbytes, PlanTensor(name, array.shape, array.dtype, 'input')))
 
     def _know_touched(self, params):
         """Name the `touched` words of sparse gradients; they count as gradients."""
         flat = params.touched
-        whole = Tensor('touched', flat.shape, flat.dtype, 'gradient')
+        whole = PlanTensor('touched', flat.shape, flat.dtype, 'gradient')
         self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
         for name in params:
             part = params[name].touched
             if part is not None:
-                self._named[location(part), part.shape] = Tensor(f'{name}_touched', part.shape, part.dtype, 'gradient')
+                self._named[location(part), part.shape] = PlanTensor(f'{name}_touched', part.shape, part.dtype, 'gradient')
 
     # ---- recording ---------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Plan:
             i = bisect.bisect(self._starts, block.address)
             self._starts.insert(i, block.address)
             self._blocks.insert(i, block)
-        self._live[block.address] = Tensor(name, shape, np.dtype(dtype), kind)
+        self._live[block.address] = PlanTensor(name, shape, np.dtype(dtype), kind)
         # no reuse for an array computed once: it must outlive the step
         return self._device.lease(block, shape, dtype, None if self._once else self._give_back)
 
@@ -298,10 +298,10 @@ class Plan:
             inside += [tensor for low, high, tensor in self._parts + self._regions if low <= start < high]
             base = inside[0] if inside else None
         if base is None:
-            return Tensor(fallback, shape, array.dtype, 'input')
+            return PlanTensor(fallback, shape, array.dtype, 'input')
         if base.shape == shape:
             return base
-        return Tensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
+        return PlanTensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
 
     # ---- running -----------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ class Plan:
         """Return the number of the last replayed action before `number` that wrote to the allocation of this argument; None if
         that happened before the step."""
         tensor = self.replayed[number].tensors[argument]
-        tensor = tensor.base or tensor      # each allocation has a Tensor of its own, also if it reuses the memory of another
+        tensor = tensor.base or tensor      # each allocation has its own PlanTensor, also if it reuses memory
         return next((i for i in range(number - 1, -1, -1) if any(written is tensor for written, *_ in self._writes(i))), None)
 
     def last_write(self, part: Part) -> int | None:
@@ -391,7 +391,7 @@ class Plan:
         return None
 
     def _writes(self, number):
-        """Return (Tensor of the allocation, first address, end) of each array that a replayed action writes to."""
+        """Return (PlanTensor of the allocation, first address, end) of each array that a replayed action writes to."""
         if number not in self._written:
             action, found = self.replayed[number], []
             for name, tensor in action.split()[1].items():
@@ -418,8 +418,8 @@ class Plan:
 
     # ---- reports -------------------------------------------------------------------------------------
 
-    def tensors(self) -> list[Tensor]:
-        """Return all Tensors of the actions, with gradients and views, in order of first use."""
+    def tensors(self) -> list[PlanTensor]:
+        """Return all PlanTensors of the actions, with gradients and views, in order of first use."""
         seen = {}
         for action in self.actions:
             for tensor in action.tensors.values():
@@ -462,13 +462,13 @@ class Plan:
             count += f' ({forward} forward, {update - forward} backward, {len(replayed) - update} update)'
         return f'step : {count}, peak memory {self.memory().peak / 2**20:.1f} MiB'
 
-    def memory(self) -> Memory:
-        """Return the Memory of the step."""
+    def memory(self) -> MemoryUse:
+        """Return the MemoryUse of the step."""
         kinds = {kind: 0 for kind in ('parameter', 'gradient', 'moment', 'input')}
         for start, end, tensor in self._regions:
             kinds[tensor.kind] += end - start
         blocks = sum(block.nbytes for block in self._blocks)
-        return Memory(kinds['parameter'], kinds['gradient'], kinds['moment'], kinds['input'], blocks,
+        return MemoryUse(kinds['parameter'], kinds['gradient'], kinds['moment'], kinds['input'], blocks,
                       self._asked - blocks, sum(kinds.values()) + blocks)
 
     def profile(self, runs: int = 20) -> Profile:

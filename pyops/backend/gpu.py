@@ -28,7 +28,7 @@ def _check(status):
         raise ERRORS[status](library.cuda().lib.pyops_last_error().decode())
 
 
-class Memory:
+class MemoryBlock:
     """A block of device memory, returned to its pool when the last reference is deleted."""
     __slots__ = ('pool', 'address', 'nbytes', 'size')
 
@@ -48,13 +48,13 @@ class Pool:
         self.reserved = self.used = 0
 
     def take(self, nbytes):
-        """Return Memory of at least nbytes.  MemoryError with the requested, free and total sizes."""
+        """Return a MemoryBlock of at least nbytes.  MemoryError with the requested, free and total sizes."""
         unit = self.LARGE if nbytes > self.LARGE else self.SMALL
         size = -(-max(nbytes, 1) // unit) * unit
         addresses = self._free.get(size)
         address = addresses.pop() if addresses else self._allocate(size, nbytes)
         self.used += size
-        return Memory(self, address, nbytes, size)
+        return MemoryBlock(self, address, nbytes, size)
 
     def give_back(self, address, size):
         self.used -= size

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyops.plan import Plan
 
 
-class Tensor(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor that a step can save."""
     layer: str
     layer_type: str             # 'linear' or 'attention'
@@ -45,7 +45,7 @@ class Look(NamedTuple):
 
     read() returns the array of a single tensor, or an array whose first axis counts the tensors."""
     at: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[FoundTensor, ...]
     read: Callable
     is_fresh: bool              # the array is computed by read(), and nothing else writes to it
 
@@ -290,8 +290,8 @@ class _Finder:
                     times, shape = range(shape[0]), shape[1:]
                 elif counts > 1 and name not in _PARAMETERS:
                     times = [n if operation == 'forward' else counts - 1 - n]       # backward starts at the last use
-                tensors = [Tensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis,
-                                  tuple(layer.uses.get(name, ())), self._mask(layer, name, shape, step), quant_type)
+                tensors = [FoundTensor(layer.name, layer.type, layer.index, operation, name, step, shape, one.axis,
+                                       tuple(layer.uses.get(name, ())), self._mask(layer, name, shape, step), quant_type)
                            for step in times]
                 yield Look(one.at, tuple(tensors), one.read, one.is_fresh)
 
