@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, followed to the letter in a copy of the tree: an op and a number format."""
+"""The recipes of docs/recipes.md, followed to the letter in a copy of the tree: an op and a number format."""
 import os
 import re
 import shlex
@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from conftest import ROOT, environment_without
 
-PAGE = ROOT / 'CONTRIBUTING.md'
+PAGE = ROOT / 'docs' / 'recipes.md'
 AT_MOST = 6         # files of an op, and of a format
 # item of a numbered list, whose first word is a file or a link to it; block of code in it
 ITEM = re.compile(r'^\d+\. (?:\[[^\]]*\]\((?P<link>[^)]+)\)|`(?P<new>[^`]+)`):(?P<text>.*?)(?=^\d+\. |^\S|\Z)', re.M | re.S)
@@ -19,12 +19,12 @@ COMMANDS = re.compile(r'^```sh\n(.*?)^```$', re.M | re.S)
 
 
 def section(heading):
-    return re.search(rf'^## {re.escape(heading)}\n(.*?)(?=^## )', PAGE.read_text(), re.M | re.S)[1]
+    return re.search(rf'^## {re.escape(heading)}\n(.*?)(?=^## |\Z)', PAGE.read_text(), re.M | re.S)[1]
 
 
 def blocks(text):
     """Return (path, kind, code) of each block of a recipe, in order."""
-    return [(item['link'] or item['new'], block['kind'], textwrap.dedent(block['text']))
+    return [((item['link'] or item['new']).removeprefix('../'), block['kind'], textwrap.dedent(block['text']))
             for item in ITEM.finditer(text) for block in BLOCK.finditer(item['text'])]
 
 
