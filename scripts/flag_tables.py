@@ -14,7 +14,9 @@ import mnist.resnet
 import mnist.train
 import pyops.__main__
 import pyops.data.__main__
+import seq2seq.evaluate
 import seq2seq.train
+import transformer.evaluate
 import transformer.train
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser
@@ -47,7 +49,8 @@ class Group(NamedTuple):
 
 def parsers():
     """Return {program: ArgumentParser}; a program with subcommands has an entry for each, such as 'pyops inspect draw'."""
-    programs = mnist.train, mnist.resnet, seq2seq.train, transformer.train, seq2seq.translate, transformer.translate
+    programs = (mnist.train, mnist.resnet, seq2seq.train, transformer.train, seq2seq.translate, transformer.translate,
+                seq2seq.evaluate, transformer.evaluate)
     return {**{program.PROGRAM: program.parser() for program in programs},
             **dict(leaves('pyops.data', pyops.data.__main__.parser())), **dict(leaves('pyops', pyops.__main__.parser()))}
 

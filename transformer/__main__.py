@@ -4,5 +4,6 @@ from pyops.flags import list_programs
 if __name__ == '__main__':
     list_programs('transformer', 'A transformer that translates English to French.', {
         'train': 'train, go on with a checkpoint, or serve one',
-        'translate': 'translate with a checkpoint, or score it',
+        'translate': 'translate with a checkpoint',
+        'evaluate': 'score a checkpoint: BLEU, chrF',
     })

@@ -28,14 +28,17 @@ class Corpus:
     spaces: lists, or Sentences if read from a file.
 
     `name` is the file's path, or another name for a corpus without a file.
+    texts()    returns all pairs of the file or of the embedded corpus, (source, target) as raw text; None: there is no raw text
+    numbers    positions of this corpus's pairs among them, int64; None: all, in order
     """
 
-    def __init__(self, name, sources, targets):
+    def __init__(self, name, sources, targets, texts=None, numbers=None):
         if len(sources) != len(targets):
             raise ValueError(f'{len(sources)} sources and {len(targets)} targets')
         self.name = str(name)
         self.sources = sources
         self.targets = targets
+        self._texts, self._numbers = texts, numbers
 
     @classmethod
     def load(cls, path):
@@ -53,23 +56,38 @@ class Corpus:
         def parse():
             return _parse(*_unpack(raw, path))
 
+        def texts():
+            with _errors(path):
+                return _raw_pairs(_unpack(path.read_bytes(), path)[0].decode('utf-8-sig'))
+
         if len(raw) < _LARGE:
-            return cls(path, *map(Sentences.of, parse()))
-        return cls.cached(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), parse)
+            return cls(path, *map(Sentences.of, parse()), texts)
+        return cls.cached(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), parse, texts)
 
     @classmethod
-    def cached(cls, name, stream, make, *modules):
+    def cached(cls, name, stream, make, texts, *modules):
         """Return the Corpus of the sources and targets that make() returns.  The tokens are cached; the key is the rest of the
         stream and the source code, including `modules`."""
         key = cache.digest(stream, *(thing.__module__ for thing in (cls, preprocess, Sentences)), *modules)
         if key and (found := cache.read_arrays('corpus', key)):
             return cls(name, *(Sentences.of_arrays(tokens.tobytes().decode().split('\n'), ids, lengths)
-                               for tokens, ids, lengths in (found[:3], found[3:])))
+                               for tokens, ids, lengths in (found[:3], found[3:])), texts)
         pair = [Sentences.of(side) for side in make()]
         if key:
             cache.write_arrays('corpus', key, [array for side in pair for array in (
                 np.frombuffer('\n'.join(side.tokens).encode(), np.uint8), side.ids, side.lengths)])
-        return cls(name, *pair)
+        return cls(name, *pair, texts)
+
+    def texts(self):
+        """Return the pairs as (source, target) of raw text, read again from the file.  ValueError if there is no raw text;
+        UserError if the file cannot be read or has fewer pairs than when it was opened."""
+        if self._texts is None:
+            raise ValueError(f'{self.name}: has no raw text')
+        pairs = self._texts()
+        numbers = range(len(self)) if self._numbers is None else self._numbers.tolist()
+        if numbers and max(numbers) >= len(pairs):
+            raise UserError(f'{self.name}: has changed since it was opened; start again')
+        return [pairs[number] for number in numbers]
 
     def __len__(self):
         return len(self.sources)
@@ -81,12 +99,14 @@ class Corpus:
         """Return the corpus of the first n pairs, or of all if there are fewer or n is None.  UserError if n < 1."""
         if n is not None and n < 1:
             raise UserError(f'{self.name}: expected the first 1 pair or more, got {n}; give a larger number')
-        return Corpus(self.name, self.sources[:n], self.targets[:n])
+        numbers = None if self._numbers is None else self._numbers[:n]
+        return Corpus(self.name, self.sources[:n], self.targets[:n], self._texts, numbers)
 
     def take(self, index):
         """Return the corpus of the pairs with these indices, int64."""
         return Corpus(self.name, *(side.take(index) if isinstance(side, Sentences) else [side[i] for i in index.tolist()]
-                                   for side in (self.sources, self.targets)))
+                                   for side in (self.sources, self.targets)),
+                      self._texts, index if self._numbers is None else self._numbers[index])
 
     def count_cut(self, num_steps):
         """Return the numbers of sources, targets and pairs that `encode` truncates to num_steps."""
@@ -202,6 +222,12 @@ def tokenized(pairs):
         sources.append(' '.join(preprocess(source).split()))
         targets.append(' '.join(preprocess(target).split()))
     return sources, targets
+
+
+def _raw_pairs(text):
+    """Return the (source, target) pairs of a text that _parse accepts, as raw text."""
+    lines = (line.split('\t') for line in text.split('\n') if line.strip())
+    return [(source.strip(), target.strip()) for source, target, *_ in lines]
 
 
 def _parse(raw, name):

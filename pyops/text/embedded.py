@@ -589,4 +589,4 @@ def pairs():
 
 def corpus():
     """Return the sentences as a Corpus named 'embedded'."""
-    return Corpus.cached('embedded', io.BytesIO(), lambda: tokenized(_collect()), __name__)
+    return Corpus.cached('embedded', io.BytesIO(), lambda: tokenized(_collect()), pairs, __name__)

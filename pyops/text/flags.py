@@ -10,6 +10,7 @@ from pyops.flags import (
     int_up_to,
     non_negative_float,
     non_negative_int,
+    output_file,
     positive_float,
     positive_int,
 )
@@ -83,6 +84,30 @@ def serving_parser(program):
     group.add_argument('--data-dir', metavar='DIR',
                        help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
     add_threads_flag(p, 'translation')
+    add_gpu_flag(p)
+    add_quant_flags(p, 'as in the checkpoint')
+    return p
+
+
+def evaluation_parser(program):
+    """Return the parser of a program that evaluates a checkpoint on held-out sentences."""
+    p = ArgumentParser(prog=f'python -m {program}', description='Score the translations of held-out sentences: BLEU, chrF.')
+    group = p.group('evaluation')
+    group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
+                       help='a checkpoint, or a folder: its newest checkpoint (required)')
+    group.add_argument('-f', '--corpus', metavar='FILE',
+                       help='the corpus of the training run (default: fra-eng if found, else embedded)')
+    group.add_argument('--data-dir', metavar='DIR',
+                       help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+    group.add_argument('--part', choices=('test', 'validation'), default='test',
+                       help='which held-out sentences (default %(default)s)')
+    group.add_argument('--first', type=positive_int, metavar='N', help='only the first N of them (default: all)')
+    group.add_argument('-b', '--batch-size', type=positive_int, default=128, metavar='N',
+                       help='sentences per batch (default %(default)s)')
+    group.add_argument('--json', action='store_true', help='print the scores as one line of JSON, and nothing else')
+    group.add_argument('-o', '--output', type=output_file, metavar='FILE',
+                       help='write source, translation and references of each sentence, separated by tabs')
+    add_threads_flag(p, 'evaluation')
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
     return p

@@ -59,17 +59,57 @@ def serve(args, open_checkpoint):
 def test(args, translator, state):
     """Translate and score the sentences held out from the checkpoint's training."""
     from pyops.text.split import hold_out
-    from pyops.text.translation import Pairs, check_vocabularies, open_corpus
-    fraction = state['settings']['hold_out']
-    if not fraction:
-        raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
-    corpus, line = open_corpus(args.corpus, args.data_dir, state['settings'].get('tiny'))
+    corpus, fraction, line = trained_corpus(args, translator, state)
     print(line)
-    training, _, held_out = hold_out(corpus.first(state['settings'].get('pairs') or None), fraction)
+    score(translator, hold_out(corpus, fraction)[2], args.test)
+
+
+def evaluate(args, open_checkpoint):
+    """Translate held-out sentences and print their scores, as the flags of pyops.text.flags.evaluation_parser ask."""
+    import contextlib
+    import json
+    import sys
+
+    from pyops.text import evaluation
+    from pyops.training import Progress
+    use_device(args)
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        translator, state = open_checkpoint(args.checkpoint, args)
+        corpus, fraction, line = trained_corpus(args, translator, state)
+        print(line)
+        sources, references, left_out = evaluation.test_set(corpus, fraction, args.part)
+        print(f'{args.part} : {len(sources)} sentences; {left_out} more have a translation that occurs in training', flush=True)
+    sources, references = sources[:args.first], references[:args.first]
+    outputs = []
+    with Progress(len(sources), 'sentences', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
+        for first in range(0, len(sources), args.batch_size):
+            outputs += translator.translate(sources[first:first + args.batch_size], args.batch_size)
+            progress.update(len(outputs))
+    if args.output:
+        with open(args.output, 'w', encoding='utf-8') as file:
+            for source, output, some in zip(sources, outputs, references, strict=True):
+                print(source, output, *some, sep='\t', file=file)
+    report = evaluation.evaluate(outputs, sources, references)
+    print(json.dumps(report) if args.json else evaluation.text(report))
+
+
+def trained_corpus(args, translator, state):
+    """Return the corpus on which a checkpoint was trained, the fraction held out of it, and a line that names the corpus.
+
+    UserError if nothing was held out, or the corpus is another one.
+    """
+    from pyops.text.split import hold_out
+    from pyops.text.translation import Pairs, check_vocabularies, open_corpus
+    settings = state['settings']
+    if not settings['hold_out']:
+        raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
+    whole, line = open_corpus(args.corpus, args.data_dir, settings.get('tiny'))
+    corpus = whole.first(settings.get('pairs') or None)
+    training, _, _ = hold_out(corpus, settings['hold_out'])
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
-    check_vocabularies(args.checkpoint, state, corpus.vocabularies(state['settings'].get('min_count', 3)),
+    check_vocabularies(args.checkpoint, state, whole.vocabularies(settings.get('min_count', 3)),
                        Pairs.encode(training, *vocabularies, translator.num_steps))
-    score(translator, held_out, args.test)
+    return corpus, settings['hold_out'], line
 
 
 def score(translator, test, show=0):

@@ -12,6 +12,7 @@ from pyops.data import locate
 from pyops.data.batches import gather
 from pyops.errors import UserError
 from pyops.text.corpus import Corpus, encode
+from pyops.text.detokenize import detokenize
 from pyops.text.preprocess import tokenize
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary, tokens_of
 
@@ -103,6 +104,13 @@ class Translator:
     def sentences(self, sources, batch_size=128):
         """Translate sentences, given and returned as in a Corpus, without <eos>."""
         return [sentence(words) for words in self._words(sources, batch_size)]
+
+    def translate(self, texts, batch_size=128):
+        """Translate sentences of raw text, and return raw text; case and spaces are restored by rule (pyops.text.detokenize).
+        A text without words gives ''."""
+        sources = [tokenize(text) for text in texts]
+        outputs = self._words([source for source in sources if source], batch_size)
+        return [detokenize(word for word in next(outputs) if word != SPECIALS[EOS]) if source else '' for source in sources]
 
     def _words(self, sources, batch_size):
         for first in range(0, len(sources), batch_size):

@@ -94,7 +94,8 @@ def run_program(program, *arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-PACKAGES = {'mnist': ['train', 'resnet'], 'seq2seq': ['train', 'translate'], 'transformer': ['train', 'translate']}
+PACKAGES = {'mnist': ['train', 'resnet'], 'seq2seq': ['train', 'translate', 'evaluate'],
+            'transformer': ['train', 'translate', 'evaluate']}
 PROGRAMS = [f'{package}.{name}' for package, names in PACKAGES.items() for name in names]
 TOOLS = ['pyops', 'pyops.data', 'pyops.inspect']
 
@@ -133,7 +134,7 @@ def test_inspect_is_a_program_and_a_command():
 
 def test_every_program_of_training_refuses_abbreviated_flags(capsys):
     for program in PROGRAMS:
-        required = ['-c', 'x'] if program.endswith('translate') else []
+        required = ['-c', 'x'] if program.endswith(('translate', 'evaluate')) else []
         with pytest.raises(SystemExit):
             importlib.import_module(program).parser().parse_args([*required, '--thread', '1'])
         assert re.search(r'error: unrecognized arguments: --thread( 1)?; did you mean --threads\? See', capsys.readouterr().err)
