@@ -1,0 +1,49 @@
+"""The table of registers and spills, from a piece of the compiler's output."""
+import shutil
+
+import pytest
+
+from pyops.errors import UserError
+from scripts import cuda_resources
+
+pytestmark = pytest.mark.skipif(not shutil.which('c++filt'), reason='c++filt is missing: install binutils')
+
+DWEIGHT = '_Z7dweightIL9Precision0EEvN56_GLOBAL__N__63402845_23_linear_cross_entropy_cu_c9dde8ee4CallEl'
+PTXAS = f'''\
+  nvcc build/resources/linear_cross_entropy.o
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '{DWEIGHT}' for 'sm_80'
+ptxas info    : Function properties for {DWEIGHT}
+    8 bytes stack frame, 16 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 123 registers, used 1 barriers
+  nvcc build/resources/common/small.o
+ptxas info    : Compiling entry function '_Z4fillPflf' for 'sm_90a'
+ptxas info    : Function properties for _Z4fillPflf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 31 registers, used 1 barriers, 384 bytes smem
+'''
+
+
+def resources(tmp_path, log):
+    path, page = tmp_path / 'log', tmp_path / 'page.md'
+    path.write_text(log)
+    page.write_text('<!-- resources -->\n<!-- /resources -->\n')
+    cuda_resources.main(['--log', str(path), '--page', str(page)])
+    return page.read_text()
+
+
+def test_the_table_of_cuda_kernels_has_registers_shared_memory_and_spills(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_resources, 'KNOWN_SPILLS', {('linear_cross_entropy', 'dweight<0>', 'sm_80'): 16})
+    lines = resources(tmp_path, PTXAS).splitlines()
+    assert '| linear_cross_entropy | `dweight<0>` | 123 | 0 | 16 |  |  |  |' in lines
+    assert '| small | `fill` |  |  |  | 31 | 384 | 0 |' in lines
+
+
+@pytest.mark.parametrize('log, problem', [
+    (PTXAS, r'linear_cross_entropy: dweight<0> \(sm_80\): spills 16 bytes'),
+    (PTXAS.replace('16 bytes spill stores', '0 bytes spill stores') + 'ptxas info : (C7510) Potential Performance Loss: '
+     'wgmma.mma_async instructions are serialized due to x', 'ptxas info : .* serialized due to x'),
+    ('', 'no kernel in the output of the compiler; expected that of nvcc -Xptxas -v')])
+def test_a_cuda_kernel_that_spills_or_serialises_is_an_error(log, problem, tmp_path):
+    with pytest.raises(UserError, match=f'^{problem}$'):
+        resources(tmp_path, log)
