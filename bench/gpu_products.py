@@ -254,7 +254,7 @@ def output_layer(R, D, V):
 
         def call():
             params.zero_grads()
-            loss, ctx = op.forward(x, labels)
+            loss, ctx = op.forward(x, labels, dloss=one)
             return dict(loss=loss, dx=op.backward(one, ctx), gradients=params.grads)
         return call
     return make

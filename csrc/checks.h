@@ -51,11 +51,12 @@ static inline pyops_status check_cross_entropy(const char *who, int64_t R, int64
     return status ? status : check_smoothing(who, smoothing);
 }
 
-static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias, int64_t R,
-                                                      int64_t D, int64_t V, float smoothing) {
+static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias,
+                                                      const float *dloss, int64_t R, int64_t D, int64_t V, float smoothing) {
     PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V >= 1",
                   LL(R), LL(D), LL(V));
     PYOPS_REQUIRE(!dweight == !dx && !dbias == !dx, "linear_cross_entropy: dx, dweight and dbias: expected all or none");
+    PYOPS_REQUIRE(!dloss || dx, "linear_cross_entropy: dloss without dx, dweight and dbias, expected NULL");
     return check_smoothing("linear_cross_entropy", smoothing);
 }
 

@@ -6,12 +6,12 @@
  *   2  e = exp(logits - max), loss          threads share rows
  *   3  dx = dlogits weight                  threads share rows
  *   4  dweight += dlogits' x, dbias         threads share rows of weight
- * A row of dlogits is (e - sum(e) target) / (valid sum(e)).  The factor 1 / (valid sum(e)) is not applied to the row: phase 3
- * applies it to dx, and phase 4 uses x scaled by it.  So there is one exponential and one pass over the logits between the
- * products.
+ * A row of dlogits is dloss / (valid sum(e)) (e - sum(e) target).  The factor dloss / (valid sum(e)) is not applied to the row:
+ * phase 3 applies it to dx, and phase 4 uses x scaled by it.  So there is one exponential and one pass over the logits between
+ * the products.
  * This takes three products, not the four of a separate backward (which would compute the logits again), and no (R,V) matrix.
- *  weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows or
- * of the vocabulary, independent of the threads.
+ * weight is packed once for phase 1 and once for phase 3.  Every sum runs in the order of the rows in a block, of the blocks,
+ * or of the vocabulary, independent of the threads.
  */
 #include <math.h>
 #include <omp.h>
@@ -55,12 +55,13 @@ int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t
     return make_layout(pyops_active(), R, D, V, gradients).total;
 }
 
-pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias, const float *x,
-                                        const float *weight, const float *bias, const int32_t *labels, float *work, int64_t R,
-                                        int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream) {
+pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
+                                        const float *dloss, const float *x, const float *weight, const float *bias,
+                                        const int32_t *labels, float *work, int64_t R, int64_t D, int64_t V, int32_t ignore,
+                                        float smoothing, void *stream) {
     (void)stream;
-    pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, R, D, V, smoothing);
-    const int gradients = dx != NULL;
+    pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, dloss, R, D, V, smoothing);
+    const int gradients = dx != NULL, adds = dloss != NULL;
     if (!status) status = pyops_count_valid(valid, "linear_cross_entropy", labels, R, V, ignore);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
@@ -72,7 +73,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
         if (labels[r] != ignore) row[n++] = (int32_t)r;
     if (gradients) {
         pyops_fill(dx, R * D, 0.0f, stream);            /* masked rows */
-        if (!n_valid) {
+        if (!n_valid && !adds) {
             pyops_fill(dweight, V * D, 0.0f, stream);
             pyops_fill(dbias, V, 0.0f, stream);
         }
@@ -81,7 +82,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
     const pyops_view weight_t = {weight, 1, D}, weight_n = {weight, D, 1};
     float *const x_b = work + l.x, *const dx_b = work + l.dx, *const logits = work + l.logits, *const losses = work + l.losses;
     float *const maxima = work + l.maxima, *const factors = work + l.factors;
-    const float scale = n_valid ? 1.0f / (float)n_valid : 0.0f;
+    const float scale = n_valid ? (adds ? dloss[0] : 1.0f) / (float)n_valid : 0.0f;
     double sum = 0.0;
     int failed = 0;
     #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS)
@@ -165,9 +166,13 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 const int64_t n = pyops_min(COLUMNS, V - v);
                 const float *dz = chunk(logits, block, v);
                 pyops_product_packed(k, dweight + v * D, D, (pyops_view){dz, 1, LD}, work + l.x_packed, NULL, n, D, rows, 0, D,
-                                     r0 ? PYOPS_ADD : 0, scratch);
-                if (!r0) k->fill(dbias + v, n, 0.0f);
-                for (int64_t r = 0; r < rows; r++) k->axpy(dbias + v, dz + r * LD, factors[r], n);
+                                     r0 || adds ? PYOPS_ADD : 0, scratch);
+                /* The block is summed first: each row added to a large dbias would be rounded to its digits. */
+                float sums[COLUMNS];
+                k->fill(sums, n, 0.0f);
+                for (int64_t r = 0; r < rows; r++) k->axpy(sums, dz + r * LD, factors[r], n);
+                if (!r0 && !adds) k->fill(dbias + v, n, 0.0f);
+                k->axpy(dbias + v, sums, 1.0f, n);
             }
         }
     }

@@ -21,7 +21,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 8
+#define PYOPS_ABI_VERSION 9
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -433,16 +433,18 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
 
 /* ---- output layer fused with masked softmax cross entropy ---------------------------------
  * logits = x weight' + bias, then the loss above.  Only valid rows are computed, in blocks of rows that stay in cache; all
- * logits are never in memory at once (a GPU keeps up to 1 GiB of them in `work`).  The gradients for dloss = 1 are computed
- * while a block is in cache:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V) OVERWRITTEN too, since they
- * belong to this call; the backward pass scales and adds them (pyops_scale, pyops_axpy).
- * dx, dweight, dbias NULL (all three): computes only the loss, as in evaluation.
+ * logits are never in memory at once (a GPU keeps up to 1 GiB of them in `work`).  The gradients are computed in the same call,
+ * while a block is in cache:   dx (R,D) overwritten, 0 in masked rows;  dweight (V,D), dbias (V).
+ * dloss (1): the upstream gradient, read from memory;  dweight and dbias accumulate.
+ * dloss NULL: it is not known yet.  The gradients are for dloss = 1, and dweight and dbias are OVERWRITTEN: they belong to this
+ * call, and the backward pass scales and adds them (pyops_scale, pyops_axpy).
+ * dx, dweight, dbias, dloss NULL (all four): computes only the loss, as in evaluation.
  * smoothing as above.
  * x (R,D)   weight (V,D)   bias (V)   labels (R) int32 in [0,V) or = ignore   loss (1)   valid (1) int32
  */
 PYOPS_API pyops_status pyops_linear_cross_entropy(
     float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-    const float *x, const float *weight, const float *bias, const int32_t *labels,
+    const float *dloss, const float *x, const float *weight, const float *bias, const int32_t *labels,
     float *work,
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);

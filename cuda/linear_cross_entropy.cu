@@ -12,7 +12,7 @@
 //   dweight     tiles of dlogits' x_valid, and the column sums of dlogits: dbias
 //
 //                   V, in tiles of 128               dlogits[p,v] = scale * (exp(logits[p,v] - max[p]) / sum[p] - target[p,v])
-//              +-----+-----+--  --+---+
+//              +-----+-----+--  --+---+                scale = dloss / valid
 //   valid rows |     |     |      |   |  logits, rows ldv apart   max and sum come from all tiles of a row, so no gradient
 //   p in tiles +-----+-----+--  --+---+                           can be formed before the last tile of the row is done
 //   of 128     |     |     |      |   |
@@ -54,6 +54,7 @@ struct Piece {
 
 struct Call {                                           // arguments of all kernels
     float *dx, *dweight, *dbias;
+    const float *dloss;                                 // NULL: 1, and dweight and dbias are overwritten
     const float *x, *weight, *bias;
     const int32_t *labels;
     int32_t *valid;
@@ -75,6 +76,7 @@ struct Call {                                           // arguments of all kern
         const int64_t left = valid[0] - first;
         return left < chunk ? left : chunk;
     }
+    __device__ float scale() const { return (dloss ? dloss[0] : 1.0f) / static_cast<float>(valid[0]); }
 };
 }
 
@@ -131,7 +133,7 @@ static __global__ void __launch_bounds__(THREADS) row_losses(Call c) {
     if (lane) return;
     const float sum = exps.total();
     const int32_t label = c.labels[c.position[p]];
-    c.row[p] = {exps.max, 1.0f / static_cast<float>(c.valid[0]) / sum, label};
+    c.row[p] = {exps.max, c.scale() / sum, label};
     c.losses[p] = logf(sum) + (1.0f - c.smoothing) * (exps.max - c.logits[m * c.ldv + label]);
     if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(c.V));
 }
@@ -204,7 +206,7 @@ template <Precision P, bool K_INNER> struct DLogits : Stored<K_INNER> {
     __device__ __forceinline__ DLogits(const Call &c, int64_t rows)
         : Stored<K_INNER>{c.logits, K_INNER ? rows : c.V, K_INNER ? c.ldv : 1, K_INNER ? 1 : c.ldv, true},
           row(c.row + c.first) {
-        const float scale = 1.0f / static_cast<float>(c.valid[0]);
+        const float scale = c.scale();
         on_label = scale * (1.0f - c.smoothing);
         everywhere = scale * c.smoothing / static_cast<float>(c.V);
     }
@@ -254,7 +256,7 @@ template <Precision P> static __global__ void __launch_bounds__(Shapes<P>::Gradi
     using S = typename Shapes<P>::Gradients;
     using T = Tile<S, P, DLogits<P, false>, Stored<false>>;
     DYN_SHARED(float, shared);
-    const bool adds = c.first > 0;                      // to the sums of the previous chunks
+    const bool adds = c.dloss || c.first > 0;           // to the gradients of other calls, or of the previous chunks
     const int64_t rows = c.rows(), v0 = blockIdx.x / tiles_d * S::M, d0 = blockIdx.x % tiles_d * S::N;
     if (adds && rows <= 0) return;
     const DLogits<P, false> dlogits(c, rows);
@@ -347,13 +349,13 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
 }
 
 extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-                                                   const float *x, const float *weight, const float *bias,
+                                                   const float *dloss, const float *x, const float *weight, const float *bias,
                                                    const int32_t *labels, float *work, int64_t R, int64_t D, int64_t V,
                                                    int32_t ignore, float smoothing, void *stream) {
-    const pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, R, D, V, smoothing);
+    const pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, dloss, R, D, V, smoothing);
     if (status) return status;
     Call c = {};
-    c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.valid = valid;
+    c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid;
     c.x = x, c.weight = weight, c.bias = bias, c.labels = labels, c.smoothing = smoothing;
     c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));

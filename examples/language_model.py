@@ -42,7 +42,7 @@ class LanguageModel:
 
     def forward(self, ids, labels, step):
         h,    c1 = self.decoder.forward(ids, None, step=step)       # (T, B, D)
-        loss, c2 = self.output.forward(h, labels)                   # (1,)
+        loss, c2 = self.output.forward(h, labels, dloss=self.one)   # (1,)
         return loss, [c1, c2]
 
     def backward(self, ctx):

@@ -109,6 +109,8 @@ class Seq2Seq:
     """An encoder, a decoder and an output layer that share one set of parameters.
 
     forward(source, target, labels, step) returns the mean loss (1,) and ctx; backward(ctx) adds to params.grads.
+    The loss has gradient 1, so forward() already adds the gradients of the output layer: zero params.grads before it, and call
+    backward() once for each forward().
     source, target, labels (T, B) int32: labels are the expected tokens, target is labels shifted right after <bos>.
     """
 
@@ -126,7 +128,7 @@ class Seq2Seq:
         lengths = sequence_lengths(labels, PAD)                            # (B,); h beyond them is never read
         _, last, c1 = self.encoder.forward(source, step=step)              # (B, H) per layer
         h, _,    c2 = self.decoder.forward(target, last[-1], last, step, lengths)      # (T, B, H)
-        loss,    c3 = self.output.forward(h, labels, gradients)            # (1,)
+        loss,    c3 = self.output.forward(h, labels, gradients, dloss=self.one)      # (1,)
         return loss, [c1, c2, c3]
 
     def backward(self, ctx):

@@ -294,6 +294,8 @@ class Transformer:
     """An encoder, a decoder and an output layer that share one set of parameters.
 
     forward(source, target, labels, step) returns the mean loss (1,) and ctx; backward(ctx) adds to params.grads.
+    The loss has gradient 1, so forward() already adds the gradients of the output layer: zero params.grads before it, and call
+    backward() once for each forward().
     source, target, labels (T, B) int32: labels are the expected tokens, target is labels shifted right after <bos>.
     """
 
@@ -312,7 +314,7 @@ class Transformer:
         lengths  = sequence_lengths(source, PAD)                            # (B,)
         m,    c1 = self.encoder.forward(source, lengths, step=step)         # (T, B, D)
         h,    c2 = self.decoder.forward(target, m, lengths, step=step)      # (T, B, D)
-        loss, c3 = self.output.forward(h, labels, gradients)                # (1,)
+        loss, c3 = self.output.forward(h, labels, gradients, dloss=self.one)    # (1,)
         return loss, [c1, m, c2, c3]
 
     def backward(self, ctx):

@@ -22,12 +22,15 @@ class LinearCrossEntropy:
     Backward dlogits = dloss / valid * (softmax(logits) - target)
              dx = dlogits weight;  dweight += dlogits' x;  dbias += sum_r dlogits[r]
     Saves    dx, dweight and dbias for dloss = 1, computed in forward while a block of logits is in cache;
-             backward multiplies them by dloss and adds.  Nothing with gradients=False.
-    Errors   ValueError for a label outside [0, V) other than ignore, with its position, and if not 0 <= smoothing < 1
+             backward multiplies them by dloss and adds.  With dloss in forward only dx.  Nothing with gradients=False.
+    Errors   ValueError for a label outside [0, V) other than ignore, with its position, if not 0 <= smoothing < 1,
+             and if forward and backward get different arrays dloss
     Source   the computation order of the fused linear cross entropy in Liger-Kernel, arXiv:2410.10989, section 3.2;
              label smoothing: Szegedy et al. 2015, arXiv:1512.00567, section 7
     Notes    masked rows are skipped.  valid (1,) int32 in the ctx is the number of valid rows.
-             gradients=False is for evaluation: the loss is computed without label smoothing.
+             gradients=False is for evaluation: the loss is computed without label smoothing; dloss is not used.
+             forward(..., dloss=dloss) is for callers that know the upstream gradient before the loss.  It already adds the
+             gradients of weight and bias, so it takes no memory for them; backward(dloss, ctx) only returns dx.
     """
 
     class Ctx(NamedTuple):
@@ -35,6 +38,7 @@ class LinearCrossEntropy:
         dx: Array | None
         dweight: Array | None
         dbias: Array | None
+        dloss: Array | None     # given to forward, which then added dweight and dbias
 
     def __init__(self, weight: Parameter, bias: Parameter, ignore: int = -1, smoothing: float = 0.0,
                  name: str | None = None) -> None:
@@ -43,25 +47,38 @@ class LinearCrossEntropy:
         check_parameter(weight, weight.value.shape)
         check_parameter(bias, (V,))
 
-    def forward(self, x: Array, labels: Array, gradients: bool = True) -> tuple[Array, Ctx]:
+    def forward(self, x: Array, labels: Array, gradients: bool = True, *, dloss: Array | None = None) -> tuple[Array, Ctx]:
         V, D = self.weight.value.shape
         check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, D))
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
         dx = dweight = dbias = None
-        if gradients:
+        if not gradients:
+            dloss = None
+        elif dloss is None:
             dx, dweight = empty_gradient(x.shape, f'{self.name}.dx1'), empty_gradient((V, D), f'{self.name}.dweight1')
             dbias = empty_gradient(V, f'{self.name}.dbias1')
-        launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, x, self.weight.value, self.bias.value, labels,
+        else:
+            check('dloss', dloss, (1,))
+            dx, dweight, dbias = empty_gradient(x.shape, f'{self.name}.dx'), self.weight.grad, self.bias.grad
+        launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, dloss, x, self.weight.value, self.bias.value, labels,
                work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore,
                self.smoothing if gradients else 0.0)
         if gradients:
             note_product(self, LOGITS, weight=self.weight, bias=self.bias)
-        return loss, self.Ctx(valid, dx, dweight, dbias)
+        if dloss is None:
+            return loss, self.Ctx(valid, dx, dweight, dbias, None)
+        note_product(self, DGRAD, weight=self.weight)
+        return loss, self.Ctx(valid, dx, None, None, dloss)
 
     def backward(self, dloss: Array, ctx: Ctx) -> Array:
         check('dloss', dloss, (1,))
         check_kept(ctx.dx)
+        if ctx.dloss is not None:
+            if dloss is not ctx.dloss:
+                raise ValueError(f'{self.name}: backward got another dloss than forward, expected the same array: '
+                                 'forward used it for the gradients')
+            return ctx.dx
         dx = empty_gradient(ctx.dx.shape, f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
         note_product(self, SCALED, weight=self.weight)
@@ -107,6 +124,7 @@ class LinearCrossEntropy:
 
 
 LOGITS = Product('fwd', {'x': 'x'})             # the logits and their gradients are never stored
+DGRAD = Product('dgrad', {'dx': 'dx'})          # with dloss
 SCALED = Product('dgrad', {'dx': 'y'})          # of `scale`: dx for dloss = 1, times dloss
 
 declare(linear_cross_entropy=Kernel(

@@ -18,6 +18,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
     """LinearCrossEntropy with rounded operands: all logits are stored, including masked rows.
 
     Saves    logits, labels, stats of CrossEntropy, and the same as QuantizedLinear; nothing with gradients=False
+    Notes    forward does not use dloss: backward adds all gradients of parameters
     """
 
     class Ctx(NamedTuple):
@@ -39,7 +40,7 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         logits = empty((len(as_rows(x)), len(self.weight.value)), name=f'{self.name}.logits')
         return logits, self.products.forward(logits, x)
 
-    def forward(self, x: Array, labels: Array, gradients: bool = True) -> tuple[Array, Ctx]:
+    def forward(self, x: Array, labels: Array, gradients: bool = True, *, dloss: Array | None = None) -> tuple[Array, Ctx]:
         check('labels', labels, np.shape(labels), np.int32)
         check('x', x, (*labels.shape, self.weight.value.shape[1]))
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')

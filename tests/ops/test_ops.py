@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from arrays import RTOL, close, normal, of_zeros, parameter, same
+from arrays import RTOL, close, near, normal, of_zeros, parameter, same
 from conftest import ROOT
 from places import get, launch, of_threads, put
 from rows import (
@@ -254,6 +254,97 @@ def test_masked_rows_do_not_influence_the_loss():
     same(dx, run.grads['x'], 'dx')
     same(dx[labels == 0], 0, 'dx[labels == 0]')
     assert loss[0] == run.y[0]
+
+
+def gradients_added_in_forward(run, labels=None):
+    """Return the loss, dx and the parameter gradients that start as those of `run`, with run.dy given to forward."""
+    op = run.built.op(**{name: parameter(name, value, run.noise[name].copy()) for name, value in run.built.params.items()})
+    dloss, x = put(run.dy), run.placed['x']
+    loss, ctx = op.forward(x, run.placed['labels'] if labels is None else put(labels), dloss=dloss)
+    grads = {name: get(p.grad).copy() for name, p in (('weight', op.weight), ('bias', op.bias))}
+    dx = get(op.backward(dloss, ctx))
+    for name, p in (('weight', op.weight), ('bias', op.bias)):
+        same(get(p.grad), grads[name], f'd {name}')                     # backward adds nothing
+    return get(loss), dx, grads
+
+
+OUTPUT_LAYERS = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}')
+                 for row in (LinearCrossEntropyRow(), SmoothedLinearCrossEntropyRow()) for size in (*row.sizes, row.large)]
+
+
+@pytest.mark.parametrize('row,size', OUTPUT_LAYERS)
+def test_forward_with_the_upstream_gradient_adds_what_backward_adds_without_it(row, size):
+    """The op table compares the gradients of backward with the formula, for the same random upstream gradient."""
+    run = Run(row, size)
+    loss, dx, grads = gradients_added_in_forward(run)
+    same(loss, run.y, 'loss')
+    close(dx, run.grads['x'], 1e-6, 'dx')
+    for name, grad in grads.items():
+        want = run.noise[name] + run.grads[name]
+        near(grad, want, 1e-6 * (np.abs(run.noise[name]).max() + np.abs(want).max()), f'd {name}')
+
+
+def test_two_uses_of_an_output_layer_add_their_gradients_in_forward():
+    run, one = Run(LinearCrossEntropyRow(), (5, 70, 17, 1100)), put(np.ones(1, np.float32))
+    weight, bias = (parameter(name, value) for name, value in run.built.params.items())
+    op, inputs = LinearCrossEntropy(weight, bias, ignore=0), (run.placed['x'], run.placed['labels'])
+    _, first = op.forward(*inputs, dloss=one)
+    once = get(weight.grad).copy(), get(bias.grad).copy()
+    _, second = op.forward(*inputs, dloss=one)
+    same(get(op.backward(one, first)), get(op.backward(one, second)), 'dx')
+    for p, grad in zip((weight, bias), once, strict=True):
+        assert np.abs(grad).max() > 1e-3
+        close(get(p.grad), 2 * grad, 1e-6, f'd {p.name}')
+
+
+def test_forward_without_a_valid_row_adds_nothing_to_the_gradients():
+    run = Run(LinearCrossEntropyRow(), (5, 70, 17, 1100), backward=False)
+    loss, dx, grads = gradients_added_in_forward(run, np.zeros_like(run.built.constants['labels']))
+    same(loss, 0, 'loss')
+    same(dx, 0, 'dx')
+    for name, grad in grads.items():
+        same(grad, run.noise[name], f'd {name}')
+
+
+def test_an_evaluation_does_not_use_an_upstream_gradient():
+    run = Run(SmoothedLinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
+    loss, ctx = run.op.forward(*run.placed.values(), gradients=False, dloss=put(run.dy))
+    same(get(loss), get(run.op.forward(*run.placed.values(), gradients=False)[0]), 'loss')
+    for name, p in run.params.items():
+        same(get(p.grad), run.noise[name], f'd {name}')
+    with pytest.raises(ValueError, match='gradients=False'):
+        run.op.backward(put(run.dy), ctx)
+
+
+def test_backward_refuses_an_upstream_gradient_that_forward_did_not_use():
+    run = Run(LinearCrossEntropyRow(), (3, 4, 6, 5), backward=False)
+    _, ctx = run.op.forward(*run.placed.values(), dloss=put(run.dy))
+    with pytest.raises(ValueError, match='another dloss than forward, expected the same array'):
+        run.op.backward(put(run.dy.copy()), ctx)
+    with pytest.raises(ValueError, match=r'dloss: want shape \(1,\), got \(2,\)'):
+        run.op.forward(*run.placed.values(), dloss=put(np.ones(2, np.float32)))
+    loss, valid, x = np.zeros(1, np.float32), np.zeros(1, np.int32), np.zeros((2, 3), np.float32)
+    weight, bias, labels = np.zeros((4, 3), np.float32), np.zeros(4, np.float32), np.zeros(2, np.int32)
+    scratch = np.zeros(backend.work_size('linear_cross_entropy', 2, 3, 4, False), np.float32)
+    with pytest.raises(ValueError, match='linear_cross_entropy: dloss without dx, dweight and dbias, expected NULL'):
+        launch('linear_cross_entropy', loss, valid, None, None, None, run.dy, x, weight, bias, labels, scratch,
+               2, 3, 4, -1, 0.0)
+
+
+@of_threads
+@pytest.mark.parametrize('row', [LinearCrossEntropyRow(), SmoothedLinearCrossEntropyRow()], ids=lambda row: row.name)
+def test_gradients_added_in_forward_are_the_same_bits_for_any_number_of_threads(row):
+    before, results = backend.threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            backend.set_threads(threads)
+            results.append(gradients_added_in_forward(Run(row, row.large, backward=False)))
+    finally:
+        backend.set_threads(before)
+    for _, dx, grads in results[1:]:
+        same(dx, results[0][1], 'dx')
+        for name, grad in grads.items():
+            same(grad, results[0][2][name], f'd {name}')
 
 
 def test_predict_is_the_argmax_of_the_logits():

@@ -118,6 +118,23 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize('name', MODELS)
+def test_the_gradient_of_the_output_weight_is_added_where_it_is_computed(name):
+    """A step has no second array of its size, and no launch that adds one."""
+    model, batch = MODELS[name](), {name: put(np.ones((4, 6), np.int32)) for name in ('source', 'target', 'labels')}
+    with Plan(model.params, run=False, **batch, **model.arrays()) as plan:
+        _, ctx = model.forward(*batch.values())
+        plan.boundary()
+        model.backward(ctx)
+    for parameter in ('weight', 'bias'):
+        writers = [(action.kernel, argument) for action in plan.actions for argument, tensor in action.split()[1].items()
+                   if tensor.name == f'output.{parameter}_grad']
+        assert writers == [('linear_cross_entropy', f'd{parameter}')]
+    known = {f'{name}{suffix}' for name in model.params for suffix in ('', '_grad')}
+    used = {tensor for action in plan.actions for tensor in action.tensors.values()}
+    assert not [str(t) for t in used if t.shape == model.params['output.weight'].value.shape and t.name not in known]
+
+
 @pytest.mark.parametrize('max_norm, weight_decay', [(0.5, 0.0), (None, 0.0), (0.5, 0.1)])
 @pytest.mark.parametrize('name', MODELS)
 def test_sparse_gradients_of_embeddings_are_dense_training_bit_for_bit(name, max_norm, weight_decay):
