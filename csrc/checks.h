@@ -98,6 +98,21 @@ static inline pyops_status check_dropout(const char *who, int64_t n, float p) {
     return check_dropout_p(who, p);
 }
 
+static inline pyops_status check_residual_norm(const char *who, int64_t R, int64_t C, float p, float eps) {
+    pyops_status status = check_rows(who, R, C);
+    if (!status) status = check_dropout_p(who, p);
+    return status ? status : check_eps(who, eps);
+}
+
+static inline pyops_status check_residual_norm_backward(const float *dbranch, const int64_t *step, int64_t R, int64_t C,
+                                                        float p) {
+    const pyops_status status = check_residual_norm("residual_norm_backward", R, C, p, 0.0f);
+    if (status) return status;
+    PYOPS_REQUIRE(!dbranch == !(step && p > 0.0f), "residual_norm_backward: dbranch: expected %s",
+                  dbranch ? "NULL without dropout" : "an array with dropout");
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_attention(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
                                            float p) {
     PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1,

@@ -291,6 +291,24 @@ PYOPS_API pyops_status pyops_layer_norm_backward(
     int64_t R, int64_t C, int32_t accumulate, void *stream);
 PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
 
+/* ---- layer norm of a residual connection ----------------------------------------------------
+ * sum = x + branch * keep / (1 - p);  y, mean, rstd = layer norm of sum.   keep as in pyops_dropout; step NULL or p = 0: all 1
+ * backward:  dx = the gradient of sum, as in layer norm;   dbranch = dx * keep / (1 - p);   dweight, dbias add
+ *            dbranch is NULL without dropout, where it would equal dx
+ * The bits are those of pyops_residual, pyops_layer_norm_* and pyops_dropout, one after the other.
+ * x, branch, sum, y, dy, dx, dbranch (R,C)   weight, bias, dweight, dbias (C)   sum, mean, rstd (R) are saved for backward
+ * sum may be x or branch, dx may be dy.   work: pyops_layer_norm_backward_work(R, C) floats
+ */
+PYOPS_API pyops_status pyops_residual_norm_forward(
+    float *y, float *sum, float *mean, float *rstd,
+    const float *x, const float *branch, const int64_t *step, const float *weight, const float *bias,
+    int64_t R, int64_t C, float p, uint64_t key, float eps, void *stream);
+PYOPS_API pyops_status pyops_residual_norm_backward(
+    float *dx, float *dbranch, float *dweight, float *dbias,
+    const float *dy, const float *sum, const int64_t *step, const float *weight, const float *mean, const float *rstd,
+    float *work,
+    int64_t R, int64_t C, float p, uint64_t key, void *stream);
+
 /* ---- batch norm over the rows ----------------------------------------------------------------
  * training 1:  mean[c] = mean of x[:,c];   rstd[c] = 1 / sqrt(variance of x[:,c] + eps);   R >= 2
  *              running_mean += momentum * (mean - running_mean);   running_var likewise, with the unbiased variance,

@@ -18,14 +18,14 @@ static __global__ void drop(float *y, const float *base, const float *x, const i
         if (whole && i + 4 <= n) {
             const float4 in = *reinterpret_cast<const float4 *>(x + i);
             float4 out = base ? *reinterpret_cast<const float4 *>(base + i) : make_float4(0, 0, 0, 0);
-            out.x += random.word[0] >= threshold ? in.x * scale : 0.0f;
-            out.y += random.word[1] >= threshold ? in.y * scale : 0.0f;
-            out.z += random.word[2] >= threshold ? in.z * scale : 0.0f;
-            out.w += random.word[3] >= threshold ? in.w * scale : 0.0f;
+            out.x += dropped(in.x, random.word[0], threshold, scale);
+            out.y += dropped(in.y, random.word[1], threshold, scale);
+            out.z += dropped(in.z, random.word[2], threshold, scale);
+            out.w += dropped(in.w, random.word[3], threshold, scale);
             *reinterpret_cast<float4 *>(y + i) = out;
         } else {
             for (int j = 0; j < 4 && i + j < n; j++)
-                y[i + j] = (base ? base[i + j] : 0.0f) + (random.word[j] >= threshold ? x[i + j] * scale : 0.0f);
+                y[i + j] = (base ? base[i + j] : 0.0f) + dropped(x[i + j], random.word[j], threshold, scale);
         }
     }
 }

@@ -1,4 +1,4 @@
-// layer_norm.cu - normalise rows to mean 0 and variance 1, then scale and shift by column.
+// layer_norm.cu - normalise rows to mean 0 and variance 1, then scale and shift by column; with a residual sum before it, too.
 //
 // A row is read once and stays in the registers of a team: a warp, or a block for longer rows.  All sums over the row use
 // these registers, in as many passes as accuracy requires.  A lane of the team has every n-th pack of 4 adjacent elements (one
@@ -15,6 +15,7 @@
 #include "block.cuh"
 #include "columns.cuh"
 #include "index.cuh"
+#include "philox.cuh"
 
 namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -74,7 +75,8 @@ template <int LANES_, int WIDTH_, int PACKS_> struct Share {
         const float *row;
         bool whole;
         Neighbours held[SLOTS];
-        __device__ __forceinline__ Row(const float *row, int64_t C, bool whole) : row(row), whole(whole) {
+        __device__ __forceinline__ Row(const float *row, bool whole) : row(row), whole(whole) {}     // nothing held yet
+        __device__ __forceinline__ Row(const float *row, int64_t C, bool whole) : Row(row, whole) {
             if constexpr (PACKS > 0) {              // one branch for all packs, so that no branch separates the loads
                 if (whole) each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, true); });
                 else each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, false); });
@@ -91,15 +93,58 @@ template <int LANES_, int WIDTH_, int PACKS_> struct Share {
 template <int LANES> DEVICE int64_t first_row() { return (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES; }
 template <int LANES> DEVICE int64_t rows_at_once() { return int64_t(gridDim.x) * (THREADS / LANES); }
 
+// ---- dropout of a residual connection -------------------------------------------------------------------------------
+struct Dropout {
+    const int64_t *step;                // NULL: nothing is dropped
+    uint64_t key;
+    uint32_t threshold;
+    float scale;
+
+    // base + dropout(x), both of them packs at element i of their arrays.
+    template <int WIDTH>
+    __device__ __forceinline__ Pack<float, WIDTH> add(Pack<float, WIDTH> base, const Pack<float, WIDTH> &x, int64_t i) const {
+        if (!step) {
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) base.at[k] += x.at[k];
+            return base;
+        }
+        const Words random = philox(i / 4, step[0], key);
+        if constexpr (WIDTH == 4) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) base.at[k] += dropped(x.at[k], random.word[k], threshold, scale);
+        } else {
+            const int which = i % 4;            // no variable index: that would put the words into local memory
+            const uint32_t low = which & 1 ? random.word[1] : random.word[0],
+                           high = which & 1 ? random.word[3] : random.word[2];
+            base.at[0] += dropped(x.at[0], which & 2 ? high : low, threshold, scale);
+        }
+        return base;
+    }
+};
+
 // ---- forward ----------------------------------------------------------------------------------------------------
-template <class S>
+// RESIDUAL: normalise sum = x + dropout(branch) instead of x, and store it.
+template <class S, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS)
-    forward(float *y, float *mean, float *rstd, const float *x, const float *weight, const float *bias, int64_t R, int64_t C,
-            float eps, bool whole) {
+    forward(float *y, float *total, float *mean, float *rstd, const float *x, const float *branch, Dropout dropout,
+            const float *weight, const float *bias, int64_t R, int64_t C, float eps, bool whole) {
     using Neighbours = typename S::Neighbours;
     const float share = 1.0f / static_cast<float>(C);
     for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
-        const typename S::Row row(x + r * C, C, whole);
+        const auto row = [&] {
+            if constexpr (!RESIDUAL) {
+                return typename S::Row(x + r * C, C, whole);
+            } else {
+                const typename S::Row in(x + r * C, C, whole), added(branch + r * C, C, whole);
+                typename S::Row both(total + r * C, whole);
+                S::each(C, [&](int i, int64_t c) {
+                    const Neighbours out = dropout.add(in.at(i, c), added.at(i, c), r * C + c);
+                    if constexpr (S::PACKS > 0) both.held[i] = out;
+                    store<S::WIDTH>(total + r * C + c, out, whole);
+                });
+                return both;
+            }
+        }();
         float sum[1] = {};
         S::each(C, [&](int i, int64_t c) {
             const Neighbours in = row.at(i, c);
@@ -140,11 +185,11 @@ static __global__ void __launch_bounds__(THREADS)
 static constexpr int MOST_RESIDENT = 5;
 static constexpr int resident(int held) { return held == 0 ? 4 : held <= 4 ? MOST_RESIDENT : held <= 8 ? 3 : 2; }
 
-// sums: per block, its contribution to dweight (C) and to dbias (C)
-template <class S>
+// sums: per block, its contribution to dweight (C) and to dbias (C).   RESIDUAL: also dbranch = dropout(dx).
+template <class S, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS, resident(S::HELD))
-    backward(float *dx, float *sums, const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
-             int64_t R, int64_t C, bool accumulate, bool whole) {
+    backward(float *dx, float *dbranch, float *sums, const float *dy, const float *x, Dropout dropout, const float *weight,
+             const float *mean, const float *rstd, int64_t R, int64_t C, bool accumulate, bool whole) {
     using Neighbours = typename S::Neighbours;
     constexpr int WIDTH = S::WIDTH;
     const float share = 1.0f / static_cast<float>(C);
@@ -186,6 +231,7 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD))
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) out.at[k] += s * (d.at[k] * w.at[k] - a - (in.at[k] - m) * s * b);
             store<WIDTH>(dx + r * C + c, out, whole);
+            if constexpr (RESIDUAL) store<WIDTH>(dbranch + r * C + c, dropout.add(Neighbours{}, out, r * C + c), whole);
         });
     }
     if constexpr (S::PACKS > 0 && S::LANES == THREADS)
@@ -241,6 +287,45 @@ template <int WIDTH, int MOST, class Launch> static cudaError_t with_share_of(in
 template <int MOST, class Launch> static cudaError_t with_share(int64_t C, Launch launch) {
     return C % 4 == 0 ? with_share_of<4, MOST>(C, launch) : with_share_of<1, MOST>(C, launch);
 }
+
+template <bool RESIDUAL>
+static pyops_status launch_forward(const char *who, float *y, float *total, float *mean, float *rstd, const float *x,
+                                   const float *branch, Dropout dropout, const float *weight, const float *bias, int64_t R,
+                                   int64_t C, float eps, void *stream) {
+    if (R == 0) return PYOPS_OK;
+    const bool whole = aligned(y) && aligned(total) && aligned(x) && aligned(branch) && aligned(weight) && aligned(bias);
+    const cudaError_t error = with_share<8>(C, [&](auto share) {
+        using S = decltype(share);
+        // a team per row; the hardware assigns blocks to free multiprocessors
+        const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
+        return LAUNCH((forward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), y, total, mean,
+                      rstd, x, branch, dropout, weight, bias, R, C, eps, whole);
+    });
+    return pyops_launched(who, error, stream);
+}
+
+template <bool RESIDUAL>
+static pyops_status launch_backward(const char *who, float *dx, float *dbranch, float *dweight, float *dbias, const float *dy,
+                                    const float *x, Dropout dropout, const float *weight, const float *mean, const float *rstd,
+                                    float *work, int64_t R, int64_t C, bool accumulate, void *stream) {
+    if (R == 0) return PYOPS_OK;
+    const bool whole = aligned(dx) && aligned(dbranch) && aligned(dy) && aligned(x) && aligned(weight) && aligned(work);
+    int64_t blocks = 0;
+    Launches launches;
+    launches << with_share<4>(C, [&](auto share) {
+        using S = decltype(share);
+        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * resident(S::HELD));
+        return LAUNCH((backward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, dbranch, work,
+                      dy, x, dropout, weight, mean, rstd, R, C, accumulate, whole);
+    });
+    launches << LAUNCH(add_sums, static_cast<unsigned>(blocks_for<int64_t>(2 * C, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+                       stream_of(stream), dweight, dbias, work, blocks, C);
+    return pyops_launched(who, launches.error, stream);
+}
+
+static Dropout dropout_of(const int64_t *step, float p, uint64_t key) {
+    return {p > 0.0f ? step : nullptr, key, dropout_threshold(p), 1.0f / (1.0f - p)};
+}
 }
 
 extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const float *x, const float *weight,
@@ -248,16 +333,18 @@ extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *r
     pyops_status status = check_rows("layer_norm_forward", R, C);
     if (!status) status = check_eps("layer_norm_forward", eps);
     if (status) return status;
-    if (R == 0) return PYOPS_OK;
-    const bool whole = aligned(y) && aligned(x) && aligned(weight) && aligned(bias);
-    const cudaError_t error = with_share<8>(C, [&](auto share) {
-        using S = decltype(share);
-        // a team per row; the hardware assigns blocks to free multiprocessors
-        const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
-        return LAUNCH(forward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), y, mean, rstd, x, weight, bias,
-                      R, C, eps, whole);
-    });
-    return pyops_launched("layer_norm_forward", error, stream);
+    return launch_forward<false>("layer_norm_forward", y, nullptr, mean, rstd, x, nullptr, Dropout(), weight, bias, R, C, eps,
+                                 stream);
+}
+
+extern "C" pyops_status pyops_residual_norm_forward(float *y, float *sum, float *mean, float *rstd, const float *x,
+                                                    const float *branch, const int64_t *step, const float *weight,
+                                                    const float *bias, int64_t R, int64_t C, float p, uint64_t key, float eps,
+                                                    void *stream) {
+    const pyops_status status = check_residual_norm("residual_norm_forward", R, C, p, eps);
+    if (status) return status;
+    return launch_forward<true>("residual_norm_forward", y, sum, mean, rstd, x, branch, dropout_of(step, p, key), weight, bias,
+                                R, C, eps, stream);
 }
 
 // Per block, its contribution to dweight (C) and to dbias (C); there are at most as many blocks as rows.
@@ -269,17 +356,20 @@ extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, flo
                                                   const float *weight, const float *mean, const float *rstd, float *work,
                                                   int64_t R, int64_t C, int32_t accumulate, void *stream) {
     const pyops_status status = check_rows("layer_norm_backward", R, C);
-    if (status || R == 0) return status;
-    const bool whole = aligned(dx) && aligned(dy) && aligned(x) && aligned(weight) && aligned(work);
-    int64_t blocks = 0;
-    Launches launches;
-    launches << with_share<4>(C, [&](auto share) {
-        using S = decltype(share);
-        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * resident(S::HELD));
-        return LAUNCH(backward<S>, static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, work, dy, x, weight, mean,
-                      rstd, R, C, accumulate != 0, whole);
-    });
-    launches << LAUNCH(add_sums, static_cast<unsigned>(blocks_for<int64_t>(2 * C, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
-                       stream_of(stream), dweight, dbias, work, blocks, C);
-    return pyops_launched("layer_norm_backward", launches.error, stream);
+    if (status) return status;
+    return launch_backward<false>("layer_norm_backward", dx, nullptr, dweight, dbias, dy, x, Dropout(), weight, mean, rstd,
+                                  work, R, C, accumulate != 0, stream);
+}
+
+extern "C" pyops_status pyops_residual_norm_backward(float *dx, float *dbranch, float *dweight, float *dbias, const float *dy,
+                                                     const float *sum, const int64_t *step, const float *weight,
+                                                     const float *mean, const float *rstd, float *work, int64_t R, int64_t C,
+                                                     float p, uint64_t key, void *stream) {
+    const pyops_status status = check_residual_norm_backward(dbranch, step, R, C, p);
+    if (status) return status;
+    const Dropout dropout = dropout_of(step, p, key);
+    return dbranch ? launch_backward<true>("residual_norm_backward", dx, dbranch, dweight, dbias, dy, sum, dropout, weight,
+                                           mean, rstd, work, R, C, false, stream)
+                   : launch_backward<false>("residual_norm_backward", dx, nullptr, dweight, dbias, dy, sum, dropout, weight,
+                                            mean, rstd, work, R, C, false, stream);
 }

@@ -22,5 +22,8 @@ DEVICE Words philox(uint64_t group, uint64_t step, uint64_t key) {
     return {{c0, c1, c2, c3}};
 }
 
+// Dropout of one element.
+DEVICE float dropped(float x, uint32_t word, uint32_t threshold, float scale) { return word >= threshold ? x * scale : 0.0f; }
+
 // Dropout keeps an element if its word is at least this.
 static inline uint32_t dropout_threshold(float p) { return static_cast<uint32_t>(static_cast<double>(p) * 4294967296.0); }

@@ -29,7 +29,8 @@ from pyops.ops.pixel_linear import PixelLinear
 from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
+from pyops.ops.residual_norm import ResidualNorm
 
 __all__ = ['GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU',
            'FeedForward', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU',
-           'Residual', 'sequence_lengths']
+           'Residual', 'ResidualNorm', 'sequence_lengths']

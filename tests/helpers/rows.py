@@ -33,6 +33,7 @@ from pyops.ops import (
     Positions,
     ReLU,
     Residual,
+    ResidualNorm,
 )
 from pyops.ops.array import ArrayOp
 from pyops.ops.attention import dropout_factors, visible
@@ -278,6 +279,23 @@ class ResidualRow:
 
     def torch(self, torch, x, branch, step=None):
         return x + branch * torch.tensor(self.kept(x.shape))
+
+
+class ResidualNormRow(ResidualRow):
+    sizes = ((1, 3), (2, 3, 5), (3, 5, 33), (2, 70, 8), (4, 40, 257), (9, 40, 256))              # ..., C
+    large = (9, 101, 300)
+
+    def __init__(self, with_dropout):
+        super().__init__(with_dropout)
+        self.name = self.name.replace('residual', 'residual_norm')
+
+    def build(self, size, rng):
+        built, C = super().build(size, rng), size[-1]
+        return Built(lambda weight, bias: ResidualNorm(weight, bias, self.P, self.KEY), built.inputs,
+                     dict(weight=normal(rng, C), bias=normal(rng, C)), built.constants)
+
+    def torch(self, torch, x, branch, weight, bias, step=None):
+        return torch.nn.functional.layer_norm(super().torch(torch, x, branch, step), x.shape[-1:], weight, bias)
 
 
 class ConcatContextRow:
@@ -549,7 +567,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          EmbeddingGRURow(False, False, False),
          *(GRURow(before, True, True) for before in (False, True)),
          *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
-         *(ResidualRow(with_dropout) for with_dropout in (False, True)),
+         *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          PositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),

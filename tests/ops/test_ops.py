@@ -42,9 +42,11 @@ from pyops.ops import (
     PixelLinear,
     Positions,
     Residual,
+    ResidualNorm,
     sequence_lengths,
 )
 from pyops.ops.attention import dropout_factors
+from pyops.params import Parameter
 from pyops.philox import philox4x32
 from pyops.quantization import Recipe
 
@@ -422,6 +424,83 @@ def test_the_table_of_positions_is_that_of_the_formula():
 def layer_norm(C, weight=1.0, bias=0.0, **settings):
     return LayerNorm(parameter('weight', np.full(C, weight, np.float32)), parameter('bias', np.full(C, bias, np.float32)),
                      **settings)
+
+
+def of_work(R, C):
+    return np.empty(backend.work_size('layer_norm_backward', R, C), np.float32)
+
+
+def norm_of_residual(C, rng, p=0.3, key=11):
+    """Return the fused op, then the two ops that it replaces.  All have the same parameters; their gradients differ."""
+    values, start = (normal(rng, C), normal(rng, C)), (normal(rng, C), normal(rng, C))
+
+    def parameters():
+        return [Parameter(name, put(value), put(grad.copy())) for name, value, grad in zip('wb', values, start, strict=True)]
+    return ResidualNorm(*parameters(), p, key), Residual(p, key), LayerNorm(*parameters())
+
+
+@pytest.mark.parametrize('step', [None, 7 + (3 << 32)], ids=['no-dropout', 'dropout'])
+@pytest.mark.parametrize('shape', [(1, 1), (5, 3), (9, 13, 256), (70, 33), (200, 16), (3, 1000), (9, 2052), (2, 257), (3, 8200),
+                                   (3, 2051)], ids=lambda shape: 'x'.join(map(str, shape)))
+def test_residual_norm_has_the_bits_of_residual_and_layer_norm(shape, step):
+    rng = np.random.default_rng(2)
+    fused, residual, norm = norm_of_residual(shape[-1], rng)
+    x, branch, dy = (put(normal(rng, *shape)) for _ in range(3))
+    step = None if step is None else put(np.array([step]))
+    y, ctx = fused.forward(x, branch, step)
+    total, c1 = residual.forward(x, branch, step)
+    want, c2 = norm.forward(total)
+    for name, ours, theirs in (('y', y, want), ('sum', ctx.sum, total), ('mean', ctx.mean, c2.mean),
+                               ('rstd', ctx.rstd, c2.rstd)):
+        same(get(ours), get(theirs), name)
+    dx, dbranch = fused.backward(dy, ctx)
+    want_dx, want_dbranch = residual.backward(norm.backward(dy, c2), c1)
+    same(get(dx), get(want_dx), 'dx')
+    same(get(dbranch), get(want_dbranch), 'dbranch')
+    assert (dbranch is dx) == (step is None)
+    same(get(fused.weight.grad), get(norm.weight.grad), 'd weight')
+    same(get(fused.bias.grad), get(norm.bias.grad), 'd bias')
+
+
+@pytest.mark.parametrize('C', [5, 256, 8200])
+def test_residual_norm_may_overwrite_what_it_adds_and_its_gradient(C):
+    rng, step, R = np.random.default_rng(2), np.array([5]), 70
+    op = norm_of_residual(C, rng)[0]
+    x, branch, dy = (normal(rng, R, C) for _ in range(3))
+    y, ctx = op.forward(put(x), put(branch), put(step))
+    before = get(op.weight.grad).copy(), get(op.bias.grad).copy()
+    want = op.backward(put(dy), ctx)
+    for place in (0, 1):
+        operands, again = [x.copy(), branch.copy()], np.empty_like(x)
+        launch('residual_norm_forward', again, operands[place], np.empty(R, 'f'), np.empty(R, 'f'), *operands, step,
+               get(op.weight.value), get(op.bias.value), R, C, op.p, op.key, op.eps)
+        same(again, get(y), 'y')
+        same(operands[place], get(ctx.sum), 'sum')
+        same(operands[1 - place], (x, branch)[1 - place], 'the other operand')
+    (dweight, dbias), dbranch = before, np.empty_like(x)
+    launch('residual_norm_backward', dy, dbranch, dweight, dbias, dy, get(ctx.sum), step, get(op.weight.value), get(ctx.mean),
+           get(ctx.rstd), of_work(R, C), R, C, op.p, op.key)
+    for name, ours, theirs in (('dx', dy, want[0]), ('dbranch', dbranch, want[1]), ('d weight', dweight, op.weight.grad),
+                               ('d bias', dbias, op.bias.grad)):
+        same(ours, get(theirs), name)
+
+
+@pytest.mark.parametrize('settings,message', [(dict(p=1.0), 'p=1, expected 0 <= p < 1'),
+                                              (dict(eps=-1.0), 'eps=-1, expected at least 0')])
+def test_residual_norm_refuses_settings_out_of_range(settings, message):
+    op = ResidualNorm(*(parameter(name, np.ones(3, np.float32)) for name in 'wb'), **settings)
+    x = put(np.zeros((2, 3), np.float32))
+    with pytest.raises(ValueError, match=f'residual_norm_forward: {message}'):
+        op.forward(x, x, put(np.array([1])))
+
+
+@pytest.mark.parametrize('with_dropout', [False, True])
+def test_residual_norm_needs_an_array_for_dbranch_just_if_it_drops(with_dropout):
+    x, row, step = np.zeros((2, 3), np.float32), np.zeros(3, np.float32), np.array([1]) if with_dropout else None
+    expected = 'an array with dropout' if with_dropout else 'NULL without dropout'
+    with pytest.raises(ValueError, match=f'residual_norm_backward: dbranch: expected {expected}'):
+        launch('residual_norm_backward', x, None if with_dropout else x, row, row, x, x, step, row, row[:2], row[:2],
+               of_work(2, 3), 2, 3, 0.5, 1)
 
 
 @pytest.mark.parametrize('C', (1, 3, 64, 333))

@@ -1,0 +1,81 @@
+"""ResidualNorm: layer norm of a residual connection."""
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch, work
+from pyops.backend.kernels import Kernel, declare
+from pyops.ops.layer_norm import LayerNorm
+from pyops.ops.residual import Residual
+
+if TYPE_CHECKING:
+    from pyops.params import Parameter
+    from pyops.typing import Array, Example, Normal
+
+
+class ResidualNorm:
+    """Add a branch to its own input, after dropout of the branch, and normalise the sum over the last axis.
+
+    Shapes   x, branch, y, dy, dx, dbranch (..., C);  weight (C,), bias (C,)
+             step (1,) int64 array: each step has a different mask
+    Forward  sum = x + branch * keep / (1 - p), as in Residual;  y = layer norm of sum, as in LayerNorm
+    Backward dx = gradient of sum, as in LayerNorm;  dbranch = dx * keep / (1 - p), or the array dx if there was no dropout
+             dweight and dbias add, as in LayerNorm
+    Saves    sum, the step, and mean and rstd of each row of sum
+    Errors   ValueError if not 0 <= p < 1 and for a negative eps; TypeError and ValueError naming the argument or the parameter
+    Source   a post-norm sublayer of Vaswani et al. 2017, arXiv:1706.03762, section 3.1
+    Notes    one kernel forward and one backward; the bits equal those of Residual and LayerNorm
+             residual: the name of the residual connection, for its tensors
+    """
+
+    class Ctx(NamedTuple):
+        sum: Array
+        mean: Array
+        rstd: Array
+        step: Array | None         # None: no dropout
+
+    def __init__(self, weight: Parameter, bias: Parameter, p: float = 0.0, key: int = 0, eps: float = 1e-5,
+                 name: str | None = None, residual: str = 'residual') -> None:
+        self.weight, self.bias, self.p, self.key, self.eps = weight, bias, p, key, eps
+        self.name, self.residual = name or weight.owner, residual
+        C, = axes(weight.name, weight.value, 'C')
+        check_parameter(weight, (C,))
+        check_parameter(bias, (C,))
+
+    def forward(self, x: Array, branch: Array, step: Array | None = None) -> tuple[Array, Ctx]:
+        C = len(self.weight.value)
+        check('x', x, (*np.shape(x)[:-1], C))
+        check('branch', branch, x.shape)
+        if step is not None:
+            check('step', step, (1,), np.int64)
+        rows = x.shape[:-1]
+        y, total = empty(x.shape, name=f'{self.name}.y'), empty(x.shape, name=f'{self.residual}.y')
+        mean, rstd = empty(rows, name=f'{self.name}.mean'), empty(rows, name=f'{self.name}.rstd')
+        launch('residual_norm_forward', y, total, mean, rstd, x, branch, step, self.weight.value, self.bias.value,
+               math.prod(rows), C, self.p, self.key, self.eps)
+        return y, self.Ctx(total, mean, rstd, step if self.p else None)
+
+    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
+        """Return dx and dbranch."""
+        C, R = len(self.weight.value), ctx.mean.size
+        check('dy', dy, ctx.sum.shape)
+        dx = empty_gradient(dy.shape, f'{self.name}.dx')
+        dbranch = None if ctx.step is None else empty_gradient(dy.shape, f'{self.residual}.dbranch')
+        launch('residual_norm_backward', dx, dbranch, self.weight.grad, self.bias.grad, dy, ctx.sum, ctx.step,
+               self.weight.value, ctx.mean, ctx.rstd, work('layer_norm_backward', R, C), R, C, self.p, self.key)
+        return dx, dx if dbranch is None else dbranch
+
+    @staticmethod
+    def reference(x: np.ndarray, branch: np.ndarray, step: np.ndarray | None = None, *, weight: np.ndarray, bias: np.ndarray,
+                  p: float = 0.0, key: int = 0, eps: float = 1e-5) -> np.ndarray:
+        return LayerNorm.reference(Residual.reference(x, branch, step, p, key), weight, bias, eps)
+
+    @staticmethod
+    def example(normal: Normal) -> Example:
+        return [normal(4, 6), normal(4, 6), np.array([3])], dict(weight=normal(6), bias=normal(6), p=0.3, key=7)
+
+
+declare(residual_norm_forward=Kernel(), residual_norm_backward=Kernel())
