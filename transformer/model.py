@@ -11,7 +11,7 @@ import numpy as np
 
 from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, sequence_lengths
+from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, ResidualNorm, sequence_lengths
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
@@ -137,15 +137,18 @@ class MultiHeadAttention:
 class Sublayer:
     """A layer f with a residual connection and layer norm.
 
-    post-norm, as first published      y = norm(x + dropout(f(x)))
+    post-norm, as first published      y = norm(x + dropout(f(x)))         everything after f is one op
     pre-norm                           y = x + dropout(f(norm(x)))
     """
 
     def __init__(self, params, prefix, config):
-        self.pre_norm = config.pre_norm
-        self.norm = LayerNorm(params[f'{prefix}.norm.weight'], params[f'{prefix}.norm.bias'])
-        name = f'{prefix}.residual'
-        self.residual = Residual(config.dropout, key(params.seed, name), name)
+        self.pre_norm, name = config.pre_norm, f'{prefix}.residual'
+        norm    = params[f'{prefix}.norm.weight'], params[f'{prefix}.norm.bias']
+        dropout = config.dropout, key(params.seed, name)
+        if self.pre_norm:
+            self.norm, self.residual = LayerNorm(*norm), Residual(*dropout, name)
+        else:
+            self.residual = ResidualNorm(*norm, *dropout, residual=name)
 
     def forward(self, x, f, step):
         """Return y and ctx.  f(n) returns a branch and its ctx."""
@@ -153,21 +156,16 @@ class Sublayer:
             n, c1 = self.norm.forward(x)
             b, c2 = f(n)
             y, c3 = self.residual.forward(x, b, step)
-        else:
-            b, c1 = f(x)
-            r, c2 = self.residual.forward(x, b, step)
-            y, c3 = self.norm.forward(r)
-        return y, [c1, c2, c3]
+            return y, [c1, c2, c3]
+        b, c1 = f(x)
+        y, c2 = self.residual.forward(x, b, step)
+        return y, [c1, c2]
 
     def backward(self, dy, ctx, f_backward):
         """Return dx.  f_backward(dbranch, ctx, into) returns dn.  Overwrites dy: x has two uses, whose gradients are added."""
-        if self.pre_norm:
-            dx, db = self.residual.backward(dy, ctx.pop())
-            dn     = f_backward(db, ctx.pop(), None)
-            return self.norm.backward(dn, ctx.pop(), into=dx)
-        dr     = self.norm.backward(dy, ctx.pop())
-        dx, db = self.residual.backward(dr, ctx.pop())
-        return f_backward(db, ctx.pop(), dx)
+        dx, db = self.residual.backward(dy, ctx.pop())
+        dn     = f_backward(db, ctx.pop(), None if self.pre_norm else dx)
+        return self.norm.backward(dn, ctx.pop(), into=dx) if self.pre_norm else dn
 
 
 class EncoderBlock:

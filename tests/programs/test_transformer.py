@@ -1,4 +1,5 @@
 """The whole model: against PyTorch with the same weights and masks, its masks, its decoding, on stored losses, resumed."""
+import collections
 import json
 import math
 from dataclasses import replace
@@ -121,6 +122,24 @@ def test_the_default_size_has_64_parameter_tensors():
     assert len(parameter_specs(Config(7939, 13387, pre_norm=True))) == 68       # a norm at the top of either side
     biases = [name for name in specs if name.endswith(('bias', 'b1', 'b2'))]
     assert not any('attention.' in name and '.norm.' not in name for name in biases), 'projections have no bias'
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_a_sublayer_with_a_norm_behind_it_is_one_kernel_in_each_direction(pre_norm):
+    config = Config(50, 61, layers=2, pre_norm=pre_norm, **SMALL)
+    model, step = Transformer(config, seed=3), np.array([5])
+    with plan.Plan(model.params, step=step) as recorded:
+        loss, ctx = model.forward(*random_batch(config, 13), step=step)
+        model.backward(ctx)
+    kernels = collections.Counter(action.kernel for action in recorded.actions)
+    sublayers, sides = 10, 2
+    if pre_norm:
+        assert kernels['residual'] == sublayers and kernels['dropout'] == sublayers + 2 * sides
+        assert kernels['layer_norm_forward'] == kernels['layer_norm_backward'] == sublayers + sides
+    else:
+        assert kernels['residual_norm_forward'] == kernels['residual_norm_backward'] == sublayers
+        assert kernels['dropout'] == 2 * sides, 'only of the embeddings'
+        assert not {'residual', 'layer_norm_forward', 'layer_norm_backward'} & set(kernels)
 
 
 # ---- masks ---------------------------------------------------------------------------------------------
