@@ -21,10 +21,11 @@ enum { QUERIES = 32, KEYS = 64 };           /* of a task in a tile */
 enum { COLUMNS = 48 };                      /* maximum of a tile: queries of several tasks */
 enum { FEW = 3 };                           /* so few queries are computed without tiles, as in incremental decoding */
 
-/* The fields common to all tasks of a call.  Rows of q, k, v, y are `row` floats apart, their copies `ld`. */
+/* The fields common to all tasks of a call.  Copied rows are `ld` floats apart. */
 typedef struct {
     const pyops_kernels *k;
-    int64_t Tq, Tk, B, heads, C, row, ld;
+    int64_t Tq, Tk, B, heads, C, ld;
+    int64_t ldy, ldq, ldk, lddq, lddk;  /* distance of rows: of y and dy, of q, of k and v, of dq, of dk and dv */
     int64_t group, columns, keys;   /* tasks of a group; maximum columns and keys of a tile */
     const int32_t *lengths;
     const int64_t *step;            /* NULL if p is 0 */
@@ -34,8 +35,11 @@ typedef struct {
 } call;
 
 static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                              const int32_t *lengths, const int64_t *step, int32_t causal, float p, uint64_t key) {
-    const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+                              int64_t ldq, int64_t ldk, const int32_t *lengths, const int64_t *step, int32_t causal, float p,
+                              uint64_t key) {
+    pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+    if (!status) status = check_attention_rows(who, "ldq", ldq, heads, C);
+    if (!status) status = check_attention_rows(who, "ldk", ldk, heads, C);
     if (status) return status;
     for (int64_t b = 0; lengths && b < B; b++)
         PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, expected 0 to %lld", who, LL(b), lengths[b],
@@ -47,8 +51,10 @@ static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, 
         .B = B,
         .heads = heads,
         .C = C,
-        .row = B * heads * C,
         .ld = pyops_round_up(C, PYOPS_LANES),
+        .ldy = heads * C,
+        .ldq = ldq,
+        .ldk = ldk,
         .lengths = lengths,
         .step = p > 0.0f ? step : NULL,
         .causal = causal,
@@ -61,6 +67,9 @@ static pyops_status make_call(call *c, const char *who, int64_t Tq, int64_t Tk, 
     c->columns = pyops_round_up(c->group * pyops_min(Tq, QUERIES), PYOPS_LANES);
     return PYOPS_OK;
 }
+
+/* The offset of a task's head in the first step of its sequence, in an array with rows ld floats apart. */
+static int64_t head_at(const call *c, int64_t task, int64_t ld) { return task / c->heads * ld + task % c->heads * c->C; }
 
 /* Whether to use several threads for this many multiply-adds.  Rows are copied too, which costs more than short products. */
 static int shared(const call *c, int64_t products) {
@@ -161,23 +170,24 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
                     const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     const forward_layout l = lay_out_forward(c);
-    const int64_t C = c->C, row = c->row, ld = c->ld, copied = c->keys * ld;
+    const int64_t C = c->C, ld = c->ld, copied = c->keys * ld;
+    const int64_t y_step = c->B * c->ldy, q_step = c->B * c->ldq, k_step = c->B * c->ldk;
     float *const s = work + l.s;
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
         for (int64_t g = 0; g < tasks; g++) {
-            const int64_t n = seen_from(c, task + g, c->Tq - 1, j);
-            kernels->scale_rows(work + l.k + g * copied, k + j * row + g * C, 1.0f, n, C, ld, row);
-            kernels->scale_rows(work + l.v + g * copied, v + j * row + g * C, 1.0f, n, C, ld, row);
+            const int64_t n = seen_from(c, task + g, c->Tq - 1, j), at = head_at(c, task + g, c->ldk) + j * k_step;
+            kernels->scale_rows(work + l.k + g * copied, k + at, 1.0f, n, C, ld, k_step);
+            kernels->scale_rows(work + l.v + g * copied, v + at, 1.0f, n, C, ld, k_step);
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
             float max_i[COLUMNS] = {0}, sum_i[COLUMNS] = {0}, before[COLUMNS];
             if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
             for (int64_t g = 0; g < tasks; g++) {
-                const float *q_g = q + i * row + g * C;
+                const float *q_g = q + head_at(c, task + g, c->ldq) + i * q_step;
                 const int copy = t.rows < PYOPS_LANES;
-                if (copy) kernels->scale_rows(work + l.q, q_g, 1.0f, t.rows, C, ld, row), q_g = work + l.q;
-                scores(c, s + g * t.rows, work + l.k + g * copied, q_g, copy ? ld : row, keys_of(&t, g), t.rows,
+                if (copy) kernels->scale_rows(work + l.q, q_g, 1.0f, t.rows, C, ld, q_step), q_g = work + l.q;
+                scores(c, s + g * t.rows, work + l.k + g * copied, q_g, copy ? ld : q_step, keys_of(&t, g), t.rows,
                        work + l.transposed);
             }
             draw_tile(c, &t, work + l.dropout_mask, work + l.drawn);
@@ -187,10 +197,10 @@ static void forward(const call *c, float *work, int64_t task, int64_t tasks, flo
             pyops_copy(max + i, max_i, t.columns);
             pyops_copy(sum + i, sum_i, t.columns);
             for (int64_t g = 0; g < tasks; g++) {
-                float *const y_g = y + i * row + g * C;
-                for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y_g + r * row, y_g + r * row, before[r], C);
-                kernels->direct(y_g, s + g * t.rows, work + l.v + g * copied, t.rows, C, keys_of(&t, g), row, 1, c->columns, ld,
-                                j > 0);
+                float *const y_g = y + head_at(c, task + g, c->ldy) + i * y_step;
+                for (int64_t r = 0; j && r < t.rows; r++) kernels->scale(y_g + r * y_step, y_g + r * y_step, before[r], C);
+                kernels->direct(y_g, s + g * t.rows, work + l.v + g * copied, t.rows, C, keys_of(&t, g), y_step, 1, c->columns,
+                                ld, j > 0);
             }
         }
     }
@@ -201,9 +211,14 @@ static void forward_few(const call *c, float *work, int64_t task, float *y, floa
                         const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     float *const s = work, *const dropout_mask = work + pyops_round_up(c->Tk, 4);
+    const int64_t y_step = c->B * c->ldy, q_step = c->B * c->ldq, k_step = c->B * c->ldk;
+    y += head_at(c, task, c->ldy);
+    q += head_at(c, task, c->ldq);
+    k += head_at(c, task, c->ldk);
+    v += head_at(c, task, c->ldk);
     for (int64_t i = 0; i < c->Tq; i++) {
         const int64_t n = seen(c, task / c->heads, i);
-        kernels->dots(s, k, q + i * c->row, c->scale, n, c->C, c->row, 0);
+        kernels->dots(s, k, q + i * q_step, c->scale, n, c->C, k_step, 0);
         max[i] = kernels->max(s, n);
         sum[i] = kernels->exp_sum(s, s, max[i], n);
         kernels->scale(s, s, 1.0f / sum[i], n);
@@ -211,16 +226,18 @@ static void forward_few(const call *c, float *work, int64_t task, float *y, floa
             draw(c, dropout_mask, task, i, 1, 0, n);
             kernels->mul(s, dropout_mask, n);
         }
-        kernels->direct(y + i * c->row, s, v, 1, c->C, n, c->row, 0, 1, c->row, 0);
+        kernels->direct(y + i * y_step, s, v, 1, c->C, n, y_step, 0, 1, k_step, 0);
     }
 }
 
 pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
                                      const int32_t *lengths, const int64_t *step, int64_t Tq, int64_t Tk, int64_t B,
-                                     int64_t heads, int64_t C, int32_t causal, float p, uint64_t key, void *stream) {
+                                     int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int32_t causal, float p, uint64_t key,
+                                     void *stream) {
     (void)stream;
     call c;
-    const pyops_status status = make_call(&c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
+    const pyops_status status = make_call(&c, "attention_forward", Tq, Tk, B, heads, C, ldq, ldk, lengths, step, causal, p,
+                                          key);
     if (status) return status;
     const int64_t group = Tq <= FEW ? 1 : c.group;
     float *const max = stats, *const sum = stats + B * heads * Tq;
@@ -233,12 +250,8 @@ pyops_status pyops_attention_forward(float *y, float *stats, const float *q, con
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += group) {
             if (!work) continue;
-            if (Tq <= FEW)
-                forward_few(&c, work, task, y + task * C, max + task * Tq, sum + task * Tq, q + task * C, k + task * C,
-                            v + task * C);
-            else
-                forward(&c, work, task, pyops_min(group, B * heads - task), y + task * C, max + task * Tq, sum + task * Tq,
-                        q + task * C, k + task * C, v + task * C);
+            if (Tq <= FEW) forward_few(&c, work, task, y, max + task * Tq, sum + task * Tq, q, k, v);
+            else forward(&c, work, task, pyops_min(group, B * heads - task), y, max + task * Tq, sum + task * Tq, q, k, v);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_forward: no memory for tiles") : PYOPS_OK;
@@ -265,35 +278,41 @@ static backward_layout lay_out_backward(const call *c) {
 
 /* Prefetch n rows needed soon: forward's results have left the cache by now, and rows are too short and too far apart for the
  * hardware prefetcher.  Always inline, since gcc drops calls of a function that only prefetches. */
-static inline __attribute__((always_inline)) void fetch(const call *c, const float *x, int64_t n) {
+static inline __attribute__((always_inline)) void fetch(const call *c, const float *x, int64_t step, int64_t n) {
     for (int64_t r = 0; r < n; r++)
-        for (int64_t i = 0; i < c->C; i += PYOPS_LANES) __builtin_prefetch(x + r * c->row + i, 0, 2);
+        for (int64_t i = 0; i < c->C; i += PYOPS_LANES) __builtin_prefetch(x + r * step + i, 0, 2);
 }
 
 /* The same for the corresponding task of the next group, if there is one. */
-static inline __attribute__((always_inline)) void fetch_next(const call *c, const float *x, int64_t n, int64_t task,
-                                                             int64_t g) {
-    if (task + c->group + g < c->B * c->heads) fetch(c, x + (c->group + g) * c->C, n);
+static inline __attribute__((always_inline)) void fetch_next(const call *c, const float *x, int64_t ldx, int64_t n,
+                                                             int64_t task) {
+    if (task + c->group < c->B * c->heads) fetch(c, x + head_at(c, task + c->group, ldx), c->B * ldx, n);
 }
 
 static void backward(const call *c, float *work, int64_t task, int64_t tasks, float *dq, float *dk, float *dv, const float *dy,
                      const float *q, const float *k, const float *v, const float *y, const float *max, const float *sum) {
     const pyops_kernels *kernels = c->k;
     const backward_layout l = lay_out_backward(c);
-    const int64_t C = c->C, row = c->row, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
+    const int64_t C = c->C, ld = c->ld, keys = c->keys * ld, queries = pyops_min(c->Tq, QUERIES) * ld;
+    const int64_t y_step = c->B * c->ldy, q_step = c->B * c->ldq, k_step = c->B * c->ldk;
+    const int64_t dq_step = c->B * c->lddq, dk_step = c->B * c->lddk;
     float *const s = work + l.s, *const ds = work + l.ds, *const dsum = work + l.dsum;
     const int whole = c->Tk <= KEYS;                      /* a tile has all keys, so dsum is computed from it */
-    for (int64_t g = 0; !whole && g < tasks; g++)
-        kernels->dots(dsum + g * c->Tq, dy + g * C, y + g * C, 1.0f, c->Tq, C, row, row);
+    for (int64_t g = 0; !whole && g < tasks; g++) {
+        const int64_t at = head_at(c, task + g, c->ldy);
+        kernels->dots(dsum + g * c->Tq, dy + at, y + at, 1.0f, c->Tq, C, y_step, y_step);
+    }
     if (!whole) kernels->fill(dsum + tasks * c->Tq, l.total - l.dsum - tasks * c->Tq, 0.0f);
     for (int64_t j = 0; j == 0 || j < c->Tk; j += KEYS) {
         for (int64_t g = 0; g < tasks; g++) {
             const int64_t all = pyops_min(KEYS, c->Tk - j), used = seen_from(c, task + g, c->Tq - 1, j);
-            const int64_t written = seen_from(c, task + g, pyops_min(QUERIES, c->Tq) - 1, j), others = j + written;
-            kernels->scale_rows(work + l.k + g * keys, k + j * row + g * C, 1.0f, used, C, ld, row);
-            kernels->scale_rows(work + l.v + g * keys, v + j * row + g * C, 1.0f, used, C, ld, row);
-            kernels->fill_rows(dk + others * row + g * C, all - written, C, row, 0.0f); /* the first queries write the rest, */
-            kernels->fill_rows(dv + others * row + g * C, all - written, C, row, 0.0f); /* and later ones add */
+            const int64_t written = seen_from(c, task + g, pyops_min(QUERIES, c->Tq) - 1, j);
+            const int64_t at = head_at(c, task + g, c->ldk) + j * k_step;
+            const int64_t others = head_at(c, task + g, c->lddk) + (j + written) * dk_step;
+            kernels->scale_rows(work + l.k + g * keys, k + at, 1.0f, used, C, ld, k_step);
+            kernels->scale_rows(work + l.v + g * keys, v + at, 1.0f, used, C, ld, k_step);
+            kernels->fill_rows(dk + others, all - written, C, dk_step, 0.0f);   /* the first queries write the rest, */
+            kernels->fill_rows(dv + others, all - written, C, dk_step, 0.0f);   /* and later ones add */
         }
         for (int64_t i = 0; i < c->Tq; i += QUERIES) {
             tile t;
@@ -302,12 +321,17 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
             if (!make_tile(c, &t, task, tasks, i, j) && j) continue;
             for (int64_t g = 0; g < tasks; g++) {
                 float *const q_g = work + l.q + g * queries, *const dy_g = work + l.dy + g * queries;
-                const int64_t n = keys_of(&t, g), at = g * t.rows;
-                kernels->scale_rows(q_g, q + i * row + g * C, 1.0f, t.rows, C, ld, row);
-                kernels->scale_rows(dy_g, dy + i * row + g * C, 1.0f, t.rows, C, ld, row);
-                if (first) fetch_next(c, k, c->keys, task, g), fetch(c, dv + g * C, n);
+                const int64_t n = keys_of(&t, g), at = g * t.rows, mine = task + g;
+                const int64_t dk_at = head_at(c, mine, c->lddk);
+                kernels->scale_rows(q_g, q + head_at(c, mine, c->ldq) + i * q_step, 1.0f, t.rows, C, ld, q_step);
+                kernels->scale_rows(dy_g, dy + head_at(c, mine, c->ldy) + i * y_step, 1.0f, t.rows, C, ld, y_step);
+                if (first) fetch_next(c, k, c->ldk, c->keys, mine), fetch(c, dv + dk_at, dk_step, n);
                 scores(c, s + at, work + l.k + g * keys, q_g, ld, n, t.rows, work + l.transposed);
-                if (first) fetch_next(c, v, c->keys, task, g), fetch(c, dk + g * C, n), fetch(c, dq + g * C, t.rows);
+                if (first) {
+                    fetch_next(c, v, c->ldk, c->keys, mine);
+                    fetch(c, dk + dk_at, dk_step, n);
+                    fetch(c, dq + head_at(c, mine, c->lddq), dq_step, t.rows);
+                }
                 scores(c, ds + at, work + l.v + g * keys, dy_g, ld, n, t.rows, work + l.transposed);
             }
             draw_tile(c, &t, work + l.dropout_mask, work + l.drawn);
@@ -316,14 +340,14 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
             kernels->softmax_back(s, ds, max_i, sum_i, whole ? NULL : dsum + i, t.dropout_mask, t.seen, c->scale, t.n, t.width,
                                   c->columns, t.ld_mask);
             for (int64_t g = 0; g < tasks; g++) {
-                const int64_t n = keys_of(&t, g), at = g * t.rows;
-                float *const dq_g = dq + i * row + g * C, *const dk_g = dk + j * row + g * C,
-                             *const dv_g = dv + j * row + g * C;
-                if (first) fetch_next(c, q, t.rows, task, g);
-                kernels->direct(dv_g, s + at, work + l.dy + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
-                if (first) fetch_next(c, dy, t.rows, task, g);
-                kernels->direct(dk_g, ds + at, work + l.q + g * queries, n, C, t.rows, row, c->columns, 1, ld, i > 0);
-                kernels->direct(dq_g, ds + at, work + l.k + g * keys, t.rows, C, n, row, 1, c->columns, ld, j > 0);
+                const int64_t n = keys_of(&t, g), at = g * t.rows, mine = task + g;
+                const int64_t dk_at = head_at(c, mine, c->lddk) + j * dk_step;
+                float *const dq_g = dq + head_at(c, mine, c->lddq) + i * dq_step;
+                if (first) fetch_next(c, q, c->ldq, t.rows, mine);
+                kernels->direct(dv + dk_at, s + at, work + l.dy + g * queries, n, C, t.rows, dk_step, c->columns, 1, ld, i > 0);
+                if (first) fetch_next(c, dy, c->ldy, t.rows, mine);
+                kernels->direct(dk + dk_at, ds + at, work + l.q + g * queries, n, C, t.rows, dk_step, c->columns, 1, ld, i > 0);
+                kernels->direct(dq_g, ds + at, work + l.k + g * keys, t.rows, C, n, dq_step, 1, c->columns, ld, j > 0);
             }
         }
     }
@@ -332,11 +356,17 @@ static void backward(const call *c, float *work, int64_t task, int64_t tasks, fl
 pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy, const float *q, const float *k,
                                       const float *v, const int32_t *lengths, const int64_t *step, const float *y,
                                       const float *stats, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                                      int32_t causal, float p, uint64_t key, void *stream) {
+                                      int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk, int32_t causal, float p,
+                                      uint64_t key, void *stream) {
     (void)stream;
     call c;
-    const pyops_status status = make_call(&c, "attention_backward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
+    const char *const who = "attention_backward";
+    pyops_status status = make_call(&c, who, Tq, Tk, B, heads, C, ldq, ldk, lengths, step, causal, p, key);
+    if (!status) status = check_attention_rows(who, "lddq", lddq, heads, C);
+    if (!status) status = check_attention_rows(who, "lddk", lddk, heads, C);
     if (status) return status;
+    c.lddq = lddq;
+    c.lddk = lddk;
     int failed = 0;
     #pragma omp parallel if (shared(&c, 5))
     {
@@ -345,8 +375,7 @@ pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const flo
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * heads; task += c.group)
             if (work)
-                backward(&c, work, task, pyops_min(c.group, B * heads - task), dq + task * C, dk + task * C, dv + task * C,
-                         dy + task * C, q + task * C, k + task * C, v + task * C, y + task * C, stats + task * Tq,
+                backward(&c, work, task, pyops_min(c.group, B * heads - task), dq, dk, dv, dy, q, k, v, y, stats + task * Tq,
                          stats + (B * heads + task) * Tq);
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_backward: no memory for tiles") : PYOPS_OK;

@@ -121,6 +121,12 @@ static inline pyops_status check_attention(const char *who, int64_t Tq, int64_t 
     return check_dropout_p(who, p);
 }
 
+/* The distance of rows of an array of attention. */
+static inline pyops_status check_attention_rows(const char *who, const char *name, int64_t ld, int64_t heads, int64_t C) {
+    PYOPS_REQUIRE(ld >= heads * C, "%s: %s=%lld, expected at least heads * C = %lld", who, name, LL(ld), LL(heads * C));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
     PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1,
                   "%s: Tq=%lld Tk=%lld B=%lld heads=%lld, expected heads of at least 1, the others of at least 0", who, LL(Tq),

@@ -397,19 +397,21 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
  *   dsum[i] = dy[i,b,h,:] . y[i,b,h,:];   dS[i,j] = P[i,j] (D[i,j] dy[i,b,h,:] . v[j,b,h,:] - dsum[i])
  *   dq = dS k / sqrt(C);   dk = dS' q / sqrt(C);   dv = (D P)' dy;   0 for keys that no query may see
  * q, dq, y, dy (Tq,B,heads*C)   k, v, dk, dv (Tk,B,heads*C): head h of a row is floats [h*C, h*C + C)
+ * Rows of q are ldq floats apart, rows of k and of v ldk, of dq lddq, of dk and of dv lddk; rows of y and dy are contiguous.
+ * So q, k and v, and their gradients, may be columns of one array (T,B,3*heads*C).
  * stats (2,B,heads,Tq)   lengths (B) int32 in [0,Tk]; NULL: Tk   step (1) int64; NULL: no dropout   0 <= p < 1
  * Vaswani et al. 2017, arXiv:1706.03762; in tiles: Dao et al. 2022, arXiv:2205.14135.
  */
 PYOPS_API pyops_status pyops_attention_forward(
     float *y, float *stats,
     const float *q, const float *k, const float *v, const int32_t *lengths, const int64_t *step,
-    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
     int32_t causal, float p, uint64_t key, void *stream);
 PYOPS_API pyops_status pyops_attention_backward(
     float *dq, float *dk, float *dv,
     const float *dy, const float *q, const float *k, const float *v, const int32_t *lengths, const int64_t *step,
     const float *y, const float *stats,
-    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
+    int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
     int32_t causal, float p, uint64_t key, void *stream);
 
 /* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.

@@ -36,9 +36,16 @@ template <int WARPS> struct Tile {
     static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
 };
 
-// Common to all blocks of a call.  Rows of a head are `row` floats apart.
+// The rows of an array (T, B, heads * C).
+struct Rows {
+    int64_t ld;                     // floats between rows of adjacent sequences
+    int64_t step;                   // floats between rows of a head
+};
+
+// Common to all blocks of a call.
 struct Call {
-    int64_t Tq, Tk, B, heads, C, row;
+    int64_t Tq, Tk, B, heads, C;
+    Rows y, q, k, dq, dk;           // y also of dy, k of v, dk of dv
     const int32_t *lengths;
     const int64_t *step;            // NULL: no dropout
     uint64_t key;
@@ -54,7 +61,7 @@ DEVICE int width_of(const Call &c, int64_t channel) { return static_cast<int>(mi
 
 // The results of a block: rows of a pair starting at `first`, channels starting at `channel`.
 struct BlockTask {
-    unsigned pair, sequence, chunk;
+    unsigned pair, sequence, head, chunk;
     int64_t first, channel, length;
     int width;                      // number of channels, at most CHANNELS
 
@@ -63,6 +70,7 @@ struct BlockTask {
         const unsigned tiles = static_cast<unsigned>(max((T + rows - 1) / rows, int64_t(1))), block = blockIdx.x / c.chunks;
         pair = block / tiles;
         sequence = pair / static_cast<unsigned>(c.heads);
+        head = pair - sequence * static_cast<unsigned>(c.heads);
         first = static_cast<int64_t>(block % tiles) * rows;
         chunk = blockIdx.x % c.chunks;
         channel = static_cast<int64_t>(chunk) * CHANNELS;
@@ -70,6 +78,11 @@ struct BlockTask {
         length = c.lengths ? min(max(int64_t(c.lengths[sequence]), int64_t(0)), c.Tk) : c.Tk;
     }
 };
+
+// The offset of row i of the block's pair.
+DEVICE int64_t row_at(const Call &c, const BlockTask &p, const Rows &rows, int64_t i) {
+    return p.sequence * rows.ld + p.head * c.C + i * rows.step;
+}
 
 // The number of keys that query i may see, the first ones.  0 beyond the last query.
 DEVICE int64_t seen(const Call &c, const BlockTask &p, int64_t i) {
@@ -361,8 +374,9 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
     const BlockTask p(c, c.Tq, ROWS);
     const int queries = in_tile(c.Tq - p.first, ROWS), above = warp_row();
-    const int64_t all = seen_by_any(c, p, p.first, ROWS), head = p.pair * c.C, i = p.first + above + lane_row();
-    if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.pair % static_cast<unsigned>(c.heads) == 0) {
+    const int64_t all = seen_by_any(c, p, p.first, ROWS), i = p.first + above + lane_row();
+    const float *const q_rows = q + row_at(c, p, c.q, p.first);
+    if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.head == 0) {
         const int64_t length = c.lengths[p.sequence];
         if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sequence, length, c.Tk);
     }
@@ -371,7 +385,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     zero(result);
     for (int64_t j = 0; j < all; j += ROWS) {
         const int keys = in_tile(all - j, ROWS);
-        const float *const k_rows = k + head + j * c.row, *const v_rows = v + head + j * c.row;
+        const int64_t from_key = row_at(c, p, c.k, j);
+        const float *const k_rows = k + from_key, *const v_rows = v + from_key;
         Mask mask = {};
         Held<N> s;
         zero(s);
@@ -380,10 +395,10 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
             const int width = width_of(c, channel);
             const bool last = chunk + 1 == c.chunks;
             if (j || chunk) __syncthreads();                    // all reads of the tiles have finished
-            if (!j || c.chunks > 1) load<WARPS>(q_tile, q + head + channel + p.first * c.row, c.row, queries, width, c.whole);
-            load<WARPS>(k_tile, k_rows + channel, c.row, keys, width, c.whole);
+            if (!j || c.chunks > 1) load<WARPS>(q_tile, q_rows + channel, c.q.step, queries, width, c.whole);
+            load<WARPS>(k_tile, k_rows + channel, c.k.step, keys, width, c.whole);
             cp_async_commit();
-            if (last) load<WARPS>(v_tile, v_rows + p.channel, c.row, keys, p.width, c.whole);
+            if (last) load<WARPS>(v_tile, v_rows + p.channel, c.k.step, keys, p.width, c.whole);
             cp_async_commit();
             if (chunk == 0) mask = make_mask<WARPS>(c, p, p.first, j);          // while copies are in flight
             cp_async_wait<1>();                                 // v may still be in flight
@@ -425,7 +440,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
         if (ONCE) break;
     }
     const float factor[2] = {sum[0] == 0.0f ? 0.0f : c.kept / sum[0], sum[1] == 0.0f ? 0.0f : c.kept / sum[1]};
-    write_rows(y + head + p.channel + (p.first + above) * c.row, result, factor, c.row, queries - above, p.width, c.whole);
+    write_rows(y + row_at(c, p, c.y, p.first + above) + p.channel, result, factor, c.y.step, queries - above, p.width, c.whole);
     if (p.chunk == 0 && lane_pair() == 0)
         for (int r = 0; r < 2; r++)
             if (i + 8 * r < c.Tq) {
@@ -442,7 +457,7 @@ struct Tiles { float *q, *dy, *k, *v; };
 // dy . y of rows g and g + 8 of this warp's queries, which start at i; four lanes share a row.
 DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved &x, int64_t i) {
     for (int r = 0; r < 2; r++) {
-        const int64_t row = i + lane_row() + 8 * r, at = row * c.row + p.pair * c.C;
+        const int64_t row = i + lane_row() + 8 * r, at = row_at(c, p, c.y, row);
         float sum = 0.0f;
         if (row < c.Tq)
             for (int64_t n = lane_id() & 3; n < c.C; n += 4) sum += x.dy[at + n] * x.y[at + n];
@@ -465,7 +480,8 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
                                   bool new_queries, bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
     const int queries = in_tile(c.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
-    const int64_t from_query = p.pair * c.C + i * c.row, from_key = p.pair * c.C + j * c.row, mine = i + above + lane_row();
+    const int64_t from_query = row_at(c, p, c.q, i), from_dy = row_at(c, p, c.y, i), from_key = row_at(c, p, c.k, j);
+    const int64_t mine = i + above + lane_row();
     Mask mask = {};
     float top[2], share[2];
     for (int r = 0; r < 2; r++) {
@@ -481,11 +497,11 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
         const int width = width_of(c, channel);
         __syncthreads();                                        // all reads of the tiles have finished
         const bool queries_too = new_queries || c.chunks > 1, keys_too = new_keys || c.chunks > 1;
-        if (queries_too) load<WARPS>(tiles.q, x.q + from_query + channel, c.row, queries, width, c.whole);
-        if (keys_too) load<WARPS>(tiles.k, x.k + from_key + channel, c.row, keys, width, c.whole);
+        if (queries_too) load<WARPS>(tiles.q, x.q + from_query + channel, c.q.step, queries, width, c.whole);
+        if (keys_too) load<WARPS>(tiles.k, x.k + from_key + channel, c.k.step, keys, width, c.whole);
         cp_async_commit();
-        if (queries_too) load<WARPS>(tiles.dy, x.dy + from_query + channel, c.row, queries, width, c.whole);
-        if (keys_too) load<WARPS>(tiles.v, x.v + from_key + channel, c.row, keys, width, c.whole);
+        if (queries_too) load<WARPS>(tiles.dy, x.dy + from_dy + channel, c.y.step, queries, width, c.whole);
+        if (keys_too) load<WARPS>(tiles.v, x.v + from_key + channel, c.k.step, keys, width, c.whole);
         cp_async_commit();
         if (n == 0) mask = make_mask<WARPS>(c, p, i, j);        // while copies are in flight
         cp_async_wait<1>();                                     // dy and v may still be in flight
@@ -527,7 +543,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
     const Tiles tiles = lay_out<WARPS>(shared);
     float *const transposed = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; ONCE: in the memory of v
     const BlockTask p(c, c.Tk, ROWS);
-    const int64_t j = p.first, head = p.pair * c.C + p.channel, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
+    const int64_t j = p.first, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
     const int above = warp_row(), mine = in_tile(c.Tk - j - above, 16);
     bool first = true;
     Held<OUT> dk_sum, dv_sum;
@@ -558,7 +574,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
         if (dq) {
             float factor[2];
             for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
-            write_rows(dq + head + (i + above) * c.row, dq_sum, factor, c.row, queries - above, p.width, c.whole);
+            write_rows(dq + row_at(c, p, c.dq, i + above) + p.channel, dq_sum, factor, c.dq.step, queries - above, p.width,
+                       c.whole);
         }
         if (ONCE) break;
     }
@@ -568,8 +585,9 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
         once[r] = used ? 1.0f : 0.0f;
         scaled[r] = used ? c.scale : 0.0f;
     }
-    write_rows(dk + head + (j + above) * c.row, dk_sum, scaled, c.row, mine, p.width, c.whole);
-    write_rows(dv + head + (j + above) * c.row, dv_sum, once, c.row, mine, p.width, c.whole);
+    const int64_t at = row_at(c, p, c.dk, j + above) + p.channel;
+    write_rows(dk + at, dk_sum, scaled, c.dk.step, mine, p.width, c.whole);
+    write_rows(dv + at, dv_sum, once, c.dk.step, mine, p.width, c.whole);
 }
 
 // dq of a tile of queries.
@@ -591,14 +609,17 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backwa
         held_by_columns<P>(sum, ds, tiles.k, in_tile(all - j, ROWS), p.width);
     }
     for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
-    const int64_t at = p.pair * c.C + p.channel + (i + above) * c.row;
-    write_rows(dq + at, sum, factor, c.row, in_tile(c.Tq - i, ROWS) - above, p.width, c.whole);
+    const int64_t at = row_at(c, p, c.dq, i + above) + p.channel;
+    write_rows(dq + at, sum, factor, c.dq.step, in_tile(c.Tq - i, ROWS) - above, p.width, c.whole);
 }
 
 // ---- calls --------------------------------------------------------------------------------------------------------------
 static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                              const int32_t *lengths, const int64_t *step, int32_t causal, float p, uint64_t key) {
-    const pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+                              int64_t ldq, int64_t ldk, const int32_t *lengths, const int64_t *step, int32_t causal, float p,
+                              uint64_t key) {
+    pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+    if (!status) status = check_attention_rows(who, "ldq", ldq, heads, C);
+    if (!status) status = check_attention_rows(who, "ldk", ldk, heads, C);
     if (status) return status;
     const bool drops = step && p > 0.0f;
     c = {Tq,
@@ -606,7 +627,11 @@ static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, 
          B,
          heads,
          C,
-         B * heads * C,
+         {heads * C, B * heads * C},
+         {ldq, B * ldq},
+         {ldk, B * ldk},
+         {},
+         {},
          lengths,
          drops ? step : nullptr,
          key,
@@ -615,7 +640,7 @@ static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, 
          1.0f / sqrtf(static_cast<float>(C)),
          drops ? 1.0f / (1.0f - p) : 1.0f,
          static_cast<unsigned>(blocks_for<int64_t>(C, CHANNELS)),
-         C % 4 == 0,
+         C % 4 == 0 && ldq % 4 == 0 && ldk % 4 == 0,
          pyops_faults()};
     return PYOPS_OK;
 }
@@ -682,9 +707,10 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 
 extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
                                                 const int32_t *lengths, const int64_t *step, int64_t Tq, int64_t Tk, int64_t B,
-                                                int64_t heads, int64_t C, int32_t causal, float p, uint64_t key, void *stream) {
+                                                int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int32_t causal, float p,
+                                                uint64_t key, void *stream) {
     Call c;
-    const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
+    const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, ldq, ldk, lengths, step, causal, p, key);
     if (status || Tq == 0 || B == 0) return status;
     c.whole = c.whole && aligned(y, q, k, v);
     return FOR_SIZE(run_forward, c, y, stats, q, k, v, stream);
@@ -693,12 +719,17 @@ extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const fl
 extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy, const float *q,
                                                  const float *k, const float *v, const int32_t *lengths, const int64_t *step,
                                                  const float *y, const float *stats, int64_t Tq, int64_t Tk, int64_t B,
-                                                 int64_t heads, int64_t C, int32_t causal, float p, uint64_t key,
-                                                 void *stream) {
+                                                 int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
+                                                 int32_t causal, float p, uint64_t key, void *stream) {
+    const char *const who = "attention_backward";
     Call c;
-    const pyops_status status = make_call(c, "attention_backward", Tq, Tk, B, heads, C, lengths, step, causal, p, key);
+    pyops_status status = make_call(c, who, Tq, Tk, B, heads, C, ldq, ldk, lengths, step, causal, p, key);
+    if (!status) status = check_attention_rows(who, "lddq", lddq, heads, C);
+    if (!status) status = check_attention_rows(who, "lddk", lddk, heads, C);
     if (status || (Tq == 0 && Tk == 0) || B == 0) return status;
-    c.whole = c.whole && aligned(dq, dk, dv, dy, q, k, v, y);
+    c.dq = {lddq, B * lddq};
+    c.dk = {lddk, B * lddk};
+    c.whole = c.whole && lddq % 4 == 0 && lddk % 4 == 0 && aligned(dq, dk, dv, dy, q, k, v, y);
     return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, stats}, stream);
 }
 

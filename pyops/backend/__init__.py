@@ -129,14 +129,42 @@ def check_parameter(parameter, shape, sparse=False):
 
 def check(name, array, shape, dtype=np.float32):
     """Raise TypeError or ValueError, naming the argument, unless array is C-contiguous with this shape and dtype."""
-    if not is_array(array):
-        raise TypeError(f'{name}: want a {np.dtype(dtype)} array, got {type(array).__name__}')
-    if array.dtype != dtype:
-        raise TypeError(f'{name}: want dtype {np.dtype(dtype)}, got {array.dtype}')
+    _check_dtype(name, array, dtype)
     if not is_contiguous(array):
         raise TypeError(f'{name}: want a C-contiguous array, got shape {array.shape} with strides {array.strides}; copy it')
     if array.shape != tuple(shape):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+
+
+def check_rows(name, array, shape):
+    """Check a float32 array (..., D) as `check` does, but accept rows at any equal distance of at least D, such as those of
+    columns of a larger array.  Return the distance in elements."""
+    _check_dtype(name, array, np.float32)
+    if array.shape != tuple(shape):
+        raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
+    *rows, D = array.shape
+    if is_contiguous(array):
+        return D
+    *strides, column = element_strides(array)
+    distance, count = None, 1           # of rows; number of rows in one step along the current axis
+    for n, stride in zip(reversed(rows), reversed(strides), strict=True):
+        if n > 1:                       # the stride of an axis of size 1 means nothing
+            distance = stride if distance is None else distance
+            if stride != distance * count:
+                distance = -1
+        count *= n
+    distance = D if distance is None else distance
+    if distance < D or (D > 1 and column != 1):
+        raise TypeError(f'{name}: want contiguous rows at equal distances, got shape {array.shape} with strides '
+                        f'{array.strides}; copy it')
+    return distance
+
+
+def _check_dtype(name, array, dtype):
+    if not is_array(array):
+        raise TypeError(f'{name}: want a {np.dtype(dtype)} array, got {type(array).__name__}')
+    if array.dtype != dtype:
+        raise TypeError(f'{name}: want dtype {np.dtype(dtype)}, got {array.dtype}')
 
 
 def check_kept(saved):

@@ -17,6 +17,8 @@ DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_
 ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 # pointer arguments that are in host memory on every device
 HOST_ARGUMENTS = 'shape', 'strides', 'flops'
+# kernels with a stride argument for each array that may be strided; their callers check the other arrays
+_ROW_STRIDES = 'gemm', 'attention_forward', 'attention_backward'
 _CData = _cffi_backend.FFI.CData
 
 
@@ -229,7 +231,7 @@ class Device:
         """Return the C function, the number of its arguments without the stream, and (index, converter) for each pointer."""
         _, lib, functions = self.library()
         arguments = functions['pyops_' + name].arguments[:-1]
-        takes_strides = name == 'gemm' or any(a.name == 'strides' for a in arguments)
+        takes_strides = name in _ROW_STRIDES or any(a.name == 'strides' for a in arguments)
         converters = [(i, self.host_converter(name, a) if a.name in HOST_ARGUMENTS else self.converter(name, a, takes_strides))
                       for i, a in enumerate(arguments) if a.pointer]
         found = self._functions[name] = getattr(lib, 'pyops_' + name), len(arguments), converters

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, empty, empty_gradient, gemm_batched, get, launch, note_product, permuted
+from pyops.backend import axes, check, check_rows, empty, empty_gradient, gemm_batched, get, launch, note_product, permuted
 from pyops.backend.kernels import Kernel, Made, Product, declare
 
 if TYPE_CHECKING:
-    from pyops.typing import Argument, Array, Example, Normal, Sizes
+    from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
 
 # product.operand, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'qk.q', 'qk.k', 'pv.p', 'pv.v', 'dp.do', 'dp.v', 'dv.p', 'dv.do', 'dq.ds', 'dq.k', 'dk.ds', 'dk.q'
@@ -20,6 +20,7 @@ class Attention:
 
     Shapes   q, dq, y, dy (Tq, B, D);  k, v, dk, dv (Tk, B, D);  D = heads * C, head h is columns [h*C, h*C + C)
              lengths (B,) int32 in [0, Tk], or None: all Tk keys are valid;  step (1,) int64 array, or None: no dropout
+             q, k and v may be columns of larger arrays, k and v of arrays with equally many columns
     Forward  for each sequence b and head h, with q, k, v (T, C) their slices for b and h:
              s[i, j] = q[i] . k[j] / sqrt(C)   for each key j visible to query i: j < lengths[b], and if causal j <= i + Tk - Tq
              P[i] = softmax(s[i]) over these j;  W[i, j] = keep[i, j] / (1 - p) P[i, j];  y = W v
@@ -48,37 +49,48 @@ class Attention:
 
     def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None,
                 step: Array | None = None) -> tuple[Array, Ctx]:
-        self.check(q, k, v, lengths, step)
+        rows = self.check(q, k, v, lengths, step)
         Tq, B, _ = q.shape
         y, stats = empty(q.shape, name=f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
-        launch('attention_forward', y, stats, q, k, v, lengths, step, *self._scalars(q, k))
+        launch('attention_forward', y, stats, q, k, v, lengths, step, *self._sizes(q, k), *rows, *self._settings())
         note_product(self, FORWARD, heads=self.heads)
         return y, self.Ctx(q, k, v, lengths, step, y, stats)
 
-    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array, Array]:
-        """Return dq, dk and dv."""
+    def backward(self, dy: Array, ctx: Ctx, out: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
+        """Return dq, dk and dv.  out: the arrays to write them to, which may also be columns of larger arrays."""
         check('dy', dy, ctx.y.shape)
-        dq, dk, dv = (empty_gradient(x.shape, f'{self.name}.d{name}') for name, x in (('q', ctx.q), ('k', ctx.k), ('v', ctx.v)))
-        launch('attention_backward', dq, dk, dv, dy, *ctx, *self._scalars(ctx.q, ctx.k))
+        q, k = ctx.q.shape, ctx.k.shape
+        dq, dk, dv = self._gradients(q, k) if out is None else out
+        rows = *distances('', q, k, ctx.q, ctx.k, ctx.v), *distances('d', q, k, dq, dk, dv)
+        launch('attention_backward', dq, dk, dv, dy, *ctx, *self._sizes(ctx.q, ctx.k), *rows, *self._settings())
         note_product(self, BACKWARD)
         return dq, dk, dv
 
-    def check(self, q: Array, k: Array, v: Array, lengths: Array | None, step: Array | None) -> None:
+    def _gradients(self, q: Shape, k: Shape) -> tuple[Array, Array, Array]:
+        """Allocate dq, dk and dv, for q and k of these shapes."""
+        dq, dk, dv = (empty_gradient(shape, f'{self.name}.{name}') for name, shape in (('dq', q), ('dk', k), ('dv', k)))
+        return dq, dk, dv
+
+    def check(self, q: Array, k: Array, v: Array, lengths: Array | None, step: Array | None) -> tuple[int, int]:
+        """Check the arguments of forward.  Return the distance of rows of q, and of k and v."""
         (Tq, B, D), (Tk, _, _) = axes('q', q, 'Tq B D'), axes('k', k, 'Tk B D')
         if D == 0 or D % self.heads:
             raise ValueError(f'q: want shape (Tq, B, D) with D a multiple of {self.heads} heads, got {q.shape}')
-        check('q', q, (Tq, B, D))
-        check('k', k, (Tk, B, D))
-        check('v', v, (Tk, B, D))
+        rows = distances('', (Tq, B, D), (Tk, B, D), q, k, v)
         if lengths is not None:
             check('lengths', lengths, (B,), np.int32)
         if step is not None:
             check('step', step, (1,), np.int64)
+        return rows
 
-    def _scalars(self, q: Array, k: Array) -> tuple[int | float, ...]:
-        """Return sizes and scalars in the order of the header."""
+    def _sizes(self, q: Array, k: Array) -> tuple[int, ...]:
+        """Return the sizes in the order of the header."""
         Tq, B, D = q.shape
-        return Tq, len(k), B, self.heads, D // self.heads, self.causal, self.p, self.key
+        return Tq, len(k), B, self.heads, D // self.heads
+
+    def _settings(self) -> tuple[int | float, ...]:
+        """Return the other scalars in the order of the header."""
+        return self.causal, self.p, self.key
 
     @staticmethod
     def rounded() -> type[Attention]:
@@ -105,6 +117,17 @@ class Attention:
     def example(normal: Normal) -> Example:
         return ([normal(3, 2, 4), normal(5, 2, 4), normal(5, 2, 4), np.array([5, 3], np.int32)],
                 dict(heads=2, causal=True))
+
+
+def distances(prefix: str, q_shape: Shape, k_shape: Shape, q: Array, k: Array, v: Array) -> tuple[int, int]:
+    """Check q, k and v, or with the prefix 'd' their gradients; they may be columns of larger arrays.  Return the distance of
+    rows of q, and of k and v, in elements."""
+    of_q, of_k = check_rows(f'{prefix}q', q, q_shape), check_rows(f'{prefix}k', k, k_shape)
+    of_v = check_rows(f'{prefix}v', v, k_shape)
+    if of_k != of_v:
+        raise ValueError(f'{prefix}v: want rows as far apart as those of {prefix}k, {of_k} elements, got {of_v}; '
+                         'copy one of them')
+    return of_q, of_k
 
 
 def sequence_lengths(ids: Array, pad: int, name: str = 'lengths') -> Array:

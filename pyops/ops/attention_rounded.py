@@ -45,6 +45,8 @@ class QuantizedAttention(Attention):
     def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None,
                 step: Array | None = None) -> tuple[Array, Ctx]:
         self.check(q, k, v, lengths, step)
+        for name, x in (('q', q), ('k', k), ('v', v)):
+            check(name, x, x.shape)             # columns of a larger array cannot be rounded
         (Tq, B, _), Tk = q.shape, len(k)
         q, k, v = map(self._by_head, (q, k, v))
         C, rounded = q.shape[-1], self.round
@@ -63,13 +65,15 @@ class QuantizedAttention(Attention):
         return y, self.Ctx(qq if rounded.same('qk.q', 'dk.q') else q, qk if rounded.same('qk.k', 'dq.k') else k,
                            qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step)
 
-    def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array, Array]:
-        """Return dq, dk and dv."""
+    def backward(self, dy: Array, ctx: Ctx, out: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
+        """Return dq, dk and dv.  out: the arrays to write them to."""
         (Tq, B, heads, C), Tk, rounded = ctx.q.shape, len(ctx.k), self.round
         check('dy', dy, (Tq, B, heads * C))
         dy = self._by_head(dy)
-        dq, dk, dv = (empty_gradient((T, B, heads * C), f'{self.name}.d{name}')
-                      for T, name in ((Tq, 'q'), (Tk, 'k'), (Tk, 'v')))
+        shapes = (Tq, B, heads * C), (Tk, B, heads * C)
+        dq, dk, dv = self._gradients(*shapes) if out is None else out
+        for name, gradient, shape in (('dq', dq, shapes[0]), ('dk', dk, shapes[1]), ('dv', dv, shapes[1])):
+            check(name, gradient, shape)
 
         qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
         ds = empty_gradient(ctx.softmax.shape, f'{self.name}.ds')          # holds the weight gradients first

@@ -13,7 +13,7 @@ import pytest
 from arrays import normal
 from places import get, put
 
-from pyops.backend import library
+from pyops.backend import check, empty_gradient, library
 from pyops.differences import every_op, settings_of
 from pyops.ops import (
     GRU,
@@ -434,6 +434,60 @@ class AttentionRow:
         return (y * some).permute(2, 0, 1, 3).reshape(Tq, B, D)
 
 
+class AttentionOfColumns:
+    """Attention whose q, k and v are columns of one array (T, B, 3 D), or, if q is an array of its own, of (Tk, B, 2 D)."""
+
+    def __init__(self, *settings):
+        self.op = Attention(*settings)
+
+    def forward(self, *arguments):
+        *arrays, lengths, step = arguments
+        for name, array in zip(('q', 'kv') if len(arrays) > 1 else ('qkv',), arrays, strict=True):
+            check(name, array, (*array.shape[:-1], array.shape[-1] // len(name) * len(name)))
+        y, ctx = self.op.forward(*self.columns(*arrays), lengths, step)
+        return y, (ctx, [array.shape for array in arrays])
+
+    def backward(self, dy, ctx):
+        ctx, shapes = ctx
+        gradients = [empty_gradient(shape, 'gradient') for shape in shapes]
+        self.op.backward(dy, ctx, out=self.columns(*gradients))
+        return tuple(gradients)
+
+    @staticmethod
+    def columns(*arrays):
+        columns = []
+        for array, parts in zip(arrays, (1, 2) if len(arrays) > 1 else (3,), strict=True):
+            D = array.shape[-1] // parts
+            columns += [array[..., i * D:(i + 1) * D] for i in range(parts)]
+        return columns
+
+    def reference(self, *arguments, **settings):
+        *arrays, lengths, step = arguments
+        return Attention.reference(*self.columns(*arrays), lengths, step, **settings_of(self.op))
+
+
+class AttentionOfColumnsRow(AttentionRow):
+    sizes = ((1, 1, 1, 1, 1), (6, 6, 1, 2, 4), (3, 3, 2, 3, 5), (9, 9, 3, 4, 64), (70, 70, 2, 2, 5), (2, 2, 3, 2, 33))
+    large = (33, 33, 23, 3, 31)
+    wrong_axis = {'qkv': None, 'q': None, 'kv': None}
+
+    def __init__(self, own_q=False, **settings):
+        super().__init__(**settings)
+        self.name, self.own_q = self.name.replace('attention', 'attention-of-columns' + '-kv' * own_q), own_q
+        if own_q:
+            self.sizes = *self.sizes, (4, 9, 3, 2, 16), (2, 130, 2, 2, 33), (70, 130, 2, 2, 5), (130, 70, 2, 1, 17)
+
+    def build(self, size, rng):
+        built = super().build(size, rng)
+        q, k, v = built.inputs.values()
+        inputs = {'q': q, 'kv': np.concatenate([k, v], -1)} if self.own_q else {'qkv': np.concatenate([q, k, v], -1)}
+        constants = built.constants or dict(lengths=np.full(size[2], size[1], np.int32), step=np.zeros(1, np.int64))
+        return Built(lambda: AttentionOfColumns(size[3], self.causal, self.p, 0x0123456789ABCDEF), inputs, {}, constants)
+
+    def torch(self, torch, *, op, lengths, step, **inputs):
+        return super().torch(torch, *op.columns(*inputs.values()), op.op, lengths, step)
+
+
 class CrossEntropyRow:
     name, smoothing = 'cross_entropy', 0.0
     wrong_axis = {'x': 0}
@@ -562,6 +616,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
+         AttentionOfColumnsRow(), AttentionOfColumnsRow(causal=True, p=0.3, lengths='any'),
+         AttentionOfColumnsRow(own_q=True), AttentionOfColumnsRow(own_q=True, p=0.3, lengths='any'),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(EmbeddingGRURow(before, True, h0) for before in (False, True) for h0 in (True, False)),
          EmbeddingGRURow(False, False, False),
