@@ -17,7 +17,7 @@ from pyops.backend import library
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pyops.typing import Array, Init, Shape
 
@@ -117,6 +117,18 @@ class Parameters:
     def __getitem__(self, name: str) -> Parameter:
         touched = None if self.touched is None or name not in self._sparse else self.touched[self._blocks(name)]
         return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched)
+
+    def joined(self, names: Sequence[str]) -> Parameter | None:
+        """Return one Parameter whose rows are those of all these parameters, in this order, over the same memory; None if that
+        needs a copy: their memory is not adjacent, their rows differ in shape, or a gradient is sparse."""
+        (first, shape), end, rows = self._places[names[0]], self._places[names[0]][0], 0
+        for name in names:
+            start, (n, *row) = self._places[name]
+            if start != end or tuple(row) != shape[1:] or name in self._sparse:
+                return None
+            end, rows = start + n * int(np.prod(row)), rows + n
+        value, grad = (flat[first:end].reshape(rows, *shape[1:]) for flat in (self.values, self.grads))
+        return Parameter('+'.join(names), value, grad)
 
     def _blocks(self, name: str) -> slice:
         """Return the slice of gradient blocks that a parameter overlaps."""

@@ -20,6 +20,7 @@ import bisect
 import contextlib
 import json
 import math
+import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -295,6 +296,9 @@ class Plan:
             base = self._live[block.address]
         else:
             inside = [tensor for low, high, tensor in self._regions if low <= start < high and tensor.shape == shape]
+            joined = self._joined(start, start + array.nbytes)
+            if joined and not inside:
+                return PlanTensor(joined[0], shape, array.dtype, joined[1].kind, joined[1])
             inside += [tensor for low, high, tensor in self._parts + self._regions if low <= start < high]
             base = inside[0] if inside else None
         if base is None:
@@ -302,6 +306,17 @@ class Plan:
         if base.shape == shape:
             return base
         return PlanTensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
+
+    def _joined(self, start, end):
+        """Return (name, PlanTensor of the region) if a memory range is that of several adjacent parameters or gradients: their
+        names, without the common beginning of the later ones."""
+        parts = [part for part in self._parts if part[0] < end and start < part[1]]
+        if len(parts) < 2 or parts[0][0] != start or parts[-1][1] != end:
+            return None
+        common = os.path.commonprefix([tensor.name for *_, tensor in parts])
+        owner = common[:common.rfind('.') + 1]
+        names = '+'.join(tensor.name.removeprefix(owner) if i else tensor.name for i, (*_, tensor) in enumerate(parts))
+        return names, next(tensor for low, high, tensor in self._regions if low <= start < high)
 
     # ---- running -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import numpy as np
 from pyops import backend, init, ops
 from pyops.errors import UserError
 from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, ResidualNorm, sequence_lengths
+from pyops.ops.linear import JoinedLinear
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
@@ -96,6 +97,47 @@ def parameter_specs(config):
 
 # ---- layers ------------------------------------------------------------------------------------------------------
 
+def joins_products():
+    """Return whether one product with several weights is faster than one product for each: on a GPU, where it saves launches.
+    On the CPU attention would read longer rows, which costs more than the product saves (docs/speed.md, entry 98)."""
+    return not backend.current_device().is_host
+
+
+class Projections:
+    """Linear layers with one input: one product if their weights can be joined without a copy and none of them rounds.
+
+    x (T, B, D) -> a list of arrays (T, B, D), which may be columns of one array
+    """
+
+    def __init__(self, layers, params, prefix, names, join):
+        self.layers, self.prefix, self.names = layers, prefix, names
+        weight = params.joined([layer.weight.name for layer in layers]) if join and joins_products() else None
+        self.joined = None if weight is None else JoinedLinear(layers, weight, f'{prefix}.{names}')
+
+    def forward(self, x):
+        if self.joined:
+            y, ctx = self.joined.forward(x)
+            return self.joined.split(y), ctx
+        results = [layer.forward(x) for layer in self.layers]
+        return [y for y, _ in results], [ctx for _, ctx in results]
+
+    def empty_gradients(self, shape):
+        """Return the gradients that backward() takes, and a list of the arrays in them, one for each layer with this shape."""
+        if self.joined:
+            dy = backend.empty_gradient((*shape[:-1], len(self.layers) * shape[-1]), f'{self.prefix}.d{self.names}')
+            return dy, self.joined.split(dy)
+        dy = [backend.empty_gradient(shape, f'{self.prefix}.d{name}') for name in self.names]
+        return dy, dy
+
+    def backward(self, dy, ctx, into=None):
+        """Return dx, added to `into` if given."""
+        if self.joined:
+            return self.joined.backward(dy, ctx, into=into)
+        for layer, its_dy, its_ctx in zip(self.layers, dy, ctx, strict=True):
+            into = layer.backward(its_dy, its_ctx, into=into)
+        return into
+
+
 class MultiHeadAttention:
     """Multi-head attention with its four projections.  Queries come from x; keys and values from a memory, which may be x.
 
@@ -106,26 +148,37 @@ class MultiHeadAttention:
         make = config.ops
         self.q, self.k, self.v, self.out = (make.Linear(params[f'{prefix}.{name}.weight']) for name in ('q', 'k', 'v', 'out'))
         self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
+        layers = [self.q, self.k, self.v]
+        plain = type(self.attention) is ops.Attention and all(type(layer) is ops.Linear for layer in layers)
+        self.qkv = Projections(layers, params, prefix, 'qkv', plain)            # of x, if it is the memory
+        self.kv = Projections(layers[1:], params, prefix, 'kv', plain)          # of another memory
+        self.prefix = prefix
 
     def forward(self, x, memory, lengths, step):
-        q, c1 = self.q.forward(x)                                       # (Tq, B, D)
-        k, c2 = self.k.forward(memory)                                  # (Tk, B, D)
-        v, c3 = self.v.forward(memory)                                  # (Tk, B, D)
-        a, c4 = self.attention.forward(q, k, v, lengths, step)          # (Tq, B, D)
-        y, c5 = self.out.forward(a)                                     # (Tq, B, D)
-        return y, [c1, c2, c3, c4, c5]
+        if memory is x:
+            (q, k, v), c1 = self.qkv.forward(x)                         # (T, B, D) each
+            c2 = None
+        else:
+            q, c1      = self.q.forward(x)                              # (Tq, B, D)
+            (k, v), c2 = self.kv.forward(memory)                        # (Tk, B, D) each
+        a, c3 = self.attention.forward(q, k, v, lengths, step)          # (Tq, B, D)
+        y, c4 = self.out.forward(a)                                     # (Tq, B, D)
+        return y, [c1, c2, c3, c4]
 
     def backward(self, dy, ctx, into=None, dmemory=None):
         """Return dx, added to `into` if given.  The gradient of the memory is added to dmemory; dmemory=None: the memory
         was x, and its gradient is added to dx."""
-        da         = self.out.backward(dy, ctx.pop())
-        dq, dk, dv = self.attention.backward(da, ctx.pop())
-        c3, c2, c1 = ctx.pop(), ctx.pop(), ctx.pop()
-        dx         = self.q.backward(dq, c1, into=into)
-        dmemory    = dx if dmemory is None else dmemory
-        self.k.backward(dk, c2, into=dmemory)
-        self.v.backward(dv, c3, into=dmemory)
-        return dx
+        da = self.out.backward(dy, ctx.pop())
+        if dmemory is None:
+            dqkv, parts = self.qkv.empty_gradients(da.shape)
+            self.attention.backward(da, ctx.pop(), out=parts)
+            ctx.pop()
+            return self.qkv.backward(dqkv, ctx.pop(), into)
+        dq = backend.empty_gradient(da.shape, f'{self.prefix}.dq')
+        dkv, parts = self.kv.empty_gradients(dmemory.shape)
+        self.attention.backward(da, ctx.pop(), out=(dq, *parts))
+        self.kv.backward(dkv, ctx.pop(), dmemory)
+        return self.q.backward(dq, ctx.pop(), into=into)
 
     def look_up(self, x, k, v, lengths=None):
         """Attend with projected keys and values, as decoding does.  No backward."""

@@ -36,8 +36,9 @@ class Product:
                             matmul: fwd before the boundary of the plan; after it dgrad, with g for x and dx for y
             attention       qk: q k';  pv: y = p v;  dp: do v';  dv: p' do;  dq: ds k;  dk: ds' q
                             forward, backward, softmax, scale: other launches that read or write these tensors
-    roles   {role: array};  an array is an argument name;  (argument, axes): the argument with its axes permuted;  or a Made.
-            In a linear layer, an argument name followed by ' means that the argument is the transpose of the array
+    roles   {role: array};  an array is an argument name;  (argument, axes): the argument with its axes permuted;  a Slice of
+            one;  or a Made.  In a linear layer, an argument name followed by ' means that the argument is the transpose of the
+            array
     axis    the axis of the stored weight that the product sums over: 0 of (I, O), -1 of (O, I)
     names   {role: name of the saved tensor}, for names that differ from the default
     before  the kernel overwrites its inputs, so the arrays must be read before it runs
@@ -49,6 +50,25 @@ class Product:
     def replaced(self, **settings):
         """Return a copy with other settings."""
         return Product(**vars(self) | settings)
+
+    def part(self, i, n):
+        """Return the Product of layer i of n that share x and dx, in one product of a weight (n O, I)."""
+        axes = {'w': 0, 'y': -1, 'g': -1}
+        return self.replaced(roles={role: Slice(source, axes[role], i, n) if role in axes else source
+                                    for role, source in self.roles.items()})
+
+
+class Slice:
+    """Slice i of n equal ones of the array `source`, an argument name, along its first axis (0) or its last (-1)."""
+
+    def __init__(self, source, axis, i, n):
+        self.source, self.axis, self.i, self.n = source, axis, i, n
+
+    def of(self, array):
+        """Return the slice of this array, a view."""
+        size = array.shape[self.axis] // self.n
+        part = slice(self.i * size, (self.i + 1) * size)
+        return array[part] if self.axis == 0 else array[..., part]
 
 
 class Made:

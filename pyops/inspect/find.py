@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyops import backend
-from pyops.backend.kernels import KERNELS, Kernel, Made
+from pyops.backend.kernels import KERNELS, Kernel, Made, Slice
 from pyops.inspect.writer import HEADER
 
 if TYPE_CHECKING:
@@ -173,13 +173,16 @@ class _Finder:
         if 'dx' in roles:
             dx = self.role(i, note, roles['dx'])
             array = _with_rows(dx.array, rows)
-            if self.actions[i].scalars.get('accumulate'):   # added to other gradients: recompute this part
-                array = _Later(array.shape, lambda: self._product_again(i, array.shape))
+            if self.actions[i].scalars.get('accumulate') or isinstance(roles.get('g'), Slice):
+                # added to other gradients, or with those of other layers: recompute this part
+                array = _Later(array.shape, lambda: self._product_again(i, roles, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)
 
-    def _product_again(self, i, shape):
-        """Recompute the summand of a product with `accumulate`, in the given shape."""
+    def _product_again(self, i, roles, shape):
+        """Recompute the summand of one layer in the gradient of an input, in the given shape."""
         a, b = (self.plan.argument(self.actions[i], name) for name in 'ab')
+        if isinstance(roles.get('g'), Slice):
+            a, b = roles['g'].of(a), roles['w'].of(b)
         return backend.product(a, b).reshape(shape)
 
     def _parameters(self, layer, note, weight_at, bias_at):
@@ -232,6 +235,9 @@ class _Finder:
         if isinstance(source, Made):
             sizes = action.scalars
             return _Role(_Later(source.shape(sizes), lambda: source.make(sizes, self._argument_of(action))), at, None)
+        if isinstance(source, Slice):
+            whole = self.role(i, note, source.source)
+            return whole._replace(array=source.of(whole.array))
         argument, axes = source if isinstance(source, tuple) else (source.removesuffix("'"), None)
         j = self.plan.writer(i, argument)
         rounded = None if j is None else KERNELS.get(self.actions[j].kernel, Kernel()).rounds

@@ -1,12 +1,13 @@
 """Linear: the matrix product with a bias."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, may_overlap, note_product
-from pyops.backend.kernels import DGRAD, FWD, WGRAD
+from pyops.backend.kernels import DGRAD, FWD, WGRAD, Product
 
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
@@ -45,7 +46,7 @@ class Linear:
         check('x', x, (*np.shape(x)[:-1], I))
         y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
         gemm(as_rows(y), as_rows(x), self.weight.value.T, self.bias and self.bias.value)
-        note_product(self, FWD, weight=self.weight, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
+        self._note(FWD, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return y, self.Ctx(x)
 
     def backward(self, dy: Array, ctx: Ctx, want_dx: bool = True, into: Array | None = None) -> Array | None:
@@ -59,7 +60,7 @@ class Linear:
             check('into', into, ctx.x.shape)
         rows = as_rows(dy)
         gemm(self.weight.grad, rows.T, as_rows(ctx.x), accumulate=True)
-        note_product(self, WGRAD, weight=self.weight)
+        self._note(WGRAD)
         if self.bias:
             launch('column_sums', self.bias.grad, dy, *rows.shape)
         if not want_dx:
@@ -67,10 +68,13 @@ class Linear:
         separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
         dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if separate else into
         gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
-        note_product(self, DGRAD, weight=self.weight)
+        self._note(DGRAD)
         if separate and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)
         return dx if into is None else into
+
+    def _note(self, product: Product, **facts: Any) -> None:
+        note_product(self, product, weight=self.weight, **facts)
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
         from pyops.ops.array import sum_to
@@ -95,3 +99,27 @@ class Linear:
     @staticmethod
     def example(normal: Normal) -> Example:
         return [normal(2, 3, 4)], dict(weight=normal(5, 4), bias=normal(5))
+
+
+class JoinedLinear(Linear):
+    """Several Linear layers without bias, with one input, as one product.
+
+    Shapes   x, dx (..., I);  y, dy (..., n O): the n results side by side;  weight (n O, I): their weights one below the other
+    Notes    a plan finds the product of each layer under the name of that layer.  docs/attention.md has an example
+    """
+
+    def __init__(self, layers: Sequence[Linear], weight: Parameter, name: str) -> None:
+        super().__init__(weight, name=name)
+        self.layers = layers
+        if weight.value.shape != (len(layers) * len(layers[0].weight.value), layers[0].weight.value.shape[1]):
+            raise ValueError(f'{name}: want a weight of {len(layers)} times {layers[0].weight.value.shape}, '
+                             f'got {weight.value.shape}')
+
+    def split(self, y: Array) -> list[Array]:
+        """Return the columns of each layer, views of y or of dy."""
+        O = y.shape[-1] // len(self.layers)
+        return [y[..., i * O:(i + 1) * O] for i in range(len(self.layers))]
+
+    def _note(self, product: Product, **facts: Any) -> None:
+        for i, layer in enumerate(self.layers):
+            note_product(layer, product.part(i, len(self.layers)), weight=layer.weight, **facts)

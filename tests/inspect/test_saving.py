@@ -28,7 +28,7 @@ from pyops import backend, nn, ops
 from pyops import plan as plans
 from pyops.autograd import Tensor
 from pyops.backend import as_rows, gemm, launch
-from pyops.backend.kernels import KERNELS, Kernel, Made
+from pyops.backend.kernels import KERNELS, Kernel, Made, Slice
 from pyops.errors import Interrupted, UserError
 from pyops.fit import Run, steps_left
 from pyops.formats import fake_quantize
@@ -40,6 +40,7 @@ from pyops.inspect.statistics import describe
 from pyops.inspect.writer import HEADER, Writer
 from pyops.ndarray import as_ndarray
 from pyops.ops import rounding
+from pyops.ops.linear import JoinedLinear
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
@@ -47,6 +48,7 @@ from pyops.quantization import Family, Recipe, family
 from pyops.text.training import side as side_of
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
+from transformer import model as transformer_model
 from transformer.model import Config as TransformerConfig
 from transformer.model import Transformer
 
@@ -97,12 +99,18 @@ class Witness:
             self.tell(layer, 'backward', **{f'grad_{name}': params[parameter.name].grad})
 
     def Linear_forward(self, op, x, result=None):
-        if result:
+        if result and isinstance(op, JoinedLinear):
+            for layer, y in zip(op.layers, op.split(result[0]), strict=True):
+                self.Linear_forward(layer, x, (y, None))
+        elif result:
             self.parameters(op.name, weight=op.weight, bias=op.bias)
             self.tell(op.name, 'forward', input=x, output=result[0])
 
     def Linear_backward(self, op, dy, ctx, want_dx=None, result=None):
-        if result is None:
+        if result is None and isinstance(op, JoinedLinear):
+            for layer, its_dy in zip(op.layers, op.split(dy), strict=True):
+                self.Linear_backward(layer, put(np.ascontiguousarray(get(its_dy))), None)
+        elif result is None:
             self.tell(op.name, 'backward', grad_output=dy)
             if want_dx is not False:
                 self.product(op.name, dy, op.weight)
@@ -247,6 +255,13 @@ def of_transformer(**settings):
     return translation(Transformer(TransformerConfig(20, 21, d_model=24, d_ff=20, heads=3, num_steps=7, **settings), 3))
 
 
+def of_joined_products(**settings):
+    """The transformer with one product for q, k and v of a sequence, and one for k and v of another sequence, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer_model, 'joins_products', lambda: True)
+        return of_transformer(**settings)
+
+
 def of_seq2seq(**settings):
     return translation(Seq2Seq(Seq2SeqConfig(20, 21, embedding=10, hidden=12, num_steps=6, **settings), 3))
 
@@ -287,7 +302,8 @@ def make_biases_nonzero(params):
     params.values[...] = put(get(params.values) + 0.01 * noise)
 
 
-MODELS = {'transformer': of_transformer, 'pre_norm': lambda: of_transformer(pre_norm=True, layers=1), 'seq2seq': of_seq2seq,
+MODELS = {'transformer': of_transformer, 'pre_norm': lambda: of_transformer(pre_norm=True, layers=1),
+          'joined products': of_joined_products, 'seq2seq': of_seq2seq,
           'reset_before': lambda: of_seq2seq(reset_before=True, layers=1), 'mnist': of_mnist, 'resnet': of_resnet}
 
 
@@ -453,6 +469,7 @@ RECIPE = ('fwd=mxfp8:block=4,dgrad=mxfp4:block=8:scale=even,wgrad.g=mxfp8:block=
 QUANTIZED = {
     'transformer': lambda made: of_transformer(ops=made),
     'no_dropout': lambda made: of_transformer(ops=made, dropout=0.0, layers=1),
+    'joined products': lambda made: of_joined_products(ops=made, layers=1),
     'seq2seq': lambda made: of_seq2seq(ops=made, layers=1),
     'reset_before': lambda made: of_seq2seq(ops=made, reset_before=True),
     'mnist': lambda made: of_mnist(layer_ops=made)}
@@ -525,7 +542,11 @@ def test_a_plan_lists_every_gradient_as_one(name, recipe):
         step()
     written = [(action.kernel, argument, tensor) for action in plan.actions for argument, tensor in action.split()[1].items()
                if argument.startswith('d')]                             # the header's names: dx, dweight, dgates, ...
-    operands = [(action.kernel, role, action.tensors[source[0] if isinstance(source, tuple) else source.removesuffix("'")])
+    def argument(source):
+        source = source.source if isinstance(source, Slice) else source
+        return source[0] if isinstance(source, tuple) else source.removesuffix("'")
+
+    operands = [(action.kernel, role, action.tensors[argument(source)])
                 for action in plan.actions for note in action.notes for role, source in note.product.roles.items()
                 if role in (*rounding.GRADIENTS, 'dx', 'dq', 'dk', 'dv') and not isinstance(source, Made)]
     assert written and [one for one in written + operands if one[-1].kind != 'gradient'] == []

@@ -25,7 +25,8 @@ from rows import (
     below,
 )
 
-from pyops import backend
+from pyops import backend, init
+from pyops.backend import location
 from pyops.ops import (
     GRU,
     Attention,
@@ -46,7 +47,8 @@ from pyops.ops import (
     sequence_lengths,
 )
 from pyops.ops.attention import dropout_factors
-from pyops.params import Parameter
+from pyops.ops.linear import JoinedLinear
+from pyops.params import Parameter, Parameters, Spec
 from pyops.philox import philox4x32
 from pyops.quantization import Recipe
 
@@ -823,6 +825,67 @@ def test_attention_refuses_heads_and_shares_that_cannot_be():
     for p in (-0.1, 1.0, float('nan')):
         with pytest.raises(ValueError, match='attention_forward: p='):
             attend(Attention(2, p=p), q, q, q)
+
+
+@pytest.mark.parametrize('n', [2, 3])
+@pytest.mark.parametrize('rows,inputs,outputs', [((5,), 7, 16), ((9, 5), 32, 24), ((3, 40), 256, 256), ((1, 1), 64, 48)])
+def test_joined_linear_layers_equal_separate_ones(n, rows, inputs, outputs):
+    rng, names = np.random.default_rng(0), [f'{name}.weight' for name in 'qkv'[:n]]
+    params = Parameters({name: Spec((outputs, inputs), init.xavier_normal()) for name in names})
+    layers = [Linear(params[name]) for name in names]
+    joined = JoinedLinear(layers, params.joined(names), 'joined')
+    x, dy, into = put(normal(rng, *rows, inputs)), normal(rng, *rows, n * outputs), normal(rng, *rows, inputs)
+    start = normal(rng, params.grads.size)
+    backend.copy(params.grads, put(start))
+    y, ctx = joined.forward(x)
+    dx = get(joined.backward(put(dy), ctx, into=put(into.copy())))
+    grads = get(params.grads).copy()
+    backend.copy(params.grads, put(start))
+    total = put(into.copy())
+    for i, layer in enumerate(layers):
+        one, ctx = layer.forward(x)
+        if backend.current_device().is_host:
+            same(get(joined.split(y)[i]), get(one), f'y of layer {i}')
+        near(get(joined.split(y)[i]), get(one), 1e-5, f'y of layer {i}')
+        layer.backward(put(dy[..., i * outputs:(i + 1) * outputs].copy()), ctx, into=total)
+    near(dx, get(total), 2e-6 * np.abs(dx).max(), 'dx')
+    near(grads, get(params.grads), 2e-6 * np.abs(grads).max(), 'gradients of the weights')
+    assert np.abs(grads - start).max() > 0.1
+
+
+def test_a_joined_weight_must_have_the_rows_of_its_layers():
+    params = Parameters({name: Spec((4, 4), init.ones()) for name in ('a', 'b', 'c')})
+    with pytest.raises(ValueError, match=r'qk: want a weight of 2 times \(4, 4\), got \(12, 4\)'):
+        JoinedLinear([Linear(params['a']), Linear(params['b'])], params.joined(['a', 'b', 'c']), 'qk')
+
+
+def test_parameters_are_joined_only_if_that_needs_no_copy():
+    params = Parameters({'a': Spec((4, 4), init.ones()), 'b': Spec((8, 4), init.ones()), 'wide': Spec((4, 8), init.ones()),
+                         'odd': Spec((3, 8), init.ones()), 'after': Spec((2, 8), init.ones()),
+                         'sparse': Spec((2, 8), init.ones(), sparse=True)})
+    whole = params.joined(['a', 'b'])
+    assert whole.name == 'a+b' and whole.value.shape == whole.grad.shape == (12, 4)
+    assert location(whole.value) == location(params['a'].value) and location(whole.grad) == location(params['a'].grad)
+    assert params.joined(['a']).value.shape == (4, 4)
+    for names in (['b', 'a'], ['a', 'wide'], ['a', 'b', 'wide'], ['odd', 'after'], ['after', 'sparse'], ['sparse']):
+        assert params.joined(names) is None, names
+
+
+def test_attention_takes_columns_and_refuses_rows_at_other_distances():
+    x = put(np.zeros((3, 4, 24), 'f'))
+    q, k, v, apart = x[..., :8], x[..., 8:16], x[..., 16:], x[:, :2, :8]
+    y, ctx = Attention(2).forward(q, k, v)
+    alone = put(np.zeros((3, 4, 8), 'f'))
+    for bad, message in (((x[..., :16:2], k, v), 'q: want contiguous rows at equal distances'),
+                         ((q, alone, v), 'v: want rows as far apart as those of k, 8 elements, got 24')):
+        with pytest.raises((TypeError, ValueError), match=message):
+            Attention(2).forward(*bad)
+    with pytest.raises(TypeError, match='q: want contiguous rows at equal distances'):
+        Attention(2).forward(apart, apart, apart)
+    with pytest.raises(ValueError, match=r'dk: want shape \(3, 4, 8\), got \(3, 4, 24\)'):
+        Attention(2).backward(y, ctx, out=(q, x, v))
+    with pytest.raises(TypeError, match='q: want a C-contiguous array'):
+        attention_in_products(2).forward(q, k, v)
 
 
 attention_in_products = functools.partial(Attention.rounded(), recipe=Recipe())

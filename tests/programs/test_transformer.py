@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from arrays import near
+from places import get, put
 from translation import TINY_TRANSFORMER as TINY
 from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
 
@@ -13,8 +15,10 @@ from pyops import backend, plan
 from pyops.errors import UserError
 from pyops.optim import Adam
 from pyops.philox import dropout_mask
+from pyops.quantization import Recipe, family
 from pyops.text import embedded
 from pyops.text.vocabulary import BOS, EOS, PAD
+from transformer import model as module
 from transformer import train, translate
 from transformer.model import Config, Transformer, parameter_specs
 
@@ -280,6 +284,79 @@ def test_a_replayed_step_equals_an_eager_one_bit_for_bit(pre_norm):
         rows = rng.integers(0, 100, size)
         assert eager(rows)[0] == planned(rows)[0]
     assert models[0].params.values.tobytes() == models[1].params.values.tobytes()
+
+
+# ---- one product for q, k and v, and one for k and v of another sequence -----------------------------------
+
+def transformers(monkeypatch, config, seed=0):
+    """Return two equal models: with a product for each of q, k and v, and with joined products."""
+    made = []
+    for joins in (False, True):
+        monkeypatch.setattr(module, 'joins_products', lambda joins=joins: joins)
+        made.append(Transformer(config, seed))
+    return made
+
+
+def attentions(model):
+    for block in model.encoder.blocks:
+        yield block.attention
+    for block in model.decoder.blocks:
+        yield block.self_attention
+        yield block.cross_attention
+
+
+@pytest.mark.parametrize('pre_norm', [False, True])
+def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeypatch, pre_norm):
+    config = Config(20, 21, **SMALL, pre_norm=pre_norm, dropout=0.3)
+    batch, step = [put(ids) for ids in random_batch(config, 5)], put(np.array([3]))
+    results = []
+    for model in transformers(monkeypatch, config):
+        with plan.Plan(model.params, **model.arrays()) as recorded:
+            loss, ctx = model.forward(*batch, step)
+            model.backward(ctx)
+        results.append((float(get(loss)[0]), get(model.params.grads), len(recorded.replayed), model))
+    (loss, grads, count, separate), (joined_loss, joined_grads, joined_count, joined) = results
+    assert all(part.joined is None for a in attentions(separate) for part in (a.qkv, a.kv))
+    assert all(part.joined for a in attentions(joined) for part in (a.qkv, a.kv))
+    assert abs(joined_loss - loss) <= 1e-6 * abs(loss) and np.abs(grads).max() > 1e-3
+    near(joined_grads, grads, 1e-6 * np.abs(grads).max(), 'gradients')
+    # Three products become one and two become one, in forward, dx and dw: 4 self-attentions, 2 cross-attentions.
+    assert count - joined_count == 3 * (2 * 4 + 1 * 2)
+
+
+def test_a_row_of_weights_that_does_not_end_on_a_cache_line_is_not_joined(monkeypatch):
+    _, model = transformers(monkeypatch, Config(20, 21, **SMALL | dict(d_model=6)))
+    assert all(part.joined is None for a in attentions(model) for part in (a.qkv, a.kv))
+    loss, ctx = model.forward(*(put(ids) for ids in random_batch(model.config, 3)))
+    model.backward(ctx)
+    assert np.isfinite(get(loss)).all() and np.isfinite(get(model.params.grads)).all()
+
+
+@pytest.mark.parametrize('recipe', ['hifp8', 'fwd.x=hifp8', 'attention=mxfp8'])
+def test_layers_with_rounded_operands_are_not_joined(monkeypatch, recipe):
+    made = family(Recipe.parse(recipe))
+    _, model = transformers(monkeypatch, Config(20, 21, **SMALL, ops=made))
+    assert all(part.joined is None for a in attentions(model) for part in (a.qkv, a.kv))
+
+
+def test_products_are_joined_on_a_gpu_only():
+    model, on_cpu = Transformer(Config(20, 21, **SMALL)), backend.current_device().is_host
+    assert all((part.joined is None) is on_cpu for a in attentions(model) for part in (a.qkv, a.kv))
+
+
+def test_a_run_with_three_products_resumes_with_joined_ones(tmp_path, monkeypatch):
+    """The checkpoint has the same names and the same bits, and training goes on as it would have."""
+    before = None
+    for epochs, joins in (2, False), (4, True):
+        monkeypatch.setattr(module, 'joins_products', lambda joins=joins: joins)
+        train.main(['-e', str(epochs), '-c', str(tmp_path / 'parts'), *TINY])
+        before = before or newest(tmp_path / 'parts')[0]
+    monkeypatch.setattr(module, 'joins_products', lambda: False)
+    train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *TINY])
+    tensors, whole = newest(tmp_path / 'parts')[0], newest(tmp_path / 'whole')[0]
+    assert set(before) == set(tensors) == set(whole)
+    for name, tensor in whole.items():
+        near(tensors[name], tensor, 1e-4 * max(np.abs(tensor).max(), 1e-6), name)
 
 
 # ---- the program: resumed runs, threads, what it refuses --------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from places import ON_GPU, get, on_the_cpu, put
 
-from pyops import backend, ops
+from pyops import backend, init, ops
 from pyops.backend import library
 from pyops.backend.kernels import KERNELS, Kernel, declare
 from pyops.ops import Attention, CrossEntropy, Linear, ReLU
@@ -248,6 +248,18 @@ def test_a_view_is_named_after_its_tensor():
         backend.launch('scale', y, x, one, 12)
         backend.launch('fill', y[1], 4, 0.0)
     assert '\tTensor(op.y_view)(4) of Tensor(op.y)(3, 4)' in str(plan).splitlines()
+
+
+def test_an_array_over_several_parameters_has_their_names():
+    params = Parameters({f'layer.{name}.weight': Spec((4, 4), init.ones()) for name in 'abc'})
+    whole, one = params.joined(['layer.a.weight', 'layer.b.weight']), put(np.ones(1, 'f'))
+    with Plan(params, one=one) as plan:
+        backend.launch('scale', whole.grad, whole.value, one, 32)
+        backend.launch('scale', params.grads, params.values, one, 48)
+    first, second = ({name: (tensor.name, tensor.kind) for name, tensor in action.tensors.items()} for action in plan.actions)
+    assert first == {'y': ('layer.a.weight_grad+b.weight_grad', 'gradient'), 'x': ('layer.a.weight+b.weight', 'parameter'),
+                     'alpha': ('one', 'input')}
+    assert second == {'y': ('all_grad', 'gradient'), 'x': ('parameters', 'parameter'), 'alpha': ('one', 'input')}
 
 
 def test_actions_marked_once_run_once():
