@@ -78,7 +78,7 @@ class LinearCrossEntropy:
             if dloss is not ctx.dloss:
                 raise ValueError(f'{self.name}: backward got another dloss than forward, expected the same array: '
                                  'forward used it for the gradients')
-            return ctx.dx
+            return ctx.dx           # type: ignore[return-value]
         dx = empty_gradient(ctx.dx.shape, f'{self.name}.dx')
         launch('scale', dx, ctx.dx, dloss, dx.size)
         note_product(self, SCALED, weight=self.weight)
