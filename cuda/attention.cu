@@ -375,7 +375,6 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     const BlockTask p(c, c.Tq, ROWS);
     const int queries = in_tile(c.Tq - p.first, ROWS), above = warp_row();
     const int64_t all = seen_by_any(c, p, p.first, ROWS), i = p.first + above + lane_row();
-    const float *const q_rows = q + row_at(c, p, c.q, p.first);
     if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.head == 0) {
         const int64_t length = c.lengths[p.sequence];
         if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sequence, length, c.Tk);
@@ -395,7 +394,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
             const int width = width_of(c, channel);
             const bool last = chunk + 1 == c.chunks;
             if (j || chunk) __syncthreads();                    // all reads of the tiles have finished
-            if (!j || c.chunks > 1) load<WARPS>(q_tile, q_rows + channel, c.q.step, queries, width, c.whole);
+            if (!j || c.chunks > 1)
+                load<WARPS>(q_tile, q + row_at(c, p, c.q, p.first) + channel, c.q.step, queries, width, c.whole);
             load<WARPS>(k_tile, k_rows + channel, c.k.step, keys, width, c.whole);
             cp_async_commit();
             if (last) load<WARPS>(v_tile, v_rows + p.channel, c.k.step, keys, p.width, c.whole);
