@@ -24,7 +24,7 @@ def section(heading):
 
 def blocks(text):
     """Return (path, kind, code) of each block of a recipe, in order."""
-    return [((item['link'] or item['new']).removeprefix('../'), block['kind'], textwrap.dedent(block['text']))
+    return [(item['new'] or os.path.normpath(f'docs/{item["link"]}'), block['kind'], textwrap.dedent(block['text']))
             for item in ITEM.finditer(text) for block in BLOCK.finditer(item['text'])]
 
 
