@@ -200,7 +200,7 @@ def to_bf16(gpu, x, rows, columns, ld):
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
 
-# Relative error of a chain of a few products, of which each rounds its operands.
+# Relative error of a chain of a few products that round their operands.
 TOLERANCE = {'fp32': 1e-5, 'tf32': 2e-3, 'bf16': 2e-2}
 
 

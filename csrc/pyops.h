@@ -295,7 +295,7 @@ PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
  * sum = x + branch * keep / (1 - p);  y, mean, rstd = layer norm of sum.   keep as in pyops_dropout; step NULL or p = 0: all 1
  * backward:  dx = the gradient of sum, as in layer norm;   dbranch = dx * keep / (1 - p);   dweight, dbias add
  *            dbranch is NULL without dropout, where it would equal dx
- * The bits are those of pyops_residual, pyops_layer_norm_* and pyops_dropout, one after the other.
+ * The results are bit-equal to pyops_residual, pyops_layer_norm_* and pyops_dropout, one after the other.
  * x, branch, sum, y, dy, dx, dbranch (R,C)   weight, bias, dweight, dbias (C)   sum, mean, rstd (R) are saved for backward
  * sum may be x or branch, dx may be dy.   work: pyops_layer_norm_backward_work(R, C) floats
  */

@@ -5,7 +5,7 @@
     python examples/language_model.py book.txt -c ckpt -e 0 --prompt "Once upon"
 
 The text is cut into windows of --context letters.  The model reads a begin mark and all letters of a window but the last, and
-predicts all its letters.  Blocks and gradients are those of the transformer's encoder, with a causal mask.
+predicts all its letters.  Blocks and their gradients come from the transformer's encoder, with a causal mask.
 """
 import functools
 import math

@@ -119,8 +119,8 @@ class Parameters:
         return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched)
 
     def joined(self, names: Sequence[str]) -> Parameter | None:
-        """Return one Parameter whose rows are those of all these parameters, in this order, over the same memory; None if that
-        needs a copy: their memory is not adjacent, their rows differ in shape, or a gradient is sparse."""
+        """Return one Parameter with the rows of all these parameters, in this order, over the same memory; None if that needs
+        a copy: their memory is not adjacent, their rows differ in shape, or a gradient is sparse."""
         (first, shape), end, rows = self._places[names[0]], self._places[names[0]][0], 0
         for name in names:
             start, (n, *row) = self._places[name]

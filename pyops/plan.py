@@ -308,7 +308,7 @@ class Plan:
         return PlanTensor(f'{base.name}_view', shape, array.dtype, base.kind, base)
 
     def _joined(self, start, end):
-        """Return (name, PlanTensor of the region) if a memory range is that of several adjacent parameters or gradients: their
+        """Return (name, PlanTensor of the region) if a memory range consists of several adjacent parameters or gradients: their
         names, without the common beginning of the later ones."""
         parts = [part for part in self._parts if part[0] < end and start < part[1]]
         if len(parts) < 2 or parts[0][0] != start or parts[-1][1] != end:

@@ -91,7 +91,7 @@ def kernels(log):
             entries.append((file, *entry, int(match[1]), int(match[2] or 0), *spills[1:]))
             entry = spills = None
     if not entries:
-        raise UserError('no kernel in the output of the compiler; expected that of nvcc -Xptxas -v')
+        raise UserError('no kernel in the output of the compiler; expected the output of nvcc -Xptxas -v')
     for name, (file, _, *rest) in zip(readable([name for _, name, *_ in entries]), entries, strict=True):
         yield Kernel(file, name, *rest)
 

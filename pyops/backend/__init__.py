@@ -137,8 +137,8 @@ def check(name, array, shape, dtype=np.float32):
 
 
 def check_rows(name, array, shape):
-    """Check a float32 array (..., D) as `check` does, but accept rows at any equal distance of at least D, such as those of
-    columns of a larger array.  Return the distance in elements."""
+    """Check a float32 array (..., D) as `check` does, but accept rows at any equal distance of at least D, as in columns
+    of a larger array.  Return the distance in elements."""
     _check_dtype(name, array, np.float32)
     if array.shape != tuple(shape):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')

@@ -174,7 +174,7 @@ class _Finder:
             dx = self.role(i, note, roles['dx'])
             array = _with_rows(dx.array, rows)
             if self.actions[i].scalars.get('accumulate') or isinstance(roles.get('g'), Slice):
-                # added to other gradients, or with those of other layers: recompute this part
+                # added to other gradients, or to those from other layers: recompute this part
                 array = _Later(array.shape, lambda: self._product_again(i, roles, array.shape))
             layer.saw('backward', 'grad_input', dx.at, array)
 

@@ -27,7 +27,7 @@ class ResidualNorm:
     Saves    sum, the step, and mean and rstd of each row of sum
     Errors   ValueError if not 0 <= p < 1 and for a negative eps; TypeError and ValueError naming the argument or the parameter
     Source   a post-norm sublayer of Vaswani et al. 2017, arXiv:1706.03762, section 3.1
-    Notes    one kernel forward and one backward; the bits equal those of Residual and LayerNorm
+    Notes    one kernel forward and one backward; bit-equal to Residual and LayerNorm
              residual: the name of the residual connection, for its tensors
     """
 

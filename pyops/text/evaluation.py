@@ -14,8 +14,8 @@ PARTS = 'test', 'validation'
 def test_set(corpus, fraction, part='test'):
     """Return sources and lists of their references, raw text, of a part of a corpus; and the number of its sources left out.
 
-    fraction: the share that was held out of the training.  Sources of which a reference occurs in the training part, as the
-    translation of another source and in any case and spacing, are left out.  References keep their order in the corpus and
+    fraction: the share that was held out of the training.  A source is left out if one of its references occurs in the
+    training part, as the translation of another source, in any case and spacing.  References keep their order in the corpus and
     are distinct.
     UserError if no source is left.
     """

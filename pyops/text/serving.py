@@ -48,7 +48,7 @@ def load(path, program, build, lines, args=None):
 
 def serve(args, open_checkpoint):
     """Translate standard input line by line until it ends."""
-    if getattr(args, 'save_tensors', None) is not None:         # a flag of training programs, of which -e 0 serves
+    if getattr(args, 'save_tensors', None) is not None:         # a flag of training programs, which serve with -e 0
         raise UserError('--save-tensors: -e 0 serves and runs no training step whose tensors could be saved')
     from pyops.text.repl import serve as serve_lines
     translator, _ = open_checkpoint(args.checkpoint, args)

@@ -145,7 +145,7 @@ def check_vocabularies(path, state, vocabularies, pairs):
     for which, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
         trained = Vocabulary(state['vocabularies'][which])
         if trained != vocabulary:
-            raise UserError(f'{path}: its {which} vocabulary of {len(trained)} words is not that of the corpus, '
+            raise UserError(f'{path}: its {which} vocabulary of {len(trained)} words differs from the corpus, '
                             f'{len(vocabulary)} words; {remedy}')
     if state['pairs'] != pairs.digest():
         raise UserError(f'{path}: was trained on other pairs of the same vocabulary; {remedy}')

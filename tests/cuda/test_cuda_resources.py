@@ -43,7 +43,7 @@ def test_the_table_of_cuda_kernels_has_registers_shared_memory_and_spills(tmp_pa
     (PTXAS, r'linear_cross_entropy: dweight<0> \(sm_80\): spills 16 bytes'),
     (PTXAS.replace('16 bytes spill stores', '0 bytes spill stores') + 'ptxas info : (C7510) Potential Performance Loss: '
      'wgmma.mma_async instructions are serialized due to x', 'ptxas info : .* serialized due to x'),
-    ('', 'no kernel in the output of the compiler; expected that of nvcc -Xptxas -v')])
+    ('', 'no kernel in the output of the compiler; expected the output of nvcc -Xptxas -v')])
 def test_a_cuda_kernel_that_spills_or_serialises_is_an_error(log, problem, tmp_path):
     with pytest.raises(UserError, match=f'^{problem}$'):
         resources(tmp_path, log)

@@ -1,4 +1,4 @@
-"""The reader of saved tensors: complete dumps, and untrusted files, of which only the safe parts are read."""
+"""The reader of saved tensors: complete dumps, and untrusted files: only their safe parts are read."""
 import dataclasses
 import json
 import os

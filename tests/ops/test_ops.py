@@ -261,7 +261,7 @@ def test_masked_rows_do_not_influence_the_loss():
 
 
 def gradients_added_in_forward(run, labels=None):
-    """Return the loss, dx and the parameter gradients that start as those of `run`, with run.dy given to forward."""
+    """Return the loss, dx and the parameter gradients, which start as in `run`, with run.dy given to forward."""
     op = run.built.op(**{name: parameter(name, value, run.noise[name].copy()) for name, value in run.built.params.items()})
     dloss, x = put(run.dy), run.placed['x']
     loss, ctx = op.forward(x, run.placed['labels'] if labels is None else put(labels), dloss=dloss)

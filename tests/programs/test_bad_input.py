@@ -181,7 +181,7 @@ CASES = [
     Case('another program served', TRANSLATE, '-c x.safetensors Go.',
          r'x\.safetensors: a checkpoint of mnist, not of seq2seq; give another with -c', foreign),
     Case('another corpus', TRAIN, '-e 2 -c ckpt -f other.txt',
-         rf'{SAVED}: its \w+ vocabulary of \d+ words is not that of the corpus, \d+ words; '
+         rf'{SAVED}: its \w+ vocabulary of \d+ words differs from the corpus, \d+ words; '
          r'give the corpus it was trained on, .*/pairs\.txt, or start from scratch in another folder'),
     Case('another share held out', TRAIN, resumed('--hold-out 0.3'),
          f'--hold-out 0.3: {SAVED} was trained with 0.0; leave --hold-out out, or give another folder with -c'),

@@ -414,7 +414,7 @@ def test_a_checkpoint_of_another_corpus_is_refused(tmp_path):
         (tmp_path / f'{name}.txt').write_text(''.join('\t'.join(pair) + '\n' for pair in pairs))
     flags = ['-c', str(tmp_path / 'ckpt'), '--d-model', '16', '-b', '50']
     train.main(['-e', '1', '-f', str(tmp_path / 'one.txt'), *flags])
-    with pytest.raises(UserError, match=r'its source vocabulary of \d+ words is not that of the corpus, \d+ words; give the '
+    with pytest.raises(UserError, match=r'its source vocabulary of \d+ words differs from the corpus, \d+ words; give the '
                                         r'corpus it was trained on, .*one\.txt, or start from scratch in another folder'):
         train.main(['-e', '2', '-f', str(tmp_path / 'other.txt'), *flags])
 

@@ -276,7 +276,7 @@ def test_a_gpu_check_that_is_killed_leaves_its_figures(tmp_path):
 def test_a_limit_cuts_a_part_of_the_gpu_check_and_is_told_by_the_exit_status():
     status, out, report = checked('products', '--limit', '2')
     part = report['parts']['products']
-    assert status == 3 and part['outcome'].startswith('cut') and part['seconds'] < 30, out
+    assert status == 3 and part['outcome'].startswith('cut'), out
     assert not part['steps'][0]['wrong']
 
 

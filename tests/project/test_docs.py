@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, examples print what stands below them, flag tables are those of the programs."""
+"""The pages: links lead somewhere, examples print what stands below them, flag tables match the programs."""
 import argparse
 import configparser
 import json
@@ -72,7 +72,7 @@ json.dump(outputs, sys.stdout)
 
 
 def examples(page):
-    """-> blocks of Python, and for each the text that it shall print: that of the ```text block right below, or ''."""
+    """-> blocks of Python, and for each the text that it shall print: the ```text block right below, or ''."""
     text, blocks, wanted = page.read_text(), [], []
     for match in FENCE.finditer(text):
         if match[1] == 'python':
@@ -133,7 +133,7 @@ def sample(page, command):
 
 
 def assert_printed(output, lines, decimals):
-    """The lines are among those of the output, in their order: words, whole numbers and, if wanted, decimals."""
+    """The lines occur in the output, in their order: words, whole numbers and, if wanted, decimals."""
     rest = iter(output)
     for want in lines:
         got = next((line for line in rest if without_decimals(line) == without_decimals(want)), None)

@@ -367,7 +367,7 @@ def test_work_that_ends_early_says_where(capsys):
 
 
 def watched(monkeypatch, seconds):
-    """The items of training.watch, each of which takes so many seconds of a clock of its own."""
+    """The items of training.watch, which take so many seconds each, by a clock of its own."""
     clock = [100.0]
     monkeypatch.setattr(training.time, 'perf_counter', lambda: clock[0])
     found = []
