@@ -100,8 +100,9 @@ def main(argv=None):
 
     run = fit.Run(args.seed, args.batch_size)
     train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(images)), '-b, --hidden or --blocks',
-                                   images=images_here, label_table=label_table, one=one, changed=changed,
-                                   **dict(model.named_buffers()), **optimizer.arrays(), **history.arrays())
+                                   images=images_here, label_table=label_table, one=one,
+                                   **dict(changed=changed) if args.augment else {}, **dict(model.named_buffers()),
+                                   **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return
 

@@ -84,7 +84,7 @@ def training_step(args, step, params, rows, smaller='-b', /, **inputs):
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
-    if args.no_plan:
+    if args.no_plan and not plan_requested(args):
         return step
     steps = plan.Steps(step, params, **inputs)
     recorded = steps.plan(rows)

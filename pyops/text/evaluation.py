@@ -33,6 +33,11 @@ def test_set(corpus, fraction, part='test'):
     return list(disjoint), list(disjoint.values()), len(references) - len(disjoint)
 
 
+def check():
+    """Raise UserError if sacrebleu, which evaluate() needs, is missing: call it before translating."""
+    _sacrebleu()
+
+
 def evaluate(hypotheses, sources, references):
     """Return the scores of translations as a dict for JSON.
 

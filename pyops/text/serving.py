@@ -72,6 +72,7 @@ def evaluate(args, open_checkpoint):
 
     from pyops.text import evaluation
     from pyops.training import Progress
+    evaluation.check()
     use_device(args)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         translator, state = open_checkpoint(args.checkpoint, args)

@@ -224,6 +224,12 @@ def test_plan_or_not_and_threads_change_no_digit(capsys):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_a_step_is_described_instead_of_trained_with_no_plan_too(capsys):
+    train.main(['--embedded', '--plan', '--no-plan'])
+    out = capsys.readouterr().out
+    assert 'Actions:' in out and 'epoch : ' not in out
+
+
 def test_the_printed_plan_has_every_tensor_with_its_shape(capsys):
     train.main(['--embedded', '--plan', '-b', '64', '--hidden', '20'])
     out = capsys.readouterr().out

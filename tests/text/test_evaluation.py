@@ -1,6 +1,7 @@
 """Evaluation on held-out sentences: which sentences, raw text in and out, the scores, the program."""
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -157,6 +158,12 @@ def test_a_checkpoint_without_held_out_sentences_is_an_error(tmp_path, capsys):
                         '-c', str(tmp_path)])
     with pytest.raises(UserError, match=f'^{tmp_path}: nothing was held out of its training; train with --hold-out 0.1'):
         seq2seq_evaluate.main(['-c', str(tmp_path), '-f', 'embedded'])
+
+
+def test_a_missing_sacrebleu_is_reported_before_anything_is_translated(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'sacrebleu', None)
+    with pytest.raises(UserError, match='^sacrebleu is not installed: install it with: pip install sacrebleu$'):
+        seq2seq_evaluate.main(['-c', 'nowhere'])
 
 
 def test_the_programs_are_documented():
