@@ -303,8 +303,9 @@ def mnist(run):
     from bench.torch_mnist import TorchMLP
     from bench.torch_step import copy_weights, make_step
     from mnist.train import AT_ONCE, prepare
-    from pyops import backend, plan
+    from pyops import backend
     from pyops.data.batches import batches, split
+    from pyops.steps import Steps
     gpu, torch, sizes = run.gpu, run.torch, run.sizes
     n, epochs, rng = sizes.mnist['images'], sizes.mnist['epochs'], np.random.default_rng(0)
     images = (rng.integers(0, 256, (n, 784)) * (rng.random((n, 784)) < 0.2)).astype(np.uint8)
@@ -316,7 +317,7 @@ def mnist(run):
 
     def trained():
         model, optimizer, step, inputs = prepare(images, labels)
-        steps = plan.Steps(lambda rows: [step(batch) for batch in split(rows, 100)], model.params, **inputs,
+        steps = Steps(lambda rows: [step(batch) for batch in split(rows, 100)], model.params, **inputs,
                            **optimizer.arrays())
         return Trained(model, optimizer, steps, list(batches(n, 100, 0, 0, at_once=at_once)))
     with backend.on(backend.HOST):

@@ -31,11 +31,11 @@ def train(folder, kind):
 def make_ours(folder):
     """Return step(k): our training step on batch k, replayed from a plan as in mnist.train; it returns the loss."""
     from mnist import train
-    from pyops import plan
+    from pyops.steps import Steps
     with np.load(folder / 'data.npz') as file:
         data = {name: file[name] for name in file.files}
     model, optimizer, step, inputs = train.prepare(data['images'], data['labels'])
-    steps = plan.Steps(step, model.params, **inputs, **optimizer.arrays())
+    steps = Steps(step, model.params, **inputs, **optimizer.arrays())
     return lambda k: float(steps(data['rows'][k])[0])
 
 

@@ -33,14 +33,14 @@ def parse(argv):
 
 
 def prepare(args):
-    """Return plan.Steps of the program, and rows(k), which returns the indices of batch k."""
+    """Return Steps of the program, and rows(k), which returns the indices of batch k."""
     if args.program == 'mnist':
         from mnist import train
-        from pyops import plan
         from pyops.data import mnist
+        from pyops.steps import Steps
         images, labels = mnist.load().parts()[0]
         model, optimizer, step, inputs = train.prepare(images, labels, as_one=False)
-        steps, size = plan.Steps(step, model.params, **inputs, **optimizer.arrays()), 100
+        steps, size = Steps(step, model.params, **inputs, **optimizer.arrays()), 100
         n = len(images)
     else:
         import importlib

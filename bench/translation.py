@@ -8,9 +8,10 @@ import numpy as np
 
 
 def planned_steps(model, pairs, lr, optimizer=None):
-    """Return plan.Steps of a translator's training step, as in training; optimizer: default Adam."""
+    """Return Steps of a translator's training step, as in training; optimizer: default Adam."""
     from pyops import plan
     from pyops.optim import Adam
+    from pyops.steps import Steps
     optimizer = optimizer or Adam(model.params, lr, max_norm=1.0)
 
     def step(rows):
@@ -21,7 +22,7 @@ def planned_steps(model, pairs, lr, optimizer=None):
         optimizer.step()
         return loss
 
-    return plan.Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    return Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
 
 
 def flops_of(plan):

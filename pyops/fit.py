@@ -16,6 +16,7 @@ from pyops.backend.kernels import Kernel, declare
 from pyops.data.batches import batches, epoch_end, epoch_order, split
 from pyops.errors import Interrupted, UserError
 from pyops.flags import plan_requested
+from pyops.steps import Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
 
 
@@ -80,13 +81,13 @@ def first_batch(run, samples):
 def training_step(args, step, params, rows, smaller='-b', /, **inputs):
     """Return the function that runs a training step as the flags of add_plan_flags ask, step(rows); None after describing it.
 
-    step(rows), params, inputs: as for plan.Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
+    step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
     if args.no_plan and not plan_requested(args):
         return step
-    steps = plan.Steps(step, params, **inputs)
+    steps = Steps(step, params, **inputs)
     recorded = steps.plan(rows)
     if plan_requested(args):
         plan.describe(args, recorded)
@@ -200,7 +201,7 @@ class Trainer:
     def save_tensors(self, wanted, train_step, about, side=None, sentences=None):
         """Return train_step, or if tensors are wanted a function that runs it and saves them.
 
-        wanted: a pyops.inspect.flags.Wanted, or None;  train_step: the plan.Steps of the training step
+        wanted: a pyops.inspect.flags.Wanted, or None;  train_step: the Steps of the training step
         about: {'program': ..., 'settings': ...} for the manifest;  side, sentences: see pyops.inspect.saving.Saving
         """
         if wanted is None:

@@ -31,7 +31,7 @@ from pyops.backend import kernels, library, location
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pyops.params import Parameters
     from pyops.profile import Profile
@@ -165,6 +165,7 @@ class Plan:
         self._blocks, self._starts = [], []     # memory blocks of the plan and their addresses, both sorted by address
         self._free = []                         # blocks that no array uses
         self._live = {}                         # block address -> PlanTensor of the array that uses it
+        self._allocated = []                    # the block of each allocation, in order
         self._asked = 0                         # bytes allocated, counting reused blocks every time
         self._closed = False
         self._written = {}                      # of _writes
@@ -243,8 +244,35 @@ class Plan:
             self._starts.insert(i, block.address)
             self._blocks.insert(i, block)
         self._live[block.address] = PlanTensor(name, shape, np.dtype(dtype), kind)
+        self._allocated.append(block)
         # no reuse for an array computed once: it must outlive the step
         return self._device.lease(block, shape, dtype, None if self._once else self._give_back)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[list[tuple[str, list[int | float]]]]:
+        """Inside the block, run the step again with other sizes: each allocation gets the block that it got in the recording,
+        and kernels do not run.  Yields a list to which each launch is appended as (kernel, values), arrays as addresses.
+
+        ValueError if an array is larger than its block, or if the step makes more arrays than before.
+        """
+        blocks, calls = iter(self._allocated), []
+
+        def allocate(shape, dtype, name, kind):
+            shape = (shape,) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
+            block = next(blocks, None)
+            if block is None or math.prod(shape) * np.dtype(dtype).itemsize > block.nbytes:
+                raise ValueError(f'{name} {shape}: the plan has no memory for this array: it was recorded with '
+                                 f'{"fewer arrays" if block is None else "a smaller one"}')
+            return self._device.lease(block, shape, dtype, None)
+
+        def record(kernel, values):
+            arguments = library.cpu().functions['pyops_' + kernel].arguments
+            calls.append((kernel, [value.tolist() if a.name in _LAYOUT else _address(value) if a.pointer else value
+                                   for a, value in zip(arguments, values, strict=False)]))
+            return False
+
+        with backend.hooks(allocate, record, lambda *_, **__: None):
+            yield calls
 
     def _give_back(self, block):
         self._live.pop(block.address, None)
@@ -359,7 +387,7 @@ class Plan:
     def close(self) -> None:
         """Free the plan's memory.  run() raises afterwards."""
         self._closed = True
-        self.actions, self.replayed, self._blocks, self._starts, self._free = [], [], [], [], []
+        self.actions, self.replayed, self._blocks, self._starts, self._free, self._allocated = [], [], [], [], [], []
         self._written = {}
         self._calls.close()
 
@@ -527,36 +555,6 @@ class Plan:
                 file.write('\n'.join([*lines, '}', '']))
         except OSError as error:
             raise UserError(f'{path}: cannot write the graph ({error.strerror}); name another file') from error
-
-
-class Steps:
-    """Calls step(rows) through plans, one per number of rows, recorded when a batch of that size first comes.
-
-    rows (B,) int64: indices of the samples of the batch.  params and inputs as for Plan.  The arrays that step returns are
-    the same objects at every call, with new contents.
-    """
-
-    def __init__(self, step: Callable[[Any], Any], params: Parameters | None, /, **inputs: Array) -> None:
-        self._step, self._params, self._inputs, self.plans = step, params, inputs, {}
-
-    def __call__(self, rows: np.ndarray) -> Any:
-        plan, results = self.plans.get(len(rows)) or self._record(len(rows))
-        plan.inputs['rows'][...] = rows
-        plan.run()
-        return results
-
-    def plan(self, rows: np.ndarray) -> Plan:
-        """Return the plan of a step on these rows, recorded but not run."""
-        plan, _ = self.plans.get(len(rows)) or self._record(len(rows))
-        plan.inputs['rows'][...] = rows
-        return plan
-
-    def _record(self, size):
-        rows = backend.zeros(size, np.int64)
-        with Plan(self._params, run=False, rows=rows, **self._inputs) as plan:
-            results = self._step(rows)
-        self.plans[size] = plan, results
-        return plan, results
 
 
 def before_training(args: Namespace, plan: Plan) -> str | None:

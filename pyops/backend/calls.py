@@ -1,4 +1,6 @@
 """A recorded list of kernel calls in the memory layout of pyops_replay."""
+import numpy as np
+
 from pyops.backend import library
 
 
@@ -36,6 +38,14 @@ class Calls:
         """Run all calls and return the seconds of each."""
         self._replay(0, len(self.kernels), timed=True)
         return list(self._seconds[0:len(self.kernels)])
+
+    def places(self, arguments):
+        """Return for (number of a call, number of its argument) the places that change() takes, int64 (n,)."""
+        return np.array([self._list[call].first_value + argument for call, argument in arguments], np.int64)
+
+    def change(self, places, values):
+        """Replace arguments that are integers or addresses; places from places(), values int64 (n,)."""
+        np.frombuffer(library.cpu().ffi.buffer(self._values), np.int64)[places] = values
 
     def close(self):
         self._values = self._list = None

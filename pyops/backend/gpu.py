@@ -287,6 +287,12 @@ class Graph(Calls):
         else:
             _call('pyops_graph_launch', self._graph, self._stream)
 
+    def change(self, places, values):
+        """Replace arguments.  The graph of the old ones is freed; it is captured again in the second run with the new ones."""
+        self._drop()
+        self._has_run = False
+        super().change(places, values)
+
     def close(self):
         self._drop()
         super().close()

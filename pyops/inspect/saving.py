@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from pyops import plan
     from pyops.inspect.flags import Wanted
+    from pyops.steps import Steps
 
 LOOK_EVERY = 0.3            # seconds between writes of the losses
 
@@ -28,7 +28,7 @@ LOOK_EVERY = 0.3            # seconds between writes of the losses
 class Saving:
     """Run the steps of a training run, and save tensors at the steps selected by `wanted`.
 
-    wanted: a pyops.inspect.flags.Wanted;  planned: the pyops.plan.Steps that runs a step;  rows: row indices of the first batch
+    wanted: a pyops.inspect.flags.Wanted;  planned: the pyops.steps.Steps of a step;  rows: row indices of the first batch
     first, last: this run consists of the steps first, ..., last - 1
     run: for the manifest, {'program': ..., 'settings': ...};  side: as for `find`
     sentences(rows): returns (lengths, tokens) of a batch in the manifest's form; None if the data has no sentences
@@ -40,7 +40,7 @@ class Saving:
         saving.check()                      UserError if nothing was saved
     """
 
-    def __init__(self, wanted: Wanted, planned: plan.Steps, rows: np.ndarray, first: int, last: int, run: Mapping[str, Any],
+    def __init__(self, wanted: Wanted, planned: Steps, rows: np.ndarray, first: int, last: int, run: Mapping[str, Any],
                  side: Any = None, sentences: Callable[[np.ndarray], tuple[Any, Any]] | None = None) -> None:
         self.wanted, self.planned, self.next, self._side, self._sentences = wanted, planned, first, side, sentences
         self._noted, self._told = first, time.perf_counter()

@@ -31,7 +31,8 @@ from pyops.ops import Attention, Dropout, Linear, Residual
 from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
-from pyops.plan import Plan, Steps
+from pyops.plan import Plan
+from pyops.steps import Steps
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
 from transformer import train as transformer_train

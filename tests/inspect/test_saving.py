@@ -45,6 +45,7 @@ from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
 from pyops.quantization import Family, Recipe, family
+from pyops.steps import Steps
 from pyops.text.training import side as side_of
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
@@ -446,7 +447,7 @@ def test_a_plan_reports_products_of_parameters_that_no_op_declares(monkeypatch):
 def test_steps_that_are_not_saved_are_whole_replays(tmp_path, monkeypatch):
     step, adam, params, inputs = of_mnist()
     rows = inputs.pop('rows')
-    steps = plans.Steps(lambda rows: step(), params, **inputs)
+    steps = Steps(lambda rows: step(), params, **inputs)
     saving = Saving(flags.Wanted(str(tmp_path), ('*',), flags.StepRanges('1', (range(1, 2),)), 10**8, '100M', 'safetensors'),
                     steps, rows, 0, 3, {})
     run, ran = Plan.run, []

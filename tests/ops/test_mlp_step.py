@@ -20,7 +20,7 @@ from pyops.backend.kernels import KERNELS
 from pyops.ndarray import as_ndarray
 from pyops.optim import SGD, Adam
 from pyops.params import Parameters, Spec
-from pyops.plan import Steps
+from pyops.steps import Steps
 
 EMULATED = ROOT / 'pyops' / 'libpyops_emulated.so'
 BUFFERS = 'values', 'grads', 'm', 'v'

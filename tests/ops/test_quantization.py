@@ -30,8 +30,8 @@ from pyops.ops import rounding
 from pyops.ops.attention import visible
 from pyops.ops.elementwise import Sigmoid
 from pyops.optim import Adam
-from pyops.plan import Steps
 from pyops.quantization import OPERANDS, Family, Recipe, family
+from pyops.steps import Steps
 from seq2seq import model as seq2seq
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate

@@ -17,7 +17,7 @@ from pyops.errors import UserError, exits_cleanly
 from pyops.ops import MLPGradients, PixelLinear
 from pyops.optim import Adam
 from pyops.params import Parameter
-from pyops.plan import Steps
+from pyops.steps import Steps
 from pyops.text import embedded as embedded_text
 from seq2seq import train as seq2seq_train
 

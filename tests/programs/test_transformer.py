@@ -16,6 +16,7 @@ from pyops.errors import UserError
 from pyops.optim import Adam
 from pyops.philox import dropout_mask
 from pyops.quantization import Recipe, family
+from pyops.steps import Steps
 from pyops.text import embedded
 from pyops.text.vocabulary import BOS, EOS, PAD
 from transformer import model as module
@@ -278,7 +279,7 @@ def test_a_replayed_step_equals_an_eager_one_bit_for_bit(pre_norm):
             return loss
         return step
     eager, recorded = (make_step(*pair) for pair in zip(models, optimizers, strict=True))
-    planned = plan.Steps(recorded, models[1].params, **pairs.arrays(), **models[1].arrays(), **optimizers[1].arrays())
+    planned = Steps(recorded, models[1].params, **pairs.arrays(), **models[1].arrays(), **optimizers[1].arrays())
     rng = np.random.default_rng(0)
     for size in (32, 17, 32, 17, 32):
         rows = rng.integers(0, 100, size)
