@@ -10,7 +10,7 @@ from pyops.backend import library
 from pyops.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pyops.params import Parameters
     from pyops.typing import Array
@@ -26,7 +26,8 @@ class Steps:
     """
 
     def __init__(self, step: Callable[..., Any], params: Parameters | None, /, **inputs: Array) -> None:
-        self._step, self._params, self._inputs, self.plans = step, params, inputs, {}
+        self._step, self._params, self._inputs = step, params, inputs
+        self.plans: dict[int, tuple[Plan, Any]] = {}
 
     def __call__(self, rows: np.ndarray) -> Any:
         plan, results = self.plans.get(len(rows)) or self._record(len(rows))
@@ -40,7 +41,7 @@ class Steps:
         plan.inputs['rows'][...] = rows
         return plan
 
-    def _record(self, size):
+    def _record(self, size: int) -> tuple[Plan, Any]:
         rows = backend.zeros(size, np.int64)
         with Plan(self._params, run=False, rows=rows, **self._inputs) as plan:
             results = self._step(rows)
@@ -48,7 +49,7 @@ class Steps:
         return plan, results
 
 
-class SizedSteps(Steps):
+class SizedSteps:
     """Calls step(rows, *sizes) through one plan, which runs batches of all sizes: the numbers of rows are set before a replay.
 
     sizes(rows) returns the sizes of a batch, a tuple of integers of 1 or more, such as the numbers of tokens.  rows is on the
@@ -60,40 +61,44 @@ class SizedSteps(Steps):
 
     def __init__(self, step: Callable[..., Any], sizes: Callable[[np.ndarray], tuple[int, ...]],
                  params: Parameters | None, /, **inputs: Array) -> None:
-        super().__init__(step, params, **inputs)
-        self._sizes, self._capacity, self._sized = sizes, (), None
+        self._step, self._sizes, self._params, self._inputs = step, sizes, params, inputs
+        self._capacity: tuple[int, ...] = ()
+        self._sized: SizedPlan | None = None        # of batches up to the capacity
+        self._exact: Plan | None = None             # of the last sizes that plan() was called with
+        self._exact_sizes: tuple[int, ...] = ()
 
     def __call__(self, rows: np.ndarray) -> Any:
         sizes = len(rows), *self._sizes(rows)
-        if self._sized is None or any(size > most for size, most in zip(sizes, self._capacity, strict=True)):
-            self._record_sized(sizes)
+        plan = self._plan_for(sizes)
         self._rows[:len(rows)] = backend.put(rows)
-        self._sized.resize(sizes)
-        self._sized.run()
+        plan.run()
         return self._results
 
     def plan(self, rows: np.ndarray) -> Plan:
         """Return a plan of a step on these rows alone, recorded but not run; it is valid until the next call."""
         sizes = len(rows), *self._sizes(rows)
-        if sizes not in self.plans:
-            for plan in self.plans.values():
-                plan.close()
-            array = backend.zeros(len(rows), np.int64)
-            with Plan(self._params, run=False, rows=array, **self._inputs) as plan:
+        if self._exact is None or sizes != self._exact_sizes:
+            if self._exact:
+                self._exact.close()
+            array, self._exact_sizes = backend.zeros(len(rows), np.int64), sizes
+            with Plan(self._params, run=False, rows=array, **self._inputs) as self._exact:
                 self._step(array, *sizes[1:])
-            self.plans = {sizes: plan}
-        self.plans[sizes].inputs['rows'][...] = backend.put(rows)
-        return self.plans[sizes]
+        self._exact.inputs['rows'][...] = backend.put(rows)
+        return self._exact
 
-    def _record_sized(self, sizes):
-        if self._sized is not None:
-            self._sized.close()
-        capacity = self._capacity or (0,) * len(sizes)
-        self._capacity = tuple(max(size + size // _SPARE + 3, most) for size, most in zip(sizes, capacity, strict=True))
-        self._rows = backend.zeros(self._capacity[0], np.int64)
-        with SizedPlan(self._params, run=False, rows=self._rows, **self._inputs) as self._sized:
-            self._results = self._step(self._rows, *self._capacity[1:])
-        self._sized.learn_sizes(lambda B, *others: self._step(self._rows[:B], *others), self._capacity)
+    def _plan_for(self, sizes: tuple[int, ...]) -> SizedPlan:
+        """Return the plan of all sizes, set to these."""
+        if self._sized is None or any(size > most for size, most in zip(sizes, self._capacity, strict=True)):
+            if self._sized:
+                self._sized.close()
+            before = self._capacity or (0,) * len(sizes)
+            self._capacity = tuple(max(size + size // _SPARE + 3, most) for size, most in zip(sizes, before, strict=True))
+            self._rows = backend.zeros(self._capacity[0], np.int64)
+            with SizedPlan(self._params, run=False, rows=self._rows, **self._inputs) as self._sized:
+                self._results = self._step(self._rows, *self._capacity[1:])
+            self._sized.learn_sizes(lambda B, *others: self._step(self._rows[:B], *others), self._capacity)
+        self._sized.resize(sizes)
+        return self._sized
 
 
 class SizedPlan(Plan):
@@ -136,7 +141,7 @@ class SizedPlan(Plan):
         """Set the sizes of the next runs, each at most that of the recording."""
         self._calls.change(self._places, self._base + self._slopes @ (np.array(sizes) - self._capacity))
 
-    def _again(self, step, sizes):
+    def _again(self, step: Callable[..., Any], sizes: Sequence[int]) -> list[list[Any]]:
         """Return the arguments of each launch of step(*sizes)."""
         with self.again() as calls:
             step(*sizes)
