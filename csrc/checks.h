@@ -80,6 +80,22 @@ static inline pyops_status check_gather(const char *who, int64_t N, int64_t B, i
     return PYOPS_OK;
 }
 
+static inline pyops_status check_pack(int64_t N, int64_t B, int64_t total) {
+    PYOPS_REQUIRE(N >= 0 && B >= 0 && total >= 0 && total <= INT32_MAX,
+                  "pack_sequences: N=%lld B=%lld total=%lld, expected total from 0 to 2^31 - 1, N and B of at least 0", LL(N),
+                  LL(B), LL(total));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_positions(const int32_t *positions, int64_t T, int64_t B, int64_t D, int64_t longest) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0 && longest >= 0,
+                  "add_positions_forward: T=%lld B=%lld D=%lld longest=%lld, expected at least 0", LL(T), LL(B), LL(D),
+                  LL(longest));
+    PYOPS_REQUIRE(positions || T <= longest, "add_positions_forward: T=%lld, expected at most longest=%lld", LL(T),
+                  LL(longest));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_pixel_linear(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0,
                   "%s: N=%lld B=%lld I=%lld O=%lld, expected I from 0 to 65535, the others of at least 0", who, LL(N), LL(B),

@@ -1,4 +1,4 @@
-/* gather.c - a batch from a resident data set: pixels to floats, token ids to time-major steps. */
+/* gather.c - a batch from a resident data set: pixels to floats, token ids to time-major steps or to packed sentences. */
 #include "internal.h"
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t C) {
@@ -27,5 +27,38 @@ pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *table, const in
         if (shift && T) ids[b] = first;
         for (int64_t t = shift; t < T; t++) ids[t * B + b] = table[rows[b] * T + t - shift];
     }
+    return PYOPS_OK;
+}
+
+/* The lengths are added before anything is written, so a wrong total writes nothing. */
+pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table,
+                                  const int64_t *starts, const int64_t *rows, int64_t N, int64_t B, int64_t total,
+                                  int32_t first, void *stream) {
+    (void)stream;
+    pyops_status status = check_pack(N, B, total);
+    if (!status) status = pyops_check_rows("pack_sequences", rows, B, N);
+    if (status) return status;
+    int64_t sum = 0;
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t length = starts[rows[b] + 1] - starts[rows[b]];
+        PYOPS_REQUIRE(length >= 0, "pack_sequences: starts[%lld]=%lld, expected at most starts[%lld]=%lld", LL(rows[b]),
+                      LL(starts[rows[b]]), LL(rows[b] + 1), LL(starts[rows[b] + 1]));
+        PYOPS_REQUIRE(length <= total - sum, "pack_sequences: total=%lld, expected the sum of the lengths, which is larger",
+                      LL(total));
+        sum += length;
+    }
+    PYOPS_REQUIRE(sum == total, "pack_sequences: total=%lld, expected %lld, the sum of the lengths", LL(total), LL(sum));
+    const int64_t shift = first >= 0;
+    int64_t at = 0;
+    for (int64_t b = 0; b < B; b++) {
+        const int32_t *const sentence = table + starts[rows[b]];
+        const int64_t length = starts[rows[b] + 1] - starts[rows[b]];
+        if (offsets) offsets[b] = (int32_t)at;
+        if (ids && shift && length) ids[at] = first;
+        for (int64_t t = shift; ids && t < length; t++) ids[at + t] = sentence[t - shift];
+        for (int64_t t = 0; positions && t < length; t++) positions[at + t] = (int32_t)t;
+        at += length;
+    }
+    if (offsets) offsets[B] = (int32_t)total;
     return PYOPS_OK;
 }

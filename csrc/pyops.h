@@ -21,7 +21,7 @@
 #define PYOPS_H
 #include <stdint.h>
 
-#define PYOPS_ABI_VERSION 9
+#define PYOPS_ABI_VERSION 10
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
@@ -171,6 +171,13 @@ PYOPS_API pyops_status pyops_strided_reduce_int32(
  * gather_pixels     y[b,:] = scale * table[rows[b],:]                  table (N,C) uint8, y (B,C)
  * gather_sequences  ids[t,b] = table[rows[b],t]                        table (N,T) int32, ids (T,B) int32
  *                   first >= 0: shifted by one step:  ids[0,b] = first, ids[t,b] = table[rows[b],t-1]
+ * pack_sequences    a table of N sentences of any lengths: sentence n is table[starts[n]] .. table[starts[n+1] - 1]
+ *                   the chosen sentences follow each other: sentence b of the batch is ids[offsets[b]] .. ids[offsets[b+1] - 1],
+ *                   a copy of sentence rows[b];   positions: the index of each token in its sentence
+ *                   first >= 0: shifted by one token: each sentence begins with `first` and loses its last token
+ *                   total must equal the sum of the B lengths; offsets[B] is total, which is below 2^31
+ *                   starts (N+1) int64, ascending   ids, positions (total)   offsets (B+1)   table int32.   ids, positions and
+ *                   offsets may be NULL.
  * rows (B) int64 in [0,N)
  */
 PYOPS_API pyops_status pyops_gather_pixels(
@@ -179,6 +186,9 @@ PYOPS_API pyops_status pyops_gather_pixels(
 PYOPS_API pyops_status pyops_gather_sequences(
     int32_t *ids, const int32_t *table, const int64_t *rows,
     int64_t N, int64_t B, int64_t T, int32_t first, void *stream);
+PYOPS_API pyops_status pyops_pack_sequences(
+    int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table, const int64_t *starts, const int64_t *rows,
+    int64_t N, int64_t B, int64_t total, int32_t first, void *stream);
 
 /* ---- linear layer on pixels ------------------------------------------------------------------------
  * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the nonzero pixels
@@ -262,11 +272,13 @@ PYOPS_API pyops_status pyops_residual(
 
 /* ---- positions ------------------------------------------------------------------------------
  * y[t,b,:] = scale * x[t,b,:] + table[t,:];   backward dx = scale * dy, over n = T * B * D floats
- * x, y, dx, dy (T,B,D)   table (T,D): points to the row of the first step, which the caller chooses
+ * positions not NULL: y[t,b,:] = scale * x[t,b,:] + table[positions[t,b],:];   packed rows (N,D) have T = N and B = 1
+ * x, y, dx, dy (T,B,D)   positions (T,B) int32 in [0,longest), or NULL: then T <= longest
+ * table (longest,D): points to the row of position 0, which the caller chooses
  */
 PYOPS_API pyops_status pyops_add_positions_forward(
-    float *y, const float *x, const float *table,
-    int64_t T, int64_t B, int64_t D, float scale, void *stream);
+    float *y, const float *x, const float *table, const int32_t *positions,
+    int64_t T, int64_t B, int64_t D, int64_t longest, float scale, void *stream);
 PYOPS_API pyops_status pyops_add_positions_backward(
     float *dx, const float *dy,
     int64_t n, float scale, void *stream);

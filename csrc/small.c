@@ -130,14 +130,18 @@ pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const flo
     return PYOPS_OK;
 }
 
-pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, int64_t T, int64_t B, int64_t D,
-                                         float scale, void *stream) {
+pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, const int32_t *positions, int64_t T,
+                                         int64_t B, int64_t D, int64_t longest, float scale, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B),
-                  LL(D));
+    const pyops_status status = check_positions(positions, T, B, D, longest);
+    if (status) return status;
+    for (int64_t r = 0; positions && r < T * B; r++)
+        PYOPS_REQUIRE(positions[r] >= 0 && positions[r] < longest,
+                      "add_positions_forward: positions[%lld]=%d, expected 0 to %lld", LL(r), positions[r], LL(longest - 1));
     const pyops_kernels *k = pyops_active();
     #pragma omp parallel for schedule(static) if (T * B * D > PYOPS_SHARE_FLOATS)
-    for (int64_t r = 0; r < T * B; r++) k->scale_add(y + r * D, x + r * D, table + r / B * D, scale, D);
+    for (int64_t r = 0; r < T * B; r++)
+        k->scale_add(y + r * D, x + r * D, table + (positions ? positions[r] : r / B) * D, scale, D);
     return PYOPS_OK;
 }
 

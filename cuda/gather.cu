@@ -1,7 +1,9 @@
-// gather.cu - a batch of a data set that is resident on the device: pixels to floats, token ids to time-major steps.
+// gather.cu - a batch of a data set that is resident on the device: pixels to floats, token ids to time-major steps or to packed
+// sentences.
 //
 // The row indices are in device memory, so the kernel checks them: a row outside the data set is reported, and the batch gets
 // zeros instead.
+#include "block.cuh"
 #include "index.cuh"
 
 namespace {
@@ -79,5 +81,56 @@ extern "C" pyops_status pyops_gather_sequences(int32_t *ids, const int32_t *tabl
     return pyops_launched("gather_sequences",
                           LAUNCH(sequences, static_cast<unsigned>(blocks_for<int64_t>(B, 32)), THREADS, 0, stream_of(stream),
                                  ids, table, rows, N, B, T, first, pyops_faults()),
+                          stream);
+}
+
+// ---- packed sentences --------------------------------------------------------------------------------
+namespace {
+static constexpr int SENTENCES = THREADS / 32; // per block
+
+// The number of tokens of sentence rows[b].  0 after a fault, so nothing outside the table is read.
+DEVICE int64_t tokens(const int64_t *starts, const int64_t *rows, int64_t b, int64_t N, FaultRecord *faults) {
+    if (!in_table(rows, b, N, Who::pack_sequences, faults)) return 0;
+    const int64_t from = starts[rows[b]], to = starts[rows[b] + 1];
+    if (from <= to) return to - from;
+    report(faults, Fault::start, Who::pack_sequences, rows[b], from, to);
+    return 0;
+}
+
+// A warp copies one sentence.  Each block adds the lengths of all sentences before its own: that takes less time than a launch
+// that only computes offsets.  The warp after the last sentence writes what follows it.
+static __global__ void __launch_bounds__(THREADS)
+    pack(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *__restrict__ table,
+         const int64_t *__restrict__ starts, const int64_t *__restrict__ rows, int64_t N, int64_t B, int64_t total,
+         int32_t first, FaultRecord *faults) {
+    SHARED(int64_t, of_warps, [SENTENCES]);
+    const int64_t block = int64_t(blockIdx.x) * SENTENCES, b = block + threadIdx.x / 32, shift = first >= 0;
+    int64_t from = 0;
+    for (int64_t n = threadIdx.x; n < block; n += THREADS) from += tokens(starts, rows, n, N, faults);
+    from = block_sum(from, of_warps);
+    if (b > B) return;
+    for (int64_t n = block; n < b; n++) from += tokens(starts, rows, n, N, faults);
+    const int lane = threadIdx.x % 32;
+    if (b == B && from != total && lane == 0) report(faults, Fault::total, Who::pack_sequences, 0, total, from);
+    const int64_t length = b < B ? tokens(starts, rows, b, N, faults) : total - from, room = total - from;
+    const int32_t *const sentence = b < B && length > 0 ? table + starts[rows[b]] : nullptr;
+    if (offsets && lane == 0) offsets[b] = static_cast<int32_t>(min(from, total));
+#pragma unroll 2
+    for (int64_t t = lane; t < min(length, room); t += 32) {
+        if (ids) ids[from + t] = !sentence ? 0 : t < shift ? first : sentence[t - shift];
+        if (positions) positions[from + t] = sentence ? static_cast<int32_t>(t) : 0;
+    }
+}
+}
+
+extern "C" pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table,
+                                             const int64_t *starts, const int64_t *rows, int64_t N, int64_t B, int64_t total,
+                                             int32_t first, void *stream) {
+    const pyops_status status = check_pack(N, B, total);
+    if (status) return status;
+    return pyops_launched("pack_sequences",
+                          LAUNCH(pack, static_cast<unsigned>(blocks_for<int64_t>(B + 1, SENTENCES)), THREADS, 0,
+                                 stream_of(stream), ids, positions, offsets, table, starts, rows, N, B, total, first,
+                                 pyops_faults()),
                           stream);
 }

@@ -236,14 +236,24 @@ extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext
 
 // ---- positions ---------------------------------------------------------------------------------------
 namespace {
-// n, step (of all sequences) and row: sizes in packs.
+// n, step (of all sequences) and row: sizes in packs.  positions may be NULL.
 template <int WIDTH, class Index>
 static __global__ void __launch_bounds__(THREADS)
-    add_positions(float *y, const float *x, const float *table, float scale, Index n, Divider<Index> step, Divider<Index> row) {
+    add_positions(float *y, const float *x, const float *table, const int32_t *positions, int64_t longest, float scale, Index n,
+                  Divider<Index> step, Divider<Index> row, FaultRecord *faults) {
     struct Read { Pack<float, WIDTH> x, table; };
+    const auto position = [&](Index i, Index r) {
+        if (!positions) return int64_t(step.divide(i));
+        const int64_t given = positions[r];
+        if (given >= 0 && given < longest) return given;
+        report(faults, Fault::position, Who::add_positions_forward, r, given, longest - 1);
+        return int64_t(-1);
+    };
     const auto load = [&](Index i) {
-        const Index t = step.divide(i), c = i - row.divide(i) * row.divisor;
-        return Read{load_pack<WIDTH>(x + int64_t(WIDTH) * i), load_pack<WIDTH>(table + int64_t(WIDTH) * (t * row.divisor + c))};
+        const Index r = row.divide(i), c = i - r * row.divisor;
+        const int64_t t = position(i, r);
+        return Read{load_pack<WIDTH>(x + int64_t(WIDTH) * i),
+                    t < 0 ? Pack<float, WIDTH>{} : load_pack<WIDTH>(table + int64_t(WIDTH) * (t * row.divisor + c))};
     };
     const auto store = [&](Index i, const Read &read) {
         Pack<float, WIDTH> sum;
@@ -255,23 +265,25 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 template <int WIDTH, class Index>
-static cudaError_t launch_positions(float *y, const float *x, const float *table, float scale, int64_t n, int64_t B, int64_t D,
-                                    void *stream) {
+static cudaError_t launch_positions(float *y, const float *x, const float *table, const int32_t *positions, int64_t longest,
+                                    float scale, int64_t n, int64_t B, int64_t D, void *stream) {
     return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream), y, x,
-                  table, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH));
+                  table, positions, longest, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH),
+                  pyops_faults());
 }
 }
 
-extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, int64_t T, int64_t B,
-                                                    int64_t D, float scale, void *stream) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0, "add_positions_forward: T=%lld B=%lld D=%lld, expected at least 0", LL(T), LL(B),
-                  LL(D));
+extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, const int32_t *positions,
+                                                    int64_t T, int64_t B, int64_t D, int64_t longest, float scale,
+                                                    void *stream) {
+    const pyops_status status = check_positions(positions, T, B, D, longest);
     const int64_t n = T * B * D;
-    if (n == 0) return PYOPS_OK;
+    if (status || n == 0) return status;
     const bool fours = D % 4 == 0 && aligned(y) && aligned(x) && aligned(table);
-    const cudaError_t error = !fits_int32(n) ? launch_positions<1, uint64_t>(y, x, table, scale, n, B, D, stream)
-        : fours                              ? launch_positions<4, uint32_t>(y, x, table, scale, n, B, D, stream)
-                                             : launch_positions<1, uint32_t>(y, x, table, scale, n, B, D, stream);
+    const auto launch = !fits_int32(n) ? launch_positions<1, uint64_t>
+        : fours                        ? launch_positions<4, uint32_t>
+                                       : launch_positions<1, uint32_t>;
+    const cudaError_t error = launch(y, x, table, positions, longest, scale, n, B, D, stream);
     return pyops_launched("add_positions_forward", error, stream);
 }
 

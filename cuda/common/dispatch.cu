@@ -57,7 +57,9 @@ static const char *const WHO[] = {"embedding_forward",
                                   "strided_binary_int32",
                                   "mlp_step",
                                   "attention_softmax_forward",
-                                  "gru_forward"};
+                                  "gru_forward",
+                                  "pack_sequences",
+                                  "add_positions_forward"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {
@@ -75,10 +77,17 @@ pyops_status pyops_check_faults() {
     case Fault::label:        return out_of_range("labels");
     case Fault::row:          return out_of_range("rows");
     case Fault::length:       return out_of_range("lengths");
+    case Fault::position:     return out_of_range("positions");
     case Fault::step:         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, expected at least 1", who, found.value);
     case Fault::exponent:
         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power, expected exponents of at least 0 or float32",
                           who);
+    case Fault::start:
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: starts[%lld]=%lld, expected at most starts[%lld]=%lld", who, found.index,
+                          found.value, found.index + 1, found.limit);
+    case Fault::total:
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: total=%lld, expected %lld, the sum of the lengths", who, found.value,
+                          found.limit);
     default: return pyops_fail(PYOPS_DEVICE_ERROR, "%s: an unknown fault", who);
     }
 }

@@ -40,7 +40,10 @@ enum class Fault : int32_t {            // the text of each is in dispatch.cu
     row,
     length,
     step,
-    exponent
+    exponent,
+    position,
+    start,
+    total
 };
 struct FaultRecord {
     int32_t fault, who;                 // who: one of Who
@@ -61,7 +64,9 @@ enum class Who : int32_t {              // the function named in the text
     strided_binary_int32,
     mlp_step,
     attention_softmax_forward,
-    gru_forward
+    gru_forward,
+    pack_sequences,
+    add_positions_forward
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed
 pyops_status pyops_check_faults();      // return and clear a recorded fault; the streams must be synchronised

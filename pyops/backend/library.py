@@ -17,7 +17,7 @@ import _cffi_backend  # the part of cffi that calls C; the part that parses C is
 from pyops import cache
 from pyops.errors import UserError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 PACKAGE = Path(__file__).resolve().parents[1]
 REMEDY = 'run `make` in the source tree, or `pip install .`'
 CUDA_REMEDY = 'run `make cuda` in the source tree (it needs nvcc), or train on the CPU with -g 0'

@@ -35,6 +35,28 @@ def gather(table: Array, rows: Array, first: int = -1, name: str = 'ids') -> Arr
     return ids
 
 
+def pack(table: Array, starts: Array, rows: Array, total: int, first: int = -1,
+         name: str = 'ids') -> tuple[Array, Array, Array]:
+    """Return sentences one after the other, without padding: ids (total,), positions (total,) and offsets (B + 1,), int32.
+
+    Sentence n of the table is table[starts[n]:starts[n + 1]];  table int32, starts (N + 1,) int64, rows (B,) int64.  Sentence b
+    of the result is ids[offsets[b]:offsets[b + 1]]; positions are the indices of the tokens in their sentences.
+    total: the sum of the lengths of the chosen sentences.   first >= 0: shift each sentence right by one token, start it with
+    this id and drop its last token.   ValueError for a row outside the table, and for a wrong total.
+    """
+    offsets = backend.empty(len(rows) + 1, np.int32, f'{name}.offsets')
+    ids, positions = backend.empty(total, np.int32, name), backend.empty(total, np.int32, f'{name}.positions')
+    backend.launch('pack_sequences', ids, positions, offsets, table, starts, rows, len(starts) - 1, len(rows), total, first)
+    return ids, positions, offsets
+
+
+def pack_ids(table: Array, starts: Array, rows: Array, total: int, first: int = -1, name: str = 'ids') -> Array:
+    """Return only the ids of `pack`: for a second array with the positions and offsets of the first, such as labels."""
+    ids = backend.empty(total, np.int32, name)
+    backend.launch('pack_sequences', ids, None, None, table, starts, rows, len(starts) - 1, len(rows), total, first)
+    return ids
+
+
 def epoch_end(n: int, batch_size: int, start: int = 0, drop_last: bool = False) -> int:
     """Return the number of samples used when an epoch ends that resumes after `start` of n samples."""
     return n - (n - start) % batch_size if drop_last else n
@@ -71,4 +93,5 @@ def split(indices: Array, batch_size: int) -> list[Any]:
     return [indices[first:first + batch_size] for first in range(0, len(indices), batch_size)]
 
 
-declare(gather_sequences=Kernel(bytes=lambda s: s['B'] * s['T'] * 8 + s['B'] * 8))
+declare(gather_sequences=Kernel(bytes=lambda s: s['B'] * s['T'] * 8 + s['B'] * 8),
+        pack_sequences=Kernel(bytes=lambda s: s['total'] * 12 + s['B'] * 28))

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 class Positions:
     """Scale x and add a vector of sines and cosines, different at each step.
 
-    Shapes   x, dx, y, dy (T, B, size);  table (longest, size)
-    Forward  y[t, b] = scale x[t, b] + table[first + t]
+    Shapes   x, dx, y, dy (T, B, size), or packed rows (N, size) with positions (N,) int32;  table (longest, size)
+    Forward  y[t, b] = scale x[t, b] + table[first + t];  packed: y[n] = scale x[n] + table[first + positions[n]]
              table[t, 2i] = sin(t / 10000^(2i / size));  table[t, 2i + 1] = cos(t / 10000^(2i / size))
     Backward dx = scale dy
     Saves    nothing
-    Errors   ValueError if first < 0 or first + T > longest; TypeError and ValueError naming the argument
+    Errors   ValueError if first < 0 or first + T > longest, and for a position outside the table; TypeError and ValueError
+             naming the argument
     Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.5; section 3.4 uses scale = sqrt(size)
     Notes    the table is not learned.  first: the number of previous steps, in incremental decoding
     """
@@ -36,15 +37,23 @@ class Positions:
         table[:, 1::2] = np.cos(angles[:, :size // 2])
         self.table = put(table)
 
-    def forward(self, x: Array, first: int = 0) -> tuple[Array, Ctx]:
-        (longest, D), (T, B, _) = self.table.shape, axes('x', x, 'T B D')
-        check('x', x, (T, B, D))
-        if not 0 <= first <= longest - T:
-            raise ValueError(f'{self.name}: T={T} steps from first={first} on do not fit in a table of longest={longest}; '
+    def forward(self, x: Array, first: int = 0, positions: Array | None = None) -> tuple[Array, Ctx]:
+        longest, D = self.table.shape
+        if positions is None:
+            T, B, _ = axes('x', x, 'T B D')
+            shape: Shape = (T, B, D)
+        else:
+            T, B = axes('x', x, 'N D')[0], 1
+            shape = (T, D)
+            check('positions', positions, (T,), np.int32)
+        check('x', x, shape)
+        steps = T if positions is None else 1
+        if not 0 <= first <= longest - steps:
+            raise ValueError(f'{self.name}: T={steps} steps from first={first} on do not fit in a table of longest={longest}; '
                              'shorten the sequence or make the op with a larger `longest`')
-        y = empty((T, B, D), name=f'{self.name}.y')
-        launch('add_positions_forward', y, x, self.table[first:first + T], T, B, D, self.scale)
-        return y, self.Ctx((T, B, D))
+        y = empty(shape, name=f'{self.name}.y')
+        launch('add_positions_forward', y, x, self.table[first:], positions, T, B, D, longest - first, self.scale)
+        return y, self.Ctx(shape)
 
     def backward(self, dy: Array, ctx: Ctx) -> Array:
         check('dy', dy, ctx.shape)
@@ -53,14 +62,15 @@ class Positions:
         return dx
 
     @staticmethod
-    def reference(x: np.ndarray, first: int = 0, scale: float = 1.0, size: int | None = None,
-                  longest: int | None = None) -> np.ndarray:
-        T, _, size = x.shape
-        table = np.empty((T, size))
-        for column in range(size):
-            angle = np.arange(first, first + T) / 10000 ** (column // 2 * 2 / size)
-            table[:, column] = np.cos(angle) if column % 2 else np.sin(angle)
-        return scale * x + table[:, None]
+    def reference(x: np.ndarray, first: int = 0, positions: np.ndarray | None = None, scale: float = 1.0,
+                  size: int | None = None, longest: int | None = None) -> np.ndarray:
+        if positions is None:
+            return Positions.reference(x, first, np.broadcast_to(np.arange(len(x))[:, None], x.shape[:-1]), scale)
+        table = np.empty(x.shape)
+        for column in range(x.shape[-1]):
+            angle = (first + positions) / 10000 ** (column // 2 * 2 / x.shape[-1])
+            table[..., column] = np.cos(angle) if column % 2 else np.sin(angle)
+        return scale * x + table
 
     @staticmethod
     def example(normal: Normal) -> Example:

@@ -686,6 +686,47 @@ def test_gather_sequences_time_major_and_shifted(B, T):
     assert (ids[0] == 3).all() and (ids[1:] == table[rows].T[:-1]).all()
 
 
+def sentences(rng, n, longest):
+    """Return a table of n sentences of 0 to `longest` tokens: their ids one after the other, and where each starts."""
+    lengths = rng.integers(0, longest + 1, n)
+    starts = np.concatenate([[0], lengths.cumsum()])
+    return rng.integers(4, 99, starts[-1]).astype(np.int32), starts
+
+
+@pytest.mark.parametrize('B,longest', [(0, 5), (1, 1), (1, 0), (7, 9), (8, 40), (9, 100), (300, 3), (700, 20)])
+def test_pack_sequences_without_padding_and_shifted(B, longest):
+    rng = np.random.default_rng(12)
+    table, starts = sentences(rng, 20, longest)
+    rows = rng.integers(0, 20, B)
+    want = [table[starts[row]:starts[row + 1]] for row in rows]
+    total = sum(map(len, want))
+    ids, positions, offsets = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(B + 1, np.int32)
+    launch('pack_sequences', ids, positions, offsets, table, starts, rows, 20, B, total, -1)
+    assert offsets.tolist() == [0, *np.cumsum([len(x) for x in want])]
+    assert ids.tolist() == [i for x in want for i in x] and positions.tolist() == [t for x in want for t in range(len(x))]
+    launch('pack_sequences', ids, None, None, table, starts, rows, 20, B, total, 3)
+    assert ids.tolist() == [i for x in want for i in [3, *x][:len(x)]]
+    for of, array in enumerate((positions, offsets), 1):
+        alone = np.empty_like(array)
+        launch('pack_sequences', *(alone if i == of else None for i in range(3)), table, starts, rows, 20, B, total, -1)
+        assert (alone == array).all()
+
+
+@pytest.mark.parametrize('rows,total,message', [
+    ([3, -1], 4, r'rows\[1\]=-1, expected 0 to 3'), ([4], 4, r'rows\[0\]=4, expected 0 to 3'),
+    ([0, 1], 7, 'total=7, expected 6, the sum of the lengths'), ([0, 1, 0], 7, 'total=7, expected .*the sum of the lengths'),
+    ([], 1, 'total=1, expected 0, the sum of the lengths'), ([0, 2], 4, r'starts\[2\]=6, expected at most starts\[3\]=5')])
+def test_a_batch_that_cannot_be_packed_is_refused_and_nothing_outside_is_written(rows, total, message):
+    table, starts = np.arange(9, dtype=np.int32), np.array([0, 4, 6, 5, 9])
+    rows, guarded = np.array(rows, np.int64), np.full(total + 2, 77, np.int32)
+    offsets = np.empty(len(rows) + 1, np.int32)
+    with pytest.raises(ValueError, match=f'pack_sequences: {message}'):
+        launch('pack_sequences', guarded[1:-1], None, offsets, table, starts, rows, 4, len(rows), total, -1)
+    assert guarded[0] == guarded[-1] == 77
+    with pytest.raises(ValueError, match='pack_sequences: N=4 B=0 total=2147483648, expected total from 0 to 2'):
+        launch('pack_sequences', None, None, None, table, starts, rows, 4, 0, 1 << 31, -1)
+
+
 @pytest.mark.parametrize('kernel,dtype', [('gather_pixels', np.uint8), ('gather_sequences', np.int32)])
 @pytest.mark.parametrize('bad', [-1, 20])
 def test_rows_outside_the_data_are_refused(kernel, dtype, bad):

@@ -138,6 +138,32 @@ class PositionsRow:
         return self.SCALE * x + torch.stack([angles.sin(), angles.cos()], -1).reshape(T, 1, -1)[..., :D]
 
 
+class PackedPositions(Positions):
+    """Positions of packed rows; its arguments are arrays only."""
+
+    def forward(self, x, positions):
+        return super().forward(x, positions=positions)
+
+    @staticmethod
+    def reference(x, positions, scale):
+        return Positions.reference(x, positions=positions, scale=scale)
+
+
+class PackedPositionsRow(PositionsRow):
+    name = 'packed-positions'
+    sizes = ((1, 1), (6, 5), (28, 16), (3, 33), (140, 64))                                        # N, D
+    large = (909, 300)
+
+    def build(self, size, rng):
+        N, D = size
+        return Built(lambda: PackedPositions(D, scale=self.SCALE, longest=9), dict(x=normal(rng, N, D)), {},
+                     dict(positions=rng.integers(0, 9, N).astype(np.int32)))
+
+    def torch(self, torch, x, positions):
+        table = super().torch(torch, torch.zeros(9, 1, x.shape[-1], dtype=x.dtype))[:, 0]
+        return self.SCALE * x + table[positions.long()]
+
+
 class BatchNormRow:
     wrong_axis = {'running_mean': 0, 'running_var': 0}
     sizes = ((4, 1), (3, 5), (70, 33), (129, 8), (40, 257))                                       # R, C
@@ -625,7 +651,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
          *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
-         PositionsRow(), SmoothedLinearCrossEntropyRow(),
+         PositionsRow(), PackedPositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
          SmoothedCrossEntropyRow(),
          *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),

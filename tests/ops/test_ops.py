@@ -416,6 +416,26 @@ def test_positions_beyond_the_table_are_refused(T, first):
         op.forward(put(np.zeros((T, 3, 5), np.float32)), first)
 
 
+def test_packed_positions_equal_the_positions_of_steps():
+    op, x = Positions(8, longest=12, scale=2.0), normal(np.random.default_rng(2), 7, 3, 8)
+    want = get(op.forward(put(x), 4)[0])
+    rows = np.random.default_rng(3).permutation(21)
+    y, ctx = op.forward(put(x.reshape(21, 8)[rows]), 4, put((rows // 3).astype(np.int32)))
+    same(get(y), want.reshape(21, 8)[rows], 'y')
+    same(get(op.backward(y, ctx)), 2 * get(y), 'dx')
+    assert op.forward(put(np.zeros((0, 8), 'f')), 0, put(np.zeros(0, np.int32)))[0].shape == (0, 8)
+
+
+@pytest.mark.parametrize('bad', [-1, 8])
+def test_packed_positions_outside_the_table_are_refused_with_their_row(bad):
+    op = Positions(4, longest=12)
+    with pytest.raises(ValueError, match=rf'add_positions_forward: positions\[2\]={bad}, expected 0 to 7'):
+        op.forward(put(np.zeros((3, 4), 'f')), 4, put(np.array([0, 7, bad], np.int32)))
+        backend.synchronize()
+    with pytest.raises(ValueError, match='places: T=1 steps from first=12 on do not fit in a table of longest=12'):
+        Positions(4, longest=12, name='places').forward(put(np.zeros((3, 4), 'f')), 12, put(np.zeros(3, np.int32)))
+
+
 def test_the_table_of_positions_is_that_of_the_formula():
     table = get(Positions(7, longest=900).table)
     assert table.shape == (900, 7) and table.dtype == np.float32
