@@ -87,6 +87,13 @@ static inline pyops_status check_pack(int64_t N, int64_t B, int64_t total) {
     return PYOPS_OK;
 }
 
+static inline pyops_status check_packed_rows(const char *who, int64_t T, int64_t B, int64_t C, int64_t ldx) {
+    PYOPS_REQUIRE(T >= 0 && B >= 0 && C >= 0 && ldx >= C,
+                  "%s: T=%lld B=%lld C=%lld ldx=%lld, expected at least 0, and ldx of at least C", who, LL(T), LL(B), LL(C),
+                  LL(ldx));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_positions(const int32_t *positions, int64_t T, int64_t B, int64_t D, int64_t longest) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && D >= 0 && longest >= 0,
                   "add_positions_forward: T=%lld B=%lld D=%lld longest=%lld, expected at least 0", LL(T), LL(B), LL(D),
@@ -129,8 +136,9 @@ static inline pyops_status check_residual_norm_backward(const float *dbranch, co
     return PYOPS_OK;
 }
 
-static inline pyops_status check_attention(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                                           float p) {
+static inline pyops_status check_attention(const char *who, const int32_t *lengths, const int32_t *k_offsets, int64_t Tq,
+                                           int64_t Tk, int64_t B, int64_t heads, int64_t C, float p) {
+    PYOPS_REQUIRE(!lengths || !k_offsets, "%s: lengths and k_offsets, expected one of them to be NULL", who);
     PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1 && C >= 1,
                   "%s: Tq=%lld Tk=%lld B=%lld heads=%lld C=%lld, expected heads and C of at least 1, the others of at least 0",
                   who, LL(Tq), LL(Tk), LL(B), LL(heads), LL(C));
@@ -143,7 +151,9 @@ static inline pyops_status check_attention_rows(const char *who, const char *nam
     return PYOPS_OK;
 }
 
-static inline pyops_status check_attention_softmax(const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
+static inline pyops_status check_attention_softmax(const char *who, const int32_t *lengths, const int32_t *k_offsets,
+                                                   int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float p) {
+    PYOPS_REQUIRE(!lengths || !k_offsets, "%s: lengths and k_offsets, expected one of them to be NULL", who);
     PYOPS_REQUIRE(Tq >= 0 && Tk >= 0 && B >= 0 && heads >= 1,
                   "%s: Tq=%lld Tk=%lld B=%lld heads=%lld, expected heads of at least 1, the others of at least 0", who, LL(Tq),
                   LL(Tk), LL(B), LL(heads));

@@ -45,6 +45,8 @@ typedef struct {
     ROW(void,   scaled_exp,   (float *y, const float *x, float shift, float scale, int64_t n)) \
     ROW(void,   dropout,      (float *y, const float *x, int64_t first_group, int64_t n, uint64_t step, \
                                uint64_t key, uint32_t threshold, float scale)) \
+    ROW(void,   dropout_mask, (float *y, const uint64_t *groups, int64_t n, uint64_t step, uint64_t key, \
+                               uint32_t threshold, float scale)) \
     ROW(void,   residual,     (float *y, const float *x, const float *branch, int64_t n)) \
     ROW(void,   residual_dropout, (float *y, const float *x, const float *branch, int64_t first_group, int64_t n, \
                                    uint64_t step, uint64_t key, uint32_t threshold, float scale)) \
@@ -179,6 +181,25 @@ static inline pyops_status pyops_check_rows(const char *who, const int64_t *rows
         PYOPS_REQUIRE(rows[b] >= 0 && rows[b] < N, "%s: rows[%lld]=%lld, expected 0 to %lld", who, LL(b), LL(rows[b]),
                       LL(N - 1));
     return PYOPS_OK;
+}
+static inline pyops_status pyops_check_offsets(const char *who, const char *name, const int32_t *offsets, int64_t B,
+                                               int64_t T) {
+    PYOPS_REQUIRE(offsets[0] == 0, "%s: %s[0]=%d, expected 0", who, name, offsets[0]);
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t length = (int64_t)offsets[b + 1] - offsets[b];
+        PYOPS_REQUIRE(length >= 0 && length <= T, "%s: %s[%lld] - %s[%lld]=%lld, expected 0 to %lld", who, name, LL(b + 1),
+                      name, LL(b), LL(length), LL(T));
+    }
+    return PYOPS_OK;
+}
+/* Of attention.  Any of them may be NULL. */
+static inline pyops_status pyops_check_lengths(const char *who, const int32_t *lengths, const int32_t *q_offsets,
+                                               const int32_t *k_offsets, int64_t Tq, int64_t Tk, int64_t B) {
+    for (int64_t b = 0; lengths && b < B; b++)
+        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, expected 0 to %lld", who, LL(b), lengths[b],
+                      LL(Tk));
+    const pyops_status status = q_offsets ? pyops_check_offsets(who, "q_offsets", q_offsets, B, Tq) : PYOPS_OK;
+    return status || !k_offsets ? status : pyops_check_offsets(who, "k_offsets", k_offsets, B, Tk);
 }
 
 /* ---- when to use several threads --------------------------------------------------------------

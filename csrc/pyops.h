@@ -172,13 +172,16 @@ PYOPS_API pyops_status pyops_strided_reduce_int32(
  * gather_sequences  ids[t,b] = table[rows[b],t]                        table (N,T) int32, ids (T,B) int32
  *                   first >= 0: shifted by one step:  ids[0,b] = first, ids[t,b] = table[rows[b],t-1]
  * pack_sequences    a table of N sentences of any lengths: sentence n is table[starts[n]] .. table[starts[n+1] - 1]
- *                   the chosen sentences follow each other: sentence b of the batch is ids[offsets[b]] .. ids[offsets[b+1] - 1],
- *                   a copy of sentence rows[b];   positions: the index of each token in its sentence
+ *                   the chosen ones follow each other: sentence b of the batch, a copy of sentence rows[b], is
+ *                   ids[offsets[b]] .. ids[offsets[b+1] - 1];   positions: the index of each token in its sentence
  *                   first >= 0: shifted by one token: each sentence begins with `first` and loses its last token
  *                   total must equal the sum of the B lengths; offsets[B] is total, which is below 2^31
  *                   starts (N+1) int64, ascending   ids, positions (total)   offsets (B+1)   table int32.   ids, positions and
  *                   offsets may be NULL.
  * rows (B) int64 in [0,N)
+ * pad_rows          y[t,b,:] = x[offsets[b] + t,:], 0 beyond the sentence      x (offsets[B],C), rows ldx apart, y (T,B,C)
+ * pack_rows         y[offsets[b] + t,:] = x[t,b,:]: without the padding        x (T,B,C), y (offsets[B],C)
+ *                   offsets (B+1) int32, ascending from 0; no sentence is longer than T
  */
 PYOPS_API pyops_status pyops_gather_pixels(
     float *y, const uint8_t *table, const int64_t *rows,
@@ -189,6 +192,10 @@ PYOPS_API pyops_status pyops_gather_sequences(
 PYOPS_API pyops_status pyops_pack_sequences(
     int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table, const int64_t *starts, const int64_t *rows,
     int64_t N, int64_t B, int64_t total, int32_t first, void *stream);
+PYOPS_API pyops_status pyops_pad_rows(
+    float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, int64_t ldx, void *stream);
+PYOPS_API pyops_status pyops_pack_rows(
+    float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, void *stream);
 
 /* ---- linear layer on pixels ------------------------------------------------------------------------
  * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the nonzero pixels
@@ -412,28 +419,38 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
  * Rows of q are ldq floats apart, rows of k and of v ldk, of dq lddq, of dk and of dv lddk; rows of y and dy are contiguous.
  * So q, k and v, and their gradients, may be columns of one array (T,B,3*heads*C).
  * stats (2,B,heads,Tq)   lengths (B) int32 in [0,Tk]; NULL: Tk   step (1) int64; NULL: no dropout   0 <= p < 1
+ * Packed rows, without padding: with q_offsets (B+1) int32, query i of sequence b is row q_offsets[b] + i of q, dq, y and dy
+ * (N,heads*C), and there are q_offsets[b+1] - q_offsets[b] <= Tq of them.  With k_offsets likewise the keys and Tk, and lengths
+ * is NULL.  Either may be NULL.  q_offsets[0] = k_offsets[0] = 0.  For causal, Tq and Tk are the numbers of queries and of keys
+ * of sequence b; in stats and in the index of keep they are the arguments, so the mask of a sequence does not depend on the
+ * other lengths.  stats beyond the queries of a sequence are not written.
  * Vaswani et al. 2017, arXiv:1706.03762; in tiles: Dao et al. 2022, arXiv:2205.14135.
  */
 PYOPS_API pyops_status pyops_attention_forward(
     float *y, float *stats,
-    const float *q, const float *k, const float *v, const int32_t *lengths, const int64_t *step,
+    const float *q, const float *k, const float *v, const int32_t *lengths,
+    const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
     int32_t causal, float p, uint64_t key, void *stream);
 PYOPS_API pyops_status pyops_attention_backward(
     float *dq, float *dk, float *dv,
-    const float *dy, const float *q, const float *k, const float *v, const int32_t *lengths, const int64_t *step,
+    const float *dy, const float *q, const float *k, const float *v, const int32_t *lengths,
+    const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
     const float *y, const float *stats,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
     int32_t causal, float p, uint64_t key, void *stream);
 
 /* The softmax alone, for scores in memory: s (B,heads,Tq,Tk), without the factor 1 / sqrt(C), which is `scale`.
  * forward   p[i,:] = softmax of scale * s[i,:] over the keys that query i may see, 0 elsewhere;   w = D p
+ *           q_offsets, k_offsets as in attention_forward, but only for the numbers of queries and keys of each sequence:
+ *           rows of further queries and the elements of further keys are 0
  * backward  ds[i,j] = p[i,j] (D[i,j] dw[i,j] - sum_j p[i,j] D[i,j] dw[i,j]):  the gradient of scale * s
  * Visible keys and D as in attention_forward, whose dropout rate p is `share` here; w may be NULL if nothing is dropped.
  * p may be s.   ds may be dw.
  */
 PYOPS_API pyops_status pyops_attention_softmax_forward(
-    float *p, float *w, const float *s, const int32_t *lengths, const int64_t *step,
+    float *p, float *w, const float *s, const int32_t *lengths,
+    const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale, float share, uint64_t key, void *stream);
 PYOPS_API pyops_status pyops_attention_softmax_backward(
     float *ds, const float *dw, const float *p, const int64_t *step,

@@ -12,23 +12,25 @@ static void drop(const pyops_kernels *k, float *y, const float *x, int64_t r, in
                1.0f / (1.0f - share));
 }
 
-pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths, const int64_t *step,
+pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths,
+                                             const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
                                              int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal, float scale,
                                              float share, uint64_t key, void *stream) {
     (void)stream;
-    const pyops_status status = check_attention_softmax("attention_softmax_forward", Tq, Tk, B, heads, share);
+    const char *const who = "attention_softmax_forward";
+    pyops_status status = check_attention_softmax(who, lengths, k_offsets, Tq, Tk, B, heads, share);
+    if (!status) status = pyops_check_lengths(who, lengths, q_offsets, k_offsets, Tq, Tk, B);
     if (status) return status;
-    for (int64_t b = 0; lengths && b < B; b++)
-        PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "attention_softmax_forward: lengths[%lld]=%d, expected 0 to %lld",
-                      LL(b), lengths[b], LL(Tk));
     const int drops = step && share > 0.0f;
     PYOPS_REQUIRE(w || !drops, "attention_softmax_forward: w is NULL, expected an array for the weights after dropout");
     const pyops_kernels *k = pyops_active();
     const int64_t rows = B * heads * Tq;
     #pragma omp parallel for schedule(static) if (rows * Tk > PYOPS_SHARE_EXPS)
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t i = r % Tq, length = lengths ? lengths[r / (heads * Tq)] : Tk;
-        const int64_t n = causal ? pyops_max(0, pyops_min(length, i + 1 + Tk - Tq)) : length;
+        const int64_t i = r % Tq, b = r / (heads * Tq);
+        const int64_t queries = q_offsets ? q_offsets[b + 1] - q_offsets[b] : Tq;
+        const int64_t keys = k_offsets ? k_offsets[b + 1] - k_offsets[b] : Tk, length = lengths ? lengths[b] : keys;
+        const int64_t n = i >= queries ? 0 : causal ? pyops_max(0, pyops_min(length, i + 1 + keys - queries)) : length;
         float *p_r = p + r * Tk;
         k->scale(p_r, s + r * Tk, scale, n);
         const float max = k->max(p_r, n), sum = k->exp_sum(p_r, p_r, max, n);
@@ -43,7 +45,7 @@ pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s,
 pyops_status pyops_attention_softmax_backward(float *ds, const float *dw, const float *p, const int64_t *step, int64_t Tq,
                                               int64_t Tk, int64_t B, int64_t heads, float share, uint64_t key, void *stream) {
     (void)stream;
-    const pyops_status status = check_attention_softmax("attention_softmax_backward", Tq, Tk, B, heads, share);
+    const pyops_status status = check_attention_softmax("attention_softmax_backward", NULL, NULL, Tq, Tk, B, heads, share);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
     const int64_t rows = B * heads * Tq;

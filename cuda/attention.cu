@@ -19,6 +19,8 @@
 //   backward_keys  a block has 64 keys, iterates over the queries and sums dk and dv; if these are all keys, also dq
 //   backward_queries   otherwise: dq as in forward; this computes the scores twice, but no block waits for another
 //
+// In packed rows, the grid has tiles for the longest possible sequence; those beyond the rows of a sequence end at once.
+//
 // No two blocks add to the same sum, so the order of every sum is fixed.  Keys that no query of a tile may see are skipped.
 // Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round
 // a score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or
@@ -36,17 +38,17 @@ template <int WARPS> struct Tile {
     static constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS, N = ROWS / 8, FLOATS = ROWS * PITCH;
 };
 
-// The rows of an array (T, B, heads * C).
+// The rows of an array (T, B, heads * C), or of packed rows (N, heads * C).
 struct Rows {
-    int64_t ld;                     // floats between rows of adjacent sequences
-    int64_t step;                   // floats between rows of a head
+    int64_t ld;                     // floats between rows of the array
+    int64_t step;                   // floats between rows of a sequence
 };
 
 // Common to all blocks of a call.
 struct Call {
     int64_t Tq, Tk, B, heads, C;
     Rows y, q, k, dq, dk;           // y also of dy, k of v, dk of dv
-    const int32_t *lengths;
+    const int32_t *lengths, *q_offsets, *k_offsets;
     const int64_t *step;            // NULL: no dropout
     uint64_t key;
     uint32_t threshold;
@@ -59,10 +61,12 @@ struct Call {
 
 DEVICE int width_of(const Call &c, int64_t channel) { return static_cast<int>(min(c.C - channel, int64_t(CHANNELS))); }
 
-// The results of a block: rows of a pair starting at `first`, channels starting at `channel`.
+// The results of a block: rows of a pair starting at `first`, channels starting at channel().
 struct BlockTask {
     unsigned pair, sequence, head, chunk;
-    int64_t first, channel, length;
+    int first;
+    int Tq, Tk, length;             // of the sequence: numbers of queries, of keys, and of keys that are not padding
+    int q, k;                       // its first query and its first key, in rows of their arrays
     int width;                      // number of channels, at most CHANNELS
 
     // Blocks are numbered by pair, tile of `rows` rows, chunk of channels.  32-bit divisions are faster than 64-bit ones.
@@ -71,29 +75,42 @@ struct BlockTask {
         pair = block / tiles;
         sequence = pair / static_cast<unsigned>(c.heads);
         head = pair - sequence * static_cast<unsigned>(c.heads);
-        first = static_cast<int64_t>(block % tiles) * rows;
+        first = static_cast<int>(block % tiles) * rows;
         chunk = blockIdx.x % c.chunks;
-        channel = static_cast<int64_t>(chunk) * CHANNELS;
-        width = width_of(c, channel);
-        length = c.lengths ? min(max(int64_t(c.lengths[sequence]), int64_t(0)), c.Tk) : c.Tk;
+        width = width_of(c, channel());
+        Tq = rows_of(c.q_offsets, c.Tq, q);
+        Tk = rows_of(c.k_offsets, c.Tk, k);
+        length = c.lengths ? min(max(c.lengths[sequence], 0), Tk) : Tk;
+    }
+
+    __device__ __forceinline__ int64_t channel() const { return static_cast<int64_t>(chunk) * CHANNELS; }
+
+    // The number of rows of the sequence, and its first row.
+    __device__ __forceinline__ int rows_of(const int32_t *offsets, int64_t T, int &row) const {
+        row = offsets ? offsets[sequence] : static_cast<int>(sequence);
+        const int most = static_cast<int>(T);
+        return offsets ? min(max(offsets[sequence + 1] - offsets[sequence], 0), most) : most;
     }
 };
 
-// The offset of row i of the block's pair.
-DEVICE int64_t row_at(const Call &c, const BlockTask &p, const Rows &rows, int64_t i) {
-    return p.sequence * rows.ld + p.head * c.C + i * rows.step;
+// The offset of query i or of key i of the block's pair.
+DEVICE int64_t query_at(const Call &c, const BlockTask &p, const Rows &rows, int i) {
+    return int64_t(p.q) * rows.ld + p.head * c.C + i * rows.step;
+}
+DEVICE int64_t key_at(const Call &c, const BlockTask &p, const Rows &rows, int i) {
+    return int64_t(p.k) * rows.ld + p.head * c.C + i * rows.step;
 }
 
 // The number of keys that query i may see, the first ones.  0 beyond the last query.
-DEVICE int64_t seen(const Call &c, const BlockTask &p, int64_t i) {
-    if (i >= c.Tq) return 0;
-    return c.causal ? max(min(p.length, i + 1 + c.Tk - c.Tq), int64_t(0)) : p.length;
+DEVICE int seen(const Call &c, const BlockTask &p, int i) {
+    if (i >= p.Tq) return 0;
+    return c.causal ? max(min(p.length, i + 1 + p.Tk - p.Tq), 0) : p.length;
 }
 // The maximum over the queries [i, i + n): the last one sees most.
-DEVICE int64_t seen_by_any(const Call &c, const BlockTask &p, int64_t i, int n) {
-    return i < c.Tq ? seen(c, p, min(i + n, c.Tq) - 1) : 0;
+DEVICE int seen_by_any(const Call &c, const BlockTask &p, int i, int n) {
+    return i < p.Tq ? seen(c, p, min(i + n, p.Tq) - 1) : 0;
 }
-DEVICE int in_tile(int64_t n, int rows) { return static_cast<int>(min(max(n, int64_t(0)), int64_t(rows))); }
+DEVICE int in_tile(int n, int rows) { return min(max(n, 0), rows); }
 
 // ---- tiles in shared memory, and fragments in registers -----------------------------------------------------------
 DEVICE int lane_row() { return lane_id() >> 2; }            // g; the second row is g + 8
@@ -336,9 +353,9 @@ struct Mask {
 
 // The mask of the tile that starts at query i and key j.  A counter yields the words of four keys, which belong to two lanes:
 // of a pair of lanes, the even one generates them for row g, the odd one for row g + 8, and they exchange the bits.
-template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, int64_t i, int64_t j) {
+template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, int i, int j) {
     constexpr int N = Tile<WARPS>::N;
-    const int64_t first = i + warp_row();
+    const int first = i + warp_row();
     Mask mask;
     mask.columns = in_tile(seen_by_any(c, p, first, 16) - j, 8 * N);
     for (int r = 0; r < 2; r++) {
@@ -373,18 +390,29 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     DYN_SHARED(float, q_tile);
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
     const BlockTask p(c, c.Tq, ROWS);
-    const int queries = in_tile(c.Tq - p.first, ROWS), above = warp_row();
-    const int64_t all = seen_by_any(c, p, p.first, ROWS), i = p.first + above + lane_row();
-    if (c.lengths && threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.head == 0) {
-        const int64_t length = c.lengths[p.sequence];
-        if (length != p.length && c.faults) report(c.faults, Fault::length, Who::attention_forward, p.sequence, length, c.Tk);
+    const int queries = in_tile(p.Tq - p.first, ROWS), above = warp_row();
+    const int all = seen_by_any(c, p, p.first, ROWS);
+    if (threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.head == 0 && c.faults) {
+        constexpr Who WHO = Who::attention_forward;
+        if (c.lengths) check_length(c.faults, WHO, c.lengths, p.sequence, c.Tk);
+        if (c.q_offsets) check_offset(c.faults, Fault::q_offset, WHO, c.q_offsets, p.sequence, c.Tq);
+        if (c.k_offsets) check_offset(c.faults, Fault::k_offset, WHO, c.k_offsets, p.sequence, c.Tk);
     }
     float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};    // sum of exp(score - top), maximum of the scores, so far
+    const auto write_stats = [&] {
+        if (p.chunk || lane_pair()) return;
+        float *at = stats + p.pair * c.Tq + (p.first + above + lane_row());
+        for (int r = 0; r < 2; r++)
+            if (lane_row() + 8 * r < queries - above) {
+                at[8 * r] = top[r];
+                at[c.B * c.heads * c.Tq + 8 * r] = sum[r];
+            }
+    };
     Held<OUT> result;
     zero(result);
-    for (int64_t j = 0; j < all; j += ROWS) {
+    for (int j = 0; j < all; j += ROWS) {
         const int keys = in_tile(all - j, ROWS);
-        const int64_t from_key = row_at(c, p, c.k, j);
+        const int64_t from_key = key_at(c, p, c.k, j);
         const float *const k_rows = k + from_key, *const v_rows = v + from_key;
         Mask mask = {};
         Held<N> s;
@@ -395,10 +423,10 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
             const bool last = chunk + 1 == c.chunks;
             if (j || chunk) __syncthreads();                    // all reads of the tiles have finished
             if (!j || c.chunks > 1)
-                load<WARPS>(q_tile, q + row_at(c, p, c.q, p.first) + channel, c.q.step, queries, width, c.whole);
+                load<WARPS>(q_tile, q + query_at(c, p, c.q, p.first) + channel, c.q.step, queries, width, c.whole);
             load<WARPS>(k_tile, k_rows + channel, c.k.step, keys, width, c.whole);
             cp_async_commit();
-            if (last) load<WARPS>(v_tile, v_rows + p.channel, c.k.step, keys, p.width, c.whole);
+            if (last) load<WARPS>(v_tile, v_rows + p.channel(), c.k.step, keys, p.width, c.whole);
             cp_async_commit();
             if (chunk == 0) mask = make_mask<WARPS>(c, p, p.first, j);          // while copies are in flight
             cp_async_wait<1>();                                 // v may still be in flight
@@ -434,20 +462,16 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
             for (int n = 0; n < OUT; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) result[n][e] *= before[e >> 1];
+        if (ONCE) write_stats();                                // here, not below: registers are scarce during the product
         cp_async_wait<0>();
         __syncthreads();                                        // v has arrived
         held_by_columns<P>(result, s, v_tile, mask.columns, p.width);
         if (ONCE) break;
     }
     const float factor[2] = {sum[0] == 0.0f ? 0.0f : c.kept / sum[0], sum[1] == 0.0f ? 0.0f : c.kept / sum[1]};
-    write_rows(y + row_at(c, p, c.y, p.first + above) + p.channel, result, factor, c.y.step, queries - above, p.width, c.whole);
-    if (p.chunk == 0 && lane_pair() == 0)
-        for (int r = 0; r < 2; r++)
-            if (i + 8 * r < c.Tq) {
-                const int64_t at = p.pair * c.Tq + i + 8 * r;
-                stats[at] = top[r];
-                stats[c.B * c.heads * c.Tq + at] = sum[r];
-            }
+    write_rows(y + query_at(c, p, c.y, p.first + above) + p.channel(), result, factor, c.y.step, queries - above, p.width,
+               c.whole);
+    if (!ONCE || all == 0) write_stats();
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
@@ -455,11 +479,12 @@ struct Saved { const float *dy, *q, *k, *v, *y, *stats; };           // inputs o
 struct Tiles { float *q, *dy, *k, *v; };
 
 // dy . y of rows g and g + 8 of this warp's queries, which start at i; four lanes share a row.
-DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved &x, int64_t i) {
+DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved &x, int i) {
     for (int r = 0; r < 2; r++) {
-        const int64_t row = i + lane_row() + 8 * r, at = row_at(c, p, c.y, row);
+        const int row = i + lane_row() + 8 * r;
+        const int64_t at = query_at(c, p, c.y, row);
         float sum = 0.0f;
-        if (row < c.Tq)
+        if (row < p.Tq)
             for (int64_t n = lane_id() & 3; n < c.C; n += 4) sum += x.dy[at + n] * x.y[at + n];
         dsum[r] = row_sum(sum);
     }
@@ -476,16 +501,16 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
 // the sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
 template <Precision P, int WARPS, int N>
 DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c,
-                                  const BlockTask &p, const Saved &x, int64_t i, int64_t j, int64_t all, bool all_keys,
-                                  bool new_queries, bool new_keys) {
+                                  const BlockTask &p, const Saved &x, int i, int j, int all, bool all_keys, bool new_queries,
+                                  bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
-    const int queries = in_tile(c.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
-    const int64_t from_query = row_at(c, p, c.q, i), from_dy = row_at(c, p, c.y, i), from_key = row_at(c, p, c.k, j);
-    const int64_t mine = i + above + lane_row();
+    const int queries = in_tile(p.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
+    const int64_t from_query = query_at(c, p, c.q, i), from_dy = query_at(c, p, c.y, i), from_key = key_at(c, p, c.k, j);
+    const int mine = i + above + lane_row();
     Mask mask = {};
     float top[2], share[2];
     for (int r = 0; r < 2; r++) {
-        const bool there = mine + 8 * r < c.Tq;
+        const bool there = mine + 8 * r < p.Tq;
         const int64_t at = p.pair * c.Tq + mine + 8 * r;
         top[r] = there ? x.stats[at] : 0.0f;
         share[r] = there ? 1.0f / x.stats[c.B * c.heads * c.Tq + at] : 0.0f;
@@ -543,14 +568,14 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
     const Tiles tiles = lay_out<WARPS>(shared);
     float *const transposed = ONCE ? tiles.v : tiles.v + Tile<WARPS>::FLOATS;       // w, then ds; ONCE: in the memory of v
     const BlockTask p(c, c.Tk, ROWS);
-    const int64_t j = p.first, all = c.Tq > 0 ? seen(c, p, c.Tq - 1) : 0;
-    const int above = warp_row(), mine = in_tile(c.Tk - j - above, 16);
+    const int j = p.first, all = p.Tq > 0 ? seen(c, p, p.Tq - 1) : 0;
+    const int above = warp_row(), mine = in_tile(p.Tk - j - above, 16);
     bool first = true;
     Held<OUT> dk_sum, dv_sum;
     zero(dk_sum);
     zero(dv_sum);
-    for (int64_t i = 0; i < c.Tq; i += ROWS) {
-        const int queries = in_tile(c.Tq - i, ROWS);
+    for (int i = 0; i < p.Tq; i += ROWS) {
+        const int queries = in_tile(p.Tq - i, ROWS);
         float dsum[2];
         Held<N> w, ds;
         Held<OUT> dq_sum;
@@ -560,7 +585,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
             weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, dq, true, first);
             first = false;
             // The first query of this tile that sees any of these keys, rounded down to a multiple of 16.
-            const int from = c.causal ? in_tile(j + above - (c.Tk - c.Tq) - i, ROWS) & ~15 : 0;
+            const int from = c.causal ? in_tile(j + above - (p.Tk - p.Tq) - i, ROWS) & ~15 : 0;
             __syncthreads();                                    // all reads of v have finished
             put(transposed, w);
             __syncthreads();
@@ -574,7 +599,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
         if (dq) {
             float factor[2];
             for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
-            write_rows(dq + row_at(c, p, c.dq, i + above) + p.channel, dq_sum, factor, c.dq.step, queries - above, p.width,
+            write_rows(dq + query_at(c, p, c.dq, i + above) + p.channel(), dq_sum, factor, c.dq.step, queries - above, p.width,
                        c.whole);
         }
         if (ONCE) break;
@@ -585,7 +610,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
         once[r] = used ? 1.0f : 0.0f;
         scaled[r] = used ? c.scale : 0.0f;
     }
-    const int64_t at = row_at(c, p, c.dk, j + above) + p.channel;
+    const int64_t at = key_at(c, p, c.dk, j + above) + p.channel();
     write_rows(dk + at, dk_sum, scaled, c.dk.step, mine, p.width, c.whole);
     write_rows(dv + at, dv_sum, once, c.dk.step, mine, p.width, c.whole);
 }
@@ -597,42 +622,48 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backwa
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
     const BlockTask p(c, c.Tq, ROWS);
-    const int64_t i = p.first, all = seen_by_any(c, p, i, ROWS);
+    const int i = p.first, all = seen_by_any(c, p, i, ROWS);
     const int above = warp_row();
     float factor[2], dsum[2];
     Held<OUT> sum;
     zero(sum);
     row_dots(dsum, c, p, x, i + above);
-    for (int64_t j = 0; j < all; j += ROWS) {
+    for (int j = 0; j < all; j += ROWS) {
         Held<N> w, ds;
         weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, false, j == 0, true);
         held_by_columns<P>(sum, ds, tiles.k, in_tile(all - j, ROWS), p.width);
     }
     for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
-    const int64_t at = row_at(c, p, c.dq, i + above) + p.channel;
-    write_rows(dq + at, sum, factor, c.dq.step, in_tile(c.Tq - i, ROWS) - above, p.width, c.whole);
+    const int64_t at = query_at(c, p, c.dq, i + above) + p.channel();
+    write_rows(dq + at, sum, factor, c.dq.step, in_tile(p.Tq - i, ROWS) - above, p.width, c.whole);
 }
 
 // ---- calls --------------------------------------------------------------------------------------------------------------
+// The rows of an array whose rows are ld floats apart.
+static Rows rows_of(const int32_t *offsets, int64_t B, int64_t ld) { return {ld, offsets ? ld : B * ld}; }
+
 static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C,
-                              int64_t ldq, int64_t ldk, const int32_t *lengths, const int64_t *step, int32_t causal, float p,
-                              uint64_t key) {
-    pyops_status status = check_attention(who, Tq, Tk, B, heads, C, p);
+                              int64_t ldq, int64_t ldk, const int32_t *lengths, const int32_t *q_offsets,
+                              const int32_t *k_offsets, const int64_t *step, int32_t causal, float p, uint64_t key) {
+    pyops_status status = check_attention(who, lengths, k_offsets, Tq, Tk, B, heads, C, p);
     if (!status) status = check_attention_rows(who, "ldq", ldq, heads, C);
     if (!status) status = check_attention_rows(who, "ldk", ldk, heads, C);
     if (status) return status;
+    PYOPS_REQUIRE(Tq <= 1 << 30 && Tk <= 1 << 30, "%s: Tq=%lld Tk=%lld, expected at most 2^30", who, LL(Tq), LL(Tk));
     const bool drops = step && p > 0.0f;
     c = {Tq,
          Tk,
          B,
          heads,
          C,
-         {heads * C, B * heads * C},
-         {ldq, B * ldq},
-         {ldk, B * ldk},
+         rows_of(q_offsets, B, heads * C),
+         rows_of(q_offsets, B, ldq),
+         rows_of(k_offsets, B, ldk),
          {},
          {},
          lengths,
+         q_offsets,
+         k_offsets,
          drops ? step : nullptr,
          key,
          dropout_threshold(p),
@@ -706,29 +737,32 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
     ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
 
 extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
-                                                const int32_t *lengths, const int64_t *step, int64_t Tq, int64_t Tk, int64_t B,
-                                                int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int32_t causal, float p,
-                                                uint64_t key, void *stream) {
+                                                const int32_t *lengths, const int32_t *q_offsets, const int32_t *k_offsets,
+                                                const int64_t *step, int64_t Tq, int64_t Tk, int64_t B, int64_t heads,
+                                                int64_t C, int64_t ldq, int64_t ldk, int32_t causal, float p, uint64_t key,
+                                                void *stream) {
     Call c;
-    const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, ldq, ldk, lengths, step, causal, p, key);
+    const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, ldq, ldk, lengths, q_offsets, k_offsets,
+                                          step, causal, p, key);
     if (status || Tq == 0 || B == 0) return status;
     c.whole = c.whole && aligned(y, q, k, v);
     return FOR_SIZE(run_forward, c, y, stats, q, k, v, stream);
 }
 
 extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy, const float *q,
-                                                 const float *k, const float *v, const int32_t *lengths, const int64_t *step,
+                                                 const float *k, const float *v, const int32_t *lengths,
+                                                 const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
                                                  const float *y, const float *stats, int64_t Tq, int64_t Tk, int64_t B,
                                                  int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
                                                  int32_t causal, float p, uint64_t key, void *stream) {
     const char *const who = "attention_backward";
     Call c;
-    pyops_status status = make_call(c, who, Tq, Tk, B, heads, C, ldq, ldk, lengths, step, causal, p, key);
+    pyops_status status = make_call(c, who, Tq, Tk, B, heads, C, ldq, ldk, lengths, q_offsets, k_offsets, step, causal, p, key);
     if (!status) status = check_attention_rows(who, "lddq", lddq, heads, C);
     if (!status) status = check_attention_rows(who, "lddk", lddk, heads, C);
     if (status || (Tq == 0 && Tk == 0) || B == 0) return status;
-    c.dq = {lddq, B * lddq};
-    c.dk = {lddk, B * lddk};
+    c.dq = rows_of(q_offsets, B, lddq);
+    c.dk = rows_of(k_offsets, B, lddk);
     c.whole = c.whole && lddq % 4 == 0 && lddk % 4 == 0 && aligned(dq, dk, dv, dy, q, k, v, y);
     return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, stats}, stream);
 }

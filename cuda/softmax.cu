@@ -30,15 +30,26 @@ DEVICE void drop(const Call &c, float (&x)[EACH], int64_t row, int64_t j) {
     for (int i = 0; i < EACH; i++) x[i] = random.word[i] >= c.threshold ? x[i] * c.kept : 0.0f;
 }
 
-static __global__ void __launch_bounds__(THREADS) forward(Call c, float *p, float *w, const float *s, const int32_t *lengths,
-                                                          int32_t causal, float scale, FaultRecord *faults) {
+// The number of rows of sequence b, with offsets as in attention.cu.
+DEVICE int64_t rows_of(const int32_t *offsets, int64_t b, int64_t T) {
+    return offsets ? min(max(int64_t(offsets[b + 1]) - offsets[b], int64_t(0)), T) : T;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    forward(Call c, float *p, float *w, const float *s, const int32_t *lengths, const int32_t *q_offsets,
+            const int32_t *k_offsets, int32_t causal, float scale, FaultRecord *faults) {
     const int lane = threadIdx.x % 32;
     for (int64_t row = blockIdx.x * int64_t(WARPS) + threadIdx.x / 32; row < c.rows; row += int64_t(gridDim.x) * WARPS) {
-        const int64_t i = row % c.Tq, sequence = row / (c.heads * c.Tq), given = lengths ? lengths[sequence] : c.Tk;
-        const int64_t length = min(max(given, int64_t(0)), c.Tk);
-        if (length != given && lane == 0 && faults)
-            report(faults, Fault::length, Who::attention_softmax_forward, sequence, given, c.Tk);
-        const int64_t seen = causal ? max(min(length, i + 1 + c.Tk - c.Tq), int64_t(0)) : length;
+        const int64_t i = row % c.Tq, sequence = row / (c.heads * c.Tq);
+        const int64_t queries = rows_of(q_offsets, sequence, c.Tq), keys = rows_of(k_offsets, sequence, c.Tk);
+        const int64_t length = lengths ? min(max(int64_t(lengths[sequence]), int64_t(0)), c.Tk) : keys;
+        if (i == 0 && lane == 0 && faults) {
+            constexpr Who WHO = Who::attention_softmax_forward;
+            if (lengths) check_length(faults, WHO, lengths, sequence, c.Tk);
+            if (q_offsets) check_offset(faults, Fault::q_offset, WHO, q_offsets, sequence, c.Tq);
+            if (k_offsets) check_offset(faults, Fault::k_offset, WHO, k_offsets, sequence, c.Tk);
+        }
+        const int64_t seen = i >= queries ? 0 : causal ? max(min(length, i + 1 + keys - queries), int64_t(0)) : length;
         const float *const from = s + row * c.Tk;
         LogSumExp found;
         for (int64_t j = lane * EACH; j < seen; j += 32 * EACH) {
@@ -96,9 +107,9 @@ static __global__ void __launch_bounds__(THREADS) backward(Call c, float *ds, co
     }
 }
 
-static pyops_status make_call(Call *c, const char *who, int64_t Tq, int64_t Tk, int64_t B, int64_t heads, const int64_t *step,
-                              float share, uint64_t key) {
-    const pyops_status status = check_attention_softmax(who, Tq, Tk, B, heads, share);
+static pyops_status make_call(Call *c, const char *who, const int32_t *lengths, const int32_t *k_offsets, int64_t Tq,
+                              int64_t Tk, int64_t B, int64_t heads, const int64_t *step, float share, uint64_t key) {
+    const pyops_status status = check_attention_softmax(who, lengths, k_offsets, Tq, Tk, B, heads, share);
     if (status) return status;
     *c = {Tq, Tk, heads, B * heads * Tq, share > 0.0f ? step : nullptr, key, dropout_threshold(share), 1.0f / (1.0f - share)};
     return PYOPS_OK;
@@ -106,16 +117,18 @@ static pyops_status make_call(Call *c, const char *who, int64_t Tq, int64_t Tk, 
 }
 
 extern "C" pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths,
-                                                        const int64_t *step, int64_t Tq, int64_t Tk, int64_t B, int64_t heads,
-                                                        int32_t causal, float scale, float share, uint64_t key, void *stream) {
+                                                        const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
+                                                        int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int32_t causal,
+                                                        float scale, float share, uint64_t key, void *stream) {
     Call c;
-    const pyops_status status = make_call(&c, "attention_softmax_forward", Tq, Tk, B, heads, step, share, key);
+    const pyops_status status = make_call(&c, "attention_softmax_forward", lengths, k_offsets, Tq, Tk, B, heads, step, share,
+                                          key);
     if (status) return status;
     PYOPS_REQUIRE(w || !c.step, "attention_softmax_forward: w is NULL, expected an array for the weights after dropout");
     if (c.rows == 0) return PYOPS_OK;
     return pyops_launched("attention_softmax_forward",
                           LAUNCH(forward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream), c, p, w, s, lengths,
-                                 causal, scale, pyops_faults()),
+                                 q_offsets, k_offsets, causal, scale, pyops_faults()),
                           stream);
 }
 
@@ -123,7 +136,8 @@ extern "C" pyops_status pyops_attention_softmax_backward(float *ds, const float 
                                                          int64_t Tq, int64_t Tk, int64_t B, int64_t heads, float share,
                                                          uint64_t key, void *stream) {
     Call c;
-    const pyops_status status = make_call(&c, "attention_softmax_backward", Tq, Tk, B, heads, step, share, key);
+    const pyops_status status = make_call(&c, "attention_softmax_backward", nullptr, nullptr, Tq, Tk, B, heads, step, share,
+                                          key);
     if (status || c.rows == 0) return status;
     return pyops_launched("attention_softmax_backward",
                           LAUNCH(backward, grid_for(c.rows * 32, THREADS), THREADS, 0, stream_of(stream), c, ds, dw, p),

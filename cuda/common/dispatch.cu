@@ -59,7 +59,9 @@ static const char *const WHO[] = {"embedding_forward",
                                   "attention_softmax_forward",
                                   "gru_forward",
                                   "pack_sequences",
-                                  "add_positions_forward"};
+                                  "add_positions_forward",
+                                  "pad_rows",
+                                  "pack_rows"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {
@@ -72,12 +74,21 @@ pyops_status pyops_check_faults() {
         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: %s[%lld]=%lld, expected 0 to %lld", who, array, found.index, found.value,
                           found.limit);
     };
+    const auto out_of_order = [&](const char *array) {
+        const long long b = found.index;
+        if (b < 0) return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: %s[0]=%lld, expected 0", who, array, found.value);
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: %s[%lld] - %s[%lld]=%lld, expected 0 to %lld", who, array, b + 1, array, b,
+                          found.value, found.limit);
+    };
     switch (static_cast<Fault>(found.fault)) {
     case Fault::embedding_id: return out_of_range("ids");
     case Fault::label:        return out_of_range("labels");
     case Fault::row:          return out_of_range("rows");
     case Fault::length:       return out_of_range("lengths");
     case Fault::position:     return out_of_range("positions");
+    case Fault::offset:       return out_of_order("offsets");
+    case Fault::q_offset:     return out_of_order("q_offsets");
+    case Fault::k_offset:     return out_of_order("k_offsets");
     case Fault::step:         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, expected at least 1", who, found.value);
     case Fault::exponent:
         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power, expected exponents of at least 0 or float32",

@@ -43,7 +43,10 @@ enum class Fault : int32_t {            // the text of each is in dispatch.cu
     exponent,
     position,
     start,
-    total
+    total,
+    offset,
+    q_offset,
+    k_offset
 };
 struct FaultRecord {
     int32_t fault, who;                 // who: one of Who
@@ -66,7 +69,9 @@ enum class Who : int32_t {              // the function named in the text
     attention_softmax_forward,
     gru_forward,
     pack_sequences,
-    add_positions_forward
+    add_positions_forward,
+    pad_rows,
+    pack_rows
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed
 pyops_status pyops_check_faults();      // return and clear a recorded fault; the streams must be synchronised
@@ -78,6 +83,19 @@ DEVICE void report(FaultRecord *record, Fault fault, Who who, long long index, l
         record->value = value;
         record->limit = limit;
     }
+}
+
+// Report a length outside [0, T].
+DEVICE void check_length(FaultRecord *record, Who who, const int32_t *lengths, int64_t b, int64_t T) {
+    if (lengths[b] < 0 || lengths[b] > T) report(record, Fault::length, who, b, lengths[b], T);
+}
+
+// Report packed rows of sentence b that do not start where the last ones end, or of which there are more than T.
+// fault: of the array in question.
+DEVICE void check_offset(FaultRecord *record, Fault fault, Who who, const int32_t *offsets, int64_t b, int64_t T) {
+    const int64_t rows = int64_t(offsets[b + 1]) - offsets[b];
+    if (rows < 0 || rows > T) report(record, fault, who, b, rows, T);
+    if (b == 0 && offsets[0] != 0) report(record, fault, who, -1, offsets[0], 0);
 }
 
 // Two floats as a pair of bfloat16 for a tensor core, the first in the low half.

@@ -7,6 +7,7 @@ import numpy as np
 
 from pyops.backend import axes, check, check_rows, empty, empty_gradient, gemm_batched, get, launch, note_product, permuted
 from pyops.backend.kernels import Kernel, Made, Product, declare
+from pyops.ops.packed import Packed, lengths_of, packed, pad_rows, padded
 
 if TYPE_CHECKING:
     from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
@@ -21,15 +22,18 @@ class Attention:
     Shapes   q, dq, y, dy (Tq, B, D);  k, v, dk, dv (Tk, B, D);  D = heads * C, head h is columns [h*C, h*C + C)
              lengths (B,) int32 in [0, Tk], or None: all Tk keys are valid;  step (1,) int64 array, or None: no dropout
              q, k and v may be columns of larger arrays, k and v of arrays with equally many columns
+             packed rows, without padding: with q_rows q, dq, y, dy are (N, D) and Tq is q_rows.longest; with k_rows k, dk,
+             v, dv are (N, D), Tk is k_rows.longest and lengths is None
     Forward  for each sequence b and head h, with q, k, v (T, C) their slices for b and h:
              s[i, j] = q[i] . k[j] / sqrt(C)   for each key j visible to query i: j < lengths[b], and if causal j <= i + Tk - Tq
+             (of packed rows, Tq and Tk are the numbers of queries and keys of sequence b)
              P[i] = softmax(s[i]) over these j;  W[i, j] = keep[i, j] / (1 - p) P[i, j];  y = W v
     Backward dsum[i] = dy[i] . y[i];  dS[i, j] = P[i, j] (keep[i, j] / (1 - p) dy[i] . v[j] - dsum[i])
              dq = dS k / sqrt(C);  dk = dS' q / sqrt(C);  dv = W' dy
-    Saves    q, k, v, lengths, step, y, and stats (2, B, heads, Tq): the largest s[i, j], and the sum of
+    Saves    q, k, v, lengths, q_rows, k_rows, step, y, and stats (2, B, heads, Tq): the largest s[i, j], and the sum of
              exp(s[i, j] - largest) over j; backward recomputes P
-    Errors   ValueError if D is not a multiple of heads, if not 0 <= p < 1, and for a length outside [0, Tk], with its position;
-             TypeError and ValueError naming the argument
+    Errors   ValueError if D is not a multiple of heads, if not 0 <= p < 1, and for a length outside [0, Tk] or packed rows
+             longer than `longest`, with the position; TypeError and ValueError naming the argument
     Source   Vaswani et al. 2017, arXiv:1706.03762; tiled: Dao et al. 2022, arXiv:2205.14135; docs/attention.md derives it
     Notes    a query with no visible key has y = 0 and passes no gradient back.  causal with Tq < Tk: the queries are the last
              Tq positions, as in incremental decoding.  keep is the mask of Dropout, different at each step; see pyops.h.
@@ -40,6 +44,8 @@ class Attention:
         k: Array
         v: Array
         lengths: Array | None
+        q_rows: Packed | None
+        k_rows: Packed | None
         step: Array | None
         y: Array
         stats: Array
@@ -47,14 +53,15 @@ class Attention:
     def __init__(self, heads: int, causal: bool = False, p: float = 0.0, key: int = 0, name: str = 'attention') -> None:
         self.heads, self.causal, self.p, self.key, self.name = heads, causal, p, key, name
 
-    def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None,
-                step: Array | None = None) -> tuple[Array, Ctx]:
-        rows = self.check(q, k, v, lengths, step)
-        Tq, B, _ = q.shape
+    def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None, step: Array | None = None,
+                q_rows: Packed | None = None, k_rows: Packed | None = None) -> tuple[Array, Ctx]:
+        rows = self.check(q, k, v, lengths, step, q_rows, k_rows)
+        sizes = Tq, _, B, *_ = self._sizes(q, k, q_rows, k_rows)
         y, stats = empty(q.shape, name=f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
-        launch('attention_forward', y, stats, q, k, v, lengths, step, *self._sizes(q, k), *rows, *self._settings())
+        launch('attention_forward', y, stats, q, k, v, lengths, *offsets(q_rows, k_rows), step, *sizes, *rows,
+               *self._settings())
         note_product(self, FORWARD, heads=self.heads)
-        return y, self.Ctx(q, k, v, lengths, step, y, stats)
+        return y, self.Ctx(q, k, v, lengths, q_rows, k_rows, step, y, stats)
 
     def backward(self, dy: Array, ctx: Ctx, out: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
         """Return dq, dk and dv.  out: the arrays to write them to, which may also be columns of larger arrays."""
@@ -62,7 +69,8 @@ class Attention:
         q, k = ctx.q.shape, ctx.k.shape
         dq, dk, dv = self._gradients(q, k) if out is None else out
         rows = *distances('', q, k, ctx.q, ctx.k, ctx.v), *distances('d', q, k, dq, dk, dv)
-        launch('attention_backward', dq, dk, dv, dy, *ctx, *self._sizes(ctx.q, ctx.k), *rows, *self._settings())
+        launch('attention_backward', dq, dk, dv, dy, ctx.q, ctx.k, ctx.v, ctx.lengths, *offsets(ctx.q_rows, ctx.k_rows),
+               ctx.step, ctx.y, ctx.stats, *self._sizes(ctx.q, ctx.k, ctx.q_rows, ctx.k_rows), *rows, *self._settings())
         note_product(self, BACKWARD)
         return dq, dk, dv
 
@@ -71,22 +79,32 @@ class Attention:
         dq, dk, dv = (empty_gradient(shape, f'{self.name}.{name}') for name, shape in (('dq', q), ('dk', k), ('dv', k)))
         return dq, dk, dv
 
-    def check(self, q: Array, k: Array, v: Array, lengths: Array | None, step: Array | None) -> tuple[int, int]:
+    def check(self, q: Array, k: Array, v: Array, lengths: Array | None, step: Array | None, q_rows: Packed | None = None,
+              k_rows: Packed | None = None) -> tuple[int, int]:
         """Check the arguments of forward.  Return the distance of rows of q, and of k and v."""
-        (Tq, B, D), (Tk, _, _) = axes('q', q, 'Tq B D'), axes('k', k, 'Tk B D')
+        q_axes, k_axes = 'Tq B D' if q_rows is None else 'Nq D', 'Tk B D' if k_rows is None else 'Nk D'
+        *q_shape, D = axes('q', q, q_axes)
+        k_shape = axes('k', k, k_axes)[:-1]
+        B = q_shape[1] if q_rows is None else q_rows.sentences
         if D == 0 or D % self.heads:
-            raise ValueError(f'q: want shape (Tq, B, D) with D a multiple of {self.heads} heads, got {q.shape}')
-        rows = distances('', (Tq, B, D), (Tk, B, D), q, k, v)
+            raise ValueError(f'q: want shape ({q_axes.replace(" ", ", ")}) with D a multiple of {self.heads} heads, '
+                             f'got {q.shape}')
+        if k_rows is None:
+            k_shape = k_shape[0], B
+        rows = distances('', (*q_shape, D), (*k_shape, D), q, k, v)
+        for name, packed_rows in (('q_rows', q_rows), ('k_rows', k_rows)):
+            if packed_rows is not None:
+                check(f'{name}.offsets', packed_rows.offsets, (B + 1,), np.int32)
         if lengths is not None:
             check('lengths', lengths, (B,), np.int32)
         if step is not None:
             check('step', step, (1,), np.int64)
         return rows
 
-    def _sizes(self, q: Array, k: Array) -> tuple[int, ...]:
+    def _sizes(self, q: Array, k: Array, q_rows: Packed | None, k_rows: Packed | None) -> tuple[int, ...]:
         """Return the sizes in the order of the header."""
-        Tq, B, D = q.shape
-        return Tq, len(k), B, self.heads, D // self.heads
+        Tq, B = q.shape[:2] if q_rows is None else (q_rows.longest, q_rows.sentences)
+        return Tq, len(k) if k_rows is None else k_rows.longest, B, self.heads, q.shape[-1] // self.heads
 
     def _settings(self) -> tuple[int | float, ...]:
         """Return the other scalars in the order of the header."""
@@ -100,18 +118,25 @@ class Attention:
 
     @staticmethod
     def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray | None = None,
-                  step: np.ndarray | None = None, *, heads: int, causal: bool = False, p: float = 0.0,
-                  key: int = 0) -> np.ndarray:
+                  step: np.ndarray | None = None, q_rows: Packed | None = None, k_rows: Packed | None = None, *, heads: int,
+                  causal: bool = False, p: float = 0.0, key: int = 0) -> np.ndarray:
+        if q_rows is not None:
+            q = padded(q, q_rows)
+        if k_rows is not None:
+            k, v, lengths = padded(k, k_rows), padded(v, k_rows), lengths_of(k_rows)
         (Tq, B, D), Tk = q.shape, len(k)
         q, k, v = (x.reshape(len(x), B, heads, D // heads).transpose(1, 2, 0, 3) for x in (q, k, v))
-        scores = np.where(visible(Tq, Tk, np.full(B, Tk) if lengths is None else lengths, causal),
+        queries = Tq if q_rows is None else lengths_of(q_rows)
+        keys = Tk if k_rows is None else lengths
+        scores = np.where(visible(Tq, Tk, np.full(B, Tk) if lengths is None else lengths, causal, keys - queries),
                           q @ k.swapaxes(2, 3) / np.sqrt(D // heads), -np.inf)
         top = scores.max(-1, keepdims=True, initial=-1e300)
         weights = np.exp(scores - top)
         weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)       # 0 in a row with no visible key
         if step is not None and p:
             weights = weights * dropout_factors(B, heads, Tq, Tk, p, int(step[0]), key)
-        return (weights @ v).transpose(2, 0, 1, 3).reshape(Tq, B, D)
+        y = (weights @ v).transpose(2, 0, 1, 3).reshape(Tq, B, D)
+        return y if q_rows is None else packed(y, q_rows)
 
     @staticmethod
     def example(normal: Normal) -> Example:
@@ -139,11 +164,20 @@ def sequence_lengths(ids: Array, pad: int, name: str = 'lengths') -> Array:
     return lengths
 
 
-def visible(Tq: int, Tk: int, lengths: np.ndarray, causal: bool) -> np.ndarray:
-    """Return a mask (B, 1, Tq, Tk) bool of the keys visible to each query, for the reference."""
+def offsets(q_rows: Packed | None, k_rows: Packed | None) -> list[Array | None]:
+    """Return q_offsets and k_offsets of the header."""
+    return [None if rows is None else rows.offsets for rows in (q_rows, k_rows)]
+
+
+def visible(Tq: int, Tk: int, lengths: np.ndarray, causal: bool, more: int | np.ndarray | None = None) -> np.ndarray:
+    """Return a mask (B, 1, Tq, Tk) bool of the keys visible to each query, for the reference.
+
+    more: number of keys minus number of queries, of each sequence in packed rows; default Tk - Tq
+    """
     query, key = np.arange(Tq)[:, None], np.arange(Tk)
+    last = query + np.reshape(Tk - Tq if more is None else more, (-1, 1, 1, 1))
     seen = key < lengths[:, None, None, None]
-    return np.broadcast_to(seen & (key <= query + Tk - Tq) if causal else seen, (len(lengths), 1, Tq, Tk))
+    return np.broadcast_to(seen & (key <= last) if causal else seen, (len(lengths), 1, Tq, Tk))
 
 
 def dropout_factors(B: int, heads: int, Tq: int, Tk: int, p: float, step: int, key: int) -> np.ndarray:
@@ -157,10 +191,14 @@ def dropout_factors(B: int, heads: int, Tq: int, Tk: int, p: float, step: int, k
 def weights(s: Sizes, array: Argument) -> Array:
     """Return the softmax before dropout, (B, heads, Tq, Tk), recomputed from q and k: the kernel does not store it."""
     Tq, Tk, B, heads, C = (s[name] for name in ('Tq', 'Tk', 'B', 'heads', 'C'))
-    q, k = (array(name).reshape(T, B, heads, C) for name, T in (('q', Tq), ('k', Tk)))
+    q_offsets, k_offsets = array('q_offsets'), array('k_offsets')
+    q, k = (x if of is None else pad_rows(x, Packed(of, T))
+            for x, of, T in ((array('q'), q_offsets, Tq), (array('k'), k_offsets, Tk)))
+    q, k = q.reshape(Tq, B, heads, C), k.reshape(Tk, B, heads, C)
     p = empty((B, heads, Tq, Tk))
     gemm_batched(p, permuted(q, (1, 2, 0, 3)), permuted(k, (1, 2, 3, 0)))
-    launch('attention_softmax_forward', p, None, p, array('lengths'), None, Tq, Tk, B, heads, s['causal'], C ** -0.5, 0.0, 0)
+    launch('attention_softmax_forward', p, None, p, array('lengths'), q_offsets, k_offsets, None, Tq, Tk, B, heads,
+           s['causal'], C ** -0.5, 0.0, 0)
     return p
 
 
@@ -171,10 +209,12 @@ BACKWARD = Product('backward', {'do': 'dy', 'dq': 'dq', 'dk': 'dk', 'dv': 'dv'})
 
 def _scores(s: Sizes, array: Argument) -> int:
     """Return the number of computed pairs of a query and a key, over all heads."""
-    keys = s['Tk'] if array('lengths') is None else get(array('lengths'))[:, None]
+    queries, all_keys = (T if x is None else np.diff(get(x))[:, None]
+                         for x, T in ((array('q_offsets'), s['Tq']), (array('k_offsets'), s['Tk'])))
+    keys, query = all_keys if array('lengths') is None else get(array('lengths'))[:, None], np.arange(s['Tq'])
     if s['causal']:
-        keys = np.minimum(keys, np.maximum(np.arange(s['Tq']) + 1 + s['Tk'] - s['Tq'], 0))
-    return int(np.broadcast_to(keys, (s['B'], s['Tq'])).sum()) * s['heads']
+        keys = np.minimum(keys, np.maximum(query + 1 + all_keys - queries, 0))
+    return int((np.broadcast_to(keys, (s['B'], s['Tq'])) * (query < queries)).sum()) * s['heads']
 
 
 declare(attention_forward=Kernel(flops=lambda s, array: 4 * _scores(s, array) * s['C']),

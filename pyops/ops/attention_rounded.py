@@ -7,11 +7,13 @@ import numpy as np
 
 from pyops.backend import check, empty, empty_gradient, gemm_batched, launch, note_product, put
 from pyops.backend.kernels import Product
-from pyops.ops.attention import Attention
+from pyops.ops.attention import Attention, offsets
+from pyops.ops.packed import pack_rows, pad_rows
 from pyops.ops.rounding import Rounding
 
 if TYPE_CHECKING:
-    from pyops.typing import Array
+    from pyops.ops.packed import Packed
+    from pyops.typing import Array, Shape
 
 
 class QuantizedAttention(Attention):
@@ -23,6 +25,8 @@ class QuantizedAttention(Attention):
     Saves    q, k, v and W, or their rounded copies if backward can reuse them; the softmax; step
     Notes    a block never spans two heads or sequences.  Blocks along Tk include the values of masked keys, whose
              weights are 0; these values affect the scale of the block.
+             Packed rows are copied to padded arrays (longest, B, D) and back, because a launch computes the products of all
+             sentences, which needs equal sizes.  The padding is 0, so it changes no scale.
     """
 
     class Ctx(NamedTuple):
@@ -32,6 +36,9 @@ class QuantizedAttention(Attention):
         w: Array
         softmax: Array
         step: Array | None
+        q_rows: Packed | None
+        k_rows: Packed | None
+        shapes: tuple[Shape, Shape]         # of q, and of k and v
 
     def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -42,11 +49,13 @@ class QuantizedAttention(Attention):
     def layers(name: str) -> list[tuple[str, str]]:
         return [(name, 'attention')]
 
-    def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None,
-                step: Array | None = None) -> tuple[Array, Ctx]:
-        self.check(q, k, v, lengths, step)
+    def forward(self, q: Array, k: Array, v: Array, lengths: Array | None = None, step: Array | None = None,
+                q_rows: Packed | None = None, k_rows: Packed | None = None) -> tuple[Array, Ctx]:
+        self.check(q, k, v, lengths, step, q_rows, k_rows)
         for name, x in (('q', q), ('k', k), ('v', v)):
             check(name, x, x.shape)             # columns of a larger array cannot be rounded
+        shapes = q.shape, k.shape
+        q, k, v = (self._padded(x, rows, name) for x, rows, name in ((q, q_rows, 'q'), (k, k_rows, 'k'), (v, k_rows, 'v')))
         (Tq, B, _), Tk = q.shape, len(k)
         q, k, v = map(self._by_head, (q, k, v))
         C, rounded = q.shape[-1], self.round
@@ -55,25 +64,31 @@ class QuantizedAttention(Attention):
         gemm_batched(softmax, qq.transpose(1, 2, 0, 3), qk.transpose(1, 2, 3, 0))
         note_product(self, QK, heads=self.heads)
         w = empty(softmax.shape, name=f'{self.name}.w') if step is not None and self.p else softmax
-        launch('attention_softmax_forward', softmax, None if w is softmax else w, softmax, lengths, step, Tq, Tk, B, self.heads,
-               self.causal, C ** -0.5, self.p, self.key)
+        launch('attention_softmax_forward', softmax, None if w is softmax else w, softmax, lengths, *offsets(q_rows, k_rows),
+               step, Tq, Tk, B, self.heads, self.causal, C ** -0.5, self.p, self.key)
         note_product(self, SOFTMAX)
         qw, qv = rounded('pv.p', w, 3), rounded('pv.v', v, 0)
         y = empty((Tq, B, self.heads * C), name=f'{self.name}.y')
         gemm_batched(self._by_head(y).transpose(1, 2, 0, 3), qw, qv.transpose(1, 2, 0, 3))
         note_product(self, PV if w is softmax else DROPPED_PV)
+        if q_rows is not None:
+            steps, y = y, empty(shapes[0], name=f'{self.name}.y_rows')
+            pack_rows(y, steps, q_rows)
         return y, self.Ctx(qq if rounded.same('qk.q', 'dk.q') else q, qk if rounded.same('qk.k', 'dq.k') else k,
-                           qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step)
+                           qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step,
+                           q_rows, k_rows, shapes)
 
     def backward(self, dy: Array, ctx: Ctx, out: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
         """Return dq, dk and dv.  out: the arrays to write them to."""
         (Tq, B, heads, C), Tk, rounded = ctx.q.shape, len(ctx.k), self.round
-        check('dy', dy, (Tq, B, heads * C))
-        dy = self._by_head(dy)
-        shapes = (Tq, B, heads * C), (Tk, B, heads * C)
-        dq, dk, dv = self._gradients(*shapes) if out is None else out
-        for name, gradient, shape in (('dq', dq, shapes[0]), ('dk', dk, shapes[1]), ('dv', dv, shapes[1])):
+        check('dy', dy, ctx.shapes[0])
+        dy = self._by_head(self._padded(dy, ctx.q_rows, 'dy'))
+        results = self._gradients(*ctx.shapes) if out is None else out
+        all_rows = ctx.q_rows, ctx.k_rows, ctx.k_rows
+        for name, gradient, shape in zip(('dq', 'dk', 'dv'), results, (ctx.shapes[0], *2 * ctx.shapes[1:]), strict=True):
             check(name, gradient, shape)
+        dq, dk, dv = (x if rows is None else empty_gradient((T, B, heads * C), f'{self.name}.{name}_steps')
+                      for x, rows, T, name in zip(results, all_rows, (Tq, Tk, Tk), ('dq', 'dk', 'dv'), strict=True))
 
         qdy, qv = rounded('dp.do', dy, 3), ctx.v if rounded.same('pv.v', 'dp.v') else rounded('dp.v', ctx.v, 3)
         ds = empty_gradient(ctx.softmax.shape, f'{self.name}.ds')          # holds the weight gradients first
@@ -97,7 +112,13 @@ class QuantizedAttention(Attention):
         for gradient, product in ((dq, SCALED_DQ), (dk, SCALED_DK)):
             launch('scale', gradient, gradient, self._factor(C), gradient.size)
             note_product(self, product)
-        return dq, dk, dv
+        for result, steps, rows in zip(results, (dq, dk, dv), all_rows, strict=True):
+            if rows is not None:
+                pack_rows(result, steps, rows)
+        return results
+
+    def _padded(self, x: Array, rows: Packed | None, name: str) -> Array:
+        return x if rows is None else pad_rows(x, rows, f'{self.name}.{name}_steps')
 
     def _by_head(self, x: Array) -> Any:
         """View (T, B, D) as (T, B, heads, C)."""

@@ -37,6 +37,7 @@ from pyops.ops import (
 )
 from pyops.ops.array import ArrayOp
 from pyops.ops.attention import dropout_factors, visible
+from pyops.ops.packed import Packed
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
 from pyops.quantization import Recipe
@@ -514,6 +515,86 @@ class AttentionOfColumnsRow(AttentionRow):
         return super().torch(torch, *op.columns(*inputs.values()), op.op, lengths, step)
 
 
+class PackedArguments:
+    """Attention of packed rows, with arrays as arguments: the offsets of q, of k, or both, then step.
+
+    longest: of q and of k;   packs: 'q', 'k' or 'qk'
+    """
+
+    def rows(self, arrays):
+        """Return q_rows and k_rows."""
+        offsets = dict(zip(self.packs, arrays, strict=True))
+        return [Packed(offsets[name], n) if name in offsets else None for name, n in zip('qk', self.longest, strict=True)]
+
+    def forward(self, q, k, v, *arrays):
+        *offsets, step = arrays
+        return super().forward(q, k, v, None, step, *self.rows(offsets))
+
+    def reference(self, q, k, v, *arrays):
+        *offsets, step = arrays
+        return Attention.reference(q, k, v, None, step, *self.rows(offsets), heads=self.heads, causal=self.causal, p=self.p,
+                                   key=self.key)
+
+
+class PackedAttention(PackedArguments, Attention):
+    def __init__(self, heads, causal, p, key, longest, packs):
+        super().__init__(heads, causal, p, key)
+        self.longest, self.packs = longest, packs
+
+    @staticmethod
+    def rounded():
+        return PackedAttentionInProducts
+
+
+class PackedAttentionInProducts(PackedArguments, Attention.rounded()):
+    def __init__(self, heads, causal, p, key, longest, packs, recipe):
+        super().__init__(heads, causal, p, key, recipe=recipe)
+        self.longest, self.packs = longest, packs
+
+
+class PackedAttentionRow(AttentionRow):
+    """Lengths include 0, 1 and the longest; sizes as in AttentionRow."""
+    sizes = ((1, 1, 1, 1, 1), (3, 5, 4, 2, 4), (6, 6, 5, 1, 7), (5, 20, 40, 2, 8), (20, 20, 40, 4, 64), (9, 12, 30, 2, 33),
+             (2, 130, 6, 2, 33), (70, 130, 4, 2, 5), (130, 70, 4, 1, 17), (64, 64, 5, 1, 20), (5, 6, 4, 1, 300))
+    large = (33, 65, 61, 3, 31)
+    wrong_axis = {'v': 0}
+
+    def __init__(self, packs='qk', **settings):
+        super().__init__(**settings)
+        self.name, self.packs = self.name.replace('attention', f'packed-{packs}-attention'), packs
+
+    def build(self, size, rng):
+        Tq, Tk, B, heads, C = size
+        inputs, offsets = {}, {}
+        for name, T in (('q', Tq), ('k', Tk)):
+            lengths = rng.integers(0, T + 1, B)
+            lengths[:4] = [T, 1, 0, T][:B]
+            offsets[f'{name}_rows'] = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
+        if self.packs == 'qk' and Tq == Tk:
+            offsets['k_rows'] = offsets['q_rows']               # self-attention
+        for name, kind, T in (('q', 'q', Tq), ('k', 'k', Tk), ('v', 'k', Tk)):
+            rows = (offsets[f'{kind}_rows'][-1],) if kind in self.packs else (T, B)
+            inputs[name] = normal(rng, *rows, heads * C)
+        constants = {name: offsets[name] for name in ('q_rows', 'k_rows') if name[0] in self.packs}
+        return Built(lambda: PackedAttention(heads, self.causal, self.p, 0x0123456789ABCDEF, (Tq, Tk), self.packs), inputs, {},
+                     constants | dict(step=np.array([7 + (3 << 32)])))
+
+    def torch(self, torch, q, k, v, op, step, q_rows=None, k_rows=None):
+        (Tq, Tk), B = op.longest, len(q_rows if k_rows is None else k_rows) - 1
+        keep, results = np.broadcast_to(self.keep(Tq, Tk, B, op.heads), (B, op.heads, Tq, Tk)), []
+        for b in range(B):
+            rows = [(slice(None), b) if offsets is None else slice(*offsets[b:b + 2]) for offsets in (q_rows, k_rows, k_rows)]
+            q_b, k_b, v_b = (x[at].reshape(-1, op.heads, x.shape[-1] // op.heads).transpose(0, 1)
+                             for x, at in zip((q, k, v), rows, strict=True))
+            n, m = q_b.shape[1], k_b.shape[1]
+            seen = torch.ones(n, m, dtype=bool).tril(m - n if self.causal else m)
+            scores = q_b @ k_b.transpose(1, 2) / q_b.shape[-1]**0.5
+            scores = scores.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+            weights = (scores.softmax(-1) if m else scores) * torch.tensor(keep[b, :, :n, :m].copy()) * seen
+            results.append((weights @ v_b).transpose(0, 1).reshape(n, q.shape[-1]))
+        return torch.stack(results, 1) if q_rows is None else torch.cat(results)
+
+
 class CrossEntropyRow:
     name, smoothing = 'cross_entropy', 0.0
     wrong_axis = {'x': 0}
@@ -644,6 +725,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          AttentionRow(True, 0.3, 'any'),
          AttentionOfColumnsRow(), AttentionOfColumnsRow(causal=True, p=0.3, lengths='any'),
          AttentionOfColumnsRow(own_q=True), AttentionOfColumnsRow(own_q=True, p=0.3, lengths='any'),
+         PackedAttentionRow(), PackedAttentionRow(causal=True), PackedAttentionRow(causal=True, p=0.3),
+         PackedAttentionRow('q', p=0.3), PackedAttentionRow('k', causal=True, p=0.3), PackedAttentionRow('k'),
          *(GRURow(before, h0) for before in (False, True) for h0 in (True, False)),
          *(EmbeddingGRURow(before, True, h0) for before in (False, True) for h0 in (True, False)),
          EmbeddingGRURow(False, False, False),
@@ -657,6 +740,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
          *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (
              AttentionRow(lengths='any'), AttentionRow(True, 0.3, 'any'))),
+         *(InProductsRow(row, (3, 5, 4, 2, 4), (6, 6, 5, 1, 7), (9, 12, 30, 2, 33)) for row in (
+             PackedAttentionRow(causal=True, p=0.3), PackedAttentionRow('q'), PackedAttentionRow('k', causal=True))),
          *(InProductsRow(GRURow(before, h0), (2, 3, 4, 5), (4, 13, 8, 33)) for before in (False, True) for h0 in (True, False)),
          InProductsRow(EmbeddingGRURow(False, True, True), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),
          InProductsRow(EmbeddingGRURow(True, False, False), (2, 3, 4, 5, 3, 2), (4, 13, 30, 8, 5, 33)),

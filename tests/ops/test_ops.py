@@ -48,6 +48,7 @@ from pyops.ops import (
 )
 from pyops.ops.attention import dropout_factors
 from pyops.ops.linear import JoinedLinear
+from pyops.ops.packed import Packed, pack_rows, pad_rows
 from pyops.params import Parameter, Parameters, Spec
 from pyops.philox import philox4x32
 from pyops.quantization import Recipe
@@ -829,6 +830,161 @@ def test_attention_to_large_scores_has_the_weights_of_their_differences(score, T
     weights = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
     close(y[:, 0], np.tile(weights @ v[:, 0], (Tq, 1)), 1e-5)
     close(dv[:, 0], weights[:, None] * dy[:, 0].sum(0, dtype=np.float64), 1e-5)
+
+
+# ---- packed rows
+
+def offsets_of(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def packed_rows(lengths, longest):
+    return Packed(put(offsets_of(lengths)), longest)
+
+
+def sentence_major(x):
+    """Return time steps (T, B, D) as rows, sentence by sentence."""
+    return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(-1, x.shape[-1])
+
+
+def attend_packed(op, q, k, v, dy, q_rows, k_rows, step=None):
+    """Return y and the gradients."""
+    y, ctx = op.forward(put(q), put(k), put(v), None, None if step is None else put(step), q_rows, k_rows)
+    return get(y), *(get(grad) for grad in op.backward(put(dy), ctx))
+
+
+@pytest.mark.parametrize('in_products', [False, True])
+@pytest.mark.parametrize('causal,p', [(False, 0.0), (True, 0.3)])
+@pytest.mark.parametrize('Tq,Tk,B,heads,C', [(1, 7, 5, 2, 8), (3, 3, 4, 2, 16), (5, 20, 9, 1, 33), (9, 9, 7, 4, 8),
+                                             (13, 4, 6, 2, 24), (20, 20, 5, 2, 64), (40, 70, 2, 2, 16), (70, 130, 2, 1, 12)])
+def test_packed_rows_of_equal_lengths_have_the_bits_of_time_steps(Tq, Tk, B, heads, C, causal, p, in_products):
+    op = (attention_in_products if in_products else Attention)(heads, causal=causal, p=p, key=9)
+    step = np.array([4 + (1 << 40)])
+    (q, k, v), dy, y, grads = attention_run(op, (Tq, Tk, B, heads * C), None, step)
+    got = attend_packed(op, *map(sentence_major, (q, k, v, dy)), packed_rows([Tq] * B, Tq), packed_rows([Tk] * B, Tk), step)
+    for name, a, b in zip(('y', 'dq', 'dk', 'dv'), got, (y, *grads), strict=True):
+        same(a, sentence_major(b), name)
+    if not in_products:         # one of them packed
+        got = attend_packed(op, sentence_major(q), k, v, sentence_major(dy), packed_rows([Tq] * B, Tq), None, step)
+        for a, b, rows in zip(got, (y, *grads), (True, True, False, False), strict=True):
+            same(a, sentence_major(b) if rows else b)
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_attention_of_packed_rows_of_random_lengths(seed):
+    """Results and gradients equal those of each sentence alone: on the CPU they have the same bits."""
+    rng = np.random.default_rng(seed)
+    B, heads, C, causal = rng.integers(1, 41), rng.integers(1, 5), 8 * rng.integers(1, 9), bool(seed % 2)
+    longest = int(rng.choice([4, 12, 20, 64, 90]))
+    lengths = [rng.choice([0, 1, 2, longest, *rng.integers(0, longest + 1, 4)], B) for _ in 'qk']
+    if seed % 3 == 0:
+        lengths[1] = lengths[0]                     # self-attention
+    op, D = Attention(heads, causal), heads * C
+    q, k, v, dy = (normal(rng, lengths[i].sum(), D) for i in (0, 1, 1, 0))
+    got = attend_packed(op, q, k, v, dy, *(packed_rows(n, longest) for n in lengths))
+    starts = [offsets_of(n) for n in lengths]
+    for b in range(B):
+        i, j = (slice(*start[b:b + 2]) for start in starts)
+        y, ctx = attend(op, q[i, None], k[j, None], v[j, None])
+        alone = y, *attend_back(op, dy[i, None], ctx)
+        for name, a, rows, want in zip(('y', 'dq', 'dk', 'dv'), got, (i, i, j, j), alone, strict=True):
+            if backend.current_device().is_host:
+                same(a[rows], want[:, 0], f'{name} of sentence {b}')
+            else:
+                near(a[rows], want[:, 0], 1e-5 * (1 + np.abs(want).max(initial=0)), f'{name} of sentence {b}')
+
+
+def test_the_dropout_mask_of_a_sentence_does_not_depend_on_the_other_lengths():
+    rng, longest, step = np.random.default_rng(3), 12, put(np.array([8]))
+    op, last = Attention(2, p=0.5, key=7), normal(rng, 9, 8)
+    results = []
+    for lengths in ([3, 12, 9], [12, 0, 9], [1, 1, 9]):
+        x = put(np.concatenate([normal(rng, sum(lengths) - 9, 8), last]))
+        rows = packed_rows(lengths, longest)
+        results.append(get(op.forward(x, x, x, None, step, rows, rows)[0])[-9:])
+    same(results[1], results[0], 'y')
+    same(results[2], results[0], 'y')
+
+
+@of_threads
+@pytest.mark.parametrize('longest,B', [(20, 128), (64, 40), (130, 9), (3, 700)])
+def test_packed_rows_have_the_same_bits_for_any_number_of_threads(longest, B):
+    rng = np.random.default_rng(5)
+    lengths = [rng.integers(0, longest + 1, B) for _ in 'qk']
+    arguments = [normal(rng, n, 256) for n in (lengths[0].sum(), lengths[1].sum(), lengths[1].sum(), lengths[0].sum())]
+    before, runs = backend.threads(), []
+    try:
+        for threads in (1, 2, 5):
+            backend.set_threads(threads)
+            runs.append(attend_packed(Attention(4, True, 0.1, 3), *arguments, *(packed_rows(n, longest) for n in lengths),
+                                      np.array([2])))
+    finally:
+        backend.set_threads(before)
+    for run in runs[1:]:
+        for name, a, b in zip(('y', 'dq', 'dk', 'dv'), run, runs[0], strict=True):
+            same(a, b, name)
+
+
+@pytest.mark.parametrize('in_products', [False, True])
+@pytest.mark.parametrize('lengths,message', [
+    ([2, 5, 1], r'q_offsets\[2\] - q_offsets\[1\]=5, expected 0 to 4'),
+    ([2, -1, 1], r'q_offsets\[2\] - q_offsets\[1\]=-1, expected 0 to 4')])
+def test_packed_rows_that_are_too_long_are_refused_with_their_sentence(lengths, message, in_products):
+    op = (attention_in_products if in_products else Attention)(2)
+    message = message.replace('q_offsets', 'offsets') if in_products else f'attention_forward: {message}'
+    x = np.zeros((8, 4), 'f')
+    with pytest.raises(ValueError, match=message):
+        attend_packed(op, x, x, x, x, packed_rows(lengths, 4), packed_rows([4, 0, 4], 4))
+        backend.synchronize()
+
+
+def test_packed_rows_replace_lengths_and_must_start_at_0():
+    x, rows = put(np.zeros((6, 4), 'f')), packed_rows([2, 4], 4)
+    with pytest.raises(ValueError, match='attention_forward: lengths and k_offsets, expected one of them to be NULL'):
+        Attention(2).forward(x, x, x, put(np.array([2, 4], np.int32)), None, rows, rows)
+    with pytest.raises(ValueError, match=r'k_rows.offsets: want shape \(3,\), got \(4,\)'):
+        Attention(2).forward(x, x, x, None, None, rows, packed_rows([2, 2, 2], 4))
+    with pytest.raises(ValueError, match=r'attention_forward: k_offsets\[0\]=1, expected 0'):
+        Attention(2).forward(x, x, x, None, None, rows, Packed(put(np.array([1, 3, 6], np.int32)), 4))
+        backend.synchronize()
+
+
+def test_the_weights_of_packed_rows_are_padded_with_zeros():
+    from pyops.ops.attention import weights
+    rng, lengths, (heads, C) = np.random.default_rng(6), ([3, 0, 1, 5], [2, 4, 5, 5]), (2, 3)
+    q, k = (normal(rng, sum(n), 2 * heads * C)[:, :heads * C] for n in lengths)         # columns of a larger array
+    starts = [offsets_of(n) for n in lengths]
+    arrays = dict(q=put(q), k=put(k), q_offsets=put(starts[0]), k_offsets=put(starts[1]))
+    p = get(weights(dict(Tq=5, Tk=6, B=4, heads=heads, C=C, causal=True), arrays.get))
+    want = np.zeros((4, heads, 5, 6))
+    for b, (n, m) in enumerate(zip(*lengths, strict=True)):
+        for h in range(heads):
+            rows = [x[start[b]:start[b + 1], h * C:h * C + C].astype('d') for x, start in zip((q, k), starts, strict=True)]
+            scores = rows[0] @ rows[1].T / np.sqrt(C)
+            for i in range(n):
+                seen = max(0, min(m, i + 1 + m - n))
+                e = np.exp(scores[i, :seen])
+                want[b, h, i, :seen] = e / e.sum() if seen else 0
+    near(p, want, 1e-6)
+    assert (p[want == 0] == 0).all() and want.any()
+
+
+@pytest.mark.parametrize('T,B,C', [(1, 1, 1), (4, 3, 5), (70, 9, 300), (3, 0, 4)])
+def test_rows_are_padded_and_packed_again(T, B, C):
+    rng = np.random.default_rng(7)
+    lengths = rng.integers(0, T + 1, B)
+    rows, x = packed_rows(lengths, T), normal(rng, lengths.sum(), C)
+    steps = pad_rows(put(x), rows)
+    want = np.zeros((T, B, C), 'f')
+    for b, start in enumerate(offsets_of(lengths)[:-1]):
+        want[:lengths[b], b] = x[start:start + lengths[b]]
+    same(get(steps), want, 'time steps')
+    back = put(np.full_like(x, np.nan))
+    pack_rows(back, steps, rows)
+    same(get(back), x, 'rows')
+    if B:
+        with pytest.raises(ValueError, match=rf'pad_rows: offsets\[1\] - offsets\[0\]={T + 1}, expected 0 to {T}'):
+            get(pad_rows(put(normal(rng, (T + 1) * B, C)), packed_rows([T + 1] + [0] * (B - 1), T)))
 
 
 @pytest.mark.parametrize('bad', [-1, 6])
