@@ -236,6 +236,21 @@ static void scores(const call *c, float *s, const float *a, const float *b, int6
     }
 }
 
+/* Prefetch n rows needed soon: they may have left the cache, and they are too short and too far apart for the hardware
+ * prefetcher.  Always inline, since gcc drops calls of a function that only prefetches. */
+static inline __attribute__((always_inline)) void fetch(const call *c, const float *x, int64_t step, int64_t n) {
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = 0; i < c->C; i += PYOPS_LANES) __builtin_prefetch(x + r * step + i, 0, 2);
+}
+
+/* The same for the queries or the keys of a task of the next group. */
+static inline __attribute__((always_inline)) void fetch_queries(const call *c, const float *a, int64_t ld, const task *x) {
+    fetch(c, a + at_q(c, x, ld), c->q_next * ld, pyops_min(QUERIES, x->Tq));
+}
+static inline __attribute__((always_inline)) void fetch_keys(const call *c, const float *a, int64_t ld, const task *x) {
+    fetch(c, a + at_k(c, x, ld), c->k_next * ld, pyops_min(KEYS, x->Tk));
+}
+
 /* ---- forward ---- */
 typedef struct { int64_t k, v, q, transposed, s, dropout_mask, drawn, groups, total; } forward_layout;
 
@@ -253,8 +268,8 @@ static forward_layout lay_out_forward(const call *c) {
     return l;
 }
 
-static void forward(const call *c, float *work, const group *g, float *y, float *stats, const float *q, const float *k,
-                    const float *v) {
+static void forward(const call *c, float *work, const group *g, const group *next, float *y, float *stats, const float *q,
+                    const float *k, const float *v) {
     const pyops_kernels *kernels = c->k;
     const forward_layout l = lay_out_forward(c);
     const int64_t C = c->C, ld = c->ld;
@@ -275,6 +290,8 @@ static void forward(const call *c, float *work, const group *g, float *y, float 
                 const float *q_x = q + at_q(c, x, c->ldq) + i * q_step;
                 const int64_t rows = rows_of(&t, x), stat = x->number * c->Tq + i;
                 const int copy = rows < PYOPS_LANES;
+                const task *const after = i == 0 && j == 0 && x - g->tasks < next->n ? next->tasks + (x - g->tasks) : NULL;
+                if (after) fetch_keys(c, k, c->ldk, after), fetch_queries(c, q, c->ldq, after);
                 if (copy) kernels->scale_rows(work + l.q, q_x, 1.0f, rows, C, ld, q_step), q_x = work + l.q;
                 scores(c, s + x->column, work + l.k + x->copy * ld, q_x, copy ? ld : q_step, keys_of(&t, x), rows,
                        work + l.transposed);
@@ -286,6 +303,8 @@ static void forward(const call *c, float *work, const group *g, float *y, float 
             for (const task *x = g->tasks; x < end; x++) {
                 float *const y_x = y + at_q(c, x, c->ldy) + i * y_step;
                 const int64_t rows = rows_of(&t, x), stat = x->number * c->Tq + i;
+                const task *const after = i == 0 && j == 0 && x - g->tasks < next->n ? next->tasks + (x - g->tasks) : NULL;
+                if (after) fetch_keys(c, v, c->ldk, after), fetch_queries(c, y, c->ldy, after);
                 pyops_copy(max + stat, max_i + x->column, rows);
                 pyops_copy(sum + stat, sum_i + x->column, rows);
                 for (int64_t r = 0; j && r < rows; r++) kernels->scale(y_x + r * y_step, y_x + r * y_step, before[r], C);
@@ -346,10 +365,13 @@ pyops_status pyops_attention_forward(float *y, float *stats, const float *q, con
             if (x.Tq <= FEW) forward_few(&c, work, &x, y, stats, q, k, v);
         }
         if (work && Tq > FEW) {
-            group g;
+            group groups[2];
+            int now = 0;
             if (c.ld > C) c.k->fill(work, lay_out_forward(&c).transposed, 0.0f);    /* beyond the copied rows */
-            for (int64_t n = make_group(&c, &g, from, to, FEW); g.n; n = make_group(&c, &g, n, to, FEW))
-                forward(&c, work, &g, y, stats, q, k, v);
+            for (int64_t n = make_group(&c, groups, from, to, FEW); groups[now].n; now = !now) {
+                n = make_group(&c, &groups[!now], n, to, FEW);
+                forward(&c, work, &groups[now], &groups[!now], y, stats, q, k, v);
+            }
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "attention_forward: no memory for tiles") : PYOPS_OK;
@@ -373,21 +395,6 @@ static backward_layout lay_out_backward(const call *c) {
     l.dsum = l.groups + c->columns * KEYS / 2;          /* dy . y (Tq) of one task with several tiles of keys */
     l.total = l.dsum + pyops_round_up(c->Tq, COLUMNS);
     return l;
-}
-
-/* Prefetch n rows needed soon: forward's results have left the cache by now, and rows are too short and too far apart for the
- * hardware prefetcher.  Always inline, since gcc drops calls of a function that only prefetches. */
-static inline __attribute__((always_inline)) void fetch(const call *c, const float *x, int64_t step, int64_t n) {
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t i = 0; i < c->C; i += PYOPS_LANES) __builtin_prefetch(x + r * step + i, 0, 2);
-}
-
-/* The same for the queries or the keys of a task of the next group. */
-static inline __attribute__((always_inline)) void fetch_queries(const call *c, const float *a, int64_t ld, const task *x) {
-    fetch(c, a + at_q(c, x, ld), c->q_next * ld, pyops_min(QUERIES, x->Tq));
-}
-static inline __attribute__((always_inline)) void fetch_keys(const call *c, const float *a, int64_t ld, const task *x) {
-    fetch(c, a + at_k(c, x, ld), c->k_next * ld, pyops_min(KEYS, x->Tk));
 }
 
 static void backward(const call *c, float *work, const group *g, const group *next, float *dq, float *dk, float *dv,
