@@ -22,13 +22,6 @@ template <int TN> struct Ring {
     static constexpr int A_BYTES = TM * ROW, B_BYTES = TN * ROW, SLOT = A_BYTES + B_BYTES, SLOTS = TN == 256 ? 4 : 6;
     static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t));
 };
-// The next slot and its round, the parity of the mbarriers: a wait for round 0 of `full` ends when it has been filled once.
-template <int SLOTS> struct Turn {
-    int slot = 0, round = 0;
-    __device__ __forceinline__ void next() {
-        if (++slot == SLOTS) slot = 0, round ^= 1;
-    }
-};
 
 // 64 x TN sums += 32 bytes of rows along K: 16 elements in bfloat16, 8 in TF32.
 template <class Element, int TN> DEVICE void multiply(float (&sum)[TN / 2], uint64_t a, uint64_t b, bool accumulate) {

@@ -66,6 +66,7 @@ static __global__ void loads(const float *in, float *out) {
     if (t < 32) out[t] = load_once(in + t);
     else reinterpret_cast<float4 *>(out)[t - 24] = load_once(reinterpret_cast<const float4 *>(in) + t - 24);
 }
+static __global__ void exp2_case(const float *in, float *out) { out[threadIdx.x] = exp2_fast(in[threadIdx.x]); }
 
 // ---- cp.async: every third copy has ok = false --------------------------------------------------------------------
 static __global__ void async_copies(const float *in, float *out) {
@@ -286,6 +287,7 @@ static __global__ void __launch_bounds__(128, 1)
         wg_commit();
     }
     wg_wait<0>();
+    wg_finished(d);
     for (int i = 0; i < N / 2; i++) out[(warp * 16 + g + i / 2 % 2 * 8) * N + i / 4 * 8 + 2 * q + i % 2] = d[i];
 }
 // in: a as stored, then b as stored
@@ -308,6 +310,60 @@ template <int N, Form FORM> static cudaError_t run_wgmma(const float *in, float 
     const int bytes = (64 + (N < 64 ? 64 : N)) * 128 + 64;
     if (!error) error = cudaFuncSetAttribute(wgmma_case<N, FORM>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     return error ? error : LAUNCH((wgmma_case<N, FORM>), 1, 128, bytes, nullptr, a_map, b_map, out);
+}
+
+// Operands that threads wrote: a (64 x 64) by ordinary stores, b (64 rows of 64) by cp.async, by one warpgroup for another; the
+// second slot of a ring.  out: a b', then a b
+static __global__ void __launch_bounds__(256, 1) wgmma_written(const float *in, const __nv_bfloat16 *b_in, float *out) {
+    constexpr int TILE = 64 * 128;
+    DYN_SHARED(char, ring);
+    uint64_t *const full = reinterpret_cast<uint64_t *>(ring + 4 * TILE);
+    const int t = threadIdx.x % 128, lane = t % 32, warp = t / 32;
+    Turn<2> turn;
+    turn.next();
+    char *const a_tile = ring + turn.slot * 2 * TILE, *const b_tile = a_tile + TILE;
+    if (threadIdx.x == 0) {
+        mbar_init(full, 4);
+        mbar_fence_init();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 128) {
+        for (int i = t; i < 64 * 8; i += 128) {
+            const int place = i / 8 * 128 + (i % 8 ^ (i / 8 % 8)) * 16;         // piece i % 8 of row i / 8
+            cp_async16(b_tile + place, b_in + 8 * i);
+            for (int k = 0; k < 8; k++) reinterpret_cast<__nv_bfloat16 *>(a_tile + place)[k] = __float2bfloat16(in[8 * i + k]);
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbar_arrive(full);
+        return;
+    }
+    mbar_wait(full, turn.round);
+    float d[2][32];
+    const uint64_t a = wg_desc(a_tile), rows = wg_desc(b_tile), transposed = wg_desc_trans(b_tile, TILE);
+    wg_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        wgmma_bf16<64>(d[0], a + 2 * k, rows + 2 * k, k > 0);
+        wgmma_bf16<64, false, true>(d[1], a + 2 * k, transposed + 128 * k, k > 0);
+    }
+    wg_commit();
+    wg_wait<0>();
+    wg_finished(d[0]);
+    wg_finished(d[1]);
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+        for (int i = 0; i < 32; i++)
+            out[n * 4096 + (warp * 16 + lane / 4 + i / 2 % 2 * 8) * 64 + i / 4 * 8 + 2 * (lane % 4) + i % 2] = d[n][i];
+}
+static cudaError_t run_wgmma_written(const float *in, float *out, float *scratch) {
+    auto *const b = reinterpret_cast<__nv_bfloat16 *>(scratch);
+    constexpr int BYTES = 4 * 64 * 128 + 8;
+    cudaError_t error = LAUNCH(round_to_bf16, 1, 256, 0, nullptr, b, in + 4096, 4096);
+    if (!error) error = cudaFuncSetAttribute(wgmma_written, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    return error ? error : LAUNCH(wgmma_written, 1, 256, BYTES, nullptr, in, b, out);
 }
 
 // ---- registers and clusters ---------------------------------------------------------------------------------------
@@ -351,6 +407,7 @@ static const Case cases[] = {
     {"grid_barrier", 256, 256, 80, RUN(return LAUNCH_COOP(grid_barrier, 4, 64, 0, nullptr, in, out, scratch);)},
     {"flags", 4, 2, 80, RUN(cudaMemset(scratch, 0, 256); return LAUNCH_COOP(flags, 4, 32, 0, nullptr, in, out, scratch);)},
     {"loads", 160, 160, 80, ONE_BLOCK(loads, 64, 0)},
+    {"exp2", 256, 256, 80, ONE_BLOCK(exp2_case, 256, 0)},
     {"async_copies", 176, 176, 80, ONE_BLOCK(async_copies, 16, 176 * 4)},
     {"tf32_bits", 256, 256, 80, ONE_BLOCK(tf32_bits, 256, 0)},
     {"mma_tf32", 320, 128, 80, ONE_BLOCK(mma_tf32_case<true>, 32, 0)},
@@ -389,7 +446,10 @@ static const Case cases[] = {
     WGMMA(256, bf16_trans_b),
     WGMMA(128, bf16_trans_both),
     WGMMA(64, bf16_ra),
+    WGMMA(32, bf16_ra_trans_b),
+    WGMMA(64, bf16_ra_trans_b),
     WGMMA(128, bf16_ra_trans_b),
+    {"written_operands_mma", 8192, 8192, 90, run_wgmma_written},
     WGMMA(32, tf32),
     WGMMA(64, tf32),
     WGMMA(128, tf32),
