@@ -1,4 +1,5 @@
-// attention.cu - multi-head scaled dot-product attention, and the lengths of padded sequences.
+// attention.cu - multi-head scaled dot-product attention, and the lengths of padded sequences.  On Hopper, in bfloat16,
+// attention_hopper.cu computes long sequences.
 //
 // A pair is one head of one sequence.  Its scores are a matrix of queries x keys.  A block of four warps processes a tile of
 // 64 x 64 at a time (or one warp 16 x 16, if there are no more queries and keys), in registers: a warp has 16 queries.
@@ -25,6 +26,7 @@
 // Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round
 // a score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or
 // bf16 in registers, according to the precision.
+#include "attention_hopper.cuh"
 #include "block.cuh"
 #include "philox.cuh"
 
@@ -736,6 +738,17 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 #define FOR_SIZE(run, c, ...) \
     ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
 
+// The call for attention_hopper.cu, and whether it takes it.
+static HopperAttention hopper_call(const Call &c, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk) {
+    return {c.Tq,    c.Tk,    c.B,    c.heads, c.C,         ldq,      ldk,     lddq,   lddk,    c.lengths,
+            nullptr, nullptr, c.step, c.key,   c.threshold, c.causal, c.scale, c.kept, c.faults};
+}
+static bool takes(const HopperAttention &h, bool aligned) {
+    const AttentionKernels wanted = pyops_attention_now();
+    if (pyops_precision_now() != Precision::bf16 || wanted == AttentionKernels::tiles) return false;
+    return hopper_attention_fits(h, aligned) && (wanted == AttentionKernels::hopper || hopper_attention_pays(h));
+}
+
 extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
                                                 const int32_t *lengths, const int32_t *q_offsets, const int32_t *k_offsets,
                                                 const int64_t *step, int64_t Tq, int64_t Tk, int64_t B, int64_t heads,
@@ -746,6 +759,8 @@ extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const fl
                                           step, causal, p, key);
     if (status || Tq == 0 || B == 0) return status;
     c.whole = c.whole && aligned(y, q, k, v);
+    if (const HopperAttention h = hopper_call(c, ldq, ldk, 0, 0); takes(h, c.whole))
+        return pyops_launched("attention_forward", hopper_attention_forward(h, y, stats, q, k, v, stream_of(stream)), stream);
     return FOR_SIZE(run_forward, c, y, stats, q, k, v, stream);
 }
 
@@ -764,6 +779,8 @@ extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv
     c.dq = rows_of(q_offsets, B, lddq);
     c.dk = rows_of(k_offsets, B, lddk);
     c.whole = c.whole && lddq % 4 == 0 && lddk % 4 == 0 && aligned(dq, dk, dv, dy, q, k, v, y);
+    if (const HopperAttention h = hopper_call(c, ldq, ldk, lddq, lddk); takes(h, c.whole))
+        return pyops_launched(who, hopper_attention_backward(h, dq, dk, dv, dy, q, k, v, y, stats, stream_of(stream)), stream);
     return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, stats}, stream);
 }
 

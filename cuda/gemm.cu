@@ -378,6 +378,10 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
     return pyops_launched("gemm_batched", launch_products(g, batch, splits, precision, stream_of(stream)), stream);
 }
 
+cudaError_t convert_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
+                            cudaStream_t stream) {
+    return convert(y, x, R, C, ld, row, col, stream);
+}
 extern "C" pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                                       void *stream) {
     const pyops_status status = check_to_bf16(R, C, ld);

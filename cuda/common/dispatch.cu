@@ -132,6 +132,15 @@ extern "C" pyops_status pyops_set_precision(int32_t wanted) {
     return PYOPS_OK;
 }
 
+static AttentionKernels attention = AttentionKernels::by_size;
+AttentionKernels pyops_attention_now() { return attention; }
+extern "C" pyops_status pyops_set_attention(int32_t kernels) {
+    PYOPS_REQUIRE(kernels >= 0 && kernels <= 2, "set_attention: kernels=%d, expected 0 (by size), 1 (mma.sync) or 2 (wgmma)",
+                  kernels);
+    attention = static_cast<AttentionKernels>(kernels);
+    return PYOPS_OK;
+}
+
 static int attribute(cudaDeviceAttr which) {
     int device = 0, value = 0;
     cudaGetDevice(&device);

@@ -109,6 +109,8 @@ DEVICE unsigned pack_bf16(float low, float high) {
 // ---- settings and the device --------------------------------------------------------------------------
 enum class Precision : int32_t { fp32, tf32, bf16 };       // of the operands of matrix products; sums are float32 always
 Precision pyops_precision_now();
+enum class AttentionKernels : int32_t { by_size, tiles, hopper };       // pyops_set_attention
+AttentionKernels pyops_attention_now();
 int pyops_multiprocessors();            // of the device in use
 int pyops_shared_memory();              // bytes that a block may use after cudaFuncSetAttribute
 bool pyops_has_hopper();                // whether it has wgmma and bulk copies, and this build contains code for them

@@ -17,6 +17,10 @@ template <class Element> struct RowProduct {
 template <class Element> bool hopper_product_fits(const RowProduct<Element> &g);
 template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream);
 
+// Convert rows of x to rows of bfloat16, ld elements apart (gemm.cu); element (r, c) of x is at r * row + c * col.
+cudaError_t convert_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
+                            cudaStream_t stream);
+
 // The epilogue of a product for one element, given its sum over k.
 DEVICE float finished(float sum, const float *c, const float *bias, int32_t accumulate, int32_t relu) {
     if (bias) sum += *bias;

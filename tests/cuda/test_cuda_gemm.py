@@ -3,42 +3,19 @@
 What the op table asks of every library is asked there; here is what only this one has: operands that are rounded, sums that
 are cut into parts, several kernels for one product.
 """
-import ctypes
-import functools
 import itertools
 import subprocess
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from emulated import BF16, FP32, LIBRARY, TF32, call, library
 
 from bench import gpu_products
 from pyops import PRECISIONS
-from pyops.backend.library import functions
 
 LADDER = ROOT / 'build' / 'emulated' / 'ladder'
-LIBRARY = ROOT / 'pyops' / 'libpyops_emulated.so'
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
-
-FP32, TF32, BF16 = range(3)
-C_TYPES = {'float': ctypes.c_float, 'int32_t': ctypes.c_int32, 'int64_t': ctypes.c_int64, 'uint64_t': ctypes.c_uint64}
-
-
-@functools.cache
-def library():
-    lib = ctypes.CDLL(str(LIBRARY))
-    lib.pyops_last_error.restype = ctypes.c_char_p
-    for name, function in functions((ROOT / 'csrc' / 'pyops.h').read_text()).items():
-        if function.result == 'pyops_status' and hasattr(lib, name):
-            getattr(lib, name).argtypes = [ctypes.c_void_p if a.pointer else C_TYPES[a.type] for a in function.arguments]
-    return lib
-
-
-def call(name, *arguments):
-    """A kernel, whose arrays are memory of the host: that is what the emulator's device has."""
-    given = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-    if getattr(library(), 'pyops_' + name)(*given, None):
-        raise ValueError(library().pyops_last_error().decode())
 
 
 @pytest.fixture

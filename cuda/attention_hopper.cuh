@@ -1,0 +1,27 @@
+// attention_hopper.cuh - attention on Hopper's tensor cores (attention_hopper.cu), for attention.cu.
+#pragma once
+#include "internal.cuh"
+
+// A call, with the definition in pyops.h.  Rows of q, k, v, dq, dk, dv are ldq, ldk, lddq, lddk elements apart; rows of y and dy
+// are contiguous.
+struct HopperAttention {
+    int64_t Tq, Tk, B, heads, C, ldq, ldk, lddq, lddk;
+    const int32_t *lengths;
+    const int32_t *q_offsets, *k_offsets;       // rows of sequence b: offsets[b] to offsets[b + 1] - 1; NULL: rows t * B + b
+    const int64_t *step;                        // NULL: no dropout
+    uint64_t key;
+    uint32_t threshold;
+    int32_t causal;
+    float scale, kept;                          // 1 / sqrt(C), 1 / (1 - p)
+    FaultRecord *faults;
+};
+
+// Whether these kernels support the call.  `aligned`: all rows start at multiples of 16 bytes.
+bool hopper_attention_fits(const HopperAttention &c, bool aligned);
+// Whether they are faster than those of attention.cu, by estimate.
+bool hopper_attention_pays(const HopperAttention &c);
+cudaError_t hopper_attention_forward(const HopperAttention &c, float *y, float *stats, const float *q, const float *k,
+                                     const float *v, cudaStream_t stream);
+cudaError_t hopper_attention_backward(const HopperAttention &c, float *dq, float *dk, float *dv, const float *dy,
+                                      const float *q, const float *k, const float *v, const float *y, const float *stats,
+                                      cudaStream_t stream);

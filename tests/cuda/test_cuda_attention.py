@@ -1,0 +1,241 @@
+"""Attention in bfloat16 by wgmma (cuda/attention_hopper.cu), on the emulator, against float64 with the same operands."""
+import numpy as np
+import pytest
+from emulated import BF16, FP32, LIBRARY, call, library
+
+from bench.gpu_products import rounded
+from pyops.ops.attention import dropout_factors, visible
+
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
+
+BY_SIZE, MMA, WGMMA = range(3)                          # of pyops_set_attention
+UNIT = 2.0**-8                                          # the largest relative error of rounding to bfloat16
+FLOAT = 2.0**-14                                        # of float32 sums of the terms here, and of 2^x
+STEP, KEY = 7, 11
+
+
+@pytest.fixture(autouse=True)
+def in_bf16():
+    library().pyops_set_precision(BF16)
+    yield
+    library().pyops_set_precision(FP32)
+    library().pyops_set_attention(BY_SIZE)
+
+
+def aligned(*shape):
+    """An array of NaN at a multiple of 16 bytes."""
+    count = int(np.prod(shape))
+    memory = np.full(count + 4, np.nan, np.float32)
+    return memory[-memory.ctypes.data % 16 // 4:][:count].reshape(shape)
+
+
+class Call:
+    """Random inputs, and the results of forward and backward.  columns: q, k, v are columns of one array, as are dq, dk, dv."""
+
+    def __init__(self, Tq, Tk, B, heads, C, causal=False, lengths=None, p=0.0, columns=False):
+        self.sizes, self.causal, self.p = (Tq, Tk, B, heads, C), causal, p
+        rng, D = np.random.default_rng([Tq, Tk, C]), heads * C
+        self.lengths = None if lengths is None else np.array(lengths, np.int32)
+        if columns:
+            self.q, self.k, self.v = np.split(aligned(Tq, B, 3 * D), 3, -1)
+            self.grads = np.split(aligned(Tq, B, 3 * D), 3, -1)
+        else:
+            self.q, self.k, self.v = (aligned(T, B, D) for T in (Tq, Tk, Tk))
+            self.grads = [aligned(T, B, D) for T in (Tq, Tk, Tk)]
+        self.y, self.dy, self.stats = aligned(Tq, B, D), aligned(Tq, B, D), np.full((2, B, heads, Tq), np.nan, np.float32)
+        for x in (self.q, self.k, self.v, self.dy):
+            x[...] = rng.standard_normal(x.shape)
+        self.step = np.array([STEP]) if p else None
+
+    def forward(self, which=WGMMA):
+        library().pyops_set_attention(which)
+        call('attention_forward', self.y, self.stats, self.q, self.k, self.v, self.lengths, self.step, *self.sizes,
+             self.q.strides[1] // 4, self.k.strides[1] // 4, self.causal, self.p, KEY)
+        return self.y.copy()
+
+    def backward(self, which=WGMMA):
+        library().pyops_set_attention(which)
+        distances = [x.strides[1] // 4 for x in (self.q, self.k, self.grads[0], self.grads[1])]
+        call('attention_backward', *self.grads, self.dy, self.q, self.k, self.v, self.lengths, self.step, self.y, self.stats,
+             *self.sizes, *distances, self.causal, self.p, KEY)
+        return [x.copy() for x in self.grads]
+
+    def heads_of(self, x):
+        """(T, B, heads * C) -> (B, heads, T, C)"""
+        _, _, B, heads, C = self.sizes
+        return x.reshape(len(x), B, heads, C).transpose(1, 2, 0, 3)
+
+    def check(self):
+        """Compare y, stats, dq, dk, dv with float64 results of the rounded operands.
+
+        Each weight is rounded when it multiplies v or dy, each gradient of a score when it multiplies k or q, by at most UNIT.
+        The gradients of scores contain y, and so its error.
+        """
+        Tq, Tk, B, heads, C = self.sizes
+        q, k, v, dy = (self.heads_of(rounded(x, 'bf16').astype(np.float64)) for x in (self.q, self.k, self.v, self.dy))
+        mask = visible(Tq, Tk, np.full(B, Tk) if self.lengths is None else self.lengths, self.causal)
+        s = q @ turned(k) / np.sqrt(C)
+        top = np.where(mask, s, -np.inf).max(-1, keepdims=True)
+        sees = np.isfinite(top)
+        e = np.where(mask, np.exp(s - np.where(sees, top, 0)), 0)
+        total = e.sum(-1, keepdims=True)
+        P = e / np.where(sees, total, 1)
+        D = dropout_factors(B, heads, Tq, Tk, self.p, STEP, KEY) if self.p else 1.0
+        W, dW = D * P, dy @ turned(v)
+        y, y_error = W @ v, (UNIT + FLOAT) * (W @ np.abs(v))
+        exact_dy = self.heads_of(self.dy)
+        dsum, dsum_size = (exact_dy * y).sum(-1, keepdims=True), np.abs(exact_dy * y).sum(-1, keepdims=True)
+        dsum_error = (np.abs(exact_dy) * y_error).sum(-1, keepdims=True) + FLOAT * dsum_size
+        dS = P * (D * dW - dsum) / np.sqrt(C)
+        dS_error = UNIT * np.abs(dS) + P * (dsum_error + FLOAT * D * (np.abs(dy) @ turned(np.abs(v)))) / np.sqrt(C)
+        wanted = {'y': (y, y_error), 'dq': (dS @ k, dS_error @ np.abs(k)),
+                  'dk': (turned(dS) @ q, turned(dS_error) @ np.abs(q)),
+                  'dv': (turned(W) @ dy, (UNIT + FLOAT) * (turned(W) @ np.abs(dy)))}
+        for (name, (value, bound)), found in zip(wanted.items(), [self.y, *self.grads], strict=True):
+            found = self.heads_of(found)
+            beyond = np.abs(found - value) - bound
+            assert (beyond <= 1e-6).all(), f'{name}: an error is {beyond.max():.3g} larger than its bound'
+            assert not found[bound == 0].any(), f'{name}: not 0 where nothing is seen'
+        for found, want in zip(self.stats, (np.where(sees, top, -np.inf)[..., 0], total[..., 0]), strict=True):
+            assert np.allclose(found, want, rtol=FLOAT, atol=FLOAT)
+
+
+def turned(x):
+    return x.swapaxes(2, 3)
+
+
+@pytest.mark.parametrize('C', [32, 64, 128])
+@pytest.mark.parametrize('Tq,Tk,causal', [(128, 128, False), (130, 200, False), (129, 129, True), (70, 300, True),
+                                          (300, 70, True), (1, 1, False), (3, 257, False)])
+def test_wgmma_attention_has_the_results_of_float64(Tq, Tk, C, causal):
+    attention = Call(Tq, Tk, 2, 2, C, causal)
+    attention.forward()
+    attention.backward()
+    attention.check()
+
+
+@pytest.mark.parametrize('C,causal', [(32, True), (64, False), (128, True)])
+def test_wgmma_attention_drops_the_weights_of_the_definition(C, causal):
+    attention = Call(150, 171, 1, 2, C, causal, p=0.3)
+    attention.forward()
+    attention.backward()
+    attention.check()
+
+
+@pytest.mark.parametrize('T', [140, 520], ids=['float32 rows', 'converted rows'])
+@pytest.mark.parametrize('causal', [False, True])
+def test_wgmma_attention_reads_nothing_beyond_a_length(T, causal):
+    attention = Call(T, T, 5, 1, 64, causal, [T, 0, 1, 65, 128], 0.1)
+    for b, length in enumerate(attention.lengths):
+        attention.k[length:, b] = attention.v[length:, b] = np.nan
+    attention.forward()
+    attention.backward()
+    for b, length in enumerate(attention.lengths):
+        attention.k[length:, b] = attention.v[length:, b] = 0
+    attention.check()
+
+
+def test_wgmma_attention_takes_columns_of_one_array():
+    attention, alone = Call(130, 130, 2, 2, 64, True, columns=True), Call(130, 130, 2, 2, 64, True)
+    for name in 'q', 'k', 'v', 'dy':
+        getattr(alone, name)[...] = getattr(attention, name)
+    assert (attention.forward() == alone.forward()).all()
+    for ours, theirs in zip(attention.backward(), alone.backward(), strict=True):
+        assert (ours == theirs).all()
+    attention.check()
+
+
+def test_wgmma_attention_has_the_same_bits_twice_and_in_every_batch():
+    attention = Call(200, 190, 3, 2, 64, True, [190, 60, 133])
+    first = [attention.forward(), *attention.backward()]
+    assert all((a == b).all() for a, b in zip(first, [attention.forward(), *attention.backward()], strict=True))
+    for b in range(3):
+        alone = Call(200, 190, 1, 2, 64, True, attention.lengths[b:b + 1])
+        for name in 'q', 'k', 'v', 'dy':
+            getattr(alone, name)[...] = getattr(attention, name)[:, b:b + 1]
+        for ours, theirs in zip(first, [alone.forward(), *alone.backward()], strict=True):
+            assert (ours[:, b:b + 1] == theirs).all()
+
+
+@pytest.mark.parametrize('T', [512, 256], ids=['forward', 'backward'])
+def test_converted_rows_give_the_bits_of_rows_that_are_rounded_while_they_are_copied(T):
+    """From T queries on, the rows are converted in advance.  One query less changes no bit of the others."""
+    converted, copied = Call(T, 530, 1, 1, 64), Call(T - 1, 530, 1, 1, 64)
+    for name in 'q', 'k', 'v', 'dy':
+        getattr(copied, name)[...] = getattr(converted, name)[:len(getattr(copied, name))]
+    assert (converted.forward()[:-1] == copied.forward()).all()
+    assert (converted.backward()[0][:-1] == copied.backward()[0]).all()
+
+
+def test_heads_that_do_not_fit_in_the_workspace_together_are_converted_in_parts():
+    attention = Call(512, 8192, 1, 16, 128, lengths=[70])
+    attention.forward()
+    attention.backward()
+    for gradient in attention.grads[1:]:
+        assert not gradient[70:].any()
+    short = Call(512, 70, 1, 16, 128)
+    for name in 'q', 'k', 'v', 'y', 'dy':
+        rows = getattr(short, name)
+        rows[...] = getattr(attention, name)[:len(rows)]
+    short.stats, short.grads = attention.stats, [attention.grads[0], *(gradient[:70] for gradient in attention.grads[1:])]
+    short.check()
+
+
+def test_large_scores_have_the_weights_of_their_differences_in_wgmma_attention():
+    """Scores near 10,000 whose differences are a few units: the weights are those of the differences."""
+    attention = Call(128, 128, 1, 1, 64)
+    attention.q[...], attention.k[...] = 0, 0
+    attention.q[..., 0], attention.k[..., 0] = 256, 312                 # 256 * 312 / 8 = 9984
+    attention.q[..., 1], attention.k[:, 0, 1] = 8, np.arange(128) % 4   # + 0 to 3
+    attention.forward()
+    attention.backward()
+    weights = np.exp(np.arange(128) % 4.0)
+    values = rounded(attention.v[:, 0], 'bf16').astype(np.float64)
+    want, size = weights @ values / weights.sum(), weights @ np.abs(values) / weights.sum()
+    assert (np.abs(attention.y[:, 0] - want) <= 2 * UNIT * size).all()
+    assert (attention.stats[0] == 9987).all()
+    dv = np.outer(weights / weights.sum(), rounded(attention.dy[:, 0], 'bf16').astype(np.float64).sum(0))
+    bound = np.outer(weights / weights.sum(), np.abs(attention.dy[:, 0]).sum(0))
+    assert (np.abs(attention.grads[2][:, 0] - dv) <= 2 * UNIT * bound).all()
+
+
+def test_wgmma_attention_passes_nan_on():
+    for name in 'q', 'k', 'v':
+        attention = Call(130, 130, 1, 2, 64)
+        getattr(attention, name)[5, 0, 3] = np.nan
+        y = attention.forward()
+        assert np.isnan(y[5, 0, :64]).any() and not np.isnan(y[..., 64:]).any()
+        if name == 'q':
+            assert not np.isnan(np.delete(y, 5, 0)).any()
+
+
+def test_sizes_choose_the_kernels_of_attention():
+    for T, chosen, other in ((128, WGMMA, MMA), (127, MMA, WGMMA)):
+        attention = Call(T, T, 1, 1, 64, p=0.2)
+        y = attention.forward(BY_SIZE)
+        assert (y == attention.forward(chosen)).all() and (y != attention.forward(other)).any()
+    library().pyops_set_precision(FP32)
+    attention = Call(128, 128, 1, 1, 64)
+    assert (attention.forward(BY_SIZE) == attention.forward(MMA)).all()
+    assert (attention.forward(WGMMA) == attention.forward(MMA)).all(), 'wgmma rounds operands: only in bfloat16'
+
+
+def test_heads_and_rows_that_wgmma_does_not_support_take_the_other_kernels():
+    for C in (48, 66, 256):
+        attention = Call(130, 130, 1, 1, C)
+        assert (attention.forward(WGMMA) == attention.forward(MMA)).all()
+    attention = Call(130, 130, 1, 1, 64)
+    attention.q = np.full((130, 1, 65), 0.5, np.float32)[..., 1:]
+    assert (attention.forward(WGMMA) == attention.forward(MMA)).all()
+
+
+def test_a_length_beyond_the_keys_is_reported_by_wgmma_attention():
+    attention = Call(130, 130, 2, 1, 64, lengths=[3, 131])
+    attention.forward()
+    with pytest.raises(ValueError, match=r'attention_forward: lengths\[1\]=131, expected 0 to 130'):
+        call('stream_synchronize')
+
+
+def test_kernels_of_attention_that_do_not_exist_are_refused():
+    assert library().pyops_set_attention(3)
+    assert library().pyops_last_error() == b'set_attention: kernels=3, expected 0 (by size), 1 (mma.sync) or 2 (wgmma)'
