@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from bench import gpu_products
+from bench import gpu_attention, gpu_products
+from bench.gpu_attention import attention
 from bench.gpu_contest import Run, Torch, compare, median_seconds, repeated, same_bits
 from bench.gpu_products import PRECISIONS, layers, products, reset
 from pyops.errors import exits_cleanly
@@ -25,12 +26,13 @@ from pyops.flags import ArgumentParser, positive_int
 PROGRAM = 'bench.gpu'
 FULL = SimpleNamespace(
     turns=7, seconds=0.3, product_turns=3, product_seconds=0.04, memory=2**24, products=gpu_products.FULL,
-    layers=gpu_products.FULL_LAYERS, source=7939, target=13387, batch=128, pairs=20_000, num_steps=9, checked=3, seq2seq={},
-    transformer={}, base=dict(batch=256, num_steps=64, checked=1), mnist=dict(images=50_000, epochs=10))
+    layers=gpu_products.FULL_LAYERS, attention=gpu_attention.FULL, source=7939, target=13387, batch=128, pairs=20_000,
+    num_steps=9, checked=3, seq2seq={}, transformer={}, base=dict(batch=256, num_steps=64, checked=1),
+    mnist=dict(images=50_000, epochs=10))
 TRIAL = SimpleNamespace(
     turns=2, seconds=0.0, product_turns=1, product_seconds=0.0, memory=2**12, products=gpu_products.TRIAL,
-    layers=gpu_products.TRIAL_LAYERS, source=20, target=30, batch=4, pairs=40, num_steps=5, checked=3,
-    seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
+    layers=gpu_products.TRIAL_LAYERS, attention=gpu_attention.TRIAL, source=20, target=30, batch=4, pairs=40, num_steps=5,
+    checked=3, seq2seq=dict(embedding=8, hidden=8), transformer=dict(d_model=16, d_ff=8),
     base=dict(batch=2, num_steps=8, d_model=16, d_ff=32, heads=2, layers=1, checked=1), mnist=dict(images=400, epochs=1))
 
 # Relative errors of a training step: of the first loss, of later ones, which Adam drives apart where rounding turns the sign of
@@ -356,8 +358,8 @@ def mnist(run):
     contest.finish(f'{epochs} epochs of {n} images in {figure["training_s"]:.3f} s')
 
 
-SECTIONS = {'products': products, 'layers': layers, 'memory': memory, 'mnist': mnist, 'seq2seq': seq2seq,
-            'transformer': transformer, 'base': base}
+SECTIONS = {'products': products, 'layers': layers, 'attention': attention, 'memory': memory, 'mnist': mnist,
+            'seq2seq': seq2seq, 'transformer': transformer, 'base': base}
 
 
 def main(argv=None):

@@ -114,6 +114,7 @@ PARTS = {
     'conformance': Part('every wrapped instruction against a formula and the emulator', conformance, 60, ('conformance',)),
     'products': Part('matrix products at the sizes of the programs against float64, timed beside PyTorch', section('products')),
     'layers': Part('attention, GRU, output layer, mlp_step and formats against the CPU library, timed', section('layers')),
+    'attention': Part('attention over 512 to 8192 tokens against float64, timed beside flash attention', section('attention')),
     'ladder': Part('the steps from a loop to wgmma: exact sums before and after timing', ladder, 120, ('ladder',)),
     'ops': Part('the op table, kernels and formats', op_table),
     'plans': Part('plans, the step of the digits in one op, arrays', plans),

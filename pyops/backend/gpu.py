@@ -17,6 +17,8 @@ from pyops.backend.device import DTYPES, ERRORS, Buffer, not_compact, wrong_dtyp
 from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
 
+ATTENTION = 'by size', 'mma', 'wgmma'           # in the order of pyops_set_attention
+
 
 def _call(name, *arguments):
     """Call a function of the CUDA library and raise an exception if its status is an error."""
@@ -118,7 +120,7 @@ class GPU(KernelOperations):
         self._array_type, self._pool = array_type, Pool()
         stream = ctypes.c_uint64()
         _call('pyops_stream_create', ctypes.byref(stream))
-        self.stream, self._precision = stream.value, 'fp32'
+        self.stream, self._precision, self._attention = stream.value, 'fp32', ATTENTION[0]
         state.gpu = self
 
     @property
@@ -132,6 +134,19 @@ class GPU(KernelOperations):
             raise ValueError(f'precision: want {", ".join(PRECISIONS)}, got {name!r}')
         _call('pyops_set_precision', PRECISIONS.index(name))
         self._precision = name
+
+    @property
+    def attention(self):
+        """The kernels of attention in bf16: 'by size', 'mma', or 'wgmma' wherever it supports the call.  For comparisons: a
+        captured graph keeps its kernels."""
+        return self._attention
+
+    @attention.setter
+    def attention(self, name):
+        if name not in ATTENTION:
+            raise ValueError(f'attention: want {", ".join(ATTENTION)}, got {name!r}')
+        _call('pyops_set_attention', ATTENTION.index(name))
+        self._attention = name
 
     # ---- allocate
 

@@ -618,6 +618,23 @@ def test_another_precision_is_refused(on_gpu):
     assert on_gpu.precision == 'fp32'
 
 
+def test_the_kernels_of_attention_can_be_chosen_and_others_are_refused(on_gpu):
+    q = put(np.random.default_rng(0).standard_normal((130, 1, 64)).astype('f'))
+
+    def weighted(kernels):
+        on_gpu.attention = kernels
+        return get(Attention(1, p=0.2).forward(q, q, q, None, put(np.array([1])))[0])
+    try:
+        on_gpu.precision = 'bf16'
+        mma, wgmma = weighted('mma'), weighted('wgmma')
+        assert np.abs(mma - wgmma).max() < 0.05 and np.abs(mma).max() > 1
+        with pytest.raises(ValueError, match="attention: want by size, mma, wgmma, got 'flash'"):
+            on_gpu.attention = 'flash'
+        assert on_gpu.attention == 'wgmma'
+    finally:
+        on_gpu.attention, on_gpu.precision = 'by size', 'fp32'
+
+
 # ---- arrays of the host and of the GPU -------------------------------------------------------------------------------
 
 HOST_ARRAY = ': is in host memory, but other arguments are on the GPU; copy it there with pyops.backend.put'

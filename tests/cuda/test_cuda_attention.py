@@ -3,14 +3,13 @@ import numpy as np
 import pytest
 from emulated import BF16, FP32, LIBRARY, call, library
 
+from bench.gpu_attention import FLOAT, TINY, UNIT, reference
 from bench.gpu_products import rounded
 from pyops.ops.attention import dropout_factors, visible
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason='make emulated')
 
 BY_SIZE, MMA, WGMMA = range(3)                          # of pyops_set_attention
-UNIT = 2.0**-8                                          # the largest relative error of rounding to bfloat16
-FLOAT = 2.0**-14                                        # of float32 sums of the terms here, and of 2^x
 STEP, KEY = 7, 11
 
 
@@ -60,48 +59,22 @@ class Call:
              *self.sizes, *distances, self.causal, self.p, KEY)
         return [x.copy() for x in self.grads]
 
-    def heads_of(self, x):
-        """(T, B, heads * C) -> (B, heads, T, C)"""
-        _, _, B, heads, C = self.sizes
-        return x.reshape(len(x), B, heads, C).transpose(1, 2, 0, 3)
-
     def check(self):
-        """Compare y, stats, dq, dk, dv with float64 results of the rounded operands.
-
-        Each weight is rounded when it multiplies v or dy, each gradient of a score when it multiplies k or q, by at most UNIT.
-        The gradients of scores contain y, and so its error.
-        """
+        """Compare y, stats, dq, dk, dv of every head with float64 results of the rounded operands."""
         Tq, Tk, B, heads, C = self.sizes
-        q, k, v, dy = (self.heads_of(rounded(x, 'bf16').astype(np.float64)) for x in (self.q, self.k, self.v, self.dy))
-        mask = visible(Tq, Tk, np.full(B, Tk) if self.lengths is None else self.lengths, self.causal)
-        s = q @ turned(k) / np.sqrt(C)
-        top = np.where(mask, s, -np.inf).max(-1, keepdims=True)
-        sees = np.isfinite(top)
-        e = np.where(mask, np.exp(s - np.where(sees, top, 0)), 0)
-        total = e.sum(-1, keepdims=True)
-        P = e / np.where(sees, total, 1)
-        D = dropout_factors(B, heads, Tq, Tk, self.p, STEP, KEY) if self.p else 1.0
-        W, dW = D * P, dy @ turned(v)
-        y, y_error = W @ v, (UNIT + FLOAT) * (W @ np.abs(v))
-        exact_dy = self.heads_of(self.dy)
-        dsum, dsum_size = (exact_dy * y).sum(-1, keepdims=True), np.abs(exact_dy * y).sum(-1, keepdims=True)
-        dsum_error = (np.abs(exact_dy) * y_error).sum(-1, keepdims=True) + FLOAT * dsum_size
-        dS = P * (D * dW - dsum) / np.sqrt(C)
-        dS_error = UNIT * np.abs(dS) + P * (dsum_error + FLOAT * D * (np.abs(dy) @ turned(np.abs(v)))) / np.sqrt(C)
-        wanted = {'y': (y, y_error), 'dq': (dS @ k, dS_error @ np.abs(k)),
-                  'dk': (turned(dS) @ q, turned(dS_error) @ np.abs(q)),
-                  'dv': (turned(W) @ dy, (UNIT + FLOAT) * (turned(W) @ np.abs(dy)))}
-        for (name, (value, bound)), found in zip(wanted.items(), [self.y, *self.grads], strict=True):
-            found = self.heads_of(found)
-            beyond = np.abs(found - value) - bound
-            assert (beyond <= 1e-6).all(), f'{name}: an error is {beyond.max():.3g} larger than its bound'
-            assert not found[bound == 0].any(), f'{name}: not 0 where nothing is seen'
-        for found, want in zip(self.stats, (np.where(sees, top, -np.inf)[..., 0], total[..., 0]), strict=True):
-            assert np.allclose(found, want, rtol=FLOAT, atol=FLOAT)
-
-
-def turned(x):
-    return x.swapaxes(2, 3)
+        seen = visible(Tq, Tk, np.full(B, Tk) if self.lengths is None else self.lengths, self.causal).sum(-1)   # (B, 1, Tq)
+        factors = dropout_factors(B, heads, Tq, Tk, self.p, STEP, KEY) if self.p else None
+        for b, h in np.ndindex(B, heads):
+            columns = slice(h * C, h * C + C)
+            given = [x[:, b, columns] for x in (self.q, self.k, self.v, self.dy)]
+            made, *stats = reference(*given, seen[b, 0], None if factors is None else factors[b, h])
+            for (name, (value, bound)), found in zip(made.items(), [self.y, *self.grads], strict=True):
+                found = found[:, b, columns]
+                beyond = np.abs(found - value) - bound
+                assert (beyond <= TINY).all(), f'{name}: an error is {beyond.max():.3g} larger than its bound'
+                assert not found[bound == 0].any(), f'{name}: not 0 where nothing is seen'
+            for found, want in zip(self.stats[:, b, h], stats, strict=True):
+                assert np.allclose(found, want, rtol=FLOAT, atol=FLOAT)
 
 
 @pytest.mark.parametrize('C', [32, 64, 128])

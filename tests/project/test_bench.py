@@ -176,7 +176,7 @@ def test_the_gpu_check_refuses_a_part_that_it_does_not_have():
 
 @needs_emulation
 def test_the_gpu_check_passes_on_the_emulator_and_checks_again_after_timing():
-    parts = 'conformance', 'ladder', 'layers', 'memory', 'mnist', 'seq2seq', 'transformer', 'base'
+    parts = 'conformance', 'ladder', 'layers', 'attention', 'memory', 'mnist', 'seq2seq', 'transformer', 'base'
     status, out, report = checked(*parts, '--limit', '600')
     assert status == 0 and set(report['parts']) == {'build', *parts}, out
     for part in parts:
