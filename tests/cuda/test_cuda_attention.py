@@ -87,6 +87,14 @@ def test_wgmma_attention_has_the_results_of_float64(Tq, Tk, C, causal):
     attention.check()
 
 
+@pytest.mark.parametrize('shift', [-65, -64, -63, -2, -1, 1, 2, 62, 63, 64, 65])
+def test_wgmma_attention_has_its_diagonal_anywhere_in_a_tile(shift):
+    attention = Call(199 - min(shift, 0), 199 + max(shift, 0), 1, 1, 32, True)
+    attention.forward()
+    attention.backward()
+    attention.check()
+
+
 @pytest.mark.parametrize('C,causal', [(32, True), (64, False), (128, True)])
 def test_wgmma_attention_drops_the_weights_of_the_definition(C, causal):
     attention = Call(150, 171, 1, 2, C, causal, p=0.3)
