@@ -394,12 +394,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     const BlockTask p(c, c.Tq, ROWS);
     const int queries = in_tile(p.Tq - p.first, ROWS), above = warp_row();
     const int all = seen_by_any(c, p, p.first, ROWS);
-    if (threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.head == 0 && c.faults) {
-        constexpr Who WHO = Who::attention_forward;
-        if (c.lengths) check_length(c.faults, WHO, c.lengths, p.sequence, c.Tk);
-        if (c.q_offsets) check_offset(c.faults, Fault::q_offset, WHO, c.q_offsets, p.sequence, c.Tq);
-        if (c.k_offsets) check_offset(c.faults, Fault::k_offset, WHO, c.k_offsets, p.sequence, c.Tk);
-    }
+    if (threadIdx.x == 0 && p.first == 0 && p.chunk == 0 && p.head == 0)
+        check_sequence(c.faults, c.lengths, c.q_offsets, c.k_offsets, p.sequence, c.Tq, c.Tk);
     float sum[2] = {0.0f, 0.0f}, top[2] = {-INFINITY, -INFINITY};    // sum of exp(score - top), maximum of the scores, so far
     const auto write_stats = [&] {
         if (p.chunk || lane_pair()) return;
@@ -740,8 +736,8 @@ static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv,
 
 // The call for attention_hopper.cu, and whether it takes it.
 static HopperAttention hopper_call(const Call &c, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk) {
-    return {c.Tq,    c.Tk,    c.B,    c.heads, c.C,         ldq,      ldk,     lddq,   lddk,    c.lengths,
-            nullptr, nullptr, c.step, c.key,   c.threshold, c.causal, c.scale, c.kept, c.faults};
+    return {c.Tq,        c.Tk,        c.B,    c.heads, c.C,         ldq,      ldk,     lddq,   lddk,    c.lengths,
+            c.q_offsets, c.k_offsets, c.step, c.key,   c.threshold, c.causal, c.scale, c.kept, c.faults};
 }
 static bool takes(const HopperAttention &h, bool aligned) {
     const AttentionKernels wanted = pyops_attention_now();

@@ -331,6 +331,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     char *const staging = v_ring + F::SLOTS * F::K_BYTES;
     auto &bars = *reinterpret_cast<typename F::Shared *>(staging + STAGING<Element>);
     const Task p(c, c.Tq, c.causal);
+    if (threadIdx.x == 0 && p.first == 0 && p.head == 0)
+        check_sequence(c.faults, c.lengths, c.q_offsets, c.k_offsets, p.sequence, c.Tq, c.Tk);
     const int queries = min(p.q.length - p.first, ROWS);
     if (queries <= 0) return;
     const int all = p.seen(c, p.first + queries - 1), tiles = (all + KEYS - 1) / KEYS, group = threadIdx.x / GROUP;
@@ -339,8 +341,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
         bars.v.init();
         mbar_init(&bars.q, 4);
         mbar_fence_init();
-        if (c.lengths && p.first == 0 && p.head == 0 && c.lengths[p.sequence] != p.keys && c.faults)
-            report(c.faults, Fault::length, Who::attention_forward, p.sequence, c.lengths[p.sequence], c.Tk);
     }
     __syncthreads();
 
@@ -722,7 +722,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
         wg_wait<1>();
         wg_finished(s);
         const int limit[2] = {p.seen(c, row) - j - lane_pair(), p.seen(c, row + 8) - j - lane_pair()};
-        if (j + KEYS > least) mask_rows<KEYS>(s, limit, -INFINITY);
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) s[i] = exp2_fast(__fmaf_rn(s[i], scale, -m[i >> 1 & 1])) * share[i >> 1 & 1];
         wg_wait<0>();
@@ -733,7 +732,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             const float dp = kept[i / 32][r] >> ((i % 32 & ~3) + (i & 1)) & 1 ? ds[i] * c.kept : 0.0f;
             ds[i] = s[i] * (dp - dsum[r]);
         }
-        if (j + KEYS > least) mask_rows<KEYS>(ds, limit, 0.0f); // also if dp is NaN
+        if (j + KEYS > least) mask_rows<KEYS>(ds, limit, 0.0f);
         to_fragments<KEYS>(gradients, ds);
         add_rows<C, KEYS>(sums, gradients, wg_desc_trans(slot, KEYS * ROW), before >= 0);
         before = turn.slot;

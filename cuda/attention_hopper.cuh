@@ -1,6 +1,16 @@
-// attention_hopper.cuh - attention on Hopper's tensor cores (attention_hopper.cu), for attention.cu.
+// attention_hopper.cuh - attention on Hopper's tensor cores (attention_hopper.cu), for attention.cu; what both report.
 #pragma once
 #include "internal.cuh"
+
+// Report a wrong length or offset of sequence b.
+DEVICE void check_sequence(FaultRecord *faults, const int32_t *lengths, const int32_t *q_offsets, const int32_t *k_offsets,
+                           unsigned b, int64_t Tq, int64_t Tk) {
+    constexpr Who WHO = Who::attention_forward;
+    if (!faults) return;
+    if (lengths) check_length(faults, WHO, lengths, b, Tk);
+    if (q_offsets) check_offset(faults, Fault::q_offset, WHO, q_offsets, b, Tq);
+    if (k_offsets) check_offset(faults, Fault::k_offset, WHO, k_offsets, b, Tk);
+}
 
 // A call, with the definition in pyops.h.  Rows of q, k, v, dq, dk, dv are ldq, ldk, lddq, lddk elements apart; rows of y and dy
 // are contiguous.

@@ -34,6 +34,7 @@ class Call:
     def __init__(self, Tq, Tk, B, heads, C, causal=False, lengths=None, p=0.0, columns=False):
         self.sizes, self.causal, self.p = (Tq, Tk, B, heads, C), causal, p
         rng, D = np.random.default_rng([Tq, Tk, C]), heads * C
+        self.offsets = None, None                       # of packed rows: set by pack()
         self.lengths = None if lengths is None else np.array(lengths, np.int32)
         if columns:
             self.q, self.k, self.v = np.split(aligned(Tq, B, 3 * D), 3, -1)
@@ -46,17 +47,29 @@ class Call:
             x[...] = rng.standard_normal(x.shape)
         self.step = np.array([STEP]) if p else None
 
+    def pack(self, queries, keys):
+        """Return a call of the first queries[b] queries and keys[b] keys of each sequence, in packed rows."""
+        made = Call(*self.sizes, self.causal, p=self.p)
+        made.offsets = tuple(np.array([0, *np.cumsum(counts)], np.int32) for counts in (queries, keys))
+        for name, counts in dict(q=queries, dy=queries, k=keys, v=keys).items():
+            rows = [getattr(self, name)[:count, b] for b, count in enumerate(counts)]
+            packed = aligned(sum(counts) + 1, 1, rows[0].shape[-1])                     # the last row stays NaN
+            packed[:-1, 0] = np.concatenate(rows)
+            setattr(made, name, packed)
+        made.y, made.grads = (np.full_like(made.q, 7.0), [np.full_like(x, 7.0) for x in (made.q, made.k, made.v)])
+        return made
+
     def forward(self, which=WGMMA):
         library().pyops_set_attention(which)
-        call('attention_forward', self.y, self.stats, self.q, self.k, self.v, self.lengths, self.step, *self.sizes,
-             self.q.strides[1] // 4, self.k.strides[1] // 4, self.causal, self.p, KEY)
+        call('attention_forward', self.y, self.stats, self.q, self.k, self.v, self.lengths, *self.offsets, self.step,
+             *self.sizes, self.q.strides[1] // 4, self.k.strides[1] // 4, self.causal, self.p, KEY)
         return self.y.copy()
 
     def backward(self, which=WGMMA):
         library().pyops_set_attention(which)
         distances = [x.strides[1] // 4 for x in (self.q, self.k, self.grads[0], self.grads[1])]
-        call('attention_backward', *self.grads, self.dy, self.q, self.k, self.v, self.lengths, self.step, self.y, self.stats,
-             *self.sizes, *distances, self.causal, self.p, KEY)
+        call('attention_backward', *self.grads, self.dy, self.q, self.k, self.v, self.lengths, *self.offsets, self.step,
+             self.y, self.stats, *self.sizes, *distances, self.causal, self.p, KEY)
         return [x.copy() for x in self.grads]
 
     def check(self):
@@ -160,6 +173,47 @@ def test_heads_that_do_not_fit_in_the_workspace_together_are_converted_in_parts(
         rows[...] = getattr(attention, name)[:len(rows)]
     short.stats, short.grads = attention.stats, [attention.grads[0], *(gradient[:70] for gradient in attention.grads[1:])]
     short.check()
+
+
+@pytest.mark.parametrize('C', [32, 64, 128])
+def test_packed_rows_have_the_bits_of_padded_ones(C):
+    """Also with dropout: the mask depends on the longest length of a call, not on the others."""
+    queries, keys = [140, 3, 0, 129], [200, 1, 70, 128]
+    padded = Call(150, 210, 4, 2, C, lengths=keys, p=0.2)
+    for b, count in enumerate(queries):
+        padded.dy[count:, b] = 0
+    packed = padded.pack(queries, keys)
+    want, found = [padded.forward(), *padded.backward()], [packed.forward(), *packed.backward()]
+    for ours, theirs, counts in zip(found, want, [queries, queries, keys, keys], strict=True):
+        assert (ours[:-1, 0] == np.concatenate([theirs[:count, b] for b, count in enumerate(counts)])).all()
+        assert (ours[-1] == 7).all(), 'wrote beyond the rows'
+    for b, count in enumerate(queries):
+        assert (packed.stats[:, b, :, :count] == padded.stats[:, b, :, :count]).all()
+        assert np.isnan(packed.stats[:, b, :, count:]).all()
+
+
+def test_each_packed_sentence_has_the_bits_of_a_call_of_its_own_and_its_own_diagonal():
+    queries, keys = [140, 3, 129, 70], [200, 130, 128, 1]
+    padded = Call(150, 210, 4, 2, 64, True)
+    packed = padded.pack(queries, keys)
+    results = [packed.forward(), *packed.backward()]
+    for b in range(4):
+        alone = Call(queries[b], keys[b], 1, 2, 64, True)
+        for name in 'q', 'k', 'v', 'dy':
+            getattr(alone, name)[...] = getattr(padded, name)[:len(getattr(alone, name)), b:b + 1]
+        for ours, theirs, offsets in zip(results, [alone.forward(), *alone.backward()], [0, 0, 1, 1], strict=True):
+            first = packed.offsets[offsets][b]
+            assert (ours[first:first + len(theirs)] == theirs).all()
+
+
+def test_offsets_out_of_order_are_reported_by_wgmma_attention():
+    for queries, keys, message in (([3, 151], [1, 1], r'q_offsets\[2\] - q_offsets\[1\]=151, expected 0 to 150'),
+                                   ([3, 3], [-1, 1], r'k_offsets\[1\] - k_offsets\[0\]=-1, expected 0 to 150')):
+        attention = Call(150, 150, 2, 1, 64).pack([150, 150], [150, 150])
+        attention.offsets = tuple(np.array([0, *np.cumsum(counts)], np.int32) for counts in (queries, keys))
+        attention.forward()
+        with pytest.raises(ValueError, match=f'attention_forward: {message}'):
+            call('stream_synchronize')
 
 
 def test_large_scores_have_the_weights_of_their_differences_in_wgmma_attention():
