@@ -190,6 +190,14 @@ static inline pyops_status check_adam(const char *who, int64_t n, float max_norm
     return check_weight_decay(who, weight_decay);
 }
 
+static inline pyops_status check_decaying_rate(int64_t warmup, int64_t hold, int64_t total, int32_t decay) {
+    PYOPS_REQUIRE(warmup >= 0 && hold >= 0 && total >= 0,
+                  "decaying_rate: warmup=%lld hold=%lld total=%lld, expected at least 0", LL(warmup), LL(hold), LL(total));
+    PYOPS_REQUIRE(decay >= 0 && decay <= PYOPS_DECAY_LINEAR, "decaying_rate: decay=%d, expected 0 to %d", decay,
+                  PYOPS_DECAY_LINEAR);
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_sgd(const float *velocity, int64_t n, float max_norm, float momentum, float weight_decay) {
     const pyops_status status = check_max_norm("sgd", n, max_norm);
     if (status) return status;

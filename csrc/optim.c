@@ -121,3 +121,19 @@ pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t w
     lr[0] = warmup ? (float)((double)base * fmin(t / w, sqrt(w / t))) : base;
     return PYOPS_OK;
 }
+
+pyops_status pyops_decaying_rate(float *lr, const int64_t *step, int64_t warmup, int64_t hold, int64_t total, float base,
+                                 float final, int32_t decay, void *stream) {
+    (void)stream;
+    const pyops_status status = check_decaying_rate(warmup, hold, total, decay);
+    if (status) return status;
+    const int64_t s = step[0];
+    double factor = 1.0;
+    if (s < warmup) factor = (double)(s + 1) / (double)warmup;
+    else if (s >= hold) {
+        const double x = s < total ? (double)(s - hold) / (double)(total - hold) : 1.0;
+        factor = final + (1.0 - final) * (decay == PYOPS_DECAY_LINEAR ? 1.0 - x : 0.5 + 0.5 * cos(M_PI * x));
+    }
+    lr[0] = (float)(base * factor);
+    return PYOPS_OK;
+}

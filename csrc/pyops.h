@@ -545,11 +545,18 @@ PYOPS_API int64_t pyops_mlp_step_work(int64_t B, int64_t I, int64_t H, int64_t C
  *                      written[0] += 1.   log (capacity,3)   written (1) int64
  * inverse_square_root  lr[0] = base * min(t / warmup, sqrt(warmup / t)),  t = step[0] + 1: the rate of the next step;
  *                      computed in double; warmup 0: base.   lr (1)   step (1) int64   Vaswani et al. 2017, section 5.3
+ * decaying_rate        with s = step[0], the steps done:  lr[0] = base * (s + 1) / warmup while s < warmup;  base while s < hold;
+ *                      then base * (final + (1 - final) * f(x)),  x = (s - hold) / (total - hold), 1 from s = total on;
+ *                      f(x) = (1 + cos(pi x)) / 2 (COSINE) or 1 - x (LINEAR); computed in double
  */
+typedef enum { PYOPS_DECAY_COSINE = 0, PYOPS_DECAY_LINEAR } pyops_decay;
 PYOPS_API pyops_status pyops_log_step(
     float *log, int64_t *written, const float *loss, const int32_t *valid, const float *norm, int64_t capacity, void *stream);
 PYOPS_API pyops_status pyops_inverse_square_root(
     float *lr, const int64_t *step, int64_t warmup, float base, void *stream);
+PYOPS_API pyops_status pyops_decaying_rate(
+    float *lr, const int64_t *step, int64_t warmup, int64_t hold, int64_t total, float base, float final, int32_t decay,
+    void *stream);
 
 /* ---- number formats: rounding float32 to narrow formats ------------------------------------------------------------
  * x and y are (outer,n,inner): an array of any shape, with axis n in the middle.  block > 0: each block of that many

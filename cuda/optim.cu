@@ -1,5 +1,5 @@
 // optim.cu - zeroing, gradient norm, clipping, Adam and gradient descent over one flat buffer of all parameters; the learning
-// rate schedule.
+// rate schedules.
 //
 // Each is one pass over memory (flat.cuh) and bound by bandwidth: Adam moves 28 bytes per parameter.  Kernels read the step,
 // the learning rate and the norm from memory, since a call is recorded once and replayed.
@@ -219,4 +219,29 @@ static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, 
 extern "C" pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
     PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld, expected at least 0", LL(warmup));
     return pyops_launched("inverse_square_root", LAUNCH(schedule, 1, 1, 0, stream_of(stream), lr, step, warmup, base), stream);
+}
+
+namespace {
+static __global__ void decaying_rate(float *lr, const int64_t *step, int64_t warmup, int64_t hold, int64_t total, float base,
+                                     float final, bool linear) {
+    const int64_t s = step[0];
+    double factor = 1.0;
+    if (s < warmup) {
+        factor = double(s + 1) / double(warmup);
+    } else if (s >= hold) {
+        const double x = s < total ? double(s - hold) / double(total - hold) : 1.0;
+        factor = final + (1.0 - final) * (linear ? 1.0 - x : 0.5 + 0.5 * cos(M_PI * x));
+    }
+    lr[0] = static_cast<float>(base * factor);
+}
+}
+
+extern "C" pyops_status pyops_decaying_rate(float *lr, const int64_t *step, int64_t warmup, int64_t hold, int64_t total,
+                                            float base, float final, int32_t decay, void *stream) {
+    const pyops_status status = check_decaying_rate(warmup, hold, total, decay);
+    if (status) return status;
+    return pyops_launched("decaying_rate",
+                          LAUNCH(decaying_rate, 1, 1, 0, stream_of(stream), lr, step, warmup, hold, total, base, final,
+                                 decay == PYOPS_DECAY_LINEAR),
+                          stream);
 }

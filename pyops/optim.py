@@ -236,4 +236,23 @@ def inverse_square_root(optimizer: Optimizer, lr: float, warmup: int) -> None:
     backend.launch('inverse_square_root', optimizer.lr, optimizer.count, warmup, lr)
 
 
-declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel())
+DECAYS = 'cosine', 'linear'         # in the order of pyops_decay
+
+
+def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind: str = 'linear', *, hold: int = 0,
+                  final: float = 0.0) -> None:
+    """Set the learning rate for the next step of `total`, with a kernel that a plan can record.
+
+    The rate rises linearly to `lr` at step `warmup`, is constant until `hold` steps are done, then falls to final * lr at the
+    end of step `total`: kind 'cosine', half a cosine wave (Loshchilov and Hutter 2016, arXiv:1608.03983), or 'linear'.  With
+    hold > warmup it is a warmup-stable-decay schedule (Hu et al. 2024, arXiv:2404.06395).  Later steps get final * lr.
+    """
+    if kind not in DECAYS:
+        raise ValueError(f'decaying_rate: kind: expected one of {", ".join(DECAYS)}, got {kind!r}')
+    if not 0 <= final <= 1:
+        raise ValueError(f'decaying_rate: final: expected 0 <= final <= 1, got {final}')
+    backend.launch('decaying_rate', optimizer.lr, optimizer.count, warmup, max(hold, warmup), total, lr, final,
+                   DECAYS.index(kind))
+
+
+declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(), decaying_rate=Kernel())

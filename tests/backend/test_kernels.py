@@ -19,7 +19,7 @@ from pyops import backend, init
 from pyops.backend import library
 from pyops.ops import Embedding, Linear
 from pyops.ops.elementwise import Sigmoid
-from pyops.optim import SGD, Adam
+from pyops.optim import SGD, Adam, decaying_rate
 from pyops.params import Parameters, Spec
 
 TILE_M, TILE_N = map(int, library.cpu().ffi.string(library.cpu().lib.pyops_gemm_tile()).decode().split('x'))
@@ -320,6 +320,50 @@ def test_grad_norm_and_clip(n):
             assert (clipped == grad).all()
         else:
             assert np.abs(clipped - grad * (limit / want)).max() <= 1e-6 * np.abs(grad).max()
+
+
+class Rate:
+    """What a schedule of the learning rate reads and sets."""
+
+    def __init__(self, steps_done):
+        self.lr, self.count = put(np.zeros(1, 'f')), put(np.array([steps_done]))
+
+
+def rates(steps, *arguments, **settings):
+    found = []
+    for done in steps:
+        decaying_rate(rate := Rate(done), *arguments, **settings)
+        found.append(float(get(rate.lr)[0]))
+    return found
+
+
+@pytest.mark.parametrize('kind', ['cosine', 'linear'])
+def test_a_decaying_rate_rises_holds_and_falls_to_its_final_share(kind, torch):
+    weight = torch.zeros(1, requires_grad=True)
+    theirs = torch.optim.SGD([weight], 0.5)
+    if kind == 'cosine':
+        twin = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 40, eta_min=0.05)
+    else:
+        twin = torch.optim.lr_scheduler.LinearLR(theirs, 1.0, 0.1, 40)
+    want = [0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5, 0.5]         # a warm-up of five steps, and three more at the peak
+    for _ in range(40):
+        want.append(theirs.param_groups[0]['lr'])
+        theirs.step()
+        twin.step()
+    want += 3 * [0.05]
+    assert rates(range(51), 0.5, 5, 48, kind, hold=8, final=0.1) == pytest.approx(want, rel=1e-6)
+    assert rates((5, 48, 10 ** 9), 0.5, 5, 48, kind) == [0.5, 0, 0]                     # no hold, down to 0
+    assert rates((0, 1, 2, 3), 0.5, 2, 1, kind) == [0.25, 0.5, 0, 0]                    # a run that ends in its warm-up
+
+
+@pytest.mark.parametrize('arguments, settings, text', [
+    ((0.1, 5, 48, 'step'), {}, "decaying_rate: kind: expected one of cosine, linear, got 'step'"),
+    ((0.1, 5, 48), {'final': 1.5}, 'decaying_rate: final: expected 0 <= final <= 1, got 1.5'),
+    ((0.1, -5, 48), {}, 'decaying_rate: warmup=-5 hold=0 total=48, expected at least 0'),
+])
+def test_a_decaying_rate_rejects_impossible_settings(arguments, settings, text):
+    with pytest.raises(ValueError, match=text):
+        decaying_rate(Rate(0), *arguments, **settings)
 
 
 def make_params(seed=0):
