@@ -213,6 +213,29 @@ static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, in
     return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);
 }
 
+/* Matrices that are updated together are blocks along the second axis of a grid. */
+enum { PYOPS_MOST_MATRICES = 65535 };
+#define PYOPS_MUON_EPS 1e-7             /* a smaller norm counts as this */
+
+static inline pyops_status check_muon(const char *who, int64_t count, int64_t n) {
+    PYOPS_REQUIRE(count >= 0 && count <= PYOPS_MOST_MATRICES && n >= 0,
+                  "%s: count=%lld n=%lld, expected count from 0 to %d, n >= 0", who, LL(count), LL(n), PYOPS_MOST_MATRICES);
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_muon_momentum(int64_t count, int64_t n, float max_norm, float momentum) {
+    const pyops_status status = check_muon("muon_momentum", count, n);
+    if (status) return status;
+    PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "muon_momentum: momentum=%g, expected 0 <= momentum < 1",
+                  (double)momentum);
+    return check_max_norm("muon_momentum", n, max_norm);
+}
+
+static inline pyops_status check_muon_update(int64_t count, int64_t n, float weight_decay) {
+    const pyops_status status = check_muon("muon_update", count, n);
+    return status ? status : check_weight_decay("muon_update", weight_decay);
+}
+
 /* A shape in host memory: of strided arrays, and of the batch axes of gemm_batched. */
 enum { PYOPS_AXES = 8 };
 

@@ -289,6 +289,11 @@ void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64
 /* ---- dropout: an element is kept if its random word is at least this ----------------------- */
 static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 
+/* ---- clipping: the factor of all gradients; a NaN norm does not clip --------------------------- */
+static inline float pyops_clip_factor(const float *norm, float max_norm) {
+    return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f;
+}
+
 /* ---- sparse gradients, see pyops_zero_touched ------------------------------------------------ */
 static inline int pyops_is_touched(const int32_t *touched, int64_t i) { return !touched || touched[i / PYOPS_GRAD_BLOCK]; }
 /* Mark grad[from, to) as added to.  Call from one thread: two rows may share a block. */

@@ -64,13 +64,11 @@ pyops_status pyops_grad_norm(float *norm, const float *grad, const int32_t *touc
     return PYOPS_OK;
 }
 
-static float clip_factor(const float *norm, float max_norm) { return norm && norm[0] > max_norm ? max_norm / norm[0] : 1.0f; }
-
 pyops_status pyops_clip(float *grad, const float *norm, int64_t n, float max_norm, void *stream) {
     (void)stream;
     const pyops_status status = check_max_norm("clip", n, max_norm);
     if (status) return status;
-    const float factor = clip_factor(norm, max_norm);
+    const float factor = pyops_clip_factor(norm, max_norm);
     return factor == 1.0f ? PYOPS_OK : pyops_scale(grad, grad, &factor, n, stream);
 }
 
@@ -85,7 +83,7 @@ pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, con
     const double t = (double)step[0];
     const float step_size = (float)(lr[0] / (1.0 - pow(beta1, t)));
     const float root_correction = (float)(1.0 / sqrt(1.0 - pow(beta2, t)));
-    const float clip = clip_factor(norm, max_norm);
+    const float clip = pyops_clip_factor(norm, max_norm);
     #pragma omp parallel for schedule(dynamic, TURN / ADAM_CHUNK) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += ADAM_CHUNK) {
         const int64_t end = pyops_min(i + ADAM_CHUNK, n);
@@ -104,7 +102,7 @@ pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const f
     const pyops_status status = check_sgd(velocity, n, max_norm, momentum, weight_decay);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const float clip = clip_factor(norm, max_norm);
+    const float clip = pyops_clip_factor(norm, max_norm);
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) {
         const int64_t m = pyops_min(CHUNK, n - i);

@@ -638,6 +638,27 @@ PYOPS_API pyops_status pyops_sgd(
     const float *grad, const float *norm, const float *lr,
     int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream);
 
+/* ---- Muon: orthogonalised momentum for matrices of one shape -----------------------------------------
+ * `count` matrices of n floats each: matrix b starts at offsets[b] in param, m and grad; x (count,n) is without gaps.
+ * muon_momentum    g = grad * min(1, max_norm / norm[0])     (norm NULL: not clipped; grad is unchanged)
+ *                  m = momentum m + (1 - momentum) g;   u = nesterov ? momentum m + (1 - momentum) g : m
+ *                  x[b] = u / max(|u|, 1e-7),   |u| the square root of the sum of squares, summed in double
+ * muon_polynomial  p = c1 I + c2 a + c3 p      a, p (count,n,n)
+ * muon_update      param = (1 - lr[0] * weight_decay) param - lr[0] * scale * x
+ * In between, x becomes nearly orthogonal by iterations p = a a', then muon_polynomial, then x = p x, with a = x x' (or a = x' x
+ * and x = x p if that is smaller).   offsets (count) int64   norm, lr (1)   count < 65536
+ * Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+ */
+PYOPS_API pyops_status pyops_muon_momentum(
+    float *x, float *m, const float *grad, const float *norm, const int64_t *offsets, float *work,
+    int64_t count, int64_t n, float max_norm, float momentum, int32_t nesterov, void *stream);
+PYOPS_API int64_t pyops_muon_momentum_work(int64_t count, int64_t n);
+PYOPS_API pyops_status pyops_muon_polynomial(
+    float *p, const float *a, int64_t count, int64_t n, float c1, float c2, float c3, void *stream);
+PYOPS_API pyops_status pyops_muon_update(
+    float *param, const float *x, const int64_t *offsets, const float *lr,
+    int64_t count, int64_t n, float scale, float weight_decay, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

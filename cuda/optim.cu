@@ -47,9 +47,6 @@ namespace {
 // Two launches: a block sums the squares of a chunk, then one block adds the sums of the chunks.  All sums are in double,
 // since float32 would lose small gradients among ten million.  Their order depends only on the number of elements.
 static constexpr int NORM_THREADS = 256, CHUNK = 8192;
-
-// The array of sums in `work`, aligned for double.
-static inline double *sums_of(float *work) { return reinterpret_cast<double *>((uintptr_t(work) + 7) & ~uintptr_t(7)); }
 }
 extern "C" int64_t pyops_grad_norm_work(int64_t n) { return 2 * blocks_for<int64_t>(n, CHUNK) + 1; }
 

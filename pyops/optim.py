@@ -1,4 +1,4 @@
-"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980) and SGD with momentum, and a learning rate schedule.
+"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980), Muon, SGD with momentum; schedules of the learning rate.
 
 All parameters are updated in one call, with gradients clipped by their global norm.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -150,6 +150,150 @@ class Adam(Optimizer):
                        values.size, self.max_norm or 1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
 
 
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether Muon updates this parameter by default: a matrix, but no embedding and no output layer.
+
+    Of those two only a few rows have a gradient, or their rows are classes; Adam trains them better (Jordan et al. 2024).
+    """
+    return len(shape) == 2 and min(shape) > 1 and not name.startswith('output') and 'embedding' not in name
+
+
+class Muon(Adam):
+    """Muon (Jordan et al. 2024): momentum made orthogonal, for hidden matrices; Adam for all other parameters.
+
+    Each step of a matrix is lr * scale * sqrt(max(rows, columns)) times a matrix whose singular values are all near 1.  With
+    scale=0.2 its root mean square is about that of a step of Adam (Liu et al. 2025, arXiv:2502.16982), so both use one lr.
+    See docs/optimiser.md.
+
+    momentum, nesterov: of the moving average of the gradients of the matrices
+    steps: iterations that make it orthogonal, three matrix products each
+    weight_decay: decoupled: lr * weight_decay times the matrix is subtracted from it
+    matrices: matrices(name, shape) returns whether this parameter is updated as a matrix; the default is is_hidden_matrix
+    adam: settings of Adam for the other parameters: beta1, beta2, betas, eps, weight_decay
+    """
+    COEFFICIENTS = 3.4445, -4.7750, 2.0315
+
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, momentum: float = 0.95,
+                 nesterov: bool = True, steps: int = 5, scale: float = 0.2, max_norm: float | None = None,
+                 weight_decay: float = 0.0, matrices: Callable[[str, Sequence[int]], bool] = is_hidden_matrix,
+                 adam: dict[str, Any] | None = None) -> None:
+        self._check_positional(more)
+        super().__init__(params, lr, max_norm=max_norm, **adam or {})
+        self._check(1, momentum=momentum)
+        self._check(scale=scale, weight_decay=weight_decay)
+        if not isinstance(steps, numbers.Integral) or steps < 0:
+            raise TypeError(f'Muon: steps: expected a whole number, got {steps!r}')
+        self.momentum: float = momentum
+        self.nesterov: bool = nesterov
+        self.steps: int = int(steps)
+        self.scale: float = scale
+        self.matrix_decay: float = weight_decay
+        self._parts: dict[int, tuple[list[Any], list[Any]]] = {id(unit): _split(unit, matrices) for unit, _ in self._units}
+        found = [offsets for batches, _ in self._parts.values() for _, offsets in batches]
+        if not found:
+            raise ValueError('Muon: expected a hidden matrix among the parameters, got none; use Adam, or give matrices=')
+        self._own |= {f'offsets.{i}': offsets for i, offsets in enumerate(found)}
+
+    def _update(self, unit: Any, norm: Any, m: Array, v: Array) -> None:
+        batches, ranges = self._parts[id(unit)]
+        for shape, offsets in batches:
+            self._update_matrices(unit, norm, m, shape, offsets)
+        for first, end, touched in ranges:
+            part = _Part(unit.values[first:end], unit.grads[first:end], touched)
+            super()._update(part, norm, m[first:end], v[first:end])
+
+    def _update_matrices(self, unit: Any, norm: Any, m: Array, shape: tuple[int, int], offsets: Array) -> None:
+        count, n = len(offsets), shape[0] * shape[1]
+        x = backend.empty((count, *shape), name='muon.x')
+        backend.launch('muon_momentum', x, m, unit.grads, norm, offsets, backend.work('muon_momentum', count, n),
+                       count, n, self.max_norm or 1.0, self.momentum, self.nesterov)
+        x = orthogonalized(x, self.steps, self.COEFFICIENTS)
+        backend.launch('muon_update', unit.values, x, offsets, self.lr, count, n, self.scale * math.sqrt(max(shape)),
+                       self.matrix_decay)
+
+
+def orthogonalized(x: Array, steps: int, coefficients: Sequence[float]) -> Array:
+    """Return matrices (count, rows, columns) near the closest ones with orthonormal rows or columns.  Overwrites x.
+
+    With singular values s of x, sum s^2 <= 1, the result has the same singular vectors and the values f(f(...f(s))) of `steps`
+    iterations f(s) = c1 s + c2 s^3 + c3 s^5 (Newton-Schulz).
+
+    An iteration is x = p x with p = c1 I + c2 a + c3 a^2, a = x x' (if x has more rows than columns, x = x p and a = x' x).
+    For long matrices most work is in the products with x.  They are avoided: a becomes p a p, since p and a commute, and x is
+    multiplied once, in the end, with the product q of all p.
+    """
+    count, rows, columns = x.shape
+    side = min(rows, columns)
+
+    def square(name: str) -> Any:
+        return backend.empty((count, side, side), name=f'muon.{name}')
+
+    def gram(a: Array) -> None:
+        turned = backend.permuted(x, (0, 2, 1))
+        backend.gemm_batched(a, *(x, turned) if rows == side else (turned, x))
+
+    def polynomial(p: Array) -> None:
+        backend.gemm_batched(p, a, a)
+        backend.launch('muon_polynomial', p, a, count, side, *coefficients)
+
+    def multiplied(p: Array) -> Any:
+        y = backend.empty(x.shape, name='muon.y')
+        backend.gemm_batched(y, *(p, x) if rows == side else (x, p))
+        return y
+
+    a, p = square('a'), square('p')
+    if steps < 2 or max(rows, columns) < _LONG * side:
+        for _ in range(steps):
+            gram(a)
+            polynomial(p)
+            x = multiplied(p)
+        return x
+    gram(a)
+    polynomial(q := square('q'))
+    backend.gemm_batched(product := square('product'), a, q)
+    backend.gemm_batched(a, q, product)
+    for step in range(1, steps):
+        polynomial(p)
+        backend.gemm_batched(product, p, q)
+        q, product = product, q
+        if step < steps - 1:
+            backend.gemm_batched(product, a, p)
+            backend.gemm_batched(a, p, product)
+    return multiplied(q)
+
+
+# From this ratio of the sides on, five iterations take fewer operations without products with x:  17 side + 2 length products
+# of side x side matrices, instead of 5 side + 10 length
+_LONG = 1.5
+
+
+class _Part(NamedTuple):
+    """A part of the flat buffers, with the interface of Parameters."""
+    values: Any
+    grads: Any
+    touched: Any
+
+
+def _split(unit: Any, is_matrix: Callable[[str, Sequence[int]], bool]) -> tuple[list[Any], list[Any]]:
+    """Divide the parameters of a unit: return [(shape, offsets of all matrices with it)], and [(first, end, touched)] for the
+    ranges of the flat buffer with all other parameters.  A sparse parameter is a range of its own."""
+    shapes: dict[Any, list[int]] = {}
+    ranges: list[Any] = []
+    joins = False               # whether the next parameter may extend the last range
+    for name, (first, shape), touched in unit.parts():
+        if is_matrix(name, shape):
+            shapes.setdefault(tuple(shape), []).append(first)
+            joins = False
+            continue
+        end = first + math.prod(shape)
+        if joins and touched is None:
+            ranges[-1] = (ranges[-1][0], end, None)
+        else:
+            ranges.append((first, end, touched))
+        joins = touched is None
+    return [(shape, backend.put(np.array(starts, np.int64))) for shape, starts in shapes.items()], ranges
+
+
 class SGD(Optimizer):
     """velocity = momentum * velocity + g;  param -= lr * velocity, or with nesterov  lr * (g + momentum * velocity)."""
     MOMENTS = 'm',
@@ -186,6 +330,9 @@ class _Alone:
 
     def zero_grads(self) -> None:
         self.tensor.zero_grad()
+
+    def parts(self) -> list[tuple[str, tuple[int, Sequence[int]], None]]:
+        return [(getattr(self.tensor, 'name', ''), (0, self.tensor.shape), None)]
 
 
 def _flat(tensor: Tensor) -> Any:
@@ -255,4 +402,5 @@ def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind
                    DECAYS.index(kind))
 
 
-declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(), decaying_rate=Kernel())
+declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(), decaying_rate=Kernel(),
+        muon_momentum=Kernel(), muon_polynomial=Kernel(), muon_update=Kernel())

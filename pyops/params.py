@@ -102,6 +102,11 @@ class Parameters:
                 self.view(self.values, name)[...] = spec.init(generator(seed, name), spec.shape)
         self._inits = {name: spec.init for name, spec in specs.items()}
 
+    def parts(self) -> Iterator[tuple[str, tuple[int, Shape], Array | None]]:
+        """Yield each parameter: its name, (index of its first element in the flat buffers, shape), and its `touched`."""
+        for name, place in self._places.items():
+            yield name, place, self[name].touched
+
     def view(self, flat: Array, name: str) -> Any:
         """Return the part of a flat buffer that belongs to parameter `name`, in its shape."""
         start, shape = self._places[name]

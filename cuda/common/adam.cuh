@@ -1,9 +1,12 @@
-// adam.cuh - clipping and Adam's arithmetic, one parameter at a time, for optim.cu and mlp.cu.
+// adam.cuh - clipping and Adam's arithmetic, one parameter at a time, for optim.cu, muon.cu and mlp.cu.
 #pragma once
 #include "internal.cuh"
 
 // For a sum in double: in float32, a sum over ten million gradients loses the small ones.
 DEVICE double square(float x) { return double(x) * x; }
+
+// The array of such sums in `work`, aligned for double: one float more than they need.
+static inline double *sums_of(float *work) { return reinterpret_cast<double *>((uintptr_t(work) + 7) & ~uintptr_t(7)); }
 
 // A NaN norm does not clip, so the NaN reaches the parameters and the next loss shows it.
 DEVICE float clip_factor(float norm, float max_norm) { return norm > max_norm ? max_norm / norm : 1.0f; }

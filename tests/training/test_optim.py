@@ -1,0 +1,258 @@
+"""Muon, compared with numpy in float64 and with PyTorch; on Parameters, on Tensors, in plans, and resumed."""
+import numpy as np
+import pytest
+from places import get, launch, of_threads, put
+from small_models import make_seq2seq, make_transformer, pairs
+
+from pyops import Tensor, backend, fit, init, nn
+from pyops.backend import library
+from pyops.optim import Adam, Muon, decaying_rate, is_hidden_matrix, orthogonalized
+from pyops.params import Parameters, Spec
+from pyops.steps import Steps
+
+# Tall, wide and square matrices, two of a shape, one of several chunks of the kernels; for Adam a sparse matrix, vectors and an
+# output layer.
+SHAPES = {'embedding.weight': (50, 20), 'tall.0': (30, 20), 'bias.0': (30,), 'tall.1': (30, 20), 'wide': (20, 33),
+          'bias.1': (3,), 'bias.2': (5,), 'large': (140, 130), 'square': (7, 7), 'output.weight': (40, 20)}
+MATRICES = 'tall.0', 'tall.1', 'wide', 'large', 'square'
+C1, C2, C3 = Muon.COEFFICIENTS
+
+
+def make_params():
+    return Parameters({name: Spec(shape, init.normal(1), name.startswith('embedding')) for name, shape in SHAPES.items()})
+
+
+def gradients(step, scale):
+    rng = np.random.default_rng(step)
+    return {name: (scale * rng.standard_normal(shape)).astype('f') for name, shape in SHAPES.items()}
+
+
+def set_gradients(params, values):
+    params.zero_grads()
+    for name, value in values.items():
+        params[name].grad[...] = put(value)
+    params.touched[...] = library.cpu().lib.PYOPS_DENSE          # as if every row of the embedding had a gradient
+
+
+def reference_orthogonalized(u, steps=5):
+    """Orthogonalize u in float64: always with the transposed matrix if it has fewer rows than columns."""
+    x = u / max(np.linalg.norm(u), 1e-7)
+    x = x.T if len(x) > len(x.T) else x
+    for _ in range(steps):
+        a = x @ x.T
+        x = C1 * x + (C2 * a + C3 * a @ a) @ x
+    return x if x.shape == u.shape else x.T
+
+
+@pytest.mark.parametrize('nesterov', [True, False])
+@pytest.mark.parametrize('scale', [0.001, 1.0], ids=['unclipped', 'clipped'])
+def test_muon_equals_its_formulas_in_float64(scale, nesterov):
+    params = make_params()
+    muon = Muon(params, 0.01, max_norm=1.0, weight_decay=0.1, nesterov=nesterov, adam=dict(beta2=0.98))
+    others = Adam(twins := make_params(), 0.01, max_norm=1.0, beta2=0.98)
+    values = {name: get(params[name].value).astype('d') for name in MATRICES}
+    momenta = {name: np.zeros(SHAPES[name]) for name in MATRICES}
+    for step in range(5):
+        grads = gradients(step, scale)
+        set_gradients(params, grads)
+        set_gradients(twins, grads)
+        muon.step()
+        others.step()
+        clip = min(1, 1 / np.sqrt(sum((grad.astype('d') ** 2).sum() for grad in grads.values())))
+        for name in MATRICES:
+            momenta[name] = 0.95 * momenta[name] + 0.05 * clip * grads[name]
+            u = 0.95 * momenta[name] + 0.05 * clip * grads[name] if nesterov else momenta[name]
+            step_size = 0.01 * 0.2 * max(SHAPES[name]) ** 0.5
+            values[name] = (1 - 0.01 * 0.1) * values[name] - step_size * reference_orthogonalized(u)
+    assert muon.clipped() == (scale == 1.0)
+    for name in SHAPES:
+        if name in MATRICES:
+            assert np.abs(get(params[name].value) - values[name]).max() <= 2e-6, name
+            assert not get(params.view(params.v, name)).any()
+        else:
+            for buffer in ('values', 'm', 'v'):
+                one, other = (get(part.view(getattr(part, buffer), name)) for part in (params, twins))
+                assert (one == other).all(), f'{buffer} of {name} differ from those of Adam'
+
+
+@pytest.mark.parametrize('shape', [(2, 24, 24), (3, 40, 24), (3, 24, 40), (1, 64, 256)])
+def test_orthogonalized_matrices_have_singular_values_near_one(shape):
+    x = np.random.default_rng(1).standard_normal(shape).astype('f')
+    x /= np.linalg.norm(x, axis=(1, 2), keepdims=True)
+    y = get(orthogonalized(put(x.copy()), 5, Muon.COEFFICIENTS))
+    (u, s, v), found = np.linalg.svd(x.astype('d'), full_matrices=False), np.linalg.svd(y, compute_uv=False)
+    assert s.max() / s.min() > 1.5 and 0.65 <= found.min() and found.max() <= 1.25
+    for _ in range(5):
+        s = C1 * s + C2 * s ** 3 + C3 * s ** 5
+    assert np.abs(y - u * s[:, None] @ v).max() <= 1e-5             # the same singular vectors
+
+
+def test_a_matrix_without_a_gradient_stays():
+    params = make_params()
+    before = get(params.values).copy()
+    Muon(params, 0.01).step()
+    assert (get(params.values) == before).all()
+
+
+def test_muon_moves_matrices_as_torch_does(torch):
+    """PyTorch multiplies in bfloat16, so its steps differ by about 1 %."""
+    if not hasattr(torch.optim, 'Muon'):
+        pytest.skip('torch.optim.Muon needs PyTorch 2.9 or newer')
+    params = make_params()
+    start = {name: get(params[name].value).copy() for name in MATRICES}
+    twins = {name: torch.tensor(value, requires_grad=True) for name, value in start.items()}
+    ours = Muon(params, 0.01, weight_decay=0.1)
+    theirs = torch.optim.Muon(twins.values(), 0.01, weight_decay=0.1, adjust_lr_fn='match_rms_adamw')
+    for step in range(5):
+        grads = gradients(step, 1.0)
+        set_gradients(params, grads)
+        for name, twin in twins.items():
+            twin.grad = torch.tensor(grads[name])
+        ours.step()
+        theirs.step()
+    for name, twin in twins.items():
+        moved = twin.detach().numpy() - start[name]
+        assert np.linalg.norm(get(params[name].value) - start[name] - moved) <= 0.03 * np.linalg.norm(moved), name
+
+
+@of_threads
+def test_muon_gives_the_same_bits_for_any_number_of_threads():
+    before, results = backend.threads(), []
+    try:
+        for threads in (1, 2, 5):
+            backend.set_threads(threads)
+            params = make_params()
+            muon = Muon(params, 0.01, max_norm=1.0)
+            for step in range(2):
+                set_gradients(params, gradients(step, 1.0))
+                muon.step()
+            results.append((params.values, params.m, params.v))
+    finally:
+        backend.set_threads(before)
+    assert all((a == b).all() for result in results for a, b in zip(result, results[0], strict=True))
+
+
+def hidden(params):
+    return [name for name in params if is_hidden_matrix(name, params[name].value.shape)]
+
+
+def test_muon_chooses_the_hidden_matrices_of_the_translators():
+    transformer, seq2seq = make_transformer().params, make_seq2seq().params
+    attention = [f'{side}.0.{kind}.{part}.weight' for side, kinds in (('encoder', ['self']), ('decoder', ['self', 'cross']))
+                 for kind in [f'{kind}_attention' for kind in kinds] for part in ('q', 'k', 'v', 'out')]
+    feed_forward = [f'{side}.0.feed_forward.{name}' for side in ('encoder', 'decoder') for name in ('w1', 'w2')]
+    assert sorted(hidden(transformer)) == sorted(attention + feed_forward)
+    assert hidden(seq2seq) and all('.rnn.' in name and '.w_' in name for name in hidden(seq2seq))
+
+
+class Training:
+    """Steps of a small transformer with Muon and a decaying rate."""
+
+    def __init__(self):
+        self.model, self.pairs = make_transformer(), pairs()[1].placed()
+        self.muon = Muon(self.model.params, 0.01, max_norm=1.0, weight_decay=0.01)
+
+    def step(self, rows):
+        decaying_rate(self.muon, 0.01, 2, 8)
+        self.model.params.zero_grads()
+        loss, ctx = self.model.forward(*self.pairs.batch(rows), step=self.muon.count)
+        self.model.backward(ctx)
+        self.muon.step()
+        return loss
+
+    def planned(self):
+        return Steps(self.step, self.model.params, **self.pairs.arrays(), **self.model.arrays(), **self.muon.arrays())
+
+    def tensors(self):
+        return {name: get(tensor).copy() for name, tensor in fit.tensors(self.model.params, self.muon).items()}
+
+
+def rows(step):
+    return put(np.random.default_rng(step).integers(0, 128, 16))
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name] == other[name]).all(), name
+
+
+def test_replayed_steps_of_muon_have_the_bits_of_eager_ones():
+    eager, planned = Training(), Training()
+    replay, losses = planned.planned(), []
+    for step in range(6):
+        losses.append(float(get(eager.step(rows(step)))[0]))
+        assert get(replay(rows(step)))[0] == losses[-1]
+    assert_same(eager.tensors(), planned.tensors())
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_with_muon_resumed_equals_an_undisturbed_one():
+    whole, first, second = Training(), Training(), Training()
+    for step in range(3):
+        whole.step(rows(step))
+        first.step(rows(step))
+    fit.restore(second.model.params, second.muon, first.tensors(), 'kept')
+    for step in range(3, 6):
+        whole.step(rows(step))
+        second.step(rows(step))
+    assert_same(whole.tensors(), second.tensors())
+
+
+@pytest.mark.parametrize('which', ['module', 'alone'])
+def test_muon_updates_tensors_as_it_updates_parameters(which):
+    """All of a module in one buffer, and Tensors that belong to no module; the module's last layer is named for Adam."""
+    rng = np.random.default_rng(4)
+    start = {'0.weight': (6, 5), '0.bias': (6,), '1.weight': (4, 6), '1.bias': (4,)}
+    start = {name: rng.standard_normal(shape).astype('f') for name, shape in start.items()}
+    params = Parameters({name: Spec(value.shape, lambda _, shape, value=value: value) for name, value in start.items()})
+    if which == 'module':
+        model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4))
+        model.load_state_dict(start)
+        tensors = dict(model.named_parameters())
+    else:
+        tensors = {name: Tensor(value, requires_grad=True) for name, value in start.items()}
+
+    def is_matrix(name, shape):
+        return shape == (6, 5)
+    muons = Muon(params, 0.1, max_norm=1.0, matrices=is_matrix), Muon(tensors.values(), 0.1, max_norm=1.0, matrices=is_matrix)
+    for _ in range(3):
+        dy = {name: rng.standard_normal(value.shape).astype('f') for name, value in start.items()}
+        params.zero_grads()
+        muons[1].zero_grad()
+        for name, value in dy.items():
+            params[name].grad[...] = put(value)
+        sum((tensors[name] * Tensor(value)).sum() for name, value in dy.items()).backward()
+        for muon in muons:
+            muon.step()
+    for name, tensor in tensors.items():
+        assert np.abs(tensor.numpy() - get(params[name].value)).max() <= 1e-6, name
+        assert np.abs(tensor.numpy() - start[name]).max() > 0.05
+
+
+@pytest.mark.parametrize('settings, error, text', [
+    (dict(matrices=lambda name, shape: False), ValueError, 'Muon: expected a hidden matrix among the parameters, got'),
+    (dict(momentum=1.0), ValueError, 'Muon: momentum: expected 0 <= momentum < 1, got 1.0'),
+    (dict(weight_decay=-1), ValueError, 'Muon: weight_decay: expected 0 <= weight_decay < inf, got -1'),
+    (dict(steps=2.5), TypeError, 'Muon: steps: expected a whole number, got 2.5'),
+    (dict(adam=dict(beta1=2)), ValueError, 'Muon: beta1: expected 0 <= beta1 < 1, got 2'),
+    (dict(adam=dict(momentum=0.9)), TypeError, 'momentum'),
+])
+def test_muon_rejects_impossible_settings(settings, error, text):
+    with pytest.raises(error, match=text):
+        Muon(make_params(), **settings)
+
+
+@pytest.mark.parametrize('count, n, max_norm, momentum, text', [
+    (-1, 4, 1.0, 0.9, 'muon_momentum: count=-1 n=4, expected count from 0 to 65535, n >= 0'),
+    (1, 4, 0.0, 0.9, 'muon_momentum: max_norm=0, expected max_norm > 0'),
+    (1, 4, 1.0, 1.0, 'muon_momentum: momentum=1, expected 0 <= momentum < 1'),
+])
+def test_the_kernels_of_muon_reject_impossible_arguments(count, n, max_norm, momentum, text):
+    x, m, grad, work, offsets = (*(np.zeros(4, 'f') for _ in range(3)), np.zeros(8, 'f'), np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=text):
+        launch('muon_momentum', x, m, grad, None, offsets, work, count, n, max_norm, momentum, True)
+    with pytest.raises(ValueError, match='muon_update: weight_decay=-1, expected at least 0'):
+        launch('muon_update', x, m, offsets, np.ones(1, 'f'), 1, 4, 1.0, -1.0)
+    with pytest.raises(ValueError, match='muon_polynomial: count=1 n=-2, expected count from 0 to 65535, n >= 0'):
+        launch('muon_polynomial', x, m, 1, -2, C1, C2, C3)
