@@ -213,6 +213,12 @@ static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, in
     return check_adam("mlp_step", 0, max_norm, beta1, beta2, weight_decay);
 }
 
+static inline pyops_status check_ema(int64_t n, float decay) {
+    PYOPS_REQUIRE(n >= 0, "ema: n=%lld, expected at least 0", LL(n));
+    PYOPS_REQUIRE(decay >= 0.0f && decay < 1.0f, "ema: decay=%g, expected 0 <= decay < 1", (double)decay);
+    return PYOPS_OK;
+}
+
 /* Matrices that are updated together are blocks along the second axis of a grid. */
 enum { PYOPS_MOST_MATRICES = 65535 };
 #define PYOPS_MUON_EPS 1e-7             /* a smaller norm counts as this */

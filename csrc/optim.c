@@ -112,6 +112,17 @@ pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const f
     return PYOPS_OK;
 }
 
+pyops_status pyops_ema(float *average, const float *param, const int64_t *step, int64_t n, float decay, void *stream) {
+    (void)stream;
+    const pyops_status status = check_ema(n, decay);
+    if (status) return status;
+    const double t = (double)step[0];
+    const float share = (float)(1.0 - fmin(decay, (1.0 + t) / (10.0 + t)));
+    #pragma omp parallel for simd schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i++) average[i] += share * (param[i] - average[i]);
+    return PYOPS_OK;
+}
+
 pyops_status pyops_inverse_square_root(float *lr, const int64_t *step, int64_t warmup, float base, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(warmup >= 0, "inverse_square_root: warmup=%lld, expected at least 0", LL(warmup));

@@ -622,6 +622,8 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
  *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
  * sgd        g as above;   velocity = momentum velocity + g     (velocity NULL: as with momentum 0)
  *            param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
+ * ema        average += (1 - d) (param - average),   d = min(decay, (1 + t) / (10 + t)),  t = step[0]: an exponential moving
+ *            average of the parameters, over fewer steps at first, when they change fast
  * touched: NULL, or marks the blocks of grad that must be read; the others are 0.  The results have the same bits.
  * norm (1)   lr (1)   step (1) int64.   Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
  */
@@ -637,6 +639,8 @@ PYOPS_API pyops_status pyops_sgd(
     float *param, float *velocity,
     const float *grad, const float *norm, const float *lr,
     int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream);
+PYOPS_API pyops_status pyops_ema(
+    float *average, const float *param, const int64_t *step, int64_t n, float decay, void *stream);
 
 /* ---- Muon: orthogonalised momentum for matrices of one shape -----------------------------------------
  * `count` matrices of n floats each: matrix b starts at offsets[b] in param, m and grad; x (count,n) is without gaps.

@@ -205,6 +205,29 @@ extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *gr
     return pyops_launched("sgd", error, stream);
 }
 
+// ---- the average of the parameters -------------------------------------------------------------------
+namespace {
+struct Average {
+    static constexpr int INPUTS = 2, OUTPUTS = 1;                              // average, param -> average
+    const int64_t *step;
+    float decay, share;
+    __device__ bool begin() {
+        const double t = static_cast<double>(step[0]);
+        share = static_cast<float>(1.0 - fmin(static_cast<double>(decay), (1.0 + t) / (10.0 + t)));
+        return true;
+    }
+    __device__ void operator()(const float (&in)[2], float (&out)[1]) const { out[0] = in[0] + share * (in[1] - in[0]); }
+};
+}
+
+extern "C" pyops_status pyops_ema(float *average, const float *param, const int64_t *step, int64_t n, float decay,
+                                  void *stream) {
+    const pyops_status status = check_ema(n, decay);
+    if (status) return status;
+    const Average f{step, decay, 0.0f};
+    return pyops_launched("ema", launch_flat(f, {{average, param}, {average}}, n, stream), stream);
+}
+
 // ---- the schedule ------------------------------------------------------------------------------------
 namespace {
 static __global__ void schedule(float *lr, const int64_t *step, int64_t warmup, float base) {

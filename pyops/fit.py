@@ -383,8 +383,13 @@ class _Left(Exception):
 
 
 def tensors(params, optimizer=None):
-    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments and step count."""
+    """Return {name: array} of everything in a checkpoint: parameters and, with an optimizer, Adam's moments and step count.
+
+    If the optimizer averages the parameters, the average has their name, since it is used to serve; they are named `trained`.
+    """
     groups = dict(parameter=params.values) | (dict(adam_m=params.m, adam_v=params.v) if optimizer else {})
+    if optimizer and optimizer.average is not None:
+        groups |= dict(parameter=optimizer.average, trained=params.values)
     arrays = {f'{group}/{name}': params.view(flat, name) for group, flat in groups.items() for name in params}
     return arrays | ({'step': optimizer.count} if optimizer else {})
 
@@ -437,7 +442,8 @@ class Saver:
         self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
         self._replaced = found.path if found.by_time else None
         names_and_state = 2 ** 20                               # bytes
-        checkpoint.check_free_space(self.folder, 3 * params.values.nbytes + names_and_state)
+        size = sum(tensor.nbytes for tensor in tensors(params, optimizer).values())
+        checkpoint.check_free_space(self.folder, size + names_and_state)
 
     def __call__(self, by_time=False):
         """Save the next checkpoint and return its path.

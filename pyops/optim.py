@@ -4,6 +4,7 @@ All parameters are updated in one call, with gradients clipped by their global n
 """
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import numbers
@@ -16,7 +17,7 @@ from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pyops.autograd import Tensor
     from pyops.typing import Array
@@ -57,6 +58,8 @@ class Optimizer:
             self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
                          for name, moment in zip(self.MOMENTS, moments, strict=True)}
             self._own['norms'] = self._norms = backend.zeros(len(units))
+        self.average: Any = None        # moving average of params.values, after average_parameters()
+        self.decay: float = 0.0
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
 
     def _check_positional(self, more: tuple[Any, ...]) -> None:
@@ -94,6 +97,8 @@ class Optimizer:
         backend.launch('increment', self.count)
         for unit, moments in ready:
             self._update(unit, self.norm if self.max_norm else None, *moments)
+        if self.average is not None and self.params is not None:
+            backend.launch('ema', self.average, self.params.values, self.count, self.average.size, self.decay)
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
 
@@ -106,6 +111,29 @@ class Optimizer:
         if not alone:
             backend.launch('grad_norm', self.norm, self._norms, None, self._work, len(units))
 
+    def average_parameters(self, decay: float) -> None:
+        """From now on keep an exponential moving average of the parameters in `average`: each step moves it towards them by
+        1 - decay of the distance, and by more in the first steps (see docs/optimiser.md).  Requires a Parameters."""
+        self._check(1, decay=decay)
+        if self.params is None:
+            raise TypeError(f'{type(self).__name__}: average_parameters: expected an optimizer of a Parameters, got Tensors')
+        self.decay, self.average = decay, backend.empty(self.params.values.shape)
+        backend.copy(self.average, self.params.values)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context the parameters have the values of their average, if there is one."""
+        if self.average is None or self.params is None:
+            yield
+            return
+        trained = backend.empty(self.average.shape)
+        backend.copy(trained, self.params.values)
+        backend.copy(self.params.values, self.average)
+        try:
+            yield
+        finally:
+            backend.copy(self.params.values, trained)
+
     def zero_grad(self) -> None:
         """Clear the gradients.  Call it before each backward pass."""
         for unit, _ in self._units:
@@ -113,7 +141,8 @@ class Optimizer:
 
     def arrays(self) -> dict[str, Array]:
         """Return {name: array} of the optimiser's state, for a plan."""
-        return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work) | self._own
+        average = {} if self.average is None else dict(average=self.average)
+        return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work) | self._own | average
 
     def clipped(self) -> bool:
         """Return whether the last step clipped its gradient."""
@@ -403,4 +432,4 @@ def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind
 
 
 declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(), decaying_rate=Kernel(),
-        muon_momentum=Kernel(), muon_polynomial=Kernel(), muon_update=Kernel())
+        ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(), muon_update=Kernel())

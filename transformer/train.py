@@ -16,10 +16,11 @@ from transformer import translate
 
 PROGRAM = 'transformer.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
-                                 pre_norm=False, smoothing=0.0, warmup=0)
+                                 pre_norm=False, smoothing=0.0, warmup=0, ema=0.0)
 PRESETS = {'small': {},
            'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
                         smoothing=0.1, warmup=4000)}
+FIXED = *flags.FIXED, 'ema'
 MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
@@ -38,6 +39,8 @@ def parser():
                 help='label smoothing: the share of a label that is spread over all words')
     add_setting(schedule, DEFAULTS, '--warmup', type=non_negative_int,
                 help='steps in which the learning rate rises; then it falls with the square root of the step; 0: constant')
+    add_setting(schedule, DEFAULTS, '--ema', type=fraction, metavar='D',
+                help='validate and translate with a moving average of the weights that keeps the share D per step; 0: none')
     return p
 
 
@@ -55,7 +58,7 @@ def main(argv=None):
 
     # settings
     found = training.find_checkpoint(args, 'transformer')
-    settings = resolve(args, found, DEFAULTS, SIZES, flags.FIXED, PRESETS)
+    settings = resolve(args, found, DEFAULTS, SIZES, FIXED, PRESETS)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
 
     # data
@@ -71,6 +74,8 @@ def main(argv=None):
     fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers')
     model = Transformer(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
+    if settings['ema']:
+        optimizer.average_parameters(settings['ema'])
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
@@ -107,11 +112,13 @@ def main(argv=None):
         for epoch in trainer.epochs():
             for rows in epoch.batches(unit='pairs', label=f'epoch {epoch.number} :  ', at_end=False):
                 train_step(rows)
-            values = epoch.end(**training.validation_loss(model, validation, run.batch_size))
+            with optimizer.averaged():
+                values = epoch.end(**training.validation_loss(model, validation, run.batch_size))
             print(f'epoch {epoch.number} :  [{epoch.samples}/{epoch.samples}] loss : {values["loss"]:.5f}'
                   + training.validation_text(values), flush=True)
     if trainer.is_done and trainer.signal is None and len(data.test):
-        serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
+        with optimizer.averaged():
+            serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
     trainer.leave()
 
 

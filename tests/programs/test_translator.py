@@ -13,6 +13,7 @@ from translation import TINY_SEQ2SEQ as TINY
 from translation import assert_same_training, newest
 
 from pyops import checkpoint
+from pyops.backend import get
 from pyops.errors import UserError
 from pyops.flags import ArgumentParser
 from pyops.optim import Adam, inverse_square_root
@@ -121,6 +122,27 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
     assert newest(tmp_path / 'parts')[1]['settings']['warmup'] == 7
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'eager'))        # replayed steps read the rate
+
+
+def test_a_run_with_averaged_weights_resumed_equals_a_whole_one_and_serves_the_average(tmp_path, capsys):
+    flags = [*TINY_TRANSFORMER, '--ema', '0.9', '--hold-out', '0.1']
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'whole'), *flags])
+    whole = re.findall('validation : (.*)', capsys.readouterr().out)
+    transformer_train.main(['-e', '1', '-c', str(tmp_path / 'parts'), *flags])
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY_TRANSFORMER])
+    assert re.findall('validation : (.*)', capsys.readouterr().out) == whole
+    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'plain'), *TINY_TRANSFORMER, '--hold-out', '0.1'])
+    (averaged, _), (plain, _) = newest(tmp_path / 'whole'), newest(tmp_path / 'plain')
+    for name, tensor in plain.items():                          # averaging does not change the training
+        trained = averaged[name.replace('parameter/', 'trained/')]
+        assert (trained == tensor).all(), name
+    assert (averaged['parameter/output.weight'] != averaged['trained/output.weight']).all()
+    translator, _ = transformer_translate.open_checkpoint(str(tmp_path / 'whole'))
+    served = translator.model.params['output.weight'].value
+    assert (get(served) == averaged['parameter/output.weight']).all()
+    with pytest.raises(UserError, match='--ema 0.5: .* was trained with 0.9; leave --ema out'):
+        transformer_train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *TINY_TRANSFORMER, '--ema', '0.5'])
 
 
 # ---- settings: flag, checkpoint, preset, default ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Muon, compared with numpy in float64 and with PyTorch; on Parameters, on Tensors, in plans, and resumed."""
+"""Muon, compared with numpy in float64 and with PyTorch; averages of parameters; in plans, and resumed."""
 import numpy as np
 import pytest
 from places import get, launch, of_threads, put
@@ -228,6 +228,56 @@ def test_muon_updates_tensors_as_it_updates_parameters(which):
     for name, tensor in tensors.items():
         assert np.abs(tensor.numpy() - get(params[name].value)).max() <= 1e-6, name
         assert np.abs(tensor.numpy() - start[name]).max() > 0.05
+
+
+# ---- the average of the parameters -----------------------------------------------------------------------------------
+
+def test_an_average_follows_the_parameters_and_is_used_within_a_context():
+    params = make_params()
+    optimizer, average = Adam(params, 0.1), get(params.values).astype('d')
+    optimizer.average_parameters(0.9)
+    for step in range(200):
+        set_gradients(params, gradients(step, 1.0))
+        optimizer.step()
+        average += (1 - min(0.9, (2 + step) / (11 + step))) * (get(params.values) - average)
+    trained = get(params.values).copy()
+    assert np.abs(get(optimizer.average) - average).max() <= 1e-5 < 0.05 < np.abs(trained - average).max()
+    with optimizer.averaged():
+        assert (get(params.values) == get(optimizer.average)).all()
+    assert (get(params.values) == trained).all()
+    with Adam(params, 0.1).averaged():                              # no average: the parameters
+        assert (get(params.values) == trained).all()
+
+
+def test_an_average_is_replayed_saved_and_resumed_to_the_bit():
+    whole, first, second = Training(), Training(), Training()
+    for one in (whole, first, second):
+        one.muon.average_parameters(0.99)
+    steps = first.planned()
+    for step in range(3):
+        whole.step(rows(step))
+        steps(rows(step))
+    kept = first.tensors()
+    assert any((kept[f'parameter/{name}'] != kept[f'trained/{name}']).any() for name in first.model.params)
+    fit.restore(second.model.params, second.muon, kept, 'kept')
+    for step in range(3, 6):
+        whole.step(rows(step))
+        second.step(rows(step))
+    assert_same(whole.tensors(), second.tensors())
+    serving = make_transformer().params                             # serving reads the average
+    fit.restore(serving, None, whole.tensors(), 'kept')
+    with whole.muon.averaged():
+        for name in serving:
+            assert (get(serving[name].value) == get(whole.model.params[name].value)).all()
+
+
+def test_an_average_is_rejected_without_parameters_or_with_an_impossible_decay():
+    with pytest.raises(TypeError, match='Adam: average_parameters: expected an optimizer of a Parameters, got Tensors'):
+        Adam([Tensor(np.ones(3, 'f'), requires_grad=True)]).average_parameters(0.9)
+    with pytest.raises(ValueError, match='Adam: decay: expected 0 <= decay < 1, got 1'):
+        Adam(make_params()).average_parameters(1)
+    with pytest.raises(ValueError, match='ema: decay=1, expected 0 <= decay < 1'):
+        launch('ema', np.zeros(3, 'f'), np.zeros(3, 'f'), np.ones(1, np.int64), 3, 1.0)
 
 
 @pytest.mark.parametrize('settings, error, text', [
