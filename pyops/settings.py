@@ -7,10 +7,14 @@ import dataclasses
 from pyops.errors import UserError
 
 
-def add_setting(group, defaults, *flags, type, help, metavar='N'):
-    """Add the flag of a setting to a group of a parser; --help names its default.  Without the flag its value is None."""
+def add_setting(group, defaults, *flags, help, type=None, metavar='N', choices=None):
+    """Add the flag of a setting to a group of a parser; --help names its default.  Without the flag its value is None.
+
+    type, metavar: of a number;  choices: the accepted words
+    """
     name = flags[-1].removeprefix('--').replace('-', '_')
-    group.add_argument(*flags, type=type, metavar=metavar, help=f'{help} (default {defaults[name]})')
+    group.add_argument(*flags, type=type, metavar=None if choices else metavar, choices=choices,
+                       help=f'{help} (default {defaults[name]})')
 
 
 def add_preset_flag(group, presets):

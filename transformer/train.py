@@ -16,10 +16,12 @@ from transformer import translate
 
 PROGRAM = 'transformer.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
-                                 pre_norm=False, smoothing=0.0, warmup=0, ema=0.0)
+                                 pre_norm=False, smoothing=0.0, warmup=0, schedule='inverse-root',
+                                 ema=0.0)
 PRESETS = {'small': {},
            'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
                         smoothing=0.1, warmup=4000)}
+SCHEDULES = 'inverse-root', 'linear', 'cosine'
 FIXED = *flags.FIXED, 'ema'
 MAX_NORM = 1.0          # gradients longer than this are clipped
 
@@ -38,7 +40,10 @@ def parser():
     add_setting(schedule, DEFAULTS, '--smoothing', type=fraction, metavar='P',
                 help='label smoothing: the share of a label that is spread over all words')
     add_setting(schedule, DEFAULTS, '--warmup', type=non_negative_int,
-                help='steps in which the learning rate rises; then it falls with the square root of the step; 0: constant')
+                help='steps in which the learning rate rises')
+    add_setting(schedule, DEFAULTS, '--schedule', choices=SCHEDULES,
+                help='then the rate falls with the square root of the step (without --warmup: constant), or along a line or a '
+                     'cosine to 0 at the end of epoch -e')
     add_setting(schedule, DEFAULTS, '--ema', type=fraction, metavar='D',
                 help='validate and translate with a moving average of the weights that keeps the share D per step; 0: none')
     return p
@@ -51,8 +56,8 @@ def main(argv=None):
     from pyops.text import serving, training, translation  # here, since --help needs no library
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
-    from pyops import fit, plan
-    from pyops.optim import Adam, inverse_square_root
+    from pyops import backend, fit, plan
+    from pyops.optim import Adam, decaying_rate, inverse_square_root
     from pyops.text.vocabulary import BOS, EOS, PAD
     from transformer.model import SIZES, Config, Transformer, parameter_specs
 
@@ -82,8 +87,13 @@ def main(argv=None):
     history = fit.History()
 
     # step
+    total = int(backend.get(optimizer.count)[0]) + fit.steps_left(run, len(pairs), args.epochs, drop_last=True)
+
     def step(rows):
-        if settings['warmup']:          # a function of the step count alone, so that a resumed run continues the schedule
+        # A function of the step count, so that a resumed run continues the schedule; for the last two, if -e is the same.
+        if settings['schedule'] != 'inverse-root':
+            decaying_rate(optimizer, settings['lr'], settings['warmup'], total, settings['schedule'])
+        elif settings['warmup']:
             inverse_square_root(optimizer, settings['lr'], settings['warmup'])
         model.params.zero_grads()
         loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)

@@ -16,7 +16,7 @@ from pyops import checkpoint
 from pyops.backend import get
 from pyops.errors import UserError
 from pyops.flags import ArgumentParser
-from pyops.optim import Adam, inverse_square_root
+from pyops.optim import Adam, decaying_rate, inverse_square_root
 from pyops.settings import add_preset_flag, add_setting, resolve
 from pyops.text import serving
 from pyops.text.corpus import Corpus
@@ -122,6 +122,28 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
     assert newest(tmp_path / 'parts')[1]['settings']['warmup'] == 7
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'eager'))        # replayed steps read the rate
+
+
+@pytest.mark.parametrize('schedule', ['linear', 'cosine'])
+def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continues_it(schedule, tmp_path, monkeypatch):
+    """Four steps an epoch."""
+    rates, step, flags = {}, Adam.step, [*TINY_TRANSFORMER, '--schedule', schedule, '--warmup', '2']
+
+    def noting_step(self):
+        rates[int(self.count[0]) + 1] = self.lr[0]
+        step(self)
+    monkeypatch.setattr(Adam, 'step', noting_step)
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
+    want = []
+    for done in range(12):
+        optimizer = SimpleNamespace(lr=np.zeros(1, np.float32), count=np.array([done]))
+        decaying_rate(optimizer, 0.001, 2, 12, schedule)
+        want.append(optimizer.lr[0])
+    assert list(rates.values()) == want and list(rates) == [*range(1, 13)] and 0 < want[-1] < 0.2 * want[2]
+    monkeypatch.undo()
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), '--max-steps', '5', *flags])
+    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY_TRANSFORMER])
+    assert_same_training(newest(tmp_path / 'eager'), newest(tmp_path / 'parts'))
 
 
 def test_a_run_with_averaged_weights_resumed_equals_a_whole_one_and_serves_the_average(tmp_path, capsys):
