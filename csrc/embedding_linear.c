@@ -66,7 +66,7 @@ static pyops_view columns(pyops_view b, int64_t from) { return (pyops_view){b.p 
 static pyops_view transposed(pyops_view a) { return (pyops_view){a.p, a.col, a.row}; }
 
 /* Compute this thread's rows of c (M,N) = a b and return their range.  The first thread computes all rows of a small product,
- * and of one whose parts would have few rows, because few rows may be summed in another order. */
+ * and of one whose parts would have too few rows to repay packing. */
 static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N,
                             int64_t K, int flags, float *scratch) {
     const int shared = M * N * K > PYOPS_SHARE_FMAS && M / omp_get_num_threads() > PYOPS_FEW_ROWS;

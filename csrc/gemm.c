@@ -75,39 +75,23 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
 }
 
 /* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones ---- */
-enum { SMALL = 32768, DOTS = 64 };                        /* multiply-adds; columns per call */
+enum { SMALL = 32768 };                                 /* multiply-adds */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
 
-/* The columns of b are contiguous: dot products with the rows of a. */
-static void few_rows(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
-                     int64_t N, int64_t K, int flags) {
-    for (int64_t j = 0; j < N; j += DOTS) {
-        const int64_t n = pyops_min(DOTS, N - j);
-        for (int64_t m = 0; m < M; m++) {
-            float sums[DOTS], *c_m = c + m * ldc + j;
-            k->dots(sums, b.p + j * b.col, a.p + m * a.row, 1.0f, n, K, b.col, 0);
-            for (int64_t i = 0; i < n; i++) {
-                const float sum = (flags & PYOPS_ADD ? c_m[i] : 0.0f) + sums[i] + (bias ? bias[j + i] : 0.0f);
-                c_m[i] = flags & PYOPS_RELU ? relu(sum) : sum;
-            }
-        }
-    }
-}
-
-/* The rows of b are contiguous: nothing is packed. */
-static void unpacked(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
-                     int64_t N, int64_t K, int flags) {
+/* The rows of b are contiguous and there is no bias: nothing is packed. */
+static void unpacked(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, int64_t M, int64_t N, int64_t K,
+                     int flags) {
     k->direct(c, a.p, b.p, M, N, K, ldc, a.row, a.col, b.row, flags & PYOPS_ADD);
-    if (bias || flags & PYOPS_RELU) bias_only(c, ldc, bias, M, N, flags | PYOPS_ADD);
+    if (flags & PYOPS_RELU) bias_only(c, ldc, NULL, M, N, flags | PYOPS_ADD);
 }
 
 void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, pyops_view b, const float *bias, int64_t M,
                    int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
-    if (is_few(a, b, M)) return few_rows(k, c, ldc, a, b, bias, M, N, K, flags);
-    if (b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL)) return unpacked(k, c, ldc, a, b, bias, M, N, K, flags);
+    if (is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
+    if (!bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL)) return unpacked(k, c, ldc, a, b, M, N, K, flags);
     /* rows and columns of b packed at a time */
     const int64_t steps = pyops_min(K, k->KB), columns = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
     for (int64_t jc = 0; jc < N; jc += columns)
@@ -158,7 +142,7 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
 }
 
 /* Rows of the grid of threads: tm * tn threads read A tn times and pack B tm times.  Each thread gets more than
- * PYOPS_FEW_ROWS rows of c, because fewer would be summed in another order. */
+ * PYOPS_FEW_ROWS rows of c, because fewer do not repay packing. */
 static int64_t grid_rows(int64_t threads, int64_t M, int64_t N) {
     int64_t best = 1;
     for (int64_t tm = 2; tm <= threads && M / tm > PYOPS_FEW_ROWS; tm++)

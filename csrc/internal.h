@@ -78,6 +78,9 @@ typedef struct {
     /* c (M,N), rows ldc apart, (+)= sum_k a[m,k] b[k,n]: a with any strides, b with rows ldb apart, nothing packed */ \
     ROW(void,   direct,       (float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc, \
                                int64_t a_row, int64_t a_col, int64_t ldb, int add)) \
+    /* c (M,N) (+)= a b + bias for at most PYOPS_FEW_ROWS rows: rows of a and columns of b (ldb apart) are contiguous */ \
+    ROW(void,   few,          (float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K, \
+                               int64_t ldc, int64_t lda, int64_t ldb, int flags)) \
     ROW(void,   dots,         (float *y, const float *a, const float *b, float scale, int64_t R, int64_t C, \
                                int64_t lda, int64_t ldb)) \
     ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
@@ -118,6 +121,9 @@ typedef struct {
 
 /* Rows of weight in a panel of rounded ones: see kernels/screen_body.inc. */
 enum { PYOPS_PANEL = 16 };
+
+/* Products with at most this many rows read b unpacked if its rows or its columns are contiguous. */
+enum { PYOPS_FEW_ROWS = 8 };
 
 /* Flags of a product, which otherwise overwrites c. */
 enum {
@@ -266,9 +272,6 @@ typedef struct { int64_t from, to; } pyops_range;                    /* [from, t
 /* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR. */
 static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) { return K * pyops_round_up(N, k->NR); }
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
-
-/* Products with at most this many rows read b unpacked if its rows or its columns are contiguous. */
-enum { PYOPS_FEW_ROWS = 3 };
 
 /* Scratch of pyops_product_* for one thread, in floats. */
 size_t pyops_product_scratch(const pyops_kernels *k);

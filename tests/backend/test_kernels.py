@@ -137,6 +137,24 @@ def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned):
     assert all((c == results[0]).all() for c in results)
 
 
+@pytest.mark.parametrize('N', (1, 3, 8, 16, 19, 64, 77))
+@pytest.mark.parametrize('K', (1, 3, 16, 37, 256, 600))
+def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(N, K):
+    """Rows along K times columns along K, as in a linear layer: translations must not depend on the batch."""
+    if not on_the_cpu():
+        pytest.skip('a GPU divides a product according to its rows; run without --on emulated or gpu')
+    rng = np.random.default_rng(N * 1000 + K)
+    a, weight, bias, before = (rng.standard_normal(shape).astype('f') for shape in ((40, K), (N, K), N, (40, N)))
+    for given, relu, accumulate in itertools.product((None, bias), (0, 1), (0, 1)):
+        def product(rows, given=given, relu=relu, accumulate=accumulate):
+            c = before[rows].copy()
+            gemm(c, a[rows], weight.T, given, accumulate, relu)
+            return c
+        whole = product(slice(0, 40))
+        for M in range(1, 20):
+            assert np.array_equal(product(slice(5, 5 + M)), whole[5:5 + M]), (M, given is not None, relu, accumulate)
+
+
 def test_gemm_passes_nan_and_infinity_on():
     a, b = np.ones((9, 20), np.float32), np.ones((20, 33), np.float32)
     a[4, 7], b[3, 30] = np.nan, np.inf
