@@ -103,6 +103,20 @@ static inline pyops_status check_positions(const int32_t *positions, int64_t T, 
     return PYOPS_OK;
 }
 
+static inline pyops_status check_gather_rows(int64_t T, int64_t N, int64_t R, int64_t C) {
+    PYOPS_REQUIRE(T >= 0 && N >= 0 && R >= 0 && C >= 0, "gather_rows: T=%lld N=%lld R=%lld C=%lld, expected at least 0", LL(T),
+                  LL(N), LL(R), LL(C));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_topk(const char *who, int64_t R, int64_t C, int64_t k) {
+    PYOPS_REQUIRE(R >= 0 && C >= 1 && C <= INT32_MAX, "%s: R=%lld classes=%lld, expected R >= 0, classes from 1 to 2^31 - 1",
+                  who, LL(R), LL(C));
+    PYOPS_REQUIRE(k >= 1 && k <= PYOPS_TOPK && k <= C, "%s: k=%lld, expected 1 to %lld", who, LL(k),
+                  LL(C < PYOPS_TOPK ? C : PYOPS_TOPK));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_pixel_linear(const char *who, int64_t N, int64_t B, int64_t I, int64_t O, float scale) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && I >= 0 && I < 65536 && O >= 0,
                   "%s: N=%lld B=%lld I=%lld O=%lld, expected I from 0 to 65535, the others of at least 0", who, LL(N), LL(B),

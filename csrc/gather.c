@@ -1,5 +1,6 @@
-/* gather.c - a batch from a resident data set: pixels to floats, token ids to time-major steps or to packed sentences; rows
+/* gather.c - rows by index: pixels to floats, token ids to time-major steps or to packed sentences, rows of activations; rows
  * with and without padding. */
+#include <string.h>
 #include "internal.h"
 
 static pyops_status check(const char *who, const int64_t *rows, int64_t N, int64_t B, int64_t C) {
@@ -89,5 +90,17 @@ pyops_status pyops_pack_rows(float *y, const float *x, const int32_t *offsets, i
     #pragma omp parallel for schedule(static) if (T * B * C > PYOPS_SHARE_FLOATS)
     for (int64_t b = 0; b < B; b++)
         k->scale_rows(y + offsets[b] * C, x + b * C, 1.0f, offsets[b + 1] - offsets[b], C, C, B * C);
+    return PYOPS_OK;
+}
+
+pyops_status pyops_gather_rows(float *y, const float *x, const int32_t *rows, int64_t T, int64_t N, int64_t R, int64_t C,
+                               void *stream) {
+    (void)stream;
+    const pyops_status status = check_gather_rows(T, N, R, C);
+    if (status) return status;
+    for (int64_t r = 0; r < R; r++)
+        PYOPS_REQUIRE(rows[r] >= 0 && rows[r] < N, "gather_rows: rows[%lld]=%d, expected 0 to %lld", LL(r), rows[r], LL(N - 1));
+    #pragma omp parallel for schedule(static) if (T * R * C > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < T * R; i++) memcpy(y + i * C, x + (i / R * N + rows[i % R]) * C, (size_t)C * sizeof *y);
     return PYOPS_OK;
 }

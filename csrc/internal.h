@@ -289,6 +289,26 @@ pyops_status pyops_product_threaded(float *c, int64_t ldc, pyops_view a, pyops_v
 /* y[c] += sum_r x[r*ldx + c], in the order of the rows; threads share columns. */
 void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64_t ldx);
 
+/* ---- a value and its index as one key, larger for a larger value (NaN is largest) and, of equal values, for the first index.
+ * No key is 0. ---- */
+static inline uint64_t pyops_key_of(float value, int64_t index) {
+    uint32_t bits;
+    value += 0.0f;                                      /* -0 equals 0 */
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t order = value != value ? UINT32_MAX : bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
+    return (uint64_t)order << 32 | ~(uint32_t)index;
+}
+
+/* The value of a key; NaN for 0. */
+static inline float pyops_key_value(uint64_t key) {
+    const uint32_t order = (uint32_t)(key >> 32), bits = order >> 31 ? order & ~(UINT32_C(1) << 31) : ~order;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline int32_t pyops_key_index(uint64_t key) { return (int32_t)~(uint32_t)key; }
+
 /* ---- dropout: an element is kept if its random word is at least this ----------------------- */
 static inline uint32_t pyops_dropout_threshold(float p) { return (uint32_t)((double)p * 4294967296.0); }
 

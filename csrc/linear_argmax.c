@@ -116,24 +116,7 @@ pyops_status pyops_linear_argmax_prepare(float *prepared, const float *weight, c
                   : PYOPS_OK;
 }
 
-/* ---- the largest so far: a logit and its token as one key, larger for a larger logit (NaN is largest) and, of equal logits,
- * for the first token.  So threads may offer keys in any order. ---- */
-static uint64_t key_of(float z, int64_t v) {
-    uint32_t bits;
-    z += 0.0f;                                          /* -0 equals 0 */
-    memcpy(&bits, &z, sizeof bits);
-    const uint32_t order = z != z ? UINT32_MAX : bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
-    return (uint64_t)order << 32 | ~(uint32_t)v;
-}
-
-/* The logit of a key; NaN for 0, the initial key. */
-static float logit_of(uint64_t key) {
-    const uint32_t order = (uint32_t)(key >> 32), bits = order >> 31 ? order & ~(UINT32_C(1) << 31) : ~order;
-    float z;
-    memcpy(&z, &bits, sizeof z);
-    return z;
-}
-
+/* The largest so far is a key (internal.h), so threads may offer keys in any order. */
 static uint64_t offer(uint64_t *best, uint64_t key) {
     uint64_t seen = __atomic_load_n(best, __ATOMIC_RELAXED);
     while (key > seen && !__atomic_compare_exchange_n(best, &seen, key, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -149,7 +132,7 @@ static uint64_t compute(const pyops_kernels *k, uint64_t *best, const float *x, 
         const int64_t some = pyops_min(DOTS, end - v);
         k->dots(z, weight + v * D, x, 1.0f, some, D, D, 0);
         for (int64_t i = 0; i < some; i++) {
-            const uint64_t key = key_of(z[i] + bias[v + i], v + i);
+            const uint64_t key = pyops_key_of(z[i] + bias[v + i], v + i);
             if (key > found) found = key;
         }
     }
@@ -197,7 +180,7 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
                     uint64_t seen = __atomic_load_n(best + r, __ATOMIC_RELAXED);
                     for (int64_t i = 0;; i++) {
                         i = k->next_not_below(sums + (r - r0) * WORDS, prepared + l.scales + v, prepared + l.margins + v,
-                                              prepared + l.tops + v, scales[r], lengths[r], logit_of(seen), i, n);
+                                              prepared + l.tops + v, scales[r], lengths[r], pyops_key_value(seen), i, n);
                         if (i >= n) break;
                         seen = compute(k, best + r, x + r * D, weight, bias, v + i, 1, D);
                     }
@@ -206,6 +189,6 @@ pyops_status pyops_linear_argmax(int32_t *index, const float *x, const float *we
         }
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "linear_argmax: no memory for a block of sums");
-    for (int64_t r = 0; r < R; r++) index[r] = (int32_t)~(uint32_t)best[r];
+    for (int64_t r = 0; r < R; r++) index[r] = pyops_key_index(best[r]);
     return PYOPS_OK;
 }

@@ -197,6 +197,12 @@ PYOPS_API pyops_status pyops_pad_rows(
 PYOPS_API pyops_status pyops_pack_rows(
     float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, void *stream);
 
+/* ---- rows of activations by index: the states of the hypotheses of a beam search -------------------------
+ * y[t,r,:] = x[t,rows[r],:]      x (T,N,C)   y (T,R,C), another array than x   rows (R) int32 in [0,N)
+ */
+PYOPS_API pyops_status pyops_gather_rows(
+    float *y, const float *x, const int32_t *rows, int64_t T, int64_t N, int64_t R, int64_t C, void *stream);
+
 /* ---- linear layer on pixels ------------------------------------------------------------------------
  * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the nonzero pixels
  * dweight[i,:] += sum_b scale * table[rows[b],i] * dy[b,:];   dbias += sum_b dy[b,:]
@@ -511,6 +517,23 @@ PYOPS_API pyops_status pyops_linear_argmax(
     int32_t *index, const float *x, const float *weight, const float *bias, const float *prepared,
     float *work, int64_t R, int64_t D, int64_t V, void *stream);
 PYOPS_API int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V);
+
+/* ---- the most likely classes, for beam search ----------------------------------------
+ * log_softmax_topk  index[r,:] = the k columns with the largest x[r,c], the largest first, of equal ones the first column first;
+ *                   NaN is largest
+ *                   logp[r,j] = x[r,c] - max - log(sum over c of exp(x[r,c] - max)) for c = index[r,j]; NaN in a row with NaN or
+ *                   +infinity
+ * linear_topk       the same for the logits x weight' + bias of the output layer; a GPU writes them to `work`
+ * log_softmax_topk: x (R,C)   index, logp (R,k)   1 <= k <= PYOPS_TOPK, k <= C
+ * linear_topk: x (R,D)   weight (V,D)   bias (V)   index, logp (R,k)   k <= V
+ */
+#define PYOPS_TOPK 32
+PYOPS_API pyops_status pyops_log_softmax_topk(
+    int32_t *index, float *logp, const float *x, int64_t R, int64_t C, int64_t k, void *stream);
+PYOPS_API pyops_status pyops_linear_topk(
+    int32_t *index, float *logp, const float *x, const float *weight, const float *bias,
+    float *work, int64_t R, int64_t D, int64_t V, int64_t k, void *stream);
+PYOPS_API int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_t k);
 
 /* ---- a network of two linear layers on pixels: loss and all gradients in one operation ---------------------------
  * a = scale * table[rows] w1 + b1;  r = max(a, 0);  logits = r w2' + b2;  loss[0] = mean over b of the softmax cross

@@ -1,5 +1,5 @@
-// gather.cu - a batch of a data set that is resident on the device: pixels to floats, token ids to time-major steps or to
-// packed sentences; rows with and without padding.
+// gather.cu - rows by index: of a data set that is resident on the device, pixels to floats and token ids to time-major steps or
+// to packed sentences; and of activations; rows with and without padding.
 //
 // The row indices are in device memory, so the kernel checks them: a row outside the data set is reported, and the batch gets
 // zeros instead.
@@ -10,7 +10,7 @@ namespace {
 static constexpr int THREADS = 256;
 
 // Whether rows[b] is a row of the table; reports a fault if not.
-DEVICE bool in_table(const int64_t *rows, int64_t b, int64_t N, Who who, FaultRecord *faults) {
+template <class Id> DEVICE bool in_table(const Id *rows, int64_t b, int64_t N, Who who, FaultRecord *faults) {
     const int64_t row = rows[b];
     if (row >= 0 && row < N) return true;
     report(faults, Fault::row, who, b, row, N - 1);
@@ -172,4 +172,40 @@ extern "C" pyops_status pyops_pad_rows(float *y, const float *x, const int32_t *
 extern "C" pyops_status pyops_pack_rows(float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C,
                                         void *stream) {
     return launch_copy<false>("pack_rows", y, x, offsets, T, B, C, C, stream);
+}
+
+// ---- rows of activations -----------------------------------------------------------------------------
+namespace {
+// A thread takes one float, or four, at a time.  C: in packs.
+template <int WIDTH, class Index>
+static __global__ void __launch_bounds__(THREADS) activations(float *y, const float *x, const int32_t *rows, int64_t N, Index n,
+                                                              Divider<Index> batch, Divider<Index> width, FaultRecord *faults) {
+    const auto load = [&](Index i) {
+        const Index tr = width.divide(i), t = batch.divide(tr), r = tr - t * batch.divisor, c = i - tr * width.divisor;
+        const bool valid = in_table(rows, r, N, Who::gather_rows, faults);
+        return valid ? load_pack<WIDTH>(x + int64_t(WIDTH) * ((int64_t(t) * N + rows[r]) * width.divisor + c))
+                     : Pack<float, WIDTH>{};
+    };
+    const auto store = [&](Index i, const Pack<float, WIDTH> &value) { store_pack(y + int64_t(WIDTH) * i, value); };
+    in_rounds<4>(Index(0), n, load, store);
+}
+
+template <int WIDTH, class Index>
+static cudaError_t launch_activations(float *y, const float *x, const int32_t *rows, int64_t T, int64_t N, int64_t R, int64_t C,
+                                      void *stream) {
+    const int64_t n = T * R * C / WIDTH;
+    return LAUNCH((activations<WIDTH, Index>), grid_of_rounds(n, THREADS, 4), THREADS, 0, stream_of(stream), y, x, rows, N,
+                  Index(n), Divider<Index>(R), Divider<Index>(C / WIDTH), pyops_faults());
+}
+}
+
+extern "C" pyops_status pyops_gather_rows(float *y, const float *x, const int32_t *rows, int64_t T, int64_t N, int64_t R,
+                                          int64_t C, void *stream) {
+    const pyops_status status = check_gather_rows(T, N, R, C);
+    if (status || T * R * C == 0) return status;
+    const bool fours = C % 4 == 0 && aligned(y) && aligned(x);
+    const cudaError_t error = !fits_int32(T * R * C) ? launch_activations<1, uint64_t>(y, x, rows, T, N, R, C, stream)
+        : fours                                      ? launch_activations<4, uint32_t>(y, x, rows, T, N, R, C, stream)
+                                                     : launch_activations<1, uint32_t>(y, x, rows, T, N, R, C, stream);
+    return pyops_launched("gather_rows", error, stream);
 }

@@ -61,7 +61,8 @@ static const char *const WHO[] = {"embedding_forward",
                                   "pack_sequences",
                                   "add_positions_forward",
                                   "pad_rows",
-                                  "pack_rows"};
+                                  "pack_rows",
+                                  "gather_rows"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {

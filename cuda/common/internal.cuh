@@ -71,7 +71,8 @@ enum class Who : int32_t {              // the function named in the text
     pack_sequences,
     add_positions_forward,
     pad_rows,
-    pack_rows
+    pack_rows,
+    gather_rows
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed
 pyops_status pyops_check_faults();      // return and clear a recorded fault; the streams must be synchronised

@@ -105,6 +105,18 @@ class LinearCrossEntropy:
                len(x), D, V)
         return index
 
+    def topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        """Return for each row of x (R, D) the indices (R, k) int32 of the k largest logits, and their log softmax (R, k).
+
+        The largest logit comes first, of equal ones the lowest index.  1 <= k <= 32, k <= V.
+        """
+        V, D = self.weight.value.shape
+        check('x', x, (len(x), D))
+        index, logp = empty((len(x), k), np.int32, f'{self.name}.indices'), empty((len(x), k), name=f'{self.name}.logp')
+        launch('linear_topk', index, logp, x, self.weight.value, self.bias.value, work('linear_topk', len(x), D, V, k),
+               len(x), D, V, k)
+        return index, logp
+
     @staticmethod
     def rounded() -> type[LinearCrossEntropy]:
         """Return the op class with rounded operands."""
@@ -129,4 +141,5 @@ SCALED = Product('dgrad', {'dx': 'y'})          # of `scale`: dx for dloss = 1, 
 
 declare(linear_cross_entropy=Kernel(
             flops=lambda s, array: (2 if array('dx') is None else 6) * int(array('valid')[0]) * s['D'] * s['V']),
-        linear_argmax=Kernel(), linear_argmax_prepare=Kernel())
+        linear_argmax=Kernel(), linear_argmax_prepare=Kernel(), log_softmax_topk=Kernel(),
+        linear_topk=Kernel(flops=lambda s, array: 2 * s['R'] * s['D'] * s['V']))

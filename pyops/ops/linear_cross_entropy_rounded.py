@@ -70,3 +70,11 @@ class QuantizedLinearCrossEntropy(LinearCrossEntropy):
         index = empty(len(x), np.int32, f'{self.name}.index')
         launch('argmax', index, logits, *logits.shape)
         return index
+
+    def topk(self, x: Array, k: int) -> tuple[Array, Array]:
+        """Return for each row of x (R, D) the indices (R, k) int32 of the k largest logits, and their log softmax (R, k)."""
+        check('x', x, (len(x), self.weight.value.shape[1]))
+        logits, _ = self._logits(x)
+        index, logp = empty((len(x), k), np.int32, f'{self.name}.indices'), empty((len(x), k), name=f'{self.name}.logp')
+        launch('log_softmax_topk', index, logp, logits, *logits.shape, k)
+        return index, logp

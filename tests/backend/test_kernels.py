@@ -137,12 +137,11 @@ def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned):
     assert all((c == results[0]).all() for c in results)
 
 
+@on_the_cpu                     # a GPU may divide K according to the number of rows
 @pytest.mark.parametrize('N', (1, 3, 8, 16, 19, 64, 77))
 @pytest.mark.parametrize('K', (1, 3, 16, 37, 256, 600))
 def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(N, K):
     """Rows along K times columns along K, as in a linear layer: translations must not depend on the batch."""
-    if not on_the_cpu():
-        pytest.skip('a GPU divides a product according to its rows; run without --on emulated or gpu')
     rng = np.random.default_rng(N * 1000 + K)
     a, weight, bias, before = (rng.standard_normal(shape).astype('f') for shape in ((40, K), (N, K), N, (40, N)))
     for given, relu, accumulate in itertools.product((None, bias), (0, 1), (0, 1)):
@@ -300,6 +299,133 @@ def test_linear_argmax_has_the_same_words_on_any_number_of_threads():
     finally:
         backend.set_threads(before)
     assert found[1] == found[2] == found[8] == (x @ weight.T + bias).argmax(1).tolist()
+
+
+def linear_topk(x, weight, bias, k):
+    (V, D), R = weight.shape, len(x)
+    index, logp = np.full((R, k), -1, np.int32), np.full((R, k), np.nan, 'f')
+    launch('linear_topk', index, logp, x, weight, bias, backend.work('linear_topk', R, D, V, k), R, D, V, k)
+    return index, logp
+
+
+def log_softmax_topk(x, k):
+    R, C = x.shape
+    index, logp = np.full((R, k), -1, np.int32), np.full((R, k), np.nan, 'f')
+    launch('log_softmax_topk', index, logp, x, R, C, k)
+    return index, logp
+
+
+def topk_reference(x, k):
+    """Return indices and log softmax of the k largest elements of each row, in float64."""
+    index = np.argsort(-x, axis=1, kind='stable')[:, :k]
+    m = x.max(1, keepdims=True)
+    logs = x - m - np.log(np.exp(x - m).sum(1, keepdims=True))
+    return index, np.take_along_axis(logs, index, 1)
+
+
+@pytest.mark.parametrize('R,C', [(0, 5), (1, 1), (3, 7), (40, 33), (5, 512), (4, 513), (9, 2000), (2, 13387)])
+@pytest.mark.parametrize('k', [1, 2, 5, 32])
+def test_log_softmax_topk_of_logits(R, C, k):
+    k = min(k, C)
+    x = np.random.default_rng(R * 1000 + C).standard_normal((R, C)).astype('f') * 5
+    index, logp = log_softmax_topk(x, k)
+    want, want_logp = topk_reference(x.astype('d'), k)
+    assert (index == want).all()
+    assert (np.abs(logp - want_logp) <= 3e-6 * (1 + np.abs(want_logp))).all()
+    assert (logp <= 0).all()
+
+
+@pytest.mark.parametrize('k', [1, 4, 32])
+def test_log_softmax_topk_takes_the_lowest_index_of_equals(k):
+    x = np.random.default_rng(3).integers(-2, 2, (50, 700)).astype('f')
+    x[x == -1] *= 0                                             # zeros of both signs are equal
+    x[7] = -0.0
+    index, logp = log_softmax_topk(x, k)
+    assert (index == topk_reference(x.astype('d'), k)[0]).all()
+    assert np.abs(logp[7] + np.log(700)).max() <= 1e-5
+
+
+def test_log_softmax_topk_with_nan_and_infinities():
+    x = np.random.default_rng(4).standard_normal((6, 900)).astype('f')
+    x[1, [300, 800]] = np.nan                                   # largest, the first one first
+    x[2, 650] = np.inf
+    x[3, :600], x[4] = -np.inf, -np.inf
+    index, logp = log_softmax_topk(x, 5)
+    rest = np.delete(x[1], [300, 800]).max()
+    assert index[1, 0] == 300 and index[1, 1] == 800 and x[1, index[1, 2]] == rest and np.isnan(logp[1]).all()
+    assert index[2, 0] == 650 and np.isnan(logp[2, 0])
+    want, want_logp = topk_reference(x[3:4].astype('d'), 5)     # minus infinity has probability 0
+    assert (index[3] == want).all() and np.abs(logp[3] - want_logp).max() <= 1e-5
+    assert (index[4] == range(5)).all() and np.isnan(logp[4]).all()
+    for r in (0, 5):
+        assert (index[r] == topk_reference(x[r:r + 1].astype('d'), 5)[0]).all() and np.isfinite(logp[r]).all()
+    few = np.full((1, 600), -np.inf, 'f')                       # fewer numbers than k
+    few[0, 550] = 2.0
+    index, logp = log_softmax_topk(few, 3)
+    assert index.tolist() == [[550, 0, 1]] and logp.tolist() == [[0.0, -np.inf, -np.inf]]
+
+
+@pytest.mark.parametrize('R,D,V,k', [(0, 3, 5, 2), (1, 1, 1, 1), (3, 2, 17, 5), (5, 7, 33, 32), (70, 31, 600, 4),
+                                     (130, 300, 2000, 5), (5, 256, 13387, 5)])
+def test_linear_topk_finds_the_largest_logits(R, D, V, k):
+    rng = np.random.default_rng(R + V)
+    x, weight, bias = (rng.standard_normal(shape).astype('f') for shape in ((R, D), (V, D), V))
+    weight *= np.float32(2 / D ** 0.5)
+    logits = x.astype('d') @ weight.T.astype('d') + bias
+    index, logp = linear_topk(x, weight, bias, k)
+    _, want = topk_reference(logits, k)
+    own = logits - logits.max(1, keepdims=True, initial=-np.inf)
+    own -= np.log(np.exp(own).sum(1, keepdims=True))
+    slack = 1e-5 * (1 + np.abs(want))
+    assert (np.abs(logp - want) <= slack).all()                              # the k largest
+    assert (np.abs(np.take_along_axis(own, index, 1) - want) <= slack).all()   # are those of the indices
+    assert all(len(set(row)) == k for row in index.tolist())
+
+
+def test_linear_topk_is_log_softmax_topk_of_the_product():
+    rng = np.random.default_rng(6)
+    x, weight, bias = (rng.standard_normal(shape).astype('f') for shape in ((150, 40), (1300, 40), 1300))
+    weight[900:] = weight[:400]                                 # ties
+    bias[900:] = bias[:400]
+    logits = np.empty((150, 1300), 'f')
+    gemm(logits, x, weight.T, bias)
+    for got, want in zip(linear_topk(x, weight, bias, 6), log_softmax_topk(logits, 6), strict=True):
+        assert np.array_equal(got, want)
+
+
+@on_the_cpu
+@pytest.mark.parametrize('D', [24, 300])
+def test_linear_topk_of_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(D):
+    rng = np.random.default_rng(11)
+    x, weight, bias = (rng.standard_normal(shape).astype('f') for shape in ((300, D), (3000, D), 3000))
+    whole = linear_topk(x, weight, bias, 5)
+    for first, rows in ((0, 1), (17, 2), (5, 5), (3, 8), (100, 9), (31, 160)):
+        for got, want in zip(linear_topk(x[first:first + rows], weight, bias, 5), whole, strict=True):
+            assert np.array_equal(got, want[first:first + rows])
+    threads = backend.threads()
+    try:
+        for n in (1, 2, 3):
+            backend.set_threads(n)
+            for got, want in zip(linear_topk(x, weight, bias, 5), whole, strict=True):
+                assert np.array_equal(got, want)
+    finally:
+        backend.set_threads(threads)
+
+
+@pytest.mark.parametrize('k', [0, 6, 33])
+def test_topk_refuses_a_k_that_is_not_possible(k):
+    x = np.zeros((2, 40 if k == 33 else 5), 'f')
+    with pytest.raises(ValueError, match=f'log_softmax_topk: k={k}, expected 1 to {32 if k == 33 else 5}'):
+        log_softmax_topk(x, k)
+
+
+@pytest.mark.parametrize('T,N,R,C', [(0, 3, 2, 4), (1, 1, 1, 1), (3, 5, 9, 7), (2, 40, 33, 64), (5, 4, 0, 8)])
+def test_gather_rows_of_each_step(T, N, R, C):
+    rng = np.random.default_rng(T + N)
+    x, rows = rng.standard_normal((T, N, C)).astype('f'), rng.integers(0, N, R).astype(np.int32)
+    y = np.full((T, R, C), np.nan, 'f')
+    launch('gather_rows', y, x, rows, T, N, R, C)
+    assert np.array_equal(y, x[:, rows])
 
 
 def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
@@ -787,6 +913,13 @@ def test_a_batch_that_cannot_be_packed_is_refused_and_nothing_outside_is_written
     assert guarded[0] == guarded[-1] == 77
     with pytest.raises(ValueError, match='pack_sequences: N=4 B=0 total=2147483648, expected total from 0 to 2'):
         launch('pack_sequences', None, None, None, table, starts, rows, 4, 0, 1 << 31, -1)
+
+
+@pytest.mark.parametrize('bad', [-1, 3])
+def test_gather_rows_refuses_a_row_outside_the_array(bad):
+    y, x = np.zeros((2, 2, 4), 'f'), np.zeros((2, 3, 4), 'f')
+    with pytest.raises(ValueError, match=rf'gather_rows: rows\[1\]={bad}, expected 0 to 2'):
+        launch('gather_rows', y, x, np.array([0, bad], np.int32), 2, 3, 2, 4)
 
 
 @pytest.mark.parametrize('kernel,dtype', [('gather_pixels', np.uint8), ('gather_sequences', np.int32)])

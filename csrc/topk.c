@@ -1,0 +1,131 @@
+/* topk.c - the k largest elements of each row and their log softmax; the same for the logits of the output layer.
+ *
+ * A row is processed in chunks of columns, with a maximum and a sum of exponentials each, which are combined in order: so the
+ * logits of a chunk are used while they are in cache, and are never in memory at once.  A chunk whose maximum is below the k-th
+ * largest element so far is not searched, so few elements are compared one by one.  A result depends on its row alone, and not
+ * on the number of rows or threads.
+ */
+#include <math.h>
+#include "internal.h"
+
+enum { COLUMNS = 512, ROWS = 128, PART = 128 };         /* of a chunk; columns that are searched or skipped together */
+
+static int64_t chunks_of(int64_t C) { return (C + COLUMNS - 1) / COLUMNS; }
+
+/* ---- the largest keys (internal.h), descending; 0 is none ---- */
+static void insert(uint64_t *best, int64_t k, uint64_t key) {
+    int64_t j = k - 1;
+    if (key <= best[j]) return;
+    for (; j && best[j - 1] < key; j--) best[j] = best[j - 1];
+    best[j] = key;
+}
+
+/* Search n columns, which start with column `first`. */
+static void search(const pyops_kernels *kernels, uint64_t *best, int64_t k, const float *x, int64_t n, int64_t first) {
+    for (int64_t from = 0; from < n; from += PART) {
+        const int64_t end = pyops_min(from + PART, n);
+        if (kernels->max(x + from, end - from) < pyops_key_value(best[k - 1])) continue;        /* false if either is NaN */
+        for (int64_t c = from; c < end; c++) insert(best, k, pyops_key_of(x[c], first + c));
+    }
+}
+
+/* ---- the sum of exponentials ---- */
+typedef struct { float max, sum; } part;                /* of a chunk: the sum of exp(x - max) */
+
+static part part_of(const pyops_kernels *kernels, const float *x, int64_t n) {
+    const float max = kernels->max(x, n);
+    return (part){max, kernels->sum_exp(x, max, n)};
+}
+
+/* Write the results of a row; parts are `step` apart. */
+static void finish(int32_t *index, float *logp, const uint64_t *best, int64_t k, const part *parts, int64_t chunks,
+                   int64_t step) {
+    const float max = pyops_key_value(best[0]);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < chunks; i++) {
+        const part p = parts[i * step];
+        if (!(p.max == -INFINITY && max > p.max)) sum += p.sum * expf(p.max - max);
+    }
+    const float log_sum = logf(sum);
+    for (int64_t j = 0; j < k; j++) {
+        index[j] = pyops_key_index(best[j]);
+        logp[j] = pyops_key_value(best[j]) - max - log_sum;
+    }
+}
+
+pyops_status pyops_log_softmax_topk(int32_t *index, float *logp, const float *x, int64_t R, int64_t C, int64_t k,
+                                    void *stream) {
+    (void)stream;
+    const pyops_status status = check_topk("log_softmax_topk", R, C, k);
+    if (status) return status;
+    const pyops_kernels *kernels = pyops_active();
+    const int64_t chunks = chunks_of(C);
+    int failed = 0;
+    #pragma omp parallel if (R * C > PYOPS_SHARE_EXPS)
+    {
+        part *parts = (part *)pyops_scratch_or_fail((size_t)(2 * chunks), &failed);
+        #pragma omp for schedule(static)
+        for (int64_t r = 0; r < R; r++) {
+            uint64_t best[PYOPS_TOPK] = {0};
+            for (int64_t i = 0; i < chunks && parts; i++) {
+                const float *x_i = x + r * C + i * COLUMNS;
+                const int64_t n = pyops_min(COLUMNS, C - i * COLUMNS);
+                parts[i] = part_of(kernels, x_i, n);
+                search(kernels, best, k, x_i, n, i * COLUMNS);
+            }
+            if (parts) finish(index + r * k, logp + r * k, best, k, parts, chunks, 1);
+        }
+    }
+    return failed ? pyops_fail(PYOPS_NO_MEMORY, "log_softmax_topk: no memory for %lld chunks", LL(chunks)) : PYOPS_OK;
+}
+
+/* keys (R,k) of 64 bits, aligned; parts (chunks,R) */
+int64_t pyops_linear_topk_work(int64_t R, int64_t D, int64_t V, int64_t k) {
+    (void)D;
+    return 2 * R * k + 1 + 2 * chunks_of(V) * R;
+}
+
+pyops_status pyops_linear_topk(int32_t *index, float *logp, const float *x, const float *weight, const float *bias, float *work,
+                               int64_t R, int64_t D, int64_t V, int64_t k, void *stream) {
+    (void)stream;
+    const pyops_status status = check_topk("linear_topk", R, V, k);
+    if (status) return status;
+    PYOPS_REQUIRE(D >= 0, "linear_topk: D=%lld, expected at least 0", LL(D));
+    const pyops_kernels *kernels = pyops_active();
+    uint64_t *const best = (uint64_t *)(((uintptr_t)work + 7) & ~(uintptr_t)7);
+    part *const parts = (part *)(best + R * k);
+    memset(best, 0, (size_t)(R * k) * sizeof *best);
+    const int64_t product = pyops_round_up((int64_t)pyops_product_scratch(kernels), 2);
+    const int64_t packed = pyops_packed_b_size(kernels, D, COLUMNS), logits = ROWS * COLUMNS;
+    int failed = 0;
+    #pragma omp parallel if (R * D * V > PYOPS_SHARE_FMAS || D * V > PYOPS_SHARE_FLOATS)
+    {
+        float *scratch = pyops_scratch_or_fail((size_t)(product + packed + logits + 2 * R * k), &failed);
+        float *const weight_packed = scratch + product, *const z = weight_packed + packed;
+        uint64_t *const own = (uint64_t *)(z + logits);
+        if (scratch) memset(own, 0, (size_t)(R * k) * sizeof *own);
+        #pragma omp for schedule(static)
+        for (int64_t v = 0; v < V; v += COLUMNS) {
+            const int64_t n = pyops_min(COLUMNS, V - v);
+            const pyops_view w = {weight + v * D, 1, D};
+            if (scratch && R > PYOPS_FEW_ROWS) pyops_pack_b(kernels, weight_packed, w, D, n, 0, n);
+            for (int64_t first = 0; first < R && scratch; first += ROWS) {
+                const int64_t rows = pyops_min(ROWS, R - first);
+                const pyops_view x_first = {x + first * D, D, 1};
+                if (R > PYOPS_FEW_ROWS)
+                    pyops_product_packed(kernels, z, COLUMNS, x_first, weight_packed, bias + v, rows, n, D, 0, n, 0, scratch);
+                else pyops_product(kernels, z, COLUMNS, x_first, w, bias + v, rows, n, D, 0, scratch);
+                for (int64_t r = 0; r < rows; r++) {
+                    parts[v / COLUMNS * R + first + r] = part_of(kernels, z + r * COLUMNS, n);
+                    search(kernels, own + (first + r) * k, k, z + r * COLUMNS, n, v);
+                }
+            }
+        }
+        #pragma omp critical
+        for (int64_t i = 0; i < R * k && scratch; i++)
+            if (own[i]) insert(best + i / k * k, k, own[i]);
+    }
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "linear_topk: no memory for %lld packed words", LL((int64_t)COLUMNS));
+    for (int64_t r = 0; r < R; r++) finish(index + r * k, logp + r * k, best + r * k, k, parts + r, chunks_of(V), R);
+    return PYOPS_OK;
+}
