@@ -4,7 +4,7 @@
     python -m seq2seq.evaluate -c ckpt --json          the scores as JSON
 """
 from pyops.errors import exits_cleanly
-from pyops.text.flags import evaluation_parser
+from pyops.text.flags import evaluation_parser, parse_evaluation
 from seq2seq import translate
 
 PROGRAM = 'seq2seq.evaluate'
@@ -15,7 +15,7 @@ def parser():
 
 
 def main(argv=None):
-    args = parser().parse_args(argv)
+    args = parse_evaluation(parser(), argv)
     from pyops.text import serving
     serving.evaluate(args, translate.open_checkpoint)
 

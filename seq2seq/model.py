@@ -152,16 +152,35 @@ class Seq2Seq:
         _, last, _ = self.encoder.forward(source)
         return last[-1], last
 
-    def next(self, word, state):
-        """Decode one token.  word (B,) int32: the previous token.  Return h (B, H) for the output layer, and the next state."""
-        context, states = state
+    def next(self, word, state, parents=None):
+        """Decode one token.  word (R,) int32: the previous tokens.  Return h (R, H) for the output layer, and the next state.
+
+        parents (R,) int32: row r continues row parents[r] of the state; None: row r.
+        """
+        context, states = state if parents is None else self._rows(state, parents)
         h, states, _ = self.decoder.forward(word[None], context, states)
         return h[0], (context, states)
+
+    def keep(self, state, sentences):
+        """Return a state without the other sentences, for a call of next() with parents.  Here it is the same: all arrays are
+        rows of hypotheses, and next() reads only the parents."""
+        return state
+
+    @staticmethod
+    def _rows(state, rows):
+        """Return the state of these rows."""
+        def gathered(x):
+            y = backend.empty((len(rows), x.shape[1]), name='decoder.reordered')
+            backend.gather_rows(y[None], x[None], rows)
+            return y
+        context, states = state
+        return gathered(context), [gathered(h) for h in states]
 
     def translate(self, source):
         """Translate source (T, B), B >= 1, greedily.  Return at most num_steps tokens (., B) int32, <pad> after <eos>."""
         return greedy(self, source, self.config.num_steps)
 
-    def decoding(self):
-        """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged."""
-        return Decoder(self, self.config.num_steps)
+    def decoding(self, num_steps=None):
+        """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged.
+        num_steps: the largest number of tokens, at most that of the config and by default equal to it."""
+        return Decoder(self, num_steps or self.config.num_steps)

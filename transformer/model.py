@@ -240,11 +240,32 @@ class EncoderBlock:
 
 
 class Cache(NamedTuple):
-    """Decoder cache of one block: keys and values of the tokens so far and of the source, (T, B, D) each."""
+    """Decoder cache of one block: keys and values of the tokens so far, (T, R, D) each for R hypotheses, and of the source,
+    (T, B, D) each.  spare: two arrays like k and v, or None; reordered() writes to them, so k and v alternate between two pairs
+    of arrays and plans can be replayed."""
     k: np.ndarray
     v: np.ndarray
     source_k: np.ndarray
     source_v: np.ndarray
+    spare: tuple[np.ndarray, np.ndarray] | None = None
+
+    def reordered(self, parents, t):
+        """Return a Cache of len(parents) hypotheses: the first t tokens of hypothesis r are those of parents[r]."""
+        T, R, D = self.k.shape
+        spare = self.spare
+        if spare is None or spare[0].shape[1] != len(parents):
+            spare = tuple(backend.empty((T, len(parents), D), name=f'decoder.cache.{name}') for name in 'kv')
+        for new, old in zip(spare, (self.k, self.v), strict=True):
+            backend.gather_rows(new[:t], old[:t], parents)
+        return self._replace(k=spare[0], v=spare[1], spare=(self.k, self.v) if len(parents) == R else None)
+
+    def kept(self, sentences):
+        """Return a Cache with the source's keys and values of these sentences only."""
+        T, _, D = self.source_k.shape
+        kept = [backend.empty((T, len(sentences), D), name='decoder.cache.source') for _ in range(2)]
+        for new, old in zip(kept, (self.source_k, self.source_v), strict=True):
+            backend.gather_rows(new, old, sentences)
+        return self._replace(source_k=kept[0], source_v=kept[1])
 
 
 class DecoderBlock:
@@ -275,15 +296,24 @@ class DecoderBlock:
                      self.cross_attention.k.forward(memory)[0], self.cross_attention.v.forward(memory)[0])
 
     def next(self, x, t, cache, lengths):
-        """Return the block's output for x (1, B, D), token t of the target; its keys and values are added to the cache."""
+        """Return the block's output for x (1, R, D), token t of the target; its keys and values are added to the cache.
+
+        R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the hypotheses
+        of a sentence are queries (R / B, B, D) with the same keys, of which there is one copy.
+        """
         def look_back(n):
             backend.copy(cache.k[t], self.self_attention.k.forward(n)[0])
             backend.copy(cache.v[t], self.self_attention.v.forward(n)[0])
             return self.self_attention.look_up(n, cache.k[:t + 1], cache.v[:t + 1])
 
         x, _ = self.first.forward(x, look_back, None)
-        x, _ = self.second.forward(
-            x, lambda n: self.cross_attention.look_up(n, cache.source_k, cache.source_v, lengths), None)
+        def look_at_source(n):
+            _, R, D = n.shape
+            B = cache.source_k.shape[1]
+            y, c = self.cross_attention.look_up(n.reshape(R // B, B, D), cache.source_k, cache.source_v, lengths)
+            return y.reshape(1, R, D), c
+
+        x, _ = self.second.forward(x, look_at_source, None)
         return self.third.forward(x, self.feed_forward.forward, None)[0]
 
 
@@ -390,9 +420,10 @@ class Transformer:
         """Translate source (T, B), B >= 1, greedily.  Return at most num_steps tokens (., B) int32, <pad> after <eos>."""
         return greedy(self, source, self.config.num_steps)
 
-    def decoding(self):
-        """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged."""
-        return Decoder(self, self.config.num_steps)
+    def decoding(self, num_steps=None):
+        """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged.
+        num_steps: the largest number of tokens, at most that of the config and by default equal to it."""
+        return Decoder(self, num_steps or self.config.num_steps)
 
     def start(self, source):
         """Encode source (T, B).  Return the State before the first token."""
@@ -400,13 +431,24 @@ class Transformer:
         memory, _ = self.encoder.forward(source, lengths)
         return State(0, [block.start(memory, self.config.num_steps) for block in self.decoder.blocks], lengths)
 
-    def next(self, word, state):
-        """Decode one token.  word (B,) int32: the previous token.  Return h (B, D) for the output layer, and the next State.
+    def next(self, word, state, parents=None):
+        """Decode one token.  word (R,) int32: the previous tokens.  Return h (R, D) for the output layer, and the next State.
 
-        Only this token's row is computed; earlier keys and values are in the caches, which are updated in place.
+        Only this token's row is computed; earlier keys and values are in the caches.
+        parents (R,) int32: row r continues row parents[r] of the state; R is a multiple of the number of sentences B, and row r
+        belongs to sentence r % B.  None: row r continues row r, and the caches are updated in place.
         """
+        if parents is not None:
+            state = state._replace(caches=[cache.reordered(parents, state.t) for cache in state.caches])
         x, _ = self.decoder.enter(word[None], first=state.t)
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
             x = block.next(x, state.t, cache, state.lengths)
         h, _ = self.decoder.leave(x)
         return h[0], state._replace(t=state.t + 1)
+
+    def keep(self, state, sentences):
+        """Return a State without the other sentences, for a call of next() with parents.  sentences (B',) int32 in host memory,
+        ascending."""
+        lengths = backend.put(backend.get(state.lengths)[sentences])
+        sentences = backend.put(sentences)
+        return state._replace(caches=[cache.kept(sentences) for cache in state.caches], lengths=lengths)

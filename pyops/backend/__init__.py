@@ -227,6 +227,14 @@ def copy(y, x):
     launch('strided_unary', y, x, np.array([y.size], np.int64), np.ones(2, np.int64), 1, library.cpu().lib.PYOPS_OP_COPY)
 
 
+def gather_rows(y, x, rows):
+    """Compute y[t, r] = x[t, rows[r]]: y (T, R, C) and x (T, N, C) C-contiguous float32, rows (R,) int32."""
+    (T, R, C), N = y.shape, x.shape[1]
+    if x.shape != (T, N, C) or rows.shape != (R,):
+        raise ValueError(f'gather_rows: y {y.shape}, x {x.shape} and rows {rows.shape} do not fit')
+    launch('gather_rows', y, x, rows, T, N, R, C)
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 def is_recorded():

@@ -1,7 +1,7 @@
 """Evaluation of a translator on sentences held out from its training: raw text in and out, scored by sacrebleu.
 
     sources, references = test_set(corpus, fraction)
-    report = evaluate(translator.translate(sources), sources, references)
+    report = evaluate([text for ((text, _),) in translator.translate(sources)], sources, references)
 """
 from pyops.errors import UserError
 from pyops.text.split import hold_out
@@ -90,6 +90,9 @@ def _sacrebleu():
 def text(report):
     """Return the lines about a report of `evaluate`."""
     lines = []
+    if 'beam' in report:                                        # pyops.text.serving adds it
+        lines.append('greedy decoding' if report['beam'] == 1 else
+                     f'beam search    : beam {report["beam"]}, length penalty {report["length_penalty"]:g}')
     for name, key in (('one reference', 'one_reference'), ('all references', 'all_references')):
         scores = report[key]
         lines += [f'{name:15}: BLEU {scores["bleu"]:5.2f}   chrF {scores["chrf"]:5.2f}   exact {scores["exact"]:.1%}',

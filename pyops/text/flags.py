@@ -20,6 +20,9 @@ from pyops.settings import add_preset_flag, add_setting
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
 DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, quant='none', quant_layers='')
 FIXED = 'seed', 'tiny', 'pairs', 'min_count', 'hold_out'        # a resumed run keeps them
+BEAM = 5                                                        # --beam
+LENGTH_PENALTY = 0.6                                            # --length-penalty
+LARGEST_BEAM = 32                                               # PYOPS_TOPK
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
 
@@ -83,6 +86,7 @@ def serving_parser(program):
                        help='with --test: the corpus of the training run (default: fra-eng if found, else embedded)')
     group.add_argument('--data-dir', metavar='DIR',
                        help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+    _add_search_flags(p, 'print')
     add_threads_flag(p, 'translation')
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
@@ -90,7 +94,7 @@ def serving_parser(program):
 
 
 def evaluation_parser(program):
-    """Return the parser of a program that evaluates a checkpoint on held-out sentences."""
+    """Return the parser of a program that evaluates a checkpoint on held-out sentences; use it with `parse_evaluation`."""
     p = ArgumentParser(prog=f'python -m {program}', description='Score the translations of held-out sentences: BLEU, chrF.')
     group = p.group('evaluation')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
@@ -107,15 +111,44 @@ def evaluation_parser(program):
     group.add_argument('--json', action='store_true', help='print the scores as one line of JSON, and nothing else')
     group.add_argument('-o', '--output', type=output_file, metavar='FILE',
                        help='write source, translation and references of each sentence, separated by tabs')
+    _add_search_flags(p, 'with --output: write')
     add_threads_flag(p, 'evaluation')
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint')
     return p
 
 
+def _add_search_flags(parser, output):
+    """Add the flags of beam search; output: what --nbest and --scores do with their results."""
+    group = parser.group('beam search')
+    group.add_argument('--beam', type=int_up_to(LARGEST_BEAM), default=BEAM, metavar='N',
+                       help='hypotheses per sentence; 1: greedy decoding (default %(default)s)')
+    group.add_argument('--nbest', type=int_up_to(LARGEST_BEAM), default=1, metavar='N',
+                       help=f'{output} the N best translations of each sentence, at most --beam (default %(default)s)')
+    group.add_argument('--length-penalty', type=non_negative_float, default=LENGTH_PENALTY, metavar='X',
+                       help='divide the log probability of a translation by its length to the power of X (default %(default)s)')
+    group.add_argument('--scores', action='store_true', help=f'{output} the score of each translation')
+
+
+def _check_search(parser, args):
+    if args.nbest > args.beam:
+        parser.error(f'--nbest {args.nbest}: expected at most --beam {args.beam}; lower --nbest or raise --beam')
+
+
+def parse_evaluation(parser, argv):
+    """Return the parsed flags of an `evaluation_parser`."""
+    args = parser.parse_args(argv)
+    _check_search(parser, args)
+    for flag, given in ((f'--nbest {args.nbest}', args.nbest > 1), ('--scores', args.scores)):
+        if given and not args.output:
+            parser.error(f'{flag}: expected --output FILE, the file to write to')
+    return args
+
+
 def parse_serving(parser, argv):
     """Return the parsed flags of a `serving_parser`."""
     args = parser.parse_args(argv)
+    _check_search(parser, args)
     if args.test and args.sentence:
         parser.error(f'--test {args.test}: expected no sentence, got {args.sentence[0]!r}; it translates held-out sentences')
     return args

@@ -5,6 +5,8 @@ A program calls these functions with its own function open_checkpoint(path, args
 from pyops.errors import UserError
 from pyops.flags import use_device
 
+_BATCHES = 16       # translated together by evaluate(), sorted by length
+
 
 def translate(args, open_checkpoint):
     """Do what the flags of pyops.text.flags.serving_parser ask: translate sentences or standard input, or run the test."""
@@ -23,9 +25,11 @@ def load(path, program, build, lines, args=None):
     """Load the checkpoint that -c names, print lines about it, and return the Translator and the checkpoint's state.
 
     build(settings, source_size, target_size): returns the model;  lines: as for Translator
-    args: the parsed flags.  Quantization is as in the training run unless args has another --quant.
+    args: the parsed flags.  Quantization is as in the training run unless args has another --quant.  Decoding is greedy unless
+    args has the flags of beam search.
     """
     from pyops import checkpoint, fit, quantization
+    from pyops.text.decoding import Search
     from pyops.text.training import check_program
     from pyops.text.translation import Translator
     from pyops.text.vocabulary import Vocabulary
@@ -43,7 +47,8 @@ def load(path, program, build, lines, args=None):
         print(model.config.ops.check())
     fit.restore(model.params, None, found.tensors, found.path)
     print('loaded from checkpoint')
-    return Translator(model, *vocabularies, model.config.num_steps, lines), state
+    search = Search(model.config.num_steps, args.beam, args.nbest, args.length_penalty) if hasattr(args, 'beam') else None
+    return Translator(model, *vocabularies, model.config.num_steps, lines, search, getattr(args, 'scores', False)), state
 
 
 def serve(args, open_checkpoint):
@@ -81,16 +86,19 @@ def evaluate(args, open_checkpoint):
         sources, references, left_out = evaluation.test_set(corpus, fraction, args.part)
         print(f'{args.part} : {len(sources)} sentences; {left_out} more have a translation that occurs in training', flush=True)
     sources, references = sources[:args.first], references[:args.first]
-    outputs = []
+    outputs, at_once = [], _BATCHES * args.batch_size
     with Progress(len(sources), 'sentences', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
-        for first in range(0, len(sources), args.batch_size):
-            outputs += translator.translate(sources[first:first + args.batch_size], args.batch_size)
+        for first in range(0, len(sources), at_once):
+            outputs += translator.translate(sources[first:first + at_once], args.batch_size, args.beam, args.nbest,
+                                            args.length_penalty, scores=args.scores)
             progress.update(len(outputs))
     if args.output:
         with open(args.output, 'w', encoding='utf-8') as file:
-            for source, output, some in zip(sources, outputs, references, strict=True):
-                print(source, output, *some, sep='\t', file=file)
-    report = evaluation.evaluate(outputs, sources, references)
+            for source, found, some in zip(sources, outputs, references, strict=True):
+                for text, score in found:
+                    print(source, text, *([f'{score:.4f}'] if args.scores else []), *some, sep='\t', file=file)
+    report = dict(beam=args.beam, length_penalty=args.length_penalty) | evaluation.evaluate(
+        [text for (text, _), *_ in outputs], sources, references)
     print(json.dumps(report) if args.json else evaluation.text(report))
 
 

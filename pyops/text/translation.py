@@ -12,13 +12,16 @@ from pyops.data import locate
 from pyops.data.batches import gather
 from pyops.errors import UserError
 from pyops.text.corpus import Corpus, encode
+from pyops.text.decoding import BeamDecoder, Search
 from pyops.text.detokenize import detokenize
+from pyops.text.flags import BEAM, LENGTH_PENALTY
 from pyops.text.preprocess import tokenize
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary, tokens_of
 
 TINY = 512              # pairs
 EMBEDDED = 'embedded'   # instead of a file name
 _SHOWN = 60             # characters of a sentence shown in a warning
+_GPU_ROWS = 64          # sentences of every batch on a GPU
 
 
 def open_corpus(path=None, data_dir=None, tiny=False):
@@ -88,36 +91,76 @@ def sentence(words):
 class Translator:
     """A model with fixed weights, its two vocabularies, the sentence length, and the format of answers.
 
-    model.decoding() returns decode(source (T, B)) -> ids (T', B).  lines(source tokens, output tokens), both with <eos>,
-    returns the lines to print.
+    model.decoding(num_steps) returns decode(source (T, B)) -> ids (T', B); pyops.text.decoding has the rest that a model
+    provides.  lines(source tokens, output tokens), both with <eos>, returns the lines to print.
+    search: the settings of answer() and sentences(), None for greedy decoding;  scores: whether answer() adds the scores
     """
     model: object
     source_vocabulary: Vocabulary
     target_vocabulary: Vocabulary
     num_steps: int
     lines: Callable
+    search: Search | None = None
+    scores: bool = False
 
     @functools.cached_property
-    def _decode(self):
-        return self.model.decoding()
+    def _decoders(self):
+        return {}
 
     def sentences(self, sources, batch_size=128):
         """Translate sentences, given and returned as in a Corpus, without <eos>."""
-        return [sentence(words) for words in self._words(sources, batch_size)]
+        return [sentence(words) for (words, _), *_ in self._words(sources, self.search or self._search(), batch_size)]
 
-    def translate(self, texts, batch_size=128):
-        """Translate sentences of raw text, and return raw text; case and spaces are restored by rule (pyops.text.detokenize).
-        A text without words gives ''."""
+    def translate(self, texts, batch_size=64, beam=BEAM, nbest=1, length_penalty=LENGTH_PENALTY, max_len=None, scores=True):
+        """Translate sentences of raw text by beam search (docs/beam_search.md).  Return for each a list of at most `nbest`
+        pairs (text, score), the best first.
+
+        Case and spaces of the texts are restored by rule (pyops.text.detokenize).  A text without words gives [('', 0.0)].
+        beam=1: greedy decoding.  scores=False: it is faster, and its scores are None.
+        max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
+        On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
+        UserError for a setting that is out of range.
+        """
+        search = self._search(beam, nbest, length_penalty, max_len)
         sources = [tokenize(text) for text in texts]
-        outputs = self._words([source for source in sources if source], batch_size)
-        return [detokenize(word for word in next(outputs) if word != SPECIALS[EOS]) if source else '' for source in sources]
+        outputs = iter(self._words([source for source in sources if source], search, batch_size, scores))
+        return [[(detokenize(word for word in words if word != SPECIALS[EOS]), score) for words, score in next(outputs)]
+                if source else [('', 0.0)] for source in sources]
 
-    def _words(self, sources, batch_size):
-        for first in range(0, len(sources), batch_size):
-            source = encode(list(map(self._read, sources[first:first + batch_size])), self.source_vocabulary, self.num_steps)
-            output = self._decode(backend.put(np.ascontiguousarray(source.T)))
-            for ids in output.T:
-                yield self.target_vocabulary.words(ids[ids != PAD])
+    def _search(self, beam=1, nbest=1, length_penalty=LENGTH_PENALTY, max_len=None):
+        if max_len is not None and max_len > self.num_steps:
+            raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
+        return Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
+
+    def _words(self, sources, search, batch_size, scores=False):
+        """Return for each source a list of pairs: the words of a translation, with <eos>, and its score.
+
+        Batches have sentences of about equal length, so that few of them wait for a longer one.
+        """
+        source = encode(list(map(self._read, sources)), self.source_vocabulary, self.num_steps)
+        order = np.argsort((source != PAD).sum(1), kind='stable')
+        decode, rows = self._decoder(search, scores), _rows(batch_size)
+        results = [None] * len(source)
+        for first in range(0, len(source), rows):
+            some = order[first:first + rows]
+            padded = np.resize(some, rows) if not backend.current_device().is_host else some
+            found = decode(backend.put(np.ascontiguousarray(source[padded].T)))
+            for i, hypotheses in zip(some, found, strict=False):
+                results[i] = [(self.target_vocabulary.words(ids[ids != PAD]), score) for ids, score in hypotheses]
+        return results
+
+    def _decoder(self, search, scores):
+        """Return decode(source (T, B)) -> for each sentence a list of pairs (ids, score).  It is kept for the next call."""
+        is_greedy = search.beam == 1 and not scores
+        key = (search.max_len, 1) if is_greedy else search
+        if key not in self._decoders:
+            if is_greedy:
+                greedy = self.model.decoding(search.max_len)
+                self._decoders[key] = lambda source: [[(ids, None)] for ids in greedy(source).T]
+            else:
+                beam = BeamDecoder(self.model, search)
+                self._decoders[key] = lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
+        return self._decoders[key]
 
     def _read(self, source):
         """Return the tokens of a sentence in the forms that the vocabulary contains."""
@@ -135,8 +178,17 @@ class Translator:
             start = line if len(line) <= _SHOWN else line[:_SHOWN] + '...'
             print(f'warning: too long, only the first {self.num_steps} of {len(read)} tokens, end mark included, are read: '
                   f'{start!r}', file=sys.stderr, flush=True)
-        (words,) = self._words([tokens], 1)
-        yield from self.lines(read[:self.num_steps], words)
+        (found,) = self._words([tokens], self.search or self._search(), 1, self.scores)
+        for i, (words, score) in enumerate(found):
+            *before, last = self.lines(read[:self.num_steps], words)
+            yield from before[:0 if i else None]                # the source only once
+            yield f'{last}   {score:.4f}' if self.scores else last
+
+
+def _rows(batch_size):
+    """Return the number of sentences in a batch.  On a GPU every batch has the same: its products divide a sum according to the
+    number of rows, so the last bits of a translation would depend on batch_size, and 64 sentences take the time of one."""
+    return batch_size if backend.current_device().is_host else _GPU_ROWS
 
 
 def check_vocabularies(path, state, vocabularies, pairs):

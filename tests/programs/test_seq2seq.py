@@ -274,6 +274,34 @@ def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
     assert list(translator.answer(' . '))[0] == '. <eos>' and list(translator.answer('<eos>')) == []
 
 
+def test_translate_prints_the_n_best_with_their_scores(trained, capsys):
+    folder, _ = trained
+    said = {}
+    for flags in ('--beam 1', '--beam 4', '--beam 4 --nbest 3 --scores', '--beam 1 --scores',
+                  '--beam 4 --scores --length-penalty 0'):
+        translate.main(['-c', str(folder / 'ckpt'), *flags.split(), 'I sleep.'])
+        said[flags] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(('i sleep', 'translate res'))]
+    assert all(lines[0] == 'i sleep . <eos>' for lines in said.values())
+    best = said['--beam 4'][1]
+    _, *three = said['--beam 4 --nbest 3 --scores']
+    assert len(three) == 3 and three[0].rsplit(None, 1)[0] == best
+    scores = [float(line.rsplit(None, 1)[1]) for line in three]
+    assert scores == sorted(scores, reverse=True) and scores[0] <= 0
+    assert said['--beam 1 --scores'][1].rsplit(None, 1)[0] == said['--beam 1'][1]
+    assert float(said['--beam 4 --scores --length-penalty 0'][1].rsplit(None, 1)[1]) <= scores[0]      # a sum, not a mean
+
+
+@pytest.mark.parametrize('flags,text', [
+    ('--beam 0', 'error: --beam: expected a whole number from 1 to 32, got '), ('--beam 33', 'error: --beam: '),
+    ('--nbest 6', '--nbest 6: expected at most --beam 5; lower --nbest or raise --beam'),
+    ('--length-penalty -1', 'error: --length-penalty: expected a finite number >= 0, got ')])
+def test_bad_settings_of_the_search_exit_with_status_2_and_one_line(flags, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        translate.main(['-c', 'nowhere', *flags.split(), 'Go.'])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and len(error.splitlines()) == 1 and text in error
+
+
 def test_decoding_is_translation_when_it_is_recorded_and_replayed_too(trained):
     folder, _ = trained
     translator, _ = translate.open_checkpoint(folder / 'ckpt')

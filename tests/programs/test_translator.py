@@ -288,7 +288,8 @@ def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, cap
             'a larger --num-steps cuts fewer\n') in capsys.readouterr().out
     translator, _ = seq2seq_translate.open_checkpoint(tmp_path / 'ckpt')
     read = []
-    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
+    monkeypatch.setattr(Seq2Seq, 'decoding',
+                        lambda self, num_steps: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
     trained = Pairs.encode(Corpus.load(corpus), translator.source_vocabulary, translator.target_vocabulary, 6).source
     translator.sentences(list(Corpus.load(corpus).sources))
     capsys.readouterr()
@@ -332,7 +333,8 @@ def test_typographic_quotes_are_read_in_the_forms_that_were_trained(tmp_path, mo
     for typed in ('I don’t sleep.', '“I don’t sleep.”', '‘I donʼt sleep.’', '«I don’t sleep.»', '„I don‘t sleep.“'):
         assert list(translator.answer(typed)) == plain
     read = []
-    monkeypatch.setattr(Seq2Seq, 'decoding', lambda self: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
+    monkeypatch.setattr(Seq2Seq, 'decoding',
+                        lambda self, num_steps: lambda source: read.extend(source.T.tolist()) or source[:1] * 0 + EOS)
     translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
     translator.sentences(['i don’t sleep .', "i don't sleep ."])
     assert read[0] == read[1] and UNK not in read[0]

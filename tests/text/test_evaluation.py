@@ -148,9 +148,32 @@ def test_a_model_that_learned_scores_on_sentences_that_it_has_not_seen(trained, 
     told = capsys.readouterr()
     report = json.loads(told.out)           # nothing else on standard output
     assert report['one_reference']['bleu'] == pytest.approx(bleu, abs=0.005) and 'loaded from checkpoint' in told.err
-    assert report == evaluation.evaluate([row[1] for row in rows], sources, references)
+    assert report == dict(beam=5, length_penalty=0.6) | evaluation.evaluate([row[1] for row in rows], sources, references)
+    assert 'beam search    : beam 5, length penalty 0.6\n' in text
     evaluate.main([*arguments[:4], '--json', '--part', 'validation', '--first', '5'])
     assert json.loads(capsys.readouterr().out)['sentences'] == 5
+
+
+def test_an_evaluation_writes_the_n_best_translations_with_their_scores(trained, tmp_path, capsys):
+    pytest.importorskip('sacrebleu', reason='sacrebleu is not installed: pip install sacrebleu')
+    evaluate, folder = trained
+    out, arguments = tmp_path / 'out.tsv', ['-c', str(folder), '-f', 'embedded', '--first', '6']
+    evaluate.main([*arguments, '-o', str(out), '--beam', '4', '--nbest', '3', '--scores', '--length-penalty', '1', '--json'])
+    report = json.loads(capsys.readouterr().out)
+    assert report['beam'] == 4 and report['length_penalty'] == 1.0 and report['sentences'] == 6
+    rows = [line.split('\t') for line in out.read_text().splitlines()]
+    assert len(rows) == 18 and [row[0] for row in rows[::3]] == [row[0] for row in rows[1::3]]
+    for first in range(0, 18, 3):
+        scores = [float(row[2]) for row in rows[first:first + 3]]
+        assert scores == sorted(scores, reverse=True) and scores[0] <= 0
+    evaluate.main([*arguments, '--beam', '1'])
+    assert 'greedy decoding\n' in capsys.readouterr().out
+    for flags, text in (('--scores', '--scores: expected --output FILE, the file to write to'),
+                        ('--nbest 2', '--nbest 2: expected --output FILE, the file to write to'),
+                        ('--beam 2 --nbest 3', '--nbest 3: expected at most --beam 2; lower --nbest or raise --beam')):
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([*arguments, *flags.split()])
+        assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(f'error: {text}; see --help')
 
 
 def test_a_checkpoint_without_held_out_sentences_is_an_error(tmp_path, capsys):

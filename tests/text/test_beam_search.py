@@ -1,0 +1,362 @@
+"""Beam search: against a search in float64 that computes every prefix anew, and all sequences; batches of any size.
+
+Runs with a tiny model in numpy and with both translators.
+"""
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from places import get, on_the_cpu, put
+from translation import small_corpus, train_steps
+
+from pyops.errors import UserError
+from pyops.text import decoding
+from pyops.text.decoding import REPEATS, BeamDecoder, Beams, Decoder, Search
+from pyops.text.translation import Translator
+from pyops.text.vocabulary import BOS, EOS
+from seq2seq.model import Config as Seq2SeqConfig
+from seq2seq.model import Seq2Seq
+from transformer.model import Config as TransformerConfig
+from transformer.model import Transformer
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+def repeats(tokens):
+    """Whether the tokens end in REPEATS copies of an n-gram."""
+    return any(tokens[-n:] * REPEATS == tokens[-n * REPEATS:] for n in range(1, len(tokens) // REPEATS + 1))
+
+
+def reference(log_probabilities, search, eos=EOS):
+    """Search with log_probabilities(prefix) -> (V,), to the end.  Return [(tokens, score, is_cut)], the best first."""
+    live, finished = [((), 0.0)], []
+    for length in range(1, search.max_len + 1):
+        candidates = [((*tokens, v), total + logp) for tokens, total in live
+                      for v, logp in enumerate(log_probabilities(tokens))]
+        candidates.sort(key=lambda candidate: -candidate[1])
+        live = []
+        for tokens, total in candidates[:search.beam - len(finished)]:
+            is_cut = tokens[-1] != eos and repeats(tokens)
+            if tokens[-1] == eos or is_cut or length == search.max_len:
+                finished.append((tokens, total / length ** search.length_penalty, is_cut))
+            else:
+                live.append((tokens, total))
+    return sorted(finished, key=lambda found: (found[2], -found[1]))[:search.nbest]
+
+
+def log_softmax(logits):
+    logits = logits.astype(np.float64)
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
+def assert_same(found, want):
+    assert [tuple(hypothesis.tokens) for hypothesis in found] == [tokens for tokens, _, _ in want]
+    for hypothesis, (_, score, is_cut) in zip(found, want, strict=True):
+        assert abs(hypothesis.score - score) <= 1e-5 * (1 + abs(score)) and hypothesis.is_cut == is_cut
+
+
+# ---- a tiny recurrent model in numpy --------------------------------------------------------------------------------
+
+class Tiny:
+    """h = tanh(W h + embedding[word] + source embedding), logits = U h; in float64, and topk like LinearCrossEntropy."""
+
+    def __init__(self, V, seed, D=6, gain=3.0):
+        rng = np.random.default_rng(seed)
+        self.config, self.output = SimpleNamespace(target_size=V), self
+        self.embedding, self.source = rng.standard_normal((max(V, BOS + 1), D)), rng.standard_normal((50, D))
+        self.W, self.U = rng.standard_normal((D, D)), gain * rng.standard_normal((V, D))
+        self.steps = 0
+
+    def start(self, source):
+        return self.source[get(source)[0]]
+
+    def next(self, word, state, parents=None):
+        self.steps += 1
+        h = state if parents is None else state[get(parents)]
+        h = np.tanh(h @ self.W + self.embedding[get(word)])
+        return h, h
+
+    def keep(self, state, sentences):
+        return state
+
+    def prepare(self):
+        return None
+
+    def topk(self, h, k):
+        logits = h @ self.U.T
+        logp = np.array([log_softmax(row) for row in logits]).reshape(logits.shape)
+        index = np.argsort(-logits, axis=1, kind='stable')[:, :k].astype(np.int32)
+        return put(index), put(np.take_along_axis(logp, index, 1).astype('f'))
+
+    def predict(self, h, prepared):
+        return put((h @ self.U.T).argmax(1).astype(np.int32))
+
+    def log_probabilities(self, source):
+        def of(prefix):
+            h = self.source[source]
+            for word in (BOS, *prefix):
+                h = np.tanh(h @ self.W + self.embedding[word])
+            return log_softmax(self.U @ h)
+        return of
+
+
+def sources(n):
+    return put(np.arange(n, dtype=np.int32)[None])
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.6, 1.0, 2.5])
+@pytest.mark.parametrize('beam,nbest', [(1, 1), (2, 1), (3, 3), (5, 2), (8, 8)])
+def test_beam_search_finds_what_a_search_without_states_finds(alpha, beam, nbest):
+    model, search = Tiny(9, seed=beam), Search(7, beam, nbest, alpha)
+    found = BeamDecoder(model, search)(sources(40))
+    for b, hypotheses in enumerate(found):
+        want = reference(model.log_probabilities(b), search) if beam > 1 else greedy_reference(model, b, search)
+        assert_same(hypotheses, want)
+    assert len({tuple(hypotheses[0].tokens) for hypotheses in found}) > 10
+
+
+def greedy_reference(model, b, search):
+    tokens, total = (), 0.0
+    while len(tokens) < search.max_len and tokens[-1:] != (EOS,):
+        logp = model.log_probabilities(b)(tokens)
+        tokens, total = (*tokens, int(logp.argmax())), total + logp.max()
+    return [(tokens, total / len(tokens) ** search.length_penalty, False)]
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.6, 1.0])
+def test_a_beam_as_wide_as_all_sequences_finds_the_best_of_all(alpha):
+    """3 words and 4 tokens: 31 sequences."""
+    model, search = Tiny(3, seed=1, gain=1.0), Search(4, 32, 32, alpha)
+    found = BeamDecoder(model, search)(sources(20))
+    for b, hypotheses in enumerate(found):
+        logp, everything = model.log_probabilities(b), []
+        for length in range(1, 5):
+            for tokens in itertools.product(range(3), repeat=length):
+                if EOS in tokens[:-1] or (length < 4 and tokens[-1] != EOS):
+                    continue
+                total = sum(logp(tokens[:i])[token] for i, token in enumerate(tokens))
+                everything.append((tokens, total / length ** alpha, repeats(tokens) and tokens[-1] != EOS))
+        assert len(everything) == 31
+        assert_same(hypotheses, sorted(everything, key=lambda entry: (entry[2], -entry[1])))
+
+
+def test_a_search_stops_when_nothing_better_can_follow():
+    """The reference never stops early and finds the same; here the number of steps is smaller."""
+    model, search = Tiny(9, seed=3, gain=8.0), Search(40, 4, 1, 0.6)
+    for b in range(20):
+        model.steps = 0
+        (found,) = BeamDecoder(model, search)(put(np.array([[b]], np.int32)))
+        assert_same(found, reference(model.log_probabilities(b), search))
+        if len(found[0].tokens) < 10:
+            assert model.steps < 40
+    beams = Beams(Search(30, 2, 1, 1.0), 1)
+    beams.advance(np.array([[EOS, 5]]), np.log([[0.9, 0.1]]))        # -0.105, and at best -2.3 / 30
+    assert beams.sentences == 1
+    beams = Beams(Search(30, 2, 1, 0.6), 1)
+    beams.advance(np.array([[EOS, 5]]), np.log([[0.9, 0.1]]))        # -0.105, and at best -2.3 / 7.7
+    assert beams.sentences == 0 and beams.results()[0][0].tokens.tolist() == [EOS]
+
+
+def test_a_repetition_ends_a_hypothesis_and_comes_after_all_others():
+    def fixed(t):                                               # 5 and 6 alternate, or the end; the end is unlikely
+        return np.array([[5 + t % 2, EOS]]), np.log([[0.99, 0.01]])
+    beams = Beams(Search(50, 2, 2, 1.0), 1)
+    for t in range(20):
+        if not beams.sentences:
+            break
+        index, logp = fixed(t)
+        W = beams.sums.shape[0]
+        beams.advance(np.repeat(index, W, 0), np.repeat(logp, W, 0))
+    (first, second), = beams.results()
+    assert second.is_cut and second.tokens.tolist() == [5, 6] * REPEATS and beams.t == 2 * REPEATS
+    assert not first.is_cut and first.tokens[-1] == EOS and first.score < second.score
+    for tokens, is_cut in (([7] * 4, True), ([7] * 3, False), ([4, 5, 6] * 4, True), ([4, 5, 6] * 3 + [4, 5, 7], False)):
+        assert repeats(tuple(tokens)) == is_cut
+        beams = Beams(Search(50, 2, 1, 1.0), 1)
+        for token in tokens:
+            W = beams.sums.shape[0]
+            beams.advance(np.repeat([[token, 8]], W, 0), np.repeat(np.log([[0.999, 0.001]]), W, 0))
+        assert any(entry[0] for entry in beams.finished[0]) == is_cut
+
+
+def test_equal_hypotheses_keep_the_order_of_their_parents_and_tokens():
+    beams = Beams(Search(2, 3, 3, 0.0), 1)
+    beams.advance(np.array([[4, 5, 6]]), np.log([[0.25] * 3]))
+    assert beams.word.ravel().tolist() == [4, 5, 6]
+    beams.advance(np.array([[4, 5, 6]] * 3), np.log([[0.25] * 3] * 3))
+    assert [found.tokens.tolist() for found in beams.results()[0]] == [[4, 4], [4, 5], [4, 6]]
+
+
+def test_nan_and_impossible_tokens_do_not_end_a_search():
+    for value in (np.nan, -np.inf):
+        beams = Beams(Search(3, 2, 2, 1.0), 2)
+        logp = np.log(np.array([[0.5, 0.25], [0.5, 0.25]]))
+        logp[0] = value
+        for _ in range(3):
+            W = beams.sums.shape[0]
+            beams.advance(np.tile([[4, 5]], (2 * W, 1)), np.tile(logp, (W, 1)))
+        spoiled, clean = beams.results()
+        assert len(spoiled) == 2 and spoiled[0].score == -np.inf and spoiled[0].tokens.tolist() == [4, 4, 4]
+        assert clean[0].tokens.tolist() == [4, 4, 4] and abs(clean[0].score - np.log(0.5)) <= 1e-12
+
+
+@pytest.mark.parametrize('settings,text', [
+    (dict(beam=0), 'beam: expected 1 to 32, got 0'), (dict(beam=33), 'beam: expected 1 to 32, got 33'),
+    (dict(beam=3, nbest=4), 'nbest: expected 1 to the beam, 3, got 4'),
+    (dict(nbest=0), 'nbest: expected 1 to the beam, 5, got 0'),
+    (dict(length_penalty=-0.1), 'length penalty: expected a number of at least 0, got -0.1'),
+    (dict(length_penalty=float('nan')), 'length penalty: expected a number of at least 0, got nan'),
+    (dict(max_len=0), 'max_len: expected at least 1, got 0')])
+def test_settings_out_of_range_are_refused_in_one_line(settings, text):
+    with pytest.raises(UserError, match=f'^{text}$'):
+        Search(**(dict(max_len=9) | settings))
+
+
+# ---- the translators ----------------------------------------------------------------------------------------------
+
+def make(kind, pairs=512, steps=120):
+    """Return a Translator whose model was trained for a short time, and the corpus."""
+    corpus, vocabularies, encoded = small_corpus(pairs)
+    sizes = tuple(map(len, vocabularies))
+    if kind == 'seq2seq':
+        model = Seq2Seq(Seq2SeqConfig(*sizes, embedding=24, hidden=40, dropout=0.0), seed=1)
+    else:
+        model = Transformer(TransformerConfig(*sizes, d_model=32, d_ff=48, heads=4, layers=2, dropout=0.0,
+                                              pre_norm=kind == 'pre-norm'), seed=1)
+    train_steps(model, encoded, steps, batch_size=32, lr=0.004)
+    return Translator(model, *vocabularies, 9, None), corpus
+
+
+@pytest.fixture(scope='module', params=['seq2seq', 'transformer', 'pre-norm'])
+def trained(request):
+    return make(request.param)
+
+
+def source_of(translator, corpus, rows):
+    from pyops.text.corpus import encode
+    texts = list(corpus.sources)
+    return put(np.ascontiguousarray(encode([texts[i] for i in rows], translator.source_vocabulary, 9).T))
+
+
+def forward_log_probabilities(model, source, b):
+    """Return log_probabilities(prefix) by a forward pass over the whole prefix, without caches."""
+    source = put(np.ascontiguousarray(get(source)[:, b:b + 1]))
+    weight, bias = (get(model.params[f'output.{name}'].value) for name in ('weight', 'bias'))
+    if isinstance(model, Seq2Seq):
+        _, last, _ = model.encoder.forward(source)
+    else:
+        from pyops.ops import sequence_lengths
+        lengths = sequence_lengths(source, 0)
+        memory, _ = model.encoder.forward(source, lengths)
+
+    def of(prefix):
+        target = put(np.array([[BOS, *prefix]], np.int32).T.copy())
+        h = (model.decoder.forward(target, last[-1], last) if isinstance(model, Seq2Seq) else
+             model.decoder.forward(target, memory, lengths))[0]
+        return log_softmax(get(h)[-1, 0] @ weight.T + bias)
+    return of
+
+
+@pytest.mark.parametrize('beam,nbest,alpha', [(2, 1, 0.6), (4, 4, 1.0), (5, 1, 0.0)])
+def test_a_translator_searches_as_the_reference_does_on_whole_prefixes(trained, beam, nbest, alpha):
+    translator, corpus = trained
+    search, n = Search(9, beam, nbest, alpha), 6
+    source = source_of(translator, corpus, range(0, 60, 10))
+    decode = BeamDecoder(translator.model, search)
+    first = decode(source)
+    for b in range(n):
+        assert_same(first[b], reference(forward_log_probabilities(translator.model, source, b), search))
+    for _ in range(2):                                          # recorded, replayed
+        for one, other in zip(decode(source), first, strict=True):
+            assert [(found.tokens.tolist(), found.score) for found in one] == [(f.tokens.tolist(), f.score) for f in other]
+
+
+def test_beam_1_is_greedy_decoding(trained):
+    translator, corpus = trained
+    source = source_of(translator, corpus, range(0, 512, 8))
+    greedy = Decoder(translator.model, 9)(source)
+    for b, (found,) in enumerate(BeamDecoder(translator.model, Search(9, beam=1))(source)):
+        said = greedy[:, b]
+        assert found.tokens.tolist() == said[:len(found.tokens)].tolist() and not said[len(found.tokens):].any()
+    texts = [text for text, _ in corpus.texts()][:50]
+    assert ([text for ((text, _),) in translator.translate(texts, beam=1)] ==
+            [text for ((text, _),) in translator.translate(texts, beam=1, scores=False)])
+    assert all(score is None for ((_, score),) in translator.translate(texts, beam=1, scores=False))
+
+
+def translations_agree(translator, texts, **how):
+    """Translate in batches of several sizes and orders; require the same texts and the same bits of scores."""
+    whole = translator.translate(texts, 64, **how)
+    rng = np.random.default_rng(0)
+    for batch_size in (1, 7, 64):
+        order = rng.permutation(len(texts))
+        found = translator.translate([texts[i] for i in order], batch_size, **how)
+        assert [found[i] for i in np.argsort(order)] == whole, batch_size
+    return whole
+
+
+@on_the_cpu
+@pytest.mark.parametrize('beam', [1, 2, 5])
+def test_a_sentence_has_the_same_translation_and_score_in_any_batch(trained, beam):
+    translator, corpus = trained
+    texts = [text for text, _ in corpus.texts()][:90]
+    found = translations_agree(translator, texts, beam=beam, nbest=min(beam, 2))
+    assert len({text for (text, _), *_ in found}) > 20
+    if beam == 1:
+        translations_agree(translator, texts, beam=1, scores=False)
+
+
+@on_the_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['seq2seq', 'transformer'])
+def test_2000_sentences_have_the_same_translations_in_any_batch(kind):
+    translator, corpus = make(kind, 2000, steps=400)
+    texts = [text for text, _ in corpus.texts()][:2000]
+    assert len(texts) == 2000
+    for how in (dict(beam=5), dict(beam=1), dict(beam=1, scores=False)):
+        translations_agree(translator, texts, **how)
+
+
+def test_sentences_that_have_ended_are_dropped_without_a_change(trained, monkeypatch):
+    translator, corpus = trained
+    source = source_of(translator, corpus, range(0, 512, 13))
+    search, sizes, advance = Search(9, 3, 2), [], Beams.advance
+
+    def counted(beams, index, logp):
+        sizes.append(len(beams.open))
+        return advance(beams, index, logp)
+    monkeypatch.setattr(Beams, 'advance', counted)
+    monkeypatch.setattr(BeamDecoder, '_kept', staticmethod(
+        lambda beams: np.flatnonzero(beams.open) if beams.sentences < len(beams.open) else None))
+    dropped = BeamDecoder(translator.model, search)(source)
+    assert len(set(sizes)) > 2
+    monkeypatch.setattr(BeamDecoder, '_kept', staticmethod(lambda beams: None))
+    for one, other in zip(BeamDecoder(translator.model, search)(source), dropped, strict=True):
+        assert [found.tokens.tolist() for found in one] == [found.tokens.tolist() for found in other]
+        assert np.allclose([found.score for found in one], [found.score for found in other], rtol=1e-6)
+
+
+def test_translate_returns_the_n_best_texts_in_the_order_of_the_sentences(trained):
+    translator, corpus = trained
+    texts = [text for text, _ in corpus.texts()][:20]
+    found = translator.translate([texts[0], '', *texts[1:]], beam=4, nbest=3, length_penalty=1.0)
+    assert found[1] == [('', 0.0)] and len(found) == 21
+    assert all(len(some) == 3 for some in found[:1] + found[2:])
+    assert all(a[1] >= b[1] for some in found for a, b in itertools.pairwise(some))
+    assert found[0][0] == translator.translate(texts[:1], beam=4, length_penalty=1.0)[0][0]
+    assert translator.translate([]) == []
+    short = translator.translate(texts, beam=3, max_len=2)
+    assert all(len(text.split()) <= 3 for ((text, _),) in short)
+    with pytest.raises(UserError, match='^max_len: expected 1 to 9, the length of sentences in training, got 10$'):
+        translator.translate(texts, max_len=10)
+
+
+def test_the_scores_are_the_log_probabilities_divided_by_the_length(trained):
+    translator, corpus = trained
+    source = source_of(translator, corpus, [3, 40])
+    for alpha in (0.0, 0.6, 1.0):
+        for b, (found,) in enumerate(BeamDecoder(translator.model, Search(9, 4, 1, alpha))(source)):
+            logp = forward_log_probabilities(translator.model, source, b)
+            total = sum(logp(tuple(found.tokens[:i]))[token] for i, token in enumerate(found.tokens))
+            assert abs(found.score - total / len(found.tokens) ** alpha) <= 1e-5
+    assert decoding.LENGTH_PENALTY >= 0
