@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from places import get, on_the_cpu, put
+from places import ON_GPU, get, on_the_cpu, put
 from translation import small_corpus, train_steps
 
 from pyops.errors import UserError
@@ -215,7 +215,8 @@ def test_settings_out_of_range_are_refused_in_one_line(settings, text):
 # ---- the translators ----------------------------------------------------------------------------------------------
 
 def make(kind, pairs=512, steps=120):
-    """Return a Translator whose model was trained for a short time, and the corpus."""
+    """Return a Translator whose model was trained for a short time, and the corpus.  On a GPU, which may be emulated, it has
+    random weights instead."""
     corpus, vocabularies, encoded = small_corpus(pairs)
     sizes = tuple(map(len, vocabularies))
     if kind == 'seq2seq':
@@ -223,7 +224,8 @@ def make(kind, pairs=512, steps=120):
     else:
         model = Transformer(TransformerConfig(*sizes, d_model=32, d_ff=48, heads=4, layers=2, dropout=0.0,
                                               pre_norm=kind == 'pre-norm'), seed=1)
-    train_steps(model, encoded, steps, batch_size=32, lr=0.004)
+    if not ON_GPU:
+        train_steps(model, encoded, steps, batch_size=32, lr=0.004)
     return Translator(model, *vocabularies, 9, None), corpus
 
 
