@@ -21,7 +21,7 @@ from pyops.settings import add_preset_flag, add_setting
 DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, quant='none', quant_layers='')
 FIXED = 'seed', 'tiny', 'pairs', 'min_count', 'hold_out'        # a resumed run keeps them
 BEAM = 5                                                        # --beam
-LENGTH_PENALTY = 0.6                                            # --length-penalty
+LENGTH_PENALTY = 1.0                                            # --length-penalty
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
@@ -120,7 +120,7 @@ def evaluation_parser(program):
 
 def _add_search_flags(parser, output):
     """Add the flags of beam search; output: what --nbest and --scores do with their results."""
-    group = parser.group('beam search')
+    group = parser.group('search')
     group.add_argument('--beam', type=int_up_to(LARGEST_BEAM), default=BEAM, metavar='N',
                        help='hypotheses per sentence; 1: greedy decoding (default %(default)s)')
     group.add_argument('--nbest', type=int_up_to(LARGEST_BEAM), default=1, metavar='N',

@@ -264,7 +264,7 @@ def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
     transformer_train.main(['-e', '1', '-c', str(tmp_path), *SMALL])
     translator, _ = transformer_translate.open_checkpoint(tmp_path)
     vocabulary = translator.target_vocabulary
-    monkeypatch.setattr(Transformer, 'decoding', lambda self: lambda source: np.array([[4], [5], [EOS], [PAD]]))
+    monkeypatch.setattr(Transformer, 'decoding', lambda self, num_steps: lambda source: np.array([[4], [5], [EOS], [PAD]]))
     said = ' '.join(vocabulary.words([4, 5]))
     assert list(translator.answer('I sleep.')) == [f'i sleep . -> {said}']
     notes = list(translator.answer('Zzz i sleep here now with my brother and his father.'))
