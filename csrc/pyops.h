@@ -519,10 +519,10 @@ PYOPS_API pyops_status pyops_linear_argmax(
 PYOPS_API int64_t pyops_linear_argmax_work(int64_t R, int64_t D, int64_t V);
 
 /* ---- the most likely classes, for beam search ----------------------------------------
- * log_softmax_topk  index[r,:] = the k columns with the largest x[r,c], the largest first, of equal ones the first column first;
- *                   NaN is largest
- *                   logp[r,j] = x[r,c] - max - log(sum over c of exp(x[r,c] - max)) for c = index[r,j]; NaN in a row with NaN or
- *                   +infinity
+ * log_softmax_topk  index[r,:] = the k columns with the largest x[r,c], the largest first; of equal ones the first
+ *                   column first; NaN is largest
+ *                   logp[r,j] = x[r,c] - max - log(sum over c of exp(x[r,c] - max)) for c = index[r,j];
+ *                   NaN in a row with NaN or +infinity
  * linear_topk       the same for the logits x weight' + bias of the output layer; a GPU writes them to `work`
  * log_softmax_topk: x (R,C)   index, logp (R,k)   1 <= k <= PYOPS_TOPK, k <= C
  * linear_topk: x (R,D)   weight (V,D)   bias (V)   index, logp (R,k)   k <= V

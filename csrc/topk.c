@@ -1,9 +1,9 @@
 /* topk.c - the k largest elements of each row and their log softmax; the same for the logits of the output layer.
  *
- * A row is processed in chunks of columns, with a maximum and a sum of exponentials each, which are combined in order: so the
- * logits of a chunk are used while they are in cache, and are never in memory at once.  A chunk whose maximum is below the k-th
- * largest element so far is not searched, so few elements are compared one by one.  A result depends on its row alone, and not
- * on the number of rows or threads.
+ * A row is processed in chunks of columns, with a maximum and a sum of exponentials each, which are combined in order.  So the
+ * logits of a chunk are used while they are in cache, and are never in memory at once.  Columns whose maximum is below the
+ * k-th largest element so far are not searched, so few elements are compared one by one.  A result depends on its row alone,
+ * and not on the number of rows or threads.
  */
 #include <math.h>
 #include "internal.h"

@@ -157,6 +157,10 @@ def test_the_output_layer_rounds_the_gradients_of_its_logits(monkeypatch, recipe
     rounded.all_used()
     word = get(run.op.predict(put(x.astype(np.float32))))
     assert (word == get(run.ctx.logits).argmax(1)).all()
+    index, logp = map(get, run.op.topk(put(x.astype(np.float32)), 3))
+    want = np.log(p / p.sum(1, keepdims=True))
+    assert (index == np.argsort(-get(run.ctx.logits), axis=1, kind='stable')[:, :3]).all()
+    close(logp, np.take_along_axis(want, index, 1))
 
 
 @pytest.mark.parametrize('row', [AttentionRow(), AttentionRow(True, 0.3, 'any')], ids=lambda row: row.name)
