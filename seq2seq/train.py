@@ -44,12 +44,12 @@ def main(argv=None):
 
     # settings
     found = training.find_checkpoint(args, 'seq2seq')
-    settings = resolve(args, found, DEFAULTS, SIZES, flags.FIXED)
+    settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
     print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}', flush=True)
 
     # data
-    data = training.Data.load(args, settings)
+    data = training.Data.load(args, settings, state=found.state)
     pairs, validation = data.train.placed(), data.validation.placed()
     print(f'data loaded\n{found.line}', flush=True)
 
@@ -87,6 +87,7 @@ def main(argv=None):
                                       training.side, data.describe)
     with trainer:
         for epoch in trainer.epochs():
+            data.start_epoch(pairs, settings, run)
             for rows in epoch.batches(unit='pairs'):
                 train_step(rows)
             values = epoch.end(**training.validation_loss(model, validation, run.batch_size))

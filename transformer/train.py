@@ -63,11 +63,11 @@ def main(argv=None):
 
     # settings
     found = training.find_checkpoint(args, 'transformer')
-    settings = resolve(args, found, DEFAULTS, SIZES, FIXED, PRESETS)
+    settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, FIXED, PRESETS)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
 
     # data
-    data = training.Data.load(args, settings, least=settings['batch_size'])
+    data = training.Data.load(args, settings, least=settings['batch_size'], state=found.state)
     pairs, validation = data.train.placed(), data.validation.placed()
     config = configure(Config, settings, *map(len, data.vocabularies))
     print(f'epochs : {args.epochs}\nbatch_size : {settings["batch_size"]}\ngpu : {args.gpu}\n'
@@ -120,6 +120,7 @@ def main(argv=None):
                                       training.side, data.describe)
     with trainer:
         for epoch in trainer.epochs():
+            data.start_epoch(pairs, settings, run)
             for rows in epoch.batches(unit='pairs', label=f'epoch {epoch.number} :  ', at_end=False):
                 train_step(rows)
             with optimizer.averaged():

@@ -14,18 +14,17 @@ from pyops import cache
 from pyops.errors import UserError
 from pyops.text.preprocess import preprocess
 from pyops.text.sentences import Sentences
-from pyops.text.vocabulary import EOS, PAD, Vocabulary, tokens_of
+from pyops.text.vocabulary import Vocabulary
 
 _LARGE = 1 << 16        # bytes from which a file's tokens are cached; smaller files are read as fast
 # First bytes of a file -> the format, and the module that decompresses it.
 _COMPRESSED = {b'\x1f\x8b': ('gzip', 'gzip'), b'BZh': ('bz2', 'bz2'), b'\xfd7zXZ\0': ('xz', 'lzma')}
 _UNREADABLE = {b'\x28\xb5\x2f\xfd': 'zstd', b'7z\xbc\xaf\x27\x1c': '7z', b'Rar!\x1a\7': 'RAR'}
-_MANY = 1000            # sentences from which looking up every token of the corpus at once is faster
 
 
 class Corpus:
     """Sentence pairs: `sources[i]` translates to `targets[i]`.  Both are sequences of sentences, whose tokens are joined by
-    spaces: lists, or Sentences if read from a file.
+    spaces: lists, or Sentences if read from a file.  `raw` returns a corpus whose sentences are raw text.
 
     `name` is the file's path, or another name for a corpus without a file.
     texts()    returns all pairs of the file or of the embedded corpus, (source, target) as raw text; None: there is no raw text
@@ -89,6 +88,11 @@ class Corpus:
             raise UserError(f'{self.name}: has changed since it was opened; start again')
         return [pairs[number] for number in numbers]
 
+    def raw(self):
+        """Return the corpus of the same pairs whose sentences are raw text, with each white space as one plain space."""
+        sides = ([' '.join(sentence.split()) for sentence in side] for side in zip(*self.texts(), strict=True))
+        return Corpus(self.name, *(sides if len(self) else ([], [])), self._texts, self._numbers)
+
     def __len__(self):
         return len(self.sources)
 
@@ -108,40 +112,20 @@ class Corpus:
                                    for side in (self.sources, self.targets)),
                       self._texts, index if self._numbers is None else self._numbers[index])
 
-    def count_cut(self, num_steps):
-        """Return the numbers of sources, targets and pairs that `encode` truncates to num_steps."""
-        sources, targets = (_lengths(side) >= num_steps for side in (self.sources, self.targets))
-        return int(sources.sum()), int(targets.sum()), int((sources | targets).sum())
-
     def vocabularies(self, min_count=3):
         """Return the Vocabularies of the sources and of the targets."""
         return Vocabulary.build(self.sources, min_count), Vocabulary.build(self.targets, min_count)
 
 
-def _lengths(sentences):
-    """Return the number of tokens of each sentence, (N,)."""
-    if isinstance(sentences, Sentences):
-        return sentences.lengths
-    return np.array([len(tokens_of(sentence)) for sentence in sentences], np.int32)
-
-
-def encode(sentences, vocabulary, num_steps):
+def encode(sentences, tokenizer, num_steps):
     """Return int32 (N, num_steps): the ids of each sentence's tokens and <eos>, truncated or padded to num_steps.
 
-    `sentences` is a Sentences or a list of N sentences, each a list of tokens or tokens joined by spaces.  A sentence of
-    num_steps tokens or more is truncated and has no <eos>.
+    `sentences` are N sentences as the pyops.text.tokenizer.Tokenizer expects them.  A sentence of num_steps tokens or more is
+    truncated and has no <eos>.
     """
     if num_steps < 1:
         raise UserError(f'num_steps: expected 1 or more, got {num_steps}; give a larger number')
-    if isinstance(sentences, Sentences) and len(sentences) >= _MANY:
-        return sentences.encode(vocabulary.id, num_steps, EOS, PAD)
-    tails = [[EOS] + [PAD] * (num_steps - length - 1) for length in range(num_steps)] + [[]]
-    flat = []
-    for sentence in sentences:
-        ids = vocabulary.ids(tokens_of(sentence)[:num_steps])
-        flat += ids
-        flat += tails[len(ids)]
-    return np.array(flat, dtype=np.int32).reshape(-1, num_steps)
+    return tokenizer.encode(sentences).padded(num_steps)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
 """Flags and settings that the translation programs share.  Imports nothing large, so that --help is quick."""
+from pyops.errors import UserError
 from pyops.flags import (
     ArgumentParser,
     add_gpu_flag,
@@ -18,8 +19,10 @@ from pyops.inspect.flags import add_saving_flags
 from pyops.settings import add_preset_flag, add_setting
 
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
-DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, min_count=3, num_steps=9, quant='none', quant_layers='')
-FIXED = 'seed', 'tiny', 'pairs', 'min_count', 'hold_out'        # a resumed run keeps them
+DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, tokenizer='word', min_count=3, vocabulary=12000,
+                bpe_dropout=0.0, num_steps=9, quant='none', quant_layers='')
+DEFAULTS_OF_BPE = dict(num_steps=64)
+FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out'     # a resumed run keeps them
 BEAM = 5                                                        # --beam
 LENGTH_PENALTY = 1.0                                            # --length-penalty
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
@@ -57,12 +60,19 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
                       help=f'1: use only the first 512 pairs and their words, for a trial (default {defaults["tiny"]})')
     data.add_argument('--pairs', type=positive_int, metavar='N',
                       help='train on the first N pairs only, with the vocabularies of all (default: all)')
-    add_setting(data, defaults, '--min-count', type=positive_int, help='treat words that occur less often as unknown')
+    data.add_argument('--tokenizer', choices=('word', 'bpe'),
+                      help='word: lower-case words, a vocabulary per language; bpe: subwords with case, one vocabulary for '
+                      f'both, needs tokenizers (default {defaults["tokenizer"]})')
+    add_setting(data, defaults, '--min-count', type=positive_int, help='word: treat words that occur less often as unknown')
+    add_setting(data, defaults, '--vocabulary', type=int_up_to(65536), help='bpe: number of subwords')
+    add_setting(data, defaults, '--bpe-dropout', type=fraction, metavar='P',
+                help='bpe: skip merges with this probability, differently in each epoch')
     data.add_argument('--hold-out', type=fraction, metavar='F',
                       help='share of the sentences that is held out for validation and test '
                       f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
-    add_setting(data, defaults, '--num-steps', type=int_up_to(1000),
-                help='tokens per sentence, end mark included; longer sentences are cut, shorter ones padded')
+    data.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
+                      help='tokens per sentence, end mark included; longer sentences are cut, shorter ones padded '
+                      f'(default {defaults["num_steps"]}; bpe {DEFAULTS_OF_BPE["num_steps"]})')
     add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')
     if presets:
         add_preset_flag(p.group('presets and schedule'), presets)
@@ -71,6 +81,21 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
     add_plan_flags(p)
     add_saving_flags(p)
     return p
+
+
+def defaults_of(args, found, defaults):
+    """Return `defaults` with those of the tokenizer that the flags or the checkpoint found select.
+
+    UserError if a flag was given that the tokenizer does not have.
+    """
+    if found.state:
+        found.state['settings'].setdefault('tokenizer', 'word')         # checkpoints from before there were subwords
+    tokenizer = args.tokenizer or (found.state['settings'] if found.state else defaults)['tokenizer']
+    for name, only in (('min_count', 'word'), ('vocabulary', 'bpe'), ('bpe_dropout', 'bpe')):
+        if (value := getattr(args, name)) is not None and tokenizer != only:
+            flag = f'--{name.replace("_", "-")}'
+            raise UserError(f'{flag} {value}: a flag of --tokenizer {only}, and the tokenizer is {tokenizer}; leave {flag} out')
+    return defaults | (DEFAULTS_OF_BPE if tokenizer == 'bpe' else {})
 
 
 def serving_parser(program):

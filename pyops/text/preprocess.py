@@ -1,8 +1,10 @@
-"""From raw text to tokens: lower case, punctuation set apart, split on white space."""
+"""From raw text to tokens: lower case, punctuation set apart, split on white space.  `normalize`: text as subwords read it."""
 import re
+import unicodedata
 
 _UNSPACED_PUNCTUATION = re.compile('(?<! )(?=[,.!?])')
 _PLAIN_QUOTES = str.maketrans(dict.fromkeys('‘’‚‛ʼʹ′´＇‹›', "'") | dict.fromkeys('“”„‟″＂«»', '"'))
+_CURLY = str.maketrans(dict.fromkeys('‘’ʼ', "'") | dict.fromkeys('“”', '"'))
 
 
 def preprocess(text):
@@ -17,6 +19,14 @@ def preprocess(text):
 def plain_quotes(text):
     """Return `text` with typographic apostrophes and quotation marks as ' and "."""
     return text.translate(_PLAIN_QUOTES)
+
+
+def normalize(text):
+    """Return `text` in NFC, with curly quotes straight, each run of white space as one space, and none at the ends.
+
+    Unlike plain_quotes, it keeps « and », with which French quotes.
+    """
+    return ' '.join(unicodedata.normalize('NFC', text).translate(_CURLY).split())
 
 
 def tokenize(text):

@@ -50,7 +50,7 @@ class Sentences(Sequence):
         tokens = self.tokens
         for first in range(0, len(self), _AT_ONCE):
             part = self.take(slice(first, first + _AT_ONCE))
-            ids, at = part._together().tolist(), 0
+            ids, at = part.together().tolist(), 0
             for length in part.lengths.tolist():
                 yield ' '.join([tokens[id] for id in ids[at:at + length]])
                 at += length
@@ -71,27 +71,22 @@ class Sentences(Sequence):
 
     def counts(self):
         """Return {token: number of occurrences}, in the order of first occurrence."""
-        ids = self._together()
+        ids = self.together()
         counts, first = np.bincount(ids, minlength=len(self.tokens)), np.empty(len(self.tokens), np.int64)
         first[ids[::-1]] = np.arange(len(ids) - 1, -1, -1)          # for repeated indices the last assignment wins
         seen = np.flatnonzero(counts)
         seen = seen[np.argsort(first[seen])]
         return {self.tokens[id]: count for id, count in zip(seen.tolist(), counts[seen].tolist(), strict=True)}
 
-    def encode(self, number, num_steps, end, pad):
-        """Return int32 (N, num_steps): number(token) of each token, then `end`, truncated or padded with `pad`."""
-        numbers = np.array([number(token) for token in self.tokens], np.int32)
-        table = np.full((len(self), num_steps), pad, np.int32)
-        for step in range(num_steps):
-            has = np.flatnonzero(self.lengths > step)
-            table[has, step] = numbers[self.ids[self.starts[has] + step]]
-            table[self.lengths == step, step] = end
-        return table
-
-    def _together(self):
+    def together(self):
         """Return the concatenated ids of all sentences."""
         starts, lengths = self.starts, self.lengths
-        behind = np.cumsum(lengths, dtype=np.int64)
-        if not len(self) or (starts[0] + behind - lengths == starts).all():
-            return self.ids[starts[0]:starts[0] + behind[-1]] if len(self) else self.ids[:0]
-        return self.ids[np.repeat(starts - behind + lengths, lengths) + np.arange(behind[-1])]
+        if not len(self) or (starts[0] + np.cumsum(lengths, dtype=np.int64) - lengths == starts).all():
+            return self.ids[starts[0]:starts[0] + int(lengths.sum(dtype=np.int64))] if len(self) else self.ids[:0]
+        return concatenate(self.ids, starts, lengths)
+
+
+def concatenate(values, starts, lengths):
+    """Return the concatenated slices values[start:start + length], for arrays of starts (int64) and lengths."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return values[np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)]

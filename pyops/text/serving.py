@@ -29,10 +29,10 @@ def load(path, program, build, lines, args=None):
     args has the flags of beam search.
     """
     from pyops import checkpoint, fit, quantization
+    from pyops.text import tokenizer
     from pyops.text.decoding import Search
     from pyops.text.training import check_program
     from pyops.text.translation import Translator
-    from pyops.text.vocabulary import Vocabulary
 
     if path is None:
         raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
@@ -40,7 +40,7 @@ def load(path, program, build, lines, args=None):
     print(found.line)
     check_program(found, program)
     state = found.state
-    vocabularies = [Vocabulary(state['vocabularies'][which]) for which in ('source', 'target')]
+    vocabularies = tokenizer.restore(state['vocabularies'])
     settings = state['settings'] | quantization.resolve(args, state['settings'])
     model = build(settings, *map(len, vocabularies))
     if settings['quant'] != 'none':
@@ -66,7 +66,7 @@ def test(args, translator, state):
     from pyops.text.split import hold_out
     corpus, fraction, line = trained_corpus(args, translator, state)
     print(line)
-    score(translator, hold_out(corpus, fraction)[2], args.test)
+    score(translator, translator.target_vocabulary.read_corpus(hold_out(corpus, fraction)[2]), args.test)
 
 
 def evaluate(args, open_checkpoint):
@@ -107,17 +107,18 @@ def trained_corpus(args, translator, state):
 
     UserError if nothing was held out, or the corpus is another one.
     """
+    from pyops.text import tokenizer
     from pyops.text.split import hold_out
     from pyops.text.translation import Pairs, check_vocabularies, open_corpus
-    settings = state['settings']
+    settings = dict(tokenizer='word', min_count=3) | state['settings']      # older checkpoints lack some
     if not settings['hold_out']:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
     whole, line = open_corpus(args.corpus, args.data_dir, settings.get('tiny'))
     corpus = whole.first(settings.get('pairs') or None)
     training, _, _ = hold_out(corpus, settings['hold_out'])
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
-    check_vocabularies(args.checkpoint, state, whole.vocabularies(settings.get('min_count', 3)),
-                       Pairs.encode(training, *vocabularies, translator.num_steps))
+    check_vocabularies(args.checkpoint, state, tokenizer.of_corpus(whole, settings, vocabularies),
+                       Pairs.encode(vocabularies[0].read_corpus(training), *vocabularies, translator.num_steps))
     return corpus, settings['hold_out'], line
 
 
@@ -138,8 +139,8 @@ def score(translator, test, show=0):
     if shown:
         print(f'{sum(outputs[source] in known[source] for source in shown)} of {len(shown)} unseen sentences are right')
     share = exact_match(list(outputs.values()), list(known.values()))
-    lengths = [len(reference.split()) for references in known.values() for reference in references]
-    longer = sum(length > translator.num_steps for length in lengths)
+    lengths = translator.lengths([reference for references in known.values() for reference in references])
+    longer = int((lengths > translator.num_steps).sum())
     note = f'; {longer} of {len(lengths)} references are longer than {translator.num_steps} tokens, the longest output'
     print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly' + note * bool(longer), flush=True)
     if find_spec('sacrebleu'):

@@ -10,45 +10,69 @@ from pyops.flags import plan_requested
 from pyops.text.corpus import Corpus
 from pyops.text.flags import EMBEDDED_HOLD_OUT
 from pyops.text.split import hold_out
+from pyops.text.tokenizer import Tokenizer, of_corpus, restore, states
 from pyops.text.translation import EMBEDDED, Pairs, check_vocabularies, open_corpus
-from pyops.text.vocabulary import BOS, PAD, SPECIALS, Vocabulary
+from pyops.text.vocabulary import BOS, PAD, SPECIALS
 
 
 class Data(NamedTuple):
     """The corpus of a training run, divided: pairs to train on and to validate with, and sentences to test with."""
     corpus: Corpus
-    vocabularies: tuple[Vocabulary, Vocabulary]     # source, target
+    vocabularies: tuple[Tokenizer, Tokenizer]       # source, target
     train: Pairs
     validation: Pairs
     test: Corpus
+    sentences: Corpus                               # those of `train`
 
     @classmethod
-    def load(cls, args, settings, least=1):
+    def load(cls, args, settings, least=1, state=None):
         """Return the Data for the flags and settings of a run, and print lines about it.
 
         settings['hold_out'] None is replaced by the corpus's default.  least: fewest pairs to train on.
+        state: that of the checkpoint which the run resumes; None: a new run.
         """
         corpus, line = open_corpus(args.corpus, args.data_dir, settings['tiny'])
         print(line, flush=True)
         if settings['hold_out'] is None:
             settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
-        vocabularies = corpus.vocabularies(settings['min_count'])
-        for side, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
-            if len(vocabulary) == len(SPECIALS):
-                raise UserError(f'{corpus.name}: no {side} word occurs {settings["min_count"]} times or more; '
-                                'give --min-count 1 or a larger corpus')
-        train, validation, test = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
-        if line := cut_line(train, settings['num_steps']):
+        vocabularies = of_corpus(corpus, settings, restore(state['vocabularies']) if state else None)
+        if settings['tokenizer'] == 'bpe':
+            print(subwords_line(len(vocabularies[0]), settings['vocabulary']), flush=True)
+        parts = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
+        train, validation, test = map(vocabularies[0].read_corpus, parts)
+        source, target = vocabularies
+        encoded = [(source.encode(part.sources), target.encode(part.targets)) for part in (train, validation)]
+        if line := cut_line(*encoded[0], settings['num_steps']):
             print(line, flush=True)
         if len(train) < least:
             raise UserError(f'{corpus.name}: has {len(train)} pairs to train on, and a batch is {least}; give a smaller -b')
-        pairs = (Pairs.encode(part, *vocabularies, settings['num_steps']) for part in (train, validation))
-        return cls(corpus, vocabularies, *pairs, test)
+        return cls(corpus, vocabularies, *(Pairs.of(*sides, settings['num_steps']) for sides in encoded), test, train)
+
+    @property
+    def shared(self):
+        """Whether sources and targets have one vocabulary, so that they can share embeddings."""
+        return self.vocabularies[0] is self.vocabularies[1]
+
+    def encode_epoch(self, dropout, seed, epoch):
+        """Return the Pairs to train on in an epoch, with BPE dropout: a function of the sentences and the arguments alone."""
+        source, target = self.vocabularies
+        return Pairs.of(source.encode_epoch(self.sentences.sources, dropout, seed, epoch),
+                        target.encode_epoch(self.sentences.targets, dropout, seed, epoch, stream=1), self.train.source.shape[1])
+
+    def start_epoch(self, pairs, settings, run):
+        """Encode the sentences to train on for the epoch that begins, in `train` and in `pairs`, its copy on the device.
+
+        With BPE dropout they differ in each epoch; otherwise nothing is done.
+        """
+        if settings['bpe_dropout']:
+            encoded = self.encode_epoch(settings['bpe_dropout'], run.seed, run.epoch)
+            self.train.assign(encoded)
+            pairs.assign(encoded)
 
     def state(self, program, settings):
         """Return what the checkpoints of a run on this data contain besides its progress."""
         return dict(program=program, settings=settings, pairs=self.train.digest(), corpus=self.corpus.name,
-                    vocabularies=dict(zip(('source', 'target'), (v.tokens for v in self.vocabularies), strict=True)))
+                    vocabularies=states(self.vocabularies))
 
     def describe(self, rows):
         """Return lengths and tokens of these pairs for the manifest of saved tensors: {'source': one entry per sentence, ...}.
@@ -65,12 +89,18 @@ class Data(NamedTuple):
         return lengths, tokens
 
 
-def cut_line(corpus, num_steps):
-    """Return a line with the number of sentences that training cuts, None if it cuts none."""
-    sources, targets, pairs = corpus.count_cut(num_steps)
-    if pairs:
-        return (f'cut to --num-steps {num_steps} tokens, end mark included : {sources} sources, {targets} targets, '
-                f'{pairs} of {len(corpus)} pairs ({pairs / len(corpus):.1%}); a larger --num-steps cuts fewer')
+def subwords_line(tokens, wanted):
+    """Return a line with the number of subwords, and why it is smaller than --vocabulary."""
+    fewer = f' of --vocabulary {wanted}: no other two tokens occur together twice' * (tokens < wanted)
+    return f'subwords : {tokens}{fewer}'
+
+
+def cut_line(sources, targets, num_steps):
+    """Return a line with the number of sentences (Encoded) that training cuts, None if it cuts none."""
+    cut = [side.is_cut(num_steps) for side in (sources, targets)]
+    if pairs := int((cut[0] | cut[1]).sum()):
+        return (f'cut to --num-steps {num_steps} tokens, end mark included : {cut[0].sum()} sources, {cut[1].sum()} targets, '
+                f'{pairs} of {len(sources)} pairs ({pairs / len(sources):.1%}); a larger --num-steps cuts fewer')
 
 
 def find_checkpoint(args, program):

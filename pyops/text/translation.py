@@ -13,10 +13,9 @@ from pyops.data.batches import gather
 from pyops.errors import UserError
 from pyops.text.corpus import Corpus, encode
 from pyops.text.decoding import BeamDecoder, Search
-from pyops.text.detokenize import detokenize
 from pyops.text.flags import BEAM, LENGTH_PENALTY
-from pyops.text.preprocess import tokenize
-from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary, tokens_of
+from pyops.text.tokenizer import Tokenizer, restore
+from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS
 
 TINY = 512              # pairs
 EMBEDDED = 'embedded'   # instead of a file name
@@ -54,9 +53,14 @@ class Pairs:
     labels: np.ndarray
 
     @classmethod
+    def of(cls, source, target, num_steps):
+        """Return the pairs of encoded sources and targets (Encoded), cut to num_steps."""
+        return cls(source.padded(num_steps), target.padded(num_steps))
+
+    @classmethod
     def encode(cls, corpus, source_vocabulary, target_vocabulary, num_steps):
-        return cls(encode(corpus.sources, source_vocabulary, num_steps),
-                   encode(corpus.targets, target_vocabulary, num_steps))
+        """Return the pairs of a corpus as read_corpus of the tokenizers returns it."""
+        return cls.of(source_vocabulary.encode(corpus.sources), target_vocabulary.encode(corpus.targets), num_steps)
 
     def __len__(self):
         return len(self.source)
@@ -64,6 +68,10 @@ class Pairs:
     def placed(self):
         """Return the pairs on the device of pyops.backend.current_device, where batches are gathered."""
         return Pairs(backend.put(self.source), backend.put(self.labels))
+
+    def assign(self, pairs):
+        """Copy the ids of other pairs of the same sentences into the arrays of this one, which plans read."""
+        self.source[...], self.labels[...] = pairs.source, pairs.labels
 
     def arrays(self):
         """Return {name: table} for a plan."""
@@ -83,21 +91,21 @@ class Pairs:
 
 
 def sentence(words):
-    """Join tokens to a sentence as in a Corpus: separated by spaces, without <eos>."""
-    return ' '.join(word for word in words if word != SPECIALS[EOS])
+    """Join a list of words to a sentence as in a Corpus: separated by spaces, without <eos> at the end."""
+    return ' '.join(words[:-1] if words[-1:] == [SPECIALS[EOS]] else words)
 
 
 @dataclass(frozen=True)
 class Translator:
-    """A model with fixed weights, its two vocabularies, the sentence length, and the format of answers.
+    """A model with fixed weights, its two tokenizers, the sentence length, and the format of answers.
 
     model.decoding(num_steps) returns decode(source (T, B)) -> ids (T', B); pyops.text.decoding has the rest that a model
-    provides.  lines(source tokens, output tokens), both with <eos>, returns the lines to print.
+    provides.  lines(source words, output words), both with <eos>, returns the lines to print.
     search: the settings of answer() and sentences(), None for greedy decoding;  scores: whether answer() adds the scores
     """
     model: object
-    source_vocabulary: Vocabulary
-    target_vocabulary: Vocabulary
+    source_vocabulary: Tokenizer
+    target_vocabulary: Tokenizer
     num_steps: int
     lines: Callable
     search: Search | None = None
@@ -108,36 +116,42 @@ class Translator:
         return {}
 
     def sentences(self, sources, batch_size=128):
-        """Translate sentences, given and returned as in a Corpus, without <eos>."""
-        return [sentence(words) for (words, _), *_ in self._words(sources, self.search or self._search(), batch_size)]
+        """Translate sentences, given and returned as in tokenizer.read_corpus(corpus)."""
+        sources = [self.source_vocabulary.read(source) for source in sources]
+        return [self.target_vocabulary.sentence(ids)
+                for (ids, _), *_ in self._ids(sources, self.search or self._search(), batch_size)]
 
     def translate(self, texts, batch_size=64, beam=BEAM, nbest=1, length_penalty=LENGTH_PENALTY, max_len=None, scores=True):
         """Translate sentences of raw text by beam search (docs/beam_search.md).  Return for each a list of at most `nbest`
         pairs (text, score), the best first.
 
-        Case and spaces of the texts are restored by rule (pyops.text.detokenize).  A text without words gives [('', 0.0)].
-        beam=1: greedy decoding.  scores=False: it is faster, and its scores are None.
+        A text without words gives [('', 0.0)].   beam=1: greedy decoding.  scores=False: it is faster, and its scores are None.
         max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
         UserError for a setting that is out of range.
         """
         search = self._search(beam, nbest, length_penalty, max_len)
-        sources = [tokenize(text) for text in texts]
-        outputs = iter(self._words([source for source in sources if source], search, batch_size, scores))
-        return [[(detokenize(word for word in words if word != SPECIALS[EOS]), score) for words, score in next(outputs)]
-                if source else [('', 0.0)] for source in sources]
+        sources = [self.source_vocabulary.read(text) for text in texts]
+        outputs = iter(self._ids([source for source in sources if source], search, batch_size, scores))
+        return [[(self.target_vocabulary.decode(ids), score) for ids, score in next(outputs)] if source else [('', 0.0)]
+                for source in sources]
+
+    def lengths(self, sentences):
+        """Return the number of tokens, without the end mark, of each sentence of the target language, (N,)."""
+        return self.target_vocabulary.encode(sentences).lengths
 
     def _search(self, beam=1, nbest=1, length_penalty=LENGTH_PENALTY, max_len=None):
         if max_len is not None and max_len > self.num_steps:
             raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
         return Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
 
-    def _words(self, sources, search, batch_size, scores=False):
-        """Return for each source a list of pairs: the words of a translation, with <eos>, and its score.
+    def _ids(self, sources, search, batch_size, scores=False):
+        """Return for each source, a list of words, a list of pairs: the ids of a translation, with <eos> and without padding,
+        and its score.
 
         Batches have sentences of about equal length, so that few of them wait for a longer one.
         """
-        source = encode(list(map(self._read, sources)), self.source_vocabulary, self.num_steps)
+        source = encode(sources, self.source_vocabulary, self.num_steps)
         order = np.argsort((source != PAD).sum(1), kind='stable')
         decode, rows = self._decoder(search, scores), _rows(batch_size)
         results = [None] * len(source)
@@ -146,7 +160,7 @@ class Translator:
             padded = np.resize(some, rows) if not backend.current_device().is_host else some
             found = decode(backend.put(np.ascontiguousarray(source[padded].T)))
             for i, hypotheses in zip(some, found, strict=False):
-                results[i] = [(self.target_vocabulary.words(ids[ids != PAD]), score) for ids, score in hypotheses]
+                results[i] = [(ids[ids != PAD], score) for ids, score in hypotheses]
         return results
 
     def _decoder(self, search, scores):
@@ -162,25 +176,23 @@ class Translator:
                 self._decoders[key] = lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
         return self._decoders[key]
 
-    def _read(self, source):
-        """Return the tokens of a sentence in the forms that the vocabulary contains."""
-        return [self.source_vocabulary.known_form(token) for token in tokens_of(source)]
-
     def answer(self, line):
         """Yield the lines to print for a line of raw text: unknown words, the translation.  Warn on stderr if truncated."""
-        tokens = self._read(token for token in tokenize(line) if token != SPECIALS[EOS])
-        if not tokens:
+        words = self.source_vocabulary.read(line)
+        if not words:
             return
-        if unknown := self.source_vocabulary.unknown(tokens):
+        if unknown := self.source_vocabulary.unknown(words):
             yield f'unknown words : {" ".join(dict.fromkeys(unknown))}'
-        read = [*tokens, SPECIALS[EOS]]
-        if len(read) > self.num_steps:
+        read, tokens = [*words, SPECIALS[EOS]], int(self.source_vocabulary.encode([words]).lengths[0]) + 1
+        if tokens > self.num_steps:
             start = line if len(line) <= _SHOWN else line[:_SHOWN] + '...'
-            print(f'warning: too long, only the first {self.num_steps} of {len(read)} tokens, end mark included, are read: '
+            print(f'warning: too long, only the first {self.num_steps} of {tokens} tokens, end mark included, are read: '
                   f'{start!r}', file=sys.stderr, flush=True)
-        (found,) = self._words([tokens], self.search or self._search(), 1, self.scores)
-        for i, (words, score) in enumerate(found):
-            *before, last = self.lines(read[:self.num_steps], words)
+            read = self.source_vocabulary.first(words, self.num_steps)
+        (found,) = self._ids([words], self.search or self._search(), 1, self.scores)
+        for i, (ids, score) in enumerate(found):
+            output = [*self.target_vocabulary.sentence(ids).split(), *[SPECIALS[EOS]] * (EOS in ids)]
+            *before, last = self.lines(read, output)
             yield from before[:0 if i else None]                # the source only once
             yield f'{last}   {score:.4f}' if self.scores else last
 
@@ -192,12 +204,11 @@ def _rows(batch_size):
 
 
 def check_vocabularies(path, state, vocabularies, pairs):
-    """Raise UserError unless the checkpoint `path` was trained on these vocabularies and pairs."""
+    """Raise UserError unless the checkpoint `path` was trained with these tokenizers and on these pairs."""
     remedy = f'give the corpus it was trained on, {state["corpus"]}, or start from scratch in another folder'
-    for which, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
-        trained = Vocabulary(state['vocabularies'][which])
+    for which, vocabulary, trained in zip(('source', 'target'), vocabularies, restore(state['vocabularies']), strict=True):
         if trained != vocabulary:
             raise UserError(f'{path}: its {which} vocabulary of {len(trained)} words differs from the corpus, '
                             f'{len(vocabulary)} words; {remedy}')
     if state['pairs'] != pairs.digest():
-        raise UserError(f'{path}: was trained on other pairs of the same vocabulary; {remedy}')
+        raise UserError(f'{path}: was trained on other pairs than the corpus has; {remedy}')

@@ -1,10 +1,14 @@
 """Vocabularies: tokens and their ids."""
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+import numpy as np
+
 from pyops.errors import UserError
-from pyops.text.preprocess import plain_quotes
+from pyops.text.detokenize import detokenize
+from pyops.text.preprocess import plain_quotes, tokenize
 from pyops.text.sentences import Sentences
 
 PAD, EOS, UNK, BOS = range(4)
@@ -16,10 +20,39 @@ def tokens_of(sentence):
     return sentence.split() if isinstance(sentence, str) else sentence
 
 
-class Vocabulary:
-    """A list of distinct tokens.  A token's id is its index; the first four tokens are `SPECIALS`.
+@dataclass(frozen=True)
+class Encoded:
+    """Sentences as ids of tokens, without end marks.
 
-    `tokens` is all that a checkpoint has to store: `Vocabulary(tokens)` restores the rest.
+    ids      int32 (total number of tokens,): the sentences one after the other
+    lengths  int32 (N,): number of tokens of each sentence
+    """
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def is_cut(self, num_steps):
+        """Return bool (N,): whether `padded` truncates a sentence."""
+        return self.lengths >= num_steps
+
+    def padded(self, num_steps):
+        """Return int32 (N, num_steps): the ids of each sentence and <eos>, truncated or padded to num_steps.
+
+        A sentence of num_steps tokens or more is truncated and has no <eos>.
+        """
+        table, steps = np.full((len(self), num_steps), PAD, np.int32), np.arange(num_steps)
+        positions = np.arange(len(self.ids)) - np.repeat(np.cumsum(self.lengths, dtype=np.int64) - self.lengths, self.lengths)
+        table[steps < self.lengths[:, None]] = self.ids[positions < num_steps]
+        table[steps == self.lengths[:, None]] = EOS
+        return table
+
+
+class Vocabulary:
+    """A list of distinct tokens, and the Tokenizer (pyops.text.tokenizer) whose tokens are lower-case words.
+
+    A token's id is its index; the first four tokens are `SPECIALS`.
     Text never yields a control token: `<eos>` in a sentence is an unknown word.
     """
 
@@ -87,12 +120,51 @@ class Vocabulary:
         """{token with plain quotes: the most frequent token of that form}"""
         return {plain_quotes(token): token for token in reversed(self._ids)}
 
+    def read(self, text):
+        """Return the tokens of a raw text in the forms that the vocabulary contains, without <eos>."""
+        return [self.known_form(token) for token in tokenize(text) if token != SPECIALS[EOS]]
+
+    def read_corpus(self, corpus):
+        """Return the corpus whose sentences `encode` expects: the corpus itself."""
+        return corpus
+
+    def encode(self, sentences):
+        """Return the Encoded of a Sentences, or of a list of sentences, each a list of tokens or tokens joined by spaces."""
+        sentences = sentences if isinstance(sentences, Sentences) else Sentences.of(sentences)
+        tokens, ids = sentences.tokens, sentences.together()
+        if len(ids) < len(tokens):                          # a few sentences of a large corpus
+            numbers = np.array([self.id(tokens[id]) for id in ids.tolist()], np.int32)
+        else:
+            numbers = np.array(self.ids(tokens), np.int32)[ids]
+        return Encoded(numbers, sentences.lengths)
+
+    def first(self, tokens, count):
+        """Return the first tokens of a sentence."""
+        return tokens[:count]
+
+    def sentence(self, ids):
+        """Return the tokens of an array of ids joined by spaces, without padding and <eos>."""
+        return ' '.join(self.words(ids[(ids != PAD) & (ids != EOS)]))
+
+    def decode(self, ids):
+        """Return the raw text of an array of ids; case and spaces are restored by rule (pyops.text.detokenize)."""
+        return detokenize(self.sentence(ids).split())
+
+    def state(self):
+        """Return a JSON value from which pyops.text.tokenizer.restore makes an equal Vocabulary."""
+        return self.tokens
+
     def words(self, ids):
         """Return the tokens of an iterable of ids, specials included.  IndexError for an id outside 0..len-1."""
         ids = [int(id) for id in ids]
         if ids and min(ids) < 0:                            # a list would index from the end
             raise IndexError(f'token id {min(ids)} is negative')
         return [self.tokens[id] for id in ids]
+
+    @property
+    def has_words(self):
+        """Whether it has other tokens than SPECIALS."""
+        return len(self) > len(SPECIALS)
 
     def unknown(self, tokens):
         """Return the tokens of a list that are not in the vocabulary, in their order."""

@@ -24,7 +24,7 @@ from pyops.text.flags import FIXED
 from pyops.text.sentences import Sentences
 from pyops.text.training import cut_line
 from pyops.text.translation import Pairs
-from pyops.text.vocabulary import EOS, PAD, UNK
+from pyops.text.vocabulary import EOS, PAD, UNK, Vocabulary
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
 from seq2seq.model import Seq2Seq
@@ -303,11 +303,13 @@ def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, cap
 
 
 def test_a_corpus_that_is_not_cut_prints_no_line_about_it():
-    corpus = Corpus('x', ['a b', 'a b c', 'a'], ['a', 'a', 'a b c d'])
-    assert cut_line(corpus, 5) is None
-    assert cut_line(corpus, 4).startswith('cut to --num-steps 4 tokens, end mark included : 0 sources, 1 targets, 1 of 3 pairs')
+    sources, targets = ['a b', 'a b c', 'a'], ['a', 'a', 'a b c d']
     for side in (list, Sentences.of):
-        assert Corpus('x', side(corpus.sources), side(corpus.targets)).count_cut(3) == (1, 1, 2)
+        sides = [Vocabulary.build(sentences).encode(side(sentences)) for sentences in (sources, targets)]
+        assert cut_line(*sides, 5) is None
+        line = 'cut to --num-steps {} tokens, end mark included : {} sources, {} targets, {} of 3 pairs '
+        assert cut_line(*sides, 4).startswith(line.format(4, 0, 1, 1))
+        assert cut_line(*sides, 3).startswith(line.format(3, 1, 1, 2))
 
 
 def test_a_score_tells_of_references_that_are_longer_than_an_output(capsys):
@@ -316,6 +318,9 @@ def test_a_score_tells_of_references_that_are_longer_than_an_output(capsys):
 
         def sentences(self, sources):
             return sources
+
+        def lengths(self, sentences):
+            return Vocabulary.build(sentences).encode(sentences).lengths
     serving.score(Echo(), Corpus('x', ['a b', 'a b', 'c'], ['a b', 'a b c d', 'c d e']))
     assert ('held-out test : 50.0% of 2 unseen sentences translated exactly; '
             '1 of 3 references are longer than 3 tokens, the longest output\n') in capsys.readouterr().out
