@@ -4,6 +4,7 @@ A program calls these functions with its own function open_checkpoint(path, args
 """
 from pyops.errors import UserError
 from pyops.flags import use_device
+from pyops.text.preprocess import tokenize
 
 _BATCHES = 16       # translated together by evaluate(), sorted by length
 
@@ -124,7 +125,7 @@ def trained_corpus(args, translator, state):
 
 def score(translator, test, show=0):
     """Translate all test sentences and print the share that is exactly right.  Also print `show` of them with their references,
-    the number of references longer than an output can be, and BLEU if sacrebleu is installed."""
+    the number of references longer than an output can be, and BLEU of lower-case words if sacrebleu is installed."""
     from importlib.util import find_spec
 
     from pyops.text.score import bleu, exact_match
@@ -144,4 +145,11 @@ def score(translator, test, show=0):
     note = f'; {longer} of {len(lengths)} references are longer than {translator.num_steps} tokens, the longest output'
     print(f'held-out test : {share:.1%} of {len(known)} unseen sentences translated exactly' + note * bool(longer), flush=True)
     if find_spec('sacrebleu'):
-        print(f'BLEU : {bleu(list(outputs.values()), list(known.values())):.2f}', flush=True)
+        score = bleu([_tokenized(output) for output in outputs.values()],
+                     [[_tokenized(reference) for reference in some] for some in known.values()])
+        print(f'BLEU : {score:.2f}', flush=True)
+
+
+def _tokenized(text):
+    """Return a text as lower-case tokens joined by spaces, so that BLEU is comparable between tokenizers."""
+    return ' '.join(tokenize(text))

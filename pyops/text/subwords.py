@@ -5,7 +5,6 @@ can be encoded, and there are no unknown words.  The merges are learned by the l
 all distinct words at once, because BPE dropout (Provilkov et al. 2020) needs random numbers that can be repeated, and the
 library has no seed.
 """
-import importlib.metadata
 import io
 import json
 import re
@@ -44,7 +43,7 @@ def train(sentences, size):
         raise UserError(f'--vocabulary {size}: expected {SMALLEST} or more: {len(SPECIALS)} marks and 256 bytes')
     library = _library()
     text = '\n'.join(sentences).encode(errors='replace')
-    version = f'{importlib.metadata.version("tokenizers")} {size}\n'.encode()
+    version = f'{library.__version__} {size}\n'.encode()
     key = cache.digest(io.BytesIO(version + text), __name__, normalize.__module__)
     if key and (found := cache.read('bpe', key)):
         return Subwords(bytes(found).decode())

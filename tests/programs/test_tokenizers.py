@@ -9,7 +9,8 @@ from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, ne
 
 from pyops import checkpoint
 from pyops.errors import UserError
-from pyops.text import embedded
+from pyops.text import embedded, serving
+from pyops.text.corpus import Corpus
 from pyops.text.preprocess import normalize
 from pyops.text.tokenizer import restore
 from pyops.text.vocabulary import EOS, PAD
@@ -99,6 +100,21 @@ def test_held_out_sentences_are_scored_as_raw_text(trained, tmp_path, capsys):
     (tmp_path / 'other.txt').write_text(''.join('\t'.join(pair[::-1]) + '\n' for pair in embedded.pairs()[:512]))
     with pytest.raises(UserError, match='was trained on other pairs than the corpus has; give the corpus it was trained on'):
         transformer_evaluate.main(['-c', str(folder), '-f', str(tmp_path / 'other.txt')])
+
+
+def test_bleu_after_training_is_that_of_lower_case_words_for_both_tokenizers(capsys):
+    pytest.importorskip('sacrebleu', reason='sacrebleu is not installed: pip install sacrebleu')
+
+    class Fixed:
+        num_steps = 9
+
+        def sentences(self, sources):
+            return ['Je dors ici, Tom.']
+
+        def lengths(self, sentences):
+            return np.array([5])
+    serving.score(Fixed(), Corpus('x', ['I sleep here, Tom.'], ['je dors ici , tom .']))
+    assert capsys.readouterr().out == 'held-out test : 0.0% of 1 unseen sentences translated exactly\nBLEU : 100.00\n'
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------------
