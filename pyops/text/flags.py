@@ -86,7 +86,7 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
 def defaults_of(args, found, defaults):
     """Return `defaults` with those of the tokenizer that the flags or the checkpoint found select.
 
-    UserError if a flag was given that the tokenizer does not have.
+    UserError if a flag was given that only the other tokenizer has.
     """
     if found.state:
         found.state['settings'].setdefault('tokenizer', 'word')         # checkpoints from before there were subwords
@@ -94,7 +94,7 @@ def defaults_of(args, found, defaults):
     for name, only in (('min_count', 'word'), ('vocabulary', 'bpe'), ('bpe_dropout', 'bpe')):
         if (value := getattr(args, name)) is not None and tokenizer != only:
             flag = f'--{name.replace("_", "-")}'
-            raise UserError(f'{flag} {value}: a flag of --tokenizer {only}, and the tokenizer is {tokenizer}; leave {flag} out')
+            raise UserError(f'{flag} {value}: requires --tokenizer {only}, and this run has {tokenizer}; leave {flag} out')
     return defaults | (DEFAULTS_OF_BPE if tokenizer == 'bpe' else {})
 
 

@@ -90,9 +90,8 @@ class Data(NamedTuple):
 
 
 def subwords_line(tokens, wanted):
-    """Return a line with the number of subwords, and why it is smaller than --vocabulary."""
-    fewer = f' of --vocabulary {wanted}: no other two tokens occur together twice' * (tokens < wanted)
-    return f'subwords : {tokens}{fewer}'
+    """Return a line with the number of subwords; if it is smaller than --vocabulary, with the reason."""
+    return f'subwords : {tokens}' + f' (--vocabulary {wanted}; no other pair of tokens occurs twice)' * (tokens < wanted)
 
 
 def cut_line(sources, targets, num_steps):

@@ -2,6 +2,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from pyops import checkpoint
 from pyops.errors import UserError
 from pyops.text import embedded, serving
 from pyops.text.corpus import Corpus
+from pyops.text.flags import DEFAULTS
 from pyops.text.preprocess import normalize
 from pyops.text.tokenizer import restore
+from pyops.text.training import Data
 from pyops.text.vocabulary import EOS, PAD
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
@@ -148,9 +151,24 @@ def test_a_run_prints_the_number_of_subwords(tmp_path, capsys):
     out = capsys.readouterr().out
     assert 'subwords : 400\n' in out and 'enc_vocab_size : 400\n' in out and 'dec_vocab_size : 400\n' in out
     transformer_train.main(['-e', '1', '-c', str(tmp_path / 'b'), *TINY_TRANSFORMER, '--tokenizer', 'bpe', '--plan'])
-    found = re.search(r'^subwords : (\d+) of --vocabulary 12000: no other two tokens occur together twice$',
+    found = re.search(r'^subwords : (\d+) \(--vocabulary 12000; no other pair of tokens occurs twice\)$',
                       capsys.readouterr().out, re.M)
     assert 400 < int(found[1]) < 5000
+
+
+def test_the_data_of_a_run_with_subwords_has_one_vocabulary_and_counts_its_cut_sentences(capsys):
+    args = SimpleNamespace(corpus='embedded', data_dir=None)
+    settings = DEFAULTS | dict(tiny=1, vocabulary=400, num_steps=8)
+    words, subwords = (Data.load(args, settings | dict(tokenizer=name)) for name in ('word', 'bpe'))
+    assert subwords.shared and not words.shared and len(subwords.train) == len(words.train) == 451
+    tokenizer = subwords.vocabularies[0]
+    sides = [tokenizer.encode(side).lengths >= 8 for side in (subwords.sentences.sources, subwords.sentences.targets)]
+    assert (f'cut to --num-steps 8 tokens, end mark included : {sides[0].sum()} sources, {sides[1].sum()} targets, '
+            f'{(sides[0] | sides[1]).sum()} of 451 pairs ') in capsys.readouterr().out
+    assert subwords.train.source.shape == (451, 8) and sides[0].sum() > 50
+    assert (subwords.encode_epoch(0.0, 0, 0).labels == subwords.train.labels).all()
+    assert (subwords.encode_epoch(0.5, 0, 0).labels != subwords.encode_epoch(0.5, 0, 1).labels).any()
+    assert list(subwords.test.targets)[0] != list(words.test.targets)[0]            # raw text
 
 
 def test_a_checkpoint_serves_without_the_library(trained, monkeypatch, capsys):
@@ -181,10 +199,10 @@ def test_saved_tensors_are_labelled_with_the_subwords_of_the_epoch(tmp_path, cap
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('flags, want', [
-    ('--vocabulary 500', '--vocabulary 500: a flag of --tokenizer bpe, and the tokenizer is word; leave --vocabulary out'),
-    ('--bpe-dropout 0.1', '--bpe-dropout 0.1: a flag of --tokenizer bpe, and the tokenizer is word; leave --bpe-dropout out'),
+    ('--vocabulary 500', '--vocabulary 500: requires --tokenizer bpe, and this run has word; leave --vocabulary out'),
+    ('--bpe-dropout 0.1', '--bpe-dropout 0.1: requires --tokenizer bpe, and this run has word; leave --bpe-dropout out'),
     ('--tokenizer bpe --min-count 2',
-     '--min-count 2: a flag of --tokenizer word, and the tokenizer is bpe; leave --min-count out'),
+     '--min-count 2: requires --tokenizer word, and this run has bpe; leave --min-count out'),
     ('--tokenizer bpe --vocabulary 100', '--vocabulary 100: expected 260 or more: 4 marks and 256 bytes')])
 def test_flags_of_the_other_tokenizer_are_refused(program, flags, want, tmp_path, capsys):
     with pytest.raises(UserError) as error:
