@@ -232,7 +232,7 @@ CASES = [
          r'the model needs [\d.]+ GiB of memory and this machine has [\d.]+; give a smaller --embedding, .*'),
     Case('unknown flag', TRAIN, '--epoch-count 5',
          r'unrecognized arguments: --epoch-count 5; did you mean --epochs\? See --help'),
-    Case('unknown flag of translate', TRANSLATE, '-c ckpt --beam 5', f'unrecognized arguments: --beam.*{SEE}'),
+    Case('unknown flag of translate', TRANSLATE, '-c ckpt --width 5', f'unrecognized arguments: --width.*{SEE}'),
     Case('translate without a checkpoint', TRANSLATE, 'Go.',
          f'the following arguments are required: -c/--checkpoint{SEE}'),
     Case('translate with none', TRANSLATE, "-c '' Go.", "-c/--checkpoint: expected a checkpoint or a folder, got ''"),
