@@ -40,7 +40,7 @@ def train(sentences, size):
     The result depends on the sentences alone, and is cached.  UserError if size < SMALLEST or `tokenizers` is not installed.
     """
     if size < SMALLEST:
-        raise UserError(f'--vocabulary {size}: expected {SMALLEST} or more: {len(SPECIALS)} marks and 256 bytes')
+        raise UserError(f'vocabulary of {size} subwords: expected {SMALLEST} or more: {len(SPECIALS)} marks and 256 bytes')
     library = _library()
     text = '\n'.join(sentences).encode(errors='replace')
     version = f'{library.__version__} {size}\n'.encode()
@@ -57,7 +57,8 @@ def _library():
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError('--tokenizer bpe: tokenizers is not installed: install it with: pip install tokenizers') from error
+        raise UserError('tokenizers, which learns subwords, is not installed: '
+                        'install it with: pip install tokenizers') from error
     return tokenizers
 
 

@@ -178,7 +178,7 @@ def test_a_checkpoint_serves_without_the_library(trained, monkeypatch, capsys):
     assert f'{pairs[0][0]} -> ' in capsys.readouterr().out
     transformer_train.main(['-f', str(folder / 'pairs.txt'), '-c', str(folder / 'ckpt'), '-e', '60', '--d-model', '64'])
     assert 'all 60 epochs are done' in capsys.readouterr().out
-    with pytest.raises(UserError, match='^--tokenizer bpe: tokenizers is not installed: install it with: pip install '):
+    with pytest.raises(UserError, match='^tokenizers, which learns subwords, is not installed: install it with: pip install '):
         transformer_train.main(['-f', str(folder / 'pairs.txt'), '-c', str(folder / 'new'), '-e', '60', *BPE])
 
 
@@ -203,7 +203,7 @@ def test_saved_tensors_are_labelled_with_the_subwords_of_the_epoch(tmp_path, cap
     ('--bpe-dropout 0.1', '--bpe-dropout 0.1: requires --tokenizer bpe, and this run has word; leave --bpe-dropout out'),
     ('--tokenizer bpe --min-count 2',
      '--min-count 2: requires --tokenizer word, and this run has bpe; leave --min-count out'),
-    ('--tokenizer bpe --vocabulary 100', '--vocabulary 100: expected 260 or more: 4 marks and 256 bytes')])
+    ('--tokenizer bpe --vocabulary 100', 'vocabulary of 100 subwords: expected 260 or more: 4 marks and 256 bytes')])
 def test_flags_of_the_other_tokenizer_are_refused(program, flags, want, tmp_path, capsys):
     with pytest.raises(UserError) as error:
         program[0].main(['-e', '1', '-c', str(tmp_path), *program[2], *flags.split()])

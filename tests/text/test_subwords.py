@@ -101,7 +101,7 @@ def test_a_vocabulary_has_the_wanted_size_or_says_when_it_ends(pairs):
     small = train(['ab', 'ab', 'abc'], 1000)
     assert len(small) == SMALLEST + 2 and len(train([], 300)) == SMALLEST       # ' a' or 'ab', and then ' ab'
     assert rows(small.encode(['ab', 'c'])) == [[SMALLEST + 1], rows(small.encode(['c']))[0]]
-    with pytest.raises(UserError, match='^--vocabulary 259: expected 260 or more: 4 marks and 256 bytes$'):
+    with pytest.raises(UserError, match='^vocabulary of 259 subwords: expected 260 or more: 4 marks and 256 bytes$'):
         train(pairs, SMALLEST - 1)
 
 
@@ -146,7 +146,7 @@ def test_only_the_training_sentences_are_learned_from():
 
 def test_a_missing_library_is_an_error_only_when_subwords_are_learned(learned, pairs, monkeypatch):
     monkeypatch.setitem(sys.modules, 'tokenizers', None)
-    want = '^--tokenizer bpe: tokenizers is not installed: install it with: pip install tokenizers$'
+    want = '^tokenizers, which learns subwords, is not installed: install it with: pip install tokenizers$'
     with pytest.raises(UserError, match=want):
         train(pairs, 400)
     assert Subwords(learned.text).encode(['Go.']).ids.tolist() == learned.encode(['Go.']).ids.tolist()
