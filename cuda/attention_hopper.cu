@@ -1,6 +1,6 @@
 // attention_hopper.cu - attention on Hopper: wgmma on bfloat16 operands, for long sequences.
 //
-// The definition, the masks and the dropout are those of attention.cu.  A block has three warpgroups of 128 threads.  Two
+// The definition, the masks and the dropout are as in attention.cu.  A block has three warpgroups of 128 threads.  Two
 // multiply, 64 rows each; the third copies tiles to shared memory, where it runs ahead by the slots of a ring:
 //
 //                         shared memory, bfloat16

@@ -28,7 +28,7 @@ struct HopperAttention {
 
 // Whether these kernels support the call.  `aligned`: all rows start at multiples of 16 bytes.
 bool hopper_attention_fits(const HopperAttention &c, bool aligned);
-// Whether they are faster than those of attention.cu, by estimate.
+// Whether they are faster than the kernels of attention.cu, by estimate.
 bool hopper_attention_pays(const HopperAttention &c);
 cudaError_t hopper_attention_forward(const HopperAttention &c, float *y, float *stats, const float *q, const float *k,
                                      const float *v, cudaStream_t stream);

@@ -191,7 +191,7 @@ class Muon(Adam):
     """Muon (Jordan et al. 2024): momentum made orthogonal, for hidden matrices; Adam for all other parameters.
 
     Each step of a matrix is lr * scale * sqrt(max(rows, columns)) times a matrix whose singular values are all near 1.  With
-    scale=0.2 its root mean square is about that of a step of Adam (Liu et al. 2025, arXiv:2502.16982), so both use one lr.
+    scale=0.2 its root mean square is about as large as in Adam (Liu et al. 2025, arXiv:2502.16982), so both use one lr.
     See docs/optimiser.md.
 
     momentum, nesterov: of the moving average of the gradients of the matrices

@@ -108,7 +108,7 @@ class SizedPlan(Plan):
     """
 
     def learn_sizes(self, step: Callable[..., Any], capacity: tuple[int, ...]) -> None:
-        """Record step(*sizes) with other sizes than those of the recording, `capacity`, of 4 or more each.
+        """Record step(*sizes) with other sizes than the recording, whose sizes are `capacity`, 4 or more each.
 
         ValueError naming the first argument that is not linear in the sizes.
         """
@@ -138,7 +138,7 @@ class SizedPlan(Plan):
         self._base, self._slopes = np.array(base, np.int64), np.array(slopes, np.int64).reshape(-1, len(capacity))
 
     def resize(self, sizes: tuple[int, ...]) -> None:
-        """Set the sizes of the next runs, each at most that of the recording."""
+        """Set the sizes of the next runs, each at most the size of the recording."""
         self._calls.change(self._places, self._base + self._slopes @ (np.array(sizes) - self._capacity))
 
     def _again(self, step: Callable[..., Any], sizes: Sequence[int]) -> list[list[Any]]:

@@ -182,5 +182,5 @@ class Seq2Seq:
 
     def decoding(self, num_steps=None):
         """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged.
-        num_steps: the largest number of tokens, at most that of the config and by default equal to it."""
+        num_steps: the largest number of tokens, at most config.num_steps, which is the default."""
         return Decoder(self, num_steps or self.config.num_steps)

@@ -250,7 +250,7 @@ class Cache(NamedTuple):
     spare: tuple[np.ndarray, np.ndarray] | None = None
 
     def reordered(self, parents, t):
-        """Return a Cache of len(parents) hypotheses: the first t tokens of hypothesis r are those of parents[r]."""
+        """Return a Cache of len(parents) hypotheses: hypothesis r has the first t tokens of parents[r]."""
         T, R, D = self.k.shape
         spare = self.spare
         if spare is None or spare[0].shape[1] != len(parents):
@@ -422,7 +422,7 @@ class Transformer:
 
     def decoding(self, num_steps=None):
         """Return a decoder equivalent to translate() but faster on repeated calls.  Valid while the weights are unchanged.
-        num_steps: the largest number of tokens, at most that of the config and by default equal to it."""
+        num_steps: the largest number of tokens, at most config.num_steps, which is the default."""
         return Decoder(self, num_steps or self.config.num_steps)
 
     def start(self, source):

@@ -135,7 +135,7 @@ class BeamDecoder:
     """Beam search: source (T, B), B >= 1 -> for each sentence a list of at most nbest Hypotheses, the best first.
 
     Valid while the weights are unchanged.  Each source shape is recorded as plans at its second call and replayed from then on.
-    With beam 1 the tokens are those of greedy decoding.
+    With beam 1 the result is greedy decoding.
     """
 
     def __init__(self, model, search):

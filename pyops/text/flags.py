@@ -84,7 +84,7 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
 
 
 def defaults_of(args, found, defaults):
-    """Return `defaults` with those of the tokenizer that the flags or the checkpoint found select.
+    """Return `defaults` changed for the tokenizer that the flags or the checkpoint found select.
 
     UserError if a flag was given that only the other tokenizer has.
     """

@@ -82,7 +82,7 @@ def _train(library, texts, size):
 class Subwords:
     """A Tokenizer (pyops.text.tokenizer) whose tokens are sequences of bytes, for all languages of a corpus.
 
-    Sentences are raw text.  It is read after preprocess.normalize, so decode(encode) is that of normalize.
+    Sentences are raw text.  It is read after preprocess.normalize, so decode(encode(text)) is normalize(text).
     text: JSON of the library `tokenizers`.  Only the merges and the vocabulary are read, so the library is not needed.
     """
 
@@ -104,7 +104,7 @@ class Subwords:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f'subwords: not a byte-level BPE of tokenizers ({type(error).__name__}: {error}); '
                             'train it from its corpus again') from error
-        # The base exceeds all ids and that of padding, len(self): a key identifies a pair.
+        # The base exceeds all ids and the id of padding, len(self): a key identifies a pair.
         keys = parts[:, 0] * (len(self) + 1) + parts[:, 1]
         self._ranks = np.argsort(keys, kind='stable').astype(np.int32)
         self._keys, self._merged = keys[self._ranks], parts[:, 2].astype(np.int32)
@@ -129,7 +129,7 @@ class Subwords:
         return normalize(text).split()
 
     def read_corpus(self, corpus):
-        """Return the corpus whose sentences `encode` expects: those of raw text."""
+        """Return the corpus whose sentences `encode` expects: raw text."""
         return corpus.raw()
 
     def unknown(self, words):
@@ -197,7 +197,7 @@ class Subwords:
             counts[by_length[done:done + some]] = used.sum(1)
             tables.append(table[used])
             done += some
-        # back from the order of lengths to that of rows
+        # back from the order of lengths to the order of rows
         ids, sorted_counts = np.concatenate(tables or [flat]), counts[by_length]
         places = np.empty(len(rows), np.int64)
         places[by_length] = np.cumsum(sorted_counts, dtype=np.int64) - sorted_counts

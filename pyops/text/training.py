@@ -22,14 +22,14 @@ class Data(NamedTuple):
     train: Pairs
     validation: Pairs
     test: Corpus
-    sentences: Corpus                               # those of `train`
+    sentences: Corpus                               # the sentences of `train`
 
     @classmethod
     def load(cls, args, settings, least=1, state=None):
         """Return the Data for the flags and settings of a run, and print lines about it.
 
         settings['hold_out'] None is replaced by the corpus's default.  least: fewest pairs to train on.
-        state: that of the checkpoint which the run resumes; None: a new run.
+        state: of the checkpoint which the run resumes; None: a new run.
         """
         corpus, line = open_corpus(args.corpus, args.data_dir, settings['tiny'])
         print(line, flush=True)

@@ -872,7 +872,7 @@ def test_packed_rows_of_equal_lengths_have_the_bits_of_time_steps(Tq, Tk, B, hea
 
 @pytest.mark.parametrize('seed', range(12))
 def test_attention_of_packed_rows_of_random_lengths(seed):
-    """Results and gradients equal those of each sentence alone: on the CPU they have the same bits."""
+    """Each sentence has the results and gradients of a call of its own: on the CPU the same bits."""
     rng = np.random.default_rng(seed)
     B, heads, C, causal = rng.integers(1, 41), rng.integers(1, 5), 8 * rng.integers(1, 9), bool(seed % 2)
     longest = int(rng.choice([4, 12, 20, 64, 90]))
