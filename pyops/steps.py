@@ -106,6 +106,7 @@ class SizedPlan(Plan):
 
     They are learned by recording the step again with other sizes: each argument must be a sum of multiples of the sizes.
     """
+    _sizes: tuple[int, ...] = ()            # of the next run
 
     def learn_sizes(self, step: Callable[..., Any], capacity: tuple[int, ...]) -> None:
         """Record step(*sizes) with other sizes than the recording, whose sizes are `capacity`, 4 or more each.
@@ -139,7 +140,9 @@ class SizedPlan(Plan):
 
     def resize(self, sizes: tuple[int, ...]) -> None:
         """Set the sizes of the next runs, each at most the size of the recording."""
-        self._calls.change(self._places, self._base + self._slopes @ (np.array(sizes) - self._capacity))
+        if sizes != self._sizes:            # a change drops the graph of a GPU
+            self._sizes = sizes
+            self._calls.change(self._places, self._base + self._slopes @ (np.array(sizes) - self._capacity))
 
     def _again(self, step: Callable[..., Any], sizes: Sequence[int]) -> list[list[Any]]:
         """Return the arguments of each launch of step(*sizes)."""

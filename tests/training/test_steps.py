@@ -4,6 +4,7 @@ import pytest
 from places import get, put
 
 from pyops import backend, init
+from pyops.backend.calls import Calls
 from pyops.data.batches import gather
 from pyops.ops import CrossEntropy, Embedding, Linear, ReLU
 from pyops.optim import Adam
@@ -62,6 +63,15 @@ def test_one_plan_for_all_sizes_has_the_results_of_a_step_without_a_plan():
     assert (get(eager.params.values) == get(planned.params.values)).all()
     assert get(eager.adam.count)[0] == len(SIZES)
     assert len(recordings) < len(SIZES), 'smaller batches must not be recorded again'
+
+
+def test_batches_of_equal_sizes_keep_the_arguments_and_so_the_graph_of_a_gpu(monkeypatch):
+    model, changes, change = Classifier(), [], Calls.change
+    monkeypatch.setattr(Calls, 'change', lambda self, *arguments: changes.append(1) or change(self, *arguments))
+    steps = SizedSteps(model.step, lambda rows: (2 * len(rows),), model.params, **model.inputs())
+    for count, total in ((6, 1), (6, 1), (5, 2), (5, 2), (6, 3)):
+        steps(np.arange(count))
+        assert len(changes) == total
 
 
 def test_the_plan_of_a_batch_has_its_sizes():
