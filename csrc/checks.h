@@ -7,12 +7,32 @@
 #ifndef PYOPS_CHECKS_H
 #define PYOPS_CHECKS_H
 
-static inline pyops_status check_gru(const char *who, const float *x, int64_t T, int64_t B, int64_t I, int64_t H) {
+/* N: the number of packed rows, 0 without offsets */
+static inline pyops_status check_packed(const char *who, const int32_t *offsets, int64_t T, int64_t B, int64_t N) {
+    PYOPS_REQUIRE(offsets || !N, "%s: N=%lld without offsets, expected 0", who, LL(N));
+    PYOPS_REQUIRE(N >= 0 && N <= INT32_MAX && N <= T * B, "%s: N=%lld T=%lld B=%lld, expected N from 0 to T * B and below 2^31",
+                  who, LL(N), LL(T), LL(B));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_pad(const char *who, const int32_t *offsets, int64_t T, int64_t B, int64_t N, int64_t C,
+                                     int64_t ldx) {
+    PYOPS_REQUIRE(
+        offsets && T >= 1 && B >= 0 && C >= 0 && ldx >= C,
+        "%s: T=%lld B=%lld C=%lld ldx=%lld, expected offsets, T of at least 1, B and C of at least 0, ldx of at least C", who,
+        LL(T), LL(B), LL(C), LL(ldx));
+    return check_packed(who, offsets, T, B, N);
+}
+
+static inline pyops_status check_gru(const char *who, const float *x, const int32_t *lengths, const int32_t *offsets, int64_t T,
+                                     int64_t B, int64_t N, int64_t I, int64_t H, int32_t reverse) {
     PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 0 && H >= 1,
                   "%s: T=%lld B=%lld I=%lld H=%lld, expected T and H of at least 1, B and I of at least 0", who, LL(T), LL(B),
                   LL(I), LL(H));
     PYOPS_REQUIRE(!I == !x, "%s: I=%lld, expected 0 if x is NULL, else at least 1", who, LL(I));
-    return PYOPS_OK;
+    PYOPS_REQUIRE(!lengths || !offsets, "%s: lengths with offsets, expected NULL", who);
+    PYOPS_REQUIRE(!reverse || offsets, "%s: reverse=%d without offsets, expected 0", who, reverse);
+    return check_packed(who, offsets, T, B, N);
 }
 
 static inline pyops_status check_gru_step(const char *who, int64_t B, int64_t H, int32_t stage) {
@@ -51,7 +71,7 @@ static inline pyops_status check_cross_entropy(const char *who, int64_t R, int64
     return status ? status : check_smoothing(who, smoothing);
 }
 
-static inline pyops_status check_linear_cross_entropy(const float *dx, const float *dweight, const float *dbias,
+static inline pyops_status check_linear_cross_entropy(const pyops_real *dx, const float *dweight, const float *dbias,
                                                       const float *dloss, int64_t R, int64_t D, int64_t V, float smoothing) {
     PYOPS_REQUIRE(R >= 0 && D >= 1 && V >= 1, "linear_cross_entropy: R=%lld D=%lld V=%lld, expected R >= 0, D >= 1, V >= 1",
                   LL(R), LL(D), LL(V));
@@ -65,13 +85,20 @@ static inline pyops_status check_embedding(const char *who, int64_t R, int64_t V
     return PYOPS_OK;
 }
 
-static inline pyops_status check_embedding_linear(const char *who, const float *context, int64_t T, int64_t B, int64_t V,
-                                                  int64_t E, int64_t C, int64_t O) {
+static inline pyops_status check_convert(int64_t R, int64_t C, int64_t ldy, int64_t ldx) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && ldy >= C && ldx >= C,
+                  "convert: R=%lld C=%lld ldy=%lld ldx=%lld, expected R and C of at least 0, ldy and ldx of at least C", LL(R),
+                  LL(C), LL(ldy), LL(ldx));
+    return PYOPS_OK;
+}
+
+static inline pyops_status check_embedding_linear(const char *who, const float *context, const int32_t *offsets, int64_t T,
+                                                  int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && V >= 1 && E >= 1 && C >= 0 && O >= 1,
                   "%s: T=%lld B=%lld V=%lld E=%lld C=%lld O=%lld, expected V, E and O of at least 1, the others of at least 0",
                   who, LL(T), LL(B), LL(V), LL(E), LL(C), LL(O));
     PYOPS_REQUIRE(!C == !context, "%s: C=%lld, expected 0 if context is NULL, else at least 1", who, LL(C));
-    return PYOPS_OK;
+    return check_packed(who, offsets, T, B, N);
 }
 
 static inline pyops_status check_gather(const char *who, int64_t N, int64_t B, int64_t C) {
@@ -84,13 +111,6 @@ static inline pyops_status check_pack(int64_t N, int64_t B, int64_t total) {
     PYOPS_REQUIRE(N >= 0 && B >= 0 && total >= 0 && total <= INT32_MAX,
                   "pack_sequences: N=%lld B=%lld total=%lld, expected total from 0 to 2^31 - 1, N and B of at least 0", LL(N),
                   LL(B), LL(total));
-    return PYOPS_OK;
-}
-
-static inline pyops_status check_packed_rows(const char *who, int64_t T, int64_t B, int64_t C, int64_t ldx) {
-    PYOPS_REQUIRE(T >= 0 && B >= 0 && C >= 0 && ldx >= C,
-                  "%s: T=%lld B=%lld C=%lld ldx=%lld, expected at least 0, and ldx of at least C", who, LL(T), LL(B), LL(C),
-                  LL(ldx));
     return PYOPS_OK;
 }
 
@@ -141,7 +161,7 @@ static inline pyops_status check_residual_norm(const char *who, int64_t R, int64
     return status ? status : check_eps(who, eps);
 }
 
-static inline pyops_status check_residual_norm_backward(const float *dbranch, const int64_t *step, int64_t R, int64_t C,
+static inline pyops_status check_residual_norm_backward(const pyops_real *dbranch, const int64_t *step, int64_t R, int64_t C,
                                                         float p) {
     const pyops_status status = check_residual_norm("residual_norm_backward", R, C, p, 0.0f);
     if (status) return status;

@@ -10,14 +10,15 @@
 #include "internal.h"
 
 /* ---- work: offsets of its parts, in floats ---- */
-typedef struct { int64_t tokens, slot, seen, rows, drows, by_token, by_sequence, total; } layout;
+typedef struct { int64_t tokens, slot, seen, sequence, rows, drows, by_token, by_sequence, total; } layout;
 
 static layout layout_of(int64_t R, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O) {
     const int64_t most = pyops_min(R, V);               /* distinct tokens */
     layout l = {0};
     l.slot = pyops_round_up(most, PYOPS_LANES);        /* after the tokens (most): their index at each position (R), */
     l.seen = l.slot + pyops_round_up(R, PYOPS_LANES);  /* and for each row of the table (V); all int32 */
-    l.rows = l.seen + pyops_round_up(V, PYOPS_LANES);   /* their rows of the table (most,E) */
+    l.sequence = l.seen + pyops_round_up(V, PYOPS_LANES);               /* the sequence of each position (R) */
+    l.rows = l.sequence + (C ? pyops_round_up(R, PYOPS_LANES) : 0);     /* the rows of the tokens in the table (most,E) */
     l.drows = l.rows + pyops_round_up(most * E, PYOPS_LANES);           /* their gradients, in backward */
     l.by_token = l.drows + pyops_round_up(most * E, PYOPS_LANES);       /* products, or sums of gradients (most,O) */
     l.by_sequence = l.by_token + pyops_round_up(most * O, PYOPS_LANES); /* the same (B,O), with a context */
@@ -25,18 +26,26 @@ static layout layout_of(int64_t R, int64_t B, int64_t V, int64_t E, int64_t C, i
     return l;
 }
 
-int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O) {
-    return layout_of(T * B, B, V, E, C, O).total;
+int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O) {
+    return layout_of(N ? N : T * B, B, V, E, C, O).total;
 }
 
-int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O) {
-    return layout_of(T * B, B, V, E, C, O).total;
+int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O) {
+    return layout_of(N ? N : T * B, B, V, E, C, O).total;
 }
 
-static pyops_status check(const char *who, const int32_t *ids, const float *context, int64_t T, int64_t B, int64_t V, int64_t E,
-                          int64_t C, int64_t O) {
-    const pyops_status status = check_embedding_linear(who, context, T, B, V, E, C, O);
-    return status ? status : pyops_check_ids(who, ids, T * B, V);
+static pyops_status check(const char *who, const int32_t *ids, const float *context, const int32_t *offsets, int64_t T,
+                          int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O) {
+    pyops_status status = check_embedding_linear(who, context, offsets, T, B, N, V, E, C, O);
+    if (!status && offsets) status = pyops_check_offsets(who, "offsets", offsets, T, B, N);
+    return status ? status : pyops_check_ids(who, ids, offsets ? N : T * B, V);
+}
+
+static void set_sequences(int32_t *sequence, const int32_t *offsets, int64_t R, int64_t B) {
+    for (int64_t r = 0, b = 0; r < R; r++) {
+        while (offsets && r >= offsets[b + 1]) b++;
+        sequence[r] = (int32_t)(offsets ? b : r % B);
+    }
 }
 
 /* Return the number of distinct tokens and list them in `tokens` in the order of their first occurrence.  So a token is new at
@@ -78,15 +87,18 @@ static pyops_range multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops
 }
 
 pyops_status pyops_embedding_linear_forward(float *y, const float *table, const int32_t *ids, const float *context,
-                                            const float *weight, const float *bias, float *work, int64_t T, int64_t B,
-                                            int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
+                                            const int32_t *offsets, const float *weight, const float *bias, float *work,
+                                            int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O,
+                                            void *stream) {
     (void)stream;
-    const pyops_status status = check("embedding_linear_forward", ids, context, T, B, V, E, C, O);
+    const pyops_status status = check("embedding_linear_forward", ids, context, offsets, T, B, N, V, E, C, O);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const int64_t R = T * B, I = E + C;
+    const int64_t R = offsets ? N : T * B, I = E + C;
     const layout l = layout_of(R, B, V, E, C, O);
     int32_t *const tokens = (int32_t *)(work + l.tokens), *const slot = (int32_t *)(work + l.slot);
+    int32_t *const sequence = (int32_t *)(work + l.sequence);
+    if (C) set_sequences(sequence, offsets, R, B);
     float *const rows = work + l.rows, *const by_token = work + l.by_token, *const by_sequence = work + l.by_sequence;
 
     const pyops_view w_e = {weight, 1, I}, w_c = {weight + E, 1, I};           /* transposed */
@@ -107,36 +119,32 @@ pyops_status pyops_embedding_linear_forward(float *y, const float *table, const 
         #pragma omp barrier
         #pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < R; r++) {
-            if (C) k->residual(y + r * O, by_token + slot[r] * O, by_sequence + r % B * O, O);
+            if (C) k->residual(y + r * O, by_token + slot[r] * O, by_sequence + sequence[r] * O, O);
             else pyops_copy(y + r * O, by_token + slot[r] * O, O);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_forward: no memory for packed tiles") : PYOPS_OK;
 }
 
-static void add_or_set(const pyops_kernels *k, float *sum, const float *x, int64_t n, int is_first) {
-    if (is_first) pyops_copy(sum, x, n);
-    else k->add(sum, x, n);
-}
-
 pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
                                              const float *dy, const float *table, const int32_t *ids, const float *context,
-                                             const float *weight, float *work, int64_t T, int64_t B, int64_t V, int64_t E,
-                                             int64_t C, int64_t O, int64_t ld, void *stream) {
+                                             const int32_t *offsets, const float *weight, float *work, int64_t T, int64_t B,
+                                             int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream) {
     (void)stream;
-    const pyops_status status = check("embedding_linear_backward", ids, context, T, B, V, E, C, O);
+    const pyops_status status = check("embedding_linear_backward", ids, context, offsets, T, B, N, V, E, C, O);
     if (status) return status;
     PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, expected at least O=%lld", LL(ld), LL(O));
     const pyops_kernels *k = pyops_active();
-    const int64_t R = T * B, I = E + C;
+    const int64_t R = offsets ? N : T * B, I = E + C;
     const layout l = layout_of(R, B, V, E, C, O);
     int32_t *const tokens = (int32_t *)(work + l.tokens), *const slot = (int32_t *)(work + l.slot);
+    int32_t *const sequence = (int32_t *)(work + l.sequence);
+    if (C) set_sequences(sequence, offsets, R, B);
     float *const rows = work + l.rows, *const drows = work + l.drows;
     float *const by_token = work + l.by_token, *const by_sequence = work + l.by_sequence;
 
     const int64_t count = distinct(tokens, slot, (int32_t *)(work + l.seen), ids, R, V);
     for (int64_t i = 0; i < count; i++) pyops_touch(touched, tokens[i] * E, tokens[i] * E + E);
-    const int64_t sequences = T ? B : 0;                /* with a gradient */
     const pyops_view c = {context, C, 1}, u = {by_token, O, 1}, s = {by_sequence, O, 1};
     int failed = 0;
     #pragma omp parallel if (R * O > PYOPS_SHARE_FLOATS || (count + (C ? B : 0)) * O * I > PYOPS_SHARE_FMAS)
@@ -148,11 +156,13 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
         #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < count; i++) pyops_copy(rows + i * E, table + tokens[i] * E, E);
         int32_t before = 0;                             /* distinct tokens so far */
+        for (int64_t b = 0; b < B && C && n; b++) k->fill(by_sequence + b * O + j, n, 0.0f);
         for (int64_t r = 0; r < R && n; r++) {
             const float *dy_r = dy + r * ld + j;
             const int is_new = slot[r] == before;
-            add_or_set(k, by_token + slot[r] * O + j, dy_r, n, is_new);
-            if (C) add_or_set(k, by_sequence + r % B * O + j, dy_r, n, r < B);
+            if (is_new) pyops_copy(by_token + slot[r] * O + j, dy_r, n);
+            else k->add(by_token + slot[r] * O + j, dy_r, n);
+            if (C) k->add(by_sequence + sequence[r] * O + j, dy_r, n);
             before += is_new;
         }
         if (scratch && n) {
@@ -164,10 +174,10 @@ pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, fl
         if (scratch) {
             /* for tokens, then contexts: gradient' x input for the weight, gradient x weight for the input */
             multiply(k, dweight, I, transposed(u), (pyops_view){rows, E, 1}, O, E, count, PYOPS_ADD, scratch);
-            if (C) multiply(k, dweight + E, I, transposed(s), c, O, C, sequences, PYOPS_ADD, scratch);
+            if (C) multiply(k, dweight + E, I, transposed(s), c, O, C, B, PYOPS_ADD, scratch);
             const pyops_range own_tokens = multiply(k, drows, E, u, (pyops_view){weight, I, 1}, count, E, O, 0, scratch);
             for (int64_t i = own_tokens.from; i < own_tokens.to; i++) k->add(dtable + tokens[i] * E, drows + i * E, E);
-            if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, T ? O : 0, 0, scratch);
+            if (C) multiply(k, dcontext, C, s, (pyops_view){weight + E, I, 1}, B, C, O, 0, scratch);
         }
     }
     return failed ? pyops_fail(PYOPS_NO_MEMORY, "embedding_linear_backward: no memory for packed tiles") : PYOPS_OK;

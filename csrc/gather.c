@@ -1,5 +1,4 @@
-/* gather.c - rows by index: pixels to floats, token ids to time-major steps or to packed sentences, rows of activations; rows
- * with and without padding. */
+/* gather.c - rows by index: pixels to floats, token ids to time-major steps or to packed sentences, rows of activations. */
 #include <string.h>
 #include "internal.h"
 
@@ -62,34 +61,6 @@ pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, int32_t *off
         at += length;
     }
     if (offsets) offsets[B] = (int32_t)total;
-    return PYOPS_OK;
-}
-
-pyops_status pyops_pad_rows(float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, int64_t ldx,
-                            void *stream) {
-    (void)stream;
-    pyops_status status = check_packed_rows("pad_rows", T, B, C, ldx);
-    if (!status) status = pyops_check_offsets("pad_rows", "offsets", offsets, B, T);
-    if (status) return status;
-    const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (T * B * C > PYOPS_SHARE_FLOATS)
-    for (int64_t b = 0; b < B; b++) {
-        const int64_t length = offsets[b + 1] - offsets[b];
-        k->scale_rows(y + b * C, x + offsets[b] * ldx, 1.0f, length, C, B * C, ldx);
-        k->fill_rows(y + (length * B + b) * C, T - length, C, B * C, 0.0f);
-    }
-    return PYOPS_OK;
-}
-
-pyops_status pyops_pack_rows(float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, void *stream) {
-    (void)stream;
-    pyops_status status = check_packed_rows("pack_rows", T, B, C, C);
-    if (!status) status = pyops_check_offsets("pack_rows", "offsets", offsets, B, T);
-    if (status) return status;
-    const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (T * B * C > PYOPS_SHARE_FLOATS)
-    for (int64_t b = 0; b < B; b++)
-        k->scale_rows(y + offsets[b] * C, x + b * C, 1.0f, offsets[b + 1] - offsets[b], C, C, B * C);
     return PYOPS_OK;
 }
 

@@ -204,8 +204,11 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     }
     const int flags = accumulate ? PYOPS_ADD : 0;
     const pyops_kernels *k = pyops_active();
-    const int whole = products == 1 || M * N * K > PYOPS_SHARE_FMAS;     /* threads share each product, otherwise the batch */
-    const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : omp_get_max_threads();
+    /* Threads share each large product if there are few, otherwise the batch: then they wait for each other only once. */
+    const int64_t most = omp_get_max_threads();
+    const int few = products % most && products < 8 * most;
+    const int whole = products == 1 || (M * N * K > PYOPS_SHARE_FMAS && few);
+    const int64_t threads = whole || products * M * N * K <= PYOPS_SHARE_FMAS ? 1 : most;
     int failed = 0;
     #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t i = 0; i < products; i++) {

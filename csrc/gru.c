@@ -5,9 +5,9 @@
  * Backward runs the steps in reverse in the same way and stores the gate gradients of all steps in `dgates`; dx and the weight
  * gradients are then one product each over all steps.
  *
- * If sequences have lengths, the rows of operands are compacted, so that a product has one row per position, in memory order:
- * sums do not depend on the threads.  The states of a thread's sequences are compacted when one ends; backward inserts a row
- * where one begins.
+ * If sequences have lengths, or are packed, the rows of operands are compacted, so that a product has one row per position,
+ * in the order of t, then b: sums do not depend on the threads or the layout.  The states of a thread's sequences are
+ * compacted when one ends; backward inserts a row where one begins.
  *
  * With the reset gate before the product w_hh is used in two parts, [r z] (2H,H) and n (H,H), which multiply different inputs.
  */
@@ -40,31 +40,48 @@ static void multiply(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a
     else pyops_product(k, c, ldc, a, w->at, bias, M, w->N, K, flags, scratch);
 }
 
-/* ---- positions (b,t) with t < lengths[b], in the order of t, then b ---- */
+/* ---- positions (b,t) with t less than the length of sequence b, in the order of t, then b ---- */
 typedef struct {
-    const int32_t *lengths;                             /* NULL: all sequences have T steps */
-    const int32_t *first, *index;                       /* (T+1): first position of each step; (first[T]): t*B + b of each */
+    const int32_t *lengths, *offsets;                   /* both NULL: all sequences have T steps */
+    const int32_t *first;                               /* (T+1): first position of each step */
+    const int32_t *index, *sequence;                    /* (first[T]): row and sequence of each position */
     int64_t count;
-    int whole;                                          /* all sequences have T steps, so index[v] = v */
+    int64_t back;                                       /* from the row of a position to the row of the step before it */
+    int whole;                                          /* all have T steps and are not packed: index[v] = v */
 } positions;
 
-static int64_t indices_size(int64_t T, int64_t B) { return pyops_round_up(T + 1 + T * B, PYOPS_LANES); }
-static int64_t length_of(const positions *p, int64_t b, int64_t T) { return p->lengths ? p->lengths[b] : T; }
+/* rows of x: N if they are packed, else T * B */
+static int64_t rows_of(int64_t T, int64_t B, int64_t N) { return N ? N : T * B; }
+static int64_t indices_size(int64_t T, int64_t rows) { return pyops_round_up(T + 1 + 2 * rows, PYOPS_LANES); }
+static int64_t length_of(const positions *p, int64_t b, int64_t T) {
+    return p->offsets ? p->offsets[b + 1] - p->offsets[b] : p->lengths ? p->lengths[b] : T;
+}
 
-static pyops_status positions_of(positions *p, const char *who, const int32_t *lengths, float *work, int64_t T, int64_t B) {
-    int32_t *first = (int32_t *)work, *index = first + T + 1;
-    PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, expected T * B < 2^31", who, LL(T), LL(B));
+static pyops_status positions_of(positions *p, const char *who, const int32_t *lengths, const int32_t *offsets, float *work,
+                                 int64_t T, int64_t B, int64_t N, int reverse) {
+    const int64_t rows = rows_of(T, B, N);
+    int32_t *first = (int32_t *)work, *index = first + T + 1, *sequence = index + rows;
+    PYOPS_REQUIRE(rows <= INT32_MAX, "%s: T=%lld B=%lld, expected T * B < 2^31", who, LL(T), LL(B));
     for (int64_t b = 0; lengths && b < B; b++)
         PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= T, "%s: lengths[%lld]=%d, expected 0 to %lld", who, LL(b), lengths[b],
                       LL(T));
-    *p = (positions){.lengths = lengths, .first = first, .index = index};
+    if (offsets) {
+        const pyops_status status = pyops_check_offsets(who, "offsets", offsets, T, B, N);
+        if (status) return status;
+    }
+    const int64_t back = !offsets ? -B : reverse ? 1 : -1;
+    *p = (positions){lengths, offsets, first, index, sequence, 0, back, 0};
     for (int64_t t = 0; t < T; t++) {
         first[t] = (int32_t)p->count;
-        for (int64_t b = 0; b < B; b++)
-            if (t < length_of(p, b, T)) index[p->count++] = (int32_t)(t * B + b);
+        for (int64_t b = 0; b < B; b++) {
+            const int64_t length = length_of(p, b, T);
+            if (t >= length) continue;
+            sequence[p->count] = (int32_t)b;
+            index[p->count++] = (int32_t)(!offsets ? t * B + b : offsets[b] + (reverse ? length - 1 - t : t));
+        }
     }
     first[T] = (int32_t)p->count;
-    p->whole = p->count == T * B;
+    p->whole = !offsets && p->count == T * B;
     return PYOPS_OK;
 }
 
@@ -80,10 +97,10 @@ static pyops_range share_of(const positions *p, int64_t T, int64_t B) {
 }
 
 /* The positions of these sequences at step t. */
-static pyops_range positions_at(const positions *p, int64_t t, pyops_range share, int64_t B) {
+static pyops_range positions_at(const positions *p, int64_t t, pyops_range share) {
     pyops_range at = {p->first[t], p->first[t + 1]};
-    while (at.from < at.to && p->index[at.from] < t * B + share.from) at.from++;
-    while (at.from < at.to && p->index[at.to - 1] >= t * B + share.to) at.to--;
+    while (at.from < at.to && p->sequence[at.from] < share.from) at.from++;
+    while (at.from < at.to && p->sequence[at.to - 1] >= share.to) at.to--;
     return at;
 }
 
@@ -100,55 +117,62 @@ static void clear_rest(const pyops_kernels *k, float *x, const int32_t *lengths,
         for (int64_t t = lengths[b]; t < T; t++) k->fill(x + (t * B + b) * C, C, 0.0f);
 }
 
+/* A product of few rows sums in another order.  So fewer compacted rows are padded to more than a few. */
+static int64_t padded(int64_t rows) { return pyops_max(rows, PYOPS_FEW_ROWS + 1); }
+
 /* ---- work: offsets of its parts, in floats ---- */
 typedef struct { int64_t rz, n, rows, state, sums, h, gates, x, dx, indices, total; } layout;
 
-static layout forward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t I, int64_t H, int before) {
+static layout forward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t N, int64_t I, int64_t H, int before) {
+    const int64_t rows = rows_of(T, B, N);
     layout l = {0};                                     /* packed: w_hh[r z]' (H,2H) and w_hh[n]' (H,H), or w_hh' (H,3H) */
     l.n = pyops_packed_b_size(k, H, before ? 2 * H : 3 * H);
     l.rows = l.n + (before ? pyops_packed_b_size(k, H, H) : 0);         /* recurrent products of one step (B,3H) */
     l.indices = l.rows + B * 3 * H;
-    l.state = l.indices + indices_size(T, B);             /* if rows are compacted: h[t-1] of one step (B,H), */
+    l.state = l.indices + indices_size(T, rows);        /* if rows are compacted: h[t-1] of one step (B,H), */
     l.x = l.state + B * H;                              /* x (TB,I), a (TB,3H) */
-    l.gates = l.x + T * B * I;
-    l.total = l.gates + (I ? T * B * 3 * H : 0);
+    l.gates = l.x + padded(rows) * I;
+    l.total = l.gates + (I ? padded(rows) * 3 * H : 0);
     return l;
 }
 
-static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t I, int64_t H) {
+static layout backward_layout(const pyops_kernels *k, int64_t T, int64_t B, int64_t N, int64_t I, int64_t H) {
+    const int64_t rows = rows_of(T, B, N);
     layout l = {0};
     l.n = pyops_packed_b_size(k, 2 * H, H);             /* packed: w_hh[r z] (2H,H) and w_hh[n] (H,H) */
     l.state = l.n + pyops_packed_b_size(k, H, H);       /* dh of one step (B,H), then zeros (H) */
     l.sums = l.state + (B + 1) * H;                     /* of dgates, for the biases */
     l.indices = l.sums + 4 * H;
-    l.h = l.indices + indices_size(T, B);                 /* h[t-1] (TB,H), with an h0 or compacted rows */
-    l.gates = l.h + T * B * H;                          /* if rows are compacted: dgates (TB,4H), x, dx (TB,I) */
-    l.x = l.gates + T * B * 4 * H;
-    l.dx = l.x + T * B * I;
-    l.total = l.dx + T * B * I;
+    l.h = l.indices + indices_size(T, rows);            /* h[t-1] (TB,H), with an h0 or compacted rows */
+    l.gates = l.h + rows * H;                           /* if rows are compacted: dgates (TB,4H), x, dx (TB,I) */
+    l.x = l.gates + rows * 4 * H;
+    l.dx = l.x + rows * I;
+    l.total = l.dx + rows * I;
     return l;
 }
 
-int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
+int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t N, int64_t I, int64_t H) {
     const pyops_kernels *k = pyops_active();
-    return pyops_max(forward_layout(k, T, B, I, H, 0).total, forward_layout(k, T, B, I, H, 1).total);
+    return pyops_max(forward_layout(k, T, B, N, I, H, 0).total, forward_layout(k, T, B, N, I, H, 1).total);
 }
 
-int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H) {
-    return backward_layout(pyops_active(), T, B, I, H).total;
+int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t N, int64_t I, int64_t H) {
+    return backward_layout(pyops_active(), T, B, N, I, H).total;
 }
 
-pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0, const int32_t *lengths,
-                               const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh, float *work,
-                               int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+pyops_status pyops_gru_forward(float *h, float *gates, float *last, const float *x, const float *a, const float *h0,
+                               const int32_t *lengths, const int32_t *offsets, const float *w_ih, const float *w_hh,
+                               const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t N, int64_t I,
+                               int64_t H, int32_t reset_before, int32_t reverse, void *stream) {
     (void)stream;
-    pyops_status status = check_gru("gru_forward", x, T, B, I, H);
+    pyops_status status = check_gru("gru_forward", x, lengths, offsets, T, B, N, I, H, reverse);
     if (status) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, expected 0 if a is given, else at least 1", LL(I));
+    PYOPS_REQUIRE(!last || offsets, "gru_forward: last without offsets, expected NULL");
     const pyops_kernels *k = pyops_active();
-    const layout l = forward_layout(k, T, B, I, H, reset_before);
+    const layout l = forward_layout(k, T, B, N, I, H, reset_before);
     positions p;
-    status = positions_of(&p, "gru_forward", lengths, work + l.indices, T, B);
+    status = positions_of(&p, "gru_forward", lengths, offsets, work + l.indices, T, B, N, reverse);
     if (status) return status;
 
     float *ours = p.whole ? gates : work + l.gates;    /* a = x w_ih' + b_ih for all steps, stored in r, z, n, or compacted */
@@ -156,7 +180,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     if (I) {
         int64_t rows = p.count;
         if (!p.whole) {
-            rows = pyops_max(rows, pyops_min(T * B, PYOPS_FEW_ROWS + 1));         /* fewer rows: another order of sums */
+            rows = T * B > PYOPS_FEW_ROWS ? padded(rows) : rows;
             gather(work + l.x, x, &p, I, I);
             k->fill(work + l.x + p.count * I, (rows - p.count) * I, 0.0f);
             x = work + l.x;
@@ -168,7 +192,7 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
     const weight w_rz = weight_of((pyops_view){w_hh, 1, H}, H, reset_before ? 2 * H : 3 * H, work + l.rz, B);
     const weight w_n = weight_of((pyops_view){w_hh + 2 * H * H, 1, H}, H, H, work + l.n, B);
     int failed = 0;
-    #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
+    #pragma omp parallel if (p.count * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed),
@@ -176,16 +200,21 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
         pack(k, &w_rz);
         if (reset_before) pack(k, &w_n);
         #pragma omp barrier
+        for (int64_t b = share.from; last && b < share.to; b++) {
+            if (length_of(&p, b, T)) continue;
+            if (h0) pyops_copy(last + b * H, h0 + b * H, H);
+            else k->fill(last + b * H, H, 0.0f);
+        }
         for (int64_t t = 0; t < T && scratch; t++) {
-            const pyops_range at = positions_at(&p, t, share, B);
+            const pyops_range at = positions_at(&p, t, share);
             const int64_t rows = at.to - at.from, K = t || h0 ? H : 0;
             if (!rows) break;
-            const int32_t *index = p.index + at.from;
+            const int32_t *index = p.index + at.from, *sequence = p.sequence + at.from;
             float *state = (p.whole ? h : work + l.state) + share.from * H;
             const float *h_prev = p.whole && t ? state + (t - 1) * B * H : p.whole && h0 ? h0 + share.from * H : state;
             if (!K) k->fill(state, rows * H, 0.0f);
             else if (!t && !p.whole)
-                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i * H, h0 + index[i] * H, H);
+                for (int64_t i = 0; i < rows; i++) pyops_copy(state + i * H, h0 + sequence[i] * H, H);
             multiply(k, product, 3 * H, (pyops_view){h_prev, H, 1}, &w_rz, b_hh, rows, K, 0, scratch);
             if (reset_before) {
                 for (int64_t i = 0; i < rows; i++) {
@@ -201,10 +230,12 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
                 float *h_i = h + index[i] * H, *gates_i = gates + index[i] * (4 * H);
                 if (reset_before) k->gru_before_2(h_i, gates_i, a_i, product_i + 2 * H, h_prev + i * H, H);
                 else k->gru_after(h_i, gates_i, a_i, product_i, h_prev + i * H, H);
-                if (!p.whole && t + 1 < lengths[index[i] - t * B]) pyops_copy(state + next++ * H, h_i, H);
+                if (p.whole) continue;
+                if (t + 1 < length_of(&p, sequence[i], T)) pyops_copy(state + next++ * H, h_i, H);
+                else if (last) pyops_copy(last + sequence[i] * H, h_i, H);
             }
         }
-        if (!p.whole) {
+        if (lengths) {
             clear_rest(k, h, lengths, T, B, H, share);
             clear_rest(k, gates, lengths, T, B, 4 * H, share);
         }
@@ -214,15 +245,16 @@ pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const flo
 
 pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
                                 const float *dh, const float *dh_last, const float *x, const float *h0, const int32_t *lengths,
-                                const float *w_ih, const float *w_hh, const float *h, const float *gates, float *work,
-                                int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream) {
+                                const int32_t *offsets, const float *w_ih, const float *w_hh, const float *h,
+                                const float *gates, float *work, int64_t T, int64_t B, int64_t N, int64_t I, int64_t H,
+                                int32_t reset_before, int32_t reverse, void *stream) {
     (void)stream;
-    pyops_status status = check_gru("gru_backward", x, T, B, I, H);
+    pyops_status status = check_gru("gru_backward", x, lengths, offsets, T, B, N, I, H, reverse);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const layout l = backward_layout(k, T, B, I, H);
+    const layout l = backward_layout(k, T, B, N, I, H);
     positions p;
-    status = positions_of(&p, "gru_backward", lengths, work + l.indices, T, B);
+    status = positions_of(&p, "gru_backward", lengths, offsets, work + l.indices, T, B, N, reverse);
     if (status) return status;
     float *ours = p.whole ? dgates : work + l.gates;    /* dgates, one row per position */
     const int moves_h = !p.whole || h0;                 /* h[t-1] has another layout */
@@ -233,7 +265,7 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
     float *zeros = work + l.state + B * H;
     k->fill(zeros, H, 0.0f);
     int failed = 0;
-    #pragma omp parallel if (T * B * H * H > PYOPS_SHARE_FMAS)
+    #pragma omp parallel if (p.count * H * H > PYOPS_SHARE_FMAS)
     {
         const pyops_range share = share_of(&p, T, B);
         float *scratch = pyops_scratch_or_fail(pyops_product_scratch(k), &failed);
@@ -243,20 +275,22 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
         #pragma omp barrier
         int64_t later = 0;                              /* rows at step t + 1 */
         for (int64_t t = T - 1; t >= 0 && scratch; t--) {
-            const pyops_range at = positions_at(&p, t, share, B);
+            const pyops_range at = positions_at(&p, t, share);
             const int64_t rows = at.to - at.from;
-            const int32_t *index = p.index + at.from;
+            const int32_t *index = p.index + at.from, *sequence = p.sequence + at.from;
+            const int has_last = dh_last && (offsets || t == T - 1);
             float *ours_t = ours + at.from * 4 * H;
             const int carry_on = t || dh0;              /* is the gradient of h[t-1] needed? */
             for (int64_t i = rows - 1; i >= 0; i--) {   /* insert a row for each sequence that ends here */
-                const int64_t b = index[i] - t * B;
-                if (t + 1 >= length_of(&p, b, T)) pyops_copy(carry + i * H, dh_last && t == T - 1 ? dh_last + b * H : zeros, H);
+                const int64_t b = sequence[i];
+                if (t + 1 >= length_of(&p, b, T)) pyops_copy(carry + i * H, has_last ? dh_last + b * H : zeros, H);
                 else if (--later < i) pyops_copy(carry + i * H, carry + later * H, H);
             }
             for (int64_t i = 0; i < rows; i++) {
                 const int64_t v = at.from + i, r = index[i];
                 float *d = ours + v * 4 * H, *carry_i = carry + i * H;
-                const float *gates_r = gates + r * 4 * H, *h_prev = t ? h + (r - B) * H : h0 ? h0 + r * H : zeros;
+                const float *gates_r = gates + r * 4 * H;
+                const float *h_prev = t ? h + (r + p.back) * H : h0 ? h0 + sequence[i] * H : zeros;
                 if (dh) k->add(carry_i, dh + r * H, H);
                 k->gru_back(d, carry_i, gates_r, h_prev, H);
                 if (moves_h) pyops_copy(work + l.h + v * H, h_prev, H);
@@ -271,19 +305,21 @@ pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_h
             else if (carry_on) multiply(k, carry, H, du, &w_n, NULL, rows, H, PYOPS_ADD, scratch);
             for (int64_t i = 0; i < rows && reset_before; i++) {
                 const int64_t r = index[i];
-                const float *h_prev = t ? h + (r - B) * H : h0 ? h0 + r * H : zeros;
+                const float *h_prev = t ? h + (r + p.back) * H : h0 ? h0 + sequence[i] * H : zeros;
                 k->gru_back_reset_before(ours_t + i * 4 * H, carry + i * H, gates + r * 4 * H, h_prev, H);
                 if (!p.whole) pyops_copy(dgates + r * 4 * H, ours_t + i * 4 * H, 4 * H);
             }
             if (carry_on) multiply(k, carry, H, (pyops_view){ours_t, 4 * H, 1}, &w_rz, NULL, rows, 2 * H, PYOPS_ADD, scratch);
         }
-        const int32_t *sequences = p.index + positions_at(&p, 0, share, B).from;
+        const int32_t *sequences = p.sequence + positions_at(&p, 0, share).from;
         for (int64_t i = 0; dh0 && i < later; i++) pyops_copy(dh0 + sequences[i] * H, carry + i * H, H);
-        if (!p.whole) {
+        if (lengths) {
             clear_rest(k, dgates, lengths, T, B, 4 * H, share);
             if (I && dx) clear_rest(k, dx, lengths, T, B, I, share);
             if (dh0) clear_rest(k, dh0, lengths, 1, B, H, share);
         }
+        for (int64_t b = share.from; offsets && dh0 && b < share.to; b++)       /* without a step, last is h0 */
+            if (!length_of(&p, b, T)) pyops_copy(dh0 + b * H, dh_last ? dh_last + b * H : zeros, H);
     }
     if (failed) return pyops_fail(PYOPS_NO_MEMORY, "gru_backward: no memory for packed tiles");
 

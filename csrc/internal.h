@@ -188,14 +188,17 @@ static inline pyops_status pyops_check_rows(const char *who, const int64_t *rows
                       LL(N - 1));
     return PYOPS_OK;
 }
-static inline pyops_status pyops_check_offsets(const char *who, const char *name, const int32_t *offsets, int64_t B,
-                                               int64_t T) {
+/* Check the offsets of packed rows in B sequences of at most T rows each, and N in all, if that is known (else -1). */
+static inline pyops_status pyops_check_offsets(const char *who, const char *name, const int32_t *offsets, int64_t T, int64_t B,
+                                               int64_t N) {
     PYOPS_REQUIRE(offsets[0] == 0, "%s: %s[0]=%d, expected 0", who, name, offsets[0]);
     for (int64_t b = 0; b < B; b++) {
         const int64_t length = (int64_t)offsets[b + 1] - offsets[b];
         PYOPS_REQUIRE(length >= 0 && length <= T, "%s: %s[%lld] - %s[%lld]=%lld, expected 0 to %lld", who, name, LL(b + 1),
                       name, LL(b), LL(length), LL(T));
     }
+    PYOPS_REQUIRE(N < 0 || offsets[B] == N, "%s: %s[%lld]=%d, expected the number of rows, %lld", who, name, LL(B), offsets[B],
+                  LL(N));
     return PYOPS_OK;
 }
 /* Of attention.  Any of them may be NULL. */
@@ -204,8 +207,8 @@ static inline pyops_status pyops_check_lengths(const char *who, const int32_t *l
     for (int64_t b = 0; lengths && b < B; b++)
         PYOPS_REQUIRE(lengths[b] >= 0 && lengths[b] <= Tk, "%s: lengths[%lld]=%d, expected 0 to %lld", who, LL(b), lengths[b],
                       LL(Tk));
-    const pyops_status status = q_offsets ? pyops_check_offsets(who, "q_offsets", q_offsets, B, Tq) : PYOPS_OK;
-    return status || !k_offsets ? status : pyops_check_offsets(who, "k_offsets", k_offsets, B, Tk);
+    const pyops_status status = q_offsets ? pyops_check_offsets(who, "q_offsets", q_offsets, Tq, B, -1) : PYOPS_OK;
+    return status || !k_offsets ? status : pyops_check_offsets(who, "k_offsets", k_offsets, Tk, B, -1);
 }
 
 /* ---- when to use several threads --------------------------------------------------------------

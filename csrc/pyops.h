@@ -3,6 +3,10 @@
  * Rules for every function below
  *   order     outputs, inputs, saved tensors, work, sizes, scalars, stream
  *   pointers  contiguous float32 unless stated otherwise, at any alignment; outputs may not alias inputs unless stated
+ *   real      pyops_real *: activations, their gradients, and weights of products.  The CPU library has float32 only.  In the
+ *             CUDA library each such argument is an array of float32 or, if bit 63 of its address is set, of bfloat16 at the
+ *             address without that bit.  Arithmetic is float32; a result is rounded once, when it is stored, to the nearest,
+ *             ties to even.  The pyops_real arguments of a call have one type unless stated otherwise
  *   shapes    row-major, written (T,B,H) with T slowest; sequences are time-major, so each step is contiguous
  *   memory    the caller owns every buffer; `work` is scratch of pyops_<function>_work(...) floats, whose contents are
  *             undefined after the call unless stated otherwise; the CPU library keeps only a few MiB per thread for
@@ -25,6 +29,13 @@
 #define PYOPS_API __attribute__((visibility("default")))
 #ifdef __cplusplus
 extern "C" {
+#endif
+
+#ifdef __cplusplus
+struct pyops_real;          /* opaque: cuda/common/real.cuh decodes the address */
+#endif
+#ifndef __cplusplus
+typedef float pyops_real;
 #endif
 
 /* The lines of a prototype group its parameters by role. */
@@ -66,9 +77,10 @@ PYOPS_API pyops_status pyops_fma_loop(double *flops, int64_t n, void *stream);
  * operand or a block of a larger matrix needs no copy.  bias (N) may be NULL.
  * accumulate 0 overwrites c (which may hold NaN), 1 adds to it.  With K = 0 the product is 0, so only the bias remains.
  * relu 1: c = max(c, 0) after everything else; NaN stays NaN.
+ * a, b and c may have different types.  If one of them is bfloat16, so are the operands: a float32 operand is rounded first.
  */
 PYOPS_API pyops_status pyops_gemm(
-    float *c, const float *a, const float *b, const float *bias,
+    pyops_real *c, const pyops_real *a, const pyops_real *b, const float *bias,
     int64_t M, int64_t N, int64_t K, int64_t ldc,
     int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
     int32_t accumulate, int32_t relu, void *stream);
@@ -91,6 +103,7 @@ PYOPS_API pyops_status pyops_gemm_bf16(
     int64_t ldc, int64_t lda, int64_t ldb, int32_t accumulate, void *stream);
 
 /* ---- small operations ----------------------------------------------------------------
+ * convert      y[r,c] = x[r,c]; they may have different types.   y, x (R,C), rows ldy and ldx apart
  * fill         y[i] = value
  * axpy         y[i] += alpha[0] * x[i]                       alpha in memory
  * scale        y[i] = alpha[0] * x[i]                        alpha in memory
@@ -101,15 +114,17 @@ PYOPS_API pyops_status pyops_gemm_bf16(
  * relu         y[i] = max(x[i], 0), NaN stays NaN;           backward dx[i] = dy[i] where y[i] > 0, else 0
  * y may be x, and dx may be dy, in scale and relu.
  */
-PYOPS_API pyops_status pyops_fill(float *y, int64_t n, float value, void *stream);
-PYOPS_API pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream);
-PYOPS_API pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream);
-PYOPS_API pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream);
+PYOPS_API pyops_status pyops_convert(
+    pyops_real *y, const pyops_real *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream);
+PYOPS_API pyops_status pyops_fill(pyops_real *y, int64_t n, float value, void *stream);
+PYOPS_API pyops_status pyops_axpy(pyops_real *y, const pyops_real *x, const float *alpha, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_scale(pyops_real *y, const pyops_real *x, const float *alpha, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_column_sums(float *y, const pyops_real *x, int64_t R, int64_t C, void *stream);
 PYOPS_API pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, int64_t C, void *stream);
 PYOPS_API pyops_status pyops_increment(int64_t *counter, void *stream);
 PYOPS_API pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream);
-PYOPS_API pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream);
-PYOPS_API pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_relu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_relu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *y, int64_t n, void *stream);
 
 /* ---- strided arrays: element by element, copies, reductions -----------------------------------------
  * A view is a pointer to its first element, a shape, and a stride for each axis, in elements.
@@ -179,9 +194,6 @@ PYOPS_API pyops_status pyops_strided_reduce_int32(
  *                   starts (N+1) int64, ascending   ids, positions (total)   offsets (B+1)   table int32.   ids, positions and
  *                   offsets may be NULL.
  * rows (B) int64 in [0,N)
- * pad_rows          y[t,b,:] = x[offsets[b] + t,:], 0 beyond the sentence      x (offsets[B],C), rows ldx apart, y (T,B,C)
- * pack_rows         y[offsets[b] + t,:] = x[t,b,:]: without the padding        x (T,B,C), y (offsets[B],C)
- *                   offsets (B+1) int32, ascending from 0; no sentence is longer than T
  */
 PYOPS_API pyops_status pyops_gather_pixels(
     float *y, const uint8_t *table, const int64_t *rows,
@@ -192,10 +204,6 @@ PYOPS_API pyops_status pyops_gather_sequences(
 PYOPS_API pyops_status pyops_pack_sequences(
     int32_t *ids, int32_t *positions, int32_t *offsets, const int32_t *table, const int64_t *starts, const int64_t *rows,
     int64_t N, int64_t B, int64_t total, int32_t first, void *stream);
-PYOPS_API pyops_status pyops_pad_rows(
-    float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, int64_t ldx, void *stream);
-PYOPS_API pyops_status pyops_pack_rows(
-    float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C, void *stream);
 
 /* ---- rows of activations by index: the states of the hypotheses of a beam search -------------------------
  * y[t,r,:] = x[t,rows[r],:]      x (T,N,C)   y (T,R,C), another array than x   rows (R) int32 in [0,N)
@@ -227,10 +235,10 @@ PYOPS_API int64_t pyops_pixel_linear_backward_work(int64_t B, int64_t I, int64_t
  * dcontext = sum_t dy[t,b,E:]
  */
 PYOPS_API pyops_status pyops_concat_context_forward(
-    float *y, const float *x, const float *context,
+    pyops_real *y, const pyops_real *x, const pyops_real *context,
     int64_t T, int64_t B, int64_t E, int64_t H, void *stream);
 PYOPS_API pyops_status pyops_concat_context_backward(
-    float *dx, float *dcontext, const float *dy,
+    pyops_real *dx, pyops_real *dcontext, const pyops_real *dy,
     int64_t T, int64_t B, int64_t E, int64_t H, void *stream);
 
 /* ---- embedding -------------------------------------------------------------------
@@ -239,10 +247,10 @@ PYOPS_API pyops_status pyops_concat_context_backward(
  * touched (V*E / PYOPS_GRAD_BLOCK rounded up) int32 or NULL: marks the blocks that were added to, see pyops_zero_touched
  */
 PYOPS_API pyops_status pyops_embedding_forward(
-    float *y, const float *weight, const int32_t *ids,
+    pyops_real *y, const float *weight, const int32_t *ids,
     int64_t R, int64_t V, int64_t E, void *stream);
 PYOPS_API pyops_status pyops_embedding_backward(
-    float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
+    float *dweight, int32_t *touched, const pyops_real *dy, const int32_t *ids,
     int64_t R, int64_t V, int64_t E, void *stream);
 
 /* ---- embedding, a context and a linear layer over both ------------------------------
@@ -253,18 +261,24 @@ PYOPS_API pyops_status pyops_embedding_backward(
  * ids (T,B) int32 in [0,V)   table, dtable (V,E)   context, dcontext (B,C), both NULL and C = 0 without a context
  * weight, dweight (O,E+C)   bias, dbias (O)   y (T,B,O)   dy (T,B,O), rows ld floats apart
  * touched: as in pyops_embedding_backward, for dtable
+ * offsets (B+1) int32, or NULL: packed rows.  ids (N), y (N,O), dy (N,O): sequence b is rows offsets[b] to offsets[b+1] - 1, at
+ * most T of them.  Without offsets N is 0.
  */
 PYOPS_API pyops_status pyops_embedding_linear_forward(
-    float *y, const float *table, const int32_t *ids, const float *context, const float *weight, const float *bias,
+    float *y, const float *table, const int32_t *ids, const float *context, const int32_t *offsets,
+    const float *weight, const float *bias,
     float *work,
-    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream);
-PYOPS_API int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O);
+    int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, void *stream);
+PYOPS_API int64_t pyops_embedding_linear_forward_work(
+    int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O);
 PYOPS_API pyops_status pyops_embedding_linear_backward(
     float *dtable, int32_t *touched, float *dcontext, float *dweight, float *dbias,
-    const float *dy, const float *table, const int32_t *ids, const float *context, const float *weight,
+    const float *dy, const float *table, const int32_t *ids, const float *context, const int32_t *offsets,
+    const float *weight,
     float *work,
-    int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream);
-PYOPS_API int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, int64_t O);
+    int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld, void *stream);
+PYOPS_API int64_t pyops_embedding_linear_backward_work(
+    int64_t T, int64_t B, int64_t N, int64_t V, int64_t E, int64_t C, int64_t O);
 
 /* ---- dropout -----------------------------------------------------------------------
  * y[i] = x[i] * keep[i] / (1 - p),   keep[i] = word (i mod 4) of Philox4x32-10(counter, key) >= p * 2^32
@@ -272,7 +286,7 @@ PYOPS_API int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int
  * step (1) int64.  0 <= p < 1.  y may be x.   Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
  */
 PYOPS_API pyops_status pyops_dropout(
-    float *y, const float *x, const int64_t *step,
+    pyops_real *y, const pyops_real *x, const int64_t *step,
     int64_t n, float p, uint64_t key, void *stream);
 
 /* ---- residual connection, with dropout of the branch ------------------------------------
@@ -280,7 +294,7 @@ PYOPS_API pyops_status pyops_dropout(
  * There is no backward function: dx is dy, and dbranch is pyops_dropout of dy.   y may be x or branch.
  */
 PYOPS_API pyops_status pyops_residual(
-    float *y, const float *x, const float *branch, const int64_t *step,
+    pyops_real *y, const pyops_real *x, const pyops_real *branch, const int64_t *step,
     int64_t n, float p, uint64_t key, void *stream);
 
 /* ---- positions ------------------------------------------------------------------------------
@@ -290,10 +304,10 @@ PYOPS_API pyops_status pyops_residual(
  * table (longest,D): points to the row of position 0, which the caller chooses
  */
 PYOPS_API pyops_status pyops_add_positions_forward(
-    float *y, const float *x, const float *table, const int32_t *positions,
+    pyops_real *y, const pyops_real *x, const float *table, const int32_t *positions,
     int64_t T, int64_t B, int64_t D, int64_t longest, float scale, void *stream);
 PYOPS_API pyops_status pyops_add_positions_backward(
-    float *dx, const float *dy,
+    pyops_real *dx, const pyops_real *dy,
     int64_t n, float scale, void *stream);
 
 /* ---- layer norm over the last axis ---------------------------------------------------------
@@ -306,12 +320,12 @@ PYOPS_API pyops_status pyops_add_positions_backward(
  * Ba, Kiros and Hinton 2016, arXiv:1607.06450.
  */
 PYOPS_API pyops_status pyops_layer_norm_forward(
-    float *y, float *mean, float *rstd,
-    const float *x, const float *weight, const float *bias,
+    pyops_real *y, float *mean, float *rstd,
+    const pyops_real *x, const float *weight, const float *bias,
     int64_t R, int64_t C, float eps, void *stream);
 PYOPS_API pyops_status pyops_layer_norm_backward(
-    float *dx, float *dweight, float *dbias,
-    const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
+    pyops_real *dx, float *dweight, float *dbias,
+    const pyops_real *dy, const pyops_real *x, const float *weight, const float *mean, const float *rstd,
     float *work,
     int64_t R, int64_t C, int32_t accumulate, void *stream);
 PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
@@ -325,13 +339,13 @@ PYOPS_API int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C);
  * sum may be x or branch, dx may be dy.   work: pyops_layer_norm_backward_work(R, C) floats
  */
 PYOPS_API pyops_status pyops_residual_norm_forward(
-    float *y, float *sum, float *mean, float *rstd,
-    const float *x, const float *branch, const int64_t *step, const float *weight, const float *bias,
+    pyops_real *y, pyops_real *sum, float *mean, float *rstd,
+    const pyops_real *x, const pyops_real *branch, const int64_t *step, const float *weight, const float *bias,
     int64_t R, int64_t C, float p, uint64_t key, float eps, void *stream);
 PYOPS_API pyops_status pyops_residual_norm_backward(
-    float *dx, float *dbranch, float *dweight, float *dbias,
-    const float *dy, const float *sum, const int64_t *step, const float *weight, const float *mean, const float *rstd,
-    float *work,
+    pyops_real *dx, pyops_real *dbranch, float *dweight, float *dbias,
+    const pyops_real *dy, const pyops_real *sum, const int64_t *step, const float *weight, const float *mean,
+    const float *rstd, float *work,
     int64_t R, int64_t C, float p, uint64_t key, void *stream);
 
 /* ---- batch norm over the rows ----------------------------------------------------------------
@@ -355,6 +369,21 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
     const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
     int64_t R, int64_t C, int32_t training, void *stream);
 
+/* ---- packed rows and padded sequences ------------------------------------------------
+ * offsets (B+1) int32: sequence b is rows offsets[b] to offsets[b+1] - 1 of x (N,C), at most T.  In y (T,B,C) its step t is row
+ * offsets[b] + t of x, with reverse row offsets[b+1] - 1 - t.
+ * pad_rows      y = x (NULL: zeros), rows ldx apart, 0 after the end of each sequence.  last (B,C) is added at its last step;
+ *               first (B,C) = last of a sequence without a step, 0 for all others
+ * unpad_rows    x = y without the steps after the end;  last (B,C) = y at the last step, or first (B,C) without a step
+ * first and last may be NULL.  Each function is the gradient of the other.
+ */
+PYOPS_API pyops_status pyops_pad_rows(
+    float *y, float *first, const float *x, const float *last, const int32_t *offsets,
+    int64_t T, int64_t B, int64_t N, int64_t C, int64_t ldx, int32_t reverse, void *stream);
+PYOPS_API pyops_status pyops_unpad_rows(
+    float *x, float *last, const float *y, const float *first, const int32_t *offsets,
+    int64_t T, int64_t B, int64_t N, int64_t C, int32_t reverse, void *stream);
+
 /* ---- gated recurrent unit over a whole sequence --------------------------------------
  * For t = 0 .. T-1, with h[-1] = h0 (zeros where h0 is NULL) and gates stacked in the order r, z, n:
  *   a = x[t] w_ih' + b_ih
@@ -371,25 +400,30 @@ PYOPS_API pyops_status pyops_batch_norm_backward(
  * dx and dh0 may be NULL if they are not needed.
  * Sequence b has lengths[b] steps, or T if lengths is NULL.  In later steps h, gates, dgates and dx are 0, and dh and dh_last
  * are ignored.  There the CPU does not read x and a; on a GPU they must be finite.
+ * offsets (B+1) int32, or NULL: packed rows, without lengths.  Sequence b has offsets[b+1] - offsets[b] steps, at most T.
+ * Step t is row offsets[b] + t; with reverse it is row offsets[b+1] - 1 - t, so the sequence is read from its end.  x, a, h,
+ * gates, dh, dx and dgates have N rows: (N,I), ...  Then last (B,H), which may be NULL, is h after the last step of each
+ * sequence, h0 if it has no step, and dh_last is the gradient of last.  Without offsets N and reverse are 0, and last is NULL.
  * The caller may compute the input product and pass it as a (T,B,3H), otherwise NULL.  Then I = 0; x, w_ih, b_ih and their
  * gradients are NULL; and the gradient of a is in dgates.
  * Cho et al. 2014, arXiv:1406.1078 (reset before); cuDNN and PyTorch use reset after.
  */
 PYOPS_API pyops_status pyops_gru_forward(
-    float *h, float *gates,
-    const float *x, const float *a, const float *h0, const int32_t *lengths,
+    float *h, float *gates, float *last,
+    const float *x, const float *a, const float *h0, const int32_t *lengths, const int32_t *offsets,
     const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
     float *work,
-    int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
-PYOPS_API int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t I, int64_t H);
+    int64_t T, int64_t B, int64_t N, int64_t I, int64_t H, int32_t reset_before, int32_t reverse, void *stream);
+PYOPS_API int64_t pyops_gru_forward_work(int64_t T, int64_t B, int64_t N, int64_t I, int64_t H);
 PYOPS_API pyops_status pyops_gru_backward(
     float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
     const float *dh, const float *dh_last,
-    const float *x, const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
+    const float *x, const float *h0, const int32_t *lengths, const int32_t *offsets,
+    const float *w_ih, const float *w_hh,
     const float *h, const float *gates,
     float *work,
-    int64_t T, int64_t B, int64_t I, int64_t H, int32_t reset_before, void *stream);
-PYOPS_API int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t I, int64_t H);
+    int64_t T, int64_t B, int64_t N, int64_t I, int64_t H, int32_t reset_before, int32_t reverse, void *stream);
+PYOPS_API int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t N, int64_t I, int64_t H);
 /* One step, for a caller that computes the products itself.  h_prev (B,H) is h[t-1], a (B,3H) as above, gates (B,4H).
  * gates_forward   AFTER     product (B,3H) = h_prev w_hh' + b_hh:            y (B,H) = h[t], and all of gates
  *                 BEFORE_1  product (B,2H), the same for r and z only:       y = u = r * h_prev, and r, z, u of gates
@@ -433,16 +467,16 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
  * Vaswani et al. 2017, arXiv:1706.03762; in tiles: Dao et al. 2022, arXiv:2205.14135.
  */
 PYOPS_API pyops_status pyops_attention_forward(
-    float *y, float *stats,
-    const float *q, const float *k, const float *v, const int32_t *lengths,
+    pyops_real *y, float *stats,
+    const pyops_real *q, const pyops_real *k, const pyops_real *v, const int32_t *lengths,
     const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
     int32_t causal, float p, uint64_t key, void *stream);
 PYOPS_API pyops_status pyops_attention_backward(
-    float *dq, float *dk, float *dv,
-    const float *dy, const float *q, const float *k, const float *v, const int32_t *lengths,
+    pyops_real *dq, pyops_real *dk, pyops_real *dv,
+    const pyops_real *dy, const pyops_real *q, const pyops_real *k, const pyops_real *v, const int32_t *lengths,
     const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
-    const float *y, const float *stats,
+    const pyops_real *y, const float *stats,
     int64_t Tq, int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
     int32_t causal, float p, uint64_t key, void *stream);
 
@@ -498,8 +532,8 @@ PYOPS_API pyops_status pyops_cross_entropy_backward(
  * x (R,D)   weight (V,D)   bias (V)   labels (R) int32 in [0,V) or = ignore   loss (1)   valid (1) int32
  */
 PYOPS_API pyops_status pyops_linear_cross_entropy(
-    float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-    const float *dloss, const float *x, const float *weight, const float *bias, const int32_t *labels,
+    float *loss, int32_t *valid, pyops_real *dx, float *dweight, float *dbias,
+    const float *dloss, const pyops_real *x, const pyops_real *weight, const float *bias, const int32_t *labels,
     float *work,
     int64_t R, int64_t D, int64_t V, int32_t ignore, float smoothing, void *stream);
 PYOPS_API int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t V, int32_t gradients);

@@ -26,6 +26,15 @@ pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n,
     return PYOPS_OK;
 }
 
+pyops_status pyops_convert(float *y, const float *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream) {
+    (void)stream;
+    const pyops_status status = check_convert(R, C, ldy, ldx);
+    if (status) return status;
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
+    for (int64_t r = 0; r < R; r++) memcpy(y + r * ldy, x + r * ldx, (size_t)C * sizeof *y);
+    return PYOPS_OK;
+}
+
 pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
     (void)stream;
     PYOPS_REQUIRE(n >= 0, "scale: n=%lld, expected at least 0", LL(n));

@@ -25,10 +25,11 @@
 // No two blocks add to the same sum, so the order of every sum is fixed.  Keys that no query of a tile may see are skipped.
 // Backward recomputes the weights from stats: the largest score of each query and the sum of exponentials.  Both passes round
 // a score before they subtract the largest (__fmul_rn: no fused multiply-add).  Operands of products are rounded to TF32 or
-// bf16 in registers, according to the precision.
+// bf16 in registers, according to the precision.  Arrays of bfloat16 (T = bf16) become floats on the way into shared memory.
 #include "attention_hopper.cuh"
 #include "block.cuh"
 #include "philox.cuh"
+#include "real.cuh"
 
 namespace {
 static constexpr int CHANNELS = 64;             // of a head in shared memory at a time
@@ -149,6 +150,35 @@ template <int WARPS> DEVICE void load(float *tile, const float *x, int64_t row, 
     }
 }
 
+// The same for bfloat16, converted to floats; not asynchronous.
+template <int WARPS> DEVICE void load(float *tile, const bf16 *x, int64_t row, int rows, int width, bool whole) {
+    constexpr int THREADS = Tile<WARPS>::THREADS, ROWS = Tile<WARPS>::ROWS;
+    if (whole) {
+        constexpr int ACROSS = CHANNELS / 8, STEP = THREADS / ACROSS, COUNT = ROWS / STEP;
+        const int r = threadIdx.x / ACROSS, c = threadIdx.x % ACROSS * 8;
+        uint4 held[COUNT];                          // all loads before the first store
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            held[i] = r + i * STEP < rows && c < width ? *reinterpret_cast<const uint4 *>(x + (r + i * STEP) * row + c)
+                                                       : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const Pack<float, 8> eight = {{low_bf16(held[i].x), high_bf16(held[i].x), low_bf16(held[i].y), high_bf16(held[i].y),
+                                           low_bf16(held[i].z), high_bf16(held[i].z), low_bf16(held[i].w),
+                                           high_bf16(held[i].w)}};
+            store_reals<8>(tile + (r + i * STEP) * PITCH + c, eight);
+        }
+    } else {
+        for (int at = threadIdx.x; at < ROWS * CHANNELS; at += THREADS) {
+            const int r = at / CHANNELS, c = at % CHANNELS;
+            tile[r * PITCH + c] = r < rows && c < width ? as_float(x[r * row + c]) : 0.0f;
+        }
+    }
+}
+
+DEVICE void put_two(float *to, float2 x) { *reinterpret_cast<float2 *>(to) = x; }
+DEVICE void put_two(bf16 *to, float2 x) { *reinterpret_cast<unsigned *>(to) = pack_bf16(x.x, x.y); }
+
 template <int N> DEVICE void zero(Held<N> &held) {
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -166,20 +196,20 @@ template <int N> DEVICE void put(float *tile, const Held<N> &held) {
 }
 
 // Write held * factor[0] (row g) and held * factor[1] (row g + 8) to 16 rows of y in global memory, `row` floats apart.
-DEVICE void write_rows(float *y, const Held<OUT> &held, const float (&factor)[2], int64_t row, int rows, int width,
-                       bool whole) {
+template <class T> DEVICE void write_rows(T *y, const Held<OUT> &held, const float (&factor)[2], int64_t row, int rows,
+                                          int width, bool whole) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float *to = y + (lane_row() + 8 * r) * row;
+        T *to = y + (lane_row() + 8 * r) * row;
         const bool there = lane_row() + 8 * r < rows;
 #pragma unroll
         for (int n = 0; n < OUT; n++) {
             const int c = 8 * n + lane_pair();
             float2 x = make_float2(held[n][2 * r] * factor[r], held[n][2 * r + 1] * factor[r]);
             if (factor[r] == 0.0f) x = make_float2(0.0f, 0.0f);                 // also if held is NaN
-            if (whole && there && c < width) two(to + c) = x;
-            if (!whole && there && c < width) to[c] = x.x;
-            if (!whole && there && c + 1 < width) to[c + 1] = x.y;
+            if (whole && there && c < width) put_two(to + c, x);
+            if (!whole && there && c < width) to[c] = as<T>(x.x);
+            if (!whole && there && c + 1 < width) to[c + 1] = as<T>(x.y);
         }
     }
 }
@@ -385,9 +415,9 @@ template <int WARPS> DEVICE Mask make_mask(const Call &c, const BlockTask &p, in
 // ---- forward ----------------------------------------------------------------------------------------------------------
 // ONCE: one tile contains all keys.  Then the result needs no registers while the scores are computed, and four blocks fit on
 // a multiprocessor instead of three.
-template <Precision P, int WARPS, bool ONCE>
+template <class T, Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) / WARPS)
-    forward(Call c, float *y, float *stats, const float *q, const float *k, const float *v) {
+    forward(Call c, T *y, float *stats, const T *q, const T *k, const T *v) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, q_tile);
     float *const k_tile = q_tile + Tile<WARPS>::FLOATS, *const v_tile = k_tile + Tile<WARPS>::FLOATS;
@@ -411,7 +441,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
     for (int j = 0; j < all; j += ROWS) {
         const int keys = in_tile(all - j, ROWS);
         const int64_t from_key = key_at(c, p, c.k, j);
-        const float *const k_rows = k + from_key, *const v_rows = v + from_key;
+        const T *const k_rows = k + from_key, *const v_rows = v + from_key;
         Mask mask = {};
         Held<N> s;
         zero(s);
@@ -473,17 +503,20 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 16 : 12) 
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------------------
-struct Saved { const float *dy, *q, *k, *v, *y, *stats; };           // inputs of both kernels
+template <class T> struct Saved {                // inputs of both kernels
+    const T *dy, *q, *k, *v, *y;
+    const float *stats;
+};
 struct Tiles { float *q, *dy, *k, *v; };
 
 // dy . y of rows g and g + 8 of this warp's queries, which start at i; four lanes share a row.
-DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved &x, int i) {
+template <class T> DEVICE void row_dots(float (&dsum)[2], const Call &c, const BlockTask &p, const Saved<T> &x, int i) {
     for (int r = 0; r < 2; r++) {
         const int row = i + lane_row() + 8 * r;
         const int64_t at = query_at(c, p, c.y, row);
         float sum = 0.0f;
         if (row < p.Tq)
-            for (int64_t n = lane_id() & 3; n < c.C; n += 4) sum += x.dy[at + n] * x.y[at + n];
+            for (int64_t n = lane_id() & 3; n < c.C; n += 4) sum += as_float(x.dy[at + n]) * as_float(x.y[at + n]);
         dsum[r] = row_sum(sum);
     }
 }
@@ -497,9 +530,9 @@ template <int WARPS> DEVICE Tiles lay_out(float *shared) {
 // registers.  Tiles are loaded if new_queries or new_keys is set, or if there are several chunks; at the end they contain the
 // chunk of this block.  `all`: the number of keys to read.  dsum is an input unless all_keys is set: then it is computed as
 // the sum of the weights times their gradients, which makes reading y unnecessary (docs/attention.md, Gradient).
-template <Precision P, int WARPS, int N>
+template <class T, Precision P, int WARPS, int N>
 DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], const Tiles &tiles, const Call &c,
-                                  const BlockTask &p, const Saved &x, int i, int j, int all, bool all_keys, bool new_queries,
+                                  const BlockTask &p, const Saved<T> &x, int i, int j, int all, bool all_keys, bool new_queries,
                                   bool new_keys) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
     const int queries = in_tile(p.Tq - i, ROWS), keys = in_tile(all - j, ROWS), above = warp_row();
@@ -558,9 +591,9 @@ DEVICE void weights_and_gradients(Held<N> &w, Held<N> &ds, float (&dsum)[2], con
 
 // dk and dv of a tile of keys.  Also dq, unless it is NULL because there are several tiles of keys.  ONCE: there is one tile
 // of queries, so the sums need no registers before and after it, and three blocks fit on a multiprocessor instead of two.
-template <Precision P, int WARPS, bool ONCE>
+template <class T, Precision P, int WARPS, bool ONCE>
 static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) / WARPS)
-    backward_keys(Call c, float *dq, float *dk, float *dv, Saved x) {
+    backward_keys(Call c, T *dq, T *dk, T *dv, Saved<T> x) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
@@ -580,7 +613,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
         zero(dq_sum);
         if (seen_by_any(c, p, i, ROWS) > j) {
             if (!dq) row_dots(dsum, c, p, x, i + above);
-            weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, dq, true, first);
+            weights_and_gradients<T, P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, dq, true, first);
             first = false;
             // The first query of this tile that sees any of these keys, rounded down to a multiple of 16.
             const int from = c.causal ? in_tile(j + above - (p.Tk - p.Tq) - i, ROWS) & ~15 : 0;
@@ -614,8 +647,8 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, (ONCE ? 12 : 8) /
 }
 
 // dq of a tile of queries.
-template <Precision P, int WARPS>
-static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backward_queries(Call c, float *dq, Saved x) {
+template <class T, Precision P, int WARPS>
+static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backward_queries(Call c, T *dq, Saved<T> x) {
     constexpr int ROWS = Tile<WARPS>::ROWS, N = Tile<WARPS>::N;
     DYN_SHARED(float, shared);
     const Tiles tiles = lay_out<WARPS>(shared);
@@ -628,7 +661,7 @@ static __global__ void __launch_bounds__(Tile<WARPS>::THREADS, 8 / WARPS) backwa
     row_dots(dsum, c, p, x, i + above);
     for (int j = 0; j < all; j += ROWS) {
         Held<N> w, ds;
-        weights_and_gradients<P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, false, j == 0, true);
+        weights_and_gradients<T, P, WARPS>(w, ds, dsum, tiles, c, p, x, i, j, all, false, j == 0, true);
         held_by_columns<P>(sum, ds, tiles.k, in_tile(all - j, ROWS), p.width);
     }
     for (int r = 0; r < 2; r++) factor[r] = seen(c, p, i + above + lane_row() + 8 * r) ? c.scale : 0.0f;
@@ -669,12 +702,15 @@ static pyops_status make_call(Call &c, const char *who, int64_t Tq, int64_t Tk, 
          1.0f / sqrtf(static_cast<float>(C)),
          drops ? 1.0f / (1.0f - p) : 1.0f,
          static_cast<unsigned>(blocks_for<int64_t>(C, CHANNELS)),
-         C % 4 == 0 && ldq % 4 == 0 && ldk % 4 == 0,
+         false,
          pyops_faults()};
     return PYOPS_OK;
 }
 
-template <class... Pointers> static bool aligned(Pointers... x) { return ((reinterpret_cast<uintptr_t>(x) | ...) & 15) == 0; }
+// Whether rows can be read in units of 16 bytes.  steps: the bitwise or of their distances and lengths, in elements.
+template <class T, class... Pointers> static bool rows_of_16_bytes(int64_t steps, Pointers... x) {
+    return steps % WIDEST<T> == 0 && (aligned(x) && ...);
+}
 
 // Blocks for the tiles of T rows of all pairs; a grid has at most 2^31 - 1 blocks.
 static pyops_status count_blocks(unsigned &blocks, const char *who, const Call &c, int64_t T, int rows) {
@@ -694,78 +730,92 @@ static cudaError_t launch(void (*kernel)(Wanted...), unsigned blocks, int tiles,
     return error == cudaSuccess ? LAUNCH(kernel, blocks, Tile<WARPS>::THREADS, bytes, stream_of(stream), arguments...) : error;
 }
 
-template <Precision P, int WARPS>
-static pyops_status run_forward(const Call &c, float *y, float *stats, const float *q, const float *k, const float *v,
-                                void *stream) {
+template <class T, Precision P, int WARPS>
+static pyops_status run_forward(const Call &c, T *y, float *stats, const T *q, const T *k, const T *v, void *stream) {
     unsigned blocks = 0;
     const pyops_status status = count_blocks(blocks, "attention_forward", c, c.Tq, Tile<WARPS>::ROWS);
     if (status) return status;
     Launches launches;
-    if (c.Tk <= Tile<WARPS>::ROWS) launches << launch<WARPS>(forward<P, WARPS, true>, blocks, 3, stream, c, y, stats, q, k, v);
-    else if constexpr (WARPS > 1) launches << launch<WARPS>(forward<P, WARPS, false>, blocks, 3, stream, c, y, stats, q, k, v);
+    if (c.Tk <= Tile<WARPS>::ROWS)
+        launches << launch<WARPS>(forward<T, P, WARPS, true>, blocks, 3, stream, c, y, stats, q, k, v);
+    else if constexpr (WARPS > 1)
+        launches << launch<WARPS>(forward<T, P, WARPS, false>, blocks, 3, stream, c, y, stats, q, k, v);
     return pyops_launched("attention_forward", launches.error, stream);
 }
 
-template <Precision P, int WARPS>
-static pyops_status run_backward(const Call &c, float *dq, float *dk, float *dv, const Saved &saved, void *stream) {
+template <class T, Precision P, int WARPS>
+static pyops_status run_backward(const Call &c, T *dq, T *dk, T *dv, const Saved<T> &saved, void *stream) {
     constexpr int ROWS = Tile<WARPS>::ROWS;
     const bool all_keys = c.Tk <= ROWS;
     unsigned key_blocks = 0, query_blocks = 0;
     pyops_status status = count_blocks(key_blocks, "attention_backward", c, c.Tk, ROWS);
     if (!status) status = count_blocks(query_blocks, "attention_backward", c, c.Tq, ROWS);
     if (status) return status;
-    float *const dq_too = all_keys ? dq : nullptr;
+    T *const dq_too = all_keys ? dq : nullptr;
     Launches launches;
-    if (c.Tq <= ROWS) launches << launch<WARPS>(backward_keys<P, WARPS, true>, key_blocks, 4, stream, c, dq_too, dk, dv, saved);
+    if (c.Tq <= ROWS)
+        launches << launch<WARPS>(backward_keys<T, P, WARPS, true>, key_blocks, 4, stream, c, dq_too, dk, dv, saved);
     if constexpr (WARPS > 1) {              // one warp: there are at most ROWS of both
         if (c.Tq > ROWS)
-            launches << launch<WARPS>(backward_keys<P, WARPS, false>, key_blocks, 5, stream, c, dq_too, dk, dv, saved);
-        if (!all_keys) launches << launch<WARPS>(backward_queries<P, WARPS>, query_blocks, 4, stream, c, dq, saved);
+            launches << launch<WARPS>(backward_keys<T, P, WARPS, false>, key_blocks, 5, stream, c, dq_too, dk, dv, saved);
+        if (!all_keys) launches << launch<WARPS>(backward_queries<T, P, WARPS>, query_blocks, 4, stream, c, dq, saved);
     }
     return pyops_launched("attention_backward", launches.error, stream);
 }
 }
 
-// Call run<precision, warps>(...) for the current precision and the size.
-#define FOR_PRECISION(run, warps, ...) \
-    (pyops_precision_now() == Precision::fp32       ? run<Precision::fp32, warps>(__VA_ARGS__) \
-         : pyops_precision_now() == Precision::tf32 ? run<Precision::tf32, warps>(__VA_ARGS__) \
-                                                    : run<Precision::bf16, warps>(__VA_ARGS__))
-#define FOR_SIZE(run, c, ...) \
-    ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(run, 1, c, __VA_ARGS__) : FOR_PRECISION(run, 4, c, __VA_ARGS__))
+// Call run<T, precision, warps>(...) for the type, the current precision and the size.  Products of bfloat16 arrays are those of
+// the precision bf16.
+#define FOR_PRECISION(T, run, warps, ...) \
+    (std::is_same_v<T, bf16> || pyops_precision_now() == Precision::bf16 ? run<T, Precision::bf16, warps>(__VA_ARGS__) \
+         : pyops_precision_now() == Precision::fp32 ? run<T, NARROWEST<T, Precision::fp32>, warps>(__VA_ARGS__) \
+                                                    : run<T, NARROWEST<T, Precision::tf32>, warps>(__VA_ARGS__))
+#define FOR_SIZE(T, run, c, ...) \
+    ((c).Tq <= 16 && (c).Tk <= 16 ? FOR_PRECISION(T, run, 1, c, __VA_ARGS__) : FOR_PRECISION(T, run, 4, c, __VA_ARGS__))
+// P, but bf16 for bfloat16 arrays, so that no kernel is compiled that no call selects.
+template <class T, Precision P> static constexpr Precision NARROWEST = std::is_same_v<T, bf16> ? Precision::bf16 : P;
 
-// The call for attention_hopper.cu, and whether it takes it.
+// The call for attention_hopper.cu, and whether it takes it: arrays of floats only.
 static HopperAttention hopper_call(const Call &c, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk) {
     return {c.Tq,        c.Tk,        c.B,    c.heads, c.C,         ldq,      ldk,     lddq,   lddk,    c.lengths,
             c.q_offsets, c.k_offsets, c.step, c.key,   c.threshold, c.causal, c.scale, c.kept, c.faults};
 }
-static bool takes(const HopperAttention &h, bool aligned) {
+template <class T> static bool takes(const HopperAttention &h, bool aligned) {
     const AttentionKernels wanted = pyops_attention_now();
-    if (pyops_precision_now() != Precision::bf16 || wanted == AttentionKernels::tiles) return false;
+    const bool is_bf16 = sizeof(T) == 2 || pyops_precision_now() == Precision::bf16;
+    if (!is_bf16 || wanted == AttentionKernels::tiles) return false;
     return hopper_attention_fits(h, aligned) && (wanted == AttentionKernels::hopper || hopper_attention_pays(h));
 }
 
-extern "C" pyops_status pyops_attention_forward(float *y, float *stats, const float *q, const float *k, const float *v,
-                                                const int32_t *lengths, const int32_t *q_offsets, const int32_t *k_offsets,
-                                                const int64_t *step, int64_t Tq, int64_t Tk, int64_t B, int64_t heads,
-                                                int64_t C, int64_t ldq, int64_t ldk, int32_t causal, float p, uint64_t key,
-                                                void *stream) {
+extern "C" pyops_status pyops_attention_forward(pyops_real *y, float *stats, const pyops_real *q, const pyops_real *k,
+                                                const pyops_real *v, const int32_t *lengths, const int32_t *q_offsets,
+                                                const int32_t *k_offsets, const int64_t *step, int64_t Tq, int64_t Tk,
+                                                int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int32_t causal,
+                                                float p, uint64_t key, void *stream) {
     Call c;
     const pyops_status status = make_call(c, "attention_forward", Tq, Tk, B, heads, C, ldq, ldk, lengths, q_offsets, k_offsets,
                                           step, causal, p, key);
     if (status || Tq == 0 || B == 0) return status;
-    c.whole = c.whole && aligned(y, q, k, v);
-    if (const HopperAttention h = hopper_call(c, ldq, ldk, 0, 0); takes(h, c.whole))
-        return pyops_launched("attention_forward", hopper_attention_forward(h, y, stats, q, k, v, stream_of(stream)), stream);
-    return FOR_SIZE(run_forward, c, y, stats, q, k, v, stream);
+    const auto run = [&](auto type) {
+        using T = decltype(type);
+        c.whole = rows_of_16_bytes<T>(C | ldq | ldk, y, q, k, v);
+        if (const HopperAttention h = hopper_call(c, ldq, ldk, 0, 0); takes<T>(h, c.whole))
+            return pyops_launched("attention_forward",
+                                  hopper_attention_forward(h, elements<T>(y), stats, elements<T>(q), elements<T>(k),
+                                                           elements<T>(v), stream_of(stream)),
+                                  stream);
+        return FOR_SIZE(T, run_forward, c, elements<T>(y), stats, elements<T>(q), elements<T>(k), elements<T>(v), stream);
+    };
+    return with_type("attention_forward", run, y, q, k, v);
 }
 
-extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv, const float *dy, const float *q,
-                                                 const float *k, const float *v, const int32_t *lengths,
-                                                 const int32_t *q_offsets, const int32_t *k_offsets, const int64_t *step,
-                                                 const float *y, const float *stats, int64_t Tq, int64_t Tk, int64_t B,
-                                                 int64_t heads, int64_t C, int64_t ldq, int64_t ldk, int64_t lddq, int64_t lddk,
-                                                 int32_t causal, float p, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_attention_backward(pyops_real *dq, pyops_real *dk, pyops_real *dv, const pyops_real *dy,
+                                                 const pyops_real *q, const pyops_real *k, const pyops_real *v,
+                                                 const int32_t *lengths, const int32_t *q_offsets, const int32_t *k_offsets,
+                                                 const int64_t *step, const pyops_real *y, const float *stats, int64_t Tq,
+                                                 int64_t Tk, int64_t B, int64_t heads, int64_t C, int64_t ldq, int64_t ldk,
+                                                 int64_t lddq, int64_t lddk, int32_t causal, float p, uint64_t key,
+                                                 void *stream) {
     const char *const who = "attention_backward";
     Call c;
     pyops_status status = make_call(c, who, Tq, Tk, B, heads, C, ldq, ldk, lengths, q_offsets, k_offsets, step, causal, p, key);
@@ -774,10 +824,18 @@ extern "C" pyops_status pyops_attention_backward(float *dq, float *dk, float *dv
     if (status || (Tq == 0 && Tk == 0) || B == 0) return status;
     c.dq = rows_of(q_offsets, B, lddq);
     c.dk = rows_of(k_offsets, B, lddk);
-    c.whole = c.whole && lddq % 4 == 0 && lddk % 4 == 0 && aligned(dq, dk, dv, dy, q, k, v, y);
-    if (const HopperAttention h = hopper_call(c, ldq, ldk, lddq, lddk); takes(h, c.whole))
-        return pyops_launched(who, hopper_attention_backward(h, dq, dk, dv, dy, q, k, v, y, stats, stream_of(stream)), stream);
-    return FOR_SIZE(run_backward, c, dq, dk, dv, Saved{dy, q, k, v, y, stats}, stream);
+    const auto run = [&](auto type) {
+        using T = decltype(type);
+        const Saved<T> saved = {elements<T>(dy), elements<T>(q), elements<T>(k), elements<T>(v), elements<T>(y), stats};
+        c.whole = rows_of_16_bytes<T>(C | ldq | ldk | lddq | lddk, dq, dk, dv, dy, q, k, v, y);
+        if (const HopperAttention h = hopper_call(c, ldq, ldk, lddq, lddk); takes<T>(h, c.whole))
+            return pyops_launched(who,
+                                  hopper_attention_backward(h, elements<T>(dq), elements<T>(dk), elements<T>(dv), saved.dy,
+                                                            saved.q, saved.k, saved.v, saved.y, stats, stream_of(stream)),
+                                  stream);
+        return FOR_SIZE(T, run_backward, c, elements<T>(dq), elements<T>(dk), elements<T>(dv), saved, stream);
+    };
+    return with_type(who, run, dq, dk, dv, dy, q, k, v, y);
 }
 
 // ---- lengths of padded sequences --------------------------------------------------------------------------------------

@@ -55,7 +55,10 @@ struct Sequence {
 };
 
 // A launch computes `count` heads from `head` on.  q, k, v and dy have these heads only: they may be converted copies.
-struct Part : HopperAttention { int64_t head, count, lddy; };
+struct Part : HopperAttention {
+    int64_t head, count, lddy;
+    bool halves; // y, dq, dk and dv are bfloat16
+};
 
 // One head of one sequence, and the first of the block's rows.
 struct Task {
@@ -223,19 +226,25 @@ DEVICE int lane_pair() { return 2 * (lane_id() & 3); } // 2t
 DEVICE int warp_row() { return threadIdx.x % GROUP / 32 * 16; } // the first row of the warp in its warpgroup
 
 // Write d * factor[0] (row g) and d * factor[1] (row g + 8) to rows of a head; at[r] is -1 if the row does not exist.
-template <int C>
-DEVICE void write_rows(float *y, const float (&d)[C / 2], const float (&factor)[2], const int64_t (&at)[2]) {
+template <int C, class T>
+DEVICE void write_rows(T *y, const float (&d)[C / 2], const float (&factor)[2], const int64_t (&at)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (at[r] < 0) continue;
-        float *to = y + at[r] + lane_pair();
+        T *const to = y + at[r] + lane_pair();
 #pragma unroll
         for (int j = 0; j < C / 8; j++) {
             float2 x = make_float2(d[4 * j + 2 * r] * factor[r], d[4 * j + 2 * r + 1] * factor[r]);
             if (factor[r] == 0.0f) x = make_float2(0.0f, 0.0f); // also if d is NaN
-            *reinterpret_cast<float2 *>(to + 8 * j) = x;
+            if constexpr (sizeof(T) == 2) *reinterpret_cast<unsigned *>(to + 8 * j) = pack_bf16(x.x, x.y);
+            else *reinterpret_cast<float2 *>(to + 8 * j) = x;
         }
     }
+}
+template <int C>
+DEVICE void write_rows(const Part &c, void *y, const float (&d)[C / 2], const float (&factor)[2], const int64_t (&at)[2]) {
+    if (c.halves) write_rows<C>(static_cast<bf16 *>(y), d, factor, at);
+    else write_rows<C>(static_cast<float *>(y), d, factor, at);
 }
 
 // ---- dropout --------------------------------------------------------------------------------------------------------------
@@ -323,7 +332,7 @@ template <int N> DEVICE void mask_rows(float (&s)[N / 2], const int (&limit)[2],
 
 template <class Element, int C>
 static __global__ void __launch_bounds__(THREADS, 1)
-    forward(Part c, float *y, float *stats, const Element *q, const Element *k, const Element *v) {
+    forward(Part c, void *y, float *stats, const Element *q, const Element *k, const Element *v) {
     using F = Forward<Element, C>;
     constexpr int KEYS = F::KEYS;
     DYN_SHARED(char, q_tile); // aligned to 1024 bytes for the swizzle
@@ -446,7 +455,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             to[c.B * c.heads * c.Tq] = sum[r];
         }
     }
-    write_rows<C>(y, sums, factor, at);
+    write_rows<C>(c, y, sums, factor, at);
 }
 
 // ---- backward: three numbers of each query ----------------------------------------------------------------------------------------
@@ -457,9 +466,9 @@ static __host__ __device__ __forceinline__ int64_t query_tiles(const HopperAtten
     return (c.Tq + QUERIES - 1) / QUERIES;
 }
 
-template <int C>
+template <class T, int C>
 static __global__ void __launch_bounds__(256)
-    query_numbers(HopperAttention c, float *numbers, const float *dy, const float *y, const float *stats) {
+    query_numbers(HopperAttention c, float *numbers, const T *dy, const T *y, const float *stats) {
     constexpr int LANES = C / 4, TOGETHER = 256 / LANES;
     const int64_t tiles = query_tiles(c), padded = tiles * QUERIES, n = blockIdx.x * int64_t(TOGETHER) + threadIdx.x / LANES;
     const unsigned pair = static_cast<unsigned>(n / padded), sequence = pair / static_cast<unsigned>(c.heads);
@@ -470,8 +479,9 @@ static __global__ void __launch_bounds__(256)
     float dsum = 0.0f;
     if (there) {
         const int64_t at = (rows.row(i) * c.heads + pair % c.heads) * C + threadIdx.x % LANES * 4;
-        const float4 a = *reinterpret_cast<const float4 *>(dy + at), b = *reinterpret_cast<const float4 *>(y + at);
-        dsum = a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
+        const auto a = load_reals<4>(dy + at), b = load_reals<4>(y + at);
+#pragma unroll
+        for (int e = 0; e < 4; e++) dsum += a.at[e] * b.at[e];
     }
 #pragma unroll
     for (int step = LANES / 2; step; step >>= 1) dsum += __shfl_xor_sync(ALL_LANES, dsum, step);
@@ -507,7 +517,7 @@ template <int N> DEVICE void mask_columns(float (&s)[N / 2], const int (&unseen)
 
 template <class Element, int C>
 static __global__ void __launch_bounds__(THREADS, 1)
-    backward_keys(Part c, float *dk, float *dv, const Element *q, const Element *k, const Element *v, const Element *dy,
+    backward_keys(Part c, void *dk, void *dv, const Element *q, const Element *k, const Element *v, const Element *dy,
                   const float *numbers) {
     using K = BackwardKeys<Element, C>;
     DYN_SHARED(char, k_tile);
@@ -628,8 +638,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
         once[r] = j < used ? c.kept : 0.0f;
         scaled[r] = j < used ? c.scale : 0.0f;
     }
-    write_rows<C>(dk, dk_sums, scaled, at);
-    write_rows<C>(dv, dv_sums, once, at);
+    write_rows<C>(c, dk, dk_sums, scaled, at);
+    write_rows<C>(c, dv, dv_sums, once, at);
 }
 
 // ---- backward: dq -----------------------------------------------------------------------------------------------------------
@@ -646,7 +656,7 @@ template <class Element, int C> struct BackwardQueries {
 
 template <class Element, int C>
 static __global__ void __launch_bounds__(THREADS, 1)
-    backward_queries(Part c, float *dq, const Element *q, const Element *k, const Element *v, const Element *dy,
+    backward_queries(Part c, void *dq, const Element *q, const Element *k, const Element *v, const Element *dy,
                      const float *numbers) {
     using Q = BackwardQueries<Element, C>;
     constexpr int KEYS = Q::KEYS;
@@ -747,7 +757,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         at[r] = i < p.q.length ? p.result(c, p.q, i, c.lddq) : -1;
         factor[r] = i < p.q.length && p.seen(c, i) ? c.scale : 0.0f;
     }
-    write_rows<C>(dq, sums, factor, at);
+    write_rows<C>(c, dq, sums, factor, at);
 }
 
 // ---- launches -----------------------------------------------------------------------------------------------------------------
@@ -755,16 +765,15 @@ static unsigned blocks(const Part &c, int64_t T) { return static_cast<unsigned>(
 
 template <class Element> struct Inputs { const Element *q, *k, *v, *dy; };
 
-template <class Element, int C> static cudaError_t run_forward(const Part &c, float *y, float *stats, const Inputs<Element> &x,
+template <class Element, int C> static cudaError_t run_forward(const Part &c, void *y, float *stats, const Inputs<Element> &x,
                                                                cudaStream_t stream) {
     constexpr int BYTES = Forward<Element, C>::BYTES;
     const cudaError_t error = allow_shared<forward<Element, C>>(BYTES);
     if (error != cudaSuccess) return error;
     return LAUNCH((forward<Element, C>), blocks(c, c.Tq), THREADS, BYTES, stream, c, y, stats, x.q, x.k, x.v);
 }
-template <class Element, int C> static cudaError_t run_backward(const Part &c, float *dq, float *dk, float *dv,
-                                                                const Inputs<Element> &x, const float *numbers,
-                                                                cudaStream_t stream) {
+template <class Element, int C> static cudaError_t
+run_backward(const Part &c, void *dq, void *dk, void *dv, const Inputs<Element> &x, const float *numbers, cudaStream_t stream) {
     constexpr int KEY_BYTES = BackwardKeys<Element, C>::BYTES, QUERY_BYTES = BackwardQueries<Element, C>::BYTES;
     Launches launches;
     launches << allow_shared<backward_keys<Element, C>>(KEY_BYTES) << allow_shared<backward_queries<Element, C>>(QUERY_BYTES);
@@ -775,11 +784,11 @@ template <class Element, int C> static cudaError_t run_backward(const Part &c, f
                        x.dy, numbers);
     return launches.error;
 }
-template <int C> static cudaError_t run_numbers(const HopperAttention &c, float *numbers, const float *dy, const float *y,
-                                                const float *stats, cudaStream_t stream) {
+template <class T, int C> static cudaError_t run_numbers(const HopperAttention &c, float *numbers, const T *dy, const T *y,
+                                                         const float *stats, cudaStream_t stream) {
     const int64_t rows = c.B * c.heads * query_tiles(c) * QUERIES;
-    return LAUNCH(query_numbers<C>, static_cast<unsigned>(blocks_for<int64_t>(rows, 256 / (C / 4))), 256, 0, stream, c, numbers,
-                  dy, y, stats);
+    return LAUNCH((query_numbers<T, C>), static_cast<unsigned>(blocks_for<int64_t>(rows, 256 / (C / 4))), 256, 0, stream, c,
+                  numbers, dy, y, stats);
 }
 // Call f(std::integral_constant<int, C>()) for the head size.
 template <class F> static cudaError_t for_head_size(int64_t C, F f) {
@@ -796,12 +805,22 @@ static int64_t heads_at_once(const HopperAttention &c, int64_t bytes, int64_t ro
     return is_packed || !pyops_workspace(PYOPS_WORKSPACE) ? 0 : std::min(c.heads, room / bytes);
 }
 // Convert the heads of the part to bfloat16: y points to the copy, and `to` to the memory after it.
-static cudaError_t convert_heads(const uint16_t *&y, uint16_t *&to, const float *x, const Part &c, int64_t T, int64_t ld,
+static cudaError_t convert_heads(const bf16 *&y, bf16 *&to, const float *x, const Part &c, int64_t T, int64_t ld,
                                  cudaStream_t stream) {
     const int64_t width = c.count * c.C;
-    y = to;
+    bf16 *const copy = to;
+    y = copy;
     to += T * c.B * width;
-    return convert_to_bf16(const_cast<uint16_t *>(y), x + c.head * c.C, T * c.B, width, width, ld, 1, stream);
+    return convert_to_bf16(copy, x + c.head * c.C, T * c.B, width, width, ld, 1, stream);
+}
+
+template <class Element> static cudaError_t forward_of(const Part &c, void *y, float *stats, const Inputs<Element> &x,
+                                                       cudaStream_t stream) {
+    return for_head_size(c.C, [&](auto C) { return run_forward<Element, C>(c, y, stats, x, stream); });
+}
+template <class Element> static cudaError_t backward_of(const Part &c, void *dq, void *dk, void *dv, const Inputs<Element> &x,
+                                                        const float *numbers, cudaStream_t stream) {
+    return for_head_size(c.C, [&](auto C) { return run_backward<Element, C>(c, dq, dk, dv, x, numbers, stream); });
 }
 }
 
@@ -816,52 +835,62 @@ bool hopper_attention_fits(const HopperAttention &c, bool aligned) {
 // From one tile of 128 queries and 128 keys on.  An estimate: not measured yet.
 bool hopper_attention_pays(const HopperAttention &c) { return c.Tq >= ROWS && c.Tk >= ROWS; }
 
-cudaError_t hopper_attention_forward(const HopperAttention &c, float *y, float *stats, const float *q, const float *k,
-                                     const float *v, cudaStream_t stream) {
+template <class T>
+cudaError_t hopper_attention_forward(const HopperAttention &c, T *y, float *stats, const T *q, const T *k, const T *v,
+                                     cudaStream_t stream) {
+    constexpr bool HALVES = sizeof(T) == 2;
     const int64_t some = heads_at_once(c, 2 * (c.Tq + 2 * c.Tk) * c.B * c.C, PYOPS_WORKSPACE);
-    if (!some || std::min(c.Tq, c.Tk) < CONVERTED_FORWARD) {
-        const Part whole = {c, 0, c.heads, 0};
-        const Inputs<float> x = {q, k, v, nullptr};
-        return for_head_size(c.C, [&](auto C) { return run_forward<float, C>(whole, y, stats, x, stream); });
-    }
+    if (HALVES || !some || std::min(c.Tq, c.Tk) < CONVERTED_FORWARD)
+        return forward_of<T>({c, 0, c.heads, 0, HALVES}, y, stats, {q, k, v, nullptr}, stream);
     Launches launches;
-    for (int64_t head = 0; head < c.heads; head += some) {
-        Part part = {c, head, std::min(some, c.heads - head), 0};
-        uint16_t *to = static_cast<uint16_t *>(pyops_workspace(PYOPS_WORKSPACE));
-        Inputs<uint16_t> x = {};
-        launches << convert_heads(x.q, to, q, part, c.Tq, c.ldq, stream) << convert_heads(x.k, to, k, part, c.Tk, c.ldk, stream)
-                 << convert_heads(x.v, to, v, part, c.Tk, c.ldk, stream);
-        part.ldq = part.ldk = part.count * c.C;
-        launches << for_head_size(c.C, [&](auto C) { return run_forward<uint16_t, C>(part, y, stats, x, stream); });
-    }
+    if constexpr (!HALVES)
+        for (int64_t head = 0; head < c.heads; head += some) {
+            Part part = {c, head, std::min(some, c.heads - head), 0, false};
+            bf16 *to = static_cast<bf16 *>(pyops_workspace(PYOPS_WORKSPACE));
+            Inputs<bf16> x = {};
+            launches << convert_heads(x.q, to, q, part, c.Tq, c.ldq, stream)
+                     << convert_heads(x.k, to, k, part, c.Tk, c.ldk, stream)
+                     << convert_heads(x.v, to, v, part, c.Tk, c.ldk, stream);
+            part.ldq = part.ldk = part.count * c.C;
+            launches << forward_of<bf16>(part, y, stats, x, stream);
+        }
     return launches.error;
 }
 
-cudaError_t hopper_attention_backward(const HopperAttention &c, float *dq, float *dk, float *dv, const float *dy,
-                                      const float *q, const float *k, const float *v, const float *y, const float *stats,
-                                      cudaStream_t stream) {
+template <class T>
+cudaError_t hopper_attention_backward(const HopperAttention &c, T *dq, T *dk, T *dv, const T *dy, const T *q, const T *k,
+                                      const T *v, const T *y, const float *stats, cudaStream_t stream) {
+    constexpr bool HALVES = sizeof(T) == 2;
     float *const numbers = static_cast<float *>(pyops_workspace(PYOPS_WORKSPACE));
     if (!numbers) return cudaErrorMemoryAllocation;
     const int64_t count = c.B * c.heads * query_tiles(c) * NUMBERS;
     const int64_t room = static_cast<int64_t>(PYOPS_WORKSPACE) - count * int64_t(sizeof(float));
     const int64_t some = heads_at_once(c, 4 * (c.Tq + c.Tk) * c.B * c.C, room);
     Launches launches;
-    launches << for_head_size(c.C, [&](auto C) { return run_numbers<C>(c, numbers, dy, y, stats, stream); });
-    if (!some || std::min(c.Tq, c.Tk) < CONVERTED_BACKWARD) {
-        const Part whole = {c, 0, c.heads, c.heads * c.C};
-        const Inputs<float> x = {q, k, v, dy};
-        launches << for_head_size(c.C, [&](auto C) { return run_backward<float, C>(whole, dq, dk, dv, x, numbers, stream); });
-        return launches.error;
-    }
-    for (int64_t head = 0; head < c.heads; head += some) {
-        Part part = {c, head, std::min(some, c.heads - head), 0};
-        uint16_t *to = reinterpret_cast<uint16_t *>(numbers + count);
-        Inputs<uint16_t> x = {};
-        launches << convert_heads(x.q, to, q, part, c.Tq, c.ldq, stream) << convert_heads(x.k, to, k, part, c.Tk, c.ldk, stream)
-                 << convert_heads(x.v, to, v, part, c.Tk, c.ldk, stream)
-                 << convert_heads(x.dy, to, dy, part, c.Tq, c.heads * c.C, stream);
-        part.ldq = part.ldk = part.lddy = part.count * c.C;
-        launches << for_head_size(c.C, [&](auto C) { return run_backward<uint16_t, C>(part, dq, dk, dv, x, numbers, stream); });
+    launches << for_head_size(c.C, [&](auto C) { return run_numbers<T, C>(c, numbers, dy, y, stats, stream); });
+    if (HALVES || !some || std::min(c.Tq, c.Tk) < CONVERTED_BACKWARD) {
+        const Part whole = {c, 0, c.heads, c.heads * c.C, HALVES};
+        launches << backward_of<T>(whole, dq, dk, dv, {q, k, v, dy}, numbers, stream);
+    } else if constexpr (!HALVES) {
+        for (int64_t head = 0; head < c.heads; head += some) {
+            Part part = {c, head, std::min(some, c.heads - head), 0, false};
+            bf16 *to = reinterpret_cast<bf16 *>(numbers + count);
+            Inputs<bf16> x = {};
+            launches << convert_heads(x.q, to, q, part, c.Tq, c.ldq, stream)
+                     << convert_heads(x.k, to, k, part, c.Tk, c.ldk, stream)
+                     << convert_heads(x.v, to, v, part, c.Tk, c.ldk, stream)
+                     << convert_heads(x.dy, to, dy, part, c.Tq, c.heads * c.C, stream);
+            part.ldq = part.ldk = part.lddy = part.count * c.C;
+            launches << backward_of<bf16>(part, dq, dk, dv, x, numbers, stream);
+        }
     }
     return launches.error;
 }
+
+#define INSTANTIATE(T) \
+    template cudaError_t hopper_attention_forward(const HopperAttention &, T *, float *, const T *, const T *, const T *, \
+                                                  cudaStream_t); \
+    template cudaError_t hopper_attention_backward(const HopperAttention &, T *, T *, T *, const T *, const T *, const T *, \
+                                                   const T *, const T *, const float *, cudaStream_t);
+INSTANTIATE(float)
+INSTANTIATE(bf16)

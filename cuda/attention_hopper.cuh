@@ -1,6 +1,6 @@
 // attention_hopper.cuh - attention on Hopper's tensor cores (attention_hopper.cu), for attention.cu; what both report.
 #pragma once
-#include "internal.cuh"
+#include "real.cuh"
 
 // Report a wrong length or offset of sequence b.
 DEVICE void check_sequence(FaultRecord *faults, const int32_t *lengths, const int32_t *q_offsets, const int32_t *k_offsets,
@@ -30,8 +30,10 @@ struct HopperAttention {
 bool hopper_attention_fits(const HopperAttention &c, bool aligned);
 // Whether they are faster than the kernels of attention.cu, by estimate.
 bool hopper_attention_pays(const HopperAttention &c);
-cudaError_t hopper_attention_forward(const HopperAttention &c, float *y, float *stats, const float *q, const float *k,
-                                     const float *v, cudaStream_t stream);
-cudaError_t hopper_attention_backward(const HopperAttention &c, float *dq, float *dk, float *dv, const float *dy,
-                                      const float *q, const float *k, const float *v, const float *y, const float *stats,
-                                      cudaStream_t stream);
+// T: float or bf16, of all arrays but stats.
+template <class T>
+cudaError_t hopper_attention_forward(const HopperAttention &c, T *y, float *stats, const T *q, const T *k, const T *v,
+                                     cudaStream_t stream);
+template <class T>
+cudaError_t hopper_attention_backward(const HopperAttention &c, T *dq, T *dk, T *dv, const T *dy, const T *q, const T *k,
+                                      const T *v, const T *y, const float *stats, cudaStream_t stream);

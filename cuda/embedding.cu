@@ -20,6 +20,7 @@
 // No two warps write to the same address, and every sum is in the order of the positions.
 #include "block.cuh"
 #include "compact.cuh"
+#include "real.cuh"
 
 namespace {
 static constexpr int THREADS = 256;
@@ -31,22 +32,21 @@ static constexpr int MOST_BITS = 9;                     // of the index of a cla
 DEVICE bool in_table(int32_t id, int64_t V) { return id >= 0 && id < V; }
 
 // ---- forward ---------------------------------------------------------------------------------------------------
+template <class T>
 static __global__ void __launch_bounds__(THREADS)
-    copy_rows(float *y, const float *weight, const int32_t *ids, FaultRecord *faults, int64_t R, int64_t V, int64_t E) {
+    copy_rows(T *y, const float *weight, const int32_t *ids, FaultRecord *faults, int64_t R, int64_t V, int64_t E) {
     const bool whole = ((uintptr_t(y) | uintptr_t(weight)) & 15) == 0 && E % 4 == 0;
     const int lane = threadIdx.x & 31;
     for (int64_t r = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32; r < R; r += int64_t(gridDim.x) * (THREADS / 32)) {
         const int32_t id = ids[r];
         if (!in_table(id, V)) {
             if (lane == 0) report(faults, Fault::embedding_id, Who::embedding_forward, r, id, V - 1);
-            for (int64_t e = lane; e < E; e += 32) y[r * E + e] = 0.0f;
+            for (int64_t e = lane; e < E; e += 32) y[r * E + e] = as<T>(0.0f);
         } else if (whole) {
-            const float4 *from = reinterpret_cast<const float4 *>(weight + id * E);
-            float4 *to = reinterpret_cast<float4 *>(y + r * E);
 #pragma unroll 4
-            for (int64_t e = lane; e < E / 4; e += 32) to[e] = from[e];
+            for (int64_t e = 4 * lane; e < E; e += 4 * 32) store_reals<4>(y + r * E + e, load_reals<4>(weight + id * E + e));
         } else {
-            for (int64_t e = lane; e < E; e += 32) y[r * E + e] = weight[id * E + e];
+            for (int64_t e = lane; e < E; e += 32) y[r * E + e] = as<T>(weight[id * E + e]);
         }
     }
 }
@@ -108,12 +108,12 @@ static __global__ void __launch_bounds__(GROUP_THREADS)
 }
 
 // Add rows at[0], at[1], ... at[N - 1] of a column of dy to sum, in this order; at[i] is the value of lane from + i.
-template <int N> DEVICE float add_rows(float sum, const float *column, int32_t at, int from, int64_t E, bool inside) {
+template <int N, class T> DEVICE float add_rows(float sum, const T *column, int32_t at, int from, int64_t E, bool inside) {
     float value[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
         const int64_t r = __shfl_sync(ALL_LANES, at, from + i);
-        value[i] = inside ? column[r * E] : 0.0f;
+        value[i] = inside ? as_float(column[r * E]) : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < N; i++) sum += value[i];
@@ -121,8 +121,9 @@ template <int N> DEVICE float add_rows(float sum, const float *column, int32_t a
 }
 
 // dy starts at the first position of the chunk.  A warp per entry of `order` and slice of 32 columns.
-static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *touched, const Groups *groups, const float *dy,
-                                                      const int32_t *ids, int R, int64_t E, int slices) {
+template <class T>
+static __global__ void __launch_bounds__(THREADS)
+    add(float *dweight, int32_t *touched, const Groups *groups, const T *dy, const int32_t *ids, int R, int64_t E, int slices) {
     const int64_t index = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / 32;
     const int p = static_cast<int>(index / slices), lane = threadIdx.x & 31;
     const int n = p < R ? groups->length[p] : 0;
@@ -152,17 +153,23 @@ static __global__ void __launch_bounds__(THREADS) add(float *dweight, int32_t *t
 }
 }
 
-extern "C" pyops_status pyops_embedding_forward(float *y, const float *weight, const int32_t *ids, int64_t R, int64_t V,
+extern "C" pyops_status pyops_embedding_forward(pyops_real *y, const float *weight, const int32_t *ids, int64_t R, int64_t V,
                                                 int64_t E, void *stream) {
     const pyops_status status = check_embedding("embedding_forward", R, V, E);
     if (status || R == 0) return status;
-    return pyops_launched(
+    return with_type(
         "embedding_forward",
-        LAUNCH(copy_rows, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream), y, weight, ids, pyops_faults(), R, V, E),
-        stream);
+        [&](auto type) {
+            using T = decltype(type);
+            return pyops_launched("embedding_forward",
+                                  LAUNCH(copy_rows<T>, grid_for(R * 32, THREADS), THREADS, 0, stream_of(stream), elements<T>(y),
+                                         weight, ids, pyops_faults(), R, V, E),
+                                  stream);
+        },
+        y);
 }
 
-extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touched, const float *dy, const int32_t *ids,
+extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touched, const pyops_real *dy, const int32_t *ids,
                                                  int64_t R, int64_t V, int64_t E, void *stream) {
     const pyops_status status = check_embedding("embedding_backward", R, V, E);
     if (status || R == 0) return status;
@@ -176,10 +183,14 @@ extern "C" pyops_status pyops_embedding_backward(float *dweight, int32_t *touche
         while (bits < MOST_BITS && IN_CLASS << bits < rows) bits++;
         launches << LAUNCH(group, 1u << bits, GROUP_THREADS, 0, stream_of(stream), groups, ids + first, pyops_faults(), first,
                            rows, V, bits);
-        if (E)
-            launches << LAUNCH(add, static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS)), THREADS, 0,
-                               stream_of(stream), dweight, touched, groups, dy + first * E, ids + first, rows, E,
-                               static_cast<int>(slices));
+        const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(rows * slices * 32, THREADS));
+        const auto launch_add = [&](auto type) {
+            using T = decltype(type);
+            launches << LAUNCH(add<T>, blocks, THREADS, 0, stream_of(stream), dweight, touched, groups,
+                               elements<T>(dy) + first * E, ids + first, rows, E, static_cast<int>(slices));
+            return PYOPS_OK;
+        };
+        if (E) with_type("embedding_backward", launch_add, dy);
     }
     return pyops_launched("embedding_backward", launches.error, stream);
 }

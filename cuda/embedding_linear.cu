@@ -2,19 +2,33 @@
 //
 // The rows and the context are concatenated in `work`, and the products cover all positions.  The CPU finds the distinct
 // tokens first; here that would need a synchronisation, since the launch of a product depends on their number.
+//
+// With packed rows the product with the contexts has one row per sequence, and a kernel adds it to the rows of the sequence;
+// backward sums the gradients of a sequence's rows first.
+#include <algorithm>
 #include "index.cuh"
+#include "packed.cuh"
+#include "product.cuh"
 #include "reduce.cuh"
 
 namespace {
+static constexpr int THREADS = 256;
+
 // rows (T,B,E), followed by the rows concatenated with the context (T,B,E+C) if there is one
-static int64_t work_of(int64_t T, int64_t B, int64_t E, int64_t C) { return T * B * (C ? 2 * E + C : E); }
+// packed: rows (N,E), and with a context its product or the sums of the gradients (B,O)
+static int64_t work_of(int64_t T, int64_t B, int64_t N, int64_t E, int64_t C, int64_t O) {
+    const int64_t packed = N * E + (C ? B * O : 0);
+    return N ? packed : T * B * (C ? 2 * E + C : E);
+}
 }
 
-extern "C" int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t, int64_t E, int64_t C, int64_t) {
-    return work_of(T, B, E, C);
+extern "C" int64_t pyops_embedding_linear_forward_work(int64_t T, int64_t B, int64_t N, int64_t, int64_t E, int64_t C,
+                                                       int64_t O) {
+    return work_of(T, B, N, E, C, O);
 }
-extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t, int64_t E, int64_t C, int64_t) {
-    return work_of(T, B, E, C);
+extern "C" int64_t pyops_embedding_linear_backward_work(int64_t T, int64_t B, int64_t N, int64_t, int64_t E, int64_t C,
+                                                        int64_t O) {
+    return work_of(T, B, N, E, C, O);
 }
 
 namespace {
@@ -22,17 +36,83 @@ namespace {
 static float *input_of(pyops_status &status, float *work, const float *table, const int32_t *ids, const float *context,
                        int64_t T, int64_t B, int64_t V, int64_t E, int64_t C, void *stream) {
     float *const both = work + T * B * E;
-    status = pyops_embedding_forward(work, table, ids, T * B, V, E, stream);
-    if (!status && C) status = pyops_concat_context_forward(both, work, context, T, B, E, C, stream);
+    status = pyops_embedding_forward(real(work), table, ids, T * B, V, E, stream);
+    if (!status && C) status = pyops_concat_context_forward(real(both), real(work), real(context), T, B, E, C, stream);
     return C ? both : work;
+}
+
+// A block has a sequence.  y (N,O) += x (B,O) of the row's sequence
+static __global__ void __launch_bounds__(THREADS)
+    add_to_rows(float *y, const float *x, const Sequences in, int64_t O, FaultRecord *faults) {
+    if (blockIdx.x == 0 && blockIdx.y == 0) check_offsets(in, threadIdx.x, THREADS, Who::embedding_linear_forward, faults);
+    const int64_t column = blockIdx.y * int64_t(THREADS) + threadIdx.x;
+    if (column >= O) return;
+    for (int64_t b = blockIdx.x; b < in.B; b += gridDim.x) {
+        const float add = x[b * O + column];
+        for (int64_t r = in.offsets[b], end = r + in.length(b); r < end; r++) y[r * O + column] += add;
+    }
+}
+
+// y (B,O) = the sum of the sequence's rows of x (N,O), which are ld floats apart, in their order
+static __global__ void __launch_bounds__(THREADS)
+    sum_rows(float *y, const float *x, const Sequences in, int64_t O, int64_t ld) {
+    const int64_t column = blockIdx.y * int64_t(THREADS) + threadIdx.x;
+    if (column >= O) return;
+    for (int64_t b = blockIdx.x; b < in.B; b += gridDim.x) {
+        float sum = 0.0f;
+        for (int64_t r = in.offsets[b], end = r + in.length(b); r < end; r++) sum += x[r * ld + column];
+        y[b * O + column] = sum;
+    }
+}
+
+static dim3 grid_of(int64_t B, int64_t O) {
+    return dim3(unsigned(std::min<int64_t>(B, 65535)), unsigned(blocks_for<int64_t>(O, THREADS)));
+}
+
+static pyops_status packed_forward(float *y, const float *table, const int32_t *ids, const float *context, const Sequences &in,
+                                   const float *weight, const float *bias, float *work, int64_t V, int64_t E, int64_t C,
+                                   int64_t O, void *stream) {
+    const int64_t B = in.B, N = in.N, I = E + C;
+    float *const of_contexts = work + N * E;
+    pyops_status status = pyops_embedding_forward(real(work), table, ids, N, V, E, stream);
+    if (!status) status = pyops_gemm(y, work, weight, bias, N, O, E, O, E, 1, 1, I, 0, 0, stream);
+    if (!C) return status;
+    if (!status) status = pyops_gemm(of_contexts, context, weight + E, nullptr, B, O, C, O, C, 1, 1, I, 0, 0, stream);
+    if (status) return status;
+    const cudaError_t error = LAUNCH(add_to_rows, grid_of(B, O), THREADS, 0, stream_of(stream), y, of_contexts, in, O,
+                                     pyops_faults());
+    return pyops_launched("embedding_linear_forward", error, stream);
+}
+
+// All but dbias.
+static pyops_status packed_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight, const float *dy,
+                                    const float *table, const int32_t *ids, const float *context, const Sequences &in,
+                                    const float *weight, float *work, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld,
+                                    void *stream) {
+    const int64_t B = in.B, N = in.N, I = E + C;
+    float *const sums = work + N * E;
+    pyops_status status = pyops_embedding_forward(real(work), table, ids, N, V, E, stream);
+    if (!status) status = pyops_gemm(dweight, dy, work, nullptr, O, E, N, I, 1, ld, E, 1, 1, 0, stream);
+    if (!status) status = pyops_gemm(work, dy, weight, nullptr, N, E, O, E, ld, 1, I, 1, 0, 0, stream);
+    if (!status) status = pyops_embedding_backward(dtable, touched, real(work), ids, N, V, E, stream);
+    if (status || !C) return status;
+    const cudaError_t error = LAUNCH(sum_rows, grid_of(B, O), THREADS, 0, stream_of(stream), sums, dy, in, O, ld);
+    status = pyops_launched("embedding_linear_backward", error, stream);
+    if (!status) status = pyops_gemm(dweight + E, sums, context, nullptr, O, C, B, I, 1, O, C, 1, 1, 0, stream);
+    return status ? status : pyops_gemm(dcontext, sums, weight + E, nullptr, B, C, O, C, O, 1, I, 1, 0, 0, stream);
 }
 }
 
 extern "C" pyops_status pyops_embedding_linear_forward(float *y, const float *table, const int32_t *ids, const float *context,
-                                                       const float *weight, const float *bias, float *work, int64_t T,
-                                                       int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, void *stream) {
-    pyops_status status = check_embedding_linear("embedding_linear_forward", context, T, B, V, E, C, O);
-    if (status) return status;
+                                                       const int32_t *offsets, const float *weight, const float *bias,
+                                                       float *work, int64_t T, int64_t B, int64_t N, int64_t V, int64_t E,
+                                                       int64_t C, int64_t O, void *stream) {
+    pyops_status status = check_embedding_linear("embedding_linear_forward", context, offsets, T, B, N, V, E, C, O);
+    if (status || (offsets && B == 0)) return status;
+    if (offsets) {
+        const Sequences in = {offsets, T, B, N, false};
+        return packed_forward(y, table, ids, context, in, weight, bias, work, V, E, C, O, stream);
+    }
     const int64_t I = E + C;
     const float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
     return status ? status : pyops_gemm(y, x, weight, bias, T * B, O, I, O, I, 1, 1, I, 0, 0, stream);
@@ -40,18 +120,24 @@ extern "C" pyops_status pyops_embedding_linear_forward(float *y, const float *ta
 
 extern "C" pyops_status pyops_embedding_linear_backward(float *dtable, int32_t *touched, float *dcontext, float *dweight,
                                                         float *dbias, const float *dy, const float *table, const int32_t *ids,
-                                                        const float *context, const float *weight, float *work, int64_t T,
-                                                        int64_t B, int64_t V, int64_t E, int64_t C, int64_t O, int64_t ld,
-                                                        void *stream) {
-    pyops_status status = check_embedding_linear("embedding_linear_backward", context, T, B, V, E, C, O);
-    if (status) return status;
+                                                        const float *context, const int32_t *offsets, const float *weight,
+                                                        float *work, int64_t T, int64_t B, int64_t N, int64_t V, int64_t E,
+                                                        int64_t C, int64_t O, int64_t ld, void *stream) {
+    pyops_status status = check_embedding_linear("embedding_linear_backward", context, offsets, T, B, N, V, E, C, O);
+    if (status || (offsets && B == 0)) return status;
     PYOPS_REQUIRE(ld >= O, "embedding_linear_backward: ld=%lld, expected at least O=%lld", LL(ld), LL(O));
-    const int64_t I = E + C, R = T * B;
-    float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
-    if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
-    if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);  // x is no longer needed
-    if (!status && C) status = pyops_concat_context_backward(work, dcontext, x, T, B, E, C, stream);
-    if (!status) status = pyops_embedding_backward(dtable, touched, work, ids, R, V, E, stream);
+    const int64_t I = E + C, R = offsets ? N : T * B;
+    if (offsets) {
+        const Sequences in = {offsets, T, B, N, false};
+        status = packed_backward(dtable, touched, dcontext, dweight, dy, table, ids, context, in, weight, work, V, E, C, O, ld,
+                                 stream);
+    } else {
+        float *const x = input_of(status, work, table, ids, context, T, B, V, E, C, stream);
+        if (!status) status = pyops_gemm(dweight, dy, x, nullptr, O, I, R, I, 1, ld, I, 1, 1, 0, stream);
+        if (!status) status = pyops_gemm(x, dy, weight, nullptr, R, I, O, I, ld, 1, I, 1, 0, 0, stream);   // overwrites x
+        if (!status && C) status = pyops_concat_context_backward(real(work), real(dcontext), real(x), T, B, E, C, stream);
+        if (!status) status = pyops_embedding_backward(dtable, touched, real(work), ids, R, V, E, stream);
+    }
     if (status) return status;
     Space columns, rows;
     columns.add({O, {1, 1}});

@@ -1,5 +1,5 @@
 // gather.cu - rows by index: of a data set that is resident on the device, pixels to floats and token ids to time-major steps or
-// to packed sentences; and of activations; rows with and without padding.
+// to packed sentences; and of activations.
 //
 // The row indices are in device memory, so the kernel checks them: a row outside the data set is reported, and the batch gets
 // zeros instead.
@@ -133,45 +133,6 @@ extern "C" pyops_status pyops_pack_sequences(int32_t *ids, int32_t *positions, i
                                  stream_of(stream), ids, positions, offsets, table, starts, rows, N, B, total, first,
                                  pyops_faults()),
                           stream);
-}
-
-// ---- rows with and without padding --------------------------------------------------------------------
-namespace {
-// A block copies the row of one step of one sentence.  PAD: from packed rows x, ldx floats apart, to steps y; otherwise from
-// steps to packed rows.
-template <bool PAD>
-static __global__ void __launch_bounds__(THREADS) copy_rows(float *y, const float *x, const int32_t *offsets, int64_t T,
-                                                            int64_t B, int64_t C, int64_t ldx, FaultRecord *faults) {
-    const int64_t t = blockIdx.x / B, b = blockIdx.x - t * B, at = offsets[b], length = min(offsets[b + 1] - at, T);
-    if (t == 0 && threadIdx.x == 0) check_offset(faults, Fault::offset, PAD ? Who::pad_rows : Who::pack_rows, offsets, b, T);
-    const bool there = t < length;
-    const float *const from = x + (PAD ? (at + t) * ldx : (t * B + b) * C);
-    float *const to = y + (PAD ? (t * B + b) * C : (at + t) * C);
-    for (int64_t c = threadIdx.x; c < C; c += THREADS)
-        if (PAD || there) to[c] = there ? from[c] : 0.0f;
-}
-
-template <bool PAD>
-static pyops_status launch_copy(const char *who, float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B,
-                                int64_t C, int64_t ldx, void *stream) {
-    const pyops_status status = check_packed_rows(who, T, B, C, ldx);
-    if (status || T * B * C == 0) return status;
-    PYOPS_REQUIRE(T * B <= INT32_MAX, "%s: T=%lld B=%lld, expected fewer than 2^31 rows", who, LL(T), LL(B));
-    return pyops_launched(who,
-                          LAUNCH(copy_rows<PAD>, static_cast<unsigned>(T * B), THREADS, 0, stream_of(stream), y, x, offsets, T,
-                                 B, C, ldx, pyops_faults()),
-                          stream);
-}
-}
-
-extern "C" pyops_status pyops_pad_rows(float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C,
-                                       int64_t ldx, void *stream) {
-    return launch_copy<true>("pad_rows", y, x, offsets, T, B, C, ldx, stream);
-}
-
-extern "C" pyops_status pyops_pack_rows(float *y, const float *x, const int32_t *offsets, int64_t T, int64_t B, int64_t C,
-                                        void *stream) {
-    return launch_copy<false>("pack_rows", y, x, offsets, T, B, C, C, stream);
 }
 
 // ---- rows of activations -----------------------------------------------------------------------------

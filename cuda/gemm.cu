@@ -4,12 +4,16 @@
 // multiprocessors and K is long, several blocks share a tile, each with a part of K (split-K): their sums go to the workspace,
 // and a second kernel adds them in order.  Both choices depend only on the sizes, so a product has the same bits in every run,
 // alone or in a batch.
+//
+// If any operand or c is bfloat16, the product is one of bfloat16 operands: on Hopper with bulk copies and wgmma
+// (hopper_gemm.cu), otherwise in tiles with bfloat16 panels (tile_bf16.cuh).
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include "product.cuh"
 #include "tile.cuh"
+#include "tile_bf16.cuh"
 
 namespace {
 struct Product {
@@ -192,14 +196,8 @@ static cudaError_t launch_products(const Product &g, Batch batch, int64_t splits
 
 // ---- conversions to bfloat16 and TF32 ---------------------------------------------------------------------------
 template <class Element> DEVICE Element converted(float x) {
-    if constexpr (sizeof(Element) == 2) {
-        const __nv_bfloat16 y = __float2bfloat16(x);
-        uint16_t bits;
-        memcpy(&bits, &y, sizeof bits);
-        return bits;
-    } else {
-        return __uint_as_float(to_tf32(x));
-    }
+    if constexpr (std::is_same_v<Element, bf16>) return as<bf16>(x);
+    else return __uint_as_float(to_tf32(x));
 }
 
 // A thread converts 8 adjacent elements of a row of y.  whole16: they are aligned to 16 bytes in x and in y.
@@ -251,51 +249,154 @@ template <class Element> static cudaError_t convert(Element *y, const float *x, 
     return LAUNCH(convert_transposed<Element>, static_cast<unsigned>(squares), 256, 0, stream, y, x, R, C, ld, row, col);
 }
 
-// ---- products of bfloat16 matrices, and products that are worth a conversion -----------------------------------------
-// Without Hopper's tensor cores, or at addresses that bulk copies do not support: the same tiles as above.  The operands are
-// converted to float32 on the way into shared memory and back to the same bfloat16 numbers in registers.
-struct FromBf16 {
-    static constexpr bool k_inner = true;
-    static constexpr Way way = Way::made;
-    struct Line {};
-    const uint16_t *p;
-    int64_t rows, ld;
-    __device__ __forceinline__ float operator()(int64_t row, int64_t k) const {
-        return __uint_as_float(static_cast<unsigned>(p[row * ld + k]) << 16);
-    }
-};
-using TileBf16 = Tile<TileShape<128, 128, 32, 4, 2, 2>, Precision::bf16, FromBf16, FromBf16>;
+// ---- products of bfloat16 -----------------------------------------------------------------------------------------
+// Cost model of the product on Hopper, as for `cycles`.
+static double hopper_cycles(int64_t splits, int64_t M, int64_t N, int64_t K, bool is_bf16) {
+    const int64_t processors = pyops_multiprocessors(), rows = blocks_for<int64_t>(M, 128) * splits;
+    const auto tiles = [&](int64_t width) {
+        const double waves = blocks_for(rows * blocks_for(N, width), processors);
+        return waves * (2000 + 128.0 * width * blocks_for(K, splits) / (is_bf16 ? 1500 : 750));
+    };
+    const double parts = splits == 1 ? 0 : 3000 + 2.0 * M * N * splits / (8.0 * processors);
+    return std::min(tiles(256), tiles(128)) + parts;
+}
 
-static __global__ void __launch_bounds__(TileBf16::THREADS, 1) tile_product_bf16(RowProduct<uint16_t> g) {
+static int64_t best_hopper_splits(int64_t M, int64_t N, int64_t K) {
+    const int64_t room = int64_t(PYOPS_WORKSPACE / sizeof(float)) / (M * N), most = std::min({MOST_PARTS, room, K / 512});
+    int64_t best = 1;
+    for (int64_t splits = 2; splits <= most; splits++)
+        if (hopper_cycles(splits, M, N, K, true) < hopper_cycles(best, M, N, K, true)) best = splits;
+    const int64_t steps = blocks_for<int64_t>(K, 64);
+    return blocks_for(steps, blocks_for(steps, best));                 // no part is empty
+}
+
+DEVICE void finish(const RealProduct &g, int64_t m, int64_t n, float sum) {
+    const int64_t at = (g.scatter ? g.scatter[m] : m) * g.ldc + n;
+    const float *const bias = g.bias ? g.bias + n : nullptr;
+    if (g.to_float) g.to_float[at] = finished(sum, g.to_float + at, bias, g.accumulate, g.relu);
+    else g.to_bf16[at] = as<bf16>(finished(sum, g.to_bf16 + at, bias, g.accumulate, g.relu));
+}
+
+template <class S, bool A_K, bool B_K>
+static __global__ void __launch_bounds__(S::THREADS, 2) bf16_product(RealProduct g, Work work) {
+    using T = HalfTile<S, A_K, B_K>;
     DYN_SHARED(float, shared);
-    const TileIndex at = tile_index<8>(blockIdx.x, blocks_for<int64_t>(g.M, 128), blocks_for<int64_t>(g.N, 128));
-    const int64_t m0 = at.m * 128, n0 = at.n * 128;
-    TileBf16::product(shared, {g.a, g.M, g.lda}, {g.b, g.N, g.ldb}, m0, n0, 0, g.K);
-    TileBf16::each(shared, [&](int m, int n, float sum) {
-        if (m0 + m >= g.M || n0 + n >= g.N) return;
-        float *c = g.c + (m0 + m) * g.ldc + n0 + n;
-        *c = finished(sum, c, g.bias ? g.bias + n0 + n : nullptr, g.accumulate, g.relu);
+    const int64_t tiles = work.tiles_m * work.tiles_n, split = blockIdx.x / tiles;
+    const TileIndex at = tile_index<8>(blockIdx.x % tiles, work.tiles_m, work.tiles_n);
+    const int64_t m0 = at.m * S::M, n0 = at.n * S::N, M = g.limit.rows(g.M), K = g.limit.summands(g.K);
+    const int64_t k0 = split * work.k_part, k1 = k0 + work.k_part < K ? k0 + work.k_part : K;
+    if (m0 >= M) return;
+    g.a.rows = M;
+    T::product(shared, g.a, g.b, m0, n0, k0, k1);
+    float *const part = work.parts ? work.parts + split * g.M * g.N : nullptr;
+    T::each(shared, [&](int m, int n, float sum) {
+        if (m0 + m >= M || n0 + n >= g.N) return;
+        if (part) part[(m0 + m) * g.N + n0 + n] = sum;
+        else finish(g, m0 + m, n0 + n, sum);
     });
 }
 
-static cudaError_t launch_bf16(const RowProduct<uint16_t> &g, cudaStream_t stream) {
-    if (hopper_product_fits(g)) return hopper_product(g, stream);
-    const cudaError_t error = allow_shared<tile_product_bf16>(TileBf16::BYTES);
-    if (error != cudaSuccess) return error;
-    return LAUNCH(tile_product_bf16, static_cast<unsigned>(blocks_for<int64_t>(g.M, 128) * blocks_for<int64_t>(g.N, 128)),
-                  TileBf16::THREADS, TileBf16::BYTES, stream, g);
+static __global__ void add_real_parts(RealProduct g, const float *parts, int64_t splits) {
+    const int64_t size = g.M * g.N, used = g.limit.rows(g.M) * g.N;
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < used; i += int64_t(gridDim.x) * blockDim.x) {
+        float sum = parts[i];
+        for (int64_t split = 1; split < splits; split++) sum += parts[split * size + i];
+        finish(g, i / g.N, i % g.N, sum);
+    }
 }
 
+template <Size> struct Bf16Shape { using S = TileShape<128, 128, 32, 2, 2, 3>; };
+template <> struct Bf16Shape<Size::medium> { using S = TileShape<64, 64, 64, 2, 2, 3>; };
+template <> struct Bf16Shape<Size::small> { using S = TileShape<32, 32, 64, 2, 2, 4>; };
+
+template <Size SIZE, bool A_K, bool B_K> static cudaError_t launch_bf16_tiles(const RealProduct &g, Work work,
+                                                                              cudaStream_t stream) {
+    using S = typename Bf16Shape<SIZE>::S;
+    using T = HalfTile<S, A_K, B_K>;
+    const cudaError_t error = allow_shared<bf16_product<S, A_K, B_K>>(T::BYTES);
+    if (error != cudaSuccess) return error;
+    work.tiles_m = blocks_for<int64_t>(g.M, S::M), work.tiles_n = blocks_for<int64_t>(g.N, S::N);
+    const unsigned blocks = static_cast<unsigned>(work.tiles_m * work.tiles_n * work.splits);
+    return LAUNCH((bf16_product<S, A_K, B_K>), blocks, T::THREADS, T::BYTES, stream, g, work);
+}
+template <Size SIZE> static cudaError_t launch_bf16_layout(const RealProduct &g, const Work &work, cudaStream_t stream) {
+    const auto along_k = [](const RealOperand &x) { return std::abs(x.k_step) <= std::abs(x.row_step); };
+    const bool a_k = along_k(g.a), b_k = along_k(g.b);
+    return a_k && b_k ? launch_bf16_tiles<SIZE, true, true>(g, work, stream)
+        : a_k         ? launch_bf16_tiles<SIZE, true, false>(g, work, stream)
+        : b_k         ? launch_bf16_tiles<SIZE, false, true>(g, work, stream)
+                      : launch_bf16_tiles<SIZE, false, false>(g, work, stream);
+}
+
+static float *room_for_parts(int64_t splits, int64_t M, int64_t N) {
+    return splits > 1 ? static_cast<float *>(pyops_workspace(sizeof(float) * M * N * splits)) : nullptr;
+}
+
+static cudaError_t launch_bf16_mma(const RealProduct &g, cudaStream_t stream) {
+    const int64_t splits = best_splits(g.M, g.N, g.K, Precision::bf16);
+    const Size size = best_size(splits, 1, g.M, g.N, g.K, Precision::bf16);
+    const Work work = {
+        0, 0, splits, round_up(std::max<int64_t>(1, blocks_for(g.K, splits)), PART), 0, room_for_parts(splits, g.M, g.N)};
+    if (splits > 1 && !work.parts) return cudaErrorMemoryAllocation;
+    Launches launches;
+    launches << (size == Size::large        ? launch_bf16_layout<Size::large>(g, work, stream)
+                     : size == Size::medium ? launch_bf16_layout<Size::medium>(g, work, stream)
+                                            : launch_bf16_layout<Size::small>(g, work, stream));
+    if (work.parts) launches << LAUNCH(add_real_parts, grid_for(g.M * g.N, 256), 256, 0, stream, g, work.parts, work.splits);
+    return launches.error;
+}
+
+template <class Out> static bool launch_bf16_hopper(cudaError_t *error, const RealProduct &g, Out *c, cudaStream_t stream) {
+    const auto ld = [](const RealOperand &x) { return x.k_step == 1 ? x.row_step : x.row_step == 1 ? x.k_step : -1; };
+    if (g.a.is_float || g.b.is_float || ld(g.a) < 0 || ld(g.b) < 0) return false;
+    RowProduct<bf16, Out> p = {c,
+                               static_cast<const bf16 *>(g.a.p),
+                               static_cast<const bf16 *>(g.b.p),
+                               g.bias,
+                               g.M,
+                               g.N,
+                               g.K,
+                               g.ldc,
+                               ld(g.a),
+                               ld(g.b),
+                               g.accumulate,
+                               g.relu,
+                               g.a.k_step == 1,
+                               g.b.k_step == 1,
+                               1,
+                               nullptr,
+                               g.limit,
+                               g.scatter};
+    if (!hopper_product_fits(p)) return false;
+    p.splits = best_hopper_splits(g.M, g.N, g.K);
+    const double tiles = least_cycles(best_splits(g.M, g.N, g.K, Precision::bf16), g.M, g.N, g.K, Precision::bf16);
+    if (hopper_cycles(p.splits, g.M, g.N, g.K, true) > tiles) return false;
+    p.parts = room_for_parts(p.splits, g.M, g.N);
+    *error = p.splits > 1 && !p.parts ? cudaErrorMemoryAllocation : hopper_product(p, stream);
+    if (*error == cudaSuccess && p.parts)
+        *error = LAUNCH(add_real_parts, grid_for(g.M * g.N, 256), 256, 0, stream, g, p.parts, p.splits);
+    return true;
+}
+
+}
+
+cudaError_t real_product(const RealProduct &g, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (g.K &&
+        (g.to_float ? launch_bf16_hopper(&error, g, g.to_float, stream) : launch_bf16_hopper(&error, g, g.to_bf16, stream)))
+        return error;
+    return launch_bf16_mma(g, stream);
+}
+
+namespace {
 // For large products it pays to convert the operands first, into rows along K, because wgmma is then available.
 // Depends only on the sizes of one product, like best_splits.
 static bool worth_converting(int64_t M, int64_t N, int64_t K, Precision precision) {
     if (precision == Precision::fp32 || !pyops_has_hopper() || !K || K > int64_t(PYOPS_WORKSPACE) / 16) return false;
-    const bool bf16 = precision == Precision::bf16;
+    const bool is_bf16 = precision == Precision::bf16;
     const int64_t processors = pyops_multiprocessors();
-    const double waves = blocks_for(blocks_for<int64_t>(M, 128) * blocks_for<int64_t>(N, 256), processors);
-    const double passes = 6000 + (bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors);         // 20 bytes per cycle
-    const double product = waves * (2000 + 128.0 * 256 * K / (bf16 ? 1500 : 750));
-    return passes + product < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
+    const double passes = 6000 + (is_bf16 ? 6.0 : 8.0) * (double(M) + N) * K / (20.0 * processors); // 20 bytes per cycle
+    return passes + hopper_cycles(1, M, N, K, is_bf16) < least_cycles(best_splits(M, N, K, precision), M, N, K, precision);
 }
 
 // The converted operands share the workspace, half each: c is computed in rectangles with as many rows and columns as fit.
@@ -311,27 +412,47 @@ template <class Element> static cudaError_t launch_converted(const Product &g, c
         for (int64_t m = 0; m < g.M; m += rows) {
             const int64_t M = std::min(rows, g.M - m);
             if (n == 0 || rows < g.M) launches << convert(a, g.a + m * g.a_row, M, g.K, ld, g.a_row, g.a_col, stream);
-            launches << hopper_product<Element>(
-                {g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld, g.accumulate, g.relu},
-                stream);
+            const RowProduct<Element> part = {
+                g.c + m * g.ldc + n, a, b, g.bias ? g.bias + n : nullptr, M, N, g.K, g.ldc, ld, ld, g.accumulate, g.relu};
+            launches << hopper_product(part, stream);
         }
     }
     return launches.error;
 }
 static cudaError_t launch_converted(const Product &g, Precision precision, cudaStream_t stream) {
-    return precision == Precision::bf16 ? launch_converted<uint16_t>(g, stream) : launch_converted<float>(g, stream);
+    return precision == Precision::bf16 ? launch_converted<bf16>(g, stream) : launch_converted<float>(g, stream);
 }
 }
 
 // ---- the ABI --------------------------------------------------------------------------------------------------
-extern "C" pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K,
-                                   int64_t ldc, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, int32_t accumulate,
-                                   int32_t relu, void *stream) {
+extern "C" pyops_status pyops_gemm(pyops_real *c, const pyops_real *a, const pyops_real *b, const float *bias, int64_t M,
+                                   int64_t N, int64_t K, int64_t ldc, int64_t a_row, int64_t a_col, int64_t b_row,
+                                   int64_t b_col, int32_t accumulate, int32_t relu, void *stream) {
     const pyops_status status = check_gemm("gemm", M, N, K, ldc);
     if (status) return status;
     if (!M || !N) return PYOPS_OK;
+    if (is_bf16(c) || is_bf16(a) || is_bf16(b)) {
+        float *const to_float = is_bf16(c) ? nullptr : elements<float>(c);
+        bf16 *const to_bf16 = is_bf16(c) ? elements<bf16>(c) : nullptr;
+        const RealProduct g = {
+            to_float, to_bf16, operand(a, M, a_row, a_col), operand(b, N, b_col, b_row), bias, M, N, K, ldc, accumulate, relu};
+        return pyops_launched("gemm", real_product(g, stream_of(stream)), stream);
+    }
     const Precision precision = pyops_precision_now();
-    const Product g = {c, a, b, bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu};
+    const Product g = {elements<float>(c),
+                       elements<float>(a),
+                       elements<float>(b),
+                       bias,
+                       M,
+                       N,
+                       K,
+                       ldc,
+                       a_row,
+                       a_col,
+                       b_row,
+                       b_col,
+                       accumulate,
+                       relu};
     Batch one = {};
     one.products = 1;
     const cudaError_t error = worth_converting(M, N, K, precision)
@@ -378,7 +499,7 @@ extern "C" pyops_status pyops_gemm_batched(float *c, const float *a, const float
     return pyops_launched("gemm_batched", launch_products(g, batch, splits, precision, stream_of(stream)), stream);
 }
 
-cudaError_t convert_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
+cudaError_t convert_to_bf16(__nv_bfloat16 *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                             cudaStream_t stream) {
     return convert(y, x, R, C, ld, row, col, stream);
 }
@@ -387,7 +508,7 @@ extern "C" pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, in
     const pyops_status status = check_to_bf16(R, C, ld);
     if (status) return status;
     if (!R || !C) return PYOPS_OK;
-    return pyops_launched("to_bf16", convert(y, x, R, C, ld, row, col, stream_of(stream)), stream);
+    return pyops_launched("to_bf16", convert(reinterpret_cast<bf16 *>(y), x, R, C, ld, row, col, stream_of(stream)), stream);
 }
 
 extern "C" pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint16_t *b, int64_t M, int64_t N, int64_t K,
@@ -395,6 +516,8 @@ extern "C" pyops_status pyops_gemm_bf16(float *c, const uint16_t *a, const uint1
     const pyops_status status = check_gemm_bf16(M, N, K, ldc, lda, ldb);
     if (status) return status;
     if (!M || !N) return PYOPS_OK;
-    const RowProduct<uint16_t> g = {c, a, b, nullptr, M, N, K, ldc, lda, ldb, accumulate, 0};
-    return pyops_launched("gemm_bf16", launch_bf16(g, stream_of(stream)), stream);
+    const auto rows = [](const uint16_t *x) { return real(reinterpret_cast<const bf16 *>(x)); };
+    const RealProduct g = {c,          nullptr, operand(rows(a), M, lda, 1), operand(rows(b), N, ldb, 1), nullptr, M, N, K, ldc,
+                           accumulate, 0};
+    return pyops_launched("gemm_bf16", real_product(g, stream_of(stream)), stream);
 }

@@ -12,6 +12,7 @@
 #include "columns.cuh"
 #include "gru_gates.cuh"
 #include "gru_persistent.cuh"
+#include "product.cuh"
 
 using namespace gru;
 
@@ -20,62 +21,74 @@ namespace {
 enum class Stage { after, before_1, before_2 };
 
 // product (B,3H): of h[t-1], or in the last third of u, biases included
+// With packed rows the rows of a step are not contiguous, so the operands of its products, h[t-1] and u, are stored again in
+// `state` and `u` (B,H); otherwise both are NULL.
 template <Stage STAGE>
-static __global__ void forward_step(float *h, float *gates, const float *a, int64_t a_row, const float *h_before,
-                                    const float *product, int64_t B, int64_t H) {
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < B * H; i += int64_t(gridDim.x) * blockDim.x) {
-        float *const gate = gates + i / H * 4 * H + i % H;
-        const float *const of = product + i / H * 3 * H + i % H;
-        GateInputs k = gate_inputs(a + i / H * a_row + i % H, h_before ? h_before + i : nullptr, H);
+static __global__ void forward_step(const Forward f, int64_t t, const float *h_before, const float *product, float *state,
+                                    float *u, int64_t H) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < f.in.B * H; i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t at = f.in.row(t, i / H), unit = i % H;
+        if (at < 0) continue;
+        float *const h = f.h + at * H + unit, *const gate = f.gates + at * 4 * H + unit;
+        const float *const of = product + i / H * 3 * H + unit;
+        GateInputs k = gate_inputs(f.a + at * f.a_row + unit, h_before ? h_before + i : nullptr, H);
         if constexpr (STAGE == Stage::before_2) k.z = gate[H];
-        if constexpr (STAGE == Stage::after) after_gates(h + i, gate, H, k, of[0], of[H], of[2 * H]);
+        if constexpr (STAGE == Stage::after) after_gates(h, gate, H, k, of[0], of[H], of[2 * H]);
         if constexpr (STAGE == Stage::before_1) before_gates_1(gate, H, k, of[0], of[H]);
-        if constexpr (STAGE == Stage::before_2) before_gates_2(h + i, gate, H, k, of[2 * H]);
+        if constexpr (STAGE == Stage::before_2) before_gates_2(h, gate, H, k, of[2 * H]);
+        if (STAGE == Stage::before_1 && u) u[i] = gate[3 * H];
+        if (STAGE != Stage::before_1 && state) state[i] = *h;
     }
 }
 
-static pyops_status forward_by_steps(const Forward &f, float *product, int64_t T, int64_t B, int64_t H, bool before,
-                                     void *stream) {
+// work: product (B,3H), and with packed rows state and u (B,H)
+static pyops_status forward_by_steps(const Forward &f, float *work, int64_t H, bool before, void *stream) {
+    const int64_t B = f.in.B;
+    const bool packed = f.in.offsets;
+    float *const product = work;
+    float *const state = packed ? product + B * 3 * H : nullptr, *const u = packed ? state + B * H : nullptr;
     const unsigned blocks = grid_for(B * H, THREADS);
     const cudaStream_t in = stream_of(stream);
     Launches launches;
-    for (int64_t t = 0; t < T; t++) {
-        float *const h = f.h + t * B * H, *const gates = f.gates + t * B * 4 * H;
-        const float *const a = f.a + t * B * f.a_row;
-        const float *const h_before = t ? h - B * H : f.h0, *const rows = h_before ? h_before : h;
+    for (int64_t t = 0; t < f.in.T; t++) {
+        const float *const previous = packed ? state : f.h + (t - 1) * B * H;
+        const float *const h_before = t ? previous : f.h0, *const rows = h_before ? h_before : f.h;
         const int64_t K = h_before ? H : 0, N = before ? 2 * H : 3 * H;        // K = 0 without a state: the bias alone
         pyops_status status = pyops_gemm(product, rows, f.w_hh, f.b_hh, B, N, K, 3 * H, H, 1, 1, H, 0, 0, stream);
         if (status) return status;
         if (!before) {
-            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B,
-                               H);
+            launches << LAUNCH(forward_step<Stage::after>, blocks, THREADS, 0, in, f, t, h_before, product, state, u, H);
             continue;
         }
-        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B,
-                           H);
-        status = pyops_gemm(product + 2 * H, gates + 3 * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B, H, H, 3 * H, 4 * H, 1, 1, H,
-                            0, 0, stream);
+        launches << LAUNCH(forward_step<Stage::before_1>, blocks, THREADS, 0, in, f, t, h_before, product, state, u, H);
+        status = pyops_gemm(product + 2 * H, packed ? u : f.gates + (t * B * 4 + 3) * H, f.w_hh + 2 * H * H, f.b_hh + 2 * H, B,
+                            H, H, 3 * H, packed ? H : 4 * H, 1, 1, H, 0, 0, stream);
         if (status) return status;
-        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, h, gates, a, f.a_row, h_before, product, B,
-                           H);
+        launches << LAUNCH(forward_step<Stage::before_2>, blocks, THREADS, 0, in, f, t, h_before, product, state, u, H);
     }
     return pyops_launched("gru_forward", launches.error, stream);
 }
 
 template <bool BEFORE> static __global__ void backward_step(const Backward b, int64_t t) {
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < b.B * b.H; i += int64_t(gridDim.x) * blockDim.x) {
-        const Saved s = saved(b, t, i / b.H, i % b.H);
-        back_gates<BEFORE>(b, t, i / b.H, i % b.H, s, s.d);
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < b.in.B * b.H; i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t row = i / b.H, unit = i % b.H;
+        if (b.in.row(t, row) < 0) {                    // after the end: no gradient; without a step, last is h0
+            for (int gate = 0; gate < 4; gate++) b.step[(row * 4 + gate) * b.H + unit] = 0.0f;
+            if (t == 0) b.carry[i] = given(b.dh_last, i);
+            continue;
+        }
+        const Saved s = saved(b, t, row, unit);
+        back_gates<BEFORE>(b, t, row, unit, s, s.d);
     }
 }
 
 static __global__ void backward_reset(const Backward b, const float *du, int64_t t) {          // du (B,H)
-    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < b.B * b.H; i += int64_t(gridDim.x) * blockDim.x)
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < b.in.B * b.H; i += int64_t(gridDim.x) * blockDim.x)
         back_reset(b, t, i / b.H, i % b.H, saved(b, t, i / b.H, i % b.H), du[i]);
 }
 
 static pyops_status backward_by_steps(const Backward &b, float *du, bool before, void *stream) {
-    const int64_t T = b.T, B = b.B, H = b.H;
+    const int64_t T = b.in.T, B = b.in.B, H = b.H;
     const unsigned blocks = grid_for(B * H, THREADS);
     const float *const w_hn = b.w_hh + 2 * H * H;
     pyops_status status = PYOPS_OK;
@@ -85,7 +98,7 @@ static pyops_status backward_by_steps(const Backward &b, float *du, bool before,
     };
     Launches launches;
     for (int64_t t = T - 1; t >= 0; t--) {
-        const float *const d = b.dgates + t * B * 4 * H;
+        const float *const d = b.step ? b.step : b.dgates + t * B * 4 * H;
         if (before) {
             launches << LAUNCH(backward_step<true>, blocks, THREADS, 0, stream_of(stream), b, t);
             product(du, d + 2 * H, w_hn, H, 0);
@@ -126,34 +139,52 @@ static __global__ void clear_rest(float *h, float *gates, const int32_t *lengths
     }
 }
 
+// last (B,H), unless it is NULL: h after the last step of each packed sequence, h0 or 0 if it has none.
+static __global__ void last_states(float *last, const float *h, const float *h0, const Sequences in, int64_t H,
+                                   FaultRecord *faults) {
+    const int64_t step = int64_t(gridDim.x) * blockDim.x, first = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+    check_offsets(in, first, step, Who::gru_forward, faults);
+    for (int64_t i = first; i < in.B * H && last; i += step) {
+        const int64_t steps = in.length(i / H), at = steps ? in.row(steps - 1, i / H) : -1;
+        last[i] = at >= 0 ? h[at * H + i % H] : given(h0, i);
+    }
+}
+
 // Workspace: the counters of the persistent kernel, or `floats` for one step at a time.
 static int64_t counters_or(int64_t floats, int64_t B) { return std::max(counter_words(B), floats); }
+static int64_t rows_of(int64_t T, int64_t B, int64_t N) { return N ? N : T * B; }
 
 }
 
 // ---- the functions of the ABI ------------------------------------------------------------------------------------------
-extern "C" int64_t pyops_gru_forward_work(int64_t, int64_t B, int64_t, int64_t H) { return counters_or(B * 3 * H, B); }
+extern "C" int64_t pyops_gru_forward_work(int64_t, int64_t B, int64_t, int64_t, int64_t H) { return counters_or(B * 5 * H, B); }
 
-extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t, int64_t H) {
-    return T * B * H + B * H + counters_or(B * H, B);
+extern "C" int64_t pyops_gru_backward_work(int64_t T, int64_t B, int64_t N, int64_t, int64_t H) {
+    return rows_of(T, B, N) * H + B * H + counters_or(B * 5 * H, B);
 }
 
-extern "C" pyops_status pyops_gru_forward(float *h, float *gates, const float *x, const float *a, const float *h0,
-                                          const int32_t *lengths, const float *w_ih, const float *w_hh, const float *b_ih,
-                                          const float *b_hh, float *work, int64_t T, int64_t B, int64_t I, int64_t H,
-                                          int32_t reset_before, void *stream) {
-    pyops_status status = check_gru("gru_forward", x, T, B, I, H);
+extern "C" pyops_status pyops_gru_forward(float *h, float *gates, float *last, const float *x, const float *a, const float *h0,
+                                          const int32_t *lengths, const int32_t *offsets, const float *w_ih, const float *w_hh,
+                                          const float *b_ih, const float *b_hh, float *work, int64_t T, int64_t B, int64_t N,
+                                          int64_t I, int64_t H, int32_t reset_before, int32_t reverse, void *stream) {
+    pyops_status status = check_gru("gru_forward", x, lengths, offsets, T, B, N, I, H, reverse);
     if (status || B == 0) return status;
     PYOPS_REQUIRE(!I == !!a, "gru_forward: I=%lld, expected 0 if a is given, else at least 1", LL(I));
+    PYOPS_REQUIRE(!last || offsets, "gru_forward: last without offsets, expected NULL");
     // a = x w_ih' + b_ih of all steps, stored where r, z, n will overwrite it
-    if (I) status = pyops_gemm(gates, x, w_ih, b_ih, T * B, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
+    const int64_t R = offsets ? N : T * B;
+    if (I && R) status = pyops_gemm(gates, x, w_ih, b_ih, R, 3 * H, I, 4 * H, I, 1, 1, I, 0, 0, stream);
     if (status) return status;
-    const Forward f = {h, gates, I ? gates : a, h0, w_hh, b_hh, I ? 4 * H : 3 * H, reinterpret_cast<unsigned *>(work)};
+    const Sequences in = {offsets, T, B, N, reverse != 0};
+    const Forward f = {h, gates, I ? gates : a, h0, w_hh, b_hh, I ? 4 * H : 3 * H, in, reinterpret_cast<unsigned *>(work)};
     const Partition p = forward_partition(T, B, H, reset_before);
     Launches launches;
     if (p.teams) launches << launch_forward(f, p, reset_before, stream);
-    else status = forward_by_steps(f, work, T, B, H, reset_before, stream);
+    else status = forward_by_steps(f, work, H, reset_before, stream);
     if (status) return status;
+    if (offsets)
+        launches << LAUNCH(last_states, grid_for(B * H, THREADS), THREADS, 0, stream_of(stream), last, h, h0, in, H,
+                           pyops_faults());
     if (lengths)
         launches << LAUNCH(clear_rest, grid_for(T * B * H, THREADS), THREADS, 0, stream_of(stream), h, gates, lengths, T, B, H,
                            pyops_faults());
@@ -162,16 +193,21 @@ extern "C" pyops_status pyops_gru_forward(float *h, float *gates, const float *x
 
 extern "C" pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
                                            float *dgates, const float *dh, const float *dh_last, const float *x,
-                                           const float *h0, const int32_t *lengths, const float *w_ih, const float *w_hh,
-                                           const float *h, const float *gates, float *work, int64_t T, int64_t B, int64_t I,
-                                           int64_t H, int32_t reset_before, void *stream) {
-    pyops_status status = check_gru("gru_backward", x, T, B, I, H);
+                                           const float *h0, const int32_t *lengths, const int32_t *offsets, const float *w_ih,
+                                           const float *w_hh, const float *h, const float *gates, float *work, int64_t T,
+                                           int64_t B, int64_t N, int64_t I, int64_t H, int32_t reset_before, int32_t reverse,
+                                           void *stream) {
+    pyops_status status = check_gru("gru_backward", x, lengths, offsets, T, B, N, I, H, reverse);
     if (status || B == 0) return status;
-    float *const states = work, *const carry = states + T * B * H, *const rest = carry + B * H;
+    const int64_t R = offsets ? N : T * B;
+    const bool copies_h = h0 || offsets;                // the rows of h are not shifted by one step from the rows of dgates
+    float *const states = work, *const carry = states + R * H, *const rest = carry + B * H;
 
-    const Backward b = {
-        dh0, dgates, states, carry, dh, dh_last, h0, w_hh, h, gates, lengths, T, B, H, reinterpret_cast<unsigned *>(rest)};
     const Partition p = backward_partition(T, B, H, reset_before);
+    const Sequences in = {offsets, T, B, N, reverse != 0};
+    float *const copies = copies_h ? states : nullptr, *const step = offsets && !p.teams ? rest + B * H : nullptr;
+    const Backward b = {
+        dh0, dgates, copies, carry, dh, dh_last, h0, w_hh, h, gates, lengths, in, H, reinterpret_cast<unsigned *>(rest), step};
     if (p.teams) status = pyops_launched("gru_backward", launch_backward(b, p, reset_before, stream), stream);
     else status = backward_by_steps(b, rest, reset_before, stream);
 
@@ -181,16 +217,16 @@ extern "C" pyops_status pyops_gru_backward(float *dx, float *dh0, float *dw_ih, 
                                          int64_t rows) {
         if (!status && rows) status = pyops_gemm(dw, d, input, nullptr, M, N, rows, N, 1, 4 * H, ld, 1, 1, 0, stream);
     };
-    const int64_t skipped = h0 ? 0 : B, rows = T * B - skipped;
-    const float *const d = dgates + skipped * 4 * H, *const h_before = h0 ? states : h;
-    if (!status && I && dx) status = pyops_gemm(dx, dgates, w_ih, nullptr, T * B, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
-    if (I) add_weight_gradient(dw_ih, dgates, 3 * H, x, I, I, T * B);
+    const int64_t skipped = copies_h ? 0 : B, rows = R - skipped;
+    const float *const d = dgates + skipped * 4 * H, *const h_before = copies_h ? states : h;
+    if (!status && I && dx && R) status = pyops_gemm(dx, dgates, w_ih, nullptr, R, I, 3 * H, I, 4 * H, 1, I, 1, 0, 0, stream);
+    if (I) add_weight_gradient(dw_ih, dgates, 3 * H, x, I, I, R);
     add_weight_gradient(dw_hh, d, 2 * H, h_before, H, H, rows);
-    if (reset_before) add_weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, T * B);
+    if (reset_before) add_weight_gradient(dw_hh + 2 * H * H, dgates + 2 * H, H, gates + 3 * H, H, 4 * H, R);
     else add_weight_gradient(dw_hh + 2 * H * H, d + 3 * H, H, h_before, H, H, rows);
-    if (status) return status;
+    if (status || R == 0) return status;
     const cudaError_t error = LAUNCH(add_bias_gradients, unsigned(blocks_for<int64_t>(4 * H, COLUMNS)),
-                                     dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream), db_ih, db_hh, dgates, T * B, H,
+                                     dim3(COLUMNS, COLUMN_THREADS), 0, stream_of(stream), db_ih, db_hh, dgates, R, H,
                                      reset_before != 0);
     return pyops_launched("gru_backward", error, stream);
 }

@@ -1,6 +1,6 @@
 // gru_gates.cuh - the gates of a GRU: forward and backward for one unit of one row.  The numbers refer to docs/gru.md.
 #pragma once
-#include "internal.cuh"
+#include "packed.cuh"
 
 namespace gru {
 
@@ -72,46 +72,59 @@ struct Forward {
     float *h, *gates;
     const float *a, *h0, *w_hh, *b_hh;
     int64_t a_row;                          // floats from row to row of a
+    Sequences in;
     unsigned *counters;
 };
 
 struct Backward {
     float *dh0;
-    float *dgates, *states, *carry;         // dgates (T,B,4H): dr dz dn du;   states (T,B,H): h[t-1], if there is an h0
+    float *dgates, *states, *carry;         // dgates (T,B,4H): dr dz dn du;   states (T,B,H): h[t-1], or NULL
     const float *dh, *dh_last, *h0, *w_hh, *h, *gates;          // carry (B,H): the part of h[t-1]'s gradient that comes from
     const int32_t *lengths;                                     // no product
-    int64_t T, B, H;
+    Sequences in;
+    int64_t H;
     unsigned *counters;
+    float *step;                            // one step at a time with packed rows: its dgates (B,4H)
 };
 
+DEVICE float given(const float *x, int64_t i) { return x ? x[i] : 0.0f; }
+
 DEVICE Saved saved(const Backward &b, int64_t t, int64_t row, int64_t unit) {
-    const int64_t H = b.H, state = row * H + unit, step = b.B * H;      // the offset within a step; the size of a step
-    const float *const gate = b.gates + (t * b.B + row) * 4 * H + unit;
-    const float h = t ? b.h[(t - 1) * step + state] : b.h0 ? b.h0[state] : 0.0f;
-    const float carry = t < b.T - 1 ? b.carry[state] : b.dh_last ? b.dh_last[state] : 0.0f;
-    float d = b.dh ? carry + b.dh[t * step + state] : carry;
+    const int64_t H = b.H, state = row * H + unit, at = b.in.row(t, row);
+    if (at < 0) return {};
+    const float *const gate = b.gates + at * 4 * H + unit;
+    const float h = t ? b.h[b.in.row(t - 1, row) * H + unit] : given(b.h0, state);
+    const float carry = t < b.in.length(row) - 1 ? b.carry[state] : given(b.dh_last, state);
+    float d = b.dh ? carry + b.dh[at * H + unit] : carry;
     if (b.lengths && t >= b.lengths[row]) d = 0.0f;                     // padding: no gradient until the last valid step
     return {gate[0], gate[H], gate[2 * H], gate[3 * H], h, d};
 }
 
+// Store the gradient of a gate at row `at` of dgates, and for a product with the gradients of one step.
+DEVICE void store(const Backward &b, int64_t at, int64_t row, int64_t unit, int gate, float value) {
+    b.dgates[(at * 4 + gate) * b.H + unit] = value;
+    if (b.step) b.step[(row * 4 + gate) * b.H + unit] = value;
+}
+
 template <bool BEFORE>
 DEVICE void back_gates(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float d) {
-    const int64_t H = b.H, at = t * b.B + row;
-    float *const dgate = b.dgates + at * 4 * H + unit;
+    const int64_t at = b.in.row(t, row);
+    if (at < 0) return;
     const GateGradients g = back_gates<BEFORE>(s, d);
-    dgate[H] = g.z;
-    dgate[2 * H] = g.n;
-    b.carry[row * H + unit] = g.h;
-    if (b.h0) b.states[at * H + unit] = s.h;
+    store(b, at, row, unit, 1, g.z);
+    store(b, at, row, unit, 2, g.n);
+    b.carry[row * b.H + unit] = g.h;
+    if (b.states) b.states[at * b.H + unit] = s.h;
     if (BEFORE) return;
-    dgate[0] = g.r;
-    dgate[3 * H] = g.u;
+    store(b, at, row, unit, 0, g.r);
+    store(b, at, row, unit, 3, g.u);
 }
 DEVICE void back_reset(const Backward &b, int64_t t, int64_t row, int64_t unit, const Saved &s, float du) {
-    float *const dgate = b.dgates + (t * b.B + row) * 4 * b.H + unit;
+    const int64_t at = b.in.row(t, row);
+    if (at < 0) return;
     const GateGradients g = back_reset(s, du);
-    dgate[0] = g.r;
-    dgate[3 * b.H] = g.u;
+    store(b, at, row, unit, 0, g.r);
+    store(b, at, row, unit, 3, g.u);
     b.carry[row * b.H + unit] += g.h;
 }
 

@@ -260,6 +260,7 @@ struct Item {                               // a phase of a step, for a chunk of
 
 struct Assignment {                         // the work of a block, and of this thread in it
     int unit, chunks;                       // the thread's unit, which may exceed H; chunks of the team
+    int64_t steps;                          // of the team: the largest number of steps of its rows
     int64_t first_row, end_row;             // of the team
     unsigned *counters;                     // one per chunk: how many times blocks of the team have finished it
 };
@@ -267,7 +268,7 @@ static constexpr int COUNTER = 32;          // words from one counter to the nex
 // Words for all counters: one per chunk, and there are at most as many chunks as tiles of rows.
 static int64_t counter_words(int64_t B) { return blocks_for<int64_t>(B, ROWS) * COUNTER; }
 
-DEVICE Assignment assignment_of(const Partition &p, unsigned *counters) {
+DEVICE Assignment assignment_of(const Partition &p, const Sequences &in, unsigned *counters) {
     const int team = blockIdx.x / p.team;
     Assignment own;
     own.unit = blockIdx.x % p.team * p.units + threadIdx.x % p.units;
@@ -276,6 +277,8 @@ DEVICE Assignment assignment_of(const Partition &p, unsigned *counters) {
     const int chunk = p.chunk * ROWS;
     own.chunks = int((own.end_row - own.first_row + chunk - 1) / chunk);
     own.counters = counters + int64_t(team) * p.tiles * COUNTER;
+    own.steps = in.offsets ? 0 : in.T;
+    for (int64_t row = own.first_row; row < own.end_row && in.offsets; row++) own.steps = max(own.steps, in.length(row));
     return own;
 }
 
@@ -311,12 +314,15 @@ DEVICE void arrive(const Assignment &own, int chunk) {
 
 // Copy rows of `ld` floats to shared memory: from each, `parts` parts of H floats, the first at column `first`.  The zeros
 // that pad each part to whole segments are already there.  A third part skips one: of dr dz dn du it is du.
-DEVICE void load(float *to, const float *from, int64_t ld, int count, int first, int parts, const Partition &p) {
+// at(i) is the index of the i-th row; a row with a negative index is not copied, and its products must not be used.
+template <class At>
+DEVICE void load(float *to, const float *from, int64_t ld, int count, At at, int first, int parts, const Partition &p) {
     const bool whole = p.H % 4 == 0 && uintptr_t(from) % 16 == 0;      // then every row and part is aligned to 16 bytes
     const int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < count; row += WARPS)
-        for (int part = 0; part < parts; part++) {
-            const float *const source = from + row * ld + first + (part + part / 2) * p.H;
+    for (int row = threadIdx.x / 32; row < count; row += WARPS) {
+        const int64_t index = at(row);
+        for (int part = 0; part < parts && index >= 0; part++) {
+            const float *const source = from + index * ld + first + (part + part / 2) * p.H;
             float *const target = to + row * p.stride + part * p.padded;
             if (whole) {
                 for (int k = lane * 4; k < p.H; k += 32 * 4) cp_async16(target + k, source + k);
@@ -324,6 +330,7 @@ DEVICE void load(float *to, const float *from, int64_t ld, int count, int first,
                 for (int k = lane; k < p.H; k += 32) target[k] = source[k];
             }
         }
+    }
     cp_async_commit();
 }
 
@@ -365,9 +372,9 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     float *const weights_n = weights + p.padded * Product<N, P>::WEIGHTS;
     float *const buffer = weights_n + (BEFORE ? p.padded * Product<U, P>::WEIGHTS : 0);
     float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
-    const int64_t B = p.B, H = p.H;
+    const int64_t H = p.H;
     const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk, column = threadIdx.x % U;
-    const Assignment own = assignment_of(p, f.counters);
+    const Assignment own = assignment_of(p, f.in, f.counters);
 
     // The columns of a product are the block's units, gate after gate, starting with gate `first`.
     const auto row_of_w = [&](int first, int column, int k) {
@@ -384,30 +391,31 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
     const float b_r = bias(0), b_z = bias(1), b_n = bias(2);
     start(p, own, p.T * PHASES > 1);
 
-    const auto h_before = [&](int64_t t, int64_t row) -> const float * {      // h[t-1]
-        return t ? f.h + ((t - 1) * B + row) * H : f.h0 ? f.h0 + row * H : nullptr;
-    };
     const auto fetch_row = [&](const Item &item, RowRange rows, int row) {
         if (!mine || row >= rows.count) return GateInputs{};
-        const float *const h = h_before(item.step, rows.from + row);
-        const int64_t at = item.step * B + rows.from + row;
+        const int64_t sequence = rows.from + row, at = f.in.row(item.step, sequence);
+        if (at < 0) return GateInputs{};
+        const float *const h = item.step ? f.h + f.in.row(item.step - 1, sequence) * H : f.h0 ? f.h0 + sequence * H : nullptr;
         GateInputs k = gate_inputs(f.a + at * f.a_row + own.unit, h ? h + own.unit : nullptr, H);
         if (BEFORE && item.phase) k.z = f.gates[(at * 4 + 1) * H + own.unit];
         return k;
     };
     run_items(
-        p, own, p.T * PHASES * own.chunks, PHASES, buffer,
+        p, own, own.steps * PHASES * own.chunks, PHASES, buffer,
         [&](const Item &item) { return fetch_row(item, rows_of(p, own, item.chunk), threadIdx.x / U); },
         [&](const Item &item, float *to) {
             const RowRange rows = rows_of(p, own, item.chunk);
-            const float *const h = h_before(item.step, rows.from);
+            const auto row_at = [&](int64_t t) { return [=, &f](int row) { return f.in.row(t, rows.from + row); }; };
+            const auto now = row_at(item.step);                                // a row after its end is not copied
+            const auto before = [&](int row) { return now(row) < 0 ? -1 : f.in.row(item.step - 1, rows.from + row); };
             if (item.step || item.phase) wait_for(p, own, item.chunk, item.step * PHASES + item.phase);
-            if (BEFORE && item.phase) load(to, f.gates + (item.step * B + rows.from) * 4 * H, 4 * H, rows.count, 3 * p.H, 1, p);
-            else if (h) load(to, h, H, rows.count, 0, 1, p);
+            if (BEFORE && item.phase) load(to, f.gates, 4 * H, rows.count, now, 3 * p.H, 1, p);
+            else if (item.step) load(to, f.h, H, rows.count, before, 0, 1, p);
+            else if (f.h0) load(to, f.h0, H, rows.count, [&](int row) { return rows.from + row; }, 0, 1, p);
         },
         [&](const Item &item, const float *from, GateInputs next) {
             const RowRange rows = rows_of(p, own, item.chunk);
-            const bool zeros = item.phase == 0 && !h_before(item.step, rows.from);      // h[-1] = 0: only the bias remains
+            const bool zeros = item.phase == 0 && !item.step && !f.h0;         // h[-1] = 0: only the bias remains
             if (BEFORE && item.phase) multiply<U, P>(sums, weights_n, from, p.stride, segments, slices);
             else if (!zeros) multiply<N, P>(sums, weights, from, p.stride, segments, slices);
             __syncthreads();
@@ -417,8 +425,8 @@ static __global__ void __launch_bounds__(THREADS, 1) forward_steps(const Forward
             for (int row = threadIdx.x / U; row < rows.count; row += THREADS / U) {
                 const GateInputs k = next;
                 next = fetch_row(item, rows, row + THREADS / U);
-                if (!mine) continue;
-                const int64_t at = item.step * B + rows.from + row;
+                const int64_t at = f.in.row(item.step, rows.from + row);
+                if (!mine || at < 0) continue;
                 float *const h = f.h + at * H + own.unit, *const gate = f.gates + at * 4 * H + own.unit;
                 if constexpr (!BEFORE)
                     after_gates(h, gate, H, k, b_r + product(row, 0), b_z + product(row, 1), b_n + product(row, 2));
@@ -437,10 +445,10 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     float *const sums = buffer + p.buffers * p.chunk * ROWS * p.stride;
     const int64_t H = p.H;
     const int segments = p.padded / SEGMENT, slices = WARPS / p.chunk;
-    const Assignment own = assignment_of(p, b.counters);
+    const Assignment own = assignment_of(p, b.in, b.counters);
     // Items per step whose h[t-1] needs a gradient: one with reset after the product, two with reset before it.  The first of
-    // the two is needed for dr even if h[t-1] needs no gradient.
-    const int64_t steps = b.dh0 ? p.T : p.T - 1, items = (BEFORE ? steps + p.T : steps) * own.chunks;
+    // the two is needed for dr even if h[t-1] needs no gradient.  A team of empty sequences has one step, for dh0.
+    const int64_t T = max(own.steps, int64_t(1)), steps = b.dh0 ? T : T - 1, items = (BEFORE ? steps + T : steps) * own.chunks;
 
     // k runs over the rows of r, then z, then n, each padded
     store_weights<U, P>(weights, 3 * segments, [&](int column, int k) {
@@ -451,7 +459,7 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
         return make_float4(at(0), at(1), at(2), at(3));
     });
     const bool mine = own.unit < H;
-    start(p, own, items > 0);
+    start(p, own, b.dh0 || BEFORE || p.T > 1);             // all teams or none
 
     const auto fetch_row = [&](int64_t t, RowRange rows, int row) {
         return mine && row < rows.count ? saved(b, t, rows.from + row, own.unit) : Saved{};
@@ -459,8 +467,8 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     for (int chunk = 0; chunk < own.chunks; chunk++) {                       // the last step
         const RowRange rows = rows_of(p, own, chunk);
         for (int row = threadIdx.x / U; row < rows.count && mine; row += THREADS / U) {
-            const Saved s = fetch_row(p.T - 1, rows, row);
-            back_gates<BEFORE>(b, p.T - 1, rows.from + row, own.unit, s, s.d);
+            const Saved s = fetch_row(T - 1, rows, row);
+            back_gates<BEFORE>(b, T - 1, rows.from + row, own.unit, s, s.d);
         }
         arrive(own, chunk);
     }
@@ -469,20 +477,20 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
     run_items(
         p, own, items, PHASES, buffer,
         [&](const Item &item) {
-            const int64_t t = p.T - 1 - item.step;
+            const int64_t t = T - 1 - item.step;
             return fetch_row(item.phase == PHASES - 1 && t ? t - 1 : t, rows_of(p, own, item.chunk), threadIdx.x / U);
         },
         [&](const Item &item, float *to) {
             const RowRange rows = rows_of(p, own, item.chunk);
-            const float *const from = b.dgates + ((p.T - 1 - item.step) * p.B + rows.from) * 4 * H;
+            const auto at = [&](int row) { return b.in.row(T - 1 - item.step, rows.from + row); };
             wait_for(p, own, item.chunk, item.step * PHASES + item.phase + 1);
-            if (!BEFORE) load(to, from, 4 * H, rows.count, 0, 3, p);           // dr dz du
-            else if (item.phase == 0) load(to, from, 4 * H, rows.count, 2 * p.H, 1, p);        // dn
-            else load(to, from, 4 * H, rows.count, 0, 2, p);                   // dr dz
+            if (!BEFORE) load(to, b.dgates, 4 * H, rows.count, at, 0, 3, p);   // dr dz du
+            else if (item.phase == 0) load(to, b.dgates, 4 * H, rows.count, at, 2 * p.H, 1, p);        // dn
+            else load(to, b.dgates, 4 * H, rows.count, at, 0, 2, p);           // dr dz
         },
         [&](const Item &item, const float *from, Saved next) {
             const RowRange rows = rows_of(p, own, item.chunk);
-            const int64_t t = p.T - 1 - item.step;
+            const int64_t t = T - 1 - item.step;
             const bool last = item.phase == PHASES - 1;                        // of the step
             const int parts = !BEFORE ? 3 : last ? 2 : 1;
             multiply<U, P>(sums, BEFORE && !last ? weights_n : weights, from, p.stride, parts * segments, slices);
@@ -492,10 +500,11 @@ static __global__ void __launch_bounds__(THREADS, 1) backward_steps(const Backwa
                 next = fetch_row(last && t ? t - 1 : t, rows, row + THREADS / U);
                 if (!mine) continue;
                 const int64_t in_batch = rows.from + row, state = in_batch * H + own.unit;
-                const float product = total<U, P>(sums, slices, row, threadIdx.x % U);
+                const bool valid = b.in.row(t, in_batch) >= 0;     // otherwise step t - 1 is the last, or there is none
+                const float product = valid ? total<U, P>(sums, slices, row, threadIdx.x % U) : 0.0f;
                 if (!last) back_reset(b, t, in_batch, own.unit, s, product);
                 else if (t) back_gates<BEFORE>(b, t - 1, in_batch, own.unit, s, s.d + product);
-                else b.dh0[state] = b.carry[state] + product;
+                else b.dh0[state] = valid ? b.carry[state] + product : given(b.dh_last, state);
             }
         });
 }

@@ -12,6 +12,9 @@
 // panels of the next tile arrive.  It needs few registers and releases the rest.  Blocks are persistent: each computes every
 // gridDim.x-th tile.  Tiles are ordered in bands, so that concurrent blocks share rows of a and b in L2.  Rows in shared
 // memory have the 128-byte swizzle of bulk copies and wgmma.
+//
+// A bfloat16 operand that is stored transposed, with its rows along M or N, is copied as it is: as blocks of 64 k's x 64 rows,
+// which wgmma reads transposed.  If there are few tiles, several blocks share one, each with a part of K (split-K).
 #include "hopper.cuh"
 #include "product.cuh"
 
@@ -23,36 +26,66 @@ template <int TN> struct Ring {
     static constexpr int BYTES = SLOTS * SLOT + 2 * SLOTS * int(sizeof(uint64_t));
 };
 
-// 64 x TN sums += 32 bytes of rows along K: 16 elements in bfloat16, 8 in TF32.
-template <class Element, int TN> DEVICE void multiply(float (&sum)[TN / 2], uint64_t a, uint64_t b, bool accumulate) {
-    if constexpr (sizeof(Element) == 2) wgmma_bf16<TN>(sum, a, b, accumulate);
-    else wgmma_tf32<TN>(sum, a, b, accumulate);
-}
+// The settings of a kernel: types, columns of a tile, and whether the operands are stored along K.
+template <class Element_, class Out_, int TN_, bool A_K_, bool B_K_> struct Setup {
+    using Element = Element_;
+    using Out = Out_;
+    static constexpr int TN = TN_, TK = ROW / int(sizeof(Element));     // TK: k's in a slot
+    static constexpr bool A_K = A_K_, B_K = B_K_;
+};
+static constexpr int BLOCK = 64, BLOCK_BYTES = BLOCK * ROW;             // of a transposed operand: 64 k's x 64 rows
 
-// Of each 8 columns, a lane has rows lane/4 and lane/4 + 8, and columns 2 (lane%4) and the next one: a warp writes 32
-// contiguous bytes per row.
-template <class Element, int TN> DEVICE void write_sums(const RowProduct<Element> &g, const float (&sum)[TN / 2], int64_t row,
-                                                        int64_t column) {
-    const bool pairs = g.ldc % 2 == 0 && reinterpret_cast<uintptr_t>(g.c) % 8 == 0;
+// 64 x TN sums += 32 bytes of k's: 16 elements in bfloat16, 8 in TF32.
+template <class S> DEVICE void multiply(float (&sum)[S::TN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (sizeof(typename S::Element) == 2) wgmma_bf16<S::TN, !S::A_K, !S::B_K>(sum, a, b, accumulate);
+    else wgmma_tf32<S::TN>(sum, a, b, accumulate);
+}
+// The descriptor of rows that start at row `row` of a panel, and the step to the next 32 bytes of k's.
+template <bool K> DEVICE uint64_t descriptor(const char *panel, int row) {
+    if constexpr (K) return wg_desc(panel + row * ROW);
+    else return wg_desc_trans(panel + row / BLOCK * BLOCK_BYTES, BLOCK_BYTES);
+}
+template <bool K> static constexpr int NEXT = K ? 2 : 128;
+// Copy ROWS rows of an operand, from `row` on, and the k's of a slot.
+template <bool K, int ROWS> DEVICE void load_panel(char *panel, const CUtensorMap *map, int k, int row, uint64_t *bar) {
+    if constexpr (K) {
+        tma_load_2d(panel, map, k, row, bar);
+    } else {
 #pragma unroll
-    for (int i = 0; i < TN / 2; i += 2) {
-        const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
-        if (m >= g.M || n >= g.N) continue;
-        float *c = g.c + m * g.ldc + n;
-        const float *bias = g.bias ? g.bias + n : nullptr;
-        const float first = finished(sum[i], c, bias, g.accumulate, g.relu);
-        if (n + 1 == g.N) {
-            *c = first;
-            continue;
-        }
-        const float second = finished(sum[i + 1], c + 1, bias ? bias + 1 : nullptr, g.accumulate, g.relu);
-        if (pairs) *reinterpret_cast<float2 *>(c) = make_float2(first, second);
-        else c[0] = first, c[1] = second;
+        for (int i = 0; i < ROWS / BLOCK; i++) tma_load_2d(panel + i * BLOCK_BYTES, map, row + i * BLOCK, k, bar);
     }
 }
 
-template <class Element, int TN> static __global__ void __launch_bounds__(THREADS, 1)
-    hopper_tiles(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, RowProduct<Element> g) {
+DEVICE void write_two(float *c, float first, float second) { *reinterpret_cast<float2 *>(c) = make_float2(first, second); }
+DEVICE void write_two(bf16 *c, float first, float second) { *reinterpret_cast<unsigned *>(c) = pack_bf16(first, second); }
+
+// Of each 8 columns, a lane has rows lane/4 and lane/4 + 8, and columns 2 (lane%4) and the next one: a warp writes 32
+// contiguous bytes of floats per row.
+template <int TN, class Out>
+DEVICE void write_sums(Out *to, const int32_t *scatter, int64_t ldc, int64_t M, int64_t N, const float *all_bias,
+                       bool accumulate, bool relu, const float (&sum)[TN / 2], int64_t row, int64_t column) {
+    const bool pairs = ldc % 2 == 0 && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Out)) == 0;
+#pragma unroll
+    for (int i = 0; i < TN / 2; i += 2) {
+        const int64_t m = row + i / 2 % 2 * 8, n = column + i / 4 * 8;
+        if (m >= M || n >= N) continue;
+        Out *c = to + (scatter ? scatter[m] : m) * ldc + n;
+        const float *bias = all_bias ? all_bias + n : nullptr;
+        const float first = finished(sum[i], c, bias, accumulate, relu);
+        if (n + 1 == N) {
+            *c = as<Out>(first);
+            continue;
+        }
+        const float second = finished(sum[i + 1], c + 1, bias ? bias + 1 : nullptr, accumulate, relu);
+        if (pairs) write_two(c, first, second);
+        else c[0] = as<Out>(first), c[1] = as<Out>(second);
+    }
+}
+
+template <class S> static __global__ void __launch_bounds__(THREADS, 1)
+    hopper_tiles(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                 RowProduct<typename S::Element, typename S::Out> g) {
+    constexpr int TN = S::TN, TK = S::TK;
     using R = Ring<TN>;
     DYN_SHARED(char, shared);                                   // aligned to 1024 bytes for the swizzle
     uint64_t *full = reinterpret_cast<uint64_t *>(shared + R::SLOTS * R::SLOT), *empty = full + R::SLOTS;
@@ -61,52 +94,63 @@ template <class Element, int TN> static __global__ void __launch_bounds__(THREAD
         mbar_fence_init();
     }
     __syncthreads();
-    constexpr int TK = ROW / sizeof(Element);                   // elements along K in a slot
-    const int64_t tiles_m = blocks_for<int64_t>(g.M, TM), tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
-    const int steps = static_cast<int>(blocks_for<int64_t>(g.K, TK)), group = threadIdx.x / 128;
+    const int64_t M = g.limit.rows(g.M), K = g.limit.summands(g.K);
+    const int64_t tiles_m = blocks_for<int64_t>(M, TM), tiles_n = blocks_for<int64_t>(g.N, TN), tiles = tiles_m * tiles_n;
+    const int all_steps = static_cast<int>(blocks_for<int64_t>(K, TK)), group = threadIdx.x / 128;
+    const int steps_a_part = blocks_for(all_steps, static_cast<int>(g.splits));
     Turn<R::SLOTS> turn;
 
     if (group == CONSUMERS) {
         reg_dealloc<24>();
         if (threadIdx.x != CONSUMERS * 128) return;
-        for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const TileIndex at = tile_index<16>(tile, tiles_m, tiles_n);
-            for (int step = 0; step < steps; step++, turn.next()) {
+        for (int64_t task = blockIdx.x; task < tiles * g.splits; task += gridDim.x) {
+            const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
+            const int from = static_cast<int>(task / tiles) * steps_a_part, to = min(from + steps_a_part, all_steps);
+            for (int step = from; step < to; step++, turn.next()) {
                 mbar_wait(empty + turn.slot, turn.round ^ 1);           // in the first round every slot is empty
                 mbar_expect(full + turn.slot, R::SLOT);
                 char *slot = shared + turn.slot * R::SLOT;
-                tma_load_2d(slot, &a_map, step * TK, static_cast<int>(at.m * TM), full + turn.slot);
-                tma_load_2d(slot + R::A_BYTES, &b_map, step * TK, static_cast<int>(at.n * TN), full + turn.slot);
+                load_panel<S::A_K, TM>(slot, &a_map, step * TK, static_cast<int>(at.m * TM), full + turn.slot);
+                load_panel<S::B_K, TN>(slot + R::A_BYTES, &b_map, step * TK, static_cast<int>(at.n * TN), full + turn.slot);
             }
         }
     } else {
         reg_alloc<240>();
         const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
-        for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        for (int64_t task = blockIdx.x; task < tiles * g.splits; task += gridDim.x) {
+            const int64_t split = task / tiles;
+            const int from = static_cast<int>(split) * steps_a_part, to = min(from + steps_a_part, all_steps);
             float sum[TN / 2];
             int before = -1;                                    // the slot whose products may still be in flight
-            for (int step = 0; step < steps; step++, turn.next()) {
+            for (int step = from; step < to; step++, turn.next()) {
                 mbar_wait(full + turn.slot, turn.round);
                 const char *slot = shared + turn.slot * R::SLOT;
-                const uint64_t a = wg_desc(slot + group * (64 * ROW)), b = wg_desc(slot + R::A_BYTES);
+                const uint64_t a = descriptor<S::A_K>(slot, group * 64), b = descriptor<S::B_K>(slot + R::A_BYTES, 0);
                 wg_fence();
 #pragma unroll
-                for (int k = 0; k < ROW / 32; k++) multiply<Element, TN>(sum, a + 2 * k, b + 2 * k, step + k > 0);
+                for (int k = 0; k < ROW / 32; k++)
+                    multiply<S>(sum, a + NEXT<S::A_K> * k, b + NEXT<S::B_K> * k, step > from || k > 0);
                 wg_commit();
                 wg_wait<1>();                                   // the products of the previous slot have finished
                 if (before >= 0 && lane == 0) mbar_arrive(empty + before);
                 before = turn.slot;
             }
             wg_wait<0>();
-            if (lane == 0) mbar_arrive(empty + before);
-            const TileIndex at = tile_index<16>(tile, tiles_m, tiles_n);
-            write_sums<Element, TN>(g, sum, at.m * TM + group * 64 + warp * 16 + lane / 4, at.n * TN + lane % 4 * 2);
+            if (lane == 0 && before >= 0) mbar_arrive(empty + before);
+            if (before < 0)                                     // no summands
+#pragma unroll
+                for (int i = 0; i < TN / 2; i++) sum[i] = 0.0f;
+            const TileIndex at = tile_index<16>(task % tiles, tiles_m, tiles_n);
+            const int64_t row = at.m * TM + group * 64 + warp * 16 + lane / 4, column = at.n * TN + lane % 4 * 2;
+            if (g.parts)
+                write_sums<TN>(g.parts + split * g.M * g.N, nullptr, g.N, M, g.N, nullptr, false, false, sum, row, column);
+            else write_sums<TN>(g.c, g.scatter, g.ldc, M, g.N, g.bias, g.accumulate, g.relu, sum, row, column);
         }
     }
 }
 }
 
-template <class Element> bool hopper_product_fits(const RowProduct<Element> &g) {
+template <class Element, class Out> bool hopper_product_fits(const RowProduct<Element, Out> &g) {
     const int64_t whole = 16 / sizeof(Element);
     const uintptr_t addresses = reinterpret_cast<uintptr_t>(g.a) | reinterpret_cast<uintptr_t>(g.b);
     const bool aligned = addresses % 16 == 0 && g.lda % whole == 0 && g.ldb % whole == 0;
@@ -114,30 +158,48 @@ template <class Element> bool hopper_product_fits(const RowProduct<Element> &g) 
 }
 
 namespace {
-template <class Element, int TN> static cudaError_t launch(const RowProduct<Element> &g, cudaStream_t stream) {
-    using R = Ring<TN>;
-    constexpr int SIZE = sizeof(Element), TK = ROW / SIZE;
+// A map of one operand: rows of an operand stored along K, blocks of 64 x 64 of another.
+template <bool K, int ROWS, int TK, class Element>
+static cudaError_t make_map(CUtensorMap *map, const Element *x, int64_t rows, int64_t k, int64_t ld) {
+    constexpr int SIZE = sizeof(Element);
+    return K ? make_tensor_map_2d(map, x, SIZE, k, rows, ld * SIZE, TK, ROWS, true)
+             : make_tensor_map_2d(map, x, SIZE, rows, k, ld * SIZE, BLOCK, BLOCK, true);
+}
+
+template <class S> static cudaError_t launch(const RowProduct<typename S::Element, typename S::Out> &g, cudaStream_t stream) {
+    using R = Ring<S::TN>;
     CUtensorMap a_map, b_map;
     Launches launches;
-    launches << make_tensor_map_2d(&a_map, g.a, SIZE, g.K, g.M, g.lda * SIZE, TK, TM, true)
-             << make_tensor_map_2d(&b_map, g.b, SIZE, g.K, g.N, g.ldb * SIZE, TK, TN, true)
-             << allow_shared<hopper_tiles<Element, TN>>(R::BYTES);
+    launches << make_map<S::A_K, TM, S::TK>(&a_map, g.a, g.M, g.K, g.lda)
+             << make_map<S::B_K, S::TN, S::TK>(&b_map, g.b, g.N, g.K, g.ldb) << allow_shared<hopper_tiles<S>>(R::BYTES);
     if (launches.error != cudaSuccess) return launches.error;
-    const int64_t tiles = blocks_for<int64_t>(g.M, TM) * blocks_for<int64_t>(g.N, TN), processors = pyops_multiprocessors();
-    const unsigned blocks = static_cast<unsigned>(tiles < processors ? tiles : processors);
-    return LAUNCH((hopper_tiles<Element, TN>), blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
-}
+    const int64_t tasks = blocks_for<int64_t>(g.M, TM) * blocks_for<int64_t>(g.N, S::TN) * g.splits;
+    const int64_t processors = pyops_multiprocessors();
+    const unsigned blocks = static_cast<unsigned>(tasks < processors ? tasks : processors);
+    return LAUNCH(hopper_tiles<S>, blocks, THREADS, R::BYTES, stream, a_map, b_map, g);
 }
 
 // Tiles of 256 columns read less per sum; tiles of 128 columns are twice as many, which fills the device better.
-template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream) {
-    const int64_t rows = blocks_for<int64_t>(g.M, TM), processors = pyops_multiprocessors();
+template <bool A_K, bool B_K, class Element, class Out>
+static cudaError_t launch_best(const RowProduct<Element, Out> &g, cudaStream_t stream) {
+    const int64_t rows = blocks_for<int64_t>(g.M, TM) * g.splits, processors = pyops_multiprocessors();
     const int64_t wide = 2 * blocks_for(rows * blocks_for<int64_t>(g.N, 256), processors);
     const int64_t narrow = blocks_for(rows * blocks_for<int64_t>(g.N, 128), processors);
-    return wide <= narrow ? launch<Element, 256>(g, stream) : launch<Element, 128>(g, stream);
+    return wide <= narrow ? launch<Setup<Element, Out, 256, A_K, B_K>>(g, stream)
+                          : launch<Setup<Element, Out, 128, A_K, B_K>>(g, stream);
+}
 }
 
-template bool hopper_product_fits(const RowProduct<uint16_t> &);
-template bool hopper_product_fits(const RowProduct<float> &);
-template cudaError_t hopper_product(const RowProduct<uint16_t> &, cudaStream_t);
+template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream) {
+    if constexpr (sizeof(Element) == 2) {
+        if (!g.a_k) return g.b_k ? launch_best<false, true>(g, stream) : launch_best<false, false>(g, stream);
+        if (!g.b_k) return launch_best<true, false>(g, stream);
+    }
+    return launch_best<true, true>(g, stream);
+}
+
+template bool hopper_product_fits(const RowProduct<bf16> &);
+template bool hopper_product_fits(const RowProduct<bf16, bf16> &);
+template cudaError_t hopper_product(const RowProduct<bf16> &, cudaStream_t);
+template cudaError_t hopper_product(const RowProduct<bf16, bf16> &, cudaStream_t);
 template cudaError_t hopper_product(const RowProduct<float> &, cudaStream_t);

@@ -1,8 +1,8 @@
 // layer_norm.cu - normalise rows to mean 0 and variance 1, then scale and shift by column; with a residual sum before it, too.
 //
 // A row is read once and stays in the registers of a team: a warp, or a block for longer rows.  All sums over the row use
-// these registers, in as many passes as accuracy requires.  A lane of the team has every n-th pack of 4 adjacent elements (one
-// access if aligned to 16 bytes), or of 1 element if the number of columns is not a multiple of 4:
+// these registers, in as many passes as accuracy requires.  A lane of the team has every n-th pack of adjacent elements: 16
+// bytes, that is 4 floats or 8 bfloat16 (one access if aligned), or 1 element if rows do not consist of whole packs:
 //
 //     row   | pack 0 | pack 1 | ... | pack n-1 | pack n | pack n+1 | ...         n = 32 or 256 lanes of a team,
 //           | lane 0 | lane 1 | ... | lane n-1 | lane 0 | lane 1   | ...         each with up to 4 or 8 packs
@@ -14,8 +14,8 @@
 #include <algorithm>
 #include "block.cuh"
 #include "columns.cuh"
-#include "index.cuh"
 #include "philox.cuh"
+#include "real.cuh"
 
 namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -41,22 +41,29 @@ template <int LANES, int N> DEVICE void row_sums(float (&x)[N]) {
 }
 
 // Load a pack at p, in one access if `whole` (all packs are aligned to 16 bytes).  Results do not depend on `whole`.
-template <int WIDTH> DEVICE Pack<float, WIDTH> load(const float *p, bool whole) {
-    if (whole) return load_pack<WIDTH>(p);
+template <int WIDTH, class T> DEVICE Pack<float, WIDTH> load(const T *p, bool whole) {
+    if (whole) return load_reals<WIDTH>(p);
     Pack<float, WIDTH> x;
 #pragma unroll
-    for (int k = 0; k < WIDTH; k++) x.at[k] = p[k];
+    for (int k = 0; k < WIDTH; k++) x.at[k] = as_float(p[k]);
     return x;
 }
-template <int WIDTH> DEVICE void store(float *p, const Pack<float, WIDTH> &x, bool whole) {
-    if (whole) return store_pack<WIDTH>(p, x);
+template <int WIDTH, class T> DEVICE void store(T *p, const Pack<float, WIDTH> &x, bool whole) {
+    if (whole) return store_reals<WIDTH>(p, x);
 #pragma unroll
-    for (int k = 0; k < WIDTH; k++) p[k] = x.at[k];
+    for (int k = 0; k < WIDTH; k++) p[k] = as<T>(x.at[k]);
+}
+// The pack as it will be read again after the store.
+template <class T, int WIDTH> DEVICE Pack<float, WIDTH> stored_pack(Pack<float, WIDTH> x) {
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) x.at[k] = stored<T>(x.at[k]);
+    return x;
 }
 
-// A lane's share of a row: PACKS packs of WIDTH, fewer at the end of the row.  PACKS = 0: not kept in registers but read
+// A lane's share of a row of T: PACKS packs of WIDTH, fewer at the end of the row.  PACKS = 0: not kept in registers but read
 // again.
-template <int LANES_, int WIDTH_, int PACKS_> struct Share {
+template <class T, int LANES_, int WIDTH_, int PACKS_> struct Share {
+    using Element = T;
     static constexpr int LANES = LANES_, WIDTH = WIDTH_, PACKS = PACKS_, HELD = PACKS * WIDTH, SLOTS = HELD ? PACKS : 1;
     using Neighbours = Pack<float, WIDTH>;
 
@@ -72,11 +79,11 @@ template <int LANES_, int WIDTH_, int PACKS_> struct Share {
         }
     }
     struct Row {
-        const float *row;
+        const T *row;
         bool whole;
         Neighbours held[SLOTS];
-        __device__ __forceinline__ Row(const float *row, bool whole) : row(row), whole(whole) {}     // nothing held yet
-        __device__ __forceinline__ Row(const float *row, int64_t C, bool whole) : Row(row, whole) {
+        __device__ __forceinline__ Row(const T *row, bool whole) : row(row), whole(whole) {}     // nothing held yet
+        __device__ __forceinline__ Row(const T *row, int64_t C, bool whole) : Row(row, whole) {
             if constexpr (PACKS > 0) {              // one branch for all packs, so that no branch separates the loads
                 if (whole) each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, true); });
                 else each(C, [&](int i, int64_t c) { held[i] = load<WIDTH>(row + c, false); });
@@ -108,11 +115,15 @@ struct Dropout {
             for (int k = 0; k < WIDTH; k++) base.at[k] += x.at[k];
             return base;
         }
-        const Words random = philox(i / 4, step[0], key);
-        if constexpr (WIDTH == 4) {
+        if constexpr (WIDTH > 1) {
 #pragma unroll
-            for (int k = 0; k < 4; k++) base.at[k] += dropped(x.at[k], random.word[k], threshold, scale);
+            for (int four = 0; four < WIDTH; four += 4) {
+                const Words random = philox((i + four) / 4, step[0], key);
+#pragma unroll
+                for (int k = 0; k < 4; k++) base.at[four + k] += dropped(x.at[four + k], random.word[k], threshold, scale);
+            }
         } else {
+            const Words random = philox(i / 4, step[0], key);
             const int which = i % 4;            // no variable index: that would put the words into local memory
             const uint32_t low = which & 1 ? random.word[1] : random.word[0],
                            high = which & 1 ? random.word[3] : random.word[2];
@@ -126,8 +137,9 @@ struct Dropout {
 // RESIDUAL: normalise sum = x + dropout(branch) instead of x, and store it.
 template <class S, bool RESIDUAL>
 static __global__ void __launch_bounds__(THREADS)
-    forward(float *y, float *total, float *mean, float *rstd, const float *x, const float *branch, Dropout dropout,
-            const float *weight, const float *bias, int64_t R, int64_t C, float eps, bool whole) {
+    forward(typename S::Element *y, typename S::Element *total, float *mean, float *rstd, const typename S::Element *x,
+            const typename S::Element *branch, Dropout dropout, const float *weight, const float *bias, int64_t R, int64_t C,
+            float eps, bool whole) {
     using Neighbours = typename S::Neighbours;
     const float share = 1.0f / static_cast<float>(C);
     for (int64_t r = first_row<S::LANES>(); r < R; r += rows_at_once<S::LANES>()) {
@@ -138,7 +150,8 @@ static __global__ void __launch_bounds__(THREADS)
                 const typename S::Row in(x + r * C, C, whole), added(branch + r * C, C, whole);
                 typename S::Row both(total + r * C, whole);
                 S::each(C, [&](int i, int64_t c) {
-                    const Neighbours out = dropout.add(in.at(i, c), added.at(i, c), r * C + c);
+                    const Neighbours out = stored_pack<typename S::Element>(
+                        dropout.add(in.at(i, c), added.at(i, c), r * C + c));
                     if constexpr (S::PACKS > 0) both.held[i] = out;
                     store<S::WIDTH>(total + r * C + c, out, whole);
                 });
@@ -183,13 +196,17 @@ static __global__ void __launch_bounds__(THREADS)
 // ---- backward ---------------------------------------------------------------------------------------------------
 // Resident blocks per multiprocessor: fewer, with more registers each, if a lane has more floats of a row.
 static constexpr int MOST_RESIDENT = 5;
-static constexpr int resident(int held) { return held == 0 ? 4 : held <= 4 ? MOST_RESIDENT : held <= 8 ? 3 : 2; }
+template <class S> static constexpr int RESIDENT = S::HELD == 0 ? (S::WIDTH > 4 ? 3 : 4)
+    : S::HELD <= 4                                              ? MOST_RESIDENT
+    : S::HELD <= 8                                              ? 3
+                                                                : 2;
 
 // sums: per block, its contribution to dweight (C) and to dbias (C).   RESIDUAL: also dbranch = dropout(dx).
 template <class S, bool RESIDUAL>
-static __global__ void __launch_bounds__(THREADS, resident(S::HELD))
-    backward(float *dx, float *dbranch, float *sums, const float *dy, const float *x, Dropout dropout, const float *weight,
-             const float *mean, const float *rstd, int64_t R, int64_t C, bool accumulate, bool whole) {
+static __global__ void __launch_bounds__(THREADS, RESIDENT<S>)
+    backward(typename S::Element *dx, typename S::Element *dbranch, float *sums, const typename S::Element *dy,
+             const typename S::Element *x, Dropout dropout, const float *weight, const float *mean, const float *rstd,
+             int64_t R, int64_t C, bool accumulate, bool whole) {
     using Neighbours = typename S::Neighbours;
     constexpr int WIDTH = S::WIDTH;
     const float share = 1.0f / static_cast<float>(C);
@@ -230,6 +247,7 @@ static __global__ void __launch_bounds__(THREADS, resident(S::HELD))
             Neighbours out = accumulate ? load<WIDTH>(dx + r * C + c, whole) : Neighbours{};
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) out.at[k] += s * (d.at[k] * w.at[k] - a - (in.at[k] - m) * s * b);
+            out = stored_pack<typename S::Element>(out);
             store<WIDTH>(dx + r * C + c, out, whole);
             if constexpr (RESIDUAL) store<WIDTH>(dbranch + r * C + c, dropout.add(Neighbours{}, out, r * C + c), whole);
         });
@@ -270,31 +288,35 @@ static __global__ void add_sums(float *dweight, float *dbias, const float *sums,
 
 // ---- the functions of the ABI -----------------------------------------------------------------------------------------
 // Call launch(share) with the share for rows of C columns, with at most MOST packs.
-template <int WIDTH, int MOST, class Launch> static cudaError_t with_share_of(int64_t C, Launch launch) {
+template <class T, int WIDTH, int MOST, class Launch> static cudaError_t with_share_of(int64_t C, Launch launch) {
     const int64_t packs = blocks_for<int64_t>(C, WIDTH);
-    if (packs <= 32) return launch(Share<32, WIDTH, 1>());
-    if (packs <= 64) return launch(Share<32, WIDTH, 2>());
-    if (packs <= 128) return launch(Share<32, WIDTH, 4>());
-    if constexpr (MOST == 8)
-        if (packs <= 256) return launch(Share<32, WIDTH, 8>());
-    if (packs <= 256) return launch(Share<THREADS, WIDTH, 1>());
-    if (packs <= 512) return launch(Share<THREADS, WIDTH, 2>());
-    if (packs <= 1024) return launch(Share<THREADS, WIDTH, 4>());
-    if constexpr (MOST == 8)
-        if (packs <= 2048) return launch(Share<THREADS, WIDTH, 8>());
-    return launch(Share<THREADS, WIDTH, 0>());
+    if (packs <= 32) return launch(Share<T, 32, WIDTH, 1>());
+    if (packs <= 64) return launch(Share<T, 32, WIDTH, 2>());
+    if constexpr (MOST >= 4)
+        if (packs <= 128) return launch(Share<T, 32, WIDTH, 4>());
+    if constexpr (MOST >= 8)
+        if (packs <= 256) return launch(Share<T, 32, WIDTH, 8>());
+    if (packs <= 256) return launch(Share<T, THREADS, WIDTH, 1>());
+    if (packs <= 512) return launch(Share<T, THREADS, WIDTH, 2>());
+    if constexpr (MOST >= 4)
+        if (packs <= 1024) return launch(Share<T, THREADS, WIDTH, 4>());
+    if constexpr (MOST >= 8)
+        if (packs <= 2048) return launch(Share<T, THREADS, WIDTH, 8>());
+    return launch(Share<T, THREADS, WIDTH, 0>());
 }
-template <int MOST, class Launch> static cudaError_t with_share(int64_t C, Launch launch) {
-    return C % 4 == 0 ? with_share_of<4, MOST>(C, launch) : with_share_of<1, MOST>(C, launch);
+// A lane has at most MOST packs of 4 floats in registers.
+template <class T, int MOST, class Launch> static cudaError_t with_share(int64_t C, Launch launch) {
+    constexpr int WIDTH = WIDEST<T>;
+    return C % WIDTH == 0 ? with_share_of<T, WIDTH, MOST * 4 / WIDTH>(C, launch) : with_share_of<T, 1, MOST>(C, launch);
 }
 
-template <bool RESIDUAL>
-static pyops_status launch_forward(const char *who, float *y, float *total, float *mean, float *rstd, const float *x,
-                                   const float *branch, Dropout dropout, const float *weight, const float *bias, int64_t R,
-                                   int64_t C, float eps, void *stream) {
+template <class T, bool RESIDUAL>
+static pyops_status launch_forward(const char *who, T *y, T *total, float *mean, float *rstd, const T *x, const T *branch,
+                                   Dropout dropout, const float *weight, const float *bias, int64_t R, int64_t C, float eps,
+                                   void *stream) {
     if (R == 0) return PYOPS_OK;
     const bool whole = aligned(y) && aligned(total) && aligned(x) && aligned(branch) && aligned(weight) && aligned(bias);
-    const cudaError_t error = with_share<8>(C, [&](auto share) {
+    const cudaError_t error = with_share<T, 8>(C, [&](auto share) {
         using S = decltype(share);
         // a team per row; the hardware assigns blocks to free multiprocessors
         const int64_t blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(INT32_MAX));
@@ -304,17 +326,17 @@ static pyops_status launch_forward(const char *who, float *y, float *total, floa
     return pyops_launched(who, error, stream);
 }
 
-template <bool RESIDUAL>
-static pyops_status launch_backward(const char *who, float *dx, float *dbranch, float *dweight, float *dbias, const float *dy,
-                                    const float *x, Dropout dropout, const float *weight, const float *mean, const float *rstd,
-                                    float *work, int64_t R, int64_t C, bool accumulate, void *stream) {
+template <class T, bool RESIDUAL>
+static pyops_status launch_backward(const char *who, T *dx, T *dbranch, float *dweight, float *dbias, const T *dy, const T *x,
+                                    Dropout dropout, const float *weight, const float *mean, const float *rstd, float *work,
+                                    int64_t R, int64_t C, bool accumulate, void *stream) {
     if (R == 0) return PYOPS_OK;
     const bool whole = aligned(dx) && aligned(dbranch) && aligned(dy) && aligned(x) && aligned(weight) && aligned(work);
     int64_t blocks = 0;
     Launches launches;
-    launches << with_share<4>(C, [&](auto share) {
+    launches << with_share<T, 4>(C, [&](auto share) {
         using S = decltype(share);
-        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * resident(S::HELD));
+        blocks = std::min(blocks_for<int64_t>(R, THREADS / S::LANES), int64_t(pyops_multiprocessors()) * RESIDENT<S>);
         return LAUNCH((backward<S, RESIDUAL>), static_cast<unsigned>(blocks), THREADS, 0, stream_of(stream), dx, dbranch, work,
                       dy, x, dropout, weight, mean, rstd, R, C, accumulate, whole);
     });
@@ -328,23 +350,32 @@ static Dropout dropout_of(const int64_t *step, float p, uint64_t key) {
 }
 }
 
-extern "C" pyops_status pyops_layer_norm_forward(float *y, float *mean, float *rstd, const float *x, const float *weight,
-                                                 const float *bias, int64_t R, int64_t C, float eps, void *stream) {
+extern "C" pyops_status pyops_layer_norm_forward(pyops_real *y, float *mean, float *rstd, const pyops_real *x,
+                                                 const float *weight, const float *bias, int64_t R, int64_t C, float eps,
+                                                 void *stream) {
     pyops_status status = check_rows("layer_norm_forward", R, C);
     if (!status) status = check_eps("layer_norm_forward", eps);
     if (status) return status;
-    return launch_forward<false>("layer_norm_forward", y, nullptr, mean, rstd, x, nullptr, Dropout(), weight, bias, R, C, eps,
-                                 stream);
+    const auto launch = [&](auto type) {
+        using T = decltype(type);
+        return launch_forward<T, false>("layer_norm_forward", elements<T>(y), nullptr, mean, rstd, elements<T>(x), nullptr,
+                                        Dropout(), weight, bias, R, C, eps, stream);
+    };
+    return with_type("layer_norm_forward", launch, y, x);
 }
 
-extern "C" pyops_status pyops_residual_norm_forward(float *y, float *sum, float *mean, float *rstd, const float *x,
-                                                    const float *branch, const int64_t *step, const float *weight,
-                                                    const float *bias, int64_t R, int64_t C, float p, uint64_t key, float eps,
-                                                    void *stream) {
+extern "C" pyops_status pyops_residual_norm_forward(pyops_real *y, pyops_real *sum, float *mean, float *rstd,
+                                                    const pyops_real *x, const pyops_real *branch, const int64_t *step,
+                                                    const float *weight, const float *bias, int64_t R, int64_t C, float p,
+                                                    uint64_t key, float eps, void *stream) {
     const pyops_status status = check_residual_norm("residual_norm_forward", R, C, p, eps);
     if (status) return status;
-    return launch_forward<true>("residual_norm_forward", y, sum, mean, rstd, x, branch, dropout_of(step, p, key), weight, bias,
-                                R, C, eps, stream);
+    const auto launch = [&](auto type) {
+        using T = decltype(type);
+        return launch_forward<T, true>("residual_norm_forward", elements<T>(y), elements<T>(sum), mean, rstd, elements<T>(x),
+                                       elements<T>(branch), dropout_of(step, p, key), weight, bias, R, C, eps, stream);
+    };
+    return with_type("residual_norm_forward", launch, y, sum, x, branch);
 }
 
 // Per block, its contribution to dweight (C) and to dbias (C); there are at most as many blocks as rows.
@@ -352,24 +383,32 @@ extern "C" int64_t pyops_layer_norm_backward_work(int64_t R, int64_t C) {
     return std::min(R, int64_t(pyops_multiprocessors()) * MOST_RESIDENT) * 2 * C;
 }
 
-extern "C" pyops_status pyops_layer_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
-                                                  const float *weight, const float *mean, const float *rstd, float *work,
-                                                  int64_t R, int64_t C, int32_t accumulate, void *stream) {
+extern "C" pyops_status pyops_layer_norm_backward(pyops_real *dx, float *dweight, float *dbias, const pyops_real *dy,
+                                                  const pyops_real *x, const float *weight, const float *mean,
+                                                  const float *rstd, float *work, int64_t R, int64_t C, int32_t accumulate,
+                                                  void *stream) {
     const pyops_status status = check_rows("layer_norm_backward", R, C);
     if (status) return status;
-    return launch_backward<false>("layer_norm_backward", dx, nullptr, dweight, dbias, dy, x, Dropout(), weight, mean, rstd,
-                                  work, R, C, accumulate != 0, stream);
+    const auto launch = [&](auto type) {
+        using T = decltype(type);
+        return launch_backward<T, false>("layer_norm_backward", elements<T>(dx), nullptr, dweight, dbias, elements<T>(dy),
+                                         elements<T>(x), Dropout(), weight, mean, rstd, work, R, C, accumulate != 0, stream);
+    };
+    return with_type("layer_norm_backward", launch, dx, dy, x);
 }
 
-extern "C" pyops_status pyops_residual_norm_backward(float *dx, float *dbranch, float *dweight, float *dbias, const float *dy,
-                                                     const float *sum, const int64_t *step, const float *weight,
-                                                     const float *mean, const float *rstd, float *work, int64_t R, int64_t C,
-                                                     float p, uint64_t key, void *stream) {
+extern "C" pyops_status pyops_residual_norm_backward(pyops_real *dx, pyops_real *dbranch, float *dweight, float *dbias,
+                                                     const pyops_real *dy, const pyops_real *sum, const int64_t *step,
+                                                     const float *weight, const float *mean, const float *rstd, float *work,
+                                                     int64_t R, int64_t C, float p, uint64_t key, void *stream) {
     const pyops_status status = check_residual_norm_backward(dbranch, step, R, C, p);
     if (status) return status;
     const Dropout dropout = dropout_of(step, p, key);
-    return dbranch ? launch_backward<true>("residual_norm_backward", dx, dbranch, dweight, dbias, dy, sum, dropout, weight,
-                                           mean, rstd, work, R, C, false, stream)
-                   : launch_backward<false>("residual_norm_backward", dx, nullptr, dweight, dbias, dy, sum, dropout, weight,
-                                            mean, rstd, work, R, C, false, stream);
+    const auto launch = [&](auto type) {
+        using T = decltype(type);
+        const auto run = dbranch ? launch_backward<T, true> : launch_backward<T, false>;
+        return run("residual_norm_backward", elements<T>(dx), elements<T>(dbranch), dweight, dbias, elements<T>(dy),
+                   elements<T>(sum), dropout, weight, mean, rstd, work, R, C, false, stream);
+    };
+    return with_type("residual_norm_backward", launch, dx, dbranch, dy, sum);
 }

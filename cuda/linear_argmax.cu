@@ -2,7 +2,7 @@
 //
 // The CPU quantizes the weight once, to skip most logits (csrc/linear_argmax.c).  A GPU is fast enough to compute all of them,
 // so there is nothing to prepare here, and the logits are stored in `work`.
-#include "internal.cuh"
+#include "product.cuh"
 
 extern "C" pyops_status pyops_linear_argmax_prepare(float *, const float *, const float *, int64_t D, int64_t V, void *) {
     PYOPS_REQUIRE(D >= 1 && V >= 1, "linear_argmax_prepare: D=%lld V=%lld, expected D >= 1, V >= 1", LL(D), LL(V));

@@ -20,6 +20,11 @@
 //
 // Only the device knows the number of valid rows.  So everything is launched for R rows, and blocks without rows exit at once.
 // If all logits exceed LOGITS bytes, the rows are processed in chunks of `chunk` rows.
+//
+// If x is bfloat16, the three products are those of gemm.cu, with the number of valid rows as their limit.  Between them one
+// kernel per row, `softmax_row`, computes the loss and replaces the logits by their gradient, rounded to bfloat16, which takes
+// half of the memory of the logits.  It is the operand of the other two products, and dbias is the sum of its rows.
+#include "columns.cuh"
 #include "compact.cuh"
 #include "log_sum_exp.cuh"
 #include "product.cuh"
@@ -52,10 +57,15 @@ struct Piece {
     float below;
 };          // the logits of a row in a tile;  below: the sum of logit - max
 
+template <class T> struct XRows {                        // arrays of the type of x
+    T *dx;
+    const T *x;
+    T *x_valid;                                         // (R rounded up to 64, ldx)   in `work`
+};
 struct Call {                                           // arguments of all kernels
-    float *dx, *dweight, *dbias;
+    float *dx, *dweight, *dbias;                        // dx: NULL in bfloat16
     const float *dloss;                                 // NULL: 1, and dweight and dbias are overwritten
-    const float *x, *weight, *bias;
+    const float *weight, *bias;
     const int32_t *labels;
     int32_t *valid;
     // in `work`; p counts valid rows
@@ -82,7 +92,8 @@ struct Call {                                           // arguments of all kern
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 // One block per GATHER rows.  Each block counts the valid rows before its own, its offset in x_valid: there are few labels.
-static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *faults, int32_t ignore) {
+template <class T>
+static __global__ void __launch_bounds__(THREADS) gather(Call c, XRows<T> a, FaultRecord *faults, int32_t ignore) {
     SHARED(int, counts, [THREADS / 32]);
     SHARED(int, kept, [GATHER]);
     const int64_t first = blockIdx.x * int64_t(GATHER);
@@ -104,14 +115,14 @@ static __global__ void __launch_bounds__(THREADS) gather(Call c, FaultRecord *fa
 
     for (int i = warp; i < n; i += THREADS / 32)
 #pragma unroll 4
-        for (int64_t d = lane; d < c.D; d += 32) c.x_valid[(before + i) * c.ldx + d] = c.x[(first + kept[i]) * c.D + d];
+        for (int64_t d = lane; d < c.D; d += 32) a.x_valid[(before + i) * c.ldx + d] = a.x[(first + kept[i]) * c.D + d];
     for (int i = warp; i < rows; i += THREADS / 32) {
         const int64_t r = first + i;
         if (is_valid(r)) continue;
         if (lane == 0 && c.labels[r] != ignore)
             report(faults, Fault::label, Who::linear_cross_entropy, r, c.labels[r], c.V - 1);
-        if (c.dx)
-            for (int64_t d = lane; d < c.D; d += 32) c.dx[r * c.D + d] = 0.0f;
+        if (a.dx)
+            for (int64_t d = lane; d < c.D; d += 32) a.dx[r * c.D + d] = as<T>(0.0f);
     }
 }
 
@@ -302,7 +313,7 @@ static int64_t lay_out(Call *c, float *work, int64_t R, int64_t D, int64_t V, bo
         used += round_up<int64_t>(n * sizeof(T) / sizeof(float), 32);           // every array is aligned to 128 bytes
     };
     take(&c->position, R);
-    take(&c->x_valid, R * c->ldx);
+    take(&c->x_valid, round_up<int64_t>(R, 64) * c->ldx);
     take(&c->row, R);
     take(&c->losses, R);
     take(&c->pieces, c->chunk * c->tiles);
@@ -318,7 +329,8 @@ extern "C" int64_t pyops_linear_cross_entropy_work(int64_t R, int64_t D, int64_t
     return lay_out(&c, nullptr, R, D, V, gradients) + ALIGN;
 }
 
-template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ignore, cudaStream_t stream) {
+template <Precision P>
+static cudaError_t launch(Call c, const float *x, float *loss, int32_t ignore, cudaStream_t stream) {
     using TileLogits = Tile<typename Shapes<P>::Logits, P, Stored<true>, Stored<true>>;
     using TileDx = Tile<typename Shapes<P>::Gradients, P, DLogits<P, true>, Stored<false>>;
     using TileDweight = Tile<typename Shapes<P>::Gradients, P, DLogits<P, false>, Stored<false>>;
@@ -328,7 +340,9 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
     Launches launches;
     launches << allow_shared<logits<P>>(TileLogits::BYTES) << allow_shared<dx<P>>(TileDx::BYTES)
              << allow_shared<dweight<P>>(TileDweight::BYTES);
-    launches << LAUNCH(gather, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, pyops_faults(), ignore);
+    const XRows<float> rows = {c.dx, x, c.x_valid};
+    launches << LAUNCH(gather<float>, grid(c.R ? blocks_for<int64_t>(c.R, GATHER) : 1), THREADS, 0, stream, c, rows,
+                       pyops_faults(), ignore);
     do {
         if (c.R) {
             launches << LAUNCH(logits<P>, grid(tiles_m * c.tiles), TileLogits::THREADS, TileLogits::BYTES, stream, c, tiles_m);
@@ -348,22 +362,139 @@ template <Precision P> static cudaError_t launch(Call c, float *loss, int32_t ig
     return launches.error;
 }
 
-extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, float *dweight, float *dbias,
-                                                   const float *dloss, const float *x, const float *weight, const float *bias,
-                                                   const int32_t *labels, float *work, int64_t R, int64_t D, int64_t V,
-                                                   int32_t ignore, float smoothing, void *stream) {
+// ---- bfloat16 --------------------------------------------------------------------------------------------------------
+// A block per row of the chunk.  The gradient of the row overwrites the first half of its logits: a step reads 2 THREADS packs
+// of four, and writes where this step or an earlier one has read.
+static __global__ void __launch_bounds__(THREADS) softmax_row(Call c, bf16 *x_valid, bool gradients) {
+    constexpr int PACK = 8, STEP = THREADS * PACK;
+    SHARED(LogSumExp, of_warps, [THREADS / 32]);
+    SHARED(float, sums, [THREADS / 32]);
+    const int64_t m = blockIdx.x, p = c.first + m, rows = c.rows(), V = c.V;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float *const row = c.logits + m * c.ldv;
+    bf16 *const gradient = reinterpret_cast<bf16 *>(row);
+    if (m >= rows) {            // the products read whole steps of 64 rows: the first rows that are not valid must be zero
+        if (!gradients || m >= round_up<int64_t>(rows < 0 ? 0 : rows, 64)) return;
+        for (int64_t v = threadIdx.x; v < V; v += THREADS) gradient[v] = as<bf16>(0.0f);
+        for (int64_t d = threadIdx.x; d < c.ldx; d += THREADS) x_valid[p * c.ldx + d] = as<bf16>(0.0f);
+        return;
+    }
+    LogSumExp exps;
+    for (int64_t v = 4 * threadIdx.x; v < V; v += 4 * THREADS) {
+        float four[4];
+        load<4>(four, row + v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) four[i] = v + i < V ? four[i] : -INFINITY;
+        exps.add(four);
+    }
+    exps = warp_log_sum_exp(exps);
+    if (lane == 0) of_warps[warp] = exps;
+    __syncthreads();
+    exps = of_warps[0];
+#pragma unroll
+    for (int w = 1; w < THREADS / 32; w++) exps.add(of_warps[w]);
+    float below = 0.0f;
+    if (c.smoothing > 0.0f) {
+        for (int64_t v = threadIdx.x; v < V; v += THREADS) below += row[v] - exps.max;
+        below = block_sum(below, sums);
+    }
+    const float total = exps.total(), scale = c.scale(), factor = scale / total;
+    const int32_t label = c.labels[c.position[p]];
+    if (threadIdx.x == 0) {
+        c.losses[p] = logf(total) + (1.0f - c.smoothing) * (exps.max - row[label]);
+        if (c.smoothing > 0.0f) c.losses[p] -= c.smoothing * (below / static_cast<float>(V));
+    }
+    if (!gradients) return;
+    const float on_label = scale * (1.0f - c.smoothing), everywhere = scale * c.smoothing / static_cast<float>(V);
+    for (int64_t from = 0; from < V; from += STEP) {
+        const int64_t v = from + PACK * threadIdx.x;
+        Pack<float, PACK> pack = {};
+        if (v < V) pack = load_reals<PACK>(row + v);            // rows are padded to a multiple of TILE
+        __syncthreads();
+        if (v >= V) continue;
+#pragma unroll
+        for (int i = 0; i < PACK; i++)
+            pack.at[i] = factor * __expf(pack.at[i] - exps.max) - everywhere - (v + i == label ? on_label : 0.0f);
+        store_reals<PACK>(gradient + v, pack);
+    }
+}
+
+static __global__ void add_bias_gradient(Call c, bool adds) {
+    const int64_t v = blockIdx.x * int64_t(COLUMNS) + threadIdx.x, rows = c.rows();
+    const float sum = column_sum(reinterpret_cast<const bf16 *>(c.logits), rows, 2 * c.ldv, v, c.V);
+    if (threadIdx.y || v >= c.V) return;
+    c.dbias[v] = adds ? c.dbias[v] + sum : sum;
+}
+
+static cudaError_t launch_bf16(Call c, XRows<bf16> a, const pyops_real *weight, float *loss, int32_t ignore,
+                               cudaStream_t stream) {
+    const int64_t R = c.R, D = c.D, V = c.V;
+    const auto grid = [](int64_t blocks) { return static_cast<unsigned>(blocks); };
+    Launches launches;
+    launches << LAUNCH(gather<bf16>, grid(R ? blocks_for<int64_t>(R, GATHER) : 1), THREADS, 0, stream, c, a, pyops_faults(),
+                       ignore);
+    do {
+        const bool adds = c.dloss || c.first > 0;
+        const int64_t M = R - c.first < c.chunk ? R - c.first : c.chunk;        // rows, if all are valid
+        const pyops_real *const x = real(a.x_valid + c.first * c.ldx),
+                                *const dlogits = real(reinterpret_cast<bf16 *>(c.logits));
+        if (M) {
+            RealProduct logits = {c.logits, nullptr, operand(x, M, c.ldx, 1), operand(weight, V, D, 1), c.bias, M, V, D, c.ldv};
+            logits.limit = {c.valid, c.first, false};
+            launches << real_product(logits, stream);
+            launches << LAUNCH(softmax_row, grid(round_up<int64_t>(M, 64)), THREADS, 0, stream, c, a.x_valid, a.dx != nullptr);
+        }
+        if (M && a.dx) {
+            RealProduct dx = {nullptr, a.dx, operand(dlogits, M, 2 * c.ldv, 1), operand(weight, D, 1, D), nullptr, M, D, V, D};
+            dx.limit = {c.valid, c.first, false};
+            dx.scatter = c.position + c.first;
+            launches << real_product(dx, stream);
+        }
+        if (a.dx && c.dweight) {
+            const int64_t K = round_up<int64_t>(M, 64);
+            RealProduct dweight = {
+                c.dweight, nullptr, operand(dlogits, V, 1, 2 * c.ldv), operand(x, D, 1, c.ldx), nullptr, V, D, K, D, adds};
+            dweight.limit = {c.valid, c.first, true};
+            launches << real_product(dweight, stream);
+            launches << LAUNCH(add_bias_gradient, grid(blocks_for<int64_t>(V, COLUMNS)), dim3(COLUMNS, COLUMN_THREADS), 0,
+                               stream, c, adds);
+        }
+        c.first += c.chunk;
+    } while (c.first < R);
+    launches << LAUNCH(mean_loss, 1, SUM_THREADS, 0, stream, loss, c);
+    return launches.error;
+}
+
+extern "C" pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, pyops_real *dx, float *dweight, float *dbias,
+                                                   const float *dloss, const pyops_real *x, const pyops_real *weight,
+                                                   const float *bias, const int32_t *labels, float *work, int64_t R, int64_t D,
+                                                   int64_t V, int32_t ignore, float smoothing, void *stream) {
+    const char *const who = "linear_cross_entropy";
     const pyops_status status = check_linear_cross_entropy(dx, dweight, dbias, dloss, R, D, V, smoothing);
     if (status) return status;
+    PYOPS_REQUIRE(is_bf16(x) || !is_bf16(weight), "%s: weight is bfloat16 and x float32, expected one type", who);
     Call c = {};
-    c.dx = dx, c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid;
-    c.x = x, c.weight = weight, c.bias = bias, c.labels = labels, c.smoothing = smoothing;
+    c.dweight = dweight, c.dbias = dbias, c.dloss = dloss, c.valid = valid;
+    c.weight = elements<float>(weight), c.bias = bias, c.labels = labels, c.smoothing = smoothing;
     c.weight16 = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && D % 4 == 0;
     work = reinterpret_cast<float *>(round_up(reinterpret_cast<uintptr_t>(work), uintptr_t(ALIGN * sizeof(float))));
     lay_out(&c, work, R, D, V, dx);
-    const Precision precision = pyops_precision_now();
-    return pyops_launched("linear_cross_entropy",
-                          (precision == Precision::fp32       ? launch<Precision::fp32>
-                               : precision == Precision::tf32 ? launch<Precision::tf32>
-                                                              : launch<Precision::bf16>)(c, loss, ignore, stream_of(stream)),
-                          stream);
+    const auto run = [&](auto type) {
+        using T = decltype(type);
+        cudaError_t error;
+        if constexpr (std::is_same_v<T, bf16>) {
+            c.ldx = round_up<int64_t>(D, 8);                    // fits: half of the bytes of rows of floats
+            const XRows<bf16> rows = {elements<bf16>(dx), elements<bf16>(x), reinterpret_cast<bf16 *>(c.x_valid)};
+            error = launch_bf16(c, rows, weight, loss, ignore, stream_of(stream));
+        } else {
+            const Precision precision = pyops_precision_now();
+            c.dx = elements<float>(dx);
+            error = (precision == Precision::fp32 ? launch<Precision::fp32>
+                         : precision == Precision::tf32
+                         ? launch<Precision::tf32>
+                         : launch<Precision::bf16>)(c, elements<float>(x), loss, ignore, stream_of(stream));
+        }
+        return pyops_launched(who, error, stream);
+    };
+    return with_type(who, run, x, dx);
 }

@@ -35,7 +35,7 @@ static __global__ void __launch_bounds__(ZERO_THREADS) zero(float *grad, int32_t
 
 extern "C" pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "zero_touched: n=%lld, expected at least 0", LL(n));
-    if (!touched) return pyops_fill(grad, n, 0.0f, stream);
+    if (!touched) return pyops_fill(real(grad), n, 0.0f, stream);
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(blocks_for<int64_t>(n, PYOPS_GRAD_BLOCK), ZERO_THREADS));
     if (!blocks) return PYOPS_OK;
     return pyops_launched("zero_touched",

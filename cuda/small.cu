@@ -3,6 +3,7 @@
 //
 // All are bound by memory bandwidth.  Flat arrays use flat.cuh, column sums reduce.cuh.  In the other kernels a thread takes
 // four adjacent floats, or one, at a time, and accesses of a warp are coalesced.
+#include <array>
 #include <cmath>
 #include "block.cuh"
 #include "flat.cuh"
@@ -55,43 +56,109 @@ struct ReluBackward {
 };
 }
 
-extern "C" pyops_status pyops_fill(float *y, int64_t n, float value, void *stream) {
+// Launch F on arrays of either type.
+template <class F> static pyops_status flat_call(const char *who, const F &f, std::array<const pyops_real *, F::INPUTS> in,
+                                                 std::array<pyops_real *, F::OUTPUTS> out, int64_t n, void *stream) {
+    bool mixed = false;
+    for (const pyops_real *x : in) mixed |= is_bf16(x) != is_bf16(out[0]);
+    PYOPS_REQUIRE(!mixed, "%s: float32 and bfloat16 activations in one call, expected one type", who);
+    return with_type(
+        who,
+        [&](auto type) {
+            using T = decltype(type);
+            FlatArrays<F::INPUTS, F::OUTPUTS, T> arrays;
+            for (int a = 0; a < F::INPUTS; a++) arrays.in[a] = elements<T>(in[a]);
+            for (int a = 0; a < F::OUTPUTS; a++) arrays.out[a] = elements<T>(out[a]);
+            return pyops_launched(who, launch_flat<T>(f, arrays, n, stream), stream);
+        },
+        out[0]);
+}
+
+extern "C" pyops_status pyops_fill(pyops_real *y, int64_t n, float value, void *stream) {
     PYOPS_REQUIRE(n >= 0, "fill: n=%lld, expected at least 0", LL(n));
-    return pyops_launched("fill", launch_flat(Fill{value}, {{}, {y}}, n, stream), stream);
+    return flat_call("fill", Fill{value}, {}, {y}, n, stream);
 }
 
-extern "C" pyops_status pyops_axpy(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
+extern "C" pyops_status pyops_axpy(pyops_real *y, const pyops_real *x, const float *alpha, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "axpy: n=%lld, expected at least 0", LL(n));
-    return pyops_launched("axpy", launch_flat(Axpy{alpha, 0.0f}, {{y, x}, {y}}, n, stream), stream);
+    return flat_call("axpy", Axpy{alpha, 0.0f}, {y, x}, {y}, n, stream);
 }
 
-extern "C" pyops_status pyops_scale(float *y, const float *x, const float *alpha, int64_t n, void *stream) {
+extern "C" pyops_status pyops_scale(pyops_real *y, const pyops_real *x, const float *alpha, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "scale: n=%lld, expected at least 0", LL(n));
-    return pyops_launched("scale", launch_flat(Scale{alpha, 0.0f}, {{x}, {y}}, n, stream), stream);
+    return flat_call("scale", Scale{alpha, 0.0f}, {x}, {y}, n, stream);
 }
 
-extern "C" pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream) {
+extern "C" pyops_status pyops_relu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
     PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld, expected at least 0", LL(n));
-    return pyops_launched("relu_forward", launch_flat(Relu{}, {{x}, {y}}, n, stream), stream);
+    return flat_call("relu_forward", Relu{}, {x}, {y}, n, stream);
 }
 
-extern "C" pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream) {
+extern "C" pyops_status pyops_relu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *y, int64_t n,
+                                            void *stream) {
     PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld, expected at least 0", LL(n));
-    return pyops_launched("relu_backward", launch_flat(ReluBackward{}, {{dy, y}, {dx}}, n, stream), stream);
+    return flat_call("relu_backward", ReluBackward{}, {dy, y}, {dx}, n, stream);
 }
 
-extern "C" pyops_status pyops_add_positions_backward(float *dx, const float *dy, int64_t n, float scale, void *stream) {
+extern "C" pyops_status pyops_add_positions_backward(pyops_real *dx, const pyops_real *dy, int64_t n, float scale,
+                                                     void *stream) {
     PYOPS_REQUIRE(n >= 0, "add_positions_backward: n=%lld, expected at least 0", LL(n));
-    return pyops_launched("add_positions_backward", launch_flat(Scale{nullptr, scale}, {{dy}, {dx}}, n, stream), stream);
+    return flat_call("add_positions_backward", Scale{nullptr, scale}, {dy}, {dx}, n, stream);
+}
+
+// ---- another type ----------------------------------------------------------------------------------
+namespace {
+// n, width: elements of all rows and of a row, in packs.
+template <int WIDTH, class Index, class Y, class X>
+static __global__ void __launch_bounds__(THREADS)
+    convert(Y *y, const X *x, Index n, Divider<Index> width, int64_t ldy, int64_t ldx) {
+    const auto row = [&](Index i) { return width.divide(i); };
+    const auto column = [&](Index i) { return int64_t(WIDTH) * (i - width.divide(i) * width.divisor); };
+    in_rounds<2>(
+        Index(0), n, [&](Index i) { return load_reals<WIDTH>(x + row(i) * ldx + column(i)); },
+        [&](Index i, const Pack<float, WIDTH> &pack) { store_reals<WIDTH>(y + row(i) * ldy + column(i), pack); });
+}
+
+template <int WIDTH, class Index, class Y, class X>
+static cudaError_t launch_convert(Y *y, const X *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream) {
+    const int64_t n = R * C / WIDTH;
+    return LAUNCH((convert<WIDTH, Index, Y, X>), grid_of_rounds(n, THREADS, 2), THREADS, 0, stream_of(stream), y, x, Index(n),
+                  Divider<Index>(C / WIDTH), ldy, ldx);
+}
+}
+
+extern "C" pyops_status pyops_convert(pyops_real *y, const pyops_real *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx,
+                                      void *stream) {
+    const pyops_status status = check_convert(R, C, ldy, ldx);
+    if (status || R * C == 0) return status;
+    const bool whole = aligned(y) && aligned(x) && C % 8 == 0 && ldy % 8 == 0 && ldx % 8 == 0;
+    const auto run = [&](auto to, auto from) {
+        using Y = decltype(to);
+        using X = decltype(from);
+        const auto launch = whole && fits_int32(R * C) ? launch_convert<8, uint32_t, Y, X>
+            : fits_int32(R * C)                        ? launch_convert<1, uint32_t, Y, X>
+            : whole                                    ? launch_convert<8, uint64_t, Y, X>
+                                                       : launch_convert<1, uint64_t, Y, X>;
+        return pyops_launched("convert", launch(elements<Y>(y), elements<X>(x), R, C, ldy, ldx, stream), stream);
+    };
+    return is_bf16(y) ? is_bf16(x) ? run(bf16(), bf16()) : run(bf16(), float())
+        : is_bf16(x)  ? run(float(), bf16())
+                      : run(float(), float());
 }
 
 // ---- column sums -------------------------------------------------------------------------------------
-extern "C" pyops_status pyops_column_sums(float *y, const float *x, int64_t R, int64_t C, void *stream) {
+extern "C" pyops_status pyops_column_sums(float *y, const pyops_real *x, int64_t R, int64_t C, void *stream) {
     PYOPS_REQUIRE(R >= 0 && C >= 0, "column_sums: R=%lld C=%lld, expected at least 0", LL(R), LL(C));
     Space columns, rows;
     columns.add({C, {1, 1}});
     rows.add({R, {C}});
-    return reduce_axes<SumOf<float, double>, SumOf<double>>("column_sums", y, x, columns, rows, false, true, stream);
+    return with_type(
+        "column_sums",
+        [&](auto type) {
+            return reduce_axes<SumOf<float, double>, SumOf<double>>("column_sums", y, elements<decltype(type)>(x), columns,
+                                                                    rows, false, true, stream);
+        },
+        x);
 }
 
 // ---- argmax: a warp for a short row, a block for a long one ------------------------------------------
@@ -157,22 +224,22 @@ extern "C" pyops_status pyops_argmax(int32_t *index, const float *x, int64_t R, 
 // ---- concatenation with a context --------------------------------------------------------------------
 namespace {
 // E, H, width: sizes of a row of x, of the context and of y = E + H, in packs.
-template <int WIDTH, class Index>
-static __global__ void __launch_bounds__(THREADS) concat(float *y, const float *x, const float *context, Index n, Index E,
-                                                         Index H, Divider<Index> width, Divider<Index> batch) {
+template <int WIDTH, class Index, class T>
+static __global__ void __launch_bounds__(THREADS)
+    concat(T *y, const T *x, const T *context, Index n, Index E, Index H, Divider<Index> width, Divider<Index> batch) {
     const auto load = [&](Index i) {
         const Index r = width.divide(i), c = i - r * width.divisor, b = r - batch.divide(r) * batch.divisor;
-        return load_pack<WIDTH>(c < E ? x + int64_t(WIDTH) * (r * E + c) : context + int64_t(WIDTH) * (b * H + c - E));
+        return load_reals<WIDTH>(c < E ? x + int64_t(WIDTH) * (r * E + c) : context + int64_t(WIDTH) * (b * H + c - E));
     };
-    const auto store = [&](Index i, const Pack<float, WIDTH> &value) { store_pack(y + int64_t(WIDTH) * i, value); };
+    const auto store = [&](Index i, const Pack<float, WIDTH> &value) { store_reals(y + int64_t(WIDTH) * i, value); };
     in_rounds<4>(Index(0), n, load, store);
 }
 
 // A thread takes one element of a sequence over all steps, eight at once.  It copies them (dx) or adds them in order
 // (dcontext).
-template <class Index>
+template <class Index, class Element>
 static __global__ void __launch_bounds__(THREADS)
-    split(float *dx, float *dcontext, const float *dy, int64_t T, Index B, Index E, Index H, Divider<Index> width) {
+    split(Element *dx, Element *dcontext, const Element *dy, int64_t T, Index B, Index E, Index H, Divider<Index> width) {
     constexpr int STEPS = 8;
     const Index n = B * (E + H), i = Index(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= n) return;
@@ -181,65 +248,77 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t from = 0; from < T; from += STEPS) {
         float value[STEPS];
 #pragma unroll
-        for (int t = 0; t < STEPS; t++) value[t] = from + t < T ? dy[(from + t) * n + i] : 0.0f;
+        for (int t = 0; t < STEPS; t++) value[t] = from + t < T ? as_float(dy[(from + t) * n + i]) : 0.0f;
 #pragma unroll
         for (int t = 0; t < STEPS; t++) {
             if (from + t >= T) break;
-            if (c < E) dx[((from + t) * B + b) * E + c] = value[t];
+            if (c < E) dx[((from + t) * B + b) * E + c] = as<Element>(value[t]);
             else sum += value[t];
         }
     }
-    if (c >= E) dcontext[b * H + c - E] = sum;
+    if (c >= E) dcontext[b * H + c - E] = as<Element>(sum);
 }
 
-template <int WIDTH, class Index>
-static cudaError_t launch_concat(float *y, const float *x, const float *context, int64_t n, int64_t B, int64_t E, int64_t H,
-                                 void *stream) {
-    return LAUNCH((concat<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream), y, x, context,
-                  Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH), Divider<Index>(B));
+template <int WIDTH, class Index, class T>
+static cudaError_t launch_concat(T *y, const T *x, const T *context, int64_t n, int64_t B, int64_t E, int64_t H, void *stream) {
+    return LAUNCH((concat<WIDTH, Index, T>), grid_of_rounds(n / WIDTH, THREADS, 4), THREADS, 0, stream_of(stream), y, x,
+                  context, Index(n / WIDTH), Index(E / WIDTH), Index(H / WIDTH), Divider<Index>((E + H) / WIDTH),
+                  Divider<Index>(B));
 }
 }
 
-extern "C" pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context, int64_t T, int64_t B,
-                                                     int64_t E, int64_t H, void *stream) {
+extern "C" pyops_status pyops_concat_context_forward(pyops_real *y, const pyops_real *x, const pyops_real *context, int64_t T,
+                                                     int64_t B, int64_t E, int64_t H, void *stream) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
                   "concat_context_forward: T=%lld B=%lld E=%lld H=%lld, expected at least 0", LL(T), LL(B), LL(E), LL(H));
     const int64_t n = T * B * (E + H);
     if (n == 0) return PYOPS_OK;
-    const bool fours = E % 4 == 0 && H % 4 == 0 && aligned(y) && aligned(x) && aligned(context);
-    const cudaError_t error = !fits_int32(n) ? launch_concat<1, uint64_t>(y, x, context, n, B, E, H, stream)
-        : fours                              ? launch_concat<4, uint32_t>(y, x, context, n, B, E, H, stream)
-                                             : launch_concat<1, uint32_t>(y, x, context, n, B, E, H, stream);
-    return pyops_launched("concat_context_forward", error, stream);
+    const auto launch = [&](auto type) {
+        using Element = decltype(type);
+        constexpr int WIDTH = WIDEST<Element>;
+        const bool whole = E % WIDTH == 0 && H % WIDTH == 0 && aligned(y) && aligned(x) && aligned(context);
+        const auto run = whole && fits_int32(n) ? launch_concat<WIDTH, uint32_t, Element>
+            : fits_int32(n)                     ? launch_concat<1, uint32_t, Element>
+                                                : launch_concat<1, uint64_t, Element>;
+        return pyops_launched("concat_context_forward",
+                              run(elements<Element>(y), elements<Element>(x), elements<Element>(context), n, B, E, H, stream),
+                              stream);
+    };
+    return with_type("concat_context_forward", launch, y, x, context);
 }
 
 namespace {
-template <class Index>
-static cudaError_t launch_split(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B, int64_t E, int64_t H,
+template <class Index, class Element>
+static cudaError_t launch_split(Element *dx, Element *dcontext, const Element *dy, int64_t T, int64_t B, int64_t E, int64_t H,
                                 void *stream) {
     const unsigned blocks = static_cast<unsigned>(blocks_for<int64_t>(B * (E + H), THREADS));
-    return LAUNCH(split<Index>, blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, Index(B), Index(E), Index(H),
-                  Divider<Index>(E + H));
+    return LAUNCH((split<Index, Element>), blocks, THREADS, 0, stream_of(stream), dx, dcontext, dy, T, Index(B), Index(E),
+                  Index(H), Divider<Index>(E + H));
 }
 }
 
-extern "C" pyops_status pyops_concat_context_backward(float *dx, float *dcontext, const float *dy, int64_t T, int64_t B,
-                                                      int64_t E, int64_t H, void *stream) {
+extern "C" pyops_status pyops_concat_context_backward(pyops_real *dx, pyops_real *dcontext, const pyops_real *dy, int64_t T,
+                                                      int64_t B, int64_t E, int64_t H, void *stream) {
     PYOPS_REQUIRE(T >= 0 && B >= 0 && E >= 0 && H >= 0,
                   "concat_context_backward: T=%lld B=%lld E=%lld H=%lld, expected at least 0", LL(T), LL(B), LL(E), LL(H));
     const int64_t n = B * (E + H);
     if (n == 0) return PYOPS_OK;
-    const cudaError_t error = fits_int32(n) ? launch_split<uint32_t>(dx, dcontext, dy, T, B, E, H, stream)
-                                            : launch_split<uint64_t>(dx, dcontext, dy, T, B, E, H, stream);
-    return pyops_launched("concat_context_backward", error, stream);
+    const auto launch = [&](auto type) {
+        using Element = decltype(type);
+        const auto run = fits_int32(n) ? launch_split<uint32_t, Element> : launch_split<uint64_t, Element>;
+        return pyops_launched(
+            "concat_context_backward",
+            run(elements<Element>(dx), elements<Element>(dcontext), elements<Element>(dy), T, B, E, H, stream), stream);
+    };
+    return with_type("concat_context_backward", launch, dx, dcontext, dy);
 }
 
 // ---- positions ---------------------------------------------------------------------------------------
 namespace {
 // n, step (of all sequences) and row: sizes in packs.  positions may be NULL.
-template <int WIDTH, class Index>
+template <int WIDTH, class Index, class T>
 static __global__ void __launch_bounds__(THREADS)
-    add_positions(float *y, const float *x, const float *table, const int32_t *positions, int64_t longest, float scale, Index n,
+    add_positions(T *y, const T *x, const float *table, const int32_t *positions, int64_t longest, float scale, Index n,
                   Divider<Index> step, Divider<Index> row, FaultRecord *faults) {
     struct Read { Pack<float, WIDTH> x, table; };
     const auto position = [&](Index i, Index r) {
@@ -252,39 +331,45 @@ static __global__ void __launch_bounds__(THREADS)
     const auto load = [&](Index i) {
         const Index r = row.divide(i), c = i - r * row.divisor;
         const int64_t t = position(i, r);
-        return Read{load_pack<WIDTH>(x + int64_t(WIDTH) * i),
-                    t < 0 ? Pack<float, WIDTH>{} : load_pack<WIDTH>(table + int64_t(WIDTH) * (t * row.divisor + c))};
+        return Read{load_reals<WIDTH>(x + int64_t(WIDTH) * i),
+                    t < 0 ? Pack<float, WIDTH>{} : load_reals<WIDTH>(table + int64_t(WIDTH) * (t * row.divisor + c))};
     };
     const auto store = [&](Index i, const Read &read) {
         Pack<float, WIDTH> sum;
 #pragma unroll
         for (int w = 0; w < WIDTH; w++) sum.at[w] = scale * read.x.at[w] + read.table.at[w];
-        store_pack(y + int64_t(WIDTH) * i, sum);
+        store_reals(y + int64_t(WIDTH) * i, sum);
     };
     in_rounds<2>(Index(0), n, load, store);
 }
 
-template <int WIDTH, class Index>
-static cudaError_t launch_positions(float *y, const float *x, const float *table, const int32_t *positions, int64_t longest,
+template <int WIDTH, class Index, class T>
+static cudaError_t launch_positions(T *y, const T *x, const float *table, const int32_t *positions, int64_t longest,
                                     float scale, int64_t n, int64_t B, int64_t D, void *stream) {
-    return LAUNCH((add_positions<WIDTH, Index>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream), y, x,
+    return LAUNCH((add_positions<WIDTH, Index, T>), grid_of_rounds(n / WIDTH, THREADS, 2), THREADS, 0, stream_of(stream), y, x,
                   table, positions, longest, scale, Index(n / WIDTH), Divider<Index>(B * D / WIDTH), Divider<Index>(D / WIDTH),
                   pyops_faults());
 }
 }
 
-extern "C" pyops_status pyops_add_positions_forward(float *y, const float *x, const float *table, const int32_t *positions,
-                                                    int64_t T, int64_t B, int64_t D, int64_t longest, float scale,
-                                                    void *stream) {
+extern "C" pyops_status pyops_add_positions_forward(pyops_real *y, const pyops_real *x, const float *table,
+                                                    const int32_t *positions, int64_t T, int64_t B, int64_t D, int64_t longest,
+                                                    float scale, void *stream) {
     const pyops_status status = check_positions(positions, T, B, D, longest);
     const int64_t n = T * B * D;
     if (status || n == 0) return status;
-    const bool fours = D % 4 == 0 && aligned(y) && aligned(x) && aligned(table);
-    const auto launch = !fits_int32(n) ? launch_positions<1, uint64_t>
-        : fours                        ? launch_positions<4, uint32_t>
-                                       : launch_positions<1, uint32_t>;
-    const cudaError_t error = launch(y, x, table, positions, longest, scale, n, B, D, stream);
-    return pyops_launched("add_positions_forward", error, stream);
+    const auto launch = [&](auto type) {
+        using Element = decltype(type);
+        constexpr int WIDTH = WIDEST<Element>;
+        const bool whole = D % WIDTH == 0 && aligned(y) && aligned(x) && aligned(table);
+        const auto run = whole && fits_int32(n) ? launch_positions<WIDTH, uint32_t, Element>
+            : fits_int32(n)                     ? launch_positions<1, uint32_t, Element>
+                                                : launch_positions<1, uint64_t, Element>;
+        return pyops_launched(
+            "add_positions_forward",
+            run(elements<Element>(y), elements<Element>(x), table, positions, longest, scale, n, B, D, stream), stream);
+    };
+    return with_type("add_positions_forward", launch, y, x);
 }
 
 // ---- single numbers ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 // So the j-th largest element is the largest key below the previous one: each takes a pass over the row, which is in L2 after
 // the first.  k is small, a beam's width.
 #include "log_sum_exp.cuh"
+#include "product.cuh"
 
 namespace {
 static constexpr int THREADS = 256, WARPS = THREADS / 32;

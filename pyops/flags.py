@@ -88,7 +88,8 @@ def add_gpu_flag(parser):
                        help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
                        'whatever PYOPS_BACKEND is (default 0, or 1 if PYOPS_BACKEND=gpu)')
     group.add_argument('--precision', choices=PRECISIONS, help='on a GPU, round the factors of matrix products to this '
-                       f'precision; everything else stays float32 (default {PRECISIONS[0]})')
+                       'precision; bf16: the transformer also stores activations as bfloat16; everything else stays float32 '
+                       f'(default {PRECISIONS[0]})')
 
 
 def use_gpu(args):
@@ -114,6 +115,14 @@ def use_gpu(args):
             raise UserError(f'{source}: {error}') from error
     elif args.precision:
         raise UserError(f'--precision {args.precision}: the CPU calculates in float32; leave it out, or give -g 1')
+
+
+def select_storage(args, quant='none'):
+    """With --precision bf16, store activations and their gradients as bfloat16, for models whose ops support it; not with
+    `quant`, the argument of --quant, which rounds float32 activations to other formats."""
+    from pyops import backend
+    if args.precision == 'bf16' and quant == 'none':
+        backend.current_device().storage = 'bf16'
 
 
 def use_device(args):

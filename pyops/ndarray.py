@@ -59,7 +59,8 @@ def numpy_device() -> Device:
 
 @functools.cache
 def gpu() -> GPU:
-    """Return the first GPU, which uses the CUDA library; its `precision` can be set.  UserError if there is none."""
+    """Return the first GPU, which uses the CUDA library.  Its `precision` and `storage` can be set.  UserError if there is
+    none."""
     from pyops.backend.gpu import GPU
     return GPU(NDArray)
 
@@ -72,7 +73,7 @@ def default_device() -> Device:
 def use_gpu(precision: str = 'fp32') -> GPU:
     """Allocate all new arrays on the GPU, including the results of ops, and return the device."""
     device = gpu()
-    device.precision = precision
+    device.precision, device.storage = precision, 'fp32'
     backend.use(device)
     return device
 

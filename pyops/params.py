@@ -30,11 +30,16 @@ class Parameter(NamedTuple):
     value: Array
     grad: Array             # backward passes add to it
     touched: Array | None = None       # int32, one word per PYOPS_GRAD_BLOCK floats of a sparse gradient; see Spec
+    rounded: Array | None = None       # a bfloat16 copy of the value; see Parameters.round
 
     @property
     def owner(self) -> str:
         """The layer: 'encoder.rnn.0' for 'encoder.rnn.0.w_ih'; the name itself if it has no dot."""
         return self.name.rpartition('.')[0] or self.name
+
+    def operand(self, dtype: np.dtype) -> Array:
+        """Return the array that a product with activations of this dtype multiplies with."""
+        return self.value if self.rounded is None or dtype == np.float32 else self.rounded
 
 
 class Spec(NamedTuple):
@@ -84,6 +89,7 @@ class Parameters:
 
     seed: of the initial values; None leaves them 0, for values loaded from elsewhere.
     touched: int32, one word per PYOPS_GRAD_BLOCK floats of grads; None if no parameter is sparse.
+    rounded: the values as bfloat16 (n,), if the device stores activations as bfloat16, else None.
     """
 
     def __init__(self, specs: Mapping[str, Spec], seed: int | None = 0) -> None:
@@ -95,6 +101,8 @@ class Parameters:
             self._places[name] = (start, spec.shape)
             n = start + -(-int(np.prod(spec.shape)) // ALIGN) * ALIGN
         self.values, self.grads, self.m, self.v = (backend.zeros(n) for _ in range(4))
+        half = backend.activations() == backend.BF16
+        self.rounded = backend.zeros(n, backend.BF16) if half else None
         self._sparse = {name for name, spec in specs.items() if spec.sparse}
         self.touched = backend.put(self._untouched(n)) if self._sparse else None
         if seed is not None:
@@ -121,7 +129,8 @@ class Parameters:
 
     def __getitem__(self, name: str) -> Parameter:
         touched = None if self.touched is None or name not in self._sparse else self.touched[self._blocks(name)]
-        return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched)
+        rounded = None if self.rounded is None else self.view(self.rounded, name)
+        return Parameter(name, self.view(self.values, name), self.view(self.grads, name), touched, rounded)
 
     def joined(self, names: Sequence[str]) -> Parameter | None:
         """Return one Parameter with the rows of all these parameters, in this order, over the same memory; None if that needs
@@ -132,8 +141,11 @@ class Parameters:
             if start != end or tuple(row) != shape[1:] or name in self._sparse:
                 return None
             end, rows = start + n * int(np.prod(row)), rows + n
-        value, grad = (flat[first:end].reshape(rows, *shape[1:]) for flat in (self.values, self.grads))
-        return Parameter('+'.join(names), value, grad)
+
+        def part(flat: Array) -> Array:
+            return flat[first:end].reshape(rows, *shape[1:])
+        return Parameter('+'.join(names), part(self.values), part(self.grads),
+                         rounded=None if self.rounded is None else part(self.rounded))
 
     def _blocks(self, name: str) -> slice:
         """Return the slice of gradient blocks that a parameter overlaps."""
@@ -157,6 +169,12 @@ class Parameters:
     def initial(self, name: str) -> str:
         """Describe the initial values of a parameter, such as 'zeros'."""
         return getattr(self._inits[name], '__doc__', None) or 'given values'
+
+    def round(self) -> None:
+        """Copy the values to `rounded`, if there is one.  A model calls it at the start of each forward pass, so that products
+        multiply with the current weights, and no product rounds them itself."""
+        if self.rounded is not None:
+            backend.convert(self.rounded, self.values)
 
     def zero_grads(self) -> None:
         if self.touched is None:

@@ -62,7 +62,7 @@ class PlanTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        kind = '' if self.dtype == np.float32 else self.dtype.name.upper()
+        kind = '' if self.dtype == np.float32 else backend.dtype_name(self.dtype).upper()
         return f'Tensor{f"({kind})" if kind else ""}({self.name}){_shape(self.shape)}'
 
 
@@ -184,6 +184,8 @@ class Plan:
                     self._parts.append((location(part), location(part) + part.nbytes, tensor))
             if params.touched is not None:
                 self._know_touched(params)
+            if params.rounded is not None:
+                self._know_rounded(params)
             self.initial = [f'[once]InitAction: {self._named[location(params[name].value), params[name].value.shape]} '
                             f'= {params.initial(name)}' for name in params]
         for name, array in inputs.items():
@@ -199,6 +201,17 @@ class Plan:
             part = params[name].touched
             if part is not None:
                 self._named[location(part), part.shape] = PlanTensor(f'{name}_touched', part.shape, part.dtype, 'gradient')
+
+    def _know_rounded(self, params):
+        """Name the bfloat16 copies of the parameters; they count as parameters."""
+        flat = params.rounded
+        whole = PlanTensor('parameters_rounded', flat.shape, flat.dtype, 'parameter')
+        self._regions.append((location(flat), location(flat) + flat.nbytes, whole))
+        for name in params:
+            part = params.view(flat, name)
+            tensor = PlanTensor(f'{name}_rounded', part.shape, part.dtype, 'parameter')
+            self._named[location(part), part.shape] = tensor
+            self._parts.append((location(part), location(part) + part.nbytes, tensor))
 
     # ---- recording ---------------------------------------------------------------------------------
 
@@ -267,7 +280,8 @@ class Plan:
 
         def record(kernel, values):
             arguments = library.cpu().functions['pyops_' + kernel].arguments
-            calls.append((kernel, [value.tolist() if a.name in _LAYOUT else _address(value) if a.pointer else value
+            calls.append((kernel, [value.tolist() if a.name in _LAYOUT else _address(self._device, value) if a.pointer
+                                   else value
                                    for a, value in zip(arguments, values, strict=False)]))
             return False
 
@@ -305,7 +319,7 @@ class Plan:
         if not backend.is_array(value):
             return value
         block = self._block_of(value)
-        return value if block is None else _Reference(block, location(value), backend.byte_strides(value))
+        return value if block is None else _Reference(block, location(value), backend.byte_strides(value), value.dtype)
 
     def _block_of(self, array):
         start = location(array)
@@ -351,7 +365,8 @@ class Plan:
     def _compile(self):
         """Convert the recorded calls to the layout that pyops_replay expects."""
         self.replayed = [action for action in self.actions if not action.once]
-        self._calls = self._device.calls([(action.kernel, [_address(v) for v in action.values]) for action in self.replayed])
+        self._calls = self._device.calls([(action.kernel, [_address(self._device, v) for v in action.values])
+                                          for action in self.replayed])
 
     def run(self, first: int = 0, last: int | None = None) -> None:
         """Replay the step, or actions first to last - 1.  Raises ValueError naming the action whose kernel refused its
@@ -381,7 +396,7 @@ class Plan:
         for i, action in enumerate(self.replayed):
             self.run(first=i, last=i + 1)
             for argument, tensor in action.split()[1].items():
-                if tensor.dtype == np.float32 and not np.isfinite(backend.get(self.argument(action, argument))).all():
+                if tensor.dtype in backend.REAL and not np.isfinite(backend.get(self.argument(action, argument))).all():
                     raise FloatingPointError(f'action {i}, {action}: {argument} is not finite')
 
     def close(self) -> None:
@@ -583,16 +598,17 @@ def describe(args: Namespace, plan: Plan) -> None:
 
 
 class _Reference(NamedTuple):
-    """A reference to an array of the plan: its block, which stays allocated, its address, and its strides in bytes."""
+    """A reference to an array of the plan: its block, which stays allocated, its address, strides in bytes, and dtype."""
     block: object
     address: int
     strides: tuple[int, ...]
+    dtype: np.dtype
 
 
-def _address(value):
-    """Return a value of an action as an integer: arrays as their address."""
+def _address(device, value):
+    """Return a value of an action on a device as an integer: arrays as their address."""
     if value is None:
         return 0
     if isinstance(value, _Reference):
-        return value.address
-    return location(value) if backend.is_array(value) else value
+        return device.tagged(value.address, value.dtype)
+    return device.tagged(location(value), value.dtype) if backend.is_array(value) else value

@@ -60,8 +60,9 @@ static const char *const WHO[] = {"embedding_forward",
                                   "gru_forward",
                                   "pack_sequences",
                                   "add_positions_forward",
+                                  "embedding_linear_forward",
                                   "pad_rows",
-                                  "pack_rows",
+                                  "unpad_rows",
                                   "gather_rows"};
 
 // Read and clear a fault; the stream must be synchronised.
@@ -91,6 +92,9 @@ pyops_status pyops_check_faults() {
     case Fault::q_offset:     return out_of_order("q_offsets");
     case Fault::k_offset:     return out_of_order("k_offsets");
     case Fault::step:         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: step=%lld, expected at least 1", who, found.value);
+    case Fault::last_offset:
+        return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: offsets[%lld]=%lld, expected the number of rows, %lld", who, found.index,
+                          found.value, found.limit);
     case Fault::exponent:
         return pyops_fail(PYOPS_BAD_ARGUMENT, "%s: int32 to a negative power, expected exponents of at least 0 or float32",
                           who);

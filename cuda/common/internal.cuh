@@ -45,6 +45,7 @@ enum class Fault : int32_t {            // the text of each is in dispatch.cu
     start,
     total,
     offset,
+    last_offset,
     q_offset,
     k_offset
 };
@@ -70,8 +71,9 @@ enum class Who : int32_t {              // the function named in the text
     gru_forward,
     pack_sequences,
     add_positions_forward,
+    embedding_linear_forward,
     pad_rows,
-    pack_rows,
+    unpad_rows,
     gather_rows
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed

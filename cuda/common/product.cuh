@@ -1,30 +1,89 @@
 // product.cuh - shared by the files that compute whole matrix products.
 #pragma once
-#include "internal.cuh"
+#include <cstdlib>
+#include "real.cuh"
+
+// A size that only the device knows: M, or with `of_k` K, is count[0] - first where that is less than the size of the launch.
+struct Limit {
+    const int32_t *count = nullptr;         // NULL: no limit
+    int64_t first = 0;
+    bool of_k = false;
+
+    __device__ __forceinline__ int64_t rows(int64_t M) const { return count && !of_k ? limited(M) : M; }
+    __device__ __forceinline__ int64_t summands(int64_t K) const { return count && of_k ? limited(K) : K; }
+    __device__ __forceinline__ int64_t limited(int64_t n) const {
+        const int64_t left = count[0] - first;
+        return left < 0 ? 0 : left < n ? left : n;
+    }
+};
 
 // c[m,n] (+)= sum_k a[m,k] b[n,k] + bias[n], then max(0, ...) if relu is 1.  The row strides of a, b and c are lda, ldb, ldc.
-// Element: uint16_t for bfloat16, float for floats rounded to TF32.
-template <class Element> struct RowProduct {
-    float *c;
+// Element: bf16, or float for floats rounded to TF32.   Out: float, or bf16 if Element is.
+template <class Element, class Out = float> struct RowProduct {
+    Out *c;
     const Element *a, *b;
     const float *bias;                      // or NULL
     int64_t M, N, K, ldc, lda, ldb;
     int32_t accumulate, relu;
+    bool a_k = true, b_k = true;            // false (bf16 only): the operand is stored transposed, a[m,k] at a + k * lda + m
+    // splits > 1: sums of parts of K, multiples of 64 k's, go to parts (splits,M,N), and c is not written.
+    int64_t splits = 1;
+    float *parts = nullptr;
+    Limit limit = {};
+    const int32_t *scatter = nullptr;       // not NULL: row m of the product is row scatter[m] of c
 };
 
 // The product on Hopper's tensor cores (hopper_gemm.cu).  `fits`: the device has them, and addresses and row strides are
 // multiples of 16 bytes.
-template <class Element> bool hopper_product_fits(const RowProduct<Element> &g);
-template <class Element> cudaError_t hopper_product(const RowProduct<Element> &g, cudaStream_t stream);
+template <class Element, class Out> bool hopper_product_fits(const RowProduct<Element, Out> &g);
+template <class Element, class Out> cudaError_t hopper_product(const RowProduct<Element, Out> &g, cudaStream_t stream);
+
+// A product with bfloat16 operands, for arrays of any strides (gemm.cu).
+// Element (row, k) is at p + row * row_step + k * k_step.  whole16: bfloat16 elements, and copies of 16 bytes along the inner
+// dimension are possible.  Otherwise elements are read one by one; floats are rounded.
+struct RealOperand {
+    const void *p;
+    bool is_float, whole16;
+    int64_t rows, row_step, k_step;
+
+    __device__ __forceinline__ bf16 at(int64_t row, int64_t k) const {
+        const int64_t i = row * row_step + k * k_step;
+        return is_float ? as<bf16>(static_cast<const float *>(p)[i]) : static_cast<const bf16 *>(p)[i];
+    }
+};
+static inline RealOperand operand(const pyops_real *x, int64_t rows, int64_t row_step, int64_t k_step) {
+    const bool is_float = !is_bf16(x), k_inner = std::abs(k_step) <= std::abs(row_step);
+    const bool contiguous = (k_inner ? k_step : row_step) == 1 && (k_inner ? row_step : k_step) % 8 == 0;
+    const void *p = elements<char>(x);
+    return {p, is_float, !is_float && contiguous && reinterpret_cast<uintptr_t>(p) % 16 == 0, rows, row_step, k_step};
+}
+struct RealProduct {
+    float *to_float;                        // c is the one of these two that is not NULL
+    bf16 *to_bf16;
+    RealOperand a, b;                       // b has N rows
+    const float *bias;
+    int64_t M, N, K, ldc;
+    int32_t accumulate, relu;
+    Limit limit = {};
+    const int32_t *scatter = nullptr;
+};
+cudaError_t real_product(const RealProduct &g, cudaStream_t stream);
+
+// pyops_gemm with float32 arrays only.
+static inline pyops_status pyops_gemm(float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N,
+                                      int64_t K, int64_t ldc, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col,
+                                      int32_t accumulate, int32_t relu, void *stream) {
+    return pyops_gemm(real(c), real(a), real(b), bias, M, N, K, ldc, a_row, a_col, b_row, b_col, accumulate, relu, stream);
+}
 
 // Convert rows of x to rows of bfloat16, ld elements apart (gemm.cu); element (r, c) of x is at r * row + c * col.
-cudaError_t convert_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
+cudaError_t convert_to_bf16(__nv_bfloat16 *y, const float *x, int64_t R, int64_t C, int64_t ld, int64_t row, int64_t col,
                             cudaStream_t stream);
 
 // The epilogue of a product for one element, given its sum over k.
-DEVICE float finished(float sum, const float *c, const float *bias, int32_t accumulate, int32_t relu) {
+template <class Out> DEVICE float finished(float sum, const Out *c, const float *bias, int32_t accumulate, int32_t relu) {
     if (bias) sum += *bias;
-    if (accumulate) sum += *c;
+    if (accumulate) sum += as_float(*c);
     return relu && sum < 0.0f ? 0.0f : sum;                     // NaN stays NaN
 }
 

@@ -21,7 +21,7 @@
 #include <cmath>
 #include <type_traits>
 #include "block.cuh"
-#include "index.cuh"
+#include "real.cuh"
 
 constexpr int REDUCE_THREADS = 256, TERMS_AT_ONCE = 8;
 
@@ -85,16 +85,20 @@ static inline ReduceShape reduce_shape(int64_t outputs, int64_t terms, bool alon
     return {along, static_cast<int>(REDUCE_THREADS / threads), static_cast<int>(threads), pieces, piece};
 }
 
+// An element of the input as a term.
+template <class T> DEVICE T term_of(T x) { return x; }
+DEVICE float term_of(bf16 x) { return as_float(x); }
+
 // Reduce the terms from, from + step, ... below `to`; offset(t) is the offset of term t.
-template <class Op, class Index, class Offset>
-DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, Index to, int step, const Offset &offset) {
+template <class Op, class X, class Index, class Offset>
+DEVICE typename Op::Wide gather_terms(const X *x, Index from, Index to, int step, const Offset &offset) {
     typename Op::Wide sum = Op::nothing();
     for (Index t = from; t < to; t += TERMS_AT_ONCE * step) {
         typename Op::Term term[TERMS_AT_ONCE];
 #pragma unroll
         for (int u = 0; u < TERMS_AT_ONCE; u++) {
             const bool inside = t + u * step < to;
-            const typename Op::Term value = x[offset(inside ? t + u * step : t)];
+            const typename Op::Term value = term_of(x[offset(inside ? t + u * step : t)]);
             term[u] = inside ? value : Op::nothing();
         }
 #pragma unroll
@@ -107,10 +111,9 @@ DEVICE typename Op::Wide gather_terms(const typename Op::Term *x, Index from, In
 }
 
 // y[o] = op over the terms of output o (+ y[o]); with pieces, y[o, piece].  Strides of `kept`: of y, of x.
-template <class Op, class Out, class Index>
+template <class Op, class Out, class Index, class X>
 static __global__ void __launch_bounds__(REDUCE_THREADS)
-    reduce(Out *y, const typename Op::Term *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms,
-           ReduceShape shape, bool add) {
+    reduce(Out *y, const X *x, Axes<Index> kept, Axes<Index> reduced, Index outputs, Index terms, ReduceShape shape, bool add) {
     using Wide = typename Op::Wide;
     const int thread = threadIdx.x;
     const Index output = Index(blockIdx.x) * shape.outputs + (shape.along ? thread / shape.threads : thread % shape.outputs);
@@ -145,16 +148,16 @@ static __global__ void __launch_bounds__(REDUCE_THREADS)
     }
 }
 
-template <class Op, class Out, class Index>
-static cudaError_t reduce_with(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, ReduceShape shape,
-                               bool add, void *stream) {
+template <class Op, class Out, class Index, class X>
+static cudaError_t reduce_with(Out *y, const X *x, const Space &kept, const Space &reduced, ReduceShape shape, bool add,
+                               void *stream) {
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     const dim3 grid(static_cast<unsigned>(blocks_for<int64_t>(outputs, shape.outputs)), static_cast<unsigned>(shape.pieces));
-    return LAUNCH((reduce<Op, Out, Index>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept),
+    return LAUNCH((reduce<Op, Out, Index, X>), grid, REDUCE_THREADS, 0, stream_of(stream), y, x, Axes<Index>(kept),
                   Axes<Index>(reduced), Index(outputs), Index(terms), shape, add);
 }
-template <class Op, class Out, class... More>
-static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced, More... more) {
+template <class Op, class Out, class X, class... More>
+static cudaError_t reduce_once(Out *y, const X *x, const Space &kept, const Space &reduced, More... more) {
     return fits_int32(kept.elements()) && fits_int32(reduced.elements())
         ? reduce_with<Op, Out, uint32_t>(y, x, kept, reduced, more...)
         : reduce_with<Op, Out, uint64_t>(y, x, kept, reduced, more...);
@@ -162,9 +165,9 @@ static cudaError_t reduce_once(Out *y, const typename Op::Term *x, const Space &
 
 // y = op over the reduced axes of x, or += it.  Strides of the kept axes: of y, of x; of the reduced axes: of x, in front.
 // Op accumulates in Op::Wide; Again is the same operation on terms of that type.
-template <class Op, class Again, class Out>
-static pyops_status reduce_axes(const char *who, Out *y, const typename Op::Term *x, const Space &kept, const Space &reduced,
-                                bool along, bool add, void *stream) {
+template <class Op, class Again, class Out, class X>
+static pyops_status reduce_axes(const char *who, Out *y, const X *x, const Space &kept, const Space &reduced, bool along,
+                                bool add, void *stream) {
     using Wide = typename Op::Wide;
     const int64_t outputs = kept.elements(), terms = reduced.elements();
     if (!outputs) return PYOPS_OK;

@@ -12,7 +12,7 @@
 #include <vector>
 #include "device.h"
 #include "hopper.cuh"
-#include "pyops.h"
+#include "real.cuh"
 
 struct Problem {
     float *c;
@@ -301,7 +301,7 @@ template <class T> static T *on_device(const std::vector<T> &host) {
     check(cudaMemcpy(made, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
     return made;
 }
-static uint16_t bf16(float x) {                     // exact for small integers
+static uint16_t to_bf16(float x) {                     // exact for small integers
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return static_cast<uint16_t>(bits >> 16);
@@ -392,8 +392,8 @@ int main(int count, char **arguments) {
     std::vector<uint16_t> a_bf16(a.size()), b_bf16(b.size());
     uint32_t random = 1;
     const auto small = [&] { return float(int((random = random * 1664525u + 1013904223u) >> 28) - 8); };
-    for (size_t i = 0; i < a.size(); i++) a_bf16[i] = bf16(a[i] = small());
-    for (size_t i = 0; i < b.size(); i++) b_bf16[i % p.N * p.K + i / p.N] = bf16(b[i] = small());
+    for (size_t i = 0; i < a.size(); i++) a_bf16[i] = to_bf16(a[i] = small());
+    for (size_t i = 0; i < b.size(); i++) b_bf16[i % p.N * p.K + i / p.N] = to_bf16(b[i] = small());
     p.a = on_device(a), p.b = on_device(b), p.a_bf16 = on_device(a_bf16), p.b_bf16 = on_device(b_bf16);
     p.c = on_device(std::vector<float>(size_t(p.M) * p.N));
 
@@ -417,7 +417,8 @@ int main(int count, char **arguments) {
         for (int precision = 0; precision < 3; precision++) {
             set_precision(precision);
             good &= measure(names[precision], p, a, b, expected, [&] {
-                return status(gemm(p.c, p.a, p.b, nullptr, p.M, p.N, p.K, p.N, p.K, 1, p.N, 1, 0, 0, nullptr));
+                return status(
+                    gemm(real(p.c), real(p.a), real(p.b), nullptr, p.M, p.N, p.K, p.N, p.K, 1, p.N, 1, 0, 0, nullptr));
             });
         }
         good &= measure("pyops_gemm_bf16", p, a, b, expected,

@@ -12,16 +12,19 @@ No module outside this package calls the kernel libraries.  A call goes through 
 its arguments.
 """
 import contextlib
+import math
 
 import numpy as np
 
 from pyops.backend import library, state
 from pyops.backend.arrays import (  # noqa: F401  (callers import these from here)
     ALIGN,
+    BF16,
     Array,
     as_kernel_array,
     as_rows,
     byte_strides,
+    dtype_name,
     element_strides,
     get,
     is_array,
@@ -30,11 +33,13 @@ from pyops.backend.arrays import (  # noqa: F401  (callers import these from her
     may_overlap,
     permuted,
     row_major,
+    to_bf16,
 )
 from pyops.backend.host import HOST
 from pyops.backend.state import hooks  # noqa: F401
 
 state.device = HOST
+REAL = np.dtype(np.float32), BF16       # the dtypes of activations, for `check`
 
 
 # ---- the current device ----------------------------------------------------------------------------------------------
@@ -81,9 +86,25 @@ def empty(shape, dtype=np.float32, name='tensor', kind='intermediate'):
     return state.device.empty(shape, dtype, name, kind)
 
 
-def empty_gradient(shape, name):
-    """Return an uninitialized C-contiguous float32 array that is a gradient.  name: as for `empty`."""
-    return empty(shape, name=name, kind='gradient')
+def empty_gradient(shape, name, dtype=np.float32):
+    """Return an uninitialized C-contiguous array that is a gradient.  name: as for `empty`."""
+    return empty(shape, dtype, name, 'gradient')
+
+
+def activations():
+    """Return the dtype of the activations that an op computes from token ids: float32, or BF16 as `GPU.storage` says."""
+    return state.device.activations
+
+
+@contextlib.contextmanager
+def float32_activations():
+    """Let ops compute float32 activations from token ids inside the block, whatever `GPU.storage` says."""
+    device, before = state.device, state.device.activations
+    device.activations = np.dtype(np.float32)
+    try:
+        yield
+    finally:
+        device.activations = before
 
 
 def zeros(shape, dtype=np.float32):
@@ -128,7 +149,8 @@ def check_parameter(parameter, shape, sparse=False):
 
 
 def check(name, array, shape, dtype=np.float32):
-    """Raise TypeError or ValueError, naming the argument, unless array is C-contiguous with this shape and dtype."""
+    """Raise TypeError or ValueError, naming the argument, unless array is C-contiguous with this shape and dtype, or one of
+    several dtypes."""
     _check_dtype(name, array, dtype)
     if not is_contiguous(array):
         raise TypeError(f'{name}: want a C-contiguous array, got shape {array.shape} with strides {array.strides}; copy it')
@@ -136,10 +158,10 @@ def check(name, array, shape, dtype=np.float32):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
 
 
-def check_rows(name, array, shape):
-    """Check a float32 array (..., D) as `check` does, but accept rows at any equal distance of at least D, as in columns
+def check_rows(name, array, shape, dtype=np.float32):
+    """Check an array (..., D) as `check` does, but accept rows at any equal distance of at least D, as in columns
     of a larger array.  Return the distance in elements."""
-    _check_dtype(name, array, np.float32)
+    _check_dtype(name, array, dtype)
     if array.shape != tuple(shape):
         raise ValueError(f'{name}: want shape {tuple(shape)}, got {array.shape}')
     *rows, D = array.shape
@@ -161,10 +183,12 @@ def check_rows(name, array, shape):
 
 
 def _check_dtype(name, array, dtype):
+    if is_array(array) and (array.dtype in REAL if dtype is REAL else array.dtype == dtype):
+        return
+    expected = ' or '.join(map(dtype_name, dtype if dtype is REAL else [dtype]))
     if not is_array(array):
-        raise TypeError(f'{name}: want a {np.dtype(dtype)} array, got {type(array).__name__}')
-    if array.dtype != dtype:
-        raise TypeError(f'{name}: want dtype {np.dtype(dtype)}, got {array.dtype}')
+        raise TypeError(f'{name}: want a {expected} array, got {type(array).__name__}')
+    raise TypeError(f'{name}: want dtype {expected}, got {dtype_name(array.dtype)}')
 
 
 def check_kept(saved):
@@ -233,6 +257,23 @@ def gather_rows(y, x, rows):
     if x.shape != (T, N, C) or rows.shape != (R,):
         raise ValueError(f'gather_rows: y {y.shape}, x {x.shape} and rows {rows.shape} do not fit')
     launch('gather_rows', y, x, rows, T, N, R, C)
+
+
+def convert(y, x):
+    """Copy x to y, of the same shape; their dtypes may be float32 or BF16, their rows (..., D) at any equal distance."""
+    *rows, D = x.shape
+    distances = [check_rows(name, array, x.shape, REAL) for name, array in (('y', y), ('x', x))]
+    launch('convert', y, x, math.prod(rows), D, *distances)
+
+
+def as_float(x, name):
+    """Return a compact float32 copy of bfloat16 rows (..., D) at any equal distance; a float32 array itself.  name: of the
+    copy, as for `empty`."""
+    if x.dtype != BF16:
+        return x
+    y = empty(x.shape, name=name)
+    convert(y, x)
+    return y
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

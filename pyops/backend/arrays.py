@@ -9,6 +9,8 @@ import _cffi_backend
 import numpy as np
 
 ALIGN = 64          # bytes: a vector that crosses two cache lines costs two accesses
+# The dtype of bfloat16 arrays, which only a GPU has.  NumPy has no bfloat16: this is a 2-byte dtype without arithmetic.
+BF16 = np.dtype([('bfloat16', np.uint16)])
 _ffi = _cffi_backend.FFI()
 _ADDRESS, _cast, _from_buffer = _ffi.typeof('intptr_t'), _ffi.cast, _ffi.from_buffer
 
@@ -26,6 +28,24 @@ def row_major(shape):
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
+
+
+def dtype_name(dtype):
+    """Return the name of a dtype: 'float32', 'bfloat16'."""
+    return 'bfloat16' if dtype == BF16 else np.dtype(dtype).name
+
+
+def from_bf16(array):
+    """Return a numpy array of dtype BF16 as float32."""
+    return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bf16(array):
+    """Return a numpy array of float32 rounded to the dtype BF16, to the nearest, ties to even; NaN stays NaN."""
+    array = np.ascontiguousarray(array, np.float32)
+    bits = array.view(np.uint32)
+    rounded = (bits + np.uint32(0x7fff) + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(array), np.uint32(0x7fc0), rounded).astype(np.uint16).view(BF16)
 
 
 class Array:
@@ -90,7 +110,7 @@ def is_array(value):
 
 
 def get(array):
-    """Return an array as a numpy array.  For an array on a GPU this is a copy and waits for the GPU."""
+    """Return an array as a numpy array, bfloat16 as float32.  For an array on a GPU this is a copy and waits for the GPU."""
     return array if isinstance(array, np.ndarray) else array.numpy()
 
 

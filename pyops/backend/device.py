@@ -7,7 +7,7 @@ import _cffi_backend
 import numpy as np
 
 from pyops.backend import state
-from pyops.backend.arrays import as_kernel_array
+from pyops.backend.arrays import as_kernel_array, dtype_name
 
 # C type of a pointer argument in the header -> dtype of the array
 DTYPES = {'float': np.dtype(np.float32), 'double': np.dtype(np.float64), 'int32_t': np.dtype(np.int32),
@@ -18,7 +18,7 @@ ERRORS = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 # pointer arguments that are in host memory on every device
 HOST_ARGUMENTS = 'shape', 'strides', 'flops'
 # kernels with a stride argument for each array that may be strided; their callers check the other arrays
-_ROW_STRIDES = 'gemm', 'attention_forward', 'attention_backward', 'pad_rows'
+_ROW_STRIDES = 'gemm', 'convert', 'attention_forward', 'attention_backward', 'pad_rows'
 _CData = _cffi_backend.FFI.CData
 
 
@@ -55,6 +55,7 @@ class Device:
     Ops work on the device's own array type: numpy arrays in host memory, NDArrays on a GPU.  NDArrays exist on every device.
     """
     name = '?'
+    activations = np.dtype(np.float32)      # dtype of the activations that ops compute from token ids
     is_host = False         # whether arrays are in host memory; then ops take numpy arrays, and a launch waits for its kernel
     stream = None           # the last argument of every kernel
 
@@ -175,6 +176,10 @@ class Device:
         """Return an array for ops at an address in a block, with strides in bytes."""
         raise NotImplementedError
 
+    def tagged(self, address, dtype):
+        """Return the value of a pointer argument for an array of this dtype at an address."""
+        return address
+
     def calls(self, calls):
         """Return a list of (kernel, values) as pyops.backend.calls.Calls, which replays them."""
         raise NotImplementedError
@@ -256,7 +261,7 @@ def _recorded(value):
 
 def wrong_dtype(kernel, argument, dtype, array):
     """Return the TypeError for an argument of another dtype."""
-    return TypeError(f'{kernel}: {argument}: expected {dtype}, got {array.dtype}')
+    return TypeError(f'{kernel}: {argument}: expected {dtype}, got {dtype_name(array.dtype)}')
 
 
 def not_compact(kernel, argument, array):

@@ -11,13 +11,14 @@ import numpy as np
 
 from pyops import PRECISIONS
 from pyops.backend import library, state
-from pyops.backend.arrays import as_shape, row_major
+from pyops.backend.arrays import BF16, as_shape, from_bf16, row_major
 from pyops.backend.calls import Calls
 from pyops.backend.device import DTYPES, ERRORS, Buffer, not_compact, wrong_dtype
 from pyops.backend.operations import FLOAT, KernelOperations
 from pyops.errors import UserError
 
 ATTENTION = 'by size', 'mma', 'wgmma'           # in the order of pyops_set_attention
+BF16_MARK = -1 << 63        # bit 63 of the address of a bfloat16 array, see `real` in pyops.h, as a signed integer
 
 
 def _call(name, *arguments):
@@ -148,6 +149,18 @@ class GPU(KernelOperations):
         _call('pyops_set_attention', ATTENTION.index(name))
         self._attention = name
 
+    @property
+    def storage(self):
+        """The type of activations and their gradients in memory, 'fp32' or 'bf16', for ops that start from token ids
+        (Embedding, EmbeddingGRU); the results of other ops have the type of their input."""
+        return 'bf16' if self.activations == BF16 else 'fp32'
+
+    @storage.setter
+    def storage(self, name):
+        if name not in ('fp32', 'bf16'):
+            raise ValueError(f'storage: {name!r}, expected fp32 or bf16')
+        self.activations = BF16 if name == 'bf16' else FLOAT
+
     # ---- allocate
 
     def new(self, shape, dtype):
@@ -183,10 +196,14 @@ class GPU(KernelOperations):
         return buffer
 
     def numpy(self, x):
+        if x.dtype == BF16 and not x.is_compact():              # its kernels copy no strides: all elements between the first
+            span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.strides, strict=True))          # and the last
+            between = self.numpy(self._array_type(x.buffer, x.offset, (span,), (1,), BF16))
+            return np.lib.stride_tricks.as_strided(between, x.shape, [4 * step for step in x.strides])
         x = x.compact()
         y = np.empty(x.shape, x.dtype)
         _call('pyops_device_download', y.ctypes.data, x.location(), y.nbytes, self.stream)
-        return y
+        return from_bf16(y) if x.dtype == BF16 else y
 
     def assign(self, y, value):
         """Copy value, an NDArray or a numpy array, to y with one transfer.  Return False without a copy unless shape and dtype
@@ -232,11 +249,12 @@ class GPU(KernelOperations):
             if getattr(array, 'device', None) is not self:
                 raise TypeError(f'{kernel}: {name}: is in host memory, but other arguments are on the GPU; copy it there '
                                 'with pyops.backend.put, or .to(device)')
-            if array.dtype is not dtype and array.dtype != dtype:
+            half = argument.real and array.dtype == BF16
+            if not half and array.dtype is not dtype and array.dtype != dtype:
                 raise wrong_dtype(kernel, name, dtype, array)
             if not takes_strides and not array.is_compact():
                 raise not_compact(kernel, name, array)
-            return array.location()
+            return array.location() | BF16_MARK if half else array.location()
         return convert
 
     def host_converter(self, kernel, argument):
@@ -259,6 +277,9 @@ class GPU(KernelOperations):
         item = dtype.itemsize
         return self._array_type(Buffer(self, block.owner, block.pointer), (address - block.pointer) // item, shape,
                                 tuple(n // item for n in strides), dtype)
+
+    def tagged(self, address, dtype):
+        return address | BF16_MARK if dtype == BF16 else address
 
     def calls(self, calls):
         return Graph(calls, self)

@@ -29,6 +29,7 @@ class Argument(NamedTuple):
     type: str           # of the value or of the pointer's target: 'float', 'int32_t', 'int64_t', 'uint64_t', 'void'
     pointer: bool
     const: bool
+    real: bool = False  # pyops_real in the header: type is 'float', and the CUDA library also takes bfloat16
 
 
 class Function(NamedTuple):
@@ -53,7 +54,8 @@ def functions(header):
             match = re.fullmatch(r'\s*(const\s+)?(\w+)(\s*\*\s*|\s+)(\w+)\s*', argument)
             if match:
                 const, type_, star, argument_name = match.groups()
-                parsed.append(Argument(argument_name, type_, '*' in star, bool(const)))
+                real = type_ == 'pyops_real'
+                parsed.append(Argument(argument_name, 'float' if real else type_, '*' in star, bool(const), real))
             elif argument.strip() != 'void':
                 raise ValueError(f'pyops.h: cannot read the argument {argument.strip()!r} of {name}')
         found[name] = Function(' '.join(result.split()), tuple(parsed))

@@ -4,6 +4,7 @@ import functools
 import numpy as np
 
 from pyops.backend import library
+from pyops.backend.arrays import BF16
 from pyops.backend.device import Device
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
@@ -17,6 +18,13 @@ def _layout(shape, *operands):
     for own, steps in zip(operands[::2], operands[1::2], strict=True):
         strides += [0] * (len(shape) - len(own)) + [0 if n == 1 else step for n, step in zip(own, steps, strict=True)]
     return ffi.new('int64_t[]', list(shape)), ffi.new('int64_t[]', strides), len(shape)
+
+
+def _suffix(y):
+    """Return the end of the name of the kernel for the dtype of y."""
+    if y.dtype == BF16:
+        raise TypeError('NDArray: operations take float32 and int32, got bfloat16; copy the array with pyops.backend.as_float')
+    return '' if y.dtype is FLOAT else '_int32'
 
 
 class KernelOperations(Device):
@@ -33,19 +41,19 @@ class KernelOperations(Device):
         raise NotImplementedError
 
     def unary(self, op, y, x):
-        self.launch('strided_unary' if y.dtype is FLOAT else 'strided_unary_int32', y, x,
+        self.launch(f'strided_unary{_suffix(y)}', y, x,
                     *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
 
     def binary(self, op, y, a, b):
-        self.launch('strided_binary' if y.dtype is FLOAT else 'strided_binary_int32', y, a, b,
+        self.launch(f'strided_binary{_suffix(y)}', y, a, b,
                     *_layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self._numbers[op])
 
     def scalar(self, op, y, x, value, reflected):
-        self.launch('strided_scalar' if y.dtype is FLOAT else 'strided_scalar_int32', y, x,
+        self.launch(f'strided_scalar{_suffix(y)}', y, x,
                     *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op], reflected, value)
 
     def fill(self, y, value):
-        self.launch('strided_fill' if y.dtype is FLOAT else 'strided_fill_int32', y,
+        self.launch(f'strided_fill{_suffix(y)}', y,
                     *_layout(y.shape, y.shape, y.strides), value)
 
     def convert(self, y, x):
@@ -53,7 +61,7 @@ class KernelOperations(Device):
                     *_layout(y.shape, y.shape, y.strides, x.shape, x.strides))
 
     def reduce(self, op, y, x):
-        self.launch('strided_reduce' if y.dtype is FLOAT else 'strided_reduce_int32', y, x,
+        self.launch(f'strided_reduce{_suffix(y)}', y, x,
                     *_layout(x.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
 
     def argmax(self, y, x):

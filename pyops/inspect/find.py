@@ -49,10 +49,15 @@ class Look(NamedTuple):
     read: Callable
     is_fresh: bool              # the array is computed by read(), and nothing else writes to it
 
+    def stored(self) -> tuple[str, list[np.ndarray]]:
+        """Return the name of the dtype in memory, and one numpy array per tensor, of bfloat16 as float32."""
+        found = self.read()
+        array = backend.get(found)
+        return backend.dtype_name(found.dtype), [array] if self.tensors[0].shape == array.shape else list(array)
+
     def arrays(self) -> list[np.ndarray]:
         """Return one numpy array per tensor."""
-        array = backend.get(self.read())
-        return [array] if self.tensors[0].shape == array.shape else list(array)
+        return self.stored()[1]
 
 
 def find(plan: Plan, side: Callable[[str, str], str | None] | None = None) -> list[Look]:
@@ -310,7 +315,8 @@ class _Finder:
         elif step is not None:
             parts = [(None, 0, self.side(layer.name, role))]
         else:
-            parts = [(0, 1, self.side(layer.name, role))] if len(shape) > 2 else []
+            by_head = layer.type == 'attention'         # another axis; packed rows (N, ...) have no padding
+            parts = [(0, 1, self.side(layer.name, role))] if len(shape) > 2 + by_head else []
         return tuple({'time': t, 'batch': b, 'of': of} for t, b, of in parts if of)
 
 
@@ -322,8 +328,8 @@ def _with_rows(array, rows):
 
 
 def _by_head(array, heads):
-    """Reshape (T, B, D) to (T, B, heads, C); return any other array unchanged."""
-    if isinstance(array, _Later) or array.ndim != 3:
+    """Reshape (T, B, D) to (T, B, heads, C), or packed rows (N, D) to (N, heads, C); return any other array unchanged."""
+    if isinstance(array, _Later) or array.ndim not in (2, 3):
         return array
-    T, B, D = array.shape
-    return array.reshape(T, B, heads, D // heads)
+    *rows, D = array.shape
+    return array.reshape(*rows, heads, D // heads)

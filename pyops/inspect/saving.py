@@ -45,13 +45,12 @@ class Saving:
         self.wanted, self.planned, self.next, self._side, self._sentences = wanted, planned, first, side, sentences
         self._noted, self._told = first, time.perf_counter()
         self._losses: list[tuple[int, float, float | None]] = []
-        self._looks: dict[int, list[Any]] = {}
         self._is_over = False
         self.summary: Any = None            # the WriterSummary, at the end
-        plan = planned.plan(rows)
+        plan = self._plan = planned.plan(rows)
         looks = find(plan, side)
         self._layers = set(wanted.choose(list(dict.fromkeys(tensor.layer for look in looks for tensor in look.tensors))))
-        looks = self._looks[id(plan)] = self._chosen(looks)
+        looks = self._looks = self._chosen(looks)
         self.promise, size = self._check(looks, wanted.steps.within(first, last))
         self.writer = Writer(wanted.folder, wanted.limit, wanted.as_, run)
         free = shutil.disk_usage(wanted.folder).free
@@ -101,9 +100,9 @@ class Saving:
             self.planned(rows)
             return
         plan = self.planned.plan(rows)
-        if id(plan) not in self._looks:
-            self._looks[id(plan)] = self._chosen(find(plan, self._side))
-        looks = self._looks[id(plan)]
+        if plan is not self._plan:
+            self._plan, self._looks = plan, self._chosen(find(plan, self._side))
+        looks = self._looks
         if self.writer.taken + sum(tensor.nbytes for look in looks for tensor in look.tensors) > self.wanted.limit:
             self._is_over = True
             print(f'saving of tensors ended before step {number} : --save-max {self.wanted.limit_text} is reached; '
@@ -118,12 +117,12 @@ class Saving:
             if look.at > done:
                 plan.run(done, look.at)
                 done = look.at
-            arrays = look.arrays()
+            dtype, arrays = look.stored()
             for tensor, array in zip(look.tensors, arrays, strict=True):
-                self._save(tensor, array, number, lengths, look.is_fresh or not backend.current_device().is_host)
+                self._save(tensor, array, dtype, number, lengths, look.is_fresh or not backend.current_device().is_host)
         plan.run(done, len(plan.replayed))
 
-    def _save(self, tensor: Any, array: np.ndarray, number: int, lengths: Any, owned: bool) -> None:
+    def _save(self, tensor: Any, array: np.ndarray, dtype: str, number: int, lengths: Any, owned: bool) -> None:
         fmt, options, axis = 'fp32', {}, tensor.axis
         if tensor.uses:                                 # the manifest lists all uses; the file name has the format of the first
             from pyops import formats
@@ -132,7 +131,7 @@ class Saving:
         self.writer.tensor(array, layer=tensor.layer, layer_type=tensor.layer_type, index=tensor.index,
                            operation=tensor.operation, name=tensor.name, step=number, time=tensor.time, format=fmt,
                            quant_type=fmt if tensor.uses else tensor.quant_type, options=options, axis=axis, uses=tensor.uses,
-                           mask=tensor.mask, lengths=lengths, owned=owned)
+                           mask=tensor.mask, lengths=lengths, owned=owned, dtype=dtype)
 
     def note(self, values: Sequence[tuple[float, Any, float]]) -> None:
         """Append (loss, weight, norm) of the steps after those noted before, as pyops.fit.History reads them."""

@@ -115,7 +115,8 @@ class Writer:
     def tensor(self, array: np.ndarray, *, layer: str, layer_type: str, index: int, operation: str, name: str, step: int,
                time: int | None = None, format: str = 'fp32', quant_type: str | None = None,
                options: Mapping[str, Any] | None = None, axis: int | str = -1, uses: Sequence[Mapping[str, Any]] = (),
-               mask: Sequence[Mapping[str, Any]] = (), lengths: Mapping[str, Any] | None = None, owned: bool = False) -> bool:
+               mask: Sequence[Mapping[str, Any]] = (), lengths: Mapping[str, Any] | None = None, owned: bool = False,
+               dtype: str = 'float32') -> bool:
         """Queue a float32 array for writing.  Return False if it would exceed the limit.
 
         layer: name in the model;  layer_type, index: 'linear' or 'attention', numbered in order of the forward pass
@@ -125,18 +126,20 @@ class Writer:
         mask: [{'time': axis, 'batch': axis, 'of': key}]; lengths[key] (B,) has the lengths without padding.  Padding is
         excluded from the statistics.  A time axis of None means that the whole array belongs to time step `time`
         owned: the caller will not modify the array, so it is not copied
+        dtype: in the file, 'float32' or 'bfloat16', which must represent the numbers exactly
         """
         array = np.asarray(array) if owned else np.array(array, np.float32, order='C')
-        if self.limit is not None and self.taken + array.nbytes + HEADER > self.limit:
+        nbytes = array.nbytes // 2 if dtype == 'bfloat16' else array.nbytes
+        if self.limit is not None and self.taken + nbytes + HEADER > self.limit:
             self.is_full = True
         if self.is_full:
             return False
-        self.taken += array.nbytes + HEADER
+        self.taken += nbytes + HEADER
         self.counter += 1
         stem = file_stem(self.counter, layer_type, index, operation, quant_type or format, name, time)
         entry = dict(kind='tensor', file=f'{stem}.{self.suffix}', counter=self.counter, layer=layer, layer_type=layer_type,
                      index=index, operation=operation, name=name, step=step, time=time, shape=list(array.shape),
-                     dtype='float32', format=format, options=dict(options or {}), axis=axis, uses=list(uses), mask=list(mask))
+                     dtype=dtype, format=format, options=dict(options or {}), axis=axis, uses=list(uses), mask=list(mask))
         self._put(lambda: self._write(entry, array, lengths), array.nbytes)
         return True
 
@@ -203,7 +206,7 @@ class Writer:
         try:
             entry['statistics'] = describe(array, padding(array.shape, entry['mask'], lengths, entry['time']))
             text = json.dumps(entry)
-            nbytes = write_atomically(path, *self._serialise(array, text))
+            nbytes = write_atomically(path, *self._serialise(array, text, entry['dtype']))
         except (OSError, MemoryError) as error:
             self._count_lost(entry, getattr(error, 'strerror', None) or 'no memory')
             return
@@ -315,18 +318,22 @@ def need_torch() -> None:
         raise UserError('--save-as pt: torch is not installed: install it with: pip install torch') from error
 
 
-def _safetensors(array: np.ndarray, text: str) -> list[Any]:
+def _safetensors(array: np.ndarray, text: str, dtype: str) -> list[Any]:
     """Return the parts of a safetensors file.  The library's own function would copy the values twice."""
+    values = np.ascontiguousarray(array, '<f4')
+    if dtype == 'bfloat16':                     # the upper halves
+        values = np.ascontiguousarray(values.view('<u2').reshape(-1, 2)[:, 1])
     header = json.dumps({'__metadata__': {'pyops': text},
-                         'tensor': {'dtype': 'F32', 'shape': array.shape, 'data_offsets': [0, array.nbytes]}}).encode()
+                         'tensor': {'dtype': {'float32': 'F32', 'bfloat16': 'BF16'}[dtype], 'shape': array.shape,
+                                    'data_offsets': [0, values.nbytes]}}).encode()
     header += b' ' * (-len(header) % 8)
-    return [len(header).to_bytes(8, 'little') + header, np.ascontiguousarray(array, '<f4')]
+    return [len(header).to_bytes(8, 'little') + header, values]
 
 
-def _pt(array: np.ndarray, text: str) -> list[Any]:
+def _pt(array: np.ndarray, text: str, dtype: str) -> list[Any]:
     import torch
     file = io.BytesIO()
-    torch.save({'tensor': torch.from_numpy(array), 'pyops': text}, file)
+    torch.save({'tensor': torch.from_numpy(array).to(getattr(torch, dtype)), 'pyops': text}, file)
     return [file.getbuffer()]
 
 

@@ -1,11 +1,24 @@
 """Attention: multi-head scaled dot-product attention, and the lengths of padded sequences."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_rows, empty, empty_gradient, gemm_batched, get, launch, note_product, permuted
+from pyops.backend import (
+    REAL,
+    as_float,
+    axes,
+    check,
+    check_rows,
+    empty,
+    empty_gradient,
+    gemm_batched,
+    get,
+    launch,
+    note_product,
+    permuted,
+)
 from pyops.backend.kernels import Kernel, Made, Product, declare
 from pyops.ops.packed import Packed, lengths_of, packed, pad_rows, padded
 
@@ -57,7 +70,7 @@ class Attention:
                 q_rows: Packed | None = None, k_rows: Packed | None = None) -> tuple[Array, Ctx]:
         rows = self.check(q, k, v, lengths, step, q_rows, k_rows)
         sizes = Tq, _, B, *_ = self._sizes(q, k, q_rows, k_rows)
-        y, stats = empty(q.shape, name=f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
+        y, stats = empty(q.shape, q.dtype, f'{self.name}.y'), empty((2, B, self.heads, Tq), name=f'{self.name}.stats')
         launch('attention_forward', y, stats, q, k, v, lengths, *offsets(q_rows, k_rows), step, *sizes, *rows,
                *self._settings())
         note_product(self, FORWARD, heads=self.heads)
@@ -65,18 +78,18 @@ class Attention:
 
     def backward(self, dy: Array, ctx: Ctx, out: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
         """Return dq, dk and dv.  out: the arrays to write them to, which may also be columns of larger arrays."""
-        check('dy', dy, ctx.y.shape)
+        check('dy', dy, ctx.y.shape, ctx.y.dtype)
         q, k = ctx.q.shape, ctx.k.shape
-        dq, dk, dv = self._gradients(q, k) if out is None else out
+        dq, dk, dv = self._gradients(q, k, dy.dtype) if out is None else out
         rows = *distances('', q, k, ctx.q, ctx.k, ctx.v), *distances('d', q, k, dq, dk, dv)
         launch('attention_backward', dq, dk, dv, dy, ctx.q, ctx.k, ctx.v, ctx.lengths, *offsets(ctx.q_rows, ctx.k_rows),
                ctx.step, ctx.y, ctx.stats, *self._sizes(ctx.q, ctx.k, ctx.q_rows, ctx.k_rows), *rows, *self._settings())
         note_product(self, BACKWARD)
         return dq, dk, dv
 
-    def _gradients(self, q: Shape, k: Shape) -> tuple[Array, Array, Array]:
+    def _gradients(self, q: Shape, k: Shape, dtype: Any = np.float32) -> tuple[Array, Array, Array]:
         """Allocate dq, dk and dv, for q and k of these shapes."""
-        dq, dk, dv = (empty_gradient(shape, f'{self.name}.{name}') for name, shape in (('dq', q), ('dk', k), ('dv', k)))
+        dq, dk, dv = (empty_gradient(shape, f'{self.name}.{name}', dtype) for name, shape in (('dq', q), ('dk', k), ('dv', k)))
         return dq, dk, dv
 
     def check(self, q: Array, k: Array, v: Array, lengths: Array | None, step: Array | None, q_rows: Packed | None = None,
@@ -147,8 +160,8 @@ class Attention:
 def distances(prefix: str, q_shape: Shape, k_shape: Shape, q: Array, k: Array, v: Array) -> tuple[int, int]:
     """Check q, k and v, or with the prefix 'd' their gradients; they may be columns of larger arrays.  Return the distance of
     rows of q, and of k and v, in elements."""
-    of_q, of_k = check_rows(f'{prefix}q', q, q_shape), check_rows(f'{prefix}k', k, k_shape)
-    of_v = check_rows(f'{prefix}v', v, k_shape)
+    of_q = check_rows(f'{prefix}q', q, q_shape, REAL)
+    of_k, of_v = check_rows(f'{prefix}k', k, k_shape, q.dtype), check_rows(f'{prefix}v', v, k_shape, q.dtype)
     if of_k != of_v:
         raise ValueError(f'{prefix}v: want rows as far apart as those of {prefix}k, {of_k} elements, got {of_v}; '
                          'copy one of them')
@@ -192,8 +205,8 @@ def weights(s: Sizes, array: Argument) -> Array:
     """Return the softmax before dropout, (B, heads, Tq, Tk), recomputed from q and k: the kernel does not store it."""
     Tq, Tk, B, heads, C = (s[name] for name in ('Tq', 'Tk', 'B', 'heads', 'C'))
     q_offsets, k_offsets = array('q_offsets'), array('k_offsets')
-    q, k = (x if of is None else pad_rows(x, Packed(of, T))
-            for x, of, T in ((array('q'), q_offsets, Tq), (array('k'), k_offsets, Tk)))
+    q, k = (x if of is None else pad_rows(x, Packed(of, T), x.shape)[0]
+            for x, of, T in ((as_float(array('q'), 'q'), q_offsets, Tq), (as_float(array('k'), 'k'), k_offsets, Tk)))
     q, k = q.reshape(Tq, B, heads, C), k.reshape(Tk, B, heads, C)
     p = empty((B, heads, Tq, Tk))
     gemm_batched(p, permuted(q, (1, 2, 0, 3)), permuted(k, (1, 2, 3, 0)))

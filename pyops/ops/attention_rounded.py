@@ -8,7 +8,7 @@ import numpy as np
 from pyops.backend import check, empty, empty_gradient, gemm_batched, launch, note_product, put
 from pyops.backend.kernels import Product
 from pyops.ops.attention import Attention, offsets
-from pyops.ops.packed import pack_rows, pad_rows
+from pyops.ops.packed import pad_rows, unpad_rows
 from pyops.ops.rounding import Rounding
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class QuantizedAttention(Attention):
         gemm_batched(self._by_head(y).transpose(1, 2, 0, 3), qw, qv.transpose(1, 2, 0, 3))
         note_product(self, PV if w is softmax else DROPPED_PV)
         if q_rows is not None:
-            steps, y = y, empty(shapes[0], name=f'{self.name}.y_rows')
-            pack_rows(y, steps, q_rows)
+            y, _ = unpad_rows(y, q_rows, shapes[0][0], name=f'{self.name}.y_rows')
         return y, self.Ctx(qq if rounded.same('qk.q', 'dk.q') else q, qk if rounded.same('qk.k', 'dq.k') else k,
                            qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step,
                            q_rows, k_rows, shapes)
@@ -114,11 +113,11 @@ class QuantizedAttention(Attention):
             note_product(self, product)
         for result, steps, rows in zip(results, (dq, dk, dv), all_rows, strict=True):
             if rows is not None:
-                pack_rows(result, steps, rows)
+                unpad_rows(steps, rows, len(result), out=result)
         return results
 
     def _padded(self, x: Array, rows: Packed | None, name: str) -> Array:
-        return x if rows is None else pad_rows(x, rows, f'{self.name}.{name}_steps')
+        return x if rows is None else pad_rows(x, rows, x.shape, name=f'{self.name}.{name}_steps')[0]
 
     def _by_head(self, x: Array) -> Any:
         """View (T, B, D) as (T, B, heads, C)."""

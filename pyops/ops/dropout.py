@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, empty_gradient, launch
+from pyops.backend import REAL, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class Dropout:
         return self._apply('dy', dy, ctx.step, 'dx', empty_gradient)
 
     def _apply(self, argument: str, x: Array, step: Array | None, result: str, allocate: Callable[..., Array] = empty) -> Array:
-        check(argument, x, np.shape(x))
+        check(argument, x, np.shape(x), REAL)
         check('step', step, (1,), np.int64)
-        y = allocate(x.shape, name=f'{self.name}.{result}')
+        y = allocate(x.shape, name=f'{self.name}.{result}', dtype=x.dtype)
         launch('dropout', y, x, step, x.size, self.p, self.key)
         return y
 

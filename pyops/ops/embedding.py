@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, launch
+from pyops.backend import REAL, activations, axes, check, check_parameter, empty, launch
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Embedding:
     Saves    ids
     Errors   ValueError for an id outside the table, with its position; TypeError for a wrong dtype or strides
     Source   a product with a one-hot matrix, computed without its zeros
+    Notes    on a GPU, y has the type that GPU.storage selects
     """
 
     class Ctx(NamedTuple):
@@ -37,13 +38,13 @@ class Embedding:
     def forward(self, ids: Array) -> tuple[Array, Ctx]:
         V, E = self.weight.value.shape
         check('ids', ids, np.shape(ids), np.int32)
-        y = empty((*ids.shape, E), name=f'{self.name}.y')
+        y = empty((*ids.shape, E), activations(), f'{self.name}.y')
         launch('embedding_forward', y, self.weight.value, ids, ids.size, V, E)
         return y, self.Ctx(ids)
 
     def backward(self, dy: Array, ctx: Ctx) -> None:
         V, E = self.weight.value.shape
-        check('dy', dy, (*ctx.ids.shape, E))
+        check('dy', dy, (*ctx.ids.shape, E), REAL)
         launch('embedding_backward', self.weight.grad, self.weight.touched, dy, ctx.ids, ctx.ids.size, V, E)
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:

@@ -1,6 +1,7 @@
 """EmbeddingGRU: embedding lookup and gated recurrent unit as one op."""
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,10 +21,11 @@ from pyops.backend import (
     work,
 )
 from pyops.backend.kernels import Kernel, Made, Product, declare
-from pyops.ops.gru import GRU, STATE_DGRAD, STATE_FWD
+from pyops.ops.gru import GRU, STATE_DGRAD, STATE_FWD, rows_shape
 from pyops.ops.join import ConcatContext
 
 if TYPE_CHECKING:
+    from pyops.ops.packed import Packed
     from pyops.params import Parameter
     from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
 
@@ -38,6 +40,7 @@ class EmbeddingGRU(GRU):
              u[v] = sum of da over the positions of token v;  s[b] = sum_t da[t, b]
              dtable[v] += u[v] w_e;  dcontext = s w_c;  dw_ih += [sum_v u[v]' table[v], sum_b s[b]' context[b]]
              ids have no gradient
+    Packed   with rows, ids are (N,), and h, dh (N, H), as in GRU
     Saves    ids, context, h0, lengths, h, gates;  x is never stored
     Errors   TypeError and ValueError naming the argument; ValueError for an id outside the table and a length outside [0, T]
     Source   Embedding, ConcatContext and GRU in sequence
@@ -51,6 +54,9 @@ class EmbeddingGRU(GRU):
         lengths: Array | None
         h: Array
         gates: Array
+        last: Array | None
+        rows: Packed | None
+        reverse: bool
 
     def __init__(self, table: Parameter, w_ih: Parameter, w_hh: Parameter, b_ih: Parameter, b_hh: Parameter,
                  reset_before: bool = False, name: str | None = None) -> None:
@@ -61,51 +67,44 @@ class EmbeddingGRU(GRU):
         if E > I:
             raise ValueError(f'{w_ih.name}: want shape (3H, E + C) with E = {E} as in {table.name}, got {w_ih.value.shape}')
 
-    def sizes(self, ids: Array) -> tuple[int, ...]:
-        """Return T, B, V, E, C and 3H: the size arguments of the embedding_linear kernels."""
+    def sizes(self, ids: Array, rows: Packed | None) -> tuple[int, ...]:
+        """Return T, B, N, V, E, C and 3H: the size arguments of the embedding_linear kernels."""
         (V, E), (gates, I) = self.table.value.shape, self.w_ih.value.shape
-        return (*ids.shape, V, E, I - E, gates)
+        lead = (*ids.shape, 0) if rows is None else (rows.longest, rows.sentences, *ids.shape)
+        return (*lead, V, E, I - E, gates)
 
-    def forward(self, ids: Array, context: Array | None = None, h0: Array | None = None,
-                lengths: Array | None = None) -> tuple[Array, Ctx]:
-        self.check(ids, context, h0, lengths)
-        T, B, H = *ids.shape, self.w_hh.value.shape[1]
-        sizes = self.sizes(ids)
-        a = empty((T, B, 3 * H), name=f'{self.name}.a')
-        launch('embedding_linear_forward', a, self.table.value, ids, context, self.w_ih.value, self.b_ih.value,
-               work('embedding_linear_forward', *sizes), *sizes)
+    def forward(self, ids: Array, context: Array | None = None, h0: Array | None = None, lengths: Array | None = None,
+                rows: Packed | None = None, reverse: bool = False) -> tuple[Array, Ctx]:
+        self.check(ids, context, h0, lengths, rows, reverse)
+        T, B, N, *_ = sizes = self.sizes(ids, rows)
+        a = empty((*ids.shape, sizes[-1]), name=f'{self.name}.a')
+        launch('embedding_linear_forward', a, self.table.value, ids, context, None if rows is None else rows.offsets,
+               self.w_ih.value, self.b_ih.value, work('embedding_linear_forward', *sizes), *sizes)
         note_product(self, INPUT_FWD, 'ih', weight=self.w_ih, bias=self.b_ih, steps=True)
-        h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
-        launch('gru_forward', h, gates, None, a, h0, lengths, None, self.w_hh.value, None, self.b_hh.value,
-               work('gru_forward', T, B, 0, H), T, B, 0, H, self.reset_before)
+        h, gates, last = self.launch_forward(None, a, h0, lengths, rows, reverse, (T, B, N, 0))
         note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
-        return h, self.Ctx(ids, context, h0, lengths, h, gates)
+        return h, self.Ctx(ids, context, h0, lengths, h, gates, last, rows, reverse)
 
-    def check(self, ids: Array, context: Array | None, h0: Array | None, lengths: Array | None) -> None:
-        T, B = axes('ids', ids, 'T B')
-        check('ids', ids, (T, B), np.int32)
-        *_, C, _ = self.sizes(ids)
+    def check(self, ids: Array, context: Array | None, h0: Array | None, lengths: Array | None, rows: Packed | None,
+              reverse: bool) -> None:
+        _, B, _ = self.check_rows('ids', ids, '', lengths, rows, reverse)
+        check('ids', ids, ids.shape, np.int32)
+        *_, C, _ = self.sizes(ids, rows)
         if context is not None:
             check('context', context, (B, C))
         elif C:
             raise ValueError(f'context: want shape {(B, C)}, got None')
-        self.check_sentences(h0, lengths, B)
+        self.check_h0(h0, B)
 
     def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[None, Array | None, Array | None]:
         """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
-        T, B, H = *ctx.ids.shape, self.w_hh.value.shape[1]
-        self.check_gradients(dh, dh_last, T, B)
-        sizes = self.sizes(ctx.ids)
-        dh0 = None if ctx.h0 is None else empty_gradient((B, H), f'{self.name}.dh0')
         dcontext = None if ctx.context is None else empty_gradient(ctx.context.shape, f'{self.name}.dcontext')
-        dgates = empty_gradient((T, B, 4 * H), f'{self.name}.dgates')
-        launch('gru_backward', None, dh0, None, self.w_hh.grad, None, self.b_hh.grad, dgates,
-               dh, dh_last, None, ctx.h0, ctx.lengths, None, self.w_hh.value, ctx.h, ctx.gates,
-               work('gru_backward', T, B, 0, H), T, B, 0, H, self.reset_before)
+        dh0, dgates = self.launch_backward(None, dh, dh_last, ctx)
         note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
+        sizes = self.sizes(ctx.ids, ctx.rows)
         launch('embedding_linear_backward', self.table.grad, self.table.touched, dcontext, self.w_ih.grad, self.b_ih.grad,
-               dgates, self.table.value, ctx.ids, ctx.context, self.w_ih.value,
-               work('embedding_linear_backward', *sizes), *sizes, 4 * H)
+               dgates, self.table.value, ctx.ids, ctx.context, None if ctx.rows is None else ctx.rows.offsets, self.w_ih.value,
+               work('embedding_linear_backward', *sizes), *sizes, dgates.shape[-1])
         note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
         return None, dcontext, dh0
 
@@ -117,10 +116,17 @@ class EmbeddingGRU(GRU):
 
     @staticmethod
     def reference(ids: np.ndarray, context: np.ndarray | None = None, h0: np.ndarray | None = None,
-                  lengths: np.ndarray | None = None, *, table: np.ndarray, w_ih: np.ndarray, w_hh: np.ndarray, b_ih: np.ndarray,
-                  b_hh: np.ndarray, reset_before: bool = False) -> np.ndarray:
-        x = table[ids] if context is None else ConcatContext.reference(table[ids], context)
-        return GRU.reference(x, h0, lengths, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh, reset_before=reset_before)
+                  lengths: np.ndarray | None = None, rows: Packed | None = None, reverse: bool = False, *, table: np.ndarray,
+                  w_ih: np.ndarray, w_hh: np.ndarray, b_ih: np.ndarray, b_hh: np.ndarray,
+                  reset_before: bool = False) -> np.ndarray:
+        if context is None:
+            x = table[ids]
+        elif rows is None:
+            x = ConcatContext.reference(table[ids], context)
+        else:
+            x = np.concatenate([table[ids], np.repeat(context, np.diff(get(rows.offsets)), 0)], -1)
+        return GRU.reference(x, h0, lengths, rows, reverse, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh,
+                             reset_before=reset_before)
 
     @staticmethod
     def example(normal: Normal) -> Example:
@@ -134,12 +140,15 @@ class EmbeddingGRU(GRU):
 # ---- the linear layer on tokens and contexts, recomputed for all positions --------------------------------------------------
 
 def inputs(s: Sizes, array: Argument) -> Array:
-    """Return [table[ids[t, b]], context[b]] for all positions, (T, B, E + C)."""
+    """Return [table[ids[t, b]], context[b]] for all positions, (T, B, E + C), or (N, E + C) of packed rows."""
     T, B, E, C = (s[name] for name in 'TBEC')
-    x = empty((T, B, E))
-    launch('embedding_forward', x, array('table'), array('ids'), T * B, s['V'], E)
+    x = empty((*rows_shape(s), E))
+    launch('embedding_forward', x, array('table'), array('ids'), math.prod(rows_shape(s)), s['V'], E)
     if not C:
         return x
+    if array('offsets') is not None:
+        context = np.repeat(get(array('context')), np.diff(get(array('offsets'))), 0)
+        return put(np.concatenate([get(x), context], -1))
     both = empty((T, B, E + C))
     launch('concat_context_forward', both, x, array('context'), T, B, E, C)
     return both
@@ -151,7 +160,7 @@ def outputs(s: Sizes, array: Argument) -> Array:
 
 def output_gradients(s: Sizes, array: Argument) -> Array:
     """Return the first O elements of each row of dy, (T, B, O); dy has row stride ld."""
-    return np.ascontiguousarray(get(array('dy')).reshape(s['T'], s['B'], s['ld'])[..., :s['O']])
+    return np.ascontiguousarray(get(array('dy')).reshape(*rows_shape(s), s['ld'])[..., :s['O']])
 
 
 def input_gradients(s: Sizes, array: Argument) -> Array:
@@ -159,11 +168,11 @@ def input_gradients(s: Sizes, array: Argument) -> Array:
 
 
 def _input_shape(s: Sizes) -> Shape:
-    return s['T'], s['B'], s['E'] + s['C']
+    return *rows_shape(s), s['E'] + s['C']
 
 
 def _output_shape(s: Sizes) -> Shape:
-    return s['T'], s['B'], s['O']
+    return *rows_shape(s), s['O']
 
 
 INPUT_FWD = Product('fwd', {'x': Made(_input_shape, inputs), 'y': Made(_output_shape, outputs)})
@@ -177,8 +186,9 @@ def _inputs(s: Sizes, array: Argument) -> Array:
 
 declare(embedding_linear_forward=Kernel(
             flops=lambda s, array: 2 * s['O'] * _inputs(s, array),
-            bytes=lambda s: 4 * (s['T'] * s['B'] * (1 + s['E'] + s['O']) + s['B'] * s['C'] + (s['E'] + s['C'] + 1) * s['O'])),
+            bytes=lambda s: 4 * (math.prod(rows_shape(s)) * (1 + s['E'] + s['O']) + s['B'] * s['C']
+                                 + (s['E'] + s['C'] + 1) * s['O'])),
         embedding_linear_backward=Kernel(
             flops=lambda s, array: 4 * s['O'] * _inputs(s, array),
-            bytes=lambda s: 4 * (s['T'] * s['B'] * (1 + 3 * s['E'] + s['O']) + 2 * s['B'] * s['C']
+            bytes=lambda s: 4 * (math.prod(rows_shape(s)) * (1 + 3 * s['E'] + s['O']) + 2 * s['B'] * s['C']
                                  + (3 * (s['E'] + s['C']) + 2) * s['O'])))

@@ -7,14 +7,17 @@ from pyops.ops.embedding import Embedding
 from pyops.ops.embedding_gru import EmbeddingGRU
 from pyops.ops.gru_rounded import QuantizedGRU
 from pyops.ops.join import ConcatContext
+from pyops.ops.packed import pad_rows, unpad_rows
 
 if TYPE_CHECKING:
+    from pyops.ops.packed import Packed
     from pyops.typing import Array
 
 
 class QuantizedEmbeddingGRU(EmbeddingGRU):
     """EmbeddingGRU with rounded operands: Embedding, ConcatContext and QuantizedGRU in sequence.
 
+    Packed   rows are padded between Embedding and ConcatContext, see QuantizedGRU
     Saves    the same as these three ops
     """
 
@@ -22,6 +25,10 @@ class QuantizedEmbeddingGRU(EmbeddingGRU):
         embedding: Embedding.Ctx
         concat: ConcatContext.Ctx | None
         gru: QuantizedGRU.Ctx
+
+        @property
+        def last(self) -> Array | None:
+            return self.gru.last
 
     def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -31,16 +38,20 @@ class QuantizedEmbeddingGRU(EmbeddingGRU):
     layers = QuantizedGRU.layers
 
     def forward(self, ids: Array, context: Array | None = None, h0: Array | None = None,
-                lengths: Array | None = None) -> tuple[Array, Ctx]:
-        self.check(ids, context, h0, lengths)
+                lengths: Array | None = None, rows: Packed | None = None, reverse: bool = False) -> tuple[Array, Ctx]:
+        self.check(ids, context, h0, lengths, rows, reverse)
         x, embedding = self.embedding.forward(ids)
+        if rows is not None:
+            x, _ = pad_rows(x, rows, x.shape, reverse, name=f'{self.name}.x')
         x, concat = (x, None) if context is None else self.concat.forward(x, context)
-        h, gru = self.gru.forward(x, h0, lengths)
+        h, gru = self.gru.forward_padded(x, h0, rows, reverse, 0 if rows is None else len(ids))
         return h, self.Ctx(embedding, concat, gru)
 
     def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[None, Array | None, Array | None]:
         """Return None (ids have no gradient), dcontext (None if forward had no context) and dh0 (None if it had no h0)."""
-        dx, dh0 = self.gru.backward(dh, ctx.gru, dh_last)
+        dx, dh0 = self.gru.backward_padded(dh, ctx.gru, dh_last)
         dx, dcontext = (dx, None) if ctx.concat is None else self.concat.backward(dx, ctx.concat)
+        if ctx.gru.rows is not None:
+            dx, _ = unpad_rows(dx, ctx.gru.rows, ctx.gru.N, ctx.gru.reverse, name=f'{self.name}.dx')
         self.embedding.backward(dx, ctx.embedding)
         return None, dcontext, dh0

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
+from pyops.backend import REAL, as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
 
 if TYPE_CHECKING:
@@ -39,23 +39,23 @@ class FeedForward:
 
     def forward(self, x: Array) -> tuple[Array, Ctx]:
         F, D = self.w1.value.shape
-        check('x', x, (*np.shape(x)[:-1], D))
-        h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
-        gemm(as_rows(h), as_rows(x), self.w1.value.T, self.b1.value, relu=True)
+        check('x', x, (*np.shape(x)[:-1], D), REAL)
+        h, y = empty((*x.shape[:-1], F), x.dtype, f'{self.name}.h'), empty(x.shape, x.dtype, f'{self.name}.y')
+        gemm(as_rows(h), as_rows(x), self.w1.operand(x.dtype).T, self.b1.value, relu=True)
         note_product(self, FWD, 'w1', weight=self.w1, bias=self.b1, rows=x.shape[:-1])
-        gemm(as_rows(y), as_rows(h), self.w2.value.T, self.b2.value)
+        gemm(as_rows(y), as_rows(h), self.w2.operand(x.dtype).T, self.b2.value)
         note_product(self, FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
         return y, self.Ctx(x, h)
 
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
-        check('dy', dy, ctx.x.shape)
+        check('dy', dy, ctx.x.shape, ctx.x.dtype)
         if into is not None:
-            check('into', into, ctx.x.shape)
+            check('into', into, ctx.x.shape, ctx.x.dtype)
         x, h, dy = as_rows(ctx.x), as_rows(ctx.h), as_rows(dy)
         (R, F), D = h.shape, x.shape[1]
-        dh = empty_gradient((R, F), f'{self.name}.dh')
-        gemm(dh, dy, self.w2.value)
+        dh = empty_gradient((R, F), f'{self.name}.dh', dy.dtype)
+        gemm(dh, dy, self.w2.operand(dy.dtype))
         note_product(self, DGRAD, 'w2', weight=self.w2)
         launch('relu_backward', dh, dh, h, R * F)
         gemm(self.w2.grad, dy.T, h, accumulate=True)
@@ -64,8 +64,8 @@ class FeedForward:
         gemm(self.w1.grad, dh.T, x, accumulate=True)
         note_product(self, WGRAD, 'w1', weight=self.w1)
         launch('column_sums', self.b1.grad, dh, R, F)
-        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if into is None else into     # dy is no longer needed
-        gemm(as_rows(dx), dh, self.w1.value, accumulate=into is not None)
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if into is None else into   # dy is no longer needed
+        gemm(as_rows(dx), dh, self.w1.operand(dy.dtype), accumulate=into is not None)
         note_product(self, DGRAD, 'w1', weight=self.w1)
         return dx
 

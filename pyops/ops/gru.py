@@ -1,7 +1,8 @@
 """GRU: a gated recurrent unit over a whole sequence, as one op."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from pyops.backend import (
 from pyops.backend.kernels import Kernel, Made, Product, declare
 
 if TYPE_CHECKING:
+    from pyops.ops.packed import Packed
     from pyops.params import Parameter
     from pyops.typing import Argument, Array, Example, Normal, Shape, Sizes
 
@@ -43,6 +45,9 @@ class GRU:
              reset_before True:   e = dn w_hn;  dr = e h[t-1] r (1 - r);  dh[t-1] = d z + e r + [dr dz] w_h[rz]
              then over all steps at once  dx = [dr dz dn] w_ih;  dw_ih += [dr dz dn]' x;  dw_hh likewise; biases: sums
              sequence b has lengths[b] steps, T if lengths is None: after its end h is 0 and passes no gradient back
+    Packed   with rows, all arrays (T, B, ...) become (N, ...): step t of sentence b is row offsets[b] + t, or with reverse row
+             offsets[b + 1] - 1 - t.  ctx.last (B, H) is h after the last step of each sentence, h0 for an empty one, and
+             dh_last is its gradient.  The bits of h are the same as with lengths
     Saves    x, h0, lengths, h, and gates (T, B, 4H) = r, z, n, u
     Errors   ValueError for a length outside [0, T], with its position; TypeError and ValueError naming the argument
     Source   Cho et al. 2014, arXiv:1406.1078 (reset before the product); cuDNN and PyTorch reset after it
@@ -55,6 +60,9 @@ class GRU:
         lengths: Array | None
         h: Array
         gates: Array
+        last: Array | None
+        rows: Packed | None
+        reverse: bool
 
     def __init__(self, w_ih: Parameter, w_hh: Parameter, b_ih: Parameter, b_hh: Parameter, reset_before: bool = False,
                  name: str | None = None) -> None:
@@ -64,47 +72,84 @@ class GRU:
         for parameter, shape in ((w_ih, (3 * H, I)), (w_hh, (3 * H, H)), (b_ih, (3 * H,)), (b_hh, (3 * H,))):
             check_parameter(parameter, shape)
 
-    def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None) -> tuple[Array, Ctx]:
-        self.check(x, h0, lengths)
-        (T, B, I), H = x.shape, self.w_hh.value.shape[1]
-        h, gates = empty((T, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
-        launch('gru_forward', h, gates, x, None, h0, lengths, self.w_ih.value, self.w_hh.value, self.b_ih.value,
-               self.b_hh.value, work('gru_forward', T, B, I, H), T, B, I, H, self.reset_before)
+    def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None, rows: Packed | None = None,
+                reverse: bool = False) -> tuple[Array, Ctx]:
+        sizes = self.check(x, h0, lengths, rows, reverse)
+        h, gates, last = self.launch_forward(x, None, h0, lengths, rows, reverse, (*sizes, x.shape[-1]))
         note_product(self, INPUT_FWD, 'ih', weight=self.w_ih, bias=self.b_ih, steps=True)
         note_product(self, STATE_FWD, 'hh', weight=self.w_hh, bias=self.b_hh, steps=True)
-        return h, self.Ctx(x, h0, lengths, h, gates)
+        return h, self.Ctx(x, h0, lengths, h, gates, last, rows, reverse)
 
-    def check(self, x: Array, h0: Array | None, lengths: Array | None) -> None:
-        T, B, _ = axes('x', x, 'T B I')
-        check('x', x, (T, B, self.w_ih.value.shape[1]))
-        self.check_sentences(h0, lengths, B)
+    def launch_forward(self, x: Array | None, a: Array | None, h0: Array | None, lengths: Array | None, rows: Packed | None,
+                       reverse: bool, sizes: tuple[int, ...]) -> tuple[Array, Array, Array | None]:
+        """Run the kernel on x, or on the input product a.  sizes: T, B, N, I.  Return h, gates and last (None without rows)."""
+        H, B = self.w_hh.value.shape[1], sizes[1]
+        shape = sizes[:2] if rows is None else sizes[2:3]
+        h, gates = empty((*shape, H), name=f'{self.name}.h'), empty((*shape, 4 * H), name=f'{self.name}.gates')
+        last = None if rows is None else empty((B, H), name=f'{self.name}.last')
+        launch('gru_forward', h, gates, last, x, a, h0, lengths, None if rows is None else rows.offsets,
+               None if x is None else self.w_ih.value, self.w_hh.value, None if x is None else self.b_ih.value, self.b_hh.value,
+               work('gru_forward', *sizes, H), *sizes, H, self.reset_before, reverse)
+        return h, gates, last
 
-    def check_sentences(self, h0: Array | None, lengths: Array | None, B: int) -> None:
+    def check(self, x: Array, h0: Array | None, lengths: Array | None, rows: Packed | None,
+              reverse: bool) -> tuple[int, int, int]:
+        """Check the arguments of forward.  Return T, B and N."""
+        sizes = self.check_rows('x', x, 'I', lengths, rows, reverse)
+        check('x', x, (*x.shape[:-1], self.w_ih.value.shape[1]))
+        self.check_h0(h0, sizes[1])
+        return sizes
+
+    @staticmethod
+    def check_rows(name: str, x: Array, last: str, lengths: Array | None, rows: Packed | None,
+                   reverse: bool) -> tuple[int, int, int]:
+        """Check the number of axes of x, lengths and rows.  last: the name of the last axis of x, if it is not a step or row.
+        Return T, B and N, the number of packed rows, 0 without them."""
+        if rows is None:
+            T, B = axes(name, x, f'T B {last}')[:2]
+            if reverse:
+                raise ValueError('reverse: want rows, got None; padded sequences cannot be reversed')
+            if lengths is not None:
+                check('lengths', lengths, (B,), np.int32)
+            return T, B, 0
+        if lengths is not None:
+            raise ValueError('lengths: want None with rows, which contain the lengths')
+        rows.check()
+        return rows.longest, rows.sentences, axes(name, x, f'N {last}')[0]
+
+    def check_h0(self, h0: Array | None, B: int) -> None:
         if h0 is not None:
             check('h0', h0, (B, self.w_hh.value.shape[1]))
-        if lengths is not None:
-            check('lengths', lengths, (B,), np.int32)
 
     def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[Array, Array | None]:
         """Return dx and dh0 (None if forward had no h0)."""
-        I, H = self.w_ih.value.shape[1], self.w_hh.value.shape[1]
-        T, B, _ = ctx.x.shape
-        self.check_gradients(dh, dh_last, T, B)
-        dx = empty_gradient((T, B, I), f'{self.name}.dx')
-        dh0 = None if ctx.h0 is None else empty_gradient((B, H), f'{self.name}.dh0')
-        dgates = empty_gradient((T, B, 4 * H), f'{self.name}.dgates')
-        launch('gru_backward', dx, dh0, self.w_ih.grad, self.w_hh.grad, self.b_ih.grad, self.b_hh.grad, dgates,
-               dh, dh_last, ctx.x, ctx.h0, ctx.lengths, self.w_ih.value, self.w_hh.value, ctx.h, ctx.gates,
-               work('gru_backward', T, B, I, H), T, B, I, H, self.reset_before)
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx')
+        dh0, _ = self.launch_backward(dx, dh, dh_last, ctx)
         note_product(self, INPUT_DGRAD, 'ih', weight=self.w_ih)
         note_product(self, STATE_DGRAD, 'hh', weight=self.w_hh)
         return dx, dh0
 
-    def check_gradients(self, dh: Array, dh_last: Array | None, T: int, B: int) -> None:
+    def launch_backward(self, dx: Array | None, dh: Array, dh_last: Array | None, ctx: Any) -> tuple[Array | None, Array]:
+        """Run the kernel; dx None: the caller computed the input product.  Return dh0 and dgates."""
+        H, rows, shape = self.w_hh.value.shape[1], ctx.rows, ctx.h.shape[:-1]
+        T, B, N = (*shape, 0) if rows is None else (rows.longest, rows.sentences, *shape)
+        self.check_gradients(dh, dh_last, shape, B)
+        I = 0 if dx is None else dx.shape[-1]
+        dh0 = None if ctx.h0 is None else empty_gradient((B, H), f'{self.name}.dh0')
+        dgates = empty_gradient((*shape, 4 * H), f'{self.name}.dgates')
+        dw_ih, db_ih, x, w_ih = ((None,) * 4 if dx is None else
+                                 (self.w_ih.grad, self.b_ih.grad, ctx.x, self.w_ih.value))
+        launch('gru_backward', dx, dh0, dw_ih, self.w_hh.grad, db_ih, self.b_hh.grad, dgates,
+               dh, dh_last, x, ctx.h0, ctx.lengths, None if rows is None else rows.offsets, w_ih, self.w_hh.value, ctx.h,
+               ctx.gates, work('gru_backward', T, B, N, I, H), T, B, N, I, H, self.reset_before, ctx.reverse)
+        return dh0, dgates
+
+    def check_gradients(self, dh: Array, dh_last: Array | None, shape: Shape, B: int) -> None:
+        """shape: (T, B) or (N,)"""
         H = self.w_hh.value.shape[1]
-        for name, gradient, shape in (('dh', dh, (T, B, H)), ('dh_last', dh_last, (B, H))):
+        for name, gradient, lead in (('dh', dh, shape), ('dh_last', dh_last, (B,))):
             if gradient is not None:
-                check(name, gradient, shape)
+                check(name, gradient, (*lead, H))
 
     @staticmethod
     def rounded() -> type[GRU]:
@@ -113,8 +158,19 @@ class GRU:
         return QuantizedGRU
 
     @staticmethod
-    def reference(x: np.ndarray, h0: np.ndarray | None = None, lengths: np.ndarray | None = None, *, w_ih: np.ndarray,
-                  w_hh: np.ndarray, b_ih: np.ndarray, b_hh: np.ndarray, reset_before: bool = False) -> np.ndarray:
+    def reference(x: np.ndarray, h0: np.ndarray | None = None, lengths: np.ndarray | None = None,
+                  rows: Packed | None = None, reverse: bool = False, *, w_ih: np.ndarray, w_hh: np.ndarray, b_ih: np.ndarray,
+                  b_hh: np.ndarray, reset_before: bool = False) -> np.ndarray:
+        if rows is not None:
+            h = np.empty((len(x), w_hh.shape[1]))
+            for b in range(rows.sentences):
+                start, end = rows.offsets[b:b + 2]
+                order = np.arange(start, end)[::-1 if reverse else 1]
+                if len(order):
+                    h[order] = GRU.reference(x[order, None], None if h0 is None else h0[b:b + 1], w_ih=w_ih, w_hh=w_hh,
+                                             b_ih=b_ih, b_hh=b_hh, reset_before=reset_before)[:, 0]
+            return h
+
         def sigmoid(x: np.ndarray) -> np.ndarray:
             return 1 / (1 + np.exp(-x))
 
@@ -141,8 +197,15 @@ class GRU:
 # ---- the tensors of the two linear layers that the kernels do not store, recomputed for all steps at once -----------------
 
 def states(s: Sizes, array: Argument) -> np.ndarray:
-    """Return h[t-1] for all steps, (T, B, H)."""
-    h, h0 = get(array('h')), array('h0')
+    """Return h[t-1] for all steps, (T, B, H) or (N, H)."""
+    h, h0, offsets = get(array('h')), array('h0'), array('offsets')
+    if offsets is not None:
+        starts, ends = get(offsets)[:-1], get(offsets)[1:]
+        has_steps = ends > starts
+        before = np.roll(h, -1 if s['reverse'] else 1, 0)
+        first = ends - 1 if s['reverse'] else starts
+        before[first[has_steps]] = 0 if h0 is None else get(h0)[has_steps]
+        return before
     before = np.zeros((1, s['B'], s['H']), np.float32) if h0 is None else get(h0)[None]
     return np.concatenate([before, h[:-1]])
 
@@ -185,12 +248,22 @@ def state_input_gradients(s: Sizes, array: Argument) -> Array:
     return get(product(rows[:, :2 * H], w[:2 * H])).reshape(_states_shape(s)) + r * through_u
 
 
+def rows_shape(s: Sizes) -> Shape:
+    """Return the axes of the rows: (N,) if they are packed, else (T, B)."""
+    return (s['N'],) if s['N'] else (s['T'], s['B'])
+
+
 def _gates_shape(s: Sizes) -> Shape:
-    return s['T'], s['B'], 3 * s['H']
+    return *rows_shape(s), 3 * s['H']
 
 
 def _states_shape(s: Sizes) -> Shape:
-    return s['T'], s['B'], s['H']
+    return *rows_shape(s), s['H']
+
+
+def _flops(s: Sizes) -> int:
+    """Return the operations of one product with the weights of a gate for all rows."""
+    return 2 * math.prod(rows_shape(s)) * s['H'] * (s['I'] + s['H'])
 
 
 INPUT_FWD = Product('fwd', {'x': 'x', 'y': Made(_gates_shape, input_product)})
@@ -199,5 +272,4 @@ INPUT_DGRAD = Product('dgrad', {'g': Made(_gates_shape, input_gradients), 'dx': 
 STATE_DGRAD = Product('dgrad', {'g': Made(_gates_shape, state_gradients), 'dx': Made(_states_shape, state_input_gradients)})
 
 # Count all positions, including positions beyond the lengths, although they are not computed.
-declare(gru_forward=Kernel(flops=lambda s, array: 6 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])),
-        gru_backward=Kernel(flops=lambda s, array: 12 * s['T'] * s['B'] * s['H'] * (s['I'] + s['H'])))
+declare(gru_forward=Kernel(flops=lambda s, array: 3 * _flops(s)), gru_backward=Kernel(flops=lambda s, array: 6 * _flops(s)))

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyops.backend import as_rows, copy, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD, Kernel, declare
 from pyops.ops.gru import GRU
+from pyops.ops.packed import pad_rows, unpad_rows
 from pyops.ops.rounding import Kept, LinearProducts, Rounding
 
 if TYPE_CHECKING:
     from pyops.backend.kernels import Product
+    from pyops.ops.packed import Packed
     from pyops.typing import Array, Shape
 
 AFTER, BEFORE_1, BEFORE_2 = range(3)    # pyops_gru_stage
@@ -24,7 +26,8 @@ class QuantizedGRU(GRU):
              for all steps at once  ih dgrad and wgrad as in QuantizedLinear;  hh wgrad: over T B
     Saves    h0 and h in one array, gates, u, and for the layers the same as QuantizedLinear
     Notes    all steps are computed, for any lengths.  Beyond the length of a sequence h is not 0 and must not be read; if
-             dh and dh_last are 0 there, no gradient flows back
+             dh and dh_last are 0 there, no gradient flows back.  Packed rows are padded first, to `longest` steps: each step
+             rounds its operands, and the kernels that round read contiguous rows
     """
 
     class Ctx(NamedTuple):
@@ -35,6 +38,10 @@ class QuantizedGRU(GRU):
         u: Array | None            # (T, B, H), with reset_before
         ih: Kept
         w_hh: Array | None         # the rounded copy if backward can use it
+        last: Array | None
+        rows: Packed | None
+        reverse: bool
+        N: int                     # number of packed rows, 0 without them
 
     def __init__(self, *arguments: Any, recipe: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -45,8 +52,15 @@ class QuantizedGRU(GRU):
     def layers(name: str) -> list[tuple[str, str]]:
         return [(f'{name}.ih', 'linear'), (f'{name}.hh', 'linear')]
 
-    def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None) -> tuple[Array, Ctx]:
-        self.check(x, h0, lengths)
+    def forward(self, x: Array, h0: Array | None = None, lengths: Array | None = None, rows: Packed | None = None,
+                reverse: bool = False) -> tuple[Array, Ctx]:
+        *_, N = self.check(x, h0, lengths, rows, reverse)
+        if rows is not None:
+            x, _ = pad_rows(x, rows, x.shape, reverse, name=f'{self.name}.x')
+        return self.forward_padded(x, h0, rows, reverse, N)
+
+    def forward_padded(self, x: Array, h0: Array | None, rows: Packed | None, reverse: bool, N: int) -> tuple[Array, Ctx]:
+        """Run on padded x (T, B, I), already reversed.  With rows, return packed h."""
         (T, B, _), H = x.shape, self.w_hh.value.shape[1]
         states, gates = empty((T + 1, B, H), name=f'{self.name}.h'), empty((T, B, 4 * H), name=f'{self.name}.gates')
         a, product = empty((T, B, 3 * H), name=f'{self.name}.ih.y'), empty((B, 3 * H), name=f'{self.name}.hh.y')
@@ -71,13 +85,27 @@ class QuantizedGRU(GRU):
                 gemm(product, h, w.T, b)
                 self._note(FWD, slice(3 * H), (B,))
                 launch('gru_gates_forward', states[t + 1], gates[t], a[t], product, states[t], B, H, AFTER)
-        return states[1:], self.Ctx(x.shape, h0 is not None, states, gates, u, ih,
-                                    w if self.hh.same('fwd.w', 'dgrad.w') else None)
+        h, last = states[1:], None
+        if rows is not None:
+            h, last = unpad_rows(h, rows, N, reverse, states[0], f'{self.name}.packed')
+        return h, self.Ctx(x.shape, h0 is not None, states, gates, u, ih, w if self.hh.same('fwd.w', 'dgrad.w') else None,
+                           last, rows, reverse, N)
 
     def backward(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[Array, Array | None]:
         """Return dx and dh0 (None if forward had no h0)."""
+        dx, dh0 = self.backward_padded(dh, ctx, dh_last)
+        if ctx.rows is not None:
+            dx, _ = unpad_rows(dx, ctx.rows, ctx.N, ctx.reverse, name=f'{self.name}.dx')
+        return dx, dh0
+
+    def backward_padded(self, dh: Array, ctx: Ctx, dh_last: Array | None = None) -> tuple[Array, Array | None]:
+        """Return dx (T, B, I), reversed as x, and dh0.  With rows, dh is packed."""
         (T, B, I), H = ctx.shape, self.w_hh.value.shape[1]
-        self.check_gradients(dh, dh_last, T, B)
+        packed, N, first = ctx.rows, ctx.N, None
+        self.check_gradients(dh, dh_last, (T, B) if packed is None else (N,), B)
+        if packed is not None:
+            dh, first = pad_rows(dh, packed, (N, H), ctx.reverse, dh_last, f'{self.name}.dh')
+            dh_last = None
         carry, da = empty_gradient((B, H), f'{self.name}.dh0'), empty_gradient((T, B, 3 * H), f'{self.name}.ih.dy')
         if dh_last is None:
             launch('fill', carry, B * H, 0.0)
@@ -116,6 +144,8 @@ class QuantizedGRU(GRU):
         launch('column_sums', self.b_ih.grad, da, T * B, 3 * H)
         dx = empty_gradient((T, B, I), f'{self.name}.dx')
         self.ih.backward(da, ctx.ih, dx)
+        if first is not None and ctx.has_h0:        # the last state of an empty sentence is h0
+            launch('residual', carry, carry, first, None, B * H, 0.0, 0)
         return dx, carry if ctx.has_h0 else None
 
     def _note(self, product: Product, part: slice, rows: Shape | None = None) -> None:

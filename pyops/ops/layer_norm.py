@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch, work
+from pyops.backend import REAL, axes, check, check_parameter, empty, empty_gradient, launch, work
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class LayerNorm:
 
     def forward(self, x: Array) -> tuple[Array, Ctx]:
         C = len(self.weight.value)
-        check('x', x, (*np.shape(x)[:-1], C))
+        check('x', x, (*np.shape(x)[:-1], C), REAL)
         rows = x.shape[:-1]
-        y = empty(x.shape, name=f'{self.name}.y')
+        y = empty(x.shape, x.dtype, f'{self.name}.y')
         mean, rstd = empty(rows, name=f'{self.name}.mean'), empty(rows, name=f'{self.name}.rstd')
         launch('layer_norm_forward', y, mean, rstd, x, self.weight.value, self.bias.value, math.prod(rows), C, self.eps)
         return y, self.Ctx(x, mean, rstd)
@@ -52,10 +52,10 @@ class LayerNorm:
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
         C, R = len(self.weight.value), ctx.mean.size
-        check('dy', dy, ctx.x.shape)
+        check('dy', dy, ctx.x.shape, ctx.x.dtype)
         if into is not None:
-            check('into', into, ctx.x.shape)
-        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if into is None else into
+            check('into', into, ctx.x.shape, ctx.x.dtype)
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if into is None else into
         launch('layer_norm_backward', dx, self.weight.grad, self.bias.grad, dy, ctx.x, self.weight.value, ctx.mean, ctx.rstd,
                work('layer_norm_backward', R, C), R, C, into is not None)
         return dx

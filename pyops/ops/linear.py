@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, may_overlap, note_product
+from pyops.backend import (
+    REAL,
+    as_rows,
+    axes,
+    check,
+    check_parameter,
+    empty,
+    empty_gradient,
+    gemm,
+    launch,
+    may_overlap,
+    note_product,
+)
 from pyops.backend.kernels import DGRAD, FWD, WGRAD, Product
 
 if TYPE_CHECKING:
@@ -43,9 +55,9 @@ class Linear:
 
     def forward(self, x: Array) -> tuple[Array, Ctx]:
         O, I = self.weight.value.shape
-        check('x', x, (*np.shape(x)[:-1], I))
-        y = empty((*x.shape[:-1], O), name=f'{self.name}.y')
-        gemm(as_rows(y), as_rows(x), self.weight.value.T, self.bias and self.bias.value)
+        check('x', x, (*np.shape(x)[:-1], I), REAL)
+        y = empty((*x.shape[:-1], O), x.dtype, f'{self.name}.y')
+        gemm(as_rows(y), as_rows(x), self.weight.operand(x.dtype).T, self.bias and self.bias.value)
         self._note(FWD, bias=self.bias, rows=x.shape[:-1], steps=self.steps)
         return y, self.Ctx(x)
 
@@ -55,9 +67,9 @@ class Linear:
         into: add dx to this array, which may be dy, and return it.
         """
         O = len(self.weight.value)
-        check('dy', dy, (*ctx.x.shape[:-1], O))
+        check('dy', dy, (*ctx.x.shape[:-1], O), ctx.x.dtype)
         if into is not None:
-            check('into', into, ctx.x.shape)
+            check('into', into, ctx.x.shape, ctx.x.dtype)
         rows = as_rows(dy)
         gemm(self.weight.grad, rows.T, as_rows(ctx.x), accumulate=True)
         self._note(WGRAD)
@@ -66,8 +78,8 @@ class Linear:
         if not want_dx:
             return None
         separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand
-        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx') if separate else into
-        gemm(as_rows(dx), rows, self.weight.value, accumulate=not separate)
+        dx = empty_gradient(ctx.x.shape, f'{self.name}.dx', dy.dtype) if separate else into
+        gemm(as_rows(dx), rows, self.weight.operand(dy.dtype), accumulate=not separate)
         self._note(DGRAD)
         if separate and into is not None:
             launch('residual', into, into, dx, None, dx.size, 0.0, 0)

@@ -5,7 +5,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_kept, check_parameter, empty, empty_gradient, launch, note_product, work, work_size
+from pyops.backend import (
+    REAL,
+    axes,
+    check,
+    check_kept,
+    check_parameter,
+    empty,
+    empty_gradient,
+    launch,
+    note_product,
+    work,
+    work_size,
+)
 from pyops.backend.kernels import Kernel, Product, declare
 from pyops.ops.cross_entropy import CrossEntropy
 
@@ -50,20 +62,22 @@ class LinearCrossEntropy:
     def forward(self, x: Array, labels: Array, gradients: bool = True, *, dloss: Array | None = None) -> tuple[Array, Ctx]:
         V, D = self.weight.value.shape
         check('labels', labels, np.shape(labels), np.int32)
-        check('x', x, (*labels.shape, D))
+        check('x', x, (*labels.shape, D), REAL)
         loss, valid = empty(1, name=f'{self.name}.loss'), empty(1, np.int32, f'{self.name}.valid')
         dx = dweight = dbias = None
         if not gradients:
             dloss = None
         elif dloss is None:
-            dx, dweight = empty_gradient(x.shape, f'{self.name}.dx1'), empty_gradient((V, D), f'{self.name}.dweight1')
+            dx = empty_gradient(x.shape, f'{self.name}.dx1', x.dtype)
+            dweight = empty_gradient((V, D), f'{self.name}.dweight1')
             dbias = empty_gradient(V, f'{self.name}.dbias1')
         else:
             check('dloss', dloss, (1,))
-            dx, dweight, dbias = empty_gradient(x.shape, f'{self.name}.dx'), self.weight.grad, self.bias.grad
-        launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, dloss, x, self.weight.value, self.bias.value, labels,
-               work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V, self.ignore,
-               self.smoothing if gradients else 0.0)
+            dx = empty_gradient(x.shape, f'{self.name}.dx', x.dtype)
+            dweight, dbias = self.weight.grad, self.bias.grad
+        launch('linear_cross_entropy', loss, valid, dx, dweight, dbias, dloss, x, self.weight.operand(x.dtype),
+               self.bias.value, labels, work('linear_cross_entropy', labels.size, D, V, gradients), labels.size, D, V,
+               self.ignore, self.smoothing if gradients else 0.0)
         if gradients:
             note_product(self, LOGITS, weight=self.weight, bias=self.bias)
         if dloss is None:
@@ -79,7 +93,7 @@ class LinearCrossEntropy:
                 raise ValueError(f'{self.name}: backward got another dloss than forward, expected the same array: '
                                  'forward used it for the gradients')
             return ctx.dx           # type: ignore[return-value]
-        dx = empty_gradient(ctx.dx.shape, f'{self.name}.dx')
+        dx = empty_gradient(ctx.dx.shape, f'{self.name}.dx', ctx.dx.dtype)
         launch('scale', dx, ctx.dx, dloss, dx.size)
         note_product(self, SCALED, weight=self.weight)
         launch('axpy', self.weight.grad, ctx.dweight, dloss, ctx.dweight.size)

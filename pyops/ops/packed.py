@@ -1,4 +1,4 @@
-"""Packed rows: the sentences of a batch one after the other, without padding."""
+"""Packed: the layout of sentences of different lengths that are stored one after the other, without padding."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,39 +9,55 @@ from pyops.backend import axes, check, check_rows, empty, launch
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
-    from pyops.typing import Array
+    from pyops.typing import Array, Shape
 
 
 class Packed(NamedTuple):
-    """Where the sentences of a batch are in an array of rows (N, ...): sentence b is rows offsets[b] to offsets[b + 1] - 1.
+    """The sentences in an array of rows (N, D): sentence b is rows offsets[b] to offsets[b + 1] - 1.
 
-    offsets   (B + 1,) int32 on the device, ascending, from 0 to N
-    longest   upper limit of the length of a sentence, the same for all batches: it determines sizes of scratch memory and the
-              index of an element in a dropout mask
+    offsets (B + 1,) int32: ascending from 0 to N, on the device of the rows
+    longest: an upper limit of the length of any sentence, at least 1, the same for all batches.  It sizes work and grids and
+             numbers the elements of dropout masks; it need not be the length of a sentence of this batch.
     """
     offsets: Array
     longest: int
 
     @property
     def sentences(self) -> int:
-        """The number of sentences."""
         return len(self.offsets) - 1
 
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the fields have the types and shapes above."""
+        (entries,) = axes('rows.offsets', self.offsets, 'B+1')
+        check('rows.offsets', self.offsets, (entries,), np.int32)
+        if entries < 1 or self.longest < 1:
+            raise ValueError(f'rows: want offsets (B + 1,) and longest of at least 1, got shape {self.offsets.shape} and '
+                             f'longest={self.longest}')
 
-def pad_rows(x: Array, rows: Packed, name: str = 'padded') -> Array:
-    """Return packed rows (N, C), possibly columns of a larger array, as time steps (longest, B, C), 0 beyond each sentence.
-    ValueError for a sentence that is longer than `longest`."""
-    distance = check_rows('x', x, axes('x', x, 'N C'))
-    y = empty((rows.longest, rows.sentences, x.shape[1]), name=name)
-    launch('pad_rows', y, x, rows.offsets, *y.shape, distance)
-    return y
+
+def pad_rows(x: Array | None, rows: Packed, shape: Shape, reverse: bool = False, last: Array | None = None,
+             name: str = 'padded') -> tuple[Array, Array | None]:
+    """Copy packed rows x of this shape (N, C), zeros if x is None, to padded sequences (longest, B, C), which are 0 after the
+    end of each sentence.  x may be columns of a larger array.
+
+    last (B, C): added at the last step of each sentence.  Also return first (B, C): `last` of the empty sentences, 0 for the
+    others; None without `last`.
+    """
+    T, B, (N, C) = rows.longest, rows.sentences, shape
+    y, first = empty((T, B, C), name=name), None if last is None else empty((B, C), name=f'{name}.first')
+    launch('pad_rows', y, first, x, last, rows.offsets, T, B, N, C, C if x is None else check_rows('x', x, shape), reverse)
+    return y, first
 
 
-def pack_rows(y: Array, x: Array, rows: Packed) -> None:
-    """Copy time steps x (longest, B, C) to packed rows y (N, C), without the padding."""
-    check('x', x, (rows.longest, rows.sentences, y.shape[-1]))
-    check('y', y, y.shape)
-    launch('pack_rows', y, x, rows.offsets, *x.shape)
+def unpad_rows(y: Array, rows: Packed, N: int, reverse: bool = False, first: Array | None = None,
+               name: str = 'packed', out: Array | None = None) -> tuple[Array, Array]:
+    """Copy padded sequences (longest, B, C) to packed rows (N, C), which are `out` if it is given.  Also return the last step
+    of each sentence (B, C), for an empty one `first` (B, C), 0 if it is None."""
+    T, B, C = y.shape
+    x, last = empty((N, C), name=name) if out is None else out, empty((B, C), name=f'{name}.last')
+    check('x', x, (N, C))
+    launch('unpad_rows', x, last, y, first, rows.offsets, T, B, N, C, reverse)
+    return x, last
 
 
 # ---- the same in numpy, for references ----------------------------------------------------------------------------------
@@ -52,7 +68,7 @@ def lengths_of(rows: Packed) -> np.ndarray:
 
 
 def padded(x: np.ndarray, rows: Packed) -> np.ndarray:
-    """Return `pad_rows` of x."""
+    """Return the padded sequences of packed rows x, `pad_rows` of x."""
     y = np.zeros((rows.longest, rows.sentences, *x.shape[1:]), x.dtype)
     for b, n in enumerate(lengths_of(rows)):
         y[:n, b] = x[rows.offsets[b]:rows.offsets[b] + n]
@@ -60,8 +76,8 @@ def padded(x: np.ndarray, rows: Packed) -> np.ndarray:
 
 
 def packed(x: np.ndarray, rows: Packed) -> np.ndarray:
-    """Return time steps x as packed rows, `pack_rows` of x."""
+    """Return the packed rows of padded sequences x, `unpad_rows` of x."""
     return np.concatenate([x[:n, b] for b, n in enumerate(lengths_of(rows))]) if rows.sentences else x[:0, 0]
 
 
-declare(pad_rows=Kernel(), pack_rows=Kernel())
+declare(pad_rows=Kernel(), unpad_rows=Kernel())

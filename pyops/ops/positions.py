@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pyops.backend import HOST, axes, check, empty, empty_gradient, launch, put
+from pyops.backend import HOST, REAL, axes, check, empty, empty_gradient, launch, put
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
@@ -46,18 +46,18 @@ class Positions:
             T, B = axes('x', x, 'N D')[0], 1
             shape = (T, D)
             check('positions', positions, (T,), np.int32)
-        check('x', x, shape)
+        check('x', x, shape, REAL)
         steps = T if positions is None else 1
         if not 0 <= first <= longest - steps:
             raise ValueError(f'{self.name}: T={steps} steps from first={first} on do not fit in a table of longest={longest}; '
                              'shorten the sequence or make the op with a larger `longest`')
-        y = empty(shape, name=f'{self.name}.y')
+        y = empty(shape, x.dtype, f'{self.name}.y')
         launch('add_positions_forward', y, x, self.table[first:], positions, T, B, D, longest - first, self.scale)
         return y, self.Ctx(shape)
 
     def backward(self, dy: Array, ctx: Ctx) -> Array:
-        check('dy', dy, ctx.shape)
-        dx = empty_gradient(ctx.shape, f'{self.name}.dx')
+        check('dy', dy, ctx.shape, REAL)
+        dx = empty_gradient(ctx.shape, f'{self.name}.dx', dy.dtype)
         launch('add_positions_backward', dx, dy, dx.size, self.scale)
         return dx
 

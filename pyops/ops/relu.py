@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, empty_gradient, launch
+from pyops.backend import REAL, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ class ReLU:
         self.name = name
 
     def forward(self, x: Array) -> tuple[Array, Ctx]:
-        check('x', x, np.shape(x))
-        y = empty(x.shape, name=f'{self.name}.y')
+        check('x', x, np.shape(x), REAL)
+        y = empty(x.shape, x.dtype, f'{self.name}.y')
         launch('relu_forward', y, x, x.size)
         return y, self.Ctx(y)
 
     def backward(self, dy: Array, ctx: Ctx) -> Array:
-        check('dy', dy, ctx.y.shape)
-        dx = empty_gradient(dy.shape, f'{self.name}.dx')
+        check('dy', dy, ctx.y.shape, ctx.y.dtype)
+        dx = empty_gradient(dy.shape, f'{self.name}.dx', dy.dtype)
         launch('relu_backward', dx, dy, ctx.y, dy.size)
         return dx
 

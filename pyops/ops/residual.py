@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pyops.backend import check, empty, empty_gradient, launch
+from pyops.backend import REAL, check, empty, empty_gradient, launch
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.dropout import Dropout
 
@@ -34,20 +34,20 @@ class Residual:
         self.p, self.key, self.name = p, key, name
 
     def forward(self, x: Array, branch: Array, step: Array | None = None) -> tuple[Array, Ctx]:
-        check('x', x, np.shape(x))
-        check('branch', branch, x.shape)
+        check('x', x, np.shape(x), REAL)
+        check('branch', branch, x.shape, x.dtype)
         if step is not None:
             check('step', step, (1,), np.int64)
-        y = empty(x.shape, name=f'{self.name}.y')
+        y = empty(x.shape, x.dtype, f'{self.name}.y')
         launch('residual', y, x, branch, step, x.size, self.p, self.key)
         return y, self.Ctx(x.shape, step if self.p else None)
 
     def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
         """Return dx and dbranch."""
-        check('dy', dy, ctx.shape)
+        check('dy', dy, ctx.shape, REAL)
         if ctx.step is None:
             return dy, dy
-        dbranch = empty_gradient(ctx.shape, f'{self.name}.dbranch')
+        dbranch = empty_gradient(ctx.shape, f'{self.name}.dbranch', dy.dtype)
         launch('dropout', dbranch, dy, ctx.step, dy.size, self.p, self.key)
         return dy, dbranch
 

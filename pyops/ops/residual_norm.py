@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pyops.backend import axes, check, check_parameter, empty, empty_gradient, launch, work
+from pyops.backend import REAL, axes, check, check_parameter, empty, empty_gradient, launch, work
 from pyops.backend.kernels import Kernel, declare
 from pyops.ops.layer_norm import LayerNorm
 from pyops.ops.residual import Residual
@@ -47,12 +47,12 @@ class ResidualNorm:
 
     def forward(self, x: Array, branch: Array, step: Array | None = None) -> tuple[Array, Ctx]:
         C = len(self.weight.value)
-        check('x', x, (*np.shape(x)[:-1], C))
-        check('branch', branch, x.shape)
+        check('x', x, (*np.shape(x)[:-1], C), REAL)
+        check('branch', branch, x.shape, x.dtype)
         if step is not None:
             check('step', step, (1,), np.int64)
         rows = x.shape[:-1]
-        y, total = empty(x.shape, name=f'{self.name}.y'), empty(x.shape, name=f'{self.residual}.y')
+        y, total = empty(x.shape, x.dtype, f'{self.name}.y'), empty(x.shape, x.dtype, f'{self.residual}.y')
         mean, rstd = empty(rows, name=f'{self.name}.mean'), empty(rows, name=f'{self.name}.rstd')
         launch('residual_norm_forward', y, total, mean, rstd, x, branch, step, self.weight.value, self.bias.value,
                math.prod(rows), C, self.p, self.key, self.eps)
@@ -61,9 +61,9 @@ class ResidualNorm:
     def backward(self, dy: Array, ctx: Ctx) -> tuple[Array, Array]:
         """Return dx and dbranch."""
         C, R = len(self.weight.value), ctx.mean.size
-        check('dy', dy, ctx.sum.shape)
-        dx = empty_gradient(dy.shape, f'{self.name}.dx')
-        dbranch = None if ctx.step is None else empty_gradient(dy.shape, f'{self.residual}.dbranch')
+        check('dy', dy, ctx.sum.shape, ctx.sum.dtype)
+        dx = empty_gradient(dy.shape, f'{self.name}.dx', dy.dtype)
+        dbranch = None if ctx.step is None else empty_gradient(dy.shape, f'{self.residual}.dbranch', dy.dtype)
         launch('residual_norm_backward', dx, dbranch, self.weight.grad, self.bias.grad, dy, ctx.sum, ctx.step,
                self.weight.value, ctx.mean, ctx.rstd, work('layer_norm_backward', R, C), R, C, self.p, self.key)
         return dx, dx if dbranch is None else dbranch

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from arrays import close
 from places import get, put
-from translation import random_batch
+from translation import packed_batch
 
 from mnist import model as mnist
 from pyops import functional as F
 from pyops.autograd import Tensor, apply
 from pyops.ops import EmbeddingGRU, PixelLinear, Positions, sequence_lengths
 from pyops.params import key
-from pyops.text.vocabulary import PAD
+from pyops.text.vocabulary import BOS, PAD
 from seq2seq import model as seq2seq
 from transformer import model as transformer
 
@@ -79,6 +79,14 @@ def test_mnist_by_hand_and_from_formulas():
 
 # ---- seq2seq -----------------------------------------------------------------------------------------------------------
 
+def one_sentence(config):
+    """Return source, target and labels (T, 1).  The rows of one sentence have the same order, packed or time-major, so dropout
+    masks are the same, too."""
+    rng, T = np.random.default_rng(0), config.num_steps
+    source, labels = (rng.integers(1, words, (T, 1)).astype(np.int32) for words in (config.source_size, config.target_size))
+    return source, np.concatenate([np.full((1, 1), BOS, np.int32), labels[:-1]]), labels
+
+
 def deep_gru(p, prefix, config, seed, ids, context, states, step, fused, lengths=None):
     """seq2seq.model.DeepGRU.forward;  fused: with the op that it has, else with an embedding, a concatenation and a GRU"""
     last, x = [], None
@@ -110,12 +118,12 @@ def seq2seq_loss(p, config, seed, source, target, labels, step, fused=True):
 def test_seq2seq_by_hand_and_on_the_tape_are_equal_to_the_bit(reset_before, step):
     """And nearly so where embedding, concatenation and GRU are ops of their own."""
     config = seq2seq.Config(50, 60, embedding=20, hidden=24, layers=2, reset_before=reset_before)
-    model, batch = seq2seq.Seq2Seq(config, seed=5), [put(ids) for ids in random_batch(config, B=13)]
-    loss, ctx = model.forward(*batch, step=None if step is None else put(np.array([step])))
+    model, batch = seq2seq.Seq2Seq(config, seed=5), one_sentence(config)
+    loss, ctx = model.forward(packed_batch(*batch), step=None if step is None else put(np.array([step])))
     model.backward(ctx)
     for fused in (True, False):
         leaves = tensors(model.params)
-        taped = seq2seq_loss(leaves, config, 5, *batch, step, fused)
+        taped = seq2seq_loss(leaves, config, 5, *map(put, batch), step, fused)
         if fused:
             assert taped.item() == get(loss)[0]
         close(np.array(taped.item()), get(loss)[0], 1e-6)
@@ -177,11 +185,11 @@ class Taped:
 @pytest.mark.parametrize('pre_norm', [False, True], ids=['post-norm', 'pre-norm'])
 def test_transformer_by_hand_and_on_the_tape_are_equal(pre_norm, step):
     config = transformer.Config(50, 60, d_model=24, d_ff=20, heads=3, num_steps=7, pre_norm=pre_norm, smoothing=0.1)
-    model, batch = transformer.Transformer(config, seed=5), [put(ids) for ids in random_batch(config, B=13)]
-    loss, ctx = model.forward(*batch, step=None if step is None else put(np.array([step])))
+    model, batch = transformer.Transformer(config, seed=5), one_sentence(config)
+    loss, ctx = model.forward(packed_batch(*batch), step=None if step is None else put(np.array([step])))
     model.backward(ctx)
     leaves = tensors(model.params)
-    taped = Taped(leaves, model, 5, step).loss(*batch)
+    taped = Taped(leaves, model, 5, step).loss(*map(put, batch))
     assert taped.item() == get(loss)[0], 'forward has the same bits'
     taped.backward()
     compare(model.params, leaves, nearly_same)

@@ -32,7 +32,7 @@ from pyops.optim import Adam, inverse_square_root
 from pyops.params import Parameter
 from pyops.philox import dropout_mask
 from pyops.plan import Plan
-from pyops.steps import Steps
+from pyops.steps import SizedSteps
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
 from transformer import train as transformer_train
@@ -72,7 +72,7 @@ def calls(device, monkeypatch):
 # ---- the same training -----------------------------------------------------------------------------------------------
 
 def translator_losses(make, steps):
-    return train_steps(make(), pairs()[1].placed(), steps, batch_size=16, lr=0.002)
+    return train_steps(make(), pairs()[1], steps, batch_size=16, lr=0.002)
 
 
 def digit_losses(steps):
@@ -261,21 +261,24 @@ class Training:
     """Steps of a model, rows of whose pairs lie on the GPU; what came of them is noted there."""
 
     def __init__(self, make=make_seq2seq):
-        self.model, self.pairs, self.history = make(), pairs()[1].placed(), fit.History()
+        self.model, self.pairs, self.history = make(), pairs()[1], fit.History()
         self.optimizer = Adam(self.model.params, 0.01, max_norm=1.0)
 
     def step(self, rows):
+        self._step(put(rows), *self.pairs.sizes(rows))
+
+    def _step(self, rows, *sizes):
         inverse_square_root(self.optimizer, 0.01, 3)
         self.model.params.zero_grads()
-        loss, ctx = self.model.forward(*self.pairs.batch(rows), step=self.optimizer.count)
+        loss, ctx = self.model.forward(self.pairs.batch(rows, *sizes), step=self.optimizer.count)
         valid = self.model.valid(ctx)
         self.model.backward(ctx)
         self.optimizer.step()
         self.history.add(loss, valid, self.optimizer.norm)
 
     def planned(self):
-        return Steps(self.step, self.model.params, **self.pairs.arrays(), **self.model.arrays(), **self.optimizer.arrays(),
-                     **self.history.arrays())
+        return SizedSteps(self._step, self.pairs.sizes, self.model.params, **self.pairs.arrays(), **self.model.arrays(),
+                          **self.optimizer.arrays(), **self.history.arrays())
 
     def state(self):
         return [get(one) for one in (self.model.params.values, self.model.params.v, self.optimizer.lr, self.optimizer.count)]
@@ -286,11 +289,11 @@ def test_a_graph_takes_the_steps_that_python_takes_to_the_bit(make, on_gpu, call
     """Dropout, clipping, a rate that rises and falls, rows with another number of valid words: all is read anew."""
     eager, graph, rng = Training(make), Training(make), np.random.default_rng(4)
     planned, seen = graph.planned(), []
-    for number in range(6):
-        rows = put(rng.integers(0, 128, 16))
+    batches = [rng.permutation(rows) for rows in rng.integers(0, 128, (6, 16)) for _ in range(2)]
+    for number, rows in enumerate(batches):
         calls()
         planned(rows)
-        assert calls().get('graph_launch', 0) == (number > 0), 'the first step is run, and the others are the graph of it'
+        assert calls().get('graph_launch', 0) == number % 2, 'a step with the sizes of the step before is replayed as a graph'
         eager.step(rows)
         (loss, valid, norm), = graph.history.read(1)
         assert [loss, valid, norm] == eager.history.read(1)[0] and norm > 0
@@ -332,15 +335,15 @@ def test_each_replay_drops_something_else(on_gpu):
 
 def test_nothing_crosses_the_bus_but_what_is_asked_for(on_gpu, calls):
     training = Training()
-    planned, order = training.planned(), put(np.random.default_rng(5).permutation(128))
-    for first in (0, 16):
-        planned(order[first:first + 16])
+    planned, rng = training.planned(), np.random.default_rng(5)
+    for _ in range(2):
+        planned(rng.permutation(16))
     training.history.read(2)
     calls()
-    for first in range(32, 128, 16):
-        planned(order[first:first + 16])
+    for _ in range(6):
+        planned(rng.permutation(16))
     found = calls()
-    assert found == {'graph_launch': 6, 'device_copy': 6}, 'a step is its graph, and the rows that come to it'
+    assert found == {'graph_launch': 6, 'device_upload': 6, 'device_copy': 6}, 'a step is its rows, and one graph'
     assert len(training.history.read(6)) == 6
     assert calls() == {'device_download': 1}
 
@@ -353,20 +356,23 @@ def test_an_epoch_of_a_program_looks_at_its_log_alone(device, calls, monkeypatch
     run(seq2seq_train.main, '-g', 1, '-e', 1, '-c', tmp_path, *PROGRAMS['seq2seq'][2], *SMALL, '--hold-out', 0)
     (n, before), = looked
     assert n == 5                                               # 150 pairs, in batches of 32 and one of 22
-    assert before.get('device_download', 0) == 0 and before['graph_launch'] == 3
+    assert before['device_download'] == 1 and before['replay'] == 5         # the number of steps so far, once
 
 
-def test_a_row_that_is_not_there_is_told_when_the_log_is_read(on_gpu):
+def test_an_id_outside_the_vocabulary_is_reported_when_the_log_is_read(on_gpu):
     training = Training()
-    planned = training.planned()
-    for rows in ([0, 1, 2], [3, 4, 5], [6, 128, 8]):
+    planned, rows, words = training.planned(), np.arange(3), pairs()[0][0]
+    table = training.pairs.arrays()['source_table']
+    for step in range(3):
+        table[0] = words if step == 2 else 5
         try:
-            planned(put(np.array(rows)))
+            planned(rows)
         except ValueError:                                      # at once with PYOPS_SYNC=1, where it is no graph
             break
-    with pytest.raises(ValueError, match=r'gather_sequences: rows\[1\]=128, expected 0 to 127'):
+    with pytest.raises(ValueError, match=rf'ids\[0\]={words}, expected 0 to {words - 1}'):
         training.history.read(3)
-    planned(put(np.array([0, 1, 2])))                           # told once: the device goes on
+    table[0] = 5
+    planned(rows)                                               # reported once: the device goes on
     assert np.isfinite(training.history.read(1)).all()
 
 

@@ -434,8 +434,8 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     n, eye = x.size, np.zeros((3, 1), 'f')
     h, gates = np.empty((1, n, 1), 'f'), np.empty((1, n, 4), 'f')
     w_ih, zero = np.ones((3, 1), 'f'), np.zeros(3, 'f')
-    launch('gru_forward', h, gates, x, None, None, None, w_ih, eye, zero, zero,
-                   backend.work('gru_forward', 1, n, 1, 1), 1, n, 1, 1, 0)
+    launch('gru_forward', h, gates, None, x, None, None, None, None, w_ih, eye, zero, zero,
+                   backend.work('gru_forward', 1, n, 0, 1, 1), 1, n, 0, 1, 1, 0, 0)
     exact = x.astype('d')
     for got, want in ((gates[0, :, 0], Sigmoid.reference(exact)), (gates[0, :, 2], np.tanh(exact))):
         assert (np.abs(got - want) <= 4 * np.finfo('f').eps * np.abs(want)).all()

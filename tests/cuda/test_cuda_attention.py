@@ -216,6 +216,75 @@ def test_offsets_out_of_order_are_reported_by_wgmma_attention():
             call('stream_synchronize')
 
 
+class Halves:
+    """A call whose activations are bfloat16 arrays, with the numbers of another call, which must be bfloat16 numbers."""
+
+    def __init__(self, other):
+        self.other = other
+        self.arrays = {name: self.halves(getattr(other, name)) for name in ('q', 'k', 'v', 'dy')}
+
+    @staticmethod
+    def halves(x):
+        memory = np.zeros(x.size + 8, np.uint16)
+        array = memory[-memory.ctypes.data % 16 // 2:][:x.size].reshape(x.shape)
+        array[...] = np.ascontiguousarray(x).view(np.uint32) >> 16
+        return array
+
+    @staticmethod
+    def floats(array):
+        return (array.astype(np.uint32) << 16).view(np.float32)
+
+    def run(self, which):
+        """Return y, dq, dk, dv as floats."""
+        other, mark = self.other, 1 << 63               # of the address of a bfloat16 array: see `real` in pyops.h
+        library().pyops_set_attention(which)
+        given = {name: mark + x.ctypes.data for name, x in self.arrays.items()}
+        y, *grads = (np.zeros_like(self.arrays[name]) for name in ('q', 'q', 'k', 'v'))
+        D = self.arrays['q'].shape[-1]
+        call('attention_forward', mark + y.ctypes.data, other.stats, given['q'], given['k'], given['v'], other.lengths,
+             *other.offsets, other.step, *other.sizes, D, D, other.causal, other.p, KEY)
+        call('attention_backward', *(mark + x.ctypes.data for x in grads), given['dy'], given['q'], given['k'], given['v'],
+             other.lengths, *other.offsets, other.step, mark + y.ctypes.data, other.stats, *other.sizes, D, D, D, D,
+             other.causal, other.p, KEY)
+        return [self.floats(x) for x in (y, *grads)]
+
+
+@pytest.mark.parametrize('C', [32, 64, 128])
+@pytest.mark.parametrize('precision', [FP32, BF16], ids=['fp32', 'bf16'])
+def test_wgmma_attention_reads_and_writes_bfloat16_arrays(C, precision):
+    """y and dv have the bits of a call with float32 arrays, rounded once.  dq and dk depend on the rounded y."""
+    library().pyops_set_precision(precision)            # bfloat16 arrays are multiplied in bfloat16 with any precision
+    attention = Call(150, 171, 2, 2, C, True, [171, 60], p=0.2)
+    for name in 'q', 'k', 'v', 'dy':
+        getattr(attention, name)[...] = rounded(getattr(attention, name), 'bf16')
+    y, *found = Halves(attention).run(WGMMA)
+    library().pyops_set_precision(BF16)
+    assert (y == rounded(attention.forward(), 'bf16')).all()
+    attention.y[...] = y
+    for ours, theirs in zip(found, attention.backward(), strict=True):
+        assert (ours == rounded(theirs, 'bf16')).all()
+
+
+def test_wgmma_attention_of_packed_bfloat16_rows():
+    queries, keys = [140, 3, 0, 129], [200, 1, 70, 128]
+    packed = Call(150, 210, 4, 2, 64).pack(queries, keys)
+    for name in 'q', 'k', 'v', 'dy':
+        getattr(packed, name)[...] = rounded(getattr(packed, name), 'bf16')
+    y, *found = Halves(packed).run(WGMMA)
+    assert (y[:-1] == rounded(packed.forward()[:-1], 'bf16')).all()
+    packed.y[...] = y
+    for ours, theirs in zip(found, packed.backward(), strict=True):
+        assert (ours[:-1] == rounded(theirs[:-1], 'bf16')).all() and not ours[-1].any()
+
+
+def test_forward_and_backward_of_attention_may_use_different_kernels():
+    for first, second in ((WGMMA, MMA), (MMA, WGMMA)):
+        attention = Call(140, 150, 2, 1, 64, True, p=0.1)
+        attention.forward(first)
+        attention.backward(second)
+        attention.check()
+
+
 def test_large_scores_have_the_weights_of_their_differences_in_wgmma_attention():
     """Scores near 10,000 whose differences are a few units: the weights are those of the differences."""
     attention = Call(128, 128, 1, 1, 64)

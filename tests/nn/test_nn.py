@@ -295,9 +295,9 @@ def test_ids_of_any_integers_find_their_rows():
 
 def test_a_wrong_dtype_is_not_called_a_matter_of_strides():
     layer = nn.Linear(3, 2)
-    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want dtype float32, got int32$'):
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want dtype float32 or bfloat16, got int32$'):
         layer(Tensor([[1, 2, 3]]))
-    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a float32 array, got list$'):
+    with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a float32 or bfloat16 array, got list$'):
         layer.forward([[1.0, 2, 3]])
     with pytest.raises(TypeError, match=r'^Linear\(3, 2\): x: want a C-contiguous array, got shape \(4, 3\) with strides \('):
         layer.forward(put(normal(3, 4)).T)

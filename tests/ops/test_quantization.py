@@ -31,7 +31,7 @@ from pyops.ops.attention import visible
 from pyops.ops.elementwise import Sigmoid
 from pyops.optim import Adam
 from pyops.quantization import OPERANDS, Family, Recipe, family
-from pyops.steps import Steps
+from pyops.steps import SizedSteps
 from seq2seq import model as seq2seq
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
@@ -413,14 +413,14 @@ def test_a_plan_replays_the_bits_of_single_steps(make, text):
         if model.config.ops is not ops:
             model.config.ops.step = optimizer.count
 
-        def step(rows, model=model, optimizer=optimizer):
+        def step(rows, *sizes, model=model, optimizer=optimizer):
             model.params.zero_grads()
-            loss, ctx = model.forward(*corpus.batch(rows), step=optimizer.count)
+            loss, ctx = model.forward(corpus.batch(rows, *sizes), step=optimizer.count)
             model.backward(ctx)
             optimizer.step()
             return loss
-        steps = Steps(step, model.params, **corpus.arrays(), **model.arrays(), **optimizer.arrays())
-        rng, run = np.random.default_rng(0), steps if planned else step
+        steps = SizedSteps(step, corpus.sizes, model.params, **corpus.arrays(), **model.arrays(), **optimizer.arrays())
+        rng, run = np.random.default_rng(0), steps if planned else lambda rows, step=step: step(rows, *corpus.sizes(rows))
         losses = [float(run(rng.integers(0, len(corpus), 16))[0]) for _ in range(5)]
         values.append((losses, model.params.values.tobytes()))
         listing = steps.plan(np.arange(16)).listing()
@@ -571,7 +571,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(make, device):
     def losses():
         layer_ops = family(Recipe.parse('mxfp8,dgrad.g=hifp8'))
         if make:
-            return train_steps(small(make, layer_ops), pairs()[1].placed(), 5, 16, 0.002)
+            return train_steps(small(make, layer_ops), pairs()[1], 5, 16, 0.002)
         *_, step, _ = mnist_train.prepare(*digits(), hidden=16, seed=2, layer_ops=layer_ops)
         return [float(get(step(put(np.arange(i, i + 20))))[0]) for i in range(5)]
     ours, theirs = map(np.array, on_both(device, losses))

@@ -1,0 +1,508 @@
+"""bfloat16 as the type of activations and their gradients, on the GPU or its emulation.
+
+The rule of every comparison: the reference is the float32 op of the CPU on the same bfloat16 inputs.  A result is rounded once,
+when it is stored, so it is off by at most HALF of its own size.  An intermediate result in bfloat16 adds HALF of the size of
+the terms that it is a factor of.  Sums in float32 in another order add SUMS of the largest element.  Results in float32
+(gradients of parameters, statistics, the loss) have no rounding of their own.
+"""
+import numpy as np
+import pytest
+from arrays import close, normal, same
+
+from pyops import backend
+from pyops.backend import BF16, get, launch, put, to_bf16
+from pyops.backend.arrays import from_bf16
+from pyops.ops import (
+    Attention,
+    Dropout,
+    Embedding,
+    FeedForward,
+    LayerNorm,
+    Linear,
+    LinearCrossEntropy,
+    Positions,
+    Residual,
+    ResidualNorm,
+)
+from pyops.ops.relu import ReLU
+from pyops.params import Parameter
+
+HALF, SUMS = 2.0**-8, 1e-5          # half a unit in the last of 8 binary digits, relative
+
+
+@pytest.fixture
+def on_gpu(device):
+    with backend.on(device):
+        yield device
+    device.storage = device.precision = 'fp32'
+
+
+def rounded(x):
+    """Return float32 numbers rounded to bfloat16."""
+    return from_bf16(to_bf16(x))
+
+
+def numbers(rng, *shape):
+    """Return random float32 numbers that bfloat16 represents exactly."""
+    return rounded(normal(rng, *shape))
+
+
+def within(got, exact, name, terms=0.0):
+    """Compare a bfloat16 result with the unrounded one.  terms: the sizes of the terms with a rounded factor."""
+    assert got.dtype == BF16, f'{name}: is {got.dtype}'
+    error = np.abs(get(got) - exact)
+    limit = HALF * (np.abs(exact) + terms) + SUMS * np.abs(exact).max(initial=0)
+    assert (error <= limit).all(), f'{name}: error {error.max():.3g} at a limit of {limit.flat[(error - limit).argmax()]:.3g}'
+
+
+def of_host(value):
+    """Return a Parameter in host memory."""
+    return Parameter('p', value.copy(), np.zeros_like(value))
+
+
+def of_device(value, with_copy=True):
+    """Return the same Parameter on the GPU, with a bfloat16 copy or without."""
+    return Parameter('p', put(value.copy()), put(np.zeros_like(value)), rounded=put(to_bf16(value)) if with_copy else None)
+
+
+def half(x):
+    return put(to_bf16(x)) if x.dtype == np.float32 else put(x)
+
+
+def forward_and_backward(make, values, inputs, dy, copies=True):
+    """Run an op in float32 on the CPU and in bfloat16 on the GPU.  make(*parameters) -> op.  Return two lists of results: y,
+    input gradients, gradients of the parameters."""
+    results = []
+    for place, of in ((lambda x: x, of_host), (half, lambda value: of_device(value, copies))):
+        with backend.on(backend.HOST if of is of_host else backend.current_device()):
+            parameters = [of(value) for value in values]
+            op = make(*parameters)
+            y, ctx = op.forward(*map(place, inputs))
+            gradients = op.backward(place(dy(y.shape)), ctx)
+        results.append([y, *(gradients if isinstance(gradients, tuple) else [gradients]), *(p.grad for p in parameters)])
+    return results
+
+
+def compare(results, names, terms=()):
+    for name, exact, got, size in zip(names, *results, [*terms, *[0.0] * len(names)], strict=False):
+        if name.startswith('parameter'):
+            close(get(got), exact, name=name)
+        else:
+            within(got, exact, name, size)
+
+
+# ---- conversion ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('n', [1, 7, 8, 4099])
+def test_a_conversion_rounds_to_nearest_ties_to_even_and_back_is_exact(n, on_gpu):
+    rng = np.random.default_rng(n)
+    x = normal(rng, n) * 2.0 ** rng.integers(-130, 127, n).astype(np.float32)
+    x[:7] = np.array([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), np.inf, np.nan, 3.4e38, 2.0**-133], np.float32)[:n]
+    y, z = backend.empty(n, BF16), backend.empty(n)
+    backend.convert(y, put(x))
+    backend.convert(z, y)
+    expected = rounded(x)
+    if n >= 6:
+        assert expected[:3].tolist() == [1, 1 + 2**-6, -1] and np.isinf(expected[5])
+    assert np.array_equal(get(y), expected, equal_nan=True)
+    assert np.array_equal(get(z), expected, equal_nan=True)
+
+
+def test_a_kernel_refuses_activations_of_two_types(on_gpu):
+    x, y = put(np.ones(8, np.float32)), backend.empty(8, BF16)
+    with pytest.raises(ValueError, match='relu_forward: float32 and bfloat16 activations in one call, expected one type'):
+        launch('relu_forward', y, x, 8)
+
+
+def test_an_operation_of_ndarrays_refuses_bfloat16(on_gpu):
+    x = half(np.ones((2, 3), np.float32))
+    with pytest.raises(TypeError, match='NDArray: operations take float32 and int32, got bfloat16; copy the array with '
+                                        'pyops.backend.as_float'):
+        x + x
+    same(get(backend.as_float(x, 'x') * 2), 2)
+
+
+def test_a_kernel_without_bfloat16_names_the_argument(on_gpu):
+    x = backend.empty((2, 3), BF16)
+    with pytest.raises(TypeError, match='argmax: x: expected float32, got bfloat16'):
+        launch('argmax', backend.empty(2, np.int32), x, 2, 3)
+    with pytest.raises(TypeError, match='want dtype float32, got bfloat16'):
+        backend.check('x', x, (2, 3))
+
+
+# ---- ops without products --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('C', [1, 7, 12, 40, 264, 1032, 4200, 20000])
+def test_layer_norm_and_its_residual_form_round_their_results_once(C, on_gpu):
+    rng = np.random.default_rng(C)
+    values, x, branch = [numbers(rng, C), numbers(rng, C)], numbers(rng, 5, C), numbers(rng, 5, C)
+    if C == 1:
+        x = x * 0
+    gradient = numbers(rng, 5, C)
+    compare(forward_and_backward(lambda w, b: LayerNorm(w, b), values, [x], lambda shape: gradient),
+            ['y', 'dx', 'parameter weight', 'parameter bias'])
+    step = np.array([3])
+    # sum is stored: its rounding is an error of xhat, relative to the standard deviation of a row, about 1.4
+    results = forward_and_backward(lambda w, b: ResidualNorm(w, b, 0.25, 7), values, [x, branch, step], lambda shape: gradient)
+    (y, dx, dbranch), got = results[0][:3], results[1]
+    if C > 1:
+        weight = np.abs(values[0])
+        within(got[0], y, 'y', 4 * weight * (1 + np.abs(x) + np.abs(branch) * 4 / 3))
+        near_scale = np.abs(gradient * values[0]).max() * 6
+        within(got[1], dx, 'dx', near_scale)
+        kept = get(got[2]) != 0
+        within(got[2], np.where(kept, get(got[1]) / np.float32(0.75), 0), 'dbranch')
+        assert (dbranch[~kept] == 0).all()
+
+
+@pytest.mark.parametrize('into', [False, True])
+def test_layer_norm_backward_adds_to_an_existing_gradient(into, on_gpu):
+    rng = np.random.default_rng(1)
+    C, x, dy, before = 24, numbers(rng, 6, 24), numbers(rng, 6, 24), numbers(rng, 6, 24)
+    results = []
+    for place, of in ((np.copy, of_host), (half, of_device)):
+        with backend.on(backend.HOST if of is of_host else on_gpu):
+            op = LayerNorm(of(numbers(np.random.default_rng(2), C)), of(np.zeros(C, np.float32)))
+            _, ctx = op.forward(place(x))
+            results.append(op.backward(place(dy), ctx, place(before) if into else None))
+    within(results[1], results[0], 'dx')
+
+
+@pytest.mark.parametrize('shape', [(1,), (7,), (4, 9), (3, 4, 16), (130, 33)])
+def test_elementwise_ops_round_their_results_once(shape, on_gpu):
+    rng = np.random.default_rng(1)
+    x, branch, dy, step = numbers(rng, *shape), numbers(rng, *shape), numbers(rng, *shape), np.array([5])
+    compare(forward_and_backward(lambda: Dropout(0.3, 5), [], [x, step], lambda _: dy), ['y', 'dx'])
+    compare(forward_and_backward(lambda: Residual(0.3, 5), [], [x, branch, step], lambda _: dy), ['y', 'dx', 'dbranch'])
+    compare(forward_and_backward(Residual, [], [x, branch], lambda _: dy), ['y', 'dx', 'dbranch'])
+    compare(forward_and_backward(ReLU, [], [x], lambda _: dy), ['y', 'dx'])
+    if len(shape) == 3:
+        compare(forward_and_backward(lambda: Positions(shape[2], 9, 3.0), [], [x], lambda _: dy), ['y', 'dx'])
+
+
+@pytest.mark.parametrize('n', [1, 8, 1003])
+def test_fill_axpy_scale_and_column_sums_take_bfloat16(n, on_gpu):
+    rng = np.random.default_rng(n)
+    x, y, alpha = numbers(rng, n), numbers(rng, n), np.array([1.7], np.float32)
+    a, b, c = half(y), backend.empty(n, BF16), backend.empty(n, BF16)
+    launch('axpy', a, half(x), put(alpha), n)
+    within(a, y + alpha * x, 'axpy')
+    launch('scale', b, half(x), put(alpha), n)
+    within(b, alpha * x, 'scale')
+    launch('fill', c, n, 0.5)
+    same(get(c), 0.5)
+    for rows, columns in ((n, 1), (n, 3), (5, n)):
+        matrix, sums = numbers(rng, rows, columns), put(np.ones(columns, np.float32))
+        launch('column_sums', sums, half(matrix), rows, columns)
+        close(get(sums), 1 + matrix.astype(np.float64).sum(0), 1e-5, 'column_sums')
+
+
+@pytest.mark.parametrize('C', [3, 16, 36])
+def test_a_context_is_copied_and_its_gradient_rounded_once(C, on_gpu):
+    T, B, H, rng = 5, 3, 2 * C, np.random.default_rng(C)
+    x, context, dy = numbers(rng, T, B, C), numbers(rng, B, H), numbers(rng, T, B, C + H)
+    y, dx, dcontext = backend.empty((T, B, C + H), BF16), backend.empty((T, B, C), BF16), backend.empty((B, H), BF16)
+    launch('concat_context_forward', y, half(x), half(context), T, B, C, H)
+    same(get(y), np.concatenate([x, np.broadcast_to(context, (T, B, H))], 2))
+    launch('concat_context_backward', dx, dcontext, half(dy), T, B, C, H)
+    same(get(dx), dy[..., :C])
+    within(dcontext, dy[..., C:].sum(0), 'dcontext')
+
+
+@pytest.mark.parametrize('E', [3, 8, 100])
+def test_an_embedding_rounds_rows_and_adds_gradients_in_float32(E, on_gpu):
+    rng = np.random.default_rng(E)
+    table, ids, dy = normal(rng, 11, E), rng.integers(0, 11, (6, 5)).astype(np.int32), numbers(rng, 6, 5, E)
+    on_gpu.storage = 'bf16'
+    weight = of_device(table)
+    op = Embedding(weight)
+    y, ctx = op.forward(put(ids))
+    same(get(y), rounded(table)[ids])
+    op.backward(half(dy), ctx)
+    expected = np.zeros_like(table)
+    np.add.at(expected, ids, dy)
+    close(get(weight.grad), expected)
+    on_gpu.storage = 'fp32'
+    assert op.forward(put(ids))[0].dtype == np.float32
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+def whole(rng, *shape):
+    """Return small whole numbers: their products and sums are exact in float32 and the factors in bfloat16."""
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+SHAPES = [(1, 1, 1), (5, 7, 3), (33, 40, 72), (64, 64, 64), (130, 72, 96), (40, 300, 1000), (136, 264, 200), (256, 256, 320),
+          (16, 128, 4096)]
+
+
+MIXED = ['fhh', 'hfh', 'hhf', 'ffh', 'fhf', 'hff']
+
+
+@pytest.mark.parametrize(('shape', 'types'), [*[(shape, types) for shape in SHAPES for types in ('hhh', 'fhh')],
+                                              *[(shape, types) for shape in SHAPES[:5] for types in MIXED[1:]]])
+def test_a_product_is_exact_before_its_one_rounding(shape, types, on_gpu):
+    """Letters of types: c, a, b as float32 or half.  Whole numbers, so nothing but the store to c rounds."""
+    (M, N, K), rng = shape, np.random.default_rng(sum(shape))
+    a, b, bias, before = whole(rng, M, K), whole(rng, K, N), whole(rng, N), whole(rng, M, N)
+    place = {'h': half, 'f': put}
+    for a_turned, b_turned in ((False, False), (False, True), (True, False), (True, True)):
+        x = place[types[1]](a.T.copy()).T if a_turned else place[types[1]](a)
+        w = place[types[2]](b.T.copy()).T if b_turned else place[types[2]](b)
+        for accumulate, relu in ((False, False), (True, True)):
+            c = place[types[0]](before)
+            backend.gemm(c, x, w, put(bias), accumulate, relu)
+            exact = a @ b + bias + (before if accumulate else 0)
+            exact = np.maximum(exact, 0) if relu else exact
+            same(get(c), rounded(exact) if types[0] == 'h' else exact, f'{a_turned} {b_turned} {accumulate}')
+
+
+def test_a_product_takes_blocks_of_larger_matrices_at_any_alignment(on_gpu):
+    rng = np.random.default_rng(3)
+    a, b = whole(rng, 70, 90), whole(rng, 90, 110)
+    for first in (0, 1, 3, 8):
+        x, w, c = half(a)[first:, first:80], half(b)[first:80, first:], backend.zeros((70 - first, 200), BF16)
+        backend.gemm(c[:, :110 - first], x, w)
+        same(get(c)[:, :110 - first], rounded(a[first:, first:80] @ b[first:80, first:]))
+        assert not get(c)[:, 110 - first:].any()
+
+
+def test_a_product_without_summands_is_its_bias(on_gpu):
+    c, bias = backend.empty((3, 5), BF16), whole(np.random.default_rng(1), 5)
+    backend.gemm(c, backend.empty((3, 0), BF16), backend.empty((0, 5), BF16), put(bias))
+    same(get(c), np.broadcast_to(bias, (3, 5)))
+
+
+@pytest.mark.parametrize('copies', [True, False])
+@pytest.mark.parametrize(('rows', 'I', 'O'), [(3, 5, 7), (40, 64, 48), (96, 72, 200)])
+def test_linear_multiplies_bfloat16_and_stores_float32_gradients(rows, I, O, copies, on_gpu):
+    rng = np.random.default_rng(rows)
+    gradient = numbers(rng, rows, O)
+    results = forward_and_backward(Linear, [numbers(rng, O, I), numbers(rng, O)], [numbers(rng, rows, I)], lambda _: gradient,
+                                   copies)
+    compare(results, ['y', 'dx', 'parameter weight', 'parameter bias'])
+
+
+@pytest.mark.parametrize(('rows', 'D', 'F'), [(3, 5, 7), (40, 64, 96)])
+def test_feed_forward_rounds_its_inner_rows_and_results(rows, D, F, on_gpu):
+    rng = np.random.default_rng(rows)
+    w1, b1, w2, b2 = values = [numbers(rng, F, D), numbers(rng, F), numbers(rng, D, F), numbers(rng, D)]
+    x, dy = numbers(rng, rows, D), numbers(rng, rows, D)
+    exact, got = forward_and_backward(FeedForward, values, [x], lambda _: dy)
+    h = np.maximum(x @ w1.T + b1, 0)
+    dh = np.abs(dy @ w2) * (h > 0)
+    within(got[0], exact[0], 'y', np.abs(h) @ np.abs(w2.T))
+    within(got[1], exact[1], 'dx', dh @ np.abs(w1))
+    for name, theirs, ours, terms in zip(('dw1', 'db1', 'dw2', 'db2'), exact[2:], got[2:],
+                                         (dh.T @ np.abs(x), dh.sum(0), np.abs(dy.T) @ h, 0), strict=True):
+        error = np.abs(get(ours) - theirs)
+        assert (error <= HALF * terms + SUMS * np.abs(theirs).max()).all(), name
+
+
+@pytest.mark.parametrize('smoothing', [0.0, 0.2])
+@pytest.mark.parametrize('known', [True, False])
+@pytest.mark.parametrize(('R', 'D', 'V'), [(1, 3, 5), (70, 24, 300), (130, 40, 600), (9, 136, 2100)])
+def test_the_output_layer_rounds_the_gradient_of_the_logits_and_dx(R, D, V, known, smoothing, on_gpu):
+    rng = np.random.default_rng(R)
+    weight, bias, x = numbers(rng, V, D), numbers(rng, V), numbers(rng, R, D)
+    labels = rng.integers(0, V, R).astype(np.int32)
+    labels[::3] = -1 if R > 1 else labels[::3]
+    upstream, results = np.array([1.5], np.float32), []
+    for place, of in ((lambda x: x, of_host), (half, of_device)):
+        with backend.on(backend.HOST if of is of_host else on_gpu):
+            w, b = of(weight), of(bias)
+            w.grad[...] = b.grad[...] = 0.25
+            op, dloss = LinearCrossEntropy(w, b, smoothing=smoothing), put(upstream)
+            loss, ctx = op.forward(place(x), put(labels), dloss=dloss if known else None)
+            evaluated, _ = op.forward(place(x), put(labels), gradients=False)
+            dx = op.backward(dloss, ctx)
+            results.append([get(loss), get(evaluated), int(get(ctx.valid)[0]), dx, get(w.grad), get(b.grad)])
+    exact, got = results
+    close(got[0], exact[0], 1e-5, 'loss')
+    close(got[1], exact[1], 1e-5, 'loss of an evaluation')
+    assert got[2] == exact[2] and got[3].dtype == BF16
+    # of the gradient of a logit; one more rounding where dx is for dloss = 1 and multiplied later
+    used, logits = labels >= 0, (x @ weight.T + bias).astype(np.float64)
+    logits -= logits.max(1, keepdims=True)
+    size = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    size[used, labels[used]] = np.abs(size[used, labels[used]] - 1)
+    size = (size + smoothing / V) * used[:, None] * upstream / max(exact[2], 1)
+    within(got[3], exact[3], 'dx', size @ np.abs(weight) + np.abs(exact[3]))
+    assert not get(got[3])[~used].any()
+    for name, ours, theirs, terms in zip(('dweight', 'dbias'), got[4:], exact[4:], (size.T @ np.abs(x), size.sum(0)),
+                                         strict=True):
+        error = np.abs(ours - theirs)
+        assert (error <= HALF * terms + SUMS * (1 + np.abs(theirs).max())).all(), f'{name}: {error.max()}'
+
+
+def test_the_output_layer_without_a_valid_row_adds_nothing(on_gpu):
+    rng = np.random.default_rng(1)
+    w, b = of_device(numbers(rng, 300, 16)), of_device(numbers(rng, 300))
+    w.grad[...] = b.grad[...] = 2
+    dloss = put(np.ones(1, np.float32))
+    loss, ctx = LinearCrossEntropy(w, b).forward(half(numbers(rng, 70, 16)), put(np.full(70, -1, np.int32)), dloss=dloss)
+    same(get(loss), 0)
+    same(get(ctx.dx), 0)
+    same(get(w.grad), 2)
+    same(get(b.grad), 2)
+
+
+@pytest.mark.parametrize(('causal', 'p'), [(False, 0.0), (True, 0.25)])
+@pytest.mark.parametrize(('Tq', 'Tk'), [(5, 5), (20, 70)])
+def test_attention_rounds_weights_gradients_of_scores_and_results(Tq, Tk, causal, p, on_gpu):
+    B, heads, C, rng = 2, 2, 8, np.random.default_rng(Tq)
+    D = heads * C
+    inputs = [numbers(rng, T, B, D) for T in (Tq, Tk, Tk)]
+    dy = numbers(rng, Tq, B, D)
+    others = [np.array([Tk, Tk - 2], np.int32), np.array([4]) if p else None]
+    on_gpu.precision, results = 'fp32', []
+    for place, device in ((lambda x: x, backend.HOST), (half, on_gpu)):
+        with backend.on(device):
+            op = Attention(heads, causal, p, 9)
+            y, ctx = op.forward(*map(place, inputs), *(other if other is None else put(other) for other in others))
+            results.append([y, *op.backward(place(dy), ctx)])
+    exact, got = results
+    within(got[0], exact[0], 'y', np.abs(inputs[2]).max())               # the weights are rounded, and add up to 1
+    for name, theirs, ours in zip(('dq', 'dk', 'dv'), exact[1:], got[1:], strict=True):
+        # y is rounded, and with it dy . y, one of the two terms of the gradient of a score; so are weights and gradients
+        within(ours, theirs, name, C * np.abs(exact[0]).max() * np.abs(dy).max() * np.abs(inputs[0]).max() / np.sqrt(C))
+
+
+def test_attention_takes_columns_of_one_bfloat16_array(on_gpu):
+    rng = np.random.default_rng(2)
+    qkv, dy = half(numbers(rng, 5, 2, 48)), half(numbers(rng, 5, 2, 16))
+    dqkv, op = backend.empty(qkv.shape, BF16), Attention(2)
+    parts = [[x[..., i:i + 16] for i in (0, 16, 32)] for x in (qkv, dqkv)]
+    apart = [half(get(part)) for part in parts[0]]
+    y, ctx = op.forward(*parts[0])
+    expected, its_ctx = op.forward(*apart)
+    same(get(y), get(expected))
+    op.backward(dy, ctx, out=parts[1])
+    same(get(dqkv), np.concatenate([get(x) for x in op.backward(dy, its_ctx)], 2))
+
+
+def test_a_model_rounds_its_weights_once_and_products_use_the_copy(on_gpu):
+    from pyops import init
+    from pyops.params import Parameters, Spec
+    assert Parameters({'w': Spec((3, 4), init.ones())}).rounded is None
+    on_gpu.storage = 'bf16'
+    params = Parameters({'a.w': Spec((4, 8), init.xavier_normal()), 'b.w': Spec((4, 8), init.xavier_normal())})
+    params.round()
+    for name in params:
+        same(get(params[name].rounded), rounded(get(params[name].value)))
+    joined = params.joined(['a.w', 'b.w'])
+    assert joined.operand(BF16).dtype == BF16 and joined.operand(BF16).shape == (8, 8)
+    assert joined.operand(np.float32) is joined.value
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+def losses(steps):
+    """Train the small transformer and return its losses."""
+    from small_models import make_transformer, pairs
+    from translation import train_steps
+    return train_steps(make_transformer(), pairs()[1], steps, batch_size=16, lr=0.002)
+
+
+def test_a_transformer_with_bfloat16_activations_learns_like_one_in_float32(on_gpu):
+    plain = losses(30)
+    on_gpu.precision = on_gpu.storage = 'bf16'
+    stored = losses(30)
+    assert np.mean(plain[-5:]) < 0.95 * np.mean(plain[:5]), 'nothing was learned: the check is vacuous'
+    assert (np.array(stored) != plain).any(), 'nothing was rounded'
+    error = np.abs(np.array(stored) / plain - 1)
+    assert error[0] <= 8 * HALF and error[:20].max() <= 0.05, error
+    assert np.mean(stored[-5:]) < 0.95 * np.mean(stored[:5])
+
+
+def recorded(model):
+    """Return the plan of a training step."""
+    from small_models import pairs
+
+    from pyops.optim import Adam
+    from pyops.plan import Plan
+    batch, optimizer = pairs()[1].batch_of(np.arange(16)), Adam(model.params, 0.001)
+    with Plan(model.params, run=False, **model.arrays(), **optimizer.arrays()) as plan:
+        model.params.zero_grads()
+        _, ctx = model.forward(batch, step=optimizer.count)
+        model.backward(ctx)
+        optimizer.step()
+    return plan
+
+
+def test_activations_and_their_gradients_take_half_of_the_memory_and_weights_are_rounded_once(on_gpu):
+    from small_models import make_transformer
+    plans = {}
+    for storage in ('fp32', 'bf16'):
+        on_gpu.precision = on_gpu.storage = storage
+        plans[storage] = recorded(make_transformer())
+    tensors = {storage: {t.name: t for t in plan.tensors()} for storage, plan in plans.items()}
+    halved = {name for name, t in tensors['bf16'].items() if t.dtype == BF16}
+    assert {name for name in halved if tensors['bf16'][name].kind == 'parameter'} >= {'parameters_rounded'}
+    kinds = {'intermediate', 'gradient'}
+    for name, t in tensors['fp32'].items():
+        if t.kind in kinds and t.base is None and t.dtype == np.float32 and name.endswith(('.y', '.h', '.dx', '.dh')):
+            other = tensors['bf16'][name]
+            assert other.dtype == BF16 and 2 * other.nbytes == t.nbytes, name
+    statistics = [t for name, t in tensors['bf16'].items() if name.endswith(('.mean', '.rstd', '.stats', '.loss', '_grad'))]
+    assert statistics and all(t.dtype == np.float32 for t in statistics)
+    rounding = [action for action in plans['bf16'].actions if action.kernel == 'convert'
+                and action.tensors['x'].name == 'parameters']
+    assert len(rounding) == 1
+    weights = [action.tensors['b'] for action in plans['bf16'].actions if action.kernel == 'gemm' and 'bias' in action.tensors]
+    assert weights and all(t.dtype == BF16 for t in weights)
+    assert 'Tensor(BFLOAT16)(encoder.embedding.y)' in str(plans['bf16'])
+
+
+def test_the_program_trains_saves_resumes_and_translates_with_bfloat16_activations(on_gpu, tmp_path, capsys):
+    from transformer import train
+    flags = ['-g', '1', '-f', 'embedded', '--pairs', '64', '-b', '32', '--d-model', '16', '--heads', '2', '--layers', '1',
+             '--min-count', '1']
+    found = {}
+    for precision in ('fp32', 'bf16'):
+        folder = str(tmp_path / precision)
+        for epochs in ('1', '2'):
+            train.main([*flags, '--precision', precision, '-e', epochs, '-c', folder])
+        assert on_gpu.storage == precision
+        out = capsys.readouterr().out
+        assert 'loaded from checkpoint' in out and 'BLEU' in out
+        found[precision] = [float(line.split('loss : ')[1].split()[0]) for line in out.splitlines() if line.startswith('epoch ')
+                            and 'loss' in line]
+    assert len(found['bf16']) == 2 and found['bf16'] != found['fp32']
+    close(np.array(found['bf16']), np.array(found['fp32']), 8 * HALF)
+
+
+def test_quantized_ops_keep_float32_activations(on_gpu):
+    from argparse import Namespace
+
+    from pyops.flags import select_storage
+    select_storage(Namespace(precision='bf16'), 'mxfp8e4m3')
+    assert on_gpu.storage == 'fp32'
+    select_storage(Namespace(precision='bf16'))
+    assert on_gpu.storage == 'bf16'
+    with backend.float32_activations():
+        assert on_gpu.storage == 'fp32'
+    assert on_gpu.storage == 'bf16'
+
+
+@pytest.mark.parametrize('suffix', ['safetensors', 'pt'])
+def test_saved_tensors_of_bfloat16_activations_are_bfloat16_files(on_gpu, suffix, tmp_path, capsys):
+    if suffix == 'pt':
+        pytest.importorskip('torch', reason='--save-as pt needs torch: pip install torch')
+    from pyops.inspect.readers import list_tensors, read
+    from transformer import train
+    train.main(['-g', '1', '--precision', 'bf16', '--pairs', '64', '-b', '32', '--d-model', '16', '--heads', '2',
+                '--layers', '1', '-e', '1', '-c', str(tmp_path / 'ckpt'), '--save-tensors', str(tmp_path / 'saved'),
+                '--save-as', suffix])
+    found = {}
+    for path in sorted((tmp_path / 'saved').glob(f'*.{suffix}')):
+        (key, _, dtype, metadata), = list_tensors(str(path))
+        found.setdefault(path.stem.rsplit('_fp32_')[1], set()).add(dtype)
+        values = read(str(path), key)
+        assert np.isfinite(values).all()
+        if dtype == 'bfloat16':
+            same(values, rounded(values))
+    for name in ('input', 'output', 'grad_output', 'query', 'key', 'value', 'grad_query'):
+        assert found[name] == {'bfloat16'}, name
+    assert found['weight'] == found['grad_weight'] == {'float32'}
