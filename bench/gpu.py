@@ -135,8 +135,7 @@ class Trained:
                     values=backend.get(self.model.params.values).copy())
 
     def close(self):
-        for made in self.steps.plans.values():
-            made[0].close()
+        self.steps.close()
 
 
 def _list(losses):
@@ -200,7 +199,7 @@ class Contest:
 
 
 def translation_contest(run, what, ours, theirs, settings, lr, precision, batch, checked):
-    """Check and time the training steps of a translator on random sentences with realistic sizes and 15 % padding.
+    """Check and time the training steps of a translator on random sentences with realistic sizes; padded, 15 % is padding.
 
     Return finish(), which times them against compiled PyTorch: after the checks of all precisions.
     """
@@ -208,7 +207,7 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
     from bench.translation import planned_steps
     from pyops import backend
     from pyops.optim import Adam
-    from pyops.text.translation import Pairs
+    from pyops.text.pairs import Pairs
     from pyops.text.vocabulary import BOS
     Config, Model = ours
     gpu, torch, sizes, rng = run.gpu, run.torch, run.sizes, np.random.default_rng(0)
@@ -217,13 +216,14 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
     if figure is None:
         return lambda: None
     count = max(sizes.pairs, 4 * batch)
-    pairs = Pairs(*(padded(rng, count, config.num_steps, words) for words in (config.source_size, config.target_size)))
+    pairs = Pairs(*(random_sentences(rng, count, config.num_steps, words)
+                    for words in (config.source_size, config.target_size)), config.num_steps)
     order = rng.permutation(count)[:count // batch * batch].reshape(-1, batch)
 
     def trained():
         model = Model(config)
         optimizer = Adam(model.params, lr, max_norm=1.0)
-        return Trained(model, optimizer, planned_steps(model, pairs.placed(), lr, optimizer), [backend.put(x) for x in order])
+        return Trained(model, optimizer, planned_steps(model, pairs, lr, optimizer), order)
 
     if ('reference', what) not in run.kept:             # in float32 for each precision
         with backend.on(backend.HOST):
@@ -238,7 +238,7 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
     torch_step = rows = None
     if torch:
         t = torch.torch
-        tables = [torch.put(x).long() for x in (pairs.source, pairs.labels)]
+        tables = [torch.put(x.padded(config.num_steps)).long() for x in (pairs.source, pairs.labels)]
         indices = torch.put(order)
         counter = iter(range(2**62))
 
@@ -266,13 +266,13 @@ def translation_contest(run, what, ours, theirs, settings, lr, precision, batch,
     return finish
 
 
-def padded(rng, n, steps, words):
-    """Return random ids (n, steps) int32 above the special ones, padded after random lengths: 15 % padding on average."""
-    from pyops.text.vocabulary import PAD, SPECIALS
-    ids = rng.integers(len(SPECIALS), words, (n, steps)).astype(np.int32)
-    lengths = np.clip(rng.normal(0.85 * steps, 0.15 * steps, n).round(), 1, steps)
-    ids[np.arange(steps) >= lengths[:, None]] = PAD
-    return ids
+def random_sentences(rng, n, steps, words):
+    """Return n sentences of random ids above the special ones; on average they are 15 % shorter than `steps` tokens."""
+    from pyops.text.pairs import Ragged
+    from pyops.text.vocabulary import SPECIALS
+    lengths = np.clip(rng.normal(0.85 * steps, 0.15 * steps, n).round(), 1, steps).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return Ragged(rng.integers(len(SPECIALS), words, starts[-1]).astype(np.int32), starts)
 
 
 def seq2seq(run):

@@ -46,7 +46,8 @@ def prepare(args):
         import importlib
 
         from bench.translation import planned_steps
-        from pyops.text.translation import Pairs, open_corpus
+        from pyops.text.pairs import Pairs
+        from pyops.text.translation import open_corpus
         Config, Model = importlib.import_module(f'bench.{args.program}').ours()
         corpus, _ = open_corpus(args.corpus)
         vocabularies = corpus.vocabularies()

@@ -8,21 +8,21 @@ import numpy as np
 
 
 def planned_steps(model, pairs, lr, optimizer=None):
-    """Return Steps of a translator's training step, as in training; optimizer: default Adam."""
+    """Return SizedSteps of a translator's training step, as in training; optimizer: default Adam."""
     from pyops import plan
     from pyops.optim import Adam
-    from pyops.steps import Steps
+    from pyops.steps import SizedSteps
     optimizer = optimizer or Adam(model.params, lr, max_norm=1.0)
 
-    def step(rows):
+    def step(rows, *sizes):
         model.params.zero_grads()
-        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
+        loss, ctx = model.forward(pairs.batch(rows, *sizes), step=optimizer.count)
         plan.boundary()
         model.backward(ctx)
         optimizer.step()
         return loss
 
-    return Steps(step, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    return SizedSteps(step, pairs.sizes, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
 
 
 def flops_of(plan):
@@ -53,7 +53,8 @@ class Contest:
     def prepare(self, args, folder):
         """Write batches, configuration and initial weights.  Return a line about the data."""
         from pyops.data.batches import batches
-        from pyops.text.translation import Pairs, open_corpus
+        from pyops.text.pairs import Pairs
+        from pyops.text.translation import open_corpus
         Config, Model = self.ours()
         corpus, _ = open_corpus(data_dir=args.data_dir)
         vocabularies = corpus.vocabularies()
@@ -65,7 +66,8 @@ class Contest:
             epoch += 1
         rows = np.stack(chosen[:args.warmup + args.steps])
         model = Model(config)
-        np.savez(folder / 'data.npz', rows=rows, source=pairs.source, labels=pairs.labels)
+        np.savez(folder / 'data.npz', rows=rows, source=pairs.source.ids, source_starts=pairs.source.starts,
+                 labels=pairs.labels.ids, label_starts=pairs.labels.starts)
         self._write_model(folder, config, model)
         return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}, {len(pairs)} pairs'
 
@@ -76,9 +78,11 @@ class Contest:
 
     def _load(self, folder):
         """Return the configuration, the pairs, and the rows of each batch."""
-        from pyops.text.translation import Pairs
+        from pyops.text.pairs import Pairs, Ragged
+        config = self._config(folder)
         with np.load(folder / 'data.npz') as file:
-            return self._config(folder), Pairs(file['source'], file['labels']), file['rows']
+            source, labels = Ragged(file['source'], file['source_starts']), Ragged(file['labels'], file['label_starts'])
+            return config, Pairs(source, labels, config.num_steps), file['rows']
 
     def _config(self, folder):
         return self.ours()[0](**json.loads((folder / 'config.json').read_text()))
@@ -94,7 +98,7 @@ class Contest:
         from bench.torch_step import make_step
         model = self._twin(config, folder)
         run = make_step(torch.compile(model) if kind == 'torch-compile' else model, self.lr)
-        batches = [[torch.from_numpy(ids).long() for ids in pairs.batch(indices)] for indices in rows]     # not timed
+        batches = [[torch.from_numpy(ids).long() for ids in pairs.padded(indices)] for indices in rows]     # not timed
         return job(lambda k: run(*batches[k]).item())
 
     def _twin(self, config, folder):
@@ -106,20 +110,23 @@ class Contest:
 
     def prepare_sentences(self, args, folder):
         """Write sentences of the corpus, configuration and initial weights.  Return a line about the data."""
-        from pyops.text.translation import Pairs, open_corpus
+        from pyops.text.pairs import Pairs
+        from pyops.text.translation import open_corpus
         Config, Model = self.ours()
         corpus, _ = open_corpus(data_dir=args.data_dir)
         vocabularies = corpus.vocabularies()
         config = Config(*map(len, vocabularies))
         pairs = Pairs.encode(corpus, *vocabularies, config.num_steps)
         chosen = np.random.default_rng(0).integers(0, len(pairs), args.sentences)
-        np.savez(folder / 'data.npz', source=np.ascontiguousarray(pairs.source[chosen].T))
+        np.savez(folder / 'data.npz', source=np.ascontiguousarray(pairs.source.padded(config.num_steps)[chosen].T))
         self._write_model(folder, config, Model(config))
         return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}'
 
     def translate(self, folder, kind):
         """Return turn(first, last, size), which translates these sentences, `size` at a time, and a function that turns its
         result into the worker's answer: the tokens.  Our plans persist between turns, as when sentences are served."""
+        from pyops.text.pairs import Sequences
+        from pyops.text.vocabulary import PAD
         config = self._config(folder)
         with np.load(folder / 'data.npz') as file:
             source = file['source']
@@ -132,7 +139,10 @@ class Contest:
             if kind == 'torch-compile':
                 model.translate = torch.compile(model.translate)
 
+        def packed(part):
+            return Sequences.of([ids[ids != PAD] for ids in part.T], config.num_steps)
+
         def turn(first, last, size):
             parts = (source[:, at:min(at + size, last)] for at in range(first, last, size))
-            return [decode(part.copy() if kind == 'ours' else part.contiguous()) for part in parts]
+            return [decode(packed(part) if kind == 'ours' else part.contiguous()) for part in parts]
         return turn, lambda outputs: dict(words=[column.tolist() for tokens in outputs for column in tokens.T])

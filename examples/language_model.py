@@ -17,31 +17,34 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # this source tree, from any current folder
 
 from pyops import backend, checkpoint, fit, flags, plan
-from pyops.data.batches import gather
+from pyops.data.batches import pack, pack_ids
 from pyops.errors import UserError, exits_cleanly
 from pyops.ops import LinearCrossEntropy, Positions
+from pyops.ops.packed import Packed
 from pyops.optim import Adam
 from pyops.params import Parameters
 from pyops.text import embedded
+from pyops.text.pairs import Sequences
 from transformer.model import Config, EncoderBlock, Stack, output_specs, side_specs
 
 PAD, BEGIN, FIRST = 0, 1, 2             # ids: letters are numbered from FIRST
 
 
 class LanguageModel:
-    """ids (T, B) int32: letters, shifted right after BEGIN;  labels (T, B) int32: letters to predict."""
+    """windows: Sequences of N letters, each window shifted right after BEGIN;  labels (N,) int32: letters to predict."""
 
     def __init__(self, config, seed=0):
         self.config = config
-        decoder_specs = side_specs('decoder', config.target_size, ['self_attention'], config)
+        decoder_specs = side_specs('decoder', config.target_size, config.layers, ['self_attention'], config)
         self.params = p = Parameters(decoder_specs | output_specs(config), seed)
         self.positions = Positions(config.d_model, config.positions, config.d_model ** 0.5)
-        self.decoder = Stack(p, 'decoder', functools.partial(EncoderBlock, causal=True), self.positions, config)
+        block = functools.partial(EncoderBlock, causal=True)
+        self.decoder = Stack(p, 'decoder', block, config.layers, self.positions, config)
         self.output = LinearCrossEntropy(p['output.weight'], p['output.bias'], PAD)
         self.one = backend.put(np.ones(1, np.float32))              # the gradient of the loss
 
-    def forward(self, ids, labels, step):
-        h,    c1 = self.decoder.forward(ids, None, step=step)       # (T, B, D)
+    def forward(self, windows, labels, step):
+        h,    c1 = self.decoder.forward(windows, step=step)         # (N, D)
         loss, c2 = self.output.forward(h, labels, dloss=self.one)   # (1,)
         return loss, [c1, c2]
 
@@ -57,8 +60,8 @@ class LanguageModel:
         weight, bias = (backend.get(self.params[f'output.{name}'].value) for name in ('weight', 'bias'))
         for _ in range(length):
             seen = [BEGIN, *ids][-self.config.num_steps:]
-            h, _ = self.decoder.forward(backend.put(np.array(seen, np.int32)[:, None]), None)
-            logits = weight[FIRST:] @ backend.get(h)[-1, 0] + bias[FIRST:]
+            h, _ = self.decoder.forward(Sequences.of([np.array(seen)], self.config.num_steps))
+            logits = weight[FIRST:] @ backend.get(h)[-1] + bias[FIRST:]
             p = np.exp(logits.astype(np.float64) - logits.max())
             ids = [*ids, FIRST + int(rng.choice(len(p), p=p / p.sum()))]
             yield ids[-1]
@@ -100,7 +103,7 @@ def main(argv=None):
 
     # data and model
     windows, letters = read(args.text, args.context)
-    table = backend.put(windows)
+    table, starts = backend.put(windows.ravel()), backend.put(np.arange(0, windows.size + 1, args.context))
     config = Config(1, FIRST + len(letters), args.d_model, 4 * args.d_model, layers=args.layers, dropout=0.1,
                     num_steps=args.context, positions=args.context, pre_norm=True)
     model = LanguageModel(config)
@@ -116,20 +119,23 @@ def main(argv=None):
     # step
     def step(rows):
         model.params.zero_grads()
-        loss, ctx = model.forward(gather(table, rows, BEGIN, 'ids'), gather(table, rows, name='labels'), optimizer.count)
+        total = len(rows) * args.context
+        ids, positions, offsets = pack(table, starts, rows, total, BEGIN)
+        labels = pack_ids(table, starts, rows, total, name='labels')
+        loss, ctx = model.forward(Sequences(ids, positions, Packed(offsets, args.context)), labels, optimizer.count)
         plan.boundary()
         model.backward(ctx)
         optimizer.step()
         history.add(loss, None, optimizer.norm)
 
-    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(table)), '-b or --context', table=table,
-                                   **model.arrays(), **optimizer.arrays(), **history.arrays())
+    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(windows)), '-b or --context', table=table,
+                                   starts=starts, **model.arrays(), **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return
 
     # loop
     saver = fit.Saver(found, model.params, optimizer, run, dict(letters=letters)) if found else None
-    trainer = fit.Trainer(run, len(table), args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
+    trainer = fit.Trainer(run, len(windows), args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
                           chance_loss=math.log(len(letters)))
     with trainer:
         for epoch in trainer.epochs():

@@ -25,6 +25,7 @@ from pyops.errors import UserError
 from pyops.files import write_atomically
 
 SUFFIX = '.safetensors'
+BEST = 'best' + SUFFIX      # the best checkpoint of a run so far, which serving prefers to the newest
 FORMAT = 'pyops checkpoint'
 VERSION = 2             # version 1 had no first_loss and id in the run, and no name in the metadata
 
@@ -173,7 +174,8 @@ class Found:
 
 
 def find(path, serving=False):
-    """Load the checkpoint that `-c PATH` names, or the newest intact one of the folder PATH, and return Found.
+    """Load the checkpoint that `-c PATH` names, or the newest intact one of the folder PATH, and return Found.  With `serving`,
+    the best one of the folder is preferred, if training kept it.
 
     A missing folder is created.  A missing or damaged file (PATH ends in .safetensors, or is a file) is an error, and so is
     a folder that cannot be read or written, so that this fails now and not after hours of training.  Temporary files of
@@ -197,7 +199,7 @@ def find(path, serving=False):
         raise UserError(f'{path}: no such checkpoint; {remedy}')
     if not serving:
         _prepare(path)
-    newest, content, warnings = (None, (None, None), ()) if is_new else _newest(path)
+    newest, content, warnings = (None, (None, None), ()) if is_new else serving and _best(path) or _newest(path)
     if newest:
         line = f'loading from checkpoint : {newest}'
     elif serving:
@@ -208,7 +210,7 @@ def find(path, serving=False):
     else:
         line = f'{path} : no checkpoint, starting from scratch'
     _, state = content
-    by_time = isinstance(state, dict) and state.get('by_time') is True and _key(os.path.basename(newest)) is not None
+    by_time = isinstance(state, dict) and state.get('by_time') is True and is_automatic(newest)
     return Found(newest, path, line, warnings, *content, by_time)
 
 
@@ -333,6 +335,11 @@ def _listed(folder):
                 yield _key_inside(path) or _key_of_change(path), path
 
 
+def is_automatic(path):
+    """Return whether the file has a name as save_or_rescue gives, and was not renamed."""
+    return _key(os.path.basename(path)) is not None
+
+
 def _key(file_name):
     """Return (date and time, epoch) from a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(file_name)
@@ -355,6 +362,15 @@ def _key_of_change(path):
         return datetime.datetime.fromtimestamp(os.stat(path).st_mtime).strftime(_TIME), -1
     except (OSError, ValueError, OverflowError):
         return '00010101_000000', -1
+
+
+def _best(folder):
+    """Return the same as _newest for the best checkpoint of a folder, None if there is none or it is damaged."""
+    path = os.path.join(folder, BEST)
+    try:
+        return (path, load(path), ()) if os.path.exists(path) else None
+    except UserError:
+        return None
 
 
 def _newest(folder):

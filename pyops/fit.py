@@ -13,10 +13,10 @@ import numpy as np
 
 from pyops import backend, checkpoint, plan
 from pyops.backend.kernels import Kernel, declare
-from pyops.data.batches import batches, epoch_end, epoch_order, split
+from pyops.data.batches import FixedBatches
 from pyops.errors import Interrupted, UserError
 from pyops.flags import plan_requested
-from pyops.steps import Steps
+from pyops.steps import SizedSteps, Steps
 from pyops.training import Interrupt, Metrics, Output, Progress
 
 
@@ -33,6 +33,10 @@ class Run:
     seconds: float = 0.0
     first_loss: float = 0.0     # of the first step (format 1 checkpoints have none: of the first step after resuming)
     id: str = field(default='', compare=False)      # names this run in metrics.jsonl; '' until it has a folder
+    best: float | None = None   # best value so far of the metric that selects the best checkpoint, and after how many epochs
+    best_epoch: int = 0
+    planned: list[int] = field(default_factory=list)        # of planned_steps: epochs, steps
+    kept: list[str] = field(default_factory=list, compare=False)    # names of the checkpoints that --keep may remove
 
     asdict = asdict
 
@@ -73,21 +77,27 @@ class History:
         return dict(log=self.log, written=self.written)
 
 
+def batches_of(run, samples, drop_last=False):
+    """Return the batches of a run: `samples` if it has methods as FixedBatches has, else FixedBatches of so many samples."""
+    return FixedBatches(samples, run.batch_size, drop_last) if isinstance(samples, int) else samples
+
+
 def first_batch(run, samples):
     """Return the indices of the samples of the first batch of a run's current epoch, int64; for recording a step."""
-    return epoch_order(samples, run.seed, run.epoch)[:run.batch_size]
+    return backend.get(next(batches_of(run, samples).batches(run.seed, run.epoch)))
 
 
-def training_step(args, step, params, rows, smaller='-b', /, **inputs):
+def training_step(args, step, params, rows, smaller='-b', sizes=None, /, **inputs):
     """Return the function that runs a training step as the flags of add_plan_flags ask, step(rows); None after describing it.
 
     step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
+    sizes(rows): the sizes of a batch, and the step is step(rows, *sizes), as for SizedSteps;  None: a batch has no other sizes
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
     if args.no_plan and not plan_requested(args):
-        return step
-    steps = Steps(step, params, **inputs)
+        return (lambda rows: step(backend.put(rows), *sizes(rows))) if sizes else step
+    steps = SizedSteps(step, sizes, params, **inputs) if sizes else Steps(step, params, **inputs)
     recorded = steps.plan(rows)
     if plan_requested(args):
         plan.describe(args, recorded)
@@ -98,13 +108,23 @@ def training_step(args, step, params, rows, smaller='-b', /, **inputs):
     return steps
 
 
-def steps_left(run, samples, epochs, drop_last=False, max_steps=math.inf):
-    """Return the number of steps that a Trainer will run with these arguments."""
-    def steps(start):
-        return -(-(epoch_end(samples, run.batch_size, start, drop_last) - start) // run.batch_size)
-    whole = max(epochs - run.epoch, 0)
-    total = steps(run.position) + (whole - 1) * steps(0) if whole else 0
-    return min(total, max_steps)
+def steps_left(run, batches, epochs, max_steps=math.inf):
+    """Return the number of steps that a Trainer will run with these batches."""
+    starts = [run.position] + [0] * (epochs - run.epoch - 1) if run.epoch < epochs else []
+    total = 0
+    for epoch, start in enumerate(starts, run.epoch):
+        total += batches.count(run.seed, epoch, start)
+        if total >= max_steps:
+            return max_steps
+    return total
+
+
+def planned_steps(run, batches, epochs, optimizer):
+    """Return the number of steps of a run when all epochs are done, for a schedule.  A resumed run with the same number of
+    epochs gets the same number, although batches of tokens may have turned out larger or smaller than expected."""
+    if run.planned[:1] != [epochs]:
+        run.planned = [epochs, int(backend.get(optimizer.count)[0]) + steps_left(run, batches, epochs)]
+    return run.planned[1]
 
 
 class Watch:
@@ -174,12 +194,14 @@ class Trainer:
     SIGINT, SIGTERM and SIGHUP, a failing standard output, and max_steps leave the `with` block after the current step or at
     the end of the epoch; a checkpoint is saved first.  So the lines after the inner loop run for complete epochs only.
 
-    run: a Run, which the trainer updates;  samples: number of samples of an epoch;  epochs: number to be done in the end
+    run: a Run, which the trainer updates;  epochs: number to be done in the end
+    samples: number of samples of an epoch, for batches of run.batch_size; or its batches, such as TokenBatches
     history: the History to which step() appends;  optimizer: counts the clipped steps
     saver: a Saver, None to save neither checkpoints nor metrics.jsonl
     drop_last: leave out the last batch of an epoch if it is smaller than the others, unless it is the only one
     max_steps: number of steps after which the run saves and ends
     chance_loss: loss of a model that gives all classes the same probability
+    patience: number of epochs without a better value of the saver's metric after which the run ends, None for no limit
 
     Attributes after the block: is_done (all epochs were trained) and signal (signal.Signals that ended the run, or None).
     Raises UserError if the loss is not finite or explodes (Watch), and OSError, after saving, if standard output fails
@@ -187,9 +209,10 @@ class Trainer:
     """
 
     def __init__(self, run, samples, epochs, optimizer, history, *, saver=None, drop_last=False, max_steps=None,
-                 chance_loss=0.0):
-        self.run, self.samples, self._epochs, self._optimizer, self._history = run, samples, epochs, optimizer, history
-        self._saver, self._saving, self._drop_last = saver, None, drop_last
+                 chance_loss=0.0, patience=None):
+        self._patience = patience
+        self.run, self._epochs, self._optimizer, self._history = run, epochs, optimizer, history
+        self._saver, self._saving, self._batched = saver, None, batches_of(run, samples, drop_last)
         self._left = math.inf if max_steps is None else max_steps
         self._watch = Watch(run, chance_loss)
         self._pending = []                                      # batch sizes of the steps whose results have not been read
@@ -208,16 +231,22 @@ class Trainer:
             return train_step
         from pyops.inspect.saving import Saving
         first = int(backend.get(self._optimizer.count)[0])
-        steps = steps_left(self.run, self.samples, self._epochs, self._drop_last, self._left)
-        self._saving = Saving(wanted, train_step, first_batch(self.run, self.samples), first, first + steps, about, side,
+        steps = steps_left(self.run, self._batched, self._epochs, self._left)
+        self._saving = Saving(wanted, train_step, first_batch(self.run, self._batched), first, first + steps, about, side,
                               sentences)
         self._history.on_read = self._saving.note
         return self._saving.step
 
     @property
     def is_done(self):
-        """Whether all epochs are done."""
-        return self.run.epoch >= self._epochs
+        """Whether all epochs are done, or the metric has not improved for `patience` epochs."""
+        return self.run.epoch >= self._epochs or self.has_stopped_improving
+
+    @property
+    def has_stopped_improving(self):
+        """Whether the metric of the best checkpoint has not improved for `patience` epochs."""
+        return self._patience is not None and self.run.best is not None and (
+            self.run.epoch - self.run.best_epoch >= self._patience)
 
     def leave(self):
         """Raise UserError if tensors were wanted and none was saved, and Interrupted if a signal ended the run: the exit status
@@ -267,15 +296,15 @@ class Trainer:
 
     def _batches(self, end, at_once, progress):
         """Yield the indices of the batches of an epoch, and after each do what is due: see Epoch.batches."""
-        run, batch_size = self.run, self.run.batch_size
+        run = self.run
         with Progress(end, initial=run.position, **progress) as self._display:
             self._polled = time.perf_counter()
-            for indices in batches(self.samples, batch_size, run.seed, run.epoch, run.position, self._drop_last,
-                                   at_once=at_once):
-                if self._left < at_once:
-                    indices = indices[:self._left * batch_size]
+            for indices in self._batched.batches(run.seed, run.epoch, run.position, at_once):
+                sizes = self._batched.sizes(indices)
+                if self._left < len(sizes):
+                    sizes = sizes[:self._left]
+                    indices = indices[:sum(sizes)]
                 yield indices
-                sizes = [len(batch) for batch in split(indices, batch_size)]
                 self._pending += sizes
                 self._left -= len(sizes)
                 is_over = self._is_over()
@@ -323,7 +352,7 @@ class Trainer:
                             'with -l' + (f'; {checkpoint.last(self._saver.last)}' if self._saver else ''))
 
     def _end_of_epoch(self):
-        return epoch_end(self.samples, self.run.batch_size, self.run.position, self._drop_last)
+        return self._batched.end(self.run.position)
 
     def _save(self, by_time=False):
         """Save a checkpoint, if the run has any, and return the line about it.  Raises if the loss has exploded."""
@@ -357,7 +386,8 @@ class Epoch:
     def end(self, **metrics):
         """Count the epoch as done and write a line of metrics.jsonl.  Return its values by name, and 'samples'.
 
-        metrics: more values, such as the validation loss.  Called by Trainer.epochs if the program does not.
+        metrics: more values, such as the validation loss; the saver's metric among them selects the best checkpoint.
+        Called by Trainer.epochs if the program does not.
         """
         trainer, run = self._trainer, self._trainer.run
         self.values = dict(epoch=run.epoch + 1, loss=run.loss, emit_clip=run.clips, seconds=run.seconds,
@@ -365,6 +395,8 @@ class Epoch:
         run.end_epoch()
         if trainer._metrics:
             trainer._metrics.write(**self.values)
+        if trainer._saver:
+            trainer._saver.note(metrics)
         return self.values | {'samples': self.samples}
 
     def save(self):
@@ -434,13 +466,19 @@ class Saver:
 
     found: the checkpoint.Found that the run started from; state: what its checkpoints contain besides `run`.
     every: number of epochs between checkpoints;  minutes: age of the last checkpoint at which another is saved, 0: any
+    metric: the name of a metric, such as 'bleu', of which checkpoint.BEST is the best checkpoint; None: no such file.
+    Higher is better, for 'validation', a loss, lower.
+    keep: number of checkpoints that are kept; older ones of the run are removed.  None: all
     folder: where checkpoints are saved;  last: path of the newest one from which the run can resume, None if there is none.
     """
 
-    def __init__(self, found, params, optimizer, run, state, every=10, minutes=0):
+    def __init__(self, found, params, optimizer, run, state, every=10, minutes=0, metric=None, keep=None):
         self.folder, self.last, self.every, self.minutes = found.folder, found.path, every, minutes
+        self._metric, self._keep = metric, keep
         self._params, self._optimizer, self._run, self._state = params, optimizer, run, state
         self._replaced = found.path if found.by_time else None
+        if found.path and checkpoint.is_automatic(found.path) and not found.by_time and 'kept' in found.state['run']:
+            run.kept.append(os.path.basename(found.path))       # its state has the names of the earlier ones
         names_and_state = 2 ** 20                               # bytes
         size = sum(tensor.nbytes for tensor in tensors(params, optimizer).values())
         checkpoint.check_free_space(self.folder, size + names_and_state)
@@ -449,22 +487,42 @@ class Saver:
         """Save the next checkpoint and return its path.
 
         by_time: the save was triggered by time.  The next checkpoint of this run, or of a run that resumes it, replaces this
-        file: once the new one is durable, this one is removed, so the number of files does not grow with time.  No other
-        file is ever removed.
+        file: once the new one is durable, this one is removed, so the number of files does not grow with time.  Without
+        `keep`, no other file is ever removed.
         Raises UserError, and saves nothing, if a parameter is not finite: a step can cause that after its loss was computed,
         and such a checkpoint is useless.
         """
         if not np.isfinite(backend.get(self._params.values)).all():
             raise UserError(f'after {self._run.epoch} epochs parameters are no longer finite, and they are not saved; '
                             f'lower the learning rate with -l; {checkpoint.last(self.last)}')
-        arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
-        state = self._state | {'run': self._run.asdict(), 'by_time': by_time}
-        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, arrays, state, last_path=self.last)
+        self.last = checkpoint.save_or_rescue(self.folder, self._run.epoch, *self._content(by_time), last_path=self.last)
         if self._replaced:
-            with contextlib.suppress(OSError):
-                os.unlink(self._replaced)
+            self._remove(self._replaced)
         self._replaced = self.last if by_time else None
+        if not by_time:
+            self._run.kept.append(os.path.basename(self.last))
+        while self._keep and len(self._run.kept) > self._keep:
+            self._remove(os.path.join(self.folder, self._run.kept.pop(0)))
         return self.last
+
+    def note(self, metrics):
+        """Save the checkpoint BEST if the metric has improved.  metrics: {name: value} of the epoch that just ended."""
+        value, run = metrics.get(self._metric), self._run
+        if value is None or not math.isfinite(value):
+            return
+        if run.best is None or (value < run.best if self._metric == 'validation' else value > run.best):
+            run.best, run.best_epoch = value, run.epoch
+            checkpoint.save(os.path.join(self.folder, checkpoint.BEST), *self._content(by_time=False))
+
+    def _content(self, by_time):
+        """Return the tensors and the state of a checkpoint."""
+        arrays = {name: backend.get(tensor) for name, tensor in tensors(self._params, self._optimizer).items()}
+        return arrays, self._state | {'run': self._run.asdict(), 'by_time': by_time}
+
+    @staticmethod
+    def _remove(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 declare(log_step=Kernel(bytes=lambda s: 40))            # one row of the log

@@ -41,6 +41,12 @@ class Steps:
         plan.inputs['rows'][...] = rows
         return plan
 
+    def close(self) -> None:
+        """Free the memory of all plans."""
+        for plan, _ in self.plans.values():
+            plan.close()
+        self.plans.clear()
+
     def _record(self, size: int) -> tuple[Plan, Any]:
         rows = backend.zeros(size, np.int64)
         with Plan(self._params, run=False, rows=rows, **self._inputs) as plan:
@@ -50,62 +56,72 @@ class Steps:
 
 
 class SizedSteps:
-    """Calls step(rows, *sizes) through one plan, which runs batches of all sizes: the numbers of rows are set before a replay.
+    """Calls step(rows, *sizes) through one plan, which runs batches of all sizes: they are set before a replay.
 
-    sizes(rows) returns the sizes of a batch, a tuple of integers of 1 or more, such as the numbers of tokens.  rows is on the
-    host.  The step must make the same launches for all sizes, with arguments that are linear in len(rows) and the sizes;
-    ValueError naming the argument that is not.
-    The memory of the plan has room for larger batches than the first; for one that does not fit, it is recorded again.
+    sizes(rows) returns the sizes of a batch, integers of 1 or more: the number of rows, the numbers of tokens, and so on.  It
+    is called before each step, with rows on the host.  The array that step receives may be longer than the batch.
+    The step must make the same launches for all sizes, with arguments that are linear in the sizes; ValueError naming the
+    argument that is not.  There is another plan for each number of sizes.
+    The memory of a plan has room for larger batches than the first; for one that does not fit, it is recorded again.
     So the arrays that step returns must have shapes without these sizes, and other arrays are returned after such a recording.
     """
 
     def __init__(self, step: Callable[..., Any], sizes: Callable[[np.ndarray], tuple[int, ...]],
                  params: Parameters | None, /, **inputs: Array) -> None:
         self._step, self._sizes, self._params, self._inputs = step, sizes, params, inputs
-        self._capacity: tuple[int, ...] = ()
-        self._sized: SizedPlan | None = None        # of batches up to the capacity
+        self._sized: dict[int, SizedPlan] = {}      # by number of sizes
         self._exact: Plan | None = None             # of the last sizes that plan() was called with
         self._exact_sizes: tuple[int, ...] = ()
 
     def __call__(self, rows: np.ndarray) -> Any:
-        sizes = len(rows), *self._sizes(rows)
-        plan = self._plan_for(sizes)
-        self._rows[:len(rows)] = backend.put(rows)
+        sizes = tuple(self._sizes(rows))
+        plan = self._sized.get(len(sizes))
+        if plan is None or not plan.has_room(sizes):
+            plan = self._sized[len(sizes)] = self._record(sizes, plan)
+        plan.inputs['rows'][:len(rows)] = backend.put(rows)
+        plan.resize(sizes)
         plan.run()
-        return self._results
+        return plan.results
 
     def plan(self, rows: np.ndarray) -> Plan:
         """Return a plan of a step on these rows alone, recorded but not run; it is valid until the next call."""
-        sizes = len(rows), *self._sizes(rows)
+        sizes = tuple(self._sizes(rows))
         if self._exact is None or sizes != self._exact_sizes:
             if self._exact:
                 self._exact.close()
             array, self._exact_sizes = backend.zeros(len(rows), np.int64), sizes
             with Plan(self._params, run=False, rows=array, **self._inputs) as self._exact:
-                self._step(array, *sizes[1:])
+                self._step(array, *sizes)
         self._exact.inputs['rows'][...] = backend.put(rows)
         return self._exact
 
-    def _plan_for(self, sizes: tuple[int, ...]) -> SizedPlan:
-        """Return the plan of all sizes, set to these."""
-        if self._sized is None or any(size > most for size, most in zip(sizes, self._capacity, strict=True)):
-            if self._sized:
-                self._sized.close()
-            before = self._capacity or (0,) * len(sizes)
-            self._capacity = tuple(max(size + size // _SPARE + 3, most) for size, most in zip(sizes, before, strict=True))
-            self._rows = backend.zeros(self._capacity[0], np.int64)
-            with SizedPlan(self._params, run=False, rows=self._rows, **self._inputs) as self._sized:
-                self._results = self._step(self._rows, *self._capacity[1:])
-            self._sized.learn_sizes(lambda B, *others: self._step(self._rows[:B], *others), self._capacity)
-        self._sized.resize(sizes)
-        return self._sized
+    def close(self) -> None:
+        """Free the memory of all plans."""
+        for plan in (*self._sized.values(), *([self._exact] if self._exact else [])):
+            plan.close()
+        self._sized, self._exact = {}, None
+
+    def _record(self, sizes: tuple[int, ...], before: SizedPlan | None) -> SizedPlan:
+        """Return a plan with room for these sizes and those of the plan before."""
+        most = before.capacity if before else sizes
+        if before:
+            before.close()
+        capacity = tuple(max(size + size // _SPARE + 4, room) for size, room in zip(sizes, most, strict=True))
+        rows = backend.zeros(sum(capacity), np.int64)           # at least the sum of the numbers of rows
+        with SizedPlan(self._params, run=False, rows=rows, **self._inputs) as plan:
+            plan.results = self._step(rows, *capacity)
+        plan.learn_sizes(lambda *sizes: self._step(rows, *sizes), capacity)
+        return plan
 
 
 class SizedPlan(Plan):
     """A plan whose scalar arguments and addresses depend on sizes, such as the number of rows.
 
     They are learned by recording the step again with other sizes: each argument must be a sum of multiples of the sizes.
+    capacity: the largest sizes;  results: what the step returned
     """
+    capacity: tuple[int, ...]
+    results: Any = None
     _sizes: tuple[int, ...] = ()            # of the next run
 
     def learn_sizes(self, step: Callable[..., Any], capacity: tuple[int, ...]) -> None:
@@ -115,7 +131,7 @@ class SizedPlan(Plan):
         """
         if any(action.once for action in self.actions):
             raise ValueError('a step of many sizes has a launch inside Plan.once(), which ran for one size only')
-        self._capacity = np.array(capacity)
+        self.capacity, self._layouts = capacity, []
         halves = [size // 2 for size in capacity]
         one_half = [[half if j == i else size for j, (size, half) in enumerate(zip(capacity, halves, strict=True))]
                     for i in range(len(capacity))]
@@ -127,28 +143,47 @@ class SizedPlan(Plan):
             for j, (whole, *alone, quarter) in enumerate(zip(*(recording[i] for recording in recordings), strict=True)):
                 if all(value == whole for value in (*alone, quarter)):
                     continue
-                slope = isinstance(whole, int) and (whole - np.array(alone)) // taken
-                if not isinstance(whole, int) or (whole - slope * taken != alone).any() or whole - slope @ most != quarter:
+                slope = None if isinstance(whole, float) else self._slope(whole, alone, quarter, taken, most)
+                if slope is None:
                     name = library.cpu().functions['pyops_' + action.kernel].arguments[j].name
                     raise ValueError(f'{action.kernel}: {name} is not linear in the sizes of a batch; '
                                      'record a plan for each size')
-                at.append((i, j))
-                base.append(whole)
-                slopes.append(slope)
+                if isinstance(whole, list):             # a shape or strides, which the kernel reads in host memory
+                    self._layouts.append((action.values[j], np.array(whole, np.int64), slope))
+                else:
+                    at.append((i, j))
+                    base.append(whole)
+                    slopes.append(slope)
         self._places = self._calls.places(at)
         self._base, self._slopes = np.array(base, np.int64), np.array(slopes, np.int64).reshape(-1, len(capacity))
 
+    @staticmethod
+    def _slope(whole: Any, alone: list[Any], quarter: Any, taken: np.ndarray, most: np.ndarray) -> np.ndarray | None:
+        """Return the changes of an argument, an integer or a list, for a unit of each size, in the last axis.  None if it
+        is not linear."""
+        difference = np.array(whole)[..., None] - np.stack([np.array(value) for value in alone], -1)
+        slope = difference // taken
+        return slope if (slope * taken == difference).all() and (whole - slope @ most == quarter).all() else None
+
+    def has_room(self, sizes: tuple[int, ...]) -> bool:
+        """Return whether these sizes are at most those of the recording."""
+        return all(size <= most for size, most in zip(sizes, self.capacity, strict=True))
+
     def resize(self, sizes: tuple[int, ...]) -> None:
         """Set the sizes of the next runs, each at most the size of the recording."""
-        if sizes != self._sizes:            # a change drops the graph of a GPU
-            self._sizes = sizes
-            self._calls.change(self._places, self._base + self._slopes @ (np.array(sizes) - self._capacity))
+        if sizes == self._sizes:            # a change drops the graph of a GPU
+            return
+        self._sizes = sizes
+        difference = np.array(sizes) - self.capacity
+        self._calls.change(self._places, self._base + self._slopes @ difference)
+        for layout, base, slopes in self._layouts:
+            layout[...] = base + slopes @ difference
 
     def _again(self, step: Callable[..., Any], sizes: Sequence[int]) -> list[list[Any]]:
         """Return the arguments of each launch of step(*sizes)."""
         with self.again() as calls:
             step(*sizes)
         if [kernel for kernel, _ in calls] != [action.kernel for action in self.actions]:
-            raise ValueError(f'the step makes other launches with sizes {tuple(sizes)} than with {tuple(self._capacity)}; '
+            raise ValueError(f'the step makes other launches with sizes {tuple(sizes)} than with {self.capacity}; '
                              'record a plan for each size')
         return [[value if isinstance(value, list | float) else int(value) for value in values] for _, values in calls]

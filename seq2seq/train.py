@@ -7,14 +7,15 @@
 import math
 
 from pyops.errors import exits_cleanly
-from pyops.flags import int_up_to, use_device
+from pyops.flags import int_up_to, non_negative_int, use_device
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
 from seq2seq import translate
 
 PROGRAM = 'seq2seq.train'
-DEFAULTS = flags.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False)
+DEFAULTS = flags.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False, attention=0,
+                                bidirectional=False)
 MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
@@ -26,6 +27,10 @@ def parser():
     add_setting(model, DEFAULTS, '--layers', type=int_up_to(64), help='GRU layers, of the encoder and of the decoder')
     model.add_argument('--reset-before', action='store_true', default=None,
                        help='apply the reset gate before the recurrent product, as first published (default: after it)')
+    add_setting(model, DEFAULTS, '--attention', type=non_negative_int, metavar='HEADS',
+                help='heads of the attention of the decoder to all states of the encoder; 0: none')
+    model.add_argument('--bidirectional', action='store_true', default=None,
+                       help='half of the units of the bottom encoder layer read the sentence from its end (default: none)')
     return p
 
 
@@ -38,19 +43,21 @@ def main(argv=None):
     from pyops.text import serving, training, translation
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
-    from pyops import fit, plan
+    from pyops import fit
     from pyops.optim import Adam
-    from seq2seq.model import SIZES, Config, Seq2Seq, parameter_specs
+    from seq2seq.model import OFF, SIZES, Config, Seq2Seq, parameter_specs
 
     # settings
     found = training.find_checkpoint(args, 'seq2seq')
+    if found.state:
+        found.state['settings'] = OFF | found.state['settings']
     settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
     print(f'dropout : {settings["dropout"]}\nlr : {settings["lr"]}\ntiny : {settings["tiny"]}', flush=True)
 
     # data
     data = training.Data.load(args, settings, state=found.state)
-    pairs, validation = data.train.placed(), data.validation.placed()
+    pairs = data.train
     print(f'data loaded\n{found.line}', flush=True)
 
     # model
@@ -61,41 +68,44 @@ def main(argv=None):
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
+    batches = training.batches(settings, pairs)
+    parts = training.Parts(pairs, batches, optimizer.count)
+    translator = translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines)
+    validate = training.Validation(model, data, args, translator)
     history = fit.History()
 
     # step
-    def step(rows):
+    def step(rows, *sizes):
         model.params.zero_grads()
-        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
-        valid = model.valid(ctx)
-        plan.boundary()
-        model.backward(ctx)
+        loss = parts.gradients(model, rows, sizes)
         optimizer.step()
-        history.add(loss, valid, optimizer.norm)
+        history.add(loss, parts.tokens, optimizer.norm)
 
-    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, len(pairs)), '-b or --num-steps',
-                                   **pairs.arrays(), **model.arrays(), **optimizer.arrays(), **history.arrays())
+    train_step = fit.training_step(args, step, model.params, fit.first_batch(run, batches), '-b or --num-steps',
+                                   parts.sizes, **pairs.arrays(), **parts.arrays(), **model.arrays(), **optimizer.arrays(),
+                                   **history.arrays())
     if train_step is None:
         return
 
     # loop
     state = data.state('seq2seq', settings)
-    saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes)
-    trainer = fit.Trainer(run, len(pairs), args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
-                          chance_loss=math.log(config.target_size))
+    saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes,
+                      validate.metric, args.keep)
+    trainer = fit.Trainer(run, batches, args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
+                          chance_loss=math.log(config.target_size), patience=args.patience)
     train_step = trainer.save_tensors(wanted, train_step, dict(program='seq2seq', settings=settings),
                                       training.side, data.describe)
     with trainer:
         for epoch in trainer.epochs():
-            data.start_epoch(pairs, settings, run)
+            data.start_epoch(settings, run)
             for rows in epoch.batches(unit='pairs'):
                 train_step(rows)
-            values = epoch.end(**training.validation_loss(model, validation, run.batch_size))
+            values = epoch.end(**validate())
             epoch.save()
             print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
-                  + training.validation_text(values), flush=True)
+                  + validate.text(values), flush=True)
     if trainer.is_done and trainer.signal is None and len(data.test):
-        serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
+        serving.score(translator, data.test)
     trainer.leave()
 
 

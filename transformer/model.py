@@ -1,8 +1,9 @@
 """A transformer encoder and decoder (Vaswani et al. 2017, arXiv:1706.03762).  forward() is a list of calls; backward() is
 the same list reversed.
 
-Sequences are time-major: (T, B) token ids, (T, B, D) activations, D = d_model.  Ops store nothing: each forward() returns a
-ctx, which the caller passes to backward().  Where two gradients of one array meet, `into=` adds the second to the first.
+The tokens of all sentences of a batch are packed: (N,) ids, (N, D) activations, D = d_model, and Packed rows that say where
+each sentence begins.  So nothing is computed for padding.  Ops store nothing: each forward() returns a ctx, which the caller
+passes to backward().  Where two gradients of one array meet, `into=` adds the second to the first.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,14 +12,15 @@ import numpy as np
 
 from pyops import backend, init, ops
 from pyops.errors import UserError
-from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, ResidualNorm, sequence_lengths
+from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, ResidualNorm
 from pyops.ops.linear import JoinedLinear
+from pyops.ops.packed import Packed
 from pyops.params import Parameters, Spec, key
 from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
 
 # The settings in which a checkpoint must agree with the model that loads it.
-SIZES = ('d_model', 'd_ff', 'heads', 'layers', 'num_steps', 'positions', 'pre_norm')
+SIZES = ('d_model', 'd_ff', 'heads', 'layers', 'decoder_layers', 'num_steps', 'positions', 'pre_norm', 'tied')
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,13 @@ class Config:
     d_model: int = 256
     d_ff: int = 64              # inner size of the feed-forward layers
     heads: int = 4              # attention heads; each gets d_model / heads columns
-    layers: int = 2             # number of encoder blocks, and of decoder blocks
+    layers: int = 2             # number of encoder blocks
+    decoder_layers: int = 0     # number of decoder blocks; 0: as many as encoder blocks
     dropout: float = 0.2        # applied to embeddings, attention weights and the output of each sublayer
-    num_steps: int = 9          # sentences are truncated or padded to this number of tokens
+    num_steps: int = 9          # sentences are truncated to this number of tokens
     positions: int = 1000       # rows of the table of positional encodings: the largest num_steps
     pre_norm: bool = False      # layer norm before each sublayer instead of after its residual sum
+    tied: bool = False          # one matrix for both embeddings and the output layer; needs one vocabulary for both languages
     smoothing: float = 0.0      # label smoothing
     ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family
 
@@ -41,6 +45,11 @@ class Config:
         for name in ('source_size', 'target_size', 'd_model', 'd_ff', 'heads', 'layers', 'num_steps', 'positions'):
             if getattr(self, name) < 1:
                 raise UserError(f'{name}: expected a whole number above 0, got {getattr(self, name)}')
+        if self.decoder_layers < 0:
+            raise UserError(f'--decoder-layers {self.decoder_layers}: expected 0 or more')
+        if self.tied and self.source_size != self.target_size:
+            raise UserError(f'--tied: expected one vocabulary for both languages, got {self.source_size} and '
+                            f'{self.target_size} tokens; use --tokenizer bpe, or leave out --tied')
         if self.d_model % self.heads:
             raise UserError(f'--heads {self.heads}: expected a divisor of --d-model {self.d_model}: heads share it evenly')
         if self.num_steps > self.positions:
@@ -72,11 +81,15 @@ def norm_specs(prefix, config):
     return {f'{prefix}.weight': Spec((config.d_model,), init.ones()), f'{prefix}.bias': Spec((config.d_model,), init.zeros())}
 
 
-def side_specs(side, words, attentions, config):
-    """Return the specs of the encoder or the decoder: an embedding, and per layer the `attentions` and a feed-forward layer."""
+def embedding_spec(words, config, sparse=True):
     # The embedding is scaled by sqrt(D) and so starts with variance 1; the positional encoding has variance 1/2.
-    specs = {f'{side}.embedding.weight': Spec((words, config.d_model), init.normal(config.d_model ** -0.5), sparse=True)}
-    for layer in range(config.layers):
+    return Spec((words, config.d_model), init.normal(config.d_model ** -0.5), sparse=sparse)
+
+
+def side_specs(side, words, layers, attentions, config):
+    """Return the specs of the encoder or the decoder: an embedding, and per layer the `attentions` and a feed-forward layer."""
+    specs = {} if config.tied else {f'{side}.embedding.weight': embedding_spec(words, config)}
+    for layer in range(layers):
         block = f'{side}.{layer}'
         for attention in attentions:
             specs |= attention_specs(f'{block}.{attention}', config) | norm_specs(f'{block}.{attention}.norm', config)
@@ -85,14 +98,18 @@ def side_specs(side, words, attentions, config):
 
 
 def output_specs(config):
-    return {'output.weight': Spec((config.target_size, config.d_model), init.xavier_normal(LOGIT_GAIN)),
-            'output.bias': Spec((config.target_size,), init.zeros())}
+    shape = config.target_size, config.d_model
+    weight = {} if config.tied else {'output.weight': Spec(shape, init.xavier_normal(LOGIT_GAIN))}
+    return weight | {'output.bias': Spec((config.target_size,), init.zeros())}
 
 
 def parameter_specs(config):
     """Return {name: Spec} of all trainable parameters."""
-    return (side_specs('encoder', config.source_size, ['self_attention'], config)
-            | side_specs('decoder', config.target_size, ['self_attention', 'cross_attention'], config) | output_specs(config))
+    # With one matrix, the output layer gives every row a gradient.
+    shared = {'embedding.weight': embedding_spec(config.target_size, config, sparse=False)} if config.tied else {}
+    return (shared | side_specs('encoder', config.source_size, config.layers, ['self_attention'], config)
+            | side_specs('decoder', config.target_size, config.decoder_layers or config.layers,
+                         ['self_attention', 'cross_attention'], config) | output_specs(config))
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
@@ -106,7 +123,7 @@ def joins_products():
 class Projections:
     """Linear layers with one input: one product if their weights can be joined without a copy and none of them rounds.
 
-    x (T, B, D) -> a list of arrays (T, B, D), which may be columns of one array
+    x (N, D) -> a list of arrays (N, D), which may be columns of one array
     """
 
     def __init__(self, layers, params, prefix, names, join):
@@ -121,12 +138,15 @@ class Projections:
         results = [layer.forward(x) for layer in self.layers]
         return [y for y, _ in results], [ctx for _, ctx in results]
 
-    def empty_gradients(self, shape):
-        """Return the gradients that backward() takes, and a list of the arrays in them, one for each layer with this shape."""
+    def empty_gradients(self, like):
+        """Return the gradients that backward() takes, and a list of the arrays in them, one for each layer, with the shape and
+        dtype of `like`."""
+        shape = like.shape
         if self.joined:
-            dy = backend.empty_gradient((*shape[:-1], len(self.layers) * shape[-1]), f'{self.prefix}.d{self.names}')
+            dy = backend.empty_gradient((*shape[:-1], len(self.layers) * shape[-1]), f'{self.prefix}.d{self.names}',
+                                        like.dtype)
             return dy, self.joined.split(dy)
-        dy = [backend.empty_gradient(shape, f'{self.prefix}.d{name}') for name in self.names]
+        dy = [backend.empty_gradient(shape, f'{self.prefix}.d{name}', like.dtype) for name in self.names]
         return dy, dy
 
     def backward(self, dy, ctx, into=None):
@@ -141,7 +161,7 @@ class Projections:
 class MultiHeadAttention:
     """Multi-head attention with its four projections.  Queries come from x; keys and values from a memory, which may be x.
 
-    x (Tq, B, D), memory (Tk, B, D), lengths (B,) int32 of the memory's sequences or None -> (Tq, B, D)
+    x (N, D), memory (M, D), rows, memory_rows: the Packed rows of their sentences -> (N, D)
     """
 
     def __init__(self, params, prefix, config, causal=False):
@@ -154,15 +174,15 @@ class MultiHeadAttention:
         self.kv = Projections(layers[1:], params, prefix, 'kv', plain)          # of another memory
         self.prefix = prefix
 
-    def forward(self, x, memory, lengths, step):
+    def forward(self, x, memory, rows, memory_rows, step):
         if memory is x:
-            (q, k, v), c1 = self.qkv.forward(x)                         # (T, B, D) each
+            (q, k, v), c1 = self.qkv.forward(x)                         # (N, D) each
             c2 = None
         else:
-            q, c1      = self.q.forward(x)                              # (Tq, B, D)
-            (k, v), c2 = self.kv.forward(memory)                        # (Tk, B, D) each
-        a, c3 = self.attention.forward(q, k, v, lengths, step)          # (Tq, B, D)
-        y, c4 = self.out.forward(a)                                     # (Tq, B, D)
+            q, c1      = self.q.forward(x)                              # (N, D)
+            (k, v), c2 = self.kv.forward(memory)                        # (M, D) each
+        a, c3 = self.attention.forward(q, k, v, step=step, q_rows=rows, k_rows=memory_rows)     # (N, D)
+        y, c4 = self.out.forward(a)                                     # (N, D)
         return y, [c1, c2, c3, c4]
 
     def backward(self, dy, ctx, into=None, dmemory=None):
@@ -170,20 +190,21 @@ class MultiHeadAttention:
         was x, and its gradient is added to dx."""
         da = self.out.backward(dy, ctx.pop())
         if dmemory is None:
-            dqkv, parts = self.qkv.empty_gradients(da.shape)
+            dqkv, parts = self.qkv.empty_gradients(da)
             self.attention.backward(da, ctx.pop(), out=parts)
             ctx.pop()
             return self.qkv.backward(dqkv, ctx.pop(), into)
-        dq = backend.empty_gradient(da.shape, f'{self.prefix}.dq')
-        dkv, parts = self.kv.empty_gradients(dmemory.shape)
+        dq = backend.empty_gradient(da.shape, f'{self.prefix}.dq', da.dtype)
+        dkv, parts = self.kv.empty_gradients(dmemory)
         self.attention.backward(da, ctx.pop(), out=(dq, *parts))
         self.kv.backward(dkv, ctx.pop(), dmemory)
         return self.q.backward(dq, ctx.pop(), into=into)
 
-    def look_up(self, x, k, v, lengths=None):
-        """Attend with projected keys and values, as decoding does.  No backward."""
+    def look_up(self, x, k, v, rows=None):
+        """Attend with queries x (Tq, B, D), and projected keys and values: k, v (T, B, D), or with Packed rows (M, D).
+        Decoding uses it.  No backward."""
         q, _ = self.q.forward(x)
-        a, _ = self.attention.forward(q, k, v, lengths)
+        a, _ = self.attention.forward(q, k, v, k_rows=rows)
         return self.out.forward(a)
 
 
@@ -229,8 +250,8 @@ class EncoderBlock:
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second = (Sublayer(params, f'{prefix}.{name}', config) for name in ('self_attention', 'feed_forward'))
 
-    def forward(self, x, lengths, step):
-        x, c1 = self.first.forward(x, lambda n: self.attention.forward(n, n, lengths, step), step)
+    def forward(self, x, rows, step):
+        x, c1 = self.first.forward(x, lambda n: self.attention.forward(n, n, rows, rows, step), step)
         x, c2 = self.second.forward(x, self.feed_forward.forward, step)
         return x, [c1, c2]
 
@@ -241,8 +262,8 @@ class EncoderBlock:
 
 class Cache(NamedTuple):
     """Decoder cache of one block: keys and values of the tokens so far, (T, R, D) each for R hypotheses, and of the source,
-    (T, B, D) each.  spare: two arrays like k and v, or None; reordered() writes to them, so k and v alternate between two pairs
-    of arrays and plans can be replayed."""
+    (N, D) each.  spare: two arrays like k and v, or None; reordered() writes to them, so k and v alternate between two pairs of
+    arrays and plans can be replayed."""
     k: np.ndarray
     v: np.ndarray
     source_k: np.ndarray
@@ -259,12 +280,11 @@ class Cache(NamedTuple):
             backend.gather_rows(new[:t], old[:t], parents)
         return self._replace(k=spare[0], v=spare[1], spare=(self.k, self.v) if len(parents) == R else None)
 
-    def kept(self, sentences):
-        """Return a Cache with the source's keys and values of these sentences only."""
-        T, _, D = self.source_k.shape
-        kept = [backend.empty((T, len(sentences), D), name='decoder.cache.source') for _ in range(2)]
+    def kept(self, rows):
+        """Return a Cache with these rows of the source's keys and values."""
+        kept = [backend.empty((len(rows), self.source_k.shape[1]), name='decoder.cache.source') for _ in range(2)]
         for new, old in zip(kept, (self.source_k, self.source_v), strict=True):
-            backend.gather_rows(new, old, sentences)
+            backend.gather_rows(new[None], old[None], rows)
         return self._replace(source_k=kept[0], source_v=kept[1])
 
 
@@ -276,10 +296,9 @@ class DecoderBlock:
         self.feed_forward = feed_forward(params, f'{prefix}.feed_forward', config)
         self.first, self.second, self.third = (Sublayer(params, f'{prefix}.{name}', config) for name in names)
 
-    def forward(self, x, memory, lengths, step):
-        # No lengths for the target: its padding comes last, and the causal mask hides it from real tokens.
-        x, c1 = self.first.forward(x, lambda n: self.self_attention.forward(n, n, None, step), step)
-        x, c2 = self.second.forward(x, lambda n: self.cross_attention.forward(n, memory, lengths, step), step)
+    def forward(self, x, rows, memory, memory_rows, step):
+        x, c1 = self.first.forward(x, lambda n: self.self_attention.forward(n, n, rows, rows, step), step)
+        x, c2 = self.second.forward(x, lambda n: self.cross_attention.forward(n, memory, rows, memory_rows, step), step)
         x, c3 = self.third.forward(x, self.feed_forward.forward, step)
         return x, [c1, c2, c3]
 
@@ -290,13 +309,14 @@ class DecoderBlock:
             dx, ctx.pop(), lambda db, c, into: self.cross_attention.backward(db, c, into, dmemory))
         return self.first.backward(dx, ctx.pop(), self.self_attention.backward)
 
-    def start(self, memory, num_steps):
+    def start(self, memory, sentences, num_steps):
         """Return a Cache for num_steps tokens: source keys and values computed, target keys and values empty."""
-        return Cache(backend.empty((num_steps, *memory.shape[1:])), backend.empty((num_steps, *memory.shape[1:])),
-                     self.cross_attention.k.forward(memory)[0], self.cross_attention.v.forward(memory)[0])
+        shape = num_steps, sentences, memory.shape[1]
+        return Cache(backend.empty(shape), backend.empty(shape), self.cross_attention.k.forward(memory)[0],
+                     self.cross_attention.v.forward(memory)[0])
 
-    def next(self, x, t, cache, lengths):
-        """Return the block's output for x (1, R, D), token t of the target; its keys and values are added to the cache.
+    def next(self, x, t, cache, memory_rows):
+        """Return the block's output for x (R, D), token t of the target; its keys and values are added to the cache.
 
         R is a multiple of the number of sentences B, and row r belongs to sentence r % B.  So in cross-attention the hypotheses
         of a sentence are queries (R / B, B, D) with the same keys, of which there is one copy.
@@ -304,14 +324,15 @@ class DecoderBlock:
         def look_back(n):
             backend.copy(cache.k[t], self.self_attention.k.forward(n)[0])
             backend.copy(cache.v[t], self.self_attention.v.forward(n)[0])
-            return self.self_attention.look_up(n, cache.k[:t + 1], cache.v[:t + 1])
+            y, c = self.self_attention.look_up(n[None], cache.k[:t + 1], cache.v[:t + 1])
+            return y[0], c
 
         x, _ = self.first.forward(x, look_back, None)
+
         def look_at_source(n):
-            _, R, D = n.shape
-            B = cache.source_k.shape[1]
-            y, c = self.cross_attention.look_up(n.reshape(R // B, B, D), cache.source_k, cache.source_v, lengths)
-            return y.reshape(1, R, D), c
+            queries = n.reshape(-1, memory_rows.sentences, n.shape[1])
+            y, c = self.cross_attention.look_up(queries, cache.source_k, cache.source_v, memory_rows)
+            return y.reshape(n.shape), c
 
         x, _ = self.second.forward(x, look_at_source, None)
         return self.third.forward(x, self.feed_forward.forward, None)[0]
@@ -325,19 +346,20 @@ class Stack:
     """An encoder or decoder: embedding plus positions, then blocks, then, with pre_norm, a final layer norm (the output of
     a pre-norm block is an unnormalised sum)."""
 
-    def __init__(self, params, side, block, positions, config):
-        self.embedding = Embedding(params[f'{side}.embedding.weight'])
+    def __init__(self, params, side, block, layers, positions, config):
+        self.embedding = Embedding(params['embedding.weight' if config.tied else f'{side}.embedding.weight'])
         self.positions = positions
         self.dropout = Dropout(config.dropout, key(params.seed, f'{side}.dropout'), f'{side}.dropout')
-        self.blocks = [block(params, f'{side}.{layer}', config) for layer in range(config.layers)]
+        self.blocks = [block(params, f'{side}.{layer}', config) for layer in range(layers)]
         self.norm = LayerNorm(params[f'{side}.norm.weight'], params[f'{side}.norm.bias']) if config.pre_norm else None
 
-    def forward(self, ids, *seen, step=None):
-        """Return (T, B, D) and ctx.  ids (T, B); seen: arguments of the blocks' forward() between x and step."""
-        x, c = self.enter(ids, step)
+    def forward(self, sequences, *seen, step=None):
+        """Return (N, D) and ctx.  sequences: Sequences of N tokens;  seen: arguments of the blocks' forward() between rows and
+        step."""
+        x, c = self.enter(sequences.ids, step, positions=sequences.positions)
         ctx = [c]
         for block in self.blocks:
-            x, c = block.forward(x, *seen, step)
+            x, c = block.forward(x, sequences.rows, *seen, step)
             ctx.append(c)
         x, c = self.leave(x)
         return x, [*ctx, c]
@@ -353,10 +375,14 @@ class Stack:
         de = self.positions.backward(dx, c2)
         self.embedding.backward(de, c1)
 
-    def enter(self, ids, step=None, first=0):
-        """Embed ids (T, B), tokens first, first + 1, ... of their sentences.  Return (T, B, D) and ctx."""
+    def enter(self, ids, step=None, first=0, positions=None):
+        """Embed ids (N,).  Return (N, D) and ctx.  positions (N,): the tokens' positions in their sentences; None: first."""
         e, c1 = self.embedding.forward(ids)
-        x, c2 = self.positions.forward(e, first)
+        if positions is None:
+            x, c2 = self.positions.forward(e[None], first)
+            x = x[0]
+        else:
+            x, c2 = self.positions.forward(e, positions=positions)
         x, c3 = (x, None) if step is None else self.dropout.forward(x, step)
         return x, [c1, c2, c3]
 
@@ -365,44 +391,47 @@ class Stack:
 
 
 class State(NamedTuple):
-    """Decoder state: number of tokens decoded, one Cache per block, and the lengths of the sources."""
+    """Decoder state: number of tokens decoded, one Cache per block, and the Packed rows of the sources."""
     t: int
     caches: list[Cache]
-    lengths: np.ndarray
+    memory_rows: Packed
 
 
 class Transformer:
     """An encoder, a decoder and an output layer that share one set of parameters.
 
-    forward(source, target, labels, step) returns the mean loss (1,) and ctx; backward(ctx) adds to params.grads.
-    The loss has gradient 1, so forward() already adds the gradients of the output layer: zero params.grads before it, and call
-    backward() once for each forward().
-    source, target, labels (T, B) int32: labels are the expected tokens, target is labels shifted right after <bos>.
+    forward(batch, step, dloss=None) returns the mean loss (1,) and ctx; backward(ctx) adds to params.grads.
+    batch: a pyops.text.pairs.Batch
+    dloss (1,) is the gradient of the loss, None for 1.  With it forward() already adds the gradients of the output layer: zero
+    params.grads before it, and call backward() once for each forward().
     """
 
     def __init__(self, config, seed=0):
         self.config = config
         self.params = p = Parameters(parameter_specs(config), seed)
         self.positions = Positions(config.d_model, config.positions, config.d_model ** 0.5)
-        self.encoder = Stack(p, 'encoder', EncoderBlock, self.positions, config)
-        self.decoder = Stack(p, 'decoder', DecoderBlock, self.positions, config)
-        self.output = config.ops.LinearCrossEntropy(p['output.weight'], p['output.bias'], PAD, config.smoothing)
+        self.encoder = Stack(p, 'encoder', EncoderBlock, config.layers, self.positions, config)
+        self.decoder = Stack(p, 'decoder', DecoderBlock, config.decoder_layers or config.layers, self.positions, config)
+        self.output = config.ops.LinearCrossEntropy(p['embedding.weight' if config.tied else 'output.weight'], p['output.bias'],
+                                                    PAD, config.smoothing, 'output')
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
-    def forward(self, source, target, labels, step=None, gradients=True):
+    def forward(self, batch, step=None, gradients=True, dloss=None):
         """Return the loss and ctx.  step (1,) int64: number of the dropout masks, None for no dropout.
         gradients=False: evaluation only, backward() is not allowed."""
-        lengths  = sequence_lengths(source, PAD)                            # (B,)
-        m,    c1 = self.encoder.forward(source, lengths, step=step)         # (T, B, D)
-        h,    c2 = self.decoder.forward(target, m, lengths, step=step)      # (T, B, D)
-        loss, c3 = self.output.forward(h, labels, gradients, dloss=self.one)    # (1,)
-        return loss, [c1, m, c2, c3]
+        self.params.round()
+        dloss    = self.one if dloss is None else dloss
+        m,    c1 = self.encoder.forward(batch.source, step=step)                            # (N, D)
+        h,    c2 = self.decoder.forward(batch.target, m, batch.source.rows, step=step)      # (M, D)
+        loss, c3 = self.output.forward(h, batch.labels, gradients, dloss=dloss)             # (1,)
+        return loss, [c1, m, c2, dloss, c3]
 
     def backward(self, ctx):
         """Add to params.grads.  Empties ctx, so that saved activations are freed as early as possible."""
-        dh = self.output.backward(self.one, ctx.pop())
+        c3 = ctx.pop()
+        dh = self.output.backward(ctx.pop(), c3)
         c2, m = ctx.pop(), ctx.pop()
-        dm = backend.empty_gradient(m.shape, 'encoder.dx')
+        dm = backend.empty_gradient(m.shape, 'encoder.dx', m.dtype)
         backend.launch('fill', dm, dm.size, 0.0)        # every decoder block read m and adds its gradient here
         self.decoder.backward(dh, c2, dm)
         self.encoder.backward(dm, ctx.pop())
@@ -417,7 +446,8 @@ class Transformer:
         return dict(one=self.one, positions=self.positions.table)
 
     def translate(self, source):
-        """Translate source (T, B), B >= 1, greedily.  Return at most num_steps tokens (., B) int32, <pad> after <eos>."""
+        """Translate source, Sequences of B >= 1 sentences, greedily.  Return at most num_steps tokens (., B) int32, <pad> after
+        <eos>."""
         return greedy(self, source, self.config.num_steps)
 
     def decoding(self, num_steps=None):
@@ -425,12 +455,14 @@ class Transformer:
         num_steps: the largest number of tokens, at most config.num_steps, which is the default."""
         return Decoder(self, num_steps or self.config.num_steps)
 
+    @backend.float32_activations()      # beam search and the caches copy states as float32
     def start(self, source):
-        """Encode source (T, B).  Return the State before the first token."""
-        lengths = sequence_lengths(source, PAD)
-        memory, _ = self.encoder.forward(source, lengths)
-        return State(0, [block.start(memory, self.config.num_steps) for block in self.decoder.blocks], lengths)
+        """Encode source, Sequences.  Return the State before the first token."""
+        memory, _ = self.encoder.forward(source)
+        caches = [block.start(memory, source.rows.sentences, self.config.num_steps) for block in self.decoder.blocks]
+        return State(0, caches, source.rows)
 
+    @backend.float32_activations()
     def next(self, word, state, parents=None):
         """Decode one token.  word (R,) int32: the previous tokens.  Return h (R, D) for the output layer, and the next State.
 
@@ -440,15 +472,18 @@ class Transformer:
         """
         if parents is not None:
             state = state._replace(caches=[cache.reordered(parents, state.t) for cache in state.caches])
-        x, _ = self.decoder.enter(word[None], first=state.t)
+        x, _ = self.decoder.enter(word, first=state.t)
         for block, cache in zip(self.decoder.blocks, state.caches, strict=True):
-            x = block.next(x, state.t, cache, state.lengths)
+            x = block.next(x, state.t, cache, state.memory_rows)
         h, _ = self.decoder.leave(x)
-        return h[0], state._replace(t=state.t + 1)
+        return h, state._replace(t=state.t + 1)
 
     def keep(self, state, sentences):
         """Return a State without the other sentences, for a call of next() with parents.  sentences (B',) int32 in host memory,
         ascending."""
-        lengths = backend.put(backend.get(state.lengths)[sentences])
-        sentences = backend.put(sentences)
-        return state._replace(caches=[cache.kept(sentences) for cache in state.caches], lengths=lengths)
+        offsets, rows = backend.get(state.memory_rows.offsets), state.memory_rows
+        kept = [np.arange(offsets[b], offsets[b + 1], dtype=np.int32) for b in sentences]
+        ends = np.concatenate([[0], np.cumsum([len(part) for part in kept])]).astype(np.int32)
+        kept = backend.put(np.concatenate(kept))
+        return state._replace(caches=[cache.kept(kept) for cache in state.caches],
+                              memory_rows=rows._replace(offsets=backend.put(ends)))

@@ -8,16 +8,16 @@ import math
 from argparse import BooleanOptionalAction
 
 from pyops.errors import exits_cleanly
-from pyops.flags import fraction, int_up_to, non_negative_int, use_device
+from pyops.flags import fraction, int_up_to, non_negative_int, select_storage, use_device
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
 from transformer import translate
 
 PROGRAM = 'transformer.train'
-DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, positions=1000,
-                                 pre_norm=False, smoothing=0.0, warmup=0, schedule='inverse-root',
-                                 ema=0.0)
+DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, decoder_layers=0,
+                                 positions=1000, pre_norm=False, tied=False, smoothing=0.0, warmup=0,
+                                 schedule='inverse-root', ema=0.0)
 PRESETS = {'small': {},
            'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
                         smoothing=0.1, warmup=4000)}
@@ -33,10 +33,13 @@ def parser():
     add_setting(model, DEFAULTS, '--d-model', type=int_up_to(65536), help='size of a word embedding and of a hidden state')
     add_setting(model, DEFAULTS, '--d-ff', type=int_up_to(65536), help='inner size of a feed-forward layer')
     add_setting(model, DEFAULTS, '--heads', type=int_up_to(1024), help='attention heads; d-model is divided among them')
-    add_setting(model, DEFAULTS, '--layers', type=int_up_to(64), help='blocks, of the encoder and of the decoder')
+    add_setting(model, DEFAULTS, '--layers', type=int_up_to(64), help='blocks of the encoder')
+    add_setting(model, DEFAULTS, '--decoder-layers', type=int_up_to(64), help='blocks of the decoder; 0: as many as --layers')
     add_setting(model, DEFAULTS, '--positions', type=int_up_to(1000), help='encoded positions: the largest num-steps')
     model.add_argument('--pre-norm', action=BooleanOptionalAction,
                        help='apply layer norm before each sublayer instead of after its sum (default: after)')
+    model.add_argument('--tied', action=BooleanOptionalAction,
+                       help='use one matrix for both embeddings and the output layer (default: three)')
     add_setting(schedule, DEFAULTS, '--smoothing', type=fraction, metavar='P',
                 help='label smoothing: the share of a label that is spread over all words')
     add_setting(schedule, DEFAULTS, '--warmup', type=non_negative_int,
@@ -56,7 +59,7 @@ def main(argv=None):
     from pyops.text import serving, training, translation  # here, since --help needs no library
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
-    from pyops import backend, fit, plan
+    from pyops import fit
     from pyops.optim import Adam, decaying_rate, inverse_square_root
     from pyops.text.vocabulary import BOS, EOS, PAD
     from transformer.model import SIZES, Config, Transformer, parameter_specs
@@ -68,7 +71,7 @@ def main(argv=None):
 
     # data
     data = training.Data.load(args, settings, least=settings['batch_size'], state=found.state)
-    pairs, validation = data.train.placed(), data.validation.placed()
+    pairs = data.train
     config = configure(Config, settings, *map(len, data.vocabularies))
     print(f'epochs : {args.epochs}\nbatch_size : {settings["batch_size"]}\ngpu : {args.gpu}\n'
           f'learning rate : {settings["lr"]}\ncheckpoint : {found.path or "none"}\n'
@@ -76,6 +79,7 @@ def main(argv=None):
           f'bos_id : {BOS}\neos_id : {EOS}\nsrc_pad_id : {PAD}\ntgt_pad_id : {PAD}', flush=True)
 
     # model
+    select_storage(args, settings['quant'])
     fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers')
     model = Transformer(config, settings['seed'])
     optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
@@ -84,28 +88,31 @@ def main(argv=None):
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
+    batches = training.batches(settings, pairs, drop_last=True)
+    parts = training.Parts(pairs, batches, optimizer.count)
+    translator = translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines)
+    validate = training.Validation(model, data, args, translator)
     history = fit.History()
 
     # step
-    total = int(backend.get(optimizer.count)[0]) + fit.steps_left(run, len(pairs), args.epochs, drop_last=True)
+    ends = settings['schedule'] != 'inverse-root'       # whether the schedule depends on the number of steps of the run
+    total = fit.planned_steps(run, batches, args.epochs, optimizer) if ends else None
 
-    def step(rows):
-        # A function of the step count, so that a resumed run continues the schedule; for the last two, if -e is the same.
-        if settings['schedule'] != 'inverse-root':
+    def step(rows, *sizes):
+        # A function of the step count, so that a resumed run continues the schedule, if -e is the same or `ends` is false.
+        if ends:
             decaying_rate(optimizer, settings['lr'], settings['warmup'], total, settings['schedule'])
         elif settings['warmup']:
             inverse_square_root(optimizer, settings['lr'], settings['warmup'])
         model.params.zero_grads()
-        loss, ctx = model.forward(*pairs.batch(rows), step=optimizer.count)
-        valid = model.valid(ctx)
-        plan.boundary()
-        model.backward(ctx)
+        loss = parts.gradients(model, rows, sizes)
         optimizer.step()
-        history.add(loss, valid, optimizer.norm)
+        history.add(loss, parts.tokens, optimizer.norm)
 
-    first_batch = fit.first_batch(run, len(pairs))
+    first_batch = fit.first_batch(run, batches)
     train_step = fit.training_step(args, step, model.params, first_batch, '-b or --num-steps',
-                                   **pairs.arrays(), **model.arrays(), **optimizer.arrays(), **history.arrays())
+                                   parts.sizes, **pairs.arrays(), **parts.arrays(), **model.arrays(), **optimizer.arrays(),
+                                   **history.arrays())
     if train_step is None:
         return
     if not args.no_plan:
@@ -113,23 +120,25 @@ def main(argv=None):
 
     # loop
     state = data.state('transformer', settings)
-    saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes)
-    trainer = fit.Trainer(run, len(pairs), args.epochs, optimizer, history, saver=saver, drop_last=True,
-                          max_steps=args.max_steps, chance_loss=math.log(config.target_size))
+    saver = fit.Saver(found, model.params, optimizer, run, state, args.save_every, args.save_minutes,
+                      validate.metric, args.keep)
+    trainer = fit.Trainer(run, batches, args.epochs, optimizer, history, saver=saver, max_steps=args.max_steps,
+                          chance_loss=math.log(config.target_size), patience=args.patience)
     train_step = trainer.save_tensors(wanted, train_step, dict(program='transformer', settings=settings),
                                       training.side, data.describe)
     with trainer:
         for epoch in trainer.epochs():
-            data.start_epoch(pairs, settings, run)
+            data.start_epoch(settings, run)
             for rows in epoch.batches(unit='pairs', label=f'epoch {epoch.number} :  ', at_end=False):
                 train_step(rows)
             with optimizer.averaged():
-                values = epoch.end(**training.validation_loss(model, validation, run.batch_size))
+                metrics = validate()
+            values = epoch.end(**metrics)
             print(f'epoch {epoch.number} :  [{epoch.samples}/{epoch.samples}] loss : {values["loss"]:.5f}'
-                  + training.validation_text(values), flush=True)
+                  + validate.text(values), flush=True)
     if trainer.is_done and trainer.signal is None and len(data.test):
         with optimizer.averaged():
-            serving.score(translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines), data.test)
+            serving.score(translator, data.test)
     trainer.leave()
 
 

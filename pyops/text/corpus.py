@@ -1,4 +1,4 @@
-"""A corpus of sentence pairs: reading, tokenizing, counting, and encoding as arrays of ids.
+"""A corpus of sentence pairs: reading, tokenizing, counting, and encoding as an array of ids.
 
 Tokenizing a large file takes longer than everything else before training, so the tokens are cached (pyops.cache).
 """
@@ -115,17 +115,6 @@ class Corpus:
     def vocabularies(self, min_count=3):
         """Return the Vocabularies of the sources and of the targets."""
         return Vocabulary.build(self.sources, min_count), Vocabulary.build(self.targets, min_count)
-
-
-def encode(sentences, tokenizer, num_steps):
-    """Return int32 (N, num_steps): the ids of each sentence's tokens and <eos>, truncated or padded to num_steps.
-
-    `sentences` are N sentences as the pyops.text.tokenizer.Tokenizer expects them.  A sentence of num_steps tokens or more is
-    truncated and has no <eos>.
-    """
-    if num_steps < 1:
-        raise UserError(f'num_steps: expected 1 or more, got {num_steps}; give a larger number')
-    return tokenizer.encode(sentences).padded(num_steps)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Decoding, one token at a time: greedy, and beam search (docs/beam_search.md).
 
 A model provides
-    start(source (T, B))               the decoder state before the first token, of B sentences with one hypothesis each
+    start(source)                      the decoder state before the first token, of B sentences (Sequences) with one hypothesis
+                                       each
     next(word, state, parents=None)    h (R, D) of the next token of R hypotheses, and the next state; word (R,) int32 are the
                                        previous tokens.  parents (R,) int32: row r continues row parents[r] of the state.  Row r
                                        belongs to sentence r % B.  None: row r continues row r
@@ -22,25 +23,26 @@ REPEATS = 4             # copies of an n-gram in a row that end a hypothesis
 
 
 def greedy(model, source, num_steps, prepared=None):
-    """Decode greedily: source (T, B), B >= 1 -> tokens (at most num_steps, B) int32, <pad> after <eos>.
+    """Decode greedily: source, Sequences of B >= 1 sentences -> tokens (at most num_steps, B) int32, <pad> after <eos>.
 
     prepared: model.output.prepare() of the current weights; None: computed here.
     """
     prepared = model.output.prepare() if prepared is None else prepared
-    state, word = model.start(source), _begin(source.shape[1])
+    state, word = model.start(source), _begin(source.rows.sentences)
 
     def step(t):
         nonlocal word, state
         h, state = model.next(word, state)
         word = model.output.predict(h, prepared)
         return word
-    return _decode(step, num_steps, source.shape[1])
+    return _decode(step, num_steps, source.rows.sentences)
 
 
 class Decoder:
     """Equivalent to greedy(model, source, num_steps) but faster on repeated calls; valid while the weights are unchanged.
 
-    The output layer is prepared once.  Each source shape is recorded as plans at its second call and replayed from then on.
+    The output layer is prepared once.  Each size of a source, its numbers of sentences and tokens, is recorded as plans
+    at its second call and replayed from then on.
     """
 
     def __init__(self, model, num_steps):
@@ -49,21 +51,41 @@ class Decoder:
     def __call__(self, source):
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
-        if source.shape not in self._plans:
-            self._plans[source.shape] = None
+        size = _size(source)
+        if size not in self._plans:
+            self._plans[size] = None
             return greedy(self.model, source, self.num_steps, self._prepared)
-        plans = self._plans[source.shape] or _DecodePlans(self.model, source.shape, self._prepared)
-        self._plans[source.shape] = plans
-        plans.source[...] = source
-        return _decode(plans.step, self.num_steps, source.shape[1])
+        plans = self._plans[size] or _DecodePlans(self.model, source, self._prepared)
+        self._plans[size] = plans
+        plans.feed(source)
+        return _decode(plans.step, self.num_steps, source.rows.sentences)
 
 
-class _DecodePlans:
-    """The plans for decoding sources (T, B), one per token, recorded on first use.  The first plan includes model.start()."""
+def _size(source):
+    return source.rows.sentences, len(source.ids)
 
-    def __init__(self, model, shape, prepared):
-        self.model, self.prepared = model, prepared
-        self.source, self.word, self.plans, self.words = backend.zeros(shape, np.int32), _begin(shape[1]), [], []
+
+class _Input:
+    """Sequences of one size, in memory that plans read.   source: an example"""
+
+    def __init__(self, source):
+        ids, positions, offsets = (backend.zeros(len(x), np.int32) for x in (source.ids, source.positions, source.rows.offsets))
+        self.source = source._replace(ids=ids, positions=positions, rows=source.rows._replace(offsets=offsets))
+        self.begin = _begin(source.rows.sentences)
+
+    def feed(self, source):
+        """Copy Sequences of the same size into the memory."""
+        self.source.ids[...], self.source.positions[...] = source.ids, source.positions
+        self.source.rows.offsets[...] = source.rows.offsets
+
+
+class _DecodePlans(_Input):
+    """The plans for decoding sources of one size, one per token, recorded on first use.  The first plan includes
+    model.start()."""
+
+    def __init__(self, model, source, prepared):
+        super().__init__(source)
+        self.model, self.prepared, self.plans, self.words = model, prepared, [], []
 
     def step(self, t):
         """Return token t of each sentence, (B,) int32."""
@@ -72,7 +94,7 @@ class _DecodePlans:
             return self.words[t]
         with plan.Plan() as recorded:
             state = self.state if t else self.model.start(self.source)
-            h, self.state = self.model.next(self.words[-1] if t else self.word, state)
+            h, self.state = self.model.next(self.words[-1] if t else self.begin, state)
             word = self.model.output.predict(h, self.prepared)
         self.plans.append(recorded)
         self.words.append(word)
@@ -132,9 +154,10 @@ class Hypothesis(NamedTuple):
 
 
 class BeamDecoder:
-    """Beam search: source (T, B), B >= 1 -> for each sentence a list of at most nbest Hypotheses, the best first.
+    """Beam search: source, Sequences of B >= 1 sentences -> for each a list of at most nbest Hypotheses, the best first.
 
-    Valid while the weights are unchanged.  Each source shape is recorded as plans at its second call and replayed from then on.
+    Valid while the weights are unchanged.  Each size of a source, its numbers of sentences and tokens, is recorded as plans
+    at its second call and replayed from then on.
     With beam 1 the result is greedy decoding.
     """
 
@@ -143,21 +166,21 @@ class BeamDecoder:
         self._prepared = model.output.prepare() if search.beam == 1 else None
 
     def __call__(self, source):
-        if source.shape not in self._plans:
-            self._plans[source.shape] = None
+        size = _size(source)
+        if size not in self._plans:
+            self._plans[size] = None
             return self._run(source, None)
-        plans = self._plans[source.shape] or _BeamPlans(self, source.shape)
-        self._plans[source.shape] = plans
-        plans.source[...] = source
+        plans = self._plans[size] = self._plans[size] or _BeamPlans(self, source)
+        plans.feed(source)
         return self._run(source, plans)
 
     def _run(self, source, plans):
-        beams, state = Beams(self.search, source.shape[1]), None
+        beams, state = Beams(self.search, source.rows.sentences), None
         for t in range(self.search.max_len):
             if plans:
                 (index, logp), state = plans.step(t, beams)
             elif t == 0:
-                (index, logp), state = self.first(source, _begin(source.shape[1]))
+                (index, logp), state = self.first(source, _begin(source.rows.sentences))
             else:
                 (index, logp), state = self.later(backend.put(beams.word.ravel()), state, backend.put(beams.parents.ravel()))
             beams.advance(backend.get(index), backend.get(logp))
@@ -195,12 +218,12 @@ class BeamDecoder:
         return np.flatnonzero(open_) if backend.current_device().is_host and 2 * open_.sum() <= B and B >= 4 else None
 
 
-class _BeamPlans:
-    """The plans for sources (T, B), one per token, recorded on first use.  The first plan includes model.start()."""
+class _BeamPlans(_Input):
+    """The plans for sources of one size, one per token, recorded on first use.  The first plan includes model.start()."""
 
-    def __init__(self, decoder, shape):
-        rows = decoder.search.beam * shape[1]
-        self.decoder, self.source, self.begin = decoder, backend.zeros(shape, np.int32), _begin(shape[1])
+    def __init__(self, decoder, source):
+        super().__init__(source)
+        self.decoder, rows = decoder, decoder.search.beam * source.rows.sentences
         self.word, self.parents = backend.zeros(rows, np.int32), backend.zeros(rows, np.int32)
         self.plans, self.candidates, self.states = [], [], []
 

@@ -74,6 +74,11 @@ def _scores(hypotheses, references):
                 bleu_signature=str(bleu.get_signature()), chrf_signature=str(chrf.get_signature()))
 
 
+def bleu(hypotheses, references):
+    """Return BLEU against the first reference of each sentence, 0 to 100."""
+    return _sacrebleu().BLEU().corpus_score(hypotheses, [[some[0] for some in references]]).score
+
+
 def _plain(text):
     """Return a text with one plain space for each white space: the corpus has five kinds before ! and ?."""
     return ' '.join(text.split())

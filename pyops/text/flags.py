@@ -19,8 +19,8 @@ from pyops.inspect.flags import add_saving_flags
 from pyops.settings import add_preset_flag, add_setting
 
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
-DEFAULTS = dict(batch_size=128, seed=0, hold_out=None, tiny=0, pairs=0, tokenizer='word', min_count=3, vocabulary=12000,
-                bpe_dropout=0.0, num_steps=9, quant='none', quant_layers='')
+DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, seed=0, hold_out=None, tiny=0, pairs=0, tokenizer='word',
+                min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, quant='none', quant_layers='')
 DEFAULTS_OF_BPE = dict(num_steps=64)
 FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out'     # a resumed run keeps them
 BEAM = 5                                                        # --beam
@@ -39,6 +39,10 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
     training.add_argument('-e', '--epochs', type=non_negative_int, default=epochs, metavar='N',
                           help='train until N epochs are done; 0 serves a checkpoint (default %(default)s)')
     add_setting(training, defaults, '-b', '--batch-size', type=positive_int, help='sentence pairs per step')
+    add_setting(training, defaults, '--batch-tokens', type=non_negative_int,
+                help='as many pairs per step as have at most N tokens on either side; 0: --batch-size pairs')
+    add_setting(training, defaults, '--accumulate', type=int_up_to(64),
+                help='batches per step: their gradients are added, as if they were one batch, in less memory')
     add_setting(training, defaults, '-l', '--lr', type=positive_float, metavar='X', help='learning rate of Adam')
     add_setting(training, defaults, '--seed', type=non_negative_int, help='seed of weights, dropout and data order')
     add_max_steps_flag(p)
@@ -51,6 +55,13 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
     checkpoints.add_argument('--save-minutes', type=non_negative_float, default=10, metavar='M',
                              help='also save when the last checkpoint is M minutes old; the next one replaces it; 0 '
                              'disables this (default %(default)s)')
+    checkpoints.add_argument('--keep', type=positive_int, metavar='N',
+                             help='keep only the newest N checkpoints of the run (default: all)')
+    checkpoints.add_argument('--keep-best', choices=('bleu', 'loss'),
+                             help='also keep the checkpoint with the best validation BLEU or loss, as best.safetensors; '
+                             'translation prefers it (default: do not)')
+    checkpoints.add_argument('--patience', type=positive_int, metavar='N',
+                             help='end the run after N epochs without a better value of --keep-best (default: do not)')
     data.add_argument('-f', '--corpus', metavar='FILE',
                       help='sentence pairs, one per line, separated by a tab: a text, or a .zip, .gz, .bz2 or .xz file '
                       "of one; or 'embedded' (default: fra-eng if found, else embedded)")

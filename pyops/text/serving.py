@@ -109,8 +109,9 @@ def trained_corpus(args, translator, state):
     UserError if nothing was held out, or the corpus is another one.
     """
     from pyops.text import tokenizer
+    from pyops.text.pairs import Pairs
     from pyops.text.split import hold_out
-    from pyops.text.translation import Pairs, check_vocabularies, open_corpus
+    from pyops.text.translation import check_vocabularies, open_corpus
     settings = dict(tokenizer='word', min_count=3) | state['settings']      # older checkpoints lack some
     if not settings['hold_out']:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')

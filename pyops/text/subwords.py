@@ -206,7 +206,7 @@ class Subwords:
     def _merge(self, table, dropout, generator):
         """Merge the tokens in each row of a table of ids (rows, width), padded at the end with len(self), in place."""
         rows, ids = np.arange(len(table)), table
-        threshold = np.uint32(dropout * 2**32)
+        threshold = np.uint64(dropout * 2**32)              # 2**32 for a dropout of 1, which leaves single bytes
         while len(rows) and ids.shape[1] > 1 and len(self._keys):
             keys = ids[:, :-1] * np.int64(len(self) + 1) + ids[:, 1:]
             places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)

@@ -1,18 +1,22 @@
 """Parts of a training run that the translation programs share: the data divided, resuming, the validation loss."""
+import dataclasses
 import sys
 from typing import NamedTuple
 
 import numpy as np
 
-from pyops import backend, checkpoint, fit
+from pyops import backend, checkpoint, fit, plan
+from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
 from pyops.flags import plan_requested
+from pyops.text import evaluation
 from pyops.text.corpus import Corpus
 from pyops.text.flags import EMBEDDED_HOLD_OUT
+from pyops.text.pairs import Pairs
 from pyops.text.split import hold_out
 from pyops.text.tokenizer import Tokenizer, of_corpus, restore, states
-from pyops.text.translation import EMBEDDED, Pairs, check_vocabularies, open_corpus
-from pyops.text.vocabulary import BOS, PAD, SPECIALS
+from pyops.text.translation import EMBEDDED, check_vocabularies, open_corpus
+from pyops.text.vocabulary import BOS, SPECIALS
 
 
 class Data(NamedTuple):
@@ -22,6 +26,8 @@ class Data(NamedTuple):
     train: Pairs
     validation: Pairs
     test: Corpus
+    chosen: Corpus                                  # the pairs before they were divided
+    hold_out: float                                 # share that was held out
     sentences: Corpus                               # the sentences of `train`
 
     @classmethod
@@ -38,15 +44,23 @@ class Data(NamedTuple):
         vocabularies = of_corpus(corpus, settings, restore(state['vocabularies']) if state else None)
         if settings['tokenizer'] == 'bpe':
             print(subwords_line(len(vocabularies[0]), settings['vocabulary']), flush=True)
-        parts = hold_out(corpus.first(settings['pairs'] or None), settings['hold_out'])
-        train, validation, test = map(vocabularies[0].read_corpus, parts)
+        chosen = corpus.first(settings['pairs'] or None)
+        train, validation, test = map(vocabularies[0].read_corpus, hold_out(chosen, settings['hold_out']))
         source, target = vocabularies
         encoded = [(source.encode(part.sources), target.encode(part.targets)) for part in (train, validation)]
         if line := cut_line(*encoded[0], settings['num_steps']):
             print(line, flush=True)
         if len(train) < least:
             raise UserError(f'{corpus.name}: has {len(train)} pairs to train on, and a batch is {least}; give a smaller -b')
-        return cls(corpus, vocabularies, *(Pairs.of(*sides, settings['num_steps']) for sides in encoded), test, train)
+        pairs = (Pairs.of(*sides, settings['num_steps']) for sides in encoded)
+        data = cls(corpus, vocabularies, *pairs, test, chosen, settings['hold_out'], train)
+        if settings['bpe_dropout']:
+            data.train.reserve(data.encode_epoch(1.0, 0, 0))        # single bytes
+        return data
+
+    def validation_texts(self):
+        """Return sources, lists of references and the number of sources left out of the validation part, as raw text."""
+        return evaluation.test_set(self.chosen, self.hold_out, 'validation')
 
     @property
     def shared(self):
@@ -57,17 +71,13 @@ class Data(NamedTuple):
         """Return the Pairs to train on in an epoch, with BPE dropout: a function of the sentences and the arguments alone."""
         source, target = self.vocabularies
         return Pairs.of(source.encode_epoch(self.sentences.sources, dropout, seed, epoch),
-                        target.encode_epoch(self.sentences.targets, dropout, seed, epoch, stream=1), self.train.source.shape[1])
+                        target.encode_epoch(self.sentences.targets, dropout, seed, epoch, stream=1), self.train.longest)
 
-    def start_epoch(self, pairs, settings, run):
-        """Encode the sentences to train on for the epoch that begins, in `train` and in `pairs`, its copy on the device.
-
-        With BPE dropout they differ in each epoch; otherwise nothing is done.
-        """
+    def start_epoch(self, settings, run):
+        """Encode the sentences to train on for the epoch that begins.  With BPE dropout they differ in each epoch; otherwise
+        nothing is done."""
         if settings['bpe_dropout']:
-            encoded = self.encode_epoch(settings['bpe_dropout'], run.seed, run.epoch)
-            self.train.assign(encoded)
-            pairs.assign(encoded)
+            self.train.assign(self.encode_epoch(settings['bpe_dropout'], run.seed, run.epoch))
 
     def state(self, program, settings):
         """Return what the checkpoints of a run on this data contain besides its progress."""
@@ -79,10 +89,10 @@ class Data(NamedTuple):
 
         target: the decoder's input, <bos> and all tokens but the last, which is <eos> unless the sentence was truncated.
         """
-        lengths, tokens, rows = {}, {}, backend.get(rows)
+        lengths, tokens = {}, {}
         tables = self.train.source, self.train.labels
         for side, table, vocabulary in zip(('source', 'target'), tables, self.vocabularies, strict=True):
-            sentences = [ids[ids != PAD] for ids in table[rows]]
+            sentences = [table[row] for row in backend.get(rows)]
             lengths[side] = [len(ids) for ids in sentences]
             words = [vocabulary.words(ids) for ids in sentences]
             tokens[side] = [[SPECIALS[BOS], *line[:-1]] for line in words] if side == 'target' else words
@@ -143,21 +153,115 @@ def start_run(args, found, settings, data, model, optimizer, wanted=None):
     return None
 
 
+def batches(settings, pairs, drop_last=False):
+    """Return the batches of a run: of --batch-tokens tokens if that is set, else of --batch-size pairs."""
+    tokens, longest, parts = settings['batch_tokens'], settings['num_steps'], settings['accumulate']
+    if not tokens:
+        return FixedBatches(len(pairs), settings['batch_size'], drop_last, on_host=True, parts=parts)
+    if tokens < longest:
+        raise UserError(f'--batch-tokens {tokens}: a sentence has up to --num-steps {longest} tokens; give at least that')
+    return TokenBatches(pairs.lengths, tokens, parts)
+
+
+class Parts:
+    """The parts of a batch (--accumulate): their gradients add up to the gradient of the batch's mean loss.
+
+    batches: as in batches();  count: the optimizer's step count, from which dropout masks are numbered
+    tokens (1,) int32: the number of target tokens of the batch
+    """
+
+    def __init__(self, pairs, batches, count):
+        self._pairs, self._batches, self._count = pairs, batches, count
+        self._shares, self.tokens = backend.put(np.ones(batches.parts, np.float32)), backend.zeros(1, np.int32)
+        self._loss, self._mask = backend.zeros(1), backend.zeros(1, np.int64)
+        self._masks = backend.put(np.array([int(backend.get(count)[0]) * batches.parts]))       # number of masks so far
+
+    def arrays(self):
+        """Return {name: array} for a plan."""
+        return dict(shares=self._shares, tokens=self.tokens, batch_loss=self._loss, mask=self._mask, masks=self._masks)
+
+    def sizes(self, rows):
+        """Return the sizes of the parts of a batch.  Also sets the number of its tokens, and the parts' shares of them.
+        rows: on the host."""
+        parts = self._batches.split(rows)
+        sizes = [self._pairs.sizes(part) for part in parts]
+        targets = np.array([target for _, _, target in sizes])
+        self.tokens[...] = targets.sum()
+        self._shares[:len(parts)] = backend.put((targets / targets.sum()).astype(np.float32))
+        return tuple(size for part in sizes for size in part)
+
+    def gradients(self, model, rows, sizes):
+        """Add the gradients of a batch to those of the model's parameters, and return its mean loss, (1,)."""
+        if len(sizes) == 3:
+            return self._part(model, self._pairs.batch(rows, *sizes), self._count, None)
+        backend.launch('fill', self._loss, 1, 0.0)
+        first = 0
+        for i in range(len(sizes) // 3):
+            count, *tokens = sizes[3 * i:3 * i + 3]
+            share = self._shares[i:i + 1]
+            backend.launch('tick', self._mask, self._masks)
+            loss = self._part(model, self._pairs.batch(rows[first:], count, *tokens), self._mask, share)
+            backend.launch('axpy', self._loss, loss, share, 1)
+            first += count
+        return self._loss
+
+    @staticmethod
+    def _part(model, batch, mask, share):
+        loss, ctx = model.forward(batch, mask, dloss=share)
+        plan.boundary()
+        model.backward(ctx)
+        return loss
+
+
+class Validation:
+    """Computes the validation metrics of an epoch.   data: the Data of the run;  args: its flags
+
+    translator: the Translator of the model, for BLEU, which --keep-best bleu asks for
+    UserError if the flags ask for a metric and there are no pairs to validate with, or sacrebleu is missing.
+    """
+
+    def __init__(self, model, data, args, translator):
+        self._model, self._pairs, self._batch_size = model, data.validation, args.batch_size or 128
+        self.metric = {'bleu': 'bleu', 'loss': 'validation', None: None}[args.keep_best]
+        self._translator = None
+        if args.patience and not args.keep_best:
+            raise UserError(f'--patience {args.patience}: needs --keep-best bleu or --keep-best loss')
+        if args.keep_best and not len(self._pairs):
+            raise UserError(f'--keep-best {args.keep_best}: nothing is held out to validate with; give --hold-out 0.02')
+        if args.keep_best == 'bleu':
+            evaluation.check()
+            self._translator = translator
+            self._sources, self._references, _ = data.validation_texts()
+
+    def __call__(self):
+        """Return {'validation': mean loss per token, 'bleu': BLEU of greedy translations against one reference}; {} if there is
+        nothing to validate with, and no BLEU unless the flags ask for it."""
+        if not len(self._pairs):
+            return {}
+        values = {'validation': validation_loss(self._model, self._pairs, self._batch_size)}
+        if self._translator:
+            translator = dataclasses.replace(self._translator)      # a new one, which prepares the current weights
+            outputs = translator.translate(self._sources, beam=1, scores=False)
+            values['bleu'] = evaluation.bleu([text for ((text, _),) in outputs], self._references)
+        return values
+
+    @staticmethod
+    def text(values):
+        """Return the end of the line about an epoch: its validation metrics, if it has any."""
+        return ''.join(f' {name} : {values[name]:.{digits}f}' for name, digits in (('validation', 5), ('bleu', 2))
+                       if name in values)
+
+
 def validation_loss(model, pairs, batch_size):
-    """Return {'validation': mean loss per valid token over all pairs, without dropout}, or {} if there are no pairs."""
+    """Return the mean loss per token over all pairs, without dropout."""
     loss_sum = tokens = 0
     for first in range(0, len(pairs), batch_size):
-        indices = backend.put(np.arange(first, min(first + batch_size, len(pairs))))
-        loss, ctx = model.forward(*pairs.batch(indices), gradients=False)
+        batch = pairs.batch_of(np.arange(first, min(first + batch_size, len(pairs))))
+        loss, ctx = model.forward(batch, gradients=False)
         valid = int(model.valid(ctx)[0])
         loss_sum += float(loss[0]) * valid
         tokens += valid
-    return {'validation': loss_sum / tokens} if tokens else {}
-
-
-def validation_text(values):
-    """Return the end of the line about an epoch: its validation loss, if it has one."""
-    return f' validation : {values["validation"]:.5f}' if 'validation' in values else ''
+    return loss_sum / tokens
 
 
 def side(layer, name):
@@ -165,4 +269,5 @@ def side(layer, name):
     if layer.startswith('encoder'):
         return 'source'
     of_memory = layer.endswith(('.cross_attention.k', '.cross_attention.v'))
-    return 'source' if of_memory or layer.endswith('.cross_attention') and name in ('key', 'value') else 'target'
+    crosses = layer == 'attention' or layer.endswith('.cross_attention')        # of seq2seq, of the transformer
+    return 'source' if of_memory or crosses and name in ('key', 'value') else 'target'

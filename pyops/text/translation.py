@@ -1,6 +1,5 @@
-"""Shared by the translation programs: choosing a corpus, encoded pairs, batches, translating a line of text."""
+"""Shared by the translation programs: choosing a corpus, translating a line of text."""
 import functools
-import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +8,13 @@ import numpy as np
 
 from pyops import backend
 from pyops.data import locate
-from pyops.data.batches import gather
 from pyops.errors import UserError
-from pyops.text.corpus import Corpus, encode
+from pyops.text.corpus import Corpus
 from pyops.text.decoding import BeamDecoder, Search
 from pyops.text.flags import BEAM, LENGTH_PENALTY
+from pyops.text.pairs import Ragged, Sequences
 from pyops.text.tokenizer import Tokenizer, restore
-from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS
+from pyops.text.vocabulary import EOS, PAD, SPECIALS
 
 TINY = 512              # pairs
 EMBEDDED = 'embedded'   # instead of a file name
@@ -46,50 +45,6 @@ def open_corpus(path=None, data_dir=None, tiny=False):
     return (corpus.first(TINY) if tiny else corpus), line
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Encoded sentence pairs: source and labels, int32 (N, num_steps)."""
-    source: np.ndarray
-    labels: np.ndarray
-
-    @classmethod
-    def of(cls, source, target, num_steps):
-        """Return the pairs of encoded sources and targets (Encoded), cut to num_steps."""
-        return cls(source.padded(num_steps), target.padded(num_steps))
-
-    @classmethod
-    def encode(cls, corpus, source_vocabulary, target_vocabulary, num_steps):
-        """Return the pairs of a corpus as read_corpus of the tokenizers returns it."""
-        return cls.of(source_vocabulary.encode(corpus.sources), target_vocabulary.encode(corpus.targets), num_steps)
-
-    def __len__(self):
-        return len(self.source)
-
-    def placed(self):
-        """Return the pairs on the device of pyops.backend.current_device, where batches are gathered."""
-        return Pairs(backend.put(self.source), backend.put(self.labels))
-
-    def assign(self, pairs):
-        """Copy the ids of other pairs of the same sentences into the arrays of this one, which plans read."""
-        self.source[...], self.labels[...] = pairs.source, pairs.labels
-
-    def arrays(self):
-        """Return {name: table} for a plan."""
-        return dict(source_table=self.source, label_table=self.labels)
-
-    def batch(self, indices):
-        """Return source, target and labels of these pairs, time-major (num_steps, B) int32; target is labels after <bos>."""
-        return (gather(self.source, indices, name='source'), gather(self.labels, indices, BOS, name='target'),
-                gather(self.labels, indices, name='labels'))
-
-    def digest(self):
-        """Return a hash of all ids, with which a resumed run detects that its pairs have changed."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(backend.get(self.source))
-        digest.update(backend.get(self.labels))
-        return digest.hexdigest()
-
-
 def sentence(words):
     """Join a list of words to a sentence as in a Corpus: separated by spaces, without <eos> at the end."""
     return ' '.join(words[:-1] if words[-1:] == [SPECIALS[EOS]] else words)
@@ -99,7 +54,7 @@ def sentence(words):
 class Translator:
     """A model with fixed weights, its two tokenizers, the sentence length, and the format of answers.
 
-    model.decoding(num_steps) returns decode(source (T, B)) -> ids (T', B); pyops.text.decoding has the rest that a model
+    model.decoding(num_steps) returns decode(source: Sequences) -> ids (T, B); pyops.text.decoding has the rest that a model
     provides.  lines(source words, output words), both with <eos>, returns the lines to print.
     search: the settings of answer() and sentences(), None for greedy decoding;  scores: whether answer() adds the scores
     """
@@ -151,20 +106,20 @@ class Translator:
 
         Batches have sentences of about equal length, so that few of them wait for a longer one.
         """
-        source = encode(sources, self.source_vocabulary, self.num_steps)
-        order = np.argsort((source != PAD).sum(1), kind='stable')
+        encoded = Ragged.of(self.source_vocabulary.encode(sources), self.num_steps)
+        order = np.argsort(encoded.lengths, kind='stable')
         decode, rows = self._decoder(search, scores), _rows(batch_size)
-        results = [None] * len(source)
-        for first in range(0, len(source), rows):
+        results = [None] * len(encoded)
+        for first in range(0, len(encoded), rows):
             some = order[first:first + rows]
-            padded = np.resize(some, rows) if not backend.current_device().is_host else some
-            found = decode(backend.put(np.ascontiguousarray(source[padded].T)))
+            filled = np.resize(some, rows) if not backend.current_device().is_host else some
+            found = decode(Sequences.of([encoded[n] for n in filled], self.num_steps))
             for i, hypotheses in zip(some, found, strict=False):
                 results[i] = [(ids[ids != PAD], score) for ids, score in hypotheses]
         return results
 
     def _decoder(self, search, scores):
-        """Return decode(source (T, B)) -> for each sentence a list of pairs (ids, score).  It is kept for the next call."""
+        """Return decode(source) -> for each sentence a list of pairs (ids, score).  It is kept for the next call."""
         is_greedy = search.beam == 1 and not scores
         key = (search.max_len, 1) if is_greedy else search
         if key not in self._decoders:
@@ -198,8 +153,9 @@ class Translator:
 
 
 def _rows(batch_size):
-    """Return the number of sentences in a batch.  On a GPU every batch has the same: its products divide a sum according to the
-    number of rows, so the last bits of a translation would depend on batch_size, and 64 sentences take the time of one."""
+    """Return the number of sentences in a batch.  On a GPU every batch has the same, because 64 sentences take the time of one
+    and a plan has been recorded.  There the last bits of a score may depend on the batch: products divide a sum
+    according to the number of rows."""
     return batch_size if backend.current_device().is_host else _GPU_ROWS
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from pyops.errors import UserError
 from pyops.text.detokenize import detokenize
 from pyops.text.preprocess import plain_quotes, tokenize
-from pyops.text.sentences import Sentences
+from pyops.text.sentences import Sentences, concatenate
 
 PAD, EOS, UNK, BOS = range(4)
 SPECIALS = ('<pad>', '<eos>', '<unk>', '<bos>')
@@ -34,19 +34,20 @@ class Encoded:
         return len(self.lengths)
 
     def is_cut(self, num_steps):
-        """Return bool (N,): whether `padded` truncates a sentence."""
+        """Return bool (N,): whether a sentence with its end mark has more than num_steps tokens."""
         return self.lengths >= num_steps
 
-    def padded(self, num_steps):
-        """Return int32 (N, num_steps): the ids of each sentence and <eos>, truncated or padded to num_steps.
-
-        A sentence of num_steps tokens or more is truncated and has no <eos>.
-        """
-        table, steps = np.full((len(self), num_steps), PAD, np.int32), np.arange(num_steps)
-        positions = np.arange(len(self.ids)) - np.repeat(np.cumsum(self.lengths, dtype=np.int64) - self.lengths, self.lengths)
-        table[steps < self.lengths[:, None]] = self.ids[positions < num_steps]
-        table[steps == self.lengths[:, None]] = EOS
-        return table
+    def ended(self, num_steps):
+        """Return the ids of all sentences with <eos> after each, int32, and the position of the first of each sentence and of
+        the end, (N + 1,) int64.   A sentence of num_steps tokens or more is truncated and has no <eos>."""
+        if num_steps < 1:
+            raise UserError(f'num_steps: expected 1 or more, got {num_steps}; give a larger number')
+        kept = np.minimum(self.lengths, num_steps).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(kept + (kept < num_steps))])
+        ids = np.full(starts[-1], EOS, np.int32)
+        before = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        ids[concatenate(np.arange(len(ids)), starts[:-1], kept)] = concatenate(self.ids, before, kept)
+        return ids, starts
 
 
 class Vocabulary:

@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from pyops.data import fetch, locate, mnist
 from pyops.data.__main__ import main
-from pyops.data.batches import batches, epoch_end, epoch_order, split
+from pyops.data.batches import TokenBatches, batches, epoch_end, epoch_order, split
 from pyops.errors import UserError
 from pyops.text.translation import open_corpus
 
@@ -448,3 +448,25 @@ def test_the_real_file_has_the_checksum_of_the_table():
     if path is None:
         pytest.skip('needs the fra-eng corpus: python -m pyops.data get fra-eng, or set PYOPS_DATA to its folder')
     fetch.check(path, fetch.DATASETS['fra-eng'].files[0])
+
+
+def test_a_batch_of_tokens_has_as_many_sentences_as_fit_on_both_sides():
+    lengths = np.random.default_rng(0).integers(1, 30, (500, 2))
+    one = TokenBatches(lengths, 100)
+    batches_ = list(one.batches(3, 1))
+    assert (np.concatenate(batches_) == epoch_order(500, 3, 1)).all()
+    for rows, following in zip(batches_, batches_[1:], strict=False):
+        assert (lengths[rows].sum(0) <= 100).all()
+        assert (lengths[[*rows, following[0]]].sum(0) > 100).any(), 'one more sentence fits'
+    done = sum(map(len, batches_[:4]))
+    assert [rows.tolist() for rows in one.batches(3, 1, done)] == [rows.tolist() for rows in batches_[4:]]
+    assert one.count(3, 1, done) == len(batches_) - 4 and one.end(done) == 500
+
+
+def test_a_sentence_longer_than_a_batch_of_tokens_is_a_batch_of_its_own():
+    lengths = np.array([[3, 3], [200, 1], [3, 3], [1, 200]])
+    sizes = [lengths[rows].tolist() for rows in TokenBatches(lengths, 10).batches(0, 0)]
+    assert all(len(batch) == 1 or max(max(pair) for pair in batch) <= 10 for batch in sizes)
+    assert sum(map(len, sizes)) == 4
+    with pytest.raises(ValueError, match='tokens: expected 1 or more, got 0'):
+        TokenBatches(lengths, 0)

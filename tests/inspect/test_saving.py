@@ -1,6 +1,7 @@
 """Saving tensors: what is found in the plans of all programs, what a run writes, and that nothing that goes wrong ends it."""
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from places import get, on_the_cpu, put
 from safetensors import safe_open
-from translation import assert_same_training, newest, random_batch
+from translation import assert_same_training, newest, packed_batch, random_batch
 
 import bench.saving
 import mnist.resnet
@@ -29,8 +30,9 @@ from pyops import plan as plans
 from pyops.autograd import Tensor
 from pyops.backend import as_rows, gemm, launch
 from pyops.backend.kernels import KERNELS, Kernel, Made, Slice
+from pyops.data.batches import TokenBatches
 from pyops.errors import Interrupted, UserError
-from pyops.fit import Run, steps_left
+from pyops.fit import Run, batches_of, steps_left
 from pyops.formats import fake_quantize
 from pyops.inspect import flags, writer
 from pyops.inspect.find import find
@@ -41,6 +43,7 @@ from pyops.inspect.writer import HEADER, Writer
 from pyops.ndarray import as_ndarray
 from pyops.ops import rounding
 from pyops.ops.linear import JoinedLinear
+from pyops.ops.packed import lengths_of, padded
 from pyops.optim import Adam
 from pyops.params import Parameters, Spec
 from pyops.plan import Plan
@@ -60,6 +63,9 @@ def kept(array):
     return np.array(get(array), np.float32)
 
 
+TOLD = 'want_dx', 'rows', 'reverse', 'q_rows', 'k_rows'     # arguments that the witness needs
+
+
 class Witness:
     """Wraps the ops that have products, and writes down what goes in and comes out of them in a step without a plan."""
 
@@ -76,7 +82,7 @@ class Witness:
 
         @functools.wraps(plain)                             # with its signature, at which the tape looks
         def told(self, *arguments, **named):
-            wanted = {name: value for name, value in named.items() if name == 'want_dx'}
+            wanted = {name: value for name, value in named.items() if name in TOLD}
             tell(self, *arguments, **wanted)                # before: an `into` may be the gradient itself
             result = plain(self, *arguments, **named)
             tell(self, *arguments, **wanted, result=result)
@@ -138,11 +144,16 @@ class Witness:
             self.tell(f'{op.name}.w1', 'backward', grad_output=dh)
             self.product(f'{op.name}.w1', dh, op.w1)
 
-    def Attention_forward(self, op, q, k, v, lengths=None, step=None, result=None):
+    def Attention_forward(self, op, q, k, v, lengths=None, step=None, q_rows=None, k_rows=None, result=None):
         if result:
             q, k, v, y = (self.by_head(op, x) for x in (q, k, v, result[0]))
-            lengths = None if lengths is None else get(lengths)
-            self.tell(op.name, 'forward', query=q, key=k, value=v, output=y, weights=softmax(q, k, lengths, op.causal))
+            if q_rows is None:
+                weights = softmax(q, k, None if lengths is None else get(lengths), op.causal)
+            else:                                       # each query sees all keys of its sentence, or those before it
+                q_rows, k_rows = (rows._replace(offsets=get(rows.offsets)) for rows in (q_rows, k_rows))
+                weights = softmax(padded(q, q_rows), padded(k, k_rows), lengths_of(k_rows), op.causal)
+                weights *= (np.arange(q_rows.longest) < lengths_of(q_rows)[:, None])[:, None, :, None]
+            self.tell(op.name, 'forward', query=q, key=k, value=v, output=y, weights=weights)
 
     def Attention_backward(self, op, dy, ctx, result=None):
         if result:
@@ -151,13 +162,21 @@ class Witness:
 
     @staticmethod
     def by_head(op, x):
-        T, B, D = x.shape
-        return get(x).reshape(T, B, op.heads, D // op.heads)
+        *rows, D = x.shape
+        return get(x).reshape(*rows, op.heads, D // op.heads)
 
-    def GRU_forward(self, op, x, h0=None, lengths=None, result=None):
+    def GRU_forward(self, op, x, h0=None, lengths=None, rows=None, reverse=False, result=None):
         if not result:
             return
         h, ctx = result
+        if rows is not None:
+            states = self.states(get(h), h0, get(rows.offsets), reverse)
+            self.parameters(f'{op.name}.ih', weight=op.w_ih, bias=op.b_ih)
+            self.parameters(f'{op.name}.hh', weight=op.w_hh, bias=op.b_hh)
+            self.tell(f'{op.name}.ih', 'forward', input=x)
+            self.tell(f'{op.name}.hh', 'forward', input=states)
+            self.later(op, None, 'forward', ['output'], ['output'])
+            return
         states = np.concatenate([np.zeros((1, *h.shape[1:]), 'f') if h0 is None else get(h0)[None], get(h)[:-1]])
         self.parameters(f'{op.name}.ih', weight=op.w_ih, bias=op.b_ih)
         self.parameters(f'{op.name}.hh', weight=op.w_hh, bias=op.b_hh)
@@ -166,22 +185,39 @@ class Witness:
             self.told[f'{op.name}.hh', 'forward', 'input', t] = states[t]
             self.later(op, t, 'forward', ['output'], ['output'])
 
+    @staticmethod
+    def states(h, h0, offsets, reverse):
+        """Return the state before each step of packed rows."""
+        before = np.zeros_like(h)
+        for b, (start, end) in enumerate(itertools.pairwise(offsets)):
+            order = np.arange(start, end)[::-1 if reverse else 1]
+            before[order[1:]] = h[order[:-1]]
+            if h0 is not None and len(order):
+                before[order[0]] = get(h0)[b]
+        return before
+
     def GRU_backward(self, op, dh, ctx, dh_last=None, result=None):
-        if result:
+        if result and ctx.rows is not None:
+            self.tell(f'{op.name}.ih', 'backward', grad_input=result[0])
+            self.later(op, None, 'backward', ['grad_output'], ['grad_output', 'grad_input'])
+        elif result:
             for t, dx in enumerate(kept(result[0])):
                 self.told[f'{op.name}.ih', 'backward', 'grad_input', t] = dx
                 self.later(op, t, 'backward', ['grad_output'], ['grad_output', 'grad_input'])
 
-    def EmbeddingGRU_forward(self, op, ids, context=None, h0=None, lengths=None, result=None):
+    def EmbeddingGRU_forward(self, op, ids, context=None, h0=None, lengths=None, rows=None, reverse=False, result=None):
         if result:
             x = get(op.table.value)[get(ids)]
             if context is not None:
-                x = np.concatenate([x, np.broadcast_to(get(context), (len(x), *context.shape))], -1)
-            self.GRU_forward(op, x, h0, lengths, result)
+                shape = len(x), *context.shape
+                of_rows = np.broadcast_to(get(context), shape) if rows is None else np.repeat(
+                    get(context), np.diff(get(rows.offsets)), 0)
+                x = np.concatenate([x, of_rows], -1)
+            self.GRU_forward(op, x, h0, lengths, rows, reverse, result)
 
     def EmbeddingGRU_backward(self, op, dh, ctx, dh_last=None, result=None):
         if result:
-            for t in range(len(ctx.ids)):
+            for t in range(len(ctx.ids)) if ctx.rows is None else [None]:
                 self.later(op, t, 'backward', ['grad_output', 'grad_input'], ['grad_output', 'grad_input'])
 
     def later(self, op, t, operation, of_ih, of_hh):
@@ -241,15 +277,16 @@ def look_at(plan, side=None):
 
 def translation(model, B=5):
     """A step of a translation model, its params and inputs."""
-    batch = [put(ids) for ids in random_batch(model.config, B)]
+    batch = packed_batch(*random_batch(model.config, B))
     adam = Adam(model.params, 0.01, max_norm=1.0)
 
     def step():
         model.params.zero_grads()
-        loss, ctx = model.forward(*batch, step=adam.count)
+        loss, ctx = model.forward(batch, step=adam.count)
         plans.boundary()
         model.backward(ctx)
-    return step, adam, model.params, dict(zip(('source', 'target', 'labels'), batch, strict=True), **model.arrays())
+    return step, adam, model.params, dict(source=batch.source.ids, target=batch.target.ids, labels=batch.labels,
+                                          **model.arrays())
 
 
 def of_transformer(**settings):
@@ -624,14 +661,15 @@ def test_the_folder_of_a_run(tmp_path, capsys):
                              'target' if 'decoder.0.self' in entry.layer else 'source']
             query, key = logs.tokens(entry, 0)
             assert (query[0] == '<bos>') == (sides[0] == 'target') and ('<eos>' in key) == (sides[1] == 'source')
-            np.testing.assert_allclose(array.sum(-1), 1, atol=1e-5)
-            if sides[1] == 'source':            # padding of the source is seen by no query
-                assert not array[np.broadcast_to(~mask.any(2, keepdims=True), array.shape)].any()
+            valid = np.broadcast_to(mask, array.shape)      # 0 in the rows and columns beyond a sentence
+            np.testing.assert_allclose(array.sum(-1), valid.any(-1), atol=1e-5)
+            assert not array[~valid].any()
         else:
             of_memory = entry.layer.endswith(('cross_attention.k', 'cross_attention.v')) or (
                 entry.layer.endswith('cross_attention') and entry.name.endswith(('key', 'value')))
-            assert sides == ['source' if 'encoder' in entry.layer or of_memory else 'target'], entry.title
-            assert mask.any() and not mask.all()
+            side = 'source' if 'encoder' in entry.layer or of_memory else 'target'
+            (batch,) = (line for line in lines(dump, 'batch') if line['step'] == entry.step)
+            assert sides == [] and len(array) == sum(batch['lengths'][side]), entry.title
     batches = lines(dump, 'batch')
     kinds = [(line['kind'], line.get('step')) for line in lines(dump)]
     for line in batches:
@@ -651,13 +689,12 @@ def test_a_recurrent_run_resumed_goes_on_in_the_same_folder(tmp_path, capsys):
     assert [line['step'] for line in lines(dump, 'step')] == list(range(10))
     assert len(lines(dump, 'run')) == 2 and {line['step'] for line in lines(dump, 'tensor')} == {0, 6}
     tensors = [line for line in lines(dump, 'tensor') if line['step'] == 6]
+    (batch,) = (line for line in lines(dump, 'batch') if line['step'] == 6)
     for suffix in ('ih', 'hh'):
         for name in ('input', 'output', 'grad_output', 'grad_input'):
-            times = [line for line in tensors if line['layer'] == f'encoder.rnn.0.{suffix}' and line['name'] == name]
-            assert [line['time'] for line in times] == list(range(7))
-            assert all(line['file'].endswith(f'_{name}_t{line["time"]}.safetensors') for line in times)
-            assert all(line['mask'] == [{'time': None, 'batch': 0, 'of': 'source'}] for line in times)
-            assert times[6]['statistics']['count'] < times[0]['statistics']['count']        # short sentences have ended
+            (line,) = [line for line in tensors if line['layer'] == f'encoder.rnn.0.{suffix}' and line['name'] == name]
+            assert line['time'] is None and line['mask'] == [] and line['file'].endswith(f'_{name}.safetensors')
+            assert line['shape'][0] == sum(batch['lengths']['source'])          # all tokens of all sentences
     assert {line['layer'] for line in tensors} == {'encoder.rnn.0.ih', 'encoder.rnn.0.hh', 'output'}
 
 
@@ -721,8 +758,11 @@ def test_max_steps_ends_a_run_that_goes_on_later(tmp_path, capsys):
 
 def test_steps_left():
     run = Run(0, 100, epoch=1, position=250)
-    assert steps_left(run, 451, 3) == 3 + 5 and steps_left(run, 451, 3, drop_last=True) == 2 + 4
-    assert steps_left(run, 451, 3, max_steps=7) == 7 and steps_left(run, 451, 1) == 0
+    assert steps_left(run, batches_of(run, 451), 3) == 3 + 5
+    assert steps_left(run, batches_of(run, 451, drop_last=True), 3) == 2 + 4
+    assert steps_left(run, batches_of(run, 451), 3, max_steps=7) == 7 and steps_left(run, batches_of(run, 451), 1) == 0
+    tokens = TokenBatches(np.full((10, 2), 5), 20)
+    assert steps_left(Run(0, 1), tokens, 2) == 3 + 3 and steps_left(Run(0, 1, position=4), tokens, 1) == 2
 
 
 def test_the_environment_asks_for_saving_and_flags_win():

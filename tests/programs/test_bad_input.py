@@ -687,7 +687,7 @@ def test_odd_lines_are_answered(place):
     out, error = process.communicate(b'\n'.join(lines) + b'\n', timeout=120)
     assert process.returncode == 0 and error.count(b'\n') == 2
     assert error.startswith(b'warning: too long, only the first 9 of 300001 tokens, ') and b'\nline 4: not UTF-8 ' in error
-    assert out.count(b'translate res : ') == 5 and out.endswith(b'<eos>\n')
+    assert out.count(b'translate res : ') == 5 and out.splitlines()[-1].startswith(b'translate res : ')
 
 
 # ---- no compiler ---------------------------------------------------------------------------------------------------

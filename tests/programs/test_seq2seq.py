@@ -14,13 +14,22 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from translation import TINY_SEQ2SEQ as TINY
-from translation import assert_same_gradients, assert_same_training, newest, random_batch, small_corpus, train_steps
+from translation import (
+    assert_same_gradients,
+    assert_same_training,
+    newest,
+    packed_batch,
+    random_batch,
+    small_corpus,
+    train_steps,
+)
 
-from pyops import backend
+from pyops import backend, checkpoint
+from pyops.errors import UserError
 from pyops.philox import dropout_mask
 from pyops.text import embedded
-from pyops.text.corpus import encode
-from pyops.text.translation import Pairs, Translator
+from pyops.text.pairs import Pairs, Sequences
+from pyops.text.translation import Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
 from seq2seq import train, translate
 from seq2seq.model import Config, Seq2Seq
@@ -28,90 +37,114 @@ from seq2seq.model import Config, Seq2Seq
 SMALL = dict(embedding=24, hidden=32, num_steps=7)
 
 
-def torch_loss(torch, model, source, target, labels, step):
-    """The model in float64, one nn.GRU a layer, so that our dropout masks can be fed in.  -> loss, leaves by name."""
+MODELS = [dict(attention=attention, bidirectional=bidirectional) for attention in (0, 1, 4) for bidirectional in (False, True)]
+models = pytest.mark.parametrize('options', MODELS, ids=lambda options: '-'.join(
+    (f'{options["attention"]}-heads', *['bidirectional'] * options['bidirectional'])))
+
+
+def torch_loss(torch, model, batch, step):
+    """The model in float64 on packed rows, sentence by sentence, so that our dropout masks apply.  -> loss, leaves by name."""
     config, p = model.config, model.params
     leaves = {name: torch.tensor(p[name].value.astype(np.float64), requires_grad=True) for name in p}
+    (source, _, source_rows), (target, _, rows), labels = batch
 
-    def deep_gru(side, x, states):
+    def sentences(rows):
+        return [slice(*pair) for pair in zip(rows.offsets, rows.offsets[1:], strict=False)]
+
+    def drop(dropout, x):
+        if step is None or not dropout.p:
+            return x
+        keep = dropout_mask(x.numel(), dropout.p, int(step[0]), dropout.key) / (1 - dropout.p)
+        return x * torch.tensor(keep).reshape(x.shape)
+
+    def gru(prefix, x, rows, states, reverse=False):
+        weights = [leaves[f'{prefix}.{name}'] for name in ('w_ih', 'w_hh', 'b_ih', 'b_hh')]
+        h, last = [], []
+        for b, part in enumerate(sentences(rows)):
+            x_b = x[part].flip(0) if reverse else x[part]
+            state = torch.zeros(1, 1, weights[1].shape[1], dtype=torch.float64) if states is None else states[b][None, None]
+            y, end = torch.gru(x_b[:, None], state, weights, True, 1, 0.0, False, False, False)
+            h.append(y[:, 0].flip(0) if reverse else y[:, 0])
+            last.append(end[0, 0])
+        return torch.cat(h), torch.stack(last)
+
+    def deep_gru(side, x, rows, states):
         last = []
         for layer in range(config.layers):
-            if layer and step is not None:
-                dropout = getattr(model, side).dropouts[layer - 1]
-                keep = dropout_mask(x.numel(), dropout.p, int(step[0]), dropout.key) / (1 - dropout.p)
-                x = x * torch.tensor(keep).reshape(x.shape)
-            twin = torch.nn.GRU(x.shape[-1], config.hidden, dtype=torch.float64)
-            names = {f'{theirs}_l0': leaves[f'{side}.rnn.{layer}.{ours}'] for ours, theirs in
-                     (('w_ih', 'weight_ih'), ('w_hh', 'weight_hh'), ('b_ih', 'bias_ih'), ('b_hh', 'bias_hh'))}
-            x, h = torch.func.functional_call(twin, names, (x, None if states is None else states[layer][None]))
-            last.append(h[0])
+            if layer:
+                x = drop(getattr(model, side).dropouts[layer - 1], x)
+            if side == 'encoder' and not layer and config.bidirectional:
+                both = [gru(f'encoder.rnn.0.{name}', x, rows, None, name == 'reverse') for name in ('forward', 'reverse')]
+                x, end = (torch.cat(parts, -1) for parts in zip(*both, strict=True))
+            else:
+                x, end = gru(f'{side}.rnn.{layer}', x, rows, None if states is None else states[layer])
+            last.append(end)
         return x, last
 
-    source, target, labels = (torch.tensor(a).long() for a in (source, target, labels))
-    _, last = deep_gru('encoder', leaves['encoder.embedding.weight'][source], None)
-    t = leaves['decoder.embedding.weight'][target]
-    h, _ = deep_gru('decoder', torch.cat([t, last[-1].expand(len(t), -1, -1)], -1), last)
+    memory, last = deep_gru('encoder', leaves['encoder.embedding.weight'][torch.tensor(source).long()], source_rows, None)
+    t = leaves['decoder.embedding.weight'][torch.tensor(target).long()]
+    if not config.attention:
+        t = torch.cat([t, torch.repeat_interleave(last[-1], torch.tensor(np.diff(rows.offsets)), 0)], -1)
+    h, _ = deep_gru('decoder', t, rows, last)
+    if config.attention:
+        q, c = h @ leaves['attention.query.weight'].T, []
+        for one, other in zip(sentences(rows), sentences(source_rows), strict=True):
+            of_q, of_k = (x.reshape(len(x), config.attention, -1).transpose(0, 1) for x in (q[one], memory[other]))
+            weights = torch.softmax(of_q @ of_k.transpose(1, 2) / of_q.shape[-1] ** 0.5, -1)
+            c.append((weights @ of_k).transpose(0, 1).reshape(-1, config.hidden))
+        h = h + drop(model.attention.residual, torch.cat(c) @ leaves['attention.output.weight'].T)
     logits = h @ leaves['output.weight'].T + leaves['output.bias']
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
-    return loss, leaves
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(labels).long()), leaves
 
 
+@models
 @pytest.mark.parametrize('dropout', [0.0, 0.3])
 @pytest.mark.parametrize('layers', [1, 2, 3])
-def test_loss_and_every_gradient_equal_torch(torch, layers, dropout):
-    config = Config(50, 61, layers=layers, dropout=dropout, **SMALL)
+def test_loss_and_every_gradient_equal_torch(torch, layers, dropout, options):
+    config = Config(50, 61, layers=layers, dropout=dropout, **SMALL, **options)
     model, step = Seq2Seq(config, seed=3), np.array([5])
-    batch = random_batch(config, 13)
-    want, leaves = torch_loss(torch, model, *batch, step if dropout else None)
+    batch = packed_batch(*random_batch(config, 13))
+    want, leaves = torch_loss(torch, model, batch, step if dropout else None)
     want.backward()
-    loss, ctx = model.forward(*batch, step=step)
+    loss, ctx = model.forward(batch, step=step)
     model.backward(ctx)
     assert abs(loss[0] - want.item()) <= 1e-6 * want.item()
     assert_same_gradients(model.params, leaves)
 
 
-@pytest.mark.parametrize('reset_before', [False, True])
-def test_positions_behind_the_last_label_are_left_out_and_nothing_changes(monkeypatch, reset_before):
-    """The loss to the bit; gradients but for the order of their sums."""
-    def run():
-        model = Seq2Seq(Config(50, 61, reset_before=reset_before, **SMALL), seed=3)
-        loss, ctx = model.forward(*batch, step=np.array([5]))
-        h = ctx[-1].dx
-        model.backward(ctx)
-        return loss[0], h, model.params
-    batch = random_batch(Config(50, 61, **SMALL), 13)
-    assert (batch[2][-1] == PAD).any() and (batch[2][-1] != PAD).any()
-    loss, dh, params = run()
-    monkeypatch.setattr('seq2seq.model.sequence_lengths', lambda labels, pad: None)
-    want, dh_of_all, all_positions = run()
-    assert loss == want and (dh == dh_of_all).all()
-    for name in all_positions:
-        p = all_positions[name]
-        scale = np.abs(p.grad).max()
-        assert scale > 0 and np.abs(params[name].grad - p.grad).max() <= 1e-5 * scale, name
-
-
-def test_the_benchmarks_twin_is_the_same_model(torch):
+@models
+def test_the_benchmarks_twin_is_the_same_model(torch, options):
+    """The same loss, gradients and translations."""
     from bench.torch_seq2seq import TorchSeq2Seq
     from bench.torch_step import copy_weights
-    config = Config(50, 61, dropout=0.0, **SMALL)
-    model, batch = Seq2Seq(config, seed=3), random_batch(config, 13)
+    config = Config(50, 61, dropout=0.0, **SMALL, **options)
+    model, padded = Seq2Seq(config, seed=3), random_batch(config, 13)
     twin = copy_weights(TorchSeq2Seq(config, torch.float64), model.params.arrays())
     assert set(twin.named()) == set(model.params)
-    loss, _ = model.forward(*batch)
-    theirs = twin(*(torch.tensor(a).long() for a in batch))
+    batch, tensors = packed_batch(*padded), [torch.tensor(a).long() for a in padded]
+    loss, ctx = model.forward(batch)
+    model.backward(ctx)
+    theirs = twin(*tensors)
+    theirs.backward()
     assert abs(loss[0] - theirs.item()) <= 1e-6 * loss[0]
+    assert_same_gradients(model.params, twin.named())
+    with torch.no_grad():
+        said = twin.translate(tensors[0], config.num_steps).numpy()
+    assert (model.translate(batch.source) == said).all()
 
 
 # Noted when every gradient agreed with PyTorch's (above); any change of arithmetic beyond rounding moves them.
-STORED_LOSSES = [5.54672, 5.41021, 5.26053, 5.09099, 4.94850, 4.76059, 4.59777, 4.49999, 4.36528, 4.24253]
+STORED_LOSSES = {
+    'context': [5.55596, 5.43884, 5.27945, 5.13048, 5.01356, 4.86896, 4.67255, 4.60832, 4.44552, 4.33745],
+    'attention': [5.58635, 5.36299, 5.09470, 4.90237, 4.67418, 4.44295, 4.17697, 4.09731, 3.96140, 3.87504]}
 
 
-def test_ten_training_losses_are_the_stored_ones():
+@pytest.mark.parametrize('name,options', [('context', {}), ('attention', dict(attention=4, bidirectional=True))])
+def test_ten_training_losses_are_the_stored_ones(name, options):
     _, vocabularies, pairs = small_corpus()
-    model = Seq2Seq(Config(*map(len, vocabularies), embedding=32, hidden=48), seed=1)
+    model = Seq2Seq(Config(*map(len, vocabularies), embedding=32, hidden=48, **options), seed=1)
     losses = train_steps(model, pairs, 10)
-    assert np.abs(np.array(losses) - STORED_LOSSES).max() <= 1e-3, losses
+    assert np.abs(np.array(losses) - STORED_LOSSES[name]).max() <= 1e-3, losses
 
 
 def test_one_batch_is_learned_to_nearly_nothing():
@@ -137,7 +170,7 @@ def test_sixty_steps_on_the_real_corpus_fall_as_torchs(torch):
     ours = train_steps(model, pairs, 60, batch_size=128)
     rng, theirs = np.random.default_rng(0), []
     for _ in range(60):
-        batch = pairs.batch(rng.integers(0, len(pairs), 128))
+        batch = pairs.padded(rng.integers(0, len(pairs), 128))
         theirs.append(step(*(torch.tensor(a).long() for a in batch)).item())
     print('ours  ', *(f'{loss:.3f}' for loss in ours[::6]), '\ntorch ', *(f'{loss:.3f}' for loss in theirs[::6]))
     assert ours[0] > 9 and ours[-1] < 6
@@ -150,9 +183,9 @@ def test_bug_1_the_concatenation_passes_gradient_to_context_and_target_embedding
     """With the decoder's initial state cut off, only the concatenation connects encoder and decoder."""
     config = Config(20, 21, layers=1, **SMALL)
     model = Seq2Seq(config)
-    source, target, labels = random_batch(config, 5)
-    _, last, _ = model.encoder.forward(source)
-    h, _, c1 = model.decoder.forward(target, last[-1])          # no states
+    (source, _, source_rows), (target, _, rows), labels = packed_batch(*random_batch(config, 5))
+    _, last, _ = model.encoder.forward(source, rows=source_rows)
+    h, _, c1 = model.decoder.forward(target, last[-1], rows=rows)          # no states
     _, c2 = model.output.forward(h, labels)
     dh = model.output.backward(model.one, c2)
     dcontext, _ = model.decoder.backward(dh, None, c1)
@@ -160,44 +193,48 @@ def test_bug_1_the_concatenation_passes_gradient_to_context_and_target_embedding
     p = {name: torch.tensor(model.params[f'decoder.{name}'].value, dtype=torch.float64)
          for name in ('embedding.weight', 'rnn.0.w_ih', 'rnn.0.w_hh', 'rnn.0.b_ih', 'rnn.0.b_hh')}
     context = torch.tensor(last[-1], dtype=torch.float64, requires_grad=True)
-    x = torch.cat([p['embedding.weight'][target], context.expand(len(target), -1, -1)], -1)
     weights = [p[f'rnn.0.{name}'] for name in ('w_ih', 'w_hh', 'b_ih', 'b_hh')]
-    twin = torch.gru(x, torch.zeros(1, 5, config.hidden, dtype=torch.float64), weights, True, 1, 0.0, False, False, False)[0]
-    twin.backward(torch.tensor(dh, dtype=torch.float64))
+    for b in range(5):
+        part = slice(*rows.offsets[b:b + 2])
+        x = torch.cat([p['embedding.weight'][target[part]], context[b].expand(len(target[part]), -1)], -1)[:, None]
+        zeros = torch.zeros(1, 1, config.hidden, dtype=torch.float64)
+        twin = torch.gru(x, zeros, weights, True, 1, 0.0, False, False, False)[0]
+        twin[:, 0].backward(torch.tensor(dh[part], dtype=torch.float64))
     assert np.abs(dcontext - context.grad.numpy()).max() <= 1e-6
-    said = target[labels != PAD]
-    assert (np.abs(model.params['decoder.embedding.weight'].grad[said]).max(1) > 0).all()
+    assert (np.abs(model.params['decoder.embedding.weight'].grad[target]).max(1) > 0).all()
 
 
 def test_bug_2_the_encoder_reads_the_tokens_in_their_order():
     vocabulary = Vocabulary([*SPECIALS, *'abcd'])
     corpus = embedded.Corpus('two', ['a b c', 'd'], ['b a', 'c d a'])
-    source, target, labels = Pairs.encode(corpus, vocabulary, vocabulary, 5).batch(np.array([0, 1]))
+    batch = Pairs.encode(corpus, vocabulary, vocabulary, 5).batch_of(np.array([0, 1]))
     a, b, c, d = range(4, 8)
-    assert source[:, 0].tolist() == [a, b, c, EOS, PAD] and source[:, 1].tolist() == [d, EOS, PAD, PAD, PAD]
-    assert labels[:, 1].tolist() == [c, d, a, EOS, PAD] and target[:, 1].tolist() == [BOS, c, d, a, EOS]
+    assert batch.source.ids.tolist() == [a, b, c, EOS, d, EOS] and batch.source.rows.offsets.tolist() == [0, 4, 6]
+    assert batch.labels.tolist() == [b, a, EOS, c, d, a, EOS] and batch.target.ids.tolist() == [BOS, b, a, BOS, c, d, a]
     model = Seq2Seq(Config(8, 8, **SMALL | {'num_steps': 5}))
-    h, _, _ = model.encoder.forward(source)
-    again, _, _ = model.encoder.forward(source[:1])
-    assert np.abs(h[0] - again[0]).max() <= 1e-6 and np.abs(h[0, 0] - h[0, 1]).max() > 1e-3
-    assert model.forward(source, target, labels)[0] != model.forward(source[::-1].copy(), target, labels)[0]
+
+    def last(*sentences):
+        source = Sequences.of([np.array(ids) for ids in sentences], 5)
+        return model.encoder.forward(source.ids, rows=source.rows)[1][-1]
+    two = last([a, b, c, EOS], [d, EOS])
+    assert np.abs(two[0] - last([a, b, c, EOS])[0]).max() <= 1e-6
+    assert np.abs(two[0] - last([c, b, a, EOS])[0]).max() > 1e-3 and np.abs(two[0] - two[1]).max() > 1e-3
 
 
-def test_bug_3_labels_lie_step_by_step_as_the_logits_do():
+def test_bug_3_labels_are_in_the_order_of_the_logits():
     """The loss by hand, one position at a time."""
     config = Config(20, 21, **SMALL)
     model = Seq2Seq(config)
-    source, target, labels = random_batch(config, 5)
-    _, last, _ = model.encoder.forward(source)
-    h, _, _ = model.decoder.forward(target, last[-1], last)
+    batch = packed_batch(*random_batch(config, 5))
+    (source, _, source_rows), (target, _, rows), labels = batch
+    _, last, _ = model.encoder.forward(source, rows=source_rows)
+    h, _, _ = model.decoder.forward(target, last[-1], last, rows=rows)
     weight, bias = (model.params[f'output.{name}'].value.astype(np.float64) for name in ('weight', 'bias'))
     losses = []
-    for step in range(config.num_steps):
-        for sentence in range(5):
-            if labels[step, sentence] != PAD:
-                logits = weight @ h[step, sentence] + bias
-                losses.append(np.log(np.exp(logits).sum()) - logits[labels[step, sentence]])
-    loss, ctx = model.forward(source, target, labels)
+    for row, label in zip(h, labels, strict=True):
+        logits = weight @ row + bias
+        losses.append(np.log(np.exp(logits).sum()) - logits[label])
+    loss, ctx = model.forward(batch)
     assert model.valid(ctx)[0] == len(losses)
     assert abs(loss[0] - np.mean(losses)) <= 1e-5
 
@@ -216,11 +253,17 @@ def test_bug_4_the_default_sizes_converge_where_32_does_not():
 def test_bug_5_the_loss_is_a_mean_over_tokens_whatever_the_number_of_steps(num_steps):
     """An untrained model guesses: the loss is the logarithm of the vocabulary, not so many times the steps."""
     config = Config(30, 40, embedding=24, hidden=32, num_steps=num_steps)
-    loss, _ = Seq2Seq(config).forward(*random_batch(config, 11))
+    loss, _ = Seq2Seq(config).forward(packed_batch(*random_batch(config, 11)))
     assert abs(loss[0] - np.log(40)) <= 1.0         # a sum over the steps would be num_steps times as large
 
 
 # ---- decoding ---------------------------------------------------------------------------------------
+
+def encoded(corpus, vocabulary):
+    """Return the sources of a corpus as Sequences."""
+    source = Pairs.encode(corpus, vocabulary, vocabulary, 9).source
+    return Sequences.of([source[n] for n in range(len(source))], 9)
+
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
@@ -251,14 +294,13 @@ def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
     translator, _ = translate.open_checkpoint(folder / 'ckpt')
     model, vocabulary = translator.model, translator.source_vocabulary
     corpus = embedded.Corpus.load(folder / 'pairs.txt').first(20)
-    source = np.ascontiguousarray(Pairs.encode(corpus, vocabulary, translator.target_vocabulary, 9).source.T)
+    source = encoded(corpus, vocabulary)
     said = model.translate(source)
-    _, last, _ = model.encoder.forward(source)
-    target = np.concatenate([np.full((1, 20), BOS, np.int32), said[:-1]])
-    h, _, _ = model.decoder.forward(target, last[-1], last)
-    again = model.output.predict(h.reshape(-1, h.shape[-1])).reshape(said.shape)
     inside = said != PAD
-    assert (again[inside] == said[inside]).all() and inside.sum() > 60
+    target = Sequences.of([np.array([BOS, *tokens[:n - 1]]) for tokens, n in zip(said.T, inside.sum(0), strict=True)], 9)
+    _, last, _ = model.encoder.forward(source.ids, rows=source.rows)
+    h, _, _ = model.decoder.forward(target.ids, last[-1], last, rows=target.rows)
+    assert (model.output.predict(h) == said.T[inside.T]).all() and inside.sum() > 60
 
 
 def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
@@ -305,11 +347,49 @@ def test_bad_settings_of_the_search_exit_with_status_2_and_one_line(flags, text,
 def test_decoding_is_translation_when_it_is_recorded_and_replayed_too(trained):
     folder, _ = trained
     translator, _ = translate.open_checkpoint(folder / 'ckpt')
-    source = encode(embedded.Corpus.load(folder / 'pairs.txt').sources[:24], translator.source_vocabulary, 9)
+    corpus = embedded.Corpus.load(folder / 'pairs.txt')
+    source, again = (encoded(corpus.take(order), translator.source_vocabulary) for order in (np.arange(8), np.arange(8)[::-1]))
     decode = translator.model.decoding()
-    for first in (0, 8, 16, 0):                         # by hand, recorded, replayed
-        some = np.ascontiguousarray(source[first:first + 8].T)
+    for some in (source, again, again, source):         # by hand, recorded, replayed
         assert (decode(some) == translator.model.translate(some)).all()
+
+
+@models
+def test_hypotheses_continue_their_parents_and_read_their_own_sentence(options):
+    """Also after the other sentences were dropped."""
+    config, rng = Config(20, 21, **SMALL, **options), np.random.default_rng(2)
+    model, B = Seq2Seq(config, seed=1), 5
+    sentences = [rng.integers(4, 20, n) for n in (3, 1, 7, 2, 5)]
+
+    def one(b, *words):
+        """Return h after these words, for sentence b alone."""
+        state = model.start(Sequences.of([sentences[b]], 7))
+        for word in words:
+            h, state = model.next(np.array([word], np.int32), state)
+        return h[0]
+    _, state = model.next(np.full(B, BOS, np.int32), model.start(Sequences.of(sentences, 7)))
+    words = rng.integers(4, 21, (3, B)).astype(np.int32)
+    _, state = model.next(words.ravel(), state, np.tile(np.arange(B, dtype=np.int32), 3))       # three hypotheses of each
+    again = rng.integers(4, 21, (2, B)).astype(np.int32)
+    parents = np.array([2, 0])[:, None] * B + np.arange(B)                  # two continue the third and first
+    h, _ = model.next(again.ravel(), state, parents.ravel().astype(np.int32))
+    for i, b in np.ndindex(2, B):
+        want = one(b, BOS, words[(2, 0)[i], b], again[i, b])
+        assert np.abs(h[i * B + b] - want).max() <= 1e-5, (i, b)
+    kept = [4, 2]
+    h, _ = model.next(again[:, kept].ravel(), model.keep(state, np.array(kept)), parents[:, kept].ravel().astype(np.int32))
+    for i, b in np.ndindex(2, 2):
+        want = one(kept[b], BOS, words[(2, 0)[i], kept[b]], again[i, kept[b]])
+        assert np.abs(h[i * 2 + b] - want).max() <= 1e-5, (i, b)
+
+
+@pytest.mark.parametrize('options,text', [
+    (dict(attention=3), 'attention: expected a number of heads that divides --hidden 32, or 0 for none, got 3'),
+    (dict(attention=-1), 'attention: expected a number of heads'),
+    (dict(hidden=33, bidirectional=True), 'bidirectional: expected an even --hidden, got 33')])
+def test_sizes_that_attention_and_directions_do_not_fit_are_refused(options, text):
+    with pytest.raises(UserError, match=text):
+        Config(20, 21, **SMALL | options)
 
 
 def test_a_model_without_a_word_to_say_stops_after_num_steps():
@@ -317,13 +397,41 @@ def test_a_model_without_a_word_to_say_stops_after_num_steps():
     model = Seq2Seq(config)
     model.params['output.weight'].value[...] = 0
     model.params['output.bias'].value[...] = np.arange(9) == 7
-    said = model.translate(np.full((7, 3), 4, np.int32))
+    said = model.translate(Sequences.of([np.full(7, 4)] * 3, 7))
     assert said.shape == (7, 3) and (said == 7).all()
     vocabulary = Vocabulary([*SPECIALS, *'abcde'])
     assert Translator(model, vocabulary, vocabulary, 7, translate.lines).sentences(['a b']) == ['d d d d d d d']
 
 
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------
+
+ATTENTION = ['--attention', '2', '--bidirectional']
+
+
+def test_attention_is_trained_by_one_plan_for_all_sizes_with_the_bits_of_no_plan(tmp_path, capsys):
+    for name, flags in ('plan', []), ('calls', ['--no-plan']):
+        train.main(['-e', '2', '-c', str(tmp_path / name), *TINY, *ATTENTION, *flags])
+    assert_same_training(newest(tmp_path / 'plan'), newest(tmp_path / 'calls'))
+    translator, _ = translate.open_checkpoint(tmp_path / 'plan')
+    assert translator.model.config.attention == 2 and translator.model.config.bidirectional
+    assert len(translator.sentences(['i am here .', 'go .'])) == 2
+
+
+def test_a_checkpoint_from_before_attention_resumes_and_serves(tmp_path, capsys):
+    """Its settings have no entry for attention, which is off in it."""
+    folder = str(tmp_path / 'old')
+    train.main(['-e', '1', '-c', folder, *TINY])
+    path = checkpoint.find(folder, serving=True).path
+    tensors, state = checkpoint.load(path)
+    for name in ('attention', 'bidirectional'):
+        del state['settings'][name]
+    checkpoint.save(path, tensors, state)
+    assert not translate.open_checkpoint(folder)[0].model.config.attention
+    train.main(['-e', '2', '-c', folder, *TINY])
+    assert newest(folder)[1]['settings']['attention'] == 0
+    with pytest.raises(UserError, match='--attention 2: .* was trained with 0; leave --attention out'):
+        train.main(['-e', '3', '-c', folder, *TINY, '--attention', '2'])
+
 
 def test_two_epochs_resumed_for_two_more_equal_four(tmp_path, capsys):
     train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *TINY])

@@ -11,6 +11,7 @@ from translation import assert_same_training, newest
 from examples import language_model
 from pyops import checkpoint
 from pyops.errors import UserError
+from pyops.text.pairs import Sequences
 
 EXAMPLES = [path.stem for path in sorted((ROOT / 'examples').glob('*.py'))]
 # arguments of python for the example {}, and the current folder
@@ -58,13 +59,13 @@ def test_the_gradients_of_the_language_model_are_central_differences():
     model = language_model.LanguageModel(language_model.Config(1, 9, 8, 16, heads=2, layers=2, dropout=0.0, num_steps=5,
                                                                pre_norm=True))
     rng = np.random.default_rng(0)
-    labels = rng.integers(language_model.FIRST, 9, (5, 3)).astype(np.int32)
-    ids = np.concatenate([np.full((1, 3), language_model.BEGIN, np.int32), labels[:-1]])
+    labels = rng.integers(language_model.FIRST, 9, (3, 5)).astype(np.int32)
+    windows = Sequences.of([np.array([language_model.BEGIN, *window[:-1]]) for window in labels], 5)
 
     def loss():
-        return float(model.forward(ids, labels, None)[0][0])
+        return float(model.forward(windows, labels.ravel(), None)[0][0])
     model.params.zero_grads()
-    model.backward(model.forward(ids, labels, None)[1])
+    model.backward(model.forward(windows, labels.ravel(), None)[1])
     direction = rng.standard_normal(model.params.values.shape).astype(np.float32)
     slope, size, start = float(direction @ model.params.grads), 1e-2, model.params.values.copy()
     model.params.values[:] = start + size * direction / np.linalg.norm(direction)
@@ -76,12 +77,14 @@ def test_the_gradients_of_the_language_model_are_central_differences():
 
 def test_a_letter_is_predicted_from_earlier_ones_only():
     model = language_model.LanguageModel(language_model.Config(1, 9, 8, 16, heads=2, layers=2, dropout=0.0, num_steps=5))
-    ids = np.random.default_rng(0).integers(0, 9, (5, 3)).astype(np.int32)
-    before, _ = model.decoder.forward(ids, None)
-    before = before.copy()
-    ids[3] = (ids[3] + 1) % 9
-    after, _ = model.decoder.forward(ids, None)
-    assert (before[:3] == after[:3]).all() and (before[3:] != after[3:]).any(-1).all()
+    ids = np.random.default_rng(0).integers(0, 9, (3, 5))
+    before, after = [], []
+    for states in (before, after):
+        y, _ = model.decoder.forward(Sequences.of(ids, 5))
+        states[:] = y.copy().reshape(3, 5, 8).transpose(1, 0, 2)
+        ids[:, 3] = (ids[:, 3] + 1) % 9
+    assert np.array_equal(before[:3], after[:3])
+    assert all((one != other).any(-1).all() for one, other in zip(before[3:], after[3:], strict=True))
 
 
 def test_a_resumed_language_model_equals_a_whole_one(tmp_path, capsys):

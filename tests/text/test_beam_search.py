@@ -13,6 +13,7 @@ from translation import small_corpus, train_steps
 from pyops.errors import UserError
 from pyops.text import decoding
 from pyops.text.decoding import REPEATS, BeamDecoder, Beams, Decoder, Search
+from pyops.text.pairs import Ragged, Sequences
 from pyops.text.translation import Translator
 from pyops.text.vocabulary import BOS, EOS
 from seq2seq.model import Config as Seq2SeqConfig
@@ -68,7 +69,7 @@ class Tiny:
         self.steps = 0
 
     def start(self, source):
-        return self.source[get(source)[0]]
+        return self.source[get(source.ids)]
 
     def next(self, word, state, parents=None):
         self.steps += 1
@@ -101,7 +102,7 @@ class Tiny:
 
 
 def sources(n):
-    return put(np.arange(n, dtype=np.int32)[None])
+    return Sequences.of(np.arange(n).reshape(-1, 1), 1)
 
 
 @pytest.mark.parametrize('alpha', [0.0, 0.6, 1.0, 2.5])
@@ -145,7 +146,7 @@ def test_a_search_stops_when_nothing_better_can_follow():
     model, search = Tiny(9, seed=3, gain=8.0), Search(40, 4, 1, 0.6)
     for b in range(20):
         model.steps = 0
-        (found,) = BeamDecoder(model, search)(put(np.array([[b]], np.int32)))
+        (found,) = BeamDecoder(model, search)(Sequences.of([np.array([b])], 1))
         assert_same(found, reference(model.log_probabilities(b), search))
         if len(found[0].tokens) < 10:
             assert model.steps < 40
@@ -235,27 +236,25 @@ def trained(request):
 
 
 def source_of(translator, corpus, rows):
-    from pyops.text.corpus import encode
     texts = list(corpus.sources)
-    return put(np.ascontiguousarray(encode([texts[i] for i in rows], translator.source_vocabulary, 9).T))
+    return Sequences.of(list(Ragged.of(translator.source_vocabulary.encode([texts[i] for i in rows]), 9)), 9)
 
 
 def forward_log_probabilities(model, source, b):
     """Return log_probabilities(prefix) by a forward pass over the whole prefix, without caches."""
-    source = put(np.ascontiguousarray(get(source)[:, b:b + 1]))
+    offsets = get(source.rows.offsets)
+    source = Sequences.of([get(source.ids)[offsets[b]:offsets[b + 1]]], 9)
     weight, bias = (get(model.params[f'output.{name}'].value) for name in ('weight', 'bias'))
     if isinstance(model, Seq2Seq):
-        _, last, _ = model.encoder.forward(source)
+        _, last, _ = model.encoder.forward(source.ids, rows=source.rows)
     else:
-        from pyops.ops import sequence_lengths
-        lengths = sequence_lengths(source, 0)
-        memory, _ = model.encoder.forward(source, lengths)
+        memory, _ = model.encoder.forward(source)
 
     def of(prefix):
-        target = put(np.array([[BOS, *prefix]], np.int32).T.copy())
-        h = (model.decoder.forward(target, last[-1], last) if isinstance(model, Seq2Seq) else
-             model.decoder.forward(target, memory, lengths))[0]
-        return log_softmax(get(h)[-1, 0] @ weight.T + bias)
+        target = Sequences.of([np.array([BOS, *prefix])], 10)
+        h = (model.decoder.forward(target.ids, last[-1], last, rows=target.rows) if isinstance(model, Seq2Seq) else
+             model.decoder.forward(target, memory, source.rows))[0]
+        return log_softmax(get(h)[-1] @ weight.T + bias)
     return of
 
 
@@ -300,15 +299,15 @@ def translations_agree(translator, texts, **how):
 def test_every_batch_of_a_gpu_has_the_same_number_of_sentences(trained, monkeypatch):
     """So that its products always have the same sizes."""
     translator, corpus = trained
-    shapes = []
+    computed = []
     monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source: (
-        shapes.append(source.shape) or np.full((1, source.shape[1]), EOS, np.int32)))
+        computed.append(source.rows.sentences) or np.full((1, source.rows.sentences), EOS, np.int32)))
     fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary, 9, None)
     texts = [text for text, _ in corpus.texts()][:70]
     for batch_size, sizes in ((1, [1] * 70), (7, [7] * 10), (64, [64, 6])):
-        shapes.clear()
+        computed.clear()
         assert fresh.translate(texts, batch_size, beam=1, scores=False) == [[('', None)]] * 70
-        assert shapes == [(9, n) for n in ([64] * 2 if ON_GPU else sizes)]
+        assert computed == ([64] * 2 if ON_GPU else sizes)
 
 
 @on_the_cpu

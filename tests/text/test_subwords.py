@@ -11,7 +11,7 @@ from conftest import ROOT
 from pyops.data import locate
 from pyops.errors import UserError
 from pyops.text import embedded, subwords
-from pyops.text.corpus import Corpus, encode
+from pyops.text.corpus import Corpus
 from pyops.text.preprocess import normalize
 from pyops.text.split import hold_out
 from pyops.text.subwords import SMALLEST, Subwords, train
@@ -76,8 +76,8 @@ def test_marks_are_the_first_four_ids_and_never_in_text(learned):
     assert [PAD, EOS, UNK, BOS] == [0, 1, 2, 3] and learned.words(range(4)) == list(SPECIALS)
     ids = learned.encode(['<eos>']).ids
     assert learned.decode(np.array([BOS, *ids, EOS, PAD], np.int32)) == '<eos>' and not set(ids.tolist()) & {0, 1, 2, 3}
-    table = encode(['a b', 'a'], learned, 3)
-    assert table[1, 1:].tolist() == [EOS, PAD] and table.dtype == np.int32
+    ids, starts = learned.encode(['a b', 'a']).ended(3)
+    assert ids[starts[1] + 1:].tolist() == [EOS] and ids.dtype == np.int32
 
 
 def test_tokens_are_shown_with_their_spaces_and_bytes(learned):

@@ -17,8 +17,9 @@ from pyops.data import locate
 from pyops.errors import UserError
 from pyops.text import corpus as corpus_module
 from pyops.text import embedded
-from pyops.text.corpus import Corpus, encode, tokenized
+from pyops.text.corpus import Corpus, tokenized
 from pyops.text.decoding import greedy
+from pyops.text.pairs import Ragged, Sequences
 from pyops.text.preprocess import plain_quotes, preprocess, tokenize
 from pyops.text.score import bleu, exact_match
 from pyops.text.sentences import Sentences
@@ -233,15 +234,16 @@ def test_corpus_names_what_is_wrong_with_a_file(tmp_path):
 
 # ---- encode ----------------------------------------------------------------------------------------------------------
 
-def test_encode_pads_and_cuts():
+def test_encode_cuts_sentences_and_ends_shorter_ones():
     vocabulary = Vocabulary([*SPECIALS, 'a', 'b'])
-    got = encode(['a', 'a b', 'a b a', 'a b a b', 'a x b a b'], vocabulary, 4)
-    assert got.dtype == np.int32
-    assert got.tolist() == [[4, EOS, PAD, PAD], [4, 5, EOS, PAD], [4, 5, 4, EOS], [4, 5, 4, 5], [4, UNK, 5, 4]]
-    assert encode([['a', 'b']], vocabulary, 3).tolist() == [[4, 5, EOS]]
-    assert encode([], vocabulary, 3).shape == (0, 3)
+    got = Ragged.of(vocabulary.encode(['a', 'a b', 'a b a', 'a b a b', 'a x b a b']), 4)
+    assert got.ids.dtype == np.int32 and got.lengths.tolist() == [2, 3, 4, 4, 4]
+    assert [ids.tolist() for ids in got] == [[4, EOS], [4, 5, EOS], [4, 5, 4, EOS], [4, 5, 4, 5], [4, UNK, 5, 4]]
+    assert got.padded(4).tolist() == [[4, EOS, PAD, PAD], [4, 5, EOS, PAD], [4, 5, 4, EOS], [4, 5, 4, 5], [4, UNK, 5, 4]]
+    assert [ids.tolist() for ids in vocabulary.encode([['a', 'b']]).ended(3)] == [[4, 5, EOS], [0, 3]]
+    assert [ids.tolist() for ids in vocabulary.encode([]).ended(3)] == [[], [0]]
     with pytest.raises(UserError, match='num_steps'):
-        encode(['a'], vocabulary, 0)
+        vocabulary.encode(['a']).ended(0)
 
 
 # ---- hold_out and references -----------------------------------------------------------------------------------------
@@ -352,7 +354,8 @@ def assert_same(corpus, listed):
             assert vocabularies == other.vocabularies(min_count)
             for side in ('sources', 'targets'):
                 for num_steps in (1, 4, 9, 12):
-                    got, want = (encode(getattr(c, side), vocabularies[side == 'targets'], num_steps) for c in (one, other))
+                    got, want = (vocabularies[side == 'targets'].encode(getattr(c, side)) for c in (one, other))
+                    got, want = (Ragged.of(encoded, num_steps).padded(num_steps) for encoded in (got, want))
                     assert got.dtype == want.dtype and got.shape == want.shape and (got == want).all()
     for fraction in (0, 0.5):
         for part, wanted in zip(hold_out(corpus, fraction), hold_out(listed, fraction), strict=True):
@@ -459,7 +462,7 @@ def test_real_corpus_has_its_published_sizes(real):
     source, target = real.vocabularies()
     assert len(real) == 167_130
     assert (len(source), len(target)) == (7939, 13_387)
-    valid = [(encode(sentences, vocabulary, 9) != PAD).mean() * 9
+    valid = [Ragged.of(vocabulary.encode(sentences), 9).lengths.mean()
              for sentences, vocabulary in ((real.sources, source), (real.targets, target))]
     assert [round(float(mean), 2) for mean in valid] == [7.56, 7.66]
     assert (real.sources[0], real.targets[0]) == ('go .', 'va !')
@@ -491,7 +494,8 @@ def test_real_corpus_as_lists_is_the_same(real):
     vocabularies = real.vocabularies()
     assert vocabularies == listed.vocabularies()
     for side, vocabulary in zip(('sources', 'targets'), vocabularies, strict=True):
-        assert (encode(getattr(real, side), vocabulary, 9) == encode(getattr(listed, side), vocabulary, 9)).all()
+        for one, other in zip(*(vocabulary.encode(getattr(c, side)).ended(9) for c in (real, listed)), strict=True):
+            assert (one == other).all()
 
 
 def test_real_corpus_splits_by_source(real):
@@ -525,12 +529,16 @@ class Scripted:
         return h[:, 0].astype(np.int32)
 
 
+def sentences_of(B):
+    return Sequences.of([np.full(5, 4)] * B, 5)
+
+
 def test_greedy_decoding_hears_its_own_words_and_pads_what_follows_the_end():
-    model, source = Scripted([[7, 5, EOS], [6, EOS, 9], [EOS, 8, 9], [4, 4, 4]]), np.zeros((5, 3), np.int32)
+    model, source = Scripted([[7, 5, EOS], [6, EOS, 9], [EOS, 8, 9], [4, 4, 4]]), sentences_of(3)
     said = greedy(model, source, 9)
     assert said.dtype == np.int32 and said.tolist() == [[7, 5, EOS], [6, EOS, PAD], [EOS, PAD, PAD]]
     assert model.source is source and model.heard == [[BOS] * 3, [7, 5, EOS], [6, EOS, 9]]      # and then it stops
 
 
 def test_greedy_decoding_stops_after_num_steps():
-    assert greedy(Scripted([[7, EOS], [6, 6], [5, 5]]), np.zeros((2, 2), np.int32), 2).tolist() == [[7, EOS], [6, PAD]]
+    assert greedy(Scripted([[7, EOS], [6, 6], [5, 5]]), sentences_of(2), 2).tolist() == [[7, EOS], [6, PAD]]

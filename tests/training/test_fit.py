@@ -65,6 +65,9 @@ class Saves:
         self.last = 'PATH'
         return self.last
 
+    def note(self, metrics):
+        pass
+
 
 @pytest.mark.parametrize('drop_last, sizes, samples', [(False, [4, 4, 2], 10), (True, [4, 4], 8)])
 def test_an_epoch_with_and_without_its_incomplete_batch(drop_last, sizes, samples, tmp_path, capsys):
@@ -355,3 +358,75 @@ def test_a_run_of_an_older_checkpoint_is_judged_by_guessing(capsys):
     older = {name: value for name, value in fit.Run(1, 4).asdict().items() if name not in ('first_loss', 'id')}
     assert train_on([0.01, *[9.0] * 200], fit.Run(**older), steps=201).error is None
     assert 'an untrained model has 9.5)' in train_on([0.01, *[59.0] * 200], fit.Run(**older), steps=201).error
+
+
+# ---- the best checkpoint, the newest ones, and a run that stops improving ------------------------------------
+
+def train_with(tmp_path, values, metric, epochs=None, metric_name=None, **options):
+    """Train an epoch for each value of a metric; return the Run."""
+    params = Parameters({'w': Spec((3,), zeros())})
+    found = checkpoint.find(tmp_path)
+    run = fit.Run(**found.state['run']) if found.state else fit.Run(0, 4)
+    optimizer = Adam(params, 0.1)
+    keep = {'keep': options.pop('keep')} if 'keep' in options else {}
+    saver = fit.Saver(found, params, optimizer, run, {}, 1, metric=metric, **keep)
+    trainer = fit.Trainer(run, 8, epochs or run.epoch + len(values), optimizer, Losses(()), saver=saver, **options)
+    values = iter(values)
+    with trainer:
+        for epoch in trainer.epochs():
+            for _ in epoch.batches(unit='pairs'):
+                params.values[...] = run.epoch + 1
+            epoch.end(**{metric_name or metric: next(values)})
+    return run
+
+
+@pytest.mark.parametrize('metric, best', [('bleu', 3), ('validation', 2)])
+def test_the_best_checkpoint_is_kept(tmp_path, metric, best, capsys):
+    run = train_with(tmp_path, [30.0, 20.0, 40.0, 35.0], metric)
+    assert run.best_epoch == best and run.best == {'bleu': 40.0, 'validation': 20.0}[metric]
+    tensors, state = checkpoint.load(tmp_path / checkpoint.BEST)
+    assert state['run']['epoch'] == best and (tensors['parameter/w'] == best).all()
+    assert checkpoint.find(tmp_path).state['run']['epoch'] == 4, 'a run resumes from its newest checkpoint'
+    assert checkpoint.find(tmp_path, serving=True).path == str(tmp_path / checkpoint.BEST)
+
+
+def test_the_best_value_outlives_a_run_and_a_value_that_is_not_finite_is_none(tmp_path, capsys):
+    train_with(tmp_path, [30.0, 40.0], 'bleu')
+    run = train_with(tmp_path, [35.0, float('nan')], 'bleu')
+    assert (run.best, run.best_epoch) == (40.0, 2)
+    assert checkpoint.load(tmp_path / checkpoint.BEST)[1]['run']['epoch'] == 2
+
+
+def test_without_that_metric_no_checkpoint_is_the_best(tmp_path, capsys):
+    run = train_with(tmp_path, [30.0], 'bleu', metric_name='validation')
+    assert run.best is None and not (tmp_path / checkpoint.BEST).exists()
+    run = train_with(tmp_path, [30.0], None, metric_name='bleu')
+    assert run.best is None and not (tmp_path / checkpoint.BEST).exists()
+
+
+def test_a_damaged_best_checkpoint_is_passed_over(tmp_path, capsys):
+    train_with(tmp_path, [30.0, 20.0], 'bleu')
+    best = tmp_path / checkpoint.BEST
+    best.write_bytes(best.read_bytes()[:-3])
+    assert checkpoint.find(tmp_path, serving=True).state['run']['epoch'] == 2
+
+
+def test_the_newest_checkpoints_are_kept_also_by_a_resumed_run(tmp_path, capsys):
+    def epochs():
+        return sorted(checkpoint.load(path)[1]['run']['epoch'] for path in tmp_path.glob('checkpoint_*'))
+    other = tmp_path / 'checkpoint_20200101_000000_7.safetensors'
+    checkpoint.save(other, {}, {'run': {'epoch': 7}})
+    os.rename(other, tmp_path / 'other.txt')                # not a checkpoint of the run
+    train_with(tmp_path, [1.0] * 5, 'bleu', keep=2)
+    assert epochs() == [4, 5]
+    train_with(tmp_path, [1.0] * 2, 'bleu', keep=3)
+    assert epochs() == [5, 6, 7]
+    train_with(tmp_path, [1.0], 'bleu')
+    assert epochs() == [5, 6, 7, 8] and (tmp_path / 'other.txt').exists()
+
+
+def test_a_run_without_a_better_value_for_so_many_epochs_ends_and_does_not_go_on(tmp_path, capsys):
+    run = train_with(tmp_path, [30.0, 40.0, 39.0, 40.0, 41.0], 'bleu', patience=2)
+    assert (run.epoch, run.best_epoch) == (4, 2)
+    assert train_with(tmp_path, [50.0], 'bleu', epochs=9, patience=2).epoch == 4, 'nothing more to do'
+    assert train_with(tmp_path, [50.0], 'bleu', epochs=5, patience=3).epoch == 5

@@ -8,7 +8,7 @@ from pyops import Tensor, backend, fit, init, nn
 from pyops.backend import library
 from pyops.optim import Adam, Muon, decaying_rate, is_hidden_matrix, orthogonalized
 from pyops.params import Parameters, Spec
-from pyops.steps import Steps
+from pyops.steps import SizedSteps
 
 # Tall, wide and square matrices, two of a shape, one of several chunks of the kernels; for Adam a sparse matrix, vectors and an
 # output layer.
@@ -149,26 +149,30 @@ class Training:
     """Steps of a small transformer with Muon and a decaying rate."""
 
     def __init__(self):
-        self.model, self.pairs = make_transformer(), pairs()[1].placed()
+        self.model, self.pairs = make_transformer(), pairs()[1]
         self.muon = Muon(self.model.params, 0.01, max_norm=1.0, weight_decay=0.01)
 
     def step(self, rows):
+        return self._step(put(rows), *self.pairs.sizes(rows))
+
+    def _step(self, rows, *sizes):
         decaying_rate(self.muon, 0.01, 2, 8)
         self.model.params.zero_grads()
-        loss, ctx = self.model.forward(*self.pairs.batch(rows), step=self.muon.count)
+        loss, ctx = self.model.forward(self.pairs.batch(rows, *sizes), step=self.muon.count)
         self.model.backward(ctx)
         self.muon.step()
         return loss
 
     def planned(self):
-        return Steps(self.step, self.model.params, **self.pairs.arrays(), **self.model.arrays(), **self.muon.arrays())
+        return SizedSteps(self._step, self.pairs.sizes, self.model.params, **self.pairs.arrays(), **self.model.arrays(),
+                          **self.muon.arrays())
 
     def tensors(self):
         return {name: get(tensor).copy() for name, tensor in fit.tensors(self.model.params, self.muon).items()}
 
 
 def rows(step):
-    return put(np.random.default_rng(step).integers(0, 128, 16))
+    return np.random.default_rng(step).integers(0, 128, 16)
 
 
 def assert_same(one, other):

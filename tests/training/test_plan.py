@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from places import ON_GPU, get, on_the_cpu, put
+from translation import batch_of
 
 from pyops import backend, init, ops
 from pyops.backend import library
@@ -90,11 +91,11 @@ def test_replay_of_seq2seq_equals_eager_execution_bit_for_bit(dropout):
     config = Config(40, 50, embedding=16, hidden=24, num_steps=5, dropout=dropout)
     models = [Seq2Seq(config, seed=2) for _ in range(2)]
     adams, rng = [Adam(m.params, 0.005, max_norm=1.0) for m in models], np.random.default_rng(3)
-    inputs = {name: put(np.ones((5, 9), np.int32)) for name in ('source', 'target', 'labels')}
+    inputs = {name: put(np.ones(5 * 9, np.int32)) for name in ('source', 'target', 'labels')}
 
     def step(model, adam, source, target, labels, boundary=lambda: None):
         model.params.zero_grads()
-        loss, ctx = model.forward(source, target, labels, adam.count)
+        loss, ctx = model.forward(batch_of(source, target, labels, 5), adam.count)
         boundary()
         model.backward(ctx)
         adam.step()
@@ -105,7 +106,7 @@ def test_replay_of_seq2seq_equals_eager_execution_bit_for_bit(dropout):
         loss = step(models[0], adams[0], **inputs, boundary=plan.boundary)
     step(models[1], adams[1], **inputs)
     for _ in range(10 if ON_GPU else 100):
-        batch = {name: put(rng.integers(0, 40, (5, 9)).astype(np.int32)) for name in inputs}
+        batch = {name: put(rng.integers(0, 40, 5 * 9).astype(np.int32)) for name in inputs}
         plan.feed(**batch)
         plan.run()
         assert same(loss, step(models[1], adams[1], **batch))
@@ -121,9 +122,9 @@ MODELS = {
 @pytest.mark.parametrize('name', MODELS)
 def test_the_gradient_of_the_output_weight_is_added_where_it_is_computed(name):
     """A step has no second array of its size, and no launch that adds one."""
-    model, batch = MODELS[name](), {name: put(np.ones((4, 6), np.int32)) for name in ('source', 'target', 'labels')}
+    model, batch = MODELS[name](), {name: put(np.ones(4 * 6, np.int32)) for name in ('source', 'target', 'labels')}
     with Plan(model.params, run=False, **batch, **model.arrays()) as plan:
-        _, ctx = model.forward(*batch.values())
+        _, ctx = model.forward(batch_of(*batch.values(), 4))
         plan.boundary()
         model.backward(ctx)
     for parameter in ('weight', 'bias'):
@@ -144,11 +145,11 @@ def test_sparse_gradients_of_embeddings_are_dense_training_bit_for_bit(name, max
     models[1].params.touched[...] = library.cpu().lib.PYOPS_DENSE
     for model in models:
         adam = Adam(model.params, 0.01, max_norm=max_norm, weight_decay=weight_decay)
-        batch = {name: put(np.ones((4, 6), np.int32)) for name in ('source', 'target', 'labels')}
+        batch = {name: put(np.ones(4 * 6, np.int32)) for name in ('source', 'target', 'labels')}
         with Plan(model.params, run=False, **batch, **adam.arrays(), **model.arrays()) as plan:
             inverse_square_root(adam, 0.02, 10)
             model.params.zero_grads()
-            loss, ctx = model.forward(*batch.values(), step=adam.count)
+            loss, ctx = model.forward(batch_of(*batch.values(), 4), step=adam.count)
             model.backward(ctx)
             adam.step()
         plans.append(plan)
@@ -156,7 +157,7 @@ def test_sparse_gradients_of_embeddings_are_dense_training_bit_for_bit(name, max
     few = 0
     for step in range(12 if ON_GPU else 120):
         first = 2 + 40 * (step // 10 % 2)           # the words of either half come for ten steps, and stay away for ten
-        words = rng.integers(first, first + 28, (3, 4, 6)).astype(np.int32)
+        words = rng.integers(first, first + 28, (3, 4 * 6)).astype(np.int32)
         for plan in plans:
             plan.feed(source=words[0], target=words[1], labels=words[2])
             plan.run()
@@ -169,10 +170,10 @@ def test_sparse_gradients_of_embeddings_are_dense_training_bit_for_bit(name, max
 
 def test_a_plan_tells_what_is_touched_of_sparse_gradients():
     model = Seq2Seq(Config(400, 300, embedding=256, hidden=8, num_steps=3))
-    adam, words = Adam(model.params, 0.01, max_norm=1.0), put(np.array([[2, 3, 2]] * 3, np.int32))
+    adam, words = Adam(model.params, 0.01, max_norm=1.0), put(np.array([2, 3, 2] * 3, np.int32))
     with Plan(model.params, words=words, **adam.arrays(), **model.arrays()) as plan:
         model.params.zero_grads()
-        _, ctx = model.forward(words, words, words)
+        _, ctx = model.forward(batch_of(words, words, words, 3))
         model.backward(ctx)
         adam.step()
     n, touched = model.params.values.size, model.params.touched.size
@@ -316,6 +317,7 @@ import numpy as np
 from pyops import backend
 from pyops.optim import Adam
 from pyops.plan import Plan
+from pyops.text.pairs import Batch, Sequences
 from seq2seq.model import Config, Seq2Seq
 
 def resident():
@@ -325,10 +327,10 @@ backend.launch('gemm', *np.zeros((3, 300, 300), 'f'), None, 300, 300, 300, 300, 
 before = resident()
 model = Seq2Seq(Config(3000, 5000, embedding=256, hidden=256))
 adam = Adam(model.params, 0.005, max_norm=1.0)
-source, target, labels = (np.ones((9, 128), np.int32) for _ in range(3))
-with Plan(model.params, source=source, target=target, labels=labels, **adam.arrays()) as plan:
+sentences, labels = Sequences.of([np.ones(9, np.int32)] * 128, 9), np.ones(9 * 128, np.int32)
+with Plan(model.params, ids=sentences.ids, labels=labels, **adam.arrays()) as plan:
     model.params.zero_grads()
-    loss, ctx = model.forward(source, target, labels, adam.count)
+    loss, ctx = model.forward(Batch(sentences, sentences, labels), adam.count)
     model.backward(ctx)
     adam.step()
 for _ in range(3):

@@ -29,9 +29,10 @@ class Classifier:
     def inputs(self):
         return dict(words=self.words, classes=self.classes, one=self.one, **self.adam.arrays())
 
-    def step(self, rows, tokens):
+    def step(self, rows, count, tokens):
         """Train on these rows of the tables, and on their first `tokens` rows."""
         self.params.zero_grads()
+        rows = rows[:count]
         first = self.words.reshape(1, -1)[:, :tokens], self.classes.reshape(-1)[:tokens]
         chosen = gather(self.words, rows), gather(self.classes, rows).reshape(-1)
         losses = []
@@ -54,12 +55,12 @@ SIZES = [(4, 20), (2, 12), (4, 24), (3, 18), (9, 50), (1, 2), (9, 54), (1, 1)]
 def test_one_plan_for_all_sizes_has_the_results_of_a_step_without_a_plan():
     eager, planned = Classifier(), Classifier()
     order, tokens = np.random.default_rng(1).permutation(100), 0
-    steps, recordings = SizedSteps(planned.step, lambda rows: (tokens,), planned.params, **planned.inputs()), set()
+    steps, recordings = SizedSteps(planned.step, lambda rows: (len(rows), tokens), planned.params, **planned.inputs()), set()
     for count, tokens in SIZES:
         rows = order[:count]
-        losses = [float(get(loss)[0]) for loss in eager.step(put(rows), tokens)]
+        losses = [float(get(loss)[0]) for loss in eager.step(put(rows), count, tokens)]
         assert losses == [float(get(loss)[0]) for loss in steps(rows)]
-        recordings.add(id(steps._sized))
+        recordings.add(id(steps._sized[2]))
     assert (get(eager.params.values) == get(planned.params.values)).all()
     assert get(eager.adam.count)[0] == len(SIZES)
     assert len(recordings) < len(SIZES), 'smaller batches must not be recorded again'
@@ -68,7 +69,7 @@ def test_one_plan_for_all_sizes_has_the_results_of_a_step_without_a_plan():
 def test_batches_of_equal_sizes_keep_the_arguments_and_so_the_graph_of_a_gpu(monkeypatch):
     model, changes, change = Classifier(), [], Calls.change
     monkeypatch.setattr(Calls, 'change', lambda self, *arguments: changes.append(1) or change(self, *arguments))
-    steps = SizedSteps(model.step, lambda rows: (2 * len(rows),), model.params, **model.inputs())
+    steps = SizedSteps(model.step, lambda rows: (len(rows), 2 * len(rows)), model.params, **model.inputs())
     for count, total in ((6, 1), (6, 1), (5, 2), (5, 2), (6, 3)):
         steps(np.arange(count))
         assert len(changes) == total
@@ -76,7 +77,7 @@ def test_batches_of_equal_sizes_keep_the_arguments_and_so_the_graph_of_a_gpu(mon
 
 def test_the_plan_of_a_batch_has_its_sizes():
     model = Classifier()
-    steps = SizedSteps(model.step, lambda rows: (2 * len(rows),), model.params, **model.inputs())
+    steps = SizedSteps(model.step, lambda rows: (len(rows), 2 * len(rows)), model.params, **model.inputs())
     steps(np.arange(20))
     listing = steps.plan(np.arange(3)).listing()
     assert 'Tensor(INT32)(words_view)(1, 6)' in listing, listing
@@ -93,3 +94,26 @@ def test_a_step_that_one_plan_cannot_run_is_refused(step, problem):
     steps = SizedSteps(lambda rows, n: step(x, rows, n), lambda rows: (8,), None, x=x)
     with pytest.raises(ValueError, match=problem):
         steps(np.arange(3))
+
+
+def test_a_batch_of_several_parts_has_a_plan_for_each_number_of_parts():
+    eager, planned = Classifier(), Classifier()
+
+    def make_step(model):
+        def step(rows, *sizes):
+            first, losses = 0, []
+            for count, tokens in zip(sizes[::2], sizes[1::2], strict=True):
+                losses += model.step(rows[first:first + count], count, tokens)
+                first += count
+            return losses
+        return step
+
+    def sizes(rows):
+        return tuple(size for part in np.array_split(rows, max(1, len(rows) // 5)) for size in (len(part), 3 * len(part)))
+    steps, plain = SizedSteps(make_step(planned), sizes, planned.params, **planned.inputs()), make_step(eager)
+    for count in (10, 3, 11, 17, 14, 10):
+        rows = np.random.default_rng(count).permutation(100)[:count]
+        losses = [float(get(loss)[0]) for loss in plain(put(rows), *sizes(rows))]
+        assert losses == [float(get(loss)[0]) for loss in steps(rows)]
+    assert sorted(steps._sized) == [2, 4, 6]
+    assert (get(eager.params.values) == get(planned.params.values)).all()
