@@ -41,28 +41,47 @@ def greedy(model, source, num_steps, prepared=None):
 class Decoder:
     """Equivalent to greedy(model, source, num_steps) but faster on repeated calls; valid while the weights are unchanged.
 
-    The output layer is prepared once.  Each size of a source, its numbers of sentences and tokens, is recorded as plans
-    at its second call and replayed from then on.
+    The output layer is prepared once, and small sources are decoded by plans: see _PlansBySize.
     """
 
     def __init__(self, model, num_steps):
-        self.model, self.num_steps, self._prepared, self._plans = model, num_steps, None, {}
+        self.model, self.num_steps, self._prepared = model, num_steps, None
+        self._plans = _PlansBySize(lambda source: _DecodePlans(model, source, self._prepared))
 
     def __call__(self, source):
         if self._prepared is None:
             self._prepared = self.model.output.prepare()
-        size = _size(source)
-        if size not in self._plans:
-            self._plans[size] = None
+        plans = self._plans.get(source)
+        if plans is None:
             return greedy(self.model, source, self.num_steps, self._prepared)
-        plans = self._plans[size] or _DecodePlans(self.model, source, self._prepared)
-        self._plans[size] = plans
-        plans.feed(source)
         return _decode(plans.step, self.num_steps, source.rows.sentences)
 
 
-def _size(source):
-    return source.rows.sentences, len(source.ids)
+class _PlansBySize:
+    """The plans of the sizes of sources: numbers of sentences and tokens.   record(source) returns the plans of a size
+
+    A size is recorded when it comes for the second time.  Plans hold the memory of all their steps, so those of the latest
+    sizes are kept, for sources of TOKENS tokens in all.  A larger source has no plans: with so many rows they save little.
+    """
+    TOKENS = 512
+
+    def __init__(self, record):
+        self._record, self._seen, self._plans = record, set(), {}       # the plans of the last call are the last
+
+    def get(self, source):
+        """Return the plans for a source, which they have read; None if there are none."""
+        size = source.rows.sentences, len(source.ids)
+        if size[1] > self.TOKENS:
+            return None
+        if size not in self._seen:
+            self._seen.add(size)
+            return None
+        plans = self._plans.pop(size, None) or self._record(source)
+        plans.feed(source)
+        self._plans[size] = plans
+        while sum(tokens for _, tokens in self._plans) > self.TOKENS:
+            del self._plans[next(iter(self._plans))]
+        return plans
 
 
 class _Input:
@@ -156,23 +175,17 @@ class Hypothesis(NamedTuple):
 class BeamDecoder:
     """Beam search: source, Sequences of B >= 1 sentences -> for each a list of at most nbest Hypotheses, the best first.
 
-    Valid while the weights are unchanged.  Each size of a source, its numbers of sentences and tokens, is recorded as plans
-    at its second call and replayed from then on.
+    Valid while the weights are unchanged.  Small sources are decoded by plans: see _PlansBySize.
     With beam 1 the result is greedy decoding.
     """
 
     def __init__(self, model, search):
-        self.model, self.search, self._plans = model, search, {}
+        self.model, self.search = model, search
+        self._plans = _PlansBySize(lambda source: _BeamPlans(self, source))
         self._prepared = model.output.prepare() if search.beam == 1 else None
 
     def __call__(self, source):
-        size = _size(source)
-        if size not in self._plans:
-            self._plans[size] = None
-            return self._run(source, None)
-        plans = self._plans[size] = self._plans[size] or _BeamPlans(self, source)
-        plans.feed(source)
-        return self._run(source, plans)
+        return self._run(source, self._plans.get(source))
 
     def _run(self, source, plans):
         beams, state = Beams(self.search, source.rows.sentences), None

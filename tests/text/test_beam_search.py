@@ -285,6 +285,29 @@ def test_beam_1_is_greedy_decoding(trained):
     assert all(score is None for ((_, score),) in translator.translate(texts, beam=1, scores=False))
 
 
+def test_the_plans_of_the_latest_sizes_are_kept_up_to_a_number_of_tokens(trained, monkeypatch):
+    translator, corpus = trained
+    monkeypatch.setattr(decoding._PlansBySize, 'TOKENS', 24)
+    decode = BeamDecoder(translator.model, Search(9, 2))
+
+    def sizes(rows):
+        """Search for these sentences; return the sizes that have plans."""
+        decode(source_of(translator, corpus, rows))
+        return list(decode._plans._plans)
+
+    small, other, large = [0], [0, 10], range(0, 60, 5)
+    size_of = {len(rows): (len(rows), len(source_of(translator, corpus, rows).ids)) for rows in (small, other, large)}
+    tokens = [size_of[n][1] for n in (1, 2, 12)]
+    assert tokens[0] + tokens[1] <= 24 < tokens[2]
+    assert sizes(small) == [] and sizes(small) == [size_of[1]]
+    assert sizes(other) == [size_of[1]] and sizes(other) == [size_of[1], size_of[2]]
+    assert sizes(small) == [size_of[2], size_of[1]]
+    for _ in range(3):
+        assert sizes(large) == [size_of[2], size_of[1]], 'larger than all plans may be'
+    monkeypatch.setattr(decoding._PlansBySize, 'TOKENS', tokens[1])
+    assert sizes(other) == [size_of[2]]
+
+
 def translations_agree(translator, texts, **how):
     """Translate in batches of several sizes and orders; require the same texts and the same bits of scores."""
     whole = translator.translate(texts, 64, **how)
