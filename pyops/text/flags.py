@@ -82,7 +82,7 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
                       help='share of the sentences that is held out for validation and test '
                       f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
     data.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
-                      help='tokens per sentence, end mark included; longer sentences are cut, shorter ones padded '
+                      help='tokens per sentence, end mark included; longer sentences are cut '
                       f'(default {defaults["num_steps"]}; bpe {DEFAULTS_OF_BPE["num_steps"]})')
     add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')
     if presets:
