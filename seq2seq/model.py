@@ -37,6 +37,7 @@ class Config:
     reset_before: bool = False  # apply the reset gate before the recurrent product instead of after it
     attention: int = 0          # heads of the decoder's attention to the source, 0: none
     bidirectional: bool = False     # half of the bottom encoder layer's units read the sentence from its end
+    smoothing: float = 0.0      # label smoothing
     ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family
 
     def __post_init__(self):
@@ -225,7 +226,7 @@ class Seq2Seq:
         self.encoder = DeepGRU(p, 'encoder', config, config.bidirectional)
         self.decoder = DeepGRU(p, 'decoder', config)
         self.attention = SourceAttention(p, config) if config.attention else None
-        self.output = config.ops.LinearCrossEntropy(p['output.weight'], p['output.bias'], ignore=PAD)
+        self.output = config.ops.LinearCrossEntropy(p['output.weight'], p['output.bias'], PAD, config.smoothing)
         self.one = backend.put(np.ones(1, np.float32))       # the gradient of the loss
 
     def forward(self, batch, step=None, gradients=True, dloss=None):

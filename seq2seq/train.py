@@ -16,7 +16,6 @@ from seq2seq import translate
 PROGRAM = 'seq2seq.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False, attention=0,
                                 bidirectional=False)
-MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
 def parser():
@@ -44,7 +43,6 @@ def main(argv=None):
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
     from pyops import fit
-    from pyops.optim import Adam
     from seq2seq.model import OFF, SIZES, Config, Seq2Seq, parameter_specs
 
     # settings
@@ -64,7 +62,7 @@ def main(argv=None):
     config = configure(Config, settings, *map(len, data.vocabularies))
     fit.check_model_memory(parameter_specs(config), '--embedding, --hidden or --layers')
     model = Seq2Seq(config, settings['seed'])
-    optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
+    optimizer = training.adam(model, settings)
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
@@ -75,7 +73,10 @@ def main(argv=None):
     history = fit.History()
 
     # step
+    schedule = training.Schedule(settings, run, batches, args.epochs, optimizer)
+
     def step(rows, *sizes):
+        schedule.set_rate()
         model.params.zero_grads()
         loss = parts.gradients(model, rows, sizes)
         optimizer.step()
@@ -100,12 +101,15 @@ def main(argv=None):
             data.start_epoch(settings, run)
             for rows in epoch.batches(unit='pairs'):
                 train_step(rows)
-            values = epoch.end(**validate())
+            with optimizer.averaged():
+                metrics = validate()
+            values = epoch.end(**metrics)
             epoch.save()
             print(f'epoch {values["epoch"]} loss : {values["loss"]:.5f} emit_clip : {values["emit_clip"]}'
                   + validate.text(values), flush=True)
     if trainer.is_done and trainer.signal is None and len(data.test):
-        serving.score(translator, data.test)
+        with optimizer.averaged():
+            serving.score(translator, data.test)
     trainer.leave()
 
 

@@ -8,7 +8,7 @@ import math
 from argparse import BooleanOptionalAction
 
 from pyops.errors import exits_cleanly
-from pyops.flags import fraction, int_up_to, non_negative_int, select_storage, use_device
+from pyops.flags import int_up_to, select_storage, use_device
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
@@ -16,20 +16,16 @@ from transformer import translate
 
 PROGRAM = 'transformer.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, decoder_layers=0,
-                                 positions=1000, pre_norm=False, tied=False, smoothing=0.0, warmup=0,
-                                 schedule='inverse-root', ema=0.0)
+                                 positions=1000, pre_norm=False, tied=False)
 PRESETS = {'small': {},
            'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
                         smoothing=0.1, warmup=4000)}
-SCHEDULES = 'inverse-root', 'linear', 'cosine'
-FIXED = *flags.FIXED, 'ema'
-MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
 def parser():
     p = flags.parser(PROGRAM, 'Train a transformer that translates English to French.', DEFAULTS, 10,
                      'of embeddings, attention weights and the outputs of sublayers', PRESETS)
-    model, schedule = p.group('model'), p.group('presets and schedule')
+    model = p.group('model')
     add_setting(model, DEFAULTS, '--d-model', type=int_up_to(65536), help='size of a word embedding and of a hidden state')
     add_setting(model, DEFAULTS, '--d-ff', type=int_up_to(65536), help='inner size of a feed-forward layer')
     add_setting(model, DEFAULTS, '--heads', type=int_up_to(1024), help='attention heads; d-model is divided among them')
@@ -40,15 +36,6 @@ def parser():
                        help='apply layer norm before each sublayer instead of after its sum (default: after)')
     model.add_argument('--tied', action=BooleanOptionalAction,
                        help='use one matrix for both embeddings and the output layer (default: three)')
-    add_setting(schedule, DEFAULTS, '--smoothing', type=fraction, metavar='P',
-                help='label smoothing: the share of a label that is spread over all words')
-    add_setting(schedule, DEFAULTS, '--warmup', type=non_negative_int,
-                help='steps in which the learning rate rises')
-    add_setting(schedule, DEFAULTS, '--schedule', choices=SCHEDULES,
-                help='then the rate falls with the square root of the step (without --warmup: constant), or along a line or a '
-                     'cosine to 0 at the end of epoch -e')
-    add_setting(schedule, DEFAULTS, '--ema', type=fraction, metavar='D',
-                help='validate and translate with a moving average of the weights that keeps the share D per step; 0: none')
     return p
 
 
@@ -60,13 +47,12 @@ def main(argv=None):
     if args.epochs == 0:
         return serving.serve(args, translate.open_checkpoint)
     from pyops import fit
-    from pyops.optim import Adam, decaying_rate, inverse_square_root
     from pyops.text.vocabulary import BOS, EOS, PAD
     from transformer.model import SIZES, Config, Transformer, parameter_specs
 
     # settings
     found = training.find_checkpoint(args, 'transformer')
-    settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, FIXED, PRESETS)
+    settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED, PRESETS)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
 
     # data
@@ -82,9 +68,7 @@ def main(argv=None):
     select_storage(args, settings['quant'])
     fit.check_model_memory(parameter_specs(config), '--d-model, --d-ff or --layers')
     model = Transformer(config, settings['seed'])
-    optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
-    if settings['ema']:
-        optimizer.average_parameters(settings['ema'])
+    optimizer = training.adam(model, settings)
     run = training.start_run(args, found, settings, data, model, optimizer, wanted)
     if run is None:
         return
@@ -95,15 +79,10 @@ def main(argv=None):
     history = fit.History()
 
     # step
-    ends = settings['schedule'] != 'inverse-root'       # whether the schedule depends on the number of steps of the run
-    total = fit.planned_steps(run, batches, args.epochs, optimizer) if ends else None
+    schedule = training.Schedule(settings, run, batches, args.epochs, optimizer)
 
     def step(rows, *sizes):
-        # A function of the step count, so that a resumed run continues the schedule, if -e is the same or `ends` is false.
-        if ends:
-            decaying_rate(optimizer, settings['lr'], settings['warmup'], total, settings['schedule'])
-        elif settings['warmup']:
-            inverse_square_root(optimizer, settings['lr'], settings['warmup'])
+        schedule.set_rate()
         model.params.zero_grads()
         loss = parts.gradients(model, rows, sizes)
         optimizer.step()

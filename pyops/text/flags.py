@@ -20,9 +20,11 @@ from pyops.settings import add_preset_flag, add_setting
 
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
 DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, seed=0, hold_out=None, tiny=0, pairs=0, tokenizer='word',
-                min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, quant='none', quant_layers='')
+                min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, smoothing=0.0,
+                warmup=0, schedule='inverse-root', ema=0.0, quant='none', quant_layers='')
 DEFAULTS_OF_BPE = dict(num_steps=64)
-FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out'     # a resumed run keeps them
+SCHEDULES = 'inverse-root', 'linear', 'cosine'
+FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out', 'ema'      # a resumed run keeps them
 BEAM = 5                                                        # --beam
 LENGTH_PENALTY = 1.0                                            # --length-penalty
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
@@ -86,12 +88,26 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
                       f'(default {defaults["num_steps"]}; bpe {DEFAULTS_OF_BPE["num_steps"]})')
     add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')
     if presets:
-        add_preset_flag(p.group('presets and schedule'), presets)
+        add_preset_flag(p.group('presets'), presets)
+    _add_schedule_flags(p.group('schedule'), defaults)
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
     add_plan_flags(p)
     add_saving_flags(p)
     return p
+
+
+def _add_schedule_flags(group, defaults):
+    """Add the flags of the learning rate in the course of a run, and of what is learned: labels and averages."""
+    add_setting(group, defaults, '--smoothing', type=fraction, metavar='P',
+                help='label smoothing: the share of a label that is spread over all words')
+    add_setting(group, defaults, '--warmup', type=non_negative_int,
+                help='steps in which the learning rate rises')
+    add_setting(group, defaults, '--schedule', choices=SCHEDULES,
+                help='then the rate falls with the square root of the step (without --warmup: constant), or along a line or a '
+                     'cosine to 0 at the end of epoch -e')
+    add_setting(group, defaults, '--ema', type=fraction, metavar='D',
+                help='validate and translate with a moving average of the weights that keeps the share D per step; 0: none')
 
 
 def defaults_of(args, found, defaults):

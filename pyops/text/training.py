@@ -9,6 +9,7 @@ from pyops import backend, checkpoint, fit, plan
 from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
 from pyops.flags import plan_requested
+from pyops.optim import Adam, decaying_rate, inverse_square_root
 from pyops.text import evaluation
 from pyops.text.corpus import Corpus
 from pyops.text.flags import EMBEDDED_HOLD_OUT
@@ -17,6 +18,8 @@ from pyops.text.split import hold_out
 from pyops.text.tokenizer import Tokenizer, of_corpus, restore, states
 from pyops.text.translation import EMBEDDED, check_vocabularies, open_corpus
 from pyops.text.vocabulary import BOS, SPECIALS
+
+MAX_NORM = 1.0          # gradients longer than this are clipped
 
 
 class Data(NamedTuple):
@@ -161,6 +164,33 @@ def batches(settings, pairs, drop_last=False):
     if tokens < longest:
         raise UserError(f'--batch-tokens {tokens}: a sentence has up to --num-steps {longest} tokens; give at least that')
     return TokenBatches(pairs.lengths, tokens, parts)
+
+
+def adam(model, settings):
+    """Return the optimizer of a training run: Adam, which clips long gradients, with the moving average that --ema asks for."""
+    optimizer = Adam(model.params, settings['lr'], max_norm=MAX_NORM)
+    if settings['ema']:
+        optimizer.average_parameters(settings['ema'])
+    return optimizer
+
+
+class Schedule:
+    """The learning rate of each step of a run, as the settings of the schedule ask.
+
+    It is a function of the step count, so a resumed run continues the schedule; one that ends with the run, if -e is the same.
+    """
+
+    def __init__(self, settings, run, batches, epochs, optimizer):
+        self._optimizer, self._lr, self._warmup = optimizer, settings['lr'], settings['warmup']
+        self._shape = settings['schedule']
+        self._steps = None if self._shape == 'inverse-root' else fit.planned_steps(run, batches, epochs, optimizer)
+
+    def set_rate(self):
+        """Set the learning rate of the next step; call it in a step."""
+        if self._steps:
+            decaying_rate(self._optimizer, self._lr, self._warmup, self._steps, self._shape)
+        elif self._warmup:
+            inverse_square_root(self._optimizer, self._lr, self._warmup)
 
 
 class Parts:

@@ -124,47 +124,56 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'eager'))        # replayed steps read the rate
 
 
+PROGRAMS = pytest.mark.parametrize('train, translate, tiny', [
+    (transformer_train, transformer_translate, TINY_TRANSFORMER), (seq2seq_train, seq2seq_translate, TINY)],
+    ids=['transformer', 'seq2seq'])
+
+
+@PROGRAMS
 @pytest.mark.parametrize('schedule', ['linear', 'cosine'])
-def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continues_it(schedule, tmp_path, monkeypatch):
-    """Four steps an epoch."""
-    rates, step, flags = {}, Adam.step, [*TINY_TRANSFORMER, '--schedule', schedule, '--warmup', '2']
+def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continues_it(
+        schedule, train, translate, tiny, tmp_path, monkeypatch):
+    """Four steps an epoch; seq2seq has a last, smaller batch."""
+    rates, step, flags = {}, Adam.step, [*tiny, '--lr', '0.001', '--schedule', schedule, '--warmup', '2']
+    steps = 12 if train is transformer_train else 15
 
     def noting_step(self):
         rates[int(self.count[0]) + 1] = self.lr[0]
         step(self)
     monkeypatch.setattr(Adam, 'step', noting_step)
-    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
+    train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
     want = []
-    for done in range(12):
+    for done in range(steps):
         optimizer = SimpleNamespace(lr=np.zeros(1, np.float32), count=np.array([done]))
-        decaying_rate(optimizer, 0.001, 2, 12, schedule)
+        decaying_rate(optimizer, 0.001, 2, steps, schedule)
         want.append(optimizer.lr[0])
-    assert list(rates.values()) == want and list(rates) == [*range(1, 13)] and 0 < want[-1] < 0.2 * want[2]
+    assert list(rates.values()) == want and list(rates) == [*range(1, steps + 1)] and 0 < want[-1] < 0.2 * want[2]
     monkeypatch.undo()
-    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), '--max-steps', '5', *flags])
-    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY_TRANSFORMER])
+    train.main(['-e', '3', '-c', str(tmp_path / 'parts'), '--max-steps', '5', *flags])
+    train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *tiny])
     assert_same_training(newest(tmp_path / 'eager'), newest(tmp_path / 'parts'))
 
 
-def test_a_run_with_averaged_weights_resumed_equals_a_whole_one_and_serves_the_average(tmp_path, capsys):
-    flags = [*TINY_TRANSFORMER, '--ema', '0.9', '--hold-out', '0.1']
-    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'whole'), *flags])
+@PROGRAMS
+def test_a_run_with_averaged_weights_resumed_equals_a_whole_one_and_serves_averages(train, translate, tiny, tmp_path, capsys):
+    flags = [*tiny, '--ema', '0.9', '--hold-out', '0.1', '--smoothing', '0.1']
+    train.main(['-e', '3', '-c', str(tmp_path / 'whole'), *flags])
     whole = re.findall('validation : (.*)', capsys.readouterr().out)
-    transformer_train.main(['-e', '1', '-c', str(tmp_path / 'parts'), *flags])
-    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *TINY_TRANSFORMER])
+    train.main(['-e', '1', '-c', str(tmp_path / 'parts'), *flags])
+    train.main(['-e', '3', '-c', str(tmp_path / 'parts'), *tiny])
     assert re.findall('validation : (.*)', capsys.readouterr().out) == whole
     assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
-    transformer_train.main(['-e', '3', '-c', str(tmp_path / 'plain'), *TINY_TRANSFORMER, '--hold-out', '0.1'])
+    train.main(['-e', '3', '-c', str(tmp_path / 'plain'), *tiny, '--hold-out', '0.1', '--smoothing', '0.1'])
     (averaged, _), (plain, _) = newest(tmp_path / 'whole'), newest(tmp_path / 'plain')
     for name, tensor in plain.items():                          # averaging does not change the training
         trained = averaged[name.replace('parameter/', 'trained/')]
         assert (trained == tensor).all(), name
     assert (averaged['parameter/output.weight'] != averaged['trained/output.weight']).all()
-    translator, _ = transformer_translate.open_checkpoint(str(tmp_path / 'whole'))
+    translator, _ = translate.open_checkpoint(str(tmp_path / 'whole'))
     served = translator.model.params['output.weight'].value
     assert (get(served) == averaged['parameter/output.weight']).all()
     with pytest.raises(UserError, match='--ema 0.5: .* was trained with 0.9; leave --ema out'):
-        transformer_train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *TINY_TRANSFORMER, '--ema', '0.5'])
+        train.main(['-e', '4', '-c', str(tmp_path / 'whole'), *tiny, '--ema', '0.5'])
 
 
 # ---- settings: flag, checkpoint, preset, default ---------------------------------------------------------------------
