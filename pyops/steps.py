@@ -171,11 +171,11 @@ class SizedPlan(Plan):
 
     def resize(self, sizes: tuple[int, ...]) -> None:
         """Set the sizes of the next runs, each at most the size of the recording."""
-        if sizes == self._sizes:            # a change drops the graph of a GPU
+        if sizes == self._sizes:
             return
         self._sizes = sizes
         difference = np.array(sizes) - self.capacity
-        self._calls.change(self._places, self._base + self._slopes @ difference)
+        self._calls.change(self._places, self._base + self._slopes @ difference, sizes)
         for layout, base, slopes in self._layouts:
             layout[...] = base + slopes @ difference
 

@@ -43,8 +43,10 @@ class Calls:
         """Return for (number of a call, number of its argument) the places that change() takes, int64 (n,)."""
         return np.array([self._list[call].first_value + argument for call, argument in arguments], np.int64)
 
-    def change(self, places, values):
-        """Replace arguments that are integers or addresses; places from places(), values int64 (n,)."""
+    def change(self, places, values, sizes):
+        """Replace arguments that are integers or addresses; places from places(), values int64 (n,).
+
+        sizes: hashable; the sizes of a batch, which determine the values."""
         np.frombuffer(library.cpu().ffi.buffer(self._values), np.int64)[places] = values
 
     def close(self):

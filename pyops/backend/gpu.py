@@ -301,47 +301,62 @@ class _Lease:
 
 
 class Graph(Calls):
-    """Recorded calls as one CUDA graph.  The second complete run captures the graph, because kernel loading and setup in the
-    first run are not allowed during capture.  A change of precision selects other kernels, so the graph is captured again."""
-    _graph = None
+    """Recorded calls as CUDA graphs, one for each of the sizes that the arguments were last changed to.
+
+    The second complete run with the same sizes captures a graph, because kernel loading and setup in the first are not allowed
+    during capture.  A graph contains the arguments, so later changes to other sizes and back do not affect it.  A change of
+    precision selects other kernels, so all graphs are captured again.
+    """
+    LARGEST = 32                # number of sizes whose graphs are kept: the most recently used ones
+    captures = 0                # number of graphs captured so far
 
     def __init__(self, calls, gpu):
+        self._sizes, self._graphs = None, {}        # sizes -> graph, None after the first run; least recently used first
         super().__init__(calls, gpu)
-        self._stream, self._has_run, self._precision = gpu.stream, False, gpu.precision
+        self._stream, self._precision = gpu.stream, gpu.precision
+        self._lib = library.cuda().lib              # for __del__
 
     def run(self, first=0, last=None):
         if first or last is not None:
             return super().run(first, last)
         if self._precision != self._device.precision:
             self._drop()
-            self._has_run, self._precision = False, self._device.precision
-        if self._graph is None and self._has_run:
-            self._capture()
-        if self._graph is None:
-            super().run()
-            self._has_run = True
+            self._precision = self._device.precision
+        if self._sizes in self._graphs:
+            graph = self._graphs.pop(self._sizes) or self._capture()
         else:
-            _call('pyops_graph_launch', self._graph, self._stream)
+            super().run()
+            graph = None
+        self._graphs[self._sizes] = graph           # the last entry: the most recently used sizes
+        if len(self._graphs) > self.LARGEST:
+            self._free([self._graphs.pop(next(iter(self._graphs)))])
+        if graph is not None:
+            _call('pyops_graph_launch', graph, self._stream)
 
-    def change(self, places, values):
-        """Replace arguments.  The graph of the old ones is freed; it is captured again in the second run with the new ones."""
-        self._drop()
-        self._has_run = False
-        super().change(places, values)
+    def change(self, places, values, sizes):
+        """Replace arguments.  sizes: hashable; equal sizes must come with equal values, so that their graph is still valid."""
+        super().change(places, values, sizes)
+        self._sizes = sizes
 
     def close(self):
         self._drop()
         super().close()
 
     def _drop(self):
-        if self._graph is not None:
+        graphs, self._graphs = self._graphs, {}
+        self._free(graphs.values())
+
+    def _free(self, graphs):
+        graphs = [graph for graph in graphs if graph is not None]
+        if graphs:
             _call('pyops_stream_synchronize', self._stream)
-            _call('pyops_graph_free', self._graph)
-            self._graph = None
+        for graph in graphs:
+            _call('pyops_graph_free', graph)
 
     def __del__(self):
-        if self._graph is not None:
-            library.cuda().lib.pyops_graph_free(self._graph)
+        for graph in self._graphs.values():
+            if graph is not None:
+                self._lib.pyops_graph_free(graph)
 
     def _capture(self):
         graph, lib = ctypes.c_uint64(), library.cuda().lib
@@ -353,7 +368,8 @@ class Graph(Calls):
                 lib.pyops_graph_free(graph.value)
             raise
         _call('pyops_graph_end', ctypes.byref(graph), self._stream)
-        self._graph = graph.value
+        self.captures += 1
+        return graph.value
 
     def _replay(self, first, last, timed):
         ffi, lib = library.cpu().ffi, library.cuda().lib

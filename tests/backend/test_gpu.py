@@ -303,6 +303,26 @@ def test_a_graph_takes_the_steps_that_python_takes_to_the_bit(make, on_gpu, call
     assert all(len(set(values)) >= 4 for values in zip(*seen, strict=True)), 'something does not change between steps'
 
 
+def test_the_graphs_of_the_most_recently_used_sizes_are_kept(on_gpu, calls, monkeypatch):
+    monkeypatch.setattr(gpu.Graph, 'LARGEST', 2)
+    x, y, half = put(np.ones(40, 'f')), put(np.zeros(40, 'f')), put(np.array([0.5], 'f'))
+    steps = SizedSteps(lambda rows, n: backend.launch('scale', y, x, half, n), lambda rows: (len(rows),), None, x=x, y=y)
+    steps(np.arange(30))                                        # the plan has room for all sizes
+    graph = steps._sized[1]._calls
+    calls()
+    for n, captured, launched, freed in ((9, 0, 0, 0), (9, 1, 1, 0), (5, 0, 0, 0), (5, 1, 1, 0), (9, 0, 1, 0), (7, 0, 0, 1),
+                                         (9, 0, 1, 0), (7, 1, 1, 0), (5, 0, 0, 1), (7, 0, 1, 0)):
+        y.fill(0)
+        calls()
+        steps(np.arange(n))
+        found = calls()
+        assert [found.get(name, 0) for name in ('graph_begin', 'graph_launch', 'graph_free')] == [captured, launched, freed], n
+        assert (get(y) == 0.5 * (np.arange(40) < n)).all()
+    assert graph.captures == 3
+    steps.close()
+    assert calls()['graph_free'] == 1                           # of 7; 5 has run once
+
+
 def test_what_a_step_reads_can_be_changed_between_replays(on_gpu):
     x, lr, count = put(np.ones(40, 'f')), put(np.ones(1, 'f')), put(np.zeros(1, np.int64))
     with Plan(x=x, lr=lr, count=count) as plan:
