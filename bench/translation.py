@@ -22,7 +22,7 @@ def planned_steps(model, pairs, lr, optimizer=None):
         optimizer.step()
         return loss
 
-    return SizedSteps(step, pairs.sizes, model.params, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+    return SizedSteps(step, pairs.sizes, model.params, pairs.filled, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
 
 
 def flops_of(plan):

@@ -87,17 +87,18 @@ def first_batch(run, samples):
     return backend.get(next(batches_of(run, samples).batches(run.seed, run.epoch)))
 
 
-def training_step(args, step, params, rows, smaller='-b', sizes=None, /, **inputs):
+def training_step(args, step, params, rows, smaller='-b', sizes=None, filled=None, /, **inputs):
     """Return the function that runs a training step as the flags of add_plan_flags ask, step(rows); None after describing it.
 
     step(rows), params, inputs: as for Steps;  rows: indices of a first batch;  smaller: flags that make a step smaller
     sizes(rows): the sizes of a batch, and the step is step(rows, *sizes), as for SizedSteps;  None: a batch has no other sizes
+    filled(rows): as for SizedSteps
     The step is replayed from its plan, and a summary of it is printed, unless --no-plan is given: then it is `step` itself.
     UserError if the step does not fit in memory.
     """
     if args.no_plan and not plan_requested(args):
         return (lambda rows: step(backend.put(rows), *sizes(rows))) if sizes else step
-    steps = SizedSteps(step, sizes, params, **inputs) if sizes else Steps(step, params, **inputs)
+    steps = SizedSteps(step, sizes, params, filled, **inputs) if sizes else Steps(step, params, **inputs)
     recorded = steps.plan(rows)
     if plan_requested(args):
         plan.describe(args, recorded)

@@ -60,6 +60,8 @@ class SizedSteps:
 
     sizes(rows) returns the sizes of a batch, integers of 1 or more: the number of rows, the numbers of tokens, and so on.  It
     is called before each step, with rows on the host.  The array that step receives may be longer than the batch.
+    filled(rows), if given, is called instead before each step: it returns rows and their sizes.  It may append rows that do
+    not change the results, to round the sizes up: a GPU replays a graph only if the same sizes have occurred before.
     The step must make the same launches for all sizes, with arguments that are linear in the sizes; ValueError naming the
     argument that is not.  There is another plan for each number of sizes.
     The memory of a plan has room for larger batches than the first; for one that does not fit, it is recorded again.
@@ -67,18 +69,19 @@ class SizedSteps:
     """
 
     def __init__(self, step: Callable[..., Any], sizes: Callable[[np.ndarray], tuple[int, ...]],
-                 params: Parameters | None, /, **inputs: Array) -> None:
-        self._step, self._sizes, self._params, self._inputs = step, sizes, params, inputs
+                 params: Parameters | None, filled: Callable[[np.ndarray], tuple[np.ndarray, tuple[int, ...]]] | None = None, /,
+                 **inputs: Array) -> None:
+        self._step, self._sizes, self._filled, self._params, self._inputs = step, sizes, filled, params, inputs
         self._sized: dict[int, SizedPlan] = {}      # by number of sizes
         self._exact: Plan | None = None             # of the last sizes that plan() was called with
         self._exact_sizes: tuple[int, ...] = ()
 
     def __call__(self, rows: np.ndarray) -> Any:
-        sizes = tuple(self._sizes(rows))
+        rows, sizes = self._filled(rows) if self._filled else (rows, tuple(self._sizes(rows)))
         plan = self._sized.get(len(sizes))
         if plan is None or not plan.has_room(sizes):
             plan = self._sized[len(sizes)] = self._record(sizes, plan)
-        plan.inputs['rows'][:len(rows)] = backend.put(rows)
+        plan.inputs['rows'][:len(rows)] = rows
         plan.resize(sizes)
         plan.run()
         return plan.results
@@ -92,7 +95,7 @@ class SizedSteps:
             array, self._exact_sizes = backend.zeros(len(rows), np.int64), sizes
             with Plan(self._params, run=False, rows=array, **self._inputs) as self._exact:
                 self._step(array, *sizes)
-        self._exact.inputs['rows'][...] = backend.put(rows)
+        self._exact.inputs['rows'][...] = rows
         return self._exact
 
     def close(self) -> None:

@@ -83,8 +83,8 @@ def main(argv=None):
         history.add(loss, parts.tokens, optimizer.norm)
 
     train_step = fit.training_step(args, step, model.params, fit.first_batch(run, batches), '-b or --num-steps',
-                                   parts.sizes, **pairs.arrays(), **parts.arrays(), **model.arrays(), **optimizer.arrays(),
-                                   **history.arrays())
+                                   parts.sizes, parts.filled, **pairs.arrays(), **parts.arrays(), **model.arrays(),
+                                   **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return
 

@@ -90,8 +90,8 @@ def main(argv=None):
 
     first_batch = fit.first_batch(run, batches)
     train_step = fit.training_step(args, step, model.params, first_batch, '-b or --num-steps',
-                                   parts.sizes, **pairs.arrays(), **parts.arrays(), **model.arrays(), **optimizer.arrays(),
-                                   **history.arrays())
+                                   parts.sizes, parts.filled, **pairs.arrays(), **parts.arrays(), **model.arrays(),
+                                   **optimizer.arrays(), **history.arrays())
     if train_step is None:
         return
     if not args.no_plan:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from pyops.text.tokenizer import Tokenizer
     from pyops.typing import Array
 
+# On a GPU the sizes of a batch are rounded up to multiples of these, so that its graphs can be replayed.
+ROWS, SENTENCES = 64, 16
+LONGEST_FILLER = 16         # tokens: a GRU takes a step for each token of the longest sentence of a batch
+
 
 class Sequences(NamedTuple):
     """The token ids of several sentences, packed.   ids, positions (N,) int32: position = index of a token in its sentence"""
@@ -70,6 +74,11 @@ class Ragged:
         """Return the table on the current device."""
         return Ragged(backend.put(self.ids), backend.put(self.starts))
 
+    def with_fillers(self, lengths: np.ndarray) -> Ragged:
+        """Return the table with further sentences of these lengths, whose tokens are <pad>."""
+        ids = np.full(lengths.sum(), PAD, np.int32)
+        return Ragged(np.concatenate([self.ids, ids]), np.concatenate([self.starts, self.starts[-1] + lengths.cumsum()]))
+
     def padded(self, length: int) -> np.ndarray:
         """Return the sentences padded to a length, (N, length) int32, for tables in host memory."""
         table = np.full((len(self), length), PAD, np.int32)
@@ -80,7 +89,9 @@ class Ragged:
 class Pairs:
     """Encoded sentence pairs: source and labels, Ragged in host memory.   longest: the largest allowed length of a sentence
 
-    Batches are packed on the current device from copies of the tables, which arrays() or the first batch there makes.
+    Batches are packed on the current device from copies of the tables, which arrays() or the first batch there makes.  On a GPU
+    the copies end with fillers: pairs of any two lengths up to the largest length of a filler, whose tokens are <pad>.  Their
+    labels are <pad>, so they change neither the loss nor a gradient.
     """
 
     def __init__(self, source: Ragged, labels: Ragged, longest: int) -> None:
@@ -101,20 +112,33 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def _longest_filler(self) -> int:
+        return min(self.longest, LONGEST_FILLER)
+
+    def _on_host(self) -> tuple[Ragged, Ragged]:
+        """Return the tables in host memory, for a GPU with fillers: of a source and b target tokens, in the order of (a, b)."""
+        if backend.current_device().is_host:
+            return self.source, self.labels
+        lengths = np.indices(2 * [self._longest_filler + 1]).reshape(2, -1)
+        return self.source.with_fillers(lengths[0]), self.labels.with_fillers(lengths[1])
+
     def _tables(self) -> tuple[Ragged, Ragged]:
         device = backend.current_device()
         if device not in self._placed:
-            self._placed[device] = self.source.placed(), self.labels.placed()
+            source, labels = self._on_host()
+            self._placed[device] = source.placed(), labels.placed()
         return self._placed[device]
 
     def reserve(self, pairs: Pairs) -> None:
         """Make room on the current device for other encodings of the same sentences, at most as long as these pairs."""
-        self._placed = {backend.current_device(): (pairs.source.placed(), pairs.labels.placed())}
+        self._placed = {backend.current_device(): pairs._tables()}
         self.assign(self)
 
     def assign(self, pairs: Pairs) -> None:
         """Replace the sentences by another encoding, also on the device, where plans read them.  Call reserve() first."""
-        for table, mine in zip((pairs.source, pairs.labels), self._tables(), strict=True):
+        self._placed = {backend.current_device(): self._tables()}       # copies on other devices are of the old encoding
+        for table, mine in zip(pairs._on_host(), self._tables(), strict=True):
             mine.ids[:len(table.ids)], mine.starts[...] = backend.put(table.ids), backend.put(table.starts)
         self.source, self.labels = pairs.source, pairs.labels
         self.lengths[...] = pairs.lengths           # in place: TokenBatches reads it
@@ -128,6 +152,19 @@ class Pairs:
         """Return the numbers of pairs, of source tokens and of target tokens.  rows: on the host."""
         source, target = self.lengths[rows].sum(0).tolist()
         return len(rows), source, target
+
+    def filled(self, rows: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Return these pairs and their sizes; on a GPU with fillers at the end, so that the sizes are multiples of SENTENCES
+        and ROWS.   rows: on the host"""
+        sizes = count, *tokens = self.sizes(rows)
+        if backend.current_device().is_host:
+            return rows, sizes
+        longest, tokens = self._longest_filler, np.array(tokens)
+        enough = -(-(ROWS - 1) // longest)                      # fillers for any number of tokens that can be missing
+        missing, fillers = -tokens % ROWS, enough + -(count + enough) % SENTENCES
+        lengths = np.clip(missing - longest * np.arange(fillers)[:, None], 0, longest)          # of source and target
+        chosen = len(self) + lengths @ (longest + 1, 1)
+        return np.concatenate([rows, chosen]), (count + fillers, *(tokens + missing).tolist())
 
     def batch(self, rows: Array, count: int, source_tokens: int, target_tokens: int) -> Batch:
         """Return the Batch of the first `count` of these pairs.  rows: on the device;  count and so on: those of sizes()."""

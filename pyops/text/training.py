@@ -213,12 +213,18 @@ class Parts:
     def sizes(self, rows):
         """Return the sizes of the parts of a batch.  Also sets the number of its tokens, and the parts' shares of them.
         rows: on the host."""
-        parts = self._batches.split(rows)
-        sizes = [self._pairs.sizes(part) for part in parts]
+        sizes = [self._pairs.sizes(part) for part in self._batches.split(rows)]
         targets = np.array([target for _, _, target in sizes])
         self.tokens[...] = targets.sum()
-        self._shares[:len(parts)] = backend.put((targets / targets.sum()).astype(np.float32))
+        self._shares[:len(sizes)] = backend.put((targets / targets.sum()).astype(np.float32))
         return tuple(size for part in sizes for size in part)
+
+    def filled(self, rows):
+        """Return the pairs of a batch, on a GPU with fillers behind each part, and their sizes; see Pairs.filled.  Also sets
+        the same as sizes(), without the fillers."""
+        self.sizes(rows)
+        parts, sizes = zip(*(self._pairs.filled(part) for part in self._batches.split(rows)), strict=True)
+        return np.concatenate(parts), tuple(size for part in sizes for size in part)
 
     def gradients(self, model, rows, sizes):
         """Add the gradients of a batch to those of the model's parameters, and return its mean loss, (1,)."""

@@ -33,8 +33,12 @@ from pyops.params import Parameter
 from pyops.philox import dropout_mask
 from pyops.plan import Plan
 from pyops.steps import SizedSteps
+from pyops.text.pairs import Pairs, Ragged
+from pyops.text.vocabulary import PAD
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
+from seq2seq.model import Config as Seq2SeqConfig
+from seq2seq.model import Seq2Seq
 from transformer import train as transformer_train
 from transformer import translate as transformer_translate
 
@@ -225,6 +229,16 @@ def test_a_checkpoint_is_resumed_elsewhere(trained, first, then, tmp_path):
         assert_same_training(resumed, whole)
 
 
+@pytest.mark.parametrize('flags', [('--batch-tokens', 200, '--accumulate', 2),
+                                   ('--tokenizer', 'bpe', '--vocabulary', 270, '--bpe-dropout', 0.2, '--num-steps', 20)])
+def test_batches_of_parts_and_new_encodings_are_filled_alike_in_every_epoch(device, flags, tmp_path):
+    main, _, small = PROGRAMS['transformer']
+    for g in (0, 1):
+        run(main.main, '-g', g, '-e', 2, '-c', tmp_path / str(g), *small, *SMALL, *flags)
+    ours, theirs = ([line['loss'] for line in story(tmp_path / str(g))] for g in (0, 1))
+    assert len(ours) == 2 and ours[1] < ours[0] and ours == pytest.approx(theirs, rel=1e-4)
+
+
 @pytest.mark.parametrize('flags, same_as', [((), 1), (('-g', 0), 0)])
 def test_the_environment_chooses_the_gpu_and_the_flag_wins(trained, flags, same_as, tmp_path, monkeypatch):
     folder, train, _, shared = trained
@@ -258,14 +272,15 @@ def test_digits_are_read_alike_on_both(device, capsys):
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 class Training:
-    """Steps of a model, rows of whose pairs lie on the GPU; what came of them is noted there."""
+    """Steps of a model on rows of the pairs; the history of the steps is on the GPU."""
 
     def __init__(self, make=make_seq2seq):
         self.model, self.pairs, self.history = make(), pairs()[1], fit.History()
         self.optimizer = Adam(self.model.params, 0.01, max_norm=1.0)
 
-    def step(self, rows):
-        self._step(put(rows), *self.pairs.sizes(rows))
+    def step(self, rows, sizes):
+        """Run a step without a plan."""
+        self._step(put(rows), *sizes)
 
     def _step(self, rows, *sizes):
         inverse_square_root(self.optimizer, 0.01, 3)
@@ -277,30 +292,68 @@ class Training:
         self.history.add(loss, valid, self.optimizer.norm)
 
     def planned(self):
-        return SizedSteps(self._step, self.pairs.sizes, self.model.params, **self.pairs.arrays(), **self.model.arrays(),
-                          **self.optimizer.arrays(), **self.history.arrays())
+        return SizedSteps(self._step, self.pairs.sizes, self.model.params, self.pairs.filled, **self.pairs.arrays(),
+                          **self.model.arrays(), **self.optimizer.arrays(), **self.history.arrays())
 
     def state(self):
         return [get(one) for one in (self.model.params.values, self.model.params.v, self.optimizer.lr, self.optimizer.count)]
+
+
+def fill_with_nan(steps):
+    """Overwrite the memory of all intermediate arrays of SizedSteps."""
+    for plan in steps._sized.values():
+        for block in plan._blocks:
+            plan._device.lease(block, block.nbytes // 4, np.float32, None).fill(np.nan)
 
 
 @pytest.mark.parametrize('make', [make_seq2seq, make_transformer])
 def test_a_graph_takes_the_steps_that_python_takes_to_the_bit(make, on_gpu, calls):
     """Dropout, clipping, a rate that rises and falls, rows with another number of valid words: all is read anew."""
     eager, graph, rng = Training(make), Training(make), np.random.default_rng(4)
-    planned, seen = graph.planned(), []
-    batches = [rng.permutation(rows) for rows in rng.integers(0, 128, (6, 16)) for _ in range(2)]
-    for number, rows in enumerate(batches):
+    planned, seen, sizes_seen = graph.planned(), [], set()
+    for count in (30, 16, 16, 30, 16, 30, 16, 16):             # the plan has room for all of them
+        rows, sizes = graph.pairs.filled(chosen := rng.integers(0, 128, count))
         calls()
-        planned(rows)
-        assert calls().get('graph_launch', 0) == number % 2, 'a step with the sizes of the step before is replayed as a graph'
-        eager.step(rows)
+        planned(chosen)
+        assert calls().get('graph_launch', 0) == (sizes in sizes_seen), 'the first step of its sizes runs, others are a graph'
+        sizes_seen.add(sizes)
+        eager.step(rows, sizes)
         (loss, valid, norm), = graph.history.read(1)
         assert [loss, valid, norm] == eager.history.read(1)[0] and norm > 0
         for one, other in zip(graph.state(), eager.state(), strict=True):
             assert (one == other).all()
         seen.append((loss, valid, float(get(graph.optimizer.lr)[0])))
     assert all(len(set(values)) >= 4 for values in zip(*seen, strict=True)), 'something does not change between steps'
+    assert 1 < len(sizes_seen) < 8
+
+
+def make_attentive_seq2seq():
+    sizes, _ = pairs()
+    return Seq2Seq(Seq2SeqConfig(*sizes, embedding=12, hidden=16, num_steps=6, attention=2, bidirectional=True), seed=3)
+
+
+@pytest.mark.parametrize('make, precision', [(make_seq2seq, 'fp32'), (make_attentive_seq2seq, 'fp32'),
+                                             (make_transformer, 'fp32'), (make_transformer, 'bf16')])
+def test_batches_of_few_sizes_have_the_losses_of_exact_ones_and_are_captured_once_for_each_size(make, precision, on_gpu, calls,
+                                                                                                monkeypatch):
+    """The memory of the plan is NaN before each step, so the fillers must be computed like other rows."""
+    on_gpu.precision = precision
+    monkeypatch.setattr(on_gpu, 'storage', precision)
+    exact, filled, rng = Training(make), Training(make), np.random.default_rng(7)
+    planned, batches = filled.planned(), [rng.permutation(128)[:count] for count in (16, 30, 7, 16, 2, 30)]
+    calls()
+    for number, rows in enumerate(3 * batches):
+        fill_with_nan(planned)
+        planned(rows)
+        exact.step(rows, exact.pairs.sizes(rows))
+        found, want = filled.history.read(1)[0], exact.history.read(1)[0]
+        assert found == pytest.approx(want, rel=1e-3) and found[1] == want[1] == filled.pairs.sizes(rows)[2]
+        if number == 0:
+            ours, theirs = get(filled.model.params.grads), get(exact.model.params.grads)
+            assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+    sizes = [filled.pairs.filled(rows)[1] for rows in batches]
+    assert 3 <= len(set(sizes)) < len(sizes) and len(planned._sized) == 1
+    assert calls()['graph_begin'] == planned._sized[3]._calls.captures == len(set(sizes))
 
 
 def test_the_graphs_of_the_most_recently_used_sizes_are_kept(on_gpu, calls, monkeypatch):
@@ -321,6 +374,29 @@ def test_the_graphs_of_the_most_recently_used_sizes_are_kept(on_gpu, calls, monk
     assert graph.captures == 3
     steps.close()
     assert calls()['graph_free'] == 1                           # of 7; 5 has run once
+
+
+@pytest.mark.parametrize('longest', [1, 3, 9, 16, 64])
+def test_the_sizes_of_a_filled_batch_are_multiples_and_its_fillers_are_padding(longest, on_gpu):
+    rng = np.random.default_rng(longest)
+    tables = []
+    for _ in range(2):
+        lengths = rng.integers(1, longest + 1, 200)
+        tables.append(Ragged(rng.integers(4, 50, lengths.sum()).astype(np.int32), np.concatenate([[0], lengths.cumsum()])))
+    made = Pairs(*tables, longest)
+    for count in (1, 15, 16, 64, 77, 199):
+        rows = rng.permutation(200)[:count]
+        chosen, (pairs_, source, target) = made.filled(rows)
+        assert (chosen[:count] == rows).all() and len(chosen) == pairs_
+        assert pairs_ % 16 == source % 64 == target % 64 == 0
+        batch, exact = made.batch(put(chosen), pairs_, source, target), made.batch_of(rows)
+        for ours, theirs in ((batch.source, exact.source), (batch.target, exact.target)):
+            n, offsets = len(theirs.ids), get(ours.rows.offsets)
+            assert (get(ours.ids)[:n] == get(theirs.ids)).all() and (get(ours.positions)[:n] == get(theirs.positions)).all()
+            assert (offsets[:count + 1] == get(theirs.rows.offsets)).all() and offsets[-1] == len(ours.ids) < n + 64
+            assert 0 <= np.diff(offsets[count:]).min() and np.diff(offsets[count:]).max() <= min(longest, 16)
+        assert (get(batch.labels)[:len(exact.labels)] == get(exact.labels)).all()
+        assert (get(batch.labels)[len(exact.labels):] == PAD).all()
 
 
 def test_what_a_step_reads_can_be_changed_between_replays(on_gpu):
@@ -355,28 +431,35 @@ def test_each_replay_drops_something_else(on_gpu):
 
 def test_nothing_crosses_the_bus_but_what_is_asked_for(on_gpu, calls):
     training = Training()
-    planned, rng = training.planned(), np.random.default_rng(5)
-    for _ in range(2):
-        planned(rng.permutation(16))
-    training.history.read(2)
+    planned, batches = training.planned(), np.random.default_rng(5).permutation(128).reshape(8, 16)
+    for rows in [*batches, *batches]:
+        planned(rows)
+    training.history.read(16)
     calls()
-    for _ in range(6):
-        planned(rng.permutation(16))
+    for rows in batches:
+        planned(rows)
     found = calls()
-    assert found == {'graph_launch': 6, 'device_upload': 6, 'device_copy': 6}, 'a step is its rows, and one graph'
-    assert len(training.history.read(6)) == 6
+    assert found == {'graph_launch': 8, 'device_upload': 8}, 'a step is its graph, and the rows that come to it'
+    assert len(training.history.read(8)) == 8
     assert calls() == {'device_download': 1}
 
 
 def test_an_epoch_of_a_program_looks_at_its_log_alone(device, calls, monkeypatch, tmp_path):
     monkeypatch.setattr(fit, 'POLL_EVERY', 1e9)
-    looked = []
+    looked, sizes = [], []
     monkeypatch.setattr(fit.History, 'read', lambda self, n, read=fit.History.read: (looked.append((n, calls())),
                                                                                     read(self, n))[1])
+
+    def filled(self, rows, filled=Pairs.filled):
+        if not sizes:
+            calls()                                             # forget those before the epoch
+        sizes.append(filled(self, rows)[1])
+        return filled(self, rows)
+    monkeypatch.setattr(Pairs, 'filled', filled)
     run(seq2seq_train.main, '-g', 1, '-e', 1, '-c', tmp_path, *PROGRAMS['seq2seq'][2], *SMALL, '--hold-out', 0)
     (n, before), = looked
-    assert n == 5                                               # 150 pairs, in batches of 32 and one of 22
-    assert before['device_download'] == 1 and before['replay'] == 5         # the number of steps so far, once
+    assert n == len(sizes) == 5                                 # 150 pairs, in batches of 32 and one of 22
+    assert before.get('device_download', 0) == 0 and before['graph_launch'] == 5 - len(set(sizes)) > 0
 
 
 def test_an_id_outside_the_vocabulary_is_reported_when_the_log_is_read(on_gpu):

@@ -178,8 +178,8 @@ def test_heads_that_do_not_fit_in_the_workspace_together_are_converted_in_parts(
 @pytest.mark.parametrize('C', [32, 64, 128])
 def test_packed_rows_have_the_bits_of_padded_ones(C):
     """Also with dropout: the mask depends on the longest length of a call, not on the others."""
-    queries, keys = [140, 3, 0, 129], [200, 1, 70, 128]
-    padded = Call(150, 210, 4, 2, C, lengths=keys, p=0.2)
+    queries, keys = [140, 3, 0, 129, 5, 0], [200, 1, 70, 128, 0, 0]
+    padded = Call(150, 210, 6, 2, C, lengths=keys, p=0.2)
     for b, count in enumerate(queries):
         padded.dy[count:, b] = 0
     packed = padded.pack(queries, keys)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import NO_CUDA, ROOT
 from translation import TINY_SEQ2SEQ as TINY
-from translation import assert_same_training, newest
+from translation import assert_same_training, newest, small_corpus
 
 from pyops import checkpoint
-from pyops.backend import get
+from pyops.backend import get, put
 from pyops.errors import UserError
 from pyops.flags import ArgumentParser
 from pyops.optim import Adam, decaying_rate, inverse_square_root
@@ -27,10 +27,12 @@ from pyops.text.training import cut_line
 from pyops.text.vocabulary import EOS, PAD, UNK, Vocabulary
 from seq2seq import train as seq2seq_train
 from seq2seq import translate as seq2seq_translate
+from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
 from transformer import train as transformer_train
 from transformer import translate as transformer_translate
 from transformer.model import SIZES, Transformer
+from transformer.model import Config as TransformerConfig
 
 # ---- the kernels of a step -------------------------------------------------------------------------------------------
 
@@ -49,6 +51,34 @@ def test_a_summary_of_the_step_is_printed_before_training_and_with_v_the_list_of
     out = capsys.readouterr().out
     listing = planned[planned.index('Actions:'):planned.index('parameters  ')]
     assert listing in out and listing.count('\n') > 30 and 'step : ' not in out
+
+
+# ---- fillers -------------------------------------------------------------------------------------------------------
+
+SMALL_SEQ2SEQ = dict(embedding=12, hidden=16, dropout=0.2)
+MODELS = {'seq2seq': (Seq2Seq, Seq2SeqConfig, SMALL_SEQ2SEQ),
+          'seq2seq with attention': (Seq2Seq, Seq2SeqConfig, SMALL_SEQ2SEQ | dict(attention=2, bidirectional=True)),
+          'transformer': (Transformer, TransformerConfig, dict(d_model=16, d_ff=24, heads=2, dropout=0.2, smoothing=0.1))}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_pairs_of_padding_at_the_end_of_a_batch_change_neither_loss_nor_gradients(name):
+    """Also pairs without a source, without a target, and without both: a GPU rounds the sizes of a batch up with them."""
+    Model, Config, settings = MODELS[name]
+    _, vocabularies, pairs = small_corpus(100)
+    sources, targets = np.array([[6, 0], [4, 4], [0, 5], [0, 0], [9, 1], [0, 0]]).T
+    tables = pairs.source.with_fillers(sources), pairs.labels.with_fillers(targets)
+    rows, results = np.arange(20), []
+    for batch in pairs.batch_of(rows), Pairs(*tables, pairs.longest).batch_of(np.concatenate([rows, np.arange(100, 106)])):
+        model = Model(Config(*map(len, vocabularies), **settings), seed=1)
+        loss, ctx = model.forward(batch, put(np.array([3])))
+        valid = int(get(model.valid(ctx))[0])
+        model.backward(ctx)
+        results.append((float(get(loss)[0]), valid, get(model.params.grads)))
+    (loss, valid, gradients), (of_filled, filled_valid, others) = results
+    assert filled_valid == valid and of_filled == pytest.approx(loss, rel=1e-6)
+    assert np.abs(others - gradients).max() <= 2e-6 * np.abs(gradients).max() > 0
+    assert len(batch.labels) > valid
 
 
 # ---- batches that are dropped ---------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_one_plan_for_all_sizes_has_the_results_of_a_step_without_a_plan():
     assert len(recordings) < len(SIZES), 'smaller batches must not be recorded again'
 
 
-def test_batches_of_equal_sizes_keep_the_arguments_and_so_the_graph_of_a_gpu(monkeypatch):
+def test_batches_of_equal_sizes_keep_the_arguments(monkeypatch):
     model, changes, change = Classifier(), [], Calls.change
     monkeypatch.setattr(Calls, 'change', lambda self, *arguments: changes.append(1) or change(self, *arguments))
     steps = SizedSteps(model.step, lambda rows: (len(rows), 2 * len(rows)), model.params, **model.inputs())
