@@ -55,12 +55,14 @@ class TorchTransformer(nn.Module):
         super().__init__()
         self.config, D = config, config.d_model
         self.source_embedding = nn.Embedding(config.source_size, D, dtype=dtype)
-        self.target_embedding = nn.Embedding(config.target_size, D, dtype=dtype)
+        self.target_embedding = self.source_embedding if config.tied else nn.Embedding(config.target_size, D, dtype=dtype)
         self.encoder = nn.ModuleList(Block(config, False, dtype) for _ in range(config.layers))
-        self.decoder = nn.ModuleList(Block(config, True, dtype) for _ in range(config.layers))
+        self.decoder = nn.ModuleList(Block(config, True, dtype) for _ in range(config.decoder_layers or config.layers))
         self.encoder_norm = nn.LayerNorm(D, dtype=dtype) if config.pre_norm else nn.Identity()
         self.decoder_norm = nn.LayerNorm(D, dtype=dtype) if config.pre_norm else nn.Identity()
         self.output = nn.Linear(D, config.target_size, dtype=dtype)
+        if config.tied:
+            self.output.weight = self.source_embedding.weight
         self.dropout = nn.Dropout(config.dropout)
         angles = torch.arange(config.num_steps)[:, None] / 10000 ** (torch.arange(0, D, 2, dtype=torch.float64) / D)
         self.register_buffer('positions', torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :D].to(dtype))
@@ -68,11 +70,15 @@ class TorchTransformer(nn.Module):
     def embed(self, embedding, ids):
         return self.dropout(embedding(ids) * math.sqrt(self.config.d_model) + self.positions[:ids.shape[1]])
 
-    def forward(self, source, target, labels):
-        """source, target, labels (T, B) int64 -> mean loss over the labels that are not padding."""
-        source, target, labels = source.T, target.T, labels.T
-        logits = self.output(self.decode(target, *self.encode(source)))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.config.smoothing)
+    def forward(self, source, target, labels, valid=None):
+        """source, target, labels (T, B) int64 -> mean loss over the labels that are not padding.
+
+        valid (N,) int64: the indices of those labels in labels.T.flatten(); the output layer then computes only their rows.
+        """
+        h, labels = self.decode(target.T, *self.encode(source.T)).flatten(0, 1), labels.T.flatten()
+        if valid is not None:
+            h, labels = h.index_select(0, valid), labels.index_select(0, valid)
+        return F.cross_entropy(self.output(h), labels, ignore_index=PAD, label_smoothing=self.config.smoothing)
 
     def encode(self, source):
         """source (B, T) -> encoder output (B, T, D), and the mask of tokens that are not padding."""
@@ -97,9 +103,12 @@ class TorchTransformer(nn.Module):
 
     def named(self):
         """Return {our parameter name: this module's parameter}."""
-        places = {'encoder.embedding.weight': self.source_embedding.weight,
-                  'decoder.embedding.weight': self.target_embedding.weight,
-                  'output.weight': self.output.weight, 'output.bias': self.output.bias}
+        places = {'output.bias': self.output.bias}
+        if self.config.tied:
+            places['embedding.weight'] = self.output.weight
+        else:
+            places |= {'encoder.embedding.weight': self.source_embedding.weight,
+                       'decoder.embedding.weight': self.target_embedding.weight, 'output.weight': self.output.weight}
         for side, blocks in (('encoder', self.encoder), ('decoder', self.decoder)):
             for layer, block in enumerate(blocks):
                 names = ['self_attention'] + ['cross_attention'] * (side == 'decoder')

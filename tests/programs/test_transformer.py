@@ -120,17 +120,20 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, smoothing, pre_norm,
     assert_same_gradients(model.params, leaves)
 
 
-@pytest.mark.parametrize('pre_norm', [False, True])
-def test_the_benchmarks_twin_is_the_same_model(torch, pre_norm):
+@pytest.mark.parametrize('only_valid', [False, True], ids=['all positions', 'valid positions'])
+@pytest.mark.parametrize('settings', [dict(), dict(pre_norm=True), dict(pre_norm=True, tied=True, decoder_layers=1)],
+                         ids=['post-norm', 'pre-norm', 'tied'])
+def test_the_benchmarks_twin_is_the_same_model(torch, settings, only_valid):
     from bench.torch_step import copy_weights
     from bench.torch_transformer import TorchTransformer
-    config = Config(50, 61, dropout=0.0, pre_norm=pre_norm, smoothing=0.1, **SMALL)
+    config = Config(61 if settings.get('tied') else 50, 61, dropout=0.0, smoothing=0.1, **SMALL, **settings)
     model, batch = Transformer(config, seed=3), random_batch(config, 13)
     twin = copy_weights(TorchTransformer(config, torch.float64), model.params.arrays())
     assert set(twin.named()) == set(model.params)
     assert len({id(p) for p in twin.named().values()}) == len(list(twin.parameters()))
     loss, ctx = model.forward(packed_batch(*batch))
-    theirs = twin(*(torch.tensor(a).long() for a in batch))
+    source, target, labels = (torch.tensor(a).long() for a in batch)
+    theirs = twin(source, target, labels, (labels.T.flatten() != PAD).nonzero().flatten() if only_valid else None)
     assert abs(loss[0] - theirs.item()) <= 1e-6 * loss[0]
     model.backward(ctx)
     theirs.backward()
