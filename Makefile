@@ -1,7 +1,7 @@
 # pyops: `make` builds the CPU library, which requires only a C compiler with OpenMP, not Python.  If nvcc and a GPU are found,
 # it also builds the CUDA library.
 .DEFAULT_GOAL := all
-.PHONY: all cpu bytecode cuda emulated lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo test test-all asan bench gpu-check clean help
+.PHONY: all cpu bytecode cuda emulated lowered emulator conformance test-emulated lint format emulated-asan emulated-tsan ladder venv demo test test-all asan bench quality gpu-check clean help
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,$(if $(shell command -v clang),clang,cc))
@@ -254,6 +254,11 @@ bench: cpu .venv/ready ## the machine's limits, kernels, training, translation b
 	$(BENCH).translate transformer --save
 	$(BENCH).train seq2seq --scaling --save
 	$(BENCH).table
+
+# QUALITY: flags of bench.quality, such as "--minutes 10 --eval-every 60"
+QUALITY ?= --minutes 30
+quality: cpu .venv/test-ready ## train the transformer and its PyTorch twin for the same time: BLEU against seconds (needs torch and fra-eng)
+	$(BENCH).quality $(QUALITY)
 
 # FLAGS: --emulated, --limit SECONDS, --report FILE
 gpu-check: ## on a machine with a GPU: list the checks; PART=NAME or PART=all runs them

@@ -16,11 +16,15 @@ from pyops.flags import positive_int
 NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
 
 
-def add_flags(p):
+def add_contestant_flags(p):
     p.add_argument('--no-compile', action='store_true', help='leave out torch.compile, which takes a minute to warm up')
+    p.add_argument('--threads', type=positive_int, metavar='N', help='for every contestant (default: all cores)')
+
+
+def add_flags(p):
+    add_contestant_flags(p)
     p.add_argument('--json', action='store_true', help='print one JSON object and nothing else')
     p.add_argument('--save', action='store_true', help='append the figures to bench/results')
-    p.add_argument('--threads', type=positive_int, metavar='N', help='for every contestant (default: all cores)')
     p.add_argument('--data-dir', metavar='DIR', help='where to look for the data (default $PYOPS_DATA, then ./data)')
 
 
@@ -55,7 +59,9 @@ class Contestant:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, *error):
+        if kind:                                        # such as KeyboardInterrupt: do not wait for the end of a turn
+            self.process.terminate()
         self.process.stdin.close()
         self.process.wait()
 

@@ -35,13 +35,17 @@ def torch_version():
         return None
 
 
+def about():
+    """Return date, commit, machine and PyTorch version: the first items of each result."""
+    return {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': machine_name(), 'torch': torch_version()}
+
+
 def save(name, figures):
-    """Append figures with date, commit, machine and PyTorch version to NAME.jsonl."""
+    """Append figures to NAME.jsonl, after the items of about()."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f'{name}.jsonl'
-    about = {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': machine_name(), 'torch': torch_version()}
     with open(path, 'a') as file:
-        file.write(json.dumps(about | figures) + '\n')
+        file.write(json.dumps(about() | figures) + '\n')
     print(f'appended to {path.relative_to(ROOT)}', file=sys.stderr)      # standard output may be JSON
 
 

@@ -1,4 +1,6 @@
 """Shared by the PyTorch contestants: a training step as in our programs, greedy decoding, and copying our weights."""
+import itertools
+
 import torch
 from torch import nn
 
@@ -13,12 +15,19 @@ def copy_weights(model, values):
     return model
 
 
-def make_step(model, lr, max_norm=1.0, on_gpu=False):
+def make_step(model, lr, max_norm=1.0, on_gpu=False, fused=False, rate=None):
     """Return step(*batch) -> loss tensor: one training step of a model that returns its loss, with Adam and clipping.  On a
-    GPU it uses PyTorch's fused Adam, which can be captured in a graph."""
-    optimizer = torch.optim.Adam(model.parameters(), lr, **(dict(fused=True, capturable=True) if on_gpu else {}))
+    GPU it uses PyTorch's fused Adam, which can be captured in a graph.
+
+    fused: use the fused Adam on a CPU too;  rate(k) -> the learning rate of step k, counted from 0; None: always `lr`
+    """
+    optimizer = torch.optim.Adam(model.parameters(), lr, fused=on_gpu or fused, capturable=on_gpu)
+    steps = itertools.count()
 
     def step(*batch):
+        if rate:
+            for group in optimizer.param_groups:
+                group['lr'] = rate(next(steps))
         optimizer.zero_grad()
         loss = model(*batch)
         loss.backward()

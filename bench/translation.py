@@ -7,14 +7,18 @@ import json
 import numpy as np
 
 
-def planned_steps(model, pairs, lr, optimizer=None):
-    """Return SizedSteps of a translator's training step, as in training; optimizer: default Adam."""
+def planned_steps(model, pairs, lr, optimizer=None, set_rate=lambda: None):
+    """Return SizedSteps of a translator's training step, as in training.
+
+    optimizer: default Adam;  set_rate(): launches the kernel that sets the learning rate of the step
+    """
     from pyops import plan
     from pyops.optim import Adam
     from pyops.steps import SizedSteps
     optimizer = optimizer or Adam(model.params, lr, max_norm=1.0)
 
     def step(rows, *sizes):
+        set_rate()
         model.params.zero_grads()
         loss, ctx = model.forward(pairs.batch(rows, *sizes), step=optimizer.count)
         plan.boundary()
@@ -23,6 +27,18 @@ def planned_steps(model, pairs, lr, optimizer=None):
         return loss
 
     return SizedSteps(step, pairs.sizes, model.params, pairs.filled, **pairs.arrays(), **model.arrays(), **optimizer.arrays())
+
+
+def write_pairs(path, pairs, **more):
+    """Write Pairs, and more arrays, to an .npz file."""
+    np.savez(path, source=pairs.source.ids, source_starts=pairs.source.starts, labels=pairs.labels.ids,
+             label_starts=pairs.labels.starts, **more)
+
+
+def read_pairs(file, num_steps):
+    """Return the Pairs in an open .npz file."""
+    from pyops.text.pairs import Pairs, Ragged
+    return Pairs(Ragged(file['source'], file['source_starts']), Ragged(file['labels'], file['label_starts']), num_steps)
 
 
 def flops_of(plan):
@@ -65,26 +81,24 @@ class Contest:
             chosen += [rows for rows in batches(len(pairs), args.batch_size, 0, epoch) if len(rows) == args.batch_size]
             epoch += 1
         rows = np.stack(chosen[:args.warmup + args.steps])
-        model = Model(config)
-        np.savez(folder / 'data.npz', rows=rows, source=pairs.source.ids, source_starts=pairs.source.starts,
-                 labels=pairs.labels.ids, label_starts=pairs.labels.starts)
-        self._write_model(folder, config, model)
+        write_pairs(folder / 'data.npz', pairs, rows=rows)
+        self.write_model(folder, config, Model(config))
         return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}, {len(pairs)} pairs'
 
     @staticmethod
-    def _write_model(folder, config, model):
+    def write_model(folder, config, model):
+        """Write the configuration and the weights of a model."""
         np.savez(folder / 'weights.npz', **model.params.arrays())
         (folder / 'config.json').write_text(json.dumps({name: value for name, value in vars(config).items() if name != 'ops'}))
 
     def _load(self, folder):
         """Return the configuration, the pairs, and the rows of each batch."""
-        from pyops.text.pairs import Pairs, Ragged
-        config = self._config(folder)
+        config = self.config(folder)
         with np.load(folder / 'data.npz') as file:
-            source, labels = Ragged(file['source'], file['source_starts']), Ragged(file['labels'], file['label_starts'])
-            return config, Pairs(source, labels, config.num_steps), file['rows']
+            return config, read_pairs(file, config.num_steps), file['rows']
 
-    def _config(self, folder):
+    def config(self, folder):
+        """Return the configuration that write_model wrote."""
         return self.ours()[0](**json.loads((folder / 'config.json').read_text()))
 
     def train(self, folder, kind):
@@ -96,12 +110,13 @@ class Contest:
         import torch
 
         from bench.torch_step import make_step
-        model = self._twin(config, folder)
+        model = self.twin(config, folder)
         run = make_step(torch.compile(model) if kind == 'torch-compile' else model, self.lr)
         batches = [[torch.from_numpy(ids).long() for ids in pairs.padded(indices)] for indices in rows]     # not timed
         return job(lambda k: run(*batches[k]).item())
 
-    def _twin(self, config, folder):
+    def twin(self, config, folder):
+        """Return the PyTorch twin with the weights that write_model wrote."""
         from bench.torch_step import copy_weights
         with np.load(folder / 'weights.npz') as weights:
             return copy_weights(self.theirs()(config), weights)
@@ -119,7 +134,7 @@ class Contest:
         pairs = Pairs.encode(corpus, *vocabularies, config.num_steps)
         chosen = np.random.default_rng(0).integers(0, len(pairs), args.sentences)
         np.savez(folder / 'data.npz', source=np.ascontiguousarray(pairs.source.padded(config.num_steps)[chosen].T))
-        self._write_model(folder, config, Model(config))
+        self.write_model(folder, config, Model(config))
         return f'{config.num_steps} steps, vocabularies {config.source_size}/{config.target_size}'
 
     def translate(self, folder, kind):
@@ -127,14 +142,14 @@ class Contest:
         result into the worker's answer: the tokens.  Our plans persist between turns, as when sentences are served."""
         from pyops.text.pairs import Sequences
         from pyops.text.vocabulary import PAD
-        config = self._config(folder)
+        config = self.config(folder)
         with np.load(folder / 'data.npz') as file:
             source = file['source']
         if kind == 'ours':
             decode = self.ours()[1](config).decoding()
         else:
             import torch
-            model, source = self._twin(config, folder).eval(), torch.from_numpy(source).long()
+            model, source = self.twin(config, folder).eval(), torch.from_numpy(source).long()
             decode = torch.inference_mode()(lambda source: model.translate(source, config.num_steps).numpy())
             if kind == 'torch-compile':
                 model.translate = torch.compile(model.translate)

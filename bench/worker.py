@@ -1,15 +1,17 @@
-"""One contestant of bench.train or bench.translate: `python -m bench.worker PROGRAM JOB KIND FOLDER THREADS` reads the numbers
-of a turn from a line of stdin and answers with a JSON line: seconds of the turn, peak memory of the process so far, and the
-job's own results."""
+"""One contestant of bench.train, bench.translate or bench.quality: `python -m bench.worker PROGRAM JOB KIND FOLDER THREADS`
+reads the numbers of a turn from a line of stdin and answers with a JSON line: seconds of the turn, peak memory of the process
+so far, and the job's own results."""
 import importlib
 import json
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
 
 
 def main(program, job, kind, folder, threads):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # a terminal sends it to all processes; the parent ends this one
     contest = importlib.import_module(f'bench.{program}')
     if kind == 'ours':
         from pyops import backend

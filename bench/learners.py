@@ -1,0 +1,169 @@
+"""Training runs of the transformer in slices of time: pyops and its PyTorch twin, the contestants of bench.quality.
+
+Both start with the same weights and use the same batches, learning rates, clipping and Adam.  Their dropout masks differ.
+bench.worker calls train(); it imports this module in the contestants' processes, so nothing large is imported here.
+"""
+import json
+import math
+import time
+
+import numpy as np
+
+from bench.translation import planned_steps, read_pairs, write_pairs
+
+
+def prepare(folder, settings, config, model, pairs):
+    """Write what both contestants need: settings of the run, configuration, initial weights, pairs to train on."""
+    from bench.transformer import contest
+    contest.write_model(folder, config, model)
+    (folder / 'settings.json').write_text(json.dumps(settings))
+    write_pairs(folder / 'data.npz', pairs)
+
+
+def has_an_end(settings):
+    """Return whether the learning rate depends on the number of steps of the run."""
+    return settings['schedule'] != 'inverse-root'
+
+
+def learning_rate(settings, total, k):
+    """Return the learning rate of step k of `total`, counted from 0, as the kernels of transformer.train compute it."""
+    lr, warmup = settings['lr'], settings['warmup']
+    if not has_an_end(settings):
+        return lr * min((k + 1) / warmup, math.sqrt(warmup / (k + 1))) if warmup else lr
+    if k < warmup:
+        return lr * (k + 1) / warmup
+    x = (k - warmup) / (total - warmup) if k < total else 1.0
+    return lr * (1 - x if settings['schedule'] == 'linear' else 0.5 + 0.5 * math.cos(math.pi * x))
+
+
+def positions(pairs, rows):
+    """Return the numbers of source and target positions of a batch, whose sentences are padded to the longest of the batch."""
+    return tuple((len(rows) * pairs.lengths[rows].max(0)).tolist())
+
+
+class Ours:
+    """Training by pyops, replayed from a plan as in transformer.train."""
+
+    def __init__(self, folder, settings, pairs):
+        from bench.transformer import contest
+        self.settings, self.pairs, self.config = settings, pairs, contest.config(folder)
+        self.steps = None
+
+    def begin(self, total):
+        """Start a run of `total` steps from the initial weights."""
+        from pyops.optim import Adam, decaying_rate, inverse_square_root
+        from transformer.model import Transformer
+        from transformer.train import MAX_NORM
+        settings, lr = self.settings, self.settings['lr']
+        if self.steps:
+            self.steps.close()
+        self.model = Transformer(self.config, settings['seed'])
+        optimizer = Adam(self.model.params, lr, max_norm=MAX_NORM)
+
+        def set_rate():
+            if has_an_end(settings):
+                decaying_rate(optimizer, lr, settings['warmup'], total, settings['schedule'])
+            elif settings['warmup']:
+                inverse_square_root(optimizer, lr, settings['warmup'])
+        self.steps = planned_steps(self.model, self.pairs, lr, optimizer, set_rate)
+
+    def prepared(self, rows):
+        return [rows]
+
+    def step(self, rows):
+        return float(self.steps(rows)[0])
+
+    def weights(self):
+        return self.model.params.arrays()
+
+
+class Theirs:
+    """Training by PyTorch: batches padded to their longest sentence, fused Adam; the output layer computes only valid rows."""
+
+    def __init__(self, folder, settings, pairs, is_compiled):
+        import torch
+
+        from bench.transformer import contest
+        torch.manual_seed(settings['seed'])
+        self.folder, self.settings, self.pairs, self.contest = folder, settings, pairs, contest
+        self.model = contest.twin(contest.config(folder), folder)
+        self.module = torch.compile(self.model, dynamic=True) if is_compiled else self.model
+
+    def begin(self, total):
+        """Start a run of `total` steps from the initial weights.  The compiled code is kept."""
+        from bench.torch_step import copy_weights, make_step
+        from transformer.train import MAX_NORM
+        with np.load(self.folder / 'weights.npz') as weights:
+            copy_weights(self.model, weights)
+        self.run = make_step(self.module, self.settings['lr'], MAX_NORM, fused=True,
+                             rate=lambda k: learning_rate(self.settings, total, k))
+
+    def prepared(self, rows):
+        """Return source, target, labels (T, B) and the indices of the labels that are not padding, for TorchTransformer."""
+        import torch
+
+        from pyops.text.vocabulary import PAD
+        longest = self.pairs.lengths[rows].max(0)[[0, 1, 1]]
+        source, target, labels = (torch.from_numpy(ids[:length]).long()
+                                  for ids, length in zip(self.pairs.padded(rows), longest, strict=True))
+        return source, target, labels, (labels.T.flatten() != PAD).nonzero().flatten()
+
+    def step(self, *batch):
+        return self.run(*batch).item()
+
+    def weights(self):
+        return {name: place.detach().numpy() for name, place in self.model.named().items()}
+
+
+class Learner:
+    """A contestant with its place in the data.  Time counts in training steps only: batches are prepared outside them."""
+
+    def __init__(self, folder, kind):
+        from pyops.text.training import batches
+        self.folder, self.kind, self.number = folder, kind, None
+        settings = json.loads((folder / 'settings.json').read_text())
+        with np.load(folder / 'data.npz') as file:
+            self.pairs = read_pairs(file, settings['num_steps'])
+        self.batches, self.seed = batches(settings, self.pairs, drop_last=True), settings['seed']
+        given = folder, settings, self.pairs
+        self.work = Ours(*given) if kind == 'ours' else Theirs(*given, is_compiled=kind == 'torch-compile')
+        self.paused = time.perf_counter(), time.process_time()
+
+    def _order(self):
+        """Yield the rows of each batch, epoch after epoch."""
+        while True:
+            yield from self.batches.batches(self.seed, self.epoch)
+            self.epoch, self.samples = self.epoch + 1, 0
+
+    def turn(self, number, total, milliseconds, save):
+        """Train in run `number` until a step ends after so many milliseconds, or the `total` steps of the run are done.
+
+        A new number starts another run from the initial weights.   save: 1 writes the weights to KIND.npz
+        Return the worker's answer: steps done in the run so far; seconds, steps and mean loss per token of this turn; epochs
+        done, as a float; and the seconds and CPU seconds of the pause before the turn.
+        """
+        pause, cpu = time.perf_counter() - self.paused[0], time.process_time() - self.paused[1]
+        if number != self.number:
+            self.number, self.done, self.epoch, self.samples = number, 0, 0, 0
+            self.order = self._order()
+            self.work.begin(total)
+        seconds, loss_sum, tokens, before = 0.0, 0.0, 0, self.done
+        while self.done < total and 1000 * seconds < milliseconds:
+            rows = next(self.order)
+            batch = self.work.prepared(rows)
+            start = time.perf_counter()
+            loss = self.work.step(*batch)
+            seconds += time.perf_counter() - start
+            weight = int(self.pairs.lengths[rows, 1].sum())
+            loss_sum, tokens = loss_sum + loss * weight, tokens + weight
+            self.done, self.samples = self.done + 1, self.samples + len(rows)
+        if save:
+            np.savez(self.folder / f'{self.kind}.npz', **self.work.weights())
+        self.paused = time.perf_counter(), time.process_time()
+        return dict(done=self.done, trained_s=seconds, steps=self.done - before, loss=loss_sum / max(tokens, 1),
+                    epoch=self.epoch + self.samples / len(self.pairs), pause_s=pause, pause_cpu_s=cpu)
+
+
+def train(folder, kind):
+    """Return turn and describe of a contestant, for bench.worker."""
+    return Learner(folder, kind).turn, lambda answer: answer
