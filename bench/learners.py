@@ -1,6 +1,7 @@
 """Training runs of the transformer in slices of time: pyops and its PyTorch twin, the contestants of bench.quality.
 
-Both start with the same weights and use the same batches, learning rates, clipping and Adam.  Their dropout masks differ.
+Both start with the same weights and use the same batches (unless PyTorch's are sorted), learning rates, clipping and Adam.
+Their dropout masks differ.
 bench.worker calls train(); it imports this module in the contestants' processes, so nothing large is imported here.
 """
 import json
@@ -12,11 +13,14 @@ import numpy as np
 from bench.translation import planned_steps, read_pairs, write_pairs
 
 
-def prepare(folder, settings, config, model, pairs):
-    """Write what both contestants need: settings of the run, configuration, initial weights, pairs to train on."""
+def prepare(folder, settings, config, model, pairs, is_sorted=False):
+    """Write what both contestants need: settings of the run, configuration, initial weights, pairs to train on.
+
+    is_sorted: PyTorch's batches are those of sorted_batches()
+    """
     from bench.transformer import contest
     contest.write_model(folder, config, model)
-    (folder / 'settings.json').write_text(json.dumps(settings))
+    (folder / 'settings.json').write_text(json.dumps(settings | dict(is_sorted=is_sorted)))
     write_pairs(folder / 'data.npz', pairs)
 
 
@@ -34,6 +38,16 @@ def learning_rate(settings, total, k):
         return lr * (k + 1) / warmup
     x = (k - warmup) / (total - warmup) if k < total else 1.0
     return lr * (1 - x if settings['schedule'] == 'linear' else 0.5 + 0.5 * math.cos(math.pi * x))
+
+
+def sorted_batches(batches, lengths, seed, epoch):
+    """Return the batches of an epoch with sentences of similar lengths, in random order, as users of PyTorch avoid padding.
+
+    batches: those of the run, which select the samples of the epoch and their number in a batch;  lengths (N, 2)
+    """
+    order = np.concatenate(list(batches.batches(seed, epoch)))      # random, and so is the order of equal lengths
+    parts = batches.split(order[np.lexsort(lengths[order].T)])
+    return [parts[i] for i in np.random.default_rng((seed, epoch)).permutation(len(parts))]
 
 
 def positions(pairs, rows):
@@ -125,6 +139,7 @@ class Learner:
         with np.load(folder / 'data.npz') as file:
             self.pairs = read_pairs(file, settings['num_steps'])
         self.batches, self.seed = batches(settings, self.pairs, drop_last=True), settings['seed']
+        self.is_sorted = settings['is_sorted'] and kind != 'ours'
         given = folder, settings, self.pairs
         self.work = Ours(*given) if kind == 'ours' else Theirs(*given, is_compiled=kind == 'torch-compile')
         self.paused = time.perf_counter(), time.process_time()
@@ -132,7 +147,8 @@ class Learner:
     def _order(self):
         """Yield the rows of each batch, epoch after epoch."""
         while True:
-            yield from self.batches.batches(self.seed, self.epoch)
+            yield from (sorted_batches(self.batches, self.pairs.lengths, self.seed, self.epoch) if self.is_sorted else
+                        self.batches.batches(self.seed, self.epoch))
             self.epoch, self.samples = self.epoch + 1, 0
 
     def turn(self, number, total, milliseconds, save):

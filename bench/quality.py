@@ -24,6 +24,7 @@ import numpy as np
 
 from bench import learners, results
 from bench.contest import NAMES, Contestant, add_contestant_flags, kinds_of
+from bench.table import WHOSE
 from pyops import __version__
 from pyops.errors import UserError, exits_cleanly
 from pyops.files import write_atomically
@@ -50,6 +51,8 @@ def parse(argv):
     p.add_argument('--calibrate', type=positive_float, default=30.0, metavar='S',
                    help='seconds in which the speed of each contestant is measured (default 30)')
     p.add_argument('--sentences', type=positive_int, metavar='N', help='use the first N test sentences (default: all)')
+    p.add_argument('--sort', action='store_true', help="give PyTorch batches of sentences of similar length, which have little "
+                   'padding (default: the batches of pyops)')
     p.add_argument('--draw', metavar='RESULT', help='draw a result file instead of training; needs matplotlib')
     p.add_argument('-o', '--output', type=output_file, metavar='FILE',
                    help='result file (default bench/results/quality_DATE.json); with --draw: the picture, .svg or .png')
@@ -235,10 +238,12 @@ def contest(args, stack, folder, settings, data, judge, report, save):
     save()
 
 
-def padding_share(settings, pairs, count=200):
+def padding_share(settings, pairs, is_sorted, count=200):
     """Return the share of padding in the first batches, if each is padded to its longest sentences."""
     from pyops.text.training import batches
-    order = batches(settings, pairs, drop_last=True).batches(settings['seed'], 0)
+    of_run = batches(settings, pairs, drop_last=True)
+    order = (learners.sorted_batches(of_run, pairs.lengths, settings['seed'], 0) if is_sorted else
+             of_run.batches(settings['seed'], 0))
     some = [rows for rows, _ in zip(order, range(count), strict=False)]
     return 1 - sum(int(pairs.lengths[rows].sum()) for rows in some) / sum(sum(learners.positions(pairs, rows)) for rows in some)
 
@@ -268,7 +273,7 @@ def measure(args):
         minutes=args.minutes, epochs=args.epochs, eval_every_s=args.eval_every, slice_s=args.slice,
         recipe=shlex.join(recipe), settings=settings, parameters=model.params.count(), corpus=data.corpus.name,
         pairs=len(data.train), test_sentences=len(judge.sources), left_out=judge.left_out,
-        padding=padding_share(settings, data.train), is_finished=False)
+        is_sorted=args.sort, padding=padding_share(settings, data.train, args.sort), is_finished=False)
     print(f'test : {len(judge.sources)} sentences; {judge.left_out} more have a translation that occurs in training\n'
           f'padding in the batches of PyTorch : {report["padding"]:.0%}', flush=True)
 
@@ -277,7 +282,7 @@ def measure(args):
 
     try:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            learners.prepare(Path(folder), settings, model.config, model, data.train)
+            learners.prepare(Path(folder), settings, model.config, model, data.train, args.sort)
             contest(args, stack, Path(folder), settings, data, judge, report, save)
     except BaseException:
         if any(side['points'] for side in report.get('contestants', {}).values()):
@@ -356,16 +361,20 @@ def draw(report, path):
 
 def _draw_curves(axes, report, style):
     # Blue and vermilion of Okabe and Ito differ in lightness and for colour-blind readers; so do the markers.
-    looks = dict(zip(report['contestants'], ((style.NAME_COLORS[0], 'o'), (style.NAME_COLORS[1], 's')), strict=True))
-    curves = {kind: f['points'] for kind, f in report['contestants'].items()}
-    for kind, points in curves.items():
+    kinds = report['contestants']
+    looks = dict(zip(kinds, ((style.NAME_COLORS[0], 'o'), (style.NAME_COLORS[1], 's')), strict=True))
+    curves = {kind: f['points'] for kind, f in kinds.items()}
+    highest = 1.05 * max(p['bleu'] for points in curves.values() for p in points) or 1.0
+    one, other = (points[-1]['bleu'] / highest for points in curves.values())
+    apart = max(0.0, 14 - 115 * abs(one - other)) * (1 if one >= other else -1)     # points; the axes are about 230 high
+    for (kind, points), up in zip(curves.items(), (apart, -apart), strict=True):
         color, marker = looks[kind]
         axes.plot([p['seconds'] / 60 for p in points], [p['bleu'] for p in points], color=color, marker=marker, markersize=4,
                   linewidth=2, solid_capstyle='round')
         last = points[-1]
-        name = NAMES[kind] if kind == 'ours' else f'PyTorch {report["torch"].partition("+")[0]}'
-        axes.annotate(f'{name}\n{last["bleu"]:.1f} after {report["contestants"][kind]["epochs"]:.1f} epochs',
-                      (last['seconds'] / 60, last['bleu']), (8, 0), textcoords='offset points', color=color, va='center',
+        name = NAMES[kind] if kind == 'ours' else f'{WHOSE[kind]}, {report["torch"].partition("+")[0]}'
+        axes.annotate(f'{name}\n{last["bleu"]:.1f} after {kinds[kind]["epochs"]:.1f} epochs',
+                      (last['seconds'] / 60, last['bleu']), (8, up), textcoords='offset points', color=color, va='center',
                       fontweight='bold', annotation_clip=False)
     ours, theirs = curves.values()
     final = theirs[-1]['bleu']
@@ -374,8 +383,8 @@ def _draw_curves(axes, report, style):
                   linestyle=(0, (4, 3)), zorder=1)
         axes.annotate(f'{seconds / 60:.1f} min', (seconds / 60, final), (0, -5), textcoords='offset points', color=style.GREY,
                       ha='left', va='top', fontsize=8.5)
-    axes.set_xlim(0, 1.32 * max(p['seconds'] for points in curves.values() for p in points) / 60)
-    axes.set_ylim(0)
+    axes.set_xlim(0, 1.02 * max(p['seconds'] for points in curves.values() for p in points) / 60)
+    axes.set_ylim(0, highest)
     axes.set_xlabel('minutes of training', color=style.GREY)
     axes.set_ylabel('BLEU', color=style.GREY)
     axes.grid(axis='y', color=style.LIGHT, linewidth=0.8)

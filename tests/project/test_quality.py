@@ -65,7 +65,8 @@ def test_a_batch_of_tokens_has_the_same_loss_and_gradients_in_both(torch, folder
 
 @pytest.mark.parametrize('schedule', ['linear', 'cosine', 'inverse-root'])
 def test_both_train_alike_and_start_again_with_a_new_run(torch, folder, schedule):
-    (folder / 'settings.json').write_text(json.dumps(SETTINGS | dict(schedule=schedule)))
+    settings = json.loads((folder / 'settings.json').read_text())
+    (folder / 'settings.json').write_text(json.dumps(settings | dict(schedule=schedule)))
     ours, theirs = (learners.Learner(folder, kind) for kind in ('ours', 'torch'))
     for learner in (ours, theirs):
         learner.turn(0, 5, 10**6, 0)                    # a calibration, which leaves no trace
@@ -107,6 +108,26 @@ def test_turns_are_steps_of_the_batches_of_transformer_train(folder):
     expected = [*learner.batches.batches(3, 0), *learner.batches.batches(3, 1)][:count + 2]
     assert all((rows == those).all() for rows, those in zip(seen, expected, strict=True))
     assert answer['pause_s'] > 0 and answer['pause_cpu_s'] >= 0 and learner.turn(1, count + 2, 10**6, 0)['steps'] == 0
+
+
+def test_sorted_batches_have_the_same_samples_and_less_padding(torch, folder):
+    settings = json.loads((folder / 'settings.json').read_text())
+    (folder / 'settings.json').write_text(json.dumps(settings | dict(is_sorted=True)))
+    ours, theirs = (learners.Learner(folder, kind) for kind in ('ours', 'torch'))
+    seen = {ours: [], theirs: []}
+    count = ours.batches.count(3, 0)
+    for learner, batches in seen.items():
+        learner.epoch = learner.samples = 0
+        batches += [rows for rows, _ in zip(learner._order(), range(count), strict=False)]
+    assert (np.concatenate(seen[ours]) == np.concatenate(list(ours.batches.batches(3, 0)))).all()
+    plain, similar = (sum(sum(learners.positions(ours.pairs, rows)) for rows in batches) for batches in seen.values())
+    assert similar < plain and all(ours.pairs.lengths[rows].sum(0).max() <= 60 for rows in seen[theirs])
+    of_epoch = learners.sorted_batches(ours.batches, ours.pairs.lengths, 3, 0)
+    assert sorted(np.concatenate(of_epoch)) == list(range(len(ours.pairs))) and abs(len(of_epoch) - count) <= 0.2 * count
+    assert [list(rows) for rows in of_epoch[:count]] == [list(rows) for rows in seen[theirs][:len(of_epoch)]]
+    lengths = [ours.pairs.lengths[rows, 1].max() for rows in of_epoch]
+    assert lengths != sorted(lengths), 'the order of the batches is not random'
+    assert quality.padding_share(settings, ours.pairs, True) < quality.padding_share(settings, ours.pairs, False)
 
 
 # ---- the plan of a contest -------------------------------------------------------------------------------------------
