@@ -1,6 +1,7 @@
 """bench.quality: its two contestants compute the same, a whole contest in seconds, the picture, bad input."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,16 @@ def test_turns_are_steps_of_the_batches_of_transformer_train(folder):
     expected = [*learner.batches.batches(3, 0), *learner.batches.batches(3, 1)][:count + 2]
     assert all((rows == those).all() for rows, those in zip(seen, expected, strict=True))
     assert answer['pause_s'] > 0 and answer['pause_cpu_s'] >= 0 and learner.turn(1, count + 2, 10**6, 0)['steps'] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('g++'), reason='torch.compile needs g++: apt install g++')
+def test_the_compiled_twin_trains_as_the_other(torch, folder):
+    eager, compiled = (learners.Learner(folder, kind).turn(1, 8, 10**6, 1) for kind in ('torch', 'torch-compile'))
+    assert compiled['done'] == 8 and abs(eager['loss'] - compiled['loss']) <= 1e-5 * eager['loss']
+    with np.load(folder / 'torch.npz') as one, np.load(folder / 'torch-compile.npz') as other:
+        for name in one.files:
+            assert np.abs(one[name] - other[name]).max() <= 1e-3 * np.abs(one[name]).max(), name
 
 
 def test_sorted_batches_have_the_same_samples_and_less_padding(torch, folder):
