@@ -93,8 +93,9 @@ def _settings(flags):
     found = checkpoint.fresh('.')
     settings = resolve(args, found, defaults_of(args, found, train.DEFAULTS), SIZES, train.FIXED, train.PRESETS)
     for name in REFUSED:
-        if settings[name] != train.DEFAULTS.get(name, 'none' if name == 'quant' else ''):
-            raise UserError(f'{name} {settings[name]}: expected the default; the PyTorch twin does not support it')
+        if settings[name] != train.DEFAULTS[name]:              # by a preset or an environment variable
+            raise UserError(f'{name} {settings[name]}: expected {train.DEFAULTS[name]}; the PyTorch twin supports nothing '
+                            'else; unset CUSTOM_QUANT_TYPE, or give another --preset')
     return args, settings
 
 

@@ -253,6 +253,12 @@ def test_recipes_that_the_twin_cannot_follow_are_refused(torch, judged, flags, m
         quality.main(['--minutes', '1', '--recipe', '-f', 'embedded', '-t', '1', *flags])
 
 
+def test_rounding_that_the_environment_asks_for_is_refused(torch, judged, monkeypatch):
+    monkeypatch.setenv('CUSTOM_QUANT_TYPE', 'mxfp8')
+    with pytest.raises(UserError, match='quant mxfp8: expected none; the PyTorch twin supports nothing else; unset CUSTOM'):
+        quality.main(['--minutes', '1', '--recipe', '-f', 'embedded', '-t', '1'])
+
+
 def test_drawing_refuses_files_that_are_no_results(pictures, tmp_path):
     path = tmp_path / 'some.json'
     with pytest.raises(UserError, match='some.json: cannot be read'):
