@@ -101,7 +101,11 @@ class Theirs:
         torch.manual_seed(settings['seed'])
         self.folder, self.settings, self.pairs, self.contest = folder, settings, pairs, contest
         self.model = contest.twin(contest.config(folder), folder)
-        self.module = torch.compile(self.model, dynamic=True) if is_compiled else self.model
+        self.module = self.model
+        if is_compiled:
+            import torch.fx.experimental._config as config
+            config.use_duck_shape = False       # otherwise code for a first batch with two equal sizes fits only such batches
+            self.module = torch.compile(self.model, dynamic=True)
 
     def begin(self, total):
         """Start a run of `total` steps from the initial weights.  The compiled code is kept."""

@@ -188,18 +188,18 @@ class Side:
 
 
 def planned(args, figures, steps, warmup):
-    """Return the kind of PyTorch that takes part, and {kind: number of steps of the run}.
+    """Return {kind: number of steps of the run} of the contestants: pyops and one kind of PyTorch.
 
     figures: of calibrate();  steps: of --epochs, None without it.  UserError if the warmup does not fit.
     """
     seconds = None if steps else 60 * args.minutes
-    theirs = faster(figures, seconds, steps)
-    totals = {kind: steps or max(int(seconds / figures[kind]['step_s']), 1) for kind in ('ours', theirs)}
+    kinds = 'ours', faster(figures, seconds, steps)
+    totals = {kind: steps or max(int(seconds / figures[kind]['step_s']), 1) for kind in kinds}
     least = min(totals, key=totals.get)
     if warmup >= totals[least]:
         raise UserError(f'--warmup {warmup}: expected less than the {totals[least]} steps of {NAMES[least]}; '
                         'give a smaller --warmup or a longer time')
-    return theirs, totals
+    return totals
 
 
 def contest(args, stack, folder, settings, data, judge, report, save):
@@ -215,10 +215,10 @@ def contest(args, stack, folder, settings, data, judge, report, save):
         from pyops.text.training import batches
         of_run = batches(settings, pairs, drop_last=True)
         steps = sum(of_run.count(settings['seed'], epoch) for epoch in range(args.epochs))
-    theirs, totals = planned(args, figures, steps, settings['warmup'])
     for kind, f in figures.items():
-        print(f'{NAMES[kind]:16}{f["step_s"]:9.4f} s per step, {f["start_s"]:6.1f} s more for the first steps'
-              + (f'; {totals[kind]} steps' if kind in totals else '; left out'), flush=True)
+        print(f'{NAMES[kind]:16}{f["step_s"]:9.4f} s per step, {f["start_s"]:6.1f} s more for the first steps', flush=True)
+    totals = planned(args, figures, steps, settings['warmup'])
+    print(f'planned : {", ".join(f"{steps} steps of {NAMES[kind]}" for kind, steps in totals.items())}', flush=True)
     for kind in kinds:
         if kind not in totals:
             workers[kind].process.stdin.close()
