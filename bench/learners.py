@@ -24,13 +24,9 @@ def prepare(folder, settings, config, model, pairs, is_sorted=False):
     write_pairs(folder / 'data.npz', pairs)
 
 
-def has_an_end(settings):
-    """Return whether the learning rate depends on the number of steps of the run."""
-    return settings['schedule'] != 'inverse-root'
-
-
 def learning_rate(settings, total, k):
     """Return the learning rate of step k of `total`, counted from 0, as the kernels of transformer.train compute it."""
+    from pyops.text.training import has_an_end
     lr, warmup = settings['lr'], settings['warmup']
     if not has_an_end(settings):
         return lr * min((k + 1) / warmup, math.sqrt(warmup / (k + 1))) if warmup else lr
@@ -65,21 +61,15 @@ class Ours:
 
     def begin(self, total):
         """Start a run of `total` steps from the initial weights."""
-        from pyops.optim import Adam, decaying_rate, inverse_square_root
+        from pyops.text import training
         from transformer.model import Transformer
-        from transformer.train import MAX_NORM
-        settings, lr = self.settings, self.settings['lr']
+        settings = self.settings
         if self.steps:
             self.steps.close()
         self.model = Transformer(self.config, settings['seed'])
-        optimizer = Adam(self.model.params, lr, max_norm=MAX_NORM)
-
-        def set_rate():
-            if has_an_end(settings):
-                decaying_rate(optimizer, lr, settings['warmup'], total, settings['schedule'])
-            elif settings['warmup']:
-                inverse_square_root(optimizer, lr, settings['warmup'])
-        self.steps = planned_steps(self.model, self.pairs, lr, optimizer, set_rate)
+        optimizer = training.adam(self.model, settings)
+        schedule = training.Schedule(settings, optimizer, total)
+        self.steps = planned_steps(self.model, self.pairs, settings['lr'], optimizer, schedule.set_rate)
 
     def prepared(self, rows):
         return [rows]
@@ -110,7 +100,7 @@ class Theirs:
     def begin(self, total):
         """Start a run of `total` steps from the initial weights.  The compiled code is kept."""
         from bench.torch_step import copy_weights, make_step
-        from transformer.train import MAX_NORM
+        from pyops.text.training import MAX_NORM
         with np.load(self.folder / 'weights.npz') as weights:
             copy_weights(self.model, weights)
         self.run = make_step(self.module, self.settings['lr'], MAX_NORM, fused=True,

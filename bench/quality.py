@@ -75,7 +75,7 @@ def _settings(flags):
     from pyops.data import locate
     from pyops.flags import use_gpu
     from pyops.settings import resolve
-    from pyops.text.flags import defaults_of
+    from pyops.text.flags import FIXED, defaults_of
     from transformer import train
     from transformer.model import SIZES
     parser = train.parser()
@@ -91,7 +91,7 @@ def _settings(flags):
     args.gpu = 0
     use_gpu(args)
     found = checkpoint.fresh('.')
-    settings = resolve(args, found, defaults_of(args, found, train.DEFAULTS), SIZES, train.FIXED, train.PRESETS)
+    settings = resolve(args, found, defaults_of(args, found, train.DEFAULTS), SIZES, FIXED, train.PRESETS)
     for name in REFUSED:
         if settings[name] != train.DEFAULTS[name]:              # by a preset or an environment variable
             raise UserError(f'{name} {settings[name]}: expected {train.DEFAULTS[name]}; the PyTorch twin supports nothing '

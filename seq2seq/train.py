@@ -73,7 +73,7 @@ def main(argv=None):
     history = fit.History()
 
     # step
-    schedule = training.Schedule(settings, run, batches, args.epochs, optimizer)
+    schedule = training.Schedule.of_run(settings, optimizer, run, batches, args.epochs)
 
     def step(rows, *sizes):
         schedule.set_rate()

@@ -178,19 +178,29 @@ class Schedule:
     """The learning rate of each step of a run, as the settings of the schedule ask.
 
     It is a function of the step count, so a resumed run continues the schedule; one that ends with the run, if -e is the same.
+    steps: number of steps of the run, for a schedule that ends with it
     """
 
-    def __init__(self, settings, run, batches, epochs, optimizer):
-        self._optimizer, self._lr, self._warmup = optimizer, settings['lr'], settings['warmup']
-        self._shape = settings['schedule']
-        self._steps = None if self._shape == 'inverse-root' else fit.planned_steps(run, batches, epochs, optimizer)
+    def __init__(self, settings, optimizer, steps):
+        self._settings, self._optimizer, self._steps = settings, optimizer, steps
+
+    @classmethod
+    def of_run(cls, settings, optimizer, run, batches, epochs):
+        """Return the Schedule of a run that ends after so many epochs."""
+        return cls(settings, optimizer, fit.planned_steps(run, batches, epochs, optimizer) if has_an_end(settings) else None)
 
     def set_rate(self):
         """Set the learning rate of the next step; call it in a step."""
-        if self._steps:
-            decaying_rate(self._optimizer, self._lr, self._warmup, self._steps, self._shape)
-        elif self._warmup:
-            inverse_square_root(self._optimizer, self._lr, self._warmup)
+        lr, warmup = self._settings['lr'], self._settings['warmup']
+        if has_an_end(self._settings):
+            decaying_rate(self._optimizer, lr, warmup, self._steps, self._settings['schedule'])
+        elif warmup:
+            inverse_square_root(self._optimizer, lr, warmup)
+
+
+def has_an_end(settings):
+    """Return whether the learning rate depends on the number of steps of the run."""
+    return settings['schedule'] != 'inverse-root'
 
 
 class Parts:

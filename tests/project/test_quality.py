@@ -18,7 +18,8 @@ from pyops.errors import UserError
 from pyops.optim import Adam, decaying_rate, inverse_square_root
 from transformer.model import Config, Transformer
 
-SETTINGS = dict(seed=3, batch_size=8, batch_tokens=60, accumulate=1, num_steps=9, lr=0.002, warmup=3, schedule='linear')
+SETTINGS = dict(seed=3, batch_size=8, batch_tokens=60, accumulate=1, num_steps=9, lr=0.002, warmup=3, schedule='linear',
+                ema=0.0)
 RECIPE = ['-f', 'embedded', '-t', '1', '--d-model', '16', '--d-ff', '8', '--batch-tokens', '300', '--hold-out', '0.1',
           '--pre-norm', '--smoothing', '0.1', '--warmup', '2', '--schedule', 'cosine']
 SHORT = ['--slice', '0.1', '--calibrate', '0.2', '--no-compile', '--sentences', '9', '--threads', '1']
