@@ -202,9 +202,9 @@ def test_a_broken_kernel_fails_the_gpu_check_in_a_copy_without_git(tmp_path):
     shutil.copy2(ROOT / 'Makefile', tree)
     source = tree / 'cuda/hopper_gemm.cu'
     text = source.read_text()
-    steps = 'const int steps = static_cast<int>(blocks_for<int64_t>(g.K, TK))'
+    steps = 'const int all_steps = static_cast<int>(blocks_for<int64_t>(K, TK))'
     assert steps in text
-    source.write_text(text.replace(steps, 'const int steps = static_cast<int>((g.K + 1) / TK + (g.K < TK))'))
+    source.write_text(text.replace(steps, 'const int all_steps = static_cast<int>((K + 1) / TK + (K < TK))'))
     tools = tmp_path / 'tools'
     tools.mkdir()
     for tool in ('make', 'g++', 'gcc', 'awk', 'sh', 'uname', 'getconf', 'mkdir', 'rm', 'cp', 'touch', 'mv', 'as', 'ld', 'sort',
