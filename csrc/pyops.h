@@ -112,7 +112,10 @@ PYOPS_API pyops_status pyops_gemm_bf16(
  * increment    counter[0] += 1                               int64
  * tick         counter[0] += 1;  now[0] = counter[0]         int64: a fresh step number for each dropout mask
  * relu         y[i] = max(x[i], 0), NaN stays NaN;           backward dx[i] = dy[i] where y[i] > 0, else 0
- * y may be x, and dx may be dy, in scale and relu.
+ * silu         y[i] = x[i] s,  s = 1 / (1 + e^-x[i]);        backward dx[i] = dy[i] s (1 + x[i] (1 - s))
+ * gelu         y[i] = x[i] P(x[i]);                          backward dx[i] = dy[i] (P(x[i]) + x[i] P'(x[i]))
+ *              P(x) = (1 + erf(x / sqrt(2))) / 2, the normal distribution function
+ * y may be x, and dx may be dy, in scale, relu, silu and gelu.
  */
 PYOPS_API pyops_status pyops_convert(
     pyops_real *y, const pyops_real *x, int64_t R, int64_t C, int64_t ldy, int64_t ldx, void *stream);
@@ -125,6 +128,10 @@ PYOPS_API pyops_status pyops_increment(int64_t *counter, void *stream);
 PYOPS_API pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream);
 PYOPS_API pyops_status pyops_relu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
 PYOPS_API pyops_status pyops_relu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *y, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_silu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_silu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_gelu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream);
+PYOPS_API pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n, void *stream);
 
 /* ---- strided arrays: element by element, copies, reductions -----------------------------------------
  * A view is a pointer to its first element, a shape, and a stride for each axis, in elements.

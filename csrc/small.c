@@ -1,4 +1,4 @@
-/* small.c - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions.
+/* small.c - fill, axpy, scale, column sums, argmax, counters, relu, silu, gelu, concatenation with a context, positions.
  *
  * All are memory-bound.  Threads share fixed chunks or columns, so the order of a sum never depends on their number.
  */
@@ -90,22 +90,51 @@ pyops_status pyops_tick(int64_t *now, int64_t *counter, void *stream) {
     return PYOPS_OK;
 }
 
+typedef void row_forward(float *y, const float *x, int64_t n);
+typedef void row_backward(float *dx, const float *dy, const float *saved, int64_t n);
+
+static pyops_status forward(const char *name, row_forward *row, float *y, const float *x, int64_t n) {
+    PYOPS_REQUIRE(n >= 0, "%s_forward: n=%lld, expected at least 0", name, LL(n));
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += CHUNK) row(y + i, x + i, pyops_min(CHUNK, n - i));
+    return PYOPS_OK;
+}
+
+static pyops_status backward(const char *name, row_backward *row, float *dx, const float *dy, const float *saved, int64_t n) {
+    PYOPS_REQUIRE(n >= 0, "%s_backward: n=%lld, expected at least 0", name, LL(n));
+    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
+    for (int64_t i = 0; i < n; i += CHUNK) row(dx + i, dy + i, saved + i, pyops_min(CHUNK, n - i));
+    return PYOPS_OK;
+}
+
 pyops_status pyops_relu_forward(float *y, const float *x, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "relu_forward: n=%lld, expected at least 0", LL(n));
-    const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
-    for (int64_t i = 0; i < n; i += CHUNK) k->relu(y + i, x + i, pyops_min(CHUNK, n - i));
-    return PYOPS_OK;
+    return forward("relu", pyops_active()->relu, y, x, n);
 }
 
 pyops_status pyops_relu_backward(float *dx, const float *dy, const float *y, int64_t n, void *stream) {
     (void)stream;
-    PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld, expected at least 0", LL(n));
-    const pyops_kernels *k = pyops_active();
-    #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
-    for (int64_t i = 0; i < n; i += CHUNK) k->relu_back(dx + i, dy + i, y + i, pyops_min(CHUNK, n - i));
-    return PYOPS_OK;
+    return backward("relu", pyops_active()->relu_back, dx, dy, y, n);
+}
+
+pyops_status pyops_silu_forward(float *y, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    return forward("silu", pyops_active()->silu, y, x, n);
+}
+
+pyops_status pyops_silu_backward(float *dx, const float *dy, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    return backward("silu", pyops_active()->silu_back, dx, dy, x, n);
+}
+
+pyops_status pyops_gelu_forward(float *y, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    return forward("gelu", pyops_active()->gelu, y, x, n);
+}
+
+pyops_status pyops_gelu_backward(float *dx, const float *dy, const float *x, int64_t n, void *stream) {
+    (void)stream;
+    return backward("gelu", pyops_active()->gelu_back, dx, dy, x, n);
 }
 
 pyops_status pyops_concat_context_forward(float *y, const float *x, const float *context, int64_t T, int64_t B, int64_t E,

@@ -1,5 +1,5 @@
-// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, concatenation with a context, positions, the log of
-// steps.
+// small.cu - fill, axpy, scale, column sums, argmax, counters, relu, silu, gelu, concatenation with a context, positions, the
+// log of steps.
 //
 // All are bound by memory bandwidth.  Flat arrays use flat.cuh, column sums reduce.cuh.  In the other kernels a thread takes
 // four adjacent floats, or one, at a time, and accesses of a warp are coalesced.
@@ -54,6 +54,39 @@ struct ReluBackward {
     __device__ bool begin() { return true; }
     __device__ void operator()(const float (&in)[2], float (&dx)[1]) const { dx[0] = in[1] > 0.0f ? in[0] : 0.0f; }
 };
+
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float normal_cdf(float x) { return 0.5f * erfcf(-0.70710678f * x); } // accurate for negative x, unlike 1 + erf
+
+struct Silu {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * sigmoid(x[0]); }
+};
+
+struct SiluBackward {
+    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, x -> dx
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
+        const float x = in[1], s = sigmoid(x);
+        dx[0] = in[0] * (s + x * (s * (1.0f - s)));
+    }
+};
+
+struct Gelu {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&x)[1], float (&y)[1]) const { y[0] = x[0] * normal_cdf(x[0]); }
+};
+
+struct GeluBackward {
+    static constexpr int INPUTS = 2, OUTPUTS = 1; // dy, x -> dx
+    __device__ bool begin() { return true; }
+    __device__ void operator()(const float (&in)[2], float (&dx)[1]) const {
+        const float x = in[1], density = 0.39894228f * expf(-0.5f * x * x); // 1 / sqrt(2 pi)
+        dx[0] = in[0] * (normal_cdf(x) + x * density);
+    }
+};
 }
 
 // Launch F on arrays of either type.
@@ -98,6 +131,28 @@ extern "C" pyops_status pyops_relu_backward(pyops_real *dx, const pyops_real *dy
                                             void *stream) {
     PYOPS_REQUIRE(n >= 0, "relu_backward: n=%lld, expected at least 0", LL(n));
     return flat_call("relu_backward", ReluBackward{}, {dy, y}, {dx}, n, stream);
+}
+
+extern "C" pyops_status pyops_silu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "silu_forward: n=%lld, expected at least 0", LL(n));
+    return flat_call("silu_forward", Silu{}, {x}, {y}, n, stream);
+}
+
+extern "C" pyops_status pyops_silu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n,
+                                            void *stream) {
+    PYOPS_REQUIRE(n >= 0, "silu_backward: n=%lld, expected at least 0", LL(n));
+    return flat_call("silu_backward", SiluBackward{}, {dy, x}, {dx}, n, stream);
+}
+
+extern "C" pyops_status pyops_gelu_forward(pyops_real *y, const pyops_real *x, int64_t n, void *stream) {
+    PYOPS_REQUIRE(n >= 0, "gelu_forward: n=%lld, expected at least 0", LL(n));
+    return flat_call("gelu_forward", Gelu{}, {x}, {y}, n, stream);
+}
+
+extern "C" pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy, const pyops_real *x, int64_t n,
+                                            void *stream) {
+    PYOPS_REQUIRE(n >= 0, "gelu_backward: n=%lld, expected at least 0", LL(n));
+    return flat_call("gelu_backward", GeluBackward{}, {dy, x}, {dx}, n, stream);
 }
 
 extern "C" pyops_status pyops_add_positions_backward(pyops_real *dx, const pyops_real *dy, int64_t n, float scale,

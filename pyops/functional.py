@@ -15,6 +15,7 @@ from pyops import backend
 from pyops.autograd import Tensor, apply, is_grad_enabled, no_grad
 from pyops.autograd.mode import is_interpreted
 from pyops.ops import (
+    GELU,
     GRU,
     Attention,
     ConcatContext,
@@ -27,6 +28,7 @@ from pyops.ops import (
     LinearCrossEntropy,
     ReLU,
     Residual,
+    SiLU,
 )
 from pyops.ops.array import normal_axes
 from pyops.ops.convolution import Windows, positions
@@ -81,6 +83,16 @@ def sigmoid(x: Numbers) -> Tensor:
 def relu(x: Numbers) -> Tensor:
     """Return max(x, 0), elementwise."""
     return apply(ReLU, tensor(x))
+
+
+def silu(x: Numbers) -> Tensor:
+    """Return x / (1 + e^-x), elementwise."""
+    return apply(SiLU, tensor(x))
+
+
+def gelu(x: Numbers) -> Tensor:
+    """Return x (1 + erf(x / sqrt(2))) / 2, elementwise."""
+    return apply(GELU, tensor(x))
 
 
 def maximum(a: Numbers, b: Numbers) -> Tensor:
@@ -256,9 +268,12 @@ def linear(x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Tensor:
     return apply(Linear, tensor(x), weight=tensor(weight), **parameters)
 
 
-def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers) -> Tensor:
-    """Return linear(relu(linear(x, w1, b1)), w2, b2), one op;  x (..., D), w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)."""
-    return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2))
+def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers, activation: str = 'relu') -> Tensor:
+    """Return linear(activation(linear(x, w1, b1)), w2, b2), one op;  x (..., D), w1 (F, D), b1 (F,), w2 (D, F), b2 (D,).
+
+    activation: relu, silu or gelu
+    """
+    return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2), activation=activation)
 
 
 def embedding(ids: Numbers, weight: Numbers) -> Tensor:

@@ -2,6 +2,7 @@
 from pyops.nn.attention import MultiHeadAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from pyops.nn.container import Residual, Sequential
 from pyops.nn.layers import (
+    GELU,
     BatchNorm1d,
     Conv2d,
     CrossEntropyLoss,
@@ -15,6 +16,7 @@ from pyops.nn.layers import (
     MSELoss,
     ReLU,
     Sigmoid,
+    SiLU,
     Softmax,
     SoftmaxLoss,
     Tanh,
@@ -22,7 +24,7 @@ from pyops.nn.layers import (
 from pyops.nn.module import KernelLayer, Layer, Module, Parameter
 from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
-__all__ = ['GRU', 'LSTM', 'RNN', 'BatchNorm1d', 'Conv2d', 'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten', 'GRUCell',
-           'Identity', 'KernelLayer', 'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'Linear', 'MSELoss', 'Module',
-           'MultiHeadAttention', 'MultiheadAttention', 'Parameter', 'RNNCell', 'ReLU', 'Residual', 'Sequential', 'Sigmoid',
-           'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoderLayer', 'TransformerEncoderLayer']
+__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'BatchNorm1d', 'Conv2d', 'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten',
+           'GRUCell', 'Identity', 'KernelLayer', 'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'Linear', 'MSELoss',
+           'Module', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter', 'RNNCell', 'ReLU', 'Residual', 'Sequential',
+           'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoderLayer', 'TransformerEncoderLayer']

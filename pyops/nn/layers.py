@@ -73,6 +73,20 @@ class ReLU(KernelLayer):
         return ops.ReLU, {}, {'name': self._path or 'relu'}
 
 
+class SiLU(KernelLayer):
+    """y = x / (1 + exp(-x))"""
+
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
+        return ops.SiLU, {}, {'name': self._path or 'silu'}
+
+
+class GELU(KernelLayer):
+    """y = x (1 + erf(x / sqrt(2))) / 2"""
+
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
+        return ops.GELU, {}, {'name': self._path or 'gelu'}
+
+
 class Tanh(Layer):
     """y = tanh(x)"""
 

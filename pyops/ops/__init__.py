@@ -12,6 +12,7 @@ All Python code of an op is in one file:
                             Returns the gradients of the inputs and {parameter: gradient}; ctx and `parameters` hold Tensors
     declare(...)            the costs of its kernels (pyops/backend/kernels.py)
 """
+from pyops.ops.activation import GELU, SiLU
 from pyops.ops.attention import Attention, sequence_lengths
 from pyops.ops.batch_norm import BatchNorm
 from pyops.ops.cross_entropy import CrossEntropy
@@ -31,6 +32,6 @@ from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 from pyops.ops.residual_norm import ResidualNorm
 
-__all__ = ['GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU',
+__all__ = ['GELU', 'GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU',
            'FeedForward', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU',
-           'Residual', 'ResidualNorm', 'sequence_lengths']
+           'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']

@@ -1,4 +1,4 @@
-"""FeedForward: two linear layers with a ReLU between them."""
+"""FeedForward: two linear layers with an activation function between them."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -7,32 +7,43 @@ import numpy as np
 
 from pyops.backend import REAL, as_rows, axes, check, check_parameter, empty, empty_gradient, gemm, launch, note_product
 from pyops.backend.kernels import DGRAD, FWD, WGRAD
+from pyops.ops.activation import GELU, SiLU
+from pyops.ops.relu import ReLU
 
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
 
+ACTIVATIONS = 'relu', 'silu', 'gelu'
+
 
 class FeedForward:
-    """Apply two linear layers with a ReLU between them to each row.
+    """Apply two linear layers with an activation function between them to each row: ReLU, or one of ACTIVATIONS.
 
     Shapes   x, dx, y, dy (..., D);  w1 (F, D), b1 (F,), w2 (D, F), b2 (D,)
-    Forward  h = max(x w1' + b1, 0);  y = h w2' + b2
-    Backward dh = dy w2 where h > 0, else 0;  dw2 += dy' h;  db2 += sum_r dy[r]
-             dx = dh w1;  dw1 += dh' x;  db1 += sum_r dh[r]
-    Saves    x and h (..., F)
+    Forward  a = x w1' + b1;  h = max(a, 0), or the SiLU or GELU of a;  y = h w2' + b2
+    Backward da = dy w2 times the derivative of the activation;  dw2 += dy' h;  db2 += sum_r dy[r]
+             dx = da w1;  dw1 += da' x;  db1 += sum_r da[r]
+    Saves    x and h (..., F);  for SiLU and GELU also a (..., F)
     Errors   TypeError and ValueError naming the argument or the parameter
     Source   Vaswani et al. 2017, arXiv:1706.03762, section 3.3
-    Notes    the first product applies ReLU to its sums while they are in registers
+    Notes    the first product applies ReLU to its sums while they are in registers; SiLU and GELU take another pass
     """
 
     class Ctx(NamedTuple):
         x: Array
         h: Array
+        a: Array | None        # None for ReLU, whose derivative follows from h
 
-    def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, name: str | None = None) -> None:
+    def __init__(self, w1: Parameter, b1: Parameter, w2: Parameter, b2: Parameter, name: str | None = None,
+                 activation: str = 'relu') -> None:
         self.w1, self.b1, self.w2, self.b2, self.name = w1, b1, w2, b2, name or w1.owner
+        if activation not in ACTIVATIONS:
+            raise ValueError(f'activation {activation!r}: expected one of {", ".join(ACTIVATIONS)}')
+        self.activation = activation
+        if activation != 'relu':
+            self.backward_on_tensors = None     # type: ignore[assignment,method-assign]  # the formula is for ReLU
         F, D = axes(w1.name, w1.value, 'F D')
         for parameter, shape in ((w1, (F, D)), (b1, (F,)), (w2, (D, F)), (b2, (D,))):
             check_parameter(parameter, shape)
@@ -41,11 +52,25 @@ class FeedForward:
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D), REAL)
         h, y = empty((*x.shape[:-1], F), x.dtype, f'{self.name}.h'), empty(x.shape, x.dtype, f'{self.name}.y')
-        gemm(as_rows(h), as_rows(x), self.w1.operand(x.dtype).T, self.b1.value, relu=True)
+        a = self._inner(h)
+        gemm(as_rows(a), as_rows(x), self.w1.operand(x.dtype).T, self.b1.value, relu=a is h)
         note_product(self, FWD, 'w1', weight=self.w1, bias=self.b1, rows=x.shape[:-1])
+        self._activate(h, a)
         gemm(as_rows(y), as_rows(h), self.w2.operand(x.dtype).T, self.b2.value)
         note_product(self, FWD, 'w2', weight=self.w2, bias=self.b2, rows=x.shape[:-1])
-        return y, self.Ctx(x, h)
+        return y, self.Ctx(x, h, None if a is h else a)
+
+    def _inner(self, h: Array) -> Array:
+        """Return the array for the result of the first layer: h for ReLU, which the product applies."""
+        return h if self.activation == 'relu' else empty(h.shape, h.dtype, f'{self.name}.a')
+
+    def _activate(self, h: Array, a: Array) -> None:
+        if a is not h:
+            launch(f'{self.activation}_forward', h, a, a.size)
+
+    def _activate_backward(self, dh: Array, h: Array, a: Array | None) -> None:
+        """Replace dh by da."""
+        launch(f'{self.activation}_backward', dh, dh, h if a is None else a, dh.size)
 
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
@@ -57,7 +82,7 @@ class FeedForward:
         dh = empty_gradient((R, F), f'{self.name}.dh', dy.dtype)
         gemm(dh, dy, self.w2.operand(dy.dtype))
         note_product(self, DGRAD, 'w2', weight=self.w2)
-        launch('relu_backward', dh, dh, h, R * F)
+        self._activate_backward(dh, h, ctx.a)
         gemm(self.w2.grad, dy.T, h, accumulate=True)
         note_product(self, WGRAD, 'w2', weight=self.w2)
         launch('column_sums', self.b2.grad, dy, R, D)
@@ -85,8 +110,10 @@ class FeedForward:
         return QuantizedFeedForward
 
     @staticmethod
-    def reference(x: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> np.ndarray:
-        return np.maximum(x @ w1.T + b1, 0) @ w2.T + b2
+    def reference(x: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray, b2: np.ndarray,
+                  activation: str = 'relu') -> np.ndarray:
+        formulas = {'relu': ReLU.reference, 'silu': SiLU.reference, 'gelu': GELU.reference}
+        return formulas[activation](x @ w1.T + b1) @ w2.T + b2
 
     @staticmethod
     def example(normal: Normal) -> Example:

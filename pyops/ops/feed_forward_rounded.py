@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 class QuantizedFeedForward(FeedForward):
     """FeedForward with rounded operands: two linear layers, <name>.w1 and <name>.w2.
 
-    Saves    h, since backward of the ReLU needs its signs, and for each layer the same as QuantizedLinear
+    Saves    h or a, which backward of the activation reads, and for each layer the same as QuantizedLinear
     """
 
     class Ctx(NamedTuple):
         shape: Shape
         h: Array
+        a: Array | None
         first: Kept
         second: Kept
 
@@ -41,8 +42,10 @@ class QuantizedFeedForward(FeedForward):
         F, D = self.w1.value.shape
         check('x', x, (*np.shape(x)[:-1], D))
         h, y = empty((*x.shape[:-1], F), name=f'{self.name}.h'), empty(x.shape, name=f'{self.name}.y')
-        first = self.first.forward(h, x, relu=True)
-        return y, self.Ctx(x.shape, h, first, self.second.forward(y, h))
+        a = self._inner(h)
+        first = self.first.forward(a, x, relu=a is h)
+        self._activate(h, a)
+        return y, self.Ctx(x.shape, h, None if a is h else a, first, self.second.forward(y, h))
 
     def backward(self, dy: Array, ctx: Ctx, into: Array | None = None) -> Array:
         """Return dx.  into: add dx to this array, which may be dy, and return it."""
@@ -53,7 +56,7 @@ class QuantizedFeedForward(FeedForward):
         dh = empty_gradient(h.shape, f'{self.name}.dh')
         launch('column_sums', self.b2.grad, dy, *dy.shape)
         self.second.backward(dy, ctx.second, dh)
-        launch('relu_backward', dh, dh, h, dh.size)
+        self._activate_backward(dh, h, ctx.a)
         launch('column_sums', self.b1.grad, dh, *dh.shape)
         dx = empty_gradient(ctx.shape, f'{self.name}.dx') if into is None else into       # dy is no longer needed
         self.first.backward(dh, ctx.first, dx, into is not None)

@@ -90,6 +90,8 @@ CASES = [
     *alike('exp', *ONE), *alike('tanh', *ONE), *alike('sigmoid', *ONE),
     *alike('log', *ONE, draw=positive), *alike('sqrt', *ONE, draw=positive),
     *alike('relu', *ONE, draw=away_from_0),
+    *case('silu', lambda F, x: F.silu(x), lambda torch, x: torch.nn.functional.silu(x), *ONE),
+    *case('gelu', lambda F, x: F.gelu(x), lambda torch, x: torch.nn.functional.gelu(x), *ONE, second=False),
     *alike('maximum', *TWO), *alike('minimum', *TWO), *alike('maximum', *TWO, draw=tied), *alike('minimum', *TWO, draw=tied),
     # reductions
     *reduction('sum', lambda torch, x, axis, keep: x.sum(axis, keep)),
@@ -165,6 +167,9 @@ CASES = [
     *case('feed_forward', lambda F, *x: F.feed_forward(*x),
           lambda torch, x, w1, b1, w2, b2: torch.relu(x @ w1.T + b1) @ w2.T + b2,
           [(2, 3, 4), (6, 4), (6,), (4, 6), (4,)]),
+    *case('feed_forward-silu', lambda F, *x: F.feed_forward(*x, activation='silu'),
+          lambda torch, x, w1, b1, w2, b2: torch.nn.functional.silu(x @ w1.T + b1) @ w2.T + b2,
+          [(2, 3, 4), (6, 4), (6,), (4, 6), (4,)], second=False),
     *case('embedding', lambda F, w: F.embedding(IDS, w), lambda torch, w: torch.nn.functional.embedding(torch.tensor(IDS), w),
           [(5, 3)]),
     *case('layer_norm', lambda F, x, w, b: F.layer_norm(x, w, b),

@@ -449,6 +449,23 @@ def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     assert (np.abs(dx[:, 0] - Sigmoid.reference(exact)) <= 4 * np.finfo('f').eps * Sigmoid.reference(exact)).all()
 
 
+def test_silu_gelu_and_their_derivatives_are_good_to_a_few_units_in_the_last_place_of_x(torch):
+    x = np.concatenate([np.linspace(-30, 30, 40001), np.geomspace(1e-30, 1e30, 500), -np.geomspace(1e-30, 1e30, 500)])
+    x, exact = x.astype('f'), torch.tensor(x.astype('f').astype('d'), requires_grad=True)
+    for name in ('silu', 'gelu'):
+        y, dx = np.empty_like(x), np.empty_like(x)
+        launch(f'{name}_forward', y, x, x.size)
+        launch(f'{name}_backward', dx, np.ones_like(x), x, x.size)
+        want = getattr(torch.nn.functional, name)(exact)
+        derivative, = torch.autograd.grad(want.sum(), exact)
+        want, derivative = want.detach().numpy(), derivative.numpy()
+        near_0 = np.minimum(np.abs(x), 1 + np.abs(want))        # of a large negative x only an absolute error matters
+        assert (np.abs(y - want) <= 4 * np.finfo('f').eps * near_0).all(), name
+        assert (np.abs(dx - derivative) <= 16 * np.finfo('f').eps).all(), name
+        launch(f'{name}_forward', y[:2], np.array([np.nan, np.inf], 'f'), 2)
+        assert np.isnan(y[0]) and y[1] == np.inf
+
+
 # ---- optimiser --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('n', (1, 17, 16384, 100_003))

@@ -16,6 +16,7 @@ from places import get, put
 from pyops.backend import check, empty_gradient, library
 from pyops.differences import every_op, settings_of
 from pyops.ops import (
+    GELU,
     GRU,
     Attention,
     BatchNorm,
@@ -34,6 +35,7 @@ from pyops.ops import (
     ReLU,
     Residual,
     ResidualNorm,
+    SiLU,
 )
 from pyops.ops.array import ArrayOp
 from pyops.ops.attention import dropout_factors, visible
@@ -109,6 +111,24 @@ class FeedForwardRow:
     def torch(self, torch, x, w1, b1, w2, b2):
         linear = torch.nn.functional.linear
         return linear(torch.relu(linear(x, w1, b1)), w2, b2)
+
+
+class SmoothFeedForwardRow:
+    """FeedForward with an activation other than ReLU."""
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 7), (4, 7, 33, 257))                                         # T, B, D, F
+    large = (9, 101, 100, 96)
+
+    def __init__(self, activation):
+        self.name, self.activation = f'feed_forward-{activation}', activation
+
+    def build(self, size, rng):
+        T, B, D, F = size
+        params = dict(w1=normal(rng, F, D), b1=normal(rng, F), w2=normal(rng, D, F), b2=normal(rng, D))
+        return Built(functools.partial(FeedForward, activation=self.activation), dict(x=normal(rng, T, B, D)), params)
+
+    def torch(self, torch, x, w1, b1, w2, b2):
+        linear = torch.nn.functional.linear
+        return linear(getattr(torch.nn.functional, self.activation)(linear(x, w1, b1)), w2, b2)
 
 
 class LayerNormRow:
@@ -240,6 +260,21 @@ class ReLURow:
 
     def torch(self, torch, x):
         return torch.relu(x)
+
+
+class ActivationRow:
+    wrong_axis = {'x': None}                # any shape is accepted
+    sizes = ((1,), (2, 3), (5, 17), (40, 1001))
+    large = (300, 1001)
+
+    def __init__(self, op):
+        self.name, self.op = op.kernel, op
+
+    def build(self, size, rng):
+        return Built(self.op, dict(x=normal(rng, *size, scale=3.0)), {})
+
+    def torch(self, torch, x):
+        return getattr(torch.nn.functional, self.name)(x)
 
 
 class EmbeddingRow:
@@ -719,7 +754,8 @@ class InProductsRow:
         return Built(op, built.inputs, built.params, built.constants)
 
 
-TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
+TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), ActivationRow(SiLU), ActivationRow(GELU),
+         EmbeddingRow(), SparseEmbeddingRow(), DropoutRow(),
          ConcatContextRow(), CrossEntropyRow(), LinearCrossEntropyRow(),
          AttentionRow(), AttentionRow(causal=True), AttentionRow(lengths='any'), AttentionRow(p=0.3, lengths='full'),
          AttentionRow(True, 0.3, 'any'),
@@ -734,6 +770,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
          *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
          *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
+         *(SmoothFeedForwardRow(activation) for activation in ('silu', 'gelu')),
          PositionsRow(), PackedPositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
          SmoothedCrossEntropyRow(),
@@ -749,7 +786,8 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), EmbeddingR
              SmoothedLinearCrossEntropyRow(), LargeLinearCrossEntropyRow(0.1))),
          InProductsRow(PixelLinearRow(), (5, 3, 9, 4), (6, 40, 784, 30)),
          InProductsRow(LinearOfSequencesRow(), (2, 3, 5, 7), (3, 5, 17, 33)),
-         InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16))]
+         InProductsRow(FeedForwardRow(), (2, 3, 4, 7), (1, 5, 17, 16)),
+         InProductsRow(SmoothFeedForwardRow('silu'), (2, 3, 4, 7), (1, 5, 17, 16))]
 EXAMPLES = [pytest.param(row, row.sizes[0], id=row.name)
             for row in (ExampleRow(op) for op in every_op() if not issubclass(op, ArrayOp))]
 EACH = [pytest.param(row, size, id=f'{row.name}-{"x".join(map(str, size))}') for row in TABLE for size in row.sizes]

@@ -53,6 +53,7 @@ TABLE = [
     Row('linear-of-sequences', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(3, 4, 7),)),
     Row('linear-without-bias', lambda: nn.Linear(7, 5, bias=False), lambda t: t.Linear(7, 5, bias=False), (normal(4, 7),)),
     Row('relu', nn.ReLU, lambda t: t.ReLU(), (normal(4, 7),)),
+    Row('silu', nn.SiLU, lambda t: t.SiLU(), (normal(4, 7),)), Row('gelu', nn.GELU, lambda t: t.GELU(), (normal(4, 7),)),
     Row('tanh', nn.Tanh, lambda t: t.Tanh(), (normal(4, 7),)),
     Row('sigmoid', nn.Sigmoid, lambda t: t.Sigmoid(), (normal(4, 7),)),
     Row('softmax', nn.Softmax, lambda t: t.Softmax(-1), (normal(4, 7),)),

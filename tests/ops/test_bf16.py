@@ -13,6 +13,7 @@ from pyops import backend
 from pyops.backend import BF16, get, launch, put, to_bf16
 from pyops.backend.arrays import from_bf16
 from pyops.ops import (
+    GELU,
     Attention,
     Dropout,
     Embedding,
@@ -23,6 +24,7 @@ from pyops.ops import (
     Positions,
     Residual,
     ResidualNorm,
+    SiLU,
 )
 from pyops.ops.relu import ReLU
 from pyops.params import Parameter
@@ -175,7 +177,8 @@ def test_elementwise_ops_round_their_results_once(shape, on_gpu):
     compare(forward_and_backward(lambda: Dropout(0.3, 5), [], [x, step], lambda _: dy), ['y', 'dx'])
     compare(forward_and_backward(lambda: Residual(0.3, 5), [], [x, branch, step], lambda _: dy), ['y', 'dx', 'dbranch'])
     compare(forward_and_backward(Residual, [], [x, branch], lambda _: dy), ['y', 'dx', 'dbranch'])
-    compare(forward_and_backward(ReLU, [], [x], lambda _: dy), ['y', 'dx'])
+    for activation in (ReLU, SiLU, GELU):
+        compare(forward_and_backward(activation, [], [x], lambda _: dy), ['y', 'dx'])
     if len(shape) == 3:
         compare(forward_and_backward(lambda: Positions(shape[2], 9, 3.0), [], [x], lambda _: dy), ['y', 'dx'])
 
