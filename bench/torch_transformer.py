@@ -31,7 +31,7 @@ class Block(nn.Module):
     def __init__(self, config, is_decoder, dtype):
         super().__init__()
         D = config.d_model
-        self.pre_norm = config.pre_norm
+        self.pre_norm, self.activation = config.pre_norm, getattr(F, config.activation)
         self.self_attention = MultiHeadAttention(config, dtype)
         self.cross_attention = MultiHeadAttention(config, dtype) if is_decoder else None
         self.w1, self.w2 = nn.Linear(D, config.d_ff, dtype=dtype), nn.Linear(config.d_ff, D, dtype=dtype)
@@ -47,7 +47,7 @@ class Block(nn.Module):
         else:
             x = self.sublayer(x, self.norms[0], lambda n: self.self_attention(n, n, causal=True))
             x = self.sublayer(x, self.norms[1], lambda n: self.cross_attention(n, memory, source_mask))
-        return self.sublayer(x, self.norms[-1], lambda n: self.w2(F.relu(self.w1(n))))
+        return self.sublayer(x, self.norms[-1], lambda n: self.w2(self.activation(self.w1(n))))
 
 
 class TorchTransformer(nn.Module):

@@ -13,6 +13,7 @@ import numpy as np
 from pyops import backend, init, ops
 from pyops.errors import UserError
 from pyops.ops import Dropout, Embedding, LayerNorm, Positions, Residual, ResidualNorm
+from pyops.ops.feed_forward import ACTIVATIONS
 from pyops.ops.linear import JoinedLinear
 from pyops.ops.packed import Packed
 from pyops.params import Parameters, Spec, key
@@ -20,7 +21,7 @@ from pyops.text.decoding import Decoder, greedy
 from pyops.text.vocabulary import PAD
 
 # The settings in which a checkpoint must agree with the model that loads it.
-SIZES = ('d_model', 'd_ff', 'heads', 'layers', 'decoder_layers', 'num_steps', 'positions', 'pre_norm', 'tied')
+SIZES = ('d_model', 'd_ff', 'heads', 'layers', 'decoder_layers', 'num_steps', 'positions', 'pre_norm', 'tied', 'activation')
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,17 @@ class Config:
     pre_norm: bool = False      # layer norm before each sublayer instead of after its residual sum
     tied: bool = False          # one matrix for both embeddings and the output layer; needs one vocabulary for both languages
     smoothing: float = 0.0      # label smoothing
+    activation: str = 'relu'    # of the feed-forward layers: 'relu', 'silu', 'gelu'
+    bias: bool = False          # whether the projections of attention have biases
+    halves: bool = False        # positional encodings: all sines, then all cosines, instead of pairs of both
     ops: object = ops           # source of the op classes with matrix products: pyops.ops or a quantization.Family
 
     def __post_init__(self):
         for name in ('source_size', 'target_size', 'd_model', 'd_ff', 'heads', 'layers', 'num_steps', 'positions'):
             if getattr(self, name) < 1:
                 raise UserError(f'{name}: expected a whole number above 0, got {getattr(self, name)}')
+        if self.activation not in ACTIVATIONS:
+            raise UserError(f'--activation {self.activation}: expected one of {", ".join(ACTIVATIONS)}')
         if self.decoder_layers < 0:
             raise UserError(f'--decoder-layers {self.decoder_layers}: expected 0 or more')
         if self.tied and self.source_size != self.target_size:
@@ -65,10 +71,11 @@ BRANCH_GAIN, LOGIT_GAIN = 0.25, 0.3
 
 
 def attention_specs(prefix, config):
-    """Return the specs of the four projections of an attention layer, (D, D) each, without bias."""
+    """Return the specs of the four projections of an attention layer: weights (D, D), and with config.bias biases (D,)."""
     D = config.d_model
     gains = dict(q=1.0, k=1.0, v=1.0, out=BRANCH_GAIN)
-    return {f'{prefix}.{name}.weight': Spec((D, D), init.xavier_normal(gain)) for name, gain in gains.items()}
+    biases = {f'{prefix}.{name}.bias': Spec((D,), init.zeros()) for name in gains} if config.bias else {}
+    return {f'{prefix}.{name}.weight': Spec((D, D), init.xavier_normal(gain)) for name, gain in gains.items()} | biases
 
 
 def feed_forward_specs(prefix, config):
@@ -129,7 +136,9 @@ class Projections:
     def __init__(self, layers, params, prefix, names, join):
         self.layers, self.prefix, self.names = layers, prefix, names
         weight = params.joined([layer.weight.name for layer in layers]) if join and joins_products() else None
-        self.joined = None if weight is None else JoinedLinear(layers, weight, f'{prefix}.{names}')
+        bias = params.joined([layer.bias.name for layer in layers]) if weight and layers[0].bias else None
+        joins = weight is not None and (bias is not None or layers[0].bias is None)
+        self.joined = JoinedLinear(layers, weight, f'{prefix}.{names}', bias) if joins else None
 
     def forward(self, x):
         if self.joined:
@@ -166,7 +175,9 @@ class MultiHeadAttention:
 
     def __init__(self, params, prefix, config, causal=False):
         make = config.ops
-        self.q, self.k, self.v, self.out = (make.Linear(params[f'{prefix}.{name}.weight']) for name in ('q', 'k', 'v', 'out'))
+        self.q, self.k, self.v, self.out = (
+            make.Linear(params[f'{prefix}.{name}.weight'], params[f'{prefix}.{name}.bias'] if config.bias else None)
+            for name in ('q', 'k', 'v', 'out'))
         self.attention = make.Attention(config.heads, causal, config.dropout, key(params.seed, f'{prefix}.dropout'), prefix)
         layers = [self.q, self.k, self.v]
         plain = type(self.attention) is ops.Attention and all(type(layer) is ops.Linear for layer in layers)
@@ -339,7 +350,8 @@ class DecoderBlock:
 
 
 def feed_forward(params, prefix, config):
-    return config.ops.FeedForward(*(params[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2')))
+    return config.ops.FeedForward(*(params[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2')),
+                                  activation=config.activation)
 
 
 class Stack:
@@ -409,7 +421,7 @@ class Transformer:
     def __init__(self, config, seed=0):
         self.config = config
         self.params = p = Parameters(parameter_specs(config), seed)
-        self.positions = Positions(config.d_model, config.positions, config.d_model ** 0.5)
+        self.positions = Positions(config.d_model, config.positions, config.d_model ** 0.5, halves=config.halves)
         self.encoder = Stack(p, 'encoder', EncoderBlock, config.layers, self.positions, config)
         self.decoder = Stack(p, 'decoder', DecoderBlock, config.decoder_layers or config.layers, self.positions, config)
         self.output = config.ops.LinearCrossEntropy(p['embedding.weight' if config.tied else 'output.weight'], p['output.bias'],

@@ -16,7 +16,7 @@ from transformer import translate
 
 PROGRAM = 'transformer.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, decoder_layers=0,
-                                 positions=1000, pre_norm=False, tied=False)
+                                 positions=1000, pre_norm=False, tied=False, activation='relu')
 PRESETS = {'small': {},
            'base': dict(lr=0.0007, dropout=0.1, d_model=512, d_ff=2048, heads=8, layers=6, num_steps=64, pre_norm=True,
                         smoothing=0.1, warmup=4000)}
@@ -32,6 +32,8 @@ def parser():
     add_setting(model, DEFAULTS, '--layers', type=int_up_to(64), help='blocks of the encoder')
     add_setting(model, DEFAULTS, '--decoder-layers', type=int_up_to(64), help='blocks of the decoder; 0: as many as --layers')
     add_setting(model, DEFAULTS, '--positions', type=int_up_to(1000), help='encoded positions: the largest num-steps')
+    add_setting(model, DEFAULTS, '--activation', metavar='NAME',
+                help='function between the two products of a feed-forward layer: relu, silu or gelu')
     model.add_argument('--pre-norm', action=BooleanOptionalAction,
                        help='apply layer norm before each sublayer instead of after its sum (default: after)')
     model.add_argument('--tied', action=BooleanOptionalAction,
@@ -52,6 +54,8 @@ def main(argv=None):
 
     # settings
     found = training.find_checkpoint(args, 'transformer')
+    if found.state:
+        found.state['settings'].setdefault('activation', 'relu')        # older checkpoints
     settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED, PRESETS)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading
 

@@ -114,14 +114,15 @@ class Linear:
 
 
 class JoinedLinear(Linear):
-    """Several Linear layers without bias, with one input, as one product.
+    """Several Linear layers with one input as one product.
 
-    Shapes   x, dx (..., I);  y, dy (..., n O): the n results side by side;  weight (n O, I): their weights one below the other
+    Shapes   x, dx (..., I);  y, dy (..., n O): the n results side by side;  weight (n O, I): their weights one below the other;
+             bias (n O,): their biases, or None
     Notes    a plan finds the product of each layer under the name of that layer.  docs/attention.md has an example
     """
 
-    def __init__(self, layers: Sequence[Linear], weight: Parameter, name: str) -> None:
-        super().__init__(weight, name=name)
+    def __init__(self, layers: Sequence[Linear], weight: Parameter, name: str, bias: Parameter | None = None) -> None:
+        super().__init__(weight, bias, name)
         self.layers = layers
         if weight.value.shape != (len(layers) * len(layers[0].weight.value), layers[0].weight.value.shape[1]):
             raise ValueError(f'{name}: want a weight of {len(layers)} times {layers[0].weight.value.shape}, '
@@ -134,4 +135,5 @@ class JoinedLinear(Linear):
 
     def _note(self, product: Product, **facts: Any) -> None:
         for i, layer in enumerate(self.layers):
-            note_product(layer, product.part(i, len(self.layers)), weight=layer.weight, **facts)
+            note_product(layer, product.part(i, len(self.layers)), weight=layer.weight,
+                         **facts | ({'bias': layer.bias} if 'bias' in facts else {}))

@@ -18,6 +18,7 @@ class Positions:
     Shapes   x, dx, y, dy (T, B, size), or packed rows (N, size) with positions (N,) int32;  table (longest, size)
     Forward  y[t, b] = scale x[t, b] + table[first + t];  packed: y[n] = scale x[n] + table[first + positions[n]]
              table[t, 2i] = sin(t / 10000^(2i / size));  table[t, 2i + 1] = cos(t / 10000^(2i / size))
+             halves: all sines come first: columns 0, 2, 4, ... and then 1, 3, 5, ... of that table, as in Marian
     Backward dx = scale dy
     Saves    nothing
     Errors   ValueError if first < 0 or first + T > longest, and for a position outside the table; TypeError and ValueError
@@ -29,12 +30,15 @@ class Positions:
     class Ctx(NamedTuple):
         shape: Shape
 
-    def __init__(self, size: int, longest: float = 1000, scale: float = 1.0, name: str = 'positions') -> None:
-        self.scale, self.name = scale, name
+    def __init__(self, size: int, longest: float = 1000, scale: float = 1.0, name: str = 'positions',
+                 halves: bool = False) -> None:
+        self.scale, self.name, self.halves = scale, name, halves
         table = HOST.zeros((longest, size), np.float32)
         angles = np.arange(longest)[:, None] / 10000.0 ** (np.arange(0, size, 2) / size)
-        table[:, 0::2] = np.sin(angles)
-        table[:, 1::2] = np.cos(angles[:, :size // 2])
+        half = -(-size // 2)
+        sines, cosines = (slice(half), slice(half, None)) if halves else (slice(0, None, 2), slice(1, None, 2))
+        table[:, sines] = np.sin(angles)
+        table[:, cosines] = np.cos(angles[:, :size // 2])
         self.table = put(table)
 
     def forward(self, x: Array, first: int = 0, positions: Array | None = None) -> tuple[Array, Ctx]:
@@ -63,13 +67,14 @@ class Positions:
 
     @staticmethod
     def reference(x: np.ndarray, first: int = 0, positions: np.ndarray | None = None, scale: float = 1.0,
-                  size: int | None = None, longest: int | None = None) -> np.ndarray:
+                  size: int | None = None, longest: int | None = None, halves: bool = False) -> np.ndarray:
         if positions is None:
-            return Positions.reference(x, first, np.broadcast_to(np.arange(len(x))[:, None], x.shape[:-1]), scale)
+            positions = np.broadcast_to(np.arange(len(x))[:, None], x.shape[:-1])
         table = np.empty(x.shape)
         for column in range(x.shape[-1]):
             angle = (first + positions) / 10000 ** (column // 2 * 2 / x.shape[-1])
-            table[..., column] = np.cos(angle) if column % 2 else np.sin(angle)
+            place = column // 2 + column % 2 * -(-x.shape[-1] // 2) if halves else column
+            table[..., place] = np.cos(angle) if column % 2 else np.sin(angle)
         return scale * x + table
 
     @staticmethod

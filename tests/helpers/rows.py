@@ -159,6 +159,17 @@ class PositionsRow:
         return self.SCALE * x + torch.stack([angles.sin(), angles.cos()], -1).reshape(T, 1, -1)[..., :D]
 
 
+class HalvesOfPositionsRow(PositionsRow):
+    name = 'halves-of-positions'
+
+    def build(self, size, rng):
+        return Built(lambda: Positions(size[-1], scale=self.SCALE, halves=True), dict(x=normal(rng, *size)), {})
+
+    def torch(self, torch, x):
+        order = [*range(0, x.shape[-1], 2), *range(1, x.shape[-1], 2)]
+        return self.SCALE * x + super().torch(torch, torch.zeros_like(x))[..., order]
+
+
 class PackedPositions(Positions):
     """Positions of packed rows; its arguments are arrays only."""
 
@@ -771,7 +782,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          *(SmoothFeedForwardRow(activation) for activation in ('silu', 'gelu')),
-         PositionsRow(), PackedPositionsRow(), SmoothedLinearCrossEntropyRow(),
+         PositionsRow(), HalvesOfPositionsRow(), PackedPositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
          SmoothedCrossEntropyRow(),
          *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),

@@ -1002,13 +1002,16 @@ def test_attention_refuses_heads_and_shares_that_cannot_be():
             attend(Attention(2, p=p), q, q, q)
 
 
+@pytest.mark.parametrize('bias', [False, True])
 @pytest.mark.parametrize('n', [2, 3])
-@pytest.mark.parametrize('rows,inputs,outputs', [((5,), 7, 16), ((9, 5), 32, 24), ((3, 40), 256, 256), ((1, 1), 64, 48)])
-def test_joined_linear_layers_equal_separate_ones(n, rows, inputs, outputs):
+@pytest.mark.parametrize('rows,inputs,outputs', [((5,), 7, 16), ((9, 5), 32, 48), ((3, 40), 256, 256), ((1, 1), 64, 48)])
+def test_joined_linear_layers_equal_separate_ones(n, rows, inputs, outputs, bias):
     rng, names = np.random.default_rng(0), [f'{name}.weight' for name in 'qkv'[:n]]
-    params = Parameters({name: Spec((outputs, inputs), init.xavier_normal()) for name in names})
-    layers = [Linear(params[name]) for name in names]
-    joined = JoinedLinear(layers, params.joined(names), 'joined')
+    biases = [f'{name}.bias' for name in 'qkv'[:n]] if bias else []
+    params = Parameters({name: Spec((outputs, inputs), init.xavier_normal()) for name in names}
+                        | {name: Spec((outputs,), init.normal(1.0)) for name in biases})
+    layers = [Linear(params[name], params[name.replace('weight', 'bias')] if bias else None) for name in names]
+    joined = JoinedLinear(layers, params.joined(names), 'joined', params.joined(biases) if bias else None)
     x, dy, into = put(normal(rng, *rows, inputs)), normal(rng, *rows, n * outputs), normal(rng, *rows, inputs)
     start = normal(rng, params.grads.size)
     backend.copy(params.grads, put(start))
@@ -1024,7 +1027,7 @@ def test_joined_linear_layers_equal_separate_ones(n, rows, inputs, outputs):
         near(get(joined.split(y)[i]), get(one), 1e-5, f'y of layer {i}')
         layer.backward(put(dy[..., i * outputs:(i + 1) * outputs].copy()), ctx, into=total)
     near(dx, get(total), 2e-6 * np.abs(dx).max(), 'dx')
-    near(grads, get(params.grads), 2e-6 * np.abs(grads).max(), 'gradients of the weights')
+    near(grads, get(params.grads), 2e-6 * np.abs(grads).max(), 'gradients')
     assert np.abs(grads - start).max() > 0.1
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from arrays import near
+from arrays import near, normal
 from places import get, put
 from translation import TINY_TRANSFORMER as TINY
 from translation import (
@@ -19,7 +19,7 @@ from translation import (
     train_steps,
 )
 
-from pyops import backend, plan
+from pyops import backend, checkpoint, plan
 from pyops.errors import UserError
 from pyops.optim import Adam
 from pyops.philox import dropout_mask
@@ -59,7 +59,10 @@ def torch_loss(torch, model, source, target, labels, step):
     def attend(x, prefix, module, lengths, memory=None):
         memory = x if memory is None else memory
         (Tq, B, D), Tk, H = x.shape, len(memory), config.heads
-        q, k, v = ((rows @ leaves[f'{prefix}.{name}.weight'].T).reshape(-1, B, H, D // H).permute(1, 2, 0, 3)
+
+        def project(rows, name):
+            return F.linear(rows, leaves[f'{prefix}.{name}.weight'], leaves.get(f'{prefix}.{name}.bias'))
+        q, k, v = (project(rows, name).reshape(-1, B, H, D // H).permute(1, 2, 0, 3)
                    for name, rows in (('q', x), ('k', memory), ('v', memory)))
         scores = q @ k.transpose(-1, -2) / math.sqrt(D // H)
         if lengths is None:
@@ -69,7 +72,7 @@ def torch_loss(torch, model, source, target, labels, step):
         weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
         Tk4 = -(-Tk // 4) * 4
         weights = weights * keep(module.attention, B * H * Tq * Tk4).reshape(B, H, Tq, Tk4)[..., :Tk]
-        return (weights @ v).permute(2, 0, 1, 3).reshape(Tq, B, D) @ leaves[f'{prefix}.out.weight'].T
+        return project((weights @ v).permute(2, 0, 1, 3).reshape(Tq, B, D), 'out')
 
     def sublayer(layer, x, prefix, f, *args):
         branch = f(norm(x, f'{prefix}.norm') if config.pre_norm else x, prefix, *args)
@@ -78,13 +81,16 @@ def torch_loss(torch, model, source, target, labels, step):
 
     def feed_forward(x, prefix):
         w1, b1, w2, b2 = (leaves[f'{prefix}.{name}'] for name in ('w1', 'b1', 'w2', 'b2'))
-        return F.linear(torch.relu(F.linear(x, w1, b1)), w2, b2)
+        return F.linear(getattr(F, config.activation)(F.linear(x, w1, b1)), w2, b2)
 
     def embed(ids, stack, side):
         x = leaves[f'{side}.embedding.weight'][ids] * math.sqrt(config.d_model)
         t, i = np.arange(len(ids))[:, None], np.arange(config.d_model)
         angle = t / 10000 ** (i // 2 * 2 / config.d_model)
-        x = x + torch.tensor(np.where(i % 2, np.cos(angle), np.sin(angle)))[:, None]
+        table = np.where(i % 2, np.cos(angle), np.sin(angle))
+        if config.halves:
+            table = np.concatenate([table[:, 0::2], table[:, 1::2]], 1)
+        x = x + torch.tensor(table)[:, None]
         return x * keep_rows(stack.dropout, x, lengths[side])
 
     source, target, labels = (torch.tensor(a).long() for a in (source, target, labels))
@@ -118,6 +124,27 @@ def test_loss_and_every_gradient_equal_torch(torch, layers, smoothing, pre_norm,
     model.backward(ctx)
     assert abs(loss[0] - want.item()) <= 1e-6 * want.item()
     assert_same_gradients(model.params, leaves)
+
+
+@pytest.mark.parametrize('settings', [dict(activation='silu'), dict(activation='gelu', pre_norm=True), dict(bias=True),
+                                      dict(halves=True), dict(activation='silu', bias=True, halves=True)], ids=str)
+def test_loss_and_gradients_with_other_activations_biases_and_positions_equal_torch(torch, settings):
+    config = Config(50, 61, dropout=0.2, **SMALL, **settings)
+    model, step, batch = Transformer(config, seed=3), np.array([5]), random_batch(config, 13)
+    rng = np.random.default_rng(0)
+    for bias in (model.params[name].value for name in model.params if name.endswith('.bias')):
+        bias += normal(rng, *bias.shape, scale=0.3)
+    want, leaves = torch_loss(torch, model, *batch, step)
+    want.backward()
+    loss, ctx = model.forward(packed_batch(*batch), step=step)
+    model.backward(ctx)
+    assert abs(loss[0] - want.item()) <= 1e-6 * want.item()
+    # A bias of the keys adds the same number to all scores of a query, so its gradient is 0 but for rounding.
+    keys = [name for name in model.params if name.endswith('attention.k.bias')]
+    assert len(keys) == config.bias * 6
+    for name in keys:
+        assert leaves.pop(name).grad.abs().max() < 1e-12 and np.abs(model.params[name].grad).max() < 1e-6
+    assert_same_gradients({name: model.params[name] for name in leaves}, leaves)
 
 
 @pytest.mark.parametrize('only_valid', [False, True], ids=['all positions', 'valid positions'])
@@ -332,9 +359,9 @@ def attentions(model):
         yield block.cross_attention
 
 
-@pytest.mark.parametrize('pre_norm', [False, True])
-def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeypatch, pre_norm):
-    config = Config(20, 21, **SMALL, pre_norm=pre_norm, dropout=0.3)
+@pytest.mark.parametrize('pre_norm, bias', [(False, False), (True, False), (True, True)])
+def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeypatch, pre_norm, bias):
+    config = Config(20, 21, **SMALL | dict(d_model=48 if bias else 24), pre_norm=pre_norm, dropout=0.3, bias=bias)
     batch, step = packed_batch(*random_batch(config, 5)), put(np.array([3]))
     results = []
     for model in transformers(monkeypatch, config):
@@ -347,8 +374,8 @@ def test_joined_products_of_q_k_and_v_give_the_results_of_three_products(monkeyp
     assert all(part.joined for a in attentions(joined) for part in (a.qkv, a.kv))
     assert abs(joined_loss - loss) <= 1e-6 * abs(loss) and np.abs(grads).max() > 1e-3
     near(joined_grads, grads, 1e-6 * np.abs(grads).max(), 'gradients')
-    # Three products become one and two become one, in forward, dx and dw: 4 self-attentions, 2 cross-attentions.
-    assert count - joined_count == 3 * (2 * 4 + 1 * 2)
+    # Three products become one and two become one, in forward, dx, dw and db: 4 self-attentions, 2 cross-attentions.
+    assert count - joined_count == (3 + bias) * (2 * 4 + 1 * 2)
 
 
 def test_a_row_of_weights_that_does_not_end_on_a_cache_line_is_not_joined(monkeypatch):
@@ -428,12 +455,39 @@ def test_what_was_learned_is_translated(tmp_path, capsys):
     ('--heads 3', '--heads 3: expected a divisor of --d-model 256: heads share it evenly'),
     ('--num-steps 11 --positions 10',
      '--num-steps 11: expected at most --positions 10: lower --num-steps or raise --positions'),
+    ('--activation swish', '--activation swish: expected one of relu, silu, gelu'),
     ('--pairs 50', 'embedded: has 45 pairs to train on, and a batch is 128; give a smaller -b')])
 def test_sizes_that_do_not_go_together_are_refused(tmp_path, monkeypatch, arguments, want):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         train.main(['-f', 'embedded', *arguments.split()])
     assert str(error.value) == want
+
+
+@pytest.mark.parametrize('activation', ['silu', 'gelu'])
+def test_an_activation_is_trained_resumed_and_kept(tmp_path, activation, capsys):
+    flags = ['-d', '0', '--layers', '1', *TINY]
+    train.main(['-e', '2', '-c', str(tmp_path / 'whole'), *flags, '--activation', activation])
+    train.main(['-e', '1', '-c', str(tmp_path / 'parts'), *flags, '--activation', activation])
+    train.main(['-e', '2', '-c', str(tmp_path / 'parts'), *flags])
+    assert_same_training(newest(tmp_path / 'whole'), newest(tmp_path / 'parts'))
+    translator, state = translate.open_checkpoint(str(tmp_path / 'whole'))
+    assert translator.model.config.activation == state['settings']['activation'] == activation
+    with pytest.raises(UserError, match=f'^--activation relu: .* was trained with {activation}; leave --activation out'):
+        train.main(['-e', '3', '-c', str(tmp_path / 'whole'), *flags, '--activation', 'relu'])
+
+
+def test_a_checkpoint_from_before_there_were_activations_has_relu(tmp_path, capsys):
+    flags = ['-d', '0', '--layers', '1', *TINY]
+    train.main(['-e', '1', '-c', str(tmp_path), *flags])
+    path = checkpoint.find(tmp_path, serving=True).path
+    tensors, state = checkpoint.load(path)
+    assert state['settings'].pop('activation') == 'relu'
+    checkpoint.save(path, tensors, state)
+    with pytest.raises(UserError, match='^--activation silu: .* was trained with relu; leave --activation out'):
+        train.main(['-e', '2', '-c', str(tmp_path), *flags, '--activation', 'silu'])
+    train.main(['-e', '2', '-c', str(tmp_path), *flags])
+    assert newest(tmp_path)[1]['settings']['activation'] == 'relu'
 
 
 def test_a_checkpoint_of_another_corpus_is_refused(tmp_path):
