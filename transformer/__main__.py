@@ -3,7 +3,8 @@ from pyops.flags import list_programs
 
 if __name__ == '__main__':
     list_programs('transformer', 'A transformer that translates English to French.', {
-        'train': 'train, go on with a checkpoint, or serve one',
+        'train': 'train, resume a checkpoint, or serve one',
         'translate': 'translate with a checkpoint',
         'evaluate': 'score a checkpoint: BLEU, chrF',
+        'from_marian': 'convert a model of Marian',
     })

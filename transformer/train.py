@@ -7,7 +7,7 @@
 import math
 from argparse import BooleanOptionalAction
 
-from pyops.errors import exits_cleanly
+from pyops.errors import UserError, exits_cleanly
 from pyops.flags import int_up_to, select_storage, use_device
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
@@ -55,6 +55,9 @@ def main(argv=None):
     # settings
     found = training.find_checkpoint(args, 'transformer')
     if found.state:
+        if 'run' not in found.state:
+            raise UserError(f'{found.path}: was converted by transformer.from_marian and cannot be trained further; '
+                            'give another folder with -c, or -e 0 to serve it')
         found.state['settings'].setdefault('activation', 'relu')        # older checkpoints
     settings = resolve(args, found, flags.defaults_of(args, found, DEFAULTS), SIZES, flags.FIXED, PRESETS)
     configure(Config, settings, 1, 1)                           # report contradictions before minutes of loading

@@ -106,6 +106,7 @@ def evaluate(args, open_checkpoint):
 def trained_corpus(args, translator, state):
     """Return the corpus on which a checkpoint was trained, the fraction held out of it, and a line that names the corpus.
 
+    A converted checkpoint (transformer.from_marian) was trained on none: then it is the corpus that the flags select.
     UserError if nothing was held out, or the corpus is another one.
     """
     from pyops.text import tokenizer
@@ -116,6 +117,8 @@ def trained_corpus(args, translator, state):
     if not settings['hold_out']:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
     whole, line = open_corpus(args.corpus, args.data_dir, settings.get('tiny'))
+    if state['pairs'] is None:
+        return whole, settings['hold_out'], line
     corpus = whole.first(settings.get('pairs') or None)
     training, _, _ = hold_out(corpus, settings['hold_out'])
     vocabularies = translator.source_vocabulary, translator.target_vocabulary

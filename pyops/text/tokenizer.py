@@ -1,9 +1,10 @@
-"""The two tokenizers of the translators, and what the rest of the code needs to know about either.
+"""The tokenizers of the translators and their protocol.
 
-    --tokenizer word    Vocabulary: lower-case words, one vocabulary per language; rare words are unknown
-    --tokenizer bpe     Subwords: parts of raw text, one vocabulary for both languages; no word is unknown
+    --tokenizer word           Vocabulary: lower-case words, one vocabulary per language; rare words are unknown
+    --tokenizer bpe            Subwords: parts of raw text, one vocabulary for both languages; no word is unknown
+    transformer.from_marian    Pieces: the SentencePiece models of a converted model
 
-For both, id 0 is padding, 1 the end mark, 2 an unknown word and 3 the begin mark (pyops.text.vocabulary).
+In each, id 0 is padding, 1 the end mark, 2 an unknown word and 3 the begin mark (pyops.text.vocabulary).
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pyops.errors import UserError
+from pyops.text.pieces import Pieces
 from pyops.text.split import hold_out
 from pyops.text.subwords import Subwords, train
 from pyops.text.vocabulary import Encoded, Vocabulary
@@ -95,5 +97,5 @@ def restore(states):
 
 def _restored(state):
     if isinstance(state, dict):
-        return Subwords(state['bpe'])
+        return Pieces.restore(state) if 'spm' in state else Subwords(state['bpe'])
     return None if state is None else Vocabulary(state)
