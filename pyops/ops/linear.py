@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
 
+BIAS_GRADIENT = Product('wgrad', {})         # no product: it names the layers of a kernel that writes several gradients
 # product.operand of a linear layer, in the order of a training step: the operand names in a recipe (pyops/quantization.py)
 OPERANDS = 'fwd.x', 'fwd.w', 'dgrad.g', 'dgrad.w', 'wgrad.g', 'wgrad.x'
 
@@ -75,6 +76,7 @@ class Linear:
         self._note(WGRAD)
         if self.bias:
             launch('column_sums', self.bias.grad, dy, *rows.shape)
+            self._note(BIAS_GRADIENT)
         if not want_dx:
             return None
         separate = into is None or may_overlap(into, dy)        # a product must not overwrite its own operand

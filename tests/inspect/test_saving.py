@@ -133,14 +133,14 @@ class Witness:
             y, ctx = result
             self.parameters(f'{op.name}.w1', weight=op.w1, bias=op.b1)
             self.parameters(f'{op.name}.w2', weight=op.w2, bias=op.b2)
-            self.tell(f'{op.name}.w1', 'forward', input=x, output=ctx.h)
+            self.tell(f'{op.name}.w1', 'forward', input=x, output=ctx.h if ctx.a is None else ctx.a)
             self.tell(f'{op.name}.w2', 'forward', input=ctx.h, output=y)
 
     def FeedForward_backward(self, op, dy, ctx, *into, result=None):
         if result is None:
             self.tell(f'{op.name}.w2', 'backward', grad_output=dy)
             dh = self.product(f'{op.name}.w2', dy, op.w2)
-            launch('relu_backward', dh, dh, ctx.h.reshape(dh.shape), dh.size)
+            launch(f'{op.activation}_backward', dh, dh, (ctx.h if ctx.a is None else ctx.a).reshape(dh.shape), dh.size)
             self.tell(f'{op.name}.w1', 'backward', grad_output=dh)
             self.product(f'{op.name}.w1', dh, op.w1)
 
@@ -290,7 +290,8 @@ def translation(model, B=5):
 
 
 def of_transformer(**settings):
-    return translation(Transformer(TransformerConfig(20, 21, d_model=24, d_ff=20, heads=3, num_steps=7, **settings), 3))
+    sizes = dict(d_model=24, d_ff=20, heads=3, num_steps=7)
+    return translation(Transformer(TransformerConfig(20, 21, **sizes | settings), 3))
 
 
 def of_joined_products(**settings):
@@ -341,7 +342,8 @@ def make_biases_nonzero(params):
 
 
 MODELS = {'transformer': of_transformer, 'pre_norm': lambda: of_transformer(pre_norm=True, layers=1),
-          'joined products': of_joined_products, 'seq2seq': of_seq2seq,
+          'joined products': of_joined_products, 'silu': lambda: of_transformer(activation='silu', bias=True, layers=1),
+          'joined biases': lambda: of_joined_products(d_model=48, bias=True, layers=1), 'seq2seq': of_seq2seq,
           'reset_before': lambda: of_seq2seq(reset_before=True, layers=1), 'mnist': of_mnist, 'resnet': of_resnet}
 
 
