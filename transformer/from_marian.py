@@ -188,7 +188,8 @@ def _read_hub(folder):
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'{path}: cannot be read as float32 or float16 tensors ({error}); get the file again') from error
+        raise UserError(f'{path}: cannot be read ({error}); expected tensors of float32 or float16: save them so, '
+                        'or get the file again') from error
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith('embed_positions.weight')}
     tensors.setdefault('final_logits_bias', _zeros(1, len(ids)))
     names = {}

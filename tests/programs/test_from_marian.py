@@ -363,6 +363,12 @@ def with_tensors(change):
     return apply
 
 
+def as_bfloat16(folder):
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(folder / 'model.safetensors')
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / 'model.safetensors')
+
+
 def pickled(folder):
     (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
 
@@ -392,7 +398,8 @@ def pickled(folder):
     (lambda folder: (folder / 'source.spm').write_bytes(b'text'),
      'source.spm: not a SentencePiece model; get the .spm file again'),
     (lambda folder: (folder / 'model.safetensors').write_bytes(b'text'),
-     'model.safetensors: cannot be read as float32 or float16'),
+     'model.safetensors: cannot be read .* expected tensors of float32 or float16'),
+    (as_bfloat16, 'model.safetensors: cannot be read .* expected tensors of float32 or float16'),
     (with_tensors(lambda tensors: tensors.pop('model.encoder.layers.1.fc1.bias')),
      r'model.encoder.layers.1.fc1.bias: expected shape \(48,\), got none; get all files from the same model'),
     (with_tensors(lambda tensors: tensors.update({'model.encoder.layer_norm.bias': np.zeros(32, np.float32)})),
