@@ -32,6 +32,15 @@ SENTENCES = ["Mary doesn't sleep.", 'The old house is red.', 'He sees 7 cats!', 
              'No.']
 
 
+@pytest.fixture(scope='module', autouse=True)
+def one_thread():
+    """PyTorch's products are small here: two threads that wait for each other take longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope='module')
 def spm(tmp_path_factory):
     """A folder with source.spm and target.spm, of 200 pieces each, and vocab.json, which joins them as Marian does."""
