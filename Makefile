@@ -22,6 +22,7 @@ BUILD ?= build/c
 LIBRARY ?= pyops/libpyops.so
 EXTRA_CFLAGS ?=
 AVX512 ?= -mavx512f -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512
+AVX512_BF16 ?= $(AVX512) -mavx512bw -mavx512bf16
 
 CFLAGS := -std=gnu11 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math \
           -Wall -Wextra -Wno-unknown-pragmas -Icsrc -MMD -MP $(EXTRA_CFLAGS)
@@ -34,6 +35,7 @@ X86 := $(filter x86_64 amd64 i386 i686,$(shell uname -m))
 ifneq ($(X86),)
 $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
+$(BUILD)/kernels/avx512_bf16.o: CFLAGS += $(AVX512_BF16)
 endif
 
 # The compute capabilities of all GPUs here, from 8.0 on: CUDA may number the GPUs in another order.  The awk pattern also drops
@@ -204,7 +206,7 @@ demo: cpu .venv/ready ## train on the embedded corpus for about a minute, then t
 # Tests run in one process per core.  WORKERS=0 runs them in a single process, for debuggers.
 WORKERS ?= $(CORES)
 PYTEST := .venv/bin/python -m pytest -q -rs -n $(WORKERS) --dist worksteal
-TABLE := tests/ops/test_table.py tests/ops/test_ops.py $(patsubst %,tests/backend/test_%.py,kernels strided formats)
+TABLE := $(patsubst %,tests/ops/test_%.py,table ops cpu_bf16) $(patsubst %,tests/backend/test_%.py,kernels strided formats)
 
 C_FILES = $(shell find csrc cuda -name '*.[ch]' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp')
 lint: .venv/test-ready ## check the Python code with ruff and its types with mypy, the C and CUDA code with clang-format
@@ -220,11 +222,11 @@ test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all`
 
 # The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.
 lowered: ## build the library whose AVX-512 kernels are compiled for AVX2: pytest --on avx512 uses it on a CPU without AVX-512
-	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
+	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma' AVX512_BF16='-mavx2 -mfma'
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.
 test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
-	for isa in generic $(if $(X86),$(if $(shell grep -ls avx512dq /proc/cpuinfo),avx2,avx512)); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
+	for isa in generic $(if $(X86),$(if $(shell grep -ls avx512dq /proc/cpuinfo),avx2 $(shell grep -ohm1 avx512_bf16 /proc/cpuinfo | sed s/_bf16//),avx512)); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
 	$(MAKE) test-emulated
 	$(PYTEST) --slow tests
 

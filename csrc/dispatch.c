@@ -1,8 +1,8 @@
 /* dispatch.c - choice of kernels, number of threads, text of the last error, scratch.
  *
- * The kernels are chosen once, when the library is loaded: the best table supported by CPU and operating system
- * (__builtin_cpu_supports checks XCR0 too), or the one named by PYOPS_ISA.  An unsupported request falls back to generic;
- * pyops_isa() returns the table in use, and the Python side raises an error if it differs from the request.
+ * The kernels are chosen once, when the library is loaded: those of the best instruction set that CPU and operating system
+ * support (__builtin_cpu_supports checks XCR0 too), or of the one named by PYOPS_ISA.  An unsupported request falls back to generic;
+ * pyops_isa() and pyops_bf16_isa() return the kernels in use, and the Python side raises an error if neither is the request.
  */
 #include <omp.h>
 #include <pthread.h>
@@ -16,7 +16,6 @@ static _Thread_local char last_error[512];
 
 const char *pyops_last_error(void) { return last_error; }
 int32_t pyops_abi_version(void) { return PYOPS_ABI_VERSION; }
-const char *pyops_isa(void) { return pyops_active()->name; }
 const char *pyops_gemm_tile(void) { return pyops_active()->tile; }
 
 pyops_status pyops_fail(pyops_status code, const char *fmt, ...) {
@@ -32,24 +31,42 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) {
 #ifndef PYOPS_LOWERED
 #define PYOPS_LOWERED 0
 #endif
-static const pyops_kernels *choose(void) {
+static pyops_kernels tables[2];                         /* of the precisions float32 and bfloat16 */
+
+static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16) {
+    tables[0] = tables[1] = *table;
+    tables[1].micro = *bf16;
+}
+
+static void choose(void) {
     const char *requested = getenv("PYOPS_ISA");
     if (requested && !*requested) requested = NULL;
 #if defined __x86_64__ || defined __i386__
     __builtin_cpu_init();
-#define KERNEL(isa, test) \
-    if ((PYOPS_LOWERED || (test)) && (!requested || !strcmp(requested, #isa))) return &pyops_kernels_##isa;
+#define KERNEL(isa, table, test) \
+    if ((PYOPS_LOWERED || (test)) && (!requested || !strcmp(requested, #isa))) \
+        return use(&pyops_kernels_##table, &pyops_bf16_##isa);
 #include "kernels/kernels.inc"
 #undef KERNEL
 #else
     (void)requested;
 #endif
-    return &pyops_kernels_generic;
+    use(&pyops_kernels_generic, &pyops_bf16_generic);
 }
 
-static const pyops_kernels *active;
-__attribute__((constructor)) static void init_kernels(void) { active = choose(); }
-const pyops_kernels *pyops_active(void) { return active; }
+const char *pyops_isa(void) { return tables[0].name; }
+const char *pyops_bf16_isa(void) { return tables[1].micro.name; }
+
+static int32_t precision;                               /* as in pyops_set_precision */
+__attribute__((constructor)) static void init_kernels(void) { choose(); }
+const pyops_kernels *pyops_active(void) { return &tables[__atomic_load_n(&precision, __ATOMIC_RELAXED) != 0]; }
+
+pyops_status pyops_set_precision(int32_t wanted) {
+    PYOPS_REQUIRE(wanted == 0 || wanted == 2, "set_precision: precision=%d, expected 0 (float32) or 2 (bfloat16) on the CPU",
+                  wanted);
+    __atomic_store_n(&precision, wanted, __ATOMIC_RELAXED);
+    return PYOPS_OK;
+}
 
 /* ---- threads ---- */
 int32_t pyops_threads(void) { return omp_get_max_threads(); }

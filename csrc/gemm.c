@@ -16,7 +16,7 @@ static float relu(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
 enum { FROM_SUMS = 4, TO_SUMS = 8 };
 
 /* c (mc,nc) = a (mc,kc) x packed b (kc,nc), tile by tile.  `t` holds the fields common to all tiles, with a and b at their
- * start.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and cache-set conflicts.
+ * start and kc in steps.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and cache-set conflicts.
  * Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
                   int64_t mc, int64_t nc, int flags) {
@@ -53,7 +53,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             if (t.before == edge)
                 for (int64_t r = 0; r < t.rows; r++)
                     for (int64_t s = 0; s < NR; s++) edge[r * NR + s] = s < n ? c_ij[r * ldc + s] : 0.0f;
-            k->gemm(&t);
+            k->micro.gemm(&t);
             if (t.c == edge)
                 for (int64_t r = 0; r < t.rows; r++) memcpy(c_ij + r * ldc, edge + r * NR, (size_t)n * sizeof *c);
         }
@@ -74,7 +74,8 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
         }
 }
 
-/* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones ---- */
+/* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones.  With bfloat16
+ * all are packed: rounding costs as much as packing. ---- */
 enum { SMALL = 32768 };                                 /* multiply-adds */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
@@ -90,10 +91,13 @@ void pyops_product(const pyops_kernels *k, float *c, int64_t ldc, pyops_view a, 
                    int64_t N, int64_t K, int flags, float *scratch) {
     float *packed_b = scratch, *packed_a = scratch + k->B;
     if (!K) return bias_only(c, ldc, bias, M, N, flags);
-    if (is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
-    if (!bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL)) return unpacked(k, c, ldc, a, b, M, N, K, flags);
-    /* rows and columns of b packed at a time */
-    const int64_t steps = pyops_min(K, k->KB), columns = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
+    const int in_place = !k->micro.is_bf16;
+    if (in_place && is_few(a, b, M)) return k->few(c, a.p, b.p, bias, M, N, K, ldc, a.row, b.col, flags);
+    if (in_place && !bias && b.col == 1 && (M <= PYOPS_FEW_ROWS || M * N * K <= SMALL))
+        return unpacked(k, c, ldc, a, b, M, N, K, flags);
+    /* rows and columns of b packed at a time; for few rows so few that they fit in L2 */
+    const int64_t steps = pyops_min(K, k->KB), most = K > k->KC ? SUMS : k->B / steps / k->NR * k->NR;
+    const int64_t columns = M <= PYOPS_FEW_ROWS ? pyops_min(most, 2 * k->NR) : most;
     for (int64_t jc = 0; jc < N; jc += columns)
         for (int64_t pb = 0; pb < K; pb += steps) {
             const int64_t nc = pyops_min(columns, N - jc), kb = pyops_min(steps, K - pb);
@@ -108,13 +112,15 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     const int64_t padded = pyops_round_up(N, k->NR);
     for (int64_t pc = 0; pc < K; pc += k->KC) {
         const int64_t kc = pyops_min(k->KC, K - pc);
-        k->pack_b(packed + pc * padded + from * kc, b.p + pc * b.row + from * b.col, b.col, b.row, to - from, kc);
+        k->micro.pack_b(packed + pyops_steps(k, pc) * padded + from * pyops_steps(k, kc), b.p + pc * b.row + from * b.col,
+                        b.col, b.row, to - from, kc);
     }
 }
 
-/* Whether reading a in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not all map to the same
+/* Whether a is float32 and reading it in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not all map to the same
  * 8-way L1 set. */
 static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
+    if (k->micro.is_bf16) return 0;
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
 }
 
@@ -132,10 +138,13 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 const int64_t nc = K > k->KC ? pyops_min(SUMS, to - jc) : to - from;
                 const int more = (pc ? FROM_SUMS : flags & PYOPS_ADD) | (pc + kc < K ? TO_SUMS : flags & PYOPS_RELU);
                 const float *a_part = a.p + ic * a.row + pc * a.col;
-                pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .b = packed_b + pc * padded + jc * kc, .K = kc};
+                const int64_t length = pyops_steps(k, kc);
+                pyops_tile t = {.a = a_part, .a_row = a.row, .a_col = a.col, .K = length};
+                t.b = packed_b + pyops_steps(k, pc) * padded + jc * length;
                 if (packs) {
-                    k->pack_a(packed_a, a_part, a.row, a.col, mc, kc);
+                    k->micro.pack_a(packed_a, a_part, a.row, a.col, mc, kc);
                     t.a = packed_a, t.a_row = 1, t.a_col = k->MR;
+                    if (k->micro.is_bf16 && a.col == 1) t.a_row = length;       /* in rows */
                 }
                 block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
             }
@@ -230,14 +239,7 @@ pyops_status pyops_gemm_batched(float *c, const float *a, const float *b, const 
     return PYOPS_OK;
 }
 
-/* ---- bfloat16: a reference for the GPU, not a fast path on the CPU ---------------------------------------------- */
-
-static uint16_t to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x40u);        /* a quiet NaN */
-    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-}
+/* ---- matrices of bfloat16: a reference for the GPU, not a fast path on the CPU ---------------------------------- */
 
 static float from_bf16(uint16_t x) {
     const uint32_t bits = (uint32_t)x << 16;
@@ -253,7 +255,7 @@ pyops_status pyops_to_bf16(uint16_t *y, const float *x, int64_t R, int64_t C, in
     if (status) return status;
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
     for (int64_t r = 0; r < R; r++)
-        for (int64_t c = 0; c < C; c++) y[r * ld + c] = to_bf16(x[r * row + c * col]);
+        for (int64_t c = 0; c < C; c++) y[r * ld + c] = pyops_to_bf16_bits(x[r * row + c * col]);
     return PYOPS_OK;
 }
 

@@ -151,6 +151,17 @@ typedef struct {
 
 enum { PYOPS_RUN = 16 };            /* cache lines in a row of KC floats */
 
+/* The micro-kernel of a product and the packing of its operands. */
+typedef struct {
+    const char *name;               /* "avx2" */
+    int is_bf16;                    /* a packed operand has pairs of bfloat16 in place of floats */
+    void (*gemm)(const pyops_tile *t);
+    /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`.  A: in panels or, if
+     * is_bf16 and along is 1, in rows. */
+    void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
+    void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
+} pyops_micro_kernel;
+
 typedef struct {
     const char *name;               /* "avx2" */
     const char *tile;               /* "6x16" = MR x NR */
@@ -158,16 +169,16 @@ typedef struct {
     int64_t MC, KC;                 /* size of the block of a that fits in L2 */
     int64_t KB, B;                  /* at most KB rows and B floats of b are packed at a time, to fit in L3 */
     int any_col;                    /* whether a tile with a_row 1 accepts any a_col, or only MR (a packed a) */
-    void (*gemm)(const pyops_tile *t);
-    /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`, into panels. */
-    void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
-    void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
+    pyops_micro_kernel micro;       /* for the current precision */
 #define ROW(result, name, arguments) result(*name) arguments;
     PYOPS_ROWS(ROW)
 #undef ROW
 } pyops_kernels;
 
-#define KERNEL(isa, test) extern const pyops_kernels pyops_kernels_##isa;
+/* The tables of float32, and the micro-kernels of bfloat16. */
+#define KERNEL(isa, table, test) \
+    extern const pyops_kernels pyops_kernels_##table; \
+    extern const pyops_micro_kernel pyops_bf16_##isa;
 #include "kernels/kernels.inc"
 #undef KERNEL
 const pyops_kernels *pyops_active(void);
@@ -263,6 +274,7 @@ enum { PYOPS_REDUCE_COLUMNS = 4096 };
 /* ---- packed products, for kernels that use an operand several times ------------------------
  * A packed A is panels of MR rows of one block of KC columns.  A packed B is panels of NR columns for each block of KC rows.
  * The last panel is padded with zeros.  Only gemm.c packs A.
+ * With the precision bf16 each float of a packed operand is replaced by a pair of bfloat16: the terms k and k + 1 of a sum.
  */
 typedef struct {
     const float *p;
@@ -272,13 +284,28 @@ typedef struct {
 static inline int64_t pyops_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t pyops_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t pyops_max(int64_t a, int64_t b) { return a > b ? a : b; }
+/* x as bfloat16, rounded to nearest, ties to even; a NaN stays a NaN. */
+static inline uint16_t pyops_to_bf16_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x40u);        /* a quiet NaN */
+    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
 static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
 
 typedef struct { int64_t from, to; } pyops_range;                    /* [from, to) */
 
-/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR. */
+/* Steps of a micro-kernel along K: floats, or pairs of bfloat16. */
+static inline int64_t pyops_steps(const pyops_kernels *k, int64_t K) { return k->micro.is_bf16 ? (K + 1) / 2 : K; }
+
+/* The size in floats of a packed B (K,N); pack its columns [from, to), where `from` is a multiple of NR.  The size is that of
+ * float32 with any precision, because a plan may be replayed with another precision than it was recorded with. */
 static inline int64_t pyops_packed_b_size(const pyops_kernels *k, int64_t K, int64_t N) { return K * pyops_round_up(N, k->NR); }
 void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K, int64_t N, int64_t from, int64_t to);
+/* The offset of row K, a multiple of KC, in a packed B with N columns. */
+static inline int64_t pyops_packed_b_row(const pyops_kernels *k, int64_t K, int64_t N) {
+    return pyops_steps(k, K) * pyops_round_up(N, k->NR);
+}
 
 /* Scratch of pyops_product_* for one thread, in floats. */
 size_t pyops_product_scratch(const pyops_kernels *k);

@@ -156,7 +156,7 @@ pyops_status pyops_linear_cross_entropy(float *loss, int32_t *valid, float *dx, 
                 const int64_t n = pyops_min(share, rows - r);
                 for (int64_t v = 0; v < V; v += COLUMNS)
                     pyops_product_packed(k, dx_b + r * D, D, (pyops_view){chunk(logits, block, v) + r * LD, LD, 1},
-                                         work + l.w_dx + v * pyops_round_up(D, k->NR), NULL, n, D, pyops_min(COLUMNS, V - v), 0,
+                                         work + l.w_dx + pyops_packed_b_row(k, v, D), NULL, n, D, pyops_min(COLUMNS, V - v), 0,
                                          D, v ? PYOPS_ADD : 0, scratch);
                 for (int64_t i = r; i < r + n; i++) k->scale(dx + row[r0 + i] * D, dx_b + i * D, factors[i], D);
             }

@@ -21,8 +21,6 @@ PYOPS_API const char  *pyops_device_name(void);
 /* Of the selected device: compute capability (9, 0), multiprocessors; bytes of memory, free and total. */
 PYOPS_API pyops_status pyops_device_properties(int32_t *major, int32_t *minor, int32_t *multiprocessors);
 PYOPS_API pyops_status pyops_device_memory(int64_t *free, int64_t *total);
-/* Rounding of the operands of matrix products: 0 float32, 1 TF32, 2 bfloat16.  Sums are always float32. */
-PYOPS_API pyops_status pyops_set_precision(int32_t precision);
 /* Kernels of attention in bfloat16, for comparisons: 0 by size, 1 mma.sync always, 2 wgmma wherever it supports the call. */
 PYOPS_API pyops_status pyops_set_attention(int32_t kernels);
 

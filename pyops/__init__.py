@@ -1,7 +1,8 @@
 """pyops: deep learning from the metal up.  Hand-written kernels, ops with explicit forward and backward."""
 
 __version__ = '0.1.0'
-PRECISIONS = 'fp32', 'tf32', 'bf16'     # of matrix product inputs on a GPU, in the order of pyops_set_precision
+PRECISIONS = 'fp32', 'tf32', 'bf16'     # of the factors of matrix products, in the order of pyops_set_precision
+CPU_PRECISIONS = 'fp32', 'bf16'
 
 # name -> the module it is imported from on first use, so that `import pyops` itself is cheap
 _FROM = {

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 
-from pyops import PRECISIONS, __version__
+from pyops import CPU_PRECISIONS, PRECISIONS, __version__
 from pyops.environment import backend_name
 from pyops.errors import UserError
 
@@ -87,15 +87,15 @@ def add_gpu_flag(parser):
     group.add_argument('-g', '--gpu', type=int, choices=(0, 1), nargs='?', const=1,
                        help='1, or no value: run on a GPU, or on the emulator with PYOPS_EMULATE_CUDA=1; 0: run on the CPU, '
                        'whatever PYOPS_BACKEND is (default 0, or 1 if PYOPS_BACKEND=gpu)')
-    group.add_argument('--precision', choices=PRECISIONS, help='on a GPU, round the factors of matrix products to this '
-                       'precision; bf16: the transformer also stores activations as bfloat16; everything else stays float32 '
-                       f'(default {PRECISIONS[0]})')
+    group.add_argument('--precision', choices=PRECISIONS, help='round the factors of matrix products to this precision; '
+                       'tf32: only on a GPU; bf16: on a GPU the transformer also stores activations as bfloat16; everything '
+                       f'else stays float32 (default {PRECISIONS[0]})')
 
 
 def use_gpu(args):
     """Select the device from the flags of `add_gpu_flag`, else from $PYOPS_BACKEND, and set args.gpu to 0 or 1.
 
-    UserError if there is no GPU, --precision is given without one, or $PYOPS_BACKEND is unknown or, without -g, numpy.
+    UserError if there is no GPU, --precision tf32 is given without one, or $PYOPS_BACKEND is unknown or, without -g, numpy.
     """
     name, source = backend_name(), 'PYOPS_BACKEND=gpu' if args.gpu is None else '-g 1'
     if args.gpu is None:
@@ -103,9 +103,9 @@ def use_gpu(args):
             raise UserError('PYOPS_BACKEND=numpy: training and translation need the kernels of the library; '
                             'set it to cpu or gpu, or unset it')
         args.gpu = int(name == 'gpu')
-    elif not args.gpu and name != 'cpu':
+    from pyops import backend
+    if not args.gpu and name != 'cpu':
         os.environ['PYOPS_BACKEND'] = 'cpu'             # -g 0 wins; pyops.ndarray reads the variable when it is imported
-        from pyops import backend
         backend.use(backend.HOST)
     if args.gpu:
         from pyops.ndarray import use_gpu
@@ -113,15 +113,19 @@ def use_gpu(args):
             use_gpu(args.precision or PRECISIONS[0])
         except UserError as error:
             raise UserError(f'{source}: {error}') from error
-    elif args.precision:
-        raise UserError(f'--precision {args.precision}: the CPU calculates in float32; leave it out, or give -g 1')
+        backend.HOST.precision = 'fp32'
+    else:
+        precision = args.precision or PRECISIONS[0]
+        if precision not in CPU_PRECISIONS:
+            raise UserError(f'--precision {precision}: needs a GPU; give -g 1, or --precision {" or ".join(CPU_PRECISIONS)}')
+        backend.HOST.precision = precision
 
 
 def select_storage(args, quant='none'):
-    """With --precision bf16, store activations and their gradients as bfloat16, for models whose ops support it; not with
-    `quant`, the argument of --quant, which rounds float32 activations to other formats."""
+    """On a GPU with --precision bf16, store activations and their gradients as bfloat16, for models whose ops support it; not
+    with `quant`, the argument of --quant, which rounds float32 activations to other formats."""
     from pyops import backend
-    if args.precision == 'bf16' and quant == 'none':
+    if args.precision == 'bf16' and quant == 'none' and not backend.current_device().is_host:
         backend.current_device().storage = 'bf16'
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pyops.backend.device import Device
     from pyops.backend.gpu import GPU
+    from pyops.backend.host import CPU
     from pyops.typing import Axis, Index, Numbers, Shape
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
@@ -46,8 +47,8 @@ _UNSURE = -1            # Buffer.mask of such a sum or difference; never a versi
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
-def cpu() -> Device:
-    """Return the CPU device, which uses the kernels of the library."""
+def cpu() -> CPU:
+    """Return the CPU device, which uses the kernels of the library.  Its `precision` can be set."""
     return backend.HOST
 
 

@@ -304,6 +304,12 @@ def isa():
     return ffi.string(lib.pyops_isa()).decode()
 
 
+def bf16_isa():
+    """Return the instruction set of products in bfloat16: that of `isa`, or 'avx512_bf16'."""
+    ffi, lib, _ = library.cpu()
+    return ffi.string(lib.pyops_bf16_isa()).decode()
+
+
 def threads():
     """Return the maximum number of threads of a kernel."""
     return library.cpu().lib.pyops_threads()

@@ -6,6 +6,7 @@ import weakref
 import _cffi_backend
 import numpy as np
 
+from pyops import CPU_PRECISIONS, PRECISIONS
 from pyops.backend import library
 from pyops.backend.arrays import ALIGN, Array, as_shape, location
 from pyops.backend.calls import Calls
@@ -135,6 +136,20 @@ class _Lease:
 class CPU(KernelOperations, Host):
     """The CPU, with the kernels of csrc/ for all operations."""
     name = 'cpu'
+    _precision = 'fp32'
+
+    @property
+    def precision(self):
+        """The precision of the factors of matrix products: 'fp32' or 'bf16'; sums and everything else are float32."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, name):
+        if name not in CPU_PRECISIONS:
+            raise ValueError(f'precision: {name!r}, expected {" or ".join(CPU_PRECISIONS)}')
+        if name != self._precision:
+            self.check(library.cpu().lib.pyops_set_precision(PRECISIONS.index(name)))
+            self._precision = name
 
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, _from_buffer(_KINDS[owner.dtype], owner), foreign)

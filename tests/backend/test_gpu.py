@@ -715,10 +715,10 @@ def test_the_cpu_does_not_care_about_a_broken_cuda_library(libraries, tmp_path):
 
 
 @pytest.mark.parametrize('main', [seq2seq_train.main, seq2seq_translate.main, transformer_train.main, mnist_train.main])
-def test_a_precision_is_a_gpus(main):
+def test_the_precision_tf32_needs_a_gpu(main):
     flags = ['-c', 'nowhere'] if main is seq2seq_translate.main else []
-    with pytest.raises(UserError, match='^--precision bf16: the CPU calculates in float32; leave it out, or give -g 1$'):
-        run(main, '--precision', 'bf16', *flags)
+    with pytest.raises(UserError, match='^--precision tf32: needs a GPU; give -g 1, or --precision fp32 or bf16$'):
+        run(main, '--precision', 'tf32', *flags)
 
 
 def test_another_precision_is_refused(on_gpu):

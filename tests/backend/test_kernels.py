@@ -31,6 +31,14 @@ def rounding_bound(a, b, extra=0.0):
     return 4 * np.finfo(np.float32).eps * (np.sqrt(k + 1) * (np.abs(a) @ np.abs(b) / np.sqrt(max(k, 1))) + extra) + 1e-30
 
 
+@pytest.fixture(params=['fp32', 'bf16'])
+def precision(request):
+    """Run a test of the CPU twice, with float32 factors and with bfloat16 factors."""
+    backend.HOST.precision = request.param
+    yield
+    backend.HOST.precision = 'fp32'
+
+
 # ---- matrix product ---------------------------------------------------------------------------------
 
 M_SIZES = (1, TILE_M - 1, TILE_M, TILE_M + 1, 2 * TILE_M, 151)
@@ -118,7 +126,7 @@ def test_gemm_of_integers_is_exact_and_independent_of_threads():
 @of_threads
 @pytest.mark.parametrize('turned', [False, True])
 @pytest.mark.parametrize('M,N,K', [(1, 9000, 1100), (200, 190, 700), (1000, 33, 517), (22, 20, 20000), (9, 9, 120000)])
-def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned):
+def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned, precision):
     """Tall and low products, too, of which a thread must not get so few rows that these are summed in another order."""
     rng = np.random.default_rng(4)
     a, b = rng.standard_normal((M, K)).astype(np.float32), rng.standard_normal((K, N)).astype(np.float32)
@@ -140,7 +148,7 @@ def test_gemm_gives_the_same_bits_for_any_number_of_threads(M, N, K, turned):
 @on_the_cpu                     # a GPU may divide K according to the number of rows
 @pytest.mark.parametrize('N', (1, 3, 8, 16, 19, 64, 77))
 @pytest.mark.parametrize('K', (1, 3, 16, 37, 256, 600))
-def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(N, K):
+def test_a_row_of_a_product_has_the_same_bits_for_any_number_of_rows(N, K, precision):
     """Rows along K times columns along K, as in a linear layer: translations must not depend on the batch."""
     rng = np.random.default_rng(N * 1000 + K)
     a, weight, bias, before = (rng.standard_normal(shape).astype('f') for shape in ((40, K), (N, K), N, (40, N)))
@@ -395,7 +403,7 @@ def test_linear_topk_is_log_softmax_topk_of_the_product():
 
 @on_the_cpu
 @pytest.mark.parametrize('D', [24, 300])
-def test_linear_topk_of_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(D):
+def test_linear_topk_of_a_row_has_the_same_bits_for_any_number_of_rows_and_threads(D, precision):
     rng = np.random.default_rng(11)
     x, weight, bias = (rng.standard_normal(shape).astype('f') for shape in ((300, D), (3000, D), 3000))
     whole = linear_topk(x, weight, bias, 5)
@@ -762,21 +770,22 @@ def test_the_requested_kernels_run():
     """Otherwise one instruction set would be tested three times."""
     want = os.environ.get('PYOPS_ISA')
     if want:
-        assert backend.isa() == want
+        assert want in (backend.isa(), backend.bf16_isa())
     best = next(isa for isa in ('avx512', 'avx2', 'generic') if cpu_has(isa))
     if not want and not os.environ.get('PYOPS_LIBRARY'):
         assert backend.isa() == best
+        assert backend.bf16_isa() == ('avx512_bf16' if cpu_has('avx512_bf16') else best)
     assert (TILE_M, TILE_N) == {'generic': (4, 8), 'avx2': (6, 16), 'avx512': (14, 32)}[backend.isa()]
 
 
 @on_the_cpu
-@pytest.mark.parametrize('isa', ['generic', 'avx2'])
+@pytest.mark.parametrize('isa', ['generic', 'avx2', 'avx512', 'avx512_bf16'])
 def test_PYOPS_ISA_forces_the_kernels_in_a_new_process(isa):
     if not cpu_has(isa):
         pytest.skip(f'this CPU has no {isa}: run on one that has it')
-    out = subprocess.run([sys.executable, '-c', 'from pyops import backend; print(backend.isa())'], cwd=ROOT, text=True,
-                         env=os.environ | {'PYOPS_ISA': isa}, capture_output=True)
-    assert out.stdout.split() == [isa], out.stderr
+    out = subprocess.run([sys.executable, '-c', 'from pyops import backend; print(backend.isa(), backend.bf16_isa())'],
+                         cwd=ROOT, text=True, env=os.environ | {'PYOPS_ISA': isa}, capture_output=True)
+    assert out.stdout.split() == [isa.removesuffix('_bf16'), isa], out.stderr
 
 
 @on_the_cpu
