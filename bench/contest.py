@@ -14,6 +14,8 @@ from pyops.errors import UserError
 from pyops.flags import positive_int
 
 NAMES = {'ours': 'pyops', 'torch': 'PyTorch eager', 'torch-compile': 'PyTorch compile'}
+BF16 = '-bf16'          # end of the kind of a contestant whose products have bfloat16 factors: for PyTorch autocast
+NAMES |= {kind + BF16: name + ' bf16' for kind, name in NAMES.items()}
 
 
 def add_contestant_flags(p):
@@ -28,8 +30,12 @@ def add_flags(p):
     p.add_argument('--data-dir', metavar='DIR', help='where to look for the data (default $PYOPS_DATA, then ./data)')
 
 
-def kinds_of(args, beside_torch):
-    """Return the kinds of contestants.  UserError if PyTorch is requested but not installed."""
+def kinds_of(args, beside_torch, in_bf16=False):
+    """Return the kinds of contestants; in_bf16: all in bfloat16, and ours in float32.  UserError if PyTorch is requested but
+    not installed."""
+    if in_bf16:
+        first, *others = kinds_of(args, beside_torch)
+        return [first + BF16, first, *(kind + BF16 for kind in others)]
     if not beside_torch:
         return ['ours']
     if importlib.util.find_spec('torch') is None:
@@ -73,9 +79,9 @@ def percentiles(seconds):
 
 def print_figures(title, figures, amount, unit, names=NAMES):
     """Print a line per contestant, with its ratio to the first.  amount: number of `unit` per measurement."""
-    print(f'{title:16} {"median":>10} {"p20":>10} {"p80":>10} {unit + "/s":>12} {"peak MiB":>9} {"to first":>9}')
+    print(f'{title:20} {"median":>10} {"p20":>10} {"p80":>10} {unit + "/s":>12} {"peak MiB":>9} {"to first":>9}')
     first = next(iter(figures.values()))
     for kind, f in figures.items():
         times = ''.join(f'{1e3 * f[name]:8.2f} ms' for name in ('median_s', 'p20_s', 'p80_s'))
-        print(f'{names[kind]:16}{times} {amount / f["median_s"]:12.0f} {f["peak_mib"]:9.0f} '
+        print(f'{names[kind]:20}{times} {amount / f["median_s"]:12.0f} {f["peak_mib"]:9.0f} '
               f'{f["median_s"] / first["median_s"]:8.2f}x')

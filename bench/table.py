@@ -81,6 +81,7 @@ def rows(kernels, steps, scaling, translations):
 def table(folder):
     """Return the text between the marks, from the newest figures of the machine that was measured last."""
     trained, translated, kernels = (results.load(name, folder) for name in ('train', 'translate', 'kernels'))
+    trained = [line for line in trained if 'precision' not in line]             # steps in float32
     if not (trained or translated or kernels):
         raise UserError(f'{folder}: there are no figures for a table; measure some with: make bench')
     last = max((lines[-1] for lines in (trained, translated, kernels) if lines), key=lambda line: line['date'])

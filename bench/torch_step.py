@@ -15,11 +15,12 @@ def copy_weights(model, values):
     return model
 
 
-def make_step(model, lr, max_norm=1.0, on_gpu=False, fused=False, rate=None):
+def make_step(model, lr, max_norm=1.0, on_gpu=False, fused=False, rate=None, in_bf16=False):
     """Return step(*batch) -> loss tensor: one training step of a model that returns its loss, with Adam and clipping.  On a
     GPU it uses PyTorch's fused Adam, which can be captured in a graph.
 
     fused: use the fused Adam on a CPU too;  rate(k) -> the learning rate of step k, counted from 0; None: always `lr`
+    in_bf16: with PyTorch's autocast to bfloat16, on the CPU
     """
     optimizer = torch.optim.Adam(model.parameters(), lr, fused=on_gpu or fused, capturable=on_gpu)
     steps = itertools.count()
@@ -29,7 +30,8 @@ def make_step(model, lr, max_norm=1.0, on_gpu=False, fused=False, rate=None):
             for group in optimizer.param_groups:
                 group['lr'] = rate(next(steps))
         optimizer.zero_grad()
-        loss = model(*batch)
+        with torch.autocast('cpu', torch.bfloat16, enabled=in_bf16):
+            loss = model(*batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()

@@ -3,6 +3,7 @@
     python -m bench.train seq2seq --json            one JSON object; median_s is our seconds per step
     python -m bench.train seq2seq --vs torch        a table, with losses along the way on both sides
     python -m bench.train mnist --vs torch          the same, followed by whole runs including start-up
+    python -m bench.train seq2seq --vs torch --precision bf16       bfloat16 beside PyTorch's autocast; and ours in float32
     python -m bench.train seq2seq --scaling         pyops on one thread and on all
     python -m bench.train seq2seq --vs torch --save     and append the figures to bench/results/train.jsonl
 """
@@ -19,6 +20,7 @@ import numpy as np
 
 from bench import results
 from bench.contest import NAMES, Contestant, add_flags, kinds_of, percentiles, print_figures
+from pyops import CPU_PRECISIONS
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, non_negative_int, positive_int
 
@@ -34,6 +36,9 @@ def parse(argv):
     p = ArgumentParser(prog=f'python -m {PROGRAM}', description=__doc__.splitlines()[0])
     p.add_argument('program', choices=sorted(TURNS))
     p.add_argument('--vs', choices=['torch'], help='beside PyTorch, eager and compiled')
+    p.add_argument('--precision', choices=CPU_PRECISIONS, default='fp32',
+                   help='of the factors of products (default fp32); bf16: seq2seq and transformer, for PyTorch autocast; also '
+                   'times ours in float32')
     p.add_argument('--scaling', action='store_true', help='ours on one thread beside ours on all')
     p.add_argument('--turns', type=positive_int, metavar='N', help='timed turns of each (default 20; mnist 60)')
     p.add_argument('--warmup', type=non_negative_int, default=3, metavar='N', help='turns before, not timed (default 3)')
@@ -44,6 +49,8 @@ def parse(argv):
     args = p.parse_args(argv)
     if args.scaling and args.vs:
         raise UserError('--scaling times ours alone; leave out --vs')
+    if args.precision == 'bf16' and (args.scaling or args.program == 'mnist'):
+        raise UserError('--precision bf16: times steps of seq2seq or transformer, without --scaling; leave it out')
     return args
 
 
@@ -84,7 +91,7 @@ def main(argv=None):
     from pyops import backend
     threads, program = args.threads or backend.threads(), importlib.import_module(f'bench.{args.program}')
     args.batch_size = args.batch_size or program.BATCH_SIZE
-    kinds = kinds_of(args, args.vs)
+    kinds = kinds_of(args, args.vs, args.precision == 'bf16')
     contestants = {kind: (kind, threads) for kind in kinds}
     if args.scaling:
         contestants = {f'{n} thread{"s" * (n > 1)}': ('ours', n) for n in dict.fromkeys((threads, 1))}
@@ -92,18 +99,20 @@ def main(argv=None):
     about, figures, losses = contest(args, contestants, turns, length)
     known = {'program': args.program, 'steps': turns * length, 'batch_size': args.batch_size, 'threads': threads,
              'isa': backend.isa()}
+    if args.precision == 'bf16':
+        known |= {'precision': 'bf16', 'bf16_isa': backend.bf16_isa()}
     ours = next(iter(figures))
     if args.json:
         beside = {k: f for k, f in figures.items() if k != ours}
         print(json.dumps(known | figures[ours] | ({'scaling' if args.scaling else 'vs': beside} if beside else {})))
     else:
-        print(f'{args.program}: {about}, batch {args.batch_size}; {threads} threads, {backend.isa()}, '
+        print(f'{args.program}: {about}, batch {args.batch_size}; {threads} threads, {known.get("bf16_isa", known["isa"])}, '
               f'{turns} turns of {length} {"steps" if length > 1 else "step"}')
         names = {name: NAMES.get(name, name) for name in figures}
         print_figures('a training step', figures, args.batch_size, program.UNIT, names)
-        print('loss at step    ' + ''.join(f'{(k + 1) * length:8d}' for k in range(0, len(losses[ours]), 10)))
+        print('loss at step        ' + ''.join(f'{(k + 1) * length:8d}' for k in range(0, len(losses[ours]), 10)))
         for name in figures:
-            print(f'{names[name]:16}' + ''.join(f'{loss:8.4f}' for loss in losses[name][::10]))
+            print(f'{names[name]:20}' + ''.join(f'{loss:8.4f}' for loss in losses[name][::10]))
     runs = {}
     if args.vs and args.runs and args.program in RUNS and not args.json:
         print(f'{"a whole run":16} {"median":>10} {"to ours":>8}')

@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 
+from bench.contest import BF16
+
 
 def planned_steps(model, pairs, lr, optimizer=None, set_rate=lambda: None):
     """Return SizedSteps of a translator's training step, as in training.
@@ -104,14 +106,15 @@ class Contest:
     def train(self, folder, kind):
         """Return turn and describe of a contestant in training steps: step k uses batch k, from the same weights."""
         config, pairs, rows = self._load(folder)
-        if kind == 'ours':          # replayed from a plan as in training; the same seed as in prepare, so the same weights
+        who = kind.removesuffix(BF16)
+        if who == 'ours':           # replayed from a plan as in training; the same seed as in prepare, so the same weights
             steps = planned_steps(self.ours()[1](config), pairs, self.lr)
             return job(lambda k: float(steps(rows[k])[0]), lambda: dict(flops=flops_of(steps.plan(rows[0]))))
         import torch
 
         from bench.torch_step import make_step
         model = self.twin(config, folder)
-        run = make_step(torch.compile(model) if kind == 'torch-compile' else model, self.lr)
+        run = make_step(torch.compile(model) if who == 'torch-compile' else model, self.lr, in_bf16=kind.endswith(BF16))
         batches = [[torch.from_numpy(ids).long() for ids in pairs.padded(indices)] for indices in rows]     # not timed
         return job(lambda k: run(*batches[k]).item())
 

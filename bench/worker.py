@@ -9,13 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+from bench.contest import BF16
+
 
 def main(program, job, kind, folder, threads):
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # a terminal sends it to all processes; the parent ends this one
     contest = importlib.import_module(f'bench.{program}')
-    if kind == 'ours':
+    if kind.removesuffix(BF16) == 'ours':
         from pyops import backend
         backend.set_threads(int(threads))
+        backend.HOST.precision = 'bf16' if kind.endswith(BF16) else 'fp32'
     else:
         import torch
         torch.set_num_threads(int(threads))

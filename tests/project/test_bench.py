@@ -40,7 +40,8 @@ def files(tmp_path):
     lines = {
         'kernels': [kernels('2030-01-01', 0.5), kernels('2030-01-02', 0.01)],
         'train': [step('seq2seq', '2030-01-01', 0.2), step('transformer', '2030-01-01', 0.15),
-                  step('transformer', '2029-01-01', 0.001, isa='avx512'), step('seq2seq', '2030-01-02', 0.1), scaling | PLACE,
+                  step('transformer', '2029-01-01', 0.001, isa='avx512'), step('seq2seq', '2031-01-01', 0.05, precision='bf16'),
+                  step('seq2seq', '2030-01-02', 0.1), scaling | PLACE,
                   step('mnist', '2030-01-03', 0.000104) | {'runs': {'ours': 1.0, 'torch': 9.0, 'torch-compile': 12.5}}],
         'translate': [{'date': '2030-01-02', 'program': 'seq2seq', 'sentences': 1000, 'one': {
             'ours': timed(0.002, 150.0), 'torch': timed(0.01, 280.0)}, 'batches': {
@@ -119,6 +120,34 @@ def test_the_contest_of_training_steps(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told['program'] == 'mnist' and told['steps'] == 100 and told['threads'] == 1 and 'vs' not in told
     assert 0 < told['p20_s'] <= told['median_s'] <= told['p80_s'] < 1 and told['peak_mib'] > 10
+
+
+def test_the_contest_of_steps_in_bfloat16_has_ours_in_float32_too(capsys, monkeypatch):
+    monkeypatch.delenv('PYOPS_DATA', raising=False)
+    train.main(['transformer', '--precision', 'bf16', '--turns', '1', '--warmup', '0', '--json', '--batch-size', '8'])
+    told = json.loads(capsys.readouterr().out)
+    assert told['precision'] == 'bf16' and set(told['vs']) == {'ours'} and told['median_s'] > 0
+
+
+def test_the_contest_in_bfloat16_times_pytorch_in_autocast(torch):
+    from bench.torch_step import make_step
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.append(y.dtype)
+            return y.float().square().mean()
+    seen = []
+    for in_bf16 in (False, True):
+        make_step(Model(3, 4), 0.001, in_bf16=in_bf16)(torch.ones(2, 3))
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize('flags', [['mnist'], ['seq2seq', '--scaling']])
+def test_bfloat16_is_refused_where_it_is_not_timed(flags):
+    message = '--precision bf16: times steps of seq2seq or transformer, without --scaling; leave it out'
+    with pytest.raises(UserError, match=f'^{message}$'):
+        train.main([*flags, '--precision', 'bf16'])
 
 
 def test_the_contest_of_translation(capsys):
