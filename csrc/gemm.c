@@ -20,7 +20,7 @@ enum { FROM_SUMS = 4, TO_SUMS = 8 };
  * Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
                   int64_t mc, int64_t nc, int flags) {
-    const int64_t MR = k->MR, NR = k->NR, kc = t.K, panel = MR * (is_packed ? kc : t.a_row);        /* of a */
+    const int64_t MR = k->MR, NR = k->NR, kc = t.K, panel = MR * (is_packed ? kc * k->micro.a_step : t.a_row); /* of a */
     const float *const a = t.a, *const b = t.b;
     /* floats of the next panel of b that a tile prefetches, in all and per step of K */
     const int64_t share = NR * kc * MR / pyops_round_up(mc, MR), far = (share + kc - 1) / kc;
@@ -42,7 +42,7 @@ static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, py
             t.before = flags & FROM_SUMS ? sums : flags & PYOPS_ADD ? at : NULL;
             t.a = a + i / MR * panel;
             t.rows = pyops_min(MR, mc - i);
-            if (!j && !is_packed) {                     /* prefetch the next rows of a, which may be far apart */
+            if (!j && !is_packed) { /* prefetch the next rows of a, which may be far apart */
                 t.next = t.a + panel + (t.a_row == 1 ? MR - 1 : 0);
                 t.far = t.a_row == 1 ? t.a_col : PYOPS_RUN;
                 t.jump = t.a_row == 1 ? 0 : t.a_row - PYOPS_RUN * PYOPS_RUN;
@@ -76,7 +76,7 @@ static void bias_only(float *c, int64_t ldc, const float *bias, int64_t M, int64
 
 /* ---- products that do not repay packing: few rows, which use a packed b only once or twice, and small ones.  With bfloat16
  * all are packed: rounding costs as much as packing. ---- */
-enum { SMALL = 32768 };                                 /* multiply-adds */
+enum { SMALL = 32768 }; /* multiply-adds */
 
 static int is_few(pyops_view a, pyops_view b, int64_t M) { return M <= PYOPS_FEW_ROWS && a.col == 1 && b.row == 1; }
 
@@ -144,7 +144,7 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 if (packs) {
                     k->micro.pack_a(packed_a, a_part, a.row, a.col, mc, kc);
                     t.a = packed_a, t.a_row = 1, t.a_col = k->MR;
-                    if (k->micro.is_bf16 && a.col == 1) t.a_row = length;       /* in rows */
+                    if (k->micro.is_bf16 && a.col == 1) t.a_row = length * k->micro.a_step; /* in rows */
                 }
                 block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
             }

@@ -154,7 +154,8 @@ enum { PYOPS_RUN = 16 };            /* cache lines in a row of KC floats */
 /* The micro-kernel of a product and the packing of its operands. */
 typedef struct {
     const char *name;               /* "avx2" */
-    int is_bf16;                    /* a packed operand has pairs of bfloat16 in place of floats */
+    int is_bf16; /* a step along K is a pair of terms: a packed b has pairs of bfloat16 in place of floats */
+    int a_step; /* floats of a row of a packed a in a step */
     void (*gemm)(const pyops_tile *t);
     /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`.  A: in panels or, if
      * is_bf16 and along is 1, in rows. */
@@ -163,13 +164,13 @@ typedef struct {
 } pyops_micro_kernel;
 
 typedef struct {
-    const char *name;               /* "avx2" */
-    const char *tile;               /* "6x16" = MR x NR */
-    int64_t MR, NR;                 /* a tile */
-    int64_t MC, KC;                 /* size of the block of a that fits in L2 */
-    int64_t KB, B;                  /* at most KB rows and B floats of b are packed at a time, to fit in L3 */
-    int any_col;                    /* whether a tile with a_row 1 accepts any a_col, or only MR (a packed a) */
-    pyops_micro_kernel micro;       /* for the current precision */
+    const char *name; /* "avx2" */
+    const char *tile; /* "6x16" = MR x NR */
+    int64_t MR, NR; /* a tile */
+    int64_t MC, KC; /* size of the block of a that fits in L2 */
+    int64_t KB, B; /* at most KB rows and B floats of b are packed at a time, to fit in L3 */
+    int any_col; /* whether a tile with a_row 1 accepts any a_col, or only MR (a packed a) */
+    pyops_micro_kernel micro; /* for the current precision */
 #define ROW(result, name, arguments) result(*name) arguments;
     PYOPS_ROWS(ROW)
 #undef ROW
@@ -189,7 +190,7 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) __attribute__((
     do { \
         if (!(cond)) return pyops_fail(PYOPS_BAD_ARGUMENT, __VA_ARGS__); \
     } while (0)
-#define LL(x) ((long long)(x))      /* for %lld: int64_t is long on some systems, long long on others */
+#define LL(x) ((long long)(x)) /* for %lld: int64_t is long on some systems, long long on others */
 #include "checks.h"
 
 static inline pyops_status pyops_check_ids(const char *who, const int32_t *ids, int64_t n, int64_t V) {
@@ -274,12 +275,13 @@ enum { PYOPS_REDUCE_COLUMNS = 4096 };
 /* ---- packed products, for kernels that use an operand several times ------------------------
  * A packed A is panels of MR rows of one block of KC columns.  A packed B is panels of NR columns for each block of KC rows.
  * The last panel is padded with zeros.  Only gemm.c packs A.
- * With the precision bf16 each float of a packed operand is replaced by a pair of bfloat16: the terms k and k + 1 of a sum.
+ * With the precision bf16 each float of a packed B is replaced by a pair of bfloat16, the terms k and k + 1 of a sum, and a
+ * packed A has such pairs, or two floats rounded to bfloat16.
  */
 typedef struct {
     const float *p;
     int64_t row, col;
-} pyops_view;      /* strides in floats */
+} pyops_view; /* strides in floats */
 
 static inline int64_t pyops_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t pyops_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -288,12 +290,12 @@ static inline int64_t pyops_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline uint16_t pyops_to_bf16_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x40u);        /* a quiet NaN */
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((bits >> 16) | 0x40u); /* a quiet NaN */
     return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 static inline void pyops_copy(float *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof *to); }
 
-typedef struct { int64_t from, to; } pyops_range;                    /* [from, to) */
+typedef struct { int64_t from, to; } pyops_range; /* [from, to) */
 
 /* Steps of a micro-kernel along K: floats, or pairs of bfloat16. */
 static inline int64_t pyops_steps(const pyops_kernels *k, int64_t K) { return k->micro.is_bf16 ? (K + 1) / 2 : K; }
@@ -327,7 +329,7 @@ void pyops_add_column_sums(float *y, const float *x, int64_t R, int64_t C, int64
  * No key is 0. ---- */
 static inline uint64_t pyops_key_of(float value, int64_t index) {
     uint32_t bits;
-    value += 0.0f;                                      /* -0 equals 0 */
+    value += 0.0f; /* -0 equals 0 */
     memcpy(&bits, &value, sizeof bits);
     const uint32_t order = value != value ? UINT32_MAX : bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
     return (uint64_t)order << 32 | ~(uint32_t)index;
