@@ -1,6 +1,6 @@
 /* The bfloat16 micro-kernel of AVX512_BF16, compiled with -mavx512bf16 -mavx512bw (see Makefile).  All other kernels are those
  * of AVX-512. */
-#if defined __x86_64__ || defined __i386__
+#if (defined __x86_64__ || defined __i386__) && !PYOPS_LOWERED
 #define ISA avx512_bf16
 #define VL 16
 #define TILE_M 14
