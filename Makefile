@@ -36,6 +36,9 @@ ifneq ($(X86),)
 $(BUILD)/kernels/avx2.o:   CFLAGS += -mavx2 -mfma
 $(BUILD)/kernels/avx512.o: CFLAGS += $(AVX512)
 $(BUILD)/kernels/avx512_bf16.o: CFLAGS += $(AVX512_BF16)
+# The flags of AMX, if the compiler has them; then an object without AMX is not used.
+$(BUILD)/kernels/amx_bf16.o: CFLAGS += $(if $(findstring avx512f,$(AVX512)),$(AVX512_BF16) $(shell \
+    echo | $(CC) -mamx-tile -mamx-bf16 -E - >/dev/null 2>&1 && echo -mamx-tile -mamx-bf16),$(AVX512))
 endif
 
 # The compute capabilities of all GPUs here, from 8.0 on: CUDA may number the GPUs in another order.  The awk pattern also drops
@@ -220,13 +223,14 @@ format: .venv/test-ready ## format the C and CUDA code
 test: cpu .venv/test-ready lint ## run the tests: a few minutes; `make test-all` runs them on all instruction sets and on the emulator
 	$(PYTEST) tests
 
-# The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.
-lowered: ## build the library whose AVX-512 kernels are compiled for AVX2: pytest --on avx512 uses it on a CPU without AVX-512
+# The AVX-512 tiles use the compiler's vector types, so a CPU without AVX-512 runs the same code, compiled for AVX2.  The
+# instructions of AMX are emulated in C.
+lowered: ## build the library for CPUs without AVX-512 or AMX: AVX-512 compiled for AVX2, AMX emulated; pytest --on avx512, amx_bf16
 	$(MAKE) cpu BUILD=build/lowered LIBRARY=build/lowered/libpyops.so EXTRA_CFLAGS='-DPYOPS_LOWERED=1 -Wno-psabi' AVX512='-mavx2 -mfma'
 
 # The op table on each instruction set but the best of this CPU, which the last command uses: all tests, the slow ones too.
 test-all: cpu .venv/test-ready lint $(if $(X86),lowered) ## run the op table on each instruction set and on the emulated CUDA library, then all tests
-	for isa in generic $(if $(X86),$(if $(shell grep -ls avx512dq /proc/cpuinfo),avx2 $(shell grep -ohm1 avx512_bf16 /proc/cpuinfo | sed s/_bf16//),avx512)); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
+	for isa in generic $(if $(X86),amx_bf16 $(if $(shell grep -ls avx512dq /proc/cpuinfo),avx2 $(shell grep -ohm1 avx512_bf16 /proc/cpuinfo | sed s/_bf16//),avx512)); do $(PYTEST) --on $$isa $(TABLE) || exit 1; done
 	$(MAKE) test-emulated
 	$(PYTEST) --slow tests
 

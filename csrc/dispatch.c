@@ -1,15 +1,23 @@
 /* dispatch.c - choice of kernels, number of threads, text of the last error, scratch.
  *
  * The kernels are chosen once, when the library is loaded: those of the best instruction set that CPU and operating system
- * support (__builtin_cpu_supports checks XCR0 too), or of the one named by PYOPS_ISA.  An unsupported request falls back to generic;
- * pyops_isa() and pyops_bf16_isa() return the kernels in use, and the Python side raises an error if neither is the request.
+ * support (__builtin_cpu_supports checks XCR0 too), or of the one named by PYOPS_ISA.  An unsupported request falls back to
+ * generic; pyops_isa() and pyops_bf16_isa() return the kernels in use, and the Python side raises an error if neither is the
+ * request.
  */
+#if defined __x86_64__ || defined __i386__
+#include <cpuid.h>
+#endif
 #include <omp.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #include "internal.h"
 
 static _Thread_local char last_error[512];
@@ -31,11 +39,26 @@ pyops_status pyops_fail(pyops_status code, const char *fmt, ...) {
 #ifndef PYOPS_LOWERED
 #define PYOPS_LOWERED 0
 #endif
+/* Whether CPU and operating system have AMX's tiles of bfloat16, and this process may use them. */
+static inline int has_amx(void) {
+#if defined __linux__ && defined __x86_64__
+    enum { TILES_IN_XCR0 = 3 << 17, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, TILE_DATA = 18, REQUEST_PERMISSION = 0x1023 };
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & TILES_IN_XCR0) != TILES_IN_XCR0 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    return (d & AMX_BF16) && (d & AMX_TILE) && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+#else
+    return 0;
+#endif
+}
+
 static pyops_kernels tables[2];                         /* of the precisions float32 and bfloat16 */
 
 static void use(const pyops_kernels *table, const pyops_micro_kernel *bf16) {
     tables[0] = tables[1] = *table;
     tables[1].micro = *bf16;
+    if (bf16->MR) tables[1].MR = bf16->MR, tables[1].MC = bf16->MC;
 }
 
 static void choose(void) {

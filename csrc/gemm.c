@@ -16,15 +16,15 @@ static float relu(float x) { return x < 0.0f ? 0.0f : x; }       /* NaN stays */
 enum { FROM_SUMS = 4, TO_SUMS = 8 };
 
 /* c (mc,nc) = a (mc,kc) x packed b (kc,nc), tile by tile.  `t` holds the fields common to all tiles, with a and b at their
- * start and kc in steps.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and cache-set conflicts.
- * Tiles at the edge of c go through a buffer. */
+ * start and kc in steps.  Partial sums of unfinished tiles go to `sums`, stored tile after tile to avoid TLB misses and
+ * cache-set conflicts.  Tiles at the edge of c go through a buffer. */
 static void block(const pyops_kernels *k, float *c, int64_t ldc, float *sums, pyops_tile t, int is_packed, const float *bias,
                   int64_t mc, int64_t nc, int flags) {
     const int64_t MR = k->MR, NR = k->NR, kc = t.K, panel = MR * (is_packed ? kc * k->micro.a_step : t.a_row); /* of a */
     const float *const a = t.a, *const b = t.b;
     /* floats of the next panel of b that a tile prefetches, in all and per step of K */
     const int64_t share = NR * kc * MR / pyops_round_up(mc, MR), far = (share + kc - 1) / kc;
-    float edge[16 * 32], edge_bias[32];
+    float edge[32 * 32], edge_bias[32];
     t.relu = flags & PYOPS_RELU;
     for (int64_t j = 0; j < nc; j += NR) {
         const int64_t n = pyops_min(NR, nc - j), ld = n < NR ? NR : ldc;
@@ -117,8 +117,8 @@ void pyops_pack_b(const pyops_kernels *k, float *packed, pyops_view b, int64_t K
     }
 }
 
-/* Whether a is float32 and reading it in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not all map to the same
- * 8-way L1 set. */
+/* Whether a is float32 and reading it in place is as fast as reading a packed copy.  Its rows (contiguous along K) must not
+ * all map to the same 8-way L1 set. */
 static int is_fast_in_place(const pyops_kernels *k, pyops_view a) {
     if (k->micro.is_bf16) return 0;
     return a.row == 1 ? k->any_col : a.col == 1 && (k->MR <= 8 || a.row % 1024);
@@ -144,7 +144,8 @@ void pyops_product_packed(const pyops_kernels *k, float *c, int64_t ldc, pyops_v
                 if (packs) {
                     k->micro.pack_a(packed_a, a_part, a.row, a.col, mc, kc);
                     t.a = packed_a, t.a_row = 1, t.a_col = k->MR;
-                    if (k->micro.is_bf16 && a.col == 1) t.a_row = length * k->micro.a_step; /* in rows */
+                    if (k->micro.a_in_rows || (k->micro.is_bf16 && a.col == 1))
+                        t.a_row = length * k->micro.a_step; /* in rows */
                 }
                 block(k, c + ic * ldc + jc, ldc, sums, t, packs, bias && !pc ? bias + jc : NULL, mc, nc, more);
             }

@@ -154,11 +154,13 @@ enum { PYOPS_RUN = 16 };            /* cache lines in a row of KC floats */
 /* The micro-kernel of a product and the packing of its operands. */
 typedef struct {
     const char *name;               /* "avx2" */
-    int is_bf16; /* a step along K is a pair of terms: a packed b has pairs of bfloat16 in place of floats */
-    int a_step; /* floats of a row of a packed a in a step */
+    int is_bf16;                    /* a packed b has pairs of bfloat16 in place of floats; a step along K is a pair */
+    int a_step;                     /* floats of a row of a packed a in a step */
+    int a_in_rows;                  /* a packed a is always in rows, not in panels */
+    int64_t MR, MC;                 /* as in pyops_kernels, or 0: those of float32 */
     void (*gemm)(const pyops_tile *t);
     /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`.  A: in panels or, if
-     * is_bf16 and along is 1, in rows. */
+     * a_in_rows, or if is_bf16 and along is 1, in rows. */
     void (*pack_a)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
     void (*pack_b)(float *dst, const float *src, int64_t step, int64_t along, int64_t n, int64_t kc);
 } pyops_micro_kernel;

@@ -5,17 +5,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOWERED = ROOT / 'build/lowered/libpyops.so'        # AVX-512 kernels compiled for AVX2
+LOWERED = ROOT / 'build/lowered/libpyops.so'        # AVX-512 kernels compiled for AVX2, and AMX emulated
 SELECTED = 'PYOPS_BACKEND', 'PYOPS_EMULATE_CUDA', 'PYOPS_ISA'
 ON_GPU = {'PYOPS_BACKEND': 'gpu'}
-BACKENDS = {'cpu': {}, **{isa: {'PYOPS_ISA': isa} for isa in ('generic', 'avx2', 'avx512')},
+BACKENDS = {'cpu': {}, **{isa: {'PYOPS_ISA': isa} for isa in ('generic', 'avx2', 'avx512', 'amx_bf16')},
             'emulated': ON_GPU | {'PYOPS_EMULATE_CUDA': '1'}, 'gpu': ON_GPU}
 # used unless the variable is set.  PYOPS_SYNC: the call that caused an error raises it
 DEFAULTS = {'emulated': {'PYOPS_SYNC': '1', 'PYOPS_CHAINS': '500'}, 'gpu': {'PYOPS_SYNC': '1'}}
 # library, make target
 CUDA_LIBRARIES = {'emulated': ('pyops/libpyops_emulated.so', 'emulated'), 'gpu': ('pyops/libpyops_cuda.so', 'cuda')}
 # the flag in /proc/cpuinfo that each instruction set requires
-FEATURE = {'generic': '', 'avx2': 'avx2', 'avx512': 'avx512dq', 'avx512_bf16': 'avx512_bf16'}
+FEATURE = {'generic': '', 'avx2': 'avx2', 'avx512': 'avx512dq', 'avx512_bf16': 'avx512_bf16',
+           'amx_bf16': 'amx_bf16'}
 
 
 def cpu_has(isa):
@@ -31,8 +32,8 @@ def environment_of(name, environment):
     result = {variable: value for variable, value in environment.items() if variable not in SELECTED} | BACKENDS[name]
     for variable, value in DEFAULTS.get(name, {}).items():
         result.setdefault(variable, value)
-    if name == 'avx512' and not cpu_has(name):
-        result.setdefault('PYOPS_LIBRARY', str(LOWERED))        # the same code, compiled for AVX2
+    if name in ('avx512', 'amx_bf16') and not cpu_has(name):
+        result.setdefault('PYOPS_LIBRARY', str(LOWERED))        # the same code, compiled for AVX2; AMX is emulated
     return result
 
 

@@ -9,7 +9,8 @@ from conftest import ROOT, environment_without
 
 GPU = {'PYOPS_BACKEND': 'gpu', 'PYOPS_SYNC': '1'}
 EXPECTED = {'cpu': {}, 'generic': {'PYOPS_ISA': 'generic'}, 'avx2': {'PYOPS_ISA': 'avx2'}, 'avx512': {'PYOPS_ISA': 'avx512'},
-            'gpu': GPU, 'emulated': GPU | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_CHAINS': '500'}}
+            'amx_bf16': {'PYOPS_ISA': 'amx_bf16'}, 'gpu': GPU,
+            'emulated': GPU | {'PYOPS_EMULATE_CUDA': '1', 'PYOPS_CHAINS': '500'}}
 
 
 def run_pytest(*arguments, **environment):
@@ -31,10 +32,12 @@ def test_variables_other_than_the_backend_keep_their_values():
     assert environment_of('emulated', given).items() >= given.items()
 
 
-def test_avx512_runs_the_lowered_library_on_a_cpu_without_it(monkeypatch):
+def test_avx512_and_amx_run_the_lowered_library_on_a_cpu_without_them(monkeypatch):
     monkeypatch.setattr(backends, 'cpu_has', lambda isa: isa != 'avx512')
     assert environment_of('avx512', {}) == {'PYOPS_ISA': 'avx512', 'PYOPS_LIBRARY': str(LOWERED)}
     assert [target for _, target in backends.libraries('avx512', environment_of('avx512', {}))] == ['lowered']
+    monkeypatch.setattr(backends, 'cpu_has', lambda isa: isa != 'amx_bf16')
+    assert environment_of('amx_bf16', {}) == {'PYOPS_ISA': 'amx_bf16', 'PYOPS_LIBRARY': str(LOWERED)}
 
 
 @pytest.mark.parametrize('workers', [0, 1])
