@@ -7,7 +7,7 @@
  * of a and 2 of b.  b is in panels as for AVX512_BF16, a always in rows.
  */
 #include "../internal.h"
-#if (defined __x86_64__ || defined __i386__) && (defined __AMX_BF16__ || PYOPS_LOWERED)
+#if (defined __x86_64__ || defined __i386__) && (defined __AMX_BF16__ || defined __AMXBF16__ || PYOPS_LOWERED)
 #define ISA amx_bf16
 #define VL 16
 #define TILE_M 32
