@@ -8,7 +8,6 @@
 docs/speed.md describes the measurement.  The result file is complete after each evaluation; Ctrl-C keeps what it contains.
 """
 import argparse
-import dataclasses
 import datetime
 import functools
 import json
@@ -104,9 +103,8 @@ class Judge:
 
     def __init__(self, model, data, sentences):
         from pyops.text import evaluation
-        from pyops.text.translation import Translator
-        from transformer.translate import lines
-        self.model, self.translator = model, Translator(model, *data.vocabularies, model.config.num_steps, lines)
+        from pyops.text.translator import Translator
+        self.model, self.translator = model, Translator(model, *data.vocabularies)
         sources, references, self.left_out = evaluation.test_set(data.chosen, data.hold_out)
         self.sources, self.references = sources[:sentences], references[:sentences]
 
@@ -116,9 +114,8 @@ class Judge:
         with np.load(path) as weights:
             for name in self.model.params:
                 self.model.params[name].value[...] = weights[name]
-        translator = dataclasses.replace(self.translator)           # a new one, which prepares the current weights
-        outputs = translator.translate(self.sources, beam=beam, scores=False)
-        return evaluation.evaluate([text for ((text, _),) in outputs], self.sources, self.references)
+        self.translator.reset()
+        return evaluation.evaluate(self.translator.translate(self.sources, beam=beam), self.sources, self.references)
 
 
 # ---- the contest -----------------------------------------------------------------------------------------------------

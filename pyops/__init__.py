@@ -15,6 +15,7 @@ _FROM = {
     'grad': 'pyops.autograd',
     'no_grad': 'pyops.autograd',
     'gradcheck': 'pyops.differences',
+    'load': 'pyops.text.translator',
     'seed': 'pyops.params',
 }
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:                       # the names of _FROM
     from pyops.differences import gradcheck
     from pyops.ndarray import cpu, gpu, numpy_device, use_gpu
     from pyops.params import seed
+    from pyops.text.translator import load
 
-__all__ = ['PRECISIONS', 'Tensor', 'apply', 'cpu', 'gpu', 'grad', 'gradcheck', 'no_grad', 'numpy_device', 'seed', 'use_gpu']
+__all__ = ['PRECISIONS', 'Tensor', 'apply', 'cpu', 'gpu', 'grad', 'gradcheck', 'load', 'no_grad', 'numpy_device', 'seed',
+           'use_gpu']
 
 
 def __getattr__(name: str) -> object:

@@ -217,7 +217,8 @@ class Progress:
     """The progress of an epoch, or of other work: on a terminal a bar with the rate, the time left and the running loss;
     redirected, plain lines at even distances: `[50048/167130] loss : 4.12345 (431 pairs/s, 04:31 left)`.
 
-    total: number of `unit` in an epoch; initial: how many of them an earlier run did; label: the text before the numbers;
+    total: number of `unit` in an epoch, None if it is unknown (then give `every`); initial: how many of them an earlier run
+    did; label: the text before the numbers;
     lines: the number of plain lines, 0 for none; at_end: whether the last one, for the whole total, is printed too.
     file: standard output unless given.  after: print nothing in the first `after` seconds, then a plain line at most every
     `every` seconds instead of `lines`, and none at the end.
@@ -237,7 +238,8 @@ class Progress:
                 has_width = os.get_terminal_size(self._file.fileno()).columns > 0     # a bare pseudo-terminal reports 0
             self._bar = tqdm(total=total, initial=initial, unit=f' {unit}', desc=label, file=self._file, delay=after,
                              leave=False, miniters=1, dynamic_ncols=has_width, ncols=None if has_width else 80,
-                             bar_format='{desc}[{n_fmt}/{total_fmt}] {percentage:3.0f}%|{bar}| '
+                             bar_format='{desc}[{n_fmt}] {rate_noinv_fmt}{postfix}' if total is None else
+                                        '{desc}[{n_fmt}/{total_fmt}] {percentage:3.0f}%|{bar}| '
                                         '{rate_noinv_fmt}, {remaining} left{postfix}')
 
     def __enter__(self):
@@ -251,12 +253,15 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(_shown(values), refresh=False)
             self._bar.update(done - self._bar.n)
-        elif self.is_due(done) and (done < self.total or self.at_end):
+        elif self.is_due(done) and (self.total is None or done < self.total or self.at_end):
             self._printed, self._last, self._next = self._lines_by(done), done, time.perf_counter() + self._every
             rate = (done - self._initial) / max(time.perf_counter() - self._start, 1e-9)
-            minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
-            timing = f'({rate:.{0 if rate >= 10 else 1}f} {self.unit}/s, {minutes:02d}:{seconds:02d} left)'
-            print(f'{self.label}[{done}/{self.total}]', *filter(None, [_shown(values)]), timing, file=self._file, flush=True)
+            timing = f'{rate:.{0 if rate >= 10 else 1}f} {self.unit}/s'
+            if self.total is not None:
+                minutes, seconds = divmod(round(max(self.total - done, 0) / rate), 60)
+                timing += f', {minutes:02d}:{seconds:02d} left'
+            print(f'{self.label}[{done}{"" if self.total is None else f"/{self.total}"}]', *filter(None, [_shown(values)]),
+                  f'({timing})', file=self._file, flush=True)
 
     def is_due(self, done):
         """Return whether a plain line is due when so many are done: a bar may skip some values, a line may not."""
@@ -283,7 +288,7 @@ class Progress:
             self._bar.close()
 
     def _lines_by(self, done):
-        return self.lines * done // max(self.total, 1)
+        return self.lines * done // max(self.total or 1, 1)
 
 
 def watch(items, total, label, unit='tensors'):

@@ -16,9 +16,11 @@ import pyops.__main__
 import pyops.data.__main__
 import seq2seq.evaluate
 import seq2seq.train
+import seq2seq.translate
 import transformer.evaluate
 import transformer.from_marian
 import transformer.train
+import transformer.translate
 from pyops.errors import exits_cleanly
 from pyops.flags import ArgumentParser
 from scripts.generated import update

@@ -5,7 +5,6 @@
 """
 from pyops.errors import exits_cleanly
 from pyops.text.flags import evaluation_parser, parse_evaluation
-from seq2seq import translate
 
 PROGRAM = 'seq2seq.evaluate'
 
@@ -17,7 +16,7 @@ def parser():
 def main(argv=None):
     args = parse_evaluation(parser(), argv)
     from pyops.text import serving
-    serving.evaluate(args, translate.open_checkpoint)
+    serving.evaluate(args, 'seq2seq')
 
 
 if __name__ == '__main__':

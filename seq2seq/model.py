@@ -255,6 +255,24 @@ class Seq2Seq:
             backend.launch('axpy', dlast[-1], dcontext, self.one, dcontext.size)   # the context is the top layer's last h
         self.encoder.backward(dmemory, dlast, ctx.pop())
 
+    @property
+    def attends(self):
+        """Whether forced() returns weights of attention."""
+        return self.attention is not None
+
+    def forced(self, source, target, align=False):
+        """Decode given tokens.  source, target: Sequences; target is the labels shifted right after <bos>.
+
+        Return h (N, H), the input of the output layer for each label; and with `align` the weights of the attention to the
+        source, (B, heads, target.rows.longest, source.rows.longest), else None.
+        """
+        state   = self.start(source)
+        h, _, _ = self.decoder.forward(target.ids, state.context, state.states, rows=target.rows)
+        if not self.attention:
+            return h, None
+        h, (_, c, _, _) = self.attention.forward(h, state.memory, target.rows)
+        return h, self.attention.attention.weights(c) if align else None
+
     @staticmethod
     def valid(ctx):
         """Return the number of labels that are not padding, (1,) int32.  Call it before backward()."""

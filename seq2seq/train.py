@@ -11,7 +11,6 @@ from pyops.flags import int_up_to, non_negative_int, use_device
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
-from seq2seq import translate
 
 PROGRAM = 'seq2seq.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.005, dropout=0.2, embedding=256, hidden=256, layers=2, reset_before=False, attention=0,
@@ -37,12 +36,12 @@ def main(argv=None):
     args = parser().parse_args(argv)
     wanted = saving_flags.wanted(args)
     use_device(args)
-    from pyops import backend  # here, since --help needs no library
-    print(f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}', flush=True)
-    from pyops.text import serving, training, translation
+    from pyops.text import serving, training  # here, since --help needs no library
     if args.epochs == 0:
-        return serving.serve(args, translate.open_checkpoint)
-    from pyops import fit
+        return serving.serve(args, 'seq2seq')
+    from pyops import backend, fit
+    print(f'OMP_THREADS: {backend.threads()}\nepochs : {args.epochs}', flush=True)
+    from pyops.text.translator import Translator
     from seq2seq.model import OFF, SIZES, Config, Seq2Seq, parameter_specs
 
     # settings
@@ -68,7 +67,7 @@ def main(argv=None):
         return
     batches = training.batches(settings, pairs)
     parts = training.Parts(pairs, batches, optimizer.count)
-    translator = translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines)
+    translator = Translator(model, *data.vocabularies)
     validate = training.Validation(model, data, args, translator)
     history = fit.History()
 

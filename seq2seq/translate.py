@@ -1,8 +1,10 @@
-"""Translate with a trained checkpoint: one sentence, standard input, or held-out sentences.
+"""Translate text with a checkpoint: one line of output for each line of input.
 
-    python -m seq2seq.translate -c ckpt "Go now."           one sentence
-    python -m seq2seq.translate -c ckpt                     standard input, line by line
-    python -m seq2seq.translate -c ckpt --test 10           held-out sentences, with the share translated correctly
+    python -m seq2seq.translate -c ckpt < in.txt > out.txt
+    python -m seq2seq.translate -c ckpt -i in.txt.gz --json
+    python -m seq2seq.translate -c ckpt "Go now."
+    python -m seq2seq.translate -c ckpt                      at a terminal: a prompt
+    python -m seq2seq.translate -c ckpt --test 10            held-out sentences, with the share translated correctly
 """
 from pyops.errors import exits_cleanly
 from pyops.text.flags import parse_serving, serving_parser
@@ -17,24 +19,14 @@ def parser():
 def main(argv=None):
     args = parse_serving(parser(), argv)
     from pyops.text import serving
-    serving.translate(args, open_checkpoint)
-
-
-def open_checkpoint(path, args=None):
-    """Load a checkpoint, print lines about it, and return the Translator and the checkpoint's state."""
-    from pyops.text import serving
-    return serving.load(path, 'seq2seq', build, lines, args)
+    serving.translate(args, 'seq2seq')
 
 
 def build(settings, source_size, target_size):
+    """Return the model for the settings of a checkpoint; pyops.text.translator calls it."""
     from pyops.settings import configure
     from seq2seq.model import Config, Seq2Seq
-    return Seq2Seq(configure(Config, settings, source_size, target_size), seed=None)        # restoring overwrites all values
-
-
-def lines(read, output):
-    """Return the lines to print for a sentence: the tokens read and the tokens of the translation, both with <eos>."""
-    return ' '.join(read), f'translate res : {" ".join(output)}'
+    return Seq2Seq(configure(Config, settings, source_size, target_size), seed=None)    # restoring overwrites all values
 
 
 if __name__ == '__main__':

@@ -448,6 +448,23 @@ class Transformer:
         self.decoder.backward(dh, c2, dm)
         self.encoder.backward(dm, ctx.pop())
 
+    attends = True          # whether forced() returns weights of attention
+
+    @backend.float32_activations()      # as in decoding
+    def forced(self, source, target, align=False):
+        """Decode given tokens.  source, target: Sequences; target is the labels shifted right after <bos>.
+
+        Return h (N, D), the input of the output layer for each label; and with `align` the weights of the last decoder block's
+        attention to the source, (B, heads, target.rows.longest, source.rows.longest), else None.
+        """
+        m, _   = self.encoder.forward(source)
+        h, ctx = self.decoder.forward(target, m, source.rows)
+        if not align:
+            return h, None
+        _, (*_, c, _), _ = ctx[-2]              # of the last block, its second sublayer, the branch before the residual sum
+        _, _, c, _ = c
+        return h, self.decoder.blocks[-1].cross_attention.attention.weights(c)
+
     @staticmethod
     def valid(ctx):
         """Return the number of labels that are not padding, (1,) int32.  Call it before backward()."""

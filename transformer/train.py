@@ -12,7 +12,6 @@ from pyops.flags import int_up_to, select_storage, use_device
 from pyops.inspect import flags as saving_flags
 from pyops.settings import add_setting, configure, resolve
 from pyops.text import flags
-from transformer import translate
 
 PROGRAM = 'transformer.train'
 DEFAULTS = flags.DEFAULTS | dict(lr=0.001, dropout=0.2, d_model=256, d_ff=64, heads=4, layers=2, decoder_layers=0,
@@ -45,10 +44,11 @@ def main(argv=None):
     args = parser().parse_args(argv)
     wanted = saving_flags.wanted(args)
     use_device(args)
-    from pyops.text import serving, training, translation  # here, since --help needs no library
+    from pyops.text import serving, training  # here, since --help needs no library
     if args.epochs == 0:
-        return serving.serve(args, translate.open_checkpoint)
+        return serving.serve(args, 'transformer')
     from pyops import fit
+    from pyops.text.translator import Translator
     from pyops.text.vocabulary import BOS, EOS, PAD
     from transformer.model import SIZES, Config, Transformer, parameter_specs
 
@@ -81,7 +81,7 @@ def main(argv=None):
         return
     batches = training.batches(settings, pairs, drop_last=True)
     parts = training.Parts(pairs, batches, optimizer.count)
-    translator = translation.Translator(model, *data.vocabularies, config.num_steps, translate.lines)
+    translator = Translator(model, *data.vocabularies)
     validate = training.Validation(model, data, args, translator)
     history = fit.History()
 

@@ -87,6 +87,13 @@ class Attention:
         note_product(self, BACKWARD)
         return dq, dk, dv
 
+    def weights(self, ctx: Ctx) -> Array:
+        """Return the softmax before dropout, (B, heads, Tq, Tk), of a forward pass; 0 for masked keys and missing queries."""
+        names = zip(('Tq', 'Tk', 'B', 'heads', 'C'), self._sizes(ctx.q, ctx.k, ctx.q_rows, ctx.k_rows), strict=True)
+        q_offsets, k_offsets = offsets(ctx.q_rows, ctx.k_rows)
+        arrays = ctx._asdict() | dict(q_offsets=q_offsets, k_offsets=k_offsets)
+        return weights({**dict(names), 'causal': self.causal}, arrays.__getitem__)
+
     def _gradients(self, q: Shape, k: Shape, dtype: Any = np.float32) -> tuple[Array, Array, Array]:
         """Allocate dq, dk and dv, for q and k of these shapes."""
         dq, dk, dv = (empty_gradient(shape, f'{self.name}.{name}', dtype) for name, shape in (('dq', q), ('dk', k), ('dv', k)))

@@ -77,6 +77,9 @@ class QuantizedAttention(Attention):
                            qv if rounded.same('pv.v', 'dp.v') else v, qw if rounded.same('pv.p', 'dv.p') else w, softmax, step,
                            q_rows, k_rows, shapes)
 
+    def weights(self, ctx: Ctx) -> Array:
+        return ctx.softmax
+
     def backward(self, dy: Array, ctx: Ctx, out: tuple[Array, Array, Array] | None = None) -> tuple[Array, Array, Array]:
         """Return dq, dk and dv.  out: the arrays to write them to."""
         (Tq, B, heads, C), Tk, rounded = ctx.q.shape, len(ctx.k), self.round

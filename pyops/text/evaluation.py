@@ -1,7 +1,7 @@
 """Evaluation of a translator on sentences held out from its training: raw text in and out, scored by sacrebleu.
 
     sources, references = test_set(corpus, fraction)
-    report = evaluate([text for ((text, _),) in translator.translate(sources)], sources, references)
+    report = evaluate(pyops.load('ckpt').translate(sources), sources, references)
 """
 from pyops.errors import UserError
 from pyops.text.split import hold_out

@@ -26,6 +26,7 @@ DEFAULTS_OF_BPE = dict(num_steps=64)
 SCHEDULES = 'inverse-root', 'linear', 'cosine'
 FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out', 'ema'      # a resumed run keeps them
 BEAM = 5                                                        # --beam
+BATCH_SIZE = 64                                                 # sentences of a batch in translation
 LENGTH_PENALTY = 1.0                                            # --length-penalty
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
@@ -129,9 +130,21 @@ def serving_parser(program):
     """Return the parser of a program that translates with a checkpoint; use it with `parse_serving`."""
     p = ArgumentParser(prog=f'python -m {program}', description='Translate English to French with a checkpoint.')
     group = p.group('translation')
-    group.add_argument('sentence', nargs='*', help='a sentence to translate (default: read lines from standard input)')
+    group.add_argument('sentence', nargs='*', help='a sentence to translate; -: standard input (default)')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
-                       help='a checkpoint, or a folder: its newest checkpoint (required)')
+                       help='a checkpoint, or a folder: its best or newest checkpoint (required)')
+    group.add_argument('-i', '--input', metavar='FILE',
+                       help='translate the lines of a text in UTF-8, which may be a .gz file; -: standard input (default)')
+    group.add_argument('--skip-bad', action='store_true',
+                       help='print a blank line for a line that is not UTF-8, with a warning (default: end with an error)')
+    group.add_argument('--max-len', type=positive_int, metavar='N',
+                       help='tokens of a translation, end mark included, at most (default: --num-steps of the training run)')
+    group.add_argument('-b', '--batch-size', type=positive_int, default=BATCH_SIZE, metavar='N',
+                       help='sentences per batch; sentences of similar length are translated together (default %(default)s)')
+    group.add_argument('--alignments', action='store_true',
+                       help='also print which source token each token attends to most, as SOURCE-OUTPUT pairs; with --json '
+                       'all weights')
+    group.add_argument('--json', action='store_true', help='print a JSON object for each line')
     group.add_argument('--test', type=positive_int, metavar='N',
                        help='translate N held-out sentences, then score all held-out sentences')
     group.add_argument('-f', '--corpus', metavar='FILE',
@@ -201,6 +214,9 @@ def parse_serving(parser, argv):
     """Return the parsed flags of a `serving_parser`."""
     args = parser.parse_args(argv)
     _check_search(parser, args)
-    if args.test and args.sentence:
-        parser.error(f'--test {args.test}: expected no sentence, got {args.sentence[0]!r}; it translates held-out sentences')
+    for flag, given in ((f'--test {args.test}', args.test), (f'--input {args.input}', args.input is not None)):
+        if given and args.sentence:
+            parser.error(f'{flag}: expected no sentence, got {args.sentence[0]!r}; leave one of them out')
+    if args.test and args.input is not None:
+        parser.error(f'--test {args.test}: expected no --input; it translates held-out sentences')
     return args

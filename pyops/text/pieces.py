@@ -85,10 +85,6 @@ class Pieces:
         return Encoded(np.array([get(piece, UNK) for some in pieces for piece in some], np.int32),
                        np.array([len(some) for some in pieces], np.int32))
 
-    def first(self, words, count):
-        """Return the words of the first `count` tokens of a sentence."""
-        return self.sentence(self.encode([words]).ids[:count]).split()
-
     def sentence(self, ids):
         """Return the text of an array of ids, without padding and end mark; an unknown piece is <unk>."""
         pieces = (f' {SPECIALS[UNK]} ' if id == UNK else self._tokens[id] for id in ids.tolist() if id not in (PAD, EOS))

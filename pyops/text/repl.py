@@ -1,36 +1,31 @@
-"""The line REPL that serves a trained model: a prompt with history on a terminal, a filter in a pipe."""
+"""The prompt on a terminal that serves a trained model: history, completion, commands."""
 import contextlib
 import os
 import sys
 
-HINT = 'type a sentence and press Enter; help lists the commands, quit or Ctrl-D leaves'
+HINT = 'type a sentence and press Enter; :help lists the commands, quit or Ctrl-D leaves'
 HELP = """\
 Each line is translated when you press Enter, except
-  help          to print this text
-  quit, exit    to leave, as does Ctrl-D, or Ctrl-C twice on an empty line
-To translate one of these words, type a space before it or a punctuation mark after it.
-Ctrl-C clears the line, or stops a translation. The up arrow recalls earlier lines."""
+  :help         to print this text; or help
+{commands}  :quit         to leave; or quit, exit, Ctrl-D, Ctrl-C twice on an empty line
+To translate a line that begins with a colon, or one of the words above, type a space before it.
+Ctrl-C clears the line, or stops a translation. The up arrow recalls earlier lines, Tab completes commands and words."""
 
 
-def serve(translate, prompt='> '):
-    """Pass each line of standard input to `translate` (str -> iterable of lines) and print the lines it returns.
+def serve(translate, commands=None, complete=None, prompt='> '):
+    """Pass each line typed on the terminal to `translate` (str -> iterable of lines) and print the lines it returns.
 
-    On a terminal: a prompt, line editing and a history kept between sessions.  `quit`, `exit`, end of input (Ctrl-D), and
-    Ctrl-C twice on an empty line leave; `help` prints HELP.  Ctrl-C clears the line, or stops the translation.
-    In a pipe: line by line, flushed after each, without commands; a line that is not UTF-8 is reported on stderr and skipped.
-    Blank lines are skipped in both cases.
+    There are line editing, a history kept between sessions, and completion of commands and of complete(prefix) -> words.
+    `:quit`, `quit`, `exit`, end of input (Ctrl-D), and Ctrl-C twice on an empty line leave; `:help` and `help` print HELP.
+    Ctrl-C clears the line, or stops the translation.  Blank lines are skipped.
+    commands: {name: (function, help)}; `:name text` prints the lines of function(text), or its ValueError
     """
-    if sys.stdin is None:                                   # closed by the parent process
-        return
     sys.stdout.reconfigure(errors='replace')                # for characters that the terminal's encoding lacks
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        with _history():
-            _serve_terminal(translate, prompt)
-    else:
-        _serve_pipe(translate)
+    with _readline(commands or {}, complete):
+        _serve(translate, commands or {}, prompt)
 
 
-def _serve_terminal(translate, prompt):
+def _serve(translate, commands, prompt):
     print(HINT)
     is_last_warning = False                                 # the previous line was empty and ended with Ctrl-C
     while True:
@@ -38,12 +33,14 @@ def _serve_terminal(translate, prompt):
         try:
             line = _read_line(prompt)
             command = line.rstrip()                         # with a leading space it is a sentence
-            if command in ('quit', 'exit'):
+            if command in (':quit', 'quit', 'exit'):
                 return
-            if command == 'help':
-                print(HELP)
+            if command in (':help', 'help'):
+                print(HELP.format(commands=''.join(f'  :{name} {text}\n' for name, (_, text) in commands.items())))
+            elif command.startswith(':'):
+                _run(commands, command[1:])
             elif command:
-                _answer(translate, line)
+                _print(translate(line))
             is_last_warning = False
         except EOFError:
             print()
@@ -56,6 +53,24 @@ def _serve_terminal(translate, prompt):
             is_last_warning = is_empty
             if is_empty:
                 print('(Ctrl-C again, Ctrl-D or quit leaves)')
+
+
+def _run(commands, line):
+    """Run the command in a line without its colon."""
+    name, _, text = line.partition(' ')
+    if name not in commands:
+        print(f':{name}: no such command; :help lists them')
+        return
+    try:
+        _print(commands[name][0](text.strip()))
+    except ValueError as error:
+        print(error)
+
+
+def _print(lines):
+    for line in lines:
+        print(line)
+    sys.stdout.flush()
 
 
 def _is_empty():
@@ -75,27 +90,9 @@ def _read_line(prompt):
     return line
 
 
-def _serve_pipe(translate):
-    for number, raw in enumerate(iter(sys.stdin.buffer.readline, b''), 1):
-        try:
-            line = raw.decode('utf-8-sig' if number == 1 else 'utf-8')
-        except UnicodeDecodeError as error:
-            print(f'line {number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1}): '
-                  'expected text in UTF-8, skipped', file=sys.stderr, flush=True)
-            continue
-        if line.strip():
-            _answer(translate, line.rstrip('\r\n'))
-
-
-def _answer(translate, line):
-    for answer in translate(line):
-        print(answer)
-    sys.stdout.flush()
-
-
 @contextlib.contextmanager
-def _history():
-    """Enable line editing with a history file, as far as Python and the disk support it."""
+def _readline(commands, complete):
+    """Enable line editing with completion and a history file, as far as Python and the disk support it."""
     try:
         import readline
     except ImportError:
@@ -106,9 +103,22 @@ def _history():
     readline.set_history_length(1000)
     with contextlib.suppress(OSError):
         readline.read_history_file(path)
+    names = [f':{name}' for name in (*commands, 'help', 'quit')]
+
+    def completed(text, index):
+        at_start = not readline.get_begidx()
+        words = [name for name in names if name.startswith(text)] if at_start and text.startswith(':') else (
+            complete(text) if complete else [])
+        return words[index] + ' ' if index < len(words) else None
+    before = readline.get_completer(), readline.get_completer_delims()
+    readline.set_completer(completed)
+    readline.set_completer_delims(' \t')
+    readline.parse_and_bind('bind ^I rl_complete' if 'libedit' in (readline.__doc__ or '') else 'tab: complete')
     try:
         yield
     finally:
+        readline.set_completer(before[0])
+        readline.set_completer_delims(before[1])
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             readline.write_history_file(path)

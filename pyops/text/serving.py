@@ -1,109 +1,247 @@
-"""Inference with a trained checkpoint: sentences, standard input, or held-out sentences.
+"""The command line of the translators: translate text, evaluate a checkpoint, serve one.
 
-A program calls these functions with its own function open_checkpoint(path, args) -> Translator, state.
+Standard output has translations only, one line for each line of the input; all else is printed to standard error.
 """
+import json
+import sys
+import zlib
+
 from pyops.errors import UserError
 from pyops.flags import use_device
+from pyops.text.flags import LENGTH_PENALTY, serving_parser
 from pyops.text.preprocess import tokenize
 
-_BATCHES = 16       # translated together by evaluate(), sorted by length
+_CHUNK = 1 << 17        # most bytes read at once
+_WARNINGS = 10          # most lines that are named as too long
+_SHOWN = 60             # characters of a text shown in a warning
 
 
-def translate(args, open_checkpoint):
-    """Do what the flags of pyops.text.flags.serving_parser ask: translate sentences or standard input, or run the test."""
+def translate(args, program):
+    """Run `python -m PROGRAM.translate`: args are the flags of pyops.text.flags.serving_parser."""
     use_device(args)
+    translator = open_translator(args, program)
+    if args.alignments and not translator.model.attends:
+        raise UserError(f'--alignments: {translator.path} has no attention; leave it out, or train seq2seq with --attention 1')
     if args.test:
-        return test(args, *open_checkpoint(args.checkpoint, args))
-    if not args.sentence:
-        return serve(args, open_checkpoint)
-    translator, _ = open_checkpoint(args.checkpoint, args)
-    for sentence in args.sentence:
-        for line in translator.answer(sentence):
-            print(line)
+        print(f'loading from checkpoint : {translator.path}')
+        return test(args, translator)
+    if args.sentence not in ([], ['-']):
+        return Output(translator, args).write(args.sentence)
+    run(args, translator)
 
 
-def load(path, program, build, lines, args=None):
-    """Load the checkpoint that -c names, print lines about it, and return the Translator and the checkpoint's state.
-
-    build(settings, source_size, target_size): returns the model;  lines: as for Translator
-    args: the parsed flags.  Quantization is as in the training run unless args has another --quant.  Decoding is greedy unless
-    args has the flags of beam search.
-    """
-    from pyops import checkpoint, fit, quantization
-    from pyops.text import tokenizer
-    from pyops.text.decoding import Search
-    from pyops.text.training import check_program
-    from pyops.text.translation import Translator
-
-    if path is None:
-        raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
-    found = checkpoint.find(path, serving=True)
-    print(found.line)
-    check_program(found, program)
-    state = found.state
-    vocabularies = tokenizer.restore(state['vocabularies'])
-    settings = state['settings'] | quantization.resolve(args, state['settings'])
-    model = build(settings, *map(len, vocabularies))
-    if settings['quant'] != 'none':
-        print(model.config.ops.check())
-    fit.restore(model.params, None, found.tensors, found.path)
-    print('loaded from checkpoint')
-    search = Search(model.config.num_steps, args.beam, args.nbest, args.length_penalty) if hasattr(args, 'beam') else None
-    return Translator(model, *vocabularies, model.config.num_steps, lines, search, getattr(args, 'scores', False)), state
-
-
-def serve(args, open_checkpoint):
-    """Translate standard input line by line until it ends."""
-    if getattr(args, 'save_tensors', None) is not None:         # a flag of training programs, which serve with -e 0
+def serve(args, program):
+    """Translate the standard input of a training program with -e 0, as PROGRAM.translate does with its defaults.  A line that
+    is not UTF-8 does not end it."""
+    if args.save_tensors is not None:
         raise UserError('--save-tensors: -e 0 serves and runs no training step whose tensors could be saved')
-    from pyops.text.repl import serve as serve_lines
-    translator, _ = open_checkpoint(args.checkpoint, args)
-    print('serving mode', flush=True)
-    serve_lines(translator.answer)
+    if args.checkpoint is None:
+        raise UserError('-e 0 serves a checkpoint: name it, or its folder, with -c')
+    run(serving_parser(program).parse_args(['-c', '.', '--skip-bad']), open_translator(args, program))
 
 
-def test(args, translator, state):
+def open_translator(args, program):
+    """Return the Translator of the checkpoint that -c names, and print warnings about it on standard error.
+
+    UserError if it belongs to another program.
+    """
+    from pyops import checkpoint, quantization
+    from pyops.text.training import check_program
+    from pyops.text.translator import of_checkpoint
+    found = checkpoint.find(args.checkpoint, serving=True)
+    check_program(found, program)
+    translator = of_checkpoint(found, quantization.resolve(args, found.state['settings']))
+    if translator.rounding:
+        print(translator.rounding, file=sys.stderr)
+    return translator
+
+
+def run(args, translator):
+    """Translate --input or standard input, to its end; on a terminal, at a prompt."""
+    if args.input in (None, '-'):
+        if sys.stdin is None:                                   # closed by the parent process
+            return
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            from pyops.text.repl import serve as serve_terminal
+            from pyops.text.session import Session
+            session = Session(translator, args)
+            return serve_terminal(session.answer, session.commands, session.words)
+        return _translate_file(args, translator, sys.stdin.buffer, 'standard input')
+    with _opened(args.input) as file:
+        _translate_file(args, translator, file, args.input)
+
+
+def _translate_file(args, translator, file, name):
+    from contextlib import nullcontext
+
+    from pyops.text.translator import WINDOW
+    from pyops.training import Progress
+    output = Output(translator, args)
+    with nullcontext() if sys.stderr.isatty() and sys.stdout.isatty() else Progress(
+            None, 'lines', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
+        for window in read_windows(file, name, WINDOW * args.batch_size, args.skip_bad):
+            if progress and output.number:
+                progress.update(output.number)
+            output.write(window)
+    output.finish()
+
+
+def _opened(path):
+    """Open a text file, which may be compressed with gzip, for read_windows."""
+    try:
+        file = open(path, 'rb')
+        if file.peek(2)[:2] == b'\x1f\x8b':
+            import gzip
+            return gzip.GzipFile(fileobj=file)
+        return file
+    except FileNotFoundError as error:
+        raise UserError(f'{path}: no such file; give a text, or - for standard input') from error
+    except OSError as error:
+        raise UserError(f'{path}: cannot be read ({error.strerror or error}); give another text') from error
+
+
+def read_windows(file, name, most, skip_bad=False):
+    """Yield lists of at most `most` lines of a binary file, decoded from UTF-8: as many as can be read without waiting, at
+    least one.  So a pipe is answered line by line as long as its writer waits for the answers.
+
+    A byte order mark and line ends are removed.  Raises UserError for a line that is not UTF-8, after the lines before it; with
+    skip_bad, it becomes '' after a warning on standard error.
+    """
+    number, rest, is_open = 0, b'', True
+    while is_open:
+        try:
+            chunk = file.read1(_CHUNK)
+        except (EOFError, zlib.error, OSError) as error:
+            raise UserError(f'{name}: line {number + 1}: cannot be read ({error}); get the file again') from error
+        is_open = bool(chunk)
+        *lines, rest = (rest + chunk).split(b'\n') if is_open else [rest, b''] if rest else [b'']
+        window = []
+        for raw in lines:
+            number += 1
+            try:
+                window.append(raw.decode('utf-8-sig' if number == 1 else 'utf-8').rstrip('\r'))
+            except UnicodeDecodeError as error:
+                problem = f'{name}: line {number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})'
+                if not skip_bad:
+                    if window:
+                        yield window
+                    raise UserError(f'{problem}; convert it, or give --skip-bad for a blank line in its place') from None
+                print(f'warning: {problem}; its translation is blank', file=sys.stderr, flush=True)
+                window.append('')
+            if len(window) == most:
+                yield window
+                window = []
+        if window:
+            yield window
+
+
+class Output:
+    """Translates texts and prints them as the flags of a serving_parser ask.   number: the texts so far"""
+
+    def __init__(self, translator, args):
+        self._translator, self._args, self.number, self._long = translator, args, 0, 0
+
+    def write(self, texts):
+        """Translate texts and print the lines for them."""
+        args = self._args
+        results = self._translator.translations(
+            texts, args.beam, args.nbest, args.length_penalty, args.max_len, args.batch_size, alignments=args.alignments,
+            scores=args.scores or args.json or args.nbest > 1)
+        for text, found in zip(texts, results, strict=True):
+            for line in [as_json(text, found)] if args.json else lines(found, args, self.number):
+                print(line)
+            self.number += 1
+            if found[0].cut:
+                self._long += 1
+                if self._long <= _WARNINGS:
+                    print(f'warning: line {self.number}: {cut_text(found[0], text)}', file=sys.stderr, flush=True)
+        sys.stdout.flush()
+
+    def finish(self):
+        """Print the number of the lines that were too long and have not been named."""
+        if self._long > _WARNINGS:
+            print(f'warning: {self._long - _WARNINGS} more lines are too long', file=sys.stderr, flush=True)
+
+
+def lines(found, args, number=0):
+    """Return the lines for the Translations of a text, in the form of Marian: [NUMBER ||| ]TEXT[ ||| ALIGNMENT][ ||| SCORE]."""
+    result = []
+    for some in found:
+        fields = [str(number), some.text] if args.nbest > 1 else [some.text]
+        if args.alignments:
+            fields.append(pairs(some))
+        if args.scores or args.nbest > 1:
+            fields.append(f'{some.score:.4f}')
+        result.append(' ||| '.join(fields))
+    return result
+
+
+def pairs(translation):
+    """Return the source token with the largest weight for each output token, as SOURCE-OUTPUT, counted from 0."""
+    return ' '.join(f'{weights.argmax()}-{i}' for i, weights in enumerate(translation.alignment))
+
+
+def as_json(text, found):
+    """Return the Translations of a text as one line of JSON."""
+    first = found[0]
+    outputs = [dict(text=some.text, score=round(some.score, 6), tokens=some.tokens)
+               | ({} if some.alignment is None else dict(alignment=[[round(float(weight), 4) for weight in row]
+                                                                    for row in some.alignment])) for some in found]
+    return json.dumps(dict(source=text, tokens=first.source, cut=first.cut, unknown=first.unknown, translations=outputs),
+                      ensure_ascii=False)
+
+
+def cut_text(translation, text):
+    """Return the end of a warning about a text that is too long."""
+    read = len(translation.source)
+    start = text if len(text) <= _SHOWN else text[:_SHOWN] + '...'
+    return f'too long, only the first {read} of {read + translation.cut} tokens, end mark included, are read: {start!r}'
+
+
+def test(args, translator):
     """Translate and score the sentences held out from the checkpoint's training."""
     from pyops.text.split import hold_out
-    corpus, fraction, line = trained_corpus(args, translator, state)
+    corpus, fraction, line = trained_corpus(args, translator)
     print(line)
-    score(translator, translator.target_vocabulary.read_corpus(hold_out(corpus, fraction)[2]), args.test)
+    score(translator, translator.target_vocabulary.read_corpus(hold_out(corpus, fraction)[2]), args.test, args.beam,
+          args.length_penalty)
 
 
-def evaluate(args, open_checkpoint):
-    """Translate held-out sentences and print their scores, as the flags of pyops.text.flags.evaluation_parser ask."""
+def evaluate(args, program):
+    """Run `python -m PROGRAM.evaluate`: translate held-out sentences and print their scores, as the flags of
+    pyops.text.flags.evaluation_parser ask."""
     import contextlib
-    import json
-    import sys
 
     from pyops.text import evaluation
     from pyops.training import Progress
     evaluation.check()
     use_device(args)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        translator, state = open_checkpoint(args.checkpoint, args)
-        corpus, fraction, line = trained_corpus(args, translator, state)
+        translator = open_translator(args, program)
+        print(f'loading from checkpoint : {translator.path}')
+        corpus, fraction, line = trained_corpus(args, translator)
         print(line)
         sources, references, left_out = evaluation.test_set(corpus, fraction, args.part)
         print(f'{args.part} : {len(sources)} sentences; {left_out} more have a translation that occurs in training', flush=True)
     sources, references = sources[:args.first], references[:args.first]
-    outputs, at_once = [], _BATCHES * args.batch_size
+    outputs = []
     with Progress(len(sources), 'sentences', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
-        for first in range(0, len(sources), at_once):
-            outputs += translator.translate(sources[first:first + at_once], args.batch_size, args.beam, args.nbest,
-                                            args.length_penalty, scores=args.scores)
+        for found in translator.translations(iter(sources), args.beam, args.nbest, args.length_penalty, None, args.batch_size,
+                                             scores=args.scores):
+            outputs.append(found)
             progress.update(len(outputs))
     if args.output:
         with open(args.output, 'w', encoding='utf-8') as file:
             for source, found, some in zip(sources, outputs, references, strict=True):
-                for text, score in found:
-                    print(source, text, *([f'{score:.4f}'] if args.scores else []), *some, sep='\t', file=file)
+                for translation in found:
+                    print(source, translation.text, *([f'{translation.score:.4f}'] if args.scores else []), *some, sep='\t',
+                          file=file)
     report = dict(beam=args.beam, length_penalty=args.length_penalty) | evaluation.evaluate(
-        [text for (text, _), *_ in outputs], sources, references)
+        [best.text for best, *_ in outputs], sources, references)
     print(json.dumps(report) if args.json else evaluation.text(report))
 
 
-def trained_corpus(args, translator, state):
+def trained_corpus(args, translator):
     """Return the corpus on which a checkpoint was trained, the fraction held out of it, and a line that names the corpus.
 
     A converted checkpoint (transformer.from_marian) was trained on none: then it is the corpus that the flags select.
@@ -113,6 +251,7 @@ def trained_corpus(args, translator, state):
     from pyops.text.pairs import Pairs
     from pyops.text.split import hold_out
     from pyops.text.translation import check_vocabularies, open_corpus
+    state = translator.state
     settings = dict(tokenizer='word', min_count=3) | state['settings']      # older checkpoints lack some
     if not settings['hold_out']:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
@@ -127,7 +266,7 @@ def trained_corpus(args, translator, state):
     return corpus, settings['hold_out'], line
 
 
-def score(translator, test, show=0):
+def score(translator, test, show=0, beam=1, length_penalty=LENGTH_PENALTY):
     """Translate all test sentences and print the share that is exactly right.  Also print `show` of them with their references,
     the number of references longer than an output can be, and BLEU of lower-case words if sacrebleu is installed."""
     from importlib.util import find_spec
@@ -135,7 +274,7 @@ def score(translator, test, show=0):
     from pyops.text.score import bleu, exact_match
     from pyops.text.split import references
     known = references(test)
-    outputs = dict(zip(known, translator.sentences(list(known)), strict=True))
+    outputs = dict(zip(known, translator.sentences(list(known), beam=beam, length_penalty=length_penalty), strict=True))
     # Every k-th sentence, so that both short and long ones are shown.
     shown = list(known)[::max(1, len(known) // show)][:show] if show else []
     for source in shown:

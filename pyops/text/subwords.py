@@ -159,10 +159,6 @@ class Subwords:
         chosen = _random(generator, len(words.ids)).astype(np.int64) % variants[words.ids]
         return _joined(pieces, words, (np.cumsum(variants) - variants)[words.ids] + chosen)
 
-    def first(self, words, count):
-        """Return the words of the first `count` tokens of a sentence."""
-        return self.sentence(self.encode([words]).ids[:count]).split()
-
     def sentence(self, ids):
         """Return the text of an array of ids, without marks; bytes that are not UTF-8 become U+FFFD."""
         return ' '.join(b''.join(self._pieces[id] for id in ids.tolist()).decode(errors='replace').split())

@@ -40,9 +40,6 @@ class Tokenizer(Protocol):
     def unknown(self, words: list[str]) -> list[str]:
         """Return the words of a sentence that are unknown."""
 
-    def first(self, words: list[str], count: int) -> list[str]:
-        """Return the words of the first `count` tokens of a sentence."""
-
     def sentence(self, ids: np.ndarray) -> str:
         """Return the sentence of ids, words joined by spaces, without padding and end mark."""
 

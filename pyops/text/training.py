@@ -1,5 +1,4 @@
 """Parts of a training run that the translation programs share: the data divided, resuming, the validation loss."""
-import dataclasses
 import sys
 from typing import NamedTuple
 
@@ -286,9 +285,8 @@ class Validation:
             return {}
         values = {'validation': validation_loss(self._model, self._pairs, self._batch_size)}
         if self._translator:
-            translator = dataclasses.replace(self._translator)      # a new one, which prepares the current weights
-            outputs = translator.translate(self._sources, beam=1, scores=False)
-            values['bleu'] = evaluation.bleu([text for ((text, _),) in outputs], self._references)
+            values['bleu'] = evaluation.bleu(self._translator.translate(self._sources, beam=1), self._references)
+            self._translator.reset()                                # the weights will change
         return values
 
     @staticmethod

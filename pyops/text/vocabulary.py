@@ -139,10 +139,6 @@ class Vocabulary:
             numbers = np.array(self.ids(tokens), np.int32)[ids]
         return Encoded(numbers, sentences.lengths)
 
-    def first(self, tokens, count):
-        """Return the first tokens of a sentence."""
-        return tokens[:count]
-
     def sentence(self, ids):
         """Return the tokens of an array of ids joined by spaces, without padding and <eos>."""
         return ' '.join(self.words(ids[(ids != PAD) & (ids != EOS)]))

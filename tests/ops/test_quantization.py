@@ -23,6 +23,7 @@ from rows import (
 from small_models import digits, make_seq2seq, make_transformer, pairs
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest, train_steps
 
+import pyops
 from mnist import train as mnist_train
 from pyops import backend, formats, ops, quantization
 from pyops.errors import UserError
@@ -463,11 +464,16 @@ def test_a_resumed_and_a_served_model_are_the_one_that_was_trained(train, transl
     monkeypatch.delenv('CUSTOM_QUANT_TYPE')
     assert_same_training(newest(whole), newest(parts))
 
-    translator, state = translate.open_checkpoint(whole)
-    assert line in capsys.readouterr().out and type(translator.model.output) is ops.LinearCrossEntropy.rounded()
-    assert state['settings']['quant_layers'] == 'encoder.*,output' and translator.answer('I sleep.')
-    translator, _ = translate.open_checkpoint(whole, train.parser().parse_args(['--quant', 'none']))
-    assert 'quantised' not in capsys.readouterr().out and type(translator.model.output) is ops.LinearCrossEntropy
+    translator = pyops.load(whole)
+    assert translator.rounding == line and type(translator.model.output) is ops.LinearCrossEntropy.rounded()
+    assert translator.state['settings']['quant_layers'] == 'encoder.*,output'
+    capsys.readouterr()
+    translate.main(['-c', str(whole), 'I sleep.'])
+    assert capsys.readouterr() == (f'{translator.translate("I sleep.")}\n', f'{line}\n')
+    plain = pyops.load(whole, quant='none')
+    assert plain.rounding is None and type(plain.model.output) is ops.LinearCrossEntropy
+    translate.main(['-c', str(whole), '--quant', 'none', 'I sleep.'])
+    assert capsys.readouterr() == (f'{plain.translate("I sleep.")}\n', '')
 
 
 def test_without_a_recipe_nothing_changes(tmp_path, capsys, monkeypatch):
@@ -513,7 +519,7 @@ def test_a_variable_that_is_no_recipe_stops_no_checkpoint_from_serving(train, tr
     told = capsys.readouterr()
     assert told.err == ('CUSTOM_QUANT_TYPE=rubbish: ignored, since the checkpoint was trained with --quant none; '
                         'give --quant to change that\n')
-    assert 'i sleep .' in told.out
+    assert told.out == pyops.load(tmp_path).translate('I sleep.') + '\n'
     with pytest.raises(UserError, match='^CUSTOM_QUANT_TYPE=rubbish: rubbish: no such number format'):
         train.main(['-e', '1', '-c', str(tmp_path / 'new'), *tiny])       # here it is used
 

@@ -24,12 +24,13 @@ from translation import (
     train_steps,
 )
 
+import pyops
 from pyops import backend, checkpoint
 from pyops.errors import UserError
 from pyops.philox import dropout_mask
 from pyops.text import embedded
 from pyops.text.pairs import Pairs, Sequences
-from pyops.text.translation import Translator
+from pyops.text.translator import Translator
 from pyops.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
 from seq2seq import train, translate
 from seq2seq.model import Config, Seq2Seq
@@ -278,7 +279,7 @@ def trained(tmp_path_factory):
 
 def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsys):
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
+    translator = pyops.load(folder / 'ckpt')
     corpus = embedded.Corpus.load(folder / 'pairs.txt')
     batch = translator.sentences(corpus.sources, batch_size=64)
     known = translator.target_vocabulary                # rare words are <unk>, in training too
@@ -291,7 +292,7 @@ def test_what_was_learned_is_translated_one_by_one_and_in_batches(trained, capsy
 def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
     """The state carried from word to word equals a forward pass over all words so far."""
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
+    translator = pyops.load(folder / 'ckpt')
     model, vocabulary = translator.model, translator.source_vocabulary
     corpus = embedded.Corpus.load(folder / 'pairs.txt').first(20)
     source = encoded(corpus, vocabulary)
@@ -303,34 +304,34 @@ def test_greedy_decoding_is_the_argmax_of_forward_on_what_was_said(trained):
     assert (model.output.predict(h) == said.T[inside.T]).all() and inside.sum() > 60
 
 
-def test_an_answer_names_what_it_read_and_what_it_did_not_know(trained):
+def test_a_translation_names_what_it_read_and_what_it_did_not_know(trained):
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
-    plain = list(translator.answer('I sleep.'))
-    assert plain[0] == 'i sleep . <eos>' and plain[1].startswith('translate res : ') and plain[1].endswith('<eos>')
-    assert list(translator.answer('  i   SLEEP . <eos>')) == plain
-    unknown = list(translator.answer('I zzz quux zzz.'))
-    assert unknown[0] == 'unknown words : zzz quux' and unknown[1] == 'i zzz quux zzz . <eos>'
-    long = list(translator.answer('I sleep here now with my brother and his father .'))
-    assert long[-2] == 'i sleep here now with my brother and his'
-    assert list(translator.answer(' . '))[0] == '. <eos>' and list(translator.answer('<eos>')) == []
+    translator = pyops.load(folder / 'ckpt')
+    (plain,), (again,), (unknown,), (long,), (stop,), (none,) = translator.translations(
+        ['I sleep.', '  i   SLEEP . <eos>', 'I zzz quux zzz.', 'I sleep here now with my brother and his father .', ' . ',
+         '<eos>'])
+    assert plain.source == ['i', 'sleep', '.', '<eos>'] and plain.text and plain.tokens[-1] == '<eos>'
+    assert again == plain and plain.cut == 0 and plain.unknown == ()
+    assert unknown.unknown == ('zzz', 'quux') and unknown.source == ['i', '<unk>', '<unk>', '<unk>', '.', '<eos>']
+    assert len(long.source) == 9 and long.source[-1] != '<eos>' and long.cut == 3
+    assert stop.source == ['.', '<eos>'] and none == ('', 0.0, [], [], 0, (), None)
 
 
 def test_translate_prints_the_n_best_with_their_scores(trained, capsys):
     folder, _ = trained
     said = {}
+    capsys.readouterr()
     for flags in ('--beam 1', '--beam 4', '--beam 4 --nbest 3 --scores', '--beam 1 --scores',
                   '--beam 4 --scores --length-penalty 0'):
         translate.main(['-c', str(folder / 'ckpt'), *flags.split(), 'I sleep.'])
-        said[flags] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(('i sleep', 'translate res'))]
-    assert all(lines[0] == 'i sleep . <eos>' for lines in said.values())
-    best = said['--beam 4'][1]
-    _, *three = said['--beam 4 --nbest 3 --scores']
-    assert len(three) == 3 and three[0].rsplit(None, 1)[0] == best
-    scores = [float(line.rsplit(None, 1)[1]) for line in three]
+        said[flags] = capsys.readouterr().out.splitlines()
+    (best,), three = said['--beam 4'], [line.split(' ||| ') for line in said['--beam 4 --nbest 3 --scores']]
+    assert [number for number, _, _ in three] == ['0'] * 3 and three[0][1] == best
+    scores = [float(score) for _, _, score in three]
     assert scores == sorted(scores, reverse=True) and scores[0] <= 0
-    assert said['--beam 1 --scores'][1].rsplit(None, 1)[0] == said['--beam 1'][1]
-    assert float(said['--beam 4 --scores --length-penalty 0'][1].rsplit(None, 1)[1]) <= scores[0]      # a sum, not a mean
+    ((greedy, _),) = [line.split(' ||| ') for line in said['--beam 1 --scores']]
+    assert [greedy] == said['--beam 1']
+    assert float(said['--beam 4 --scores --length-penalty 0'][0].split(' ||| ')[1]) <= scores[0]       # a sum, not a mean
 
 
 @pytest.mark.parametrize('flags,text', [
@@ -346,7 +347,7 @@ def test_bad_settings_of_the_search_exit_with_status_2_and_one_line(flags, text,
 
 def test_decoding_is_translation_when_it_is_recorded_and_replayed_too(trained):
     folder, _ = trained
-    translator, _ = translate.open_checkpoint(folder / 'ckpt')
+    translator = pyops.load(folder / 'ckpt')
     corpus = embedded.Corpus.load(folder / 'pairs.txt')
     source, again = (encoded(corpus.take(order), translator.source_vocabulary) for order in (np.arange(8), np.arange(8)[::-1]))
     decode = translator.model.decoding()
@@ -400,7 +401,7 @@ def test_a_model_without_a_word_to_say_stops_after_num_steps():
     said = model.translate(Sequences.of([np.full(7, 4)] * 3, 7))
     assert said.shape == (7, 3) and (said == 7).all()
     vocabulary = Vocabulary([*SPECIALS, *'abcde'])
-    assert Translator(model, vocabulary, vocabulary, 7, translate.lines).sentences(['a b']) == ['d d d d d d d']
+    assert Translator(model, vocabulary, vocabulary).sentences(['a b']) == ['d d d d d d d']
 
 
 # ---- the program: resumed runs, threads, signals ------------------------------------------------------
@@ -412,7 +413,7 @@ def test_attention_is_trained_by_one_plan_for_all_sizes_with_the_bits_of_no_plan
     for name, flags in ('plan', []), ('calls', ['--no-plan']):
         train.main(['-e', '2', '-c', str(tmp_path / name), *TINY, *ATTENTION, *flags])
     assert_same_training(newest(tmp_path / 'plan'), newest(tmp_path / 'calls'))
-    translator, _ = translate.open_checkpoint(tmp_path / 'plan')
+    translator = pyops.load(tmp_path / 'plan')
     assert translator.model.config.attention == 2 and translator.model.config.bidirectional
     assert len(translator.sentences(['i am here .', 'go .'])) == 2
 
@@ -426,7 +427,7 @@ def test_a_checkpoint_from_before_attention_resumes_and_serves(tmp_path, capsys)
     for name in ('attention', 'bidirectional'):
         del state['settings'][name]
     checkpoint.save(path, tensors, state)
-    assert not translate.open_checkpoint(folder)[0].model.config.attention
+    assert not pyops.load(folder).model.config.attention
     train.main(['-e', '2', '-c', folder, *TINY])
     assert newest(folder)[1]['settings']['attention'] == 0
     with pytest.raises(UserError, match='--attention 2: .* was trained with 0; leave --attention out'):
@@ -591,5 +592,5 @@ def test_the_lines_of_a_run(tmp_path, capsys):
                              input='Go now.\n\nI sleep.\n', capture_output=True)
     lines = process.stdout.splitlines()
     assert process.returncode == 0 and process.stderr == ''
-    assert 'serving mode' in lines and 'loaded from checkpoint' in lines
-    assert lines[-1].startswith('translate res : ') and lines[-2] == 'i sleep . <eos>'
+    texts = ['Go now.', '', 'I sleep.']
+    assert lines == pyops.load(tmp_path / 'ckpt').translate(texts) and lines[1] == '' != lines[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, assert_same_training, newest
 
+import pyops
 from pyops import checkpoint
 from pyops.errors import UserError
 from pyops.text import embedded, serving
@@ -53,40 +54,42 @@ def trained(tmp_path_factory):
 
 def test_case_and_punctuation_are_learned(trained, capsys):
     folder, pairs = trained
-    translator, _ = transformer_translate.open_checkpoint(folder / 'ckpt')
+    translator = pyops.load(folder / 'ckpt')
     plain = [[text.replace('\N{NARROW NO-BREAK SPACE}', ' ') for text in pair] for pair in pairs]
-    outputs = [text for ((text, _),) in translator.translate([source for source, _ in pairs], beam=1)]
+    outputs = translator.translate([source for source, _ in pairs], beam=1)
     right = np.mean([output == target for output, (_, target) in zip(outputs, plain, strict=True)])
     assert right >= 0.9, right
     assert translator.sentences([source for source, _ in plain]) == outputs
     first = next(i for i in range(96) if outputs[i] == plain[i][1])
-    assert list(translator.answer(f'  {plain[first][0]} ')) == [f'{plain[first][0]} -> {plain[first][1]}']
-    texts = translator.translate(['', ' \N{NO-BREAK SPACE} ', pairs[first][0]], beam=1)
-    assert [text for ((text, _),) in texts] == ['', '', plain[first][1]]
-    curly = list(translator.answer('Tom’s friend sees Paris!'))
-    assert curly == list(translator.answer("Tom's friend sees Paris!")) and curly[0].startswith("Tom's friend sees Paris! -> ")
-    capsys.readouterr()
-    assert not any('unknown' in line for line in translator.answer('Zoë 你好 😀 <eos>')) and not capsys.readouterr().err
+    assert translator.translate(f'  {plain[first][0]} ', beam=1) == plain[first][1]
+    assert translator.translate(['', ' \N{NO-BREAK SPACE} ', pairs[first][0]], beam=1) == ['', '', plain[first][1]]
+    curly, straight = translator.translations(['Tom’s friend sees Paris!', "Tom's friend sees Paris!"])
+    assert curly == straight and ''.join(curly[0].source) == "▁Tom's▁friend▁sees▁Paris!<eos>"
+    assert translator.translations('Zoë 你好 😀 <eos>')[0].unknown == ()
 
 
 def test_a_long_line_is_cut_with_a_warning(trained, capsys):
-    translator, _ = transformer_translate.open_checkpoint(trained[0] / 'ckpt')
+    translator = pyops.load(trained[0] / 'ckpt')
     capsys.readouterr()
-    (answer,) = translator.answer('Tom ' * 10_000)
-    assert re.fullmatch('(Tom )+-> .*', answer) and answer.count('Tom ') < 30
-    assert capsys.readouterr().err.startswith(
-        "warning: too long, only the first 24 of 10001 tokens, end mark included, are read: 'Tom Tom ")
+    (answer,) = translator.translations('Tom ' * 10_000)
+    assert answer.source == ['▁Tom'] * 24 and answer.cut == 10_001 - 24 and answer.text
+    transformer_translate.main(['-c', str(trained[0] / 'ckpt'), 'Tom ' * 10_000])
+    out, error = capsys.readouterr()
+    assert out == f'{answer.text}\n' and error.startswith(
+        "warning: line 1: too long, only the first 24 of 10001 tokens, end mark included, are read: 'Tom Tom ")
     assert len(translator.translate(['x' * 10_000, 'Tom ' * 10_000])) == 2
 
 
-def test_seq2seq_prints_text_with_the_end_mark(tmp_path, monkeypatch):
+def test_the_text_of_a_translation_has_no_marks(tmp_path, monkeypatch):
     seq2seq_train.main(['-e', '1', '-c', str(tmp_path), *TINY_SEQ2SEQ, *BPE])
-    translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
+    translator = pyops.load(tmp_path)
     ids = translator.target_vocabulary.encode(["J'ai dormi !"]).ids
     output = np.array([*ids, EOS, PAD], np.int32)[:, None]
     monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source: output)
-    translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
-    assert list(translator.answer('I slept.')) == ['I slept. <eos>', "translate res : J'ai dormi ! <eos>"]
+    translator = pyops.load(tmp_path)
+    (found,) = translator.translations('I slept.', beam=1, scores=False)
+    assert found.text == "J'ai dormi !" and found.tokens[-1] == found.source[-1] == '<eos>'
+    assert len(found.tokens) == len(ids) + 1
 
 
 def test_held_out_sentences_are_scored_as_raw_text(trained, tmp_path, capsys):
@@ -111,7 +114,7 @@ def test_bleu_after_training_is_that_of_lower_case_words_for_both_tokenizers(cap
     class Fixed:
         num_steps = 9
 
-        def sentences(self, sources):
+        def sentences(self, sources, beam, length_penalty):
             return ['Je dors ici, Tom.']
 
         def lengths(self, sentences):
@@ -175,8 +178,9 @@ def test_the_data_of_a_run_with_subwords_has_one_vocabulary_and_counts_its_cut_s
 def test_a_checkpoint_serves_without_the_library(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'tokenizers', None)
     folder, pairs = trained
+    capsys.readouterr()
     transformer_translate.main(['-c', str(folder / 'ckpt'), pairs[0][0]])
-    assert f'{pairs[0][0]} -> ' in capsys.readouterr().out
+    assert len(capsys.readouterr().out.splitlines()) == 1
     transformer_train.main(['-f', str(folder / 'pairs.txt'), '-c', str(folder / 'ckpt'), '-e', '60', '--d-model', '64'])
     assert 'all 60 epochs are done' in capsys.readouterr().out
     with pytest.raises(UserError, match='^tokenizers, which learns subwords, is not installed: install it with: pip install '):

@@ -12,6 +12,7 @@ from conftest import NO_CUDA, ROOT
 from translation import TINY_SEQ2SEQ as TINY
 from translation import assert_same_training, newest, small_corpus
 
+import pyops
 from pyops import checkpoint
 from pyops.backend import get, put
 from pyops.errors import UserError
@@ -199,7 +200,7 @@ def test_a_run_with_averaged_weights_resumed_equals_a_whole_one_and_serves_avera
         trained = averaged[name.replace('parameter/', 'trained/')]
         assert (trained == tensor).all(), name
     assert (averaged['parameter/output.weight'] != averaged['trained/output.weight']).all()
-    translator, _ = translate.open_checkpoint(str(tmp_path / 'whole'))
+    translator = pyops.load(str(tmp_path / 'whole'))
     served = translator.model.params['output.weight'].value
     assert (get(served) == averaged['parameter/output.weight']).all()
     with pytest.raises(UserError, match='--ema 0.5: .* was trained with 0.9; leave --ema out'):
@@ -301,17 +302,20 @@ def test_the_lines_of_a_transformer_run(tmp_path, capsys):
 
 def test_the_answers_of_a_transformer(tmp_path, capsys, monkeypatch):
     transformer_train.main(['-e', '1', '-c', str(tmp_path), *SMALL])
-    translator, _ = transformer_translate.open_checkpoint(tmp_path)
+    translator = pyops.load(tmp_path)
     vocabulary = translator.target_vocabulary
     monkeypatch.setattr(Transformer, 'decoding', lambda self, num_steps: lambda source: np.array([[4], [5], [EOS], [PAD]]))
-    said = ' '.join(vocabulary.words([4, 5]))
-    assert list(translator.answer('I sleep.')) == [f'i sleep . -> {said}']
-    notes = list(translator.answer('Zzz i sleep here now with my brother and his father.'))
-    assert notes == ['unknown words : zzz now with and', f'zzz i sleep here now with my brother and -> {said}']
-    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'I sleep.\n')))
+    said = vocabulary.decode(np.array([4, 5]))
+    assert translator.translate('I sleep.', beam=1) == said
+    ((answer,),) = translator.translations(['Zzz i sleep here now with my brother and his father.'], beam=1, scores=False)
+    assert answer.text == said and answer.unknown == ('zzz', 'now', 'with', 'and') and answer.cut == 4
+    assert answer.tokens == [*vocabulary.words([4, 5]), '<eos>'] and answer.score is None
+    monkeypatch.undo()
+    monkeypatch.setattr('sys.stdin', io.TextIOWrapper(io.BytesIO(b'I sleep.\n\nGo!')))
     capsys.readouterr()
     transformer_train.main(['-e', '0', '-c', str(tmp_path)])
-    assert capsys.readouterr().out.splitlines()[-2:] == ['serving mode', f'i sleep . -> {said}']
+    first, blank, last = capsys.readouterr().out.splitlines()
+    assert [first, last] == pyops.load(tmp_path).translate(['I sleep.', 'Go!']) and blank == ''
 
 
 # ---- sentences that are cut ------------------------------------------------------------------------------------------
@@ -325,7 +329,7 @@ def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, cap
     seq2seq_train.main(['-e', '1', '-c', str(tmp_path / 'ckpt'), *flags])
     assert ('cut to --num-steps 6 tokens, end mark included : 7 sources, 0 targets, 7 of 12 pairs (58.3%); '
             'a larger --num-steps cuts fewer\n') in capsys.readouterr().out
-    translator, _ = seq2seq_translate.open_checkpoint(tmp_path / 'ckpt')
+    translator = pyops.load(tmp_path / 'ckpt')
     read = []
 
     def tokens(source):
@@ -335,12 +339,15 @@ def test_a_sentence_is_read_alike_in_training_in_batches_and_typed(tmp_path, cap
     trained = Pairs.encode(Corpus.load(corpus), translator.source_vocabulary, translator.target_vocabulary, 6).source
     translator.sentences(list(Corpus.load(corpus).sources))
     capsys.readouterr()
-    shown = [next(iter(translator.answer(sentence))) for sentence in sentences]
+    shown = [translator.translations(sentence, beam=1, scores=False)[0] for sentence in sentences]
     assert read == 2 * [ids.tolist() for ids in trained]
-    assert shown[3:7] == ['i can sleep here <eos>', 'i can sleep here now <eos>', *['i can sleep here now with'] * 2]
+    assert [' '.join(some.source) for some in shown[3:7]] == [
+        'i can sleep here <eos>', 'i can sleep here now <eos>', *['i can sleep here now with'] * 2]
+    assert [some.cut for some in shown] == [0] * 5 + [*range(1, 8)]
+    seq2seq_translate.main(['-c', str(tmp_path / 'ckpt'), *sentences])
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 7                                           # one for each sentence that is cut
-    assert warnings[0] == ("warning: too long, only the first 6 of 7 tokens, end mark included, are read: "
+    assert warnings[0] == ("warning: line 6: too long, only the first 6 of 7 tokens, end mark included, are read: "
                            "'I can sleep here now with'")
 
 
@@ -358,7 +365,7 @@ def test_a_score_tells_of_references_that_are_longer_than_an_output(capsys):
     class Echo:
         num_steps = 3
 
-        def sentences(self, sources):
+        def sentences(self, sources, beam, length_penalty):
             return sources
 
         def lengths(self, sentences):
@@ -374,20 +381,21 @@ def test_a_score_tells_of_references_that_are_longer_than_an_output(capsys):
 
 def test_typographic_quotes_are_read_in_the_forms_that_were_trained(tmp_path, monkeypatch):
     seq2seq_train.main(['-e', '1', '-c', str(tmp_path), *TINY])
-    translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
-    plain = list(translator.answer("I don't sleep."))
-    assert plain[0] == "i don't sleep . <eos>"
+    translator = pyops.load(tmp_path)
+    plain = translator.translations("I don't sleep.")
+    assert plain[0].source == ['i', "don't", 'sleep', '.', '<eos>']
     for typed in ('I don’t sleep.', '“I don’t sleep.”', '‘I donʼt sleep.’', '«I don’t sleep.»', '„I don‘t sleep.“'):
-        assert list(translator.answer(typed)) == plain
+        assert translator.translations(typed) == plain
     read = []
     monkeypatch.setattr(Seq2Seq, 'decoding',
                         lambda self, num_steps: lambda source: (
                             read.extend(np.split(source.ids, source.rows.offsets[1:-1]))
                             or np.full((1, source.rows.sentences), EOS)))
-    translator, _ = seq2seq_translate.open_checkpoint(tmp_path)
+    translator = pyops.load(tmp_path)
     translator.sentences(['i don’t sleep .', "i don't sleep ."])
     assert read[0].tolist() == read[1].tolist() and UNK not in read[0]
-    assert list(translator.answer('"I don\'t sleep."'))[0] == 'unknown words : "i ."'           # plain text is read as ever
+    monkeypatch.undo()
+    assert translator.translations('"I don\'t sleep."')[0].unknown == ('"i', '."')             # plain text is read as ever
 
 
 # ---- what can be learned ---------------------------------------------------------------------------------------------

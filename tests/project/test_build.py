@@ -93,7 +93,10 @@ def test_what_was_installed_trains_and_serves_away_from_the_source_tree(wheel, t
     small = ['--embedding', '16', '--hidden', '16']
     out = python('-m', 'seq2seq.train', '-f', 'embedded', '-t', '1', '-e', '1', '-c', 'ckpt', *small)
     assert 'epoch 1 loss : ' in out and list((elsewhere / 'ckpt').glob('checkpoint_*_1.safetensors'))
-    assert 'translate res : ' in python('-m', 'seq2seq.translate', '-c', 'ckpt', 'I sleep.')
+    text = python('-m', 'seq2seq.translate', '-c', 'ckpt', 'I sleep.')
+    assert text.count('\n') == 1
+    load = 'import pyops; print(pyops.load("ckpt").translate("I sleep."))'
+    assert python('-c', load) == text
     assert 'fra-eng' in python('-m', 'pyops.data', 'list')
 
 

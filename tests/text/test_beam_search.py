@@ -14,7 +14,7 @@ from pyops.errors import UserError
 from pyops.text import decoding
 from pyops.text.decoding import REPEATS, BeamDecoder, Beams, Decoder, Search
 from pyops.text.pairs import Ragged, Sequences
-from pyops.text.translation import Translator
+from pyops.text.translator import Translator
 from pyops.text.vocabulary import BOS, EOS
 from seq2seq.model import Config as Seq2SeqConfig
 from seq2seq.model import Seq2Seq
@@ -227,7 +227,7 @@ def make(kind, pairs=512, steps=120):
                                               pre_norm=kind == 'pre-norm'), seed=1)
     if not ON_GPU:
         train_steps(model, encoded, steps, batch_size=32, lr=0.004)
-    return Translator(model, *vocabularies, 9, None), corpus
+    return Translator(model, *vocabularies), corpus
 
 
 @pytest.fixture(scope='module', params=['seq2seq', 'transformer'] + ['pre-norm'] * (not ON_GPU))
@@ -280,9 +280,9 @@ def test_beam_1_is_greedy_decoding(trained):
         said = greedy[:, b]
         assert found.tokens.tolist() == said[:len(found.tokens)].tolist() and not said[len(found.tokens):].any()
     texts = [text for text, _ in corpus.texts()][:5 if ON_GPU else 50]
-    assert ([text for ((text, _),) in translator.translate(texts, beam=1)] ==
-            [text for ((text, _),) in translator.translate(texts, beam=1, scores=False)])
-    assert all(score is None for ((_, score),) in translator.translate(texts, beam=1, scores=False))
+    scored, plain = (translator.translations(texts, beam=1, scores=scores) for scores in (True, False))
+    assert [found.text for found, in scored] == [found.text for found, in plain] == translator.translate(texts, beam=1)
+    assert all(found.score is None for found, in plain) and all(found.score < 0 for found, in scored)
 
 
 def test_the_plans_of_the_latest_sizes_are_kept_up_to_a_number_of_tokens(trained, monkeypatch):
@@ -310,11 +310,14 @@ def test_the_plans_of_the_latest_sizes_are_kept_up_to_a_number_of_tokens(trained
 
 def translations_agree(translator, texts, **how):
     """Translate in batches of several sizes and orders; require the same texts and the same bits of scores."""
-    whole = translator.translate(texts, 64, **how)
+    def translate(texts, batch_size):
+        return [[(found.text, found.score) for found in some]
+                for some in translator.translations(texts, batch_size=batch_size, **how)]
+    whole = translate(texts, 64)
     rng = np.random.default_rng(0)
     for batch_size in (1, 7, 64):
         order = rng.permutation(len(texts))
-        found = translator.translate([texts[i] for i in order], batch_size, **how)
+        found = translate([texts[i] for i in order], batch_size)
         assert [found[i] for i in np.argsort(order)] == whole, batch_size
     return whole
 
@@ -325,11 +328,11 @@ def test_every_batch_of_a_gpu_has_the_same_number_of_sentences(trained, monkeypa
     computed = []
     monkeypatch.setattr(type(translator.model), 'decoding', lambda self, num_steps: lambda source: (
         computed.append(source.rows.sentences) or np.full((1, source.rows.sentences), EOS, np.int32)))
-    fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary, 9, None)
+    fresh = Translator(translator.model, translator.source_vocabulary, translator.target_vocabulary)
     texts = [text for text, _ in corpus.texts()][:70]
     for batch_size, sizes in ((1, [1] * 70), (7, [7] * 10), (64, [64, 6])):
         computed.clear()
-        assert fresh.translate(texts, batch_size, beam=1, scores=False) == [[('', None)]] * 70
+        assert fresh.translate(texts, beam=1, batch_size=batch_size) == [''] * 70
         assert computed == ([64] * 2 if ON_GPU else sizes)
 
 
@@ -378,15 +381,17 @@ def test_sentences_that_have_ended_are_dropped_without_a_change(trained, monkeyp
 def test_translate_returns_the_n_best_texts_in_the_order_of_the_sentences(trained):
     translator, corpus = trained
     texts = [text for text, _ in corpus.texts()][:20]
-    found = translator.translate([texts[0], '', *texts[1:]], beam=4, nbest=3, length_penalty=1.0)
-    assert found[1] == [('', 0.0)] and len(found) == 21
+    found = translator.translations([texts[0], '', *texts[1:]], beam=4, nbest=3, length_penalty=1.0)
+    assert found[1] == [('', 0.0, [], [], 0, (), None)] and len(found) == 21
+    assert (translator.translate([texts[0], '', *texts[1:]], beam=4, nbest=3, length_penalty=1.0) ==
+            [[one.text for one in some] for some in found])
     assert all(len(some) == 3 for some in found[:1] + found[2:])
     if not ON_GPU:                                              # random weights repeat tokens, and cut hypotheses come last
-        assert all(a[1] >= b[1] for some in found for a, b in itertools.pairwise(some))
-    assert found[0][0] == translator.translate(texts[:1], beam=4, length_penalty=1.0)[0][0]
+        assert all(a.score >= b.score for some in found for a, b in itertools.pairwise(some))
+    assert found[0][0].text == translator.translate(texts[:1], beam=4, length_penalty=1.0)[0]
     assert translator.translate([]) == []
     short = translator.translate(texts, beam=3, max_len=2)
-    assert all(len(text.split()) <= 3 for ((text, _),) in short)
+    assert all(len(text.split()) <= 3 for text in short)
     with pytest.raises(UserError, match='^max_len: expected 1 to 9, the length of sentences in training, got 10$'):
         translator.translate(texts, max_len=10)
 

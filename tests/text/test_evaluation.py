@@ -147,7 +147,7 @@ def test_a_model_that_learned_scores_on_sentences_that_it_has_not_seen(trained, 
     evaluate.main([*arguments[:4], '--json', '-b', '7'])
     told = capsys.readouterr()
     report = json.loads(told.out)           # nothing else on standard output
-    assert report['one_reference']['bleu'] == pytest.approx(bleu, abs=0.005) and 'loaded from checkpoint' in told.err
+    assert report['one_reference']['bleu'] == pytest.approx(bleu, abs=0.005) and 'loading from checkpoint : ' in told.err
     assert report == dict(beam=5, length_penalty=1.0) | evaluation.evaluate([row[1] for row in rows], sources, references)
     assert 'beam search    : beam 5, length penalty 1\n' in text
     evaluate.main([*arguments[:4], '--json', '--part', 'validation', '--first', '5'])

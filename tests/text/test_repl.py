@@ -1,15 +1,25 @@
-"""The serving REPL: in a pipe line by line, and on a real (pseudo-)terminal with a prompt, history and Ctrl-C."""
+"""The prompt on a real (pseudo-)terminal: history, completion, commands, Ctrl-C; and the translator at this prompt."""
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER
 
+import pyops
 from pyops.text import repl
+from pyops.text import session as module
+from pyops.text.flags import serving_parser
+from pyops.text.session import Session, table
+from pyops.text.translator import Translation
+from seq2seq import train as seq2seq_train
+from transformer import train as transformer_train
 
 PROGRAM = '''
 import sys
@@ -25,66 +35,14 @@ def translate(line):
     while line == 'for ever':
         time.sleep(0.01)
     yield line.upper()
-serve(translate, prompt='? ')
+def twice(text):
+    if not text:
+        raise ValueError(':twice: expected a text')
+    yield text + text
+commands = {'twice': (twice, 'TEXT   print a text twice')}
+serve(translate, commands, lambda prefix: [word for word in ('apple', 'apricot') if word.startswith(prefix)], '? ')
 print('left')
 '''
-
-
-# ---- pipe ----------------------------------------------------------------------------------------------------------
-
-def run_in_pipe(data, **environment):
-    result = subprocess.run([sys.executable, '-c', PROGRAM], cwd=ROOT, input=data, capture_output=True,
-                            env={**os.environ, **environment})
-    assert result.returncode == 0, result.stderr
-    return result.stdout.decode('utf-8', 'replace').splitlines(), result.stderr.decode().splitlines()
-
-
-@pytest.mark.parametrize('data, lines', [
-    (b'', []),
-    (b'\n  \n\t\r\n', []),
-    (b'go now .\n', ['go now .']),
-    (b'go now .\r\nlast without an end', ['go now .', 'last without an end']),
-    (b'\xef\xbb\xbfgo .\n', ['go .']),
-    ('où ? ça !\n'.encode(), ['où ? ça !'])])
-def test_pipe(data, lines):
-    out, error = run_in_pipe(data, PYTHONIOENCODING='utf-8')
-    assert out == [text for line in lines for text in (f'read <{line}>', line.upper())] + ['left']
-    assert error == []
-
-
-def test_bytes_that_are_not_utf8_are_named_and_the_next_line_goes_on():
-    out, error = run_in_pipe(b'go .\ncaf\xe9 !\n\xff\ni try .\n')
-    assert out == ['read <go .>', 'GO .', 'read <i try .>', 'I TRY .', 'left']
-    assert error == ['line 2: not UTF-8 (byte 0xe9 at position 4): expected text in UTF-8, skipped',
-                     'line 3: not UTF-8 (byte 0xff at position 1): expected text in UTF-8, skipped']
-
-
-def test_output_that_the_encoding_lacks():
-    out, _ = run_in_pipe('cœur\n'.encode(), PYTHONIOENCODING='latin-1')
-    assert out == ['read <c?ur>', 'C?UR', 'left']
-
-
-def test_each_line_is_answered_before_the_next_is_sent():
-    buffered = {key: value for key, value in os.environ.items() if key != 'PYTHONUNBUFFERED'}
-    with subprocess.Popen([sys.executable, '-c', PROGRAM], cwd=ROOT, env=buffered,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        for text in ('one', 'two'):
-            child.stdin.write(f'{text}\n'.encode())
-            child.stdin.flush()
-            want, got = f'read <{text}>\n{text.upper()}\n', ''
-            while len(got) < len(want) and select.select([child.stdout], [], [], 60)[0]:
-                got += os.read(child.stdout.fileno(), 4096).decode()
-            if got != want:
-                child.kill()
-            assert got == want
-        child.stdin.close()
-        assert child.stdout.read() == b'left\n'
-
-
-def test_no_standard_input_at_all():
-    result = subprocess.run(f'{sys.executable} -c "$PROGRAM" <&-', shell=True, cwd=ROOT, capture_output=True, text=True,
-                            env={**os.environ, 'PROGRAM': PROGRAM})
-    assert (result.returncode, result.stdout) == (0, 'left\n'), result.stderr
 
 
 # ---- terminal ------------------------------------------------------------------------------------------------------
@@ -93,12 +51,13 @@ class Terminal:
     """The program on a pseudo-terminal.  To be written to when its prompt has been read, and no sooner: before, the
     terminal is not readline's yet."""
 
-    def __init__(self, state, *arguments):
+    def __init__(self, state, *arguments, command=('-c', PROGRAM), prompt='? ', **environment):
+        self.prompt = prompt
         self.master, slave = pty.openpty()
-        self.child = subprocess.Popen([sys.executable, '-c', PROGRAM, *arguments], cwd=ROOT, stdin=slave, stdout=slave,
+        self.child = subprocess.Popen([sys.executable, *command, *arguments], cwd=ROOT, stdin=slave, stdout=slave,
                                       stderr=slave, start_new_session=True,
                                       env={**os.environ, 'TERM': 'dumb', 'XDG_STATE_HOME': str(state),
-                                           'INPUTRC': os.devnull, 'PYTHONIOENCODING': 'utf-8'})
+                                           'INPUTRC': os.devnull, 'PYTHONIOENCODING': 'utf-8', **environment})
         os.close(slave)
         self.text = ''
 
@@ -116,7 +75,7 @@ class Terminal:
     def enter(self, line):
         """Enter a line at the prompt; what is printed up to the next prompt."""
         self.write(f'{line}\n'.encode())
-        return self.read_until('\n? ')
+        return self.read_until(f'\n{self.prompt}')
 
     def interrupt(self, end):
         """Press Ctrl-C and read until `end`.  Python loses one that comes in the instant before it waits for a key
@@ -197,16 +156,34 @@ def test_help_prints_the_commands_and_a_space_or_punctuation_makes_a_command_a_s
     with Terminal(tmp_path) as terminal:
         terminal.read_until('? ')
         text = terminal.enter('help')
-        assert text == 'help\r\n' + repl.HELP.replace('\n', '\r\n') + '\r\n? ' and 'read <' not in text
+        want = repl.HELP.format(commands='  :twice TEXT   print a text twice\n')
+        assert text == 'help\r\n' + want.replace('\n', '\r\n') + '\r\n? ' and 'read <' not in text
+        assert terminal.enter(':help') == f':{text}'
         assert all(word in repl.HELP for word in ('help', 'quit', 'exit', 'Ctrl-D', 'Ctrl-C', 'a space before it'))
-        for line in (' quit', 'exit .', 'help!', 'Help', 'help me'):
+        for line in (' quit', 'exit .', 'help!', 'Help', 'help me', ' :twice a'):
             assert f'read <{line}>' in terminal.enter(line)
         terminal.leave()
 
 
-def test_commands_in_a_pipe_are_sentences():
-    out, _ = run_in_pipe(b'help\nquit\nexit\n')
-    assert out == ['read <help>', 'HELP', 'read <quit>', 'QUIT', 'read <exit>', 'EXIT', 'left']
+def test_commands_print_their_lines_or_their_error(tmp_path):
+    with Terminal(tmp_path) as terminal:
+        terminal.read_until('? ')
+        assert terminal.enter(':twice  a b ') == ':twice  a b \r\na ba b\r\n? '
+        assert terminal.enter(':twice') == ':twice\r\n:twice: expected a text\r\n? '
+        assert terminal.enter(':other x') == ':other x\r\n:other: no such command; :help lists them\r\n? '
+        assert 'read <go>' in terminal.enter('go')
+        terminal.write(b':quit\n')
+        terminal.read_until('left\r\n')
+
+
+def test_tab_completes_commands_at_the_start_of_a_line_and_words_after_it(tmp_path):
+    pytest.importorskip('readline', reason='without readline there is no completion: install a Python that has it')
+    with Terminal(tmp_path) as terminal:
+        terminal.read_until('? ')
+        assert 'twotwo\r\n' in terminal.enter(':tw\ttwo')
+        assert 'read <an apricot now>' in terminal.enter('an apr\tnow')
+        assert 'read <apr>' in terminal.enter('apr')
+        terminal.leave()
 
 
 def test_ctrl_c_gives_up_a_translation(tmp_path):
@@ -244,11 +221,6 @@ def test_history_that_cannot_be_kept_is_no_error(tmp_path):
     assert os.listdir(tmp_path) == ['file']
 
 
-def test_a_pipe_leaves_no_history(tmp_path):
-    run_in_pipe(b'secret\n', XDG_STATE_HOME=str(tmp_path))
-    assert os.listdir(tmp_path) == []
-
-
 def test_without_readline(tmp_path):
     with Terminal(tmp_path, 'without readline') as terminal:
         terminal.read_until('? ')
@@ -270,3 +242,70 @@ def test_typed_bytes_that_are_not_utf8(tmp_path):
         terminal.read_until('\n? ')
         assert 'GO .' in terminal.enter('go .')
         terminal.leave()
+
+
+# ---- the translator --------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """The folder of a checkpoint of a small transformer."""
+    folder = tmp_path_factory.mktemp('repl') / 'ckpt'
+    transformer_train.main(['-e', '10', '-c', str(folder), *TINY_TRANSFORMER, '-b', '16', '--d-model', '32', '-d', '0'])
+    return str(folder)
+
+
+@pytest.mark.parametrize('command', [['transformer.translate'], ['transformer.train', '-e', '0']], ids=' '.join)
+def test_commands_change_the_answers(command, folder, tmp_path):
+    model = pyops.load(folder)
+    best, greedy = (model.translations('I sleep.', beam, min(beam, 2), alignments=True) for beam in (5, 1))
+    scored = [f'{found.text}   {found.score:.4f}' for found in best]
+    with Terminal(tmp_path, command=['-m', *command, '-c', folder], prompt='> ') as terminal:
+        assert terminal.read_until('\n> ') == f'{repl.HINT}\r\n> '
+
+        def answer(line):
+            echo, *lines = terminal.enter(line).removesuffix('> ').splitlines()
+            assert echo == line
+            return lines
+        assert answer('I sleep.') == [best[0].text]
+        assert answer(':score') == ['score : on'] and answer('I sleep.') == scored[:1]
+        assert answer(':nbest 2') == ['nbest : 2'] and answer('I sleep.') == scored
+        assert answer(':nbest 6') == [':nbest: expected a whole number from 1 to 5, got 6']
+        assert answer(':beam') == ['beam : 5'] and answer(':beam x') == [':beam: expected a whole number from 1 to 32, got x']
+        assert answer(':beam 1') == ['beam : 1'] and answer(':nbest') == ['nbest : 1'], 'the n-best list fits the beam'
+        assert answer('I sleep.') == [f'{greedy[0].text}   {greedy[0].score:.4f}'] and answer(':score') == ['score : off']
+        assert answer(':attn') == ['attn : on']
+        assert answer('I sleep.') == [greedy[0].text, *table(greedy[0])]
+        assert answer(':attn') == ['attn : off'] and answer(':time') == ['time : on']
+        text, took = answer('I sleep.')
+        assert text == greedy[0].text and re.fullmatch(r'\d+\.\d ms', took)
+        assert answer('I zzz.')[0] == 'unknown words : zzz'
+        assert answer('a b c d e f g h i j')[1].startswith('warning: too long, only the first 9 of 11 tokens, ')
+        helped = ' '.join(answer(':help'))
+        assert all(f':{name} ' in helped for name in ('beam', 'nbest', 'score', 'attn', 'time', 'help', 'quit'))
+        terminal.write(b'quit\n')
+        assert terminal.child.wait(60) == 0
+
+
+def test_words_of_the_vocabulary_are_completed(folder):
+    session = Session(pyops.load(folder), serving_parser('x').parse_args(['-c', 'x']))
+    tokens = session._translator.source_vocabulary.tokens
+    assert session.words('s') == sorted(token for token in tokens if token.startswith('s')) != []
+    assert session.words('') == session.words('qqq') == []
+
+
+def test_a_model_without_attention_has_no_table(tmp_path):
+    seq2seq_train.main(['-e', '1', '-c', str(tmp_path), *TINY_SEQ2SEQ])
+    session = Session(pyops.load(tmp_path), serving_parser('x').parse_args(['-c', 'x']))
+    with pytest.raises(ValueError, match='^:attn: this model has no attention; train seq2seq with --attention 1$'):
+        list(session.commands['attn'][0](''))
+
+
+def test_a_table_of_attention_has_percent_in_columns_and_is_split_for_a_long_source(monkeypatch):
+    found = Translation('', 0.0, ['the', 'house', '<eos>'], ['la', 'maison'], alignment=np.array(
+        [[0.904, 0.094, 0.002], [0.0, 0.996, 0.004]], 'f'))
+    assert table(found) == ['        the  house  <eos>',
+                            'la       90      9',
+                            'maison         100']
+    monkeypatch.setattr(module, '_MOST', 2)
+    assert table(found) == ['        the  house', 'la       90      9', 'maison         100',
+                            '        <eos>', 'la', 'maison']

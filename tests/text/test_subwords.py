@@ -91,7 +91,6 @@ def test_tokens_are_shown_with_their_spaces_and_bytes(learned):
 def test_the_first_tokens_of_a_sentence_are_shown_as_text(learned):
     words = learned.read(' You sleep\N{NO-BREAK SPACE}today. ')
     assert words == ['You', 'sleep', 'today.'] and learned.unknown(['Zzz']) == []
-    assert learned.first(words, 2) == ['You', 'sleep'] and learned.first(words, 99) == words
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""The translator at the prompt: answers to lines, and commands that change the settings."""
+import bisect
+import sys
+import time
+
+from pyops.text import serving
+from pyops.text.flags import LARGEST_BEAM
+
+_MOST = 40          # tokens of a row of the table of attention
+
+
+class Session:
+    """Translates lines as the flags of a serving_parser ask.
+
+    commands: {name: (function, help)} for pyops.text.repl.serve; a function takes the text after the name and yields lines
+    """
+
+    def __init__(self, translator, args):
+        self._translator, self._args, self._shows_time = translator, args, False
+        self.commands = {
+            'beam': (self._beam, f'N       search with N hypotheses, 1 to {LARGEST_BEAM}; 1 is greedy decoding'),
+            'nbest': (self._nbest, 'N      print the N best translations, at most the beam'),
+            'score': (self._score, '        print the score of each translation, or no longer'),
+            'attn': (self._attention, '         print the attention of the output to the source in percent, or no longer'),
+            'time': (self._time, '         print the time that each line takes, or no longer'),
+        }
+        tokens = getattr(translator.source_vocabulary, 'tokens', None)      # of a vocabulary of words
+        self._words = sorted(tokens[4:]) if tokens else []
+
+    def words(self, prefix):
+        """Return the words of the source language that begin with a prefix."""
+        if not prefix:
+            return []
+        first = bisect.bisect_left(self._words, prefix)
+        return [word for word in self._words[first:first + 100] if word.startswith(prefix)]
+
+    def answer(self, line):
+        """Yield the lines to print for a line."""
+        args, start = self._args, time.perf_counter()
+        found = self._translator.translations(line, args.beam, args.nbest, args.length_penalty, args.max_len,
+                                              alignments=args.alignments, scores=args.scores or args.nbest > 1)
+        seconds = time.perf_counter() - start
+        if found[0].unknown:
+            yield f'unknown words : {" ".join(found[0].unknown)}'
+        if found[0].cut:
+            print(f'warning: {serving.cut_text(found[0], line)}', file=sys.stderr, flush=True)
+        for some in found:
+            yield some.text + (f'   {some.score:.4f}' if args.scores or args.nbest > 1 else '')
+            if some.alignment is not None:
+                yield from table(some)
+        if self._shows_time:
+            yield f'{1e3 * seconds:.1f} ms'
+
+    def _beam(self, text):
+        self._args.beam = self._number(text, 'beam', self._args.beam, LARGEST_BEAM)
+        self._args.nbest = min(self._args.nbest, self._args.beam)
+        yield f'beam : {self._args.beam}'
+
+    def _nbest(self, text):
+        self._args.nbest = self._number(text, 'nbest', self._args.nbest, self._args.beam)
+        yield f'nbest : {self._args.nbest}'
+
+    @staticmethod
+    def _number(text, name, now, most):
+        """Return the number in a text, or the present one without text.  ValueError with a line for the user."""
+        if text and not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
+            raise ValueError(f':{name}: expected a whole number from 1 to {most}, got {text}')
+        return int(text or now)
+
+    def _score(self, _):
+        self._args.scores = not self._args.scores
+        yield f'score : {_state(self._args.scores)}'
+
+    def _attention(self, _):
+        if not self._translator.model.attends:
+            raise ValueError(':attn: this model has no attention; train seq2seq with --attention 1')
+        self._args.alignments = not self._args.alignments
+        yield f'attn : {_state(self._args.alignments)}'
+
+    def _time(self, _):
+        self._shows_time = not self._shows_time
+        yield f'time : {_state(self._shows_time)}'
+
+
+def _state(is_on):
+    return 'on' if is_on else 'off'
+
+
+def table(translation):
+    """Return the lines of the alignment of a Translation in percent, rounded; 0 is left blank.  A row is an output token, a
+    column a source token.  Of a long source, several tables with parts of it."""
+    rows, lines = translation.tokens, []
+    wide = max(map(len, rows), default=0)
+    for first in range(0, len(translation.source), _MOST):
+        columns = translation.source[first:first + _MOST]
+        widths = [max(3, len(token)) for token in columns]
+        lines.append(' ' * wide + ''.join(f'  {token:>{width}}' for token, width in zip(columns, widths, strict=True)))
+        for token, weights in zip(rows, translation.alignment[:, first:first + _MOST], strict=True):
+            cells = (f'  {round(100 * float(weight)) or "":>{width}}' for weight, width in zip(weights, widths, strict=True))
+            lines.append(f'{token:{wide}}{"".join(cells)}'.rstrip())
+    return lines

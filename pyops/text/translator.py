@@ -1,0 +1,341 @@
+"""The translators as one object: raw text in, raw text out.
+
+    model = pyops.load('ckpt')                      a checkpoint, or a folder of them
+    model.translate(['Go now.', 'I sleep.'])        ['Va maintenant.', 'Je dors.']
+
+All programs that translate use it: there is no other path from text to token ids and back.
+"""
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+
+import numpy as np
+
+from pyops import backend, checkpoint, fit
+from pyops.errors import UserError
+from pyops.text.decoding import BeamDecoder, Search
+from pyops.text.flags import BATCH_SIZE, BEAM, LENGTH_PENALTY
+from pyops.text.pairs import Ragged, Sequences
+from pyops.text.tokenizer import Tokenizer, restore
+from pyops.text.vocabulary import BOS, PAD
+
+if TYPE_CHECKING:
+    from pyops.typing import PathLike
+
+PROGRAMS = 'seq2seq', 'transformer'     # each has a module `translate` with build(settings, source_size, target_size) -> model
+WINDOW = 32             # batches of a stream that are read before the first is translated, and sorted by length
+_GPU_ROWS = 64          # sentences of every batch on a GPU
+_WEIGHTS = 1 << 20      # elements of an attention matrix of a batch, per head
+_DEVICE = threading.RLock()     # held during device work: the recording of a plan and the device are global to the process
+
+T = TypeVar('T')
+
+
+class Translation(NamedTuple):
+    """A translation of a text.
+
+    text        raw text; '' for a text without words
+    score       log probability of the tokens / len(tokens) ** length_penalty; None if it was not computed
+    source      the tokens that the model read, with the end mark
+    tokens      the tokens of the translation, with the end mark if it has one
+    cut         number of tokens, end mark included, by which the text is too long for the model: they were not read
+    unknown     words of the text that are not in the vocabulary, each once
+    alignment   float32 (len(tokens), len(source)): the weights of the attention to the source when each token was predicted,
+                the mean over all heads; rows sum to 1.  None unless it was requested and the model has attention
+    """
+    text: str
+    score: float | None
+    source: list[str]
+    tokens: list[str]
+    cut: int = 0
+    unknown: tuple[str, ...] = ()
+    alignment: np.ndarray | None = None
+
+
+class _Found(NamedTuple):
+    """What the search found for a text.   source: the ids that were read;  outputs: pairs (ids, score), [] for a text without
+    words"""
+    words: list[str]
+    source: np.ndarray
+    cut: int
+    outputs: list[tuple[np.ndarray, float | None]]
+
+
+def load(path: PathLike, quant: str | None = None, quant_layers: str | None = None) -> Translator:
+    """Load a translator from a checkpoint, or from the best or newest one of a folder, onto the current device.
+
+    It may be a checkpoint of seq2seq.train, transformer.train or transformer.from_marian.
+    quant, quant_layers: as --quant and --quant-layers (docs/quantization.md); None: as in the training run
+    UserError if there is no such checkpoint, or it is damaged or belongs to another program.
+    """
+    return of_checkpoint(checkpoint.find(path, serving=True), {'quant': quant, 'quant_layers': quant_layers})
+
+
+def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translator:
+    """Return the Translator of the checkpoint found.   replaced: settings, None for those of the checkpoint"""
+    state: Any = found.state
+    program = state.get('program') if isinstance(state, dict) else None
+    if program not in PROGRAMS:
+        raise UserError(f'{found.path}: a checkpoint of {program}; expected one of {" or ".join(PROGRAMS)}')
+    settings = state['settings'] | {name: value for name, value in replaced.items() if value is not None}
+    vocabularies = restore(state['vocabularies'])
+    model = importlib.import_module(f'{program}.translate').build(settings, *map(len, vocabularies))
+    rounding = model.config.ops.check() if settings.get('quant', 'none') != 'none' else None
+    fit.restore(model.params, None, found.tensors, found.path)
+    source, target = vocabularies
+    return Translator(model, source, target, found.path, state, found.warnings, rounding)
+
+
+class Translator:
+    """A trained model with its two tokenizers.
+
+    Several threads may call it; one at a time works on the device.  The model runs on the device that was current when this
+    object was created.
+
+    model               Seq2Seq or Transformer, with fixed weights: see reset()
+    source_vocabulary, target_vocabulary    the tokenizers
+    num_steps           the largest number of tokens of a text or a translation, end mark included
+    path, state         of the checkpoint, None without one
+    warnings            lines about other checkpoints in its folder that are damaged
+    rounding            a line about the layers that round their operands (--quant), None without them
+    """
+
+    def __init__(self, model: Any, source_vocabulary: Tokenizer, target_vocabulary: Tokenizer, path: str | None = None,
+                 state: dict[str, Any] | None = None, warnings: Sequence[str] = (), rounding: str | None = None) -> None:
+        self.model, self.source_vocabulary, self.target_vocabulary = model, source_vocabulary, target_vocabulary
+        self.path, self.state, self.warnings, self.rounding = path, state, tuple(warnings), rounding
+        self.num_steps: int = model.config.num_steps
+        self._device = backend.current_device()
+        self._decoders: dict[Any, Callable[[Sequences], list[list[tuple[np.ndarray, float | None]]]]] = {}
+
+    def __repr__(self) -> str:
+        sizes = f'{len(self.source_vocabulary)} and {len(self.target_vocabulary)} tokens'
+        return f'Translator({type(self.model).__name__}, {sizes})'
+
+    @overload
+    def translate(          # type: ignore[overload-overlap]
+            self, texts: str, beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ...) -> str: ...
+    @overload
+    def translate(          # type: ignore[overload-overlap]
+            self, texts: Sequence[str], beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ...) -> list[str]: ...
+    @overload
+    def translate(
+            self, texts: Iterable[str], beam: int = ..., nbest: Literal[1] = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ...) -> Iterator[str]: ...
+    @overload
+    def translate(
+            self, texts: Iterable[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ...) -> Any: ...
+
+    def translate(self, texts: Iterable[str], beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
+                  max_len: int | None = None, batch_size: int = BATCH_SIZE) -> Any:
+        """Translate raw text by beam search (docs/beam_search.md).
+
+        texts: a text -> its translation;  a list, or another Sequence -> the list of translations, in the same order;
+               another iterable, such as a generator or a file -> an iterator that reads WINDOW * batch_size texts ahead
+        nbest: if it is above 1, each result is a list of at most nbest translations, the best first
+        beam=1: greedy decoding
+        max_len: the largest number of tokens of a translation, end mark included; default and largest: num_steps
+        A text without words has the translation ''; a longer text than the model reads is cut: see Translation.cut.
+        On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
+        UserError for a setting that is out of range; TypeError for a text that is not a str.
+        """
+        search = self._settings(beam, nbest, length_penalty, max_len)
+
+        def window(some: list[str]) -> list[Any]:
+            outputs = [[self.target_vocabulary.decode(ids) for ids, _ in found.outputs] or ['']
+                       for found in self._find(some, search, batch_size)]
+            return outputs if nbest > 1 else [best for best, *_ in outputs]
+        return _map(window, texts, batch_size)
+
+    @overload
+    def translations(          # type: ignore[overload-overlap]
+            self, texts: str, beam: int = ..., nbest: int = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ..., alignments: bool = ...,
+            scores: bool = ...) -> list[Translation]: ...
+    @overload
+    def translations(          # type: ignore[overload-overlap]
+            self, texts: Sequence[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ..., alignments: bool = ...,
+            scores: bool = ...) -> list[list[Translation]]: ...
+    @overload
+    def translations(
+            self, texts: Iterable[str], beam: int = ..., nbest: int = ..., length_penalty: float = ...,
+            max_len: int | None = ..., batch_size: int = ..., alignments: bool = ...,
+            scores: bool = ...) -> Iterator[list[Translation]]: ...
+
+    def translations(self, texts: Iterable[str], beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
+                     max_len: int | None = None, batch_size: int = BATCH_SIZE, alignments: bool = False,
+                     scores: bool = True) -> Any:
+        """Like translate(), but the result of each text is a list of at most nbest Translations, the best first.
+
+        alignments: whether to compute Translation.alignment;  scores=False: with beam=1 it is faster, and the scores are None
+        """
+        search = self._settings(beam, nbest, length_penalty, max_len)
+
+        def window(some: list[str]) -> list[list[Translation]]:
+            results = self._find(some, search, batch_size, scores)
+            pairs = [(found.source, ids) for found in results for ids, _ in found.outputs]
+            weights = self._align(pairs, batch_size) if alignments else iter([None] * len(pairs))
+            return [self._described(found, weights, alignments) for found in results]
+        return _map(window, texts, batch_size)
+
+    @overload
+    def score(self, sources: str, targets: str, batch_size: int = ...) -> float: ...    # type: ignore[overload-overlap]
+    @overload
+    def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = ...) -> list[float]: ...
+
+    def score(self, sources: Sequence[str], targets: Sequence[str], batch_size: int = BATCH_SIZE) -> float | list[float]:
+        """Return the log probability of each target, given its source: the sum over its tokens, end mark included.
+
+        sources, targets: lists of raw text of equal length, or a text each.  Texts that are too long are cut.
+        Divided by n ** length_penalty, n tokens, it is the score of a Translation with the same tokens.
+        """
+        if isinstance(sources, str) and isinstance(targets, str):
+            return self.score([sources], [targets])[0]
+        if isinstance(sources, str) or isinstance(targets, str) or len(sources) != len(targets):
+            raise ValueError('score: expected a text and its translation, or as many targets as sources')
+        read = [self._read(self.source_vocabulary, sources)[1], self._read(self.target_vocabulary, targets)[1]]
+        pairs, scores = [(read[0][n], read[1][n]) for n in range(len(sources))], np.empty(len(sources))
+        with _DEVICE, backend.on(self._device):
+            for some, h, _, labels, starts in self._forced(pairs, batch_size):
+                for n, first, end in zip(some, starts[:-1], starts[1:], strict=True):
+                    loss, ctx = self.model.output.forward(h[first:end], labels[first:end], gradients=False)
+                    scores[n] = -float(backend.get(loss)[0]) * int(backend.get(ctx.valid)[0])
+        return scores.tolist()
+
+    def sentences(self, sources: Sequence[str], batch_size: int = 128, beam: int = 1,
+                  length_penalty: float = LENGTH_PENALTY) -> list[str]:
+        """Translate sentences, given and returned as in tokenizer.read_corpus(corpus)."""
+        search = self._settings(beam, 1, length_penalty)
+        return [self.target_vocabulary.sentence(ids) for found in self._find(sources, search, batch_size)
+                for ids, _ in found.outputs[:1] or [(np.empty(0, np.int32), None)]]
+
+    def lengths(self, sentences: Sequence[str]) -> np.ndarray:
+        """Return the number of tokens, without the end mark, of each sentence of the target language, (N,)."""
+        return self.target_vocabulary.encode(sentences).lengths
+
+    def reset(self) -> None:
+        """Drop what was prepared from the weights.  Call it when the model's weights have changed."""
+        with _DEVICE:
+            self._decoders.clear()
+
+    # ---- search --------------------------------------------------------------------------------------------------------
+
+    def _settings(self, beam: int, nbest: int, length_penalty: float, max_len: int | None = None) -> Search:
+        if max_len is not None and max_len > self.num_steps:
+            raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
+        return Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
+
+    @staticmethod
+    def _words(vocabulary: Tokenizer, texts: Sequence[str]) -> list[list[str]]:
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f'text {i}: expected str, got {type(text).__name__}')
+        return [vocabulary.read(text) for text in texts]
+
+    def _read(self, vocabulary: Tokenizer, texts: Sequence[str]) -> tuple[list[list[str]], Ragged, np.ndarray]:
+        """Return the words of texts, their ids with <eos>, and their numbers of tokens without it before they were cut."""
+        words = self._words(vocabulary, texts)
+        encoded = vocabulary.encode(words)
+        return words, Ragged.of(encoded, self.num_steps), encoded.lengths
+
+    def _find(self, texts: Sequence[str], search: Search, batch_size: int, scores: bool = False) -> list[_Found]:
+        """Search for the translations of texts.
+
+        Batches have sentences of about equal length, so that few of them wait for a longer one.
+        """
+        words, sources, lengths = self._read(self.source_vocabulary, texts)
+        order = np.argsort(lengths, kind='stable')
+        order = order[lengths[order] > 0]
+        results = [_Found(words[n], sources[n], max(0, int(lengths[n]) + 1 - self.num_steps), []) for n in range(len(words))]
+        with _DEVICE, backend.on(self._device):
+            decode, rows = self._decoder(search, scores), _rows(batch_size)
+            for first in range(0, len(order), rows):
+                some = order[first:first + rows]
+                filled = some if self._device.is_host else np.resize(some, rows)
+                outputs = decode(Sequences.of([sources[n] for n in filled], self.num_steps))
+                for n, hypotheses in zip(some, outputs, strict=False):
+                    results[n].outputs.extend((ids[ids != PAD], score) for ids, score in hypotheses)
+        return results
+
+    def _decoder(self, search: Search, scores: bool) -> Callable[[Sequences], list[list[tuple[np.ndarray, float | None]]]]:
+        """Return decode(source) -> for each sentence a list of pairs (ids, score).  It is kept for the next call."""
+        is_greedy = search.beam == 1 and not scores
+        key = (search.max_len, 1) if is_greedy else search
+        if key not in self._decoders:
+            if is_greedy:
+                greedy = self.model.decoding(search.max_len)
+                self._decoders[key] = lambda source: [[(ids, None)] for ids in greedy(source).T]
+            else:
+                beam = BeamDecoder(self.model, search)
+                self._decoders[key] = lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
+        return self._decoders[key]
+
+    def _described(self, found: _Found, weights: Iterator[np.ndarray | None], alignments: bool) -> list[Translation]:
+        """Return the Translations of a text.   weights: the next ones are those of its outputs"""
+        if not found.outputs:
+            none = np.zeros((0, 0), 'f') if alignments and self.model.attends else None
+            return [Translation('', 0.0, [], [], alignment=none)]
+        source, target = self.source_vocabulary, self.target_vocabulary
+        tokens = source.words(found.source)
+        unknown = tuple(dict.fromkeys(source.unknown(found.words)))
+        return [Translation(target.decode(ids), score, tokens, target.words(ids), found.cut, unknown, next(weights))
+                for ids, score in found.outputs]
+
+    # ---- given outputs -------------------------------------------------------------------------------------------------
+
+    def _forced(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int, align: bool = False) -> Iterator[Any]:
+        """Run the model on batches of given sources and outputs.   Yield the numbers of the pairs; h (N, D), and the weights of
+        attention, of model.forced(); the labels, (N,); and the first label of each pair.  The caller holds _DEVICE."""
+        sizes = np.array([(len(source), len(output)) for source, output in pairs]).reshape(-1, 2)
+        order, done = np.argsort(sizes[:, 0], kind='stable'), 0
+        while done < len(order):
+            some = order[done:done + _rows(batch_size)]
+            area = np.maximum.accumulate(sizes[some, 0]) * np.maximum.accumulate(sizes[some, 1]) * np.arange(1, len(some) + 1)
+            some = some[:max(1, int(np.searchsorted(area, _WEIGHTS, 'right')))] if align else some
+            done += len(some)
+            longest = sizes[some].max(0).tolist()
+            source = Sequences.of([pairs[n][0] for n in some], longest[0])
+            outputs = [pairs[n][1] for n in some]
+            target = Sequences.of([np.concatenate([[BOS], output[:-1]]) for output in outputs], longest[1])
+            h, weights = self.model.forced(source, target, align)
+            starts = np.concatenate([[0], np.cumsum(sizes[some, 1])]).tolist()
+            yield some, h, weights, backend.put(np.concatenate(outputs).astype(np.int32)), starts
+
+    def _align(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int) -> Iterator[np.ndarray | None]:
+        """Return the alignments of given sources and outputs, in their order; Nones if the model has no attention."""
+        results: list[np.ndarray | None] = [None] * len(pairs)
+        with _DEVICE, backend.on(self._device):
+            for some, _, weights, _, _ in self._forced(pairs, batch_size, True) if self.model.attends else ():
+                for n, mean in zip(some, backend.get(weights).mean(1), strict=True):
+                    results[n] = mean[:len(pairs[n][1]), :len(pairs[n][0])].copy()
+        return iter(results)
+
+
+def _rows(batch_size: int) -> int:
+    """Return the number of sentences in a batch.  On a GPU every batch has the same, because 64 sentences take the time of one
+    and a plan has been recorded.  There the last bits of a score may depend on the batch: products divide a sum
+    according to the number of rows."""
+    return batch_size if backend.current_device().is_host else _GPU_ROWS
+
+
+def _map(window: Callable[[list[str]], list[T]], texts: Iterable[str], batch_size: int) -> T | list[T] | Iterator[T]:
+    """Return window([text])[0] for a text, the list of all results for a Sequence, else an iterator."""
+    if batch_size < 1:
+        raise UserError(f'batch_size: expected at least 1, got {batch_size}')
+    if isinstance(texts, str):
+        return window([texts])[0]
+    results = _windows(window, iter(texts), WINDOW * batch_size)
+    return list(results) if isinstance(texts, Sequence) else results
+
+
+def _windows(window: Callable[[list[str]], list[T]], texts: Iterator[str], size: int) -> Iterator[T]:
+    while some := list(islice(texts, size)):
+        yield from window(some)

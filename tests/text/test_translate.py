@@ -1,0 +1,314 @@
+"""From raw text to raw text: pyops.load, translate, translations and score."""
+import importlib
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from places import ON_GPU, get, on_the_cpu
+from translation import TINY_SEQ2SEQ, TINY_TRANSFORMER, small_corpus, train_steps
+
+import pyops
+from pyops import backend, checkpoint
+from pyops.errors import UserError
+from pyops.ops import Attention
+from pyops.text import translator as module
+from pyops.text.pairs import Sequences
+from pyops.text.translator import Translator
+from pyops.text.vocabulary import BOS, EOS
+from seq2seq.model import Config as Seq2SeqConfig
+from seq2seq.model import Seq2Seq
+from transformer.model import Config as TransformerConfig
+from transformer.model import Transformer
+
+KINDS = {'seq2seq': (Seq2Seq, Seq2SeqConfig, {}), 'seq2seq with attention': (Seq2Seq, Seq2SeqConfig, dict(attention=2)),
+         'transformer': (Transformer, TransformerConfig, dict(heads=4, layers=2)),
+         'pre-norm': (Transformer, TransformerConfig, dict(heads=2, layers=1, pre_norm=True))}
+
+
+@pytest.fixture(scope='module', params=KINDS)
+def trained(request):
+    """A Translator of a model that was trained for a short time, on a GPU of random weights; and texts."""
+    Model, Config, settings = KINDS[request.param]
+    corpus, vocabularies, encoded = small_corpus(512)
+    D = 8 if ON_GPU else 32
+    sizes = dict(embedding=D, hidden=D) if Model is Seq2Seq else dict(d_model=D, d_ff=48)
+    model = Model(Config(*map(len, vocabularies), dropout=0.0, **sizes, **settings), seed=1)
+    if not ON_GPU:
+        train_steps(model, encoded, 120, batch_size=32, lr=0.004)
+    return Translator(model, *vocabularies), [text for text, _ in corpus.texts()][:12 if ON_GPU else 60]
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+def test_a_text_a_list_and_a_generator_have_the_same_translations_in_order(trained):
+    translator, texts = trained
+    texts = [texts[0], '', *texts[1:], ' \t\N{NO-BREAK SPACE}']
+    whole = translator.translate(texts, beam=2)
+    assert isinstance(whole, list) and len(whole) == len(texts) and whole[1] == whole[-1] == ''
+    assert translator.translate(tuple(texts), 2) == whole == list(translator.translate(iter(texts), 2))
+    if not ON_GPU:
+        assert [translator.translate(text, beam=2) for text in texts] == whole and len(set(whole)) > 10
+    assert translator.translate('') == '' and translator.translate([]) == [] and list(translator.translate(iter([]))) == []
+
+
+def test_results_name_the_tokens_and_n_of_them_are_lists(trained):
+    translator, texts = trained
+    results = translator.translations([texts[0], '', texts[1]], beam=3, nbest=2)
+    assert [len(found) for found in results] == [2, 1, 2] and results[1] == [('', 0.0, [], [], 0, (), None)]
+    assert translator.translations(texts[0], beam=3, nbest=2)[0].tokens == results[0][0].tokens
+    assert translator.translate([texts[0], '', texts[1]], beam=3, nbest=2) == [[one.text for one in some] for some in results]
+    best = results[0][0]
+    words = translator.source_vocabulary
+    assert best.source == [*words.words(words.encode([words.read(texts[0])]).ids), '<eos>'] and best.cut == 0
+    assert best.alignment is None
+
+
+def test_a_stream_reads_a_window_ahead_and_no_further(trained, monkeypatch):
+    translator, texts = trained
+    monkeypatch.setattr(module, 'WINDOW', 2)
+    taken = []
+
+    def source():
+        for text in itertools.cycle(texts):                     # it never ends
+            taken.append(text)
+            yield text
+    stream = translator.translate(source(), beam=1, batch_size=3)
+    assert not taken, 'nothing is read before the first result is asked for'
+    got = list(itertools.islice(stream, 6))
+    assert len(taken) == 6
+    got.append(next(stream))
+    assert len(taken) == 12 and got == translator.translate(taken[:7], beam=1)
+
+
+def test_settings_are_checked_when_translate_is_called_not_when_a_stream_is_read(trained):
+    translator, texts = trained
+    for settings, text in ((dict(beam=0), 'beam: expected 1 to 32, got 0'), (dict(max_len=10), 'max_len: expected 1 to 9'),
+                           (dict(beam=2, nbest=3), 'nbest: expected 1 to the beam, 2, got 3'),
+                           (dict(batch_size=0), 'batch_size: expected at least 1, got 0')):
+        for call in translator.translate, translator.translations:
+            with pytest.raises(UserError, match=f'^{text}'):
+                call(iter(texts), **settings)
+
+
+@pytest.mark.parametrize('bad', [[b'Go.'], ['Go.', None], b'Go.'])
+def test_a_text_that_is_not_a_str_is_an_error(trained, bad):
+    with pytest.raises(TypeError, match=r'^text [01]: expected str, got (bytes|NoneType|int)$'):
+        trained[0].translate(bad)
+
+
+def test_a_text_of_10000_words_is_cut_to_the_length_in_training(trained):
+    translator, texts = trained
+    (found,) = translator.translations('tom ' * 10_000, beam=2)
+    assert len(found.source) == 9 and found.cut == 10_001 - 9 and 1 <= len(found.tokens) <= 9
+
+
+def test_unknown_words_are_named_once(trained):
+    (found,) = trained[0].translations('Qwerty i Qwerty asdf.', beam=1)
+    assert found.unknown == ('qwerty', 'asdf')
+
+
+def test_new_weights_are_used_after_reset(trained):
+    translator, texts = trained
+    before = translator.translate(texts[:4], beam=1)
+    bias = translator.model.params['output.bias']
+    kept = get(bias.value).copy()
+    try:
+        bias.value[...] = backend.put(np.where(np.arange(len(kept)) == EOS, 1e4, 0).astype(np.float32))
+        translator.reset()
+        assert translator.translate(texts[:4], beam=1) == [''] * 4
+    finally:
+        bias.value[...] = backend.put(kept)
+        translator.reset()
+    assert translator.translate(texts[:4], beam=1) == before != [''] * 4
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+@on_the_cpu                     # on a GPU the last bits depend on the batch
+def test_answers_belong_to_their_questions_in_every_thread(trained):
+    translator, texts = trained
+    want = {beam: translator.translate(texts, beam) for beam in (1, 3)}
+    scores, failures = translator.score(texts, want[3]), []
+    start = threading.Barrier(6)
+
+    def ask(number):
+        rng = np.random.default_rng(number)
+        start.wait()
+        for _ in range(6):
+            some, beam = rng.integers(0, len(texts), rng.integers(1, 9)), int(rng.choice([1, 3]))
+            if translator.translate([texts[i] for i in some], beam) != [want[beam][i] for i in some]:
+                failures.append(f'thread {number}: translate')
+            got = translator.score([texts[i] for i in some], [want[3][i] for i in some])
+            if not np.allclose(got, [scores[i] for i in some], rtol=1e-6, atol=1e-7):
+                failures.append(f'thread {number}: score')
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failures == [] and not any(thread.is_alive() for thread in threads)
+
+
+def test_another_thread_can_translate_while_a_stream_is_half_read(trained, monkeypatch):
+    translator, texts = trained
+    monkeypatch.setattr(module, 'WINDOW', 1)
+    stream, got = translator.translate(iter(texts[:6]), beam=1, batch_size=2), []
+    first = next(stream)
+    thread = threading.Thread(target=lambda: got.append(translator.translate(texts[0], beam=1)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert got == [first]
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+def forced_log_probabilities(translator, source, output):
+    """Return the log probability of each token of an output, (n,), in float64 from the states of the model."""
+    model = translator.model
+    h, _ = model.forced(Sequences.of([source], 9), Sequences.of([np.array([BOS, *output[:-1]])], 9))
+    weight, bias = (get(model.params[f'output.{name}'].value).astype(np.float64) for name in ('weight', 'bias'))
+    logits = get(h).astype(np.float64) @ weight.T + bias
+    logits -= logits.max(-1, keepdims=True)
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(len(output)), output]
+
+
+def test_scores_are_the_sums_of_the_log_probabilities_of_the_tokens_and_the_end_mark(trained):
+    translator, texts = trained
+    sources, targets = texts[:10], [*translator.translate(texts[:7], beam=1), 'Je dors.', '', 'Qwerty']
+    got = translator.score(sources, targets, batch_size=3)
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        ids = [np.append(words.encode([words.read(text)]).ids, EOS)[:9].astype(np.int32) for words, text in
+               ((translator.source_vocabulary, source), (translator.target_vocabulary, target))]
+        want = forced_log_probabilities(translator, *ids).sum()
+        assert abs(got[i] - want) <= 1e-5 * max(1, abs(want)) and want < 0, (source, target)
+    assert abs(translator.score(sources[7], targets[7]) - got[7]) <= 1e-5 * abs(got[7])
+    assert translator.score([], []) == []
+    for bad in ((texts, texts[:2]), (texts[0], texts[:1])):
+        with pytest.raises(ValueError, match='^score: expected a text and its translation, or as many targets as sources$'):
+            translator.score(*bad)
+
+
+@on_the_cpu                     # random weights end no sentence
+@pytest.mark.parametrize('length_penalty', [0.0, 1.0])
+def test_scores_are_those_of_beam_search(trained, length_penalty):
+    translator, texts = trained
+    compared = 0
+    for text, some in zip(texts, translator.translations(texts, 4, 3, length_penalty), strict=True):
+        for found in some:
+            words = translator.target_vocabulary
+            ids = words.encode([words.read(found.text)]).ids
+            if [*words.words(ids), '<eos>'] != found.tokens:            # such as <unk>, which no text has
+                continue
+            want = found.score * len(found.tokens) ** length_penalty
+            assert abs(translator.score(text, found.text) - want) <= 2e-5 * max(1, abs(want))
+            compared += 1
+    assert compared > 50
+
+
+# ---- alignments ------------------------------------------------------------------------------------------------------
+
+def softmax_rows(q, k, heads):
+    """Return the softmax of the products of queries (n, D) and keys (m, D) for each head, (heads, n, m), in float64."""
+    n, m = len(q), len(k)
+    q, k = (x.astype(np.float64).reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k))
+    scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    assert weights.shape == (heads, n, m)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def test_alignments_are_the_mean_weights_of_the_attention_to_the_source(trained, monkeypatch):
+    """The softmax is computed in numpy from the queries and keys of the last attention of each forced pass."""
+    translator, texts = trained
+    seen, forward = [], Attention.forward
+
+    def noting(self, q, k, v, lengths=None, step=None, q_rows=None, k_rows=None):
+        if q_rows is not None and k_rows is not None:
+            seen.append((self.heads, get(q).copy(), get(k).copy(), get(q_rows.offsets), get(k_rows.offsets)))
+        return forward(self, q, k, v, lengths, step, q_rows, k_rows)
+    monkeypatch.setattr(Attention, 'forward', noting)
+    results = translator.translations([*texts[:5], ''], beam=2, nbest=2, batch_size=1, alignments=True)
+    if not translator.model.attends:
+        assert all(found.alignment is None for some in results for found in some) and not seen
+        return
+    flat = [found for some in results[:5] for found in some]
+    assert results[5][0].alignment.shape == (0, 0) and len(flat) == 10
+    matched = 0
+    for found in flat:
+        assert found.alignment.shape == (len(found.tokens), len(found.source)) and found.alignment.dtype == np.float32
+        assert np.abs(found.alignment.sum(1) - 1).max() <= 1e-5
+        candidates = [softmax_rows(q[q_starts[b]:q_starts[b + 1]], k[k_starts[b]:k_starts[b + 1]], heads).mean(0)
+                      for heads, q, k, q_starts, k_starts in seen for b in range(len(q_starts) - 1)]
+        matched += any(weights.shape == found.alignment.shape and np.abs(weights - found.alignment).max() <= 1e-5
+                       for weights in candidates)
+    assert matched == len(flat)
+    whole = translator.translations(texts[:5], beam=2, nbest=2, alignments=True)
+    for some, others in zip(whole, results, strict=False):
+        for one, other in zip(some, others, strict=True):
+            assert one.tokens == other.tokens and np.abs(one.alignment - other.alignment).max() <= 1e-5
+
+
+def test_batches_of_alignments_are_bounded_by_the_size_of_their_weights(trained, monkeypatch):
+    translator, texts = trained
+    if not translator.model.attends:
+        return
+    whole = translator.translations(texts, beam=1, alignments=True)
+    sizes, forced = [], type(translator.model).forced
+    monkeypatch.setattr(type(translator.model), 'forced', lambda self, source, target, align: (
+        sizes.append(source.rows.sentences * source.rows.longest * target.rows.longest) or forced(self, source, target, align)))
+    monkeypatch.setattr(module, '_WEIGHTS', 200)
+    for one, other in zip(whole, translator.translations(texts, beam=1, alignments=True), strict=True):
+        assert one[0].text == other[0].text and np.abs(one[0].alignment - other[0].alignment).max() <= 1e-5
+    assert len(sizes) > 2 and max(sizes) <= 200
+
+
+@on_the_cpu
+def test_the_weights_of_quantized_attention_are_those_of_its_rounded_operands():
+    from pyops import quantization
+    corpus, vocabularies, _ = small_corpus(100)
+    sizes, results = dict(d_model=16, d_ff=16, heads=2, layers=1, dropout=0.0), []
+    for quant in 'none', 'mxfp8':
+        family = quantization.family_of(dict(quant=quant, quant_layers='', seed=0))
+        config = TransformerConfig(*map(len, vocabularies), **sizes, ops=family)
+        translator = Translator(Transformer(config, seed=1), *vocabularies)
+        ((found,),) = translator.translations([corpus.texts()[0][0]], beam=1, alignments=True)
+        assert np.abs(found.alignment.sum(1) - 1).max() <= 1e-5
+        results.append(found)
+    plain, rounded = (found.alignment[0] for found in results)
+    assert (plain != rounded).any() and np.abs(plain - rounded).max() < 0.1
+
+
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+@on_the_cpu
+@pytest.mark.parametrize('program, flags', [('seq2seq', TINY_SEQ2SEQ), ('transformer', TINY_TRANSFORMER)])
+def test_load_finds_the_program_of_a_checkpoint_and_prints_nothing(program, flags, tmp_path, capsys, monkeypatch):
+    importlib.import_module(f'{program}.train').main(['-e', '1', '-c', str(tmp_path), *flags])
+    capsys.readouterr()
+    translator = pyops.load(tmp_path)
+    assert type(translator.model).__name__.lower() == program and translator.state['program'] == program
+    assert translator.warnings == () and translator.rounding is None and program in repr(translator).lower()
+    rounded = pyops.load(translator.path, quant='mxfp8')
+    assert rounded.translate('I sleep.') and 'mxfp8' in rounded.rounding and translator.translate(['Go.'])
+    with pytest.raises(UserError, match='^--quant-layers nowhere: no layer has that name'):
+        pyops.load(tmp_path, quant='mxfp8', quant_layers='nowhere')
+    assert capsys.readouterr() == ('', '')
+
+
+@on_the_cpu
+def test_load_refuses_other_checkpoints_and_names_damaged_ones(tmp_path):
+    path = tmp_path / 'x.safetensors'
+    checkpoint.save(str(path), {'w': np.zeros(3, np.float32)}, {'program': 'mnist'})
+    with pytest.raises(UserError, match='x.safetensors: a checkpoint of mnist; expected one of seq2seq or transformer$'):
+        pyops.load(path)
+    with pytest.raises(UserError, match='none: no checkpoint to serve; train first, or name one with -c$'):
+        pyops.load(tmp_path / 'none')
+    path.unlink()
+    for epochs in '1', '2':
+        importlib.import_module('seq2seq.train').main(['-e', epochs, '-c', str(tmp_path), *TINY_SEQ2SEQ])
+    (newest,) = tmp_path.glob('*_2.safetensors')
+    newest.write_bytes(newest.read_bytes()[:-10])
+    translator = pyops.load(tmp_path)
+    (warning,) = translator.warnings
+    assert translator.path.endswith('_1.safetensors') and str(newest) in warning
