@@ -967,6 +967,10 @@ def test_the_weights_of_packed_rows_are_padded_with_zeros():
                 want[b, h, i, :seen] = e / e.sum() if seen else 0
     near(p, want, 1e-6)
     assert (p[want == 0] == 0).all() and want.any()
+    attention = Attention(heads, causal=True)
+    q, k = (put(np.ascontiguousarray(x)) for x in (q, k))
+    _, ctx = attention.forward(q, k, k, q_rows=Packed(put(starts[0]), 5), k_rows=Packed(put(starts[1]), 6))
+    near(get(attention.weights(ctx)), want, 1e-6)
 
 
 @pytest.mark.parametrize('T,B,C', [(1, 1, 1), (4, 3, 5), (70, 9, 300), (3, 0, 4)])

@@ -397,6 +397,21 @@ def test_work_on_a_terminal_has_a_bar_after_two_seconds():
     assert re.search(r'compare \[[345]/5\] +\d+%.*tensors/s', text) and text.rsplit('\r', 1)[-1].strip() == ''
 
 
+def test_work_of_an_unknown_amount_has_no_total(monkeypatch, capsys):
+    """On a terminal and in lines."""
+    text = run_on_terminal('import time\nfrom pyops.training import Progress\n'
+                           "with Progress(None, 'lines', label='translated ', every=5.0) as progress:\n"
+                           '    for done in (10, 20, 30):\n'
+                           '        time.sleep(0.12)\n        progress.update(done)', 100)
+    assert re.search(r'translated \[[123]0\] +[\d.]+ lines/s', text) and text.rsplit('\r', 1)[-1].strip() == ''
+    clock = [0.0]
+    monkeypatch.setattr(training.time, 'perf_counter', lambda: clock[0])
+    with training.Progress(None, 'lines', label='translated ', after=2.0, every=5.0) as progress:
+        for clock[0], done in ((1.0, 10), (2.5, 20), (4.0, 30), (8.0, 40)):
+            progress.update(done)
+    assert capsys.readouterr().out == 'translated [20] (8.0 lines/s)\ntranslated [40] (5.0 lines/s)\n'
+
+
 def test_nothing_to_do(capsys):
     with training.Progress(0) as progress:
         progress.print('done')
