@@ -26,7 +26,9 @@ def translate(args, program):
         print(f'loading from checkpoint : {translator.path}')
         return test(args, translator)
     if args.sentence not in ([], ['-']):
-        return Output(translator, args).write(args.sentence)
+        output = Output(translator, args)
+        output.write(args.sentence)
+        return output.finish()
     run(args, translator)
 
 

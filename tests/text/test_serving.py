@@ -112,6 +112,7 @@ def test_lines_that_are_too_long_are_named_the_first_ten_of_them(translate):
     warnings = error.splitlines()
     assert len(lines) == 17 and len(warnings) == 11 and warnings[-1] == 'warning: 6 more lines are too long'
     assert warnings[0].startswith('warning: line 2: too long, only the first 9 of 10001 tokens, end mark included, are read: ')
+    assert translate(*['a b c d e f g h i j'] * 12)[1].splitlines()[-1] == 'warning: 2 more lines are too long'
     assert warnings[1] == ('warning: line 3: too long, only the first 9 of 11 tokens, end mark included, are read: '
                            "'a b c d e f g h i j'")
 
