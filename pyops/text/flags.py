@@ -1,4 +1,6 @@
 """Flags and settings that the translation programs share.  Imports nothing large, so that --help is quick."""
+import sys
+
 from pyops.errors import UserError
 from pyops.flags import (
     ArgumentParser,
@@ -32,8 +34,8 @@ LARGEST_BEAM = 32                                               # PYOPS_TOPK
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
 
-def parser(program, description, defaults, epochs, dropped, presets=None):
-    """Return the parser of a training program without the flags of its model.
+def parser(program, description, defaults, epochs, dropped, recipes, presets=None):
+    """Return the parser of a training program without the flags of its model; use it with `parse_training`.
 
     defaults: the program's settings;  epochs: default of -e;  dropped: where dropout is applied, for --help
     """
@@ -90,12 +92,25 @@ def parser(program, description, defaults, epochs, dropped, presets=None):
     add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')
     if presets:
         add_preset_flag(p.group('presets'), presets)
+    training.add_argument('--recipe', choices=list(recipes),
+                          help='flags found by search for this time on two cores (docs/quality.md); flags given besides take '
+                          'precedence (default: none)')
     _add_schedule_flags(p.group('schedule'), defaults)
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
     add_plan_flags(p)
     add_saving_flags(p)
     return p
+
+
+def parse_training(parser, argv, recipes):
+    """Return the parsed flags of a training program; the flags of its --recipe are read before those in argv.
+
+    recipes: {name: flags, one text}
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    name = parser.parse_args(argv).recipe
+    return parser.parse_args([*recipes[name].split(), *argv] if name else argv)
 
 
 def _add_schedule_flags(group, defaults):
