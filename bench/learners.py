@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 
+from bench.contest import BF16
 from bench.translation import planned_steps, read_pairs, write_pairs
 
 
@@ -82,14 +83,17 @@ class Ours:
 
 
 class Theirs:
-    """Training by PyTorch: batches padded to their longest sentence, fused Adam; the output layer computes only valid rows."""
+    """Training by PyTorch: batches padded to their longest sentence, fused Adam; the output layer computes only valid rows.
 
-    def __init__(self, folder, settings, pairs, is_compiled):
+    in_bf16: products in bfloat16, by autocast
+    """
+
+    def __init__(self, folder, settings, pairs, is_compiled, in_bf16):
         import torch
 
         from bench.transformer import contest
         torch.manual_seed(settings['seed'])
-        self.folder, self.settings, self.pairs, self.contest = folder, settings, pairs, contest
+        self.folder, self.settings, self.pairs, self.in_bf16 = folder, settings, pairs, in_bf16
         self.model = contest.twin(contest.config(folder), folder)
         self.module = self.model
         if is_compiled:
@@ -104,7 +108,7 @@ class Theirs:
         with np.load(self.folder / 'weights.npz') as weights:
             copy_weights(self.model, weights)
         self.run = make_step(self.module, self.settings['lr'], MAX_NORM, fused=True,
-                             rate=lambda k: learning_rate(self.settings, total, k))
+                             rate=lambda k: learning_rate(self.settings, total, k), in_bf16=self.in_bf16)
 
     def prepared(self, rows):
         """Return source, target, labels (T, B) and the indices of the labels that are not padding, for TorchTransformer."""
@@ -126,7 +130,7 @@ class Theirs:
 class Learner:
     """A contestant with its place in the data.  Time counts in training steps only: batches are prepared outside them."""
 
-    def __init__(self, folder, kind):
+    def __init__(self, folder, kind, in_bf16=False):
         from pyops.text.training import batches
         self.folder, self.kind, self.number = folder, kind, None
         settings = json.loads((folder / 'settings.json').read_text())
@@ -135,7 +139,7 @@ class Learner:
         self.batches, self.seed = batches(settings, self.pairs, drop_last=True), settings['seed']
         self.is_sorted = settings['is_sorted'] and kind != 'ours'
         given = folder, settings, self.pairs
-        self.work = Ours(*given) if kind == 'ours' else Theirs(*given, is_compiled=kind == 'torch-compile')
+        self.work = Ours(*given) if kind == 'ours' else Theirs(*given, kind == 'torch-compile', in_bf16)
         self.paused = time.perf_counter(), time.process_time()
 
     def _order(self):
@@ -176,4 +180,4 @@ class Learner:
 
 def train(folder, kind):
     """Return turn and describe of a contestant, for bench.worker."""
-    return Learner(folder, kind).turn, lambda answer: answer
+    return Learner(folder, kind.removesuffix(BF16), kind.endswith(BF16)).turn, lambda answer: answer

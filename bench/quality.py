@@ -2,7 +2,7 @@
 
     python -m bench.quality --minutes 30                    the default recipe on fra-eng
     python -m bench.quality --epochs 10                     the same number of steps for both, whatever time they take
-    python -m bench.quality --minutes 5 --recipe --preset base --batch-tokens 1024 --hold-out 0.02
+    python -m bench.quality --minutes 5 --recipe --preset base --batch-tokens 1024 --hold-out 0.02 --precision bf16
     python -m bench.quality --draw RESULT.json -o docs/images/quality.svg
 
 docs/speed.md describes the measurement.  The result file is complete after each evaluation; Ctrl-C keeps what it contains.
@@ -22,16 +22,15 @@ from pathlib import Path
 import numpy as np
 
 from bench import learners, results
-from bench.contest import NAMES, Contestant, add_contestant_flags, kinds_of
+from bench.contest import BF16, NAMES, Contestant, add_contestant_flags, kinds_of
 from bench.table import WHOSE
-from pyops import __version__
+from pyops import CPU_PRECISIONS, __version__
 from pyops.errors import UserError, exits_cleanly
 from pyops.files import write_atomically
 from pyops.flags import ArgumentParser, output_file, positive_float, positive_int
 
 PROGRAM = 'bench.quality'
-RECIPE = ('--tokenizer bpe --vocabulary 8000 --num-steps 64 --hold-out 0.02 --batch-tokens 2048 --d-model 256 --d-ff 1024 '
-          '--heads 4 --layers 3 --pre-norm --tied --dropout 0.1 --smoothing 0.1 --lr 0.002 --warmup 200 --schedule linear')
+RECIPE = '--recipe minutes-30'
 # settings that the twin does not have; for all other flags of transformer.train see _settings
 REFUSED = 'accumulate', 'bpe_dropout', 'ema', 'quant', 'quant_layers'
 CALIBRATION, RUN = 0, 1     # numbers of runs, for learners.Learner.turn
@@ -69,19 +68,21 @@ def parse(argv):
 # ---- data and settings -----------------------------------------------------------------------------------------------
 
 def _settings(flags):
-    """Return the parsed flags of transformer.train and the settings of a new run.  UserError for a flag that the twin lacks."""
+    """Return the parsed flags of transformer.train and the settings of a new run.  UserError for a flag that the twin lacks, or
+    that has no effect here; such flags of a recipe itself, as its epochs, are ignored."""
     from pyops import checkpoint
     from pyops.data import locate
     from pyops.flags import use_gpu
     from pyops.settings import resolve
-    from pyops.text.flags import FIXED, defaults_of
+    from pyops.text.flags import FIXED, defaults_of, parse_training
     from transformer import train
     from transformer.model import SIZES
     parser = train.parser()
-    args = parser.parse_args(flags)
-    usable = {*train.DEFAULTS, 'preset', 'corpus', 'data_dir'}.difference(REFUSED)
+    args = parse_training(parser, flags, train.RECIPES)
+    usable = {*train.DEFAULTS, 'recipe', 'preset', 'corpus', 'data_dir', 'precision'}.difference(REFUSED)
+    own = parse_training(parser, ['--recipe', args.recipe] if args.recipe else [], train.RECIPES)
     for action in parser._actions:
-        if action.dest not in usable and getattr(args, action.dest, action.default) != action.default:
+        if action.dest not in usable and getattr(args, action.dest, None) != getattr(own, action.dest, None):
             raise UserError(f'--recipe {action.option_strings[-1]}: expected flags of the data, the batches, the model '
                             'or the schedule, and that the PyTorch twin supports; leave it out')
     if args.corpus is None and locate.find('fra-eng', args.data_dir) is None:
@@ -201,10 +202,10 @@ def planned(args, figures, steps, warmup):
 
 def contest(args, stack, folder, settings, data, judge, report, save):
     """Calibrate, train in turns and evaluate.  report: the dict of the result; save(): writes it."""
-    pairs, kinds = data.train, kinds_of(args, True)
+    pairs, kinds, suffix = data.train, kinds_of(args, True), BF16 * (report['precision'] == 'bf16')
     workers = {}
     for kind in kinds:
-        workers[kind] = stack.enter_context(Contestant('learners', 'train', kind, folder, report['threads']))
+        workers[kind] = stack.enter_context(Contestant('learners', 'train', kind + suffix, folder, report['threads']))
     print(f'calibrating : {", ".join(NAMES[kind] for kind in kinds)}', flush=True)
     figures = report['calibration'] = calibrate(workers, args.calibrate)
     steps = None
@@ -268,6 +269,7 @@ def measure(args):
     output = Path(args.output or results.FOLDER / f'quality_{datetime.datetime.now():%Y%m%d_%H%M}.json')
     report = results.about() | dict(
         pyops=__version__, python=platform.python_version(), numpy=np.__version__, threads=threads, isa=backend.isa(),
+        precision=flags.precision or CPU_PRECISIONS[0],
         minutes=args.minutes, epochs=args.epochs, eval_every_s=args.eval_every, slice_s=args.slice,
         recipe=shlex.join(recipe), settings=settings, parameters=model.params.count(), corpus=data.corpus.name,
         pairs=len(data.train), test_sentences=len(judge.sources), left_out=judge.left_out,

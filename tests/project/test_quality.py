@@ -84,6 +84,12 @@ def test_both_train_alike_and_start_again_with_a_new_run(torch, folder, schedule
             assert moved > 1e-3 and np.abs(one[name] - other[name]).max() <= 0.05 * moved, name
 
 
+def test_in_bf16_the_twin_multiplies_with_autocast(torch, folder):
+    plain, rounded = (learners.Learner(folder, 'torch', in_bf16) for in_bf16 in (False, True))
+    losses = [learner.turn(1, 3, 10**6, 0)['loss'] for learner in (plain, rounded)]
+    assert 0 < abs(losses[0] - losses[1]) <= 1e-2 * losses[0]
+
+
 @pytest.mark.parametrize('warmup', [0, 4])
 @pytest.mark.parametrize('schedule', ['linear', 'cosine', 'inverse-root'])
 def test_the_learning_rate_of_the_twin_is_the_one_of_the_kernels(schedule, warmup):
@@ -212,7 +218,7 @@ def test_a_contest_writes_its_curves_and_draws_them(torch, judged, pictures, tmp
 def test_ctrl_c_ends_a_contest_and_keeps_what_was_measured(torch, judged, tmp_path):
     result = tmp_path / 'result.json'
     command = [sys.executable, '-m', 'bench.quality', '--epochs', '100000', '--eval-every', '0.2', *SHORT, '-o', str(result),
-               '--recipe', *RECIPE]
+               '--recipe', *RECIPE, '--precision', 'bf16']
     environment = environment_without('PYOPS_BACKEND', PYTHONPATH=str(ROOT))
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                           start_new_session=True) as run:
@@ -224,7 +230,8 @@ def test_ctrl_c_ends_a_contest_and_keeps_what_was_measured(torch, judged, tmp_pa
     assert run.returncode == 130, errors
     assert errors.strip() == f'not finished; the figures so far : {result}'
     report = json.loads(result.read_text())
-    assert not report['is_finished'] and report['contestants']['ours']['points'][0]['step'] > 0
+    assert not report['is_finished'] and report['precision'] == 'bf16'
+    assert report['contestants']['ours']['points'][0]['step'] > 0
     with pytest.raises(ProcessLookupError):                 # no contestant is left
         os.killpg(run.pid, 0)
 
@@ -258,7 +265,9 @@ def test_a_contest_without_the_corpus_says_where_to_get_it(torch, judged, monkey
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['-e', '5'], '--recipe --epochs: expected flags of the data'), (['--ema', '0.9'], '--recipe --ema: expected flags'),
+    (['-e', '5'], '--recipe --epochs: expected flags of the data'),
+    (['--recipe', 'minutes-30', '--keep-best', 'loss'], '--recipe --keep-best: expected flags of the data'),
+    (['--ema', '0.9'], '--recipe --ema: expected flags'),
     (['--accumulate', '2'], '--recipe --accumulate: expected'), (['-g', '1'], '--recipe --gpu: expected'),
     (['--quant', 'mxfp8'], '--recipe --quant: expected'), (['--hold-out', '0'], 'nothing is held out to test with; add'),
     (['--heads', '3'], '--heads 3: expected a divisor')])
