@@ -1,7 +1,7 @@
 """Fetch data sets.
 
 python -m pyops.data list
-python -m pyops.data get fra-eng|mnist [--data-dir DIR] [--mirror URL]...
+python -m pyops.data get fra-eng|mnist|tatoeba-test [--data-dir DIR] [--mirror URL]...
 """
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def parser() -> ArgumentParser:
     commands = p.add_commands()
     show = commands.add_parser('list', help='print the data sets, their licences, and which of them are found')
     load = commands.add_parser('get', help='download a data set, or check the one that is found')
-    load.add_argument('name', help=f'name of the data set: {" or ".join(fetch.DATASETS)}')
+    *others, last = fetch.DATASETS
+    load.add_argument('name', help=f'name of the data set: {", ".join(others)} or {last}')
     load.add_argument('--mirror', metavar='URL', action='append', default=[],
                       help='URL to try first: of the file, or of its folder with a slash at the end; can be repeated')
     for command in (show, load):

@@ -1,7 +1,8 @@
 """Download data sets: try mirrors in turn, resume partial downloads, verify checksums.
 
 A data set consists of one or more files.  If mirrors pack a file differently (there are several zips of fra-eng), or if it
-is gzipped, the checksum covers the content.  A file gets its final name only after it was verified.
+is gzipped, the checksum covers the content.  A file without a recorded checksum is verified by its form.  A file gets its
+final name only after it was verified.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
-from pyops.data import locate
+from pyops.data import columns, locate
 from pyops.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,16 +32,18 @@ if TYPE_CHECKING:
 
 TIMEOUT = 30.0                      # seconds without data before a mirror is given up
 _CHUNK = 1 << 18
+_GZIP = b'\x1f\x8b'                  # first bytes of a gzip file
 
 
 class File(NamedTuple):
     """One file of a data set."""
     path: str                       # relative to the data directory
-    sha256: str                     # of the file, or of its content if it is a zip or gzip
-    size: int                       # of the same, in bytes
+    sha256: str                     # of the file, or of its content if it is a zip or gzip; '': not recorded
+    size: int                       # of the same, in bytes; 0 if not recorded
     urls: tuple
     inner: str = ''                 # base name of the content, if `path` is a zip
     unpacked: tuple = ()            # other accepted paths, packed or not; a valid file there is kept
+    languages: tuple = ()           # without sha256: the two language codes of each line of a test file, which is gzipped
 
 
 class Dataset(NamedTuple):
@@ -63,6 +66,10 @@ _MNIST_CONTENTS = (
     ('0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7', 7_840_016),
     ('ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2', 10_008),
 )
+# the branch, and a commit that has the file
+_TATOEBA_MIRRORS = tuple(f'https://raw.githubusercontent.com/Helsinki-NLP/Tatoeba-Challenge/{tree}/data/release/test/v2021-08-07/'
+                         for tree in ('master', 'f559ddf01cf3bfcc32cddf7e940218eaebe7158a'))
+(_TATOEBA_TEST,) = locate.FILES['tatoeba-test']
 
 DATASETS = {dataset.name: dataset for dataset in (
     Dataset('fra-eng', '167,130 English-French sentence pairs of Tatoeba, file of 2019-04-07',
@@ -76,6 +83,11 @@ DATASETS = {dataset.name: dataset for dataset in (
             tuple(File(places[0], sha256, size,
                        tuple(mirror + places[0].rpartition('/')[2] for mirror in _MNIST_MIRRORS), unpacked=places[1:])
                   for places, (sha256, size) in zip(locate.FILES['mnist'], _MNIST_CONTENTS, strict=True))),
+    Dataset('tatoeba-test', 'English sentences with French translations: test set v2021-08-07 of the Tatoeba Challenge',
+            'CC BY 2.0, Tatoeba (https://tatoeba.org) through https://github.com/Helsinki-NLP/Tatoeba-Challenge',
+            # Its checksum is not recorded: the file could not be fetched when it was added.
+            (File(_TATOEBA_TEST[0], '', 0, tuple(mirror + _TATOEBA_TEST[0] for mirror in _TATOEBA_MIRRORS),
+                  unpacked=_TATOEBA_TEST[1:], languages=('eng', 'fra')),)),
 )}
 
 
@@ -92,7 +104,7 @@ def dataset(name: str) -> Dataset:
 
 def get(name: str, data_dir: PathLike | None = None, mirrors: Sequence[str] = (), timeout: float = TIMEOUT,
         report: Callable[[str], Any] = print) -> list[Path]:
-    """Download all files of a data set and return their paths; files with the right checksum are kept.
+    """Download all files of a data set and return their paths; files that are there and pass `check` are kept.
 
     data_dir is created if missing; default: $PYOPS_DATA, else ./data.  mirrors: URLs to try first, of the file itself or,
     with a slash at the end, of its folder.  report is called with a line per file.
@@ -110,25 +122,47 @@ def get(name: str, data_dir: PathLike | None = None, mirrors: Sequence[str] = ()
                         'give another directory') from error
 
 
-def check(path: Path, file: File) -> None:
-    """Raise Rejected unless the file at `path`, packed or unpacked, has the content that `file` describes."""
+def check(path: Path, file: File) -> str:
+    """Raise Rejected unless the file at `path`, packed or unpacked, has the content that `file` describes.
+
+    Return the text for the user about the check.  Without a recorded checksum it has the checksum of the content.
+    """
     digest, size = hashlib.sha256(), 0
     inner = '' if path.name == file.inner else file.inner
+    content = []
     try:
         for chunk in _chunks(path, inner):
             digest.update(chunk)
             size += len(chunk)
+            if not file.sha256:
+                content.append(chunk)
     except (zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise Rejected(f'not a whole {"zip" if inner else "gzip"} file ({error})') from error
+    if not file.sha256:
+        _check_form(path, b''.join(content), file.languages)
+        return f'SHA-256 {digest.hexdigest()}; none is recorded, so only the form was checked'
     if digest.hexdigest() != file.sha256:
         raise Rejected(f'wrong checksum: SHA-256 of {file.inner or file.path} ({size} bytes) is '
                        f'{digest.hexdigest()[:12]}..., expected {file.sha256[:12]}... ({file.size} bytes)')
+    return 'checksum right'
+
+
+def _check_form(path: Path, content: bytes, languages: tuple[str, ...]) -> None:
+    """Raise Rejected unless the file at `path` with this content, unpacked, is a whole test file of these languages."""
+    with open(path, 'rb') as file:
+        # Plain text is accepted only under its own name: a download that was cut off would not be noticed.
+        if path.suffix != '.txt' and file.read(2) != _GZIP:
+            raise Rejected('not a gzip file')
+    try:
+        columns.language_pairs(columns.decode(content), languages)
+    except ValueError as error:
+        raise Rejected(str(error)) from error
 
 
 def _chunks(path: Path, inner: str) -> Iterator[bytes]:
     if not inner:
         with open(path, 'rb') as file:
-            gzipped = file.read(2) == b'\x1f\x8b'
+            gzipped = file.read(2) == _GZIP
             file.seek(0)
             with gzip.open(file) if gzipped else contextlib.nullcontext(file) as stream:
                 while chunk := stream.read(_CHUNK):
@@ -149,11 +183,11 @@ def _get_file(wanted: Dataset, file: File, directory: Path, mirrors: Sequence[st
     for here in (directory / place for place in (file.path, *file.unpacked)):
         if here.is_file():
             try:
-                check(here, file)
+                checked = check(here, file)
             except Rejected as reason:
                 report(f'{here}: {reason}; fetching {file.path} again')
             else:
-                report(f'{here}: already there, checksum right')
+                report(f'{here}: already there, {checked}')
                 return here
     path = directory / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,28 +196,29 @@ def _get_file(wanted: Dataset, file: File, directory: Path, mirrors: Sequence[st
     failures = []
     for url in [*given, *file.urls]:
         try:
-            _download_checked(url, part, file, timeout)
+            checked = _download_checked(url, part, file, timeout)
         except Rejected as reason:
             failures.append(f'{url}: {reason}')
             continue
         os.replace(part, path)
-        report(f'{path}: fetched from {url}, checksum right')
+        report(f'{path}: fetched from {url}, {checked}')
         return path
     raise UserError(f'{wanted.name}: no mirror has {file.path}: {"; ".join(failures)}; '
                     'try again later, or give the URL of another mirror')
 
 
-def _download_checked(url: str, part: Path, file: File, timeout: float) -> None:
-    """Download the file to `part` and check it.  If a resumed download fails the check, start once more from scratch."""
+def _download_checked(url: str, part: Path, file: File, timeout: float) -> str:
+    """Download the file to `part` and return the text of `check`.  If a resumed download fails the check, start once more from
+    scratch."""
     resumed = part.exists() and part.stat().st_size > 0
     _download(url, part, timeout)
     try:
-        check(part, file)
+        return check(part, file)
     except Rejected:
         part.unlink()                                       # the next mirror must not resume it
         if not resumed:
             raise
-        _download_checked(url, part, file, timeout)
+        return _download_checked(url, part, file, timeout)
 
 
 def _download(url: str, part: Path, timeout: float) -> None:

@@ -19,6 +19,7 @@ FILES = {
     'fra-eng': (('fra-eng.zip', 'fra-eng/fra.txt', 'fra.txt'),),
     'mnist': tuple((f'mnist/{name}.gz', f'mnist/{name}', f'{name}.gz', name) for name in (
         'train-images-idx3-ubyte', 'train-labels-idx1-ubyte', 't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte')),
+    'tatoeba-test': (('tatoeba-test-v2021-08-07.eng-fra.txt.gz', 'tatoeba-test-v2021-08-07.eng-fra.txt'),),
 }
 # The paths of all files of a data set together.
 CANDIDATES = {name: tuple(chain.from_iterable(files)) for name, files in FILES.items()}
@@ -45,8 +46,11 @@ def unknown(name: str) -> UserError:
                      "'python -m pyops.data list' describes them")
 
 
-def missing(name: str, data_dir: PathLike) -> UserError:
-    """Return the UserError for a data set missing from `data_dir`."""
+def missing(name: str, data_dir: PathLike | None = None) -> UserError:
+    """Return the UserError for a data set missing from `data_dir`, or from the directories that are searched by default."""
+    if data_dir is None:
+        return UserError(f'{name}: not found in {" or ".join(map(str, directories()))}; '
+                         f'get it with: python -m pyops.data get {name}')
     return UserError(f'data directory {data_dir}: holds no {name}; {_remedy(name, data_dir)}')
 
 

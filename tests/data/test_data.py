@@ -1,5 +1,6 @@
 """Finding, fetching and ordering data.  The downloads come from a server in this process."""
 import ast
+import gzip
 import hashlib
 import http.server
 import io
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from pyops.data import fetch, locate, mnist
+from pyops.data import columns, fetch, locate, mnist
 from pyops.data.__main__ import main
 from pyops.data.batches import TokenBatches, batches, epoch_end, epoch_order, split
 from pyops.errors import UserError
@@ -121,7 +122,7 @@ def test_find_rejects_a_directory_that_does_not_exist(nowhere, directory, named)
 
 
 def test_find_rejects_a_name(nowhere):
-    with pytest.raises(UserError, match='^data set deu-eng: no such data set; give one of fra-eng, mnist; '):
+    with pytest.raises(UserError, match='^data set deu-eng: no such data set; give one of fra-eng, mnist, tatoeba-test; '):
         locate.find('deu-eng')
 
 
@@ -176,6 +177,19 @@ BODIES = {
     'page': b'<html>moved</html>',
     'noinner': packed(TEXT, inner='deu.txt'),
     'repacked': packed(TEXT, note='another note, so that every byte lies elsewhere'),
+}
+
+TEST_SET = ''.join(f'eng\tfra\tI have {n} keys.\tJ’ai {n} clés.\n' for n in range(3000)).encode()
+TEST_GZ = gzip.compress(TEST_SET, mtime=0)
+BODIES |= {
+    'test': TEST_GZ,
+    'damaged': TEST_GZ[:-100] + bytes(100),
+    'plain': TEST_SET,
+    'latin1': gzip.compress(TEST_SET + 'eng\tfra\tCoffee.\tCafé.\n'.encode('latin-1')),
+    'two': gzip.compress(TEST_SET + b'Go.\tVa !\n'),
+    'german': gzip.compress(TEST_SET.replace(b'fra', b'deu')),
+    'hollow': gzip.compress(TEST_SET + b'eng\tfra\tGo.\t \n'),
+    'nothing': gzip.compress(b'\n'),
 }
 
 
@@ -393,6 +407,65 @@ def test_a_file_without_a_zip_around_it(server, nowhere, monkeypatch):
     assert [path.read_bytes() for path in paths] == [GOOD, GOOD]
 
 
+# ---- a file without a recorded checksum ------------------------------------------------------------------------------
+
+FORM = f'SHA-256 {hashlib.sha256(TEST_SET).hexdigest()}; none is recorded, so only the form was checked'
+
+
+@pytest.fixture
+def fetched(server, monkeypatch):
+    """A function that replaces the mirrors of tatoeba-test by these manners of the server and fetches it: paths and lines."""
+    def get_it(*manners):
+        data_set = fetch.DATASETS['tatoeba-test']
+        (file,) = data_set.files
+        urls = tuple(f'{server.url}/{manner}/{file.path}' for manner in manners)
+        monkeypatch.setitem(fetch.DATASETS, 'tatoeba-test', data_set._replace(files=(file._replace(urls=urls),)))
+        lines = []
+        return fetch.get('tatoeba-test', 'to', report=lines.append, timeout=0.5), lines
+    return get_it
+
+
+def test_a_file_without_a_recorded_checksum_is_checked_by_its_form_and_its_checksum_is_printed(server, fetched):
+    (path,), lines = fetched('test')
+    assert path.as_posix() == 'to/tatoeba-test-v2021-08-07.eng-fra.txt.gz' and path.read_bytes() == TEST_GZ
+    assert lines == [f'{path}: fetched from {server.url}/test/{path.name}, {FORM}']
+    assert locate.find('tatoeba-test', 'to') == path
+    assert fetched('test') == ([path], [f'{path}: already there, {FORM}'])
+    path.unlink()
+    unpacked = put(path.with_suffix(''), TEST_SET)
+    assert fetched('test') == ([unpacked], [f'{unpacked}: already there, {FORM}'])
+    assert server.asked == [('test', None)]
+
+
+@pytest.mark.parametrize('manner, reason', [
+    ('damaged', 'not a whole gzip file'), ('plain', 'not a gzip file'), ('page', 'not a gzip file'),
+    ('latin1', 'line 3001: not UTF-8 text, byte 0xe9 at offset'),
+    ('two', 'line 3001: 2 columns; expected two language codes, a source and a target, with tabs between'),
+    ('german', 'line 1: languages eng and deu; expected eng and fra'),
+    ('hollow', 'line 3001: an empty column; expected two'),
+    ('nothing', 'no sentences; expected lines of two language codes'), ('missing', 'HTTP 404')])
+def test_a_mirror_with_another_form_leads_to_the_next(server, fetched, nowhere, manner, reason):
+    with pytest.raises(UserError, match=f'^tatoeba-test: no mirror has .*/{manner}/[^ ]*: {reason}'):
+        fetched(manner)
+    assert list((nowhere / 'to').iterdir()) == []
+    (path,), _ = fetched(manner, 'test')
+    assert path.read_bytes() == TEST_GZ and server.asked[1:] == [(manner, None), ('test', None)]
+
+
+def test_a_download_without_a_recorded_checksum_is_resumed_and_a_cut_file_is_fetched_again(server, fetched, nowhere):
+    assert len(TEST_GZ) > 5000
+    path = put(nowhere / 'to/tatoeba-test-v2021-08-07.eng-fra.txt.gz', TEST_GZ[:-9])
+    put(path.with_name(path.name + '.part'), TEST_GZ[:5000])
+    _, lines = fetched('test')
+    assert re.search('to/.*: not a whole gzip file .*; fetching .* again', lines[0]) and FORM in lines[1]
+    assert path.read_bytes() == TEST_GZ and server.asked == [('test', 'bytes=5000-')]
+
+
+def test_the_offset_of_a_byte_that_is_not_utf_8_counts_the_byte_order_mark():
+    with pytest.raises(ValueError, match='^line 2: not UTF-8 text, byte 0xff at offset 5$'):
+        columns.decode(b'\xef\xbb\xbfa\n\xff')
+
+
 # ---- python -m pyops.data --------------------------------------------------------------------------------------------
 
 def test_get_goes_to_the_environments_directory_or_here(server, nowhere, monkeypatch, capsys):
@@ -409,9 +482,12 @@ def test_list_says_licence_and_place(nowhere, capsys):
     main(['list'])
     out = capsys.readouterr().out
     assert 'fra-eng: 167,130 ' in out and 'CC BY 2.0' in out and 'not here: python -m pyops.data get fra-eng' in out
+    assert 'tatoeba-test: English sentences' in out and 'not here: python -m pyops.data get tatoeba-test' in out
     put(nowhere / 'data/fra.txt')
+    put(nowhere / 'data/tatoeba-test-v2021-08-07.eng-fra.txt')
     main(['list'])
-    assert 'found: data/fra.txt' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert 'found: data/fra.txt' in out and 'found: data/tatoeba-test-v2021-08-07.eng-fra.txt' in out
 
 
 @pytest.mark.parametrize('arguments, words', [
@@ -440,7 +516,8 @@ def test_the_table_agrees_with_where_programs_look():
     for name, dataset in fetch.DATASETS.items():
         for file in dataset.files:
             assert set(locate.CANDIDATES[name]) >= {file.path, *file.unpacked}
-            assert len(file.sha256) == 64 and file.urls
+            assert file.urls and len(file.sha256) == (0 if name == 'tatoeba-test' else 64)
+            assert bool(file.sha256) != bool(file.languages)
 
 
 def test_the_real_file_has_the_checksum_of_the_table():
