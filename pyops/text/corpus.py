@@ -2,7 +2,6 @@
 
 Tokenizing a large file takes longer than everything else before training, so the tokens are cached (pyops.cache).
 """
-import contextlib
 import importlib
 import io
 import zlib
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pyops import cache
+from pyops.data import columns
 from pyops.errors import UserError
 from pyops.text.preprocess import preprocess
 from pyops.text.sentences import Sentences
@@ -49,25 +49,23 @@ class Corpus:
         sentence or has more than three columns.
         """
         path = Path(path)
-        with _errors(path):
-            raw = path.read_bytes()
+        raw = read_bytes(path)
 
-        def parse():
-            return _parse(*_unpack(raw, path))
+        def tokens():
+            return parse(*unpack(raw, path))
 
         def texts():
-            with _errors(path):
-                return _raw_pairs(_unpack(path.read_bytes(), path)[0].decode('utf-8-sig'))
+            return raw_pairs(decode(*unpack(read_bytes(path), path)))
 
         if len(raw) < _LARGE:
-            return cls(path, *map(Sentences.of, parse()), texts)
-        return cls.cached(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), parse, texts)
+            return cls(path, *map(Sentences.of, tokens()), texts)
+        return cls.cached(path, io.BytesIO(b'zip' * _is_zip(raw, path) + raw), tokens, texts)
 
     @classmethod
     def cached(cls, name, stream, make, texts, *modules):
         """Return the Corpus of the sources and targets that make() returns.  The tokens are cached; the key is the rest of the
         stream and the source code, including `modules`."""
-        key = cache.digest(stream, *(thing.__module__ for thing in (cls, preprocess, Sentences)), *modules)
+        key = cache.digest(stream, *(thing.__module__ for thing in (cls, preprocess, Sentences, columns.decode)), *modules)
         if key and (found := cache.read_arrays('corpus', key)):
             return cls(name, *(Sentences.of_arrays(tokens.tobytes().decode().split('\n'), ids, lengths)
                                for tokens, ids, lengths in (found[:3], found[3:])), texts)
@@ -112,25 +110,31 @@ class Corpus:
                                    for side in (self.sources, self.targets)),
                       self._texts, index if self._numbers is None else self._numbers[index])
 
+    def without(self, excluded):
+        """Return the corpus of the pairs that are not excluded.  bool (len(self),); None: none is excluded"""
+        return self if excluded is None else self.take(np.flatnonzero(~excluded))
+
     def vocabularies(self, min_count=3):
         """Return the Vocabularies of the sources and of the targets."""
         return Vocabulary.build(self.sources, min_count), Vocabulary.build(self.targets, min_count)
 
 
-@contextlib.contextmanager
-def _errors(path):
-    """Convert errors on reading the corpus at `path` to UserError."""
+def read_bytes(path, dataset='fra-eng'):
+    """Return the bytes of a file of sentence pairs.  UserError, which recommends the data set, if it cannot be read."""
     try:
-        yield
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise UserError(f'{path}: no such file; give a .txt or .zip of sentence pairs, '
-                        "or fetch one with 'python -m pyops.data get fra-eng'") from error
+                        f"or fetch one with 'python -m pyops.data get {dataset}'") from error
     except OSError as error:
         raise UserError(f'{path}: cannot be read ({error.strerror or error}); give another file of sentence pairs') from error
 
 
-def _unpack(raw, path):
-    """Return the text in the file at `path` with the bytes `raw`, and a name for it in error messages."""
+def unpack(raw, path):
+    """Return the text in the file at `path` with the bytes `raw`, as bytes, and a name for it in error messages.
+
+    UserError if it is damaged, or an archive without exactly one text.
+    """
     if _is_zip(raw, path):
         return _member(raw, path)
     kind, module = next((found for magic, found in _COMPRESSED.items() if raw.startswith(magic)), (None, None))
@@ -148,7 +152,7 @@ def _unpack(raw, path):
 
 
 def _member(raw, path):
-    """Like _unpack, for a zip."""
+    """Like unpack, for a zip."""
     import zipfile
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -197,19 +201,26 @@ def tokenized(pairs):
     return sources, targets
 
 
-def _raw_pairs(text):
-    """Return the (source, target) pairs of a text that _parse accepts, as raw text."""
+def decode(content, name):
+    """Return UTF-8 text without a byte order mark.  UserError if it is not UTF-8."""
+    try:
+        return columns.decode(content)
+    except ValueError as error:
+        raise UserError(f'{name}: {error}; convert the file to UTF-8') from error
+
+
+def raw_pairs(text):
+    """Return the (source, target) pairs of a text that `parse` accepts, as raw text."""
     lines = (line.split('\t') for line in text.split('\n') if line.strip())
     return [(source.strip(), target.strip()) for source, target, *_ in lines]
 
 
-def _parse(raw, name):
-    try:
-        text = raw.decode('utf-8-sig')                      # remove a byte order mark
-    except UnicodeDecodeError as error:
-        line = raw.count(b'\n', 0, error.start) + 1
-        raise UserError(f'{name}: line {line}: not UTF-8 text, byte 0x{raw[error.start]:02x} '
-                        f'at offset {error.start}; convert the file to UTF-8') from error
+def parse(raw, name):
+    """Return the sources and targets in the bytes of a text, with each sentence's tokens joined by spaces.
+
+    UserError if it is empty or not UTF-8, or a line has other columns than Corpus.load accepts.
+    """
+    text = decode(raw, name)
     sources, targets = [], []
     wide = []                                               # numbers of lines with too many columns
     # Not splitlines: some sentences contain exotic line separators, which are white space within a line.

@@ -4,29 +4,27 @@
     report = evaluate(pyops.load('ckpt').translate(sources), sources, references)
 """
 from pyops.errors import UserError
-from pyops.text.split import hold_out
+from pyops.text.split import hold_out, joined
 from pyops.text.vocabulary import SPECIALS, UNK
 
 LENGTHS = (4, 8, 12, 20)        # upper limits of the groups of source lengths in words; the last group is longer
 PARTS = 'test', 'validation'
 
 
-def test_set(corpus, fraction, part='test'):
+def test_set(corpus, fraction, part='test', excluded=None):
     """Return sources and lists of their references, raw text, of a part of a corpus; and the number of its sources left out.
 
-    fraction: the share that was held out of the training.  A source is left out if one of its references occurs in the
-    training part, as the translation of another source, in any case and spacing.  References keep their order in the corpus and
-    are distinct.
+    fraction: the share that was held out of the training;  excluded: the pairs excluded from it, as in hold_out
+    A source is left out if one of its references occurs in the training part, as the translation of another source, in any
+    case and spacing.  References keep their order in the corpus and are distinct.
     UserError if no source is left.
     """
-    training, *held_out = hold_out(corpus, fraction)
+    training, *held_out = hold_out(corpus, fraction, excluded)
     chosen = held_out[{'validation': 0, 'test': 1}[part]]
-    known, seen, references = set(training.targets), set(), {}
-    for (source, target), tokens in zip(chosen.texts(), chosen.targets, strict=True):
-        references.setdefault(source, {})[target] = None        # a dict as an ordered set
-        if tokens in known:
-            seen.add(source)
-    disjoint = {source: list(targets) for source, targets in references.items() if source not in seen}
+    known, pairs = set(training.targets), chosen.texts()
+    seen = {source for (source, _), tokens in zip(pairs, chosen.targets, strict=True) if tokens in known}
+    references = joined(pairs)
+    disjoint = {source: targets for source, targets in references.items() if source not in seen}
     if not disjoint:
         raise UserError(f'{corpus.name}: all {len(references)} {part} sentences have a translation that occurs in training; '
                         'hold out more')

@@ -56,14 +56,15 @@ class Tokenizer(Protocol):
         """Return the number of tokens, marks included."""
 
 
-def of_corpus(corpus, settings, trained=None):
+def of_corpus(corpus, settings, trained=None, excluded=None):
     """Return the tokenizers of sources and targets that a run with these settings has on a corpus.
 
     trained: the tokenizers of its checkpoint, if it has one.  Subwords are then not learned again: they encode any corpus.
+    excluded: pairs that the run does not train on, as in hold_out; no word or subword is learned from them.
     UserError if a language has no word, or the vocabulary of subwords is too small.
     """
     if settings['tokenizer'] == 'word':
-        vocabularies = corpus.vocabularies(settings['min_count'])
+        vocabularies = corpus.without(excluded).vocabularies(settings['min_count'])
         for side, vocabulary in zip(('source', 'target'), vocabularies, strict=True):
             if not vocabulary.has_words:
                 raise UserError(f'{corpus.name}: no {side} word occurs {settings["min_count"]} times or more; '
@@ -71,7 +72,7 @@ def of_corpus(corpus, settings, trained=None):
         return vocabularies
     if trained:
         return trained
-    training, _, _ = hold_out(corpus, settings['hold_out'])
+    training, _, _ = hold_out(corpus, settings['hold_out'], excluded)
     raw = training.raw()
     subwords = train([*raw.sources, *raw.targets], settings['vocabulary'])
     return subwords, subwords

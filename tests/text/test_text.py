@@ -394,7 +394,7 @@ def large(tmp_path, monkeypatch):
 def test_what_is_kept_of_a_corpus_is_the_same(large, monkeypatch):
     parsed = Corpus.load(large)
     with monkeypatch.context() as patch:
-        patch.setattr(corpus_module, '_parse', None)                # whoever calls it fails
+        patch.setattr(corpus_module, 'parse', None)                # whoever calls it fails
         kept = Corpus.load(large)
     monkeypatch.setenv('PYOPS_CACHE', '0')
     without = as_lists(Corpus.load(large))
@@ -425,7 +425,7 @@ def test_other_code_makes_a_corpus_anew(large, monkeypatch, tmp_path):
             changed = tmp_path / 'changed.py'
             changed.write_text(Path(module.__file__).read_text() + '#')
             patch.setattr(module, '__file__', str(changed))
-            patch.setattr(corpus_module, '_parse', lambda raw, name: (['parsed'], ['anew']))
+            patch.setattr(corpus_module, 'parse', lambda raw, name: (['parsed'], ['anew']))
             assert Corpus.load(large).sources == ['parsed']
 
 
