@@ -67,8 +67,9 @@ _MNIST_CONTENTS = (
     ('ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2', 10_008),
 )
 # the branch, and a commit that has the file
-_TATOEBA_MIRRORS = tuple(f'https://raw.githubusercontent.com/Helsinki-NLP/Tatoeba-Challenge/{tree}/data/release/test/v2021-08-07/'
-                         for tree in ('master', 'f559ddf01cf3bfcc32cddf7e940218eaebe7158a'))
+_TATOEBA_MIRRORS = tuple(
+    f'https://raw.githubusercontent.com/Helsinki-NLP/Tatoeba-Challenge/{tree}/data/release/test/v2021-08-07/'
+    for tree in ('master', 'f559ddf01cf3bfcc32cddf7e940218eaebe7158a'))
 (_TATOEBA_TEST,) = locate.FILES['tatoeba-test']
 
 DATASETS = {dataset.name: dataset for dataset in (
