@@ -103,10 +103,9 @@ class Judge:
     """Scores weights on test sentences: BLEU of greedy translations by our decoder, whoever trained the weights."""
 
     def __init__(self, model, data, sentences):
-        from pyops.text import evaluation
         from pyops.text.translator import Translator
         self.model, self.translator = model, Translator(model, *data.vocabularies)
-        sources, references, self.left_out = evaluation.test_set(data.chosen, data.hold_out)
+        sources, references, self.left_out = data.texts('test')
         self.sources, self.references = sources[:sentences], references[:sentences]
 
     def scores(self, path, beam=1):

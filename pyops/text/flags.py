@@ -21,9 +21,9 @@ from pyops.inspect.flags import add_saving_flags
 from pyops.settings import add_preset_flag, add_setting
 
 # Settings without a flag given, and without one in the checkpoint or the preset.  Programs add their own.
-DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, seed=0, hold_out=None, tiny=0, pairs=0, tokenizer='word',
-                min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, smoothing=0.0,
-                warmup=0, schedule='inverse-root', ema=0.0, quant='none', quant_layers='')
+DEFAULTS = dict(batch_size=128, batch_tokens=0, accumulate=1, seed=0, hold_out=None, exclude=None, tiny=0, pairs=0,
+                tokenizer='word', min_count=3, vocabulary=12000, bpe_dropout=0.0, num_steps=9, smoothing=0.0, warmup=0,
+                schedule='inverse-root', ema=0.0, quant='none', quant_layers='')
 DEFAULTS_OF_BPE = dict(num_steps=64)
 SCHEDULES = 'inverse-root', 'linear', 'cosine'
 FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_out', 'ema'      # a resumed run keeps them
@@ -31,6 +31,7 @@ BEAM = 5                                                        # --beam
 BATCH_SIZE = 64                                                 # sentences of a batch in translation
 LENGTH_PENALTY = 1.0                                            # --length-penalty
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
+NOTHING = 'none'                                                # --exclude
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus
 
 
@@ -71,7 +72,7 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
                       help='sentence pairs, one per line, separated by a tab: a text, or a .zip, .gz, .bz2 or .xz file '
                       "of one; or 'embedded' (default: fra-eng if found, else embedded)")
     data.add_argument('--data-dir', metavar='DIR',
-                      help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+                      help='search for fra-eng and tatoeba-test only in DIR (default: $PYOPS_DATA, then ./data)')
     data.add_argument('-t', '--tiny', type=int, choices=(0, 1), nargs='?', const=1,
                       help=f'1: use only the first 512 pairs and their words, for a trial (default {defaults["tiny"]})')
     data.add_argument('--pairs', type=positive_int, metavar='N',
@@ -86,6 +87,10 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
     data.add_argument('--hold-out', type=fraction, metavar='F',
                       help='share of the sentences that is held out for validation and test '
                       f'(default 0; embedded corpus {EMBEDDED_HOLD_OUT})')
+    data.add_argument('--exclude', metavar='FILE',
+                      help='leave pairs with a sentence of this test set out of training and validation: tatoeba-test, or a '
+                      f'file; {NOTHING}: train on all pairs (default: tatoeba-test if it is found and the corpus is fra-eng, '
+                      f'else {NOTHING})')
     data.add_argument('--num-steps', type=int_up_to(1000), metavar='N',
                       help='tokens per sentence, end mark included; longer sentences are cut '
                       f'(default {defaults["num_steps"]}; bpe {DEFAULTS_OF_BPE["num_steps"]})')
@@ -165,7 +170,7 @@ def serving_parser(program):
     group.add_argument('-f', '--corpus', metavar='FILE',
                        help='with --test: the corpus of the training run (default: fra-eng if found, else embedded)')
     group.add_argument('--data-dir', metavar='DIR',
-                       help='with --test: search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+                       help='with --test: search for fra-eng and tatoeba-test only in DIR (default: $PYOPS_DATA, then ./data)')
     _add_search_flags(p, 'print')
     add_threads_flag(p, 'translation')
     add_gpu_flag(p)
@@ -174,15 +179,19 @@ def serving_parser(program):
 
 
 def evaluation_parser(program):
-    """Return the parser of a program that evaluates a checkpoint on held-out sentences; use it with `parse_evaluation`."""
-    p = ArgumentParser(prog=f'python -m {program}', description='Score the translations of held-out sentences: BLEU, chrF.')
+    """Return the parser of a program that evaluates a checkpoint; use it with `parse_evaluation`."""
+    p = ArgumentParser(prog=f'python -m {program}',
+                       description='Score the translations of held-out sentences or of a test set: BLEU, chrF.')
     group = p.group('evaluation')
     group.add_argument('-c', '--checkpoint', required=True, metavar='PATH',
                        help='a checkpoint, or a folder: its newest checkpoint (required)')
     group.add_argument('-f', '--corpus', metavar='FILE',
                        help='the corpus of the training run (default: fra-eng if found, else embedded)')
     group.add_argument('--data-dir', metavar='DIR',
-                       help='search for fra-eng only in DIR (default: $PYOPS_DATA, then ./data)')
+                       help='search for fra-eng and tatoeba-test only in DIR (default: $PYOPS_DATA, then ./data)')
+    group.add_argument('--test-set', metavar='FILE',
+                       help='score the sentences of tatoeba-test or of a file that do not occur in training '
+                       '(default: the held-out sentences)')
     group.add_argument('--part', choices=('test', 'validation'), default='test',
                        help='which held-out sentences (default %(default)s)')
     group.add_argument('--first', type=positive_int, metavar='N', help='only the first N of them (default: all)')
@@ -219,6 +228,8 @@ def parse_evaluation(parser, argv):
     """Return the parsed flags of an `evaluation_parser`."""
     args = parser.parse_args(argv)
     _check_search(parser, args)
+    if args.test_set is not None and args.part != 'test':
+        parser.error(f'--test-set {args.test_set}: expected no --part {args.part}; leave one of them out')
     for flag, given in ((f'--nbest {args.nbest}', args.nbest > 1), ('--scores', args.scores)):
         if given and not args.output:
             parser.error(f'{flag}: expected --output FILE, the file to write to')

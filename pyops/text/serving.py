@@ -5,6 +5,7 @@ Standard output has translations only, one line for each line of the input; all 
 import json
 import sys
 import zlib
+from typing import NamedTuple
 
 from pyops.errors import UserError
 from pyops.flags import use_device
@@ -203,28 +204,34 @@ def cut_text(translation, text):
 def test(args, translator):
     """Translate and score the sentences held out from the checkpoint's training."""
     from pyops.text.split import hold_out
-    corpus, fraction, line = trained_corpus(args, translator)
-    print(line)
-    score(translator, translator.target_vocabulary.read_corpus(hold_out(corpus, fraction)[2]), args.test, args.beam,
-          args.length_penalty)
+    trained = trained_corpus(args, translator)
+    print(trained.line)
+    _, _, held_out = hold_out(trained.corpus, trained.hold_out, trained.excluded)
+    score(translator, translator.target_vocabulary.read_corpus(held_out), args.test, args.beam, args.length_penalty)
 
 
 def evaluate(args, program):
-    """Run `python -m PROGRAM.evaluate`: translate held-out sentences and print their scores, as the flags of
+    """Run `python -m PROGRAM.evaluate`: translate held-out sentences or a test set and print the scores, as the flags of
     pyops.text.flags.evaluation_parser ask."""
     import contextlib
 
     from pyops.text import evaluation
+    from pyops.text.testsets import open_test_set
     from pyops.training import Progress
     evaluation.check()
     use_device(args)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        tests = None if args.test_set is None else open_test_set(args.test_set, args.data_dir)
         translator = open_translator(args, program)
         print(f'loading from checkpoint : {translator.path}')
-        corpus, fraction, line = trained_corpus(args, translator)
-        print(line)
-        sources, references, left_out = evaluation.test_set(corpus, fraction, args.part)
-        print(f'{args.part} : {len(sources)} sentences; {left_out} more have a translation that occurs in training', flush=True)
+        if tests:
+            sources, references, left_out = _unseen(args, translator, tests)
+        else:
+            trained = trained_corpus(args, translator)
+            print(trained.line)
+            sources, references, left_out = evaluation.test_set(trained.corpus, trained.hold_out, args.part, trained.excluded)
+            print(f'{args.part} : {len(sources)} sentences; {left_out} more have a translation that occurs in training',
+                  flush=True)
     sources, references = sources[:args.first], references[:args.first]
     outputs = []
     with Progress(len(sources), 'sentences', label='translated ', file=sys.stderr, after=2.0, every=5.0) as progress:
@@ -238,34 +245,68 @@ def evaluate(args, program):
                 for translation in found:
                     print(source, translation.text, *([f'{translation.score:.4f}'] if args.scores else []), *some, sep='\t',
                           file=file)
-    report = dict(beam=args.beam, length_penalty=args.length_penalty) | evaluation.evaluate(
-        [best.text for best, *_ in outputs], sources, references)
+    report = dict(beam=args.beam, length_penalty=args.length_penalty,
+                  test_set=tests and dict(path=tests.path, sha256=tests.sha256), left_out=left_out)
+    report |= evaluation.evaluate([best.text for best, *_ in outputs], sources, references)
     print(json.dumps(report) if args.json else evaluation.text(report))
 
 
-def trained_corpus(args, translator):
-    """Return the corpus on which a checkpoint was trained, the fraction held out of it, and a line that names the corpus.
+def _unseen(args, translator, tests):
+    """Return sources, references and the number left out of the TestSet, without the sentences that occur in the training of a
+    checkpoint, and print lines about them."""
+    if translator.state['pairs'] is None:
+        print(f'test set : {tests.path}, {len(tests.sources)} sentences; none is left out: the training corpus of a converted '
+              'checkpoint is not known', flush=True)
+        return tests.sources, tests.references, 0
+    trained = trained_corpus(args, translator, is_scored=False)
+    print(trained.line)
+    sources, references, left_out = tests.unseen(trained.training)
+    print(f'test set : {tests.path}, {len(sources)} sentences; {left_out} more occur in training', flush=True)
+    return sources, references, left_out
 
-    A converted checkpoint (transformer.from_marian) was trained on none: then it is the corpus that the flags select.
-    UserError if nothing was held out, or the corpus is another one.
+
+class Trained(NamedTuple):
+    """The corpus that a checkpoint was trained on.
+
+    corpus: before it was divided;  hold_out: share that was held out;  excluded: pairs excluded from training, as in
+    pyops.text.split.hold_out;  training: the pairs it was trained on, None if they are not known;  line: names the corpus
+    """
+    corpus: object
+    hold_out: float
+    excluded: object
+    training: object
+    line: str
+
+
+def trained_corpus(args, translator, is_scored=True):
+    """Return the Trained of a checkpoint.
+
+    The training corpus of a converted checkpoint (transformer.from_marian) is not known: it is the one that the flags select.
+    is_scored: whether held-out sentences of the corpus are required
+    UserError if they are and nothing was held out, or the corpus or the test set excluded from training is another one.
     """
     from pyops.text import tokenizer
     from pyops.text.pairs import Pairs
     from pyops.text.split import hold_out
+    from pyops.text.testsets import open_excluded
     from pyops.text.translation import check_vocabularies, open_corpus
     state = translator.state
     settings = dict(tokenizer='word', min_count=3) | state['settings']      # older checkpoints lack some
-    if not settings['hold_out']:
+    if is_scored and not settings['hold_out']:
         raise UserError(f'{args.checkpoint}: nothing was held out of its training; train with --hold-out 0.1 to have a test')
     whole, line = open_corpus(args.corpus, args.data_dir, settings.get('tiny'))
     if state['pairs'] is None:
-        return whole, settings['hold_out'], line
+        return Trained(whole, settings['hold_out'], None, None, line)
+    recorded, excluded = state.get('excluded'), None
+    if recorded:
+        excluded = open_excluded(args.checkpoint, recorded, args.data_dir).occurs_in(whole)
     corpus = whole.first(settings.get('pairs') or None)
-    training, _, _ = hold_out(corpus, settings['hold_out'])
+    of_chosen = excluded if excluded is None else excluded[:len(corpus)]
+    training, _, _ = hold_out(corpus, settings['hold_out'], of_chosen)
     vocabularies = translator.source_vocabulary, translator.target_vocabulary
-    check_vocabularies(args.checkpoint, state, tokenizer.of_corpus(whole, settings, vocabularies),
+    check_vocabularies(args.checkpoint, state, tokenizer.of_corpus(whole, settings, vocabularies, excluded),
                        Pairs.encode(vocabularies[0].read_corpus(training), *vocabularies, translator.num_steps))
-    return corpus, settings['hold_out'], line
+    return Trained(corpus, settings['hold_out'], of_chosen, training, line)
 
 
 def score(translator, test, show=0, beam=1, length_penalty=LENGTH_PENALTY):

@@ -5,17 +5,19 @@ from typing import NamedTuple
 import numpy as np
 
 from pyops import backend, checkpoint, fit, plan
+from pyops.data import locate
 from pyops.data.batches import FixedBatches, TokenBatches
 from pyops.errors import UserError
 from pyops.flags import plan_requested
 from pyops.optim import Adam, decaying_rate, inverse_square_root
 from pyops.text import evaluation
 from pyops.text.corpus import Corpus
-from pyops.text.flags import EMBEDDED_HOLD_OUT
+from pyops.text.flags import EMBEDDED_HOLD_OUT, NOTHING
 from pyops.text.pairs import Pairs
 from pyops.text.split import hold_out
+from pyops.text.testsets import TATOEBA, open_excluded, open_test_set
 from pyops.text.tokenizer import Tokenizer, of_corpus, restore, states
-from pyops.text.translation import EMBEDDED, check_vocabularies, open_corpus
+from pyops.text.translation import EMBEDDED, check_vocabularies, is_fra_eng, open_corpus
 from pyops.text.vocabulary import BOS, SPECIALS
 
 MAX_NORM = 1.0          # gradients longer than this are clipped
@@ -31,23 +33,36 @@ class Data(NamedTuple):
     chosen: Corpus                                  # the pairs before they were divided
     hold_out: float                                 # share that was held out
     sentences: Corpus                               # the sentences of `train`
+    excluded: np.ndarray | None                     # pairs of `chosen` that `train` and `validation` leave out; None: none
+    test_set: dict | None                           # {'name', 'sha256'} of the test set that is excluded
 
     @classmethod
     def load(cls, args, settings, least=1, state=None):
         """Return the Data for the flags and settings of a run, and print lines about it.
 
-        settings['hold_out'] None is replaced by the corpus's default.  least: fewest pairs to train on.
-        state: of the checkpoint which the run resumes; None: a new run.
+        settings['hold_out'] and settings['exclude'] None are replaced by the defaults of the corpus.
+        least: fewest pairs to train on;  state: of the checkpoint that the run resumes, None: a new run
         """
         corpus, line = open_corpus(args.corpus, args.data_dir, settings['tiny'])
         print(line, flush=True)
         if settings['hold_out'] is None:
             settings['hold_out'] = EMBEDDED_HOLD_OUT if corpus.name == EMBEDDED else 0.0
-        vocabularies = of_corpus(corpus, settings, restore(state['vocabularies']) if state else None)
+        is_default = settings['exclude'] is None
+        tests, excluded = excluded_test_set(args, settings, corpus, state), None
+        if tests and (excluded := tests.occurs_in(corpus)).all():
+            raise UserError(f'--exclude {settings["exclude"]}: all {len(corpus)} pairs of {corpus.name} have a sentence of '
+                            f'{tests.path}; give another test set, or --exclude {NOTHING}')
+        vocabularies = of_corpus(corpus, settings, restore(state['vocabularies']) if state else None, excluded)
         if settings['tokenizer'] == 'bpe':
             print(subwords_line(len(vocabularies[0]), settings['vocabulary']), flush=True)
         chosen = corpus.first(settings['pairs'] or None)
-        train, validation, test = map(vocabularies[0].read_corpus, hold_out(chosen, settings['hold_out']))
+        excluded = None if excluded is None else excluded[:len(chosen)]
+        parts = hold_out(chosen, settings['hold_out'], excluded)
+        if tests:
+            number = len(chosen) - sum(map(len, parts))
+            print(f'excluded : {number} of {len(chosen)} pairs, which have a sentence of {tests.path}'
+                  + f'; this is the default, --exclude {NOTHING} trains on them' * (is_default and not state), flush=True)
+        train, validation, test = map(vocabularies[0].read_corpus, parts)
         source, target = vocabularies
         encoded = [(source.encode(part.sources), target.encode(part.targets)) for part in (train, validation)]
         if line := cut_line(*encoded[0], settings['num_steps']):
@@ -55,14 +70,15 @@ class Data(NamedTuple):
         if len(train) < least:
             raise UserError(f'{corpus.name}: has {len(train)} pairs to train on, and a batch is {least}; give a smaller -b')
         pairs = (Pairs.of(*sides, settings['num_steps']) for sides in encoded)
-        data = cls(corpus, vocabularies, *pairs, test, chosen, settings['hold_out'], train)
+        data = cls(corpus, vocabularies, *pairs, test, chosen, settings['hold_out'], train, excluded,
+                   tests and dict(name=settings['exclude'], sha256=tests.sha256))
         if settings['bpe_dropout']:
             data.train.reserve(data.encode_epoch(1.0, 0, 0))        # single bytes
         return data
 
-    def validation_texts(self):
-        """Return sources, lists of references and the number of sources left out of the validation part, as raw text."""
-        return evaluation.test_set(self.chosen, self.hold_out, 'validation')
+    def texts(self, part):
+        """Return sources, lists of references and the number of sources left out of 'validation' or 'test', as raw text."""
+        return evaluation.test_set(self.chosen, self.hold_out, part, self.excluded)
 
     @property
     def shared(self):
@@ -84,7 +100,7 @@ class Data(NamedTuple):
     def state(self, program, settings):
         """Return what the checkpoints of a run on this data contain besides its progress."""
         return dict(program=program, settings=settings, pairs=self.train.digest(), corpus=self.corpus.name,
-                    vocabularies=states(self.vocabularies))
+                    excluded=self.test_set, vocabularies=states(self.vocabularies))
 
     def describe(self, rows):
         """Return lengths and tokens of these pairs for the manifest of saved tensors: {'source': one entry per sentence, ...}.
@@ -99,6 +115,27 @@ class Data(NamedTuple):
             words = [vocabulary.words(ids) for ids in sentences]
             tokens[side] = [[SPECIALS[BOS], *line[:-1]] for line in words] if side == 'target' else words
         return lengths, tokens
+
+
+def excluded_test_set(args, settings, corpus, state=None):
+    """Return the TestSet whose sentences a run does not train on, None if it trains on all; and set settings['exclude'].
+
+    settings['exclude'] None is replaced by the default: tatoeba-test if the corpus is fra-eng and the data folder has both.
+    state: of the checkpoint that the run resumes; None: a new run.  Its test set is required again.
+    """
+    name, recorded = settings['exclude'], state and state.get('excluded')       # older checkpoints have none
+    if state:
+        trained = recorded['name'] if recorded else NOTHING
+        name = trained if args.exclude is None else args.exclude
+        if (name == NOTHING) != (trained == NOTHING):
+            raise UserError(f'--exclude {name}: {args.checkpoint} was trained with {trained}; leave --exclude out, or '
+                            'give another folder with -c')
+    elif name is None:
+        name = TATOEBA if is_fra_eng(corpus) and locate.find(TATOEBA, args.data_dir) else NOTHING
+    settings['exclude'] = name
+    if name == NOTHING:
+        return None
+    return open_excluded(args.checkpoint, recorded, args.data_dir, name) if state else open_test_set(name, args.data_dir)
 
 
 def subwords_line(tokens, wanted):
@@ -276,7 +313,7 @@ class Validation:
         if args.keep_best == 'bleu':
             evaluation.check()
             self._translator = translator
-            self._sources, self._references, _ = data.validation_texts()
+            self._sources, self._references, _ = data.texts('validation')
 
     def __call__(self):
         """Return {'validation': mean loss per token, 'bleu': BLEU of greedy translations against one reference}; {} if there is

@@ -1,4 +1,6 @@
 """Shared by the translation programs: choosing a corpus, and comparing it with the one of a checkpoint."""
+from pathlib import Path
+
 from pyops.data import locate
 from pyops.errors import UserError
 from pyops.text.corpus import Corpus
@@ -29,6 +31,11 @@ def open_corpus(path=None, data_dir=None, tiny=False):
     else:
         line, corpus = f'corpus : {chosen}', Corpus.load(chosen)
     return (corpus.first(TINY) if tiny else corpus), line
+
+
+def is_fra_eng(corpus):
+    """Return whether a corpus was read from a file with the name of fra-eng."""
+    return Path(corpus.name).name in {Path(place).name for place in locate.CANDIDATES['fra-eng']}
 
 
 def check_vocabularies(path, state, vocabularies, pairs):

@@ -164,6 +164,20 @@ CASES = [
          'held-out fraction 1e-09: of the .* distinct sources of pairs.txt, it leaves .*; '
          'give a larger fraction or more pairs'),
 
+    # the test set
+    Case('test set of other columns', TRAIN, f'-f pairs.txt --exclude bad.txt {FRESH}',
+         r'bad\.txt: line 2: 3 columns; expected two language codes, a source and a target, with tabs between; correct or .*',
+         file('bad.txt', b'eng\tfra\tGo.\tVa !\neng\tRun.\tCours !\n')),
+    Case('test set that is not UTF-8', TRAIN, f'-f pairs.txt --exclude bad.txt {FRESH}',
+         r'bad\.txt: line 1: not UTF-8 text, byte 0xe9 at offset \d+; convert the file to UTF-8',
+         file('bad.txt', b'eng\tfra\tCoffee.\tCaf\xe9.\n')),
+    Case('empty test set', TRAIN, f'-f pairs.txt --exclude empty.txt {FRESH}', r'empty\.txt: no sentence pairs; give a file .*',
+         file('empty.txt', b'')),
+    Case('test set that is the corpus', TRAIN, f'-f pairs.txt --exclude pairs.txt {FRESH}',
+         r'--exclude pairs\.txt: all 40 pairs of pairs\.txt have a sentence of pairs\.txt; give another .*'),
+    Case('test set of a run that had none', TRAIN, resumed('--exclude other.txt'),
+         '--exclude other.txt: ckpt was trained with none; leave --exclude out, or give another folder with -c'),
+
     # the checkpoint
     Case('truncated', TRAIN, '-e 2 -c x.safetensors',
          r'x\.safetensors: truncated checkpoint: expected \d+ bytes, got \d+; take an older one',

@@ -329,6 +329,14 @@ def test_a_converted_model_translates_serves_and_is_scored(converted, tmp_path, 
     assert report['sentences'] == 20 and 0 < report['one_reference']['chrf'] < 100
     translate.main(['-c', path, '-f', 'embedded', '--test', '2', '--beam', '1'])
     assert 'held-out test : ' in capsys.readouterr().out
+    tests = tmp_path / 'tests.txt'
+    tests.write_text(''.join(f'eng\tfra\t{source}\t{target}\n' for source, target in embedded.pairs()[:2000:400]))
+    evaluate.main(['-c', path, '--test-set', str(tests), '--beam', '1', '--json'])
+    told = capsys.readouterr()
+    assert (f'test set : {tests}, 5 sentences; none is left out: the training corpus of a converted checkpoint is not known\n'
+            in told.err and 'corpus :' not in told.err)
+    report = json.loads(told.out)
+    assert report['sentences'] == 5 and report['left_out'] == 0 and report['test_set']['path'] == str(tests)
     with pytest.raises(UserError, match=r'ckpt.safetensors: was converted by transformer.from_marian and cannot be trained '
                                         'further; give another folder with -c, or -e 0 to serve it$'):
         train.main(['-e', '1', '-c', path, '-f', 'embedded'])

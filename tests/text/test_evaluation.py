@@ -142,13 +142,14 @@ def test_a_model_that_learned_scores_on_sentences_that_it_has_not_seen(trained, 
     bleu = float(re.search(r'^one reference  : BLEU +(\S+) ', text, re.M)[1])
     assert 15 < bleu <= 100                 # an untrained model scores below 1
     rows = [line.split('\t') for line in out.read_text().splitlines()]
-    sources, references, _ = evaluation.test_set(embedded.corpus().first(600), 0.1)
+    sources, references, left_out = evaluation.test_set(embedded.corpus().first(600), 0.1)
     assert [row[0] for row in rows] == sources and [row[2:] for row in rows] == references
     evaluate.main([*arguments[:4], '--json', '-b', '7'])
     told = capsys.readouterr()
     report = json.loads(told.out)           # nothing else on standard output
     assert report['one_reference']['bleu'] == pytest.approx(bleu, abs=0.005) and 'loading from checkpoint : ' in told.err
-    assert report == dict(beam=5, length_penalty=1.0) | evaluation.evaluate([row[1] for row in rows], sources, references)
+    assert report == dict(beam=5, length_penalty=1.0, test_set=None, left_out=left_out) | evaluation.evaluate(
+        [row[1] for row in rows], sources, references)
     assert 'beam search    : beam 5, length penalty 1\n' in text
     evaluate.main([*arguments[:4], '--json', '--part', 'validation', '--first', '5'])
     assert json.loads(capsys.readouterr().out)['sentences'] == 5
