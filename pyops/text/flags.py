@@ -97,9 +97,9 @@ def parser(program, description, defaults, epochs, dropped, recipes, presets=Non
     add_setting(p.group('model'), defaults, '-d', '--dropout', type=fraction, metavar='P', help=f'dropout rate, {dropped}')
     if presets:
         add_preset_flag(p.group('presets'), presets)
-    training.add_argument('--recipe', choices=list(recipes),
+    training.add_argument('--recipe', choices=list(recipes), metavar='NAME',
                           help='flags found by search for this time on two cores (docs/quality.md); flags given besides take '
-                          'precedence (default: none)')
+                          f'precedence (default: none; names: {", ".join(recipes)})')
     _add_schedule_flags(p.group('schedule'), defaults)
     add_gpu_flag(p)
     add_quant_flags(p, 'as in the checkpoint, in a new run $CUSTOM_QUANT_TYPE, else none')
