@@ -14,6 +14,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:               # nohup: chi
     signal.signal(signal.SIGHUP, lambda *_: None)
 sys.path[:0] = [str(ROOT), str(ROOT / 'tests/helpers')]
 import backends  # noqa: E402
+from browsing import CHROMIUM  # noqa: E402
 
 # Workers of pytest-xdist share the cores.  Without this, each would start a thread per core.
 if workers := int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 0)):
@@ -73,6 +74,17 @@ def all_products_are_declared():
 @pytest.fixture(scope='session')
 def torch():
     return pytest.importorskip('torch', reason='torch is not installed: pip install torch')
+
+
+@pytest.fixture(scope='module')
+def browser():
+    playwright = pytest.importorskip('playwright.sync_api', reason='playwright is not installed: pip install playwright')
+    if not os.path.exists(CHROMIUM):
+        pytest.skip(f'{CHROMIUM} is not installed: apt install chromium')
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox', '--disable-gpu'], headless=True)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope='module')

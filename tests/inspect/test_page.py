@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
+import browsing
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -28,7 +28,6 @@ from pyops.inspect import page, payload, serve, statistics
 from pyops.inspect.draw import Summary
 from pyops.inspect.logs import Logs
 
-CHROMIUM = '/usr/bin/chromium'
 ATTENTION = '<img src=x onerror=window.hacked=1>.attention'
 LAYERS = 'encoder.0.self_attention.q', ATTENTION, 'encoder.0.feed_forward.in'
 SCRIPT = '<script>hacked=1</script>'
@@ -45,37 +44,8 @@ def dump(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope='module')
-def browser():
-    playwright = pytest.importorskip('playwright.sync_api', reason='playwright is not installed: pip install playwright')
-    if not os.path.exists(CHROMIUM):
-        pytest.skip(f'{CHROMIUM} is not installed: apt install chromium')
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox', '--disable-gpu'], headless=True)
-        yield browser
-        browser.close()
-
-
-class Page:
-    """A page of the browser with its requests and its errors."""
-
-    def __init__(self, browser, url):
-        self.tab = browser.new_page(viewport={'width': 1280, 'height': 900}, color_scheme='light', reduced_motion='reduce')
-        self.requests, self.failures = [], []
-        self.tab.on('request', lambda request: self.requests.append(request.url))
-        self.tab.on('pageerror', lambda error: self.failures.append(str(error)))
-        self.tab.on('console', lambda message: self.failures.append(message.text))
-        self.tab.goto(url)
-
-    def ask(self, expression):
-        return self.tab.evaluate(f'() => {expression}')
-
-    def until(self, expression, expected=True, seconds=20):
-        """Wait until an expression has a value."""
-        end = time.monotonic() + seconds
-        while (got := self.ask(expression)) != expected:
-            assert time.monotonic() < end, f'{expression} is {got!r}, expected {expected!r}; {self.failures}'
-            time.sleep(0.02)
+class Page(browsing.Page):
+    """The page of saved tensors."""
 
     def drawn(self):
         """Wait until the page has been drawn."""
@@ -91,9 +61,6 @@ class Page:
         turn = self.ask('document.documentElement.dataset.drawn')
         action()
         self.until(f'document.documentElement.dataset.drawn !== {json.dumps(turn)}')
-
-    def text(self, selector):
-        return self.ask(f'document.querySelector({json.dumps(selector)}).textContent')
 
     def z(self, plot='map', trace=0):
         return self.ask(f'document.getElementById({json.dumps(plot)}).data[{trace}].z.map(line => Array.from(line))')
