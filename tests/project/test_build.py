@@ -66,8 +66,8 @@ def test_the_wheel_holds_the_library_its_header_and_every_package(wheel):
         assert archive.read('pyops/libpyops.so')[:4] in (b'\x7fELF', b'\xcf\xfa\xed\xfe')
     assert len(packages()) >= 6
     for package in packages():
-        for source in (path for kind in SOURCES for path in (ROOT / package).glob(kind)):
-            assert f'{package.as_posix()}/{source.name}' in names, 'see packages and package-data in pyproject.toml'
+        for source in (path for kind in SOURCES for path in (ROOT / package).rglob(kind)):
+            assert source.relative_to(ROOT).as_posix() in names, 'see packages and package-data in pyproject.toml'
     assert not [name for name in names if name.split('/')[0] in DEVELOPMENT or name.endswith(('.o', '.c'))]
 
 
