@@ -6,10 +6,11 @@ CHROMIUM = '/usr/bin/chromium'
 
 
 class Page:
-    """A page of the browser with its requests and its errors."""
+    """A page of the browser with its requests and its errors.   options: of browser.new_page"""
 
-    def __init__(self, browser, url, width=1280):
-        self.tab = browser.new_page(viewport={'width': width, 'height': 900}, color_scheme='light', reduced_motion='reduce')
+    def __init__(self, browser, url, **options):
+        self.tab = browser.new_page(**{'viewport': {'width': 1280, 'height': 900}, 'color_scheme': 'light',
+                                       'reduced_motion': 'reduce'} | options)
         self.requests, self.failures = [], []
         self.tab.on('request', lambda request: self.requests.append(request.url))
         self.tab.on('pageerror', lambda error: self.failures.append(str(error)))

@@ -49,9 +49,10 @@ TABLE = {
 
 
 def answer_for(text):
-    """Return the translations of the table, else the words in upper case."""
+    """Return the translations of the table, else the text in upper case, and the first 150 words as tokens."""
     words = text.split()
-    return TABLE.get(text) or [found(text.upper(), -0.2, words, [word.upper() for word in words])]
+    cut, words = max(0, len(words) - 150), words[:150]
+    return TABLE.get(text) or [found(text.upper(), -0.2, words, [word.upper() for word in words], cut=cut)]
 
 
 class StandIn(http.server.ThreadingHTTPServer):
@@ -120,10 +121,10 @@ def stand_in():
 
 
 class ServePage(Page):
-    """The page of the translation server.   server: the url"""
+    """The page of the translation server at an address, with a text."""
 
-    def __init__(self, browser, url, text='', width=1280):
-        super().__init__(browser, f'{url}/#{urllib.parse.urlencode({"text": text})}' if text else url, width)
+    def __init__(self, browser, url, text, **options):
+        super().__init__(browser, f'{url}/#{urllib.parse.urlencode({"text": text})}', **options)
 
     def type(self, text):
         self.tab.fill('#text', text)
@@ -323,6 +324,19 @@ def test_pieces_are_joined_into_words_or_shown_as_they_are(shown):
     assert not shown.is_shown('#pieces')
 
 
+def test_a_word_has_the_pieces_up_to_the_next_space_and_punctuation_is_a_word(shown, monkeypatch):
+    for i, (pieces, words) in enumerate((
+            (['▁', 'gar', 'den', '.'], ['garden', '.']), (['▁', '.', '.', '<eos>'], ['..', 'end']),
+            (['▁He', '"', '.'], ['He', '".']),
+            (['▁l', "'", 'eau', '!', '?'], ["l'eau", '!?']), (['▁', '\\xf0', '\\x9f', '\\x98', '\\x80'], ['\U0001f600']),
+            (['▁', '<unk>', '▁go'], ['<unk>', 'go']), (['Go', '▁3', '.', '1', '4'], ['Go', '3.14']),
+            (['▁', '▁'], ['\u2423', '\u2423']))):
+        monkeypatch.setitem(TABLE, f'pieces {i}', [found(f'x{i}', -0.1, pieces, ['▁x'])])
+        shown.type(f'pieces {i}')
+        shown.shows(f'x{i}')
+        assert shown.all('#source > *') == words
+
+
 def test_a_line_per_weight_joins_two_words(shown):
     expected = joined(TABLE[CATS][0], TARGETS, GROUPS)
     drawn = sorted(weight for weight in expected.flat if weight >= 0.03)
@@ -367,6 +381,15 @@ def test_hover_and_keys_show_the_links_of_a_word(shown):
     assert len(shown.all('#links [tabindex="0"]')) == 2
 
 
+def test_a_tap_shows_the_links_of_a_word(browser, stand_in):
+    page = ServePage(browser, stand_in.url, CATS, has_touch=True, viewport={'width': 360, 'height': 800})
+    page.shows('Les chats dorment à Zurich.')
+    for i, word in ((2, 'cats'), (4, 'in')):
+        page.tab.locator(f'#source > :nth-child({i})').tap()
+        assert page.all('#links [aria-selected=true]') == [word]
+    page.tab.close()
+
+
 def test_percentages_are_shown_on_demand(shown):
     size = 'document.querySelector("#map td:not(.zero) span").offsetWidth'
     assert shown.ask(size) == 1
@@ -383,6 +406,8 @@ def test_a_long_text_is_translated_and_its_attention_limited(shown, text):
     assert ('Only the first 100 words' in shown.text('#attention-note')) == (words == 100)
     assert shown.ask('document.documentElement.scrollWidth <= innerWidth')
     assert shown.ask('decodeURIComponent(location.hash).length') > len(text)
+    rest = ' '.join(text.split()[150:])
+    assert shown.all('.note s') == ([f'{rest[:200]}…'] if rest else [])
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -527,8 +552,7 @@ CONTRAST = '''(() => {
 })()'''
 
 
-@pytest.mark.parametrize('width', [360, 768, 1280, 1920])
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('width, scheme', [(320, 'light'), (360, 'dark'), (768, 'light'), (1280, 'dark'), (1920, 'light')])
 def test_every_width_and_scheme_fits_and_has_contrast(shown, stand_in, width, scheme):
     shown.tab.set_viewport_size({'width': width, 'height': 800})
     shown.tab.emulate_media(color_scheme=scheme)

@@ -216,8 +216,8 @@ function units(tokens, hasPieces, isSplit, unknown) {
   const isPunctuation = i => /^[.,;:!?\u2026'")\]\u00bb\u2019\u201d\u060c\u061f\u3001\u3002]+$/.test(tokens[i]);
   const names = [...unknown];
   const parts = groups.flatMap(group => {
-    const end = group.findLastIndex(i => !isPunctuation(i) || i === group[0]) + 1;
-    return end < group.length && tokens[group[0]] !== SPACE ? [group.slice(0, end), group.slice(end)] : [group];
+    const end = group.findLastIndex(i => !isPunctuation(i) && tokens[i] !== SPACE) + 1;
+    return end && end < group.length ? [group.slice(0, end), group.slice(end)] : [group];
   });
   return parts.map(group => {
     const text = group.map(i => tokens[i]).join('');
