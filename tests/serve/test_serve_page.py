@@ -73,7 +73,7 @@ class StandIn(http.server.ThreadingHTTPServer):
         if self.gates:
             assert self.gates.pop(0).wait(20)
         if self.token and authorization != f'Bearer {self.token}':
-            return 401, json.dumps({'error': 'A valid access token is required.'})
+            return 401, json.dumps({'error': 'expected the header Authorization: Bearer TOKEN'})
         if self.failure:
             return self.failure
         if self.refused in request['texts']:
@@ -182,6 +182,7 @@ def test_the_answer_for_an_older_text_is_dropped_and_its_request_aborted(shown, 
         if len(stand_in.texts) == 3:
             break
         shown.tab.wait_for_timeout(20)
+    assert shown.text('#failure') == '' and stand_in.texts[1:] == [['older text'], ['newer text']]
     new.set()
     shown.shows('NEWER TEXT')
     old.set()
@@ -456,9 +457,9 @@ def test_a_sentence_that_the_server_refuses_leaves_the_others(shown, stand_in):
 def test_a_token_is_requested_and_kept_for_the_session(shown, stand_in):
     stand_in.token = 'secret'
     shown.type('We go')
-    shown.until('failure.textContent', 'A valid access token is required.')
+    shown.until('failure.textContent', 'The server requires an access token.')
     assert shown.is_shown('#login') and not shown.is_shown('#retry')
-    for wrong, line in (('wrong', 'A valid access token is required.'),
+    for wrong, line in (('wrong', 'The server did not accept the access token.'),
                         ('sécret', 'The token is not valid: it must have ASCII characters only, without spaces.')):
         shown.tab.fill('#token', wrong)
         shown.tab.keyboard.press('Enter')
@@ -572,7 +573,7 @@ def test_every_width_and_scheme_fits_and_has_contrast(shown, stand_in, width, sc
         # The sentences, and the lines between them, do not overlap.
         a, b = (shown.tab.locator(f'#{side}').bounding_box() for side in ('source', 'target'))
         assert a['y'] + a['height'] < b['y'] or a['x'] + a['width'] < b['x']
-    stand_in.failure = 401, '{"error": "A valid access token is required."}'
+    stand_in.token = 'secret'
     shown.type('We go')
     shown.until('login.hidden', False)
     count, contrast, text = shown.ask(CONTRAST)

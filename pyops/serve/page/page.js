@@ -57,6 +57,9 @@ async function ask(texts, signal) {
     if (!response) throw new Failure('The server cannot be reached. Check that it is running, then try again.');
   }
   const {ok, status} = response, line = answer?.error;
+  if (status === 401) {
+    throw new Failure(token ? 'The server did not accept the access token.' : 'The server requires an access token.', status);
+  }
   if (!ok) throw new Failure(typeof line === 'string' ? line : `The server failed with status ${status}.`, status);
   if (!isAnswer(answer, texts.length)) throw new Failure('The answer of the server cannot be read. Try again.');
   return answer;
