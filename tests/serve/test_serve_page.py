@@ -15,7 +15,6 @@ KINDS = {'.html': 'text/html', '.js': 'text/javascript', '.css': 'text/css'}
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
           "form-action 'none'; frame-ancestors 'none'")
 EVIL = '<img/src=x/onerror=window.hacked=1>'
-MODEL = {'kind': 'transformer', 'checkpoint': EVIL}
 
 
 def weights(rows, columns, seed=0):
@@ -59,12 +58,13 @@ class StandIn(http.server.ThreadingHTTPServer):
     """A server with the interface of pyops.serve.
 
     texts: the texts of each request;  token: if it is set, required;  failure: None or a pair (status, body) for all requests
-    refused: (status, text) -> the status for requests with that text;  gates: Events that the next answers wait for
+    refused: a text that is not accepted;  gates: Events that the next answers wait for;  model: of the answers
     """
 
     def __init__(self):
         super().__init__(('127.0.0.1', 0), Handler)
         self.texts, self.asked, self.token, self.failure, self.refused, self.gates = [], [], None, None, None, []
+        self.model = {'kind': 'transformer', 'checkpoint': EVIL}
         self.url = f'http://127.0.0.1:{self.server_port}'
 
     def answer(self, request, authorization):
@@ -80,7 +80,7 @@ class StandIn(http.server.ThreadingHTTPServer):
             line = f'texts[{request["texts"].index(self.refused)}]: expected at most 5 characters'
             return 413, json.dumps({'error': line})
         translations = [answer_for(text)[:request['nbest']] for text in request['texts']]
-        return 200, json.dumps({'translations': translations, 'model': MODEL, 'milliseconds': 12.3})
+        return 200, json.dumps({'translations': translations, 'model': self.model, 'milliseconds': 12.3})
 
     def handle_error(self, request, client_address):
         """Ignore connections that the page aborted."""
@@ -200,6 +200,15 @@ def test_only_changed_sentences_are_requested_in_groups_of_sixteen(shown, stand_
     shown.type('\n'.join(['changed', *texts]))
     shown.shows('\n'.join(['changed', *texts]).upper())
     assert stand_in.texts[3:] == [['changed']]
+
+
+def test_another_model_translates_all_sentences_again(shown, stand_in, monkeypatch):
+    stand_in.model = {'kind': 'seq2seq', 'checkpoint': 'new.safetensors'}
+    monkeypatch.setitem(TABLE, CATS, [found('Chats !', -0.1, ['cats'], ['chats', '!'])])
+    shown.type(CATS + '\nWe go')
+    shown.shows('Chats !\nWE GO')
+    assert stand_in.texts == [[CATS], ['We go'], [CATS, 'We go']]
+    assert shown.text('#model') == '12 ms · seq2seq · new.safetensors'
 
 
 def test_text_is_not_sent_while_an_input_method_composes_it(shown, stand_in):

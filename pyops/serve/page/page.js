@@ -82,6 +82,7 @@ let lines = [], selected = 0;
 const cache = new Map();        // text -> {found} or {refusal}
 const choices = new Map();      // text -> number of the chosen alternative
 let pending = null;             // AbortController of the request in progress
+let model = '';                 // of the last answer, as JSON
 let timer = 0, busyTimer = 0;
 
 const chosen = line => line.found && Math.min(choices.get(line.text) ?? 0, line.found.length - 1);
@@ -103,6 +104,8 @@ function read(delay = DELAY) {
 async function translate() {
   const texts = [...new Set(lines.filter(line => line.isStale).map(line => line.text))], queue = [];
   for (let i = 0; i < texts.length; i += TEXTS) queue.push(texts.slice(i, i + TEXTS));
+  pending?.abort();
+  clearTimeout(timer);
   if (!queue.length) return fail(null);
   const controller = pending = new AbortController();
   let failure = null;
@@ -111,6 +114,12 @@ async function translate() {
     const some = queue.shift();
     try {
       const answer = await ask(some.map(text => text.toWellFormed?.() ?? text), controller.signal);
+      const isSame = !model || model === JSON.stringify(answer.model);
+      model = JSON.stringify(answer.model);
+      if (!isSame && pending === controller) {            // the server has another model now
+        cache.clear();
+        return read(0);
+      }
       some.forEach((text, i) => cache.set(text, {found: answer.translations[i]}));
       $('model').textContent = [`${Math.round(answer.milliseconds)} ms`, answer.model?.kind, answer.model?.checkpoint]
         .filter(part => part).join(' \u00b7 ');
@@ -360,7 +369,7 @@ let view = null, active = null;
 
 function showAttention(line) {
   const some = translationOf(line), section = $('attention');
-  section.hidden = !some?.tokens.length;
+  section.hidden = !some?.tokens.length || !some.source.length;
   section.classList.toggle('stale', Boolean(line.isStale));
   if (section.hidden || section.state?.some === some && section.state.isSplit === $('pieces').checked) return;
   const pieces = hasPieces(some), isSplit = pieces && $('pieces').checked;
@@ -422,8 +431,8 @@ function showWords() {
   $('lines').replaceChildren(...view.paths.map(({path}) => path));
 }
 
-// Place the sentences one above the other if both fit, with the heat map beside or below them, else side by side, and draw the
-// lines between their words.
+// Place one sentence above the other if both fit, with the heat map beside or below them, else side by side.  Draw the lines
+// between their words.
 function layOut() {
   if (!view || $('attention').hidden) return;
   const box = $('links');
@@ -431,6 +440,7 @@ function layOut() {
     $('views').classList.toggle('pair', isPair);
     box.classList.toggle('across', isAcross);
     box.classList.toggle('down', !isAcross);
+    for (const side of ['source', 'target']) $(side).ariaOrientation = isAcross ? 'horizontal' : 'vertical';
     return ['source', 'target'].every(side => $(side).offsetWidth <= box.clientWidth);
   };
   const isAcross = arrange(true, true) || arrange(false, true);
