@@ -383,7 +383,7 @@ function showAttention(line) {
   const source = units(some.source, pieces, isSplit, unknownWords(line.text, some.unknown ?? [])).slice(0, LARGEST);
   const target = units(some.tokens, pieces, isSplit, []).slice(0, LARGEST);
   const isCut = source.at(-1).tokens.at(-1) < some.source.length - 1 || target.at(-1).tokens.at(-1) < some.tokens.length - 1;
-  $('attention-note').textContent = 'How much each word of the translation depends on each word of the text.'
+  $('attention-note').textContent = 'How much each word of the translation attends to each word of the text.'
     + (isCut ? ` Only the first ${LARGEST} words of each sentence are shown.` : '');
   view = {source, target, weights: joinWeights(some.alignment, target, source), nodes: {}};
   active = null;
