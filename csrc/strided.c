@@ -2,8 +2,8 @@
  *
  * The axes of a call are first simplified: axes of size 1 are dropped, the others are ordered by stride, and adjacent axes are
  * merged where possible.  A contiguous array of any shape becomes a single axis.  The rest is cut into units, which threads
- * share; a unit is one row for the loops in kernels/strided_rows.inc, or a tile if an operand is transposed with respect to
- * the result.  float and int32 have the same size, so only those loops depend on the type.
+ * share; a unit is a block of rows for the loops in kernels/strided_rows.inc, or a tile if an operand is transposed with
+ * respect to the result.  float and int32 have the same size, so only those loops depend on the type.
  */
 #include <math.h>
 #include <omp.h>
@@ -11,6 +11,9 @@
 #include "internal.h"
 
 enum { AXES = PYOPS_AXES, OPERANDS = 3, CHUNK = 16384, TILE_ROWS = 32, TILE_COLUMNS = 128 };
+/* Rows of fewer than SHORT elements are shorter than the call of a row function takes.  A block has about BLOCK elements, or
+ * SHORT_ROWS short rows, which fit in L1 together with the skipped elements between them. */
+enum { SHORT = 16, BLOCK = 4096, SHORT_ROWS = 256 };
 typedef char element[4];                /* float or int32: only the row functions interpret it */
 _Static_assert(sizeof(float) == sizeof(element) && sizeof(int32_t) == sizeof(element), "all elements have the same size");
 
@@ -105,16 +108,43 @@ static void tile(row_function *row, int op, int operands, void *const *base, con
     }
 }
 
+/* The axis that a block of rows spans, besides the innermost one; -1 if there is a single axis.  With short rows the loops run
+ * along it, so it must be long: the nearest axis of at least SHORT, or the longest. */
+static int rows_axis(const space *s, int across) {
+    const int inner = s->n - 1;
+    if (across >= 0 || s->size[inner] >= SHORT) return across >= 0 ? across : inner - 1;
+    int best = inner - 1;
+    for (int d = inner - 1; d >= 0 && s->size[best] < SHORT; d--)
+        if (s->size[d] > s->size[best]) best = d;
+    return best;
+}
+
+/* Elements y[r,c] of a block, with a loop along c, or along r if rows are short. */
+static void block(row_function *row, int op, int operands, void *const *base, const int64_t *row_step, const int64_t *step,
+                  int64_t rows, int64_t columns, int is_short) {
+    const int64_t *along = is_short ? row_step : step, *down = is_short ? step : row_step;
+    const int64_t n = is_short ? rows : columns, loops = is_short ? columns : rows;
+    for (int64_t i = 0; i < loops; i++) {
+        void *at[OPERANDS];
+        for (int o = 0; o < operands; o++) at[o] = (element *)base[o] + i * down[o];
+        row(at, along, n, op);
+    }
+}
+
 /* base: y and the inputs.  Threads share the work above `share` elements. */
 static void elementwise(row_function *row, int op, int operands, void *const *base, const int64_t *shape,
                         const int64_t *strides, int64_t ndim, int64_t share) {
     const space s = simplify(shape, strides, ndim, operands, 0);
     const int64_t n = elements(&s);
     if (!n) return;
-    const int inner = s.n - 1, across = transposed_axis(&s, operands);
+    const int inner = s.n - 1, across = transposed_axis(&s, operands), rows_at = rows_axis(&s, across);
+    const int is_short = rows_at >= 0 && s.size[inner] < SHORT;
+    const int is_tile = across >= 0 && !is_short && s.size[across] >= SHORT;
+    const int64_t columns_most = is_tile ? TILE_COLUMNS : across >= 0 ? BLOCK / SHORT : CHUNK;
+    const int64_t rows_most = is_tile ? TILE_ROWS : is_short ? SHORT_ROWS : pyops_max(1, BLOCK / s.size[inner]);
     int64_t part[AXES], parts[AXES], units = 1;         /* elements of an axis in a unit, and units along the axis */
     for (int d = 0; d < s.n; d++) {
-        part[d] = d == across ? TILE_ROWS : d < inner ? 1 : across < 0 ? CHUNK : TILE_COLUMNS;
+        part[d] = d == inner ? columns_most : d != rows_at ? 1 : across >= 0 ? pyops_max(rows_most, SHORT) : rows_most;
         parts[d] = (s.size[d] + part[d] - 1) / part[d];
         units *= parts[d];
     }
@@ -126,7 +156,7 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
         element *p[OPERANDS];
         for (int o = 0; o < operands; o++) {
             p[o] = base[o], step[o] = s.stride[o][inner];
-            if (across >= 0) down[o] = s.stride[o][across];
+            if (rows_at >= 0) down[o] = s.stride[o][rows_at];
         }
         for (int d = inner; d >= 0; d--) {
             at[d] = rest % parts[d], rest /= parts[d];
@@ -134,10 +164,11 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
         }
         for (int64_t u = 0; u < count; u++) {
             const int64_t columns = pyops_min(part[inner], s.size[inner] - at[inner] * part[inner]);
+            const int64_t rows = rows_at < 0 ? 1 : pyops_min(part[rows_at], s.size[rows_at] - at[rows_at] * part[rows_at]);
             void *q[OPERANDS];
             for (int o = 0; o < operands; o++) q[o] = p[o];
-            if (across < 0) row(q, step, columns, op);
-            else tile(row, op, operands, q, down, step, pyops_min(TILE_ROWS, s.size[across] - at[across] * TILE_ROWS), columns);
+            if (is_tile) tile(row, op, operands, q, down, step, rows, columns);
+            else block(row, op, operands, q, down, step, rows, columns, is_short);
             for (int d = inner; d >= 0; d--) {          /* advance to the next unit */
                 for (int o = 0; o < operands; o++) p[o] += part[d] * s.stride[o][d];
                 if (++at[d] < parts[d]) break;

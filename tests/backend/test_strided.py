@@ -67,7 +67,7 @@ LAYOUTS = {
     'one column for all': lambda x: np.broadcast_to(x[..., :1], x.shape),
     'one value for all': lambda x: np.broadcast_to(x.reshape(-1)[:1].reshape((1,) * x.ndim), x.shape),
 }
-SHAPES = ((7,), (1, 1), (33, 130), (5, 1, 19), (4, 3, 5, 6))
+SHAPES = ((7,), (1, 1), (33, 130), (5, 1, 19), (4, 3, 5, 6), (600, 3), (3, 270, 2))
 DTYPES = (np.float32, np.int32)
 UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt}
 BINARY = {'add': np.add, 'subtract': np.subtract, 'multiply': np.multiply, 'divide': np.divide, 'maximum': np.maximum,
