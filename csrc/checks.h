@@ -48,6 +48,12 @@ static inline pyops_status check_rows(const char *who, int64_t R, int64_t C) {
     return PYOPS_OK;
 }
 
+static inline pyops_status check_softmax(const char *who, int64_t outer, int64_t n, int64_t inner) {
+    PYOPS_REQUIRE(outer >= 0 && n >= 0 && inner >= 0, "%s: outer=%lld n=%lld inner=%lld, expected at least 0", who, LL(outer),
+                  LL(n), LL(inner));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_eps(const char *who, float eps) {
     PYOPS_REQUIRE(eps >= 0.0f, "%s: eps=%g, expected at least 0", who, (double)eps);
     return PYOPS_OK;

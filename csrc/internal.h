@@ -100,6 +100,11 @@ typedef struct {
     ROW(void,   softmax_online, (float *x, float *max, float *sum, float *before, const float *dropout_mask, \
                                  const int32_t *n, float factor, int64_t keys, int64_t queries, int64_t ldx, \
                                  int64_t ld_mask, int add)) \
+    ROW(void,   softmax_rows, (float *y, const float *x, int64_t R, int64_t n, int log)) \
+    ROW(void,   softmax_rows_back, (float *dx, const float *dy, const float *y, int64_t R, int64_t n, int log)) \
+    ROW(void,   softmax_columns, (float *y, const float *x, int64_t n, int64_t ld, int64_t C, int log)) \
+    ROW(void,   softmax_columns_back, (float *dx, const float *dy, const float *y, int64_t n, int64_t ld, int64_t C, \
+                                       int log)) \
     ROW(void,   softmax_row_back, (float *ds, const float *dw, const float *p, int64_t n)) \
     ROW(void,   softmax_back, (float *x, float *dx, const float *max, const float *sum, const float *dsum, \
                                const float *dropout_mask, const int32_t *n, float factor, int64_t keys, int64_t queries, \
@@ -260,6 +265,9 @@ enum { PYOPS_PIXEL_BLOCK = 32 };
 
 /* Rows with at most this many columns are too short for a loop of their own. */
 enum { PYOPS_NARROW = 16 };
+
+/* A softmax along columns takes at most this many of them. */
+enum { PYOPS_SOFTMAX_COLUMNS = 64 };
 
 /* Operations on strided arrays with a vectorised loop each: all except power. */
 /* clang-format off */

@@ -512,6 +512,17 @@ PYOPS_API pyops_status pyops_attention_softmax_backward(
 PYOPS_API pyops_status pyops_sequence_lengths(
     int32_t *lengths, const int32_t *ids, int64_t T, int64_t B, int32_t pad, void *stream);
 
+/* ---- softmax along an axis -----------------------------------------------------------------
+ * x, y, dy, dx (outer,n,inner): the axis of n elements is normalized.
+ * forward   y = exp(x) / sum exp(x);   with log: y = x - log sum exp(x).   Overflow is avoided; weights below e^-87 are 0.
+ * backward  dx = y (dy - sum dy y);    with log: dx = dy - exp(y) sum dy.   Overwrites.
+ * y must not be x, and dx neither dy nor y.
+ */
+PYOPS_API pyops_status pyops_softmax_forward(
+    float *y, const float *x, int64_t outer, int64_t n, int64_t inner, int32_t log, void *stream);
+PYOPS_API pyops_status pyops_softmax_backward(
+    float *dx, const float *dy, const float *y, int64_t outer, int64_t n, int64_t inner, int32_t log, void *stream);
+
 /* ---- masked softmax cross entropy ------------------------------------------------------
  * max[r] = max_c x[r,c];   sum[r] = sum_c exp(x[r,c] - max[r]);   saved as stats[0,r] and stats[1,r]
  * loss[0] = mean over valid r of log sum[r] + (max[r] - x[r,labels[r]])

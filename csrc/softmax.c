@@ -1,9 +1,87 @@
-/* softmax.c - the softmax of attention scores in memory, for attention computed by separate products.
- *
- * There is one row per query; threads share rows.  Masks and dropout as in attention.c.
- */
+/* softmax.c - softmax along an axis, and of attention scores in memory, for attention computed by separate products. */
 #include <math.h>
 #include "internal.h"
+
+/* ---- along an axis: x (outer,n,inner) is never transposed ----
+ * Long contiguous rows (inner 1) are read in vectors along the row.  Columns (inner > 1) are read in vectors across columns;
+ * sums of few columns, and short rows, are first gathered into LANES columns, from several indices of the outer axis.
+ */
+enum { LANES = PYOPS_LANES, GATHER_MOST = 512 };
+
+typedef struct {
+    float *to;                          /* y or dx */
+    const float *x, *y;                 /* x, or dy and y: y is NULL in forward */
+    int64_t outer, n, inner;
+    int log;
+} softmax_call;
+
+static void softmax_block(const pyops_kernels *k, const softmax_call *s, float *to, const float *x, const float *y, int64_t ld,
+                          int64_t C) {
+    if (y) k->softmax_columns_back(to, x, y, s->n, ld, C, s->log);
+    else k->softmax_columns(to, x, s->n, ld, C, s->log);
+}
+
+/* a (n,LANES) = the columns c of x (outer,n,inner), numbered along the outer and inner axis */
+static void gather_columns(float *a, const float *x, const int64_t *at, const softmax_call *s, int64_t columns) {
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t j = 0; j < s->n; j++) a[j * LANES + c] = x[at[c] + j * s->inner];
+}
+
+static void softmax_gathered(const pyops_kernels *k, const softmax_call *s, int64_t first, int64_t columns) {
+    float a[GATHER_MOST * LANES], b[GATHER_MOST * LANES];
+    int64_t at[LANES];
+    for (int64_t c = 0; c < columns; c++) at[c] = (first + c) / s->inner * s->n * s->inner + (first + c) % s->inner;
+    if (columns < LANES) {                              /* the rest is computed and not used */
+        k->fill(a, s->n * LANES, 0.0f);
+        if (s->y) k->fill(b, s->n * LANES, 0.0f);
+    }
+    gather_columns(a, s->x, at, s, columns);
+    if (s->y) gather_columns(b, s->y, at, s, columns);
+    softmax_block(k, s, a, a, s->y ? b : NULL, LANES, LANES);
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t j = 0; j < s->n; j++) s->to[at[c] + j * s->inner] = a[j * LANES + c];
+}
+
+static void softmax_along(const softmax_call *s) {
+    enum { ROWS = 64, COLUMNS = PYOPS_SOFTMAX_COLUMNS };
+    const pyops_kernels *k = pyops_active();
+    const int64_t sums = s->outer * s->inner, n = s->n;
+    const int is_row = s->inner == 1 && n >= LANES, is_gathered = !is_row && s->inner < LANES && n <= GATHER_MOST;
+    const int64_t blocks = (s->inner + COLUMNS - 1) / COLUMNS, each = is_row ? ROWS : LANES;
+    const int64_t units = is_row || is_gathered ? (sums + each - 1) / each : s->outer * blocks;
+    if (!sums || !n) return;
+    #pragma omp parallel for schedule(static) if (sums * n > PYOPS_SHARE_EXPS)
+    for (int64_t u = 0; u < units; u++) {
+        if (is_row) {
+            const int64_t at = u * ROWS * n, rows = pyops_min(ROWS, sums - u * ROWS);
+            if (s->y) k->softmax_rows_back(s->to + at, s->x + at, s->y + at, rows, n, s->log);
+            else k->softmax_rows(s->to + at, s->x + at, rows, n, s->log);
+        } else if (is_gathered) {
+            softmax_gathered(k, s, u * LANES, pyops_min(LANES, sums - u * LANES));
+        } else {
+            const int64_t c = u % blocks * COLUMNS, at = u / blocks * n * s->inner + c;
+            softmax_block(k, s, s->to + at, s->x + at, s->y ? s->y + at : NULL, s->inner, pyops_min(COLUMNS, s->inner - c));
+        }
+    }
+}
+
+pyops_status pyops_softmax_forward(float *y, const float *x, int64_t outer, int64_t n, int64_t inner, int32_t log,
+                                   void *stream) {
+    (void)stream;
+    const pyops_status status = check_softmax("softmax_forward", outer, n, inner);
+    if (!status) softmax_along(&(softmax_call){y, x, NULL, outer, n, inner, log});
+    return status;
+}
+
+pyops_status pyops_softmax_backward(float *dx, const float *dy, const float *y, int64_t outer, int64_t n, int64_t inner,
+                                    int32_t log, void *stream) {
+    (void)stream;
+    const pyops_status status = check_softmax("softmax_backward", outer, n, inner);
+    if (!status) softmax_along(&(softmax_call){dx, dy, y, outer, n, inner, log});
+    return status;
+}
+
+/* ---- attention: one row per query; threads share rows.  Masks and dropout as in attention.c. ---- */
 
 /* y = D x of row r; y may be x */
 static void drop(const pyops_kernels *k, float *y, const float *x, int64_t r, int64_t Tk, const int64_t *step, float share,

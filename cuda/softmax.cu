@@ -1,6 +1,9 @@
-// softmax.cu - the softmax of attention scores in memory, for attention that is composed of separate products.
+// softmax.cu - softmax along an axis, and of attention scores in memory, for attention that is composed of separate products.
 //
-// A warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128, which share
+// Along an axis: a warp has a contiguous row (inner 1), or a lane has a column, which is next to the column of the next lane.
+// Short rows are also read by a lane each.
+//
+// Attention: a warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128, which share
 // a counter of dropout:
 //
 //     row   | 0 1 2 3 | 4 5 6 7 | ...  | 124 ... 127 | 128 ... 131 | ...
@@ -114,6 +117,83 @@ static pyops_status make_call(Call *c, const char *who, const int32_t *lengths, 
     *c = {Tq, Tk, heads, B * heads * Tq, share > 0.0f ? step : nullptr, key, dropout_threshold(share), 1.0f / (1.0f - share)};
     return PYOPS_OK;
 }
+}
+
+namespace {
+// x (outer,n,inner).  `lanes` threads, 32 or 1, have the n elements of each sum.
+struct Axis {
+    int64_t sums, n, inner;
+    int lanes;
+    bool log;
+};
+
+// Call each(first) for every sum of this thread; `first` is the index of its first element.
+template <class Each> DEVICE void for_sums(const Axis &a, Each each) {
+    const int64_t threads = int64_t(gridDim.x) * blockDim.x / a.lanes;
+    for (int64_t s = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x) / a.lanes; s < a.sums; s += threads)
+        each(s / a.inner * a.n * a.inner + s % a.inner);
+}
+
+static __global__ void __launch_bounds__(THREADS) axis_forward(Axis a, float *y, const float *x) {
+    const int lane = a.lanes == 1 ? 0 : threadIdx.x % 32;
+    for_sums(a, [&](int64_t first) {
+        LogSumExp found;
+        for (int64_t j = lane; j < a.n; j += a.lanes) {
+            const float value[1] = {x[first + j * a.inner]};
+            found.add(value);
+        }
+        if (a.lanes == 32) {
+            found = warp_log_sum_exp(found);
+            found.sum = __shfl_sync(ALL_LANES, found.sum, 0);
+        }
+        const float total = found.total(), log_total = logf(total), share = 1.0f / total;
+        for (int64_t j = lane; j < a.n; j += a.lanes) {
+            const int64_t i = first + j * a.inner;
+            y[i] = a.log ? (x[i] - found.max) - log_total : expf(x[i] - found.max) * share;
+        }
+    });
+}
+
+static __global__ void __launch_bounds__(THREADS) axis_backward(Axis a, float *dx, const float *dy, const float *y) {
+    const int lane = a.lanes == 1 ? 0 : threadIdx.x % 32;
+    for_sums(a, [&](int64_t first) {
+        float sum = 0.0f;
+        for (int64_t j = lane; j < a.n; j += a.lanes) {
+            const int64_t i = first + j * a.inner;
+            sum += a.log ? dy[i] : dy[i] * y[i];
+        }
+        if (a.lanes == 32) sum = warp_sum(sum);
+        for (int64_t j = lane; j < a.n; j += a.lanes) {
+            const int64_t i = first + j * a.inner;
+            dx[i] = a.log ? dy[i] - expf(y[i]) * sum : y[i] * (dy[i] - sum);
+        }
+    });
+}
+
+static Axis axis_of(int64_t outer, int64_t n, int64_t inner, int32_t log) {
+    return {outer * inner, n, inner, inner == 1 && n >= 16 ? 32 : 1, log != 0};
+}
+}
+
+extern "C" pyops_status pyops_softmax_forward(float *y, const float *x, int64_t outer, int64_t n, int64_t inner, int32_t log,
+                                              void *stream) {
+    const pyops_status status = check_softmax("softmax_forward", outer, n, inner);
+    const Axis a = axis_of(outer, n, inner, log);
+    if (status || a.sums == 0 || n == 0) return status;
+    return pyops_launched("softmax_forward",
+                          LAUNCH(axis_forward, grid_for(a.sums * a.lanes, THREADS), THREADS, 0, stream_of(stream), a, y, x),
+                          stream);
+}
+
+extern "C" pyops_status pyops_softmax_backward(float *dx, const float *dy, const float *y, int64_t outer, int64_t n,
+                                               int64_t inner, int32_t log, void *stream) {
+    const pyops_status status = check_softmax("softmax_backward", outer, n, inner);
+    const Axis a = axis_of(outer, n, inner, log);
+    if (status || a.sums == 0 || n == 0) return status;
+    return pyops_launched("softmax_backward",
+                          LAUNCH(axis_backward, grid_for(a.sums * a.lanes, THREADS), THREADS, 0, stream_of(stream), a, dx, dy,
+                                 y),
+                          stream);
 }
 
 extern "C" pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths,

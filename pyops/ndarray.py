@@ -752,6 +752,18 @@ class NDArray(Array):
         y = self._cast(FLOAT).sum(axis, keepdims)
         return y / (self.size / y.size if y.size else 1)
 
+    def softmax(self, axis: Axis = -1) -> NDArray:
+        """Return e^x / sum(e^x) along one axis, several or all, without overflow."""
+        return _along('softmax', axis, self._cast(FLOAT))
+
+    def log_softmax(self, axis: Axis = -1) -> NDArray:
+        """Return log(softmax(x)) along one axis, several or all."""
+        return _along('log_softmax', axis, self._cast(FLOAT))
+
+    def softmax_gradient(self, dy: NDArray, axis: Axis = -1, log: bool = False) -> NDArray:
+        """Return the gradient of x from dy, the gradient of this array, which is x.softmax(axis), or x.log_softmax(axis)."""
+        return _along('log_softmax' if log else 'softmax', axis, dy, self)
+
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
         """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
         if axis is None:
@@ -774,6 +786,25 @@ class NDArray(Array):
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
+
+def _along(op: str, axis: Axis, *arrays: NDArray) -> NDArray:
+    """Return softmax or log_softmax (op) of x along axes, or for arrays dy and y its gradient.  A kernel takes one axis of
+    compact arrays, so adjacent axes are merged, and other axes are moved to the end."""
+    x = arrays[0]
+    axes, ndim = sorted(_axes(tuple(axis) if isinstance(axis, list) else axis, x.ndim)), x.ndim
+    if axes and axes != list(range(axes[0], axes[-1] + 1)):
+        order = [*(d for d in range(ndim) if d not in axes), *axes]
+        y = _along(op, tuple(range(ndim - len(axes), ndim)), *(a.permute(order) for a in arrays))
+        return y.permute([order.index(d) for d in range(ndim)])
+    first, end = (axes[0], axes[-1] + 1) if axes else (ndim, ndim)
+    sizes = math.prod(x.shape[:first]), math.prod(x.shape[first:end]), math.prod(x.shape[end:])
+    gradient = len(arrays) > 1
+    y = _new(x.shape, FLOAT, x.device, f'{op}.dx' if gradient else op)
+    if x.size:
+        compute = x.device.softmax_backward if gradient else x.device.softmax
+        compute(y, *(a.compact() for a in arrays), *sizes, op == 'log_softmax')
+    return y
+
 
 def _new(shape: Shape, dtype: np.dtype, device: Device, name: str) -> NDArray:
     return NDArray(device.allocate(shape, dtype, name), 0, shape, row_major(shape), dtype)

@@ -214,6 +214,15 @@ class Device:
         """Compute y = sum, max or min of x over the axes with size 1 in y; x and y have the same number of axes."""
         raise NotImplementedError
 
+    def softmax(self, y, x, outer, n, inner, log):
+        """Compute y = exp(x) / sum exp(x), or its logarithm, along the axis of n elements; x (outer, n, inner), compact
+        float32.  y is not x."""
+        raise NotImplementedError
+
+    def softmax_backward(self, dx, dy, y, outer, n, inner, log):
+        """Compute the gradient of softmax with respect to x, from its result y and the gradient dy; dx is neither of them."""
+        raise NotImplementedError
+
     def argmax(self, y, x):
         """Compute y (R,) int32 = the first argmax of each row of x (R, C), compact float32; NaN is largest."""
         raise NotImplementedError

@@ -118,6 +118,7 @@ def products_of_shapes(s, array):
 # kernels that belong to no single op
 declare(gemm=Kernel(product_of_shape), gemm_batched=Kernel(products_of_shapes), gemm_bf16=Kernel(product_of_shape),
         to_bf16=Kernel(), convert=Kernel(), fill=Kernel(), axpy=Kernel(), scale=Kernel(), column_sums=Kernel(), argmax=Kernel(),
+        softmax_forward=Kernel(), softmax_backward=Kernel(),
         gather_rows=Kernel(), increment=Kernel(), tick=Kernel(), fma_loop=Kernel(),
         gather_pixels=Kernel(bytes=lambda s: s['B'] * s['C'] * 5 + s['B'] * 8),
         **{f'strided_{kind}{suffix}': Kernel() for kind in ('unary', 'binary', 'scalar', 'fill', 'reduce')

@@ -49,6 +49,21 @@ class Numpy(Host):
         with _quiet():
             _REDUCE[op].reduce(x.stored(), axes, dtype=y.dtype, out=y.stored(), keepdims=True)
 
+    def softmax(self, y, x, outer, n, inner, log):
+        if not n:
+            return
+        with _quiet():
+            x = x.stored().reshape(outer, n, inner)
+            below = x - x.max(1, keepdims=True)
+            total = np.exp(below).sum(1, keepdims=True)
+            y.stored().reshape(outer, n, inner)[...] = below - np.log(total) if log else np.exp(below) / total
+
+    def softmax_backward(self, dx, dy, y, outer, n, inner, log):
+        with _quiet():
+            dy, y = (a.stored().reshape(outer, n, inner) for a in (dy, y))
+            dx.stored().reshape(outer, n, inner)[...] = (dy - np.exp(y) * dy.sum(1, keepdims=True) if log else
+                                                         y * (dy - (dy * y).sum(1, keepdims=True)))
+
     def argmax(self, y, x):
         y.stored()[...] = x.stored().argmax(-1)
 

@@ -1,4 +1,4 @@
-"""Operations on NDArrays as launches of the strided, gemm, embedding and argmax kernels."""
+"""Operations on NDArrays as launches of the strided, gemm, softmax, embedding and argmax kernels."""
 import functools
 
 import numpy as np
@@ -63,6 +63,12 @@ class KernelOperations(Device):
     def reduce(self, op, y, x):
         self.launch(f'strided_reduce{_suffix(y)}', y, x,
                     *_layout(x.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
+
+    def softmax(self, y, x, outer, n, inner, log):
+        self.launch('softmax_forward', y, x, outer, n, inner, log)
+
+    def softmax_backward(self, dx, dy, y, outer, n, inner, log):
+        self.launch('softmax_backward', dx, dy, y, outer, n, inner, log)
 
     def argmax(self, y, x):
         self.launch('argmax', y, x, *x.shape)

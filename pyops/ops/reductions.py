@@ -117,13 +117,14 @@ class LogSoftmax(ArrayOp):
     """y = x - log sum exp(x);  dx = dy - exp(y) sum dy."""
 
     def forward(x, axis=-1):
-        below = x - bounded(x.max(axis, keepdims=True))
-        y = below - below.exp().sum(axis, keepdims=True).log()
+        y = x.log_softmax(axis)
         return y, (y, axis)
 
     def backward(dy, ctx):
         y, axis = ctx
-        return dy - y.exp() * dy.sum(axis, keepdims=True)
+        if getattr(dy, 'tape', None):           # second derivatives need ops that have a derivative
+            return dy - y.exp() * dy.sum(axis, keepdims=True)
+        return y.softmax_gradient(dy, axis, log=True)
 
     def reference(x, axis=-1):
         return x - LogSumExp.reference(x, axis, True)
@@ -135,13 +136,14 @@ class Softmax(ArrayOp):
     """y = exp(x) / sum exp(x);  dx = y (dy - sum dy y)."""
 
     def forward(x, axis=-1):
-        e = (x - bounded(x.max(axis, keepdims=True))).exp()
-        y = e / e.sum(axis, keepdims=True)
+        y = x.softmax(axis)
         return y, (y, axis)
 
     def backward(dy, ctx):
         y, axis = ctx
-        return y * (dy - (dy * y).sum(axis, keepdims=True))
+        if getattr(dy, 'tape', None):
+            return y * (dy - (dy * y).sum(axis, keepdims=True))
+        return y.softmax_gradient(dy, axis)
 
     def reference(x, axis=-1):
         e = np.exp(x - x.max(axis, keepdims=True))

@@ -309,6 +309,68 @@ def test_linear_argmax_has_the_same_words_on_any_number_of_threads():
     assert found[1] == found[2] == found[8] == (x @ weight.T + bias).argmax(1).tolist()
 
 
+SOFTMAX_SHAPES = ((1, 1, 1), (7, 3, 1), (5, 16, 1), (3, 31, 1), (70, 33, 1), (2, 1001, 1), (4, 5, 3), (1, 512, 2), (1, 513, 3),
+                  (3, 600, 15), (2, 9, 16), (2, 4, 40), (3, 5, 64), (1, 7, 200), (2, 0, 3), (0, 4, 5))     # outer, n, inner
+
+
+def softmax(x, dy, log):
+    """Return the result of the kernel and the gradient of x."""
+    y, dx = np.full_like(x, -77), np.full_like(x, -77)
+    launch('softmax_forward', y, x, *x.shape, log)
+    launch('softmax_backward', dx, dy, y, *x.shape, log)
+    return y, dx
+
+
+def softmax_reference(x, dy, log):
+    if not x.size:
+        return x, x
+    below = x - x.max(1, keepdims=True)
+    y = below - np.log(np.exp(below).sum(1, keepdims=True)) if log else np.exp(below) / np.exp(below).sum(1, keepdims=True)
+    if log:
+        return y, dy - np.exp(y) * dy.sum(1, keepdims=True)
+    return y, y * (dy - (dy * y).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize('log', [0, 1])
+@pytest.mark.parametrize('shape', SOFTMAX_SHAPES, ids=str)
+def test_softmax_along_an_axis_and_its_gradient(shape, log):
+    rng = np.random.default_rng(sum(shape))
+    x, dy = (5 * rng.standard_normal(shape)).astype('f'), rng.standard_normal(shape).astype('f')
+    for got, want in zip(softmax(x, dy, log), softmax_reference(x.astype('d'), dy.astype('d'), log), strict=True):
+        assert (np.abs(got - want) <= 3e-6 * (1 + np.abs(want) + log * np.abs(dy).sum(1, keepdims=True))).all()
+
+
+@pytest.mark.parametrize('shape', [(2, 40, 1), (3, 4, 1), (2, 5, 3), (2, 5, 32)], ids=str)
+def test_softmax_of_masked_elements_is_0_and_of_a_nan_or_infinity_nan(shape):
+    x, dy = np.random.default_rng(1).standard_normal(shape).astype('f'), np.ones(shape, 'f')
+    masked = x.copy()
+    masked[:, 1:3] = -np.inf
+    y, dx = softmax(masked, dy, 0)
+    assert (y[:, 1:3] == 0).all() and (dx[:, 1:3] == 0).all() and np.allclose(y.sum(1), 1, atol=1e-6)
+    assert np.isneginf(softmax(masked, dy, 1)[0][:, 1:3]).all()
+    for special in (np.nan, np.inf):
+        broken = x.copy()
+        broken[0, -1] = special
+        for log in (0, 1):
+            y = softmax(broken, dy, log)[0]
+            assert np.isnan(y[0]).any(0).all() and (log or np.isnan(y[0]).all()) and np.isfinite(y[1:]).all()
+    assert np.isnan(softmax(np.full(shape, -np.inf, 'f'), dy, 0)[0]).all()
+
+
+@of_threads
+def test_softmax_has_the_same_bits_for_any_number_of_threads():
+    rng, before, found = np.random.default_rng(2), backend.threads(), {}
+    cases = [(rng.standard_normal(shape).astype('f'), rng.standard_normal(shape).astype('f'), log)
+             for shape in ((3001, 33, 1), (30011, 3, 1), (4001, 7, 5), (301, 9, 100)) for log in (0, 1)]
+    try:
+        for threads in (1, 2, 3, 8):
+            backend.set_threads(threads)
+            found[threads] = b''.join(part.tobytes() for case in cases for part in softmax(*case))
+    finally:
+        backend.set_threads(before)
+    assert found[1] == found[2] == found[3] == found[8]
+
+
 def linear_topk(x, weight, bias, k):
     (V, D), R = weight.shape, len(x)
     index, logp = np.full((R, k), -1, np.int32), np.full((R, k), np.nan, 'f')

@@ -516,6 +516,23 @@ def test_nan_in_reductions():
     assert np.isnan(float(ndarray.zeros((0,)).mean()))
 
 
+@pytest.mark.parametrize('axis', [0, 1, -1, (0, 2), (1, 2), (2, 0), None], ids=str)
+def test_softmax_along_any_axes_of_any_view(axis):
+    x = np.random.default_rng(3).standard_normal((20, 7, 18)).astype('f')
+    axes = tuple(range(3)) if axis is None else axis
+    for view in (x, x.transpose(2, 0, 1), x[:, ::-2, 1:4]):
+        a = array(x).permute((2, 0, 1)) if view.shape[0] == 18 else array(view) if view is x else array(x)[:, ::-2, 1:4]
+        e = np.exp(view.astype('d') - view.max(axes, keepdims=True))
+        want = e / e.sum(axes, keepdims=True)
+        y, log_y, dy = a.softmax(axis), a.log_softmax(axis), array(view) * 2 + 1
+        assert np.allclose(y.numpy(), want, 1e-5, 1e-7) and np.allclose(log_y.numpy(), np.log(want), 1e-5, 1e-5)
+        d = dy.numpy().astype('d')
+        assert np.allclose(y.softmax_gradient(dy, axis).numpy(), want * (d - (d * want).sum(axes, keepdims=True)), 1e-4, 1e-6)
+        dx = log_y.softmax_gradient(dy, axis, log=True).numpy()
+        assert np.allclose(dx, d - want * d.sum(axes, keepdims=True), 1e-4, 1e-4)
+    assert array([1, 2]).softmax().dtype == np.float32 and array(x)[:0].softmax(0).shape == (0, 7, 18)
+
+
 def test_int32_argmax_tells_large_numbers_apart():
     x = np.array([[2**30, 2**30 + 1, 2**30 + 1], [-2**31, -2**31, -2**31]], 'i')
     same(array(x).argmax(1), x.argmax(1).astype('i'))
