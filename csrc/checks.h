@@ -35,6 +35,19 @@ static inline pyops_status check_gru(const char *who, const float *x, const int3
     return check_packed(who, offsets, T, B, N);
 }
 
+static inline pyops_status check_rnn(const char *who, const float *c0, const float *gates, const float *b_ih, const float *b_hh,
+                                     int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell) {
+    PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 1 && H >= 1,
+                  "%s: T=%lld B=%lld I=%lld H=%lld, expected T, I and H of at least 1, B of at least 0", who, LL(T), LL(B), LL(I),
+                  LL(H));
+    PYOPS_REQUIRE(cell >= PYOPS_CELL_TANH && cell <= PYOPS_CELL_LSTM, "%s: cell=%d, expected 0 to %d", who, cell,
+                  PYOPS_CELL_LSTM);
+    PYOPS_REQUIRE((cell == PYOPS_CELL_LSTM) == !!gates, "%s: cell=%d, expected gates with an LSTM, else NULL", who, cell);
+    PYOPS_REQUIRE(cell == PYOPS_CELL_LSTM || !c0, "%s: cell=%d with c0, expected NULL without an LSTM", who, cell);
+    PYOPS_REQUIRE(!b_ih == !b_hh, "%s: one of two biases, expected both or none", who);
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_gru_step(const char *who, int64_t B, int64_t H, int32_t stage) {
     PYOPS_REQUIRE(B >= 0 && H >= 1, "%s: B=%lld H=%lld, expected B >= 0, H >= 1", who, LL(B), LL(H));
     PYOPS_REQUIRE(stage >= PYOPS_GRU_AFTER && stage <= PYOPS_GRU_BEFORE_2, "%s: stage=%d, expected 0 to %d", who, stage,

@@ -455,6 +455,38 @@ PYOPS_API pyops_status pyops_gru_gates_backward(
     float *dh, float *da, float *dp, const float *dy, const float *du, const float *gates, const float *h_prev,
     int64_t B, int64_t H, int32_t stage, void *stream);
 
+/* ---- LSTM and simple recurrent network over a whole sequence -----------------------------
+ * For t = 0 .. T-1, with h[-1] = h0 and c[-1] = c0 (zeros where they are NULL):
+ *   a = x[t] w_ih' + b_ih + h[t-1] w_hh' + b_hh           G blocks of H columns
+ *   TANH, RELU (G = 1)   h[t] = tanh(a) or max(a, 0)
+ *   LSTM (G = 4)         i = sigmoid(a_i);   f = sigmoid(a_f);   g = tanh(a_g);   o = sigmoid(a_o)
+ *                        c[t] = f c[t-1] + i g;   h[t] = o tanh(c[t])
+ * x, dx (T,B,I)   h0, dh0, c0, dc0 (B,H)   w_ih, dw_ih (GH,I)   w_hh, dw_hh (GH,H)   b_ih, b_hh, db_ih, db_hh (GH) or NULL
+ * y, dy: h (T,B,H);  LSTM: h and c (2,T,B,H), and dy is the gradient of every h[t] and c[t]
+ * gates (T,B,4H) = i, f, g, o, saved for backward; NULL without an LSTM   dgates (T,B,GH): the gradient of a
+ * dx, dh0 and dc0 may be NULL if they are not needed.  dx, dh0, dc0 and dgates are overwritten, the others are added to.
+ * lengths (B) int32 in [0,T], or NULL: sequence b has lengths[b] steps.  In later steps y, gates, dgates and dx are 0, and dy
+ * is ignored.  There the CPU does not read x; on a GPU it must be finite.
+ * Elman 1990; Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.  Gates are ordered as in PyTorch.
+ */
+typedef enum { PYOPS_CELL_TANH = 0, PYOPS_CELL_RELU, PYOPS_CELL_LSTM } pyops_cell;
+PYOPS_API pyops_status pyops_rnn_forward(
+    float *y, float *gates,
+    const float *x, const float *h0, const float *c0, const int32_t *lengths,
+    const float *w_ih, const float *w_hh, const float *b_ih, const float *b_hh,
+    float *work,
+    int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell, void *stream);
+PYOPS_API int64_t pyops_rnn_forward_work(int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell);
+PYOPS_API pyops_status pyops_rnn_backward(
+    float *dx, float *dh0, float *dc0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh, float *dgates,
+    const float *dy,
+    const float *x, const float *h0, const float *c0, const int32_t *lengths,
+    const float *w_ih, const float *w_hh,
+    const float *y, const float *gates,
+    float *work,
+    int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell, void *stream);
+PYOPS_API int64_t pyops_rnn_backward_work(int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell);
+
 /* ---- scaled dot-product attention, several heads --------------------------------------------
  * For each b, head h, query i:
  *   s[i,j] = q[i,b,h,:] . k[j,b,h,:] / sqrt(C)     over the keys j that i may see: j < lengths[b], and with causal

@@ -17,6 +17,8 @@ from pyops.autograd.mode import is_interpreted
 from pyops.ops import (
     GELU,
     GRU,
+    LSTM,
+    RNN,
     Attention,
     ConcatContext,
     CrossEntropy,
@@ -352,6 +354,36 @@ def gru(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numb
     x = tensor(x)
     return apply(GRU, x, None if h0 is None else tensor(h0, x), None if lengths is None else tensor(lengths, x),
                  **parameters, reset_before=reset_before)
+
+
+def lstm(x: Numbers, h0: Numbers | None, c0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numbers | None = None,
+         b_hh: Numbers | None = None, lengths: Numbers | None = None) -> tuple[Tensor, Tensor]:
+    """Return h and c (T, B, H) of an LSTM for all steps; without lengths, h[-1] and c[-1] are the final states.
+
+    x (T, B, I), h0 and c0 (B, H) or None for zeros, w_ih (4H, I), w_hh (4H, H), b_ih and b_hh (4H,) or None; lengths as in gru.
+    See pyops.ops.LSTM.
+    """
+    x = tensor(x)
+    states = (None if state is None else tensor(state, x) for state in (h0, c0, lengths))
+    y = apply(LSTM, x, *states, **_recurrent_parameters(w_ih, w_hh, b_ih, b_hh))
+    return y[0], y[1]
+
+
+def rnn(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numbers | None = None, b_hh: Numbers | None = None,
+        nonlinearity: str = 'tanh', lengths: Numbers | None = None) -> Tensor:
+    """Return h (T, B, H) of a simple recurrent network; without lengths, h[-1] is the final state.  See pyops.ops.RNN.
+
+    x (T, B, I), h0 (B, H) or None for zeros, w_ih (H, I), w_hh (H, H), b_ih and b_hh (H,) or None; nonlinearity 'tanh' or
+    'relu'; lengths as in gru
+    """
+    x = tensor(x)
+    states = (None if state is None else tensor(state, x) for state in (h0, lengths))
+    return apply(RNN, x, *states, **_recurrent_parameters(w_ih, w_hh, b_ih, b_hh), nonlinearity=nonlinearity)
+
+
+def _recurrent_parameters(w_ih: Numbers, w_hh: Numbers, b_ih: Numbers | None, b_hh: Numbers | None) -> dict[str, Tensor | None]:
+    biases = dict(b_ih=None if b_ih is None else tensor(b_ih), b_hh=None if b_hh is None else tensor(b_hh))
+    return dict(w_ih=tensor(w_ih), w_hh=tensor(w_hh), **biases)
 
 
 def attention(q: Numbers, k: Numbers, v: Numbers, heads: int, causal: bool = False, lengths: Numbers | None = None,

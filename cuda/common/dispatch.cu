@@ -64,7 +64,8 @@ static const char *const WHO[] = {"embedding_forward",
                                   "embedding_linear_forward",
                                   "pad_rows",
                                   "unpad_rows",
-                                  "gather_rows"};
+                                  "gather_rows",
+                                  "rnn_forward"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {

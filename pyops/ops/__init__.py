@@ -31,7 +31,9 @@ from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 from pyops.ops.residual_norm import ResidualNorm
+from pyops.ops.rnn import LSTM, RNN
 
-__all__ = ['GELU', 'GRU', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU',
-           'FeedForward', 'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU',
+__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding',
+           'EmbeddingGRU', 'FeedForward',
+           'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU',
            'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']

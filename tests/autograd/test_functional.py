@@ -74,6 +74,15 @@ TWO = [(3,), (3,)], [(2, 3, 4), (3, 1)], [(), (2, 2)], [(4, 1), (1, 5)], [(2, 0)
 IDS = np.array([[1, 3, 1], [0, 1, 4]], np.int32)
 LABELS = np.array([[1, -100, 2], [0, 4, -100]], np.int32)
 
+def lstm_of_torch(torch, x, h, c, *weights):
+    """Return h and c of all steps."""
+    states = []
+    for x_t in x:
+        h, c = torch.lstm_cell(x_t, (h, c), *weights)
+        states.append((h, c))
+    return [torch.stack(steps) for steps in zip(*states, strict=True)]
+
+
 CASES = [
     # element by element
     *case('add', lambda F, a, b: a + b, lambda torch, a, b: a + b, *TWO),
@@ -196,6 +205,18 @@ CASES = [
     *case('gru-last-state', lambda F, x, *w: F.gru(x, None, *w)[-1],
           lambda torch, x, *w: torch.gru(x, x.new_zeros(1, 2, 5), w, True, 1, 0.0, False, False, False)[0][-1],
           [(3, 2, 4), (15, 4), (15, 5), (15,), (15,)], second=False),
+    *case('lstm', lambda F, x, h, c, *w: F.cat(F.lstm(x, h, c, *w)),
+          lambda torch, x, h, c, *w: torch.cat(lstm_of_torch(torch, x, h, c, *w)),
+          [(3, 2, 4), (2, 5), (2, 5), (20, 4), (20, 5), (20,), (20,)], [(1, 2, 4), (2, 5), (2, 5), (20, 4), (20, 5)],
+          second=False),
+    *case('lstm-output-alone', lambda F, x, *w: F.lstm(x, None, None, *w)[0],
+          lambda torch, x, *w: lstm_of_torch(torch, x, x.new_zeros(2, 5), x.new_zeros(2, 5), *w)[0],
+          [(3, 2, 4), (20, 4), (20, 5)], second=False),
+    *(one for which in ('tanh', 'relu')
+      for one in case(f'rnn-{which}', lambda F, x, h, *w, which=which: F.rnn(x, h, *w, nonlinearity=which),
+                      lambda torch, x, h, *w, which=which: getattr(torch, f'rnn_{which}')(
+                          x, h[None], w, len(w) == 4, 1, 0.0, False, False, False)[0],
+                      [(3, 2, 4), (2, 5), (5, 4), (5, 5), (5,), (5,)], [(3, 2, 4), (2, 5), (5, 4), (5, 5)], second=False)),
     *alike('scaled_dot_product_attention', [(3, 4), (5, 4), (5, 2)], [(2, 3, 4, 5), (2, 3, 6, 5), (2, 3, 6, 2)],
            theirs='nn.functional.scaled_dot_product_attention'),
     *case('causal-attention', lambda F, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),

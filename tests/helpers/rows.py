@@ -18,6 +18,8 @@ from pyops.differences import every_op, settings_of
 from pyops.ops import (
     GELU,
     GRU,
+    LSTM,
+    RNN,
     Attention,
     BatchNorm,
     ConcatContext,
@@ -430,6 +432,45 @@ class GRURow:
         return torch.stack(out)
 
 
+class RecurrentRow:
+    """LSTM and RNN.  settings: of RNN."""
+    sizes = ((1, 1, 1, 1), (2, 3, 4, 5), (3, 7, 17, 16), (4, 13, 8, 33), (9, 24, 40, 64))         # T, B, I, H
+    large = (9, 251, 40, 64)
+
+    def __init__(self, op, with_states=True, with_lengths=False, bias=True, **settings):
+        words = [op.__name__.lower(), *settings.values(), *['no-states'] * (not with_states),
+                 *['lengths'] * with_lengths, *['no-bias'] * (not bias)]
+        self.name = '-'.join(words)
+        self.op, self.with_states, self.with_lengths, self.bias, self.settings = op, with_states, with_lengths, bias, settings
+
+    def build(self, size, rng):
+        T, B, I, H = size
+        scale, rows = 1 / np.sqrt(H), self.op.GATES * H
+        params = dict(w_ih=normal(rng, rows, I, scale=scale), w_hh=normal(rng, rows, H, scale=scale))
+        if self.bias:
+            params |= dict(b_ih=normal(rng, rows), b_hh=normal(rng, rows))
+        inputs = dict(x=normal(rng, T, B, I))
+        if self.with_states:
+            inputs |= {name: normal(rng, B, H) for name in ('h0', 'c0')[:self.op.STATES]}
+        return Built(lambda **p: self.op(**p, **self.settings), inputs, params, GRURow.lengths(self, T, B, rng))
+
+    def torch(self, torch, x, w_ih, w_hh, b_ih=None, b_hh=None, h0=None, c0=None, lengths=None):
+        H = w_hh.shape[1]
+        h, c = (torch.zeros(x.shape[1], H, dtype=torch.float64) if state is None else state for state in (h0, c0))
+        cell = self.settings.get('nonlinearity', 'tanh') if self.op.STATES == 1 else 'lstm'
+        states = []
+        for x_t in x:
+            if cell == 'lstm':
+                h, c = torch.lstm_cell(x_t, (h, c), w_ih, w_hh, b_ih, b_hh)
+            else:
+                h = getattr(torch, f'rnn_{cell}_cell')(x_t, h, w_ih, w_hh, b_ih, b_hh)
+            states.append(torch.stack([h, c][:self.op.STATES]))
+        y = torch.stack(states, 1)
+        if lengths is not None:
+            y = y * (torch.arange(len(x))[:, None, None] < lengths[:, None])
+        return y if self.op.STATES == 2 else y[0]
+
+
 class EmbeddingGRURow:
     """False for context, with_h0 or with_lengths omits that argument."""
     sizes = ((1, 1, 1, 1, 1, 1), (2, 3, 4, 5, 3, 2), (3, 7, 17, 6, 10, 16), (9, 24, 40, 24, 16, 64),
@@ -779,6 +820,9 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          EmbeddingGRURow(False, False, False),
          *(GRURow(before, True, True) for before in (False, True)),
          *(EmbeddingGRURow(before, True, True, True) for before in (False, True)),
+         *(RecurrentRow(op, **settings) for op, settings in ((LSTM, {}), (RNN, {}), (RNN, dict(nonlinearity='relu')))),
+         *(RecurrentRow(op, False) for op in (LSTM, RNN)), *(RecurrentRow(op, bias=False) for op in (LSTM, RNN)),
+         *(RecurrentRow(op, with_lengths=True) for op in (LSTM, RNN)),
          *(row(with_dropout) for row in (ResidualRow, ResidualNormRow) for with_dropout in (False, True)),
          LinearOfSequencesRow(), LinearWithoutBiasRow(), FeedForwardRow(), LayerNormRow(),
          *(SmoothFeedForwardRow(activation) for activation in ('silu', 'gelu')),

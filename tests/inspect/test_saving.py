@@ -439,6 +439,52 @@ def test_the_time_steps_of_a_gru_are_those_of_two_linear_layers_in_torch(torch, 
     assert len(found) == 2 * (4 * T + 4)
 
 
+@pytest.mark.parametrize('cell', ['lstm', 'tanh', 'relu'])
+def test_the_time_steps_of_an_lstm_or_rnn_are_those_of_two_linear_layers_in_torch(torch, cell):
+    rng, (T, B, I, H) = np.random.default_rng(0), (4, 3, 5, 6)
+    rows, states = (4 * H, 2) if cell == 'lstm' else (H, 1)
+    shapes = {'rnn.w_ih': (rows, I), 'rnn.w_hh': (rows, H), 'rnn.b_ih': (rows,), 'rnn.b_hh': (rows,)}
+    params = Parameters({name: Spec(shape, lambda g, shape: rng.standard_normal(shape).astype('f'))
+                         for name, shape in shapes.items()})
+    weights = [params[name] for name in shapes]
+    op = ops.LSTM(*weights) if cell == 'lstm' else ops.RNN(*weights, nonlinearity=cell)
+    x, h0, c0, dy = (rng.standard_normal(shape).astype('f') for shape in ((T, B, I), (B, H), (B, H), (states, T, B, H)))
+    arrays = dict(x=put(x), h0=put(h0)) | (dict(c0=put(c0)) if states == 2 else {})
+    upstream = put(dy if states == 2 else dy[0])
+    with Plan(params, run=False, dy=upstream, **arrays) as plan:
+        params.zero_grads()
+        _, ctx = op.forward(*arrays.values())
+        plan.boundary()
+        op.backward(upstream, ctx)
+    found = look_at(plan)
+
+    w_ih, w_hh, b_ih, b_hh = (torch.tensor(get(p.value), dtype=torch.float64) for p in weights)
+    h, c = (torch.tensor(state, dtype=torch.float64, requires_grad=True) for state in (h0, c0))
+    steps, loss = [], 0
+    for t in range(T):
+        before, xt = h * 1.0, torch.tensor(x[t], dtype=torch.float64, requires_grad=True)
+        of_x, of_h = xt @ w_ih.T + b_ih, before @ w_hh.T + b_hh
+        if cell == 'lstm':
+            i, f, g, o = (of_x + of_h).chunk(4, 1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            loss = loss + (c * torch.tensor(dy[1, t])).sum()
+        else:
+            h = getattr(torch, cell)(of_x + of_h)
+        loss = loss + (h * torch.tensor(dy[0, t])).sum()
+        for one in (before, xt, of_x, of_h):
+            one.retain_grad()
+        steps.append((('ih', xt, of_x), ('hh', before, of_h)))
+    loss.backward()
+    for t, layers in enumerate(steps):
+        for layer, of, y in layers:
+            for operation, name, want in (('forward', 'input', of), ('forward', 'output', y),
+                                          ('backward', 'grad_output', y.grad), ('backward', 'grad_input', of.grad)):
+                np.testing.assert_allclose(found[f'rnn.{layer}', operation, name, t][1], want.detach().numpy(), rtol=2e-4,
+                                           atol=2e-5, err_msg=f'{layer} {operation} {name} {t}')
+    assert len(found) == 2 * (4 * T + 4)
+
+
 @pytest.mark.parametrize('way', ['step', 'gradients', 'forward'])
 def test_the_layers_of_a_network_that_is_one_op_are_those_of_its_parts(way):
     step, adam, params, inputs = of_mnist()
