@@ -1,39 +1,28 @@
-"""Recurrent layers on time-major sequences: x (T, B, I) -> h (T, B, H).
+"""Recurrent layers and their cells.  Arguments, parameters and the order of gates match PyTorch's.
 
-Names and shapes of parameters and the order of gates match PyTorch's.
+A layer reads sequences x (T, B, I), or (B, T, I) with batch_first, and runs one kernel per layer and direction.
 """
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from pyops import functional as F
-from pyops import init, ndarray, ops
-from pyops.autograd import Tensor, apply
+from pyops import init, ndarray
+from pyops.autograd import Tensor
 from pyops.nn.layers import Dropout
 from pyops.nn.module import Layer, Parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from pyops.typing import Numbers, Shape
-
-
-def _weights(module: Layer, gates: int, input_size: int, hidden_size: int, suffix: str = '') -> None:
-    """Add parameters weight_ih, weight_hh, bias_ih, bias_hh with H rows per gate to a module, uniform in +-H^-0.5."""
-    bound, H = hidden_size ** -0.5, hidden_size
-    for name, shape in (('weight_ih', (gates * H, input_size)), ('weight_hh', (gates * H, H)),
-                        ('bias_ih', (gates * H,)), ('bias_hh', (gates * H,))):
-        setattr(module, name + suffix, Parameter(shape, init.uniform(-bound, bound)))
+    from pyops.typing import Shape
 
 
-def _linear(x: Numbers, weight: Parameter, bias: Parameter) -> Tensor:
-    """Return x weight' + bias for one step of a sequence, or for all steps."""
-    return apply(ops.Linear, F.tensor(x), weight=weight, bias=bias, steps=True)
-
-
-def _zeros(x: Tensor, hidden_size: int) -> Tensor:
-    """Return the initial state (B, H) for x (B, I): zeros."""
-    return Tensor(ndarray.zeros((x.shape[0], hidden_size), device=x.device))
+def _check_flags(who: str, **flags: Any) -> None:
+    """Raise TypeError unless each flag is a bool: an argument in the wrong place is usually a number."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f'{who}: {name}: expected True or False, got {flag!r}; pass later arguments by name')
 
 
 def _check_states(states: Sequence[Any], shape: Shape, most: int) -> None:
@@ -56,144 +45,195 @@ def _pair(states: tuple[Any, ...]) -> tuple[Any, ...]:
     return states
 
 
-class _Cell(Layer):
-    """A single step.  A subclass sets the number of gates and defines step()."""
-    GATES, STATES = 1, 1
-    weight_ih: Parameter
-    weight_hh: Parameter
-    bias_ih: Parameter
-    bias_hh: Parameter
-    step: Callable[..., Any]
+def _settings(layer: Any, **defaults: Any) -> str:
+    """Return the sizes and the arguments that differ from their defaults."""
+    given = [f'{name}={getattr(layer, name)!r}' for name, default in defaults.items()
+             if getattr(layer, name, default) != default]
+    return ', '.join([f'{layer.input_size}, {layer.hidden_size}', *given])
 
-    def __init__(self, input_size: int, hidden_size: int) -> None:
-        self.input_size, self.hidden_size = input_size, hidden_size
-        _weights(self, self.GATES, input_size, hidden_size)
+
+class _Weights(Layer):
+    """Base of layers and cells.  GATES: blocks of H rows in each weight;  STATES: 2 for h and c, else 1."""
+    GATES, STATES = 1, 1
+    hidden_size: int
+    bias: bool
+
+    def add_weights(self, input_size: int, suffix: str = '') -> None:
+        """Add weight_ih, weight_hh and, with bias, bias_ih, bias_hh, uniform in +-H^-0.5."""
+        H = self.hidden_size
+        shapes: dict[str, Shape] = {'weight_ih': (self.GATES * H, input_size), 'weight_hh': (self.GATES * H, H)}
+        if self.bias:
+            shapes |= {'bias_ih': (self.GATES * H,), 'bias_hh': (self.GATES * H,)}
+        for name, shape in shapes.items():
+            setattr(self, name + suffix, Parameter(shape, init.uniform(-H ** -0.5, H ** -0.5)))
+
+    def weights(self, suffix: str = '') -> list[Any]:
+        """Return weight_ih, weight_hh, bias_ih, bias_hh; None for a bias that the layer does not have."""
+        return [getattr(self, name + suffix) for name in ('weight_ih', 'weight_hh')] + [
+            getattr(self, name + suffix) if self.bias else None for name in ('bias_ih', 'bias_hh')]
+
+    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+        """Run one layer on x (T, B, I) from states (B, H).  Return h and, for an LSTM, c of all steps."""
+        raise NotImplementedError
+
+
+class _RNN(_Weights):
+    nonlinearity: str
+
+    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+        h, = states
+        w_ih, w_hh, b_ih, b_hh = weights
+        return F.rnn(x, h, w_ih, w_hh, b_ih, b_hh, self.nonlinearity),
+
+    def set_nonlinearity(self, nonlinearity: str) -> None:
+        if nonlinearity not in ('tanh', 'relu'):
+            raise ValueError(f"{type(self).__name__}: nonlinearity: {nonlinearity!r}, expected 'tanh' or 'relu'")
+        self.nonlinearity = nonlinearity
+
+
+class _LSTM(_Weights):
+    GATES, STATES = 4, 2
+
+    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+        h, c = states
+        return F.lstm(x, h, c, *weights)
+
+
+class _GRU(_Weights):
+    GATES = 3
+
+    def run(self, weights: list[Any], x: Tensor, *states: Any) -> tuple[Tensor, ...]:
+        h, = states
+        w_ih, w_hh, b_ih, b_hh = weights
+        if not self.bias:                       # the kernel always adds biases
+            b_ih = b_hh = Tensor(ndarray.zeros((w_hh.shape[0],), device=x.device))
+        return F.gru(x, h, w_ih, w_hh, b_ih, b_hh),
+
+
+# ---- cells: one step ---------------------------------------------------------------------------------------------------
+
+class _Cell(_Weights):
+    """Base of the cells: x (B, I), states (B, H) or None for zeros."""
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True) -> None:
+        _check_flags(type(self).__name__, bias=bias)
+        self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
+        self.add_weights(input_size)
 
     def forward_tensors(self, x: Tensor, *states: Any) -> Any:
         if x.ndim != 2 or x.shape[1] != self.input_size:
             raise ValueError(f'x: expected shape (B, {self.input_size}), got {x.shape}')
         _check_states(states, (x.shape[0], self.hidden_size), self.STATES)
-        return self.step(x, *states)
+        states = (*states, *[None] * (self.STATES - len(states)))
+        results = tuple(y[0] for y in self.run(self.weights(), x.unsqueeze(0), *states))
+        return results if self.STATES > 1 else results[0]
 
     def settings(self) -> str:
-        return f'{self.input_size}, {self.hidden_size}'
+        return _settings(self, bias=True, nonlinearity='tanh')
 
 
-class RNNCell(_Cell):
-    """h' = tanh(x weight_ih' + bias_ih + h weight_hh' + bias_hh);  x (B, I), h (B, H) or None for zeros."""
+class RNNCell(_RNN, _Cell):
+    """h' = tanh(x weight_ih' + bias_ih + h weight_hh' + bias_hh), or max(., 0) with nonlinearity='relu'."""
 
-    def step(self, x: Tensor, h: Tensor | None = None) -> Any:
-        h = _zeros(x, self.hidden_size) if h is None else h
-        return F.tanh(_linear(x, self.weight_ih, self.bias_ih) + _linear(h, self.weight_hh, self.bias_hh))
-
-
-class GRUCell(_Cell):
-    """One step of GRU: return h' for x (B, I) and h (B, H) or None for zeros."""
-    GATES = 3
-
-    def step(self, x: Tensor, h: Tensor | None = None) -> Any:
-        return F.gru(x.unsqueeze(0), h, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh).squeeze(0)
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = 'tanh') -> None:
+        self.set_nonlinearity(nonlinearity)
+        super().__init__(input_size, hidden_size, bias)
 
 
-class LSTMCell(_Cell):
+class LSTMCell(_LSTM, _Cell):
     """(h', c') = cell(x (B, I), (h, c) or None), states (B, H); see LSTM for the formulas; on arrays cell.forward(x, h, c)."""
-    GATES, STATES = 4, 2
 
     def forward_tensors(self, x: Tensor, *states: Any) -> Any:
         return super().forward_tensors(x, *_pair(states))
 
-    def step(self, x: Tensor, h: Tensor | None = None, c: Tensor | None = None) -> Any:
-        h, c = (_zeros(x, self.hidden_size) if state is None else state for state in (h, c))
-        return _lstm_step(_linear(x, self.weight_ih, self.bias_ih), h, c, self.weight_hh, self.bias_hh)
+
+class GRUCell(_GRU, _Cell):
+    """One step of GRU: return h' for x (B, I) and h (B, H) or None for zeros."""
 
 
-def _lstm_step(a: Tensor, h: Tensor, c: Tensor, weight_hh: Parameter, bias_hh: Parameter) -> tuple[Tensor, Tensor]:
-    i, f, g, o = F.split(a + _linear(h, weight_hh, bias_hh), h.shape[-1], -1)
-    c = F.sigmoid(f) * c + F.sigmoid(i) * F.tanh(g)
-    return F.sigmoid(o) * F.tanh(c), c
+# ---- layers: whole sequences -------------------------------------------------------------------------------------------
 
+class _Recurrent(_Weights):
+    """Base of the layers.  Returns the output (T, B, D H) and the last state(s) (L D, B, H), for L layers and D directions.
 
-class _Recurrent(Layer):
-    """Base of the multi-layer recurrent layers.  Returns the output and the last state(s) of each layer (L, B, H).
-
-    dropout: applied between layers during training
+    bias: False: no biases.  batch_first: x and the output are (B, T, ...); states are not.
+    dropout: applied to the output of each layer but the last, during training.
+    bidirectional: D = 2; a second network reads the sequence from its end, and the output is both side by side.
     """
-    GATES, STATES = 1, 1
-    run: Callable[..., tuple[Tensor, ...]]      # of one layer: (layer, x, *states) -> output and last states
 
-    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, dropout: float = 0.0) -> None:
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
+                 dropout: float = 0.0, bidirectional: bool = False) -> None:
+        name = type(self).__name__
+        _check_flags(name, bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         if num_layers < 1:
-            raise ValueError(f'{type(self).__name__}: num_layers: expected 1 or more, got {num_layers}')
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        for layer in range(num_layers):
-            _weights(self, self.GATES, hidden_size if layer else input_size, hidden_size, f'_l{layer}')
+            raise ValueError(f'{name}: num_layers: expected 1 or more, got {num_layers}')
+        self.input_size, self.hidden_size, self.num_layers, self.bias = input_size, hidden_size, num_layers, bias
+        self.batch_first, self.dropout, self.bidirectional = batch_first, dropout, bidirectional
+        for layer, suffixes in enumerate(self.suffixes()):
+            for suffix in suffixes:
+                self.add_weights(hidden_size * len(suffixes) if layer else input_size, suffix)
         self.dropouts = [Dropout(dropout) for _ in range(num_layers - 1)] if dropout else []
 
-    def weights(self, layer: int) -> list[Parameter]:
-        return [getattr(self, f'{name}_l{layer}') for name in ('weight_ih', 'weight_hh', 'bias_ih', 'bias_hh')]
+    def suffixes(self) -> list[list[str]]:
+        """Return for each layer the ends of the parameter names of each direction."""
+        directions = ('', '_reverse') if self.bidirectional else ('',)
+        return [[f'_l{layer}{direction}' for direction in directions] for layer in range(self.num_layers)]
 
     def forward_tensors(self, x: Tensor, *states: Any) -> Any:
-        if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[0]:
-            raise ValueError(f'x: expected shape (T, B, {self.input_size}) with T >= 1, got {x.shape}')
-        _check_states(states, (self.num_layers, x.shape[1], self.hidden_size), self.STATES)
+        T = 1 if self.batch_first else 0
+        if x.ndim != 3 or x.shape[2] != self.input_size or not x.shape[T]:
+            axes = 'B, T' if self.batch_first else 'T, B'
+            raise ValueError(f'x: expected shape ({axes}, {self.input_size}) with T >= 1, got {x.shape}')
+        if self.batch_first:
+            x = x.transpose(0, 1)
+        _check_states(states, (self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size), self.STATES)
         states = (*states, *[None] * (self.STATES - len(states)))
-        last = []
-        for layer in range(self.num_layers):
-            x, *ends = self.run(layer, x, *(state if state is None else state[layer] for state in states))
-            last.append(ends)
+        last: list[list[Tensor]] = []
+        for layer, suffixes in enumerate(self.suffixes()):
+            outputs = []
+            for reverse, suffix in enumerate(suffixes):
+                first = [state if state is None else state[len(last)] for state in states]
+                results = self.run(self.weights(suffix), x.flip(0) if reverse else x, *first)
+                last.append([y[-1] for y in results])
+                outputs.append(results[0].flip(0) if reverse else results[0])
+            x = outputs[0] if len(outputs) == 1 else F.cat(outputs, -1)
             if self.dropouts and layer + 1 < self.num_layers:
                 x = self.dropouts[layer](x)
-        return x, *(F.stack(ends) for ends in zip(*last, strict=True))
+        output = x.transpose(0, 1) if self.batch_first else x
+        return output, *(F.stack(ends) for ends in zip(*last, strict=True))
 
     def settings(self) -> str:
-        return f'{self.input_size}, {self.hidden_size}' + (f', num_layers={self.num_layers}' if self.num_layers > 1 else '')
+        return _settings(self, num_layers=1, nonlinearity='tanh', bias=True, batch_first=False, dropout=0.0,
+                         bidirectional=False)
 
 
-class RNN(_Recurrent):
-    """h[t] = tanh(x[t] weight_ih' + bias_ih + h[t-1] weight_hh' + bias_hh).
+class RNN(_RNN, _Recurrent):
+    """h[t] = tanh(x[t] weight_ih' + bias_ih + h[t-1] weight_hh' + bias_hh), or max(., 0) with nonlinearity='relu'.
 
-    output (T, B, H), h_n (L, B, H) = rnn(x (T, B, I), h_0 (L, B, H) or None)
+    output (T, B, D H), h_n (L D, B, H) = rnn(x (T, B, I), h_0 (L D, B, H) or None).  See pyops.ops.RNN.
     """
 
-    def run(self, layer: int, x: Tensor, h: Tensor | None) -> tuple[Tensor, ...]:
-        weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
-        h, out = _zeros(x[0], self.hidden_size) if h is None else h, []
-        for a in F.unbind(_linear(x, weight_ih, bias_ih)):         # one product for the inputs of all steps
-            h = F.tanh(a + _linear(h, weight_hh, bias_hh))
-            out.append(h)
-        return F.stack(out), h
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, nonlinearity: str = 'tanh', bias: bool = True,
+                 batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False) -> None:
+        self.set_nonlinearity(nonlinearity)
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
 
 
-class LSTM(_Recurrent):
+class LSTM(_LSTM, _Recurrent):
     """With a = x[t] weight_ih' + bias_ih + h[t-1] weight_hh' + bias_hh in four blocks i, f, g, o:
 
-    c[t] = sigmoid(f) c[t-1] + sigmoid(i) tanh(g);  h[t] = sigmoid(o) tanh(c[t]).  Hochreiter and Schmidhuber 1997.
-    output (T, B, H), (h_n, c_n) = lstm(x (T, B, I), (h_0, c_0) or None), states (L, B, H); on arrays lstm.forward(x, h_0, c_0)
+    c[t] = sigmoid(f) c[t-1] + sigmoid(i) tanh(g);  h[t] = sigmoid(o) tanh(c[t]).  See pyops.ops.LSTM.
+    output (T, B, D H), (h_n, c_n) = lstm(x (T, B, I), (h_0, c_0) or None), states (L D, B, H).  On arrays:
+    lstm.forward(x, h_0, c_0)
     """
-    GATES, STATES = 4, 2
 
     def forward_tensors(self, x: Tensor, *states: Any) -> Any:
         output, h_n, c_n = super().forward_tensors(x, *_pair(states))
         return output, (h_n, c_n)
 
-    def run(self, layer: int, x: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, ...]:
-        weight_ih, weight_hh, bias_ih, bias_hh = self.weights(layer)
-        h, c = (_zeros(x[0], self.hidden_size) if state is None else state for state in (h, c))
-        out = []
-        for a in F.unbind(_linear(x, weight_ih, bias_ih)):
-            h, c = _lstm_step(a, h, c, weight_hh, bias_hh)
-            out.append(h)
-        return F.stack(out), h, c
 
+class GRU(_GRU, _Recurrent):
+    """The op of docs/gru.md, reset gate after the product.
 
-class GRU(_Recurrent):
-    """The op of docs/gru.md, reset gate after the product: one kernel for the whole sequence.
-
-    output (T, B, H), h_n (L, B, H) = gru(x (T, B, I), h_0 (L, B, H) or None)
+    output (T, B, D H), h_n (L D, B, H) = gru(x (T, B, I), h_0 (L D, B, H) or None)
     """
-    GATES = 3
-
-    def run(self, layer: int, x: Tensor, h: Tensor | None) -> tuple[Tensor, ...]:
-        w_ih, w_hh, b_ih, b_hh = self.weights(layer)
-        output = apply(ops.GRU, x, h, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh)
-        return output, output[-1]

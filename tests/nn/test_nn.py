@@ -92,6 +92,21 @@ TABLE = [
         twin_inputs=lambda x, h, c: (x, (h, c))),
     Row('lstm-from-zeros', lambda: nn.LSTM(4, 5), lambda t: t.LSTM(4, 5), (normal(1, 3, 4),),
         no_gradient=('weight_hh_l0',)),
+    Row('rnn_cell-relu-no-bias', lambda: nn.RNNCell(4, 5, False, 'relu'), lambda t: t.RNNCell(4, 5, False, 'relu'),
+        (normal(3, 4), normal(3, 5))),
+    Row('gru_cell-no-bias', lambda: nn.GRUCell(4, 5, False), lambda t: t.GRUCell(4, 5, False), (normal(3, 4), normal(3, 5))),
+    Row('lstm_cell-no-bias', lambda: nn.LSTMCell(4, 5, False), lambda t: t.LSTMCell(4, 5, False),
+        (normal(3, 4), normal(3, 5), normal(3, 5)), twin_inputs=lambda x, h, c: (x, (h, c))),
+    Row('rnn-relu', lambda: nn.RNN(4, 5, 2, 'relu'), lambda t: t.RNN(4, 5, 2, 'relu'), (normal(6, 3, 4), normal(2, 3, 5))),
+    *(Row(f'{name.lower()}-{words}', lambda name=name, options=options: getattr(nn, name)(4, 5, 2, **options),
+          lambda t, name=name, options=options: getattr(t, name)(4, 5, 2, **options),
+          (normal(6, 3, 4), *[normal(states, 3, 5)] * (1 + (name == 'LSTM'))),
+          twin_inputs=lambda x, *states: (x, states if len(states) > 1 else states[0]))
+      for name in ('RNN', 'LSTM', 'GRU')
+      for words, states, options in (('no-bias', 2, dict(bias=False)), ('bidirectional', 4, dict(bidirectional=True)))),
+    *(Row(f'{name.lower()}-batch-first', lambda name=name: getattr(nn, name)(4, 5, 2, batch_first=True, bidirectional=True),
+          lambda t, name=name: getattr(t, name)(4, 5, 2, batch_first=True, bidirectional=True), (normal(3, 6, 4),))
+      for name in ('RNN', 'LSTM', 'GRU')),
     Row('attention', lambda: nn.MultiHeadAttention(8, 2), lambda t: t.MultiheadAttention(8, 2),
         (normal(5, 3, 8), normal(6, 3, 8), normal(6, 3, 8)), output=lambda y: y[0]),
     Row('attention-masked', lambda: nn.MultiHeadAttention(8, 4, bias=False), lambda t: t.MultiheadAttention(8, 4, bias=False),
@@ -207,8 +222,8 @@ def test_attention_to_sentences_of_unlike_lengths(is_causal, torch):
         layer(Tensor(x), lengths=lengths, attn_mask=MASK)
 
 
-@pytest.mark.parametrize('make', [lambda: nn.MultiHeadAttention(8, 2, dropout=0.5), lambda: nn.GRU(8, 6, 2, 0.5),
-                                  lambda: nn.LSTM(8, 6, 2, 0.5), lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.5)])
+@pytest.mark.parametrize('make', [lambda: nn.MultiHeadAttention(8, 2, dropout=0.5), lambda: nn.GRU(8, 6, 2, dropout=0.5),
+                                  lambda: nn.LSTM(8, 6, 2, dropout=0.5), lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.5)])
 def test_layers_with_dropout_inside_drop_in_training_alone(make):
     layer, plain, x = make().reset_parameters(1), make().reset_parameters(1), Tensor(normal(5, 3, 8))
     first, second = (flat(layer(x))[0].numpy() for _ in range(2))
@@ -695,6 +710,34 @@ def test_modules_are_printed_as_a_tree():
 def test_errors_name_the_layer(call, model, shape, error, text):
     with pytest.raises(error, match=text):
         call(model(), normal(*shape))
+
+
+@pytest.mark.parametrize('name', ['RNN', 'LSTM', 'GRU', 'RNNCell', 'LSTMCell', 'GRUCell'])
+def test_recurrent_parameters_have_the_names_shapes_and_order_of_torch(torch, name):
+    is_cell = name.endswith('Cell')
+    for options in (dict(bias=False), {}) + ((dict(num_layers=2, bidirectional=True),) if not is_cell else ()):
+        ours, theirs = getattr(nn, name)(4, 5, **options), getattr(torch.nn, name)(4, 5, **options)
+        assert [(key, value.shape) for key, value in ours.state_dict().items()] == [
+            (key, tuple(value.shape)) for key, value in theirs.state_dict().items()]
+
+
+def test_recurrent_layers_check_and_print_their_arguments():
+    for make in (nn.GRU, nn.LSTM):
+        told = f'{make.__name__}: bias: expected True or False, got 0.5; pass later arguments by name'
+        with pytest.raises(TypeError, match=told):
+            make(8, 6, 2, 0.5)
+    with pytest.raises(TypeError, match='RNNCell: bias: expected True or False'):
+        nn.RNNCell(8, 6, 'relu')
+    for make in (nn.RNN, nn.RNNCell):
+        with pytest.raises(ValueError, match=f"{make.__name__}: nonlinearity: 'gelu', expected 'tanh' or 'relu'"):
+            make(8, 6, nonlinearity='gelu')
+    with pytest.raises(ValueError, match=r'x: expected shape \(B, T, 4\) with T >= 1, got \(3, 0, 4\)'):
+        nn.LSTM(4, 5, batch_first=True)(normal(3, 0, 4))
+    with pytest.raises(ValueError, match=r'state: expected shape \(4, 3, 5\), got \(2, 3, 5\)'):
+        nn.GRU(4, 5, 2, bidirectional=True)(normal(6, 3, 4), normal(2, 3, 5))
+    assert repr(nn.RNN(4, 5, 2, 'relu', batch_first=True)) == "RNN(4, 5, num_layers=2, nonlinearity='relu', batch_first=True)"
+    assert repr(nn.LSTM(4, 5, bias=False, bidirectional=True)) == 'LSTM(4, 5, bias=False, bidirectional=True)'
+    assert repr(nn.GRUCell(4, 5, False)) == 'GRUCell(4, 5, bias=False)'
 
 
 def test_states_of_a_cell_are_not_stretched():
