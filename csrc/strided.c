@@ -167,7 +167,8 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
             const int64_t rows = rows_at < 0 ? 1 : pyops_min(part[rows_at], s.size[rows_at] - at[rows_at] * part[rows_at]);
             void *q[OPERANDS];
             for (int o = 0; o < operands; o++) q[o] = p[o];
-            if (is_tile) tile(row, op, operands, q, down, step, rows, columns);
+            /* The minimum tells the compiler the length of the unrolled copy of a column: half the time for 2048 x 2048. */
+            if (is_tile) tile(row, op, operands, q, down, step, pyops_min(rows, TILE_ROWS), columns);
             else block(row, op, operands, q, down, step, rows, columns, is_short);
             for (int d = inner; d >= 0; d--) {          /* advance to the next unit */
                 for (int o = 0; o < operands; o++) p[o] += part[d] * s.stride[o][d];
