@@ -3,8 +3,8 @@
 // Along an axis: a warp has a contiguous row (inner 1), or a lane has a column, which is next to the column of the next lane.
 // Short rows are also read by a lane each.
 //
-// Attention: a warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128, which share
-// a counter of dropout:
+// Attention: a warp has a row, the scores of one query; a block has eight rows.  A lane has four adjacent keys of every 128,
+// which share a counter of dropout:
 //
 //     row   | 0 1 2 3 | 4 5 6 7 | ...  | 124 ... 127 | 128 ... 131 | ...
 //           | lane 0  | lane 1  | ...  | lane 31     | lane 0      | ...
