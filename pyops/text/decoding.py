@@ -16,7 +16,7 @@ import numpy as np
 
 from pyops import backend, plan
 from pyops.errors import UserError
-from pyops.text.flags import LARGEST_BEAM, LENGTH_PENALTY
+from pyops.text.flags import LARGEST_BEAM, LARGEST_PENALTY, LENGTH_PENALTY
 from pyops.text.vocabulary import BOS, EOS, PAD
 
 REPEATS = 4             # copies of an n-gram in a row that end a hypothesis
@@ -156,8 +156,8 @@ class Search:
             raise UserError(f'beam: expected 1 to {LARGEST_BEAM}, got {self.beam}')
         if not 1 <= self.nbest <= self.beam:
             raise UserError(f'nbest: expected 1 to the beam, {self.beam}, got {self.nbest}')
-        if not 0 <= self.length_penalty < float('inf'):
-            raise UserError(f'length penalty: expected a number of at least 0, got {self.length_penalty}')
+        if not 0 <= self.length_penalty <= LARGEST_PENALTY:
+            raise UserError(f'length penalty: expected a number from 0 to {LARGEST_PENALTY}, got {self.length_penalty}')
         if self.max_len < 1:
             raise UserError(f'max_len: expected at least 1, got {self.max_len}')
 

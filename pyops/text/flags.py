@@ -30,6 +30,7 @@ FIXED = 'seed', 'tiny', 'pairs', 'tokenizer', 'min_count', 'vocabulary', 'hold_o
 BEAM = 5                                                        # --beam
 BATCH_SIZE = 64                                                 # sentences of a batch in translation
 LENGTH_PENALTY = 1.0                                            # --length-penalty
+LARGEST_PENALTY = 100       # 1000 tokens to this power, the divisor of a score, are a finite float64
 LARGEST_BEAM = 32                                               # PYOPS_TOPK
 NOTHING = 'none'                                                # --exclude
 EMBEDDED_HOLD_OUT = 0.1                                         # --hold-out of the embedded corpus

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from pyops.typing import PathLike
 
 PROGRAMS = 'seq2seq', 'transformer'     # each has a module `translate` with build(settings, source_size, target_size) -> model
+DECODERS = 8            # searches whose decoders are kept: each has a copy of the output layer, and plans
 WINDOW = 32             # batches of a stream that are read before the first is translated, and sorted by length
 _GPU_ROWS = 64          # sentences of every batch on a GPU
 _WEIGHTS = 1 << 20      # elements of an attention matrix of a batch, per head
 _DEVICE = threading.RLock()     # held during device work: the recording of a plan and the device are global to the process
 
 T = TypeVar('T')
+Decode = Callable[[Sequences], 'list[list[tuple[np.ndarray, float | None]]]']
 
 
 class Translation(NamedTuple):
@@ -110,7 +112,7 @@ class Translator:
         self.path, self.state, self.warnings, self.rounding = path, state, tuple(warnings), rounding
         self.num_steps: int = model.config.num_steps
         self._device = backend.current_device()
-        self._decoders: dict[Any, Callable[[Sequences], list[list[tuple[np.ndarray, float | None]]]]] = {}
+        self._decoders: dict[Any, Decode] = {}
 
     def __repr__(self) -> str:
         sizes = f'{len(self.source_vocabulary)} and {len(self.target_vocabulary)} tokens'
@@ -146,7 +148,7 @@ class Translator:
         On the CPU a text has the same translation in any batch, and batch_size has an effect on speed only.
         UserError for a setting that is out of range; TypeError for a text that is not a str.
         """
-        search = self._settings(beam, nbest, length_penalty, max_len)
+        search = self.search(beam, nbest, length_penalty, max_len)
 
         def window(some: list[str]) -> list[Any]:
             outputs = [[self.target_vocabulary.decode(ids) for ids, _ in found.outputs] or ['']
@@ -177,7 +179,7 @@ class Translator:
 
         alignments: whether to compute Translation.alignment;  scores=False: with beam=1 it is faster, and the scores are None
         """
-        search = self._settings(beam, nbest, length_penalty, max_len)
+        search = self.search(beam, nbest, length_penalty, max_len)
 
         def window(some: list[str]) -> list[list[Translation]]:
             results = self._find(some, search, batch_size, scores)
@@ -213,7 +215,7 @@ class Translator:
     def sentences(self, sources: Sequence[str], batch_size: int = 128, beam: int = 1,
                   length_penalty: float = LENGTH_PENALTY) -> list[str]:
         """Translate sentences, given and returned as in tokenizer.read_corpus(corpus)."""
-        search = self._settings(beam, 1, length_penalty)
+        search = self.search(beam, 1, length_penalty)
         return [self.target_vocabulary.sentence(ids) for found in self._find(sources, search, batch_size)
                 for ids, _ in found.outputs[:1] or [(np.empty(0, np.int32), None)]]
 
@@ -228,7 +230,9 @@ class Translator:
 
     # ---- search --------------------------------------------------------------------------------------------------------
 
-    def _settings(self, beam: int, nbest: int, length_penalty: float, max_len: int | None = None) -> Search:
+    def search(self, beam: int = BEAM, nbest: int = 1, length_penalty: float = LENGTH_PENALTY,
+               max_len: int | None = None) -> Search:
+        """Return the settings of a search.   UserError if one is out of range."""
         if max_len is not None and max_len > self.num_steps:
             raise UserError(f'max_len: expected 1 to {self.num_steps}, the length of sentences in training, got {max_len}')
         return Search(self.num_steps if max_len is None else max_len, beam, nbest, length_penalty)
@@ -265,18 +269,22 @@ class Translator:
                     results[n].outputs.extend((ids[ids != PAD], score) for ids, score in hypotheses)
         return results
 
-    def _decoder(self, search: Search, scores: bool) -> Callable[[Sequences], list[list[tuple[np.ndarray, float | None]]]]:
-        """Return decode(source) -> for each sentence a list of pairs (ids, score).  It is kept for the next call."""
+    def _decoder(self, search: Search, scores: bool) -> Decode:
+        """Return decode(source) -> for each sentence a list of pairs (ids, score).  The last DECODERS of them are kept."""
         is_greedy = search.beam == 1 and not scores
         key = (search.max_len, 1) if is_greedy else search
-        if key not in self._decoders:
-            if is_greedy:
-                greedy = self.model.decoding(search.max_len)
-                self._decoders[key] = lambda source: [[(ids, None)] for ids in greedy(source).T]
-            else:
-                beam = BeamDecoder(self.model, search)
-                self._decoders[key] = lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
-        return self._decoders[key]
+        decode = self._decoders.pop(key, None) or self._make_decoder(search, is_greedy)
+        self._decoders[key] = decode                        # the last one is the last used
+        if len(self._decoders) > DECODERS:
+            del self._decoders[next(iter(self._decoders))]
+        return decode
+
+    def _make_decoder(self, search: Search, is_greedy: bool) -> Decode:
+        if is_greedy:
+            greedy = self.model.decoding(search.max_len)
+            return lambda source: [[(ids, None)] for ids in greedy(source).T]
+        beam = BeamDecoder(self.model, search)
+        return lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
 
     def _described(self, found: _Found, weights: Iterator[np.ndarray | None], alignments: bool) -> list[Translation]:
         """Return the Translations of a text.   weights: the next ones are those of its outputs"""

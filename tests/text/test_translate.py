@@ -123,6 +123,19 @@ def test_new_weights_are_used_after_reset(trained):
     assert translator.translate(texts[:4], beam=1) == before != [''] * 4
 
 
+@on_the_cpu                     # what is tested is independent of the device
+def test_the_decoders_of_the_last_searches_are_kept_and_no_more(trained):
+    translator, texts = trained
+    translator.reset()
+    want = translator.translate(texts[:3], beam=2)
+    for n in range(2 * module.DECODERS):
+        translator.translate(texts[0], beam=2, length_penalty=n + 2.0)
+        assert translator.translate(texts[:3], beam=2) == want          # used again each time, so it is kept
+    assert len(translator._decoders) == module.DECODERS
+    kept = [search.length_penalty for search in translator._decoders]
+    assert kept[-1] == 1.0 and kept[:-1] == [n + 2.0 for n in range(module.DECODERS + 1, 2 * module.DECODERS)]
+
+
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 @on_the_cpu                     # on a GPU the last bits depend on the batch
