@@ -15,6 +15,12 @@ class UserError(Exception):
     """Bad input: a file, a flag, a missing tool.  The text is one line: what failed, what is accepted, how to fix it."""
 
 
+def printable(text: object) -> str:
+    """Return `text` as one line that is safe to print: control characters and invalid bytes become \\x1b and the like."""
+    return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode()
+                   for letter in str(text))
+
+
 class Interrupted(Exception):
     """A signal ended a training run after it saved its checkpoint; `signal` is the signal.Signals.
     `exits_cleanly` turns it into exit status 128 + signal."""

@@ -165,6 +165,14 @@ def add_threads_flag(parser, group='training'):
                                      help='number of threads; results do not depend on it (default: all cores)')
 
 
+def add_address_flags(group, port):
+    """--port N, --host ADDRESS, for pyops.network.listen.   port: the default"""
+    group.add_argument('--port', type=lambda text: _int(text, 0, 65535), default=port, metavar='N',
+                       help='port; 0: any free port (default %(default)s)')
+    group.add_argument('--host', default='127.0.0.1', metavar='ADDRESS',
+                       help='address to listen on; 127.0.0.1 accepts only this machine (default %(default)s)')
+
+
 def add_max_steps_flag(parser):
     """--max-steps N, of pyops.fit."""
     parser.group('training').add_argument('--max-steps', type=positive_int, metavar='N',

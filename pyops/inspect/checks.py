@@ -11,12 +11,6 @@ class Refused(Exception):
     """The reason for skipping a file or a line."""
 
 
-def printable(text: object) -> str:
-    """Return `text` as one line that is safe to print: control characters and invalid bytes become \\x1b and the like."""
-    return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape', 'surrogatepass').decode()
-                   for letter in str(text))
-
-
 def parse_json(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object and return the dict.  NaN and infinities become None."""
     try:

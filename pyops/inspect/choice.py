@@ -7,8 +7,7 @@ import fnmatch
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyops.errors import UserError
-from pyops.inspect.checks import printable
+from pyops.errors import UserError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence

@@ -6,7 +6,7 @@ dependencies.
 import argparse
 import importlib
 
-from pyops.flags import output_file
+from pyops.flags import add_address_flags, output_file
 from pyops.inspect.choice import patterns, size, steps
 
 
@@ -43,9 +43,7 @@ def _add_draw(parser):
 def _add_serve(parser):
     parser.add_argument('logs', type=_path, metavar='LOGS',
                         help='folder of saved tensors; may be created later')
-    parser.add_argument('--port', type=_port, default=8765, metavar='N', help='port; 0: any free port (default %(default)s)')
-    parser.add_argument('--host', default='127.0.0.1', metavar='ADDRESS',
-                        help='address to listen on; 127.0.0.1 accepts only this machine (default %(default)s)')
+    add_address_flags(parser, 8765)
     parser.add_argument('--open', action='store_true', help='open the page in a browser')
     parser.set_defaults(run=_runs('serve'))
 
@@ -103,9 +101,3 @@ def _number(least, most=10**6):
 
 def _runs(module):
     return lambda options: importlib.import_module(f'pyops.inspect.{module}').run(options)
-
-
-def _port(text):
-    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"want a whole number from 0 to 65535, got '{text}'")
-    return int(text)

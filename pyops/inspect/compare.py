@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pyops import formats
-from pyops.errors import UserError
+from pyops.errors import UserError, printable
 from pyops.inspect.choice import select
-from pyops.inspect.logs import Entry, LogError, Logs, printable
+from pyops.inspect.logs import Entry, LogError, Logs
 from pyops.inspect.statistics import block_scales, decibels, digits, exponents, measure, row_sum_error, scale_codes
 from pyops.training import watch
 

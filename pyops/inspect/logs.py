@@ -16,8 +16,8 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyops.errors import UserError
-from pyops.inspect.checks import Refused, is_count, parse_json, printable
+from pyops.errors import UserError, printable
+from pyops.inspect.checks import Refused, is_count, parse_json
 from pyops.inspect.manifest import NAME, Manifest, known_format, parse_format, tensor_line
 from pyops.inspect.readers import SUFFIXES, NoTorch, list_tensors, nbytes, read
 from pyops.inspect.writer import MANIFEST, padding

@@ -7,7 +7,8 @@ import re
 import stat
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json, printable
+from pyops.errors import printable
+from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json
 from pyops.inspect.readers import SUFFIXES
 from pyops.inspect.writer import MANIFEST, VERSION
 

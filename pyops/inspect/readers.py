@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
 
-from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json, printable
+from pyops.errors import printable
+from pyops.inspect.checks import AXES_LIMIT, Refused, is_count, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

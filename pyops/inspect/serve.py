@@ -8,22 +8,21 @@ The server answers GET requests for four paths only, and no request can name a f
 header must be an IP address, localhost or the value of --host.
 """
 import contextlib
-import errno
 import http.server
 import ipaddress
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 import urllib.parse
 from collections import OrderedDict
 
-from pyops.errors import UserError
+from pyops.errors import UserError, printable
 from pyops.formats import FORMATS
 from pyops.inspect import page, payload
-from pyops.inspect.logs import Logs, printable
+from pyops.inspect.logs import Logs
+from pyops.network import cannot_listen, resolve, url_of
 
 _POLL = 0.5                         # seconds between two listings of the folder
 _EVENTS = 1000                      # events per response
@@ -252,21 +251,11 @@ def _count(query, name):
 
 def open_server(source, plotly, host, port):
     """Return a server that is bound to its port.  UserError if the host or port cannot be used."""
-    try:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f'--host {printable(host)}: unknown address; give one of this machine, such as 127.0.0.1') from error
+    family, address = resolve(host, port)
     try:
         return _Server(source, plotly, host, family, address)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(f'--port {port}: already in use by another program; stop it, or give --port 0 for any free '
-                            'port') from error
-        if error.errno == errno.EACCES:
-            raise UserError(f'--port {port}: permission denied; give a port above 1023, or --port 0 for any free '
-                            'port') from error
-        raise UserError(f'--host {printable(host)}: cannot listen there ({error.strerror}); give an address of this machine, '
-                        'such as 127.0.0.1') from error
+        raise cannot_listen(host, port, error) from error
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -284,7 +273,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
     @property
     def url(self):
-        return f'http://{f"[{self.server_name}]" if ":" in self.server_name else self.server_name}:{self.server_port}'
+        return url_of(self.server_address)
 
     def accepts(self, host):
         """Return whether a Host header is safe against DNS rebinding: an IP address, localhost or the value of --host."""

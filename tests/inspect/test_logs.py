@@ -12,8 +12,8 @@ import pytest
 from dumps import make_dump
 from safetensors.numpy import save_file
 
-from pyops.errors import UserError
-from pyops.inspect.logs import LogError, Logs, printable
+from pyops.errors import UserError, printable
+from pyops.inspect.logs import LogError, Logs
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 

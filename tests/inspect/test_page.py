@@ -536,8 +536,8 @@ def test_bad_input_of_serve_is_one_line(tmp_path, capsys):
         port = taken.getsockname()[1]
         for arguments, message in (
                 (['logs', '--port', port], f'--port {port}: already in use by another program; stop it, or give'),
-                (['logs', '--port', '70000'], '--port: want a whole number from 0 to 65535'),
-                (['logs', '--port', '-1'], '--port: want a whole number from 0 to 65535'),
+                (['logs', '--port', '70000'], '--port: expected a whole number from 0 to 65535'),
+                (['logs', '--port', '-1'], '--port: expected a whole number from 0 to 65535'),
                 ([tmp_path / 'file'], 'file: is a file; give the folder of saved tensors'),
                 (['logs', '--host', 'no such host'], '--host no such host: unknown address'),
                 (['logs', '--host', '8.8.8.8'], '--host 8.8.8.8: cannot listen there')):
