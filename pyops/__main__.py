@@ -2,6 +2,7 @@
 
 python -m pyops gradcheck [OP ...]      gradients of ops against central differences, all ops by default
 python -m pyops inspect ...             saved tensors: draw, serve, compare
+python -m pyops serve CKPT              translations over HTTP
 """
 import sys
 
@@ -19,6 +20,7 @@ def parser():
     # imported here so that exits_cleanly can name a missing package in one line
     from pyops.flags import ArgumentParser
     from pyops.inspect import command
+    from pyops.serve import command as serve
     p = ArgumentParser(prog='python -m pyops', description='Tools of the package.',
                        epilog='Data sets: python -m pyops.data.  Programs: python -m mnist, seq2seq or transformer.')
     commands = p.add_commands()
@@ -26,6 +28,7 @@ def parser():
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
     check.set_defaults(run=gradcheck)
     command.add_commands(commands.add_parser('inspect', help='look at saved tensors: draw, serve, compare'))
+    serve.add_flags(commands.add_parser('serve', help='translate with a checkpoint over HTTP'))
     return p
 
 

@@ -187,11 +187,17 @@ def pairs(translation):
 def as_json(text, found):
     """Return the Translations of a text as one line of JSON."""
     first = found[0]
-    outputs = [dict(text=some.text, score=round(some.score, 6), tokens=some.tokens)
-               | ({} if some.alignment is None else dict(alignment=[[round(float(weight), 4) for weight in row]
-                                                                    for row in some.alignment])) for some in found]
+    outputs = [output_fields(some) for some in found]
     return json.dumps(dict(source=text, tokens=first.source, cut=first.cut, unknown=first.unknown, translations=outputs),
                       ensure_ascii=False)
+
+
+def output_fields(translation):
+    """Return text, score, tokens and, if there is one, the alignment of a Translation, for JSON."""
+    fields = dict(text=translation.text, score=round(translation.score, 6), tokens=translation.tokens)
+    if translation.alignment is not None:
+        fields['alignment'] = [[round(float(weight), 4) for weight in row] for row in translation.alignment]
+    return fields
 
 
 def cut_text(translation, text):

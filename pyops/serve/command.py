@@ -1,0 +1,161 @@
+"""python -m pyops serve CKPT: the command line of the server.  Starlette and uvicorn are imported when it runs."""
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from argparse import ArgumentTypeError, Namespace
+from importlib.util import find_spec
+from typing import Any
+
+from pyops.errors import Interrupted, UserError, printable
+from pyops.flags import (
+    ArgumentParser,
+    add_address_flags,
+    add_gpu_flag,
+    add_quant_flags,
+    add_threads_flag,
+    int_up_to,
+    non_negative_float,
+    positive_float,
+    use_device,
+)
+from pyops.inspect.choice import size
+from pyops.network import listen, url_of
+
+TOKEN = 'PYOPS_SERVE_TOKEN'
+_PACKAGES = 'starlette', 'uvicorn'
+_LARGEST_BODY = 1 << 30
+_SHORTEST = 0.05                # seconds of a time limit
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    server, limits = parser.group('server'), parser.group('limits')
+    server.add_argument('checkpoint', metavar='CKPT', help='a checkpoint, or a folder: its best or newest checkpoint')
+    add_address_flags(server, 8000)
+    server.add_argument('--token-file', metavar='FILE',
+                        help=f'clients must send the token in FILE, Authorization: Bearer TOKEN (default: ${TOKEN}, else none)')
+    server.add_argument('--quiet', action='store_true', help='write no access log to standard error')
+    add_threads_flag(parser, 'server')
+    server.add_argument('-b', '--batch-size', type=int_up_to(4096), default=64, metavar='N',
+                        help='texts per batch with a beam of up to 5; fewer with a larger one (default %(default)s)')
+    server.add_argument('--wait', type=non_negative_float, default=2, metavar='MS',
+                        help='milliseconds that a text waits for others to translate with it (default %(default)s)')
+    limits.add_argument('--queue', type=int_up_to(10**6), default=1024, metavar='N',
+                        help='texts that wait; more are refused with 429 (default %(default)s)')
+    limits.add_argument('--max-body', type=_body, default='1M', metavar='SIZE',
+                        help='bytes of a request: 500k, 1M (default %(default)s)')
+    limits.add_argument('--max-texts', type=int_up_to(10**6), default=128, metavar='N',
+                        help='texts of a request (default %(default)s)')
+    limits.add_argument('--max-chars', type=int_up_to(10**6), default=5000, metavar='N',
+                        help='characters of a text (default %(default)s)')
+    limits.add_argument('--timeout', type=_seconds, default=30, metavar='S',
+                        help='seconds until a request is given up with 504 (default %(default)s)')
+    limits.add_argument('--read-timeout', type=_seconds, default=10, metavar='S',
+                        help='seconds for the head of a request, for its body, and for the client to take the answer '
+                        '(default %(default)s)')
+    limits.add_argument('--connections', type=int_up_to(10**5), default=512, metavar='N',
+                        help='open connections; more are refused with 503 (default %(default)s)')
+    add_gpu_flag(parser)
+    add_quant_flags(parser, 'as in the checkpoint')
+    parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    value = positive_float(text)
+    if not _SHORTEST <= value <= 86400:
+        raise ArgumentTypeError(f'expected {_SHORTEST} to 86400 seconds, got {text}')
+    return value
+
+
+def _body(text: str) -> int:
+    value = size(text)
+    if not 1 <= value <= _LARGEST_BODY:
+        raise ArgumentTypeError(f'expected 1 byte to 1G, got {text}')
+    return value
+
+
+def run(options: Namespace) -> int:
+    """Serve until a signal.   Interrupted: it came, and all accepted requests are answered"""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise UserError(f"serve: the Python package {package} is not installed; install it with: {sys.executable} -m pip "
+                            "install 'pyops[serve]' (in the source tree: '.[serve]')")
+    if options.max_texts > options.queue:
+        raise UserError(f'--max-texts {options.max_texts}: expected at most --queue {options.queue}; raise --queue')
+    token = read_token(options.token_file)
+    listener = listen(options.host, options.port)
+    with listener:
+        from pyops import checkpoint, quantization
+        from pyops.text.translator import of_checkpoint
+        use_device(options)
+        found = checkpoint.find(options.checkpoint, serving=True)
+        settings = found.state.get('settings', {}) if isinstance(found.state, dict) else {}
+        translator = of_checkpoint(found, quantization.resolve(options, settings))
+        for line in (*translator.warnings, translator.rounding):
+            if line:
+                print(line, file=sys.stderr)
+        if not token and not _is_loopback(listener):
+            print(f'warning: --host {printable(options.host)}: everybody who reaches this address can translate; '
+                  f'give --token-file, or set {TOKEN}', file=sys.stderr)
+        return _serve(options, token, translator, listener)
+
+
+def read_token(path: str | None) -> str | None:
+    """Return the token in a file, else that of the environment, else None.   UserError if it is no token"""
+    text, name = os.environ.get(TOKEN) or None, TOKEN
+    if path is not None:
+        name = f'--token-file {printable(path)}'
+        try:
+            with open(path, 'rb') as file:
+                text = file.read(4096).decode('latin-1').strip()
+        except OSError as error:
+            raise UserError(f'{name}: cannot be read ({error.strerror}); give a text file with the token') from error
+    if text is not None and not (1 <= len(text) <= 1024 and text.isascii() and text.isprintable() and ' ' not in text):
+        raise UserError(f'{name}: expected one word of 1 to 1024 printable ASCII characters, the token')
+    return text
+
+
+def _is_loopback(listener: Any) -> bool:
+    import ipaddress
+    return ipaddress.ip_address(listener.getsockname()[0].partition('%')[0]).is_loopback
+
+
+def _serve(options: Namespace, token: str | None, translator: Any, listener: Any) -> int:
+    from pyops.serve.api import Limits
+    from pyops.serve.application import Application, Settings
+    from pyops.serve.batching import Batcher
+    from pyops.serve.connections import Server, Timing
+    from pyops.serve.metrics import Metrics
+    counters = Metrics()
+    batcher = Batcher(translator, counters, options.batch_size, options.wait / 1e3, options.queue)
+    limits = Limits(options.max_body, options.max_texts, options.max_chars)
+    application = Application(translator, batcher, counters,
+                              Settings(limits, options.timeout, options.read_timeout, token, options.quiet))
+    timing = Timing(options.read_timeout, shutdown=options.timeout + options.read_timeout, connections=options.connections)
+    server = Server(application, timing, application.unread)
+    caught: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        server.force_exit = bool(caught) and number == signal.SIGINT        # a second Ctrl-C does not wait
+        server.should_exit = True
+        caught.append(number)
+        if len(caught) == 1:
+            print('finishing the accepted requests (Ctrl-C again leaves at once)', file=sys.stderr, flush=True)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:                  # nohup
+                loop.add_signal_handler(number, stop, number)
+        model = application.model
+        print(f'serving {model["kind"]} {printable(model["checkpoint"])} at {url_of(listener.getsockname())} (Ctrl-C ends)',
+              flush=True)
+        await server.serve_on(listener)
+
+    asyncio.run(main())
+    if not server.force_exit:
+        batcher.close()
+    raise Interrupted(caught[0])
