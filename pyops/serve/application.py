@@ -27,6 +27,7 @@ from pyops.serve.batching import Batcher, Closed, Full
 from pyops.text.translator import Translator
 
 GONE = 499              # nginx's status for a client that disconnected; it is logged and counted, nobody receives it
+_ENDING = 'the server is shutting down'
 _DRAINED = 8            # a body that is too large is read up to this multiple of the limit, so that its client gets the answer
 _TYPES = {'.html': 'text/html; charset=utf-8', '.js': 'text/javascript; charset=utf-8', '.css': 'text/css; charset=utf-8',
           '.svg': 'image/svg+xml', '.png': 'image/png', '.ico': 'image/x-icon'}
@@ -81,7 +82,7 @@ class Application:
         except Full as error:
             raise Refused(429, f'the queue is full ({self.batcher.queued} texts); try again later', Retry_After='1') from error
         except Closed as error:
-            raise Refused(503, 'the server is shutting down', Connection='close') from error
+            raise Refused(503, _ENDING, Connection='close') from error
         try:
             results = await self._result(ticket.future, request)
         finally:
@@ -172,6 +173,9 @@ class Application:
             await send(message)
         try:
             await self._inner(scope, receive, observed)
+        except asyncio.CancelledError:                      # the server ends, and no longer waits for this request
+            if not status:
+                await _json({'error': _ENDING}, 503, {'Connection': 'close'})(scope, receive, observed)
         except Exception:
             traceback.print_exc(file=sys.stderr)
             if status:

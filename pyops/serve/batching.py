@@ -148,19 +148,20 @@ class Batcher:
 
     def _translate(self, key: Key, items: list[_Item]) -> None:
         """Translate a batch.  If that fails, each text alone, so that only requests fail whose texts fail."""
-        (search, alignments), start = key, time.monotonic()
+        (search, alignments), start, failure = key, time.monotonic(), None
         try:
             found = self._translator.translations([item.text for item in items], search.beam, search.nbest,
                                                   search.length_penalty, search.max_len, len(items), alignments)
             results = [[fields_of(some) for some in of_text] for of_text in found]
         except Exception as error:
-            if len(items) > 1:
-                for item in items:
-                    if not item.ticket.is_dropped:
-                        self._translate(key, [item])
-                return
-            traceback.print_exc(file=sys.stderr)
-            self._fail(items[0], error)
+            failure = error
+        if failure is not None:
+            if len(items) == 1:
+                traceback.print_exception(failure, file=sys.stderr)
+                return self._fail(items[0].ticket, failure)
+            for item in items:
+                if not item.ticket.is_dropped:
+                    self._translate(key, [item])
             return
         self._metrics.batch(len(items), *_tokens(found), time.monotonic() - start)
         with self._changed:
@@ -174,12 +175,12 @@ class Batcher:
         for ticket in done:                             # without the lock: callbacks run here
             ticket.future.set_result(ticket.results)
 
-    def _fail(self, item: _Item, error: Exception) -> None:
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
         with self._changed:
-            is_first, item.ticket.is_dropped = not item.ticket.is_dropped, True
-        self.drop(item.ticket)
-        if is_first:
-            item.ticket.future.set_exception(error)
+            is_wanted = not ticket.is_dropped
+        self.drop(ticket)
+        if is_wanted:
+            ticket.future.set_exception(error)
 
 
 def alike(lengths: Sequence[int], size: int) -> list[int]:
