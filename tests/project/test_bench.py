@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import ROOT, environment_without
 
-from bench import gpu_check, results, table, train, translate
+from bench import gpu_check, results, serve, table, train, translate
 from bench.gpu_contest import Run
 from pyops.errors import UserError
 
@@ -155,6 +155,20 @@ def test_the_contest_of_translation(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told['sentences'] == 3 and told['differ'] == {} and set(told['one']) == set(told['batches']) == {'ours'}
     assert 0 < told['one']['ours']['median_s'] < 10 and told['batches']['ours']['batch_size'] in translate.SIZES
+
+
+def test_the_load_of_the_server_compares_every_answer(capsys, monkeypatch):
+    from server import checkpoint
+    flags = [checkpoint(), '-f', 'embedded', '--seconds', '2', '--clients', '8', '--sentences', '100', '--json']
+    assert serve.main(flags) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told['requests'] > 8 and told['errors'] == told['wrong'] == 0 and 0 < told['p50_ms'] <= told['p99_ms']
+    assert told['texts_per_s'] > 0 and told['file_texts_per_s'] > 0 and told['texts_per_batch'] >= 1
+    client = serve.Client.__init__
+    monkeypatch.setattr(serve.Client, '__init__', lambda self, number, port, args, texts, wanted, end: client(
+        self, number, port, args, texts, [*wanted[1:], 'another'], end))
+    assert serve.main(flags) == 1
+    assert json.loads(capsys.readouterr().out)['wrong'] > 0
 
 
 def test_scaling_is_of_ours_alone():
