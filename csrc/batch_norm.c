@@ -1,6 +1,7 @@
-/* batch_norm.c - normalise columns to mean 0 and variance 1 over the rows of a batch, then scale and shift them.
+/* batch_norm.c - normalise channels to mean 0 and variance 1 over a batch, then scale and shift them.
  *
- * Threads share columns, in blocks whose sums stay in L1 during the loop over rows.  A sum is computed from partial sums of
+ * Rows of features: threads share columns, in blocks whose sums stay in L1 during the loop over rows.  Images: threads share
+ * channels, whose positions are contiguous in each image.  A sum is computed from partial sums of
  * ROWS rows, so that a long batch loses no more digits than a short one.
  */
 #include <math.h>
@@ -32,22 +33,61 @@ static void moments(const pyops_kernels *k, float *mean, float *variance, const 
     }
 }
 
+/* ---- images (R,C,P): x points to channel c of the first one; `image` is their stride ---- */
+
+/* Positions of an image that are summed at a time, so that a large image loses no more digits than a small one. */
+enum { POSITIONS = 4096 };
+
+static void moments_of_channel(const pyops_kernels *k, float *mean, float *variance, const float *x, int64_t R, int64_t P,
+                               int64_t image) {
+    const float share = 1.0f / (float)(R * P);
+    double sum = 0.0, deviations = 0.0, squares = 0.0;
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t p = 0; p < P; p += POSITIONS)
+            sum += (double)k->sum_shifted(x + r * image + p, 0.0f, pyops_min(POSITIONS, P - p));
+    const float center = (float)sum * share;
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t p = 0; p < P; p += POSITIONS) {
+            float two[2];
+            k->deviations(two, x + r * image + p, center, pyops_min(POSITIONS, P - p));
+            deviations += (double)two[0];
+            squares += (double)two[1];
+        }
+    const double v = (squares - deviations * deviations * (double)share) * (double)share;
+    mean[0] = center + (float)deviations * share;
+    variance[0] = v < 0.0 ? 0.0f : (float)v;
+}
+
 static void run(float *running, const float *now, float momentum, float scale, int64_t n) {
     for (int64_t c = 0; running && c < n; c++) running[c] += momentum * (scale * now[c] - running[c]);
 }
 
 pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *running_var, float *mean, float *rstd,
-                                      const float *x, const float *weight, const float *bias, int64_t R, int64_t C, float eps,
-                                      float momentum, int32_t training, void *stream) {
+                                      const float *x, const float *weight, const float *bias, int64_t R, int64_t C, int64_t P,
+                                      float eps, float momentum, int32_t training, void *stream) {
     (void)stream;
-    pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
+    pyops_status status = check_batch_norm("batch_norm_forward", R, C, P, training);
     if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
     PYOPS_REQUIRE(training || (running_mean && running_var),
                   "batch_norm_forward: running_mean or running_var is NULL, expected both outside training");
     const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < (P != 1 ? C : 0); c++) {
+        float variance;
+        if (training) {
+            moments_of_channel(k, mean + c, &variance, x + c * P, R, P, C * P);
+            run(running_mean ? running_mean + c : NULL, mean + c, momentum, 1.0f, 1);
+            run(running_var ? running_var + c : NULL, &variance, momentum, (float)(R * P) / (float)(R * P - 1), 1);
+        } else {
+            mean[c] = running_mean[c], variance = running_var[c];
+        }
+        rstd[c] = 1.0f / sqrtf(variance + eps);
+        for (int64_t r = 0; r < R; r++)
+            k->channel_norm(y + (r * C + c) * P, x + (r * C + c) * P, mean[c], rstd[c] * weight[c], bias[c], P);
+    }
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
-    for (int64_t c = 0; c < C; c += COLUMNS) {
+    for (int64_t c = 0; c < (P == 1 ? C : 0); c += COLUMNS) {
         const int64_t n = pyops_min(COLUMNS, C - c);
         float variance[COLUMNS];
         if (training) {
@@ -66,13 +106,33 @@ pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *runn
 
 pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
                                        const float *weight, const float *mean, const float *rstd, int64_t R, int64_t C,
-                                       int32_t training, void *stream) {
+                                       int64_t P, int32_t training, void *stream) {
     (void)stream;
-    const pyops_status status = check_batch_norm("batch_norm_backward", R, C, training);
+    const pyops_status status = check_batch_norm("batch_norm_backward", R, C, P, training);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
+    #pragma omp parallel for schedule(static) if (R * C * P > PYOPS_SHARE_FLOATS)
+    for (int64_t c = 0; c < (P != 1 ? C : 0); c++) {
+        double sum = 0.0, products = 0.0;
+        for (int64_t r = 0; r < R; r++)
+            for (int64_t p = 0; p < P; p += POSITIONS) {
+                const int64_t at = (r * C + c) * P + p;
+                float two[2];
+                k->normed_sums(two, dy + at, x + at, mean[c], rstd[c], pyops_min(POSITIONS, P - p));
+                sum += (double)two[0];
+                products += (double)two[1];
+            }
+        dbias[c] += (float)sum;
+        dweight[c] += (float)products;
+        const double share = training ? 1.0 / (double)(R * P) : 0.0;    /* running statistics are constants */
+        for (int64_t r = 0; r < R; r++) {
+            const int64_t at = (r * C + c) * P;
+            k->channel_norm_back(dx + at, dy + at, x + at, mean[c], rstd[c], weight[c] * rstd[c], (float)(sum * share),
+                                 (float)(products * share), P);
+        }
+    }
     #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
-    for (int64_t c = 0; c < C; c += COLUMNS) {
+    for (int64_t c = 0; c < (P == 1 ? C : 0); c += COLUMNS) {
         const int64_t n = pyops_min(COLUMNS, C - c);
         float sums[COLUMNS] = {0}, products[COLUMNS] = {0}, part[COLUMNS], part_products[COLUMNS];
         for (int64_t r = 0; r < R; r += ROWS) {

@@ -72,10 +72,57 @@ static inline pyops_status check_eps(const char *who, float eps) {
     return PYOPS_OK;
 }
 
-/* R = 1 has no variance. */
-static inline pyops_status check_batch_norm(const char *who, int64_t R, int64_t C, int32_t training) {
-    PYOPS_REQUIRE(R >= 0 && C >= 0, "%s: R=%lld C=%lld, expected at least 0", who, LL(R), LL(C));
-    PYOPS_REQUIRE(R >= 2 || !training, "%s: R=%lld, expected at least 2 rows in training: one row has no variance", who, LL(R));
+/* A single value has no variance. */
+static inline pyops_status check_batch_norm(const char *who, int64_t R, int64_t C, int64_t P, int32_t training) {
+    PYOPS_REQUIRE(R >= 0 && C >= 0 && P >= 0, "%s: R=%lld C=%lld P=%lld, expected at least 0", who, LL(R), LL(C), LL(P));
+    PYOPS_REQUIRE(R * P >= 2 || !training,
+                  "%s: R=%lld P=%lld, expected at least 2 values per channel in training: one has no variance", who, LL(R),
+                  LL(P));
+    return PYOPS_OK;
+}
+
+/* The sizes of a convolution, in the order of the ABI. */
+typedef struct {
+    int64_t N, C, H, W, O, Ho, Wo, kh, kw, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups;
+} pyops_conv2d;
+
+static inline pyops_status check_conv2d(const char *who, const pyops_conv2d *s) {
+    PYOPS_REQUIRE(s->N >= 0 && s->C >= 1 && s->H >= 1 && s->W >= 1 && s->O >= 1 && s->Ho >= 1 && s->Wo >= 1,
+                  "%s: N=%lld C=%lld H=%lld W=%lld O=%lld Ho=%lld Wo=%lld, expected N of at least 0, all others at least 1",
+                  who, LL(s->N), LL(s->C), LL(s->H), LL(s->W), LL(s->O), LL(s->Ho), LL(s->Wo));
+    PYOPS_REQUIRE(s->kh >= 1 && s->kw >= 1 && s->stride_h >= 1 && s->stride_w >= 1 && s->dilation_h >= 1 && s->dilation_w >= 1,
+                  "%s: kh=%lld kw=%lld stride=(%lld, %lld) dilation=(%lld, %lld), expected at least 1", who, LL(s->kh),
+                  LL(s->kw), LL(s->stride_h), LL(s->stride_w), LL(s->dilation_h), LL(s->dilation_w));
+    PYOPS_REQUIRE(s->pad_h >= 0 && s->pad_w >= 0, "%s: padding=(%lld, %lld), expected at least 0", who, LL(s->pad_h),
+                  LL(s->pad_w));
+    PYOPS_REQUIRE(s->groups >= 1 && s->C % s->groups == 0 && s->O % s->groups == 0,
+                  "%s: groups=%lld, expected a divisor of C=%lld and O=%lld", who, LL(s->groups), LL(s->C), LL(s->O));
+    return PYOPS_OK;
+}
+
+/* The sizes of a pooling, in the order of the ABI. */
+typedef struct { int64_t planes, H, W, Ho, Wo, kh, kw, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w; } pyops_pool2d;
+
+static inline pyops_status check_pool2d(const char *who, const pyops_pool2d *s) {
+    PYOPS_REQUIRE(s->planes >= 0 && s->H >= 1 && s->W >= 1 && s->Ho >= 1 && s->Wo >= 1,
+                  "%s: planes=%lld H=%lld W=%lld Ho=%lld Wo=%lld, expected planes of at least 0, all others at least 1", who,
+                  LL(s->planes), LL(s->H), LL(s->W), LL(s->Ho), LL(s->Wo));
+    PYOPS_REQUIRE(s->H * s->W <= INT32_MAX, "%s: H=%lld W=%lld, expected a product below 2^31", who, LL(s->H), LL(s->W));
+    PYOPS_REQUIRE(s->kh >= 1 && s->kw >= 1 && s->stride_h >= 1 && s->stride_w >= 1 && s->dilation_h >= 1 && s->dilation_w >= 1,
+                  "%s: kh=%lld kw=%lld stride=(%lld, %lld) dilation=(%lld, %lld), expected at least 1", who, LL(s->kh),
+                  LL(s->kw), LL(s->stride_h), LL(s->stride_w), LL(s->dilation_h), LL(s->dilation_w));
+    PYOPS_REQUIRE(s->pad_h >= 0 && s->pad_w >= 0, "%s: padding=(%lld, %lld), expected at least 0", who, LL(s->pad_h),
+                  LL(s->pad_w));
+    return PYOPS_OK;
+}
+
+/* Every window starts inside the padded plane, so it has elements that count. */
+static inline pyops_status check_avg_pool2d(const char *who, const pyops_pool2d *s) {
+    const pyops_status status = check_pool2d(who, s);
+    if (status) return status;
+    PYOPS_REQUIRE((s->Ho - 1) * s->stride_h < s->H + 2 * s->pad_h && (s->Wo - 1) * s->stride_w < s->W + 2 * s->pad_w,
+                  "%s: Ho=%lld Wo=%lld, expected windows that start inside the padded plane of H=%lld W=%lld", who, LL(s->Ho),
+                  LL(s->Wo), LL(s->H), LL(s->W));
     return PYOPS_OK;
 }
 

@@ -12,6 +12,19 @@ typedef struct {
     int64_t block;                      /* length of a block; 0: no blocks */
 } pyops_rounding_of;
 
+/* The source of the windows of a convolution with stride 1.  Tap t reads at its plane, at the position of the window plus (row,
+ * col); positions outside the plane are zeros. */
+typedef struct { int64_t plane, row, col; } pyops_tap;
+typedef struct {
+    const float *source;
+    int64_t size;                       /* floats of the source */
+    int64_t image, channel;             /* strides of images and channels */
+    int64_t H, W;                       /* a plane */
+    int64_t grid_h, grid_w, columns;    /* positions of an image; positions in all */
+    int64_t T;
+    const pyops_tap *taps;
+} pyops_windows;
+
 /* ---- kernels: one table per instruction set ------------------------------------------
  * ROW(result, name, arguments): functions on one row or chunk, without threads, allocation or checks.
  * The list declares the fields of the table here and initialises them in kernels/table_body.inc.
@@ -71,6 +84,11 @@ typedef struct {
                                const float *rstd, int64_t n)) \
     ROW(void,   batch_norm_back, (float *dx, const float *dy, const float *x, const float *mean, const float *rstd, \
                                   const float *weight, const float *share, const float *share_normed, int64_t n)) \
+    ROW(void,   deviations,   (float *sums, const float *x, float mean, int64_t n)) \
+    ROW(void,   channel_norm, (float *y, const float *x, float mean, float scale, float bias, int64_t n)) \
+    ROW(void,   normed_sums,  (float *sums, const float *dy, const float *x, float mean, float rstd, int64_t n)) \
+    ROW(void,   channel_norm_back, (float *dx, const float *dy, const float *x, float mean, float rstd, float factor, \
+                                    float share, float share_normed, int64_t n)) \
     ROW(void,   gru_after,    (float *h, float *gates, const float *a, const float *product, const float *h_prev, \
                                int64_t H)) \
     ROW(void,   gru_before_1, (float *gates, const float *a, const float *product, const float *h_prev, int64_t H)) \
@@ -90,6 +108,12 @@ typedef struct {
     /* c (M,N) (+)= a b + bias for at most PYOPS_FEW_ROWS rows: rows of a and columns of b (ldb apart) are contiguous */ \
     ROW(void,   few,          (float *c, const float *a, const float *b, const float *bias, int64_t M, int64_t N, int64_t K, \
                                int64_t ldc, int64_t lda, int64_t ldb, int flags)) \
+    ROW(void,   windows,      (float *dst, int64_t ld, const pyops_windows *w, int64_t c, int64_t q, int64_t n, int64_t from, \
+                               int64_t to)) \
+    ROW(void,   windows_direct, (float *dst, int64_t image, int64_t plane, const pyops_windows *w, const float *filters, \
+                                 const float *bias, int64_t C, int64_t M, int64_t q, int64_t n)) \
+    ROW(void,   windows_outer, (float *sums, const pyops_windows *dy, const pyops_windows *w, int64_t C, int64_t M, int64_t q, \
+                                int64_t n)) \
     ROW(void,   dots,         (float *y, const float *a, const float *b, float scale, int64_t R, int64_t C, \
                                int64_t lda, int64_t ldb)) \
     ROW(void,   screen,       (int32_t *sums, const int16_t *x, const int8_t *panel, int64_t R, int64_t pairs, int64_t ld)) \
@@ -264,6 +288,9 @@ enum { PYOPS_KC = 256 };
 
 /* Kernels pad rows in scratch to a multiple of this, the longest vector of any table. */
 enum { PYOPS_LANES = 16 };
+
+/* Most taps of a convolution whose channels have filters of their own, for kernels that use no matrix product. */
+enum { PYOPS_DIRECT_TAPS = 64 };
 
 /* Outputs of a linear layer on pixels are computed in blocks of this many. */
 enum { PYOPS_PIXEL_BLOCK = 32 };

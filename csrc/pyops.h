@@ -56,7 +56,7 @@ PYOPS_API int32_t      pyops_threads(void);       /* threads that a call from th
 PYOPS_API pyops_status pyops_set_threads(int32_t threads);      /* for calls from this thread, as in OpenMP */
 /* Round the factors of matrix products, also in fused kernels: 0 float32, 1 TF32 (CUDA library only), 2 bfloat16, to nearest,
  * ties to even.  Sums are float32.  For all threads; not while a kernel runs.  On the CPU linear_argmax and the products of
- * attention and of pixels stay float32. */
+ * attention and of pixels stay float32, in the CUDA library convolutions. */
 PYOPS_API pyops_status pyops_set_precision(int32_t precision);
 
 /* ---- replay: run a recorded list of calls without returning to the caller between them ----------
@@ -360,26 +360,91 @@ PYOPS_API pyops_status pyops_residual_norm_backward(
     const float *rstd, float *work,
     int64_t R, int64_t C, float p, uint64_t key, void *stream);
 
-/* ---- batch norm over the rows ----------------------------------------------------------------
- * training 1:  mean[c] = mean of x[:,c];   rstd[c] = 1 / sqrt(variance of x[:,c] + eps);   R >= 2
+/* ---- batch norm over rows and positions -----------------------------------------------------
+ * training 1:  mean[c] = mean of x[:,c,:];   rstd[c] = 1 / sqrt(variance of x[:,c,:] + eps);   n = R P >= 2
  *              running_mean += momentum * (mean - running_mean);   running_var likewise, with the unbiased variance,
- *              R / (R - 1) times the variance of the batch;   either may be NULL
+ *              n / (n - 1) times the variance of the batch;   either may be NULL
  * training 0:  mean = running_mean;   rstd = 1 / sqrt(running_var + eps);   running_mean and running_var are unchanged
  * xhat = (x - mean) * rstd;   y = xhat * weight + bias
  * backward:    g = dy * weight * rstd;   training 0: dx = g
- *              training 1: dx = g - mean of g[:,c] - xhat * mean of (g * xhat)[:,c]
- *              dweight += sum_r dy * xhat;   dbias += sum_r dy
- * x, y, dx, dy (R,C)   running_mean, running_var, weight, bias, dweight, dbias (C)   mean, rstd (C), saved for backward
- * dx may be dy.   Ioffe and Szegedy 2015, arXiv:1502.03167.
+ *              training 1: dx = g - mean of g[:,c,:] - xhat * mean of (g * xhat)[:,c,:]
+ *              dweight += sum dy * xhat;   dbias += sum dy
+ * x, y, dx, dy (R,C,P)   running_mean, running_var, weight, bias, dweight, dbias (C)   mean, rstd (C), saved for backward
+ * P: the positions of an image, 1 for rows of features.   dx may be dy.   Ioffe and Szegedy 2015, arXiv:1502.03167.
  */
 PYOPS_API pyops_status pyops_batch_norm_forward(
     float *y, float *running_mean, float *running_var, float *mean, float *rstd,
     const float *x, const float *weight, const float *bias,
-    int64_t R, int64_t C, float eps, float momentum, int32_t training, void *stream);
+    int64_t R, int64_t C, int64_t P, float eps, float momentum, int32_t training, void *stream);
 PYOPS_API pyops_status pyops_batch_norm_backward(
     float *dx, float *dweight, float *dbias,
     const float *dy, const float *x, const float *weight, const float *mean, const float *rstd,
-    int64_t R, int64_t C, int32_t training, void *stream);
+    int64_t R, int64_t C, int64_t P, int32_t training, void *stream);
+
+/* ---- convolution in two dimensions ------------------------------------------------------------
+ * y[n,o,i,j] = bias[o] + sum over c < C / groups, a < kh, b < kw of
+ *              weight[o,c,a,b] * x[n, first + c, i stride_h + a dilation_h - pad_h, j stride_w + b dilation_w - pad_w]
+ * where first = (o / (O / groups)) * (C / groups), and x is 0 outside (C,H,W).   Ho and Wo are the caller's choice, so padding
+ * at the bottom and at the right needs no argument.
+ * x, dx (N,C,H,W)   y, dy (N,O,Ho,Wo)   weight, dweight (O,C/groups,kh,kw)   bias, dbias (O), or NULL
+ * conv2d_backward_x       dx = the transpose of this linear map, applied to dy; overwrites
+ * conv2d_backward_weight  dweight += sum over n, i, j of dy[n,o,i,j] * the factor of weight above;   dbias += sum dy[n,o,i,j]
+ * C and O are multiples of groups.
+ */
+PYOPS_API pyops_status pyops_conv2d_forward(
+    float *y, const float *x, const float *weight, const float *bias, float *work,
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups, void *stream);
+PYOPS_API int64_t pyops_conv2d_forward_work(
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups);
+PYOPS_API pyops_status pyops_conv2d_backward_x(
+    float *dx, const float *dy, const float *weight, float *work,
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups, void *stream);
+PYOPS_API int64_t pyops_conv2d_backward_x_work(
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups);
+PYOPS_API pyops_status pyops_conv2d_backward_weight(
+    float *dweight, float *dbias, const float *dy, const float *x, float *work,
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups, void *stream);
+PYOPS_API int64_t pyops_conv2d_backward_weight_work(
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w,
+    int64_t groups);
+
+/* ---- pooling in two dimensions -------------------------------------------------------------
+ * The window of y[p,i,j] has rows i stride_h + a dilation_h - pad_h for a < kh, and columns likewise.
+ * max_pool2d  y = the maximum of the window inside (H,W), -inf if none is inside;  NaN if one is NaN
+ *             index[p,i,j] = row W + column of the first maximum, of the last NaN if one is NaN, and -1 if none is inside
+ *             backward: dx = 0, then dx[p][index[p,i,j]] += dy[p,i,j]
+ * avg_pool2d  y = the sum of the window inside (H,W) / n;   backward: dx = the sum of dy / n over the windows with that element
+ *             n: the elements of the window inside (H,W) or, with count_pad 1, inside (H,W) and pad_h rows and pad_w columns
+ *             around it;   dilation 1
+ * x, dx (planes,H,W)   y, dy (planes,Ho,Wo)   index (planes,Ho,Wo) int32, saved for backward   dx overwrites   H W < 2^31
+ */
+PYOPS_API pyops_status pyops_max_pool2d_forward(
+    float *y, int32_t *index, const float *x,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w, void *stream);
+PYOPS_API pyops_status pyops_max_pool2d_backward(
+    float *dx, const float *dy, const int32_t *index,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w, void *stream);
+PYOPS_API pyops_status pyops_avg_pool2d_forward(
+    float *y, const float *x,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int32_t count_pad, void *stream);
+PYOPS_API pyops_status pyops_avg_pool2d_backward(
+    float *dx, const float *dy,
+    int64_t planes, int64_t H, int64_t W, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw,
+    int64_t stride_h, int64_t stride_w, int64_t pad_h, int64_t pad_w, int32_t count_pad, void *stream);
 
 /* ---- packed rows and padded sequences ------------------------------------------------
  * offsets (B+1) int32: sequence b is rows offsets[b] to offsets[b+1] - 1 of x (N,C), at most T.  In y (T,B,C) its step t is row

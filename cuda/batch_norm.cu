@@ -1,7 +1,9 @@
-// batch_norm.cu - normalise columns to mean 0 and variance 1 over the rows of a batch, then scale and shift.
+// batch_norm.cu - normalise channels to mean 0 and variance 1 over a batch, then scale and shift.
 //
-// A block has 32 columns and 16 warps.  A warp reads 32 adjacent elements of a row (coalesced), and a lane stays in its
-// column.  Warp w takes rows w, w + 16, ... of a piece of 256 rows, so a lane has 16 numbers in registers:
+// Images (R,C,P): a block per channel, which reads x once for the mean, once for the variance and once to normalise.
+//
+// Rows of features: a block has 32 columns and 16 warps.  A warp reads 32 adjacent elements of a row (coalesced), and a lane
+// stays in its column.  Warp w takes rows w, w + 16, ... of a piece of 256 rows, so a lane has 16 numbers in registers:
 //
 //                 32 columns
 //            +-----------------+
@@ -15,7 +17,7 @@
 // If there are few rows, or enough columns for all multiprocessors, a block has all rows of its columns: one launch.
 // Otherwise rows are divided into groups.  A first launch writes the sums of each group to the workspace; in a second launch
 // every block combines the sums of its columns and then processes the rows of its group.
-#include "internal.cuh"
+#include "block.cuh"
 
 namespace {
 static constexpr int COLUMNS = 32, WARPS = 16, HELD = 16, PIECE = WARPS * HELD;
@@ -24,7 +26,7 @@ static const dim3 BLOCK(COLUMNS, WARPS);
 
 // ---- how the work is divided --------------------------------------------------------------------------------------------
 struct Shares {
-    int64_t R, C, rows;                 // rows: per group; the last group may have fewer
+    int64_t R, C, rows; // rows: per group; the last group may have fewer
     int groups;
 };
 
@@ -36,7 +38,7 @@ struct Saved { const float *dy, *x, *weight, *mean, *rstd; };
 
 static Shares share(int64_t R, int64_t C) {
     const int64_t columns = blocks_for<int64_t>(C, COLUMNS), pieces = blocks_for<int64_t>(R, PIECE);
-    int64_t groups = blocks_for<int64_t>(2 * pyops_multiprocessors(), columns);             // two blocks per multiprocessor
+    int64_t groups = blocks_for<int64_t>(2 * pyops_multiprocessors(), columns); // two blocks per multiprocessor
     if (groups > MOST_GROUPS) groups = MOST_GROUPS;
     if (groups > pieces) groups = pieces > 0 ? pieces : 1;
     const int64_t rows = blocks_for<int64_t>(pieces, groups) * PIECE;
@@ -165,19 +167,84 @@ static __global__ void __launch_bounds__(COLUMNS *WARPS, 2)
         y[at] = (x[at] - mean) * rstd * w + b;
     }
 }
+// ---- images ---------------------------------------------------------------------------------------------------------------
+static constexpr int THREADS = 512;
+
+// Offset of position i of channel blockIdx.x.
+DEVICE int64_t in_channel(int64_t i, int64_t C, int64_t P) { return (i / P * C + blockIdx.x) * P + i % P; }
+
+static __global__ void __launch_bounds__(THREADS)
+    normalise_channel(float *y, Statistics out, const float *x, const float *weight, const float *bias, int64_t R, int64_t C,
+                      int64_t P, float eps, float momentum, bool training) {
+    SHARED(double, of_warps, [THREADS / 32]);
+    const int64_t c = blockIdx.x, n = R * P;
+    float mean, variance;
+    if (training) {
+        double sum = 0.0, squares = 0.0;
+        for (int64_t i = threadIdx.x; i < n; i += THREADS) sum += x[in_channel(i, C, P)];
+        const double center = block_sum(sum, of_warps) / static_cast<double>(n);
+        for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+            const double d = x[in_channel(i, C, P)] - center;
+            squares += d * d;
+        }
+        squares = block_sum(squares, of_warps);
+        mean = static_cast<float>(center), variance = static_cast<float>(squares / static_cast<double>(n));
+        if (threadIdx.x == 0) {
+            if (out.running_mean) out.running_mean[c] += momentum * (mean - out.running_mean[c]);
+            const float unbiased = static_cast<float>(squares / static_cast<double>(n - 1));
+            if (out.running_var) out.running_var[c] += momentum * (unbiased - out.running_var[c]);
+        }
+    } else {
+        mean = out.running_mean[c], variance = out.running_var[c];
+    }
+    const float rstd = 1.0f / sqrtf(variance + eps), scale = rstd * weight[c], b = bias[c];
+    if (threadIdx.x == 0) out.mean[c] = mean, out.rstd[c] = rstd;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+        const int64_t at = in_channel(i, C, P);
+        y[at] = (x[at] - mean) * scale + b;
+    }
+}
+
+// dx may alias dy: the sums are complete before the first write.
+static __global__ void __launch_bounds__(THREADS)
+    channel_backward(float *dx, float *dweight, float *dbias, Saved in, int64_t R, int64_t C, int64_t P, bool training) {
+    SHARED(double, of_warps, [THREADS / 32]);
+    const int64_t c = blockIdx.x, n = R * P;
+    const float mean = in.mean[c], rstd = in.rstd[c], factor = in.weight[c] * rstd;
+    double sum = 0.0, products = 0.0;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+        const int64_t at = in_channel(i, C, P);
+        sum += in.dy[at];
+        products += in.dy[at] * ((in.x[at] - mean) * rstd);
+    }
+    sum = block_sum(sum, of_warps);
+    products = block_sum(products, of_warps);
+    if (threadIdx.x == 0) dbias[c] += static_cast<float>(sum), dweight[c] += static_cast<float>(products);
+    const double share = training ? 1.0 / static_cast<double>(n) : 0.0; // fixed statistics have no gradient
+    const float a = static_cast<float>(sum * share), b = static_cast<float>(products * share);
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) {
+        const int64_t at = in_channel(i, C, P);
+        dx[at] = factor * (in.dy[at] - a - (in.x[at] - mean) * rstd * b);
+    }
+}
 }
 
 extern "C" pyops_status pyops_batch_norm_forward(float *y, float *running_mean, float *running_var, float *mean, float *rstd,
                                                  const float *x, const float *weight, const float *bias, int64_t R, int64_t C,
-                                                 float eps, float momentum, int32_t training, void *stream) {
-    pyops_status status = check_batch_norm("batch_norm_forward", R, C, training);
+                                                 int64_t P, float eps, float momentum, int32_t training, void *stream) {
+    pyops_status status = check_batch_norm("batch_norm_forward", R, C, P, training);
     if (!status) status = check_eps("batch_norm_forward", eps);
     if (status) return status;
     PYOPS_REQUIRE(training || (running_mean && running_var),
                   "batch_norm_forward: running_mean or running_var is NULL, expected both outside training");
     if (C == 0) return PYOPS_OK;
-    const Shares s = share(R, C);
     const Statistics statistics = {running_mean, running_var, mean, rstd};
+    if (P != 1)
+        return pyops_launched("batch_norm_forward",
+                              LAUNCH(normalise_channel, unsigned(C), THREADS, 0, stream_of(stream), y, statistics, x, weight,
+                                     bias, R, C, P, eps, momentum, training != 0),
+                              stream);
+    const Shares s = share(R, C);
     float2 *sums = nullptr;
     Launches launches;
     if (!training) {
@@ -259,12 +326,17 @@ static __global__ void __launch_bounds__(COLUMNS *WARPS, 2)
 
 extern "C" pyops_status pyops_batch_norm_backward(float *dx, float *dweight, float *dbias, const float *dy, const float *x,
                                                   const float *weight, const float *mean, const float *rstd, int64_t R,
-                                                  int64_t C, int32_t training, void *stream) {
-    const pyops_status status = check_batch_norm("batch_norm_backward", R, C, training);
+                                                  int64_t C, int64_t P, int32_t training, void *stream) {
+    const pyops_status status = check_batch_norm("batch_norm_backward", R, C, P, training);
     if (status || C == 0) return status;
-    const Shares s = share(R, C);
     const Saved saved = {dy, x, weight, mean, rstd};
-    const float part = training ? 1.0f / static_cast<float>(R) : 0.0f;      // fixed statistics have no gradient
+    if (P != 1)
+        return pyops_launched("batch_norm_backward",
+                              LAUNCH(channel_backward, unsigned(C), THREADS, 0, stream_of(stream), dx, dweight, dbias, saved, R,
+                                     C, P, training != 0),
+                              stream);
+    const Shares s = share(R, C);
+    const float part = training ? 1.0f / static_cast<float>(R) : 0.0f; // fixed statistics have no gradient
     float2 *sums = nullptr;
     Launches launches;
     if (s.groups == 1) {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyops import backend
-from pyops.autograd import Tensor, apply, is_grad_enabled, no_grad
+from pyops.autograd import Tensor, apply, is_grad_enabled
 from pyops.autograd.mode import is_interpreted
 from pyops.ops import (
     GELU,
@@ -20,7 +20,10 @@ from pyops.ops import (
     LSTM,
     RNN,
     Attention,
+    AvgPool2d,
+    BatchNorm,
     ConcatContext,
+    Conv2d,
     CrossEntropy,
     Dropout,
     Embedding,
@@ -28,12 +31,12 @@ from pyops.ops import (
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    MaxPool2d,
     ReLU,
     Residual,
     SiLU,
 )
 from pyops.ops.array import normal_axes
-from pyops.ops.convolution import Windows, positions
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
@@ -316,31 +319,27 @@ def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | 
                bias: Numbers | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
     """Normalise each channel to mean 0 and variance 1, scale by weight, add bias;  x (N, C, ...), all others (C,).
 
-    training: use the mean and variance of the batch, and move the running ones towards them in place by `momentum` (the
-    variance with n - 1 in its denominator, as in PyTorch).  Otherwise use the running ones.
+    training: use the mean and variance of the batch, and move the running ones, arrays or contiguous Tensors, towards them
+    in place by `momentum` (the variance with n - 1 in its denominator, as in PyTorch).  Otherwise use the running ones.
     """
     x = tensor(x)
-    axes, shape = tuple(i for i in range(x.ndim) if i != 1), tuple(n if i == 1 else 1 for i, n in enumerate(x.shape))
-    if training:
-        n = x.size // builtins.max(x.shape[1], 1)
-        if n < 2:
-            raise ValueError(f'batch_norm: expected more than one value a channel in training, got x of shape {x.shape}')
-        mean_ = mean(x, axes, True)
-        centred = x - mean_
-        variance = mean(centred * centred, axes, True)
-        moved: Any = (running_mean, mean_, 1), (running_var, variance, n / (n - 1))
-        with no_grad():
-            for running, now, factor in moved:
-                if running is not None and not is_interpreted():
-                    running *= 1 - momentum
-                    running += now.reshape(running.shape) * (momentum * factor)
-    else:
-        if running_mean is None or running_var is None:
-            raise ValueError('batch_norm: running_mean and running_var: expected arrays in evaluation, got None')
-        centred, variance = x - tensor(running_mean, x).reshape(shape), tensor(running_var, x).reshape(shape)
-    y = centred / sqrt(variance + eps)
-    y = y if weight is None else y * tensor(weight, x).reshape(shape)
-    return y if bias is None else y + tensor(bias, x).reshape(shape)
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError('batch_norm: running_mean and running_var: expected arrays in evaluation, got None')
+    C = x.shape[1] if x.ndim > 1 else 0
+    weight, bias = (tensor(np.full(C, default, np.float32) if given is None else given, x)
+                    for given, default in ((weight, 1), (bias, 0)))
+    given = running_mean, running_var
+    running = [None if value is None else tensor(value, x) for value in given]
+    for name, value, statistic in zip(('running_mean', 'running_var'), given, running, strict=True):
+        if training and not isinstance(value, np.ndarray | None) and not statistic.array.is_compact():      # type: ignore
+            raise ValueError(f'{name}: expected a contiguous array, which batch_norm updates; pass a copy')
+    y = apply(BatchNorm, x, *running, weight=weight, bias=bias, training=training, eps=eps, momentum=momentum)
+    for value, statistic in zip(given, running, strict=True):
+        if training and statistic is not None and not is_interpreted():
+            statistic.array.buffer.version += 1
+            if isinstance(value, np.ndarray):
+                value[...] = statistic.numpy()
+    return y
 
 
 def gru(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numbers, b_hh: Numbers, reset_before: bool = False,
@@ -425,32 +424,47 @@ def scaled_dot_product_attention(q: Numbers, k: Numbers, v: Numbers, attn_mask: 
 
 
 def conv2d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int | Sequence[int] = 1,
-           padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1) -> Tensor:
-    """Convolve: x (N, C, H, W), weight (O, C, kh, kw), bias (O,) or None -> (N, O, Ho, Wo).
+           padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1) -> Tensor:
+    """Convolve images with filters: x (N, C, H, W), weight (O, C / groups, kh, kw), bias (O,) or None -> (N, O, Ho, Wo).
 
-    stride, padding, dilation: an int or a pair.  Computed as one matrix product of the windows of x with the weight.
+    stride, padding, dilation: an int or a pair; padding also 'same', which keeps H and W, or 'valid', which is 0.
+    groups: each group of O / groups filters sees its own C / groups channels.
+    """
+    parameters = {} if bias is None else {'bias': tensor(bias)}
+    return apply(Conv2d, tensor(x), weight=tensor(weight), **parameters, stride=stride, padding=padding, dilation=dilation,
+                 groups=groups)
+
+
+def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int = 1, padding: int | str = 0,
+           dilation: int = 1, groups: int = 1) -> Tensor:
+    """Convolve sequences with filters: x (N, C, L), weight (O, C / groups, k), bias (O,) or None -> (N, O, Lo).
+
+    The settings are those of conv2d, which computes it with images of height 1.
     """
     x, weight = tensor(x), tensor(weight)
-    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f'conv2d: expected x (N, C, H, W) and weight (O, C, kh, kw), got {x.shape} and {weight.shape}')
-    stride, (ph, pw), dilation = _pair('stride', stride, 1), _pair('padding', padding, 0), _pair('dilation', dilation, 1)
-    if ph or pw:
-        x = pad(x, (pw, pw, ph, ph))
-    (N, C, H, W), (O, _, kh, kw) = x.shape, weight.shape
-    Ho, Wo = positions(H, kh, stride[0], dilation[0]), positions(W, kw, stride[1], dilation[1])
-    if Ho < 1 or Wo < 1:
-        raise ValueError(f'conv2d: a window of {(kh, kw)} with dilation {dilation} does not fit into {(H, W)}')
-    windows = apply(Windows, x, window=(kh, kw), stride=stride, dilation=dilation)          # (N, C, Ho, Wo, kh, kw)
-    rows = windows.permute(0, 2, 3, 1, 4, 5).reshape(N * Ho * Wo, C * kh * kw)
-    y = (rows @ weight.reshape(O, C * kh * kw).T).reshape(N, Ho, Wo, O).permute(0, 3, 1, 2)
-    return y if bias is None else y + tensor(bias).reshape(O, 1, 1)
+    if x.ndim != 3 or weight.ndim != 3:
+        raise ValueError(f'conv1d: expected x (N, C, L) and weight (O, C / groups, k), got {x.shape} and {weight.shape}')
+    return conv2d(x.unsqueeze(2), weight.unsqueeze(2), bias, (1, stride), padding if isinstance(padding, str) else (0, padding),
+                  (1, dilation), groups).reshape(len(x), len(weight), -1)
 
 
-def _pair(name: str, value: int | Sequence[int], least: int) -> tuple[int, ...]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or any(not isinstance(n, int) or n < least for n in pair):
-        raise ValueError(f'{name}: expected a whole number of at least {least}, or two, got {value}')
-    return pair
+def max_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+               padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1) -> Tensor:
+    """Return the maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
+
+    All settings: an int or a pair; stride None: kernel_size.  The gradient goes to the first of equal maxima.
+    """
+    return apply(MaxPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
+
+
+def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+               padding: int | Sequence[int] = 0, count_include_pad: bool = True) -> Tensor:
+    """Return the average of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
+
+    kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  count_include_pad: padding counts as zeros.
+    """
+    return apply(AvgPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding,
+                 count_include_pad=count_include_pad)
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@ from pyops.nn.attention import MultiHeadAttention, MultiheadAttention, Transform
 from pyops.nn.container import Residual, Sequential
 from pyops.nn.layers import (
     GELU,
+    AvgPool2d,
     BatchNorm1d,
+    BatchNorm2d,
+    Conv1d,
     Conv2d,
     CrossEntropyLoss,
     Dropout,
@@ -13,6 +16,7 @@ from pyops.nn.layers import (
     LayerNorm,
     LayerNorm1d,
     Linear,
+    MaxPool2d,
     MSELoss,
     ReLU,
     Sigmoid,
@@ -24,7 +28,8 @@ from pyops.nn.layers import (
 from pyops.nn.module import KernelLayer, Layer, Module, Parameter
 from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
-__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'BatchNorm1d', 'Conv2d', 'CrossEntropyLoss', 'Dropout', 'Embedding', 'Flatten',
-           'GRUCell', 'Identity', 'KernelLayer', 'LSTMCell', 'Layer', 'LayerNorm', 'LayerNorm1d', 'Linear', 'MSELoss',
-           'Module', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter', 'RNNCell', 'ReLU', 'Residual', 'Sequential',
-           'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoderLayer', 'TransformerEncoderLayer']
+__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AvgPool2d', 'BatchNorm1d', 'BatchNorm2d', 'Conv1d', 'Conv2d', 'CrossEntropyLoss',
+           'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'Identity', 'KernelLayer', 'LSTMCell', 'Layer', 'LayerNorm',
+           'LayerNorm1d', 'Linear', 'MSELoss', 'MaxPool2d', 'Module', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter',
+           'RNNCell', 'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh',
+           'TransformerDecoderLayer', 'TransformerEncoderLayer']

@@ -12,6 +12,7 @@ import numpy as np
 from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
 from pyops.nn.module import KernelLayer, Layer, Parameter
+from pyops.ops import convolution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,13 +178,14 @@ class LayerNorm(KernelLayer):
 LayerNorm1d = LayerNorm
 
 
-class BatchNorm1d(KernelLayer):
-    """Normalise each feature over the batch to mean 0 and variance 1, then scale by weight and add bias;  x (B, features).
+class _BatchNorm(KernelLayer):
+    """Normalise each channel over the batch to mean 0 and variance 1, then scale by weight and add bias.
 
     Training updates running_mean and running_var, moving averages that replace the batch statistics in evaluation.
     """
     running_mean: Array
     running_var: Array
+    dimensions: tuple[int, ...]         # of x
 
     def __init__(self, features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         self.features, self.eps, self.momentum = features, eps, momentum
@@ -198,8 +200,34 @@ class BatchNorm1d(KernelLayer):
     def constants(self) -> tuple[Any, ...]:
         return self.running_mean, self.running_var
 
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        self._check(x)
+        return super().forward_tensors(x)
+
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        self._check(x)
+        return super().forward_arrays(x)
+
+    def _check(self, x: Any) -> None:
+        if np.ndim(x) not in self.dimensions:
+            raise ValueError(f'x: expected {" or ".join(map(str, self.dimensions))} axes, got shape {np.shape(x)}')
+
     def settings(self) -> str:
         return f'{self.features}'
+
+
+class BatchNorm1d(_BatchNorm):
+    """Normalise each feature over the batch to mean 0 and variance 1, then scale by weight and add bias.
+
+    x (B, features), or sequences (B, features, L), normalised over B and L.  Training updates running_mean and running_var,
+    moving averages that replace the batch statistics in evaluation.
+    """
+    dimensions = 2, 3
+
+
+class BatchNorm2d(_BatchNorm):
+    """BatchNorm1d of images (N, features, H, W): each channel is normalised over N, H and W."""
+    dimensions = 4,
 
 
 class Embedding(KernelLayer):
@@ -221,28 +249,96 @@ class Embedding(KernelLayer):
         return f'{self.number}, {self.dim}'
 
 
-class Conv2d(Layer):
+class Conv2d(KernelLayer):
     """y[n, o] = sum over channels and window of x * weight[o], plus bias[o];  x (N, C, H, W) -> y (N, O, Ho, Wo).
 
-    weight (out_channels, in_channels, kh, kw) is initialised with kaiming_uniform, bias (out_channels,) with zeros.
-    kernel_size, stride, padding and dilation: an int or a pair.
+    weight (out_channels, in_channels / groups, kh, kw) is initialised with kaiming_uniform, bias (out_channels,) with zeros.
+    kernel_size, stride, padding and dilation: an int or a pair; padding also 'same' or 'valid'.  See pyops.ops.Conv2d.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], stride: int | Sequence[int] = 1,
-                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, bias: bool = True) -> None:
-        self.kernel_size = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
-        self.stride, self.padding, self.dilation = stride, padding, dilation
-        self.weight = Parameter((out_channels, in_channels, *self.kernel_size), init.kaiming_uniform())
-        self.bias = Parameter((out_channels,), init.zeros()) if bias else None
+                 padding: int | str | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+                 bias: bool = True) -> None:
+        self.kernel_size = convolution.pair('kernel_size', kernel_size, 1)
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        self.weight, self.bias = _filters(in_channels, out_channels, self.kernel_size, groups, bias)
 
-    def forward_tensors(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
+        return (ops.Conv2d, {'weight': self.weight} | ({'bias': self.bias} if self.bias is not None else {}),
+                {'stride': self.stride, 'padding': self.padding, 'dilation': self.dilation, 'groups': self.groups})
 
     def settings(self) -> str:
-        out_channels, in_channels, *_ = self.weight.shape
-        options = ('stride', self.stride, 1), ('padding', self.padding, 0), ('dilation', self.dilation, 1)
-        more = ''.join(f', {name}={value}' for name, value, default in options if value != default)
-        return f'{in_channels}, {out_channels}, kernel_size={self.kernel_size}{more}'
+        options = (('stride', self.stride, 1), ('padding', self.padding, 0), ('dilation', self.dilation, 1),
+                   ('groups', self.groups, 1), ('bias', self.bias is not None, True))
+        more = ''.join(f', {name}={value!r}' for name, value, default in options if value != default)
+        return f'{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}{more}'
+
+
+class Conv1d(Layer):
+    """Conv2d of sequences: x (N, C, L) -> y (N, O, Lo);  weight (out_channels, in_channels / groups, kernel_size)."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int | str = 0,
+                 dilation: int = 1, groups: int = 1, bias: bool = True) -> None:
+        self.kernel_size, self.in_channels, self.out_channels = kernel_size, in_channels, out_channels
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        self.weight, self.bias = _filters(in_channels, out_channels, (kernel_size,), groups, bias)
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.conv1d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+    settings = Conv2d.settings
+
+
+class MaxPool2d(KernelLayer):
+    """The maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).  Settings: an int or a pair; stride None: kernel_size."""
+
+    def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1) -> None:
+        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
+        self.padding, self.dilation = padding, dilation
+
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
+        return ops.MaxPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
+                                   'dilation': self.dilation, 'name': self._path or 'max_pool2d'}
+
+    def settings(self) -> str:
+        return _pooling_settings(self, dilation=1)
+
+
+class AvgPool2d(KernelLayer):
+    """The average of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
+
+    kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  count_include_pad: padding counts as zeros.
+    """
+
+    def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
+                 padding: int | Sequence[int] = 0, count_include_pad: bool = True) -> None:
+        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
+        self.padding, self.count_include_pad = padding, count_include_pad
+
+    def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
+        return ops.AvgPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
+                                   'count_include_pad': self.count_include_pad, 'name': self._path or 'avg_pool2d'}
+
+    def settings(self) -> str:
+        return _pooling_settings(self, count_include_pad=True)
+
+
+def _pooling_settings(layer: Any, **defaults: Any) -> str:
+    """Return the text of a pooling layer's settings that differ from the defaults."""
+    defaults = {'stride': layer.kernel_size, 'padding': 0} | defaults
+    more = ''.join(f', {name}={getattr(layer, name)}' for name, value in defaults.items() if getattr(layer, name) != value)
+    return f'kernel_size={layer.kernel_size}{more}'
+
+
+def _filters(in_channels: int, out_channels: int, window: tuple[int, ...], groups: int,
+             bias: bool) -> tuple[Parameter, Parameter | None]:
+    """Return the weight and the bias of a convolution."""
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise ValueError(f'groups: expected a divisor of {in_channels} and {out_channels} channels, got {groups}')
+    return (Parameter((out_channels, in_channels // groups, *window), init.kaiming_uniform()),
+            Parameter((out_channels,), init.zeros()) if bias else None)
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ All Python code of an op is in one file:
 from pyops.ops.activation import GELU, SiLU
 from pyops.ops.attention import Attention, sequence_lengths
 from pyops.ops.batch_norm import BatchNorm
+from pyops.ops.convolution import Conv2d, Conv2dFilters, Conv2dTransposed
 from pyops.ops.cross_entropy import CrossEntropy
 from pyops.ops.dropout import Dropout
 from pyops.ops.embedding import Embedding
@@ -27,13 +28,14 @@ from pyops.ops.linear import Linear
 from pyops.ops.linear_cross_entropy import LinearCrossEntropy
 from pyops.ops.mlp import MLPGradients
 from pyops.ops.pixel_linear import PixelLinear
+from pyops.ops.pooling import AvgPool2d, MaxPool2d
 from pyops.ops.positions import Positions
 from pyops.ops.relu import ReLU
 from pyops.ops.residual import Residual
 from pyops.ops.residual_norm import ResidualNorm
 from pyops.ops.rnn import LSTM, RNN
 
-__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'Attention', 'BatchNorm', 'ConcatContext', 'CrossEntropy', 'Dropout', 'Embedding',
-           'EmbeddingGRU', 'FeedForward',
-           'LayerNorm', 'Linear', 'LinearCrossEntropy', 'MLPGradients', 'PixelLinear', 'Positions', 'ReLU',
+__all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'Attention', 'AvgPool2d', 'BatchNorm', 'ConcatContext', 'Conv2d', 'Conv2dFilters',
+           'Conv2dTransposed', 'CrossEntropy', 'Dropout', 'Embedding', 'EmbeddingGRU', 'FeedForward', 'LayerNorm', 'Linear',
+           'LinearCrossEntropy', 'MLPGradients', 'MaxPool2d', 'PixelLinear', 'Positions', 'ReLU',
            'Residual', 'ResidualNorm', 'SiLU', 'sequence_lengths']

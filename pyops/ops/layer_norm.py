@@ -12,7 +12,7 @@ from pyops.backend.kernels import Kernel, declare
 if TYPE_CHECKING:
     from pyops.autograd import Tensor
     from pyops.params import Parameter
-    from pyops.typing import Array, Example, Normal, TensorGradients
+    from pyops.typing import Array, Axis, Example, Normal, TensorGradients
 
 
 class LayerNorm:
@@ -60,7 +60,7 @@ class LayerNorm:
                work('layer_norm_backward', R, C), R, C, into is not None)
         return dx
 
-    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor], axis: int = -1) -> TensorGradients:
+    def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor], axis: Axis = -1) -> TensorGradients:
         from pyops.ops.array import sum_to
         weight, bias, x = parameters['weight'], parameters['bias'], ctx.x
         centred = x - x.mean(axis, True)

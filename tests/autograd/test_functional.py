@@ -168,6 +168,15 @@ CASES = [
                       lambda F, x, w, options=options: F.conv2d(x, w, **options),
                       lambda torch, x, w, options=options: torch.nn.functional.conv2d(x, w, **options),
                       [(2, 3, 8, 7), (2, 3, 3, 2)])),
+    *case('conv2d-groups', lambda F, x, w, b: F.conv2d(x, w, b, padding='same', groups=2),
+          lambda torch, x, w, b: torch.nn.functional.conv2d(x, w, b, padding='same', groups=2),
+          [(2, 4, 6, 5), (6, 2, 3, 3), (6,)]),
+    *case('conv1d', lambda F, x, w, b: F.conv1d(x, w, b, 2, 1, 2),
+          lambda torch, x, w, b: torch.nn.functional.conv1d(x, w, b, 2, 1, 2), [(2, 3, 8), (4, 3, 3), (4,)]),
+    *case('max_pool2d', lambda F, x: F.max_pool2d(x, (2, 3), padding=1), lambda torch, x: torch.nn.functional.max_pool2d(
+        x, (2, 3), padding=1), [(2, 3, 5, 6)], second=False),
+    *case('avg_pool2d', lambda F, x: F.avg_pool2d(x, 3, 2, 1, False), lambda torch, x: torch.nn.functional.avg_pool2d(
+        x, 3, 2, 1, count_include_pad=False), [(2, 3, 5, 6)], second=False),
     # layers and losses
     *alike('linear', [(3, 4), (2, 4), (2,)], [(2, 3, 4), (5, 4), (5,)], [(3, 4), (2, 4)], [(4,), (2, 4), (2,)],
            theirs='nn.functional.linear'),
@@ -186,6 +195,9 @@ CASES = [
     *case('batch_norm', lambda F, x, w, b: F.batch_norm(x, None, None, w, b, training=True),
           lambda torch, x, w, b: torch.nn.functional.batch_norm(x, None, None, w, b, training=True),
           [(6, 3), (3,), (3,)], [(4, 3, 2, 5), (3,), (3,)]),
+    *case('batch_norm-evaluating-images', lambda F, x, w, b: F.batch_norm(x, np.float32([1, 2]), np.float32([3, 2]), w, b),
+          lambda torch, x, w, b: torch.nn.functional.batch_norm(
+              x, torch.tensor([1, 2], dtype=x.dtype), torch.tensor([3, 2], dtype=x.dtype), w, b), [(3, 2, 4, 3), (2,), (2,)]),
     *case('batch_norm-evaluating', lambda F, x: F.batch_norm(x, np.float32([1, 2, 3]), np.float32([3, 2, 1])),
           lambda torch, x: (x - torch.tensor([1, 2, 3])) / (torch.tensor([3, 2, 1]) + 1e-5)**0.5, [(6, 3)]),
     *case('concat_context', lambda F, x, c: F.concat_context(x, c), lambda torch, x, c: torch.cat([x, c.expand(3, 2, 5)], -1),
@@ -323,6 +335,21 @@ def test_second_derivatives_are_those_of_torch(torch, case):
             assert all(not np.any(one.numpy()) for one in (g, w) if one is not None)
         else:
             close(g.numpy(), w.numpy(), 1e-4)
+
+
+@pytest.mark.parametrize('make', [lambda a: a.copy(), Tensor, lambda a: Tensor(a).array], ids=['numpy', 'Tensor', 'NDArray'])
+def test_batch_norm_moves_running_statistics_in_place(torch, make):
+    x, start = np.random.default_rng(0).standard_normal((4, 3, 5)).astype(np.float32), np.ones(3, np.float32)
+    mean, var, twins = make(start), make(start), (torch.ones(3), torch.ones(3))
+    F.batch_norm(x, mean, var, training=True, momentum=0.3)
+    torch.nn.functional.batch_norm(torch.tensor(x), *twins, training=True, momentum=0.3)
+    for ours, theirs in zip((mean, var), twins, strict=True):
+        np.testing.assert_allclose(ours if isinstance(ours, np.ndarray) else ours.numpy(), theirs.numpy(), rtol=1e-5)
+
+
+def test_batch_norm_refuses_running_statistics_that_it_cannot_update():
+    with pytest.raises(ValueError, match='running_var: expected a contiguous array, which batch_norm updates; pass a copy'):
+        F.batch_norm(np.ones((3, 2), np.float32), np.ones(2, np.float32), Tensor(np.ones(4, np.float32))[::2], training=True)
 
 
 def test_batch_norm_in_evaluation_without_running_statistics_names_them():

@@ -21,8 +21,10 @@ from pyops.ops import (
     LSTM,
     RNN,
     Attention,
+    AvgPool2d,
     BatchNorm,
     ConcatContext,
+    Conv2d,
     CrossEntropy,
     Dropout,
     Embedding,
@@ -31,6 +33,7 @@ from pyops.ops import (
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    MaxPool2d,
     MLPGradients,
     PixelLinear,
     Positions,
@@ -215,6 +218,79 @@ class BatchNormRow:
     def torch(self, torch, x, weight, bias, running_mean=None, running_var=None):
         running = (None, None) if self.training else (running_mean.double(), running_var.double())
         return torch.nn.functional.batch_norm(x, *running, weight, bias, self.training)
+
+
+class BatchNormOfImagesRow(BatchNormRow):
+    wrong_axis = BatchNormRow.wrong_axis | {'x': 1}
+    sizes = ((3, 1, 2, 1), (2, 5, 3, 4), (7, 33, 5, 5), (3, 8, 64, 70), (2, 3, 1, 129))            # N, C, H, W
+    large = (9, 30, 41, 33)
+
+    def __init__(self, training):
+        super().__init__(training)
+        self.name = self.name.replace('norm', 'norm-of-images')
+
+    def build(self, size, rng):
+        built = super().build((size[0], size[1]), rng)
+        built.inputs['x'] = normal(rng, *size) + np.float32(0.5)
+        return built
+
+
+class PoolRow:
+    """settings: those of the op, as PyTorch takes them."""
+    wrong_axis = {'x': None}                # any shape is accepted
+    sizes = ((1, 1, 4, 5), (2, 3, 7, 6), (2, 9, 33, 40))                                          # N, C, H, W
+    large = (5, 31, 64, 66)
+
+    def __init__(self, op, name='', **settings):
+        self.op, self.settings = op, settings
+        self.function = {MaxPool2d: 'max_pool2d', AvgPool2d: 'avg_pool2d'}[op]
+        self.name = f'{self.function}{name}'
+
+    def build(self, size, rng):
+        """All elements differ by at least 0.01, so a small step changes no maximum."""
+        x = rng.permutation(np.prod(size)).reshape(size).astype(np.float32) / 100
+        return Built(lambda: self.op(**self.settings), dict(x=x), {})
+
+    def torch(self, torch, x):
+        return getattr(torch.nn.functional, self.function)(x, **self.settings)
+
+
+class Conv2dRow:
+    """settings: those of the op, as PyTorch takes them."""
+    wrong_axis = {'x': 1}
+    sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 6, 3, 2), (3, 2, 7, 9, 4, 3, 3), (2, 12, 9, 8, 36, 3, 3),
+             (19, 4, 4, 4, 14, 3, 3))                                                            # N, C, H, W, O, kh, kw
+    large = (7, 12, 19, 17, 34, 3, 3)
+
+    def __init__(self, name='', bias=True, **settings):
+        self.name, self.bias, self.settings = f'conv2d{name}', bias, settings
+        groups = settings.get('groups', 1)
+        self.sizes = tuple(size for size in self.sizes if size[1] % groups == size[4] % groups == 0)
+
+    def build(self, size, rng):
+        N, C, H, W, O, kh, kw = size
+        params = dict(weight=normal(rng, O, C // self.settings.get('groups', 1), kh, kw))
+        if self.bias:
+            params['bias'] = normal(rng, O)
+        return Built(functools.partial(Conv2d, **self.settings), dict(x=normal(rng, N, C, H, W)), params)
+
+    def torch(self, torch, x, weight, bias=None):
+        return torch.nn.functional.conv2d(x, weight, bias, **self.settings)
+
+
+class WideConv2dRow(Conv2dRow):
+    """Sums of more terms than a block of a product has, more columns than a block of windows, filters for a few rows."""
+    sizes = ((1, 90, 12, 11, 40, 2, 2), (2, 3, 33, 32, 40, 3, 3), (3, 40, 2, 1, 5, 5, 5), (1, 3, 40, 41, 3, 9, 9))
+
+
+class DepthwiseConv2dRow(Conv2dRow):
+    """A filter or two for each channel."""
+    sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 4, 3, 2), (3, 5, 7, 9, 10, 3, 3), (2, 33, 9, 18, 33, 5, 5))
+    large = (7, 40, 29, 27, 40, 3, 3)
+
+    def build(self, size, rng):
+        self.settings['groups'] = size[1]
+        return super().build(size, rng)
 
 
 class PixelLinearRow:
@@ -828,6 +904,17 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
          *(SmoothFeedForwardRow(activation) for activation in ('silu', 'gelu')),
          PositionsRow(), HalvesOfPositionsRow(), PackedPositionsRow(), SmoothedLinearCrossEntropyRow(),
          *(BatchNormRow(training) for training in (True, False)),
+         *(BatchNormOfImagesRow(training) for training in (True, False)),
+         *(PoolRow(op, name, **settings) for op in (MaxPool2d, AvgPool2d) for name, settings in (
+             ('', dict(kernel_size=2)), ('-overlapping', dict(kernel_size=3, stride=(2, 1), padding=1)),
+             ('-gaps', dict(kernel_size=(1, 2), stride=3, padding=(0, 1))))),
+         PoolRow(MaxPool2d, '-dilation', kernel_size=(2, 3), stride=2, padding=1, dilation=(2, 1)),
+         PoolRow(AvgPool2d, '-inside', kernel_size=(3, 4), stride=2, padding=(1, 2), count_include_pad=False),
+         Conv2dRow(), Conv2dRow('-same', padding='same'), Conv2dRow('-padding', padding=(1, 2), bias=False),
+         Conv2dRow('-stride', stride=(2, 3), padding=2), Conv2dRow('-dilation', dilation=(1, 2), padding=(0, 1)),
+         Conv2dRow('-groups', groups=2, stride=(1, 2), dilation=(2, 1), padding=1), WideConv2dRow('-wide', padding=2),
+         WideConv2dRow('-wide-stride', padding=3, stride=4), DepthwiseConv2dRow('-depthwise', padding=1),
+         DepthwiseConv2dRow('-depthwise-stride', stride=2, padding=(1, 0), bias=False),
          SmoothedCrossEntropyRow(),
          *(row(smoothing) for row in (LargeCrossEntropyRow, LargeLinearCrossEntropyRow) for smoothing in (0.0, 0.1)),
          *(InProductsRow(row, (3, 5, 2, 2, 4), (1, 6, 2, 1, 5), (9, 7, 2, 2, 33), (6, 150, 1, 2, 4)) for row in (

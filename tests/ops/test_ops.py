@@ -30,8 +30,11 @@ from pyops.backend import location
 from pyops.ops import (
     GRU,
     Attention,
+    AvgPool2d,
     BatchNorm,
     ConcatContext,
+    Conv2d,
+    Conv2dTransposed,
     CrossEntropy,
     Dropout,
     Embedding,
@@ -39,6 +42,7 @@ from pyops.ops import (
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    MaxPool2d,
     MLPGradients,
     PixelLinear,
     Positions,
@@ -1193,11 +1197,74 @@ def test_batch_norm_of_a_constant_column_is_the_bias(R):
     same(get(ctx.rstd), np.float32(1 / np.sqrt(np.float32(1e-5))), 'rstd')
 
 
+def test_batch_norm_of_images_keeps_the_running_statistics_of_torch(torch):
+    rng, twin = np.random.default_rng(5), torch.nn.BatchNorm2d(3, momentum=0.3, dtype=torch.float64)
+    mean, var, op = put(np.zeros(3, np.float32)), put(np.ones(3, np.float32)), batch_norm(3, momentum=0.3)
+    for _ in range(3):
+        x = normal(rng, 4, 3, 65, 64) + np.float32(7)
+        op.forward(put(x), mean, var)
+        twin(torch.tensor(x, dtype=torch.float64))
+    close(get(mean), twin.running_mean.numpy(), name='running_mean')
+    close(get(var), twin.running_var.numpy(), name='running_var')
+
+
 def test_batch_norm_says_what_it_wants():
     x = put(np.zeros((1, 3), np.float32))
-    for op, arguments, text in ((batch_norm(3), (x,), 'R=1, expected at least 2 rows in training'),
+    for op, arguments, text in ((batch_norm(3), (x,), 'R=1 P=1, expected at least 2 values per channel in training'),
                                 (batch_norm(3, training=False), (x,), 'running_mean or running_var is NULL, expected both'),
                                 (batch_norm(3, eps=-1), (put(np.zeros((2, 3), np.float32)),), 'eps=-1, expected at least 0'),
                                 (batch_norm(3), (x, x), r'running_mean: want shape \(3,\)')):
         with pytest.raises(ValueError, match=text):
             op.forward(*arguments)
+
+
+def test_the_first_of_equal_maxima_gets_the_gradient_and_nan_is_a_maximum(torch):
+    x = np.float32([[3, 3, 1, 1, 0], [3, 2, 1, 1, 0], [0, -1, np.nan, 2, 0], [-np.inf, -np.inf, 5, np.nan, 7]])[None, None]
+    op, twin = MaxPool2d(2, padding=1), torch.tensor(x, requires_grad=True)
+    y, ctx = op.forward(put(x))
+    theirs = torch.nn.functional.max_pool2d(twin, 2, padding=1)
+    dy = np.arange(1, y.size + 1, dtype=np.float32).reshape(y.shape)
+    theirs.backward(torch.tensor(dy))
+    np.testing.assert_array_equal(get(y), theirs.detach().numpy())      # NaN equals NaN
+    same(get(op.backward(put(dy), ctx)), twin.grad.numpy(), 'dx')
+
+
+def test_a_window_of_minus_infinity_has_a_maximum():
+    op = MaxPool2d(2)
+    y, ctx = op.forward(put(np.full((1, 1, 2, 2), -np.inf, np.float32)))
+    assert get(y).item() == -np.inf
+    assert get(op.backward(put(np.ones((1, 1, 1, 1), np.float32)), ctx)).tolist() == [[[[1, 0], [0, 0]]]]
+
+
+@pytest.mark.parametrize('make,text', [
+    (lambda: MaxPool2d(2, padding=2), r'padding: expected at most half of the window \(2, 2\), got 2'),
+    (lambda: AvgPool2d((1, 2), stride=0), 'stride: expected a whole number of at least 1, or two, got 0'),
+    (lambda: conv2d((4, 2, 3, 3), groups=3), 'groups: expected a divisor of the 4 channels of weight, got 3'),
+    (lambda: conv2d((4, 2, 3, 3), groups=0), 'groups: expected a whole number of at least 1, got 0'),
+    (lambda: conv2d((4, 2, 3, 3), padding='full'), "padding: expected a whole number, two, 'same' or 'valid', got 'full'"),
+    (lambda: conv2d((4, 2, 3, 3), padding='same', stride=2), r"padding: 'same' requires stride 1, got stride \(2, 2\)"),
+    (lambda: conv2d((4, 2, 3, 3), dilation=(1, 2, 3)), 'dilation: expected a whole number of at least 1, or two, got')])
+def test_settings_of_windows_that_are_wrong_are_named(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def conv2d(shape, **settings):
+    return Conv2d(parameter('weight', np.ones(shape, np.float32)), **settings)
+
+
+def test_convolution_and_pooling_of_an_empty_batch():
+    x = put(np.zeros((0, 2, 5, 5), np.float32))
+    for op in (conv2d((4, 2, 3, 3)), conv2d((2, 1, 3, 3), groups=2, stride=2), MaxPool2d(2), AvgPool2d(2)):
+        y, ctx = op.forward(x)
+        assert y.shape[0] == 0 and op.backward(y, ctx).shape == x.shape
+
+
+@pytest.mark.parametrize('settings', [{}, dict(groups=2, stride=2), dict(padding=2, dilation=2)], ids=str)
+def test_a_transposed_convolution_is_the_one_of_torch(torch, settings):
+    rng, groups = np.random.default_rng(6), settings.get('groups', 1)
+    weight, x = normal(rng, 4, 6 // groups, 3, 3), normal(rng, 2, 6, 9, 9)
+    y = Conv2d.reference(x, weight, **settings)
+    op = Conv2dTransposed(parameter('weight', weight), size=(9, 9), **settings)
+    theirs = torch.nn.functional.conv_transpose2d(torch.tensor(y), torch.tensor(weight, dtype=torch.float64), **settings)
+    close(get(op.forward(put(y.astype(np.float32)))[0]), theirs.numpy(), name='x')

@@ -1,0 +1,395 @@
+/* conv2d.c - convolutions in two dimensions as matrix products, without the matrix of windows in memory.
+ *
+ *     forward          y  (O, N Ho Wo)         =  weight (O, C kh kw)   x  windows of x (C kh kw, N Ho Wo)
+ *     backward_x       dx (C, N H W)           =  weight' (C, O kh kw)  x  windows of dy (O kh kw, N H W)
+ *     backward_weight  dweight' (C kh kw, O)  +=  windows of x          x  dy' (N Ho Wo, O)
+ *
+ * Windows are written straight into the panels of a product, a block of columns at a time (kernels/windows.inc).  So each
+ * block stays in L2 while all filters use it.
+ *
+ * A convolution with strides (s, t) reads every s-th row and every t-th column.  x is split into its phases first: element
+ * (i, j) of phase (p, r) is x[i s + p, j t + r].  A tap then reads adjacent elements of one phase, as with stride 1.
+ * backward_x does the reverse: a phase of dx is a convolution of dy with stride 1 and some of the taps.
+ *
+ * Threads share blocks of columns and, for dweight, parts of the batch; the parts depend on the sizes alone.
+ */
+#include <omp.h>
+#include <string.h>
+#include "internal.h"
+
+/* Packed floats of windows that share L2 with the filters; columns of a block for dweight; most parts of a batch, and floats of
+ * their partial sums. */
+enum { PACKED = 1 << 17, BLOCK = PYOPS_KC, PARTS = 16, PARTIAL = 1 << 20 };
+
+#define SIZES \
+    int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw, int64_t stride_h, \
+        int64_t stride_w, int64_t pad_h, int64_t pad_w, int64_t dilation_h, int64_t dilation_w, int64_t groups
+#define SIZES_OF {N, C, H, W, O, Ho, Wo, kh, kw, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups}
+
+static int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ---- taps: the positions of a filter that read some element, with their rows and columns for stride 1 -------------------- */
+typedef struct {
+    int64_t a, b;                       /* position in the filter */
+    int64_t row_phase, col_phase;       /* of x */
+} filter_place;
+
+static int reaches(int64_t first, int64_t grid, int64_t size) { return first < size && first + grid > 0; }
+
+/* At most kh kw of them; returns their number. */
+static int64_t taps_of_x(pyops_tap *taps, filter_place *places, const pyops_conv2d *s) {
+    const int64_t rows = ceil_div(s->H, s->stride_h), cols = ceil_div(s->W, s->stride_w);
+    int64_t T = 0;
+    for (int64_t a = 0; a < s->kh; a++)
+        for (int64_t b = 0; b < s->kw; b++) {
+            const int64_t y = a * s->dilation_h - s->pad_h, x = b * s->dilation_w - s->pad_w;
+            const int64_t row = floor_div(y, s->stride_h), col = floor_div(x, s->stride_w);
+            if (!reaches(row, s->Ho, rows) || !reaches(col, s->Wo, cols)) continue;
+            places[T] = (filter_place){a, b, y - row * s->stride_h, x - col * s->stride_w};
+            taps[T++] = (pyops_tap){0, row, col};
+        }
+    return T;
+}
+
+/* The taps that phase (row_phase, col_phase) of dx reads in dy. */
+static int64_t taps_of_dy(pyops_tap *taps, filter_place *places, const pyops_conv2d *s, int64_t row_phase, int64_t col_phase) {
+    const int64_t rows = ceil_div(s->H - row_phase, s->stride_h), cols = ceil_div(s->W - col_phase, s->stride_w);
+    int64_t T = 0;
+    for (int64_t a = 0; a < s->kh; a++)
+        for (int64_t b = 0; b < s->kw; b++) {
+            const int64_t y = row_phase + s->pad_h - a * s->dilation_h, x = col_phase + s->pad_w - b * s->dilation_w;
+            const int64_t row = floor_div(y, s->stride_h), col = floor_div(x, s->stride_w);
+            if (row * s->stride_h != y || col * s->stride_w != x) continue;
+            if (!reaches(row, rows, s->Ho) || !reaches(col, cols, s->Wo)) continue;
+            places[T] = (filter_place){a, b, 0, 0};
+            taps[T++] = (pyops_tap){0, row, col};
+        }
+    return T;
+}
+
+/* ---- phases of x --------------------------------------------------------------------------------------------------------- */
+static int is_strided(const pyops_conv2d *s) { return s->stride_h > 1 || s->stride_w > 1; }
+
+/* The phases that taps read, at most min(kh, stride_h) min(kw, stride_w). */
+static int64_t most_phases(const pyops_conv2d *s) { return pyops_min(s->kh, s->stride_h) * pyops_min(s->kw, s->stride_w); }
+
+static int64_t phases_size(const pyops_conv2d *s) {
+    if (!is_strided(s)) return 0;
+    return s->N * s->C * most_phases(s) * ceil_div(s->H, s->stride_h) * ceil_div(s->W, s->stride_w);
+}
+
+/* Windows of x for stride 1; with strides, split x into `phases` and set the planes of the taps. */
+static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps, const filter_place *places, int64_t T,
+                                  const pyops_conv2d *s) {
+    const int64_t H = ceil_div(s->H, s->stride_h), W = ceil_div(s->W, s->stride_w);
+    int64_t count = 1;
+    pyops_windows w = {
+        .source = x, .H = H, .W = W, .grid_h = s->Ho, .grid_w = s->Wo, .columns = s->N * s->Ho * s->Wo, .T = T, .taps = taps};
+    if (is_strided(s)) {
+        count = 0;
+        for (int64_t t = 0; t < T; t++) {
+            int64_t same = 0;
+            while (same < t && (places[same].row_phase != places[t].row_phase || places[same].col_phase != places[t].col_phase))
+                same++;
+            taps[t].plane = same < t ? taps[same].plane : count++ * H * W;
+        }
+        for (int64_t t = 0, done = 0; t < T; t++) {
+            if (taps[t].plane != done * H * W) continue;
+            const int64_t top = places[t].row_phase, left = places[t].col_phase, plane = taps[t].plane;
+            #pragma omp parallel for schedule(static) if (s->N * s->C * H * W > PYOPS_SHARE_FLOATS)
+            for (int64_t i = 0; i < s->N * s->C * H; i++) {
+                const int64_t row = i % H * s->stride_h + top;
+                const int64_t cols = row < s->H ? pyops_min(W, ceil_div(s->W - left, s->stride_w)) : 0;
+                float *const to = phases + (i / H * count * H + i % H) * W + plane;
+                const float *const from = x + (i / H * s->H + row) * s->W + left;
+                for (int64_t j = 0; j < cols; j++) to[j] = from[j * s->stride_w];
+                for (int64_t j = cols; j < W; j++) to[j] = 0.0f;
+            }
+            done++;
+        }
+        w.source = phases;
+    }
+    w.channel = count * H * W, w.image = s->C * w.channel, w.size = s->N * w.image;
+    return w;
+}
+
+/* ---- a correlation of stride 1 ------------------------------------------------------------------------------------------- */
+typedef struct {
+    float *p;
+    int64_t image, plane;               /* strides of images and channels */
+} planes;
+
+/* Rows [from, from + K) and columns [q, q + n) of the windows, from channel c, as a packed b. */
+static void pack_windows(const pyops_kernels *k, float *packed, float *rows, const pyops_windows *w, int64_t c, int64_t q,
+                         int64_t n, int64_t from, int64_t K) {
+    const int64_t padded = pyops_round_up(n, k->NR);
+    for (int64_t pc = 0; pc < K; pc += k->KC) {
+        const int64_t kc = pyops_min(k->KC, K - pc);
+        float *const to = packed + pyops_steps(k, pc) * padded;
+        if (k->micro.is_bf16) {
+            k->windows(rows, padded, w, c, q, padded, from + pc, from + pc + kc);
+            k->micro.pack_b(to, rows, 1, padded, n, kc);
+        } else {
+            for (int64_t j = 0; j < n; j += k->NR)
+                k->windows(to + j * kc, k->NR, w, c, q + j, k->NR, from + pc, from + pc + kc);
+        }
+    }
+}
+
+/* Whether channels with filters of their own are multiplied without a product, which would have M rows only. */
+static int is_direct(const pyops_kernels *k, int64_t C, int64_t M, int64_t T) {
+    return C == 1 && M <= 2 && T <= PYOPS_DIRECT_TAPS && !k->micro.is_bf16;
+}
+
+/* dst[n, m, :] = filters (groups M, C T) x windows (groups C T, columns) + bias, group by group. */
+static pyops_status correlate(const char *who, planes dst, const float *filters, const float *bias, const pyops_windows *w,
+                              int64_t M, int64_t C, int64_t groups) {
+    const pyops_kernels *k = pyops_active();
+    const int64_t K = C * w->T, area = w->grid_h * w->grid_w, threads = omp_get_max_threads();
+    if (is_direct(k, C, M, w->T)) {
+        const int64_t step = 64, blocks = ceil_div(w->columns, step);
+        #pragma omp parallel for schedule(static) if (w->columns * groups * M * w->T > PYOPS_SHARE_FMAS)
+        for (int64_t i = 0; i < blocks; i++)
+            k->windows_direct(dst.p, dst.image, dst.plane, w, filters, bias, groups, M, i * step,
+                              pyops_min(step, w->columns - i * step));
+        return PYOPS_OK;
+    }
+    const int64_t steps = pyops_max(pyops_min(K, k->KB), 1);
+    const int64_t most = pyops_min(512, pyops_max(PACKED / steps / k->NR, 2) * k->NR);
+    /* blocks of columns within an image write to dst directly, unless much of their last panel would be empty */
+    const int in_image = pyops_round_up(area, k->NR) * 16 <= area * 17;
+    const int64_t length = in_image ? area : w->columns, pieces = in_image ? w->columns / area : 1;
+    const int64_t blocks = ceil_div(length, most), columns = pyops_round_up(ceil_div(length, blocks), k->NR);
+    const int is_large = w->columns * groups * M * K > PYOPS_SHARE_FMAS;
+    const int64_t cuts = is_large ? pyops_min(ceil_div(threads, pieces * blocks * groups), ceil_div(M, k->MR)) : 1;
+    const size_t own = (size_t)(columns * M + k->KC * columns);
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) if (is_large)
+    for (int64_t i = 0; i < pieces * groups * blocks * cuts; i++) {
+        const int64_t g = i / cuts % groups, piece = i / cuts / groups / blocks, j = i / cuts / groups % blocks * columns;
+        const int64_t first = i % cuts * M / cuts, rows = (i % cuts + 1) * M / cuts - first;
+        const int64_t n = pyops_min(columns, length - j), q = piece * area + j, m = g * M + first;
+        if (n <= 0 || !rows) continue;
+        float *const scratch = pyops_scratch_or_fail(pyops_product_scratch(k) + own, &failed);
+        if (!scratch) continue;
+        float *const packed = scratch, *const rest = packed + k->B, *const block = scratch + pyops_product_scratch(k);
+        float *const c = in_image ? dst.p + piece * dst.image + m * dst.plane + j : block;
+        const int64_t ldc = in_image ? dst.plane : columns;
+        if (bias || !K)
+            for (int64_t r = 0; r < rows; r++) k->fill(c + r * ldc, n, bias ? bias[m + r] : 0.0f);
+        for (int64_t pb = 0; pb < K; pb += steps) {
+            const int64_t kb = pyops_min(steps, K - pb);
+            pack_windows(k, packed, block + columns * M, w, g * C, q, n, pb, kb);
+            pyops_product_packed(k, c, ldc, (pyops_view){filters + m * K + pb, K, 1}, packed, NULL, rows, n, kb, 0, n,
+                                 pb || bias ? PYOPS_ADD : 0, rest);
+        }
+        for (int64_t from = 0, run; !in_image && from < n; from += run) {
+            const int64_t p = (q + from) % area;
+            float *const to = dst.p + (q + from) / area * dst.image + m * dst.plane + p;
+            run = pyops_min(area - p, n - from);
+            for (int64_t r = 0; r < rows; r++) pyops_copy(to + r * dst.plane, c + r * ldc + from, run);
+        }
+    }
+    return failed
+        ? pyops_fail(PYOPS_NO_MEMORY, "%s: no memory for %zu packed floats per thread", who, pyops_product_scratch(k) + own)
+        : PYOPS_OK;
+}
+
+/* ---- the parts of `work` ------------------------------------------------------------------------------------------------- */
+static int64_t taps_size(const pyops_conv2d *s) {
+    return s->kh * s->kw * (int64_t)((sizeof(pyops_tap) + sizeof(filter_place)) / sizeof(float)) + 2;
+}
+static int64_t filters_size(const pyops_conv2d *s) { return s->O * (s->C / s->groups) * s->kh * s->kw; }
+
+/* The taps, aligned, at the start of work. */
+static pyops_tap *taps_in(float *work) { return (pyops_tap *)(((uintptr_t)work + 7) & ~(uintptr_t)7); }
+static filter_place *places_in(float *work, const pyops_conv2d *s) { return (filter_place *)(taps_in(work) + s->kh * s->kw); }
+
+/* ---- forward ------------------------------------------------------------------------------------------------------------- */
+int64_t pyops_conv2d_forward_work(SIZES) {
+    const pyops_conv2d s = SIZES_OF;
+    return taps_size(&s) + phases_size(&s) + filters_size(&s);
+}
+
+pyops_status pyops_conv2d_forward(float *y, const float *x, const float *weight, const float *bias, float *work, SIZES,
+                                  void *stream) {
+    (void)stream;
+    const pyops_conv2d s = SIZES_OF;
+    const pyops_status status = check_conv2d("conv2d_forward", &s);
+    if (status || !N) return status;
+    pyops_tap *const taps = taps_in(work);
+    filter_place *const places = places_in(work, &s);
+    float *const phases = work + taps_size(&s), *const filters = phases + phases_size(&s);
+    const int64_t T = taps_of_x(taps, places, &s), all = kh * kw, Cg = C / groups;
+    const pyops_windows w = windows_of_x(x, phases, taps, places, T, &s);
+    for (int64_t i = 0; T < all && i < O * Cg; i++)
+        for (int64_t t = 0; t < T; t++) filters[i * T + t] = weight[i * all + places[t].a * kw + places[t].b];
+    const planes to = {y, O * Ho * Wo, Ho * Wo};
+    return correlate("conv2d_forward", to, T < all ? filters : weight, bias, &w, O / groups, Cg, groups);
+}
+
+/* ---- the gradient of x --------------------------------------------------------------------------------------------------- */
+int64_t pyops_conv2d_backward_x_work(SIZES) {
+    const pyops_conv2d s = SIZES_OF;
+    const int64_t phase = is_strided(&s) ? N * C * ceil_div(H, stride_h) * ceil_div(W, stride_w) : 0;
+    return taps_size(&s) + filters_size(&s) + phase;
+}
+
+pyops_status pyops_conv2d_backward_x(float *dx, const float *dy, const float *weight, float *work, SIZES, void *stream) {
+    (void)stream;
+    const pyops_conv2d s = SIZES_OF;
+    pyops_status status = check_conv2d("conv2d_backward_x", &s);
+    if (!N) return status;
+    pyops_tap *const taps = taps_in(work);
+    filter_place *const places = places_in(work, &s);
+    float *const filters = work + taps_size(&s), *const phase = filters + filters_size(&s);
+    const int64_t Cg = C / groups, Og = O / groups, all = kh * kw;
+    for (int64_t top = 0; top < pyops_min(stride_h, H) && !status; top++)
+        for (int64_t left = 0; left < pyops_min(stride_w, W) && !status; left++) {
+            const int64_t T = taps_of_dy(taps, places, &s, top, left);
+            const int64_t rows = ceil_div(H - top, stride_h), cols = ceil_div(W - left, stride_w);
+            const pyops_windows w = {.source = dy,
+                                     .size = N * O * Ho * Wo,
+                                     .image = O * Ho * Wo,
+                                     .channel = Ho * Wo,
+                                     .H = Ho,
+                                     .W = Wo,
+                                     .grid_h = rows,
+                                     .grid_w = cols,
+                                     .columns = N * rows * cols,
+                                     .T = T,
+                                     .taps = taps};
+            #pragma omp parallel for schedule(static) if (O * Cg * T > PYOPS_SHARE_FLOATS)
+            for (int64_t i = 0; i < C; i++) /* filters[c, (o, t)] = weight[o, c, t], group by group */
+                for (int64_t o = 0; o < Og; o++)
+                    for (int64_t t = 0; t < T; t++)
+                        filters[(i * Og + o) * T + t] =
+                            weight[((i / Cg * Og + o) * Cg + i % Cg) * all + places[t].a * kw + places[t].b];
+            const planes to = {is_strided(&s) ? phase : dx, C * rows * cols, rows * cols};
+            status = correlate("conv2d_backward_x", to, filters, NULL, &w, Cg, Og, groups);
+            #pragma omp parallel for schedule(static) if (N * C * rows * cols > PYOPS_SHARE_FLOATS)
+            for (int64_t i = 0; i < (is_strided(&s) && !status ? N * C * rows : 0); i++)
+                for (int64_t j = 0; j < cols; j++)
+                    dx[(i / rows * H + i % rows * stride_h + top) * W + j * stride_w + left] = phase[i * cols + j];
+        }
+    return status;
+}
+
+/* ---- the gradients of weight and bias ------------------------------------------------------------------------------------ */
+static int64_t parts_of(const pyops_conv2d *s) {
+    const int64_t blocks = ceil_div(s->N * s->Ho * s->Wo, BLOCK);
+    return pyops_max(1, pyops_min(pyops_min(PARTS, blocks), PARTIAL / filters_size(s)));
+}
+
+int64_t pyops_conv2d_backward_weight_work(SIZES) {
+    const pyops_conv2d s = SIZES_OF;
+    return taps_size(&s) + phases_size(&s) + parts_of(&s) * filters_size(&s);
+}
+
+/* Rows of windows and of dy in scratch; not a multiple of 1024 bytes apart, which would map many rows to one set of L1. */
+enum { ROW = BLOCK + PYOPS_LANES };
+
+/* partial (M, C T) = sum over the columns [q, to) of dy[m, column] * window[k, column], for k in [first, last) of group g.
+ * M, C: per group. */
+static void add_windows(const pyops_kernels *k, float *partial, const pyops_windows *dy, const pyops_windows *w, int64_t M,
+                        int64_t C, int64_t g, int64_t q, int64_t to, int64_t first, int64_t last, float *scratch) {
+    const int64_t K = C * w->T, count = last - first;
+    float *const rows = scratch + pyops_product_scratch(k), *const rows_of_dy = rows + k->MC * ROW;
+    float *const packed = rows_of_dy + M * ROW, *const sums = packed + pyops_packed_b_size(k, BLOCK, M);
+    float *const products = sums + count * M;       /* room for round_up(count, PYOPS_LANES) or MC rows of M */
+    /* a panel of a product has NR columns: with few filters, products of rows waste less */
+    const int by_rows = !k->micro.is_bf16 && 4 * M < 3 * pyops_round_up(M, k->NR);
+    k->fill(sums, count * M, 0.0f);
+    for (; q < to; q += BLOCK) {
+        const int64_t n = pyops_min(BLOCK, to - q), padded = pyops_round_up(n, PYOPS_LANES);
+        k->windows(rows_of_dy, ROW, dy, g * M, q, padded, 0, M);
+        if (!by_rows) pyops_pack_b(k, packed, (pyops_view){rows_of_dy, 1, ROW}, n, M, 0, M);
+        for (int64_t i = 0; i < count; i += k->MC) {
+            const int64_t some = pyops_min(k->MC, count - i);
+            k->windows(rows, ROW, w, g * C, q, padded, first + i, first + i + some);
+            if (by_rows) {
+                k->dot_products(products, rows, rows_of_dy, some, M, padded, M, ROW);
+                k->add(sums + i * M, products, some * M);
+            } else {
+                pyops_product_packed(k, sums + i * M, M, (pyops_view){rows, ROW, 1}, packed, NULL, some, M, n, 0, M, PYOPS_ADD,
+                                     scratch);
+            }
+        }
+    }
+    const int64_t padded = pyops_round_up(count, PYOPS_LANES);     /* the transpose writes whole vectors */
+    k->transpose(products, sums, count, M, padded, M);
+    for (int64_t m = 0; m < M; m++) pyops_copy(partial + m * K + first, products + m * padded, count);
+}
+
+/* The same for one channel per group and few filters, all groups at once. */
+static void add_products(const pyops_kernels *k, float *partial, const pyops_windows *dy, const pyops_windows *w, int64_t M,
+                         int64_t groups, int64_t q, int64_t to, float *sums) {
+    const int64_t count = groups * M * w->T;
+    k->fill(sums, count * PYOPS_LANES, 0.0f);
+    k->windows_outer(sums, dy, w, groups, M, q, to - q);
+    for (int64_t i = 0; i < count; i++) {
+        partial[i] = 0.0f;
+        for (int l = 0; l < PYOPS_LANES; l++) partial[i] += sums[i * PYOPS_LANES + l];
+    }
+}
+
+pyops_status pyops_conv2d_backward_weight(float *dweight, float *dbias, const float *dy, const float *x, float *work, SIZES,
+                                          void *stream) {
+    (void)stream;
+    const pyops_conv2d s = SIZES_OF;
+    const pyops_status status = check_conv2d("conv2d_backward_weight", &s);
+    if (status || !N) return status;
+    const pyops_kernels *k = pyops_active();
+    pyops_tap *const taps = taps_in(work);
+    filter_place *const places = places_in(work, &s);
+    float *const phases = work + taps_size(&s), *const partial = phases + phases_size(&s);
+    const int64_t T = taps_of_x(taps, places, &s), C1 = C / groups, M = O / groups, K = C1 * T, area = Ho * Wo;
+    const pyops_windows w = windows_of_x(x, phases, taps, places, T, &s);
+    const pyops_tap here = {0, 0, 0};
+    const pyops_windows of_dy = {.source = dy,
+                                 .size = N * O * area,
+                                 .image = O * area,
+                                 .channel = area,
+                                 .H = Ho,
+                                 .W = Wo,
+                                 .grid_h = Ho,
+                                 .grid_w = Wo,
+                                 .columns = w.columns,
+                                 .T = 1,
+                                 .taps = &here};
+    const int64_t parts = parts_of(&s), blocks = ceil_div(w.columns, BLOCK), threads = omp_get_max_threads();
+    const int direct = is_direct(k, C1, M, T), is_large = w.columns * O * K > PYOPS_SHARE_FMAS;
+    const int64_t units = direct ? 1 : groups;
+    const int64_t cuts = direct || !is_large ? 1 : pyops_min(ceil_div(threads, parts * groups), ceil_div(K, k->MR));
+    const int64_t rows = ceil_div(K, pyops_max(cuts, 1));
+    const size_t floats = direct ? (size_t)(O * T * PYOPS_LANES)
+                                 : pyops_product_scratch(k) +
+            (size_t)((k->MC + M) * ROW + pyops_packed_b_size(k, BLOCK, M) + (rows + PYOPS_LANES + pyops_max(rows, k->MC)) * M);
+    int failed = 0;
+    #pragma omp parallel for schedule(dynamic) if (is_large)
+    for (int64_t i = 0; i < (K ? parts * units * cuts : 0); i++) {
+        const int64_t part = i / cuts / units, g = i / cuts % units, first = i % cuts * rows;
+        const int64_t q = part * blocks / parts * BLOCK, to = pyops_min((part + 1) * blocks / parts * BLOCK, w.columns);
+        if (first >= K) continue;
+        float *const scratch = pyops_scratch_or_fail(floats, &failed), *const its = partial + (part * O + g * M) * K;
+        if (!scratch) continue;
+        if (direct) add_products(k, its, &of_dy, &w, M, groups, q, to, scratch);
+        else add_windows(k, its, &of_dy, &w, M, C1, g, q, to, first, pyops_min(first + rows, K), scratch);
+    }
+    if (failed) return pyops_fail(PYOPS_NO_MEMORY, "conv2d_backward_weight: no memory for %zu floats per thread", floats);
+    #pragma omp parallel for schedule(static) if (parts * O * K > PYOPS_SHARE_FLOATS)
+    for (int64_t o = 0; o < O; o++)
+        for (int64_t i = 0; i < K; i++) {
+            float sum = 0.0f;
+            for (int64_t part = 0; part < parts; part++) sum += partial[(part * O + o) * K + i];
+            dweight[(o * C1 + i / T) * kh * kw + places[i % T].a * kw + places[i % T].b] += sum;
+        }
+    #pragma omp parallel for schedule(static) if (N * O * area > PYOPS_SHARE_FLOATS)
+    for (int64_t o = 0; o < (dbias ? O : 0); o++) {
+        float sum = 0.0f;
+        for (int64_t n = 0; n < N; n++) sum += k->sum_shifted(dy + (n * O + o) * area, 0.0f, area);
+        dbias[o] += sum;
+    }
+    return PYOPS_OK;
+}
