@@ -653,10 +653,15 @@ def test_right_to_left_text_and_emoji_keep_their_direction(shown, monkeypatch):
 
 # ---- the server of the package ---------------------------------------------------------------------------------------
 
-def test_the_page_translates_with_the_server_of_the_package(browser, request):
+def test_the_page_translates_with_the_server_of_the_package(browser):
     pytest.importorskip('pyops.serve.application', reason='pyops.serve cannot be imported: pip install pyops[serve]')
-    server = request.getfixturevalue('server')
-    page = ServePage(browser, server.url, 'I sleep now.\n<b>zzz</b>')
+    from server import running
+    with running() as server:
+        translate_with(browser, f'http://127.0.0.1:{server.port}/')
+
+
+def translate_with(browser, url):
+    page = ServePage(browser, url, 'I sleep now.\n<b>zzz</b>')
     page.until('document.querySelectorAll("#translation .line:not(.stale) > p:first-child").length', 2)
     assert page.all('#failure') == [''] and page.all('.note.bad') == []
     assert page.text('#model').split(' · ')[0].endswith(' ms')
