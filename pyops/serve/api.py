@@ -14,6 +14,7 @@ from pyops.text.translator import Translation
 
 EXAMPLE = '{"text": "Go now."}'
 _FIELDS = 'text', 'texts', 'beam', 'nbest', 'length_penalty', 'max_len', 'alignments'
+MOST_WEIGHTS = 4_000_000        # of an answer with alignments: 30 MB
 _SHOWN = 40             # characters of a wrong value in a message
 _LONGEST = 300          # characters of a message
 
@@ -113,8 +114,29 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + '...'
 
 
-def fields_of(translation: Translation) -> dict[str, Any]:
-    """Return a Translation as an object of an answer."""
+def check_size(wanted: Wanted, num_steps: int) -> None:
+    """Refused: 413 if the alignments of an answer could have more than MOST_WEIGHTS elements.   num_steps: of the model"""
+    if not wanted.alignments:
+        return
+    sources = sum(min(len(text) + 1, num_steps) for text in wanted.texts)
+    weights = sources * wanted.search.nbest * wanted.search.max_len
+    if weights > MOST_WEIGHTS:
+        raise Refused(413, f'alignments: the answer could have {weights} weights, expected at most {MOST_WEIGHTS}; send fewer '
+                      'texts, or lower nbest or max_len')
+
+
+def encoded(translations: list[Translation]) -> str:
+    """Return the translations of a text as JSON."""
+    return json.dumps([_fields_of(translation) for translation in translations], allow_nan=False)
+
+
+def answer(translations: list[str], model: dict[str, str], seconds: float) -> str:
+    """Return an answer as JSON.   translations: those of each text, as JSON"""
+    rest = json.dumps({'model': model, 'milliseconds': round(1e3 * seconds, 3)})
+    return f'{{"translations": [{", ".join(translations)}], {rest[1:]}'
+
+
+def _fields_of(translation: Translation) -> dict[str, Any]:
     fields = output_fields(translation) | {'source': translation.source, 'unknown': list(translation.unknown),
                                            'cut': translation.cut}
     if not math.isfinite(fields['score']):          # JSON has no such number

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from pyops.errors import printable
 from pyops.serve import metrics, openapi
-from pyops.serve.api import Limits, Refused, parse
+from pyops.serve.api import Limits, Refused, answer, check_size, parse
 from pyops.serve.batching import Batcher, Closed, Full
 from pyops.text.translator import Translator
 
@@ -76,6 +76,7 @@ class Application:
             raise Refused(403, 'sent by a page of another site; send it from a program or from the page of this server')
         limits = self.settings.limits
         wanted = parse(await read_body(request, limits.body, self.settings.read_timeout), limits, self.translator.search)
+        check_size(wanted, self.translator.num_steps)
         request.scope['pyops.note'] = f'{len(wanted.texts)} text{"s" * (len(wanted.texts) != 1)}'
         try:
             ticket = self.batcher.submit(wanted.texts, wanted.search, wanted.alignments)
@@ -87,8 +88,7 @@ class Application:
             results = await self._result(ticket.future, request)
         finally:
             self.batcher.drop(ticket)
-        return _json({'translations': results, 'model': self.model,
-                      'milliseconds': round(1e3 * (time.monotonic() - start), 3)})
+        return Response(answer(results, self.model, time.monotonic() - start), media_type='application/json')
 
     async def _result(self, future: Future[Any], request: Request) -> Any:
         """Return the result of a ticket.   Refused: it takes too long, the client is gone, or the model failed"""

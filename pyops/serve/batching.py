@@ -11,9 +11,9 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
-from pyops.serve.api import fields_of
+from pyops import backend
+from pyops.serve.api import encoded
 from pyops.serve.metrics import Metrics
 from pyops.text.decoding import Search
 from pyops.text.flags import BATCH_SIZE, BEAM
@@ -33,12 +33,12 @@ class Closed(Exception):
 
 
 class Ticket:
-    """A request in the queue.   future: its result is a list with a list of objects for each text (api.fields_of)"""
+    """A request in the queue.   future: its result is a list with the translations of each text as JSON (api.encoded)"""
 
     def __init__(self, texts: int) -> None:
-        self.future: Future[list[list[dict[str, Any]]]] = Future()
+        self.future: Future[list[str]] = Future()
         self.future.set_running_or_notify_cancel()          # asyncio cannot cancel it: see Batcher.drop
-        self.results: list[list[dict[str, Any]]] = [[] for _ in range(texts)]
+        self.results = [''] * texts
         self.missing, self.is_dropped = texts, False
 
 
@@ -55,12 +55,12 @@ class Batcher:
 
     batch_size: largest number of texts of a batch with a beam of up to 5; with a larger one fewer, so that a batch needs no
                 more memory
-    wait: seconds;  capacity: texts
+    wait: seconds;  capacity: texts;  threads: of the kernels; None: all cores
     """
 
     def __init__(self, translator: Translator, metrics: Metrics, batch_size: int = BATCH_SIZE, wait: float = WAIT,
-                 capacity: int = CAPACITY) -> None:
-        self._translator, self._metrics = translator, metrics
+                 capacity: int = CAPACITY, threads: int | None = None) -> None:
+        self._translator, self._metrics, self._threads = translator, metrics, threads
         self._size, self._wait, self._capacity = batch_size, wait, capacity
         self._changed = threading.Condition()           # guards all attributes below, and the tickets
         self._groups: dict[Key, list[_Item]] = {}       # in each group the oldest first; none is empty
@@ -122,6 +122,8 @@ class Batcher:
     # ---- the thread ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._threads:
+            backend.set_threads(self._threads)              # OpenMP has a number for each thread that calls it
         while (batch := self._next()) is not None:
             key, items = batch
             self._translate(key, items)
@@ -152,7 +154,7 @@ class Batcher:
         try:
             found = self._translator.translations([item.text for item in items], search.beam, search.nbest,
                                                   search.length_penalty, search.max_len, len(items), alignments)
-            results = [[fields_of(some) for some in of_text] for of_text in found]
+            results = [encoded(of_text) for of_text in found]
         except Exception as error:
             failure = error
         if failure is not None:

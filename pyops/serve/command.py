@@ -130,7 +130,7 @@ def _serve(options: Namespace, token: str | None, translator: Any, listener: Any
     from pyops.serve.connections import Server, Timing
     from pyops.serve.metrics import Metrics
     counters = Metrics()
-    batcher = Batcher(translator, counters, options.batch_size, options.wait / 1e3, options.queue)
+    batcher = Batcher(translator, counters, options.batch_size, options.wait / 1e3, options.queue, options.threads)
     limits = Limits(options.max_body, options.max_texts, options.max_chars)
     application = Application(translator, batcher, counters,
                               Settings(limits, options.timeout, options.read_timeout, token, options.quiet))

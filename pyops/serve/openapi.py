@@ -10,7 +10,8 @@ from pyops.serve.api import Limits
 from pyops.text.flags import BEAM, LARGEST_BEAM, LARGEST_PENALTY, LENGTH_PENALTY
 
 _ERRORS = {400: 'the body is not JSON in UTF-8', 401: 'the token is missing or wrong', 403: 'sent by a page of another site',
-           408: 'the request did not arrive in time', 413: 'the body, a text or the number of texts is too large',
+           408: 'the request did not arrive in time',
+           413: 'the body, a text, the number of texts, or an answer with alignments is too large',
            422: 'a field is wrong', 429: 'the queue is full; try again after Retry-After seconds',
            500: 'the translation failed', 503: 'the server is shutting down, or has too many connections',
            504: 'the translation took too long'}

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 from server import TEXTS, Held, ask, connect, model, post, read_all, request, running, until
 
+from pyops.serve import api
 from pyops.serve.api import Limits
 
 
@@ -99,6 +100,14 @@ def test_wrong_input_is_refused_with_one_line(server, body, status, line):
     got, answer = post(server.port, body)
     assert got == status and set(answer) == {'error'} and answer['error'].startswith(line)
     assert '\n' not in answer['error'] and len(answer['error']) <= 300
+
+
+def test_an_answer_that_could_have_too_many_weights_is_refused(server, monkeypatch):
+    fields = {'texts': ['a' * 100, 'b'], 'nbest': 2, 'alignments': True}
+    monkeypatch.setattr(api, 'MOST_WEIGHTS', (9 + 2) * 2 * 9 - 1)
+    line = ('alignments: the answer could have 198 weights, expected at most 197; send fewer texts, or lower nbest or max_len')
+    assert post(server.port, fields) == (413, {'error': line})
+    assert post(server.port, fields | {'max_len': 8})[0] == post(server.port, fields | {'alignments': False})[0] == 200
 
 
 def test_a_body_that_is_announced_as_too_large_is_not_asked_for(server):

@@ -1,10 +1,12 @@
 """The queue of the server, and the batches that its thread makes of it."""
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from server import TEXTS, Held, model, until
 
+from pyops import backend
 from pyops.serve.batching import Batcher, Closed, Full, alike
 from pyops.serve.metrics import Metrics
 
@@ -22,7 +24,7 @@ def held():
 
 
 def texts_of(ticket):
-    return [found[0]['text'] for found in ticket.future.result(60)]
+    return [json.loads(found)[0]['text'] for found in ticket.future.result(60)]
 
 
 def test_texts_of_requests_that_arrive_during_a_batch_are_the_next_batch(held):
@@ -40,7 +42,7 @@ def test_texts_with_other_settings_are_another_batch(held):
     tickets = [batcher.submit([TEXTS[n]], *key) for n, key in enumerate([
         (search(), False), (search(beam=2), False), (search(), True), (search(length_penalty=0.5), False), (search(), False)])]
     translator.go.set()
-    found = [ticket.future.result(60)[0][0] for ticket in tickets]
+    found = [json.loads(ticket.future.result(60)[0])[0] for ticket in tickets]
     assert sorted(map(sorted, translator.batches[1:])) == sorted(
         map(sorted, [[TEXTS[0], TEXTS[4]], [TEXTS[1]], [TEXTS[2]], [TEXTS[3]]]))
     assert ['alignment' in one for one in found] == [False, False, True, False, False]
@@ -125,3 +127,14 @@ def test_closing_translates_what_was_accepted_and_refuses_more(held):
 
 def test_a_request_without_texts_has_an_empty_result(held):
     assert held[1].submit([], model().search()).future.result(1) == []
+
+
+def test_the_number_of_threads_is_that_of_the_thread_which_translates():
+    """OpenMP has one for each thread that calls it, so that set_threads() in another one has no effect."""
+    seen = []
+    held = Held(fails=lambda texts: seen.append(backend.threads()))
+    held.go.set()
+    batcher = Batcher(held, Metrics(), threads=backend.threads() + 2)
+    batcher.submit(['Go.'], model().search()).future.result(60)
+    batcher.close()
+    assert seen == [backend.threads() + 2]
