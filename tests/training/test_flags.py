@@ -120,7 +120,7 @@ def test_a_package_of_programs_lists_them(package):
     assert listed == [f'{package}.{name}' for name in PACKAGES[package]]
 
 
-@pytest.mark.parametrize('program, words', [('pyops', ['gradcheck', 'inspect']), ('pyops.data', ['list', 'get']),
+@pytest.mark.parametrize('program, words', [('pyops', ['gradcheck', 'inspect', 'serve']), ('pyops.data', ['list', 'get']),
                                             ('pyops.inspect', ['draw', 'serve', 'compare'])])
 def test_a_tool_without_a_command_lists_its_commands(program, words):
     status, out, error = run_program(program)
