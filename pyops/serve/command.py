@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -28,6 +29,7 @@ TOKEN = 'PYOPS_SERVE_TOKEN'
 _PACKAGES = 'starlette', 'uvicorn'
 _LARGEST_BODY = 1 << 30
 _SHORTEST = 0.05                # seconds of a time limit
+_OTHER_FILES = 64               # that the server may open besides its connections
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -86,6 +88,7 @@ def run(options: Namespace) -> int:
     if options.max_texts > options.queue:
         raise UserError(f'--max-texts {options.max_texts}: expected at most --queue {options.queue}; raise --queue')
     token = read_token(options.token_file)
+    allow_files(options.connections)
     listener = listen(options.host, options.port)
     with listener:
         from pyops import checkpoint, quantization
@@ -116,6 +119,17 @@ def read_token(path: str | None) -> str | None:
     if text is not None and not (1 <= len(text) <= 1024 and text.isascii() and text.isprintable() and ' ' not in text):
         raise UserError(f'{name}: expected one word of 1 to 1024 printable ASCII characters, the token')
     return text
+
+
+def allow_files(connections: int) -> None:
+    """Raise the limit of open files if it is too low for so many connections.   UserError if that is not permitted"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UserError(f'--connections {connections}: needs {needed} open files, and {hard} are permitted; give at most '
+                        f'{max(1, hard - _OTHER_FILES)}, or raise the limit (ulimit -Hn)')
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _is_loopback(listener: Any) -> bool:

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -100,6 +101,19 @@ def test_what_cannot_be_served_is_one_line_and_status_2(tmp_path, capsys, monkey
                 ((checkpoint(), '--token-file', tmp_path / 'empty'), 'expected one word of 1 to 1024 printable ASCII'),
                 ((), 'the following arguments are required: CKPT')):
             assert message in refused(capsys, *flags)
+
+
+def test_the_limit_of_open_files_is_raised_for_the_connections_or_named(capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr(resource, 'getrlimit', lambda kind: (256, 600))
+    monkeypatch.setattr(resource, 'setrlimit', lambda kind, limits: given.append(limits))
+    module.allow_files(100)
+    assert given == []
+    module.allow_files(500)
+    assert given == [(564, 600)]
+    assert refused(capsys, checkpoint(), '--connections', 537) == (
+        'pyops: error: --connections 537: needs 601 open files, and 600 are permitted; give at most 536, or raise the limit '
+        '(ulimit -Hn)\n')
 
 
 @pytest.mark.parametrize('package', ['starlette', 'uvicorn'])
