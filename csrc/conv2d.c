@@ -19,7 +19,7 @@
 
 /* Packed floats of windows that share L2 with the filters; columns of a block for dweight; most parts of a batch, and floats of
  * their partial sums. */
-enum { PACKED = 1 << 17, BLOCK = PYOPS_KC, PARTS = 16, PARTIAL = 1 << 20 };
+enum { PACKED = 1 << 16, BLOCK = PYOPS_KC, PARTS = 16, PARTIAL = 1 << 20 };
 
 #define SIZES \
     int64_t N, int64_t C, int64_t H, int64_t W, int64_t O, int64_t Ho, int64_t Wo, int64_t kh, int64_t kw, int64_t stride_h, \
@@ -79,6 +79,12 @@ static int64_t phases_size(const pyops_conv2d *s) {
     return s->N * s->C * most_phases(s) * ceil_div(s->H, s->stride_h) * ceil_div(s->W, s->stride_w);
 }
 
+/* to[j] = from[j step]; a constant step lets the compiler use vectors. */
+static inline __attribute__((always_inline)) void every(float *restrict to, const float *restrict from, int64_t n,
+                                                        const int64_t step) {
+    for (int64_t j = 0; j < n; j++) to[j] = from[j * step];
+}
+
 /* Windows of x for stride 1; with strides, split x into `phases` and set the planes of the taps. */
 static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps, const filter_place *places, int64_t T,
                                   const pyops_conv2d *s) {
@@ -97,14 +103,19 @@ static pyops_windows windows_of_x(const float *x, float *phases, pyops_tap *taps
         for (int64_t t = 0, done = 0; t < T; t++) {
             if (taps[t].plane != done * H * W) continue;
             const int64_t top = places[t].row_phase, left = places[t].col_phase, plane = taps[t].plane;
+            const int64_t rows = pyops_min(H, ceil_div(s->H - top, s->stride_h));
+            const int64_t cols = pyops_min(W, ceil_div(s->W - left, s->stride_w));
             #pragma omp parallel for schedule(static) if (s->N * s->C * H * W > PYOPS_SHARE_FLOATS)
-            for (int64_t i = 0; i < s->N * s->C * H; i++) {
-                const int64_t row = i % H * s->stride_h + top;
-                const int64_t cols = row < s->H ? pyops_min(W, ceil_div(s->W - left, s->stride_w)) : 0;
-                float *const to = phases + (i / H * count * H + i % H) * W + plane;
-                const float *const from = x + (i / H * s->H + row) * s->W + left;
-                for (int64_t j = 0; j < cols; j++) to[j] = from[j * s->stride_w];
-                for (int64_t j = cols; j < W; j++) to[j] = 0.0f;
+            for (int64_t c = 0; c < s->N * s->C; c++) {
+                float *to = phases + c * count * H * W + plane;
+                const float *from = x + (c * s->H + top) * s->W + left;
+                for (int64_t i = 0; i < rows; i++, to += W, from += s->stride_h * s->W) {
+                    if (s->stride_w == 2) every(to, from, cols, 2);
+                    else if (s->stride_w == 4) every(to, from, cols, 4);
+                    else every(to, from, cols, s->stride_w);
+                    if (cols < W) to[cols] = 0.0f;          /* the last phases may have a row or a column less */
+                }
+                if (rows < H) memset(to, 0, (size_t)W * sizeof *to);
             }
             done++;
         }
