@@ -38,8 +38,8 @@ static inline pyops_status check_gru(const char *who, const float *x, const int3
 static inline pyops_status check_rnn(const char *who, const float *c0, const float *gates, const float *b_ih, const float *b_hh,
                                      int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell) {
     PYOPS_REQUIRE(T >= 1 && B >= 0 && I >= 1 && H >= 1,
-                  "%s: T=%lld B=%lld I=%lld H=%lld, expected T, I and H of at least 1, B of at least 0", who, LL(T), LL(B), LL(I),
-                  LL(H));
+                  "%s: T=%lld B=%lld I=%lld H=%lld, expected T, I and H of at least 1, B of at least 0", who, LL(T), LL(B),
+                  LL(I), LL(H));
     PYOPS_REQUIRE(cell >= PYOPS_CELL_TANH && cell <= PYOPS_CELL_LSTM, "%s: cell=%d, expected 0 to %d", who, cell,
                   PYOPS_CELL_LSTM);
     PYOPS_REQUIRE((cell == PYOPS_CELL_LSTM) == !!gates, "%s: cell=%d, expected gates with an LSTM, else NULL", who, cell);

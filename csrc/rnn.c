@@ -111,7 +111,8 @@ pyops_status pyops_rnn_forward(float *y, float *gates, const float *x, const flo
 pyops_status pyops_rnn_backward(float *dx, float *dh0, float *dc0, float *dw_ih, float *dw_hh, float *db_ih, float *db_hh,
                                 float *dgates, const float *dy, const float *x, const float *h0, const float *c0,
                                 const int32_t *lengths, const float *w_ih, const float *w_hh, const float *y,
-                                const float *gates, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell, void *stream) {
+                                const float *gates, float *work, int64_t T, int64_t B, int64_t I, int64_t H, int32_t cell,
+                                void *stream) {
     (void)stream;
     pyops_status status = check_rnn("rnn_backward", c0, gates, db_ih, db_hh, T, B, I, H, cell);
     if (status) return status;

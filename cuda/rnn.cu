@@ -51,9 +51,9 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 // dh, dc (B,H): the gradients of h[t] and c[t] from later steps; dh is only read.  dc becomes the gradient of c[t-1].
-static __global__ void __launch_bounds__(THREADS) backward_step(Call call, float *dgates, float *dc, const float *dh,
-                                                                const float *dy, const float *y, const float *gates,
-                                                                int64_t t) {
+static __global__ void __launch_bounds__(THREADS)
+    backward_step(Call call, float *dgates, float *dc, const float *dh, const float *dy, const float *y, const float *gates,
+                  int64_t t) {
     const int64_t H = call.H, states = call.T * call.B * H, step = int64_t(gridDim.x) * blockDim.x;
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < call.B * H; i += step) {
         const int64_t b = i / H, unit = i % H, row = t * call.B + b, at = row * H + unit;
@@ -84,7 +84,7 @@ extern "C" int64_t pyops_rnn_forward_work(int64_t, int64_t B, int64_t, int64_t H
     return B * blocks_of(cell) * H;                     // the product of a step
 }
 
-extern "C" int64_t pyops_rnn_backward_work(int64_t, int64_t B, int64_t, int64_t H, int32_t) { return 2 * B * H; }      // dh, dc
+extern "C" int64_t pyops_rnn_backward_work(int64_t, int64_t B, int64_t, int64_t H, int32_t) { return 2 * B * H; } // dh, dc
 
 extern "C" pyops_status pyops_rnn_forward(float *y, float *gates, const float *x, const float *h0, const float *c0,
                                           const int32_t *lengths, const float *w_ih, const float *w_hh, const float *b_ih,

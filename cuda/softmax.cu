@@ -190,10 +190,9 @@ extern "C" pyops_status pyops_softmax_backward(float *dx, const float *dy, const
     const pyops_status status = check_softmax("softmax_backward", outer, n, inner);
     const Axis a = axis_of(outer, n, inner, log);
     if (status || a.sums == 0 || n == 0) return status;
-    return pyops_launched("softmax_backward",
-                          LAUNCH(axis_backward, grid_for(a.sums * a.lanes, THREADS), THREADS, 0, stream_of(stream), a, dx, dy,
-                                 y),
-                          stream);
+    return pyops_launched(
+        "softmax_backward",
+        LAUNCH(axis_backward, grid_for(a.sums * a.lanes, THREADS), THREADS, 0, stream_of(stream), a, dx, dy, y), stream);
 }
 
 extern "C" pyops_status pyops_attention_softmax_forward(float *p, float *w, const float *s, const int32_t *lengths,
