@@ -285,7 +285,8 @@ class WideConv2dRow(Conv2dRow):
 
 class DepthwiseConv2dRow(Conv2dRow):
     """A filter or two for each channel."""
-    sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 4, 3, 2), (3, 5, 7, 9, 10, 3, 3), (2, 33, 9, 18, 33, 5, 5))
+    sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 4, 3, 2), (3, 5, 7, 9, 10, 3, 3), (2, 33, 9, 18, 33, 5, 5),
+             (3, 6, 20, 21, 6, 3, 3))                                                            # in several parts
     large = (7, 40, 29, 27, 40, 3, 3)
 
     def build(self, size, rng):
