@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyops.params import Parameter
     from pyops.typing import Array, Example, Normal, TensorGradients
 
-# the products of a convolution, without tensors to save: the matrix of windows is never stored
+# the products of a convolution, without tensors to save: the matrix of windows is never stored, so no weight is noted
 FWD, DGRAD, WGRAD = Product('fwd', {}), Product('dgrad', {}), Product('wgrad', {})
 
 
@@ -160,7 +160,7 @@ class Conv2d(_Convolution):
         s = self.shapes(x.shape, weight.shape)
         y = empty(s.y, name=f'{self.name}.y')
         launch('conv2d_forward', y, x, weight, self.bias and self.bias.value, work('conv2d_forward', *s), *s)
-        note_product(self, FWD, weight=self.weight, bias=self.bias)
+        note_product(self, FWD)
         return y, self.Ctx(x)
 
     def backward(self, dy: Array, ctx: Ctx, want_dx: bool = True) -> Array | None:
@@ -169,12 +169,12 @@ class Conv2d(_Convolution):
         check('dy', dy, s.y)
         launch('conv2d_backward_weight', self.weight.grad, self.bias and self.bias.grad, dy, ctx.x,
                work('conv2d_backward_weight', *s), *s)
-        note_product(self, WGRAD, weight=self.weight)
+        note_product(self, WGRAD)
         if not want_dx:
             return None
         dx = empty_gradient(s.x, f'{self.name}.dx')
         launch('conv2d_backward_x', dx, dy, self.weight.value, work('conv2d_backward_x', *s), *s)
-        note_product(self, DGRAD, weight=self.weight)
+        note_product(self, DGRAD)
         return dx
 
     def backward_on_tensors(self, dy: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:
@@ -232,17 +232,17 @@ class Conv2dTransposed(_Convolution):
         check('y', y, s.y)
         x = empty(s.x, name=f'{self.name}.x')
         launch('conv2d_backward_x', x, y, self.weight.value, work('conv2d_backward_x', *s), *s)
-        note_product(self, FWD, weight=self.weight)
+        note_product(self, FWD)
         return x, self.Ctx(y)
 
     def backward(self, dx: Array, ctx: Ctx) -> Array:
         s = self._shapes(len(ctx.y))
         check('dx', dx, s.x)
         launch('conv2d_backward_weight', self.weight.grad, None, ctx.y, dx, work('conv2d_backward_weight', *s), *s)
-        note_product(self, WGRAD, weight=self.weight)
+        note_product(self, WGRAD)
         dy = empty_gradient(s.y, f'{self.name}.dy')
         launch('conv2d_forward', dy, dx, self.weight.value, None, work('conv2d_forward', *s), *s)
-        note_product(self, DGRAD, weight=self.weight)
+        note_product(self, DGRAD)
         return dy
 
     def backward_on_tensors(self, dx: Tensor, ctx: Any, parameters: dict[str, Tensor]) -> TensorGradients:

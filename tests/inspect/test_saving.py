@@ -514,6 +514,15 @@ def test_the_layers_of_a_network_that_is_one_op_are_those_of_its_parts(way):
         assert np.abs(found[key] - array).max() <= 1e-6 * np.abs(array).max() and np.any(array), key
 
 
+def test_a_plan_with_a_convolution_has_the_tensors_of_its_other_layers():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.Flatten(), nn.Linear(36, 2)), put(np.ones((2, 3, 5, 5), 'f'))
+    with Plan(model.params, x=x) as plan:
+        y, ctx = model.forward(x)
+        plan.boundary()
+        model.backward(y, ctx)
+    assert {layer for layer, *_ in look_at(plan)} == {'2'} and not plan.undeclared()
+
+
 def test_a_plan_reports_products_of_parameters_that_no_op_declares(monkeypatch):
     params = Parameters({'a.weight': Spec((3, 4), lambda g, shape: np.ones(shape, np.float32))})
     weight, x, y = params['a.weight'].value, put(np.ones((2, 4), 'f')), put(np.zeros((2, 3), 'f'))
