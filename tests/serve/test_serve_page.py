@@ -657,7 +657,7 @@ def test_the_page_translates_with_the_server_of_the_package(browser):
     pytest.importorskip('pyops.serve.application', reason='pyops.serve cannot be imported: pip install pyops[serve]')
     from server import running
     with running() as server:
-        translate_with(browser, f'http://127.0.0.1:{server.port}/')
+        translate_with(browser, f'http://127.0.0.1:{server.port}')
 
 
 def translate_with(browser, url):
