@@ -189,6 +189,11 @@ static inline pyops_status check_positions(const int32_t *positions, int64_t T, 
     return PYOPS_OK;
 }
 
+static inline pyops_status check_scatter_rows(int64_t N, int64_t R, int64_t C) {
+    PYOPS_REQUIRE(N >= 0 && R >= 0 && C >= 0, "scatter_rows: N=%lld R=%lld C=%lld, expected at least 0", LL(N), LL(R), LL(C));
+    return PYOPS_OK;
+}
+
 static inline pyops_status check_gather_rows(int64_t T, int64_t N, int64_t R, int64_t C) {
     PYOPS_REQUIRE(T >= 0 && N >= 0 && R >= 0 && C >= 0, "gather_rows: T=%lld N=%lld R=%lld C=%lld, expected at least 0", LL(T),
                   LL(N), LL(R), LL(C));
@@ -298,12 +303,19 @@ static inline pyops_status check_decaying_rate(int64_t warmup, int64_t hold, int
     return PYOPS_OK;
 }
 
-static inline pyops_status check_sgd(const float *velocity, int64_t n, float max_norm, float momentum, float weight_decay) {
+static inline pyops_status check_sgd(const float *velocity, int64_t n, float max_norm, float momentum, float dampening,
+                                     float weight_decay) {
     const pyops_status status = check_max_norm("sgd", n, max_norm);
     if (status) return status;
     PYOPS_REQUIRE(momentum >= 0.0f && momentum < 1.0f, "sgd: momentum=%g, expected 0 <= momentum < 1", (double)momentum);
     PYOPS_REQUIRE(velocity || momentum == 0.0f, "sgd: momentum=%g, expected 0 if velocity is NULL", (double)momentum);
+    PYOPS_REQUIRE(dampening >= 0.0f && dampening <= 1.0f, "sgd: dampening=%g, expected 0 to 1", (double)dampening);
     return check_weight_decay("sgd", weight_decay);
+}
+
+static inline pyops_status check_decay_weights(int64_t n, float weight_decay) {
+    PYOPS_REQUIRE(n >= 0, "decay_weights: n=%lld, expected at least 0", LL(n));
+    return check_weight_decay("decay_weights", weight_decay);
 }
 
 static inline pyops_status check_mlp_step(int64_t w1, int64_t b1, int64_t w2, int64_t b2, float max_norm, float beta1,

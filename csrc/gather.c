@@ -75,3 +75,15 @@ pyops_status pyops_gather_rows(float *y, const float *x, const int32_t *rows, in
     for (int64_t i = 0; i < T * R; i++) memcpy(y + i * C, x + (i / R * N + rows[i % R]) * C, (size_t)C * sizeof *y);
     return PYOPS_OK;
 }
+
+pyops_status pyops_scatter_rows(float *y, const float *x, const int32_t *rows, int64_t N, int64_t R, int64_t C, void *stream) {
+    (void)stream;
+    const pyops_status status = check_scatter_rows(N, R, C);
+    if (status) return status;
+    for (int64_t r = 0; r < R; r++)
+        PYOPS_REQUIRE(rows[r] >= 0 && rows[r] < N, "scatter_rows: rows[%lld]=%d, expected 0 to %lld", LL(r), rows[r],
+                      LL(N - 1));
+    #pragma omp parallel for schedule(static) if (R * C > PYOPS_SHARE_FLOATS)
+    for (int64_t r = 0; r < R; r++) memcpy(y + rows[r] * C, x + r * C, (size_t)C * sizeof *y);
+    return PYOPS_OK;
+}

@@ -76,7 +76,7 @@ typedef struct {
                                float weight_decay)) \
     ROW(void,   sgd,          (float *param, const float *grad, int64_t n, float clip, float lr, float weight_decay)) \
     ROW(void,   sgd_momentum, (float *param, float *velocity, const float *grad, int64_t n, float clip, float lr, \
-                               float momentum, float weight_decay, int nesterov)) \
+                               float momentum, float undamped, float weight_decay, int nesterov)) \
     ROW(void,   add_deviations, (float *sum, float *squares, const float *x, const float *mean, int64_t n)) \
     ROW(void,   batch_norm,   (float *y, const float *x, const float *mean, const float *rstd, const float *weight, \
                                const float *bias, int64_t n)) \
@@ -301,15 +301,35 @@ enum { PYOPS_NARROW = 16 };
 /* A softmax along columns takes at most this many of them. */
 enum { PYOPS_SOFTMAX_COLUMNS = 64 };
 
-/* Operations on strided arrays with a vectorised loop each: all except power. */
+/* Operations on strided arrays with a vectorised loop each: all except power, floor_divide and remainder. */
 /* clang-format off */
 #define PYOPS_UNARY_OPS(OP) OP(PYOPS_OP_COPY) OP(PYOPS_OP_NEGATE) OP(PYOPS_OP_ABS) OP(PYOPS_OP_SQRT) OP(PYOPS_OP_EXP) \
-    OP(PYOPS_OP_LOG) OP(PYOPS_OP_TANH) OP(PYOPS_OP_SIGMOID)
+    OP(PYOPS_OP_LOG) OP(PYOPS_OP_TANH) OP(PYOPS_OP_SIGMOID) OP(PYOPS_OP_FLOOR) OP(PYOPS_OP_SIN) OP(PYOPS_OP_COS)
 #define PYOPS_BINARY_OPS(OP) OP(PYOPS_OP_ADD) OP(PYOPS_OP_SUBTRACT) OP(PYOPS_OP_MULTIPLY) OP(PYOPS_OP_DIVIDE) \
     OP(PYOPS_OP_MAXIMUM) OP(PYOPS_OP_MINIMUM) OP(PYOPS_OP_EQUAL) OP(PYOPS_OP_NOT_EQUAL) \
-    OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL)
+    OP(PYOPS_OP_LESS) OP(PYOPS_OP_LESS_EQUAL) OP(PYOPS_OP_GREATER) OP(PYOPS_OP_GREATER_EQUAL) \
+    OP(PYOPS_OP_AND) OP(PYOPS_OP_OR) OP(PYOPS_OP_XOR)
+#define PYOPS_CALLED_OPS(OP) OP(PYOPS_OP_POWER) OP(PYOPS_OP_FLOOR_DIVIDE) OP(PYOPS_OP_REMAINDER)
 #define PYOPS_REDUCE_OPS(OP) OP(PYOPS_OP_SUM) OP(PYOPS_OP_MAX) OP(PYOPS_OP_MIN)
 /* clang-format on */
+
+/* Division that rounds towards minus infinity, and its remainder, which has the sign of b: as in Python and NumPy. */
+#define PYOPS_FLOOR_DIVISION(TYPE, NAME, FMOD, FLOOR, COPYSIGN) \
+    static inline TYPE pyops_remainder_##NAME(TYPE a, TYPE b) { \
+        const TYPE rest = FMOD(a, b); \
+        if (b == 0 || rest != rest) return rest; \
+        if (rest == 0) return COPYSIGN(0, b); \
+        return (b < 0) != (rest < 0) ? rest + b : rest; \
+    } \
+    static inline TYPE pyops_floor_divide_##NAME(TYPE a, TYPE b) { \
+        if (b == 0) return a / b; \
+        const TYPE rest = FMOD(a, b); \
+        TYPE quotient = (a - rest) / b; \
+        if (rest != 0 && (b < 0) != (rest < 0)) quotient -= 1; \
+        if (quotient == 0) return COPYSIGN(0, a / b); \
+        const TYPE whole = FLOOR(quotient); \
+        return quotient - whole > (TYPE)0.5 ? whole + 1 : whole; \
+    }
 
 /* A reduction processes at most this many columns at a time, so that their sums fit in L1 and L2. */
 enum { PYOPS_REDUCE_COLUMNS = 4096 };

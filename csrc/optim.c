@@ -96,20 +96,29 @@ pyops_status pyops_adam(float *param, float *m, float *v, const float *grad, con
     return PYOPS_OK;
 }
 
-pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr, int64_t n,
-                       float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream) {
+pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const int64_t *step,
+                       const float *lr, int64_t n, float max_norm, float momentum, float dampening, float weight_decay,
+                       int32_t nesterov, void *stream) {
     (void)stream;
-    const pyops_status status = check_sgd(velocity, n, max_norm, momentum, weight_decay);
+    const pyops_status status = check_sgd(velocity, n, max_norm, momentum, dampening, weight_decay);
     if (status) return status;
     const pyops_kernels *k = pyops_active();
-    const float clip = pyops_clip_factor(norm, max_norm);
+    const float clip = pyops_clip_factor(norm, max_norm), undamped = step[0] > 1 ? 1.0f - dampening : 1.0f;
     #pragma omp parallel for schedule(static) if (n > PYOPS_SHARE_FLOATS)
     for (int64_t i = 0; i < n; i += CHUNK) {
         const int64_t m = pyops_min(CHUNK, n - i);
-        if (velocity) k->sgd_momentum(param + i, velocity + i, grad + i, m, clip, lr[0], momentum, weight_decay, nesterov != 0);
+        if (velocity)
+            k->sgd_momentum(param + i, velocity + i, grad + i, m, clip, lr[0], momentum, undamped, weight_decay, nesterov != 0);
         else k->sgd(param + i, grad + i, m, clip, lr[0], weight_decay);
     }
     return PYOPS_OK;
+}
+
+pyops_status pyops_decay_weights(float *param, const float *lr, int64_t n, float weight_decay, void *stream) {
+    (void)stream;
+    const pyops_status status = check_decay_weights(n, weight_decay);
+    const float factor = 1.0f - lr[0] * weight_decay;
+    return status ? status : pyops_scale(param, param, &factor, n, stream);
 }
 
 pyops_status pyops_ema(float *average, const float *param, const int64_t *step, int64_t n, float decay, void *stream) {

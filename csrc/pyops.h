@@ -147,6 +147,8 @@ PYOPS_API pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy,
  *
  * unary        y[i] = op(x[i]);   includes copy.   int32: copy, negate, abs
  * binary       y[i] = op(a[i], b[i]);   comparisons give 1 or 0.   int32: all but divide; modulo 2^32
+ *              floor_divide and remainder round towards minus infinity, as in Python; int32 by 0 gives 0
+ *              and, or, xor: bit by bit; float: 1 or 0, of the truth values of a and b
  * scalar       y[i] = op(x[i], value), or op(value, x[i]) where reflected is 1
  * fill         y[i] = value
  * from_int32   y[i] = (float)x[i];    to_int32: rounds towards 0; INT32_MIN if the value does not fit in int32
@@ -156,12 +158,12 @@ PYOPS_API pyops_status pyops_gelu_backward(pyops_real *dx, const pyops_real *dy,
  */
 typedef enum {
     PYOPS_OP_COPY = 0, PYOPS_OP_NEGATE, PYOPS_OP_ABS, PYOPS_OP_SQRT, PYOPS_OP_EXP, PYOPS_OP_LOG, PYOPS_OP_TANH,
-    PYOPS_OP_SIGMOID
+    PYOPS_OP_SIGMOID, PYOPS_OP_FLOOR, PYOPS_OP_SIN, PYOPS_OP_COS
 } pyops_unary_op;
 typedef enum {
     PYOPS_OP_ADD = 0, PYOPS_OP_SUBTRACT, PYOPS_OP_MULTIPLY, PYOPS_OP_DIVIDE, PYOPS_OP_POWER, PYOPS_OP_MAXIMUM,
     PYOPS_OP_MINIMUM, PYOPS_OP_EQUAL, PYOPS_OP_NOT_EQUAL, PYOPS_OP_LESS, PYOPS_OP_LESS_EQUAL, PYOPS_OP_GREATER,
-    PYOPS_OP_GREATER_EQUAL
+    PYOPS_OP_GREATER_EQUAL, PYOPS_OP_FLOOR_DIVIDE, PYOPS_OP_REMAINDER, PYOPS_OP_AND, PYOPS_OP_OR, PYOPS_OP_XOR
 } pyops_binary_op;
 typedef enum { PYOPS_OP_SUM = 0, PYOPS_OP_MAX, PYOPS_OP_MIN } pyops_reduce_op;
 
@@ -194,6 +196,35 @@ PYOPS_API pyops_status pyops_strided_reduce(
 PYOPS_API pyops_status pyops_strided_reduce_int32(
     int32_t *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
 
+/* The same for double, on the CPU only.  from_ and to_ name the other type of a conversion.
+ * matmul   y (shape, M,N) = a (shape, M,K) b (shape, K,N):  strides (3,ndim) of the batch axes as in gemm_batched, in doubles
+ * argmax   y[r] = the first index of the largest element of row r; NaN is largest.   x (R,C), C >= 1
+ * argsort  y[r,:] = the indices that sort row r: ascending, equal elements in their order, NaN last.   x, y (R,C)
+ * add_rows y[ids[r],:] += x[r,:], in the order of r.   y (V,E), x (R,E), ids (R) in [0,V)
+ */
+PYOPS_API pyops_status pyops_strided_unary_double(
+    double *y, const double *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_binary_double(
+    double *y, const double *a, const double *b, const int64_t *shape, const int64_t *strides,
+    int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_strided_double_from_float(
+    double *y, const float *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_double_from_int32(
+    double *y, const int32_t *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_double_to_float(
+    float *y, const double *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_double_to_int32(
+    int32_t *y, const double *x, const int64_t *shape, const int64_t *strides, int64_t ndim, void *stream);
+PYOPS_API pyops_status pyops_strided_reduce_double(
+    double *y, const double *x, const int64_t *shape, const int64_t *strides, int64_t ndim, int32_t op, void *stream);
+PYOPS_API pyops_status pyops_matmul_double(
+    double *y, const double *a, const double *b, const int64_t *shape, const int64_t *strides, int64_t ndim,
+    int64_t M, int64_t N, int64_t K, int64_t ldy, int64_t a_row, int64_t a_col, int64_t b_row, int64_t b_col, void *stream);
+PYOPS_API pyops_status pyops_argmax_double(int32_t *y, const double *x, int64_t R, int64_t C, void *stream);
+PYOPS_API pyops_status pyops_argsort_double(int32_t *y, const double *x, int64_t R, int64_t C, void *stream);
+PYOPS_API pyops_status pyops_add_rows_double(
+    double *y, const double *x, const int32_t *ids, int64_t R, int64_t V, int64_t E, void *stream);
+
 /* ---- batches: gather rows of a resident data set ---------------------------------------------------
  * gather_pixels     y[b,:] = scale * table[rows[b],:]                  table (N,C) uint8, y (B,C)
  * gather_sequences  ids[t,b] = table[rows[b],t]                        table (N,T) int32, ids (T,B) int32
@@ -222,6 +253,10 @@ PYOPS_API pyops_status pyops_pack_sequences(
  */
 PYOPS_API pyops_status pyops_gather_rows(
     float *y, const float *x, const int32_t *rows, int64_t T, int64_t N, int64_t R, int64_t C, void *stream);
+
+/* y[rows[r],:] = x[r,:]: the inverse.   x (R,C)   y (N,C), another array   rows (R) int32 in [0,N), all different */
+PYOPS_API pyops_status pyops_scatter_rows(
+    float *y, const float *x, const int32_t *rows, int64_t N, int64_t R, int64_t C, void *stream);
 
 /* ---- linear layer on pixels ------------------------------------------------------------------------
  * y[b,:] = sum_i scale * table[rows[b],i] * weight[i,:] + bias      over the nonzero pixels
@@ -797,8 +832,9 @@ PYOPS_API pyops_status pyops_zero_touched(float *grad, int32_t *touched, int64_t
  * adam       g = grad[i] * min(1, max_norm / norm[0]) + weight_decay param[i]     (norm NULL: not clipped; grad is unchanged)
  *            m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
  *            param -= lr[0] * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),   t = step[0] >= 1
- * sgd        g as above;   velocity = momentum velocity + g     (velocity NULL: as with momentum 0)
- *            param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
+ * sgd        g as above;   velocity = momentum velocity + d g     (velocity NULL: as with momentum 0)
+ *            d = 1 - dampening, in the first step 1;   param -= lr[0] * (nesterov ? g + momentum velocity : velocity)
+ * decay_weights  param *= 1 - lr[0] * weight_decay: decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101)
  * ema        average += (1 - d) (param - average),   d = min(decay, (1 + t) / (10 + t)),  t = step[0]: an exponential moving
  *            average of the parameters, over fewer steps at first, when they change fast
  * touched: NULL, or marks the blocks of grad that must be read; the others are 0.  The results have the same bits.
@@ -814,8 +850,9 @@ PYOPS_API pyops_status pyops_adam(
     int64_t n, float max_norm, float beta1, float beta2, float eps, float weight_decay, void *stream);
 PYOPS_API pyops_status pyops_sgd(
     float *param, float *velocity,
-    const float *grad, const float *norm, const float *lr,
-    int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov, void *stream);
+    const float *grad, const float *norm, const int64_t *step, const float *lr,
+    int64_t n, float max_norm, float momentum, float dampening, float weight_decay, int32_t nesterov, void *stream);
+PYOPS_API pyops_status pyops_decay_weights(float *param, const float *lr, int64_t n, float weight_decay, void *stream);
 PYOPS_API pyops_status pyops_ema(
     float *average, const float *param, const int64_t *step, int64_t n, float decay, void *stream);
 

@@ -184,14 +184,14 @@ static int64_t share(int op) { return op >= PYOPS_OP_EXP ? PYOPS_SHARE_EXPS : PY
 
 static pyops_status unary(const char *who, row_function *row, int op, void *y, const void *x, const int64_t *shape,
                           const int64_t *strides, int64_t ndim) {
-    const pyops_status status = check_strided(who, op, PYOPS_OP_SIGMOID, shape, ndim);
+    const pyops_status status = check_strided(who, op, PYOPS_OP_COS, shape, ndim);
     if (!status) elementwise(row, op, 2, (void *[]){y, (void *)x}, shape, strides, ndim, share(op));
     return status;
 }
 
 static pyops_status binary(const char *who, row_function *row, int op, void *y, const void *a, const void *b,
                            const int64_t *shape, const int64_t *strides, int64_t ndim) {
-    const pyops_status status = check_strided(who, op, PYOPS_OP_GREATER_EQUAL, shape, ndim);
+    const pyops_status status = check_strided(who, op, PYOPS_OP_XOR, shape, ndim);
     if (!status)
         elementwise(row, op, 3, (void *[]){y, (void *)a, (void *)b}, shape, strides, ndim,
                     op == PYOPS_OP_POWER ? PYOPS_SHARE_EXPS : PYOPS_SHARE_FLOATS);

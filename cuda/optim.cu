@@ -182,27 +182,51 @@ struct Descent {
 struct DescentWithMomentum {
     static constexpr int INPUTS = 3, OUTPUTS = 2;                              // param, velocity, grad -> param, velocity
     Descent plain;
-    float momentum, own, ahead;                                           // coefficients of gradient and velocity in the step
-    __device__ bool begin() { return plain.begin(); }
+    const int64_t *step;
+    float momentum, dampening, undamped, own, ahead;                      // own, ahead: factors of gradient and velocity
+    __device__ bool begin() {
+        undamped = step[0] > 1 ? 1.0f - dampening : 1.0f;
+        return plain.begin();
+    }
     __device__ void operator()(const float (&in)[3], float (&out)[2]) const {
-        const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + g;
+        const float g = in[2] * plain.clip + plain.weight_decay * in[0], velocity = momentum * in[1] + undamped * g;
         out[0] = in[0] - plain.rate * (own * g + ahead * velocity);
         out[1] = velocity;
     }
 };
 }
 
-extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const float *lr,
-                                  int64_t n, float max_norm, float momentum, float weight_decay, int32_t nesterov,
-                                  void *stream) {
-    const pyops_status status = check_sgd(velocity, n, max_norm, momentum, weight_decay);
+extern "C" pyops_status pyops_sgd(float *param, float *velocity, const float *grad, const float *norm, const int64_t *step,
+                                  const float *lr, int64_t n, float max_norm, float momentum, float dampening,
+                                  float weight_decay, int32_t nesterov, void *stream) {
+    const pyops_status status = check_sgd(velocity, n, max_norm, momentum, dampening, weight_decay);
     if (status) return status;
     const Descent plain{norm, lr, max_norm, weight_decay, 1.0f, 0.0f};
-    const cudaError_t error = velocity
-        ? launch_flat(DescentWithMomentum{plain, momentum, nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f},
-                      {{param, velocity, grad}, {param, velocity}}, n, stream)
-        : launch_flat(plain, {{param, grad}, {param}}, n, stream);
+    const cudaError_t error = velocity ? launch_flat(DescentWithMomentum{plain, step, momentum, dampening, 1.0f,
+                                                                         nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f},
+                                                     {{param, velocity, grad}, {param, velocity}}, n, stream)
+                                       : launch_flat(plain, {{param, grad}, {param}}, n, stream);
     return pyops_launched("sgd", error, stream);
+}
+
+// ---- decoupled weight decay ----------------------------------------------------------------------------
+namespace {
+struct Decay {
+    static constexpr int INPUTS = 1, OUTPUTS = 1;                              // param -> param
+    const float *lr;
+    float weight_decay, factor;
+    __device__ bool begin() {
+        factor = 1.0f - lr[0] * weight_decay;
+        return true;
+    }
+    __device__ void operator()(const float (&in)[1], float (&out)[1]) const { out[0] = factor * in[0]; }
+};
+}
+
+extern "C" pyops_status pyops_decay_weights(float *param, const float *lr, int64_t n, float weight_decay, void *stream) {
+    const pyops_status status = check_decay_weights(n, weight_decay);
+    if (status) return status;
+    return pyops_launched("decay_weights", launch_flat(Decay{lr, weight_decay, 1.0f}, {{param}, {param}}, n, stream), stream);
 }
 
 // ---- the average of the parameters -------------------------------------------------------------------

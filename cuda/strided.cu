@@ -38,7 +38,34 @@ DEVICE float sigmoid(float x) {
     const float e = expf(-fabsf(x));                      // at most 1: no overflow
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
+// Division that rounds towards minus infinity, and its remainder, which has the sign of b.
+DEVICE float remainder_of(float a, float b) {
+    const float rest = fmodf(a, b);
+    if (b == 0.0f || rest != rest) return rest;
+    if (rest == 0.0f) return copysignf(0.0f, b);
+    return (b < 0.0f) != (rest < 0.0f) ? rest + b : rest;
+}
+DEVICE float floor_divided(float a, float b) {
+    if (b == 0.0f) return a / b;
+    const float rest = fmodf(a, b);
+    float quotient = (a - rest) / b;
+    if (rest != 0.0f && (b < 0.0f) != (rest < 0.0f)) quotient -= 1.0f;
+    if (quotient == 0.0f) return copysignf(0.0f, a / b);
+    const float whole = floorf(quotient);
+    return quotient - whole > 0.5f ? whole + 1.0f : whole;
+}
 DEVICE int32_t negated(int32_t x) { return static_cast<int32_t>(0u - static_cast<uint32_t>(x)); }
+
+DEVICE int32_t remainder_of(int32_t a, int32_t b) {
+    if (b == 0 || b == -1) return 0;
+    const int32_t rest = a % b;
+    return rest && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+DEVICE int32_t floor_divided(int32_t a, int32_t b) {
+    if (b == 0) return 0;
+    if (b == -1) return negated(a);
+    return a / b - (a % b && (a < 0) != (b < 0));
+}
 
 UNARY(Copy, int32_t, int32_t, x)                          // any 4-byte type
 UNARY(Negate, float, float, -x)
@@ -48,6 +75,9 @@ UNARY(Exp, float, float, expf(x))
 UNARY(Log, float, float, logf(x))
 UNARY(Tanh, float, float, tanhf(x))
 UNARY(Sigmoid, float, float, sigmoid(x))
+UNARY(Floor, float, float, floorf(x))
+UNARY(Sin, float, float, sinf(x))
+UNARY(Cos, float, float, cosf(x))
 UNARY(NegateInt, int32_t, int32_t, negated(x))
 UNARY(AbsInt, int32_t, int32_t, x < 0 ? negated(x) : x)
 UNARY(FromInt, float, int32_t, static_cast<float>(x))
@@ -68,6 +98,16 @@ BINARY(Divide, float, a / b)
 BINARY(Maximum, float, a >= b || a != a ? a : b)          // NaN if either is NaN
 BINARY(Minimum, float, a <= b || a != a ? a : b)
 BINARY(Power, float, static_cast<float>(pow(static_cast<double>(a), static_cast<double>(b))))  // powf: only 4 ulp
+BINARY(FloorDivide, float, floor_divided(a, b))
+BINARY(Remainder, float, remainder_of(a, b))
+BINARY(And, float, a != 0.0f && b != 0.0f ? 1.0f : 0.0f)
+BINARY(Or, float, a != 0.0f || b != 0.0f ? 1.0f : 0.0f)
+BINARY(Xor, float, (a != 0.0f) != (b != 0.0f) ? 1.0f : 0.0f)
+BINARY(FloorDivideInt, int32_t, floor_divided(a, b))
+BINARY(RemainderInt, int32_t, remainder_of(a, b))
+BINARY(AndInt, int32_t, a &b)
+BINARY(OrInt, int32_t, a | b)
+BINARY(XorInt, int32_t, a ^ b)
 BINARY(AddInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b)))
 BINARY(SubtractInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b)))
 BINARY(MultiplyInt, int32_t, static_cast<int32_t>(static_cast<uint32_t>(a) * static_cast<uint32_t>(b)))
@@ -392,7 +432,10 @@ static pyops_status unary(const Geometry &g, int op, float *y, const Operand<flo
     case PYOPS_OP_LOG:     return elementwise(g, Log(), y, x);
     case PYOPS_OP_TANH:    return elementwise(g, Tanh(), y, x);
     case PYOPS_OP_SIGMOID: return elementwise(g, Sigmoid(), y, x);
-    default:               return check_op(g.who, op, PYOPS_OP_SIGMOID);
+    case PYOPS_OP_FLOOR:   return elementwise(g, Floor(), y, x);
+    case PYOPS_OP_SIN:     return elementwise(g, Sin(), y, x);
+    case PYOPS_OP_COS:     return elementwise(g, Cos(), y, x);
+    default:               return check_op(g.who, op, PYOPS_OP_COS);
     }
 }
 
@@ -411,7 +454,12 @@ static pyops_status binary(const Geometry &g, int op, float *y, const Operand<fl
     case PYOPS_OP_LESS_EQUAL:
     case PYOPS_OP_GREATER:
     case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<float>{accepted_relations(op)}, y, a, b);
-    default:                     return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
+    case PYOPS_OP_FLOOR_DIVIDE:  return elementwise(g, FloorDivide(), y, a, b);
+    case PYOPS_OP_REMAINDER:     return elementwise(g, Remainder(), y, a, b);
+    case PYOPS_OP_AND:           return elementwise(g, And(), y, a, b);
+    case PYOPS_OP_OR:            return elementwise(g, Or(), y, a, b);
+    case PYOPS_OP_XOR:           return elementwise(g, Xor(), y, a, b);
+    default:                     return check_op(g.who, op, PYOPS_OP_XOR);
     }
 }
 
@@ -430,7 +478,12 @@ static pyops_status binary(const Geometry &g, int op, int32_t *y, const Operand<
     case PYOPS_OP_LESS_EQUAL:
     case PYOPS_OP_GREATER:
     case PYOPS_OP_GREATER_EQUAL: return elementwise(g, Compare<int32_t>{accepted_relations(op)}, y, a, b);
-    default:                     return check_op(g.who, op, PYOPS_OP_GREATER_EQUAL);
+    case PYOPS_OP_FLOOR_DIVIDE:  return elementwise(g, FloorDivideInt(), y, a, b);
+    case PYOPS_OP_REMAINDER:     return elementwise(g, RemainderInt(), y, a, b);
+    case PYOPS_OP_AND:           return elementwise(g, AndInt(), y, a, b);
+    case PYOPS_OP_OR:            return elementwise(g, OrInt(), y, a, b);
+    case PYOPS_OP_XOR:           return elementwise(g, XorInt(), y, a, b);
+    default:                     return check_op(g.who, op, PYOPS_OP_XOR);
     }
 }
 

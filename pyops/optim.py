@@ -1,6 +1,7 @@
-"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980), Muon, SGD with momentum; schedules of the learning rate.
+"""Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980), AdamW, Muon, SGD with momentum; schedules of the learning rate.
 
-All parameters are updated in one call, with gradients clipped by their global norm.
+All parameters are updated in one call, with gradients clipped by their global norm.  Schedules that a plan can record are
+functions here; those of the host, in PyTorch's form, are in pyops/schedules.py.
 """
 from __future__ import annotations
 
@@ -15,6 +16,14 @@ import numpy as np
 from pyops import backend
 from pyops.backend.kernels import Kernel, declare
 from pyops.params import Parameters
+from pyops.schedules import (  # noqa: F401  names of this module
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    StepLR,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +32,73 @@ if TYPE_CHECKING:
     from pyops.typing import Array
 
 
+class Group:
+    """A group of parameters with settings of its own, which override the optimizer's: group['lr'], group['weight_decay'], ...
+
+    group['params'] is the list of its Tensors, None for a Parameters.  Assigning a setting changes it from the next step on.
+    """
+
+    def __init__(self, optimizer: Optimizer, tensors: list[Any] | None) -> None:
+        self._optimizer: Optimizer = optimizer
+        self._own: dict[str, Any] = {}
+        self.tensors = tensors
+        # array of one element, which kernels read; the first group's is the optimizer's
+        self.rate = backend.put(np.array([optimizer.lr], np.float32)) if optimizer.param_groups else optimizer.rate
+        self.has_own_rate = False                       # whether the group was given an lr: recorded schedules leave it alone
+
+    def __getitem__(self, name: str) -> Any:
+        if name == 'params':
+            return self.tensors
+        if name == 'lr':
+            return _number(self.rate)
+        if name == 'betas':
+            return self['beta1'], self['beta2']
+        if name not in self._optimizer.settings:
+            raise KeyError(name)
+        return self._own[name] if name in self._own else getattr(self._optimizer, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == 'betas':
+            self['beta1'], self['beta2'] = value
+        elif name == 'lr':
+            self._optimizer._check(lr=value)
+            self.rate[...] = value
+        elif name in self._optimizer.settings:
+            if not isinstance(value, bool):
+                self._optimizer._check(1 if name in ('beta1', 'beta2') else math.inf, **{name: value})
+            self._own[name] = value
+        else:
+            raise TypeError(f'{type(self._optimizer).__name__}: {name}: unknown setting of a parameter group, expected one of '
+                            f'{", ".join(self.keys())}')
+
+    def keys(self) -> list[str]:
+        """Return the names of the settings, and 'params'."""
+        return ['params', 'lr', *self._optimizer.settings]
+
+    def settings(self) -> dict[str, Any]:
+        """Return {name: value} of the settings without 'params'."""
+        return {name: self[name] for name in self.keys()[1:]}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.keys()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __repr__(self) -> str:
+        return f'Group({self.settings()})'
+
+
+def _number(array: Array) -> float:
+    """Return the element of an array of one float32 as the shortest number that rounds to it: 0.1, not 0.10000000149."""
+    return float(str(backend.get(array).reshape(())[()]))
+
+
 class Optimizer:
     """Base class.  Learning rate, step count and gradient norm are arrays of one element, so that kernels can read them.
 
-    params: a pyops.params.Parameters, or Tensors, such as module.parameters().  Tensors that make up a whole flat buffer are
+    params: a pyops.params.Parameters, or Tensors, such as module.parameters(), or dicts: {'params': Tensors, 'lr': 0.1, ...}
+    with settings for these Tensors alone; param_groups lists the groups.  Tensors that make up a whole flat buffer are
     updated in one call, any others in one call each.  A Tensor without a gradient is not updated.
     lr: learning rate.  Only params and lr are positional: libraries order the other arguments differently.
     max_norm: gradients with a larger global norm are scaled down to it during the update; None: no clipping.  The stored
@@ -34,12 +106,14 @@ class Optimizer:
     weight_decay: weight_decay times the parameter is added to its (clipped) gradient.
     """
     MOMENTS: tuple[str, ...] = ()       # state per parameter: the names of its buffers in Parameters
-    _update: Callable[..., None]        # a subclass updates one unit: (unit, norm or None, *moments)
+    settings: tuple[str, ...] = ('weight_decay',)       # attributes that a parameter group may override, besides lr
+    _update: Callable[..., None]        # a subclass updates one unit: (unit, group, norm or None, *moments)
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float, max_norm: float | None, weight_decay: float) -> None:
         self._check(lr=lr, weight_decay=weight_decay, max_norm=max_norm or 0)
         self.max_norm, self.weight_decay = max_norm, weight_decay
-        self._lr = backend.put(np.array([lr], np.float32))
+        self.rate = backend.put(np.array([lr], np.float32))     # the learning rate as kernels read it
+        self.param_groups: list[Group] = []
         self.count = backend.zeros(1, np.int64)         # number of steps so far
         self.norm = backend.zeros(1)                    # norm of the last gradient before clipping; 0 without max_norm
         self.params = params if isinstance(params, Parameters) else None
@@ -49,18 +123,39 @@ class Optimizer:
         self._together: list[Any] = []
         if self.params is not None:
             self._units = [(self.params, [getattr(params, name) for name in self.MOMENTS])]
+            self.param_groups.append(Group(self, None))
+            self._groups = [self.param_groups[0]]
         else:
-            self._tensors = _unique(params)
-            units = _units(self._tensors)
+            units, self._groups, specs = [], [], _group_specs(params)
+            for settings in specs:
+                tensors = _unique(settings.pop('params'))
+                if any(tensor is other for tensor in tensors for other in self._tensors):
+                    raise ValueError('optimizer: a Tensor is in two parameter groups; give each Tensor once')
+                self._tensors += tensors
+                self.param_groups.append(Group(self, tensors))
+                found = _units(tensors)
+                units += found
+                self._groups += [self.param_groups[-1]] * len(found)
             whole = {id(unit) for unit in units}
             self._together = [tensor for tensor in self._tensors if id(getattr(tensor, 'home', None)) in whole]
             self._units = [(unit, [backend.zeros(unit.values.size) for _ in self.MOMENTS]) for unit in units]
             self._own = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
                          for name, moment in zip(self.MOMENTS, moments, strict=True)}
             self._own['norms'] = self._norms = backend.zeros(len(units))
+            self._pending = specs                       # set by _apply_groups, when the subclass has all its settings
         self.average: Any = None        # moving average of params.values, after average_parameters()
         self.decay: float = 0.0
         self._work = backend.work('grad_norm', max(len(self._units), *(unit.values.size for unit, _ in self._units)))
+
+    _pending: Sequence[dict[str, Any]] = ()
+
+    def _apply_groups(self) -> None:
+        """Set the settings of the parameter groups; a subclass calls it at the end of __init__."""
+        for group, settings in zip(self.param_groups, self._pending, strict=False):
+            group.has_own_rate = 'lr' in settings
+            for name, value in settings.items():
+                group[name] = value
+        self._own |= {f'lr.{i}': group.rate for i, group in enumerate(self.param_groups) if i}
 
     def _check_positional(self, more: tuple[Any, ...]) -> None:
         """Raise TypeError if arguments after lr were given by position."""
@@ -77,13 +172,15 @@ class Optimizer:
                 raise ValueError(f'{type(self).__name__}: {name}: expected 0 <= {name} < {below}, got {value}')
 
     @property
-    def lr(self) -> Array:
-        """Learning rate, an array of one element.  Assigning a number changes the element."""
-        return self._lr
+    def lr(self) -> float:
+        """Learning rate, of the first parameter group.  Assigning a number sets it for all groups, in `rate` and the rates of
+        the groups: arrays of one element that kernels read."""
+        return _number(self.rate)
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._lr[...] = value
+        for group in self.param_groups:
+            group.rate[...] = value
 
     def step(self) -> None:
         """Update all parameters once."""
@@ -91,25 +188,21 @@ class Optimizer:
             if not tensor.requires_grad:
                 raise RuntimeError(f'optimizer: requires_grad of {tensor.name} was switched off later; '
                                    'create a new optimizer')
-        ready = [(unit, moments) for unit, moments in self._units if unit.grads is not None]
+        ready = [(unit, group, moments) for (unit, moments), group in zip(self._units, self._groups, strict=True)
+                 if unit.grads is not None]
         if self.max_norm:
-            self._find_norm([unit for unit, _ in ready])
+            self._find_norm([unit for unit, *_ in ready])
         backend.launch('increment', self.count)
-        for unit, moments in ready:
-            self._update(unit, self.norm if self.max_norm else None, *moments)
+        for unit, group, moments in ready:
+            self._update(unit, group, self.norm if self.max_norm else None, *moments)
         if self.average is not None and self.params is not None:
             backend.launch('ema', self.average, self.params.values, self.count, self.average.size, self.decay)
         for tensor in self._tensors:
             tensor.array.buffer.version += 1            # backward detects that saved values have changed
 
     def _find_norm(self, units: Sequence[Any]) -> None:
-        """Compute the global norm: the norm of the norms of the units."""
-        alone = len(units) == 1
-        for i, unit in enumerate(units):
-            grads, norm = unit.grads, self.norm if alone else self._norms[i:i + 1]
-            backend.launch('grad_norm', norm, grads, unit.touched, self._work, grads.size)
-        if not alone:
-            backend.launch('grad_norm', self.norm, self._norms, None, self._work, len(units))
+        """Compute the global norm."""
+        _find_norm(units, self.norm, None if len(units) == 1 else self._norms, self._work)
 
     def average_parameters(self, decay: float) -> None:
         """From now on keep an exponential moving average of the parameters in `average`: each step moves it towards them by
@@ -142,7 +235,36 @@ class Optimizer:
     def arrays(self) -> dict[str, Array]:
         """Return {name: array} of the optimiser's state, for a plan."""
         average = {} if self.average is None else dict(average=self.average)
-        return dict(lr=self.lr, step=self.count, norm=self.norm, norm_work=self._work) | self._own | average
+        return dict(lr=self.rate, step=self.count, norm=self.norm, norm_work=self._work) | self._own | average
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of everything that a later optimizer needs to continue: the number of steps, the moments, the settings
+        of each group, and the average of the parameters, if there is one."""
+        moments = {f'{name}.{i}': np.array(backend.get(moment)) for i, (_, moments) in enumerate(self._units)
+                   for name, moment in zip(self.MOMENTS, moments, strict=True)}
+        average = {} if self.average is None else {'average': np.array(backend.get(self.average))}
+        return {'step': int(backend.get(self.count)[0]), 'state': moments | average,
+                'param_groups': [group.settings() for group in self.param_groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy a state from state_dict(): all of it or, if a name or a shape differs, none."""
+        mine = self.state_dict()
+        given, groups = state['state'], state['param_groups']
+        if set(given) != set(mine['state']) or len(groups) != len(self.param_groups):
+            raise ValueError(f'{type(self).__name__}: load_state_dict: expected {sorted(mine["state"])} and '
+                             f'{len(self.param_groups)} parameter groups, got {sorted(given)} and {len(groups)}')
+        for name, value in mine['state'].items():
+            if np.shape(given[name]) != value.shape:
+                raise ValueError(f'{type(self).__name__}: load_state_dict: {name}: expected shape {value.shape}, got '
+                                 f'{np.shape(given[name])}; the parameters differ')
+        places = {f'{name}.{i}': moment for i, (_, moments) in enumerate(self._units)
+                  for name, moment in zip(self.MOMENTS, moments, strict=True)} | {'average': self.average}
+        for name, value in given.items():
+            places[name][...] = np.asarray(value, np.float32)
+        self.count[...] = state['step']
+        for group, settings in zip(self.param_groups, groups, strict=True):
+            for name, value in settings.items():
+                group[name] = value
 
     def clipped(self) -> bool:
         """Return whether the last step clipped its gradient."""
@@ -156,6 +278,8 @@ class Optimizer:
 class Adam(Optimizer):
     """Adam with bias correction; see docs/optimiser.md.  Give beta1 and beta2, or both as betas (PyTorch's form)."""
     MOMENTS = 'm', 'v'
+    settings = 'weight_decay', 'beta1', 'beta2', 'eps'
+    is_one_kernel = True                # whether a step is the kernel adam alone, which pyops.ops.MLP can include in its own
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
                  beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
@@ -172,11 +296,32 @@ class Adam(Optimizer):
         self._check(1, beta1=beta1, beta2=beta2)
         self._check(eps=eps)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self._apply_groups()
 
-    def _update(self, unit: Any, norm: Any, m: Array, v: Array) -> None:
+    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
+        self._adam(unit, group, norm, m, v, group['weight_decay'])
+
+    def _adam(self, unit: Any, group: Group, norm: Any, m: Array, v: Array, weight_decay: float) -> None:
         values = unit.values
-        backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, self.lr,
-                       values.size, self.max_norm or 1.0, self.beta1, self.beta2, self.eps, self.weight_decay)
+        backend.launch('adam', values, m, v, unit.grads, unit.touched, norm, self.count, group.rate,
+                       values.size, self.max_norm or 1.0, group['beta1'], group['beta2'], group['eps'], weight_decay)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2017, arXiv:1711.05101): lr * weight_decay times the parameter is
+    subtracted from it, instead of adding to its gradient."""
+    is_one_kernel = False
+
+    def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,
+                 beta1: float | None = None, beta2: float | None = None, betas: Sequence[float] | None = None,
+                 eps: float = 1e-8, weight_decay: float = 0.01) -> None:
+        super().__init__(params, lr, *more, max_norm=max_norm, beta1=beta1, beta2=beta2, betas=betas, eps=eps,
+                         weight_decay=weight_decay)
+
+    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
+        if group['weight_decay']:
+            backend.launch('decay_weights', unit.values, group.rate, unit.values.size, group['weight_decay'])
+        self._adam(unit, group, norm, m, v, 0.0)
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -201,6 +346,8 @@ class Muon(Adam):
     adam: settings of Adam for the other parameters: beta1, beta2, betas, eps, weight_decay
     """
     COEFFICIENTS = 3.4445, -4.7750, 2.0315
+    settings = *Adam.settings, 'momentum', 'matrix_decay'
+    momentum, matrix_decay, is_one_kernel = 0.95, 0.0, False
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, momentum: float = 0.95,
                  nesterov: bool = True, steps: int = 5, scale: float = 0.2, max_norm: float | None = None,
@@ -212,33 +359,33 @@ class Muon(Adam):
         self._check(scale=scale, weight_decay=weight_decay)
         if not isinstance(steps, numbers.Integral) or steps < 0:
             raise TypeError(f'Muon: steps: expected a whole number, got {steps!r}')
-        self.momentum: float = momentum
+        self.momentum = momentum
         self.nesterov: bool = nesterov
         self.steps: int = int(steps)
         self.scale: float = scale
-        self.matrix_decay: float = weight_decay
+        self.matrix_decay = weight_decay
         self._parts: dict[int, tuple[list[Any], list[Any]]] = {id(unit): _split(unit, matrices) for unit, _ in self._units}
         found = [offsets for batches, _ in self._parts.values() for _, offsets in batches]
         if not found:
             raise ValueError('Muon: expected a hidden matrix among the parameters, got none; use Adam, or give matrices=')
         self._own |= {f'offsets.{i}': offsets for i, offsets in enumerate(found)}
 
-    def _update(self, unit: Any, norm: Any, m: Array, v: Array) -> None:
+    def _update(self, unit: Any, group: Group, norm: Any, m: Array, v: Array) -> None:
         batches, ranges = self._parts[id(unit)]
         for shape, offsets in batches:
-            self._update_matrices(unit, norm, m, shape, offsets)
+            self._update_matrices(unit, group, norm, m, shape, offsets)
         for first, end, touched in ranges:
             part = _Part(unit.values[first:end], unit.grads[first:end], touched)
-            super()._update(part, norm, m[first:end], v[first:end])
+            super()._update(part, group, norm, m[first:end], v[first:end])
 
-    def _update_matrices(self, unit: Any, norm: Any, m: Array, shape: tuple[int, int], offsets: Array) -> None:
+    def _update_matrices(self, unit: Any, group: Group, norm: Any, m: Array, shape: tuple[int, int], offsets: Array) -> None:
         count, n = len(offsets), shape[0] * shape[1]
         x = backend.empty((count, *shape), name='muon.x')
         backend.launch('muon_momentum', x, m, unit.grads, norm, offsets, backend.work('muon_momentum', count, n),
-                       count, n, self.max_norm or 1.0, self.momentum, self.nesterov)
+                       count, n, self.max_norm or 1.0, group['momentum'], self.nesterov)
         x = orthogonalized(x, self.steps, self.COEFFICIENTS)
-        backend.launch('muon_update', unit.values, x, offsets, self.lr, count, n, self.scale * math.sqrt(max(shape)),
-                       self.matrix_decay)
+        backend.launch('muon_update', unit.values, x, offsets, group.rate, count, n, self.scale * math.sqrt(max(shape)),
+                       group['matrix_decay'])
 
 
 def orthogonalized(x: Array, steps: int, coefficients: Sequence[float]) -> Array:
@@ -324,22 +471,29 @@ def _split(unit: Any, is_matrix: Callable[[str, Sequence[int]], bool]) -> tuple[
 
 
 class SGD(Optimizer):
-    """velocity = momentum * velocity + g;  param -= lr * velocity, or with nesterov  lr * (g + momentum * velocity)."""
+    """velocity = momentum * velocity + (1 - dampening) * g, in the first step g;
+    param -= lr * velocity, or with nesterov  lr * (g + momentum * velocity)."""
     MOMENTS = 'm',
+    settings = 'weight_decay', 'momentum', 'dampening', 'nesterov'
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.01, *more: Any, momentum: float = 0.0,
-                 weight_decay: float = 0.0, nesterov: bool = False, max_norm: float | None = None) -> None:
+                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
+                 max_norm: float | None = None) -> None:
         self._check_positional(more)
         if nesterov and not momentum:
             raise ValueError('SGD: nesterov: expected a momentum > 0, got 0; pass momentum, such as 0.9')
+        if nesterov and dampening:
+            raise ValueError(f'SGD: nesterov: expected dampening 0, got {dampening}')
         super().__init__(params, lr, max_norm, weight_decay)
-        self._check(momentum=momentum)
-        self.momentum, self.nesterov = momentum, nesterov
+        self._check(momentum=momentum, dampening=dampening)
+        self.momentum, self.dampening, self.nesterov = momentum, dampening, nesterov
+        self._apply_groups()
 
-    def _update(self, unit: Any, norm: Any, velocity: Array) -> None:
+    def _update(self, unit: Any, group: Group, norm: Any, velocity: Array) -> None:
         values = unit.values
-        backend.launch('sgd', values, velocity if self.momentum else None, unit.grads, norm, self.lr,
-                       values.size, self.max_norm or 1.0, self.momentum, self.weight_decay, self.nesterov)
+        backend.launch('sgd', values, velocity if group['momentum'] else None, unit.grads, norm, self.count, group.rate,
+                       values.size, self.max_norm or 1.0, group['momentum'], group['dampening'], group['weight_decay'],
+                       group['nesterov'])
 
 
 class _Alone:
@@ -370,6 +524,46 @@ def _flat(tensor: Tensor) -> Any:
         raise TypeError(f'optimizer: expected contiguous float32 Tensors, got {array.dtype}, shape {array.shape}, '
                         f'strides {array.strides}')
     return array.reshape(-1)
+
+
+def _group_specs(params: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups as dicts: one of all Tensors, unless dicts are given."""
+    if hasattr(params, 'requires_grad') or hasattr(params, 'parameters'):
+        return [{'params': params}]                     # _unique explains it
+    given = list(params)
+    if not given or not all(isinstance(spec, dict) for spec in given):
+        return [{'params': given}]
+    for spec in given:
+        if 'params' not in spec:
+            raise ValueError(f"optimizer: a parameter group needs 'params', got {sorted(spec)}")
+    return [{**spec, 'params': spec['params']} for spec in given]
+
+
+def _find_norm(units: Sequence[Any], norm: Array, norms: Array | None, work: Array) -> None:
+    """Compute the norm of the gradients of the units: the norm of their norms.  norms: an array of them, None for one unit."""
+    for i, unit in enumerate(units):
+        grads = unit.grads
+        backend.launch('grad_norm', norm if norms is None else norms[i:i + 1], grads, unit.touched, work, grads.size)
+    if norms is not None:
+        backend.launch('grad_norm', norm, norms, None, work, len(units))
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale the gradients of Tensors in place so that their global norm is at most max_norm.  Return the norm before.
+
+    Tensors without a gradient are skipped.  An optimizer with max_norm=... does the same while it updates, in one pass less.
+    """
+    if not isinstance(max_norm, numbers.Real) or not max_norm > 0:
+        raise ValueError(f'clip_grad_norm_: max_norm: expected a number > 0, got {max_norm}')
+    given = [parameters] if hasattr(parameters, 'requires_grad') else list(parameters)
+    units = [unit for unit in _units(x for x in given if x.grad is not None) if unit.grads is not None]
+    if not units:
+        return 0.0
+    norm, norms = backend.zeros(1), None if len(units) == 1 else backend.zeros(len(units))
+    _find_norm(units, norm, norms, backend.work('grad_norm', max(len(units), *(unit.grads.size for unit in units))))
+    for unit in units:
+        backend.launch('clip', unit.grads, norm, unit.grads.size, max_norm)
+    return float(backend.get(norm)[0])
 
 
 def _unique(params: Any) -> list[Tensor]:
@@ -403,13 +597,20 @@ def _units(tensors: Iterable[Tensor]) -> list[Any]:
     return units
 
 
+def _scheduled(optimizer: Any) -> list[Array]:
+    """Return the rates that a recorded schedule sets: of all groups that were not given an lr of their own."""
+    groups = getattr(optimizer, 'param_groups', None)
+    return [optimizer.rate] if groups is None else [group.rate for group in groups if not group.has_own_rate]
+
+
 def inverse_square_root(optimizer: Optimizer, lr: float, warmup: int) -> None:
     """Set the learning rate for the next step, with a kernel that a plan can record.
 
     With steps counted from 1, the rate rises linearly to `lr` at step `warmup`, then falls with 1 / sqrt(step) (Vaswani et
     al. 2017, arXiv:1706.03762, section 5.3, where lr = (d_model * warmup) ** -0.5).  warmup=0: constant `lr`.
     """
-    backend.launch('inverse_square_root', optimizer.lr, optimizer.count, warmup, lr)
+    for rate in _scheduled(optimizer):
+        backend.launch('inverse_square_root', rate, optimizer.count, warmup, lr)
 
 
 DECAYS = 'cosine', 'linear'         # in the order of pyops_decay
@@ -427,9 +628,9 @@ def decaying_rate(optimizer: Optimizer, lr: float, warmup: int, total: int, kind
         raise ValueError(f'decaying_rate: kind: expected one of {", ".join(DECAYS)}, got {kind!r}')
     if not 0 <= final <= 1:
         raise ValueError(f'decaying_rate: final: expected 0 <= final <= 1, got {final}')
-    backend.launch('decaying_rate', optimizer.lr, optimizer.count, warmup, max(hold, warmup), total, lr, final,
-                   DECAYS.index(kind))
+    for rate in _scheduled(optimizer):
+        backend.launch('decaying_rate', rate, optimizer.count, warmup, max(hold, warmup), total, lr, final, DECAYS.index(kind))
 
 
-declare(adam=Kernel(), sgd=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(), decaying_rate=Kernel(),
-        ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(), muon_update=Kernel())
+declare(adam=Kernel(), sgd=Kernel(), decay_weights=Kernel(), grad_norm=Kernel(), clip=Kernel(), inverse_square_root=Kernel(),
+        decaying_rate=Kernel(), ema=Kernel(), muon_momentum=Kernel(), muon_polynomial=Kernel(), muon_update=Kernel())

@@ -1,6 +1,6 @@
 """The plan of a training step: a list of kernel launches (actions) that can be replayed, timed, printed and drawn.
 
-    with Plan(model.params, batch=batch, lr=optimizer.lr) as plan:      # run the step once and record it
+    with Plan(model.params, batch=batch, lr=optimizer.rate) as plan:      # run the step once and record it
         loss, ctx = model.forward(...)
         plan.boundary()
         model.backward(ctx)

@@ -65,7 +65,8 @@ static const char *const WHO[] = {"embedding_forward",
                                   "pad_rows",
                                   "unpad_rows",
                                   "gather_rows",
-                                  "rnn_forward"};
+                                  "rnn_forward",
+                                  "scatter_rows"};
 
 // Read and clear a fault; the stream must be synchronised.
 pyops_status pyops_check_faults() {

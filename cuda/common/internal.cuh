@@ -75,7 +75,8 @@ enum class Who : int32_t {              // the function named in the text
     pad_rows,
     unpad_rows,
     gather_rows,
-    rnn_forward
+    rnn_forward,
+    scatter_rows
 };
 FaultRecord *pyops_faults();            // in device memory; NULL if allocation failed
 pyops_status pyops_check_faults();      // return and clear a recorded fault; the streams must be synchronised

@@ -113,6 +113,10 @@ class Device:
         """Return an NDArray, made compact if necessary, in the array type of ops."""
         raise NotImplementedError
 
+    def bits(self, x, dtype):
+        """Return an NDArray over the same memory with another dtype of 4 bytes; a float64 array gets a last axis of 2."""
+        raise NotImplementedError
+
     def kernel_view(self, x):
         """Return an NDArray with its strides, in the array type of ops."""
         raise NotImplementedError
@@ -190,12 +194,13 @@ class Device:
     # memory in common with them.  All arrays have the same dtype unless stated otherwise.
 
     def unary(self, op, y, x):
-        """Compute y = op(x): copy, negate, abs; for float32 also sqrt, exp, log, tanh, sigmoid."""
+        """Compute y = op(x): copy, negate, abs; for floats also sqrt, exp, log, tanh, sigmoid, floor, sin, cos."""
         raise NotImplementedError
 
     def binary(self, op, y, a, b):
         """Compute y = op(a, b): add, subtract, multiply, divide (float32), power, maximum, minimum, equal, not_equal, less,
-        less_equal, greater, greater_equal (1 or 0)."""
+        less_equal, greater, greater_equal (1 or 0), floor_divide, remainder, and, or,
+        xor (bit by bit; floats: truth values)."""
         raise NotImplementedError
 
     def scalar(self, op, y, x, value, reflected):
@@ -224,7 +229,12 @@ class Device:
         raise NotImplementedError
 
     def argmax(self, y, x):
-        """Compute y (R,) int32 = the first argmax of each row of x (R, C), compact float32; NaN is largest."""
+        """Compute y (R,) int32 = the first argmax of each row of x (R, C), compact, float32 or float64; NaN is largest."""
+        raise NotImplementedError
+
+    def argsort(self, y, x):
+        """Compute y (R, C) int32 = the indices that sort each row of x (R, C), compact float64, in ascending order; equal
+        elements keep their order, NaN is last.  Only for arrays in host memory."""
         raise NotImplementedError
 
     def matmul(self, y, a, b):
@@ -236,7 +246,11 @@ class Device:
         raise NotImplementedError
 
     def add_at(self, y, ids, rows):
-        """Compute y[ids[r]] += rows[r], in the order of r;  shapes as in take, float32."""
+        """Compute y[ids[r]] += rows[r], in the order of r;  shapes as in take, float32 or float64."""
+        raise NotImplementedError
+
+    def put_rows(self, y, ids, rows):
+        """Compute y[ids[r]] = rows[r];  shapes as in take; the ids are valid and all different."""
         raise NotImplementedError
 
     # ---- the steps of `launch` and `empty`

@@ -228,8 +228,8 @@ class GPU(KernelOperations):
     def address(self, owner):
         return owner.address
 
-    def bits(self, x):
-        return self._array_type(x.buffer, x.offset, x.shape, x.strides, FLOAT)
+    def bits(self, x, dtype):
+        return self._array_type(x.buffer, x.offset, x.shape, x.strides, dtype)
 
     # ---- launch and synchronize
 

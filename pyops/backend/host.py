@@ -11,12 +11,12 @@ from pyops.backend import library
 from pyops.backend.arrays import ALIGN, Array, as_shape, location
 from pyops.backend.calls import Calls
 from pyops.backend.device import DTYPES, ERRORS, Buffer, Device, not_compact, wrong_dtype
-from pyops.backend.operations import FLOAT, INT, KernelOperations
+from pyops.backend.operations import DOUBLE, FLOAT, INT, KernelOperations
 
 _ffi = _cffi_backend.FFI()
 _ADDRESS, _CData, _NULL, _BYTE = _ffi.typeof('intptr_t'), _ffi.CData, _ffi.NULL, np.dtype(np.uint8)
 _cast, _from_buffer = _ffi.cast, _ffi.from_buffer
-_KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]')}
+_KINDS = {FLOAT: _ffi.typeof('float[]'), INT: _ffi.typeof('int32_t[]'), DOUBLE: _ffi.typeof('double[]')}
 
 
 def aligned(make, shape, dtype):
@@ -64,6 +64,13 @@ class Host(Device):
 
     def kernel_array(self, x):
         return self.numpy(x.compact())
+
+    def bits(self, x, dtype):
+        if x.dtype == dtype:
+            return x
+        words = x.dtype.itemsize // 4
+        shape, strides = (*x.shape, 2)[:x.ndim + words - 1], (*(n * words for n in x.strides), 1)[:x.ndim + words - 1]
+        return type(x)(self.wrap(x.buffer.owner.reshape(-1).view(dtype), True), x.offset * words, shape, strides, dtype)
 
     def kernel_view(self, x):
         return self.numpy(x)
@@ -153,9 +160,6 @@ class CPU(KernelOperations, Host):
 
     def wrap(self, owner, foreign=False):
         return Buffer(self, owner, _from_buffer(_KINDS[owner.dtype], owner), foreign)
-
-    def bits(self, x):
-        return self.numpy(x).view(FLOAT)
 
 
 HOST = CPU()

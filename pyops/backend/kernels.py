@@ -118,8 +118,11 @@ def products_of_shapes(s, array):
 # kernels that belong to no single op
 declare(gemm=Kernel(product_of_shape), gemm_batched=Kernel(products_of_shapes), gemm_bf16=Kernel(product_of_shape),
         to_bf16=Kernel(), convert=Kernel(), fill=Kernel(), axpy=Kernel(), scale=Kernel(), column_sums=Kernel(), argmax=Kernel(),
-        softmax_forward=Kernel(), softmax_backward=Kernel(),
-        gather_rows=Kernel(), increment=Kernel(), tick=Kernel(), fma_loop=Kernel(),
+        softmax_forward=Kernel(), softmax_backward=Kernel(), gather_rows=Kernel(), scatter_rows=Kernel(), increment=Kernel(),
+        tick=Kernel(), fma_loop=Kernel(),
         gather_pixels=Kernel(bytes=lambda s: s['B'] * s['C'] * 5 + s['B'] * 8),
         **{f'strided_{kind}{suffix}': Kernel() for kind in ('unary', 'binary', 'scalar', 'fill', 'reduce')
-           for suffix in ('', '_int32')}, strided_from_int32=Kernel(), strided_to_int32=Kernel())
+           for suffix in ('', '_int32')}, strided_from_int32=Kernel(), strided_to_int32=Kernel(),
+        **{f'strided_{kind}': Kernel() for kind in ('unary_double', 'binary_double', 'reduce_double', 'double_from_float',
+                                                    'double_from_int32', 'double_to_float', 'double_to_int32')},
+        matmul_double=Kernel(products_of_shapes), argmax_double=Kernel(), argsort_double=Kernel(), add_rows_double=Kernel())

@@ -11,10 +11,16 @@ def _sigmoid(x, out):
 
 
 _UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt, 'exp': np.exp, 'log': np.log,
-          'tanh': np.tanh, 'sigmoid': _sigmoid}
+          'tanh': np.tanh, 'sigmoid': _sigmoid, 'floor': np.floor, 'sin': np.sin, 'cos': np.cos}
 _BINARY = {name: getattr(np, name) for name in ('add', 'subtract', 'multiply', 'divide', 'power', 'maximum', 'minimum', 'equal',
-                                                'not_equal', 'less', 'less_equal', 'greater', 'greater_equal')}
+                                                'not_equal', 'less', 'less_equal', 'greater', 'greater_equal',
+                                                'floor_divide', 'remainder')}
+_BITS = {'and': (np.bitwise_and, np.logical_and), 'or': (np.bitwise_or, np.logical_or), 'xor': (np.bitwise_xor, np.logical_xor)}
 _REDUCE = {'sum': np.add, 'max': np.maximum, 'min': np.minimum}
+
+
+def _function(op, dtype):
+    return _BITS[op][dtype.kind == 'f'] if op in _BITS else _BINARY[op]
 
 
 def _quiet():
@@ -30,12 +36,12 @@ class Numpy(Host):
 
     def binary(self, op, y, a, b):
         with _quiet():
-            _BINARY[op](a.stored(), b.stored(), out=y.stored())
+            _function(op, y.dtype)(a.stored(), b.stored(), out=y.stored())
 
     def scalar(self, op, y, x, value, reflected):
         x, value = x.stored(), y.dtype.type(value)
         with _quiet():
-            _BINARY[op](*((value, x) if reflected else (x, value)), out=y.stored())
+            _function(op, y.dtype)(*((value, x) if reflected else (x, value)), out=y.stored())
 
     def fill(self, y, value):
         y.stored()[...] = value
@@ -67,6 +73,9 @@ class Numpy(Host):
     def argmax(self, y, x):
         y.stored()[...] = x.stored().argmax(-1)
 
+    def argsort(self, y, x):
+        y.stored()[...] = x.stored().argsort(-1, kind='stable')
+
     def matmul(self, y, a, b):
         with _quiet():
             np.matmul(a.stored(), b.stored(), out=y.stored())
@@ -79,3 +88,6 @@ class Numpy(Host):
 
     def add_at(self, y, ids, rows):
         np.add.at(y.stored(), ids.stored(), rows.stored())
+
+    def put_rows(self, y, ids, rows):
+        y.stored()[ids.stored()] = rows.stored()

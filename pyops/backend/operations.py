@@ -7,7 +7,11 @@ from pyops.backend import library
 from pyops.backend.arrays import BF16
 from pyops.backend.device import Device
 
-FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
+FLOAT, INT, DOUBLE = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.float64)
+# kernel of a conversion: dtypes of result and input -> its name
+_CONVERSIONS = {(FLOAT, INT): 'strided_from_int32', (INT, FLOAT): 'strided_to_int32',
+                (DOUBLE, FLOAT): 'strided_double_from_float', (DOUBLE, INT): 'strided_double_from_int32',
+                (FLOAT, DOUBLE): 'strided_double_to_float', (INT, DOUBLE): 'strided_double_to_int32'}
 
 
 @functools.lru_cache(8192)
@@ -22,9 +26,15 @@ def _layout(shape, *operands):
 
 def _suffix(y):
     """Return the end of the name of the kernel for the dtype of y."""
+    if y.dtype is FLOAT:
+        return ''
     if y.dtype == BF16:
         raise TypeError('NDArray: operations take float32 and int32, got bfloat16; copy the array with pyops.backend.as_float')
-    return '' if y.dtype is FLOAT else '_int32'
+    if y.dtype is not DOUBLE:
+        return '_int32'
+    if not y.device.is_host:
+        raise TypeError('NDArray: float64 is supported on the CPU only, got an array on the GPU; use .astype("float32")')
+    return '_double'
 
 
 class KernelOperations(Device):
@@ -36,10 +46,6 @@ class KernelOperations(Device):
         lib = library.cpu().lib
         return {name.removeprefix('PYOPS_OP_').lower(): getattr(lib, name) for name in dir(lib) if name.startswith('PYOPS_OP_')}
 
-    def bits(self, x):
-        """Return a compact int32 NDArray as a float32 array for `launch`, with the same bits."""
-        raise NotImplementedError
-
     def unary(self, op, y, x):
         self.launch(f'strided_unary{_suffix(y)}', y, x,
                     *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op])
@@ -49,16 +55,26 @@ class KernelOperations(Device):
                     *_layout(y.shape, y.shape, y.strides, a.shape, a.strides, b.shape, b.strides), self._numbers[op])
 
     def scalar(self, op, y, x, value, reflected):
+        if y.dtype is DOUBLE:
+            number = self._number(y, value)
+            return self.binary(op, y, *((number, x) if reflected else (x, number)))
         self.launch(f'strided_scalar{_suffix(y)}', y, x,
                     *_layout(y.shape, y.shape, y.strides, x.shape, x.strides), self._numbers[op], reflected, value)
 
+    def _number(self, like, value):
+        """Return an array of shape () on this device: kernels for float64 take no scalars."""
+        return type(like)(self.wrap(np.array(value, like.dtype)), 0, (), (), like.dtype)
+
     def fill(self, y, value):
+        if y.dtype is DOUBLE:
+            return self.unary('copy', y, self._number(y, value))
         self.launch(f'strided_fill{_suffix(y)}', y,
                     *_layout(y.shape, y.shape, y.strides), value)
 
     def convert(self, y, x):
-        self.launch('strided_from_int32' if y.dtype is FLOAT else 'strided_to_int32', y, x,
-                    *_layout(y.shape, y.shape, y.strides, x.shape, x.strides))
+        if DOUBLE in (x.dtype, y.dtype):
+            _suffix(x), _suffix(y)              # raise for a GPU
+        self.launch(_CONVERSIONS[y.dtype, x.dtype], y, x, *_layout(y.shape, y.shape, y.strides, x.shape, x.strides))
 
     def reduce(self, op, y, x):
         self.launch(f'strided_reduce{_suffix(y)}', y, x,
@@ -71,11 +87,18 @@ class KernelOperations(Device):
         self.launch('softmax_backward', dx, dy, y, outer, n, inner, log)
 
     def argmax(self, y, x):
-        self.launch('argmax', y, x, *x.shape)
+        self.launch('argmax_double' if x.dtype is DOUBLE else 'argmax', y, x, *x.shape)
+
+    def argsort(self, y, x):
+        self.launch('argsort_double', y, x, *x.shape)
 
     def matmul(self, y, a, b):
         (*batch, M, N), K = y.shape, a.shape[-1]
-        if y.dtype is not FLOAT:                # a sum of outer products, exact modulo 2^32
+        if y.dtype is DOUBLE:
+            operands = [part[:-2] for x in (y, a, b) for part in (x.shape, x.strides)]
+            self.launch('matmul_double', y, a, b, *_layout(tuple(batch), *operands),
+                        M, N, K, N, *a.strides[-2:], *b.strides[-2:])
+        elif y.dtype is not FLOAT:              # a sum of outer products, exact modulo 2^32
             self.fill(y, 0)
             for k in range(K):
                 y += a[..., k:k + 1] * b[..., k:k + 1, :]
@@ -87,8 +110,7 @@ class KernelOperations(Device):
             self.launch('gemm', y, a, b, None, M, N, K, N, *a.strides, *b.strides, False, False)
 
     def take(self, y, x, ids):
-        # the kernel copies rows bit by bit, so int32 rows can pass as float32
-        y, x = (part if part.dtype is FLOAT else self.bits(part) for part in (y, x))
+        y, x = self._words(y), self._words(x)
         try:
             self.launch('embedding_forward', y, x, ids, ids.size, *x.shape)
         except ValueError as error:
@@ -96,6 +118,18 @@ class KernelOperations(Device):
 
     def add_at(self, y, ids, rows):
         try:
-            self.launch('embedding_backward', y, None, rows, ids, ids.size, *y.shape)
+            if y.dtype is DOUBLE:
+                self.launch('add_rows_double', y, rows, ids, ids.size, *y.shape)
+            else:
+                self.launch('embedding_backward', y, None, rows, ids, ids.size, *y.shape)
         except ValueError as error:
             raise IndexError(f'add_at: {error}') from None
+
+    def put_rows(self, y, ids, rows):
+        y, rows = self._words(y), self._words(rows)
+        self.launch('scatter_rows', y, rows, ids, y.shape[0], *rows.shape)
+
+    def _words(self, x):
+        """Return rows (R, C) as rows of float32 with the same bits, for kernels that only copy."""
+        words = self.bits(x, FLOAT)
+        return words if words.ndim == 2 else words.reshape(len(words), x.shape[1] * 2)

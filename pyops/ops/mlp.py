@@ -87,10 +87,12 @@ class MLPGradients:
         if params is None or sorted(location(params[name].value) for name in params) != sorted(starts):
             raise ValueError(f'{self.name}: want an optimizer over Parameters that hold '
                              f'{", ".join(p.name for p in self.parameters)} of this op and no others')
+        if not adam.is_one_kernel:
+            raise TypeError(f'{self.name}: expected Adam, got {type(adam).__name__}; call step() of the optimizer instead')
         places = [(start - location(params.values)) // 4 for start in starts]
         loss = empty(1, name=f'{self.name}.loss')
         launch('mlp_step', loss, adam.norm if adam.max_norm else None, adam.count,
-               params.values, params.grads, params.m, params.v, images, rows, labels, adam.lr, work('mlp_step', B, I, H, C),
+               params.values, params.grads, params.m, params.v, images, rows, labels, adam.rate, work('mlp_step', B, I, H, C),
                N, B, I, H, C, *places, self.scale,
                adam.max_norm or 1.0, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
         self._note_products(*IN_STEP)

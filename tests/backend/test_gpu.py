@@ -296,7 +296,7 @@ class Training:
                           **self.model.arrays(), **self.optimizer.arrays(), **self.history.arrays())
 
     def state(self):
-        return [get(one) for one in (self.model.params.values, self.model.params.v, self.optimizer.lr, self.optimizer.count)]
+        return [get(one) for one in (self.model.params.values, self.model.params.v, self.optimizer.rate, self.optimizer.count)]
 
 
 def fill_with_nan(steps):
@@ -322,7 +322,7 @@ def test_a_graph_takes_the_steps_that_python_takes_to_the_bit(make, on_gpu, call
         assert [loss, valid, norm] == eager.history.read(1)[0] and norm > 0
         for one, other in zip(graph.state(), eager.state(), strict=True):
             assert (one == other).all()
-        seen.append((loss, valid, float(get(graph.optimizer.lr)[0])))
+        seen.append((loss, valid, float(get(graph.optimizer.rate)[0])))
     assert all(len(set(values)) >= 4 for values in zip(*seen, strict=True)), 'something does not change between steps'
     assert 1 < len(sizes_seen) < 8
 

@@ -19,7 +19,7 @@ from pyops import backend, init
 from pyops.backend import library
 from pyops.ops import Embedding, Linear
 from pyops.ops.elementwise import Sigmoid
-from pyops.optim import SGD, Adam, decaying_rate
+from pyops.optim import SGD, Adam, AdamW, decaying_rate
 from pyops.params import Parameters, Spec
 
 TILE_M, TILE_N = map(int, library.cpu().ffi.string(library.cpu().lib.pyops_gemm_tile()).decode().split('x'))
@@ -498,6 +498,20 @@ def test_gather_rows_of_each_step(T, N, R, C):
     assert np.array_equal(y, x[:, rows])
 
 
+@pytest.mark.parametrize('N,R,C', [(3, 2, 4), (1, 1, 1), (50, 33, 7), (4, 0, 8), (300, 300, 1)])
+def test_scatter_rows_writes_the_rows_and_nothing_else(N, R, C):
+    rng = np.random.default_rng(N + R)
+    x, rows = rng.standard_normal((R, C)).astype('f'), rng.permutation(N)[:R].astype(np.int32)
+    y = rng.standard_normal((N, C)).astype('f')
+    want = y.copy()
+    want[rows] = x
+    launch('scatter_rows', y, x, rows, N, R, C)
+    assert np.array_equal(y, want)
+    if R:
+        with pytest.raises(ValueError, match=rf'scatter_rows: rows\[0\]={N}, expected 0 to {N - 1}'):
+            launch('scatter_rows', y, x[:1], np.array([N], np.int32), N, 1, C)
+
+
 def test_exp_sigmoid_and_tanh_are_good_to_a_few_units_in_the_last_place():
     """Seen through the kernels that use them: a GRU without recurrence, and cross entropy of two classes."""
     x = np.concatenate([np.linspace(-30, 30, 4001), np.geomspace(1e-6, 1, 500), -np.geomspace(1e-6, 1, 500)]).astype('f')
@@ -557,14 +571,14 @@ class Rate:
     """What a schedule of the learning rate reads and sets."""
 
     def __init__(self, steps_done):
-        self.lr, self.count = put(np.zeros(1, 'f')), put(np.array([steps_done]))
+        self.rate, self.count = put(np.zeros(1, 'f')), put(np.array([steps_done]))
 
 
 def rates(steps, *arguments, **settings):
     found = []
     for done in steps:
         decaying_rate(rate := Rate(done), *arguments, **settings)
-        found.append(float(get(rate.lr)[0]))
+        found.append(float(get(rate.rate)[0]))
     return found
 
 
@@ -633,8 +647,11 @@ def test_adam_with_clipping_equals_torch(torch, scale):
     (lambda p, **more: SGD(p, 0.1, momentum=0.9, **more), lambda torch, p: torch.optim.SGD(p, 0.1, 0.9)),
     (lambda p, **more: SGD(p, 0.1, momentum=0.9, weight_decay=0.3, nesterov=True, **more),
      lambda torch, p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.3, nesterov=True)),
+    (lambda p, **more: SGD(p, 0.1, momentum=0.9, dampening=0.4, **more), lambda torch, p: torch.optim.SGD(p, 0.1, 0.9, 0.4)),
     (lambda p, **more: Adam(p, 0.01, weight_decay=0.3, **more), lambda torch, p: torch.optim.Adam(p, 0.01, weight_decay=0.3)),
-], ids=['sgd', 'sgd-decay', 'momentum', 'nesterov-decay', 'adam-decay'])
+    (lambda p, **more: AdamW(p, 0.01, weight_decay=0.3, **more), lambda torch, p: torch.optim.AdamW(p, 0.01, weight_decay=0.3)),
+    (lambda p, **more: AdamW(p, **more), lambda torch, p: torch.optim.AdamW(p)),
+], ids=['sgd', 'sgd-decay', 'momentum', 'nesterov-decay', 'dampening', 'adam-decay', 'adamw', 'adamw-defaults'])
 def test_optimisers_equal_torch(torch, make, twin, max_norm):
     params, shapes = make_params()
     twins = {name: torch.tensor(get(params[name].value).astype('d'), requires_grad=True) for name in shapes}

@@ -69,10 +69,17 @@ LAYOUTS = {
 }
 SHAPES = ((7,), (1, 1), (33, 130), (5, 1, 19), (4, 3, 5, 6), (600, 3), (3, 270, 2))
 DTYPES = (np.float32, np.int32)
-UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt}
+def bit_by_bit(name):
+    """Return numpy's function for 'and', 'or', 'xor': of truth values for floats."""
+    return lambda a, b: getattr(np, ('logical_' if a.dtype == np.float32 else 'bitwise_') + name)(a, b)
+
+
+UNARY = {'copy': np.positive, 'negate': np.negative, 'abs': np.abs, 'sqrt': np.sqrt, 'floor': np.floor}
 BINARY = {'add': np.add, 'subtract': np.subtract, 'multiply': np.multiply, 'divide': np.divide, 'maximum': np.maximum,
           'minimum': np.minimum, 'equal': np.equal, 'not_equal': np.not_equal, 'less': np.less,
-          'less_equal': np.less_equal, 'greater': np.greater, 'greater_equal': np.greater_equal}
+          'less_equal': np.less_equal, 'greater': np.greater, 'greater_equal': np.greater_equal,
+          'floor_divide': np.floor_divide, 'remainder': np.remainder,
+          **{name: bit_by_bit(name) for name in ('and', 'or', 'xor')}}
 ids = {'ids': lambda v: getattr(v, '__name__', None) or (str(v) if isinstance(v, tuple) else None)}
 quiet = pytest.mark.filterwarnings('ignore::RuntimeWarning')
 
@@ -101,7 +108,7 @@ def test_unary_on_every_layout(layout, shape, dtype):
     rng = np.random.default_rng(0)
     x = LAYOUTS[layout](values(rng, shape, dtype))
     for name, want in UNARY.items():
-        if dtype == np.int32 and name == 'sqrt':
+        if dtype == np.int32 and name in ('sqrt', 'floor'):
             continue
         for to in ('contiguous', 'transposed'):
             y, check = result(shape, dtype, to)
@@ -151,13 +158,14 @@ def ulps(got, exact):
 
 
 @quiet
-def test_exp_log_tanh_sigmoid_over_all_of_float():
+def test_functions_over_all_of_float():
     rng = np.random.default_rng(3)
     x = np.concatenate([np.linspace(-110, 95, 20001), rng.integers(0, 2**32, 200_000, dtype=np.uint32).view('f'),
                         [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 88.72, 88.73, 1.0]]).astype('f')
     exact = x.astype('d')
     with np.errstate(all='ignore'):
-        wants = {'exp': np.exp(exact), 'log': np.log(exact), 'tanh': np.tanh(exact), 'sigmoid': 1 / (1 + np.exp(-exact))}
+        wants = {'sin': np.sin(exact), 'cos': np.cos(exact), 'exp': np.exp(exact), 'log': np.log(exact), 'tanh': np.tanh(exact),
+                 'sigmoid': 1 / (1 + np.exp(-exact))}
     for name, want in wants.items():
         y = np.empty_like(x)
         launch('strided_unary', number(name), arrays=(y, x))
@@ -345,7 +353,7 @@ def test_impossible_calls_are_refused():
     x = np.zeros(3, 'f')
     with pytest.raises(ValueError, match=r'strided_fill: shape\[0\]=-1'):
         launch_kernel('strided_fill', x, np.array([-1]), np.array([1]), 1, 0.0)
-    for kernel, count, op, last in (('unary', 2, 8, 7), ('binary', 3, 13, 12), ('reduce', 2, 3, 2), ('unary', 2, -1, 7)):
+    for kernel, count, op, last in (('unary', 2, 11, 10), ('binary', 3, 18, 17), ('reduce', 2, 3, 2), ('unary', 2, -1, 10)):
         with pytest.raises(ValueError, match=f'strided_{kernel}: op={op}, expected 0 to {last}'):
             launch(f'strided_{kernel}', op, arrays=(x,) * count)
     whole = np.zeros(3, 'i')

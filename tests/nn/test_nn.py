@@ -859,7 +859,7 @@ def test_an_optimiser_says_when_there_is_nothing_to_train():
      r'beta2, betas, eps, weight_decay$'),
     (lambda x: optim.Adam([x], 0.01, (0.9, 0.999)), TypeError, r'Adam: only params and lr .* got 1 more: \(0.9, 0.999\)'),
     (lambda x: optim.SGD([x], 0.01, 0.9), TypeError,
-     'SGD: only params and lr may .* by name: momentum, weight_decay, nesterov, max_norm$'),
+     'SGD: only params and lr may .* by name: momentum, dampening, weight_decay, nesterov, max_norm$'),
     (lambda x: optim.Adam([x], betas=0.9), TypeError, r'Adam: betas: expected two numbers, such as \(0.9, 0.999\), got 0.9'),
     (lambda x: optim.Adam([x], betas=(0.9, 0.99), beta2=0.9), TypeError, 'Adam: got betas and also beta1 or beta2'),
     (lambda x: optim.Adam([x], betas=(0.9, 1)), ValueError, 'Adam: beta2: expected 0 <= beta2 < 1, got 1'),
@@ -886,10 +886,12 @@ def test_betas_are_beta1_and_beta2():
 def test_the_learning_rate_can_be_set():
     x = Tensor([1.0], requires_grad=True)
     optimizer = optim.SGD([x], 0.1)
-    lr, optimizer.lr = optimizer.lr, 0.5
+    rate = optimizer.rate
+    assert optimizer.lr == 0.1 and f'{optimizer.lr:.3f}' == '0.100' and str(optimizer.lr) == '0.1'
+    optimizer.lr = 0.5
     x.backward(np.ones(1, np.float32))
     optimizer.step()
-    assert lr is optimizer.lr and x.tolist() == [0.5]
+    assert rate is optimizer.rate and rate[0] == 0.5 and x.tolist() == [0.5]
 
 
 def test_an_optimiser_notices_that_a_parameter_was_switched_off_since():

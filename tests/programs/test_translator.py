@@ -123,7 +123,7 @@ def rate(lr, warmup, step):
     """What optim.inverse_square_root sets for a step, counted from 1."""
     optimizer = SimpleNamespace(lr=np.zeros(1, np.float32), count=np.array([step - 1]))
     inverse_square_root(optimizer, lr, warmup)
-    return optimizer.lr[0]
+    return optimizer.rate[0]
 
 
 def test_the_rate_rises_to_its_peak_and_falls_with_the_root_of_the_step():
@@ -141,7 +141,7 @@ def test_a_run_with_a_schedule_resumed_equals_a_whole_one(tmp_path, monkeypatch)
     rates, step, flags = {}, Adam.step, [*TINY_TRANSFORMER, '--warmup', '7']
 
     def noting_step(self):
-        rates[int(self.count[0]) + 1] = self.lr[0]
+        rates[int(self.count[0]) + 1] = self.rate[0]
         step(self)
     monkeypatch.setattr(Adam, 'step', noting_step)
     transformer_train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
@@ -169,7 +169,7 @@ def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continu
     steps = 12 if train is transformer_train else 15
 
     def noting_step(self):
-        rates[int(self.count[0]) + 1] = self.lr[0]
+        rates[int(self.count[0]) + 1] = self.rate[0]
         step(self)
     monkeypatch.setattr(Adam, 'step', noting_step)
     train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
@@ -177,7 +177,7 @@ def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continu
     for done in range(steps):
         optimizer = SimpleNamespace(lr=np.zeros(1, np.float32), count=np.array([done]))
         decaying_rate(optimizer, 0.001, 2, steps, schedule)
-        want.append(optimizer.lr[0])
+        want.append(optimizer.rate[0])
     assert list(rates.values()) == want and list(rates) == [*range(1, steps + 1)] and 0 < want[-1] < 0.2 * want[2]
     monkeypatch.undo()
     train.main(['-e', '3', '-c', str(tmp_path / 'parts'), '--max-steps', '5', *flags])

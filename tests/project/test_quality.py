@@ -101,7 +101,7 @@ def test_the_learning_rate_of_the_twin_is_the_one_of_the_kernels(schedule, warmu
             decaying_rate(optimizer, 0.003, warmup, 10, schedule)
         elif warmup:
             inverse_square_root(optimizer, 0.003, warmup)
-        rates.append((float(backend.get(optimizer.lr)[0]), learners.learning_rate(settings, 10, k)))
+        rates.append((float(backend.get(optimizer.rate)[0]), learners.learning_rate(settings, 10, k)))
         optimizer.step()
     assert all(abs(found - expected) <= 1e-9 for found, expected in rates)
     assert len(dict(rates)) > (1 if warmup or schedule != 'inverse-root' else 0)

@@ -4,7 +4,7 @@ import pytest
 from places import get, launch, of_threads, put
 from small_models import make_seq2seq, make_transformer, pairs
 
-from pyops import Tensor, backend, fit, init, nn
+from pyops import Tensor, backend, fit, init, nn, optim
 from pyops.backend import library
 from pyops.optim import Adam, Muon, decaying_rate, is_hidden_matrix, orthogonalized
 from pyops.params import Parameters, Spec
@@ -310,3 +310,168 @@ def test_the_kernels_of_muon_reject_impossible_arguments(count, n, max_norm, mom
         launch('muon_update', x, m, offsets, np.ones(1, 'f'), 1, 4, 1.0, -1.0)
     with pytest.raises(ValueError, match='muon_polynomial: count=1 n=-2, expected count from 0 to 65535, n >= 0'):
         launch('muon_polynomial', x, m, 1, -2, C1, C2, C3)
+
+
+# ---- groups, states, clipping, schedules -----------------------------------------------------------------------------
+
+def leaves(*shapes):
+    rng = np.random.default_rng(0)
+    return [Tensor(rng.standard_normal(shape), requires_grad=True) for shape in shapes]
+
+
+def train(torch, ours, theirs, mine, twins, steps=6, schedules=()):
+    """Give both the same gradients and step; compare the parameters after each step."""
+    rng = np.random.default_rng(1)
+    for _ in range(steps):
+        for x, twin in zip(mine, twins, strict=True):
+            gradient = rng.standard_normal(x.shape)
+            x.grad, twin.grad = gradient, torch.tensor(gradient)
+        ours.step()
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+        for x, twin in zip(mine, twins, strict=True):
+            np.testing.assert_allclose(x.numpy(), twin.detach().numpy(), atol=2e-5)
+
+
+OPTIMISERS = {
+    'sgd': (optim.SGD, dict(lr=0.1, momentum=0.9, dampening=0.3), {}),
+    'adam': (optim.Adam, dict(lr=0.01, betas=(0.8, 0.99)), {}),
+    'adamw': (optim.AdamW, dict(lr=0.01, weight_decay=0.2), {}),
+}
+
+
+@pytest.mark.parametrize('name', OPTIMISERS)
+def test_parameter_groups_have_settings_of_their_own(torch, name):
+    kind, settings, _ = OPTIMISERS[name]
+    mine = leaves((3, 4), (5,), (2, 2))
+    twins = [torch.tensor(x.numpy().astype('d'), requires_grad=True) for x in mine]
+    groups = [(slice(0, 1), dict(lr=0.05, weight_decay=0.1)), (slice(1, 3), {})]
+    ours = kind([{'params': mine[part], **own} for part, own in groups], **settings)
+    theirs = getattr(torch.optim, kind.__name__)([{'params': twins[part], **own} for part, own in groups], **settings)
+    train(torch, ours, theirs, mine, twins)
+    assert ours.param_groups[0]['lr'] == 0.05 and ours.param_groups[1]['lr'] == settings['lr'] and ours.lr == 0.05
+    for optimizer in ours, theirs:
+        optimizer.param_groups[0]['lr'] = 0.02
+        optimizer.param_groups[1]['weight_decay'] = 0.3
+    train(torch, ours, theirs, mine, twins)
+
+
+@pytest.mark.parametrize('name', OPTIMISERS)
+def test_an_optimiser_continues_from_its_state(torch, name):
+    kind, settings, _ = OPTIMISERS[name]
+
+    def made():
+        mine = leaves((3, 4), (5,))
+        return mine, kind([{'params': mine[:1], 'lr': 0.05}, {'params': mine[1:]}], **settings)
+
+    def step(mine, optimizer, seed):
+        rng = np.random.default_rng(seed)
+        for x in mine:
+            x.grad = rng.standard_normal(x.shape)
+        optimizer.step()
+    (a, whole), (b, first), (c, second) = made(), made(), made()
+    for seed in range(4):
+        step(a, whole, seed)
+    for seed in range(2):
+        step(b, first, seed)
+    state = first.state_dict()
+    for x, y in zip(b, c, strict=True):
+        y.data = x.numpy()
+    second.load_state_dict(state)
+    assert second.param_groups[0]['lr'] == 0.05
+    for seed in (2, 3):
+        step(c, second, seed)
+    for x, y in zip(a, c, strict=True):
+        assert (x.numpy() == y.numpy()).all()
+    with pytest.raises(ValueError, match=f'{kind.__name__}: load_state_dict: .*expected shape'):
+        kind([{'params': leaves((2,))}, {'params': leaves((5,))}], **settings).load_state_dict(state)
+    with pytest.raises(ValueError, match=f'{kind.__name__}: load_state_dict: expected .* 1 parameter groups, got'):
+        kind(leaves((2,)), **settings).load_state_dict(state)
+
+
+def test_a_recorded_schedule_sets_the_rates_of_groups_without_their_own():
+    x, y, z = leaves((2,), (3,), (4,))
+    optimizer = optim.SGD([{'params': [x]}, {'params': [y], 'lr': 0.5}, {'params': [z]}], 0.1)
+    decaying_rate(optimizer, 1.0, 4, 12)
+    assert [group['lr'] for group in optimizer.param_groups] == [0.25, 0.5, 0.25] and optimizer.lr == 0.25
+    optimizer.lr = 0.3
+    assert [group['lr'] for group in optimizer.param_groups] == [0.3, 0.3, 0.3]
+
+
+def test_muon_takes_groups_too():
+    mine = leaves((6, 4), (4, 6))
+    optimizer = optim.Muon([{'params': mine[:1], 'momentum': 0.5}, {'params': mine[1:], 'lr': 0.0}], lr=0.1)
+    before = [x.numpy().copy() for x in mine]
+    for x in mine:
+        x.grad = np.ones(x.shape)
+    optimizer.step()
+    assert (mine[0].numpy() != before[0]).all() and (mine[1].numpy() == before[1]).all()
+    assert optimizer.param_groups[0]['momentum'] == 0.5 and optimizer.param_groups[1]['momentum'] == 0.95
+
+
+@pytest.mark.parametrize('make, error, text', [
+    (lambda x: optim.SGD([{'params': x, 'beta1': 0.5}]), TypeError, 'SGD: beta1: unknown setting of a parameter group'),
+    (lambda x: optim.SGD([{'lr': 0.5}]), ValueError, "a parameter group needs 'params'"),
+    (lambda x: optim.SGD([{'params': x}, {'params': x[:1]}]), ValueError, 'a Tensor is in two parameter groups'),
+    (lambda x: optim.Adam([{'params': x, 'lr': -1}]), ValueError, 'Adam: lr: expected 0 <= lr < inf, got -1'),
+    (lambda x: optim.SGD(x, 0.1, nesterov=True, momentum=0.9, dampening=0.1), ValueError, 'nesterov: expected dampening 0'),
+    (lambda x: optim.AdamW(x, 0.1, 0.9), TypeError, 'AdamW: only params and lr may be given by position'),
+])
+def test_impossible_groups_are_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make(leaves((2, 2), (3,)))
+
+
+def test_gradients_are_clipped_to_a_global_norm(torch):
+    mine = leaves((3, 4), (5,), (2,))
+    twins = [torch.tensor(x.numpy(), requires_grad=True) for x in mine]
+    for x, twin in zip(mine[:2], twins, strict=False):
+        x.grad, twin.grad = x.numpy() * 3, twin.detach() * 3
+    norm = optim.clip_grad_norm_(mine, 1.5)
+    assert abs(norm - torch.nn.utils.clip_grad_norm_(twins[:2], 1.5).item()) < 1e-5
+    for x, twin in zip(mine[:2], twins, strict=False):
+        np.testing.assert_allclose(x.grad.numpy(), twin.grad.numpy(), rtol=1e-5)
+    kept = mine[0].grad.numpy().copy()
+    assert abs(optim.clip_grad_norm_(mine[0], 100.0) - np.linalg.norm(kept)) < 1e-5 and (mine[0].grad.numpy() == kept).all()
+    assert optim.clip_grad_norm_(leaves((2,)), 1.0) == 0 and mine[2].grad is None
+    with pytest.raises(ValueError, match='clip_grad_norm_: max_norm: expected a number > 0, got 0'):
+        optim.clip_grad_norm_(mine, 0)
+
+
+SCHEDULES = {
+    'StepLR': dict(step_size=3, gamma=0.5), 'MultiStepLR': dict(milestones=[2, 5], gamma=0.3), 'ExponentialLR': dict(gamma=0.9),
+    'CosineAnnealingLR': dict(T_max=8, eta_min=0.01), 'LinearLR': dict(start_factor=0.1, total_iters=4),
+    'LambdaLR': dict(lr_lambda=lambda t: 1 / (1 + t)),
+}
+
+
+@pytest.mark.parametrize('name', SCHEDULES)
+def test_schedules_give_the_rates_of_torch(torch, name):
+    x, y = leaves((2,), (3,))
+    twins = [torch.tensor(z.numpy(), requires_grad=True) for z in (x, y)]
+    ours = optim.SGD([{'params': [x], 'lr': 0.4}, {'params': [y]}], 0.1)
+    theirs = torch.optim.SGD([{'params': [twins[0]], 'lr': 0.4}, {'params': [twins[1]]}], 0.1)
+    schedule = getattr(optim, name)(ours, **SCHEDULES[name])
+    twin = getattr(torch.optim.lr_scheduler, name)(theirs, **SCHEDULES[name])
+    rates = []
+    for k in range(8):
+        rates.append(schedule.get_last_lr())
+        np.testing.assert_allclose(schedule.get_last_lr(), twin.get_last_lr(), rtol=1e-6)
+        theirs.step()
+        twin.step()
+        schedule.step()
+        if k == 3:
+            state, schedule = schedule.state_dict(), getattr(optim, name)(ours, **SCHEDULES[name])
+            schedule.load_state_dict(state)
+    assert rates[0] != rates[-1]
+
+
+def test_impossible_schedules_are_refused():
+    optimizer = optim.SGD(leaves((2,)))
+    for make, error, text in ((lambda: optim.StepLR(optimizer, 0), ValueError, 'step_size: expected at least 1, got 0'),
+                              (lambda: optim.CosineAnnealingLR(optimizer, 0), ValueError, 'T_max: expected at least 1'),
+                              (lambda: optim.LinearLR(optimizer, 0.0), ValueError, '0 < start_factor <= 1'),
+                              (lambda: optim.ExponentialLR(0.1, 0.9), TypeError, 'ExponentialLR: expected an optimizer, got')):
+        with pytest.raises(error, match=text):
+            make()

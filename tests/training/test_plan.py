@@ -79,7 +79,7 @@ def test_replay_equals_eager_execution_bit_for_bit():
         eager.x[...], eager.labels[...] = x, labels
         plan.feed(x=x, labels=labels)
         if step == 50:                          # what changes between steps lies in memory
-            eager.adam.lr[0] = planned.adam.lr[0] = 0.001
+            eager.adam.rate[0] = planned.adam.rate[0] = 0.001
         plan.run()
         assert same(loss, eager.step())
         assert same(planned.params.values, eager.params.values)
