@@ -17,27 +17,65 @@ _FROM = {
     'gradcheck': 'pyops.differences',
     'load': 'pyops.text.translator',
     'seed': 'pyops.params',
+    'enable_grad': 'pyops.autograd',
+    'detect_anomaly': 'pyops.autograd',
+    **dict.fromkeys(('arange', 'empty', 'eye', 'full', 'full_like', 'linspace', 'ones', 'ones_like',
+                     'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
+                     'tensor', 'zeros', 'zeros_like'), 'pyops.creation'),
+    **dict.fromkeys(('concatenate', 'stack', 'where', 'einsum'), 'pyops.autograd.tensor'),
 }
+# modules that `import pyops` alone makes available, imported on first use
+_MODULES = frozenset(('autograd', 'backend', 'checkpoint', 'creation', 'data', 'differences', 'fit', 'formats',
+                      'functional', 'init', 'ndarray', 'nn', 'ops', 'optim', 'params', 'plan', 'quantization', 'steps',
+                      'training'))
+
 
 TYPE_CHECKING = False                   # typing's name, which type checkers take for True; importing typing takes time
 if TYPE_CHECKING:                       # the names of _FROM
-    from pyops.autograd import Tensor, apply, grad, no_grad
+    from pyops.autograd import Tensor, apply, detect_anomaly, enable_grad, grad, no_grad
+    from pyops.autograd.tensor import concatenate, einsum, stack, where
+    from pyops.creation import (
+        arange,
+        empty,
+        eye,
+        full,
+        full_like,
+        linspace,
+        ones,
+        ones_like,
+        rand,
+        rand_like,
+        randb,
+        randint,
+        randn,
+        randn_like,
+        randperm,
+        tensor,
+        zeros,
+        zeros_like,
+    )
     from pyops.differences import gradcheck
     from pyops.ndarray import cpu, gpu, numpy_device, use_gpu
     from pyops.params import seed
     from pyops.text.translator import load
 
-__all__ = ['PRECISIONS', 'Tensor', 'apply', 'cpu', 'gpu', 'grad', 'gradcheck', 'load', 'no_grad', 'numpy_device', 'seed',
-           'use_gpu']
+__all__ = ['PRECISIONS', 'Tensor', 'apply', 'arange', 'concatenate', 'cpu', 'detect_anomaly', 'einsum', 'empty',
+           'enable_grad', 'eye', 'full', 'full_like', 'gpu', 'grad', 'gradcheck', 'linspace', 'load', 'no_grad',
+           'numpy_device', 'ones', 'ones_like', 'rand', 'rand_like', 'randb', 'randint', 'randn', 'randn_like', 'randperm',
+           'seed', 'stack', 'tensor', 'use_gpu', 'where', 'zeros', 'zeros_like']
 
 
 def __getattr__(name: str) -> object:
-    if name not in _FROM:
+    if name not in _FROM and name not in _MODULES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    if name in _MODULES:                # __import__: `from pyops import nn` comes here, too, and importlib takes time
+        import sys
+        __import__(f'pyops.{name}')
+        return sys.modules[f'pyops.{name}']         # not yet in globals() if it is being imported
     import importlib
     value = globals()[name] = getattr(importlib.import_module(_FROM[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM})
+    return sorted({*globals(), *_FROM, *_MODULES})

@@ -1,7 +1,7 @@
 """Functions on Tensors, each an op or a short formula of ops.  `from pyops import functional as F`.
 
 Names and argument order follow torch.nn.functional and torch if they have the function.  Axes are called `axis` (None for
-all, an int, or several) and `keepdims`.  Arrays and lists passed instead of Tensors are constants.
+all, an int, or several) and `keepdims`, or `dim` and `keepdim`.  Arrays and lists passed instead of Tensors are constants.
 """
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy as np
 from pyops import backend
 from pyops.autograd import Tensor, apply, is_grad_enabled
 from pyops.autograd.mode import is_interpreted
+from pyops.autograd.tensor import concatenate, einsum, stack, where  # noqa: F401  functions of this module
+from pyops.methods import accepts_torch_names
 from pyops.ops import (
     GELU,
     GRU,
@@ -40,10 +42,10 @@ from pyops.ops.array import normal_axes
 from pyops.ops.elementwise import Abs, Exp, Log, Sigmoid, Sqrt, Tanh
 from pyops.ops.matmul import MatMul
 from pyops.ops.reductions import LogSoftmax, LogSumExp, Max, Mean, Min, Softmax, Sum
-from pyops.ops.shapes import BroadcastTo, Concatenate, GetItem, Pad, Permute, Place, Reshape, Split, Stack, Unbind
+from pyops.ops.shapes import BroadcastTo, GetItem, Pad, Permute, Place, Reshape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pyops.typing import Array, Axis, Numbers, Shape
 
@@ -87,7 +89,8 @@ def sigmoid(x: Numbers) -> Tensor:
 
 def relu(x: Numbers) -> Tensor:
     """Return max(x, 0), elementwise."""
-    return apply(ReLU, tensor(x))
+    x = tensor(x)
+    return x.maximum(0.0) if x.dtype == np.float64 and not is_interpreted() else apply(ReLU, x)
 
 
 def silu(x: Numbers) -> Tensor:
@@ -98,6 +101,24 @@ def silu(x: Numbers) -> Tensor:
 def gelu(x: Numbers) -> Tensor:
     """Return x (1 + erf(x / sqrt(2))) / 2, elementwise."""
     return apply(GELU, tensor(x))
+
+
+def sin(x: Numbers) -> Tensor:
+    """Return the sine, elementwise."""
+    return tensor(x).sin()
+
+
+def cos(x: Numbers) -> Tensor:
+    """Return the cosine, elementwise."""
+    return tensor(x).cos()
+
+
+def clip(x: Numbers, min: Any = None, max: Any = None) -> Tensor:
+    """Return x with elements below `min` replaced by `min`, and those above `max` by `max`.  None: no limit."""
+    return tensor(x).clip(min, max)
+
+
+clamp = clip
 
 
 def maximum(a: Numbers, b: Numbers) -> Tensor:
@@ -112,44 +133,111 @@ def minimum(a: Numbers, b: Numbers) -> Tensor:
 
 # ---- reductions --------------------------------------------------------------------------------------------------------
 
+@accepts_torch_names
 def sum(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the sum over axes."""
     return apply(Sum, tensor(x), axis=axis, keepdims=keepdims)
 
 
+@accepts_torch_names
 def mean(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the mean over axes."""
     return apply(Mean, tensor(x), axis=axis, keepdims=keepdims)
 
 
+@accepts_torch_names
 def var(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> Tensor:
     """Return the variance: the sum of squared deviations from the mean, divided by n - correction."""
+    return tensor(x).var(axis, correction, keepdims)
+
+
+@accepts_torch_names
+def std(x: Numbers, axis: Axis = None, keepdims: bool = False, correction: int = 1) -> Tensor:
+    """Return the standard deviation, the square root of `var`."""
+    return tensor(x).std(axis, correction, keepdims)
+
+
+@accepts_torch_names
+def prod(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the product over axes."""
+    return tensor(x).prod(axis, keepdims)
+
+
+@accepts_torch_names
+def norm(x: Numbers, ord: float = 2, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord)."""
+    return tensor(x).norm(ord, axis, keepdims)
+
+
+@accepts_torch_names
+def cumsum(x: Numbers, axis: int | None = None) -> Tensor:
+    """Return the sums of the first 1, 2, ... elements along an axis; None: of the flattened tensor."""
+    return tensor(x).cumsum(axis)
+
+
+@accepts_torch_names
+def argmax(x: Numbers, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Return the index of the maximum, int32, the first of equals."""
+    return tensor(x).argmax(axis, keepdims)
+
+
+@accepts_torch_names
+def argmin(x: Numbers, axis: int | None = None, keepdims: bool = False) -> Tensor:
+    """Return the index of the minimum, int32, the first of equals."""
+    return tensor(x).argmin(axis, keepdims)
+
+
+@accepts_torch_names
+def sort(x: Numbers, axis: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """Return x sorted along an axis, and the indices that sort it, as in PyTorch."""
     x = tensor(x)
-    centred = x - mean(x, axis, True)
-    squares = sum(centred * centred, axis, keepdims)
-    return squares / (x.size // builtins.max(squares.size, 1) - correction)
+    order = x.argsort(axis, descending)
+    return x.take_along_axis(order, axis), order
 
 
+@accepts_torch_names
+def argsort(x: Numbers, axis: int = -1, descending: bool = False) -> Tensor:
+    """Return the int32 indices that sort x along an axis; equal elements keep their order."""
+    return tensor(x).argsort(axis, descending)
+
+
+@accepts_torch_names
+def topk(x: Numbers, k: int, axis: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the k largest (or smallest) elements along an axis in order, and their indices."""
+    return tensor(x).topk(k, axis, largest)
+
+
+@accepts_torch_names
+def gather(x: Numbers, axis: int, index: Numbers) -> Tensor:
+    """Return x[..., index[..., j, ...], ...] along an axis, as in PyTorch."""
+    return tensor(x).gather(axis, index)
+
+
+@accepts_torch_names
 def max(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the maximum.  Equal maxima share the gradient equally."""
     return apply(Max, tensor(x), axis=axis, keepdims=keepdims)
 
 
+@accepts_torch_names
 def min(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the minimum.  Equal minima share the gradient equally."""
     return apply(Min, tensor(x), axis=axis, keepdims=keepdims)
 
 
+@accepts_torch_names
 def logsumexp(x: Numbers, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return log(sum(e^x)) over axes, without overflow."""
     return apply(LogSumExp, tensor(x), axis=axis, keepdims=keepdims)
 
 
+@accepts_torch_names
 def softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along an axis, without overflow."""
     return apply(Softmax, tensor(x), axis=axis)
 
 
+@accepts_torch_names
 def log_softmax(x: Numbers, axis: int = -1) -> Tensor:
     """Return log(softmax(x)) along an axis."""
     return apply(LogSoftmax, tensor(x), axis=axis)
@@ -169,7 +257,7 @@ def permute(x: Numbers, axes: Sequence[int]) -> Tensor:
 
 def transpose(x: Numbers, a: int, b: int) -> Tensor:
     """Exchange two axes."""
-    return tensor(x).transpose(a, b)
+    return tensor(x).swapaxes(a, b)
 
 
 def broadcast_to(x: Numbers, shape: Sequence[int]) -> Tensor:
@@ -177,40 +265,56 @@ def broadcast_to(x: Numbers, shape: Sequence[int]) -> Tensor:
     return apply(BroadcastTo, tensor(x), shape=tuple(shape))
 
 
+@accepts_torch_names
 def flip(x: Numbers, axis: Axis = None) -> Tensor:
     """Reverse the order along an axis, several, or all (None)."""
     return tensor(x).flip(axis)
 
 
-def stack(tensors: Iterable[Numbers], axis: int = 0) -> Tensor:
-    """Join tensors of one shape along a new axis."""
-    return apply(Stack, *map(tensor, tensors), axis=axis)
-
-
+@accepts_torch_names
 def unbind(x: Numbers, axis: int = 0) -> tuple[Tensor, ...]:
     """Return the slices of x along an axis, without that axis, as a tuple: the inverse of stack."""
-    return apply(Unbind, tensor(x), axis=axis)
+    return tensor(x).unbind(axis)
 
 
-def cat(tensors: Iterable[Numbers], axis: int = 0) -> Tensor:
-    """Join tensors along an existing axis."""
-    return apply(Concatenate, *map(tensor, tensors), axis=axis)
+cat = concatenate
 
 
+@accepts_torch_names
+def repeat_interleave(x: Numbers, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
+    """Repeat each element along an axis; None: of the flattened tensor.  np.repeat."""
+    return tensor(x).repeat(repeats, axis)
+
+
+def tile(x: Numbers, reps: Sequence[int]) -> Tensor:
+    """Repeat the whole tensor reps[i] times along axis i."""
+    return tensor(x).tile(reps)
+
+
+@accepts_torch_names
+def squeeze(x: Numbers, axis: Axis = None) -> Tensor:
+    """Remove axes of size 1: these, or all."""
+    return tensor(x).squeeze(axis)
+
+
+@accepts_torch_names
+def unsqueeze(x: Numbers, axis: int) -> Tensor:
+    """Insert an axis of size 1 at position `axis`."""
+    return tensor(x).unsqueeze(axis)
+
+
+def flatten(x: Numbers, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    """Merge the axes from start_dim to end_dim into one."""
+    return tensor(x).flatten(start_dim, end_dim)
+
+
+@accepts_torch_names
 def split(x: Numbers, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
     """Split x along an axis and return a tuple: the inverse of cat.
 
     sizes: the size of each piece, or one size for all pieces but the last.  ValueError if they do not add up.
     """
-    x = tensor(x)
-    n = x.shape[normal_axes(axis, x.ndim)[0]]
-    if isinstance(sizes, int):
-        if sizes < 1:
-            raise ValueError(f'split: expected pieces of at least one element, got {sizes}')
-        sizes = [sizes] * (n // sizes) + [n % sizes] * (n % sizes > 0)
-    if np.sum(sizes, dtype=int) != n or np.min(sizes, initial=0) < 0:
-        raise ValueError(f'split: pieces of {tuple(sizes)} do not make up axis {axis} of {n} elements')
-    return apply(Split, x, sizes=tuple(sizes), axis=axis)
+    return tensor(x).split(sizes, axis)
 
 
 def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
@@ -232,6 +336,7 @@ def pad(x: Numbers, widths: Sequence[int] | Sequence[tuple[int, int]], value: fl
     return apply(Pad, x, widths=tuple(pairs), value=value)
 
 
+@accepts_torch_names
 def dilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     """Insert `dilation` zeros after each element along the axes: size n becomes n (1 + dilation)."""
     x = tensor(x)
@@ -240,6 +345,7 @@ def dilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     return apply(Place, x, shape=shape, index=_every(axes, x.ndim, 1 + dilation))
 
 
+@accepts_torch_names
 def undilate(x: Numbers, axis: Axis, dilation: int) -> Tensor:
     """Remove the zeros that dilate inserted."""
     x = tensor(x)
@@ -269,6 +375,9 @@ def matmul(a: Numbers, b: Numbers) -> Tensor:
 
 def linear(x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Tensor:
     """Return x weight' + bias;  x (..., I), weight (O, I), bias (O,) or None -> (..., O)."""
+    if tensor(x).dtype == np.float64 and not is_interpreted():             # the kernel takes float32
+        y = tensor(x) @ tensor(weight).T
+        return y if bias is None else y + bias
     parameters = {} if bias is None else {'bias': tensor(bias)}
     return apply(Linear, tensor(x), weight=tensor(weight), **parameters)
 

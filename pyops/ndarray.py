@@ -4,7 +4,8 @@
     a.T, a[::-1, 1:], a.broadcast_to((4, 2, 3))         views: the same memory
     (a + a[0]).sum(axis=1), a @ a.T                     new arrays
 
-It behaves like numpy's ndarray, with dtypes float32 and int32 and at most 8 axes; docs/ndarray.md lists the differences.
+It behaves like numpy's ndarray, with dtypes float32, int32 and float64 and at most 8 axes; docs/ndarray.md lists the
+differences.  The methods that it shares with Tensors are in pyops/methods.py.
 A view allocates no memory; operations accept operands with any strides.
 """
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pyops.backend.device import Buffer
 from pyops.backend.numpy_device import Numpy
 from pyops.environment import backend_name
 from pyops.errors import UserError
+from pyops.methods import Methods, accepts_torch_names, flipped_axes, normal_axes, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from pyops.backend.host import CPU
     from pyops.typing import Axis, Index, Numbers, Shape
 
-FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
+FLOAT, INT, DOUBLE, BOOL = (np.dtype(kind) for kind in (np.float32, np.int32, np.float64, np.bool_))
 MAX_AXES = 8
 _INT_RANGE = range(-2**31, 2**31)
 _NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.floating)
@@ -83,7 +85,8 @@ def _remade(values: np.ndarray, device: str, is_mask: bool = False) -> NDArray:
     devices: dict[str, Any] = {'cpu': cpu, 'numpy_device': numpy_device, 'gpu': gpu}
     place = devices[device]()
     # an array of an op on a GPU may have another dtype, such as a step count
-    made = array(values, device=place) if values.dtype in (FLOAT, INT) else place.put(values)
+    known = values.dtype in (FLOAT, INT, DOUBLE)
+    made = array(values, values.dtype, place) if known else place.put(values)
     return _as_mask(made) if is_mask else made
 
 
@@ -128,22 +131,6 @@ def _shape_of(shape: Any) -> Shape:
     return _checked(shape)
 
 
-@functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
-def _axes(axis: Axis, ndim: int) -> Shape:
-    """Return axes (None for all, an int, or several) as non-negative ints.  Raises np.exceptions.AxisError beyond ndim."""
-    if axis is None:
-        return tuple(range(ndim))
-    found = []
-    for one in axis if isinstance(axis, tuple) else (axis,):
-        one = operator.index(one)
-        if not -ndim <= one < ndim:
-            raise np.exceptions.AxisError(one, ndim)
-        found.append(one % ndim)
-    if len(set(found)) < len(found):
-        raise ValueError(f"duplicate value in 'axis': {axis}")
-    return tuple(found)
-
-
 @functools.lru_cache(8192)
 def _view_strides(shape: Shape, strides: Shape, to: Shape) -> Shape | None:
     """Return the strides of a view with shape `to` of the same elements in order; None if it requires a copy."""
@@ -170,15 +157,10 @@ def _view_strides(shape: Shape, strides: Shape, to: Shape) -> Shape | None:
 
 # ---- the array -------------------------------------------------------------------------------------------------------
 
-class NDArray(Array):
+class NDArray(Array, Methods):
     """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
     __slots__ = ()
-    __array_ufunc__ = None                      # numpy's operators defer to ours
-
-    @property
-    def T(self) -> NDArray:
-        return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)
 
     @property
     def is_mask(self) -> bool:
@@ -316,52 +298,36 @@ class NDArray(Array):
             return self.copy().reshape(to)
         return NDArray(self.buffer, self.offset, to, strides, self.dtype)
 
-    def permute(self, axes: Iterable[int]) -> NDArray:
+    def permute(self, *axes: Any) -> NDArray:
         """Return a view whose axis d is axis axes[d] of this array."""
-        order = _axes(tuple(axes), len(self.shape))
+        order = normal_axes(several(axes), len(self.shape))
         if len(order) != len(self.shape):
-            raise ValueError(f"permute: axes {tuple(axes)} don't match shape {self.shape}")
+            raise ValueError(f"permute: axes {several(axes)} don't match shape {self.shape}")
         return NDArray(self.buffer, self.offset, tuple([self.shape[d] for d in order]),
                        tuple([self.strides[d] for d in order]), self.dtype)
 
-    def transpose(self, *axes: Any) -> NDArray:
-        """Permute the axes; without arguments, reverse their order."""
-        order = axes[0] if len(axes) == 1 and (axes[0] is None or not isinstance(axes[0], int)) else axes
-        return self.permute(order) if order else self.T
-
-    def swapaxes(self, a: int, b: int) -> NDArray:
-        a, b = _axes((a,), self.ndim)[0], _axes((b,), self.ndim)[0]
-        order = list(range(self.ndim))
-        order[a], order[b] = b, a
-        return self.permute(order)
-
-    def broadcast_to(self, shape: Shape | int) -> NDArray:
+    def broadcast_to(self, *shape: Any) -> NDArray:
         """Return a read-only view of another shape, with stride 0 along repeated axes.  ValueError if it does not broadcast."""
-        shape = _shape_of(shape)
+        shape = _shape_of(several(shape))
         if not _fits(self.shape, shape):
             raise ValueError(f'could not broadcast array from shape {self.shape} into shape {shape}')
         steps = [0 if n == 1 else step for n, step in zip(self.shape, self.strides, strict=True)]
         return NDArray(self.buffer, self.offset, shape, (0,) * (len(shape) - len(steps)) + tuple(steps), self.dtype)
 
-    def flip(self, *axes: Any) -> NDArray:
+    @accepts_torch_names
+    def flip(self, *axes: Any, axis: Axis = None) -> NDArray:
         """Return a view in reverse order along these axes (numbers or one tuple); along all if none or None is given."""
-        axis = axes[0] if len(axes) == 1 else axes or None
         offset, strides = self.offset, list(self.strides)
-        for d in _axes(tuple(axis) if isinstance(axis, list) else axis, self.ndim):
+        for d in flipped_axes(axes, axis, self.ndim):
             offset += max(self.shape[d] - 1, 0) * strides[d]
             strides[d] = -strides[d]
         return NDArray(self.buffer, offset, self.shape, tuple(strides), self.dtype)
 
     def __getitem__(self, index: Index) -> NDArray:
-        """Return a view for integers, slices, Ellipsis and None; take() along the first axis for an array or list of integers;
-        a copy of the selected elements for a mask, or bools, in the shape of the first axes."""
-        is_array = isinstance(index, NDArray) and (index.shape or index.buffer.mask is not None)
-        if is_array or isinstance(index, list | np.ndarray):
-            mask = mask_in(index)
-            if mask is None:
-                return self.take(index)
-            ids = selected(mask, self.shape)
-            return self.reshape(mask.size, *self.shape[mask.ndim:]).take(ids)
+        """Return a view for integers, slices, Ellipsis and None; a copy for an index with arrays or lists of integers, masks or
+        bools, as numpy's."""
+        if is_advanced(index):
+            return gathered(self, index)
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
@@ -405,12 +371,10 @@ class NDArray(Array):
     def _position(self, item: Any, axis: int) -> int:
         n = self.shape[axis]
         try:
-            if isinstance(item, bool | np.bool_):
-                raise TypeError
             i = operator.index(item)
         except TypeError:
-            raise IndexError('only integers, slices (`:`), ellipsis (`...`) and None are valid indices, and to read also one '
-                             f'array or list, of integers or bools, alone; got {type(item).__name__}') from None
+            raise IndexError('only integers, slices (`:`), ellipsis (`...`), None, arrays or lists of integers or bools are '
+                             f'valid indices; got {type(item).__name__}') from None
         if not -n <= i < n:
             raise IndexError(f'index {i} is out of bounds for axis {axis} with size {n}')
         return i + n if i < 0 else i
@@ -428,7 +392,10 @@ class NDArray(Array):
         return self if self.is_compact() else self.copy()
 
     def astype(self, dtype: DTypeLike) -> NDArray:
-        """Convert to float32 or int32 (rounding towards 0).  Returns this array if it has that dtype and is not a mask."""
+        """Convert to float32, float64, int32 (rounding towards 0; any integer dtype) or bool (a mask of the elements that are
+        not 0).  Returns this array if it has that dtype and is not a mask."""
+        if np.dtype(dtype) == BOOL:
+            return self if self.is_mask else self != 0
         y = self._cast(_dtype(dtype))
         if y.buffer.mask is None:
             return y
@@ -443,11 +410,17 @@ class NDArray(Array):
         self.device.convert(y, self)
         return y
 
-    def to(self, device: Device) -> NDArray:
-        """Return this array if it is on that device, else a copy there."""
-        return self if device is self.device else array(self, device=device)
+    def to(self, target: Any) -> NDArray:
+        """Return this array if it is on that device, else a copy there; for a dtype, the same as astype."""
+        if not hasattr(target, 'launch'):
+            return self.astype(target)
+        return self if target is self.device else array(self, device=target)
 
-    def take(self, ids: Numbers) -> NDArray:
+    def cpu(self) -> NDArray:
+        """Return this array if it is on the CPU, else a copy there."""
+        return self.to(cpu())
+
+    def take_rows(self, ids: Numbers) -> NDArray:
         """Return a copy of the elements of axis 0 with these indices, negative from the end.  IndexError if one is outside."""
         if not self.shape:
             raise IndexError('too many indices for array of shape (): 1')
@@ -466,12 +439,12 @@ class NDArray(Array):
         return _as_mask(y) if self.is_mask else y
 
     def add_at(self, ids: Numbers, rows: Numbers) -> None:
-        """self[ids[r]] += rows[r] for r in order; ids may repeat.  In place, for compact float32 arrays."""
-        if self.dtype is not FLOAT or not self.is_compact() or not self.shape:
-            raise TypeError(f'add_at: expected a compact float32 array of rows, got {self.dtype}, shape {self.shape}, '
+        """self[ids[r]] += rows[r] for r in order; ids may repeat.  In place, for compact arrays of floats."""
+        if self.dtype is INT or not self.is_compact() or not self.shape:
+            raise TypeError(f'add_at: expected a compact array of rows of floats, got {self.dtype}, shape {self.shape}, '
                             f'strides {self.strides}')
         ids = _ids(ids, self.shape[0], self.device)
-        added = _operand(rows, self)._cast(FLOAT).broadcast_to(ids.shape + self.shape[1:]).compact()
+        added = _operand(rows, self)._cast(self.dtype).broadcast_to(ids.shape + self.shape[1:]).compact()
         width = math.prod(self.shape[1:])
         self.device.add_at(self.reshape(self.shape[0], width), ids.reshape(ids.size), added.reshape(ids.size, width))
         self.buffer.version += 1
@@ -479,8 +452,38 @@ class NDArray(Array):
     # ---- assignment --------------------------------------------------------------------------------
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
+        if is_advanced(index):
+            self.put(positions(index, self.shape), value)
+            return
         offset, shape, strides = self._select(index)
         NDArray(self.buffer, offset, shape, strides, self.dtype)._assign(value)
+
+    def put(self, at: np.ndarray, value: Any) -> None:
+        """self.reshape(-1)[at] = value, for a numpy array of positions in the flattened array; of equal ones the last
+        counts."""
+        self._check_writable()
+        stays_mask = self.is_mask and _is_boolean(value)
+        value = _operand(value, self)
+        if value is NotImplemented:
+            raise TypeError('expected numbers to assign, got an object of another type')
+        while value.ndim > at.ndim and value.shape[0] == 1:
+            value = value[0]
+        if not _fits(value.shape, at.shape):
+            raise ValueError(f'shape mismatch: value array of shape {value.shape} could not be broadcast to indexing result of '
+                             f'shape {at.shape}')
+        rows, places = value._cast(self.dtype).broadcast_to(at.shape).reshape(at.size), at.reshape(-1)
+        last = last_of_equals(places)
+        if last is not None:
+            places, rows = places[last], rows.take_rows(last)
+        if places.size:
+            target = self if self.is_compact() else self.copy()
+            rows = rows.copy() if _overlap(target, rows) else rows.compact()
+            self.device.put_rows(target.reshape(self.size, 1), array(places, INT, self.device), rows.reshape(places.size, 1))
+            if target is not self:
+                self.device.unary('copy', self, target)
+        self.buffer.version += 1
+        if stays_mask:
+            self.buffer.mask = self.buffer.version
 
     def fill(self, value: Numbers) -> None:
         """Set every element to value."""
@@ -494,14 +497,14 @@ class NDArray(Array):
 
     def _write(self, value: Any) -> None:
         self._check_writable()
-        if self.dtype is not FLOAT and self.dtype is not INT and isinstance(value, _NUMBERS):
+        if self.dtype not in (FLOAT, INT, DOUBLE) and isinstance(value, _NUMBERS):
             value = np.full(self.shape, value, self.dtype)      # arrays of ops on a GPU: step counts, rows, pixels
         if isinstance(value, NDArray | np.ndarray) and value is not self and self.device.assign(self, value):
             self.buffer.version += 1
             return
         if not isinstance(value, NDArray):
             if isinstance(value, _NUMBERS):
-                value = float(value) if self.dtype is FLOAT else _int32(int(value))
+                value = _int32(int(value)) if self.dtype is INT else float(value)
                 if self.size:
                     self.device.fill(self, value)
                 self.buffer.version += 1
@@ -532,6 +535,8 @@ class NDArray(Array):
     # ---- element by element ------------------------------------------------------------------------
 
     def _unary(self, op: str) -> NDArray:
+        if self.dtype is INT and op == 'floor':
+            return self.copy()
         x = self.astype(FLOAT) if self.dtype is INT and op not in ('negate', 'abs') else self
         device = x.buffer.device
         y = _new(x.shape, x.dtype, device, op)
@@ -553,7 +558,8 @@ class NDArray(Array):
         if device is not b.buffer.device:
             _same_device(a, b)
         if a.dtype is not b.dtype or op == 'divide':
-            a, b = a._cast(FLOAT), b._cast(FLOAT)
+            common = _common_dtype(a, b) if a.dtype is not b.dtype or a.dtype is not INT else FLOAT
+            a, b = a._cast(common), b._cast(common)
         y = _new(a.shape if a.shape == b.shape else broadcast_shape(a.shape, b.shape), a.dtype, device, op)
         device.binary(op, y, a, b)
         if op in _COMPARISONS or op in _KEEPS_MASKS and both_masks:
@@ -569,7 +575,7 @@ class NDArray(Array):
                 x = x._cast(FLOAT)
             else:
                 value = _int32(int(value))
-        if x.dtype is FLOAT:
+        if x.dtype is not INT:
             value = float(value)
         device = x.buffer.device
         if y is None:
@@ -590,7 +596,7 @@ class NDArray(Array):
             if other is NotImplemented:
                 return NotImplemented
         _same_device(self, other)
-        if self.dtype is INT and (other.dtype is FLOAT or op == 'divide'):
+        if self.dtype is INT and (other.dtype is not INT or op == 'divide'):
             raise TypeError(f'{op}: an int32 array cannot hold the float32 result; use astype first')
         if other.shape != self.shape and broadcast_shape(self.shape, other.shape) != self.shape:
             raise ValueError(f'non-broadcastable output operand with shape {self.shape}: the result with an operand of shape '
@@ -602,68 +608,33 @@ class NDArray(Array):
         self.buffer.version += 1
         return self
 
-    def __add__(self, other: Numbers) -> NDArray:
-        return self._binary('add', other)
+    def _logical(self, op: str, other: Any) -> NDArray:
+        """Return a & b, a | b or a ^ b, for masks and int32.  These operations are symmetric."""
+        other = _operand(other, self)
+        if other is NotImplemented:
+            return NotImplemented
+        for x in self, other:
+            if x.dtype is not INT and not x.is_mask:
+                raise TypeError(f'{op}: expected masks or int32 arrays, got {x._kind()}; compare it first, as in (x > 0) & y')
+        both_masks = self.is_mask and other.is_mask
+        y = self._cast(INT)._binary(op, other._cast(INT))
+        return _as_mask(y) if both_masks else y
 
-    def __radd__(self, other: Numbers) -> NDArray:
-        return self._binary('add', other, True)
+    def __invert__(self) -> NDArray:
+        """Return the inverse of a mask; of int32, the inverse of all bits."""
+        if self.is_mask:
+            return self == 0
+        if self.dtype is not INT:
+            raise TypeError(f'~: expected a mask or an int32 array, got {self._kind()}; compare it first, as in ~(x > 0)')
+        return -self - 1
 
-    def __iadd__(self, other: Numbers) -> NDArray:
-        return self._in_place('add', other)
-
-    def __sub__(self, other: Numbers) -> NDArray:
-        return self._binary('subtract', other)
-
-    def __rsub__(self, other: Numbers) -> NDArray:
-        return self._binary('subtract', other, True)
-
-    def __isub__(self, other: Numbers) -> NDArray:
-        return self._in_place('subtract', other)
-
-    def __mul__(self, other: Numbers) -> NDArray:
-        return self._binary('multiply', other)
-
-    def __rmul__(self, other: Numbers) -> NDArray:
-        return self._binary('multiply', other, True)
-
-    def __imul__(self, other: Numbers) -> NDArray:
-        return self._in_place('multiply', other)
-
-    def __truediv__(self, other: Numbers) -> NDArray:
-        return self._binary('divide', other)
-
-    def __rtruediv__(self, other: Numbers) -> NDArray:
-        return self._binary('divide', other, True)
-
-    def __itruediv__(self, other: Numbers) -> NDArray:
-        return self._in_place('divide', other)
-
-    def __pow__(self, other: Numbers) -> NDArray:
-        return self._binary('power', other)
-
-    def __rpow__(self, other: Numbers) -> NDArray:
-        return self._binary('power', other, True)
-
-    def __ipow__(self, other: Numbers) -> NDArray:
-        return self._in_place('power', other)
-
-    def __eq__(self, other: Any) -> NDArray:                # type: ignore[override]
-        return self._binary('equal', other)
-
-    def __ne__(self, other: Any) -> NDArray:                # type: ignore[override]
-        return self._binary('not_equal', other)
-
-    def __lt__(self, other: Numbers) -> NDArray:
-        return self._binary('less', other)
-
-    def __le__(self, other: Numbers) -> NDArray:
-        return self._binary('less_equal', other)
-
-    def __gt__(self, other: Numbers) -> NDArray:
-        return self._binary('greater', other)
-
-    def __ge__(self, other: Numbers) -> NDArray:
-        return self._binary('greater_equal', other)
+    if TYPE_CHECKING:               # _operators() below defines them
+        def _of_two(self, other: Any, /) -> NDArray: ...
+        __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __mul__ = __rmul__ = __imul__ = _of_two
+        __truediv__ = __rtruediv__ = __itruediv__ = __pow__ = __rpow__ = __ipow__ = _of_two
+        __floordiv__ = __rfloordiv__ = __ifloordiv__ = __mod__ = __rmod__ = __imod__ = _of_two
+        __and__ = __rand__ = __iand__ = __or__ = __ror__ = __ior__ = __xor__ = __rxor__ = __ixor__ = _of_two
+        __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _of_two       # type: ignore[assignment]
 
     __hash__ = None                             # type: ignore[assignment]  # == returns an array
 
@@ -690,24 +661,6 @@ class NDArray(Array):
             raise TypeError(f'{op}: expected an array or a number, got {type(other).__name__}')
         return y
 
-    def exp(self) -> NDArray:
-        return self._unary('exp')
-
-    def log(self) -> NDArray:
-        return self._unary('log')
-
-    def sqrt(self) -> NDArray:
-        return self._unary('sqrt')
-
-    def tanh(self) -> NDArray:
-        return self._unary('tanh')
-
-    def sigmoid(self) -> NDArray:
-        return self._unary('sigmoid')
-
-    def abs(self) -> NDArray:
-        return self._unary('abs')
-
     # ---- products ----------------------------------------------------------------------------------
 
     def __matmul__(self, other: Numbers) -> NDArray:
@@ -721,7 +674,7 @@ class NDArray(Array):
     # ---- reductions --------------------------------------------------------------------------------
 
     def _reduce(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
-        axes = _axes(tuple(axis) if isinstance(axis, list) else axis, len(self.shape))
+        axes = normal_axes(axis, len(self.shape))
         kept = tuple([1 if d in axes else n for d, n in enumerate(self.shape)])
         y = _new(kept, self.dtype, self.buffer.device, op)
         if op != 'sum' and 0 in self.shape and any(self.shape[d] == 0 for d in axes):
@@ -735,21 +688,10 @@ class NDArray(Array):
         shape = tuple([n for d, n in enumerate(kept) if d not in axes])
         return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
-        """Sum over one axis, several or all, in an order that does not depend on threads.  int32 stays int32 and wraps."""
-        return self._reduce('sum', axis, keepdims)
-
-    def max(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
-        """Return the maximum over one axis, several or all; NaN if there is one."""
-        return self._reduce('max', axis, keepdims)
-
-    def min(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
-        """Return the minimum over one axis, several or all; NaN if there is one."""
-        return self._reduce('min', axis, keepdims)
-
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> NDArray:
-        """Return the mean over one axis, several or all, as float32; NaN without elements."""
-        y = self._cast(FLOAT).sum(axis, keepdims)
+    def _reduced(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
+        if op != 'mean':
+            return self._reduce(op, axis, keepdims)
+        y = (self if self.dtype is not INT else self._cast(FLOAT))._reduce('sum', axis, keepdims)
         return y / (self.size / y.size if y.size else 1)
 
     def softmax(self, axis: Axis = -1) -> NDArray:
@@ -764,12 +706,13 @@ class NDArray(Array):
         """Return the gradient of x from dy, the gradient of this array, which is x.softmax(axis), or x.log_softmax(axis)."""
         return _along('log_softmax' if log else 'softmax', axis, dy, self)
 
+    @accepts_torch_names
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
         """Return the index of the maximum, the first of equals; NaN counts as largest.  axis=None: over the flattened array."""
         if axis is None:
             x, kept = self.reshape(1, self.size), (1,) * self.ndim
         else:
-            d, = _axes((axis,), self.ndim)
+            d, = normal_axes((axis,), self.ndim)
             x = self.permute([*range(d), *range(d + 1, self.ndim), d])
             kept = self.shape[:d] + (1,) + self.shape[d + 1:]
             x = x.reshape(math.prod(x.shape[:-1]), self.shape[d])
@@ -783,6 +726,94 @@ class NDArray(Array):
             if rows:
                 self.device.argmax(y, x.compact())
         return y.reshape(kept if keepdims else kept[:0] if axis is None else kept[:d] + kept[d + 1:])
+
+    def _cumulated(self, axis: int) -> NDArray:
+        """Return the sums of the first 1, 2, 3 ... elements along an axis, in log n steps: each adds to every element the one
+        that is 1, 2, 4 ... before it."""
+        y = (self if not self.is_mask else self.astype(INT)).copy()
+        before, n, step = (slice(None),) * axis, self.shape[axis], 1
+        while step < n:
+            y[(*before, slice(step, None))] += y[(*before, slice(0, n - step))].copy()
+            step *= 2
+        return y
+
+    def _sorting(self, axis: int, descending: bool) -> NDArray:
+        """Return the indices that sort along an axis."""
+        if not self.device.is_host:
+            if backend.is_recorded():
+                raise RuntimeError('argsort: arrays on a GPU are sorted on the CPU, which a plan cannot record; sort before or '
+                                   'after the recording')
+            return array(array(self.stored(), self.dtype, cpu())._sorting(axis, descending), device=self.device)
+        x = self.moveaxis(axis, -1)._cast(DOUBLE)
+        x = (x if not descending else -x).compact()
+        y = _new(x.shape, INT, self.device, 'argsort')
+        if y.size:
+            shape = math.prod(x.shape[:-1]), x.shape[-1]
+            self.device.argsort(y.reshape(shape), x.reshape(shape))
+        return y.moveaxis(-1, axis)
+
+    def _pieces(self, sizes: Shape, axis: int) -> tuple[NDArray, ...]:
+        ends = [sum(sizes[:i + 1]) for i in range(len(sizes))]
+        return tuple(self[(slice(None),) * axis + (slice(end - size, end),)] for size, end in zip(sizes, ends, strict=True))
+
+    def unbind(self, axis: int = 0) -> tuple[NDArray, ...]:
+        """Return the slices along an axis, without that axis: views."""
+        d, = normal_axes(axis, self.ndim)
+        return tuple(self[(slice(None),) * d + (i,)] for i in range(self.shape[d]))
+
+    def bits_of(self) -> NDArray:
+        """Return an int32 view of the bits; of float64 with a last axis of 2."""
+        return self if self.dtype is INT else self.device.bits(self, INT)
+
+    # ---- for pyops/methods.py ------------------------------------------------------------------------
+
+    def _plain(self) -> NDArray:
+        return self
+
+    def _constant(self, array: NDArray) -> NDArray:
+        return array
+
+    def _operand(self, other: Any) -> NDArray:
+        return _operand(other, self)
+
+    def _function(self, name: str) -> Any:
+        return globals()[name]
+
+
+def _operators() -> None:
+    """Define a + b, 1 + b and a += b for all operators, and the comparisons."""
+    def binary(op: str) -> tuple[Any, Any, Any]:
+        def method(self: NDArray, other: Any) -> NDArray:
+            return self._binary(op, other)
+
+        def reflected(self: NDArray, other: Any) -> NDArray:
+            return self._binary(op, other, True)
+
+        def in_place(self: NDArray, other: Any) -> NDArray:
+            return self._in_place(op, other)
+        return method, reflected, in_place
+
+    def logical(op: str) -> tuple[Any, Any, Any]:
+        def method(self: NDArray, other: Any) -> NDArray:
+            return self._logical(op, other)
+
+        def in_place(self: NDArray, other: Any) -> NDArray:
+            self[...] = self._logical(op, other)
+            return self
+        return method, method, in_place
+
+    for name, make, op in (('add', binary, 'add'), ('sub', binary, 'subtract'), ('mul', binary, 'multiply'),
+                           ('truediv', binary, 'divide'), ('pow', binary, 'power'), ('floordiv', binary, 'floor_divide'),
+                           ('mod', binary, 'remainder'), ('and', logical, 'and'), ('or', logical, 'or'),
+                           ('xor', logical, 'xor')):
+        for prefix, method in zip(('', 'r', 'i'), make(op), strict=True):
+            setattr(NDArray, f'__{prefix}{name}__', method)
+    for name, op in (('eq', 'equal'), ('ne', 'not_equal'), ('lt', 'less'), ('le', 'less_equal'), ('gt', 'greater'),
+                     ('ge', 'greater_equal')):
+        setattr(NDArray, f'__{name}__', binary(op)[0])
+
+
+_operators()
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
@@ -811,13 +842,25 @@ def _new(shape: Shape, dtype: np.dtype, device: Device, name: str) -> NDArray:
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the object FLOAT or INT, so that dtypes can be compared by identity."""
+    """Return the object FLOAT, DOUBLE or INT, so that dtypes can be compared by identity: INT for integers and bool."""
     found = np.dtype(dtype)
+    if found.kind in 'iub':
+        return INT
     if found == FLOAT:
         return FLOAT
-    if found == INT:
-        return INT
-    raise TypeError(f'{found}: expected float32 or int32')
+    if found == DOUBLE:
+        return DOUBLE
+    raise TypeError(f'{found}: expected float32, float64, int32 or bool')
+
+
+def _is_bool(dtype: DTypeLike | None) -> bool:
+    return dtype is not None and np.dtype(dtype) == BOOL
+
+
+def _common_dtype(*arrays: NDArray) -> np.dtype:
+    """Return the dtype of an operation on these arrays: float64 before float32 before int32."""
+    found = {a.dtype for a in arrays}
+    return DOUBLE if DOUBLE in found else FLOAT if FLOAT in found else INT
 
 
 def _int32(value: int) -> int:
@@ -830,12 +873,13 @@ def _operand(other: Any, like: NDArray) -> Any:
     """Convert `other` to an NDArray on the device of `like`; NotImplemented if it is not an array or a number."""
     if isinstance(other, NDArray):
         return other
-    if isinstance(other, np.ndarray | np.number):
-        return array(other, device=like.device)
+    if isinstance(other, np.ndarray | np.generic):
+        return array(other, DOUBLE if like.dtype is DOUBLE and np.asarray(other).dtype.kind == 'f' else None, like.device)
     if isinstance(other, int | float):
-        return array(other, dtype=like.dtype if isinstance(other, int) else FLOAT, device=like.device)
+        real = DOUBLE if like.dtype is DOUBLE else FLOAT
+        return array(other, None if isinstance(other, bool) else like.dtype if isinstance(other, int) else real, like.device)
     if isinstance(other, list | tuple):
-        return array(other, device=like.device)
+        return _operand(np.asarray(other), like)
     return NotImplemented
 
 
@@ -880,12 +924,95 @@ def mask_in(index: Index) -> np.ndarray | None:
     return index.numpy()
 
 
-def selected(mask: np.ndarray, shape: Shape) -> np.ndarray:
-    """Return the indices of the elements, along the first axes of an array of that shape, where a numpy mask is true."""
-    if not mask.ndim or mask.shape != shape[:mask.ndim]:
-        raise IndexError(f'a mask of shape {mask.shape} cannot index an array of shape {shape}: it must have the shape of the '
-                         "array's first axes, at least one")
-    return np.flatnonzero(mask)
+def is_advanced(index: Index) -> bool:
+    """Return whether an index has arrays, lists or bools, so that it selects a copy."""
+    if type(index) is tuple:
+        return any([_is_array_index(item) for item in index])
+    return _is_array_index(index)
+
+
+def _is_array_index(item: Any) -> bool:
+    if isinstance(item, NDArray):
+        return bool(item.shape) or item.buffer.mask is not None or item.dtype is not INT
+    if isinstance(item, np.ndarray):
+        return bool(item.shape) or item.dtype.kind not in 'iu'
+    return isinstance(item, list | bool | np.bool_)
+
+
+def _single_array(index: tuple[Any, ...], ndim: int) -> tuple[int, Any, tuple[Any, ...]] | None:
+    """Return (its place, the array, the index with a slice in that place) for an index of one array of integers, slices, None
+    and Ellipsis; else None."""
+    arrays = [i for i, item in enumerate(index) if _is_array_index(item)]
+    others = [item for i, item in enumerate(index) if i not in arrays]
+    if len(arrays) != 1 or not all(item is None or item is Ellipsis or isinstance(item, slice) for item in others):
+        return None
+    at = arrays[0]
+    ids = index[at]
+    if isinstance(ids, bool | np.bool_) or mask_in(ids) is not None or not np.ndim(ids):
+        return None
+    before, index = index[:at], (*index[:at], slice(None), *index[at + 1:])
+    if Ellipsis in before:
+        named = sum(item is not None and item is not Ellipsis for item in index)
+        at += ndim - named - 1
+    return (at, ids, index) if 0 <= at else None
+
+
+def gathered(x: Any, index: Index) -> Any:
+    """Return x[index] for an index with arrays; x is an NDArray or a Tensor."""
+    if type(index) is tuple and len(index) == 1:
+        index, = index
+    if type(index) is not tuple:
+        mask = mask_in(index)
+        if mask is None and np.ndim(index):
+            return x.take_rows(index)
+        if mask is not None and mask.ndim and mask.shape == x.shape[:mask.ndim]:
+            return x.reshape(mask.size, *x.shape[mask.ndim:]).take_rows(np.flatnonzero(mask))
+    elif (single := _single_array(index, x.ndim)) is not None:          # on the device, so that a plan can record it
+        d, ids, index = single
+        view = x[index]
+        y = view.moveaxis(d, 0).take_rows(ids)
+        new = y.ndim - view.ndim + 1
+        return y.moveaxis(tuple(range(new)), tuple(range(d, d + new)))
+    at = positions(index, x.shape)
+    return x.reshape(x.size).take_rows(at.reshape(-1)).reshape(at.shape)
+
+
+def numpy_index(index: Index) -> Any:
+    """Return an index with its arrays as numpy arrays.  RuntimeError for arrays of a recording plan: their values would be
+    frozen."""
+    if isinstance(index, tuple):
+        return tuple(map(numpy_index, index))
+    if isinstance(index, list):
+        return np.asarray(index) if index else np.zeros(0, np.int64)
+    if not isinstance(index, NDArray):
+        return np.asarray(index).astype(bool) if getattr(index, 'is_mask', False) else index
+    mask = mask_in(index)
+    if mask is not None:
+        return mask
+    if index.dtype is not INT:
+        raise IndexError(f'arrays used as indices must be of integers or bools, got {index.dtype}')
+    if backend.is_recorded():
+        raise RuntimeError('an index with several arrays cannot be recorded by a plan: their values would be frozen; index '
+                           'one axis at a time')
+    return index.numpy()
+
+
+def positions(index: Index, shape: Shape) -> np.ndarray:
+    """Return the positions x.reshape(-1) of the elements x[index], for an x of this shape, as a numpy array of int64 in the
+    shape
+    of x[index].  IndexError as in numpy."""
+    index = numpy_index(index)
+    found: Any = 0
+    for d, (n, step) in enumerate(zip(shape, row_major(shape), strict=True)):
+        along = (np.arange(n) * step).reshape([-1 if i == d else 1 for i in range(len(shape))])
+        found = found + np.broadcast_to(along, shape)[index]
+    return np.asarray(found if shape else np.zeros((), np.int64)[index], np.int64)
+
+
+def last_of_equals(places: np.ndarray) -> np.ndarray | None:
+    """Return the indices of the last occurrence of each number; None if all are different."""
+    unique, last = np.unique(places[::-1], return_index=True)
+    return None if len(unique) == len(places) else len(places) - 1 - last
 
 
 def _same_device(a: NDArray, b: NDArray) -> None:
@@ -921,7 +1048,8 @@ def _matmul(a: NDArray, b: NDArray) -> NDArray:
     if not a.shape or not b.shape:
         raise ValueError(f'matmul: shapes {a.shape} and {b.shape}: expected at least one axis each')
     if a.dtype is not b.dtype:
-        a, b = a._cast(FLOAT), b._cast(FLOAT)
+        common = _common_dtype(a, b)
+        a, b = a._cast(common), b._cast(common)
     left, right = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(f'matmul: shapes {a.shape} and {b.shape} do not fit: {left.shape[-1]} and {right.shape[-2]}')
@@ -940,8 +1068,9 @@ def _matmul(a: NDArray, b: NDArray) -> NDArray:
 def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
     """Return a new compact array with the numbers of obj: an NDArray, a numpy array, a list or a number.
 
-    dtype: float32 or int32.  Default: an array's dtype; for Python numbers float32 if any is a float, else int32.  Bools
-    become a mask, stored as int32; with a dtype they become numbers.
+    dtype: float32, float64, int32 (any integer dtype) or bool.  Default: the dtype of an NDArray; for other numbers float32 if
+    any is a float, also for numpy's float64, else int32.  Bools become a mask, stored as int32; with a dtype they become
+    numbers.
     Raises TypeError for other dtypes, OverflowError for integers outside int32, ValueError for more than 8 axes.
     """
     is_mask = False
@@ -949,15 +1078,20 @@ def array(obj: Numbers, dtype: DTypeLike | None = None, device: Device | None = 
         if device is None or device is obj.device:
             y = obj if dtype is None else obj.astype(dtype)
             return obj.copy() if y is obj else y
-        is_mask, obj = obj.is_mask, obj.stored()
+        is_mask, stored = obj.is_mask, obj.stored()
+        dtype, obj = obj.dtype if dtype is None and not is_mask else dtype, stored
     found = obj if isinstance(obj, np.ndarray) else np.array(obj)
-    is_mask = dtype is None and (is_mask or found.dtype.kind == 'b')
-    if found is obj:
-        dtype = _dtype(dtype if dtype is not None else INT if found.dtype.kind == 'b' else found.dtype)
+    if found.dtype.kind not in 'biuf':
+        raise TypeError(f'array: expected numbers, got {found.dtype}')
+    is_mask = _is_bool(dtype) or dtype is None and (is_mask or found.dtype.kind == 'b')
+    if is_mask:
+        found, dtype = found if found.dtype.kind == 'b' or found.dtype == FLOAT else found != 0, None
+    if dtype is not None:
+        dtype = _dtype(dtype)
+    elif found is obj:
+        dtype = INT if found.dtype.kind in 'biu' else FLOAT
     else:
-        if found.dtype.kind not in 'biuf':
-            raise TypeError(f'array: expected numbers, got {found.dtype}')
-        dtype = _dtype(dtype) if dtype is not None else INT if found.dtype.kind in 'biu' and found.size else FLOAT
+        dtype = INT if found.dtype.kind in 'biu' and (found.size or is_mask) else FLOAT
     if dtype is INT and found.dtype.kind in 'iu' and found.dtype != INT and found.size:
         for value in (int(found.min()), int(found.max())):
             _int32(value)
@@ -978,6 +1112,8 @@ def empty(shape: Shape | int, dtype: DTypeLike = FLOAT, device: Device | None = 
 def full(shape: Shape | int, value: float, dtype: DTypeLike | None = None, device: Device | None = None) -> NDArray:
     """Return a compact array filled with value.  Default dtype: int32 for an int, float32 for a float; a bool gives a mask."""
     is_mask = dtype is None and isinstance(value, bool | np.bool_)
+    is_mask = is_mask or _is_bool(dtype)
+    value = bool(value) if is_mask else value
     dtype = _dtype(dtype) if dtype is not None else INT if isinstance(value, int | np.integer | np.bool_) else FLOAT
     y = empty(shape, dtype, device)
     y.fill(value)
@@ -1012,7 +1148,10 @@ def from_numpy(a: np.ndarray, device: Device | None = None) -> NDArray:
     dtype = _dtype(a.dtype)
     if not a.flags.writeable:
         raise ValueError(f'from_numpy: array of shape {a.shape}: read-only; copy it with array()')
-    if not a.flags.aligned or any(step % 4 for step in a.strides):
+    item = dtype.itemsize
+    if a.dtype != dtype:
+        raise TypeError(f'from_numpy: expected float32, float64 or int32, got {a.dtype}; copy it with array()')
+    if not a.flags.aligned or any(step % item for step in a.strides):
             raise ValueError(f'from_numpy: array of shape {a.shape}: byte strides {a.strides} or address are not multiples '
                              'of the element size; copy it with array()')
     _checked(a.shape)
@@ -1021,9 +1160,9 @@ def from_numpy(a: np.ndarray, device: Device | None = None) -> NDArray:
         return NDArray(device.wrap(a, True), 0, a.shape, row_major(a.shape), dtype)
     low, high = np.lib.array_utils.byte_bounds(a)
     first = a[tuple(slice(None, None, -1 if step < 0 else 1) for step in a.strides)]       # element 0 has the lowest address
-    memory = np.lib.stride_tricks.as_strided(first, ((high - low) // 4,), (4,))
-    offset = sum((n - 1) * -step for n, step in zip(a.shape, a.strides, strict=True) if step < 0) // 4
-    return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // 4 for step in a.strides), dtype)
+    memory = np.lib.stride_tricks.as_strided(first, ((high - low) // item,), (item,))
+    offset = sum((n - 1) * -step for n, step in zip(a.shape, a.strides, strict=True) if step < 0) // item
+    return NDArray(device.wrap(memory, True), offset, a.shape, tuple(step // item for step in a.strides), dtype)
 
 
 def as_ndarray(array: Any, device: Device | None = None) -> NDArray:
@@ -1037,7 +1176,7 @@ def from_dlpack(x: Any, device: Device | None = None) -> NDArray:
 
 
 def _all_alike(arrays: Iterable[Numbers], who: str) -> tuple[list[NDArray], np.dtype]:
-    """Convert to NDArrays and check: at least one, all on one device.  Also return the common dtype, float32 if mixed."""
+    """Convert to NDArrays and check: at least one, all on one device.  Also return the common dtype."""
     given = list(arrays)
     if not given:
         raise ValueError(f'{who}: expected at least one array')
@@ -1045,15 +1184,15 @@ def _all_alike(arrays: Iterable[Numbers], who: str) -> tuple[list[NDArray], np.d
     found = [a if isinstance(a, NDArray) else array(a, device=first.device if first is not None else None) for a in given]
     for other in found:
         _same_device(found[0], other)
-    dtype = INT if all(a.dtype is INT for a in found) else FLOAT
-    return found, dtype
+    return found, _common_dtype(*found)
 
 
+@accepts_torch_names
 def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays along an existing axis.  ValueError if their shapes differ in another axis."""
     arrays, dtype = _all_alike(arrays, 'concatenate')
     first = arrays[0]
-    d, = _axes((axis,), first.ndim)
+    d, = normal_axes((axis,), first.ndim)
     for other in arrays:
         if other.shape[:d] + other.shape[d + 1:] != first.shape[:d] + first.shape[d + 1:]:
             raise ValueError(f'concatenate: shapes {first.shape} and {other.shape} differ in another axis than {d}')
@@ -1065,11 +1204,12 @@ def concatenate(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
+@accepts_torch_names
 def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     """Join arrays of one shape along a new axis.  ValueError if shapes differ."""
     arrays, dtype = _all_alike(arrays, 'stack')
     first = arrays[0]
-    d, = _axes((axis,), first.ndim + 1)
+    d, = normal_axes((axis,), first.ndim + 1)
     for other in arrays:
         if other.shape != first.shape:
             raise ValueError(f'stack: shapes {first.shape} and {other.shape} differ')
@@ -1079,7 +1219,39 @@ def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
     return _as_mask(y) if all(a.is_mask for a in arrays) else y
 
 
-def pad(a: NDArray, widths: Any, value: float = 0) -> NDArray:
+def where(condition: Any, a: Any, b: Any) -> NDArray:
+    """Return the elements of a where condition is not 0, else those of b; all three broadcast.  Exact for NaN and
+    infinities."""
+    first = next((x for x in (condition, a, b) if isinstance(x, NDArray)), None)
+    like = first if first is not None else array(condition)
+    condition = _operand(condition, like)
+    real = next((x for x in (a, b) if isinstance(x, NDArray)), like if first is None else condition)
+    if isinstance(a, int | float) and isinstance(b, int | float):           # numbers alone decide the dtype, not the condition
+        real = array([a, b] if isinstance(a, bool) == isinstance(b, bool) else [a + 0, b + 0], device=condition.device)
+    a, b = _operand(a, real), _operand(b, real)
+    both_masks, common = a.is_mask and b.is_mask, _common_dtype(a, b)
+    shape = broadcast_shape(condition.shape, a.shape, b.shape)
+    for x in a, b:
+        _same_device(condition, x)
+    a, b = (x._cast(common).broadcast_to(shape).bits_of() for x in (a, b))
+    chosen = -(condition != 0)._cast(INT)                   # all bits are 1, or none
+    chosen = chosen.reshape(*chosen.shape, 1) if common is DOUBLE else chosen
+    bits = ((a ^ b) & chosen) ^ b
+    if common is INT:
+        return _as_mask(bits) if both_masks else bits
+    y = _new(shape, common, condition.device, 'where')
+    condition.device.unary('copy', y.bits_of(), bits)
+    return _as_mask(y) if both_masks else y
+
+
+def einsum(subscripts: str, *operands: Numbers) -> NDArray:
+    """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
+    pyops/einsum.py."""
+    from pyops.einsum import einsum
+    return einsum(subscripts, *(a if isinstance(a, NDArray) else array(a) for a in operands))
+
+
+def pad_axes(a: NDArray, widths: Any, value: float = 0) -> NDArray:
     """Surround a with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number."""
     widths = np.broadcast_to(np.asarray(widths, np.int64), (a.ndim, 2)).tolist() if a.ndim else []
     if any(n < 0 for pair in widths for n in pair):
@@ -1087,6 +1259,9 @@ def pad(a: NDArray, widths: Any, value: float = 0) -> NDArray:
     y = full(tuple(n + before + after for n, (before, after) in zip(a.shape, widths, strict=True)), value, a.dtype, a.device)
     y[tuple(slice(before, before + n) for n, (before, _) in zip(a.shape, widths, strict=True))] = a
     return _as_mask(y) if a.is_mask and value in (0, 1) else y
+
+
+pad = pad_axes
 
 
 if backend_name() == 'numpy':   # at import time, before any array is allocated

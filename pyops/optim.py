@@ -278,7 +278,7 @@ class Optimizer:
 class Adam(Optimizer):
     """Adam with bias correction; see docs/optimiser.md.  Give beta1 and beta2, or both as betas (PyTorch's form)."""
     MOMENTS = 'm', 'v'
-    settings = 'weight_decay', 'beta1', 'beta2', 'eps'
+    settings: tuple[str, ...] = ('weight_decay', 'beta1', 'beta2', 'eps')
     is_one_kernel = True                # whether a step is the kernel adam alone, which pyops.ops.MLP can include in its own
 
     def __init__(self, params: Parameters | Iterable[Tensor], lr: float = 0.001, *more: Any, max_norm: float | None = None,

@@ -6,8 +6,8 @@
     tensor.py       Tensor: its operators and methods apply ops
 """
 from pyops.autograd.gradients import backward, grad
-from pyops.autograd.mode import enable_grad, is_grad_enabled, no_grad
+from pyops.autograd.mode import detect_anomaly, enable_grad, is_grad_enabled, no_grad
 from pyops.autograd.tape import Node, apply
 from pyops.autograd.tensor import Tensor
 
-__all__ = ['Node', 'Tensor', 'apply', 'backward', 'enable_grad', 'grad', 'is_grad_enabled', 'no_grad']
+__all__ = ['Node', 'Tensor', 'apply', 'backward', 'detect_anomaly', 'enable_grad', 'grad', 'is_grad_enabled', 'no_grad']

@@ -14,7 +14,7 @@ import numpy as np
 
 from pyops import backend, ndarray
 from pyops.autograd.mode import mode
-from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, parent_of, wrap
+from pyops.autograd.tape import KernelCall, Recorded, as_array, as_ndarray, has_nan, parent_of, wrap
 from pyops.ndarray import NDArray
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Backward:
         slot = self.leaves.get(id(parent))
         if slot is None:
             slot = self.leaves[id(parent)] = [None, False, parent]
-            if self.accumulate and parent.grad is not None:
+            if self.accumulate and parent.grad is not None and not getattr(parent, '_hooks', None):
                 slot[0] = parent.grad if self.create_graph else parent.grad.array
                 slot[1] = not self.create_graph and slot[0].is_compact()
         return slot
@@ -96,6 +96,8 @@ class _Backward:
                 _, node = heapq.heappop(self.heap)
                 slots = self.nodes.pop(node)
                 for i, slot in enumerate(slots):
+                    if node.hooks and slot[0] is not None:
+                        slot[0] = self.hooked(node.hooks.get(i), slot[0])
                     if (node, i) in self.captured:
                         self.captured[node, i] = slot[0]
                 if self.relevant is None or node in self.relevant:
@@ -106,6 +108,18 @@ class _Backward:
                         node.free()
         finally:
             mode.grad = before
+
+    def hooked(self, hooks: dict[int, Any] | None, gradient: Any) -> Any:
+        """Return the gradient after all hooks: each gets it as a Tensor, and may return another one of the same shape."""
+        for hook in list((hooks or {}).values()):
+            given = gradient if self.create_graph else wrap(gradient, None)
+            result = hook(given)
+            if result is not None:
+                if not isinstance(result, Recorded) or result.shape != given.shape or result.dtype != given.dtype:
+                    raise TypeError(f'register_hook: the hook must return None or a Tensor of shape {given.shape} and '
+                                    f'{given.dtype}, got {getattr(result, "shape", type(result).__name__)}')
+                gradient = result if self.create_graph else result.array
+        return gradient
 
     def array_op(self, node: Node, dys: list[Any]) -> None:
         """Run the backward of an array op, on NDArrays or on Tensors."""
@@ -130,6 +144,9 @@ class _Backward:
                 if gradient.shape != shape:
                     raise RuntimeError(f'{node.name}: its backward returned a gradient of shape {gradient.shape} '
                                        f'for an input of shape {shape}')
+                if mode.anomaly and has_nan(gradient):
+                    raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for an input '
+                                       f'of shape {shape}; the gradient of its output has none')
                 self.add(parent, gradient)
 
     def kernel_op(self, node: Node, dys: list[Any]) -> None:
@@ -148,8 +165,11 @@ class _Backward:
         given = device.kernel_array(dy)
         with backend.on(device):
             gradients = op.backward(given, node.ctx, **options)
-        for d in sums:
+        for d, (_, name, _) in zip(sums, kernel.parameters, strict=True):
             d.buffer.version += 1
+            if mode.anomaly and has_nan(d):
+                raise RuntimeError(f'detect_anomaly: {node.name}: its backward computed a gradient with a NaN for {name} of '
+                                   f'shape {d.shape}; the gradient of its output has none')
         known, arrays = {id(given): dy}, []         # Residual returns dy itself, twice: keep them identical
         for gradient in gradients if type(gradients) is tuple else (gradients,):
             if gradient is not None and id(gradient) not in known:
@@ -216,7 +236,7 @@ def _start(walk: _Backward, outputs: Sequence[Tensor], gradients: Sequence[Any])
                 raise RuntimeError(f'backward: a tensor of shape {y.shape} is not a scalar; pass its gradient, or sum it first')
             dy = wrap(ndarray.ones(*y.kind), None)
         else:
-            dy = dy if isinstance(dy, Recorded) else wrap(as_array(dy, y.device), None)
+            dy = dy if isinstance(dy, Recorded) else wrap(as_array(dy, y.device, y.dtype), None)
             if dy.shape != y.shape:
                 raise ValueError(f'backward: the gradient of a tensor of shape {y.shape} has shape {dy.shape}')
             if not walk.create_graph:
@@ -232,7 +252,11 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Numbers | None], cre
     walk.run()
     taken: set[int] = set()
     for gradient, ours, leaf in walk.leaves.values():
-        if create_graph:
+        if hooks := getattr(leaf, '_hooks', None):
+            gradient = walk.hooked(hooks, gradient)
+            new = gradient if create_graph else wrap(_own(gradient, taken), None)
+            leaf.grad = new if leaf.grad is None else leaf.grad + new
+        elif create_graph:
             leaf.grad = gradient
         elif leaf.grad is None or leaf.grad.array is not gradient:
             leaf.grad = wrap(gradient if ours else _own(gradient, taken), None)
@@ -268,6 +292,8 @@ def grad(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], 
     _start(walk, outputs, grad_outputs)
     walk.run()
     found = [captured[p] if type(p) is tuple else walk.leaves.get(id(p), [None])[0] for p in parents]
+    found = [g if g is None or type(p) is tuple else walk.hooked(getattr(p, '_hooks', None), g)
+             for p, g in zip(parents, found, strict=True)]
     for i, (gradient, x) in enumerate(zip(found, inputs, strict=True)):
         if gradient is None and not allow_unused:
             raise RuntimeError(f'grad: the outputs do not depend on input {i} of shape {x.shape}; '

@@ -1,4 +1,5 @@
-"""Whether ops are recorded, and what runs them: no_grad, enable_grad, and the interpreter of gradcheck."""
+"""Whether ops are recorded, and what runs them: no_grad, enable_grad, detect_anomaly, and the interpreter of
+gradcheck."""
 from __future__ import annotations
 
 import contextlib
@@ -16,6 +17,7 @@ T = TypeVar('T')
 class _Mode(threading.local):
     grad = True
     before: tuple[bool, ...] = ()       # values of `grad` outside the open no_grad and enable_grad blocks
+    anomaly = False                     # whether each result and each gradient is searched for NaN
     interpreter: Callable[..., Any] | None = None       # runs ops instead of `apply`
 
 
@@ -53,6 +55,19 @@ def no_grad() -> _Grad:
 def enable_grad() -> _Grad:
     """Enable recording inside the block, within no_grad()."""
     return _Grad(True)
+
+
+@contextlib.contextmanager
+def detect_anomaly(enabled: bool = True) -> Iterator[None]:
+    """Inside the block, raise RuntimeError naming the op whose result, or whose gradient in backward, has the first NaN.
+
+    Every array is searched, and copied from a GPU: for debugging only.
+    """
+    before, mode.anomaly = mode.anomaly, enabled
+    try:
+        yield
+    finally:
+        mode.anomaly = before
 
 
 def is_grad_enabled() -> bool:

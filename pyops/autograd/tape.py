@@ -21,6 +21,8 @@ from pyops.params import Parameter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import DTypeLike
+
     from pyops.autograd import Tensor
     from pyops.backend.device import Buffer, Device
     from pyops.typing import Numbers, Shape
@@ -40,12 +42,13 @@ class Recorded:
     array           the NDArray
     origin          (node, index of its output) of the op that produced it; None for a leaf
     """
-    __slots__ = ('array', 'origin', 'requires_grad', '_grad', '__weakref__')
+    __slots__ = ('array', 'origin', 'requires_grad', '_grad', '_hooks', '__weakref__')
     of_results: ClassVar[type[Tensor]]          # the class of the results of ops, set in tensor.py
     array: NDArray
     origin: Origin | None
     requires_grad: bool
     _grad: Tensor | None
+    _hooks: dict[int, Any]                      # hooks of a leaf, by number; not set before the first
 
     @property
     def shape(self) -> Shape:
@@ -82,18 +85,19 @@ class Recorded:
         self._grad = None if value is None else gradient_for(self, value)
 
 
-def as_array(data: Numbers, device: Device | None = None) -> NDArray:
-    """Convert numbers to an NDArray: floats to float32, integers to int32, bools to a mask."""
+def as_array(data: Numbers, device: Device | None = None, dtype: DTypeLike | None = None) -> NDArray:
+    """Convert numbers to an NDArray; without a dtype floats to float32, integers to int32, bools to a mask, and an NDArray is
+    returned unchanged."""
     if isinstance(data, Recorded):
         data = data.array
     if isinstance(data, NDArray):
         if device is not None and data.device != device:
             raise TypeError(f'device: expected {device}, got an array on {data.device}; convert it with .numpy()')
-        return data
+        return data if dtype is None else data.astype(dtype)
     data = np.asarray(data)
     if data.dtype.kind not in 'fiub':
         raise TypeError(f'data: expected real numbers, got {data.dtype}')
-    return ndarray.array(data, {'f': np.float32, 'b': None}.get(data.dtype.kind, np.int32), device)
+    return ndarray.array(data, dtype, device)
 
 
 def constant(array: NDArray) -> Tensor:
@@ -111,9 +115,10 @@ def wrap(array: NDArray, origin: Origin | None) -> Tensor:
 def gradient_for(tensor: Recorded, value: Numbers) -> Tensor:
     """Convert value (a Tensor, an array or a list) to a gradient of `tensor`.  ValueError for another shape or dtype."""
     if not isinstance(value, Recorded):
-        value = constant(as_array(value if isinstance(value, NDArray) else np.asarray(value, np.float32), tensor.device))
-    if value.shape != tensor.shape or value.dtype != np.float32:
-        raise ValueError(f'grad: expected shape {tensor.shape} and float32, got {value.shape} and {value.dtype}')
+        value = constant(as_array(value if isinstance(value, NDArray) else np.asarray(value, tensor.dtype), tensor.device,
+                                  None if isinstance(value, NDArray) else tensor.dtype))
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ValueError(f'grad: expected shape {tensor.shape} and {tensor.dtype}, got {value.shape} and {value.dtype}')
     return value
 
 
@@ -130,8 +135,9 @@ class Node:
     guards      (buffer, version, shape) of the arrays that backward will read
     outputs     (shape, dtype, device) of each output
     several     whether the op returns a tuple of outputs, and its backward takes a tuple of gradients
+    hooks       {index of an output: {number: function}}: called with the gradient of that output; see Tensor.register_hook
     """
-    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', '__weakref__')
+    __slots__ = ('op', 'ctx', 'parents', 'arrays', 'guards', 'outputs', 'several', 'number', 'hooks', '__weakref__')
 
     def __init__(self, op: Any, ctx: Any, parents: list[Parent | None], arrays: list[int],
                  guards: list[tuple[Buffer, int, Shape]], outputs: list[tuple[Shape, np.dtype, Device]],
@@ -141,6 +147,7 @@ class Node:
         self.arrays: Any = arrays
         self.guards = guards
         self.number = next(_numbers)
+        self.hooks: dict[int, dict[int, Any]] = {}
 
     @property
     def name(self) -> str:
@@ -185,6 +192,8 @@ def apply(op: Any, *inputs: Any, **constants: Any) -> Any:
         parents.append(parent)
     y, ctx = op.forward(*arrays, **constants)         # type: ignore[attr-defined]
     several = type(y) is tuple
+    if mode.anomaly:
+        check_finite(name_of(op), arrays, y if several else (y,))
     if not (record and mode.grad):
         return tuple(wrap(a, None) for a in y) if several else wrap(y, None)
     outputs = y if several else (y,)
@@ -192,6 +201,21 @@ def apply(op: Any, *inputs: Any, **constants: Any) -> Any:
                 [(a.buffer, a.buffer.version, a.shape) for a in ctx if type(a) is NDArray],
                 [(a.shape, a.dtype, a.buffer.device) for a in outputs], several)
     return tuple(wrap(a, (node, i)) for i, a in enumerate(y)) if several else wrap(y, (node, 0))
+
+
+def has_nan(x: Any) -> bool:
+    """Return whether an array of floats, of any kind, has a NaN."""
+    x = x.array if isinstance(x, Recorded) else x
+    return backend.is_array(x) and x.dtype.kind == 'f' and bool(np.isnan(backend.get(x)).any())
+
+
+def check_finite(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise RuntimeError, naming the op, if one of its outputs has a NaN."""
+    for i, y in enumerate(outputs):
+        if has_nan(y):
+            bad = [j for j, x in enumerate(inputs) if has_nan(x)]
+            cause = f'input {bad[0]} has one already' if bad else 'its inputs have none'
+            raise RuntimeError(f'detect_anomaly: {name}: output {i} of shape {y.shape} has a NaN; {cause}')
 
 
 def parent_of(x: Any) -> Parent | None:
@@ -233,6 +257,8 @@ def _apply_kernel(op: Any, inputs: tuple[Any, ...], constants: dict[str, Any]) -
     with backend.on(device):
         made, ctx = kernel.make([value for _, _, value in kernel.parameters]).forward(*arrays)
     y = as_ndarray(made, device)
+    if mode.anomaly:
+        check_finite(name_of(op), arrays, (y,))
     if not mode.grad or not any([x.requires_grad for x in every]):
         return wrap(y, None)
     saved = {id(a) for a in ctx}

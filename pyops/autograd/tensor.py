@@ -1,9 +1,10 @@
 """The Tensor class: an array with a record of the op that produced it."""
 from __future__ import annotations
 
-import math
+import itertools
 import numbers
 import operator as operators
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,9 +13,9 @@ from pyops import ndarray
 from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
+from pyops.methods import Methods, accepts_torch_names, flipped_axes, normal_axes, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
-from pyops.ops.array import normal_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,22 +32,38 @@ def _remade(array: NDArray, requires_grad: bool, grad: Tensor | None) -> Tensor:
     return tensor
 
 
-class Tensor(Recorded):
+_hook_numbers = itertools.count()
+
+
+class Hook:
+    """A registered hook of a tensor; remove() ends its calls."""
+
+    def __init__(self, hooks: dict[int, Any], hook: Callable[[Tensor], Tensor | None]) -> None:
+        self._hooks, self._number = hooks, next(_hook_numbers)
+        hooks[self._number] = hook
+
+    def remove(self) -> None:
+        """Call the hook no more."""
+        self._hooks.pop(self._number, None)
+
+
+class Tensor(Recorded, Methods):
     """An NDArray that takes part in automatic differentiation.
 
     data            an NDArray, whose memory is shared, or numbers in numpy arrays or lists, which are copied
     requires_grad   True makes it a leaf: backward() adds the gradient to its .grad, a Tensor or None
+    dtype           float32, float64, int32 or bool; None: float32 for numpy's floats and lists, int32 for integers
 
     .array          the NDArray
     .origin         (node, index of its output) of the op that produced it; None for a leaf
-    Names are PyTorch's; axes are called `axis` and `keepdims` as in numpy, which PyTorch accepts too.
+    Names are numpy's, else PyTorch's; the methods shared with NDArrays are in pyops/methods.py.
     """
     __slots__ = ()
-    __array_ufunc__ = None          # makes numpy array + Tensor call Tensor.__radd__
     tape = staticmethod(apply)      # for formulas that run with or without a tape (pyops/ops/array.py)
 
-    def __init__(self, data: Numbers, requires_grad: bool = False, device: Device | None = None) -> None:
-        self.array, self.origin, self.requires_grad, self._grad = as_array(data, device), None, False, None
+    def __init__(self, data: Numbers, requires_grad: bool = False, device: Device | None = None,
+                 dtype: DTypeLike | None = None) -> None:
+        self.array, self.origin, self.requires_grad, self._grad = as_array(data, device, dtype), None, False, None
         self.requires_grad_(requires_grad)
 
     # -- properties and conversions
@@ -116,8 +133,8 @@ class Tensor(Recorded):
     # -- gradients
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        if requires_grad and self.dtype != np.float32:
-            raise TypeError(f'requires_grad: expected a tensor of float32, got {self.dtype}: only real numbers have a gradient')
+        if requires_grad and self.dtype.kind != 'f':
+            raise TypeError(f'requires_grad: expected a tensor of floats, got {self.dtype}: only real numbers have a gradient')
         if not requires_grad and self.origin is not None:
             raise RuntimeError('requires_grad can be switched off for leaves only; use detach()')
         self.requires_grad = requires_grad
@@ -139,12 +156,35 @@ class Tensor(Recorded):
             raise ValueError(f'data: expected shape {self.shape} and {self.dtype}, got {array.shape} and {array.dtype}')
         self.array = array
 
-    def clone(self) -> Tensor:
-        """Return a copy through which gradients flow."""
-        return apply(shapes.Copy, self)
-
     def zero_grad(self) -> None:
         self.grad = None
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Hook:
+        """Call hook(gradient) in each backward when the gradient of this tensor is complete; a Tensor that it returns replaces
+        the gradient.  Return a Hook, whose remove() ends this.  RuntimeError if this tensor requires no gradient."""
+        if not self.requires_grad:
+            raise RuntimeError(f'register_hook: a tensor of shape {self.shape} requires no gradient')
+        if self.origin is None:
+            if getattr(self, '_hooks', None) is None:
+                self._hooks = {}
+            return Hook(self._hooks, hook)
+        node, output = self.origin
+        return Hook(node.hooks.setdefault(output, {}), hook)
+
+    def retain_grad(self) -> None:
+        """Let backward also set the .grad of this tensor, the result of an op; leaves have one anyway."""
+        if not self.requires_grad:
+            raise RuntimeError(f'retain_grad: a tensor of shape {self.shape} requires no gradient')
+        if self.origin is None:
+            return
+        this = weakref.ref(self)                        # a strong reference would be a cycle
+
+        def keep(gradient: Tensor) -> None:
+            tensor = this()
+            if tensor is not None:
+                new = gradient if mode.grad else gradient.copy()
+                tensor._grad = new if tensor._grad is None else tensor._grad + new
+        self.register_hook(keep)
 
     def backward(self, grad: Numbers | None = None, create_graph: bool = False, retain_graph: bool | None = None) -> None:
         """Add the gradient of this tensor with respect to each leaf it depends on to the leaf's .grad.
@@ -162,6 +202,8 @@ class Tensor(Recorded):
         def _of_two(self, other: Numbers, /) -> Tensor: ...
         __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __mul__ = __rmul__ = __imul__ = _of_two
         __truediv__ = __rtruediv__ = __itruediv__ = __pow__ = __rpow__ = __ipow__ = __matmul__ = __rmatmul__ = _of_two
+        __mod__ = __rmod__ = __imod__ = __floordiv__ = __rfloordiv__ = _of_two
+        __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _of_two
         __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _of_two       # type: ignore[assignment]
 
     def __neg__(self) -> Tensor:
@@ -170,22 +212,12 @@ class Tensor(Recorded):
     def __abs__(self) -> Tensor:
         return apply(elementwise.Abs, self)
 
-    abs = __abs__
+    def __pos__(self) -> Tensor:
+        return self.copy()
 
-    def exp(self) -> Tensor:
-        return apply(elementwise.Exp, self)
-
-    def log(self) -> Tensor:
-        return apply(elementwise.Log, self)
-
-    def sqrt(self) -> Tensor:
-        return apply(elementwise.Sqrt, self)
-
-    def tanh(self) -> Tensor:
-        return apply(elementwise.Tanh, self)
-
-    def sigmoid(self) -> Tensor:
-        return apply(elementwise.Sigmoid, self)
+    def __invert__(self) -> Tensor:
+        """Return the inverse of a mask; of int32, the inverse of all bits."""
+        return mode.interpreter(operators.invert, (self,), {}) if mode.interpreter else wrap(~self.array, None)
 
     def relu(self) -> Tensor:
         return apply(ReLU, self)
@@ -196,99 +228,121 @@ class Tensor(Recorded):
     def minimum(self, other: Numbers) -> Tensor:
         return apply(elementwise.Minimum, self, _operand(self, other))
 
-    def matmul(self, other: Numbers) -> Tensor:
-        return self @ other
+    def _unary(self, op: str) -> Tensor:
+        if op == 'floor':                       # it has no gradient; the interpreter knows Python's operators
+            return self // 1 if mode.interpreter else wrap(self.array.floor(), None)
+        return apply(_UNARY[op], self)
 
-    # -- reductions
+    def _reduced(self, op: str, axis: Axis, keepdims: bool) -> Tensor:
+        return apply(_REDUCTIONS[op], self, axis=axis, keepdims=keepdims)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        return apply(reductions.Sum, self, axis=axis, keepdims=keepdims)
-
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        return apply(reductions.Mean, self, axis=axis, keepdims=keepdims)
-
-    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        return apply(reductions.Max, self, axis=axis, keepdims=keepdims)
-
-    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        return apply(reductions.Min, self, axis=axis, keepdims=keepdims)
-
+    @accepts_torch_names
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
         """Return the index of the largest element, int32, without a gradient."""
         return wrap(self.array.argmax(axis, keepdims=keepdims), None)
 
+    @accepts_torch_names
     def logsumexp(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         return apply(reductions.LogSumExp, self, axis=axis, keepdims=keepdims)
 
-    def softmax(self, axis: int = -1) -> Tensor:
+    @accepts_torch_names
+    def softmax(self, axis: Axis = -1) -> Tensor:
         return apply(reductions.Softmax, self, axis=axis)
 
-    def log_softmax(self, axis: int = -1) -> Tensor:
+    @accepts_torch_names
+    def log_softmax(self, axis: Axis = -1) -> Tensor:
         return apply(reductions.LogSoftmax, self, axis=axis)
 
     # -- shapes
 
     def reshape(self, *shape: Any) -> Tensor:
-        return apply(shapes.Reshape, self, shape=_several(shape))
-
-    view = reshape
-
-    def flatten(self, start: int = 0) -> Tensor:
-        """Merge all axes from `start` on into one."""
-        return self.reshape(*self.shape[:start], math.prod(self.shape[start:]))
-
-    def squeeze(self, axis: int) -> Tensor:
-        """Remove an axis of size 1."""
-        axis, = normal_axes(axis, self.ndim)
-        if self.shape[axis] != 1:
-            raise ValueError(f'squeeze: axis {axis} of shape {self.shape} is not of size 1')
-        return self.reshape(*self.shape[:axis], *self.shape[axis + 1:])
-
-    def unsqueeze(self, axis: int) -> Tensor:
-        """Insert an axis of size 1 at position `axis`."""
-        axis, = normal_axes(axis, self.ndim + 1)
-        return self.reshape(*self.shape[:axis], 1, *self.shape[axis:])
+        return apply(shapes.Reshape, self, shape=several(shape))
 
     def permute(self, *axes: Any) -> Tensor:
-        return apply(shapes.Permute, self, axes=_several(axes))
-
-    def transpose(self, a: int, b: int) -> Tensor:
-        """Exchange two axes."""
-        (a,), (b,), axes = normal_axes(a, self.ndim), normal_axes(b, self.ndim), list(range(self.ndim))
-        axes[a], axes[b] = b, a
-        return self.permute(*axes)
-
-    @property
-    def T(self) -> Tensor:
-        return self.permute(*reversed(range(self.ndim)))
+        return apply(shapes.Permute, self, axes=several(axes))
 
     def broadcast_to(self, *shape: Any) -> Tensor:
-        return apply(shapes.BroadcastTo, self, shape=_several(shape))
+        return apply(shapes.BroadcastTo, self, shape=several(shape))
 
-    expand = broadcast_to
-
-    def flip(self, *axes: Any) -> Tensor:
+    @accepts_torch_names
+    def flip(self, *axes: Any, axis: Axis = None) -> Tensor:
         """Reverse the order along these axes, given as numbers or one tuple; along all if none or None is given."""
-        axis = None if axes in ((), (None,)) else _several(axes)
-        return apply(shapes.Flip, self, axes=normal_axes(axis, self.ndim))
+        return apply(shapes.Flip, self, axes=flipped_axes(axes, axis, self.ndim))
+
+    def copy(self) -> Tensor:
+        """Return a copy through which gradients flow."""
+        return apply(shapes.Copy, self)
+
+    def astype(self, dtype: DTypeLike) -> Tensor:
+        """Convert to float32, float64, int32 (any integer dtype) or bool.  Gradients flow between floats only."""
+        to = np.dtype(dtype)
+        if to.kind == 'f' and self.dtype.kind == 'f':
+            return apply(shapes.AsType, self, dtype=to)
+        return wrap(self.array.astype(to), None)
+
+    def to(self, target: Any) -> Tensor:
+        """Convert to a dtype, or move to a device.  RuntimeError for a move of a tensor that requires a gradient."""
+        if isinstance(target, Tensor):
+            return self.to(target.device).to(target.dtype)
+        if not hasattr(target, 'launch'):
+            return self.astype(target)
+        if target is not self.device and self.requires_grad:
+            raise RuntimeError(f'to: a tensor of shape {self.shape} that requires a gradient cannot move to {target}; '
+                               'use detach().to(device)')
+        return self if target is self.device else wrap(self.array.to(target), None)
+
+    def cpu(self) -> Tensor:
+        """Return this tensor if it is on the CPU, else a copy there."""
+        return self.to(ndarray.cpu())
+
+    def take_rows(self, ids: Any) -> Tensor:
+        """Return the elements of axis 0 with these indices, negative from the end."""
+        if not self.ndim:
+            raise IndexError('too many indices for a tensor of shape (): 1')
+        return apply(shapes.Take, self, ids if isinstance(ids, NDArray) else as_array(np.asarray(ids), self.device))
+
+    def unbind(self, axis: int = 0) -> tuple[Tensor, ...]:
+        """Return the slices along an axis, without that axis."""
+        return apply(shapes.Unbind, self, axis=normal_axes(axis, self.ndim)[0])
 
     def __getitem__(self, index: Index) -> Tensor:
-        """Integers, slices, ... and None: a view.  A Tensor, array or list of integers: rows along the first axis.  A mask, or
-        bools in the shape of the first axes: the elements where it is true."""
-        if isinstance(index, (Tensor, NDArray, np.ndarray, list)):
-            index = index.array if isinstance(index, Tensor) else index
-            mask = ndarray.mask_in(index)
-            if mask is None:
-                return apply(shapes.Take, self, as_array(index, self.device))
-            ids = ndarray.selected(mask, self.shape)
-            rows = self if mask.ndim == 1 else self.reshape(mask.size, *self.shape[mask.ndim:])
-            return apply(shapes.Take, rows, as_array(ids, self.device))
+        """Integers, slices, ... and None: a view.  With arrays, Tensors or lists of integers, masks or bools: a copy."""
+        index = _plain_index(index)
+        if ndarray.is_advanced(index):
+            return ndarray.gathered(self, index)
         return apply(shapes.GetItem, self, index=index)
+
+    # -- for pyops/methods.py
+
+    def _cumulated(self, axis: int) -> Tensor:
+        return apply(shapes.CumSum, self, axis=axis)
+
+    def _pieces(self, sizes: tuple[int, ...], axis: int) -> tuple[Tensor, ...]:
+        return apply(shapes.Split, self, sizes=sizes, axis=axis)
+
+    def _plain(self) -> NDArray:
+        return self.array
+
+    def _constant(self, array: NDArray) -> Tensor:
+        return wrap(array, None)
+
+    def _operand(self, other: Any) -> Any:
+        return _operand(self, other)
+
+    def _function(self, name: str) -> Any:
+        return globals()[name]
 
     # -- in place
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
-        value = _operand(self, value)
+        value, index = _operand(self, value), _plain_index(index)
+        if value is NotImplemented:
+            raise TypeError('expected numbers to assign, got an object of another type')
+        if ndarray.is_advanced(index):
+            at = ndarray.positions(index, self.shape)
+            self._change(lambda: apply(shapes.Put, self, value, at=at),
+                         lambda array: array.put(at, getattr(value, 'array', value)), value)
+            return
         self._change(lambda: apply(shapes.SetItem, self, value, index=index),
                      lambda array: array.__setitem__(index, getattr(value, 'array', value)), value)
 
@@ -308,18 +362,76 @@ class Tensor(Recorded):
         return self
 
 
-def _several(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Accept both f(1, 2) and f((1, 2))."""
-    return tuple(values[0]) if len(values) == 1 and not isinstance(values[0], numbers.Integral) else values
+def _plain_index(index: Any) -> Any:
+    """Replace the Tensors in an index by their arrays."""
+    if isinstance(index, tuple):
+        return tuple(item.array if isinstance(item, Tensor) else item for item in index)
+    if isinstance(index, list) and any(isinstance(item, Tensor) for item in index):
+        return [item.numpy() if isinstance(item, Tensor) else item for item in index]
+    return index.array if isinstance(index, Tensor) else index
 
 
 def _operand(tensor: Tensor, other: Any) -> Any:
     """Return an operand: a Tensor or a number unchanged, an array as a constant, else NotImplemented."""
     if isinstance(other, (Tensor, numbers.Real)):
         return other
-    if isinstance(other, (NDArray, np.ndarray, np.generic, list)):
+    if isinstance(other, NDArray):
         return Tensor(other, device=tensor.device)
+    if isinstance(other, (np.ndarray, np.generic, list)):
+        other = np.asarray(other)
+        keeps = tensor.dtype == np.float64 and other.dtype.kind == 'f'          # do not round to float32 on the way
+        return Tensor(other, device=tensor.device, dtype=tensor.dtype if keeps else None)
     return NotImplemented
+
+
+# ---- functions of several tensors ------------------------------------------------------------------------------------
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Convert to Tensors, on the device of the first that is one."""
+    values = list(values)
+    device = next((x.device for x in values if isinstance(x, Tensor)), None)
+    return [x if isinstance(x, Tensor) else Tensor(x, device=device) for x in values]
+
+
+@accepts_torch_names
+def concatenate(tensors: Any, axis: int = 0) -> Tensor:
+    """Join tensors along an existing axis."""
+    return apply(shapes.Concatenate, *_tensors(tensors), axis=axis)
+
+
+@accepts_torch_names
+def stack(tensors: Any, axis: int = 0) -> Tensor:
+    """Join tensors of one shape along a new axis."""
+    return apply(shapes.Stack, *_tensors(tensors), axis=axis)
+
+
+def where(condition: Numbers, a: Numbers, b: Numbers) -> Tensor:
+    """Return the elements of a where condition is not 0, else those of b; all three broadcast.  The condition has no
+    gradient."""
+    like = next((x for x in (a, b, condition) if isinstance(x, Tensor)), None)
+    like = Tensor(condition) if like is None else like
+    condition = condition.detach() if isinstance(condition, Tensor) else Tensor(condition, device=like.device)
+    return apply(shapes.Where, _operand(like, a), _operand(like, b), condition)
+
+
+def pad_axes(x: Tensor, widths: Any, value: float = 0) -> Tensor:
+    """Pad with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number."""
+    pairs = np.broadcast_to(np.asarray(widths, np.int64), (x.ndim, 2)).tolist()
+    if any(n < 0 for pair in pairs for n in pair):
+        raise ValueError(f'pad: expected widths of at least 0, got {widths}')
+    return apply(shapes.Pad, x, widths=tuple(map(tuple, pairs)), value=value)
+
+
+def einsum(subscripts: str, *operands: Numbers) -> Tensor:
+    """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.  See
+    pyops/einsum.py."""
+    from pyops.einsum import einsum
+    return einsum(subscripts, *_tensors(operands))
+
+
+_UNARY = {op.__name__.lower(): op for op in (elementwise.Exp, elementwise.Log, elementwise.Sqrt, elementwise.Tanh,
+                                             elementwise.Sigmoid, elementwise.Sin, elementwise.Cos)}
+_REDUCTIONS = {op.__name__.lower(): op for op in (reductions.Sum, reductions.Mean, reductions.Max, reductions.Min)}
 
 
 def _operators() -> None:
@@ -353,8 +465,17 @@ def _operators() -> None:
             return wrap(operator(self.array, getattr(other, 'array', other)), None)
         return method
 
+    def constant(operator: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        forward = comparison(operator)
+
+        def reflected(self: Tensor, other: Any) -> Any:
+            other = _operand(self, other)
+            return other if other is NotImplemented else forward(_tensors([other, self])[0], self)
+        return forward, reflected
+
     for name, op in (('add', elementwise.Add), ('sub', elementwise.Subtract), ('mul', elementwise.Multiply),
-                     ('truediv', elementwise.Divide), ('pow', elementwise.Power), ('matmul', matmul.MatMul)):
+                     ('truediv', elementwise.Divide), ('pow', elementwise.Power), ('mod', elementwise.Remainder),
+                     ('matmul', matmul.MatMul)):
         method, reflected = binary(op)
         setattr(Tensor, f'__{name}__', method)
         setattr(Tensor, f'__r{name}__', reflected)
@@ -362,6 +483,10 @@ def _operators() -> None:
             setattr(Tensor, f'__i{name}__', in_place(op, getattr(operators, f'i{name}')))
     for name in ('eq', 'ne', 'lt', 'le', 'gt', 'ge'):
         setattr(Tensor, f'__{name}__', comparison(getattr(operators, name)))
+    for name in ('floordiv', 'and_', 'or_', 'xor'):         # these have no gradient
+        method, reflected = constant(getattr(operators, name))
+        setattr(Tensor, f'__{name.strip("_")}__', method)
+        setattr(Tensor, f'__r{name.strip("_")}__', reflected)
 
 
 _operators()

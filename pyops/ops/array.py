@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pyops import methods
+
 if TYPE_CHECKING:
     from pyops.typing import Axis, Shape
 
@@ -42,11 +44,4 @@ def sum_to(d: Any, shape: Shape) -> Any:
 def normal_axes(axis: Axis, ndim: int) -> Shape:
     """Return axis (None for all, an int, or several; negative ints count from the end) as a sorted tuple of axes in [0, ndim).
     Raise ValueError for an axis out of bounds or given twice."""
-    axes = range(ndim) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    for a in axes:
-        if not -ndim <= a < ndim:
-            raise ValueError(f'axis {a} is out of bounds for an array of {ndim} dimensions')
-    normal = sorted(a % ndim for a in axes)
-    if len(set(normal)) != len(normal):
-        raise ValueError(f'axis {axis}: an axis is named twice')
-    return tuple(normal)
+    return tuple(sorted(methods.normal_axes(methods.as_axes(axis), ndim)))

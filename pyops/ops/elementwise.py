@@ -97,6 +97,22 @@ class Power(ArrayOp):
         return [positive(normal(3, 1, 4)), normal(2, 1)], {}
 
 
+class Remainder(ArrayOp):
+    """y = a - b floor(a / b);  da = dy, db = -dy floor(a / b)."""
+
+    def forward(a, b):
+        return a % b, (a, b)
+
+    def backward(dy, ctx, wanted=BOTH):
+        a, b = ctx
+        return wanted[0] and sum_to(dy, shape_of(a)), wanted[1] and -sum_to(dy * (a // b), shape_of(b))
+
+    reference = np.remainder
+
+    def example(normal):
+        return [normal(3, 1, 4), 3 + positive(normal(2, 1))], {}
+
+
 class Maximum(ArrayOp):
     """y = max(a, b);  the gradient goes to the larger operand; if both are equal, half goes to each."""
 
@@ -226,3 +242,29 @@ class Sigmoid(ArrayOp):
         return 1 / (1 + np.exp(-x))
 
     example = one
+
+
+class Sin(ArrayOp):
+    """y = sin(x);  dx = dy cos(x)."""
+
+    def forward(x):
+        return x.sin(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return dy * x.cos()
+
+    reference, example = np.sin, one
+
+
+class Cos(ArrayOp):
+    """y = cos(x);  dx = -dy sin(x)."""
+
+    def forward(x):
+        return x.cos(), (x,)
+
+    def backward(dy, ctx):
+        x, = ctx
+        return -dy * x.sin()
+
+    reference, example = np.cos, one

@@ -3,21 +3,15 @@ import math
 
 import numpy as np
 
+from pyops.methods import bounded
 from pyops.ops.array import ArrayOp, normal_axes
 from pyops.ops.examples import distinct, of_three_axes
-
-LARGEST = 3.4028234663852886e38         # the largest float32
 
 
 def kept(shape, axis):
     """Return the shape with size 1 for the reduced axes."""
     axes = normal_axes(axis, len(shape))
     return tuple(1 if i in axes else n for i, n in enumerate(shape))
-
-
-def bounded(x):
-    """Replace infinities by the largest float32, so that x - bounded(x) is not NaN for an infinite x."""
-    return x.maximum(-LARGEST).minimum(LARGEST)
 
 
 class Sum(ArrayOp):

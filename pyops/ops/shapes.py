@@ -1,7 +1,8 @@
 """Array ops that move elements.  They form pairs; each op of a pair computes the gradient of the other:
 
     Reshape and Reshape, Permute and Permute, Flip and Flip; BroadcastTo and Sum; GetItem and Place; Pad and GetItem;
-    Concatenate and Split; Stack and Unbind; Take and Scatter; Windows and Fold (pyops/ops/convolution.py).
+    Concatenate and Split; Stack and Unbind; Take and Scatter; CumSum and CumSum; AsType and AsType; Windows and Fold
+    (pyops/ops/convolution.py).
 """
 import numpy as np
 
@@ -145,12 +146,93 @@ class SetItem(ArrayOp):
         return [normal(2, 3, 4), normal(1, 4)], dict(index=INDEX)
 
 
+class Put(ArrayOp):
+    """Copy x and assign `value`, an array or a number, to the positions `at` of the flattened copy: to the last of equal
+    ones."""
+
+    def forward(x, value, at):
+        y = x.copy()
+        y.put(at, value)
+        return y, (getattr(value, 'shape', ()), at)
+
+    def backward(dy, ctx, wanted=(True, True)):
+        shape, at = ctx
+        dvalue = None
+        if wanted[1]:
+            dvalue = call(Take, dy.reshape(-1), at)
+            last = ndarray.last_of_equals(at.reshape(-1))
+            if last is not None:                # the others were overwritten
+                counts = np.zeros(at.size, np.float32)
+                counts[last] = 1
+                dvalue = dvalue * counts.reshape(at.shape)
+            small = shape[len(shape) - min(len(shape), at.ndim):]
+            dvalue = sum_to(dvalue, small).reshape(shape)
+        return wanted[0] and call(Put, dy, 0.0, at=at), dvalue
+
+    def reference(x, value, at):
+        y = np.array(x)
+        y.reshape(-1)[at] = value
+        return y
+
+    def example(normal):
+        return [normal(2, 3), normal(2, 3)], dict(at=np.array([[0, 5, 1], [3, 0, 2]]))
+
+
+class Where(ArrayOp):
+    """y = a where condition is not 0, else b.  The gradient goes to the chosen operand."""
+
+    def forward(a, b, condition):
+        return ndarray.where(condition, a, b), (getattr(a, 'shape', ()), getattr(b, 'shape', ()), condition)
+
+    def backward(dy, ctx, wanted=(True, True, False)):
+        a, b, condition = ctx
+        return (wanted[0] and sum_to(call(Where, dy, 0.0, condition), a),
+                wanted[1] and sum_to(call(Where, dy, 0.0, condition == 0), b), None)
+
+    def reference(a, b, condition):
+        return np.where(condition, a, b)
+
+    def example(normal):
+        return [normal(2, 3), normal(3), np.array([[1, 0, 1], [0, 0, 1]], np.int32)], {}
+
+
+class AsType(ArrayOp):
+    """Convert between float32 and float64."""
+
+    def forward(x, dtype):
+        return x.astype(dtype), (x.dtype,)
+
+    def backward(dy, ctx):
+        return dy.astype(ctx[0])
+
+    def reference(x, dtype):
+        return x
+
+    example = of_three_axes(dtype='float32')
+
+
+class CumSum(ArrayOp):
+    """y[i] = x[0] + ... + x[i] along an axis;  dx[i] = dy[i] + dy[i+1] + ... """
+
+    def forward(x, axis):
+        return x.cumsum(axis), (axis,)
+
+    def backward(dy, ctx):
+        axis, = ctx
+        return dy.flip(axis).cumsum(axis).flip(axis)
+
+    def reference(x, axis):
+        return x.cumsum(axis)
+
+    example = of_three_axes(axis=1)
+
+
 class Pad(ArrayOp):
     """Pad with `value`: widths[i] = (before, after) is the number of elements added at each end of axis i."""
 
     def forward(x, widths, value=0.0):
         inside = tuple(slice(before, before + n) for (before, _), n in zip(widths, x.shape, strict=True))
-        return ndarray.pad(x, widths, value), (inside,)
+        return ndarray.pad_axes(x, widths, value), (inside,)
 
     def backward(dy, ctx):
         return dy[ctx[0]]
@@ -235,7 +317,7 @@ class Take(ArrayOp):
     """Gather rows along the first axis: y[i] = x[ids[i]], with ids (...) int32."""
 
     def forward(x, ids):
-        return x.take(ids), (x.shape, ids + (ids < 0) * x.shape[0])         # negative ids count from the end
+        return x.take_rows(ids), (x.shape, ids + (ids < 0) * x.shape[0])         # negative ids count from the end
 
     def backward(dy, ctx):
         shape, ids = ctx

@@ -50,7 +50,7 @@ def test_numpy_arrays_are_copied_and_ndarrays_shared():
 
 
 def test_only_real_numbers_have_a_gradient():
-    with pytest.raises(TypeError, match='requires_grad: expected a tensor of float32, got int32'):
+    with pytest.raises(TypeError, match='requires_grad: expected a tensor of floats, got int32'):
         Tensor([1, 2], requires_grad=True)
 
 

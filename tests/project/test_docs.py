@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from pyops.errors import UserError
-from scripts import flag_tables, generated
+from scripts import flag_tables, generated, name_table
 from seq2seq.train import DEFAULTS as SEQ2SEQ
 from transformer.train import DEFAULTS as TRANSFORMER
 
@@ -212,6 +212,15 @@ def test_the_flag_tables_are_up_to_date(tmp_path):
         flag_tables.main(['--check', '--page', str(stale)])
     flag_tables.main(['--page', str(stale)])
     assert stale.read_text() == page.read_text()
+
+
+def test_the_table_of_names_is_up_to_date(torch, tmp_path):
+    name_table.main(['--check'])
+    page, stale = ROOT / 'docs' / 'names.md', tmp_path / 'names.md'
+    assert len(page.read_text().splitlines()) > 120
+    stale.write_text(page.read_text().replace('| `cumsum` |', '| `cumulated` |'))
+    with pytest.raises(UserError, match='is out of date; update it with: python -m scripts.name_table'):
+        name_table.main(['--check', '--page', str(stale)])
 
 
 @each_program

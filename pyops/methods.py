@@ -1,0 +1,620 @@
+"""Methods: the methods that NDArray and Tensor share, written once, and numpy's protocols for both.
+
+A method has numpy's name, arguments and result if numpy has the name, else PyTorch's; docs/ndarray.md compares them.  Axes are
+called `axis` (None, an int, or several) and `keepdims`; PyTorch's `dim` and `keepdim` are accepted everywhere.
+
+A class defines a few primitives, on which the methods below are built:
+
+    shape, dtype, device
+    _unary(op)  _reduced(op, axis, keepdims)  and the operators
+    reshape, permute, broadcast_to, flip, copy, [], where(condition, a, b), concatenate, take_rows, cumulated, argsort
+    _constant(array)    wraps an NDArray that has no gradient
+    _plain()            returns the NDArray
+"""
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pyops.typing import Axis, Numbers, Shape
+
+Function = TypeVar('Function', bound='Callable[..., Any]')
+# PyTorch's names of arguments -> the names here
+TORCH_NAMES = {'dim': 'axis', 'keepdim': 'keepdims', 'dims': 'axis'}
+
+
+def accepts_torch_names(function: Function) -> Function:
+    """Decorate a function that takes `axis` or `keepdims`: accept them as `dim`, `dims` and `keepdim` as well."""
+    @functools.wraps(function)
+    def wrapper(*args: Any, **named: Any) -> Any:
+        if named:
+            for given in named.keys() & TORCH_NAMES.keys():
+                name = TORCH_NAMES[given]
+                if name in named:
+                    raise TypeError(f'{function.__name__}: got {name} and also {given}, its name in PyTorch; give one of them')
+                named[name] = named.pop(given)
+        return function(*args, **named)
+    return wrapper              # type: ignore[return-value]
+
+
+@functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
+def normal_axes(axis: Axis, ndim: int) -> Shape:
+    """Return axes (None for all, an int, or a tuple) as non-negative ints in the given order.  Raises
+    np.exceptions.AxisError, a
+    ValueError and IndexError, beyond ndim, and ValueError for an axis that is given twice."""
+    if axis is None:
+        return tuple(range(ndim))
+    found = []
+    for one in axis if isinstance(axis, tuple) else (axis,):
+        one = operator.index(one)               # type: ignore[arg-type]
+        if not -ndim <= one < ndim:
+            raise np.exceptions.AxisError(one, ndim)
+        found.append(one % ndim)
+    if len(set(found)) < len(found):
+        raise ValueError(f"duplicate value in 'axis': {axis}")
+    return tuple(found)
+
+
+def as_axes(axis: Any) -> Any:
+    """Return several axes as a tuple; None and an int unchanged."""
+    return tuple(axis) if isinstance(axis, list | range) else axis
+
+
+def flipped_axes(axes: tuple[Any, ...], axis: Axis, ndim: int) -> Shape:
+    """Return the axes of x.flip(*axes) or x.flip(axis=axis): all if neither is given."""
+    given = as_axes(axis) if axes in ((), (None,)) else several(axes)
+    return normal_axes(given, ndim)
+
+
+def several(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values of a call f(1, 2) or f((1, 2)) as a tuple."""
+    return tuple(values[0]) if len(values) == 1 and not hasattr(values[0], '__index__') else values
+
+
+class Methods:
+    """The methods that NDArray and Tensor have in common."""
+    __slots__ = ()
+
+    if TYPE_CHECKING:                   # the primitives
+        @property
+        def shape(self) -> Shape: ...
+        @property
+        def ndim(self) -> int: ...
+        @property
+        def size(self) -> int: ...
+        dtype: Any
+        device: Any
+        def __getitem__(self, index: Any) -> Any: ...
+        _unary: Callable[..., Any]
+        _reduced: Callable[..., Any]
+        _cumulated: Callable[..., Any]
+        _pieces: Callable[..., Any]
+        _constant: Callable[..., Any]
+        _plain: Callable[..., Any]
+        _operand: Callable[..., Any]
+        _function: Callable[..., Any]
+        take_rows: Callable[..., Any]
+        reshape: Callable[..., Any]
+        permute: Callable[..., Any]
+        broadcast_to: Callable[..., Any]
+        flip: Callable[..., Any]
+        copy: Callable[..., Any]
+        astype: Callable[..., Any]
+        maximum: Callable[..., Any]
+        minimum: Callable[..., Any]
+        argmax: Callable[..., Any]
+        __add__: Any
+        __sub__: Any
+        __mul__: Any
+        __truediv__: Any
+        __rtruediv__: Any
+        __matmul__: Any
+        __pow__: Any
+        __neg__: Any
+        __abs__: Any
+
+    # ---- element by element ------------------------------------------------------------------------
+
+    def exp(self) -> Self:
+        """Return e^x."""
+        return self._unary('exp')
+
+    def log(self) -> Self:
+        """Return the natural logarithm."""
+        return self._unary('log')
+
+    def sqrt(self) -> Self:
+        """Return the square root."""
+        return self._unary('sqrt')
+
+    def tanh(self) -> Self:
+        """Return the hyperbolic tangent."""
+        return self._unary('tanh')
+
+    def sigmoid(self) -> Self:
+        """Return 1 / (1 + e^-x)."""
+        return self._unary('sigmoid')
+
+    def sin(self) -> Self:
+        """Return the sine."""
+        return self._unary('sin')
+
+    def cos(self) -> Self:
+        """Return the cosine."""
+        return self._unary('cos')
+
+    def floor(self) -> Self:
+        """Return the largest whole number that is at most x, without a gradient."""
+        return self._unary('floor')
+
+    def ceil(self) -> Self:
+        """Return the smallest whole number that is at least x, without a gradient."""
+        return -(-self)._unary('floor')
+
+    def abs(self) -> Self:
+        """Return the absolute value."""
+        return abs(self)
+
+    def relu(self) -> Self:
+        """Return max(x, 0)."""
+        return self.maximum(0)
+
+    def square(self) -> Self:
+        """Return x * x."""
+        return self * self
+
+    def reciprocal(self) -> Self:
+        """Return 1 / x."""
+        return 1.0 / self
+
+    def sign(self) -> Self:
+        """Return 1, 0 or -1 in the dtype of x.  It has no gradient."""
+        x = self._plain()
+        return self._constant(((x > 0) * 1 - (x < 0) * 1).astype(self.dtype))
+
+    def isnan(self) -> Self:
+        """Return a mask of the elements that are NaN."""
+        x = self._plain()
+        return self._constant(x != x)
+
+    def isfinite(self) -> Self:
+        """Return a mask of the elements that are neither NaN nor infinite."""
+        x = self._plain()
+        return self._constant(abs(x) < math.inf)
+
+    def pow(self, exponent: Numbers) -> Self:
+        """Return x ** exponent."""
+        return self ** exponent
+
+    power = pow
+
+    def clip(self, min: Any = None, max: Any = None) -> Self:
+        """Return x with elements below `min` replaced by `min`, and those above `max` by `max`.  None: no limit."""
+        if min is None and max is None:
+            raise ValueError('clip: expected min, max or both, got neither')
+        y = self if min is None else self.maximum(min)
+        return y if max is None else y.minimum(max)
+
+    clamp = clip
+
+    def masked_fill(self, mask: Numbers, value: Any) -> Self:
+        """Return x with the elements where mask is true replaced by `value`."""
+        return self._function('where')(mask, value, self)
+
+    def matmul(self, other: Numbers) -> Self:
+        """Return the matrix product x @ other."""
+        return self @ other
+
+    def dot(self, other: Numbers) -> Self:
+        """Return the sum of products over the last axis of x and the last but one of `other` (its only one if it is a
+        vector)."""
+        other = self._operand(other)
+        if not self.ndim or not other.ndim:
+            return self * other
+        if other.ndim <= 2:
+            return self @ other
+        rows = self.reshape(math.prod(self.shape[:-1]), self.shape[-1])
+        columns = other.permute((other.ndim - 2, *range(other.ndim - 2), other.ndim - 1)).reshape(other.shape[-2], -1)
+        return (rows @ columns).reshape(*self.shape[:-1], *other.shape[:-2], other.shape[-1])
+
+    # ---- reductions --------------------------------------------------------------------------------
+
+    @accepts_torch_names
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Sum over axes, in an order that does not depend on threads.  int32 stays int32 and wraps."""
+        return self._reduced('sum', as_axes(axis), keepdims)
+
+    @accepts_torch_names
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return the mean over axes; of integers as float32; NaN without elements."""
+        return self._reduced('mean', as_axes(axis), keepdims)
+
+    @accepts_torch_names
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return the maximum over axes; NaN if there is one."""
+        return self._reduced('max', as_axes(axis), keepdims)
+
+    @accepts_torch_names
+    def min(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return the minimum over axes; NaN if there is one."""
+        return self._reduced('min', as_axes(axis), keepdims)
+
+    amax, amin = max, min
+
+    @accepts_torch_names
+    def var(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, correction: int | None = None,
+            unbiased: bool | None = None) -> Self:
+        """Return the variance: the sum of squared deviations from the mean, divided by n - ddof.
+
+        `correction` and `unbiased` are PyTorch's names: correction=1 and unbiased=True both mean ddof=1.
+        """
+        ddof = correction if correction is not None else int(unbiased) if unbiased is not None else ddof
+        deviation = self - self.mean(axis, keepdims=True)
+        total = (deviation * deviation).sum(axis, keepdims=keepdims)
+        n = math.prod(self.shape[d] for d in normal_axes(as_axes(axis), self.ndim)) - ddof
+        return total / n if n > 0 else total / 0.0
+
+    @accepts_torch_names
+    def std(self, axis: Axis = None, ddof: int = 0, keepdims: bool = False, correction: int | None = None,
+            unbiased: bool | None = None) -> Self:
+        """Return the standard deviation, the square root of `var`."""
+        return self.var(axis, ddof, keepdims, correction, unbiased).sqrt()
+
+    @accepts_torch_names
+    def prod(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return the product over axes; 1 without elements."""
+        axes = normal_axes(as_axes(axis), self.ndim)
+        kept = [d for d in range(self.ndim) if d not in axes]
+        shape = tuple(self.shape[d] for d in kept)
+        x = self.permute((*axes, *kept)).reshape(math.prod(self.shape[d] for d in axes), *shape)
+        while (n := x.shape[0]) > 1:            # multiply the halves: the number of roundings grows with log n
+            half = x[:n // 2] * x[n // 2:n // 2 * 2]
+            x = self._function('concatenate')([half, x[n - 1:]]) if n % 2 else half
+        y = x.reshape(shape) if x.shape[0] else x.sum(0) + 1
+        return y.reshape(tuple(1 if d in axes else n for d, n in enumerate(self.shape))) if keepdims else y
+
+    @accepts_torch_names
+    def norm(self, ord: float = 2, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord); ord inf: the largest absolute value."""
+        if ord == math.inf:
+            return abs(self).max(axis, keepdims)
+        if ord == 1:
+            return abs(self).sum(axis, keepdims)
+        if ord == 2:
+            return (self * self).sum(axis, keepdims).sqrt()
+        return (abs(self) ** ord).sum(axis, keepdims) ** (1 / ord)
+
+    @accepts_torch_names
+    def any(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return a mask: whether any element along the axes is not 0."""
+        return self._tested('max', 0, axis, keepdims)
+
+    @accepts_torch_names
+    def all(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return a mask: whether all elements along the axes are not 0."""
+        return self._tested('min', 1, axis, keepdims)
+
+    def _tested(self, op: str, of_none: int, axis: Axis, keepdims: bool) -> Self:
+        mask, axes = self._plain() != 0, normal_axes(as_axes(axis), self.ndim)
+        if all(self.shape[d] for d in axes):
+            return self._constant(mask._reduced(op, axes, keepdims))
+        return self._constant(mask.sum(axes, keepdims) == (0 if of_none else -1))
+
+    @accepts_torch_names
+    def argmin(self, axis: int | None = None, keepdims: bool = False) -> Self:
+        """Return the index of the minimum, int32, the first of equals; NaN counts as smallest."""
+        x = self._plain()
+        return self._constant((-x if x.dtype.kind == 'f' else -x - 1).argmax(axis, keepdims=keepdims))
+
+    @accepts_torch_names
+    def logsumexp(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return log(sum(e^x)) over axes, without overflow."""
+        top = bounded(self.max(axis, keepdims=True))
+        y = (self - top).exp().sum(axis, keepdims=True).log() + top
+        return y if keepdims else y.squeeze(tuple(normal_axes(as_axes(axis), self.ndim)))
+
+    @accepts_torch_names
+    def softmax(self, axis: Axis = -1) -> Self:
+        """Return e^x / sum(e^x) along axes, without overflow."""
+        e = (self - bounded(self.max(axis, keepdims=True))).exp()
+        return e / e.sum(axis, keepdims=True)
+
+    @accepts_torch_names
+    def log_softmax(self, axis: Axis = -1) -> Self:
+        """Return log(softmax(x)) along axes."""
+        below = self - bounded(self.max(axis, keepdims=True))
+        return below - below.exp().sum(axis, keepdims=True).log()
+
+    # ---- along an axis -----------------------------------------------------------------------------
+
+    def _along(self, axis: int | None) -> tuple[Self, int]:
+        """Return x and a non-negative axis; for None the flattened x and 0."""
+        return (self.reshape(-1), 0) if axis is None else (self, normal_axes(axis, self.ndim)[0])
+
+    @accepts_torch_names
+    def cumsum(self, axis: int | None = None) -> Self:
+        """Return the sums of the first 1, 2, ... elements along an axis; None: of the flattened array."""
+        x, d = self._along(axis)
+        return x._cumulated(d)
+
+    @accepts_torch_names
+    def argsort(self, axis: int | None = -1, descending: bool = False) -> Self:
+        """Return the int32 indices that sort x along an axis; equal elements keep their order, NaN is last.
+
+        Arrays on a GPU are sorted on the CPU.  RuntimeError while a plan records on a GPU.
+        """
+        x, d = self._along(axis)
+        return x._constant(x._plain()._sorting(d, descending))
+
+    @accepts_torch_names
+    def sort(self, axis: int | None = -1, descending: bool = False) -> Self:
+        """Return a sorted copy, like np.sort; None: of the flattened array.  pyops.functional.sort also returns the indices."""
+        x, d = self._along(axis)
+        return x.take_along_axis(x.argsort(d, descending=descending), d)
+
+    @accepts_torch_names
+    def topk(self, k: int, axis: int = -1, largest: bool = True) -> tuple[Self, Self]:
+        """Return the k largest (or smallest) elements along an axis in order, and their indices.  ValueError for an invalid
+        k."""
+        d, = normal_axes(axis, self.ndim)
+        if not 0 <= k <= self.shape[d]:
+            raise ValueError(f'topk: expected k from 0 to {self.shape[d]}, the size of axis {axis}, got {k}')
+        best = self.argsort(d, descending=largest)[(slice(None),) * d + (slice(0, k),)]
+        return self.take_along_axis(best, d), best
+
+    @accepts_torch_names
+    def take_along_axis(self, indices: Numbers, axis: int | None = -1) -> Self:
+        """Return the elements of x at `indices` along an axis; x and indices broadcast along the other axes."""
+        x, d = self._along(axis)
+        indices = _numpy(indices)
+        if indices.ndim != x.ndim:
+            raise ValueError(f'take_along_axis: indices and array must have the same number of axes, got {indices.ndim} and '
+                             f'{x.ndim}')
+        index = [np.arange(n).reshape([-1 if i == e else 1 for i in range(x.ndim)]) for e, n in enumerate(x.shape)]
+        index[d] = indices
+        return x[tuple(index)]
+
+    @accepts_torch_names
+    def gather(self, axis: int, index: Numbers) -> Self:
+        """Return x[..., index[..., j, ...], ...] along an axis, PyTorch's gather: index may be smaller than x along other
+        axes."""
+        d, = normal_axes(axis, self.ndim)
+        index = _numpy(index)
+        part = self[tuple(slice(None) if i == d else slice(0, n) for i, n in enumerate(index.shape))]
+        return part.take_along_axis(index, d)
+
+    @accepts_torch_names
+    def index_select(self, axis: int, index: Numbers) -> Self:
+        """Return the slices of x at these indices along an axis."""
+        return self.take(index, axis)
+
+    @accepts_torch_names
+    def take(self, indices: Numbers, axis: int | None = None) -> Self:
+        """Return the elements at these indices along an axis; None: of the flattened array.  Negative ones count from the
+        end."""
+        x, d = self._along(axis)
+        return x[(slice(None),) * d + (_index(indices),)]
+
+    @accepts_torch_names
+    def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Self:
+        """Repeat each element along an axis, like np.repeat; None: of the flattened array.  PyTorch's repeat is `tile`."""
+        x, d = self._along(axis)
+        counts = np.broadcast_to(np.asarray(_numpy(repeats), int), x.shape[d])
+        return x[(slice(None),) * d + (np.repeat(np.arange(x.shape[d]), counts),)]
+
+    repeat_interleave = repeat
+
+    def tile(self, *reps: Any) -> Self:
+        """Repeat the whole array reps[i] times along axis i; fewer numbers than axes apply to the last axes."""
+        reps = several(reps)
+        ndim = max(self.ndim, len(reps))
+        reps, shape = (1,) * (ndim - len(reps)) + reps, (1,) * (ndim - self.ndim) + self.shape
+        split = [n for size in shape for n in (1, size)]
+        wide = [n for rep, size in zip(reps, shape, strict=True) for n in (rep, size)]
+        if ndim > 4:                            # an array has at most 8 axes
+            x = self.reshape(shape)
+            for d, rep in enumerate(reps):
+                x = x if rep == 1 else self._function('concatenate')([x] * rep, d)
+            return x
+        return self.reshape(tuple(split)).broadcast_to(tuple(wide)).reshape(
+            tuple(rep * size for rep, size in zip(reps, shape, strict=True)))
+
+    @accepts_torch_names
+    def roll(self, shift: int, axis: int | None = None) -> Self:
+        """Move the elements by `shift` along an axis; those that leave at the end enter at the start.  None: flattened."""
+        x, d = self._along(axis)
+        n = x.shape[d]
+        return x[(slice(None),) * d + ((np.arange(n) - shift) % max(n, 1),)].reshape(self.shape)
+
+    @accepts_torch_names
+    def split(self, sizes: int | Sequence[int], axis: int = 0) -> tuple[Self, ...]:
+        """Split along an axis into pieces of these sizes, or of one size (the last may be smaller): views.
+
+        ValueError if the sizes do not add up.  np.split(x, ...) takes numpy's arguments: a number of pieces, or their ends.
+        """
+        d, = normal_axes(axis, self.ndim)
+        n = self.shape[d]
+        if isinstance(sizes, int):
+            if sizes < 1:
+                raise ValueError(f'split: expected pieces of at least one element, got {sizes}')
+            sizes = [sizes] * (n // sizes) + [n % sizes] * (n % sizes > 0)
+        if sum(sizes) != n or min(sizes, default=0) < 0:
+            raise ValueError(f'split: pieces of {tuple(sizes)} do not make up axis {axis} of {n} elements')
+        return self._pieces(tuple(sizes), d)
+
+    @accepts_torch_names
+    def chunk(self, chunks: int, axis: int = 0) -> tuple[Self, ...]:
+        """Split along an axis into at most `chunks` pieces of equal size (the last may be smaller)."""
+        if chunks < 1:
+            raise ValueError(f'chunk: expected at least one piece, got {chunks}')
+        return self.split(max(1, -(-self.shape[normal_axes(axis, self.ndim)[0]] // chunks)), axis)
+
+    # ---- shapes ------------------------------------------------------------------------------------
+
+    def transpose(self, *axes: Any) -> Self:
+        """Permute the axes; without arguments, reverse their order.
+
+        Two axes of an array with more than two exchange them, as in PyTorch.  transpose(0, 1) of a matrix is numpy's: it
+        changes
+        nothing.
+        """
+        order = () if axes == (None,) else several(axes)
+        if len(order) == 2 and self.ndim > 2:
+            return self.swapaxes(*order)
+        return self.permute(order if order else tuple(range(self.ndim))[::-1])
+
+    @property
+    def T(self) -> Self:
+        """The array with its axes in reverse order."""
+        return self.permute(tuple(range(self.ndim))[::-1])
+
+    @property
+    def mT(self) -> Self:
+        """The array with its last two axes exchanged."""
+        return self.swapaxes(-1, -2)
+
+    def swapaxes(self, a: int, b: int) -> Self:
+        """Exchange two axes."""
+        (a,), (b,), order = normal_axes(a, self.ndim), normal_axes(b, self.ndim), list(range(self.ndim))
+        order[a], order[b] = b, a
+        return self.permute(tuple(order))
+
+    def moveaxis(self, source: Axis, destination: Axis) -> Self:
+        """Move axes to other positions; the other axes keep their order."""
+        start, end = normal_axes(as_axes(source), self.ndim), normal_axes(as_axes(destination), self.ndim)
+        if len(start) != len(end):
+            raise ValueError(f'moveaxis: expected as many source axes as destinations, got {source} and {destination}')
+        order = [d for d in range(self.ndim) if d not in start]
+        for to, d in sorted(zip(end, start, strict=True)):
+            order.insert(to, d)
+        return self.permute(tuple(order))
+
+    movedim = moveaxis
+
+    @accepts_torch_names
+    def squeeze(self, axis: Axis = None) -> Self:
+        """Remove axes of size 1: these, or all.  ValueError if one has another size."""
+        axes = normal_axes(as_axes(axis), self.ndim)
+        if axis is not None and any(self.shape[d] != 1 for d in axes):
+            raise ValueError(f'squeeze: cannot remove axis {axis} of shape {self.shape}: its size is not 1')
+        return self.reshape(tuple(n for d, n in enumerate(self.shape) if n != 1 or d not in axes))
+
+    @accepts_torch_names
+    def unsqueeze(self, axis: Axis) -> Self:
+        """Insert axes of size 1 at these positions of the result."""
+        axes = as_axes(axis)
+        ndim = self.ndim + (len(axes) if isinstance(axes, tuple) else 1)
+        at, sizes = normal_axes(axes, ndim), iter(self.shape)
+        return self.reshape(tuple(1 if d in at else next(sizes) for d in range(ndim)))
+
+    expand_dims = unsqueeze
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Merge the axes from start_dim to end_dim into one.  A view if strides allow it, as reshape."""
+        if not self.ndim:
+            return self.reshape(1)
+        (start,), (end,) = normal_axes(start_dim, self.ndim), normal_axes(end_dim, self.ndim)
+        if end < start:
+            raise ValueError(f'flatten: expected start_dim at or before end_dim, got {start_dim} and {end_dim}')
+        return self.reshape(*self.shape[:start], math.prod(self.shape[start:end + 1]), *self.shape[end + 1:])
+
+    def ravel(self) -> Self:
+        """Return the elements as one axis: a view if strides allow it."""
+        return self.reshape(-1)
+
+    def view(self, *shape: Any) -> Self:
+        """PyTorch's name of reshape.  It copies if strides require it."""
+        return self.reshape(*shape)
+
+    def expand(self, *shape: Any) -> Self:
+        """Like broadcast_to; a size of -1 keeps the size of that axis."""
+        sizes = several(shape)
+        missing = len(sizes) - self.ndim
+        return self.broadcast_to(tuple(self.shape[d - missing] if n == -1 and d >= missing else n for d, n in enumerate(sizes)))
+
+    def pad(self, widths: Any, value: float = 0) -> Self:
+        """Pad with `value`.  widths: ((before, after), ...) per axis, one pair for all axes, or one number, as in np.pad."""
+        return self._function('pad_axes')(self, widths, value)
+
+    # ---- dtypes and facts --------------------------------------------------------------------------
+
+    @property
+    def itemsize(self) -> Any:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> Any:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    def clone(self) -> Self:
+        """PyTorch's name of copy."""
+        return self.copy()
+
+    def numel(self) -> Any:
+        """Return the number of elements."""
+        return self.size
+
+    def dim(self) -> Any:
+        """Return the number of axes."""
+        return self.ndim
+
+    def contiguous(self) -> Self:
+        """Return x if its elements are contiguous in row-major order, else a compact copy."""
+        return self if self._plain().is_compact() else self.copy()
+
+    # ---- numpy's protocols -------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **named: Any) -> Any:
+        """Run numpy's elementwise functions, such as np.exp(x), and np.add.reduce and its like, with the operations of x."""
+        from pyops.numpy_protocols import apply_ufunc
+        return apply_ufunc(ufunc, method, inputs, out, named)
+
+    def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, named: Any) -> Any:
+        """Run numpy's other functions, such as np.sum(x) and np.concatenate([x, y]); those without a counterpart here run on
+        numpy arrays."""
+        from pyops.numpy_protocols import apply_function
+        return apply_function(function, args, named)
+
+
+def _conversions() -> None:
+    """Define PyTorch's x.float(), x.int() ...  Not in the class: there these names would hide the types in annotations."""
+    def method(dtype: type, text: str) -> Callable[..., Any]:
+        def convert(self: Methods) -> Any:
+            return self.astype(dtype)
+        convert.__doc__ = text
+        return convert
+
+    for names, dtype, text in ((('float',), np.float32, 'Return x as float32.'), (('double',), np.float64,
+    'Return x as float64.'),
+                               (('int', 'long'), np.int32, 'Return x as int32, rounded towards 0.'),
+                               (('bool',), np.bool_, 'Return a mask of the elements that are not 0.')):
+        for name in names:
+            setattr(Methods, name, method(dtype, text))
+
+
+_conversions()
+
+
+def bounded(x: Any) -> Any:
+    """Replace infinities by the largest number of the dtype, so that x - bounded(x) is not NaN for an infinite x."""
+    largest = float(np.finfo(x.dtype).max) if x.dtype.kind == 'f' else math.inf
+    return x.maximum(-largest).minimum(largest)
+
+
+def _numpy(values: Any) -> np.ndarray:
+    """Return an array, a Tensor or a list as a numpy array."""
+    return np.asarray(values.numpy() if hasattr(values, 'numpy') else values)
+
+
+def _index(indices: Any) -> Any:
+    """Return indices that NDArray and Tensor take as an index array, also a single number."""
+    return indices if hasattr(indices, 'numpy') and indices.ndim else np.asarray(_numpy(indices))

@@ -1,0 +1,195 @@
+"""numpy's functions on NDArrays and Tensors: what np.exp(x), np.sum(x) and np.concatenate([x, y]) call.
+
+A function with a counterpart in pyops/methods.py runs as that operation, with its gradient.  Any other function gets numpy
+arrays
+and returns what numpy returns.
+"""
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyops.methods import Methods
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# ufunc -> operation on one or two operands
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    'add': operator.add, 'subtract': operator.sub, 'multiply': operator.mul, 'divide': operator.truediv, 'power': operator.pow,
+    'float_power': operator.pow, 'matmul': operator.matmul, 'floor_divide': operator.floordiv, 'remainder': operator.mod,
+    'negative': operator.neg, 'positive': lambda x: x.copy(), 'absolute': abs, 'fabs': abs,
+    'equal': operator.eq, 'not_equal': operator.ne, 'less': operator.lt, 'less_equal': operator.le, 'greater': operator.gt,
+    'greater_equal': operator.ge, 'bitwise_and': operator.and_, 'bitwise_or': operator.or_, 'bitwise_xor': operator.xor,
+    'invert': operator.invert, 'maximum': lambda a, b: a.maximum(b), 'minimum': lambda a, b: a.minimum(b),
+    'logical_and': lambda a, b: (a != 0) & (b != 0), 'logical_or': lambda a, b: (a != 0) | (b != 0),
+    'logical_xor': lambda a, b: (a != 0) ^ (b != 0), 'logical_not': lambda x: x == 0, 'isinf': lambda x: abs(x) == np.inf,
+    **{name: operator.methodcaller(name) for name in ('exp', 'log', 'sqrt', 'tanh', 'sin', 'cos', 'floor', 'ceil', 'square',
+                                                      'reciprocal', 'sign', 'isnan', 'isfinite')}}
+# ufunc -> method for ufunc.reduce
+_REDUCTIONS = {'add': 'sum', 'multiply': 'prod', 'maximum': 'max', 'minimum': 'min', 'logical_or': 'any', 'logical_and': 'all'}
+# functions of one array that are methods with the same arguments; numpy's name -> the method
+_METHODS = {name: name for name in (
+    'sum', 'mean', 'max', 'min', 'amax', 'amin', 'argmax', 'argmin', 'var', 'std', 'prod', 'any', 'all', 'cumsum', 'clip',
+    'sort',
+    'argsort', 'squeeze', 'expand_dims', 'transpose', 'swapaxes', 'moveaxis', 'reshape', 'ravel', 'broadcast_to', 'flip',
+    'repeat', 'tile', 'take', 'take_along_axis', 'roll', 'dot', 'copy')}
+# arguments of numpy's functions that do not change a result here; any other must have its default
+_WITHOUT_EFFECT = {'kind', 'stable', 'subok', 'casting', 'optimize', 'order', 'mode'}
+_RENAMED = {'a_min': 'min', 'a_max': 'max'}
+
+
+def _ours(values: Any) -> list[Methods]:
+    """Return the NDArrays and Tensors among nested arguments, Tensors first."""
+    found: list[Methods] = []
+
+    def search(value: Any) -> None:
+        if isinstance(value, Methods):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                search(item)
+        elif isinstance(value, dict):
+            search(list(value.values()))
+    search(values)
+    return sorted(found, key=lambda x: not hasattr(x, 'tape'))
+
+
+def _as_numpy(value: Any) -> Any:
+    """Replace the NDArrays and Tensors in nested arguments by numpy arrays."""
+    if isinstance(value, Methods):
+        return value.numpy()                    # type: ignore[attr-defined]
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_numpy, value))
+    if isinstance(value, dict):
+        return {name: _as_numpy(item) for name, item in value.items()}
+    return value
+
+
+def _finished(y: Any, out: Any, dtype: Any) -> Any:
+    """Apply the arguments out and dtype of a numpy function to a result."""
+    if dtype is not None:
+        y = y.astype(dtype)
+    if isinstance(out, tuple):
+        out, = out
+    if out is None:
+        return y
+    out[...] = y.numpy() if isinstance(out, np.ndarray) else y
+    return out
+
+
+def apply_ufunc(ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], out: Any, named: dict[str, Any]) -> Any:
+    """Run ufunc(*inputs) or a method of it, such as 'reduce'."""
+    name, dtype, first = ufunc.__name__, named.pop('dtype', None), _ours(inputs + ((out,) if out else ()))[0]
+    if named.get('where', True) is True:
+        named.pop('where', None)
+    if method == 'reduce' and name in _REDUCTIONS and named.get('initial') in (None, np._NoValue):
+        axis, keepdims = named.get('axis', 0), named.get('keepdims', False)
+        return _finished(getattr(inputs[0], _REDUCTIONS[name])(axis=axis, keepdims=keepdims), out, dtype)
+    if method == 'accumulate' and name == 'add':
+        return _finished(inputs[0].cumsum(named.get('axis', 0)), out, dtype)
+    if method == 'at' and name == 'add' and hasattr(inputs[0], 'add_at'):
+        return inputs[0].add_at(*inputs[1:])
+    if method == '__call__' and name in _OPERATIONS and not named.keys() - _WITHOUT_EFFECT:
+        left = first._operand(inputs[0])
+        if len(inputs) == 2 and not isinstance(left, Methods):          # a number: numpy's would call this function again
+            left = left.item() if isinstance(left, np.generic) else left
+            if name in ('maximum', 'minimum'):                          # symmetric
+                return _finished(_OPERATIONS[name](inputs[1], left), out, dtype)
+        return _finished(_OPERATIONS[name](left, *inputs[1:]), out, dtype)
+    if any(getattr(x, 'requires_grad', False) for x in _ours(inputs)):
+        raise TypeError(f'np.{name}: has no gradient here; use x.detach().numpy() for the values')
+    if dtype is not None:
+        named['dtype'] = dtype
+    y = getattr(ufunc, method)(*_as_numpy(inputs), **_as_numpy(named))
+    if out is not None:
+        out, = out
+        out[...] = y
+        return out
+    return y
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Run a function of numpy that is not a ufunc."""
+    name = function.__name__
+    if function.__module__ in ('numpy', 'numpy.linalg') and (name in _METHODS or name in _FUNCTIONS):
+        bound = _signature(function).bind(*args, **named)
+        given: dict[str, Any] = {}
+        for key, value in bound.arguments.items():
+            kind = _signature(function).parameters[key].kind
+            given |= value if kind is inspect.Parameter.VAR_KEYWORD else {key: value}
+        defaults = _signature(function).parameters
+        out, dtype = given.pop('out', None), given.pop('dtype', None)
+        given = {_RENAMED.get(key, key) if name == 'clip' else key: value for key, value in given.items()
+                 if value is not np._NoValue and key not in _WITHOUT_EFFECT - ({'mode'} if name == 'pad' else set())
+                 and not (key in defaults and value is defaults[key].default)}
+        if name in _FUNCTIONS:
+            result = _FUNCTIONS[name](**given)
+        else:
+            x = next(iter(given.values()))
+            rest = dict(list(given.items())[1:])
+            result = NotImplemented if not isinstance(x, Methods) else _call_method(x, _METHODS[name], rest)
+        if result is not NotImplemented:
+            return _finished(result, out, dtype)
+    return function(*_as_numpy(args), **_as_numpy(named))
+
+
+def _call_method(x: Any, name: str, rest: dict[str, Any]) -> Any:
+    """Call a method; a few take the arguments of numpy's function by position."""
+    if name in ('transpose', 'reshape', 'broadcast_to', 'tile', 'moveaxis', 'swapaxes', 'dot'):
+        return getattr(x, name)(*rest.values())
+    if set(rest) & {'initial', 'where', 'mean', 'k'}:
+        return NotImplemented
+    return getattr(x, name)(**rest)
+
+
+# ---- functions with arguments of their own ---------------------------------------------------------------------------
+
+def _joined(name: str) -> Callable[..., Any]:
+    def join(arrays: Any, axis: int = 0) -> Any:
+        arrays = list(arrays)
+        if axis is None:
+            arrays, axis = [_ours([a])[0].reshape(-1) if isinstance(a, Methods) else np.ravel(a) for a in arrays], 0
+        return _ours(arrays)[0]._function(name)(arrays, axis)
+    return join
+
+
+def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
+    return NotImplemented if x is None else _ours([condition, x, y])[0]._function('where')(condition, x, y)
+
+
+def _einsum(operands: Any, **named: Any) -> Any:
+    return _ours(operands)[0]._function('einsum')(*operands) if isinstance(operands[0], str) else NotImplemented
+
+
+def _split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
+    n, parts = ary.shape[axis], indices_or_sections
+    if isinstance(parts, int):
+        if parts < 1 or n % parts:
+            raise ValueError(f'split: {n} elements cannot be divided into {parts} equal pieces')
+        return list(ary.split([n // parts] * parts, axis))
+    ends = [slice(None, end).indices(n)[1] for end in parts] + [n]
+    starts = [0, *ends[:-1]]
+    return [ary[(slice(None),) * (axis % ary.ndim) + (slice(a, b),)] for a, b in zip(starts, ends, strict=True)]
+
+
+def _pad(array: Any, pad_width: Any, mode: str = 'constant', constant_values: Any = 0) -> Any:
+    return array.pad(pad_width, constant_values) if mode == 'constant' and np.ndim(constant_values) == 0 else NotImplemented
+
+
+def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    vectors = ord is None or (x.ndim == 1 if axis is None else np.ndim(axis) == 0)
+    usual = ord is None or ord == np.inf or isinstance(ord, int | float) and ord > 0
+    return x.norm(2 if ord is None else ord, axis, keepdims) if vectors and usual else NotImplemented
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    'concatenate': _joined('concatenate'), 'stack': _joined('stack'), 'where': _where, 'einsum': _einsum, 'split': _split,
+    'pad': _pad, 'norm': _norm}
