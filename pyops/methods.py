@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Function = TypeVar('Function', bound='Callable[..., Any]')
 # PyTorch's names of arguments -> the names here
-TORCH_NAMES = {'dim': 'axis', 'keepdim': 'keepdims', 'dims': 'axis'}
+TORCH_NAMES = {'dim': 'axis', 'keepdim': 'keepdims', 'dims': 'axis', 'axes': 'axis'}
 
 
 def accepts_torch_names(function: Function) -> Function:
@@ -42,6 +42,21 @@ def accepts_torch_names(function: Function) -> Function:
                 named[name] = named.pop(given)
         return function(*args, **named)
     return wrapper              # type: ignore[return-value]
+
+
+def accepts_tuple(*names: str) -> Callable[[Function], Function]:
+    """Decorate a method f(*values): accept the values also as one tuple with one of these names, as in f(shape=(2, 3))."""
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def wrapper(self: Any, *values: Any, **named: Any) -> Any:
+            for name in names:
+                if name in named:
+                    if values:
+                        raise TypeError(f'{function.__name__}: got values and also {name}; give one of them')
+                    values = (named.pop(name),)
+            return function(self, *values, **named)
+        return wrapper              # type: ignore[return-value]
+    return decorate
 
 
 @functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
@@ -179,6 +194,14 @@ class Methods:
         x = self._plain()
         return self._constant(((x > 0) * 1 - (x < 0) * 1).astype(self.dtype))
 
+    def round(self, decimals: int = 0) -> Self:
+        """Return x rounded to a number of decimals, halves to even, without a gradient."""
+        x = self._plain() * 10.0 ** decimals if decimals else self._plain()
+        below = x.floor()
+        rest = x - below
+        y = below + ((rest > 0.5) | (rest == 0.5) & (below % 2 == 1)).astype(x.dtype)
+        return self._constant(y / 10.0 ** decimals if decimals else y)
+
     def isnan(self) -> Self:
         """Return a mask of the elements that are NaN."""
         x = self._plain()
@@ -223,6 +246,17 @@ class Methods:
         rows = self.reshape(math.prod(self.shape[:-1]), self.shape[-1])
         columns = other.permute((other.ndim - 2, *range(other.ndim - 2), other.ndim - 1)).reshape(other.shape[-2], -1)
         return (rows @ columns).reshape(*self.shape[:-1], *other.shape[:-2], other.shape[-1])
+
+    def tril(self, k: int = 0) -> Self:
+        """Return matrices (..., M, N) with zeros above diagonal k."""
+        return self._function('where')(np.tri(*self.shape[-2:], k=k, dtype=bool), self, 0)
+
+    def triu(self, k: int = 0) -> Self:
+        """Return matrices (..., M, N) with zeros below diagonal k."""
+        return self._function('where')(~np.tri(*self.shape[-2:], k=k - 1, dtype=bool), self, 0)
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self._plain() == _plain(value)).any().item())
 
     # ---- reductions --------------------------------------------------------------------------------
 
@@ -458,6 +492,7 @@ class Methods:
 
     # ---- shapes ------------------------------------------------------------------------------------
 
+    @accepts_tuple('axes', 'dims')
     def transpose(self, *axes: Any) -> Self:
         """Permute the axes; without arguments, reverse their order.
 
@@ -608,6 +643,10 @@ def bounded(x: Any) -> Any:
     """Replace infinities by the largest number of the dtype, so that x - bounded(x) is not NaN for an infinite x."""
     largest = float(np.finfo(x.dtype).max) if x.dtype.kind == 'f' else math.inf
     return x.maximum(-largest).minimum(largest)
+
+
+def _plain(value: Any) -> Any:
+    return value._plain() if isinstance(value, Methods) else value
 
 
 def _numpy(values: Any) -> np.ndarray:

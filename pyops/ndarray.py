@@ -25,7 +25,7 @@ from pyops.backend.device import Buffer
 from pyops.backend.numpy_device import Numpy
 from pyops.environment import backend_name
 from pyops.errors import UserError
-from pyops.methods import Methods, accepts_torch_names, flipped_axes, normal_axes, several
+from pyops.methods import Methods, accepts_torch_names, accepts_tuple, flipped_axes, normal_axes, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -232,7 +232,7 @@ class NDArray(Array, Methods):
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(f'the truth value of an array of shape {self.shape} is ambiguous: it has {self.size} elements; '
-                             'use .max() for any of them, .min() for all')
+                             'use .any() or .all()')
         return bool(self.item())
 
     def __len__(self) -> int:
@@ -277,6 +277,7 @@ class NDArray(Array, Methods):
                              f'{high}, but the buffer has {self.buffer.nbytes // self.dtype.itemsize}')
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
+    @accepts_tuple('shape')
     def reshape(self, *shape: Any) -> NDArray:
         """Return the same elements in order in another shape: a view if strides allow it, else a compact copy.
 
@@ -298,6 +299,7 @@ class NDArray(Array, Methods):
             return self.copy().reshape(to)
         return NDArray(self.buffer, self.offset, to, strides, self.dtype)
 
+    @accepts_tuple('axes', 'dims')
     def permute(self, *axes: Any) -> NDArray:
         """Return a view whose axis d is axis axes[d] of this array."""
         order = normal_axes(several(axes), len(self.shape))
@@ -306,6 +308,7 @@ class NDArray(Array, Methods):
         return NDArray(self.buffer, self.offset, tuple([self.shape[d] for d in order]),
                        tuple([self.strides[d] for d in order]), self.dtype)
 
+    @accepts_tuple('shape')
     def broadcast_to(self, *shape: Any) -> NDArray:
         """Return a read-only view of another shape, with stride 0 along repeated axes.  ValueError if it does not broadcast."""
         shape = _shape_of(several(shape))
@@ -327,7 +330,7 @@ class NDArray(Array, Methods):
         """Return a view for integers, slices, Ellipsis and None; a copy for an index with arrays or lists of integers, masks or
         bools, as numpy's."""
         if is_advanced(index):
-            return gathered(self, index)
+            return gathered(self, plain_index(index))
         offset, shape, strides = self._select(index)
         return NDArray(self.buffer, offset, shape, strides, self.dtype)
 
@@ -453,7 +456,7 @@ class NDArray(Array, Methods):
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
         if is_advanced(index):
-            self.put(positions(index, self.shape), value)
+            self.put(positions(plain_index(index), self.shape), value)
             return
         offset, shape, strides = self._select(index)
         NDArray(self.buffer, offset, shape, strides, self.dtype)._assign(value)
@@ -936,7 +939,16 @@ def _is_array_index(item: Any) -> bool:
         return bool(item.shape) or item.buffer.mask is not None or item.dtype is not INT
     if isinstance(item, np.ndarray):
         return bool(item.shape) or item.dtype.kind not in 'iu'
-    return isinstance(item, list | bool | np.bool_)
+    return isinstance(item, list | bool | np.bool_ | Methods)
+
+
+def plain_index(index: Any) -> Any:
+    """Replace the Tensors in an index by their arrays."""
+    if isinstance(index, tuple):
+        return tuple([item._plain() if isinstance(item, Methods) else item for item in index])
+    if isinstance(index, list) and any(isinstance(item, Methods) for item in index):
+        return [item.numpy() if isinstance(item, Methods) else item for item in index]      # type: ignore[attr-defined]
+    return index._plain() if isinstance(index, Methods) else index
 
 
 def _single_array(index: tuple[Any, ...], ndim: int) -> tuple[int, Any, tuple[Any, ...]] | None:

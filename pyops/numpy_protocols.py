@@ -32,12 +32,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
                                                       'reciprocal', 'sign', 'isnan', 'isfinite')}}
 # ufunc -> method for ufunc.reduce
 _REDUCTIONS = {'add': 'sum', 'multiply': 'prod', 'maximum': 'max', 'minimum': 'min', 'logical_or': 'any', 'logical_and': 'all'}
-# functions of one array that are methods with the same arguments; numpy's name -> the method
-_METHODS = {name: name for name in (
+# functions of one array that are methods with the same arguments
+_METHODS = frozenset((
     'sum', 'mean', 'max', 'min', 'amax', 'amin', 'argmax', 'argmin', 'var', 'std', 'prod', 'any', 'all', 'cumsum', 'clip',
-    'sort',
-    'argsort', 'squeeze', 'expand_dims', 'transpose', 'swapaxes', 'moveaxis', 'reshape', 'ravel', 'broadcast_to', 'flip',
-    'repeat', 'tile', 'take', 'take_along_axis', 'roll', 'dot', 'copy')}
+    'sort', 'argsort', 'squeeze', 'expand_dims', 'transpose', 'swapaxes', 'moveaxis', 'reshape', 'ravel', 'broadcast_to',
+    'flip', 'repeat', 'tile', 'take', 'take_along_axis', 'roll', 'dot', 'copy', 'round', 'tril', 'triu'))
 # arguments of numpy's functions that do not change a result here; any other must have its default
 _WITHOUT_EFFECT = {'kind', 'stable', 'subok', 'casting', 'optimize', 'order', 'mode'}
 _RENAMED = {'a_min': 'min', 'a_max': 'max'}
@@ -119,7 +118,7 @@ _signature = functools.cache(inspect.signature)
 def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Run a function of numpy that is not a ufunc."""
     name = function.__name__
-    if function.__module__ in ('numpy', 'numpy.linalg') and (name in _METHODS or name in _FUNCTIONS):
+    if function in (getattr(np, name, None), np.linalg.norm) and (name in _METHODS or name in _FUNCTIONS):
         bound = _signature(function).bind(*args, **named)
         given: dict[str, Any] = {}
         for key, value in bound.arguments.items():
@@ -135,7 +134,7 @@ def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: d
         else:
             x = next(iter(given.values()))
             rest = dict(list(given.items())[1:])
-            result = NotImplemented if not isinstance(x, Methods) else _call_method(x, _METHODS[name], rest)
+            result = NotImplemented if not isinstance(x, Methods) else _call_method(x, name, rest)
         if result is not NotImplemented:
             return _finished(result, out, dtype)
     return function(*_as_numpy(args), **_as_numpy(named))
@@ -145,7 +144,7 @@ def _call_method(x: Any, name: str, rest: dict[str, Any]) -> Any:
     """Call a method; a few take the arguments of numpy's function by position."""
     if name in ('transpose', 'reshape', 'broadcast_to', 'tile', 'moveaxis', 'swapaxes', 'dot'):
         return getattr(x, name)(*rest.values())
-    if set(rest) & {'initial', 'where', 'mean', 'k'}:
+    if set(rest) & {'initial', 'where', 'mean'}:
         return NotImplemented
     return getattr(x, name)(**rest)
 
@@ -159,6 +158,32 @@ def _joined(name: str) -> Callable[..., Any]:
             arrays, axis = [_ours([a])[0].reshape(-1) if isinstance(a, Methods) else np.ravel(a) for a in arrays], 0
         return _ours(arrays)[0]._function(name)(arrays, axis)
     return join
+
+
+def _stacked(axis: int) -> Callable[..., Any]:
+    """np.vstack (axis 0) and np.hstack (axis 1)."""
+    def join(tup: Any) -> Any:
+        arrays = [a if isinstance(a, Methods) else np.asarray(a) for a in tup]
+        if axis == 0:
+            arrays = [a.reshape(1, -1) if a.ndim < 2 else a for a in arrays]
+        return _ours(arrays)[0]._function('concatenate')(arrays, axis if arrays[0].ndim > 1 else 0)
+    return join
+
+
+def _like(value: float) -> Callable[..., Any]:
+    """np.zeros_like and np.ones_like."""
+    def filled(a: Any, shape: Any = None, device: Any = None, fill_value: Any = value) -> Any:
+        if shape is not None:
+            return NotImplemented
+        x = a._plain().copy()
+        x.fill(fill_value)
+        return a._constant(x)
+    return filled
+
+
+def _outer(a: Any, b: Any) -> Any:
+    a, b = (x if isinstance(x, Methods) else np.asarray(x) for x in (a, b))
+    return a.reshape(-1, 1) * b.reshape(1, -1)
 
 
 def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
@@ -192,4 +217,5 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     'concatenate': _joined('concatenate'), 'stack': _joined('stack'), 'where': _where, 'einsum': _einsum, 'split': _split,
-    'pad': _pad, 'norm': _norm}
+    'pad': _pad, 'norm': _norm, 'vstack': _stacked(0), 'hstack': _stacked(1), 'zeros_like': _like(0), 'ones_like': _like(1),
+    'full_like': _like(0), 'outer': _outer}

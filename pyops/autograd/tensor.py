@@ -13,7 +13,7 @@ from pyops import ndarray
 from pyops.autograd.gradients import backward
 from pyops.autograd.mode import mode
 from pyops.autograd.tape import Recorded, apply, as_array, wrap
-from pyops.methods import Methods, accepts_torch_names, flipped_axes, normal_axes, several
+from pyops.methods import Methods, accepts_torch_names, accepts_tuple, flipped_axes, normal_axes, several
 from pyops.ndarray import NDArray
 from pyops.ops import ReLU, elementwise, matmul, reductions, shapes
 
@@ -88,7 +88,7 @@ class Tensor(Recorded, Methods):
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(f'the truth value of a tensor of shape {self.shape} is ambiguous: it has {self.size} elements; '
-                             'use .max() for any of them, .min() for all')
+                             'use .any() or .all()')
         return bool(self.item())
 
     def __float__(self) -> float:
@@ -255,12 +255,15 @@ class Tensor(Recorded, Methods):
 
     # -- shapes
 
+    @accepts_tuple('shape')
     def reshape(self, *shape: Any) -> Tensor:
         return apply(shapes.Reshape, self, shape=several(shape))
 
+    @accepts_tuple('axes', 'dims')
     def permute(self, *axes: Any) -> Tensor:
         return apply(shapes.Permute, self, axes=several(axes))
 
+    @accepts_tuple('shape')
     def broadcast_to(self, *shape: Any) -> Tensor:
         return apply(shapes.BroadcastTo, self, shape=several(shape))
 
@@ -307,7 +310,7 @@ class Tensor(Recorded, Methods):
 
     def __getitem__(self, index: Index) -> Tensor:
         """Integers, slices, ... and None: a view.  With arrays, Tensors or lists of integers, masks or bools: a copy."""
-        index = _plain_index(index)
+        index = ndarray.plain_index(index)
         if ndarray.is_advanced(index):
             return ndarray.gathered(self, index)
         return apply(shapes.GetItem, self, index=index)
@@ -335,7 +338,7 @@ class Tensor(Recorded, Methods):
     # -- in place
 
     def __setitem__(self, index: Index, value: Numbers) -> None:
-        value, index = _operand(self, value), _plain_index(index)
+        value, index = _operand(self, value), ndarray.plain_index(index)
         if value is NotImplemented:
             raise TypeError('expected numbers to assign, got an object of another type')
         if ndarray.is_advanced(index):
@@ -360,15 +363,6 @@ class Tensor(Recorded, Methods):
             raise ValueError(f'in-place: a tensor of shape {self.shape} cannot become one of shape {result.shape}')
         self.array, self.origin, self.requires_grad = result.array, result.origin, result.requires_grad
         return self
-
-
-def _plain_index(index: Any) -> Any:
-    """Replace the Tensors in an index by their arrays."""
-    if isinstance(index, tuple):
-        return tuple(item.array if isinstance(item, Tensor) else item for item in index)
-    if isinstance(index, list) and any(isinstance(item, Tensor) for item in index):
-        return [item.numpy() if isinstance(item, Tensor) else item for item in index]
-    return index.array if isinstance(index, Tensor) else index
 
 
 def _operand(tensor: Tensor, other: Any) -> Any:

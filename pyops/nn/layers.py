@@ -11,6 +11,7 @@ import numpy as np
 
 from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
+from pyops.methods import accepts_torch_names
 from pyops.nn.module import KernelLayer, Layer, Parameter
 from pyops.ops import convolution
 
@@ -105,6 +106,7 @@ class Sigmoid(Layer):
 class Softmax(Layer):
     """y = exp(x) / sum exp(x) along an axis."""
 
+    @accepts_torch_names
     def __init__(self, axis: int = -1) -> None:
         self.axis = axis
 

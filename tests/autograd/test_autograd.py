@@ -64,7 +64,7 @@ def test_numbers_and_text_of_a_tensor():
     assert f'{x.sum():.2f}' == '3.00' and f'{x}' == repr(x)
     for call, error, text in ((lambda: x.item(), ValueError, r'item: expected a tensor of one element, got shape \(1, 2\)'),
                               (lambda: bool(x), ValueError, r'^the truth value of a tensor of shape \(1, 2\) is ambiguous: it '
-                               r'has 2 elements; use .max\(\) for any of them, .min\(\) for all$'),
+                               r'has 2 elements; use .any\(\) or .all\(\)$'),
                               (lambda: bool(x != x), ValueError, 'truth value .* is ambiguous'),
                               (lambda: len(x.sum()), TypeError, 'len')):
         with pytest.raises(error, match=text):

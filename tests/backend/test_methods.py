@@ -122,6 +122,13 @@ AS_NUMPY = {
     'square': (lambda x: x.square(), np.square), 'reciprocal': (lambda x: (x + 0.5).reciprocal(), lambda x: 1 / (x + 0.5)),
     'sign': (lambda x: x.sign(), np.sign), 'isnan': (lambda x: (x * np.nan).isnan(), lambda x: np.isnan(x * np.nan)),
     'isfinite': (lambda x: (1 / x).isfinite(), lambda x: np.isfinite(1 / x)),
+    'round': (lambda x: (x / 2).round(), lambda x: np.round(x / 2)),
+    'round(1)': (lambda x: (x / 7).round(1), lambda x: np.round(x / 7, 1)),
+    'tril': (lambda x: x.tril(), np.tril), 'triu': (lambda x: x.triu(1), lambda x: np.triu(x, 1)),
+    'relu': (lambda x: x.relu(), lambda x: np.maximum(x, 0)),
+    'named tuples': (lambda x: x.transpose(axes=(1, 0, 2)).reshape(shape=(6, 4)).permute(dims=(1, 0)).broadcast_to(shape=(2,
+    4, 6)),
+                     lambda x: np.broadcast_to(x.transpose(1, 0, 2).reshape(6, 4).T, (2, 4, 6))),
     'pow': (lambda x: x.pow(2), lambda x: x**2),
     'masked_fill': (lambda x: x.masked_fill(x > 0, 7), lambda x: np.where(x > 0, np.float32(7), x)),
     'dot': (lambda x: x.dot(numbers(5, 4, 2, seed=1)), lambda x: x.dot(numbers(5, 4, 2, seed=1))),
@@ -202,7 +209,10 @@ PROTOCOLS = {
     'np.add.accumulate': np.add.accumulate,
     'np.multiply.reduce': lambda x: np.multiply.reduce(x / 4, axis=1), 'np.sum(dtype)': lambda x: np.sum(x, dtype=np.int32),
     'a number of numpy': lambda x: np.float64(2) * x + np.float32(1), 'an array of numpy': lambda x: X - x * X,
-    'np.isnan': np.isnan, 'np.sign': np.sign,
+    'np.vstack': lambda x: np.vstack([x[0], x[1], x[0, 0]]), 'np.hstack': lambda x: np.hstack([x, x]),
+    'np.hstack of vectors': lambda x: np.hstack([x[0, 0], x[1, 1]]), 'np.outer': lambda x: np.outer(x[0], x[1]),
+    'np.zeros_like': np.zeros_like, 'np.full_like': lambda x: np.full_like(x, 3), 'np.round': lambda x: np.round(x / 4, 1),
+    'np.tril': lambda x: np.tril(x, -1), 'np.isnan': np.isnan, 'np.sign': np.sign,
 }
 
 
@@ -464,6 +474,8 @@ def test_masks_and_arrays_select_and_are_assigned(make):
     check(y, np.float32([5, 0, 0]))
     y[[0, 2, 0]] = [1, 2, 3]
     check(y, np.float32([3, 0, 2]))
+    assert 3 in y and 5 not in y
+    check(array([5.0, 6.0])[Tensor([1, 0])], np.float32([6, 5]))
     y[y == 0] += 4
     check(y, np.float32([3, 4, 2]))
     m = make(X[0] > 0)
