@@ -121,7 +121,7 @@ def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
     """Compare the outputs of f with f in float64, and the gradients of its inputs with central differences.  Return a Report.
 
     f           a function of Tensors that returns a Tensor or a tuple of Tensors
-    inputs      its arguments: Tensors, float32 arrays or numbers, or a dict of these by name.  int32 arrays are constants.
+    inputs      its arguments: Tensors, arrays of floats or numbers, or a dict of these by name.  int32 arrays are constants.
     tolerance   the largest error of an element, relative to the largest element of its array; 2e-5 suits a few ops in sequence
     float32     take the differences of f in float32 with a large step, to 1e-3: for an f that computes gradients itself
 
@@ -130,10 +130,10 @@ def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
     """
     named = dict(inputs) if isinstance(inputs, dict) else {f'input {i}': x for i, x in enumerate(_sequence(inputs))}
     tensors = {name: x.detach() if isinstance(x, Tensor) else Tensor(x) for name, x in named.items()}
-    tensors = {name: Tensor(x.array, requires_grad=x.dtype == np.float32) for name, x in tensors.items()}
+    tensors = {name: Tensor(x.array, requires_grad=x.dtype.kind == 'f') for name, x in tensors.items()}
     leaves = {name: x for name, x in tensors.items() if x.requires_grad}
     if not leaves:
-        raise ValueError('gradcheck: want at least one input of float32')
+        raise ValueError('gradcheck: expected at least one input of floats, got none')
     if tolerance is None:
         tolerance = FLOAT32_TOLERANCE if float32 else TOLERANCE
 
@@ -142,7 +142,7 @@ def gradcheck(f, inputs, tolerance=None, float32=False, seed=0):
     dys = [rng.standard_normal(y.shape).astype(np.float32) for y in ys]
     if not any(y.requires_grad for y in ys):
         raise RuntimeError('gradcheck: what f gives depends on none of its inputs')
-    counted = [(y, Tensor(dy)) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+    counted = [(y, Tensor(dy, dtype=y.dtype)) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
     gradients = autograd.grad([y for y, _ in counted], leaves.values(), [dy for _, dy in counted], allow_unused=True)
 
     evaluate = _float32_values(f) if float32 else _float64_values(f)

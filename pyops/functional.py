@@ -55,6 +55,11 @@ def tensor(x: Numbers, like: Tensor | None = None) -> Tensor:
     return x if isinstance(x, Tensor) else Tensor(x, device=None if like is None else like.device)
 
 
+def _is_double(x: Tensor) -> bool:
+    """Return whether x is float64, so that a formula of array ops replaces a kernel, which takes float32."""
+    return x.dtype == np.float64 and not is_interpreted()
+
+
 # ---- element by element ------------------------------------------------------------------------------------------------
 
 def exp(x: Numbers) -> Tensor:
@@ -90,12 +95,13 @@ def sigmoid(x: Numbers) -> Tensor:
 def relu(x: Numbers) -> Tensor:
     """Return max(x, 0), elementwise."""
     x = tensor(x)
-    return x.maximum(0.0) if x.dtype == np.float64 and not is_interpreted() else apply(ReLU, x)
+    return x.maximum(0.0) if _is_double(x) else apply(ReLU, x)
 
 
 def silu(x: Numbers) -> Tensor:
     """Return x / (1 + e^-x), elementwise."""
-    return apply(SiLU, tensor(x))
+    x = tensor(x)
+    return x * sigmoid(x) if _is_double(x) else apply(SiLU, x)
 
 
 def gelu(x: Numbers) -> Tensor:
@@ -375,7 +381,7 @@ def matmul(a: Numbers, b: Numbers) -> Tensor:
 
 def linear(x: Numbers, weight: Numbers, bias: Numbers | None = None) -> Tensor:
     """Return x weight' + bias;  x (..., I), weight (O, I), bias (O,) or None -> (..., O)."""
-    if tensor(x).dtype == np.float64 and not is_interpreted():             # the kernel takes float32
+    if _is_double(tensor(x)):
         y = tensor(x) @ tensor(weight).T
         return y if bias is None else y + bias
     parameters = {} if bias is None else {'bias': tensor(bias)}
@@ -393,7 +399,7 @@ def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers,
 def embedding(ids: Numbers, weight: Numbers) -> Tensor:
     """Return weight[ids];  ids (...) of any integer type, weight (V, E) -> (..., E)."""
     weight = tensor(weight)
-    return apply(Embedding, tensor(ids, weight), weight=weight)
+    return weight[tensor(ids, weight)] if _is_double(weight) else apply(Embedding, tensor(ids, weight), weight=weight)
 
 
 _masks = itertools.count()
@@ -421,7 +427,11 @@ def residual(x: Numbers, branch: Numbers, p: float = 0.0, training: bool = True,
 
 def layer_norm(x: Numbers, weight: Numbers, bias: Numbers, eps: float = 1e-5) -> Tensor:
     """Normalise the last axis to mean 0 and variance 1, scale by weight, add bias;  x (..., C), weight (C,), bias (C,)."""
-    return apply(LayerNorm, tensor(x), weight=tensor(weight), bias=tensor(bias), eps=eps)
+    x = tensor(x)
+    if _is_double(x):
+        centred = x - mean(x, -1, True)
+        return centred / sqrt(mean(centred * centred, -1, True) + eps) * weight + bias
+    return apply(LayerNorm, x, weight=tensor(weight), bias=tensor(bias), eps=eps)
 
 
 def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | None, weight: Numbers | None = None,
@@ -585,6 +595,10 @@ def cross_entropy(x: Numbers, labels: Numbers, ignore_index: int = -100) -> Tens
     """
     x = tensor(x)
     labels = tensor(labels, x)
+    if _is_double(x):
+        rows = np.flatnonzero(labels.numpy().reshape(-1) != ignore_index)
+        logs = log_softmax(x.reshape(-1, x.shape[-1]))
+        return -logs[rows, labels.numpy().reshape(-1)[rows]].sum() / builtins.max(len(rows), 1)
     return apply(CrossEntropy, x.reshape(-1, x.shape[-1]), labels.reshape(-1), ignore=ignore_index).reshape(())
 
 

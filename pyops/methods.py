@@ -202,6 +202,8 @@ class Methods:
         y = below + ((rest > 0.5) | (rest == 0.5) & (below % 2 == 1)).astype(x.dtype)
         return self._constant(y / 10.0 ** decimals if decimals else y)
 
+    __round__ = round
+
     def isnan(self) -> Self:
         """Return a mask of the elements that are NaN."""
         x = self._plain()
@@ -315,8 +317,10 @@ class Methods:
         return y.reshape(tuple(1 if d in axes else n for d, n in enumerate(self.shape))) if keepdims else y
 
     @accepts_torch_names
-    def norm(self, ord: float = 2, axis: Axis = None, keepdims: bool = False) -> Self:
-        """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord); ord inf: the largest absolute value."""
+    def norm(self, ord: float = 2, axis: Axis = None, keepdims: bool = False, p: float | None = None) -> Self:
+        """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord); ord inf: the largest absolute value.
+        p: PyTorch's name of ord."""
+        ord = ord if p is None else p
         if ord == math.inf:
             return abs(self).max(axis, keepdims)
         if ord == 1:

@@ -97,6 +97,9 @@ class Tensor(Recorded, Methods):
     def __int__(self) -> int:
         return int(self.item())
 
+    def __index__(self) -> int:
+        return self.array.__index__()
+
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.array.numpy(), dtype, copy=copy)
 

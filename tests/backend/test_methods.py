@@ -378,6 +378,19 @@ def test_float64_tensors_have_float64_gradients(torch):
     for a, b in zip(ours, theirs, strict=True):
         assert a.grad.dtype == np.float64
         np.testing.assert_allclose(a.grad.numpy(), b.grad.numpy(), rtol=1e-12)
+    results = []
+    for F, make in ((pyops.functional, lambda a: Tensor(a, requires_grad=True, dtype='float64')),
+                    (torch.nn.functional, lambda a: torch.tensor(a, requires_grad=True))):
+        x, v, c = make(z), make(w.T.copy()), make(z[0].copy())
+        labels = [1, 0, -100, 2] if make(z).__class__ is Tensor else torch.tensor([1, 0, -100, 2])
+        e = F.embedding([0, 0, 1], v) if x.__class__ is Tensor else F.embedding(torch.tensor([0, 0, 1]), v)
+        n = F.layer_norm(x, c, c) if x.__class__ is Tensor else F.layer_norm(x, (3,), c, c)
+        y = F.cross_entropy(F.silu(n), labels) + F.relu(F.linear(x, v, None)).sum() + (e * e).sum()
+        y.backward()
+        results.append([y.item(), *(a.grad.tolist() for a in (x, v, c))])
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert pyops.gradcheck(lambda a: (a * a).exp(), Tensor(z, dtype='float64')).ok
     x = Tensor(np.float32([1, 2]), requires_grad=True)
     (x.double() ** 2).sum().backward()
     assert x.grad.dtype == np.float32 and x.grad.tolist() == [2, 4]
