@@ -49,6 +49,8 @@ def accepts_tuple(*names: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def wrapper(self: Any, *values: Any, **named: Any) -> Any:
+            if not named:
+                return function(self, *values)
             for name in names:
                 if name in named:
                     if values:
@@ -90,7 +92,7 @@ def flipped_axes(axes: tuple[Any, ...], axis: Axis, ndim: int) -> Shape:
 
 def several(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the values of a call f(1, 2) or f((1, 2)) as a tuple."""
-    return tuple(values[0]) if len(values) == 1 and not hasattr(values[0], '__index__') else values
+    return values if len(values) != 1 or hasattr(values[0], '__index__') else tuple(values[0])
 
 
 class Methods:

@@ -44,6 +44,7 @@ _NUMBERS, _FLOATS = (int, float, np.integer, np.floating, np.bool_), (float, np.
 _COMPARISONS = frozenset(('equal', 'not_equal', 'less', 'less_equal', 'greater', 'greater_equal'))
 # Ops on two masks: the first return a mask, as for bools in numpy; a sum or difference could be a mask or row numbers.
 _KEEPS_MASKS, _MIXES_MASKS = frozenset(('multiply', 'maximum', 'minimum')), frozenset(('add', 'subtract'))
+_BASIC = frozenset((int, slice, type(None), type(Ellipsis)))        # types of indices that select a view
 _UNSURE = -1            # Buffer.mask of such a sum or difference; never a version
 
 
@@ -161,6 +162,10 @@ class NDArray(Array, Methods):
     """An array: a Buffer, and shape, strides and offset in elements.  Create one with array, empty, zeros, from_numpy, ..."""
 
     __slots__ = ()
+
+    @property
+    def T(self) -> NDArray:
+        return NDArray(self.buffer, self.offset, self.shape[::-1], self.strides[::-1], self.dtype)      # the fast path
 
     @property
     def is_mask(self) -> bool:
@@ -930,8 +935,11 @@ def mask_in(index: Index) -> np.ndarray | None:
 def is_advanced(index: Index) -> bool:
     """Return whether an index has arrays, lists or bools, so that it selects a copy."""
     if type(index) is tuple:
-        return any([_is_array_index(item) for item in index])
-    return _is_array_index(index)
+        for item in index:
+            if type(item) not in _BASIC and _is_array_index(item):
+                return True
+        return False
+    return type(index) not in _BASIC and _is_array_index(index)
 
 
 def _is_array_index(item: Any) -> bool:

@@ -118,6 +118,8 @@ _signature = functools.cache(inspect.signature)
 def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Run a function of numpy that is not a ufunc."""
     name = function.__name__
+    if name in ('shape', 'ndim', 'size') and len(args) == 1 and isinstance(args[0], Methods) and not named:
+        return getattr(args[0], name)           # without a copy from a GPU
     if function in (getattr(np, name, None), np.linalg.norm) and (name in _METHODS or name in _FUNCTIONS):
         bound = _signature(function).bind(*args, **named)
         given: dict[str, Any] = {}

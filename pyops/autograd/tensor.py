@@ -313,9 +313,8 @@ class Tensor(Recorded, Methods):
 
     def __getitem__(self, index: Index) -> Tensor:
         """Integers, slices, ... and None: a view.  With arrays, Tensors or lists of integers, masks or bools: a copy."""
-        index = ndarray.plain_index(index)
         if ndarray.is_advanced(index):
-            return ndarray.gathered(self, index)
+            return ndarray.gathered(self, ndarray.plain_index(index))
         return apply(shapes.GetItem, self, index=index)
 
     # -- for pyops/methods.py

@@ -227,6 +227,7 @@ def test_a_function_of_numpy_returns_our_array(make, name):
 @each_kind
 def test_other_functions_of_numpy_run_on_its_arrays_and_out_is_written(make):
     x = make(X)
+    assert np.ndim(x) == 3 and np.size(x) == 24
     assert np.array_equal(x, X) and np.allclose(x, X) and type(np.median(x)) is np.float32 and np.shape(x) == X.shape
     assert np.histogram(x, 3)[0].tolist() == np.histogram(X, 3)[0].tolist()
     np.testing.assert_allclose(np.arctan(x), np.arctan(X))

@@ -652,6 +652,26 @@ def test_an_index_that_may_be_a_mask_or_row_numbers_is_refused():
 
 
 @pytest.mark.parametrize('device', [name for name in DEVICES if name != 'numpy'], indirect=True)
+def test_a_plan_replays_an_index_of_one_array_and_refuses_several(device):
+    x = numbers(3, 4, 2)
+    a, ids = array(x), array([3, 0, 3])
+    with Plan(a=a, ids=ids) as plan:
+        y = a[:, ids] * 2
+        z = a[..., ids[:2] * 0] + 1
+        a[[0, 2], 1] = 7.0
+        with pytest.raises(RuntimeError, match='an index with several arrays cannot be recorded by a plan'):
+            a[ids, ids * 0]
+    a[...] = x + 1
+    ids[...] = [1, 2, 0]
+    plan.run()
+    same(y, (x + 1)[:, [1, 2, 0]] * 2)
+    same(z, (x + 1)[..., [0, 0]] + 1)
+    changed = x + 1
+    changed[[0, 2], 1] = 7
+    same(a, changed)
+
+
+@pytest.mark.parametrize('device', [name for name in DEVICES if name != 'numpy'], indirect=True)
 def test_a_plan_does_not_record_a_number_of_rows_that_depends_on_data():
     x = array(numbers(6))
     with Plan(run=False), pytest.raises(RuntimeError, match=r'a mask of shape \(6,\) cannot select rows while a plan records'):
