@@ -311,7 +311,8 @@ class Methods:
         axes = normal_axes(as_axes(axis), self.ndim)
         kept = [d for d in range(self.ndim) if d not in axes]
         shape = tuple(self.shape[d] for d in kept)
-        x = self.permute((*axes, *kept)).reshape(math.prod(self.shape[d] for d in axes), *shape)
+        x = self.int() if getattr(self._plain(), 'is_mask', False) else self       # type: ignore[attr-defined]
+        x = x.permute((*axes, *kept)).reshape(math.prod(self.shape[d] for d in axes), *shape)
         while (n := x.shape[0]) > 1:            # multiply the halves: the number of roundings grows with log n
             half = x[:n // 2] * x[n // 2:n // 2 * 2]
             x = self._function('concatenate')([half, x[n - 1:]]) if n % 2 else half

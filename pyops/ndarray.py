@@ -697,6 +697,8 @@ class NDArray(Array, Methods):
         return NDArray(y.buffer, 0, shape, row_major(shape), y.dtype)
 
     def _reduced(self, op: str, axis: Axis, keepdims: bool) -> NDArray:
+        if op == 'sum' and self.dtype is not INT and self.is_mask:
+            return self._cast(INT)._reduce(op, axis, keepdims)             # a number of elements, as in numpy
         if op != 'mean':
             return self._reduce(op, axis, keepdims)
         y = (self if self.dtype is not INT else self._cast(FLOAT))._reduce('sum', axis, keepdims)
