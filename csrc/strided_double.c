@@ -30,7 +30,7 @@ static space merged(const int64_t *shape, const int64_t *strides, int64_t ndim, 
 }
 
 /* Set p to the first elements of row `row` of the outer axes. */
-static void locate(const space *s, int operands, char *const *base, int64_t row, char **p) {
+static void locate(const space *s, int operands, void *const *base, int64_t row, char **p) {
     for (int o = 0; o < operands; o++) p[o] = base[o];
     for (int d = s->n - 2; d >= 0; d--) {
         for (int o = 0; o < operands; o++) p[o] += row % s->size[d] * s->stride[o][d];
@@ -57,7 +57,7 @@ static void elementwise(row_function *row, int op, int operands, void *const *ba
     for (int64_t u = 0; u < units; u++) {
         const int64_t from = u % chunks * CHUNK;
         char *p[OPERANDS];
-        locate(&s, operands, (char *const *)base, u / chunks, p);
+        locate(&s, operands, base, u / chunks, p);
         for (int o = 0; o < operands; o++) p[o] += from * step[o];
         row(p, step, pyops_min(CHUNK, inner - from), op);
     }
@@ -214,7 +214,7 @@ pyops_status pyops_strided_reduce_double(double *y, const double *x, const int64
     void *const base[] = {y, (void *)x};
     for (int64_t row = 0; row < rows; row++) {
         char *p[OPERANDS];
-        locate(&s, 2, (char *const *)base, row, p);
+        locate(&s, 2, base, row, p);
         if (y_step) {
             for (int64_t i = 0; i < inner; i++) {
                 double *const to = (double *)(p[0] + i * y_step);

@@ -10,6 +10,7 @@ and with their references in float64 for the differences.  An op class provides 
                                     other arrays are constants
 """
 import inspect
+import operator
 from types import BuiltinFunctionType
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ FLOAT32_STEP = 2e-2     # four points: a truncation error of order STEP^4, a rou
 FLOAT32_TOLERANCE = 1e-3
 
 
+_LOGICAL = operator.and_, operator.or_, operator.xor, operator.invert
+
+
 class Double(np.ndarray):
     """A float64 array in place of the NDArray of a Tensor, with the NDArray attributes that functions of Tensors use."""
     device, is_mask = None, False
@@ -37,6 +41,18 @@ class Double(np.ndarray):
         return np.asarray(self)
 
     stored = numpy
+
+    def floor(self):
+        return np.floor(self)
+
+    def is_compact(self):
+        return self.flags.c_contiguous
+
+    def _reduced(self, op, axis, keepdims):
+        return getattr(np, op)(self, axis, keepdims=keepdims)
+
+    def _sorting(self, axis, descending):
+        return np.argsort(-self if descending else self, axis, kind='stable')
 
 
 def settings_of(op):
@@ -62,6 +78,8 @@ def in_float64(op, inputs, constants):
                            'called with arrays as the op is, or pass float32=True')
     if reference is not op and kind is not op:
         constants = settings_of(op) | constants
+    if op in _LOGICAL:                  # masks are stored as floats, which numpy's bit operations reject
+        inputs = [x.array.numpy().astype(bool) if isinstance(x, Tensor) and x.array.dtype.kind in 'bf' else x for x in inputs]
     y = reference(*map(_double, inputs), **{name: _double(value) for name, value in constants.items()})
     return tuple(map(_result, y)) if isinstance(y, tuple) else _result(y)
 

@@ -116,6 +116,20 @@ def test_a_function_may_use_layers_constants_comparisons_and_give_several_result
     assert [row.name for row in report.rows] == ['y0', 'y1', 'd x', 'd w', 'd b']
 
 
+def test_a_function_may_use_every_method_of_arrays():
+    def f(x, y):
+        values, order = F.topk(x, 2)
+        chosen = F.where((x > 0).any(0) & ~(y > 5).all(0), x, x * x)
+        z = F.sort(x, 0, descending=True)[0] * x.sign() + chosen + y.round(1).contiguous()
+        z = z + x.clip(-1, 1) + x.cumsum(1) + x % 0.7 + x[[0, 2, 0, 1]] + x[x > -9].reshape(x.shape) + (x // 0.5) * y
+        w = x * 1
+        w[[0, 1], [1, 2]] = y[0, 0]
+        return (z, values * order, F.einsum('ij,kj->ik', x, y), x.prod(1), x.var(0), x.norm(), w, F.tile(x, (1, 2)),
+                x.argmax(1) * x.sum())
+    report = pyops.gradcheck(f, inputs((4, 3), (4, 3)))
+    assert report.ok, f'\n{report}'
+
+
 def test_int32_inputs_are_constants_and_others_are_not_touched():
     x, ids = inputs((4, 3))[0], np.array([0, 2, 2], np.int32)
     before = x.copy()
