@@ -231,6 +231,10 @@ class Methods:
 
     clamp = clip
 
+    def where(self, condition: Numbers, other: Numbers) -> Self:
+        """Return x where condition is not 0, else `other`; PyTorch's x.where."""
+        return self._function('where')(condition, self, other)
+
     def masked_fill(self, mask: Numbers, value: Any) -> Self:
         """Return x with the elements where mask is true replaced by `value`."""
         return self._function('where')(mask, value, self)
@@ -320,6 +324,11 @@ class Methods:
         return y.reshape(tuple(1 if d in axes else n for d, n in enumerate(self.shape))) if keepdims else y
 
     @accepts_torch_names
+    def ptp(self, axis: Axis = None, keepdims: bool = False) -> Self:
+        """Return the maximum minus the minimum over axes."""
+        return self.max(axis, keepdims) - self.min(axis, keepdims)
+
+    @accepts_torch_names
     def norm(self, ord: float = 2, axis: Axis = None, keepdims: bool = False, p: float | None = None) -> Self:
         """Return the norm of vectors over axes: (sum |x|^ord)^(1 / ord); ord inf: the largest absolute value.
         p: PyTorch's name of ord."""
@@ -384,6 +393,16 @@ class Methods:
         """Return the sums of the first 1, 2, ... elements along an axis; None: of the flattened array."""
         x, d = self._along(axis)
         return x._cumulated(d)
+
+    @accepts_torch_names
+    def cumprod(self, axis: int | None = None) -> Self:
+        """Return the products of the first 1, 2, ... elements along an axis; None: of the flattened array."""
+        x, d = self._along(axis)
+        step, before = 1, (slice(None),) * d
+        while step < x.shape[d]:
+            later = x[(*before, slice(step, None))] * x[(*before, slice(0, x.shape[d] - step))]
+            x, step = self._function('concatenate')([x[(*before, slice(0, step))], later], d), 2 * step
+        return x
 
     @accepts_torch_names
     def argsort(self, axis: int | None = -1, descending: bool = False) -> Self:
@@ -539,6 +558,22 @@ class Methods:
         return self.permute(tuple(order))
 
     movedim = moveaxis
+
+    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Self:
+        """Return the elements x[..., i, i + offset, ...] of two axes as the last axis, a copy.  PyTorch's defaults are the
+        same."""
+        x = self.moveaxis((axis1, axis2), (-2, -1))
+        rows = np.arange(max(-offset, 0), max(min(x.shape[-2], x.shape[-1] - offset), max(-offset, 0)))
+        return x[..., rows, rows + offset]
+
+    def trace(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Self:
+        """Return the sum of a diagonal."""
+        return self.diagonal(offset, axis1, axis2).sum(-1)
+
+    def nonzero(self) -> tuple[Self, ...]:
+        """Return the int32 indices of the elements that are not 0, an array for each axis."""
+        found = np.nonzero(_numpy(self))
+        return tuple(self._constant(self._plain()._operand(one)) for one in found)
 
     @accepts_torch_names
     def squeeze(self, axis: Axis = None) -> Self:

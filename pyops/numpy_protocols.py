@@ -36,7 +36,8 @@ _REDUCTIONS = {'add': 'sum', 'multiply': 'prod', 'maximum': 'max', 'minimum': 'm
 _METHODS = frozenset((
     'sum', 'mean', 'max', 'min', 'amax', 'amin', 'argmax', 'argmin', 'var', 'std', 'prod', 'any', 'all', 'cumsum', 'clip',
     'sort', 'argsort', 'squeeze', 'expand_dims', 'transpose', 'swapaxes', 'moveaxis', 'reshape', 'ravel', 'broadcast_to',
-    'flip', 'repeat', 'tile', 'take', 'take_along_axis', 'roll', 'dot', 'copy', 'round', 'tril', 'triu'))
+    'flip', 'repeat', 'tile', 'take', 'take_along_axis', 'roll', 'dot', 'copy', 'round', 'tril', 'triu',
+    'cumprod', 'trace', 'diagonal', 'ptp'))
 # arguments of numpy's functions that do not change a result here; any other must have its default
 _WITHOUT_EFFECT = {'kind', 'stable', 'subok', 'casting', 'optimize', 'order', 'mode'}
 _RENAMED = {'a_min': 'min', 'a_max': 'max'}

@@ -84,6 +84,16 @@ AS_NUMPY = {
     'norm(1)': (lambda x: x.norm(1, -1), lambda x: np.abs(x).sum(-1)),
     'norm(inf)': (lambda x: x.norm(np.inf, 0), lambda x: np.abs(x).max(0)),
     'norm(3)': (lambda x: x.norm(3, axis=1), lambda x: (np.abs(x)**3).sum(1)**(1 / 3)),
+    'cumprod': (lambda x: (x / 4).cumprod(1), lambda x: (x / 4).cumprod(1)),
+    'cumprod of all': (lambda x: (x / 8).cumprod(), lambda x: (x / 8).cumprod()),
+    'ptp': (lambda x: x.ptp(1), lambda x: np.ptp(x, 1)),
+    'diagonal': (lambda x: x.diagonal(), lambda x: x.diagonal()),
+    'diagonal(1, 1, 2)': (lambda x: x.diagonal(1, 1, 2), lambda x: x.diagonal(1, 1, 2)),
+    'diagonal(-2)': (lambda x: x.diagonal(-2, -1, 0), lambda x: x.diagonal(-2, -1, 0)),
+    'diagonal of none': (lambda x: x.diagonal(9), lambda x: x.diagonal(9)),
+    'trace': (lambda x: x.trace(0, 1, 2), lambda x: x.trace(0, 1, 2)),
+    'nonzero': (lambda x: x.nonzero(), lambda x: x.nonzero()),
+    'where': (lambda x: x.where(x > 0, -1.0), lambda x: np.where(x > 0, x, np.float32(-1))),
     'sum of a mask': (lambda x: (x > 5).sum(), lambda x: (x > 5).sum()),
     'sum of a mask along an axis': (lambda x: (x > 5).sum(1, keepdims=True), lambda x: (x > 5).sum(1, keepdims=True)),
     'mean of a mask': (lambda x: (x > 5).mean(0), lambda x: np.float32((x > 5).mean(0))),
@@ -217,7 +227,10 @@ PROTOCOLS = {
     'np.vstack': lambda x: np.vstack([x[0], x[1], x[0, 0]]), 'np.hstack': lambda x: np.hstack([x, x]),
     'np.hstack of vectors': lambda x: np.hstack([x[0, 0], x[1, 1]]), 'np.outer': lambda x: np.outer(x[0], x[1]),
     'np.zeros_like': np.zeros_like, 'np.full_like': lambda x: np.full_like(x, 3), 'np.round': lambda x: np.round(x / 4, 1),
-    'np.tril': lambda x: np.tril(x, -1), 'np.isnan': np.isnan, 'np.sign': np.sign,
+    'np.tril': lambda x: np.tril(x, -1), 'np.cumprod': lambda x: np.cumprod(x / 4, 1),
+    'np.trace': lambda x: np.trace(x, axis1=1, axis2=2), 'np.diagonal': lambda x: np.diagonal(x, 1),
+    'np.ptp': lambda x: np.ptp(x, 0),
+    'np.isnan': np.isnan, 'np.sign': np.sign,
 }
 
 

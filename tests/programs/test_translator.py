@@ -121,7 +121,7 @@ def test_another_batch_size_in_the_middle_of_such_an_epoch(tmp_path, capsys):
 
 def rate(lr, warmup, step):
     """What optim.inverse_square_root sets for a step, counted from 1."""
-    optimizer = SimpleNamespace(lr=np.zeros(1, np.float32), count=np.array([step - 1]))
+    optimizer = SimpleNamespace(rate=np.zeros(1, np.float32), count=np.array([step - 1]))
     inverse_square_root(optimizer, lr, warmup)
     return optimizer.rate[0]
 
@@ -175,7 +175,7 @@ def test_a_decaying_rate_ends_with_the_last_epoch_and_an_interrupted_run_continu
     train.main(['-e', '3', '-c', str(tmp_path / 'eager'), '--no-plan', *flags])
     want = []
     for done in range(steps):
-        optimizer = SimpleNamespace(lr=np.zeros(1, np.float32), count=np.array([done]))
+        optimizer = SimpleNamespace(rate=np.zeros(1, np.float32), count=np.array([done]))
         decaying_rate(optimizer, 0.001, 2, steps, schedule)
         want.append(optimizer.rate[0])
     assert list(rates.values()) == want and list(rates) == [*range(1, steps + 1)] and 0 < want[-1] < 0.2 * want[2]
