@@ -33,3 +33,12 @@ __all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AvgPool2d', 'BatchNorm1d', 'BatchNorm2
            'LayerNorm1d', 'Linear', 'MSELoss', 'MaxPool2d', 'Module', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter',
            'RNNCell', 'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh',
            'TransformerDecoderLayer', 'TransformerEncoderLayer']
+
+
+def __getattr__(name: str) -> object:
+    """Import pyops.nn.utils on first use: it imports the optimisers."""
+    if name != 'utils':
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    import sys
+    __import__('pyops.nn.utils')
+    return sys.modules['pyops.nn.utils']
