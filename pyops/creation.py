@@ -1,8 +1,7 @@
 """New Tensors: from numbers, filled, ranges, random.  `pyops.zeros(2, 3)`, `pyops.randn(4, generator=rng)`.
 
 A shape is given as numbers or as one tuple.  dtype: float32, float64, int32 or bool.  generator: a numpy Generator; None:
-numbers
-that depend on pyops.seed and on the number of earlier calls.
+numbers that depend on pyops.seed and on the number of earlier calls.
 """
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from typing import Any
 def einsum(subscripts: str, *operands: Any) -> Any:
     """Return the sum of products of the operands over the letters that the result lacks, such as 'bij,bjk->bik'.
 
-    Without -> the result has the letters that occur once, in alphabetical order.  '...' stands for leading axes, which
-    broadcast.
+    Without -> the result has the letters that occur once, in alphabetical order.  '...' denotes leading axes, which broadcast.
     Two operands at a time are multiplied, from the left, as a batch of matrix products.  ValueError for subscripts that do not
     fit.
     """

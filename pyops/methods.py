@@ -63,9 +63,10 @@ def accepts_tuple(*names: str) -> Callable[[Function], Function]:
 
 @functools.lru_cache(8192, typed=True)          # typed: 1.0 equals 1 but is not an axis
 def normal_axes(axis: Axis, ndim: int) -> Shape:
-    """Return axes (None for all, an int, or a tuple) as non-negative ints in the given order.  Raises
-    np.exceptions.AxisError, a
-    ValueError and IndexError, beyond ndim, and ValueError for an axis that is given twice."""
+    """Return axes (None for all, an int, or a tuple) as non-negative ints in the given order.
+
+    Raises np.exceptions.AxisError, a ValueError and IndexError, beyond ndim, and ValueError for an axis that is given twice.
+    """
     if axis is None:
         return tuple(range(ndim))
     found = []
@@ -522,9 +523,8 @@ class Methods:
     def transpose(self, *axes: Any) -> Self:
         """Permute the axes; without arguments, reverse their order.
 
-        Two axes of an array with more than two exchange them, as in PyTorch.  transpose(0, 1) of a matrix is numpy's: it
-        changes
-        nothing.
+        Two axes of an array with more than two exchange them, as in PyTorch.  transpose(0, 1) of a matrix is numpy's:
+        it changes nothing.
         """
         order = () if axes == (None,) else several(axes)
         if len(order) == 2 and self.ndim > 2:

@@ -1020,9 +1020,8 @@ def numpy_index(index: Index) -> Any:
 
 
 def positions(index: Index, shape: Shape) -> np.ndarray:
-    """Return the positions x.reshape(-1) of the elements x[index], for an x of this shape, as a numpy array of int64 in the
-    shape
-    of x[index].  IndexError as in numpy."""
+    """Return where the elements x[index] are in x.reshape(-1), for an x of this shape, as a numpy array of int64 in the
+    shape of x[index].  IndexError as in numpy."""
     index = numpy_index(index)
     found: Any = 0
     for d, (n, step) in enumerate(zip(shape, row_major(shape), strict=True)):

@@ -1,8 +1,7 @@
 """numpy's functions on NDArrays and Tensors: what np.exp(x), np.sum(x) and np.concatenate([x, y]) call.
 
 A function with a counterpart in pyops/methods.py runs as that operation, with its gradient.  Any other function gets numpy
-arrays
-and returns what numpy returns.
+arrays and returns what numpy returns.
 """
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 # ufunc -> operation on one or two operands
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     'add': operator.add, 'subtract': operator.sub, 'multiply': operator.mul, 'divide': operator.truediv, 'power': operator.pow,
-    'float_power': operator.pow, 'matmul': operator.matmul, 'floor_divide': operator.floordiv, 'remainder': operator.mod,
+    'matmul': operator.matmul, 'floor_divide': operator.floordiv, 'remainder': operator.mod,
     'negative': operator.neg, 'positive': lambda x: x.copy(), 'absolute': abs, 'fabs': abs,
     'equal': operator.eq, 'not_equal': operator.ne, 'less': operator.lt, 'less_equal': operator.le, 'greater': operator.gt,
     'greater_equal': operator.ge, 'bitwise_and': operator.and_, 'bitwise_or': operator.or_, 'bitwise_xor': operator.xor,
@@ -40,6 +39,8 @@ _METHODS = frozenset((
     'cumprod', 'trace', 'diagonal', 'ptp'))
 # arguments of numpy's functions that do not change a result here; any other must have its default
 _WITHOUT_EFFECT = {'kind', 'stable', 'subok', 'casting', 'optimize', 'order', 'mode'}
+# values of them that do have an effect: numpy runs the function
+_WITH_EFFECT = {'F', 'clip', 'wrap'}
 _RENAMED = {'a_min': 'min', 'a_max': 'max'}
 
 
@@ -129,6 +130,8 @@ def apply_function(function: Callable[..., Any], args: tuple[Any, ...], named: d
             given |= value if kind is inspect.Parameter.VAR_KEYWORD else {key: value}
         defaults = _signature(function).parameters
         out, dtype = given.pop('out', None), given.pop('dtype', None)
+        if any(given.get(key) in _WITH_EFFECT for key in ('order', 'mode') if isinstance(given.get(key), str)):
+            return function(*_as_numpy(args), **_as_numpy(named))
         given = {_RENAMED.get(key, key) if name == 'clip' else key: value for key, value in given.items()
                  if value is not np._NoValue and key not in _WITHOUT_EFFECT - ({'mode'} if name == 'pad' else set())
                  and not (key in defaults and value is defaults[key].default)}

@@ -249,6 +249,9 @@ def test_other_functions_of_numpy_run_on_its_arrays_and_out_is_written(make):
     assert np.array_equal(x, X) and np.allclose(x, X) and type(np.median(x)) is np.float32 and np.shape(x) == X.shape
     assert np.histogram(x, 3)[0].tolist() == np.histogram(X, 3)[0].tolist()
     np.testing.assert_allclose(np.arctan(x), np.arctan(X))
+    fortran = np.reshape(x, (4, 6), order='F')
+    assert type(fortran) is np.ndarray and (fortran == X.reshape((4, 6), order='F')).all()
+    assert np.take(x, [30], mode='clip').tolist() == X.take([30], mode='clip').tolist()
     out = np.zeros_like(X)
     assert np.add(x, X, out=out) is out and (out == 2 * X).all()
     out += x
