@@ -283,7 +283,7 @@ def reduce_step(r, pool, device):
         over = None if not a.theirs.ndim or r.random() < 0.3 else r.randrange(-a.theirs.ndim, a.theirs.ndim)
     elif name == 'sum' and a.theirs.dtype == 'float32' and not small(a.theirs):
         return None
-    how = {'dtype': a.theirs.dtype} if name == 'sum' else {}
+    how = {'dtype': np.dtype('int32') if a.ours.is_mask else a.theirs.dtype} if name == 'sum' else {}
     try:
         want = getattr(a.theirs, name)(over, keepdims=keepdims, **how)
     except ValueError:
