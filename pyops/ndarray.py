@@ -25,7 +25,7 @@ from pyops.backend.device import Buffer
 from pyops.backend.numpy_device import Numpy
 from pyops.environment import backend_name
 from pyops.errors import UserError
-from pyops.methods import Methods, accepts_torch_names, accepts_tuple, flipped_axes, normal_axes, several
+from pyops.methods import Methods, accepts_torch_names, accepts_tuple, as_axes, flipped_axes, normal_axes, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -704,17 +704,23 @@ class NDArray(Array, Methods):
         y = (self if self.dtype is not INT else self._cast(FLOAT))._reduce('sum', axis, keepdims)
         return y / (self.size / y.size if y.size else 1)
 
+    @accepts_torch_names
     def softmax(self, axis: Axis = -1) -> NDArray:
         """Return e^x / sum(e^x) along one axis, several or all, without overflow."""
-        return _along('softmax', axis, self._cast(FLOAT))
+        return super().softmax(axis) if self.dtype is DOUBLE else _along('softmax', axis, self._cast(FLOAT))
 
+    @accepts_torch_names
     def log_softmax(self, axis: Axis = -1) -> NDArray:
         """Return log(softmax(x)) along one axis, several or all."""
-        return _along('log_softmax', axis, self._cast(FLOAT))
+        return super().log_softmax(axis) if self.dtype is DOUBLE else _along('log_softmax', axis, self._cast(FLOAT))
 
     def softmax_gradient(self, dy: NDArray, axis: Axis = -1, log: bool = False) -> NDArray:
         """Return the gradient of x from dy, the gradient of this array, which is x.softmax(axis), or x.log_softmax(axis)."""
-        return _along('log_softmax' if log else 'softmax', axis, dy, self)
+        if self.dtype is not DOUBLE:
+            return _along('log_softmax' if log else 'softmax', axis, dy, self)
+        if log:
+            return dy - self.exp() * dy.sum(axis, keepdims=True)
+        return self * (dy - (dy * self).sum(axis, keepdims=True))
 
     @accepts_torch_names
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> NDArray:
@@ -832,7 +838,7 @@ def _along(op: str, axis: Axis, *arrays: NDArray) -> NDArray:
     """Return softmax or log_softmax (op) of x along axes, or for arrays dy and y its gradient.  A kernel takes one axis of
     compact arrays, so adjacent axes are merged, and other axes are moved to the end."""
     x = arrays[0]
-    axes, ndim = sorted(_axes(tuple(axis) if isinstance(axis, list) else axis, x.ndim)), x.ndim
+    axes, ndim = sorted(normal_axes(as_axes(axis), x.ndim)), x.ndim
     if axes and axes != list(range(axes[0], axes[-1] + 1)):
         order = [*(d for d in range(ndim) if d not in axes), *axes]
         y = _along(op, tuple(range(ndim - len(axes), ndim)), *(a.permute(order) for a in arrays))

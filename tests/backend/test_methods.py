@@ -545,3 +545,20 @@ def test_of_equal_positions_the_last_value_gets_the_gradient():
     y[[0, 1, 0]] = v
     (y * Tensor([10.0, 20.0])).sum().backward()
     assert y.tolist() == [3, 2] and v.grad.tolist() == [0, 20, 10]
+
+
+@on_a_cpu
+@pytest.mark.parametrize('name', ['softmax', 'log_softmax'])
+@pytest.mark.parametrize('axis', [-1, 0, (0, 2)])
+def test_softmax_of_float64_and_its_gradient_have_the_digits_of_float64(name, axis):
+    rng = np.random.default_rng(3)
+    x, dy = rng.standard_normal((3, 4, 5)), rng.standard_normal((3, 4, 5))
+    leaf = pyops.tensor(x, dtype='float64', requires_grad=True)
+    y = getattr(leaf, name)(axis)
+    y.backward(pyops.tensor(dy, dtype='float64'))
+    p = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
+    if name == 'softmax':
+        value, gradient = p, p * (dy - (dy * p).sum(axis, keepdims=True))
+    else:
+        value, gradient = np.log(p), dy - p * dy.sum(axis, keepdims=True)
+    assert np.abs(y.numpy() - value).max() <= 1e-14 and np.abs(leaf.grad.numpy() - gradient).max() <= 1e-13
