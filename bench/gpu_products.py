@@ -330,7 +330,7 @@ FLOAT32_ONLY = 'formats', 'mlp_step'
 
 
 def layers(run):
-    """Compare forward and backward of ops with those of the CPU library, and their bits after timing."""
+    """Compare forward and backward of ops with the CPU library's, and their bits after timing."""
     from pyops import backend
     gpu = run.gpu
     for name, make in run.sizes.layers.items():

@@ -17,7 +17,7 @@ from bench.translation import planned_steps, read_pairs, write_pairs
 def prepare(folder, settings, config, model, pairs, is_sorted=False):
     """Write what both contestants need: settings of the run, configuration, initial weights, pairs to train on.
 
-    is_sorted: PyTorch's batches are those of sorted_batches()
+    is_sorted: PyTorch's batches come from sorted_batches()
     """
     from bench.transformer import contest
     contest.write_model(folder, config, model)
@@ -40,7 +40,7 @@ def learning_rate(settings, total, k):
 def sorted_batches(batches, lengths, seed, epoch):
     """Return the batches of an epoch with sentences of similar lengths, in random order, as users of PyTorch avoid padding.
 
-    batches: those of the run, which select the samples of the epoch and their number in a batch;  lengths (N, 2)
+    batches: the run's, which select the samples of the epoch and their number in a batch;  lengths (N, 2)
     """
     order = np.concatenate(list(batches.batches(seed, epoch)))      # random, and so is the order of equal lengths
     parts = batches.split(order[np.lexsort(lengths[order].T)])

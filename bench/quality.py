@@ -121,8 +121,8 @@ class Judge:
 # ---- the contest -----------------------------------------------------------------------------------------------------
 
 def calibrate(workers, seconds):
-    """Measure the workers, {kind: Contestant}, in turns.  Return {kind: {'start_s': seconds of the first steps above those of
-    later ones, such as of the compiler; 'step_s': seconds per step}}."""
+    """Measure the workers, {kind: Contestant}, in turns.  Return {kind: {'start_s': seconds of the first steps beyond the time
+    of later ones, such as of the compiler; 'step_s': seconds per step}}."""
     turn = functools.partial(_turn, number=CALIBRATION, total=FOREVER)
     first = {kind: [turn(worker, 0.001) for _ in range(WARM_UP)] for kind, worker in workers.items()}
     later = {kind: [] for kind in workers}

@@ -1,6 +1,6 @@
 /* dispatch.c - choice of kernels, number of threads, text of the last error, scratch.
  *
- * The kernels are chosen once, when the library is loaded: those of the best instruction set that CPU and operating system
+ * The kernels are chosen once, when the library is loaded: the kernels of the best instruction set that CPU and operating system
  * support (__builtin_cpu_supports checks XCR0 too), or of the one named by PYOPS_ISA.  An unsupported request falls back to
  * generic; pyops_isa() and pyops_bf16_isa() return the kernels in use, and the Python side raises an error if neither is the
  * request.

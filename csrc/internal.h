@@ -191,7 +191,7 @@ typedef struct {
     int is_bf16;                    /* a packed b has pairs of bfloat16 in place of floats; a step along K is a pair */
     int a_step;                     /* floats of a row of a packed a in a step */
     int a_in_rows;                  /* a packed a is always in rows, not in panels */
-    int64_t MR, MC;                 /* as in pyops_kernels, or 0: those of float32 */
+    int64_t MR, MC;                 /* as in pyops_kernels, or 0: float32's */
     void (*gemm)(const pyops_tile *t);
     /* Pack n rows of A (columns of B), `step` floats apart, each of kc elements with stride `along`.  A: in panels or, if
      * a_in_rows, or if is_bf16 and along is 1, in rows. */

@@ -14,7 +14,7 @@ typedef struct {
     int64_t size[AXES], stride[OPERANDS][AXES];         /* strides in bytes */
 } space;
 
-/* The axes without those of size 1; adjacent ones are merged where all operands allow it.  item: bytes of an element. */
+/* The axes longer than 1; adjacent ones are merged where all operands allow it.  item: bytes of an element. */
 static space merged(const int64_t *shape, const int64_t *strides, int64_t ndim, int operands, const int64_t *item) {
     space s = {0};
     for (int64_t d = 0; d < ndim; d++) {

@@ -21,7 +21,7 @@
 // Only the device knows the number of valid rows.  So everything is launched for R rows, and blocks without rows exit at once.
 // If all logits exceed LOGITS bytes, the rows are processed in chunks of `chunk` rows.
 //
-// If x is bfloat16, the three products are those of gemm.cu, with the number of valid rows as their limit.  Between them one
+// If x is bfloat16, the three products are gemm.cu's, with the number of valid rows as their limit.  Between them one
 // kernel per row, `softmax_row`, computes the loss and replaces the logits by their gradient, rounded to bfloat16, which takes
 // half of the memory of the logits.  It is the operand of the other two products, and dbias is the sum of its rows.
 #include "columns.cuh"

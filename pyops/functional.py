@@ -558,7 +558,7 @@ def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
            dilation: int = 1, groups: int = 1) -> Tensor:
     """Convolve sequences with filters: x (N, C, L), weight (O, C / groups, k), bias (O,) or None -> (N, O, Lo).
 
-    The settings are those of conv2d, which computes it with images of height 1.
+    The settings are the same as conv2d's, which computes it with images of height 1.
     """
     x, weight = tensor(x), tensor(weight)
     if x.ndim != 3 or weight.ndim != 3:

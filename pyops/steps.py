@@ -105,7 +105,7 @@ class SizedSteps:
         self._sized, self._exact = {}, None
 
     def _record(self, sizes: tuple[int, ...], before: SizedPlan | None) -> SizedPlan:
-        """Return a plan with room for these sizes and those of the plan before."""
+        """Return a plan with room for these sizes and for the sizes of the plan before."""
         most = before.capacity if before else sizes
         if before:
             before.close()
@@ -169,7 +169,7 @@ class SizedPlan(Plan):
         return slope if (slope * taken == difference).all() and (whole - slope @ most == quarter).all() else None
 
     def has_room(self, sizes: tuple[int, ...]) -> bool:
-        """Return whether these sizes are at most those of the recording."""
+        """Return whether these sizes are at most the recorded ones."""
         return all(size <= most for size, most in zip(sizes, self.capacity, strict=True))
 
     def resize(self, sizes: tuple[int, ...]) -> None:

@@ -52,7 +52,7 @@ NOTES = {
 
 
 def names():
-    """Return the public names of both classes, those of the tape and of memory left out."""
+    """Return the public names of both classes without the names of the tape and of memory."""
     public = {name for kind in (NDArray, Tensor) for name in dir(kind) if not name.startswith('_')}
     return sorted(public - OWN, key=str.lower)
 

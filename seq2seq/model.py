@@ -81,7 +81,7 @@ def parameter_specs(config):
 class Bidirectional:
     """A bottom layer of two EmbeddingGRUs with H/2 units each: one reads the sentences forward, the other from their end.
 
-    h (N, H) and the last states (B, H) are those of both, side by side.
+    h (N, H) and the last states (B, H) belong to both, side by side.
     """
 
     class Ctx(NamedTuple):

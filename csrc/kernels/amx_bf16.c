@@ -1,6 +1,6 @@
 /* The bfloat16 micro-kernel of AMX, compiled with -mamx-tile -mamx-bf16 (see Makefile).  Tests run it on an emulation of its
  * instructions in C, in the library whose AVX-512 code is lowered to AVX2; it has not run on a CPU with AMX yet.  All other
- * kernels are those of AVX-512.
+ * kernels are the AVX-512 ones.
  *
  * A tile register has 16 rows of 64 bytes: 16 x 16 sums, or 16 pairs of bfloat16 of 16 rows of a, or 16 rows of pairs of 16
  * columns of b.  One instruction adds the product of two such tiles to sums.  The result is 32 x 32: 4 registers of sums, 2

@@ -305,7 +305,7 @@ def isa():
 
 
 def bf16_isa():
-    """Return the instruction set of products in bfloat16: that of `isa`, 'avx512_bf16' or 'amx_bf16'."""
+    """Return the instruction set of products in bfloat16: the same as `isa`, 'avx512_bf16' or 'amx_bf16'."""
     ffi, lib, _ = library.cpu()
     return ffi.string(lib.pyops_bf16_isa()).decode()
 

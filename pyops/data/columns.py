@@ -1,7 +1,7 @@
 """Text in columns: UTF-8, and the four columns of the test files of the Tatoeba Challenge."""
 from __future__ import annotations
 
-COLUMNS = 4         # of a test file: the language of the source, that of the target, source, target
+COLUMNS = 4         # of a test file: languages of source and target, source, target
 
 
 def decode(content: bytes) -> str:

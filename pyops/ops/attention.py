@@ -170,7 +170,7 @@ def distances(prefix: str, q_shape: Shape, k_shape: Shape, q: Array, k: Array, v
     of_q = check_rows(f'{prefix}q', q, q_shape, REAL)
     of_k, of_v = check_rows(f'{prefix}k', k, k_shape, q.dtype), check_rows(f'{prefix}v', v, k_shape, q.dtype)
     if of_k != of_v:
-        raise ValueError(f'{prefix}v: want rows as far apart as those of {prefix}k, {of_k} elements, got {of_v}; '
+        raise ValueError(f'{prefix}v: expected the row distance of {prefix}k, {of_k} elements, got {of_v}; '
                          'copy one of them')
     return of_q, of_k
 

@@ -131,7 +131,7 @@ def encoded(translations: list[Translation]) -> str:
 
 
 def answer(translations: list[str], model: dict[str, str], seconds: float) -> str:
-    """Return an answer as JSON.   translations: those of each text, as JSON"""
+    """Return an answer as JSON.   translations: a list for each text, as JSON"""
     rest = json.dumps({'model': model, 'milliseconds': round(1e3 * seconds, 3)})
     return f'{{"translations": [{", ".join(translations)}], {rest[1:]}'
 

@@ -107,7 +107,7 @@ def run(options: Namespace) -> int:
 
 
 def read_token(path: str | None) -> str | None:
-    """Return the token in a file, else that of the environment, else None.   UserError if it is no token"""
+    """Return the token in a file, else in the environment, else None.   UserError if it is no token"""
     text, name = os.environ.get(TOKEN) or None, TOKEN
     if path is not None:
         name = f'--token-file {printable(path)}'

@@ -1,6 +1,6 @@
 """The HTTP server, uvicorn's, with limits of its own for connections.
 
-uvicorn bounds the size of a head, but no time except that of an idle connection.  Here a connection is closed if its request
+uvicorn bounds the size of a head, but no time except an idle connection's.  Here a connection is closed if its request
 does not arrive in time, if its client does not read the answer, or if there are too many; and all errors are JSON.
 """
 from __future__ import annotations

@@ -273,7 +273,7 @@ class Parts:
         return np.concatenate(parts), tuple(size for part in sizes for size in part)
 
     def gradients(self, model, rows, sizes):
-        """Add the gradients of a batch to those of the model's parameters, and return its mean loss, (1,)."""
+        """Add the gradients of a batch to the gradients of the parameters, and return its mean loss, (1,)."""
         if len(sizes) == 3:
             return self._part(model, self._pairs.batch(rows, *sizes), self._count, None)
         backend.launch('fill', self._loss, 1, 0.0)

@@ -78,7 +78,7 @@ def load(path: PathLike, quant: str | None = None, quant_layers: str | None = No
 
 
 def of_checkpoint(found: checkpoint.Found, replaced: dict[str, Any]) -> Translator:
-    """Return the Translator of the checkpoint found.   replaced: settings, None for those of the checkpoint"""
+    """Return the Translator of the checkpoint found.   replaced: settings, None for the checkpoint's"""
     state: Any = found.state
     program = state.get('program') if isinstance(state, dict) else None
     if program not in PROGRAMS:
@@ -287,7 +287,7 @@ class Translator:
         return lambda source: [[(found.tokens, found.score) for found in some] for some in beam(source)]
 
     def _described(self, found: _Found, weights: Iterator[np.ndarray | None], alignments: bool) -> list[Translation]:
-        """Return the Translations of a text.   weights: the next ones are those of its outputs"""
+        """Return the Translations of a text.   weights: the next ones belong to its outputs"""
         if not found.outputs:
             none = np.zeros((0, 0), 'f') if alignments and self.model.attends else None
             return [Translation('', 0.0, [], [], alignment=none)]

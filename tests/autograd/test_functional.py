@@ -344,7 +344,7 @@ def test_logsumexp_of_two_equal_numbers_has_the_gradient_one_half_however_large_
 @LARGE
 @pytest.mark.parametrize('function', [*LOSSES, 'logsumexp'])
 def test_gradients_of_large_logits_are_those_of_their_differences(function, c):
-    """The gradient of a loss sums to 0 over a row, that of logsumexp to 1."""
+    """The gradient of a loss sums to 0 over a row, logsumexp's to 1."""
     eps, n = np.finfo(np.float32).eps, 40
     x = np.float32(c) - max(np.spacing(np.float32(abs(c))), 0.125) * np.random.default_rng(3).integers(0, 25, n)
     x = x.astype(np.float32)

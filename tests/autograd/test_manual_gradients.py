@@ -67,7 +67,7 @@ def test_mnist_by_hand_and_on_the_tape_are_equal_to_the_bit():
 
 
 def test_mnist_by_hand_and_from_formulas():
-    """No kernel but those of array ops: the loss written out."""
+    """Array ops only: the loss written out."""
     def loss_of(pixels, rows, labels, w1, bias1, w2, bias2):
         x = Tensor(pixels[rows] / np.float32(255))
         y = (x @ w1 + bias1).maximum(0.0) @ w2.T + bias2

@@ -418,7 +418,7 @@ def test_float64_tensors_have_float64_gradients(torch):
     assert x.grad.dtype == np.float32 and x.grad.tolist() == [2, 4]
 
 
-# ---- indices: those of numpy, for reading and writing ----------------------------------------------------------------
+# ---- indices as in numpy, for reading and writing -------------------------------------------------------------------
 
 SHAPE = (3, 4, 2)
 

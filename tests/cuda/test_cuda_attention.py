@@ -286,7 +286,7 @@ def test_forward_and_backward_of_attention_may_use_different_kernels():
 
 
 def test_large_scores_have_the_weights_of_their_differences_in_wgmma_attention():
-    """Scores near 10,000 whose differences are a few units: the weights are those of the differences."""
+    """Scores near 10,000 whose differences are a few units: the weights depend on the differences."""
     attention = Call(128, 128, 1, 1, 64)
     attention.q[...], attention.k[...] = 0, 0
     attention.q[..., 0], attention.k[..., 0] = 256, 312                 # 256 * 312 / 8 = 9984

@@ -236,7 +236,7 @@ class BatchNormOfImagesRow(BatchNormRow):
 
 
 class PoolRow:
-    """settings: those of the op, as PyTorch takes them."""
+    """settings: the op's, as PyTorch takes them."""
     wrong_axis = {'x': None}                # any shape is accepted
     sizes = ((1, 1, 4, 5), (2, 3, 7, 6), (2, 9, 33, 40))                                          # N, C, H, W
     large = (5, 31, 64, 66)
@@ -256,7 +256,7 @@ class PoolRow:
 
 
 class Conv2dRow:
-    """settings: those of the op, as PyTorch takes them."""
+    """settings: the op's, as PyTorch takes them."""
     wrong_axis = {'x': 1}
     sizes = ((1, 1, 4, 5, 1, 2, 3), (2, 4, 6, 5, 6, 3, 2), (3, 2, 7, 9, 4, 3, 3), (2, 12, 9, 8, 36, 3, 3),
              (19, 4, 4, 4, 14, 3, 3))                                                            # N, C, H, W, O, kh, kw

@@ -63,7 +63,7 @@ def train_steps(model, pairs, steps, batch_size=64, lr=0.005, seed=0):
 def assert_same_gradients(params, leaves, rtol=1e-4):
     """Compare the gradient of each parameter with the float64 torch leaf of the same name; it must not be zero.
 
-    rtol is relative to the largest element.  It is twice that of the op table, because a model is several ops deep."""
+    rtol is relative to the largest element.  It is twice the op table's, because a model is several ops deep."""
     assert set(leaves) == set(params)
     for name, leaf in leaves.items():
         scale = leaf.grad.abs().max().item()

@@ -88,7 +88,7 @@ def test_a_subnormal_factor_is_rounded_or_becomes_0():
 @pytest.mark.parametrize('K', [1, 2, 33])
 def test_nan_stays_nan_and_infinity_stays_infinity(K):
     a, b = np.ones((9, K), np.float32), np.ones((K, 40), np.float32)
-    a.view(np.uint32)[4, -1] = 0x7F800001               # a NaN whose upper 16 bits are those of infinity
+    a.view(np.uint32)[4, -1] = 0x7F800001               # a NaN whose upper 16 bits equal infinity's
     b[0, 30] = -np.inf
     c = np.empty((9, 40), np.float32)
     backend.gemm(c, a, b)
@@ -134,7 +134,7 @@ def test_feed_forward_rounds_the_factors_of_both_products(rows, D, F):
         y, ctx = op.forward(x)
         return [y, op.backward(dy, ctx), *(p.grad for p in parameters)]
 
-    w1, b1, w2, _ = values                              # bfloat16 represents them, so h before rounding is that of float32
+    w1, b1, w2, _ = values                              # bfloat16 represents them, so h before rounding is float32's
     h = np.maximum(x @ w1.T + b1, 0)
     dh = np.abs(dy) @ np.abs(w2) * (h > 0)
     terms = [h @ np.abs(w2.T), dh @ np.abs(w1), dh.T @ np.abs(x), dh.sum(0), np.abs(dy.T) @ h, 0 * values[3]]

@@ -1063,7 +1063,7 @@ def test_attention_takes_columns_and_refuses_rows_at_other_distances():
     y, ctx = Attention(2).forward(q, k, v)
     alone = put(np.zeros((3, 4, 8), 'f'))
     for bad, message in (((x[..., :16:2], k, v), 'q: want contiguous rows at equal distances'),
-                         ((q, alone, v), 'v: want rows as far apart as those of k, 8 elements, got 24')):
+                         ((q, alone, v), 'v: expected the row distance of k, 8 elements, got 24')):
         with pytest.raises((TypeError, ValueError), match=message):
             Attention(2).forward(*bad)
     with pytest.raises(TypeError, match='q: want contiguous rows at equal distances'):

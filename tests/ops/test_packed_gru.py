@@ -52,7 +52,7 @@ class Case:
         return np.array([array[at] for at in self.at], array.dtype).reshape(self.N, *array.shape[2:])
 
     def flipped(self, rows):
-        """Return the rows with those of each sentence in reverse."""
+        """Return the rows with each sentence reversed."""
         parts = [rows[start:end][::-1] for start, end in zip(self.offsets, self.offsets[1:], strict=False)]
         return np.ascontiguousarray(np.concatenate(parts))
 

@@ -92,7 +92,7 @@ def damaged_zip():
     with zipfile.ZipFile('bad.zip', 'w', zipfile.ZIP_LZMA) as archive:
         archive.write('pairs.txt')
     content = bytearray(Path('bad.zip').read_bytes())
-    start = 30 + len('pairs.txt') + 4                       # behind the local header and that of the method
+    start = 30 + len('pairs.txt') + 4                       # behind the local header and the header of the method
     content[start:start + 5] = b'\xff' * 5
     Path('bad.zip').write_bytes(content)
 

@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture(params=PROGRAMS)
 def programs(place, request):
-    """The function main of train with a small model, and that of evaluate."""
+    """main of train with a small model, and main of evaluate."""
     train, evaluate, sizes = PROGRAMS[request.param]
     return lambda flags: train.main([*flags.split(), *sizes]), lambda flags: evaluate.main(flags.split())
 

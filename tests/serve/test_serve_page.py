@@ -312,7 +312,7 @@ def test_without_words_or_attention_the_sections_say_so_or_are_hidden(shown, mon
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 def joined(some, targets, sources):
-    """Return the weights of words: the mean over the pieces of a target, the sum over those of a source."""
+    """Return the weights of words: the mean over the pieces of a target, the sum over the pieces of a source."""
     return np.array([[np.mean([sum(some['alignment'][i][j] for j in source) for i in target]) for source in sources]
                      for target in targets])
 

@@ -72,7 +72,7 @@ def test_muon_equals_its_formulas_in_float64(scale, nesterov):
         else:
             for buffer in ('values', 'm', 'v'):
                 one, other = (get(part.view(getattr(part, buffer), name)) for part in (params, twins))
-                assert (one == other).all(), f'{buffer} of {name} differ from those of Adam'
+                assert (one == other).all(), f'{buffer} of {name} differ from Adam\'s'
 
 
 @pytest.mark.parametrize('shape', [(2, 24, 24), (3, 40, 24), (3, 24, 40), (1, 64, 256)])
