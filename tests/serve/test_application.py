@@ -26,7 +26,7 @@ def test_an_answer_has_the_fields_of_the_interface(server):
     texts = ['I sleep now.', 'I qwerty.', '']
     status, answer = post(server.port, {'texts': texts, 'beam': 4, 'nbest': 2, 'length_penalty': 0.5, 'max_len': 8,
                                         'alignments': True})
-    assert status == 200 and set(answer) == {'translations', 'model', 'milliseconds'} and 0 < answer['milliseconds'] < 60_000
+    assert status == 200 and set(answer) == {'translations', 'model', 'milliseconds'} and answer['milliseconds'] > 0
     assert answer['model'] == {'kind': 'transformer', 'checkpoint': model().path.rpartition('/')[2]}
     wanted = model().translations(texts, 4, 2, 0.5, 8, alignments=True)
     assert [len(found) for found in answer['translations']] == [2, 2, 1]
