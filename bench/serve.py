@@ -4,7 +4,7 @@
     python -m bench.serve CKPT --save               and append the figures to bench/results/serve.jsonl
 
 Each client sends a request after the answer to the previous one, over one connection.  Every answer is compared with the
-translation by pyops.load, and the throughput with that of translating the same texts as a file, in batches of 64.  Clients and
+translation by pyops.load, and the throughput with the throughput for the same texts as a file, in batches of 64.  Clients and
 server share the cores of this machine.  The exit status is 1 if an answer is wrong or missing.
 """
 import http.client

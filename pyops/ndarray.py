@@ -1247,7 +1247,7 @@ def stack(arrays: Iterable[Numbers], axis: int = 0) -> NDArray:
 
 
 def where(condition: Any, a: Any, b: Any) -> NDArray:
-    """Return the elements of a where condition is not 0, else those of b; all three broadcast.  Exact for NaN and
+    """Return the elements of a where condition is not 0, else the elements of b; all three broadcast.  Exact for NaN and
     infinities."""
     first = next((x for x in (condition, a, b) if isinstance(x, NDArray)), None)
     like = first if first is not None else array(condition)

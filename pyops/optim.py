@@ -1,7 +1,7 @@
 """Optimisers: Adam (Kingma and Ba 2014, arXiv:1412.6980), AdamW, Muon, SGD with momentum; schedules of the learning rate.
 
 All parameters are updated in one call, with gradients clipped by their global norm.  Schedules that a plan can record are
-functions here; those of the host, in PyTorch's form, are in pyops/schedules.py.
+functions here; schedules on the host, in PyTorch's form, are in pyops/schedules.py.
 """
 from __future__ import annotations
 

@@ -402,7 +402,7 @@ def stack(tensors: Any, axis: int = 0) -> Tensor:
 
 
 def where(condition: Numbers, a: Numbers, b: Numbers) -> Tensor:
-    """Return the elements of a where condition is not 0, else those of b; all three broadcast.  The condition has no
+    """Return the elements of a where condition is not 0, else the elements of b; all three broadcast.  The condition has no
     gradient."""
     like = next((x for x in (a, b, condition) if isinstance(x, Tensor)), None)
     like = Tensor(condition) if like is None else like

@@ -167,7 +167,7 @@ class Pairs:
         return np.concatenate([rows, chosen]), (count + fillers, *(tokens + missing).tolist())
 
     def batch(self, rows: Array, count: int, source_tokens: int, target_tokens: int) -> Batch:
-        """Return the Batch of the first `count` of these pairs.  rows: on the device;  count and so on: those of sizes()."""
+        """Return the Batch of the first `count` of these pairs.  rows: on the device;  count and so on: from sizes()."""
         (source, labels), rows = self._tables(), rows[:count]
         ids, positions, offsets = pack(source.ids, source.starts, rows, source_tokens, name='source')
         shifted, target_positions, target_offsets = pack(labels.ids, labels.starts, rows, target_tokens, BOS, 'target')

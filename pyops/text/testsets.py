@@ -29,7 +29,7 @@ class TestSet(NamedTuple):
     def load(cls, path):
         """Read a text, or a zip, gzip, bz2 or xz file with one.
 
-        Its lines have the four columns of pyops.data.columns, or those of a Corpus.  The first line decides which.
+        Its lines have the four columns of pyops.data.columns, or the columns of a Corpus.  The first line decides which.
         UserError if the file is missing, damaged, empty or not UTF-8, or a line has other columns.
         """
         path = Path(path)

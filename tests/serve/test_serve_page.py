@@ -353,7 +353,7 @@ def test_a_line_per_weight_joins_two_words(shown):
     for name, least, factor in (('stroke-opacity', 0.12, 0.88), ('stroke-width', 1, 3)):
         values = sorted(float(value) for value in shown.all('#lines path', f'getAttribute("{name}")'))
         np.testing.assert_allclose(values, [least + factor * weight for weight in drawn], atol=0.01)
-    # The strongest line starts at the middle of a word of the text, and ends at that of a word of the translation.
+    # The strongest line starts at the middle of a word of the text, and ends at the middle of one of the translation.
     ends = shown.ask("""(() => {
       const paths = [...lines.querySelectorAll("path")], of = path => Number(path.getAttribute("stroke-opacity"));
       const path = paths.reduce((a, b) => of(a) > of(b) ? a : b), {left} = lines.getBoundingClientRect();
