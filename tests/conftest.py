@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker('slow'):
                 item.add_marker(pytest.mark.skip(reason='slow: run pytest with --slow, or `make test-all`'))
+    # slow tests first, so that no worker waits at the end for another's
+    items.sort(key=lambda item: item.get_closest_marker('slow') is None)
 
 
 @pytest.fixture(scope='session', autouse=True)

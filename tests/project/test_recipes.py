@@ -53,7 +53,8 @@ def follow(tree, heading):
 
 
 def run(tree, command):
-    environment = environment_without(*(name for name in os.environ if name.startswith(('PYTEST_', 'PYOPS_', 'PYTHONPATH'))))
+    names = [name for name in os.environ if name.startswith(('PYTEST_', 'PYOPS_', 'PYTHONPATH'))]
+    environment = environment_without(*names, EXTRA_CFLAGS='-O1', EMULATED_FLAGS='-O0')     # full optimisation takes minutes
     words = [sys.executable if word == '.venv/bin/python' else word for word in shlex.split(command)]
     done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f'{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}'
