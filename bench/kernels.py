@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench import results
+from pyops.doctor import cpu_name
 from pyops.errors import UserError, exits_cleanly
 from pyops.flags import ArgumentParser, positive_float, positive_int
 
@@ -240,7 +241,7 @@ def main(argv=None):
     backend.set_threads(threads)
     torch.set_num_threads(threads)
     found = roofline(threads)
-    print(f'{results.machine_name()}; {backend.isa()} is used, {threads} threads')
+    print(f'{cpu_name()}; {backend.isa()} is used, {threads} threads')
     for isa, by_threads in found.items():
         print(f'{isa:8}', *(f'  {n} thread{"s" * (n > 1)}: {flops / 1e9:6.1f} GFLOP/s {copy / 1e9:5.1f} GB/s'
                             for n, (flops, copy) in by_threads.items()))

@@ -2,21 +2,14 @@
 import datetime
 import importlib.metadata
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
+from pyops.doctor import cpu_name
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'bench' / 'results'
-
-
-def machine_name():
-    try:
-        lines = Path('/proc/cpuinfo').read_text().splitlines()
-        return next(line.partition(':')[2].strip() for line in lines if line.startswith('model name'))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def commit():
@@ -37,7 +30,7 @@ def torch_version():
 
 def about():
     """Return date, commit, machine and PyTorch version: the first items of each result."""
-    return {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': machine_name(), 'torch': torch_version()}
+    return {'date': datetime.date.today().isoformat(), 'commit': commit(), 'machine': cpu_name(), 'torch': torch_version()}
 
 
 def save(name, figures):

@@ -1,12 +1,22 @@
-"""Tools of the package.
+"""Programs and tools, as `python -m pyops` or, once installed, as the command `pyops`.
 
-python -m pyops gradcheck [OP ...]      gradients of ops against central differences, all ops by default
-python -m pyops inspect ...             saved tensors: draw, serve, compare
-python -m pyops serve CKPT              translations over HTTP
+python -m pyops doctor                      what is found on this machine, and a test of the kernels
+python -m pyops train transformer ...       as python -m transformer.train; also translate, evaluate, mnist, seq2seq
+python -m pyops data list|get               data sets: as python -m pyops.data
+python -m pyops serve CKPT                  translations over HTTP
+python -m pyops gradcheck [OP ...]          gradients of ops against central differences, all ops by default
+python -m pyops inspect ...                 saved tensors: draw, serve, compare
 """
+import argparse
+import os.path
 import sys
 
 from pyops.errors import UserError, exits_cleanly
+
+# command -> (what it does, the packages that have a program of this name)
+PROGRAMS = {'train': ('train a program, or resume a checkpoint', ('mnist', 'seq2seq', 'transformer')),
+            'translate': ('translate with a checkpoint', ('seq2seq', 'transformer')),
+            'evaluate': ('score a checkpoint: BLEU, chrF', ('seq2seq', 'transformer'))}
 
 
 def main(arguments=None):
@@ -18,12 +28,22 @@ def main(arguments=None):
 
 def parser():
     # imported here so that exits_cleanly can name a missing package in one line
+    from pyops import doctor
     from pyops.flags import ArgumentParser
     from pyops.inspect import command
     from pyops.serve import command as serve
-    p = ArgumentParser(prog='python -m pyops', description='Tools of the package.',
-                       epilog='Data sets: python -m pyops.data.  Programs: python -m mnist, seq2seq or transformer.')
+    own_name = 'pyops' if os.path.basename(sys.argv[0]) == 'pyops' else 'python -m pyops'
+    p = ArgumentParser(prog=own_name, description='Deep learning from the metal up: programs and tools.',
+                       epilog=f'{own_name} COMMAND --help describes a command; {own_name} train mnist --help '
+                              'lists the flags of a program.')
     commands = p.add_commands()
+    doctor.add_flags(commands.add_parser('doctor', help='describe this machine and what pyops finds on it; test the kernels'))
+    for name, (text, packages) in PROGRAMS.items():
+        program = commands.add_parser(name, help=text, description=f'{text}: as python -m PROGRAM.{name}')
+        program.add_argument('program', choices=packages, metavar='PROGRAM', help=' or '.join(packages))
+        program.add_argument('flags', nargs=argparse.REMAINDER, metavar='...', help='flags of the program')
+        program.set_defaults(run=lambda options, name=name: run_module(f'{options.program}.{name}', options.flags))
+    commands.add_parser('data', help='list and get data sets: as python -m pyops.data')
     check = commands.add_parser('gradcheck', help='check gradients of ops against central differences in float64')
     check.add_argument('ops', metavar='OP', nargs='*', help='name of an op, such as linear, gru or softmax (default: all)')
     check.set_defaults(run=gradcheck)
@@ -33,8 +53,18 @@ def parser():
 
 
 def run(arguments):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ['data']:               # which has commands of its own
+        return run_module('pyops.data', arguments[1:])
     options = parser().parse_args(arguments)
     return options.run(options)
+
+
+def run_module(name, arguments):
+    """Run `python -m NAME ARGUMENTS` in this process.  It ends by itself, with its own exit status and under its own name."""
+    import runpy
+    sys.argv[1:] = arguments
+    runpy.run_module(name, run_name='__main__', alter_sys=True)
 
 
 def gradcheck(options):

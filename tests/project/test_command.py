@@ -1,0 +1,85 @@
+"""`python -m pyops`: the doctor, and the programs that it starts."""
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from pyops import __version__, doctor
+from pyops.__main__ import PROGRAMS, main
+from pyops.data import locate
+from pyops.ops import elementwise
+
+
+def outcome(*arguments, **environment):
+    return subprocess.run([sys.executable, '-m', 'pyops', *arguments], cwd=ROOT, env=os.environ | environment, text=True,
+                          capture_output=True)
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+def test_the_doctor_describes_the_machine_and_finds_all_kernels_right(tmp_path):
+    done = outcome('doctor', '--json', PYOPS_DATA=str(tmp_path), PYOPS_SERVE_TOKEN='a secret')
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = json.loads(done.stdout)
+    assert found['is_right'] and found['self-test']['gradients'].startswith('right for all')
+    software = found['software']
+    assert software['pyops'].startswith(__version__) and software['numpy'] == importlib.metadata.version('numpy')
+    assert found['environment']['PYOPS_DATA'] == str(tmp_path) and 'a secret' not in done.stdout
+    assert {name: text.startswith('not found; get it with: python -m pyops.data get') for name, text in found['data'].items()
+            } == dict.fromkeys(locate.FILES, True)
+
+
+def test_the_report_is_readable_and_wrong_kernels_give_status_1(capsys, monkeypatch):
+    monkeypatch.setattr(elementwise.Tanh, 'backward', lambda dy, y: dy)
+    monkeypatch.setattr('pyops.differences.every_op', lambda: [elementwise.Tanh, elementwise.Add])
+    with pytest.raises(SystemExit) as left:
+        main(['doctor'])
+    lines = capsys.readouterr().out.splitlines()
+    assert left.value.code == 1
+    assert [line for line in lines if not line.startswith(' ')] == ['software:', 'environment:', 'machine:', 'data:', 'extras:',
+                                                                    'self-test:']
+    assert '  gradients       WRONG: Tanh' in lines and lines[-1].startswith('  matrix product  right, error ')
+
+
+def test_the_extras_are_those_of_pyproject_and_a_missing_or_old_package_has_a_remedy(monkeypatch):
+    tomllib = pytest.importorskip('tomllib')
+    declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies']
+    assert set(doctor.extras()) == {name for name, texts in declared.items() if not any('pyops[' in text for text in texts)}
+    monkeypatch.setattr(doctor, '_version', {'matplotlib': '3.8.1', 'plotly': '5.9.0'}.get)
+    section = doctor.extras()
+    assert section['pictures'].startswith('plotly 5.9.0; install with: ') and section['pictures'].endswith("[pictures]'")
+    assert section['torch'].startswith('torch missing; ')
+
+
+def test_without_its_library_the_doctor_says_how_to_build_it():
+    done = outcome('doctor', PYOPS_LIBRARY='/nowhere.so')
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith('pyops: error: /nowhere.so: the kernel library is not built; run `make`')
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+def test_it_starts_every_program_with_its_flags(capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'argv', ['pyops'])          # its arguments are changed
+    for name, (_, packages) in PROGRAMS.items():
+        for package in packages:
+            with pytest.raises(SystemExit) as left:
+                main([name, package, '--help'])
+            assert left.value.code == 0 and f'usage: python -m {package}.{name} ' in capsys.readouterr().out
+    assert {path.parent.name for path in ROOT.glob('*/train.py')} - {'bench'} == set(PROGRAMS['train'][1])
+
+
+@pytest.mark.parametrize('arguments, status, text', [
+    (['data', 'list'], 0, 'fra-eng: '),
+    (['data', 'get', 'nothing'], 2, 'pyops.data: error: data set nothing: no such data set'),
+    (['train', 'mnist', '-e', 'many'], 2, 'mnist.train: error: -e/--epochs: expected a whole number >= 0, got many'),
+    (['train', 'nothing'], 2, "pyops train: error: PROGRAM: invalid choice: 'nothing' (choose from "),
+    (['train'], 2, 'pyops train: error: the following arguments are required: PROGRAM')])
+def test_errors_are_those_of_the_program(arguments, status, text):
+    done = outcome(*arguments)
+    assert done.returncode == status and text in done.stdout + done.stderr
+    assert status == 0 or (not done.stdout and done.stderr.count('\n') == 1)
