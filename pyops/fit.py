@@ -467,7 +467,7 @@ class Saver:
 
     found: the checkpoint.Found that the run started from; state: what its checkpoints contain besides `run`.
     every: number of epochs between checkpoints;  minutes: age of the last checkpoint at which another is saved, 0: any
-    metric: the name of a metric, such as 'bleu', of which checkpoint.BEST is the best checkpoint; None: no such file.
+    metric: keep the checkpoint with the best value of this metric, such as 'bleu', as checkpoint.BEST; None: no such file.
     Higher is better, for 'validation', a loss, lower.
     keep: number of checkpoints that are kept; older ones of the run are removed.  None: all
     folder: where checkpoints are saved;  last: path of the newest one from which the run can resume, None if there is none.

@@ -68,7 +68,7 @@ struct BulkLoad {
     uint64_t *barrier;
 };
 
-// A barrier of OS threads, each of which runs a block.
+// A barrier of OS threads; each runs a block.
 struct Meeting {
     std::mutex mutex;
     std::condition_variable all_here;

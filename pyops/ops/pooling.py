@@ -53,7 +53,7 @@ class MaxPool2d(_Pool):
 
     Shapes   x, dx (N, C, H, W);  y, dy (N, C, Ho, Wo)
     Forward  y[n, c, i, j] = max_a,b x[n, c, i s + a d - p, j s + b d - p], for a window inside x;  NaN if one is NaN
-    Backward dx = sum of dy over the windows of which the element is the maximum, the first of equal ones
+    Backward dx = sum of dy over the windows whose maximum the element is, the first of equal ones
     Saves    the position of each maximum, int32
     Errors   ValueError for sizes that do not fit; TypeError and ValueError naming the argument
     Source   a plain definition

@@ -120,7 +120,7 @@ def parse_training(parser, argv, recipes):
 
 
 def _add_schedule_flags(group, defaults):
-    """Add the flags of the learning rate in the course of a run, and of what is learned: labels and averages."""
+    """Add the flags of the schedule of the learning rate, of label smoothing and of averages."""
     add_setting(group, defaults, '--smoothing', type=fraction, metavar='P',
                 help='label smoothing: the share of a label that is spread over all words')
     add_setting(group, defaults, '--warmup', type=non_negative_int,

@@ -146,7 +146,7 @@ class Subwords:
         """Like encode, with BPE dropout: each merge is skipped with probability `dropout`, at each step of each word.
 
         The result depends on the arguments alone.  stream: another number for other random numbers in the same epoch.
-        A word that occurs n times has min(n, VARIANTS) segmentations, one of which is chosen for each occurrence.
+        A word that occurs n times has min(n, VARIANTS) segmentations; each occurrence gets one of them.
         0 <= seed, epoch < 2**64.
         """
         if not dropout:

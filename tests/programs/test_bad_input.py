@@ -714,7 +714,7 @@ TOOLS = ('make', 'sh', 'bash', 'mkdir', 'uname', 'cp', 'rm', 'cat', 'grep', 'awk
 
 @pytest.fixture
 def bare(tmp_path):
-    """A copy of what the library is built from, and a PATH with make and the tools of a shell but no compiler."""
+    """A copy of the sources of the library, and a PATH with make and the tools of a shell but no compiler."""
     if not shutil.which('make'):
         pytest.skip('make is not installed')
     tools = tmp_path / 'tools'

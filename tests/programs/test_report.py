@@ -1,4 +1,4 @@
-"""The picture of what was misread: it is drawn for any outcome, and its numbers are the right ones."""
+"""The picture of misread digits: it is drawn for any outcome, and its numbers are the right ones."""
 import builtins
 import subprocess
 import sys
