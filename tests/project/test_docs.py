@@ -49,6 +49,12 @@ def test_links_and_anchors_lead_somewhere(page):
             assert anchor in anchors(target), f'{name_of(page)}: {link}: {target.name} has no such heading'
 
 
+def test_tests_that_a_page_names_exist():
+    named = {(path, name) for page in PAGES for path, name in re.findall(r'`(tests/[\w/]+\.py)::(\w+)`', page.read_text())}
+    assert len(named) > 10
+    assert [(path, name) for path, name in sorted(named) if f'def {name}(' not in (ROOT / path).read_text()] == []
+
+
 def test_the_readme_links_to_the_folder_and_its_index_to_every_page():
     readme, index = (ROOT / 'README.md').read_text(), INDEX.read_text()
     assert len(readme.splitlines()) <= 300
