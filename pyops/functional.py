@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,9 +105,20 @@ def silu(x: Numbers) -> Tensor:
     return x * sigmoid(x) if _is_double(x) else apply(SiLU, x)
 
 
-def gelu(x: Numbers) -> Tensor:
-    """Return x (1 + erf(x / sqrt(2))) / 2, elementwise."""
-    return apply(GELU, tensor(x))
+def leaky_relu(x: Numbers, negative_slope: float = 0.01) -> Tensor:
+    """Return x where x > 0, else negative_slope * x."""
+    x = tensor(x)
+    return where(x > 0, x, x * negative_slope)
+
+
+def gelu(x: Numbers, approximate: str = 'none') -> Tensor:
+    """Return x (1 + erf(x / sqrt(2))) / 2, elementwise; with approximate='tanh' PyTorch's formula with tanh."""
+    x = tensor(x)
+    if approximate == 'tanh':
+        return x * (tanh((x + x * x * x * 0.044715) * (2 / math.pi) ** 0.5) + 1) * 0.5
+    if approximate != 'none':
+        raise ValueError(f"gelu: approximate: expected 'none' or 'tanh', got {approximate!r}")
+    return apply(GELU, x)
 
 
 def sin(x: Numbers) -> Tensor:
@@ -396,10 +408,20 @@ def feed_forward(x: Numbers, w1: Numbers, b1: Numbers, w2: Numbers, b2: Numbers,
     return apply(FeedForward, tensor(x), w1=tensor(w1), b1=tensor(b1), w2=tensor(w2), b2=tensor(b2), activation=activation)
 
 
-def embedding(ids: Numbers, weight: Numbers) -> Tensor:
-    """Return weight[ids];  ids (...) of any integer type, weight (V, E) -> (..., E)."""
+def embedding(ids: Numbers, weight: Numbers, padding_idx: int | None = None) -> Tensor:
+    """Return weight[ids];  ids (...) of any integer type, weight (V, E) -> (..., E).
+
+    padding_idx: positions with this id add nothing to the gradient of weight.
+    """
     weight = tensor(weight)
-    return weight[tensor(ids, weight)] if _is_double(weight) else apply(Embedding, tensor(ids, weight), weight=weight)
+    ids = tensor(ids, weight)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += len(weight)
+    if not _is_double(weight):
+        return apply(Embedding, ids, weight=weight, padding_idx=padding_idx)
+    if padding_idx is None:
+        return weight[ids]
+    return where((ids != padding_idx).unsqueeze(-1), weight[ids], weight.detach()[ids])
 
 
 _masks = itertools.count()
@@ -459,6 +481,23 @@ def batch_norm(x: Numbers, running_mean: Numbers | None, running_var: Numbers | 
             if isinstance(value, np.ndarray):
                 value[...] = statistic.numpy()
     return y
+
+
+def group_norm(x: Numbers, num_groups: int, weight: Numbers | None = None, bias: Numbers | None = None,
+               eps: float = 1e-5) -> Tensor:
+    """Normalise each group of channels of each sample to mean 0 and variance 1, scale by weight, add bias.
+
+    x (N, C, ...), weight and bias (C,) or None;  num_groups divides C
+    """
+    x = tensor(x)
+    N, C = x.shape[:2]
+    if num_groups < 1 or C % num_groups:
+        raise ValueError(f'group_norm: num_groups: expected a divisor of {C} channels, got {num_groups}')
+    # a group of a sample is a channel of one sample of a batch norm
+    y = batch_norm(x.reshape(1, N * num_groups, -1), None, None, training=True, eps=eps).reshape(x.shape)
+    per_channel = (C, *[1] * (x.ndim - 2))
+    y = y if weight is None else y * tensor(weight).reshape(per_channel)
+    return y if bias is None else y + tensor(bias).reshape(per_channel)
 
 
 def gru(x: Numbers, h0: Numbers | None, w_ih: Numbers, w_hh: Numbers, b_ih: Numbers, b_hh: Numbers, reset_before: bool = False,
@@ -568,21 +607,24 @@ def conv1d(x: Numbers, weight: Numbers, bias: Numbers | None = None, stride: int
 
 
 def max_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-               padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1) -> Tensor:
+               padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, ceil_mode: bool = False) -> Tensor:
     """Return the maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
-    All settings: an int or a pair; stride None: kernel_size.  The gradient goes to the first of equal maxima.
+    kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that
+    a last window may reach beyond the padding.  The gradient goes to the first of equal maxima.
     """
-    return apply(MaxPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation)
+    return apply(MaxPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation,
+                 ceil_mode=ceil_mode)
 
 
 def avg_pool2d(x: Numbers, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-               padding: int | Sequence[int] = 0, count_include_pad: bool = True) -> Tensor:
+               padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True) -> Tensor:
     """Return the average of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
-    kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  count_include_pad: padding counts as zeros.
+    kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  ceil_mode: round Ho and Wo up, so that a last
+    window may reach beyond the padding; only its elements inside count.  count_include_pad: padding counts as zeros.
     """
-    return apply(AvgPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding,
+    return apply(AvgPool2d, tensor(x), kernel_size=kernel_size, stride=stride, padding=padding, ceil_mode=ceil_mode,
                  count_include_pad=count_include_pad)
 
 

@@ -84,6 +84,15 @@ def kaiming_uniform(gain: float = RELU_GAIN) -> Init:
     return _described(f'kaiming_uniform(gain {gain:g})', init)
 
 
+def with_zero_row(init: Init, row: int) -> Init:
+    """Initialise with `init`, then set one row to 0: that of the padding in an embedding."""
+    def zeroed(generator: np.random.Generator, shape: Shape) -> np.ndarray:
+        values = init(generator, shape)
+        values[row] = 0
+        return values
+    return _described(f'{init.__doc__}, row {row} zeros', zeroed)
+
+
 def stacked(*inits: Init) -> Init:
     """Stack blocks of equal height along axis 0, each with its own init, such as the gates of a recurrent weight."""
     def init(generator: np.random.Generator, shape: Shape) -> np.ndarray:

@@ -1,6 +1,13 @@
 """Layers: modules on Tensors, each also with manual forward and backward on arrays.  docs/nn.md explains both uses."""
-from pyops.nn.attention import MultiHeadAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
-from pyops.nn.container import Residual, Sequential
+from pyops.nn.attention import (
+    MultiHeadAttention,
+    MultiheadAttention,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from pyops.nn.container import ModuleDict, ModuleList, Residual, Sequential
 from pyops.nn.layers import (
     GELU,
     AvgPool2d,
@@ -12,10 +19,13 @@ from pyops.nn.layers import (
     Dropout,
     Embedding,
     Flatten,
+    GroupNorm,
     Identity,
     LayerNorm,
     LayerNorm1d,
+    LeakyReLU,
     Linear,
+    LogSoftmax,
     MaxPool2d,
     MSELoss,
     ReLU,
@@ -29,10 +39,11 @@ from pyops.nn.module import KernelLayer, Layer, Module, Parameter
 from pyops.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
 __all__ = ['GELU', 'GRU', 'LSTM', 'RNN', 'AvgPool2d', 'BatchNorm1d', 'BatchNorm2d', 'Conv1d', 'Conv2d', 'CrossEntropyLoss',
-           'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'Identity', 'KernelLayer', 'LSTMCell', 'Layer', 'LayerNorm',
-           'LayerNorm1d', 'Linear', 'MSELoss', 'MaxPool2d', 'Module', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter',
-           'RNNCell', 'ReLU', 'Residual', 'Sequential', 'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh',
-           'TransformerDecoderLayer', 'TransformerEncoderLayer']
+           'Dropout', 'Embedding', 'Flatten', 'GRUCell', 'GroupNorm', 'Identity', 'KernelLayer', 'LSTMCell', 'Layer',
+           'LayerNorm', 'LayerNorm1d', 'LeakyReLU', 'Linear', 'LogSoftmax', 'MSELoss', 'MaxPool2d', 'Module', 'ModuleDict',
+           'ModuleList', 'MultiHeadAttention', 'MultiheadAttention', 'Parameter', 'RNNCell', 'ReLU', 'Residual', 'Sequential',
+           'SiLU', 'Sigmoid', 'Softmax', 'SoftmaxLoss', 'Tanh', 'TransformerDecoder', 'TransformerDecoderLayer',
+           'TransformerEncoder', 'TransformerEncoderLayer']
 
 
 def __getattr__(name: str) -> object:

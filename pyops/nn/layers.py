@@ -11,6 +11,7 @@ import numpy as np
 
 from pyops import autograd, backend, init, ndarray, ops, params
 from pyops import functional as F
+from pyops.autograd import Tensor
 from pyops.methods import accepts_torch_names
 from pyops.nn.module import KernelLayer, Layer, Parameter
 from pyops.ops import convolution
@@ -18,8 +19,7 @@ from pyops.ops import convolution
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pyops.autograd import Tensor
-    from pyops.typing import Array
+    from pyops.typing import Array, Numbers
 
 
 class Identity(Layer):
@@ -68,14 +68,34 @@ class Linear(KernelLayer):
         return f'{self.in_features}, {self.out_features}{", bias=False" if self.bias is None else ""}'
 
 
-class ReLU(KernelLayer):
+class _Activation(KernelLayer):
+    """Base of activations with a kernel.  inplace: accepted as in PyTorch, without effect: x is never changed."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        self.inplace = inplace
+
+
+class ReLU(_Activation):
     """y = max(x, 0)"""
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.ReLU, {}, {'name': self._path or 'relu'}
 
 
-class SiLU(KernelLayer):
+class LeakyReLU(Layer):
+    """y = x for x > 0, else negative_slope * x.  inplace: without effect, as in ReLU."""
+
+    def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
+        self.negative_slope, self.inplace = negative_slope, inplace
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.negative_slope)
+
+    def settings(self) -> str:
+        return f'{self.negative_slope}'
+
+
+class SiLU(_Activation):
     """y = x / (1 + exp(-x))"""
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
@@ -83,10 +103,25 @@ class SiLU(KernelLayer):
 
 
 class GELU(KernelLayer):
-    """y = x (1 + erf(x / sqrt(2))) / 2"""
+    """y = x (1 + erf(x / sqrt(2))) / 2; with approximate='tanh' y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+
+    def __init__(self, approximate: str = 'none') -> None:
+        self.approximate = approximate
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.GELU, {}, {'name': self._path or 'gelu'}
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return super().forward_tensors(x) if self.approximate == 'none' else F.gelu(x, self.approximate)
+
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        return super().forward_arrays(x) if self.approximate == 'none' else Layer.forward_arrays(self, x)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        return super().backward(dy, ctx) if self.approximate == 'none' else Layer.backward(self, dy, ctx)
+
+    def settings(self) -> str:
+        return '' if self.approximate == 'none' else f'approximate={self.approximate!r}'
 
 
 class Tanh(Layer):
@@ -117,18 +152,32 @@ class Softmax(Layer):
         return f'axis={self.axis}'
 
 
+class LogSoftmax(Softmax):
+    """y = x - log sum exp(x) along an axis."""
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        return F.log_softmax(x, self.axis)
+
+
 class Dropout(Layer):
     """Set each element to 0 with probability p during training and scale the rest by 1 / (1 - p).  Identity in evaluation.
 
     The mask is a function of (seed, name of the layer in the tree, `count`).  `count` is an array of one element, the number
     of calls so far; replaying a plan increments it too.
+    inplace: accepted as in PyTorch, without effect: x is never changed.
+    generator: a numpy Generator that draws the masks instead: an element is kept if its number of generator.random(shape) is
+    at least p.  A call on Tensors may also be given its mask: dropout(x, mask=keep), where nonzero keeps an element.  A plan
+    cannot record either.
     """
     count: Array
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: float = 0.5, inplace: bool = False, *, generator: np.random.Generator | None = None) -> None:
         if not 0 <= p < 1:
             raise ValueError(f'Dropout: p: expected 0 <= p < 1, got {p}')
-        self.p = p
+        if not isinstance(generator, np.random.Generator | None):
+            raise TypeError('Dropout: generator: expected a numpy Generator, such as numpy.random.default_rng(0), got '
+                            f'{type(generator).__name__}')
+        self.p, self.inplace, self.generator = p, inplace, generator
         self.register_buffer('count', backend.zeros(1, np.int64), persistent=False)
 
     def draw(self) -> tuple[float, int, Any]:
@@ -141,11 +190,30 @@ class Dropout(Layer):
         backend.launch('tick', step, self.count)
         return self.p, params.key(self.seed, self._path), step         # type: ignore[arg-type]
 
-    def forward_tensors(self, x: Tensor) -> Tensor:
+    def _given_mask(self, shape: tuple[int, ...], mask: Numbers | None) -> np.ndarray | None:
+        """Return float32 factors of x: of `mask`, or drawn from the generator; None to use the counter or to drop nothing."""
+        if not (self.training and self.p) or (mask is None and self.generator is None):
+            return None
+        if backend.is_recorded():
+            raise TypeError('got a mask or a generator while a plan records, which would replay one mask; use neither')
+        if mask is None:
+            keep = self.generator.random(shape) >= self.p          # type: ignore[union-attr]
+        else:
+            keep = np.asarray(mask.numpy() if hasattr(mask, 'numpy') else mask) != 0
+        if keep.shape != shape:
+            raise ValueError(f'mask: expected shape {shape}, got {keep.shape}')
+        return keep * np.float32(1 / (1 - self.p))
+
+    def forward_tensors(self, x: Tensor, mask: Numbers | None = None) -> Tensor:
+        factors = self._given_mask(x.shape, mask)
+        if factors is not None:
+            return x * F.tensor(factors, x)
         p, key, step = self.draw()
         return autograd.apply(ops.Dropout(p, key, self._path or 'dropout'), x, step) if p else x
 
     def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        if self.generator is not None:
+            return Layer.forward_arrays(self, x)
         p, key, step = self.draw()
         if not p:
             return x, None
@@ -156,6 +224,8 @@ class Dropout(Layer):
     def backward(self, dy: Array, ctx: Any) -> Array:
         if ctx is None:
             return dy
+        if not isinstance(ctx[0], ops.Dropout):
+            return Layer.backward(self, dy, ctx)
         op, ctx = ctx
         return op.backward(dy, ctx)
 
@@ -164,17 +234,49 @@ class Dropout(Layer):
 
 
 class LayerNorm(KernelLayer):
-    """Normalise the last axis to mean 0 and variance 1, then scale by weight and add bias;  x (..., features)."""
+    """Normalise the last axis to mean 0 and variance 1, then scale by weight and add bias;  x (..., features).
 
-    def __init__(self, features: int, eps: float = 1e-5) -> None:
-        self.features, self.eps = features, eps
-        self.weight, self.bias = Parameter((features,), init.ones()), Parameter((features,), init.zeros())
+    normalized_shape: the size of the last axis, or a tuple of the sizes of several, normalised together.
+    elementwise_affine=False: without weight and bias;  bias=False: without bias.
+    """
+
+    def __init__(self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True,
+                 bias: bool = True) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape, self.eps = shape, eps
+        self.weight = Parameter(shape, init.ones()) if elementwise_affine else None
+        self.bias = Parameter(shape, init.zeros()) if elementwise_affine and bias else None
+
+    @property
+    def features(self) -> int:
+        """Number of elements that are normalised together."""
+        return math.prod(self.normalized_shape)
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
-        return ops.LayerNorm, {'weight': self.weight, 'bias': self.bias}, {'eps': self.eps}
+        return ops.LayerNorm, {'weight': self.weight, 'bias': self.bias}, {'eps': self.eps}       # type: ignore[dict-item]
+
+    def _is_one_kernel(self) -> bool:
+        return len(self.normalized_shape) == 1 and self.bias is not None
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        if self._is_one_kernel():
+            return super().forward_tensors(x)
+        axes, shape = len(self.normalized_shape), x.shape
+        if shape[-axes:] != self.normalized_shape:
+            raise ValueError(f'x: expected shape (..., {", ".join(map(str, self.normalized_shape))}), got {shape}')
+        weight, bias = (Tensor(np.full(self.features, default, np.float32), device=x.device) if parameter is None
+                        else parameter.reshape(-1) for parameter, default in ((self.weight, 1), (self.bias, 0)))
+        return F.layer_norm(x.reshape(*shape[:-axes], self.features), weight, bias, self.eps).reshape(shape)
+
+    def forward_arrays(self, x: Array) -> tuple[Array, Any]:
+        return super().forward_arrays(x) if self._is_one_kernel() else Layer.forward_arrays(self, x)
+
+    def backward(self, dy: Array, ctx: Any) -> Array:
+        return super().backward(dy, ctx) if self._is_one_kernel() else Layer.backward(self, dy, ctx)
 
     def settings(self) -> str:
-        return f'{self.features}'
+        size = self.features if len(self.normalized_shape) == 1 else self.normalized_shape
+        return f'{size}{", elementwise_affine=False" if self.weight is None else ", bias=False" if self.bias is None else ""}'
 
 
 LayerNorm1d = LayerNorm
@@ -232,15 +334,46 @@ class BatchNorm2d(_BatchNorm):
     dimensions = 4,
 
 
-class Embedding(KernelLayer):
-    """y = weight[ids];  ids (...) of any integer type, y (..., dim).  weight (number, dim) is initialised with normal(1)."""
+class GroupNorm(Layer):
+    """Normalise each group of channels of each sample to mean 0 and variance 1, then scale by weight and add bias.
 
-    def __init__(self, number: int, dim: int) -> None:
-        self.number, self.dim = number, dim
-        self.weight = Parameter((number, dim), init.normal(1.0))
+    x (N, channels, ...);  weight and bias (channels,), absent with affine=False.  Wu and He 2018, arXiv:1803.08494.
+    """
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f'GroupNorm: num_groups: expected a divisor of {num_channels} channels, got {num_groups}')
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        self.weight = Parameter((num_channels,), init.ones()) if affine else None
+        self.bias = Parameter((num_channels,), init.zeros()) if affine else None
+
+    def forward_tensors(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != self.num_channels:
+            raise ValueError(f'x: expected shape (N, {self.num_channels}, ...), got {x.shape}')
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    def settings(self) -> str:
+        return f'{self.num_groups}, {self.num_channels}{"" if self.weight is not None else ", affine=False"}'
+
+
+class Embedding(KernelLayer):
+    """y = weight[ids];  ids (...) of any integer type, y (..., embedding_dim).
+
+    weight (num_embeddings, embedding_dim) is initialised with normal(1).  padding_idx: the row of this id starts as zeros and
+    gets no gradient; a negative one counts from the end.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f'Embedding: padding_idx: expected one of {num_embeddings} rows, got {padding_idx}')
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        normal = init.normal(1.0)
+        self.weight = Parameter((num_embeddings, embedding_dim),
+                                normal if self.padding_idx is None else init.with_zero_row(normal, self.padding_idx))
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
-        return ops.Embedding, {'weight': self.weight}, {}
+        return ops.Embedding, {'weight': self.weight}, {'padding_idx': self.padding_idx}
 
     def forward_arrays(self, ids: Any) -> tuple[Array, Any]:
         if isinstance(ids, np.ndarray) and ids.dtype.kind in 'iu' and not backend.is_recorded():
@@ -248,7 +381,8 @@ class Embedding(KernelLayer):
         return super().forward_arrays(ids)
 
     def settings(self) -> str:
-        return f'{self.number}, {self.dim}'
+        return f'{self.num_embeddings}, {self.embedding_dim}' + (
+            '' if self.padding_idx is None else f', padding_idx={self.padding_idx}')
 
 
 class Conv2d(KernelLayer):
@@ -293,38 +427,47 @@ class Conv1d(Layer):
 
 
 class MaxPool2d(KernelLayer):
-    """The maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).  Settings: an int or a pair; stride None: kernel_size."""
+    """The maximum of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
+
+    kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.  ceil_mode: a last window may reach
+    beyond the padding.  return_indices is not supported.
+    """
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1) -> None:
+                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, return_indices: bool = False,
+                 ceil_mode: bool = False) -> None:
+        if return_indices:
+            raise ValueError('MaxPool2d: return_indices: expected False, got True; the op keeps its indices for itself')
         self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
-        self.padding, self.dilation = padding, dilation
+        self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.MaxPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
-                                   'dilation': self.dilation, 'name': self._path or 'max_pool2d'}
+                                   'dilation': self.dilation, 'ceil_mode': self.ceil_mode, 'name': self._path or 'max_pool2d'}
 
     def settings(self) -> str:
-        return _pooling_settings(self, dilation=1)
+        return _pooling_settings(self, dilation=1, ceil_mode=False)
 
 
 class AvgPool2d(KernelLayer):
     """The average of each window: x (N, C, H, W) -> (N, C, Ho, Wo).
 
-    kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  count_include_pad: padding counts as zeros.
+    kernel_size, stride, padding: an int or a pair; stride None: kernel_size.  ceil_mode: a last window may reach beyond the
+    padding; only its elements inside count.  count_include_pad: padding counts as zeros.
     """
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-                 padding: int | Sequence[int] = 0, count_include_pad: bool = True) -> None:
+                 padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True) -> None:
         self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
-        self.padding, self.count_include_pad = padding, count_include_pad
+        self.padding, self.ceil_mode, self.count_include_pad = padding, ceil_mode, count_include_pad
 
     def op(self) -> tuple[Any, dict[str, Parameter], dict[str, Any]]:
         return ops.AvgPool2d, {}, {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding,
-                                   'count_include_pad': self.count_include_pad, 'name': self._path or 'avg_pool2d'}
+                                   'ceil_mode': self.ceil_mode, 'count_include_pad': self.count_include_pad,
+                                   'name': self._path or 'avg_pool2d'}
 
     def settings(self) -> str:
-        return _pooling_settings(self, count_include_pad=True)
+        return _pooling_settings(self, ceil_mode=False, count_include_pad=True)
 
 
 def _pooling_settings(layer: Any, **defaults: Any) -> str:

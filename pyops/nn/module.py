@@ -234,6 +234,25 @@ class Module:
     def modules(self) -> list[Module]:
         return [module for _, module in self.named_modules()]
 
+    def named_children(self) -> list[tuple[str, Module]]:
+        """Return [(name, module)] of the modules that are direct members, each once."""
+        found: dict[int, tuple[str, Module]] = {}
+        for name, member in self.members():
+            if isinstance(member, Module):
+                found.setdefault(id(member), (name, member))
+        return list(found.values())
+
+    def children(self) -> list[Module]:
+        """Return the modules that are direct members, each once."""
+        return [module for _, module in self.named_children()]
+
+    def apply(self, function: Callable[[Module], Any]) -> Self:
+        """Call function(module) for every module below this one, children first, then for this one, and return self."""
+        for child in self.children():
+            child.apply(function)
+        function(self)
+        return self
+
     def _named_parameters(self) -> list[tuple[str, Parameter]]:
         seen = {}
         for prefix, module in self.named_modules():
@@ -311,6 +330,12 @@ class Module:
         for parameter in self.parameters():
             parameter.zero_grad()
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Set requires_grad of all parameters, and return self.  Create optimizers afterwards."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad)
+        return self
+
     def register_buffer(self, name: str, array: Array, persistent: bool = True) -> None:
         """Register an array that changes from step to step, such as a running mean, as attribute `name`.  persistent:
         include it in state_dict()."""
@@ -326,13 +351,17 @@ class Module:
         """Return {name: copy} of all parameters and persistent buffers."""
         return {name: np.array(value) for name, value in self._places().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy arrays (of numpy or another library) into parameters and buffers: all of them or, if one is wrong, none.
 
-        Raises KeyError for a missing or unknown name, ValueError for a wrong shape, TypeError for a wrong dtype.
+        strict: raise KeyError for a missing or unknown name; otherwise such names are skipped.  'num_batches_tracked' of
+        PyTorch's batch norms is always skipped.  Raises ValueError for a wrong shape, TypeError for a wrong dtype.
         """
         places = self._places()
-        if wrong := sorted(set(places) ^ set(state)):
+        state = {name: value for name, value in state.items() if name.rpartition('.')[2] != 'num_batches_tracked'}
+        if not strict:
+            places = {name: place for name, place in places.items() if name in state}
+        if strict and (wrong := sorted(set(places) ^ set(state))):
             name = wrong[0]
             raise KeyError(f'{name}: {"missing in the state" if name in places else "the module has no such parameter"}; '
                            f'{len(wrong)} such names')

@@ -1,7 +1,6 @@
 """MaxPool2d and AvgPool2d: the maximum and the average of each window of an image."""
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +15,14 @@ if TYPE_CHECKING:
 
 
 class _Pool:
-    """The settings that both share.  kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size."""
+    """The settings that both share.  kernel_size, stride, padding, dilation: an int or a pair; stride None: kernel_size.
+
+    ceil_mode: round the number of windows up, so that the last one may reach beyond the padding, but starts before it ends.
+    """
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None, padding: int | Sequence[int],
-                 dilation: int | Sequence[int], name: str) -> None:
-        self.kernel_size, self.name = pair('kernel_size', kernel_size, 1), name
+                 dilation: int | Sequence[int], ceil_mode: bool, name: str) -> None:
+        self.kernel_size, self.ceil_mode, self.name = pair('kernel_size', kernel_size, 1), ceil_mode, name
         self.stride = self.kernel_size if stride is None else pair('stride', stride, 1)
         self.padding, self.dilation = pair('padding', padding, 0), pair('dilation', dilation, 1)
         if any(2 * p > k for p, k in zip(self.padding, self.kernel_size, strict=True)):
@@ -28,21 +30,30 @@ class _Pool:
 
     def places(self, shape: Shape) -> tuple[int, int]:
         """Return (Ho, Wo) for x of this shape.  ValueError if no window fits."""
-        rows, cols = map(positions, shape[2:], self.kernel_size, self.stride, self.padding, self.dilation)
+        settings = shape[2:], self.kernel_size, self.stride, self.padding, self.dilation
+        rows, cols = map(self._rounded_up if self.ceil_mode else positions, *settings)
         if rows < 1 or cols < 1:
             raise ValueError(f'{self.name}: a window of {self.kernel_size} with dilation {self.dilation} does not fit into '
                              f'{tuple(shape[2:])} with padding {self.padding}')
         return rows, cols
+
+    @staticmethod
+    def _rounded_up(size: int, window: int, stride: int, padding: int, dilation: int) -> int:
+        count = -(-(size + 2 * padding - dilation * (window - 1) - 1) // stride) + 1
+        return count - ((count - 1) * stride >= size + padding)         # none starts in the padding at the end
 
     def sizes(self, shape: Shape) -> tuple[int, ...]:
         """Return the sizes in the order of the header, without dilation."""
         N, C, H, W = shape
         return (N * C, H, W, *self.places(shape), *self.kernel_size, *self.stride, *self.padding)
 
-    def windows(self, x: np.ndarray, value: float) -> Iterator[np.ndarray]:
-        """Yield x (N, C, H, W) shifted by each element of the window, as (N, C, Ho, Wo), with `value` around it."""
+    def windows(self, x: np.ndarray, around: float, beyond: float) -> Iterator[np.ndarray]:
+        """Yield x (N, C, H, W) shifted by each element of the window, as (N, C, Ho, Wo), with the value `around` in the padding
+        and the value `beyond` after it."""
         (rows, cols), (sh, sw) = self.places(x.shape), self.stride
-        x = np.pad(x, ((0, 0), (0, 0), *((p, p) for p in self.padding)), constant_values=value)
+        reach = [k * d for k, d in zip(self.kernel_size, self.dilation, strict=True)]
+        x = np.pad(x, ((0, 0), (0, 0), *((p, p) for p in self.padding)), constant_values=around)
+        x = np.pad(x, ((0, 0), (0, 0), *((0, n) for n in reach)), constant_values=beyond)
         for a, b in np.ndindex(*self.kernel_size):
             top, left = a * self.dilation[0], b * self.dilation[1]
             yield x[:, :, top:top + sh * (rows - 1) + 1:sh, left:left + sw * (cols - 1) + 1:sw]
@@ -64,8 +75,9 @@ class MaxPool2d(_Pool):
         maxima: Array
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, name: str = 'max_pool2d') -> None:
-        super().__init__(kernel_size, stride, padding, dilation, name)
+                 padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, ceil_mode: bool = False,
+                 name: str = 'max_pool2d') -> None:
+        super().__init__(kernel_size, stride, padding, dilation, ceil_mode, name)
 
     def forward(self, x: Array) -> tuple[Array, Ctx]:
         check('x', x, axes('x', x, 'N C H W'))
@@ -81,9 +93,10 @@ class MaxPool2d(_Pool):
         return dx
 
     @staticmethod
-    def reference(x: np.ndarray, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1) -> np.ndarray:
-        op = MaxPool2d(kernel_size, stride, padding, dilation)
-        return np.max([*op.windows(x, -np.inf)], 0)
+    def reference(x: np.ndarray, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+                  ceil_mode: bool = False) -> np.ndarray:
+        op = MaxPool2d(kernel_size, stride, padding, dilation, ceil_mode)
+        return np.max([*op.windows(x, -np.inf, -np.inf)], 0)
 
     @staticmethod
     def example(normal: Normal) -> Example:
@@ -106,8 +119,9 @@ class AvgPool2d(_Pool):
         shape: Shape
 
     def __init__(self, kernel_size: int | Sequence[int], stride: int | Sequence[int] | None = None,
-                 padding: int | Sequence[int] = 0, count_include_pad: bool = True, name: str = 'avg_pool2d') -> None:
-        super().__init__(kernel_size, stride, padding, 1, name)
+                 padding: int | Sequence[int] = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+                 name: str = 'avg_pool2d') -> None:
+        super().__init__(kernel_size, stride, padding, 1, ceil_mode, name)
         self.count_include_pad = count_include_pad
 
     def forward(self, x: Array) -> tuple[Array, Ctx]:
@@ -123,13 +137,11 @@ class AvgPool2d(_Pool):
         return dx
 
     @staticmethod
-    def reference(x: np.ndarray, kernel_size: Any, stride: Any = None, padding: Any = 0,
+    def reference(x: np.ndarray, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
                   count_include_pad: bool = True) -> np.ndarray:
-        op = AvgPool2d(kernel_size, stride, padding)
-        total: Any = sum(op.windows(x, 0))
-        if count_include_pad:
-            return total / math.prod(op.kernel_size)
-        return total / sum(op.windows(np.ones_like(x), 0))
+        op = AvgPool2d(kernel_size, stride, padding, ceil_mode)
+        counted = np.sum([*op.windows(np.ones_like(x), count_include_pad, 0)], 0)
+        return np.sum([*op.windows(x, 0, 0)], 0) / counted
 
     @staticmethod
     def example(normal: Normal) -> Example:

@@ -175,8 +175,17 @@ CASES = [
           lambda torch, x, w, b: torch.nn.functional.conv1d(x, w, b, 2, 1, 2), [(2, 3, 8), (4, 3, 3), (4,)]),
     *case('max_pool2d', lambda F, x: F.max_pool2d(x, (2, 3), padding=1), lambda torch, x: torch.nn.functional.max_pool2d(
         x, (2, 3), padding=1), [(2, 3, 5, 6)], second=False),
-    *case('avg_pool2d', lambda F, x: F.avg_pool2d(x, 3, 2, 1, False), lambda torch, x: torch.nn.functional.avg_pool2d(
-        x, 3, 2, 1, count_include_pad=False), [(2, 3, 5, 6)], second=False),
+    *case('avg_pool2d', lambda F, x: F.avg_pool2d(x, 3, 2, 1, True, False), lambda torch, x: torch.nn.functional.avg_pool2d(
+        x, 3, 2, 1, True, False), [(2, 3, 5, 6)], second=False),
+    *case('avg_pool2d-of-padding', lambda F, x: F.avg_pool2d(x, (3, 2), 2, 1, True),
+          lambda torch, x: torch.nn.functional.avg_pool2d(x, (3, 2), 2, 1, True), [(2, 3, 6, 5)], second=False),
+    *case('max_pool2d-ceil', lambda F, x: F.max_pool2d(x, 2, 3, 1, 2, True),
+          lambda torch, x: torch.nn.functional.max_pool2d(x, 2, 3, 1, 2, True), [(2, 3, 5, 6)], second=False),
+    *case('group_norm', lambda F, x, w, b: F.group_norm(x, 2, w, b, 0.01),
+          lambda torch, x, w, b: torch.nn.functional.group_norm(x, 2, w, b, 0.01), [(3, 4, 5, 2), (4,), (4,)]),
+    *case('leaky_relu', lambda F, x: F.leaky_relu(x, 0.2), lambda torch, x: torch.nn.functional.leaky_relu(x, 0.2), [(4, 5)]),
+    *case('gelu-tanh', lambda F, x: F.gelu(x, 'tanh'), lambda torch, x: torch.nn.functional.gelu(x, approximate='tanh'),
+          [(4, 5)]),
     # layers and losses
     *alike('linear', [(3, 4), (2, 4), (2,)], [(2, 3, 4), (5, 4), (5,)], [(3, 4), (2, 4)], [(4,), (2, 4), (2,)],
            theirs='nn.functional.linear'),

@@ -910,6 +910,7 @@ TABLE = [LinearRow(), PixelLinearRow(), MLPGradientsRow(), ReLURow(), Activation
              ('', dict(kernel_size=2)), ('-overlapping', dict(kernel_size=3, stride=(2, 1), padding=1)),
              ('-gaps', dict(kernel_size=(1, 2), stride=3, padding=(0, 1))))),
          PoolRow(MaxPool2d, '-dilation', kernel_size=(2, 3), stride=2, padding=1, dilation=(2, 1)),
+         *(PoolRow(op, '-ceil', kernel_size=(3, 2), stride=(2, 3), padding=1, ceil_mode=True) for op in (MaxPool2d, AvgPool2d)),
          PoolRow(AvgPool2d, '-inside', kernel_size=(3, 4), stride=2, padding=(1, 2), count_include_pad=False),
          Conv2dRow(), Conv2dRow('-same', padding='same'), Conv2dRow('-padding', padding=(1, 2), bias=False),
          Conv2dRow('-stride', stride=(2, 3), padding=2), Conv2dRow('-dilation', dilation=(1, 2), padding=(0, 1)),

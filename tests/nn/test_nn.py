@@ -48,12 +48,17 @@ class Row:
 
 IDS, LABELS = np.array([[3, 1], [0, 3], [6, 6]], np.int32), np.array([2, 0, -100, 1], np.int32)
 MASK = np.tril(np.ones((5, 5), bool))
+PADDING = np.array([[False] * 5, [False, False, False, True, True], [False] * 4 + [True]])
 TABLE = [
     Row('linear', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(4, 7),)),
     Row('linear-of-sequences', lambda: nn.Linear(7, 5), lambda t: t.Linear(7, 5), (normal(3, 4, 7),)),
     Row('linear-without-bias', lambda: nn.Linear(7, 5, bias=False), lambda t: t.Linear(7, 5, bias=False), (normal(4, 7),)),
     Row('relu', nn.ReLU, lambda t: t.ReLU(), (normal(4, 7),)),
     Row('silu', nn.SiLU, lambda t: t.SiLU(), (normal(4, 7),)), Row('gelu', nn.GELU, lambda t: t.GELU(), (normal(4, 7),)),
+    Row('gelu-tanh', lambda: nn.GELU('tanh'), lambda t: t.GELU('tanh'), (normal(4, 7),)),
+    Row('leaky_relu', lambda: nn.LeakyReLU(0.2, True), lambda t: t.LeakyReLU(0.2), (normal(4, 7),)),
+    Row('relu-inplace', lambda: nn.ReLU(inplace=True), lambda t: t.ReLU(), (normal(4, 7),)),
+    Row('log_softmax', lambda: nn.LogSoftmax(dim=1), lambda t: t.LogSoftmax(1), (normal(4, 7, 2),)),
     Row('tanh', nn.Tanh, lambda t: t.Tanh(), (normal(4, 7),)),
     Row('sigmoid', nn.Sigmoid, lambda t: t.Sigmoid(), (normal(4, 7),)),
     Row('softmax', nn.Softmax, lambda t: t.Softmax(-1), (normal(4, 7),)),
@@ -62,8 +67,16 @@ TABLE = [
     Row('dropout-0', lambda: nn.Dropout(0.0), lambda t: t.Dropout(0.0), (normal(4, 7),)),
     Row('layer_norm', lambda: nn.LayerNorm(9), lambda t: t.LayerNorm(9), (normal(3, 4, 9),)),
     Row('layer_norm_1d', lambda: nn.LayerNorm1d(9, eps=0.1), lambda t: t.LayerNorm(9, eps=0.1), (normal(4, 9),)),
+    Row('layer_norm-several-axes', lambda: nn.LayerNorm((4, 9)), lambda t: t.LayerNorm((4, 9)), (normal(3, 4, 9),)),
+    Row('layer_norm-no-bias', lambda: nn.LayerNorm(9, bias=False), lambda t: t.LayerNorm(9, bias=False), (normal(3, 4, 9),)),
+    Row('layer_norm-not-affine', lambda: nn.LayerNorm([9], 0.1, False), lambda t: t.LayerNorm([9], 0.1, False),
+        (normal(3, 4, 9),)),
+    Row('group_norm', lambda: nn.GroupNorm(2, 6), lambda t: t.GroupNorm(2, 6), (normal(3, 6, 4, 5),)),
+    Row('group_norm-not-affine', lambda: nn.GroupNorm(3, 6, 0.1, False), lambda t: t.GroupNorm(3, 6, 0.1, False),
+        (normal(3, 6, 5),)),
     Row('batch_norm_1d', lambda: nn.BatchNorm1d(9), lambda t: t.BatchNorm1d(9), (normal(14, 9),)),
     Row('embedding', lambda: nn.Embedding(7, 5), lambda t: t.Embedding(7, 5), (IDS,)),
+    Row('embedding-padding', lambda: nn.Embedding(7, 5, -4), lambda t: t.Embedding(7, 5, -4), (IDS,)),
     Row('conv2d', lambda: nn.Conv2d(3, 4, 3), lambda t: t.Conv2d(3, 4, 3), (normal(2, 3, 6, 7),)),
     Row('conv2d-stride-padding-dilation', lambda: nn.Conv2d(3, 4, (2, 3), 2, (1, 2), 2, bias=False),
         lambda t: t.Conv2d(3, 4, (2, 3), 2, (1, 2), 2, bias=False), (normal(2, 3, 9, 8),)),
@@ -78,6 +91,12 @@ TABLE = [
     Row('max_pool2d', lambda: nn.MaxPool2d(3, 2, 1), lambda t: t.MaxPool2d(3, 2, 1), (normal(2, 3, 7, 8),)),
     Row('avg_pool2d', lambda: nn.AvgPool2d((3, 2), padding=1, count_include_pad=False),
         lambda t: t.AvgPool2d((3, 2), padding=1, count_include_pad=False), (normal(2, 3, 7, 8),)),
+    Row('max_pool2d-ceil', lambda: nn.MaxPool2d(2, 3, 1, ceil_mode=True), lambda t: t.MaxPool2d(2, 3, 1, ceil_mode=True),
+        (normal(2, 3, 6, 7),)),
+    Row('avg_pool2d-ceil', lambda: nn.AvgPool2d((3, 2), 2, 1, True), lambda t: t.AvgPool2d((3, 2), 2, 1, True),
+        (normal(2, 3, 6, 7),)),
+    Row('avg_pool2d-ceil-no-padding', lambda: nn.AvgPool2d(3, 2, 1, True, False), lambda t: t.AvgPool2d(3, 2, 1, True, False),
+        (normal(2, 3, 6, 7),)),
     Row('sequential', lambda: nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
         lambda t: t.Sequential(t.Linear(7, 6), t.Tanh(), t.BatchNorm1d(6), t.ReLU(), t.Linear(6, 3)), (normal(8, 7),)),
     Row('cross_entropy', nn.CrossEntropyLoss, lambda t: t.CrossEntropyLoss(), (normal(4, 3), LABELS)),
@@ -122,13 +141,40 @@ TABLE = [
         (normal(5, 3, 8), normal(6, 3, 8), normal(6, 3, 8)), output=lambda y: y[0]),
     Row('attention-masked', lambda: nn.MultiHeadAttention(8, 4, bias=False), lambda t: t.MultiheadAttention(8, 4, bias=False),
         (normal(5, 3, 8),), dict(attn_mask=MASK), lambda x: (x, x, x), dict(attn_mask=~MASK), lambda y: y[0]),
-    Row('encoder', lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0), lambda t: t.TransformerEncoderLayer(8, 2, 12, 0.0),
-        (normal(5, 3, 8),)),
+    Row('attention-weights', lambda: nn.MultiHeadAttention(8, 2), lambda t: t.MultiheadAttention(8, 2), (normal(5, 3, 8),),
+        dict(need_weights=True, is_causal=True), lambda x: (x, x, x), dict(attn_mask=~MASK)),
+    Row('torch-attention', lambda: nn.MultiheadAttention(8, 2), lambda t: t.MultiheadAttention(8, 2),
+        (normal(5, 3, 8), normal(6, 3, 8), normal(6, 3, 8))),
+    Row('torch-attention-batch-first', lambda: nn.MultiheadAttention(8, 2, batch_first=True, kdim=6, vdim=7),
+        lambda t: t.MultiheadAttention(8, 2, batch_first=True, kdim=6, vdim=7),
+        (normal(3, 5, 8), normal(3, 6, 6), normal(3, 6, 7))),
+    *(Row(f'torch-attention-{words}', lambda: nn.MultiheadAttention(8, 2), lambda t: t.MultiheadAttention(8, 2),
+          (normal(5, 3, 8), normal(5, 3, 8), normal(5, 3, 8)), options, output=lambda y: y if y[1] is not None else y[0])
+      for words, options in (('masked', dict(attn_mask=~MASK)), ('padding', dict(key_padding_mask=PADDING)),
+                             ('per-head', dict(attn_mask=normal(6, 5, 5), average_attn_weights=False)),
+                             ('added', dict(attn_mask=normal(5, 5), key_padding_mask=np.where(PADDING, -np.inf, 0.0))))),
+    *(Row(f'encoder-{words}', lambda args=args, options=options: nn.TransformerEncoderLayer(8, 2, 12, 0.0, *args, **options),
+          lambda t, args=args, options=options: t.TransformerEncoderLayer(8, 2, 12, 0.0, *args, **options), (normal(5, 3, 8),))
+      for words, args, options in (('plain', (), {}), ('gelu-no-bias', ('gelu', 0.1), dict(bias=False)),
+                                   ('batch-first', (), dict(batch_first=True)))),
+    Row('encoder-silu', lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, F.silu),
+        lambda t: t.TransformerEncoderLayer(8, 2, 12, 0.0, t.functional.silu), (normal(5, 3, 8),)),
     Row('encoder-norm-first', lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, norm_first=True),
         lambda t: t.TransformerEncoderLayer(8, 2, 12, 0.0, norm_first=True), (normal(5, 3, 8),),
         dict(is_causal=True), twin_options=dict(src_mask=~MASK)),
+    Row('encoder-masked', lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0), lambda t: t.TransformerEncoderLayer(8, 2, 12, 0.0),
+        (normal(5, 3, 8),), dict(src_mask=~MASK, src_key_padding_mask=PADDING)),
     Row('decoder', lambda: nn.TransformerDecoderLayer(8, 2, 12, 0.0), lambda t: t.TransformerDecoderLayer(8, 2, 12, 0.0),
-        (normal(5, 3, 8), normal(4, 3, 8)), dict(is_causal=True), twin_options=dict(tgt_mask=~MASK)),
+        (normal(5, 3, 8), normal(4, 3, 8)), dict(tgt_is_causal=True), twin_options=dict(tgt_mask=~MASK)),
+    Row('decoder-masked', lambda: nn.TransformerDecoderLayer(8, 2, 12, 0.0), lambda t: t.TransformerDecoderLayer(8, 2, 12, 0.0),
+        (normal(5, 3, 8), normal(5, 3, 8)), dict(memory_mask=~MASK, tgt_key_padding_mask=PADDING, tgt_mask=~MASK,
+                                                 memory_key_padding_mask=PADDING)),
+    Row('encoders', lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, 0.0), 2, nn.LayerNorm(8)),
+        lambda t: t.TransformerEncoder(t.TransformerEncoderLayer(8, 2, 12, 0.0), 2, t.LayerNorm(8), False),
+        (normal(5, 3, 8),), dict(mask=~MASK, src_key_padding_mask=PADDING)),
+    Row('decoders', lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 12, 0.0, norm_first=True), 2),
+        lambda t: t.TransformerDecoder(t.TransformerDecoderLayer(8, 2, 12, 0.0, norm_first=True), 2),
+        (normal(5, 3, 8), normal(4, 3, 8))),
 ]
 
 
@@ -137,9 +183,10 @@ def run_twin(torch, row, module, training, dys):
     twin = row.twin(torch.nn).double().train(training)
     missing = twin.load_state_dict({name: torch.tensor(a).double() for name, a in module.state_dict().items()}, strict=False)
     assert not missing.unexpected_keys and all('num_batches' in key for key in missing.missing_keys)
+    module.load_state_dict(twin.state_dict())
     inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) if x.dtype == np.float32 else torch.tensor(x).long()
               for x in row.inputs]
-    options = {name: torch.tensor(a) if isinstance(a, np.ndarray) else a
+    options = {name: torch.tensor(a if a.dtype == bool else a.astype(np.float64)) if isinstance(a, np.ndarray) else a
                for name, a in (row.options if row.twin_options is None else row.twin_options).items()}
     ys = flat(row.output(twin(*row.twin_inputs(*inputs), **options)))
     torch.autograd.backward(ys, [torch.tensor(dy, dtype=torch.float64).reshape(y.shape) for dy, y in zip(dys, ys, strict=True)])
@@ -231,6 +278,11 @@ def test_attention_to_sentences_of_unlike_lengths(is_causal, torch):
         close(other, right, 1e-4)
     with pytest.raises(ValueError, match='expected lengths or attn_mask, got both'):
         layer(Tensor(x), lengths=lengths, attn_mask=MASK)
+    y, weights = layer(Tensor(x), is_causal=is_causal, lengths=lengths, need_weights=True, average_attn_weights=False)
+    close(y.numpy(), found[0][0], 1e-5)
+    _, expected = twin(t, t, t, key_padding_mask=torch.tensor(~seen[:, 0]),
+                       attn_mask=torch.tensor(~MASK) if is_causal else None, average_attn_weights=False)
+    close(weights.numpy(), expected.detach().numpy(), 1e-5)
 
 
 @pytest.mark.parametrize('make', [lambda: nn.MultiHeadAttention(8, 2, dropout=0.5), lambda: nn.GRU(8, 6, 2, dropout=0.5),
@@ -356,6 +408,27 @@ def test_dropout_drops_the_same_of_the_gradient_even_if_it_ran_again():
     y, ctx = layer.forward(put(x))
     layer.forward(put(x))
     assert (get(layer.backward(put(x), ctx)) == get(y)).all() and (get(y) != first.numpy()).any()
+
+
+def test_a_generator_or_a_given_mask_decides_what_dropout_drops():
+    x, layer = normal(30, 40), nn.Dropout(0.3, generator=np.random.default_rng(5))
+    keep = np.random.default_rng(5).random((2, 30, 40)) >= 0.3
+    leaf = Tensor(x, requires_grad=True)
+    y = layer(leaf)
+    y.sum().backward()
+    scale = np.float32(1 / 0.7)
+    assert (y.numpy() == x * (keep[0] * scale)).all() and (leaf.grad.numpy() == keep[0] * scale).all()
+    z, ctx = layer.forward(put(x))
+    assert (get(z) == x * (keep[1] * scale)).all() and (get(layer.backward(put(x), ctx)) == get(z)).all()
+    for mask in (keep[1], Tensor(keep[1]), keep[1].astype(np.int64)):
+        assert (nn.Dropout(0.3)(x, mask=mask).numpy() == get(z)).all()
+    assert (layer.eval()(x, mask=keep[1]).numpy() == x).all() and get(layer.forward(put(x))[0]).tolist() == x.tolist()
+    with pytest.raises(ValueError, match=r'^Dropout\(p=0.3\): mask: expected shape \(30, 40\), got \(40,\)$'):
+        nn.Dropout(0.3)(x, mask=keep[0, 0])
+    with pytest.raises(TypeError, match='^Dropout: generator: expected a numpy Generator, such as .*, got int$'):
+        nn.Dropout(0.3, generator=3)
+    with Plan(x=put(x)), pytest.raises(TypeError, match='got a mask or a generator while a plan records'):
+        layer.train()(Tensor(ndarray.from_numpy(put(x)) if isinstance(put(x), np.ndarray) else put(x)))
 
 
 def test_dropout_passes_everything_in_evaluation():
@@ -641,6 +714,70 @@ def test_parameters_of_given_values():
     assert model.factor.grad.tolist() == [4.0, 6.0] and model.factor.name == 'factor'
 
 
+def test_the_padding_of_an_embedding_starts_as_zeros_and_stays_so(torch):
+    layer = nn.Embedding(7, 5, padding_idx=3)
+    optimizer = optim.SGD(layer.parameters(), 0.5)
+    for _ in range(2):
+        assert not layer.weight.numpy()[3].any() and layer.weight.numpy()[[0, 1, 2, 4, 5, 6]].all()
+        optimizer.zero_grad()
+        layer(IDS).sum().backward()
+        optimizer.step()
+    assert (layer.reset_parameters(4).weight.numpy()[3] == 0).all()
+    layer.weight.grad = np.ones((7, 5))                     # of another use of the weight, which may reach the row
+    layer(IDS).sum().backward()
+    assert layer.weight.grad.numpy()[:, 0].tolist() == [2, 2, 1, 1, 1, 1, 3]
+    with pytest.raises(ValueError, match='Embedding: padding_idx: expected one of 7 rows, got 7'):
+        nn.Embedding(7, 5, 7)
+    x = Tensor(normal(7, 5), requires_grad=True)            # second derivatives, and float64
+    for weight in (x, x.double()):
+        y = F.embedding(IDS, weight, padding_idx=-4)
+        first, = grad((y * y * y).sum(), [x], create_graph=True)
+        second, = grad(first.sum(), [x])
+        want = 6 * x.numpy() * np.bincount(IDS.reshape(-1), minlength=7)[:, None]
+        want[3] = 0
+        close(second.numpy(), want, 1e-5)
+
+
+def test_lists_and_dicts_of_modules_are_members():
+    class Blocks(nn.Module):
+        def __init__(self):
+            self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+            self.heads = nn.ModuleDict({'a': nn.Linear(3, 2)})
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.heads['a'](x)
+    model = Blocks()
+    model.blocks.append(nn.Linear(3, 3)).extend([nn.ReLU()]).insert(0, nn.Tanh())
+    model.heads['b'] = nn.Linear(3, 1)
+    model.heads.update({'c': nn.ReLU()})
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [f'{name}.{kind}' for name in ('blocks.1', 'blocks.2', 'blocks.3', 'heads.a', 'heads.b')
+                     for kind in ('weight', 'bias')]
+    assert model(normal(4, 3)).shape == (4, 2) and model.blocks[1].weight.name == 'blocks.1.weight'
+    assert (len(model.blocks), len(model.heads), list(model.heads)) == (5, 3, ['a', 'b', 'c'])
+    assert [type(one).__name__ for one in model.blocks[3:]] == ['Linear', 'ReLU'] and 'c' in model.heads
+    model.blocks[1] = nn.Identity()
+    del model.blocks[0]
+    assert isinstance(model.blocks.pop(), nn.ReLU) and isinstance(model.heads.pop('c'), nn.ReLU)
+    del model.heads['b']
+    assert [name for name, _ in model.named_parameters()] == [
+        f'{name}.{kind}' for name in ('blocks.1', 'blocks.2', 'heads.a') for kind in ('weight', 'bias')]
+    assert dict(model.heads.items()) == {'a': model.heads['a']} and list(model.heads.keys()) == ['a']
+    assert [name for name, _ in model.named_children()] == ['blocks', 'heads'] and len(model.heads.values()) == 1
+    seen = []
+    assert model.apply(lambda module: seen.append(type(module).__name__)) is model
+    assert seen == ['Identity', 'Linear', 'Linear', 'ModuleList', 'Linear', 'ModuleDict', 'Blocks']
+    assert not any(parameter.requires_grad for parameter in model.requires_grad_(False).parameters())
+    for wrong, error in ((lambda: model.blocks.append(3), TypeError), (lambda: nn.ModuleDict({'a.b': nn.ReLU()}), ValueError),
+                         (lambda: nn.ModuleDict({'a': 3}), TypeError)):
+        with pytest.raises(error):
+            wrong()
+    model = nn.Sequential(nn.Linear(3, 3)).append(nn.ReLU())
+    assert model(normal(2, 3)).numpy().min() >= 0 and repr(nn.ModuleList([nn.ReLU()])) == 'ModuleList(\n  (0): ReLU()\n)'
+
+
 def test_train_and_eval_reach_every_module():
     model = Net()
     assert model.eval() is model and not any(module.training for module in model.modules())
@@ -668,6 +805,8 @@ def test_state_goes_out_and_in():
     with pytest.raises(KeyError, match='heads.b.bias: missing in the state'):
         fresh.load_state_dict(state)
     assert not (fresh.first.bias.numpy() == 7).any()                # nothing was changed
+    fresh.load_state_dict({'first.bias': np.full(5, 7), 'x.y': 0, 'norm.num_batches_tracked': 3}, strict=False)
+    assert (fresh.first.bias.numpy() == 7).all()
 
 
 def test_a_copy_of_a_model_is_a_model_of_its_own():
@@ -772,6 +911,18 @@ def test_other_errors_name_what_is_wrong():
         nn.Embedding(7, 5)(Tensor(np.array([3, 9])))
     with pytest.raises(ValueError, match='embed_dim 8 must be a multiple of num_heads 3'):
         nn.MultiHeadAttention(8, 3)
+    for make, error, text in (
+            (lambda: nn.GroupNorm(4, 6), ValueError, 'GroupNorm: num_groups: expected a divisor of 6 channels, got 4'),
+            (lambda: nn.GroupNorm(2, 6)(normal(3, 5, 2)), ValueError, r'x: expected shape \(N, 6, ...\), got \(3, 5, 2\)'),
+            (lambda: nn.LayerNorm((4, 9))(normal(3, 9)), ValueError, r'x: expected shape \(..., 4, 9\), got \(3, 9\)'),
+            (lambda: nn.GELU('erf')(normal(3)), ValueError, "gelu: approximate: expected 'none' or 'tanh', got 'erf'"),
+            (lambda: nn.MaxPool2d(2, return_indices=True), ValueError, 'MaxPool2d: return_indices: expected False, got True'),
+            (lambda: nn.MultiheadAttention(8, 2, 0.0, True, True), ValueError, 'add_bias_kv and add_zero_attn: expected False'),
+            (lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, True), TypeError, 'activation: expected a name or a function'),
+            (lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, 'elu'), ValueError, "activation: expected one of .*, got 'elu'"),
+            (lambda: nn.TransformerEncoder(nn.Linear(8, 8), 2), TypeError, 'expected a TransformerEncoderLayer, got Linear')):
+        with pytest.raises(error, match=text):
+            make()
     with pytest.raises(ValueError, match='num_layers: expected 1 or more, got 0'):
         nn.GRU(3, 4, 0)
     with pytest.raises(ValueError, match=r'GRU\(3, 4\): state: expected shape \(1, 5, 4\), got \(5, 4\)'):
